@@ -1,0 +1,5 @@
+"""`python -m rloo_cli` is `rloo`."""
+
+from rloo_cli.cli import main
+
+main()

@@ -1,0 +1,102 @@
+"""What went wrong, in four parts (what, where, why, fix), and the exit code that says so.
+
+Every refusal of ours is a `RunError` that holds one or more `Problem`s. Anything else that
+reaches `main` is a bug in rloo and exits with 1.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+
+SHOWN = 20  # problems printed at once; the rest is counted
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, and what would be right."""
+
+    what: str
+    where: str = ""  # key + file:line, recipe name, or "command line"
+    why: str = ""  # value found, value expected, the arithmetic
+    fix: str = ""  # a line that can be pasted
+    more: str = ""
+
+    def render(self) -> str:
+        lines = [f"error: {self.what}"]
+        for part in ("where", "why", "fix", "more"):
+            text = getattr(self, part)
+            if text:
+                lines.append(f"  {part:<8} " + text.replace("\n", "\n" + " " * 11))
+        return "\n".join(lines)
+
+
+class RunError(Exception):
+    """A refusal with an exit code (PROMISES 2). `code` is the process's exit status."""
+
+    code = 1
+
+    def __init__(self, *problems: Problem | str):
+        self.problems = [Problem(p) if isinstance(p, str) else p for p in problems]
+        super().__init__("\n".join(p.render() for p in self.problems))
+
+    def render(self, as_json: bool = False) -> str:
+        if as_json:
+            blocks = [asdict(p) | {"code": self.code} for p in self.problems]
+            return json.dumps(blocks, indent=2)
+        blocks = [p.render() for p in self.problems[:SHOWN]]
+        if len(self.problems) > SHOWN:
+            blocks.append(f"... and {len(self.problems) - SHOWN} more")
+        return "\n\n".join(blocks)
+
+
+class ConfigError(RunError):
+    """What the user wrote is wrong, including a named file that is missing."""
+
+    code = 2
+
+
+class MachineError(RunError):
+    """The machine lacks something: a package, a device, disk, network, a cached download."""
+
+    code = 3
+
+
+class DataError(RunError):
+    """The data set is not what the config says it is."""
+
+    code = 4
+
+
+class RewardError(RunError):
+    """A reward failed, or returned something that is not a score."""
+
+    code = 5
+
+
+class GenerationError(RunError):
+    """The generation engine, the weight transfer, or a rank failed."""
+
+    code = 6
+
+
+class NumbersError(RunError):
+    """Non-finite numbers, or nothing left to learn from."""
+
+    code = 7
+
+
+class StorageError(RunError):
+    """A save that had to succeed did not."""
+
+    code = 8
+
+
+class OutOfMemory(RunError):
+    """A device ran out of memory."""
+
+    code = 9
+
+
+class Stopped(RunError):
+    """Stopped early on request."""
+
+    code = 75

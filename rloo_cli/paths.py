@@ -1,0 +1,36 @@
+"""Where the YAML lives (beside the package in a checkout, inside it in a wheel) and the cache."""
+
+import os
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+PACKAGED = PACKAGE / "_yaml"
+ROOT = PACKAGED if PACKAGED.is_dir() else PACKAGE.parent
+
+CONF = ROOT / "conf"
+RECIPES = ROOT / "recipes"
+
+
+def cache() -> Path:
+    """The folder for things made once and used again: `$RLOO_CACHE`, else `~/.cache/rloo`."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("RLOO_CACHE") or Path(home, "rloo"))
+
+
+def recipe_files() -> dict[str, Path]:
+    """Name of every shipped recipe -> its file; `a/b` for recipes/a/b.yaml."""
+    files = sorted(RECIPES.rglob("*.yaml"))
+    return {str(path.relative_to(RECIPES).with_suffix("")): path for path in files}
+
+
+def group_choices(config_dirs: list[Path]) -> dict[str, dict[str, Path]]:
+    """Config group -> its choices -> file, for our conf/ and a user's own folders.
+
+    A user's recipes may lie in `recipe/` or `recipes/` of such a folder.
+    """
+    groups: dict[str, dict[str, Path]] = {"recipe": dict(recipe_files())}
+    for root in [CONF, *config_dirs]:
+        for path in sorted(root.glob("*/**/*.yaml")):
+            group, _, choice = str(path.relative_to(root).with_suffix("")).partition("/")
+            groups.setdefault("recipe" if group == "recipes" else group, {})[choice] = path
+    return groups

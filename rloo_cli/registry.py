@@ -1,0 +1,104 @@
+"""Names to things: `accuracy` -> the module rloo_cli/rewards/accuracy.py, `file.py:name` -> code.
+
+Adding a reward, an algorithm or a generation backend is adding its file (and its YAML): the
+file's name is its registry name. Each has a class `Config`, read here without importing torch.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rloo_cli.errors import ConfigError, Problem
+
+ROOMS = {"rewards": "reward", "algorithms": "algorithm", "generation": "generation"}
+
+
+@cache
+def names(room: str) -> dict[str, str]:
+    """Registry names of a room (`rewards`, `algorithms`, `generation`) -> module names.
+
+    A module is in the registry iff its source declares `class Config(` and its package's
+    `PARTS` (shared switches) does not list it.
+    """
+    package = importlib.import_module(f"rloo_cli.{room}")
+    parts = getattr(package, "PARTS", ())
+    found = [m.name for m in pkgutil.iter_modules(package.__path__) if m.name not in parts]
+    return {name.removesuffix("_"): f"rloo_cli.{room}.{name}" for name in found}
+
+
+def module(room: str, name: str) -> ModuleType:
+    """The module behind a registry name. Raises KeyError for an unknown one."""
+    return importlib.import_module(names(room)[name])
+
+
+def config_class(room: str, name: str) -> Any:
+    """The `Config` of a registry name."""
+    return module(room, name).Config
+
+
+def split_code(spec: str) -> tuple[str, str]:
+    """`file.py:name` -> its two halves. Raises ConfigError when there is no colon."""
+    where, colon, name = spec.rpartition(":")
+    if not colon or not where or not name.isidentifier():
+        raise ConfigError(
+            Problem(
+                f"{spec!r} does not name code",
+                why="expected path/to/file.py:name or package.module:name",
+            )
+        )
+    return where, name
+
+
+def load_code(spec: str) -> Any:
+    """Import a user's own code: `path/to/file.py:name` or `package.module:name`.
+
+    Raises ConfigError when the file, the name or the import is not there. What the file itself
+    raises is shown with the user's own frames by the caller.
+    """
+    where, name = split_code(spec)
+    loaded = _file(Path(where)) if where.endswith(".py") else _module(where)
+    if not hasattr(loaded, name):
+        public = [n for n, v in vars(loaded).items() if callable(v) and not n.startswith("_")]
+        raise ConfigError(
+            Problem(f"{where} has no {name!r}", why=f"it has: {', '.join(public) or 'nothing'}")
+        )
+    return getattr(loaded, name)
+
+
+def fingerprint(spec: str) -> str:
+    """First 12 hex digits of a user file's SHA-256, printed where its code is used."""
+    where = Path(split_code(spec)[0])
+    return hashlib.sha256(where.read_bytes()).hexdigest()[:12] if where.is_file() else "-"
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(Problem(f"no module named {error.name!r}", why=f"from {name}")) from None
+
+
+def _file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(Problem(f"{path} is not a file", why=f"looked at {path.absolute()}"))
+    name = f"rloo_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    loaded = sys.modules[name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))  # so that the file can import its neighbours
+    try:
+        spec.loader.exec_module(loaded)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        sys.path.remove(str(path.resolve().parent))
+    return loaded

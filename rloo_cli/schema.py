@@ -1,0 +1,168 @@
+"""What a run is: the name, type, limits and one line of meaning of every key.
+
+No defaults stand here: conf/ gives the values, with the reason for each beside it. Algorithms,
+rewards and generation backends bring their own `Config` in their own file; `registry` finds it,
+and `config` puts the whole run together. Everything is frozen and strict: an unknown key, a
+string for a number or a NaN is an error.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
+
+
+class Frozen(BaseModel):
+    """A section of the config."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def key(meaning: str, **limits: Any) -> Any:
+    """A key: its one line of meaning, and its limits (`ge`, `gt`, `le`, `lt`, `min_length`)."""
+    return Field(description=meaning, **limits)
+
+
+Positive = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
+
+
+class ModelConfig(Frozen):
+    path: str = key("Hub name or folder of a causal language model, or make:NAME (made here)")
+    tokenizer: str | None = key("Hub name or folder of the tokenizer; null = model.path")
+    revision: str | None = key("Branch, tag or commit of a hub model; null = its main branch")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "Weights' dtype; auto = bfloat16 on a GPU that has it, else float32"
+    )
+    attn_implementation: str | None = key("transformers' attention; null = its own choice")
+    trust_remote_code: bool = key("Run Python code that comes with the model (dangerous)")
+    gradient_checkpointing: bool = key("Recompute activations in the backward pass to save memory")
+    disable_dropout: bool = key("Set every dropout to 0, so that the ratio is 1 on-policy")
+    chat_template: str | None = key("Jinja file to use as chat template; null = the tokenizer's")
+    ref_path: str | None = key("Reference model; null = a frozen copy of model.path")
+
+
+class DataConfig(Frozen):
+    path: str = key("Hub name, jsonl/json/csv/parquet file, folder, save_to_disk folder, make:NAME")
+    name: str | None = key("Configuration of a hub data set")
+    revision: str | None = key("Branch, tag or commit of a hub data set")
+    split: str = key("Split to train on")
+    eval_split: str | None = key("Held-out split, scored at the start and the end; null = none")
+    prompt_column: str = key("Column that holds the prompt: a string, or a list of messages")
+    columns: dict[str, str] = key("Renames columns: {old: new}")
+    system: str | None = key("System message put before every conversational prompt")
+    max_samples: Positive | None = key("Use only the first n rows of the split; null = all")
+    shuffle: bool = key("A new seeded permutation each epoch; false = the file's order")
+    max_prompt_length: Positive | None = key("Tokens; null = context - max_completion_length")
+    overlong: Literal["filter", "error", "truncate_left"] = key("What happens to longer prompts")
+
+
+class GenerationConfig(Frozen):
+    """Keys every backend understands; a backend adds its own."""
+
+    backend: str = key("Who samples: transformers")
+    max_completion_length: Positive = key("Most tokens in a completion")
+    min_tokens: int = key("Tokens before which no stop id is sampled", ge=0)
+    temperature: float = key("Sampling temperature, > 0; log-probabilities use it too", gt=0)
+    top_p: float = key("Nucleus sampling; 1 = off", gt=0, le=1)
+    top_k: int = key("Sample from the k likeliest tokens; 0 = off", ge=0)
+    min_p: float | None = key("Drop tokens less likely than min_p times the likeliest", ge=0, le=1)
+    repetition_penalty: float = key("Divides the logits of tokens already there; 1 = off", gt=0)
+    stop: list[str] = key("Strings that end a completion (they stay in its ids, not its text)")
+    stop_token_ids: list[int] = key("More ids that end a completion, beside every EOS id")
+    ignore_eos: bool = key("Sample on after EOS, to max_completion_length")
+    chat_template_kwargs: dict[str, Any] = key("Passed to the chat template")
+
+
+class RewardConfig(Frozen):
+    """Keys every reward has; each kind of reward adds its own."""
+
+    type: str = key("Which reward: a file of rloo_cli/rewards, or function")
+    weight: float = key("Factor of this reward in the score; 0 = only its metric")
+    timeout_s: float = key("Seconds one call may take; longer is a failure", gt=0)
+    retries: int = key("Further tries after a failure", ge=0)
+    on_error: Literal["raise", "none"] | float = key(
+        "After a failure: raise = stop the run, none = no score for these rows, or a number"
+    )
+    max_error_rate: float = key("Share of a step's rows that may fail before we stop", ge=0, le=1)
+    nan_is_none: bool = key("NaN means 'does not apply', as in rewards written for TRL")
+    scope: Literal["batch", "group", "row"] = key("What one call gets: all rows, a group, a row")
+    cache: bool = key("Score an equal completion of an equal prompt only once")
+
+
+class AlgorithmConfig(Frozen):
+    """Keys the loop itself reads; an algorithm adds its own."""
+
+    name: str = key("Which algorithm: a file of rloo_cli/algorithms")
+    num_generations: int = key("Completions per prompt, K", ge=1)
+    num_iterations: Positive = key("Passes over each step's completions")
+    num_minibatches: Positive = key("Optimizer steps per pass")
+
+
+class DistributedConfig(Frozen):
+    engine: Literal["single"] = key("How the model is spread over devices: single")
+    num_processes: int = key("Processes on this machine; 1 with engine=single", ge=1, le=1)
+    threads: Positive | None = key("CPU threads per process; null = torch's choice")
+
+
+class TrainConfig(Frozen):
+    prompts_per_step: Positive = key("Prompts per step over all processes, P")
+    epochs: float | None = key("Passes over the prompts", gt=0)
+    learning_rate: float = key("Peak learning rate", ge=0)
+    lr_scheduler: str = key("transformers' schedule name, or file.py:name")
+    lr_scheduler_kwargs: dict[str, Any] = key("Passed to the schedule")
+    warmup_steps: int = key("Optimizer updates of linear warm-up", ge=0)
+    weight_decay: float = key("AdamW's decoupled weight decay", ge=0)
+    max_grad_norm: float | None = key("Clip the gradient's norm to this; null = never", gt=0)
+    optimizer: str = key("adamw, or file.py:name of a function (parameters, **kwargs)")
+    optimizer_kwargs: dict[str, Any] = key("Passed to the optimizer, e.g. {betas: [0.9, 0.95]}")
+    micro_batch_size: Positive | None = key(
+        "Completions per forward pass, whole groups only; null = up to 32"
+    )
+    no_grad_batch_size: Positive | None = key(
+        "Completions per forward without gradient; null = twice micro_batch_size"
+    )
+    on_nonfinite: Literal["stop", "skip"] = key("A non-finite loss or gradient: stop, or skip it")
+
+
+class EvalConfig(Frozen):
+    at_start: bool = key("Score the held-out split before the first step")
+    every: int = key("Also every n steps; 0 = only at the start and the end", ge=0)
+    max_samples: Positive | None = key("Use only the first n held-out rows")
+    batch_size: Positive = key("Prompts answered at once")
+
+
+class LoggingConfig(Frozen):
+    every: Positive = key("Steps per line of metrics")
+    samples: int = key("Samples printed per logged step on a plain terminal", ge=0)
+    samples_every: Positive = key("Steps per file of samples")
+    trl_aliases: bool = key("Also write TRL's spelling of a metric, where it differs")
+    console: Literal["auto", "panel", "plain"] = key("auto = a live panel on a terminal")
+
+
+class DebugConfig(Frozen):
+    reward_model_path: str | None = key("Loaded instead of every reward model's own path")
+
+
+class RunConfig(Frozen):
+    """One experiment, wholly in config."""
+
+    name: Name | None = key("Names the run's folder; null = recipe, model and a hash")
+    root: str = key("Every run writes under root/name")
+    seed: int = key("Seeds data order, sampling and torch", ge=0)
+    max_steps: Positive | None = key("Steps (rollout batches) to do")
+    total_episodes: Positive | None = key("Completions to do; steps = this / (P*K), rounded up")
+    model: ModelConfig
+    data: DataConfig
+    reward: dict[str, SerializeAsAny[RewardConfig]]
+    generation: SerializeAsAny[GenerationConfig]
+    algorithm: SerializeAsAny[AlgorithmConfig]
+    distributed: DistributedConfig
+    train: TrainConfig
+    eval: EvalConfig
+    logging: LoggingConfig
+    debug: DebugConfig
+
+    @property
+    def episodes_per_step(self) -> int:
+        """B = P*K, the completions of one step."""
+        return self.train.prompts_per_step * self.algorithm.num_generations

@@ -1,0 +1,32 @@
+"""Sums over ragged rows, and log-probabilities of targets.
+
+Everything per token is a flat column (N,); `sequence` (N,) says which of n rows a token belongs
+to. A row with no token sums to 0.
+"""
+
+import torch
+from torch import Tensor
+
+
+def row_sum(values: Tensor, sequence: Tensor, n: int) -> Tensor:
+    """Sum of each row's tokens. (N,), (N,) -> (n,)"""
+    return values.new_zeros(n).index_add(0, sequence, values)
+
+
+def row_mean(values: Tensor, mask: Tensor, sequence: Tensor, n: int) -> Tensor:
+    """Mean over each row's unmasked tokens; 0 for a row without any. (N,), (N,), (N,) -> (n,)"""
+    count = row_sum(mask, sequence, n).clamp(min=1)
+    return row_sum(values * mask, sequence, n) / count
+
+
+def target_logp(logits: Tensor, target: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) at the targets, in float32. (N, V), (N,) -> (N,)"""
+    scaled = logits.float() / temperature
+    picked = scaled.gather(-1, target[:, None]).squeeze(-1)
+    return picked - torch.logsumexp(scaled, dim=-1)
+
+
+def entropy(logits: Tensor, temperature: float) -> Tensor:
+    """Entropy of softmax(logits / temperature), in nats and float32. (N, V) -> (N,)"""
+    logp = torch.log_softmax(logits.float() / temperature, dim=-1)
+    return -(logp.exp() * logp).sum(-1)
