@@ -47,6 +47,7 @@ class Group:
     prompt_ids: list[int]
     rollouts: list[Rollout] = field(default_factory=list)
     old_logp: list[Tensor] | None = None  # K of (T,), the policy at rollout time
+    kl_logp: list[Tensor] | None = None  # K of (T,), the same at the KL's own temperature
     ref_logp: list[Tensor] | None = None  # K of (T,), the reference
 
 
@@ -64,7 +65,15 @@ class Micro:
     mask: Tensor  # (N,) float, 1 = sampled by the policy and trained on
     behaviour_logp: Tensor | None = None  # (N,), NaN where the sampler did not say
     old_logp: Tensor | None = None  # (N,)
+    kl_logp: Tensor | None = None  # (N,) old_logp at the KL's own temperature; None = it is the same
     ref_logp: Tensor | None = None  # (N,)
+
+    @property
+    def kl_old(self) -> Tensor:
+        """What the KL is measured from. (N,)"""
+        old = self.old_logp if self.kl_logp is None else self.kl_logp
+        assert old is not None, "old_logp is not known yet"
+        return old
 
     @property
     def sequences(self) -> int:
@@ -114,6 +123,7 @@ def pack(
         mask=mask,
         behaviour_logp=_behaviour(pairs),
         old_logp=_column([g.old_logp for g in chosen]),
+        kl_logp=_column([g.kl_logp for g in chosen]),
         ref_logp=_column([g.ref_logp for g in chosen]),
     )
     for name, value in vars(micro).items():
@@ -122,8 +132,10 @@ def pack(
     return micro
 
 
-def unpack(column: Tensor, micro: Micro, groups: Sequence[Group], name: str) -> None:
+def unpack(column: Tensor | None, micro: Micro, groups: Sequence[Group], name: str) -> None:
     """Store a (N,) column of a micro-batch on its groups, as the attribute `name`."""
+    if column is None:
+        return
     lengths = [len(r.completion_ids) for i in micro.index for r in groups[i].rollouts]
     parts = iter(column.detach().cpu().split(lengths))
     for i in micro.index:
@@ -142,3 +154,53 @@ def _column(parts: list[list[Tensor] | None]) -> Tensor | None:
     if any(p is None for p in parts):
         return None
     return torch.cat([t for p in parts for t in p or []])
+
+
+@dataclass
+class Batch:
+    """One step's groups, with what is known of each row before any update. P groups of K rows."""
+
+    step: int
+    groups: list[Group]
+    names: list[str]  # of the F rewards
+    raw: Tensor  # (F, P, K) float64, what each reward said; NaN = it does not apply
+    score: Tensor  # (P, K) float64, weights applied
+    shaped: Tensor  # (P, K) float64, after penalties, normalising and clipping
+    scorable: Tensor  # (P, K) bool
+    masked: Tensor  # (P, K) bool, rows out of the loss
+    active: list[int]  # the groups that are trained on
+    draws: int  # prompts consumed for this step, resampled ones included
+    facts: dict[str, float] = field(default_factory=dict)  # counts and metrics of its making
+    extras: dict[str, list[Any]] = field(default_factory=dict)  # column -> P*K values
+    notes: list[str] = field(default_factory=list)
+    kl: Tensor | None = None  # (P, K) float64
+    reward: Tensor | None = None  # (P, K) float64, score minus beta * KL
+    advantage: Tensor | None = None  # (P, K) float64
+    usable: Tensor | None = None  # (P, K) bool, rows that have an advantage
+    norm_skipped: bool = False
+
+    def table(self, value: str) -> Tensor:
+        """An attribute of every rollout, as a tensor. -> (P, K)"""
+        return torch.tensor([[getattr(r, value) for r in g.rollouts] for g in self.groups])
+
+    def settle(self, index: list[int], kl: Tensor | None, found: Any) -> None:
+        """Keep the KL, reward and advantage of the groups `index` (an algorithm's Advantages)."""
+        if self.advantage is None:
+            self.reward, self.advantage = torch.zeros_like(self.shaped), torch.zeros_like(self.shaped)
+            self.usable = torch.zeros_like(self.scorable)
+        assert self.reward is not None and self.usable is not None
+        self.reward[index], self.advantage[index] = found.reward, found.advantage
+        self.usable[index] = found.usable
+        self.norm_skipped = self.norm_skipped or found.norm_skipped
+        if kl is not None:
+            self.kl = torch.zeros_like(self.shaped) if self.kl is None else self.kl
+            self.kl[index] = kl
+
+    def advantages_of(self, index: list[int], like: Tensor) -> tuple[Tensor, Tensor]:
+        """Advantage and usable of these groups' rows, on the device and in the dtype of `like`.
+
+        -> (S,), (S,)
+        """
+        assert self.advantage is not None and self.usable is not None
+        value = self.advantage[index].reshape(-1).to(like.device, like.dtype)
+        return value, self.usable[index].reshape(-1).to(like.device)

@@ -48,6 +48,7 @@ class DataConfig(Frozen):
     split: str = key("Split to train on")
     eval_split: str | None = key("Held-out split, scored at the start and the end; null = none")
     prompt_column: str = key("Column that holds the prompt: a string, or a list of messages")
+    template: str | None = key("Text around a plain prompt; {prompt} and {column} are filled in")
     columns: dict[str, str] = key("Renames columns: {old: new}")
     system: str | None = key("System message put before every conversational prompt")
     max_samples: Positive | None = key("Use only the first n rows of the split; null = all")
@@ -153,7 +154,7 @@ class RunConfig(Frozen):
     total_episodes: Positive | None = key("Completions to do; steps = this / (P*K), rounded up")
     model: ModelConfig
     data: DataConfig
-    reward: dict[str, SerializeAsAny[RewardConfig]]
+    reward: SerializeAsAny[Frozen]  # one field per entry, each a RewardConfig
     generation: SerializeAsAny[GenerationConfig]
     algorithm: SerializeAsAny[AlgorithmConfig]
     distributed: DistributedConfig
@@ -161,6 +162,16 @@ class RunConfig(Frozen):
     eval: EvalConfig
     logging: LoggingConfig
     debug: DebugConfig
+
+    @property
+    def rewards(self) -> dict[str, RewardConfig]:
+        """Name -> entry of every reward."""
+        return {name: getattr(self.reward, name) for name in type(self.reward).model_fields}
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps per rollout batch."""
+        return self.algorithm.num_iterations * self.algorithm.num_minibatches
 
     @property
     def episodes_per_step(self) -> int:

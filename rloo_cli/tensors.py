@@ -1,11 +1,15 @@
 """Sums over ragged rows, and log-probabilities of targets.
 
 Everything per token is a flat column (N,); `sequence` (N,) says which of n rows a token belongs
-to. A row with no token sums to 0.
+to. A row with no token sums to 0. Tensor methods only, so that importing this imports no torch.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def row_sum(values: Tensor, sequence: Tensor, n: int) -> Tensor:
@@ -23,10 +27,10 @@ def target_logp(logits: Tensor, target: Tensor, temperature: float) -> Tensor:
     """log softmax(logits / temperature) at the targets, in float32. (N, V), (N,) -> (N,)"""
     scaled = logits.float() / temperature
     picked = scaled.gather(-1, target[:, None]).squeeze(-1)
-    return picked - torch.logsumexp(scaled, dim=-1)
+    return picked - scaled.logsumexp(-1)
 
 
 def entropy(logits: Tensor, temperature: float) -> Tensor:
     """Entropy of softmax(logits / temperature), in nats and float32. (N, V) -> (N,)"""
-    logp = torch.log_softmax(logits.float() / temperature, dim=-1)
+    logp = (logits.float() / temperature).log_softmax(-1)
     return -(logp.exp() * logp).sum(-1)

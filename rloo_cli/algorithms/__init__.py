@@ -1,0 +1,9 @@
+"""Algorithms: one file each. `rloo.py` is the formula; the files in PARTS are shared switches.
+
+An algorithm's file begins with its pydantic `Config` and goes on with functions of tensors. It
+uses tensor methods and imports torch for types only, so that the registry reads every schema
+without torch. Scores and advantages are (P, K) float64; everything per token is a flat column
+(N,) of a `rollout.Micro`.
+"""
+
+PARTS = ("shaping", "kl", "advantage", "ratio", "aggregate", "correction", "rules")

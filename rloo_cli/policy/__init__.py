@@ -1,0 +1,1 @@
+"""The model: loading it, and log-probabilities of completions under it."""

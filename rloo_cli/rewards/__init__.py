@@ -1,0 +1,24 @@
+"""One file per reward, and the parts that call them.
+
+A reward file has a docstring, `class Config(RewardConfig)` and `def score(...)` (or `async def`).
+`score` declares the arguments it wants by name (arguments.KWARGS), plus `config`, plus `columns`
+(every data column, one value per row). A reward that reads columns says which in
+`needs(config) -> list[str]`; one that needs a package checks it in `preflight(config)`. No
+reward file imports torch at its top: the registry reads every schema without it.
+"""
+
+# Modules of this folder that are not rewards.
+PARTS = (
+    "arguments",
+    "build",
+    "cache",
+    "failures",
+    "frames",
+    "mathematics",
+    "math_worker",
+    "outcomes",
+    "running",
+    "scoring",
+    "text",
+    "validate",
+)

@@ -1,0 +1,223 @@
+"""Health rules for a run: what looks wrong, why it may be so, and which key to change.
+
+Each rule speaks at most once per run. A rule sees the rows of metrics so far and never stops
+anything; a metric that is absent (no data) makes its rules silent.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from statistics import fmean, variance
+from typing import Any
+
+Row = Mapping[str, Any]
+
+RECENT = 5  # rows averaged for a share: with few prompts per step one row may be 1.0 by luck
+FLAT_STEPS = 50  # shorter, and a slow but healthy rise still hides in the noise
+FLAT_NOISE = 1.0  # standard errors between the window's halves: a real rise soon leaves 1 behind
+CLIP_SHARE = 0.2  # above it a fifth of the completions give no gradient: the policy moved too far
+KL_STEPS, KL_FACTOR = 20, 3.0  # beta holds a drift this fast only after the damage
+KL_FLOOR = 0.03  # nats per token; below it, tripling is only the way up from 0
+ENTROPY_SHARE = 0.1  # of the start's: by then siblings are mostly equal, and the baseline cancels
+ZERO_STD_SHARE = 0.8  # above it four fifths of the sampling is paid for without a gradient
+TRUNCATED_SHARE = 0.5  # above it most scores judge texts that were cut off
+ESS_SHARE = 0.5  # below it the correction's weights waste half of the batch
+LOGP_FACTOR = 3.0  # growth of logp_diff_rms: sampler and trainer compute different models
+LOGP_FLOOR = 0.04  # nats; bfloat16 alone gives .03 to .04, float32 .002
+CLIPPED_UPDATES = 20  # fewer may be the start, where gradients are largest
+NO_SIGNAL_STEPS = 20  # no group with two different scores for so long: nothing is learnt
+
+
+def _number(row: Row, name: str) -> float | None:
+    value = row.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+class History:
+    """The first value of every metric, and (step, value) of each over the last steps."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.first: dict[str, float] = {}
+        self.points: dict[str, list[tuple[int, float]]] = {}
+
+    def add(self, row: Row, names: tuple[str, ...]) -> None:
+        step = _number(row, "step")
+        self.step = self.step + 1 if step is None else int(step)
+        oldest = self.step - 2 * FLAT_STEPS
+        for name in names:
+            value = _number(row, name)
+            if value is None:
+                continue
+            self.first.setdefault(name, value)
+            kept = [p for p in self.points.get(name, []) if p[0] >= oldest]
+            self.points[name] = [*kept, (self.step, value)]
+
+    def last(self, name: str) -> float | None:
+        """The value of this very step."""
+        points = self.points.get(name)
+        return points[-1][1] if points and points[-1][0] == self.step else None
+
+    def recent(self, name: str) -> float | None:
+        """Mean of the last rows; None until there are enough of them."""
+        points = self.points.get(name, [])
+        return fmean(v for _, v in points[-RECENT:]) if len(points) >= RECENT else None
+
+    def over(self, name: str, steps: int) -> list[float] | None:
+        """The values of the last `steps` steps; None while the run is younger than that.
+
+        A logged row stands for the steps since the row before it, so that logging.every=10
+        needs no more steps than logging.every=1.
+        """
+        points = self.points.get(name, [])
+        if len(points) < 2:
+            return None
+        every = points[-1][0] - points[-2][0]
+        if points[0][0] - every > self.step - steps:
+            return None
+        return [value for at, value in points if at > self.step - steps]
+
+
+def reward_flat(past: History) -> str | None:
+    values = past.over("reward", FLAT_STEPS)
+    if values is None or len(values) < 4:
+        return None
+    early, late = values[: len(values) // 2], values[len(values) // 2 :]
+    noise = math.sqrt(variance(early) / len(early) + variance(late) / len(late))
+    if abs(fmean(late) - fmean(early)) > FLAT_NOISE * noise:
+        return None
+    return (
+        f"reward is flat at {fmean(values):.3g} over {FLAT_STEPS} steps: updates too small, or "
+        "the reward already at its best. Look at the samples; if they can improve, raise "
+        "train.learning_rate or algorithm.num_generations."
+    )
+
+
+def policy_clipping(past: History) -> str | None:
+    share = past.recent("clip_ratio/region_mean")
+    if share is None or share <= CLIP_SHARE:
+        return None
+    return (
+        f"clip_ratio/region_mean is {share:.2f}, over {CLIP_SHARE}: the policy moves so far in "
+        "one step that its own completions are clipped away. Lower train.learning_rate or "
+        "algorithm.num_iterations."
+    )
+
+
+def kl_rising(past: History) -> str | None:
+    values, now = past.over("kl", KL_STEPS + 1), past.last("kl")
+    if not values or now is None or now <= KL_FACTOR * max(values[0], KL_FLOOR):
+        return None
+    return (
+        f"kl went from {values[0]:.3g} to {now:.3g} in {KL_STEPS} steps: the policy runs away "
+        "from the reference, often towards a weakness of the reward. Raise algorithm.beta or "
+        "lower train.learning_rate, and read the samples."
+    )
+
+
+def entropy_collapse(past: History) -> str | None:
+    now, start = past.last("entropy"), past.first.get("entropy", 0.0)
+    if now is None or start <= 0 or now >= ENTROPY_SHARE * start:
+        return None
+    return (
+        f"entropy fell from {start:.3g} to {now:.3g}: the completions of a prompt become equal, "
+        "and then the leave-one-out baseline leaves no gradient. Lower train.learning_rate, or "
+        "raise algorithm.beta or generation.temperature."
+    )
+
+
+def zero_spread(past: History) -> str | None:
+    share = past.recent("frac_reward_zero_std")
+    if share is None or share <= ZERO_STD_SHARE:
+        return None
+    return (
+        f"frac_reward_zero_std is {share:.2f}: in most groups all completions score the same "
+        "(all right or all wrong) and teach nothing. Raise algorithm.num_generations or "
+        "generation.temperature, or take prompts (data.path) of fitting difficulty."
+    )
+
+
+def no_signal(past: History) -> str | None:
+    values = past.over("frac_reward_zero_std", NO_SIGNAL_STEPS)
+    if not values or min(values) < 1.0:
+        return None
+    return (
+        f"no learning signal for {NO_SIGNAL_STEPS} steps: in every group all scores were equal, "
+        "so every advantage was 0. Check reward on the samples, then raise "
+        "generation.temperature or algorithm.num_generations."
+    )
+
+
+def truncation(past: History) -> str | None:
+    share = past.recent("completions/clipped_ratio")
+    if share is None or share <= TRUNCATED_SHARE:
+        return None
+    return (
+        f"completions/clipped_ratio is {share:.2f}: most completions hit the length limit, so the "
+        "reward judges cut texts. Raise generation.max_completion_length, or teach ending with "
+        "algorithm.missing_eos_penalty."
+    )
+
+
+def low_ess(past: History) -> str | None:
+    share = past.recent("sampling/ess")
+    if share is None or share >= ESS_SHARE:
+        return None
+    return (
+        f"sampling/ess is {share:.2f}, under {ESS_SHARE}: sampler and trainer disagree about the "
+        "policy, and a few completions carry the update. Use one dtype for both (model.dtype), "
+        "or lower algorithm.correction.cap."
+    )
+
+
+def logp_drift(past: History) -> str | None:
+    name = "sampling/logp_diff_rms"
+    now, start = past.recent(name), past.first.get(name, 0.0)
+    if now is None or now <= LOGP_FACTOR * start or now <= LOGP_FLOOR:
+        return None
+    return (
+        f"{name} went from {start:.3g} to {now:.3g}: the sampler's numbers leave the trainer's, "
+        "by stale weights or a lower precision. Check generation.backend and its weight "
+        "transfer, and use one model.dtype for both."
+    )
+
+
+def every_update_clipped(past: History) -> str | None:
+    values = past.over("grad_clip_fraction", CLIPPED_UPDATES)
+    if not values or min(values) < 1.0:
+        return None
+    return (
+        f"for information: every update clipped for {CLIPPED_UPDATES} steps, which is the rule "
+        "with summed log-probabilities and only fixes each update's length. Nothing need change; "
+        "train.max_grad_norm sets the limit, and train.learning_rate the size of the steps."
+    )
+
+
+RULES: dict[Callable[[History], str | None], tuple[str, ...]] = {
+    reward_flat: ("reward",),
+    policy_clipping: ("clip_ratio/region_mean",),
+    kl_rising: ("kl",),
+    entropy_collapse: ("entropy",),
+    zero_spread: ("frac_reward_zero_std",),
+    no_signal: ("frac_reward_zero_std",),
+    truncation: ("completions/clipped_ratio",),
+    low_ess: ("sampling/ess",),
+    logp_drift: ("sampling/logp_diff_rms",),
+    every_update_clipped: ("grad_clip_fraction",),
+}
+
+
+class Advisor:
+    """Looks at each logged row; returns the advice that is new."""
+
+    def __init__(self) -> None:
+        self.past = History()
+        self.open = list(RULES)
+
+    def look(self, row: Row) -> list[str]:
+        """The advice of every rule that fires on this row for the first time in the run."""
+        self.past.add(row, tuple({name for names in RULES.values() for name in names}))
+        found = {rule: text for rule in self.open if (text := rule(self.past))}
+        self.open = [rule for rule in self.open if rule not in found]
+        return list(found.values())

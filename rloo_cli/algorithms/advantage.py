@@ -1,0 +1,135 @@
+"""From rewards to advantages: baselines, division by a std, normalising (OBJECTIVE 2.5, 2.6).
+
+All in float64 on (P, K), one row of the table per prompt. Before every division by a std the raw
+values are compared with each other: equal floats have a std of about 1e-9 and not of 0, and
+dividing by it makes a gradient out of rounding (test vectors EQ and LOO-STD).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from rloo_cli.schema import Frozen, Positive, key
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SCALE_EPS = 1e-4  # TRL's, for group and batch std and for normalize_advantages
+LOO_STD_EPS = 1e-6  # NeMo RL's
+
+
+class Config(Frozen):
+    baseline: Literal["loo", "group_mean", "batch_mean", "none"] = key(
+        "Subtracted from a reward: mean of its siblings, of its group, of the step, or 0"
+    )
+    advantage_scale: Literal["none", "group", "batch", "loo_std"] = key(
+        "Divide advantages by the std of scores: of the group, the step, or the siblings"
+    )
+    normalize_advantages: bool = key("Centre the step's advantages and divide them by their std")
+    zero_std_groups: Literal["keep", "drop", "resample"] = key(
+        "Groups whose scores are all equal: train on them, leave them out, or draw new prompts"
+    )
+    max_resample: Positive = key("Most rounds of new draws per step with zero_std_groups=resample")
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """What `advantages` gives back."""
+
+    reward: Tensor  # (P, K) float64, score minus beta * KL; 0 where unscorable
+    advantage: Tensor  # (P, K) float64, exactly 0 outside `usable`
+    usable: Tensor  # (P, K) bool, scorable rows whose group has enough of them
+    norm_skipped: bool  # normalize_advantages was on and its guard left the step alone
+
+
+def needs_whole_step(config: Config) -> bool:
+    """Whether advantages depend on other groups; if not, any split into groups gives the same."""
+    by_step = config.baseline == "batch_mean" or config.advantage_scale == "batch"
+    return by_step or config.normalize_advantages
+
+
+def differs(values: Tensor, rows: Tensor) -> Tensor:
+    """Whether any two of the chosen values of a line are unequal. (G, K), (G, K) -> (G, 1) bool"""
+    largest = values.masked_fill(~rows, -float("inf")).amax(-1, keepdim=True)
+    return largest > values.masked_fill(~rows, float("inf")).amin(-1, keepdim=True)
+
+
+def mean(values: Tensor, rows: Tensor) -> Tensor:
+    """Mean of the chosen values of each line; 0 when there are none. (G, K), (G, K) -> (G, 1)"""
+    return (values * rows).sum(-1, keepdim=True) / rows.sum(-1, keepdim=True).clamp(min=1)
+
+
+def std(values: Tensor, rows: Tensor) -> Tensor:
+    """Their std with Bessel's correction; 0 for fewer than two. (G, K), (G, K) -> (G, 1)"""
+    square = ((values - mean(values, rows)) * rows).square().sum(-1, keepdim=True)
+    return (square / (rows.sum(-1, keepdim=True) - 1).clamp(min=1)).sqrt()
+
+
+def usable(scorable: Tensor, config: Config) -> Tensor:
+    """Rows that can have an advantage. A baseline of siblings needs one. (P, K) -> (P, K) bool"""
+    if config.baseline in ("loo", "group_mean"):
+        return scorable & (scorable.sum(-1, keepdim=True) >= 2)
+    return scorable
+
+
+def centred(values: Tensor, scorable: Tensor, config: Config) -> Tensor:
+    """Values minus their baseline, 0 outside `usable`. (P, K), (P, K) -> (P, K)
+
+    loo: A_i = r_i - mean of the n-1 others = n/(n-1) * (r_i - group mean), in the second form
+    (RLOO, arXiv 2402.14740; Kool et al. 2019). group_mean gives (n-1)/n of it.
+    """
+    rows = usable(scorable, config)
+    if config.baseline == "none":
+        return values.masked_fill(~rows, 0.0)
+    pool, pool_rows = _pool(values, rows, config)
+    out = values - mean(pool, pool_rows)
+    if config.baseline == "loo":
+        n = rows.sum(-1, keepdim=True).to(values.dtype)
+        out = out * n / (n - 1).clamp(min=1)
+    return out.masked_fill(~(rows & differs(pool, pool_rows)), 0.0)
+
+
+def scaled(advantage: Tensor, score: Tensor, rows: Tensor, config: Config) -> Tensor:
+    """Advantages divided by a std of scores; left alone where those scores are all equal.
+
+    group, batch: GRPO, arXiv 2402.03300, with Bessel's correction. loo_std: NeMo RL, the std of
+    the other scores; a row with fewer than two others is not divided.
+    (P, K), (P, K), (P, K) -> (P, K)
+    """
+    if config.advantage_scale == "none":
+        return advantage
+    eps = SCALE_EPS
+    if config.advantage_scale == "batch":
+        score, rows = score.reshape(1, -1), rows.reshape(1, -1)
+    elif config.advantage_scale == "loo_std":
+        eps = LOO_STD_EPS
+        own = score.new_ones(score.shape[-1]).diag().bool()
+        score, rows = score[:, None, :].expand(-1, len(own), -1), rows[:, None, :] & ~own
+    divisor = (std(score, rows) + eps).masked_fill(~differs(score, rows), 1.0)
+    return advantage / (divisor.squeeze(-1) if config.advantage_scale == "loo_std" else divisor)
+
+
+def normalized(
+    advantage: Tensor, score: Tensor, rows: Tensor, config: Config
+) -> tuple[Tensor, bool]:
+    """(A - mean) / (std + 1e-4) over the step's usable rows; and whether the guard skipped it.
+
+    Guard: where only KL differs between siblings, and no score does, dividing would blow beta * KL
+    up a thousandfold (NORM-KL). (P, K), (P, K), (P, K) -> (P, K)
+    """
+    if not config.normalize_advantages:
+        return advantage, False
+    flat, flat_rows = advantage.reshape(1, -1), rows.reshape(1, -1)
+    telling = bool(differs(*_pool(score, rows, config)).any())
+    if not telling or not bool(differs(flat, flat_rows)):
+        return advantage, True
+    moved = (flat - mean(flat, flat_rows)) / (std(flat, flat_rows) + SCALE_EPS)
+    return moved.masked_fill(~flat_rows, 0.0).view_as(advantage), False
+
+
+def _pool(values: Tensor, rows: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+    """The lines within which rewards are compared: groups, or the whole step as one line."""
+    if config.baseline in ("loo", "group_mean"):
+        return values, rows
+    return values.reshape(1, -1), rows.reshape(1, -1)

@@ -1,0 +1,80 @@
+"""RLOO, REINFORCE leave-one-out: the formula (arXiv 2402.14740, after Kool et al. 2019).
+
+A completion is one action. For the K completions y_i of a prompt, with scores s_i,
+
+    r_i  = s_i - beta * sum_t (old_logp_t - ref_logp_t)      reward: score minus KL
+    A_i  = r_i - mean of the K-1 siblings' r                 advantage: leave-one-out
+    loss = -1/N sum_i min(rho_i A_i, clip(rho_i) A_i)        rho_i = pi(y_i) / pi_old(y_i)
+
+over the N completions of an update; on-policy, where rho is 1, its gradient is REINFORCE's. The
+other switches stand in the files beside this one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from rloo_cli.algorithms import advantage, aggregate, correction, ratio
+from rloo_cli.algorithms.advantage import Advantages, needs_whole_step
+from rloo_cli.algorithms.aggregate import denominator
+from rloo_cli.algorithms.correction import resolved
+from rloo_cli.algorithms.kl import in_reward, loss_term, sequence_kl, to_go, token_advantages
+from rloo_cli.algorithms.rules import Switches, fused, problems, warnings
+from rloo_cli.algorithms.shaping import combine, shape, truncation
+from rloo_cli.schema import key
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rloo_cli.rollout import Micro
+
+__all__ = ["Config", "advantages", "combine", "denominator", "fused", "loss", "needs_whole_step"]
+__all__ += ["problems", "resolved", "sequence_kl", "shape", "token_advantages", "truncation"]
+__all__ += ["warnings"]
+
+
+class Config(Switches):
+    name: Literal["rloo"] = key("REINFORCE leave-one-out")
+    num_generations: int = key("Completions per prompt, at least 2 for a leave-one-out", ge=2)
+
+
+def advantages(score: Tensor, kl: Tensor | None, scorable: Tensor, config: Config) -> Advantages:
+    """Rewards and advantages of whole groups, or of the whole step if `needs_whole_step`, from
+    shaped scores and `sequence_kl` in float64, scorable bool: (P, K) each, and so back.
+    """
+    pull = config.beta * kl if kl is not None and in_reward(config) else score * 0.0
+    reward = (score - pull).masked_fill(~scorable, 0.0)
+    a = advantage.centred(reward if config.kl_in_baseline else score, scorable, config)
+    a = advantage.scaled(a, score, scorable, config)
+    rows = advantage.usable(scorable, config)
+    if not config.kl_in_baseline and not to_go(config):  # to_go: token_advantages does it
+        a = (a - pull).masked_fill(~rows, 0.0)
+    a, skipped = advantage.normalized(a, score, rows, config)
+    return Advantages(reward, a, rows, skipped)
+
+
+def loss(
+    logp: Tensor,
+    old: Tensor,
+    ref: Tensor | None,
+    micro: Micro,
+    advantage: Tensor,
+    config: Config,
+    denominator: float,
+    kl_logp: Tensor | None = None,
+) -> ratio.Loss:
+    """A micro-batch's share of the update's loss: the `total`s and their gradients add up to it.
+
+    logp (N,) with gradient, old and ref (N,) without; advantage (S,), or (N,) of
+    `token_advantages`; kl_logp (N,) is logp at the temperature of the KL, if that differs.
+    """
+    weights = correction.weights(old, micro, config)
+    base = correction.ratio_base(old, micro, config)
+    rho = ratio.ratios(logp, base, micro, config, weights)
+    term = ratio.policy_term(logp, rho, advantage, micro, config, weights)
+    policy = aggregate.total(term, micro, config) / denominator
+    penalty = policy.detach() * 0.0
+    if ref is not None and config.kl_in == "loss":
+        k = loss_term(logp if kl_logp is None else kl_logp, ref, logp - base, micro, config)
+        penalty = aggregate.total(k, micro, config) / denominator
+    return ratio.measured(policy, penalty, rho, logp - base, advantage, micro, config, weights)

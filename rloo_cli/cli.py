@@ -1,0 +1,217 @@
+"""`rloo VERB [flags] [key=value ...]`: take the verb off, compose the config once, run the verb.
+
+Imports no torch, and Hydra only where a verb composes a config: `rloo --help` answers in under
+half a second. Every refusal ends here, in one place, as an error block and an exit code.
+"""
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rloo_cli import paths
+from rloo_cli.errors import ConfigError, Problem, RunError
+
+USAGE = """usage: rloo VERB [+recipe=NAME] [key=value ...]
+
+verbs:
+  train        train a policy
+  recipes      list recipes; recipes show NAME; recipes copy NAME my.yaml
+  config       list every key; config explain KEY; config --json
+  migrate      turn a TRL or ms-swift command line or config into a recipe
+  completion   print the shell's completion script: bash, zsh or fish
+
+recipes:
+{recipes}
+
+flags of train:
+  --dry-run             check everything, print the plan, train nothing
+  --multirun, -m        one run per combination of key=a,b
+  --cfg job             print the composed config
+  --config-dir DIR      your own groups and recipes
+  --debug               tracebacks; --errors=json for tools
+
+try: rloo train +recipe=quickstart
+"""
+TAKES_VALUE = ("--config-dir", "-cd", "--cfg", "-c", "--package", "-p", "--errors")
+HYDRA_FLAGS = (
+    *TAKES_VALUE,
+    "--multirun",
+    "-m",
+    "--resolve",
+    "--help",
+    "-h",
+    "--hydra-help",
+    "--info",
+)
+
+
+def main() -> None:
+    """The console script. Exits with the code of the first cause (PROMISES 2)."""
+    words = sys.argv[1:]
+    flags = {w for w in words if w in ("--debug", "--errors=json")}
+    if "--debug" in flags:
+        os.environ["RLOO_DEBUG"] = "1"
+    if "--errors=json" in flags:
+        os.environ["RLOO_ERRORS"] = "json"
+    try:
+        code = dispatch([w for w in words if w not in flags])
+    except RunError as error:
+        code = report(error)
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:  # `rloo config | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except Exception:
+        traceback.print_exc()
+        print(
+            "error: this is a bug in rloo; please report it with the lines above", file=sys.stderr
+        )
+        code = 1
+    sys.exit(code)
+
+
+def report(error: RunError) -> int:
+    """Print a refusal; its exit code."""
+    if os.environ.get("RLOO_DEBUG"):
+        traceback.print_exception(error)
+    print(error.render(as_json=os.environ.get("RLOO_ERRORS") == "json"), file=sys.stderr)
+    return error.code
+
+
+def dispatch(words: list[str]) -> int:
+    """Run one verb; its exit code."""
+    verb, *rest = words or ["--help"]
+    if verb == "-sc":  # the shell asks `rloo -sc query=bash`, and holds its line in COMP_LINE
+        return complete(rest)
+    if verb in ("--help", "-h", "help"):
+        print(usage())
+        return 0
+    if verb == "--version":
+        from rloo_cli import __version__
+
+        print(__version__)
+        return 0
+    if verb not in VERBS:
+        from rloo_cli.names import nearest
+
+        close = nearest(verb, VERBS)
+        fix = f"rloo {close[0]}" if close else "rloo --help"
+        why = f"verbs: {', '.join(VERBS)}"
+        raise ConfigError(Problem(f"rloo has no verb {verb!r}", "command line", why, fix))
+    return VERBS[verb](rest)
+
+
+def usage() -> str:
+    """The text of `rloo --help`."""
+    lines = []
+    for name, path in paths.recipe_files().items():
+        first = path.read_text().partition("\n")[0].lstrip("# ")
+        lines.append(f"  {name:<12} {first}")
+    return USAGE.format(recipes="\n".join(lines)).rstrip()
+
+
+def train(words: list[str]) -> int:
+    """`rloo train`: compose, check, then run or plan, once per job of a sweep."""
+    from rloo_cli import launch
+
+    dry = "--dry-run" in words
+    codes: list[int] = []
+
+    def job(composed: Any, multirun: bool) -> None:
+        try:
+            codes.append(launch.train(composed, multirun=multirun, dry_run=dry))
+        except RunError as error:
+            if not multirun:
+                raise
+            codes.append(report(error))  # a failed job does not stop the rest
+
+    _hydra([w for w in words if w != "--dry-run"], job)
+    if len(codes) > 1:
+        failed = sum(code != 0 for code in codes)
+        print(f"{len(codes)} jobs, {failed} failed")
+    return next((code for code in codes if code), 0)
+
+
+def _hydra(words: list[str], job: Callable[[Any, bool], None]) -> None:
+    """Run `job` under Hydra: its grammar, groups, sweeps and flags, but our errors."""
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf.errors import OmegaConfBaseException
+
+    from rloo_cli import compose
+
+    flags, overrides = split_flags(words)
+    dirs = [Path(v) for f, v in zip(flags, flags[1:], strict=False) if f in ("--config-dir", "-cd")]
+    for folder in dirs:
+        if not folder.is_dir():
+            raise ConfigError(Problem(f"--config-dir {folder} is not a folder", "command line"))
+    compose.register_recipes(dirs)
+    overrides = compose.rewrite(overrides, dirs)
+
+    def task(cfg: Any) -> None:
+        config = HydraConfig.get()
+        job(compose.gather(cfg.copy(), config, dirs), config.mode == RunMode.MULTIRUN)
+
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to our own report
+    with tempfile.TemporaryDirectory(prefix="rloo-sweep-") as folder:
+        sys.argv = ["rloo train", *flags, *overrides, f"hydra.sweep.dir={folder}"]
+        try:
+            hydra.main(version_base="1.3", config_path=str(paths.CONF), config_name="config")(
+                task
+            )()
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(compose.from_hydra(error)) from None
+        finally:
+            os.environ.pop("HYDRA_FULL_ERROR")
+            if before is not None:
+                os.environ["HYDRA_FULL_ERROR"] = before
+
+
+def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
+    """Hydra's flags, each with its value, and the overrides: Hydra wants the flags first."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word.partition("=")[0] in HYDRA_FLAGS:
+            name, equals, value = word.partition("=")
+            flags.append(name)
+            if name in TAKES_VALUE:
+                flags.append(value if equals else next(rest, ""))
+        else:
+            overrides.append(word)
+    return flags, overrides
+
+
+def _tool(name: str) -> Callable[[list[str]], int]:
+    """A verb of rloo_cli/tools, imported when it is called."""
+
+    def verb(words: list[str]) -> int:
+        from importlib import import_module
+
+        code: int = import_module(f"rloo_cli.tools.{name}").run(words)
+        return code
+
+    return verb
+
+
+def complete(words: list[str]) -> int:
+    """Answer the shell's question for completions."""
+    return _tool("completion")(["query", *words])
+
+
+VERBS: dict[str, Callable[[list[str]], int]] = {
+    "train": train,
+    "recipes": _tool("recipes"),
+    "config": _tool("config"),
+    "migrate": _tool("migrate"),
+    "completion": _tool("completion"),
+}

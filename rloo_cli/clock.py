@@ -1,0 +1,39 @@
+"""Where a step's seconds go."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Clock:
+    """Seconds per phase of a step. `on_phase` hears the name of each phase as it begins."""
+
+    def __init__(self, on_phase: Callable[[str], None] = lambda name: None):
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.on_phase = on_phase
+        self.began = self.step_began = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase. An inner phase's seconds are its own, not the outer one's."""
+        self.on_phase(name)
+        start, inside = time.perf_counter(), sum(self.seconds.values())
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            self.seconds[name] += spent - (sum(self.seconds.values()) - inside)
+
+    def lap(self) -> dict[str, float]:
+        """`step_time` and `time/<phase>` since the last lap; `time/idle` is what no phase took."""
+        now = time.perf_counter()
+        total, self.step_began = now - self.step_began, now
+        times = {f"time/{name}": spent for name, spent in self.seconds.items()}
+        times["time/idle"] = max(0.0, total - sum(self.seconds.values()))
+        self.seconds.clear()
+        return {"step_time": total, **times}
+
+    def elapsed(self) -> float:
+        """Seconds since the clock was made."""
+        return time.perf_counter() - self.began

@@ -1,0 +1,206 @@
+"""Command-line words and YAML groups -> one plain dictionary, by Hydra.
+
+Hydra's own grammar, groups, sweeps and interpolation hold. What differs is answered here, before
+it: plain `key=value` words reach Hydra as `++key=value`, so that our check (and not Hydra's
+advice to add a +) answers an unknown key; recipes are a group that may also be a file's path.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from rloo_cli import paths
+from rloo_cli.errors import ConfigError, Problem
+from rloo_cli.names import nearest
+from rloo_cli.sources import COMMAND_LINE, Sources
+
+APPENDED = ("recipe", "debug")  # groups that conf/config.yaml does not name
+SECRET_KEY = re.compile(r"(^|[._])(api_?key|password|passwd|secret|(hf|auth|access|wandb)_token)$")
+SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_\w{20,})")
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A composed config, not yet checked: plain values, and where each came from."""
+
+    values: dict[str, Any]
+    sources: Sources
+    recipe: str | None = None
+
+
+def rewrite(words: Iterable[str], config_dirs: Sequence[Path] = ()) -> list[str]:
+    """Overrides as people write them -> as Hydra takes them, recipe first and debug last.
+
+    Raises ConfigError for a word that is no override, an unknown choice of a group, a secret, and
+    a recipe file that cannot be read; all of them at once.
+    """
+    groups = paths.group_choices(list(config_dirs))
+    problems: list[Problem] = []
+    done: list[tuple[int, str]] = []
+    for word in words:
+        try:
+            done.append(_rewrite_one(word, groups))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+    return [word for _, word in sorted(done, key=lambda pair: pair[0])]
+
+
+def _rewrite_one(word: str, groups: dict[str, dict[str, Path]]) -> tuple[int, str]:
+    name, equals, value = word.partition("=")
+    bare = name.lstrip("+~")
+    where = f"{COMMAND_LINE}: {word}"
+    if name.startswith("--"):
+        fix = word.lstrip("-") if equals else f"{word.lstrip('-')}=VALUE"
+        raise ConfigError(
+            Problem(f"{name} is not a flag of rloo", where, "keys are set without dashes", fix)
+        )
+    if name.startswith("~"):
+        return 1, word
+    if not equals:
+        raise ConfigError(Problem(f"{word!r} is not key=value", where, fix=f"{word}=VALUE"))
+    _refuse_secrets(bare, value)
+    if bare not in groups:
+        return 1, f"++{bare}={value}"
+    if bare == "recipe" and value.endswith((".yaml", ".yml")):
+        return 0, f"+recipe={register_file(Path(value), where)}"
+    for choice in [] if "$" in value else re.split(r"[,\[\]\s]+", value):
+        if choice not in ("", "null") and choice not in groups[bare]:
+            raise ConfigError(_unknown_choice(bare, choice, groups[bare], where))
+    order = {"recipe": 0, "debug": 2}.get(bare, 1)
+    return order, f"{'+' if bare in APPENDED else ''}{bare}={value}"
+
+
+def _unknown_choice(group: str, choice: str, known: Iterable[str], where: str) -> Problem:
+    close = nearest(choice, known)
+    return Problem(
+        f"{group}={choice}: there is no {group} {choice!r}",
+        where,
+        f"{group} is one of: {', '.join(sorted(known))}",
+        f"{'+' if group in APPENDED else ''}{group}={close[0]}" if close else "",
+        more="rloo recipes" if group == "recipe" else "rloo config",
+    )
+
+
+def _refuse_secrets(key: str, value: str) -> None:
+    if SECRET_KEY.search(key.lower()) or SECRET_VALUE.search(value):
+        variable = "HF_TOKEN" if "hf" in (key + value).lower() else "the tool's own variable"
+        raise ConfigError(
+            Problem(
+                f"{key}: this looks like a secret",
+                COMMAND_LINE,
+                "no key takes one: what a config holds is written to disk",
+                f"export {variable} (or use the tool's login file), and leave {key} out",
+            )
+        )
+
+
+def register_recipes(config_dirs: Sequence[Path] = ()) -> None:
+    """Let `+recipe=a/b` mean recipes/a/b.yaml, though recipes/ is not a folder of conf/."""
+    for name, path in paths.group_choices(list(config_dirs))["recipe"].items():
+        _store(name, path)
+
+
+def register_file(path: Path, where: str = COMMAND_LINE) -> str:
+    """Make a user's own recipe file a choice of the group `recipe`; returns its name there."""
+    if not path.is_file():
+        known = ", ".join(paths.recipe_files())
+        raise ConfigError(
+            Problem(
+                f"recipe file {path} does not exist",
+                where,
+                f"looked at {path.absolute()}",
+                f"+recipe=NAME, with NAME one of: {known}",
+            )
+        )
+    name = re.sub(r"\W", "_", str(path.resolve().with_suffix("")))
+    _store(name, path)
+    _FILES[name] = path
+    return name
+
+
+_FILES: dict[str, Path] = {}  # store name of a user's own recipe file -> its path
+
+
+def _store(name: str, path: Path) -> None:
+    try:
+        node = OmegaConf.load(path)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}" if mark else str(path)
+        why = getattr(error, "problem", None) or str(error)
+        raise ConfigError(Problem(f"{path.name} is not valid YAML", place, why)) from None
+    if not isinstance(node, DictConfig):
+        raise ConfigError(Problem(f"{path.name} is not a mapping of keys", str(path)))
+    group = "/".join(["recipe", *name.split("/")[:-1]])
+    ConfigStore.instance().store(
+        group=group, name=name.split("/")[-1], node=node, package="_global_", provider=str(path)
+    )
+
+
+def compose(overrides: Iterable[str] = (), config_dirs: Sequence[str | Path] = ()) -> Composed:
+    """Compose a config as `rloo train` does. Raises ConfigError."""
+    dirs = [Path(d) for d in config_dirs]
+    register_recipes(dirs)
+    words = rewrite(overrides, dirs)
+    path = [f"hydra.searchpath=[{','.join(f'file://{d.resolve()}' for d in dirs)}]"] if dirs else []
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(paths.CONF), version_base="1.3"):
+            cfg = hydra_compose("config", overrides=[*words, *path], return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(from_hydra(error)) from None
+    return gather(cfg, cfg.hydra, dirs)
+
+
+def from_hydra(error: Exception) -> Problem:
+    """Hydra's or OmegaConf's refusal, as one of ours."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    key = getattr(error, "full_key", None)
+    what = f"{key}: {lines[0]}" if key and key not in lines[0] else lines[0]
+    return Problem(f"the config does not compose: {what}", why="\n".join(lines[1:6]))
+
+
+def gather(cfg: DictConfig, hydra: DictConfig, config_dirs: Sequence[Path] = ()) -> Composed:
+    """A config that Hydra composed -> plain values, and where they came from.
+
+    Raises ConfigError for an interpolation to something that is not there.
+    """
+    choices = {str(k): v for k, v in hydra.runtime.choices.items()}
+    overrides = [str(word) for word in hydra.overrides.task]
+    groups = paths.group_choices(list(config_dirs))
+    groups["recipe"] |= _FILES
+    files: list[tuple[Path, str]] = []
+    for group in ("debug", "recipe", *[g for g in choices if g not in APPENDED]):
+        path = groups.get(group, {}).get(str(choices.get(group)))
+        if path:
+            files.append((path, "" if group in APPENDED else group.partition("/")[0]))
+    files += [(path, "reward") for path in groups["reward"].values()]
+    files += [(groups[g]["default"], g) for g in ("model", "data")]
+    files.append((paths.CONF / "config.yaml", ""))
+    sources = Sources(overrides, files)
+    with open_dict(cfg):
+        cfg.pop("hydra", None)
+    try:
+        values = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        key = str(getattr(error, "full_key", "") or "")
+        raise ConfigError(
+            Problem(f"{key}: cannot be resolved", sources.where(key), str(error).splitlines()[0])
+        ) from None
+    assert isinstance(values, dict)
+    recipe = choices.get("recipe")
+    label = _FILES[recipe].stem if recipe in _FILES else recipe
+    return Composed({str(k): v for k, v in values.items()}, sources, label)

@@ -1,0 +1,93 @@
+"""Shows a run while it goes on: a live panel on a terminal, else one plain line per logged step."""
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from rloo_cli.panel import (
+    ALSO,
+    PHASES,
+    PLAIN,
+    clean,
+    duration,
+    example,
+    history,
+    number,
+    render,
+    time_left,
+)
+
+Row = Mapping[str, Any]
+Rows = Sequence[Row]
+
+
+class Display:
+    """Shows a run while it goes on; `close` it in a `finally` (twice is harmless).
+
+    mode auto: a panel if `file` (stdout) is a terminal, else lines, each with `samples` samples.
+    """
+
+    def __init__(self, plan: Row, mode: str = "auto", samples: int = 0, file: TextIO | None = None):
+        self.plan, self.count, self.file = dict(plan), samples, file or sys.stdout
+        self.rows: list[Row] = []
+        self.samples: Rows = []
+        self.phase_name, self.start = "", time.monotonic()
+        self.live: Live | None = None
+        drawable = self.file.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        utf = (getattr(self.file, "encoding", None) or "utf-8").lower().startswith("utf")
+        if mode == "panel" or (mode == "auto" and drawable and utf):
+            self.console = Console(file=self.file)
+            # Drawn by the clock alone, so that a run of fast steps does not pay for every one.
+            self.live = Live(console=self.console, get_renderable=self._panel, refresh_per_second=2)
+            self.live.start()
+
+    def _panel(self) -> RenderableType:
+        elapsed = time.monotonic() - self.start
+        width = min(self.console.width, 160)
+        return render(list(self.rows), self.samples, self.plan, width, self.phase_name, elapsed)
+
+    def _print(self, text: str) -> None:
+        encoding = getattr(self.file, "encoding", None) or "utf-8"
+        text = text.encode(encoding, "replace").decode(encoding)
+        if self.live:
+            self.console.print(Text(text), soft_wrap=True)
+        else:
+            print(text, file=self.file, flush=True)
+
+    def phase(self, name: str) -> None:
+        """What is going on now; plain, only said before the first step (loading takes long)."""
+        changed, self.phase_name = name != self.phase_name, name
+        of_a_step = {*PHASES, *ALSO.values(), "sync", "data"}
+        if changed and not (self.live or self.rows or name in of_a_step):
+            self._print(f"{clean(name)} ...")
+
+    def step(self, row: Row, samples: Rows = ()) -> None:
+        """A logged row, and samples of that step."""
+        self.rows.append(row)
+        self.samples = samples or self.samples
+        if self.live:
+            return
+        parts = [f"step {row.get('step', '?')}/{self.plan.get('max_steps') or '?'}"]
+        for label, name in PLAIN.items():
+            parts += [f"{label.rstrip(' %')} {number(v, label)}" for v in history([row], name)]
+        parts += [f"{seconds:.3g} s/step" for seconds in history([row], "step_time")]
+        left = time_left(self.rows, self.plan)
+        self._print("  ".join(parts + ([f"eta {duration(left)}"] if left else [])))
+        for line in [line for sample in samples[: self.count] for line in example(sample, 100)]:
+            self._print(f"  {line.plain.rstrip()}")
+
+    def note(self, text: str) -> None:
+        """Lines that stay, above the panel."""
+        self._print("\n".join(clean(line) for line in text.splitlines()))
+
+    def close(self) -> None:
+        """Draw the panel a last time and give the terminal back."""
+        live, self.live, self.phase_name = self.live, None, ""
+        if live:
+            live.stop()

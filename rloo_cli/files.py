@@ -1,0 +1,34 @@
+"""Writing files so that a reader never sees half of one."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file, or none: temporary name, fsync, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write strict JSON (no NaN, no Infinity), atomically."""
+    write_text(path, json.dumps(values, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a JSON file; {} where there is none."""
+    values: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return values
+
+
+def update_json(path: Path, **values: Any) -> None:
+    """Add keys to a JSON file."""
+    write_json(path, read_json(path) | values)

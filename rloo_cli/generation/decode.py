@@ -1,0 +1,199 @@
+"""Decoding with the trainer's own model: one prefill per prompt, then one token per step.
+
+Not `model.generate`: that draws from the global generator, so a sample would depend on its batch,
+and it prefills every sibling. Here the prompts of a batch are padded on the left and prefilled
+once per group; the cache is then repeated for the group's completions. Finished rows leave the
+batch when a quarter of it has finished. Padding is known from lengths and filled with an id of
+the row's own prompt, so that there is no pad id to confuse with EOS.
+"""
+
+import inspect
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
+
+from rloo_cli.errors import GenerationError, NumbersError, Problem
+from rloo_cli.generation import sampling
+from rloo_cli.generation.rows import Row, State, split
+from rloo_cli.generation.stopping import StopRule
+from rloo_cli.generation.transformers import Config
+from rloo_cli.rollout import Group, Rollout
+
+log = logging.getLogger(__name__)
+
+
+class TransformersGenerator:
+    """Samples with `model` itself, so it always has the policy's weights.
+
+    `context_length`: most places the model can hold; None = not known, not checked.
+    Raises ConfigError for stop strings that can never be found.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, config: Config, context_length: int | None):
+        self.model = model
+        self.config = config
+        self.context_length = context_length
+        self.rule = StopRule(tokenizer, model, config)
+        self.version = 0
+        self.told = False
+        # Only the last place of a prompt is sampled from; its other logits would be the largest
+        # tensor of the whole step.
+        known = inspect.signature(model.forward).parameters
+        self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+
+    def load(self, policy: Any, version: int) -> None:
+        """Note the version: the weights are the policy's own."""
+        self.version = version
+
+    def close(self) -> None:
+        """Nothing is held between calls."""
+
+    def generate(self, groups: list[Group], seeds: list[list[int]], greedy: bool = False) -> None:
+        """Fill `groups[i].rollouts`, one per seed and in order (`Generator.generate`).
+
+        `greedy` takes the likeliest token, with repetition penalty and min_tokens but without
+        temperature and filters, and behaviour_logp is then of that distribution. Raises
+        GenerationError when a prompt leaves no room for its completion, NumbersError when logits
+        are not finite.
+        """
+        if len(groups) != len(seeds):
+            raise GenerationError(f"{len(groups)} groups, but seeds for {len(seeds)}")
+        _check_lengths(groups, self.config.max_completion_length, self.context_length)
+        rows = [Row(i, groups[i].prompt_ids, seed) for i, own in enumerate(seeds) for seed in own]
+        # no_grad and not inference_mode: a model may keep a buffer it computes here (rotary
+        # frequencies of a long prompt), and an inference tensor breaks the backward pass later.
+        with _evaluating(self.model), torch.no_grad():
+            for batch in split(rows, self.config):
+                self._decode(batch, greedy)
+        for i, group in enumerate(groups):
+            group.rollouts = [self._rollout(row) for row in rows if row.group == i]
+
+    def _decode(self, rows: list[Row], greedy: bool) -> None:
+        """Sample these rows to their ends, all in one batch."""
+        state, logits = self._prefill(rows)
+        width = state.width
+        process: Any = sampling.processors(
+            self.config, self.rule.ids, width, greedy, device=logits.device
+        )
+        for end in range(width, state.seen.shape[1]):
+            scores = process(state.seen[:, :end], logits)
+            uniform = None if greedy else state.uniforms[:, end - width]
+            tokens, logp = sampling.pick(scores, uniform)
+            state.seen[:, end] = tokens
+            self._record(state.rows, tokens.tolist(), logp.tolist())
+            alive = [r for r, row in enumerate(state.rows) if row.reason is None]
+            if not alive:
+                return
+            if 4 * len(alive) <= 3 * len(state.rows) and _selectable(state.cache):
+                state.keep(alive)
+            logits = self._forward(state, end, end + 1)
+
+    def _record(self, rows: list[Row], tokens: list[int], logp: list[float]) -> None:
+        for row, token, value in zip(rows, tokens, logp, strict=True):
+            if row.reason is not None:
+                continue  # a finished row that is still in the batch
+            if not math.isfinite(value):
+                raise NumbersError(
+                    Problem(
+                        "the model's logits are not finite",
+                        f"generation, prompt {row.group} of the batch, token {len(row.ids)}",
+                        fix="check the weights: a learning rate too high, or float16 overflow",
+                    )
+                )
+            row.ids.append(token)
+            row.logp.append(value)
+            row.reason = self.rule.reason(row.ids)
+
+    def _prefill(self, rows: list[Row]) -> tuple[State, Tensor]:
+        """Run each group's prompt once. Returns the state of all rows and the logits (R, V)."""
+        length, device = self.config.max_completion_length, next(self.model.parameters()).device
+        firsts = [r for r, row in enumerate(rows) if r == 0 or row.group != rows[r - 1].group]
+        first = State.of([rows[r] for r in firsts], length, device)
+        logits = self._forward(first, 0, first.width)
+        if len(firsts) == len(rows):
+            return first, logits
+        state = State.of(rows, length, device)
+        if _selectable(first.cache):
+            places = {rows[r].group: place for place, r in enumerate(firsts)}
+            owner = torch.tensor([places[row.group] for row in rows], device=logits.device)
+            state.cache = first.cache
+            state.cache.batch_select_indices(owner)
+            return state, logits[owner]
+        if not self.told:
+            self.told = True
+            name = type(self.model).__name__
+            log.warning("%s: its cache cannot be repeated; each sibling is prefilled", name)
+        return state, self._forward(state, 0, state.width)
+
+    def _forward(self, state: State, start: int, end: int) -> Tensor:
+        """Run places start..end-1 after the cache. Returns the last place's logits (R, V)."""
+        out = self.model(
+            input_ids=state.seen[:, start:end],
+            attention_mask=state.mask(end),
+            position_ids=state.positions(start, end),
+            past_key_values=state.cache,
+            use_cache=True,
+            **self.last_only,
+        )
+        state.cache = getattr(out, "past_key_values", None)
+        if state.cache is None:
+            raise GenerationError(f"{type(self.model).__name__} returns no past_key_values")
+        logits: Tensor = out.logits[:, -1]
+        return logits.float()
+
+    def _rollout(self, row: Row) -> Rollout:
+        reason = row.reason or "length"
+        return Rollout(
+            completion_ids=row.ids,
+            text=self.rule.text(row.ids),
+            finish_reason=reason,
+            terminated=self.rule.terminated(row.ids, reason),
+            seed=row.seed,
+            weight_version=self.version,
+            behaviour_logp=row.logp,
+        )
+
+
+def _check_lengths(groups: Sequence[Group], most: int, context: int | None) -> None:
+    """Every prompt has a token, and room for `most` more."""
+    for group in groups:
+        length = len(group.prompt_ids)
+        if length == 0:
+            raise GenerationError(f"the prompt of draw {group.draw} has no tokens")
+        if context is not None and length + most > context:
+            raise GenerationError(
+                Problem(
+                    "a prompt leaves no room for its completion",
+                    f"draw {group.draw}",
+                    f"{length} prompt tokens + {most} = {length + most}, but the model's "
+                    f"context length is {context}",
+                    "lower data.max_prompt_length or generation.max_completion_length",
+                )
+            )
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Eval mode (no dropout, and a cache in spite of gradient checkpointing), then as before."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def _selectable(cache: Any) -> bool:
+    """Rows of this cache can be picked and repeated. A layer of linear attention inherits the
+    method from DynamicLayer, but it would leave the recurrent state as it was."""
+    return isinstance(cache, DynamicCache) and all(
+        isinstance(layer, DynamicLayer) and not isinstance(layer, LinearAttentionCacheLayerMixin)
+        for layer in cache.layers
+    )

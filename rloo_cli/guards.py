@@ -1,0 +1,81 @@
+"""What stops a run before an update that would be wrong."""
+
+import json
+import math
+from pathlib import Path
+
+from rloo_cli.errors import NumbersError, Problem
+from rloo_cli.parts import Run
+from rloo_cli.rollout import Batch
+
+SKIPS = 3  # non-finite updates in a row that train.on_nonfinite=skip lets pass
+PATIENCE = 10  # updates in a row without one token to learn from
+
+
+def finite(run: Run, batch: Batch, loss: float, norm: float) -> bool:
+    """Whether this update may be made; False when it is skipped, as the config asked for.
+
+    Raises NumbersError (exit 7) with nothing updated; the batch is kept in the run's debug folder.
+    """
+    if math.isfinite(loss) and math.isfinite(norm):
+        run.state.nonfinite = 0
+        return True
+    run.optimizer.zero()
+    folder = _keep(run.folder, batch)
+    run.state.nonfinite += 1
+    if run.config.train.on_nonfinite == "skip" and run.state.nonfinite <= SKIPS:
+        run.log.note(f"step {batch.step + 1}: loss {loss}, gradient norm {norm}: update skipped")
+        return False
+    raise NumbersError(
+        Problem(
+            f"non-finite numbers in step {batch.step + 1}: nothing was updated",
+            "loss" if not math.isfinite(loss) else "gradient",
+            f"loss {loss}, gradient norm {norm}; the batch is in {folder}",
+            "a lower train.learning_rate, or model.dtype=float32",
+        )
+    )
+
+
+def nothing_to_learn(run: Run, batch: Batch) -> None:
+    """No optimizer step: weight decay and momentum would move the weights all the same.
+
+    Raises NumbersError after PATIENCE of these in a row.
+    """
+    run.optimizer.zero()
+    run.state.empty += 1
+    if run.state.empty < PATIENCE:
+        run.log.note(f"step {batch.step + 1}: no row to learn from, no update made")
+        return
+    unscored = float((~batch.scorable).double().mean())
+    masked = float(batch.masked.double().mean())
+    raise NumbersError(
+        Problem(
+            f"{PATIENCE} updates in a row had nothing to learn from",
+            f"step {batch.step + 1}",
+            f"{unscored:.0%} of the rows have no score, {masked:.0%} are masked out as truncated",
+            "raise generation.max_completion_length, or look at the rewards and at EOS",
+        )
+    )
+
+
+def _keep(folder: Path, batch: Batch) -> Path:
+    """Write what an update was computed from, for a person to look at."""
+    out = folder / "debug" / f"nonfinite_step_{batch.step + 1}"
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "rows.jsonl").open("w") as file:
+        for p, group in enumerate(batch.groups):
+            for k, rollout in enumerate(group.rollouts):
+                row = {
+                    "prompt_ids": group.prompt_ids,
+                    "completion_ids": rollout.completion_ids,
+                    "text": rollout.text,
+                    "score": repr(float(batch.shaped[p, k])),
+                    "old_logp": [repr(x) for x in _list(group.old_logp, k)],
+                    "ref_logp": [repr(x) for x in _list(group.ref_logp, k)],
+                }
+                file.write(json.dumps(row) + "\n")
+    return out
+
+
+def _list(columns: list | None, k: int) -> list[float]:  # type: ignore[type-arg]
+    return [] if columns is None else columns[k].tolist()

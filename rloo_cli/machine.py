@@ -1,0 +1,54 @@
+"""What the machine must have before a run may start, found without importing torch."""
+
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rloo_cli.errors import MachineError, Problem
+from rloo_cli.schema import RunConfig
+
+EXTRAS = {"accuracy": ("math_verify", "math"), "reasoning_accuracy": ("math_verify", "math")}
+
+
+def check(run: RunConfig) -> None:
+    """Raises MachineError (exit 3) with everything the machine lacks for this run."""
+    problems = []
+    for name, entry in run.rewards.items():
+        package, extra = EXTRAS.get(entry.type, ("", ""))
+        if package and find_spec(package) is None:
+            problems.append(
+                Problem(
+                    f"reward.{name} needs the package {package}",
+                    f"reward.{name}",
+                    "it is not installed",
+                    f"pip install 'rloo-cli[{extra}]'",
+                )
+            )
+    above = next(
+        p for p in [Path(run.root).absolute(), *Path(run.root).absolute().parents] if p.exists()
+    )
+    if not os.access(above, os.W_OK):
+        problems.append(
+            Problem(f"root = {run.root} cannot be written", "root", f"looked at {above}")
+        )
+    elif shutil.disk_usage(above).free < 100e6:
+        problems.append(Problem(f"{above} has under 100 MB free", "root", fix="root=..."))
+    if problems:
+        raise MachineError(*problems)
+
+
+def started(pid: int) -> str:
+    """When a process began, as the kernel counts; "" when it is gone (a zombie counts as gone)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] == "Z" else fields[19]
+
+
+def alive(facts: dict[str, Any]) -> bool:
+    """Whether the process that run.json names still runs, and is the same one."""
+    now = started(int(facts.get("pid", -1)))
+    return bool(now) and now == facts.get("pid_started")

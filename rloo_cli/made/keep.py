@@ -1,0 +1,27 @@
+"""Make a folder once, and keep it in the cache."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from rloo_cli import paths
+
+
+def kept(name: str, recipe: str, make: Callable[[Path], None]) -> Path:
+    """The cache folder `name`-<hash of `recipe`>; `make` fills it the first time.
+
+    It gets its name only when it is whole, so a run that is killed meanwhile leaves no half.
+    """
+    folder = paths.cache() / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+    if not folder.is_dir():
+        temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        make(temporary)
+        try:
+            temporary.rename(folder)
+        except OSError:  # another process was quicker; its folder is as good
+            shutil.rmtree(temporary)
+    return folder

@@ -1,0 +1,105 @@
+"""The optimizer, its schedule, and the step: check the numbers, clip, step.
+
+Weights in bfloat16 or float16 get float32 masters here: an update of 1e-6 is lost in bfloat16
+otherwise, silently. The optimizer only ever sees float32.
+"""
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import get_scheduler
+
+from rloo_cli import registry
+from rloo_cli.errors import ConfigError, Problem
+from rloo_cli.schema import TrainConfig
+
+
+class Optimizer:
+    """AdamW (or the user's), schedule and clipping over a model's trainable parameters."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig, updates: int):
+        self.weights = [p for p in model.parameters() if p.requires_grad]
+        half = (torch.bfloat16, torch.float16)
+        self.masters = [
+            p.detach().float().requires_grad_() if p.dtype in half else p for p in self.weights
+        ]
+        self.max_grad_norm = config.max_grad_norm
+        self.inner = _optimizer(self.masters, config)
+        self.schedule = _schedule(self.inner, config, updates)
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate the next step uses."""
+        return float(self.inner.param_groups[0]["lr"])
+
+    def grad_norm(self) -> Tensor:
+        """Move the gradients to the masters; their global L2 norm, before any clipping. ()"""
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            if weight is not master:
+                master.grad = None if weight.grad is None else weight.grad.float()
+                weight.grad = None
+        return nn.utils.get_total_norm(m.grad for m in self.masters if m.grad is not None)
+
+    def step(self, norm: Tensor) -> None:
+        """Clip to max_grad_norm, update, advance the schedule. `norm` is from `grad_norm`."""
+        if self.max_grad_norm is not None:
+            nn.utils.clip_grads_with_norm_(self.masters, self.max_grad_norm, norm)
+        self.inner.step()
+        self.schedule.step()
+        with torch.no_grad():
+            for weight, master in zip(self.weights, self.masters, strict=True):
+                if weight is not master:
+                    weight.copy_(master)
+        self.zero()
+
+    def zero(self) -> None:
+        """Forget the gradients, so that nothing of them is ever applied."""
+        for parameter in (*self.weights, *self.masters):
+            parameter.grad = None
+
+
+def _optimizer(parameters: Iterable[Tensor], config: TrainConfig) -> torch.optim.Optimizer:
+    arguments: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    arguments |= config.optimizer_kwargs
+    build = (
+        torch.optim.AdamW if config.optimizer == "adamw" else _user(config.optimizer, "optimizer")
+    )
+    try:
+        return build(list(parameters), **arguments)  # type: ignore[no-any-return]
+    except TypeError as error:
+        raise ConfigError(
+            Problem(
+                f"train.optimizer = {config.optimizer!r} does not take these arguments",
+                "train.optimizer_kwargs",
+                f"{error}; it is called as {config.optimizer}(parameters, **{arguments})",
+            )
+        ) from None
+
+
+def _schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, updates: int) -> Any:
+    if ":" in config.lr_scheduler:
+        build = _user(config.lr_scheduler, "lr_scheduler")
+        given = {"num_warmup_steps": config.warmup_steps, "num_training_steps": updates}
+        wanted = inspect.signature(build).parameters
+        given = {k: v for k, v in given.items() if k in wanted}
+        return build(optimizer, **given, **config.lr_scheduler_kwargs)
+    return get_scheduler(
+        config.lr_scheduler,
+        optimizer,
+        num_warmup_steps=config.warmup_steps,
+        num_training_steps=updates,
+        scheduler_specific_kwargs=config.lr_scheduler_kwargs or None,
+    )
+
+
+def _user(spec: str, key: str) -> Any:
+    if ":" not in spec:
+        raise ConfigError(
+            Problem(
+                f"train.{key} = {spec!r} is not known", f"train.{key}", "adamw, or file.py:name"
+            )
+        )
+    return registry.load_code(spec)

@@ -1,0 +1,83 @@
+"""The parts of a run, once. `run.py` builds them, the loop uses them, this holds them."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rloo_cli.clock import Clock
+from rloo_cli.distributed import World
+from rloo_cli.generation import Generator
+from rloo_cli.log import Log
+from rloo_cli.optim import Optimizer
+from rloo_cli.policy.model import Policy
+from rloo_cli.prompts import Prompts
+from rloo_cli.rewards.arguments import TrainerState
+from rloo_cli.rewards.build import Reward
+from rloo_cli.rollout import Batch
+from rloo_cli.rollouts import Rollouts
+from rloo_cli.schema import RunConfig
+
+
+@dataclass
+class State:
+    """Where a run stands: what a checkpoint must hold beside weights and optimizer."""
+
+    step: int = 0  # rollout batches done
+    updates: int = 0  # optimizer updates done
+    place: int = 0  # prompts consumed, over all epochs
+    episodes: int = 0  # completions trained on
+    tokens: int = 0  # prompt (K copies) and trained completion tokens
+    empty: int = 0  # updates in a row with nothing to learn from
+    nonfinite: int = 0  # updates in a row that were skipped
+
+    def advance(self, batch: Batch) -> None:
+        """Count a finished step."""
+        self.step += 1
+        self.place += batch.draws
+        rows = [(g, r) for g in batch.groups for r in g.rollouts]
+        self.episodes += len(rows)
+        self.tokens += sum(len(g.prompt_ids) + r.length for g, r in rows)
+
+    def seen_by_rewards(self, run: "Run") -> TrainerState:
+        """What a reward may know of the training (OBJECTIVE 5), for curricula."""
+        return TrainerState(
+            global_step=self.updates,
+            step=self.step,
+            max_steps=run.steps,
+            epoch=self.place / len(run.prompts),
+            episode=self.episodes,
+            num_input_tokens_seen=self.tokens,
+            num_train_epochs=run.steps * run.config.train.prompts_per_step / len(run.prompts),
+            log_history=run.log.rows,
+        )
+
+    def dump(self) -> dict[str, int]:
+        """Plain values, for run.json."""
+        return asdict(self)
+
+
+@dataclass
+class Run:
+    """Every part of one run."""
+
+    config: RunConfig
+    folder: Path
+    world: World
+    algorithm: Any  # the algorithm's module
+    tokenizer: Any
+    prompts: Prompts
+    held_out: Prompts | None
+    policy: Policy
+    reference: Policy | None
+    generator: Generator
+    rewards: Sequence[Reward]
+    rollouts: Rollouts
+    optimizer: Optimizer
+    clock: Clock
+    log: Log
+    steps: int  # rollout batches to do
+    fused: bool  # old_logp is the training forward's own (OBJECTIVE 2.12)
+    micro_groups: int  # groups per forward pass with gradient
+    no_grad_groups: int  # and without
+    state: State = field(default_factory=State)

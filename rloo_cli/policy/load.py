@@ -1,0 +1,102 @@
+"""Any causal language model and its tokenizer, from a hub name, a folder, or made here."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from rloo_cli import made, registry
+from rloo_cli.errors import ConfigError, MachineError, Problem
+from rloo_cli.rules import MADE
+from rloo_cli.schema import ModelConfig
+
+
+def resolve(path: str) -> str:
+    """A path `make:NAME` -> the folder where that model now lies; others as they are."""
+    if path.startswith(MADE):
+        return str(registry.load_code(made.MODELS[path.removeprefix(MADE)])())
+    return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
+def tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer, with a pad token: pad is told from EOS by position, never by id."""
+    path = resolve(config.tokenizer or config.path)
+    loaded: PreTrainedTokenizerBase = _reach(
+        AutoTokenizer.from_pretrained, config.tokenizer or config.path, path, config
+    )
+    if loaded.pad_token_id is None:
+        loaded.pad_token = loaded.eos_token
+    if config.chat_template is not None:
+        loaded.chat_template = Path(config.chat_template).read_text()
+    return loaded
+
+
+def context_length(config: ModelConfig) -> int | None:
+    """The most positions the model has, read from its config before any weights load."""
+    found = _reach(AutoConfig.from_pretrained, config.path, resolve(config.path), config)
+    text = found.get_text_config()
+    length = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    return int(length) if length else None
+
+
+def model(config: ModelConfig, path: str, device: torch.device) -> Any:
+    """Load the weights, in `dtype`, on `device`. Pickled weight files are refused."""
+    chosen = dtype(config.dtype, device)
+    options: dict[str, Any] = {"dtype": chosen, "use_safetensors": True}
+    if config.attn_implementation is not None:
+        options["attn_implementation"] = config.attn_implementation
+    loaded = _reach(AutoModelForCausalLM.from_pretrained, path, resolve(path), config, **options)
+    if config.disable_dropout:
+        without_dropout(loaded)
+    if config.gradient_checkpointing:
+        # The reentrant form would recompute without the arguments the layers were called with.
+        loaded.gradient_checkpointing_enable({"use_reentrant": False})
+    return loaded.to(device)
+
+
+def dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the GPU has it, float32 elsewhere."""
+    if name != "auto":
+        chosen: torch.dtype = getattr(torch, name)
+        if (
+            chosen is torch.bfloat16
+            and device.type == "cuda"
+            and not torch.cuda.is_bf16_supported()
+        ):
+            why = f"{torch.cuda.get_device_name(device)} has no bfloat16"
+            raise MachineError(
+                Problem("model.dtype = bfloat16", "model.dtype", why, "model.dtype=float32")
+            )
+        return chosen
+    half = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return torch.bfloat16 if half else torch.float32
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Set every dropout to 0: with one, the ratio of a token to itself is noise."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout", "attn_pdrop", "resid_pdrop"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def _reach(load: Any, name: str, path: str, config: ModelConfig, **options: Any) -> Any:
+    """Call a `from_pretrained`, and turn its many errors into one that says what to do."""
+    remote = {"trust_remote_code": config.trust_remote_code, "revision": config.revision}
+    try:
+        return load(path, **{k: v for k, v in remote.items() if v is not None}, **options)
+    except (OSError, ValueError, ImportError) as error:
+        why = "\n".join(str(error).strip().splitlines()[:4])
+        if "trust_remote_code" in str(error):
+            fix = "model.trust_remote_code=true, if you trust its authors; nothing was run"
+            raise ConfigError(
+                Problem(f"{name} brings Python code of its own", "model.path", why, fix)
+            ) from None
+        if Path(path).exists():
+            raise ConfigError(Problem(f"{name} cannot be loaded", "model.path", why)) from None
+        fix = "on a machine with network, load it once so that it is cached, or name a local folder"
+        raise MachineError(Problem(f"{name!r} is not to be had", "model.path", why, fix)) from None

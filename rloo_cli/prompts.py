@@ -1,0 +1,212 @@
+"""Rows of a data set -> tokenised prompts, in an order anybody can compute again.
+
+The order is a pure function of (seed, epoch, data set). Each prompt is rendered and tokenised
+once. Nothing is dropped silently: what `data.overlong` filtered is counted.
+"""
+
+import hashlib
+import string
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rloo_cli.data import is_messages
+from rloo_cli.errors import DataError, Problem
+from rloo_cli.rollout import Group, Prompt
+from rloo_cli.schema import DataConfig
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")  # OBJECTIVE 5
+
+
+@dataclass
+class Prompts:
+    """The prompts of one split, tokenised, in the data set's own order."""
+
+    prompts: list[Prompt]
+    ids: list[list[int]]
+    rows: list[dict[str, Any]]  # the other columns, which the rewards get
+    conversational: bool
+    fingerprint: str  # of content and order, after filtering
+    dropped: int = 0  # by overlong=filter
+    truncated: int = 0  # by overlong=truncate_left
+    shuffle: bool = True
+    seed: int = 0
+    lengths: list[int] = field(default_factory=list)  # tokens of every prompt before filtering
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def draws(self, first: int, count: int) -> list[Group]:
+        """Empty groups for the prompts at places `first` ... of the endless order of draws.
+
+        The place is the one global counter of prompts consumed: epoch = place // n.
+        """
+        return [self._draw(place) for place in range(first, first + count)]
+
+    def at(self, index: int) -> Group:
+        """An empty group for the prompt `index` of the split itself."""
+        return Group(index, self.rows[index], self.prompts[index], self.ids[index])
+
+    def _draw(self, place: int) -> Group:
+        epoch, within = divmod(place, len(self))
+        shuffled = _order(self.seed, epoch, self.fingerprint, len(self))
+        group = self.at(int(shuffled[within]) if self.shuffle else within)
+        group.draw = place
+        return group
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, fingerprint: str, n: int) -> np.ndarray[Any, Any]:
+    """The permutation of an epoch: nothing but its arguments goes into it."""
+    text = f"{seed}/{epoch}/{fingerprint}".encode()
+    key = int.from_bytes(hashlib.sha256(text).digest()[:16], "big")
+    return np.random.Generator(np.random.PCG64(key)).permutation(n)
+
+
+def prepare(
+    data: "Dataset",
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    template_kwargs: dict[str, Any],
+    longest: int | None,
+    seed: int,
+) -> Prompts:
+    """Render and tokenise every prompt once. `longest`: most tokens a prompt may have.
+
+    Raises DataError: a prompt of another kind than the first, no chat template, two beginnings
+    of text, too many prompts over the limit.
+    """
+    values = data[config.prompt_column]
+    conversational = is_messages(values[0])
+    for row, value in enumerate(values):
+        if is_messages(value) != conversational or not isinstance(value, str | list):
+            kind = "a list of messages" if conversational else "a string"
+            raise DataError(
+                Problem(
+                    f"prompt {row} is not {kind}, as prompt 0 is",
+                    f"data.prompt_column={config.prompt_column}, row {row}",
+                    f"found {type(value).__name__}: {str(value)[:80]!r}",
+                )
+            )
+    others = [c for c in data.column_names if c not in (config.prompt_column, *NOT_FOR_REWARDS)]
+    rows = data.select_columns(others).to_list() if others else [{} for _ in values]
+    prompts: list[Prompt] = [_render(v, row, config) for v, row in zip(values, rows, strict=True)]
+    ids = _tokenise(prompts, conversational, tokenizer, template_kwargs)
+    _refuse_two_beginnings(ids, tokenizer)
+    return _fit(prompts, ids, rows, conversational, config, longest, seed)
+
+
+def _render(value: Any, row: dict[str, Any], config: DataConfig) -> Prompt:
+    if not isinstance(value, str):
+        system = [{"role": "system", "content": config.system}] if config.system else []
+        messages: list[dict[str, Any]] = [*system, *value]
+        return messages
+    if config.template is None:
+        return value
+    fields = row | {config.prompt_column: value, "prompt": value}
+    return "".join(
+        text + (str(fields[_plain(name, fields)]) if name is not None else "")
+        for text, name, _, _ in string.Formatter().parse(config.template)
+    )
+
+
+def _plain(name: str, fields: dict[str, Any]) -> str:
+    """A template names columns, and nothing inside them."""
+    if name not in fields:
+        why = f"columns: {', '.join(fields)}"
+        raise DataError(Problem(f"data.template names {{{name}}}, which is no column", why=why))
+    return name
+
+
+def _tokenise(
+    prompts: list[Prompt],
+    conversational: bool,
+    tokenizer: "PreTrainedTokenizerBase",
+    template_kwargs: dict[str, Any],
+) -> list[list[int]]:
+    if not conversational:
+        return [list(ids) for ids in tokenizer(prompts)["input_ids"]]
+    if not tokenizer.chat_template:
+        raise DataError(
+            Problem(
+                "the prompts are conversations, and the tokenizer has no chat template",
+                "data.prompt_column",
+                "a base model's tokenizer often has none",
+                "model.chat_template=FILE.jinja, or data.prompt_column=COLUMN of plain strings",
+            )
+        )
+    ids = []
+    for prompt in prompts:
+        answered = prompt[-1]["role"] == "assistant"  # type: ignore[index]
+        text = tokenizer.apply_chat_template(
+            prompt,
+            add_generation_prompt=not answered,
+            continue_final_message=answered,
+            tokenize=False,
+            **template_kwargs,
+        )
+        ids.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    return ids
+
+
+def _refuse_two_beginnings(ids: list[list[int]], tokenizer: "PreTrainedTokenizerBase") -> None:
+    first, bos = ids[0], tokenizer.bos_token_id
+    if bos is not None and first[:2] == [bos, bos]:
+        raise DataError(
+            Problem(
+                "prompts begin with two beginning-of-text tokens",
+                "data.prompt_column",
+                f"first ids {first[:5]}: the text has {tokenizer.bos_token!r} and the tokenizer adds one",
+                "leave it out of the prompts",
+            )
+        )
+
+
+def _fit(
+    prompts: list[Prompt],
+    ids: list[list[int]],
+    rows: list[dict[str, Any]],
+    conversational: bool,
+    config: DataConfig,
+    longest: int | None,
+    seed: int,
+) -> Prompts:
+    """Apply data.overlong, and fingerprint what is left."""
+    lengths = [len(x) for x in ids]
+    if min(lengths) == 0:
+        at = lengths.index(0)
+        raise DataError(Problem(f"prompt {at} has no tokens", f"data.prompt_column, row {at}"))
+    over = [longest is not None and n > longest for n in lengths]
+    if any(over) and (config.overlong == "error" or sum(over) > len(over) / 2):
+        raise DataError(
+            Problem(
+                f"{sum(over)} of {len(over)} prompts are longer than {longest} tokens",
+                "data.max_prompt_length",
+                f"the longest has {max(lengths)}, the first of them is row {over.index(True)}",
+                f"data.max_prompt_length={max(lengths)}, or data.overlong=truncate_left",
+            )
+        )
+    if config.overlong == "truncate_left":
+        ids = [x[-longest:] if longest else x for x in ids]
+    keep = [i for i in range(len(ids)) if not (over[i] and config.overlong == "filter")]
+    digest = hashlib.blake2b(digest_size=16)
+    for i in keep:
+        digest.update(repr((ids[i], rows[i])).encode())
+    return Prompts(
+        prompts=[prompts[i] for i in keep],
+        ids=[ids[i] for i in keep],
+        rows=[rows[i] for i in keep],
+        conversational=conversational,
+        fingerprint=digest.hexdigest(),
+        dropped=len(ids) - len(keep),
+        truncated=sum(over) if config.overlong == "truncate_left" else 0,
+        shuffle=config.shuffle,
+        seed=seed,
+        lengths=lengths,
+    )

@@ -1,0 +1,35 @@
+"""1.0 if the answer is mathematically equal to the gold one, else 0.0 (math-verify).
+
+The answer has to be in \\boxed{} or announced. Where the gold answer cannot be parsed the reward
+does not apply (None).
+"""
+
+from typing import Any, Literal
+
+from rloo_cli.rewards import mathematics
+from rloo_cli.rewards.text import Completion, texts
+from rloo_cli.schema import Positive, RewardConfig, key
+
+
+class Config(RewardConfig):
+    type: Literal["accuracy"] = key("accuracy")
+    column: str = key("Data column with the gold answer")
+    answer_timeout_s: Positive = key("Seconds to compare one answer; longer = not correct")
+
+
+def needs(config: Config) -> list[str]:
+    return [config.column]
+
+
+def preflight(config: Config) -> None:
+    """Raises MachineError when math-verify is not installed."""
+    mathematics.require()
+
+
+def score(
+    completions: list[Completion], columns: dict[str, list[Any]], config: Config
+) -> list[float | None]:
+    """(B,) of 1.0, 0.0 or None."""
+    golds = columns[config.column]
+    right = mathematics.correct(list(texts(completions)), golds, config.answer_timeout_s)
+    return [None if r is None else float(r) for r in right]

@@ -1,0 +1,146 @@
+"""A reward, ready to be called: its code, its config, and what it wants to be given."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rloo_cli import registry
+from rloo_cli.errors import ConfigError, DataError, Problem
+from rloo_cli.rewards.arguments import KWARGS, NOT_PASSED
+from rloo_cli.rewards.frames import location
+from rloo_cli.schema import RewardConfig
+
+POSITIONAL = inspect.Parameter.POSITIONAL_ONLY
+STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@dataclass(frozen=True)
+class Reward:
+    """One entry of the config's `reward` mapping."""
+
+    name: str
+    config: RewardConfig
+    code: Callable[..., Any]
+    wants: frozenset[str] | None  # names in its signature; None = everything (**kwargs)
+    needs: tuple[str, ...]  # data columns it cannot do without
+    fixed: dict[str, Any]  # arguments that are the same in every call
+    is_async: bool
+    location: str  # file:line
+    memory: dict[Any, float | None] = field(default_factory=dict, repr=False, compare=False)
+
+
+def build(name: str, config: RewardConfig) -> Reward:
+    """The reward that `config.type` names.
+
+    Raises ConfigError (at `reward.<name>.path`) when the user's code cannot be loaded or called,
+    MachineError when a package is missing.
+    """
+    module = registry.module("rewards", config.type)
+    if hasattr(module, "preflight"):
+        module.preflight(config)
+    if hasattr(module, "load"):
+        code, fixed = module.load(name, config)
+        return _reward(name, config, code, fixed, where=f"reward.{name}.path")
+    needs = module.needs(config) if hasattr(module, "needs") else []
+    fixed = {"config": config} if "config" in inspect.signature(module.score).parameters else {}
+    shipped = _reward(name, config, module.score, fixed, f"reward.{name}")
+    return replace(shipped, needs=(*shipped.needs, *needs))
+
+
+def from_callable(name: str, fn: Callable[..., Any], config: RewardConfig) -> Reward:
+    """A plain Python callable as a reward; `config` has the common keys."""
+    return _reward(name, config, fn, {}, where=f"reward.{name}")
+
+
+def _reward(
+    name: str, config: RewardConfig, code: Callable[..., Any], fixed: dict[str, Any], where: str
+) -> Reward:
+    try:
+        parameters = list(inspect.signature(code).parameters.values())
+    except (TypeError, ValueError):  # some builtins have none: give everything
+        parameters = [inspect.Parameter("kwargs", STARS[1])]
+    takes_all = any(p.kind == STARS[1] for p in parameters)
+    named = {p.name: p for p in parameters if p.kind not in STARS}
+    _check_signature(code, named, takes_all, fixed, where)
+    required = [p.name for p in named.values() if p.default is p.empty]
+    call = getattr(code, "__call__", None)  # noqa: B004  (an object whose __call__ is async)
+    return Reward(
+        name=name,
+        config=config,
+        code=code,
+        wants=None if takes_all else frozenset(named),
+        needs=tuple(n for n in required if n not in KWARGS and n not in fixed),
+        fixed=fixed,
+        is_async=inspect.iscoroutinefunction(code) or inspect.iscoroutinefunction(call),
+        location=location(code),
+    )
+
+
+def _check_signature(
+    code: Callable[..., Any],
+    named: dict[str, inspect.Parameter],
+    takes_all: bool,
+    fixed: dict[str, Any],
+    where: str,
+) -> None:
+    for parameter in named.values():
+        if parameter.kind == POSITIONAL and parameter.default is parameter.empty:
+            what = f"parameter {parameter.name!r} cannot be given by name"
+            why = f"{location(code)} has it before a /, and rewards get keyword arguments only"
+            raise ConfigError(Problem(what, where, why, "take the / out of its signature"))
+    for given in fixed:
+        key = where.removesuffix(".path") + f".kwargs.{given}"
+        if given in KWARGS:
+            why = f"every reward is called with {given} of the completions"
+            raise ConfigError(Problem(f"{given} cannot be given", key, why, f"rename {given}"))
+        if not takes_all and given not in named:
+            why = f"{location(code)} takes: {', '.join(named) or 'nothing'}"
+            raise ConfigError(Problem(f"the reward takes no {given!r}", key, why, f"~{key}"))
+
+
+def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
+    """Whether the data set fits the rewards, before any model is loaded.
+
+    `columns`: the data set's, the prompt's left out. Raises ConfigError for a column that is
+    named like an argument of ours or like one of `kwargs`, DataError for one that is missing.
+    """
+    found = [c for c in columns if c not in NOT_PASSED]
+    rewards = list(rewards)
+    clashes = [_clash(c) for c in found if c in KWARGS]
+    for reward in rewards:
+        if reward.config.type == "function":
+            clashes += [_twice(reward, c) for c in found if c in reward.fixed]
+    if clashes:
+        raise ConfigError(*clashes)
+    missing = [_missing(r, n, found) for r in rewards for n in r.needs if n not in found]
+    if missing:
+        raise DataError(*missing)
+
+
+def _clash(column: str) -> Problem:
+    return Problem(
+        f"the data set has a column named {column!r}",
+        where="data.columns",
+        why=f"rewards are called with {column} of ours; they could not tell the two apart",
+        fix=f"data.columns={{{column}: my_{column}}}",
+    )
+
+
+def _twice(reward: Reward, column: str) -> Problem:
+    return Problem(
+        f"{column!r} is a data column and in kwargs",
+        where=f"reward.{reward.name}.kwargs.{column}",
+        why=f"{reward.location} can be given only one of the two",
+        fix=f"data.columns={{{column}: my_{column}}}, or take it out of kwargs",
+    )
+
+
+def _missing(reward: Reward, column: str, found: list[str]) -> Problem:
+    return Problem(
+        f"reward {reward.name!r} needs the data column {column!r}, which is not there",
+        where=f"reward.{reward.name} ({reward.location})",
+        why=f"columns found: {', '.join(found) or 'none but the prompt'}",
+        fix=f"rename one with data.columns={{old: {column}}}",
+        more=f"rewards also get: {', '.join(sorted(KWARGS))}",
+    )

@@ -1,0 +1,57 @@
+"""Right answers are worth more the shorter they are, wrong ones cost more the shorter they are.
+
+Half a cosine from 0 to `max_length` tokens, then flat (arXiv 2502.03373, appendix C.1). Right is
+what `accuracy` calls right; None where the gold answer cannot be parsed.
+"""
+
+import math
+from typing import Any, Literal
+
+from rloo_cli.rewards import mathematics
+from rloo_cli.rewards.text import Completion, texts
+from rloo_cli.schema import Positive, RewardConfig, key
+
+
+class Config(RewardConfig):
+    type: Literal["cosine_length"] = key("cosine_length")
+    column: str = key("Data column with the gold answer")
+    answer_timeout_s: Positive = key("Seconds to compare one answer; longer = not correct")
+    max_length: Positive = key("Tokens from which on the score no longer changes")
+    correct_short: float = key("Score of a right answer of 0 tokens")
+    correct_long: float = key("Score of a right answer of max_length tokens")
+    wrong_short: float = key("Score of a wrong answer of 0 tokens")
+    wrong_long: float = key("Score of a wrong answer of max_length tokens")
+
+
+def needs(config: Config) -> list[str]:
+    return [config.column]
+
+
+def preflight(config: Config) -> None:
+    """Raises MachineError when math-verify is not installed."""
+    mathematics.require()
+
+
+def cosine(short: float, long: float, length: int, max_length: int) -> float:
+    """From `short` at 0 tokens to `long` at `max_length` and beyond (a bare cosine turns back)."""
+    progress = min(length / max_length, 1.0)
+    return long + 0.5 * (short - long) * (1.0 + math.cos(progress * math.pi))
+
+
+def score(
+    completions: list[Completion],
+    completion_ids: list[list[int]],
+    columns: dict[str, list[Any]],
+    config: Config,
+) -> list[float | None]:
+    """(B,) of floats or None."""
+    golds = columns[config.column]
+    right = mathematics.correct(list(texts(completions)), golds, config.answer_timeout_s)
+    ends = {
+        True: (config.correct_short, config.correct_long),
+        False: (config.wrong_short, config.wrong_long),
+    }
+    return [
+        None if r is None else cosine(*ends[r], len(ids), config.max_length)
+        for r, ids in zip(right, completion_ids, strict=True)
+    ]

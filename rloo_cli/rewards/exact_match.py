@@ -1,0 +1,68 @@
+"""1.0 if the answer is, as a string, one of the gold ones, else 0.0. None without a gold answer.
+
+The column holds one gold answer or a list of accepted ones. White space around answers does not
+count. A completion without an answer to extract (no \\boxed{}, no number) gets 0.0.
+"""
+
+import re
+from typing import Any, Literal
+
+from rloo_cli.rewards.text import Completion, boxed, texts
+from rloo_cli.schema import RewardConfig, key
+
+TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+
+
+class Config(RewardConfig):
+    type: Literal["exact_match"] = key("exact_match")
+    column: str = key("Data column with the gold answer, or a list of them")
+    extract: Literal["text", "boxed", "answer_tag", "last_line", "last_number"] = key(
+        "The answer: all the text, the last of: \\boxed{}, <answer> block, line, number"
+    )
+    ignore_case: bool = key("Capital and small letters are equal")
+
+
+def needs(config: Config) -> list[str]:
+    return [config.column]
+
+
+def score(
+    completions: list[Completion], columns: dict[str, list[Any]], config: Config
+) -> list[float | None]:
+    """(B,) of 1.0, 0.0 or None."""
+    answers = [extract(text, config.extract) for text in texts(completions)]
+    pairs = zip(answers, columns[config.column], strict=True)
+    return [_equal(answer, gold, config) for answer, gold in pairs]
+
+
+def extract(text: str, how: str) -> str | None:
+    """The answer in `text`; None when there is none."""
+    if how == "boxed":
+        return boxed(text)
+    if how == "answer_tag":
+        return _last(TAG.findall(text))
+    if how == "last_line":
+        return _last(text.strip().splitlines())
+    if how == "last_number":
+        return _last(NUMBER.findall(text))
+    return text
+
+
+def _last(found: list[str]) -> str | None:
+    return found[-1] if found else None
+
+
+def _equal(answer: str | None, gold: Any, config: Config) -> float | None:
+    if gold is None:
+        return None
+    if answer is None:
+        return 0.0
+    golds = gold if isinstance(gold, list | tuple) else [gold]
+    return float(_plain(answer, config) in [_plain(str(g), config) for g in golds])
+
+
+def _plain(answer: str, config: Config) -> str:
+    if config.extract == "last_number":
+        answer = answer.replace(",", "")  # 1,234 is 1234
+    return answer.strip().casefold() if config.ignore_case else answer.strip()

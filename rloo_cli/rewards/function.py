@@ -1,0 +1,23 @@
+"""Your own Python function: `path: file.py:name` or `package.module:name`.
+
+It is called with the arguments it declares (prompts, completions, completion_ids, ..., any data
+column) and the `kwargs` given here, and returns one int, float, bool or None per row. It may be
+`async def`. Functions written for TRL work as they are.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from rloo_cli.rewards.frames import load_user_code
+from rloo_cli.schema import RewardConfig, key
+
+
+class Config(RewardConfig):
+    type: Literal["function"] = key("function")
+    path: str = key("path/to/file.py:name or package.module:name", min_length=1)
+    kwargs: dict[str, Any] = key("Passed to the function as they are")
+
+
+def load(name: str, config: Config) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function and its fixed arguments. Raises ConfigError at `reward.<name>.path`."""
+    return load_user_code(config.path, f"reward.{name}.path"), dict(config.kwargs)

@@ -1,0 +1,15 @@
+"""Number of characters of the completion's text. For trying things out."""
+
+from typing import Literal
+
+from rloo_cli.rewards.text import Completion, texts
+from rloo_cli.schema import RewardConfig, key
+
+
+class Config(RewardConfig):
+    type: Literal["length_chars"] = key("length_chars")
+
+
+def score(completions: list[Completion]) -> list[float]:
+    """(B,) characters."""
+    return [float(len(text)) for text in texts(completions)]

@@ -1,0 +1,20 @@
+"""min(words / full_length, 1) + different words / words: long and varied. Empty text: 0.0."""
+
+from typing import Literal
+
+from rloo_cli.rewards.text import Completion, texts
+from rloo_cli.schema import Positive, RewardConfig, key
+
+
+class Config(RewardConfig):
+    type: Literal["length_diversity"] = key("length_diversity")
+    full_length: Positive = key("Words from which on length is worth its full 1.0")
+
+
+def score(completions: list[Completion], config: Config) -> list[float]:
+    """(B,), each in [0, 2]."""
+    return [_value(text.split(), config.full_length) for text in texts(completions)]
+
+
+def _value(words: list[str], full: int) -> float:
+    return min(len(words) / full, 1.0) + len(set(words)) / len(words) if words else 0.0

@@ -1,0 +1,34 @@
+"""DAPO's soft penalty for long completions (arXiv 2503.14476, equation 13).
+
+0 up to max_length - soft_cache tokens, then down in a straight line to -1 at max_length, -1
+beyond.
+"""
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from rloo_cli.schema import Positive, RewardConfig, key
+
+
+class Config(RewardConfig):
+    type: Literal["overlong"] = key("overlong")
+    max_length: Positive = key("Tokens at which the penalty is full")
+    soft_cache: int = key("Tokens over which it grows; 0 = -1 beyond max_length only", ge=0)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.soft_cache > self.max_length:
+            raise ValueError(f"soft_cache {self.soft_cache} is above max_length {self.max_length}")
+        return self
+
+
+def score(completion_ids: list[list[int]], config: Config) -> list[float]:
+    """(B,), each in [-1, 0]."""
+    return [_penalty(len(ids), config.max_length, config.soft_cache) for ids in completion_ids]
+
+
+def _penalty(length: int, most: int, soft: int) -> float:
+    if length <= most - soft:
+        return 0.0
+    return (most - soft - length) / soft if length <= most else -1.0

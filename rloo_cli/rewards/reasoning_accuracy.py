@@ -1,0 +1,42 @@
+"""As accuracy, but only what follows the end of the reasoning counts.
+
+A completion whose reasoning never ends has not answered: 0.0, whatever the gold answer is.
+"""
+
+from typing import Any, Literal
+
+from rloo_cli.rewards import mathematics
+from rloo_cli.rewards.text import Completion, after, texts
+from rloo_cli.schema import Positive, RewardConfig, key
+
+
+class Config(RewardConfig):
+    type: Literal["reasoning_accuracy"] = key("reasoning_accuracy")
+    column: str = key("Data column with the gold answer")
+    delimiter: str = key("Ends the reasoning; the last one counts", min_length=1)
+    answer_timeout_s: Positive = key("Seconds to compare one answer; longer = not correct")
+
+
+def needs(config: Config) -> list[str]:
+    return [config.column]
+
+
+def preflight(config: Config) -> None:
+    """Raises MachineError when math-verify is not installed."""
+    mathematics.require()
+
+
+def score(
+    completions: list[Completion], columns: dict[str, list[Any]], config: Config
+) -> list[float | None]:
+    """(B,) of 1.0, 0.0 or None."""
+    answers = [after(text, config.delimiter) for text in texts(completions)]
+    golds = columns[config.column]
+    ended = [i for i, answer in enumerate(answers) if answer is not None]
+    right = mathematics.correct(
+        [answers[i] for i in ended], [golds[i] for i in ended], config.answer_timeout_s
+    )
+    scores: list[float | None] = [0.0] * len(answers)
+    for i, r in zip(ended, right, strict=True):
+        scores[i] = None if r is None else float(r)
+    return scores

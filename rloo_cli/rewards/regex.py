@@ -1,0 +1,34 @@
+"""1.0 if a regular expression is found in the completion's text, else 0.0."""
+
+import re
+from typing import Literal
+
+from pydantic import field_validator
+
+from rloo_cli.rewards.text import Completion, texts
+from rloo_cli.schema import RewardConfig, key
+
+
+class Config(RewardConfig):
+    type: Literal["regex"] = key("regex")
+    pattern: str = key("Python regular expression", min_length=1)
+    where: Literal["anywhere", "start", "whole"] = key("Which part of the text has to match")
+    dotall: bool = key("A dot matches newlines too")
+    ignore_case: bool = key("Capital and small letters are equal")
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from error
+        return pattern
+
+
+def score(completions: list[Completion], config: Config) -> list[float]:
+    """(B,) of 1.0 or 0.0."""
+    flags = (re.DOTALL if config.dotall else 0) | (re.IGNORECASE if config.ignore_case else 0)
+    pattern = re.compile(config.pattern, flags)
+    found = {"anywhere": pattern.search, "start": pattern.match, "whole": pattern.fullmatch}
+    return [1.0 if found[config.where](text) else 0.0 for text in texts(completions)]

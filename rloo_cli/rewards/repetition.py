@@ -1,0 +1,26 @@
+"""Penalty for repeated n-grams of tokens: max_penalty * (1 - distinct / all).
+
+0.0 where nothing repeats and where there are fewer than `ngram` tokens (arXiv 2502.03373,
+appendix C.2).
+"""
+
+from typing import Literal
+
+from rloo_cli.schema import Positive, RewardConfig, key
+
+
+class Config(RewardConfig):
+    type: Literal["repetition"] = key("repetition")
+    ngram: Positive = key("Tokens in an n-gram")
+    max_penalty: float = key("Score that a completion of one repeated n-gram tends to", le=0)
+
+
+def score(completion_ids: list[list[int]], config: Config) -> list[float]:
+    """(B,), each in [max_penalty, 0]."""
+    return [_penalty(ids, config.ngram, config.max_penalty) for ids in completion_ids]
+
+
+def _penalty(ids: list[int], n: int, penalty: float) -> float:
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    repeated = len(grams) - len(set(grams))
+    return penalty * repeated / len(grams) if repeated else 0.0

@@ -1,0 +1,128 @@
+"""Scores a step: every reward on every row, failures kept apart from zeros.
+
+`score` calls all rewards at once (`running`), puts their values in place and lets `failures`
+decide, by each reward's `on_error` and `max_error_rate`, whether the run stops. None ("this
+reward does not apply") is NaN in `Scores.raw`; so is a row that failed under `on_error: none`,
+which also counts in `error_rate`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloo_cli.rewards import cache, failures
+from rloo_cli.rewards.arguments import Context, Table, TrainerState
+from rloo_cli.rewards.build import Reward
+from rloo_cli.rewards.failures import RewardFailed, Verdict
+from rloo_cli.rewards.outcomes import Call, Outcome
+from rloo_cli.rewards.running import run
+from rloo_cli.rollout import Group
+
+__all__ = ["Context", "RewardFailed", "Scores", "TrainerState", "score"]
+
+NAN = float("nan")
+
+
+@dataclass
+class Scores:
+    """What F rewards said about P prompts' K completions each."""
+
+    raw: Tensor  # (F, P, K) float64, unweighted, NaN = None
+    names: list[str]  # F
+    weights: Tensor  # (F,) float64
+    error_rate: dict[str, float]  # reward -> share of rows that failed
+    seconds: dict[str, float]  # reward -> wall seconds
+    extras: dict[str, list[Any]] = field(default_factory=dict)  # log_extra's column -> P*K values
+    metrics: dict[str, float] = field(default_factory=dict)  # log_metric's name -> mean
+    warnings: list[str] = field(default_factory=list)  # to be printed once per run
+
+
+def score(rewards: Sequence[Reward], groups: Sequence[Group], context: Context) -> Scores:
+    """Score whole groups, all of one size K. Raises RewardFailed (exit code 5)."""
+    table = Table(groups, context)
+    plans = [cache.plan(reward, table) for reward in rewards]
+    jobs = [(r, _calls(r, table, p.rows)) for r, p in zip(rewards, plans, strict=True)]
+    ran = run(jobs, len(table), context.poll)
+    verdicts = [
+        _verdict(reward, table, plan, *told)
+        for reward, plan, told in zip(rewards, plans, ran, strict=True)
+    ]
+    failures.check(verdicts, table)
+
+    raw = torch.full((len(rewards), len(table)), NAN, dtype=torch.float64)
+    for f, verdict in enumerate(verdicts):
+        for row, value in verdict.values.items():
+            raw[f, row] = NAN if value is None else value
+        on_error = verdict.reward.config.on_error
+        raw[f, list(verdict.failures)] = on_error if isinstance(on_error, float) else NAN
+    scores = Scores(
+        raw=raw.view(len(rewards), len(groups), table.k),
+        names=[r.name for r in rewards],
+        weights=torch.tensor([r.config.weight for r in rewards], dtype=torch.float64),
+        error_rate={v.reward.name: len(v.failures) / max(1, len(table)) for v in verdicts},
+        seconds={v.reward.name: v.seconds for v in verdicts},
+    )
+    _collect_logs(scores, [o for v in verdicts for o in v.outcomes], len(table))
+    _warn_unscored(scores, table)
+    return scores
+
+
+def _calls(reward: Reward, table: Table, rows: list[int]) -> list[Call]:
+    """The rows split as `scope` says."""
+    if reward.config.scope == "row":
+        parts = [[row] for row in rows]
+    elif reward.config.scope == "group":
+        parts = [[r for r in rows if r // table.k == p] for p in range(len(table.groups))]
+    else:
+        parts = [rows]
+
+    def call(part: list[int]) -> Call:
+        return Call(part, lambda: table.arguments(part, reward.wants, reward.fixed))
+
+    return [call(part) for part in parts if part]
+
+
+def _verdict(
+    reward: Reward, table: Table, plan: cache.Plan, outcomes: list[Outcome], seconds: float
+) -> Verdict:
+    verdict = Verdict(reward, {}, {}, outcomes, seconds)
+    for outcome in outcomes:
+        for at, (row, value) in enumerate(zip(outcome.rows, outcome.values, strict=True)):
+            if at in outcome.failures:
+                verdict.failures[row] = outcome.failures[at]
+            else:
+                verdict.values[row] = value
+    cache.remember(reward, table, verdict.values)
+    verdict.values |= plan.known
+    for row, twin in plan.twins.items():
+        if twin in verdict.failures:
+            verdict.failures[row] = verdict.failures[twin]
+        elif twin in verdict.values:  # it is in neither if calls were left out: the run stops
+            verdict.values[row] = verdict.values[twin]
+    return verdict
+
+
+def _collect_logs(scores: Scores, outcomes: list[Outcome], rows: int) -> None:
+    """Extras by row (None where no call logged one; the later reward wins), metrics' means."""
+    told: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        for column, values in outcome.log.extras.items():
+            whole = scores.extras.setdefault(column, [None] * rows)
+            for row, value in zip(outcome.rows, values, strict=True):
+                whole[row] = value
+        for name, number in outcome.log.metrics:
+            told.setdefault(name, []).append(number)
+    scores.metrics = {name: sum(numbers) / len(numbers) for name, numbers in told.items()}
+
+
+def _warn_unscored(scores: Scores, table: Table) -> None:
+    silent = scores.raw.isnan().all(dim=0).reshape(-1).nonzero().flatten().tolist()
+    if silent:
+        group, _ = table.at(silent[0])
+        scores.warnings.append(
+            f"no reward scored {len(silent)} of {len(table)} rows; they are left out. The first: "
+            f"{failures.place(table, silent[0])}, columns {group.row!r:.200}"
+        )

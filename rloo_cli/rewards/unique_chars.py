@@ -1,0 +1,15 @@
+"""Number of different characters in the completion's text: learnable by a tiny model in minutes."""
+
+from typing import Literal
+
+from rloo_cli.rewards.text import Completion, texts
+from rloo_cli.schema import RewardConfig, key
+
+
+class Config(RewardConfig):
+    type: Literal["unique_chars"] = key("unique_chars")
+
+
+def score(completions: list[Completion]) -> list[float]:
+    """(B,) characters."""
+    return [float(len(set(text))) for text in texts(completions)]

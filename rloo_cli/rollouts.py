@@ -1,0 +1,160 @@
+"""Prompts -> K completions each -> scores: one step's `Batch`.
+
+What a row is worth before any KL is settled here, in the order of OBJECTIVE 2.2 and 2.3.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloo_cli.clock import Clock
+from rloo_cli.errors import NumbersError, Problem
+from rloo_cli.generation import Generator
+from rloo_cli.prompts import Prompts
+from rloo_cli.rewards.build import Reward
+from rloo_cli.rewards.scoring import Scores, score
+from rloo_cli.rewards.arguments import Context, TrainerState
+from rloo_cli.rollout import Batch, Group
+from rloo_cli.schema import RunConfig
+from rloo_cli.seeds import sampling_seed
+
+
+@dataclass
+class Rollouts:
+    """Everything that makes a step's batch."""
+
+    config: RunConfig
+    algorithm: Any  # the algorithm's module
+    prompts: Prompts
+    generator: Generator
+    rewards: list[Reward]
+    clock: Clock
+
+    def next(self, step: int, place: int, state: TrainerState) -> Batch:
+        """Draw prompts from `place` on, sample, score; redraw flat groups where asked to.
+
+        Raises RewardError, GenerationError, and NumbersError when resampling finds nothing to
+        learn from.
+        """
+        settings: Any = self.config.algorithm
+        wanted = self.config.train.prompts_per_step
+        kept: list[Batch] = []
+        drawn = rounds = 0
+        while wanted:
+            batch = self._draw(step, place + drawn, drawn, wanted, state)
+            drawn += wanted
+            rounds += 1
+            if settings.zero_std_groups != "resample" or rounds > settings.max_resample:
+                kept.append(batch)
+                break
+            spread = [i for i in range(wanted) if _spread(batch, i)]
+            kept.append(_only(batch, spread))
+            wanted -= len(spread)
+        whole = _join(kept, drawn)
+        self._settle(whole, drawn)
+        return whole
+
+    def _draw(self, step: int, place: int, first: int, count: int, state: TrainerState) -> Batch:
+        with self.clock.phase("data"):
+            groups = self.prompts.draws(place, count)
+        k = self.config.algorithm.num_generations
+        seeds = [
+            [sampling_seed(self.config.seed, "train", step, first + i, j) for j in range(k)]
+            for i in range(count)
+        ]
+        with self.clock.phase("generation"):
+            self.generator.generate(groups, seeds)
+        with self.clock.phase("reward"):
+            context = Context(self.prompts.conversational, state)
+            scores = score(self.rewards, groups, context)
+        return self._batch(step, groups, scores)
+
+    def _batch(self, step: int, groups: list[Group], scores: Scores) -> Batch:
+        settings = self.config.algorithm
+        weighted, scorable = self.algorithm.combine(scores.raw, scores.weights, settings)
+        facts = {f"reward/{n}/error_rate": r for n, r in scores.error_rate.items()}
+        facts |= {f"reward/{n}/time": s for n, s in scores.seconds.items()}
+        batch = Batch(
+            step=step,
+            groups=groups,
+            names=list(scores.names),
+            raw=scores.raw,
+            score=weighted,
+            shaped=weighted,
+            scorable=scorable,
+            masked=torch.zeros_like(scorable),
+            active=[],
+            draws=len(groups),
+            facts=facts | scores.metrics,
+            extras=dict(scores.extras),
+            notes=list(scores.warnings),
+        )
+        ended = batch.table("terminated")
+        batch.scorable, batch.masked = self.algorithm.truncation(scorable, ended, settings)
+        batch.shaped = self.algorithm.shape(
+            weighted, batch.scorable, batch.table("length"), ended, settings
+        )
+        return batch
+
+    def _settle(self, batch: Batch, drawn: int) -> None:
+        """Shape once more over the whole step, and decide which groups are trained on."""
+        settings: Any = self.config.algorithm
+        batch.shaped = self.algorithm.shape(
+            batch.score, batch.scorable, batch.table("length"), batch.table("terminated"), settings
+        )
+        flat = [i for i in range(len(batch.groups)) if not _spread(batch, i)]
+        dropped = flat if settings.zero_std_groups != "keep" else []
+        if len(dropped) == len(batch.groups) and settings.zero_std_groups == "resample":
+            raise NumbersError(
+                Problem(
+                    f"no group of {drawn} drawn has two different scores",
+                    f"step {batch.step}, algorithm.zero_std_groups=resample",
+                    f"the mean score is {float(batch.score.mean()):.3g} in all of them",
+                    "easier or harder prompts, or algorithm.zero_std_groups=keep",
+                )
+            )
+        batch.active = [i for i in range(len(batch.groups)) if i not in dropped]
+        batch.facts["groups/dropped"] = len(dropped)
+        batch.facts["groups/resampled"] = drawn - len(batch.groups)
+
+
+def _spread(batch: Batch, i: int) -> bool:
+    """Whether two scorable rows of group i differ."""
+    values = batch.shaped[i][batch.scorable[i]]
+    return values.numel() > 1 and bool(values.max() != values.min())
+
+
+def _only(batch: Batch, kept: list[int]) -> Batch:
+    rows = {"raw": batch.raw[:, kept]}
+    rows |= {n: getattr(batch, n)[kept] for n in ("score", "shaped", "scorable", "masked")}
+    k = batch.score.shape[1]
+    places = [i * k + j for i in kept for j in range(k)]
+    extras = {name: [column[p] for p in places] for name, column in batch.extras.items()}
+    groups = [batch.groups[i] for i in kept]
+    return Batch(
+        batch.step, groups, batch.names, active=[], draws=batch.draws, facts=batch.facts,
+        extras=extras, notes=batch.notes, **rows,
+    )  # fmt: skip
+
+
+def _join(parts: list[Batch], drawn: int) -> Batch:
+    if len(parts) == 1:
+        return parts[0]
+    columns: dict[str, Tensor] = {"raw": torch.cat([p.raw for p in parts], dim=1)}
+    for name in ("score", "shaped", "scorable", "masked"):
+        columns[name] = torch.cat([getattr(p, name) for p in parts])
+    facts: dict[str, float] = {}
+    for name in {n for p in parts for n in p.facts}:  # the mean over the rounds of drawing
+        found = [p.facts[name] for p in parts if name in p.facts]
+        facts[name] = sum(found) / len(found)
+    names = {n for p in parts for n in p.extras}
+    extras = {
+        n: [v for p in parts for v in p.extras.get(n, [None] * p.score.numel())] for n in names
+    }
+    return Batch(
+        parts[0].step, [g for p in parts for g in p.groups], parts[0].names, active=[],
+        draws=drawn, facts=facts, extras=extras, notes=[n for p in parts for n in p.notes], **columns,
+    )  # fmt: skip

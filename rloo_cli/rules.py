@@ -1,0 +1,190 @@
+"""What one key forbids another: the rules that need more than one key, or a look at the disk.
+
+An algorithm's own rules stand in its file (`problems`); these concern the run as a whole. Each
+problem's `where` is the dotted key; `config` turns it into a file and line.
+"""
+
+import ast
+import json
+from collections.abc import Iterator
+from math import ceil
+from pathlib import Path
+
+from rloo_cli import registry
+from rloo_cli.errors import ConfigError, Problem
+from rloo_cli.names import nearest
+from rloo_cli.schema import RunConfig
+
+MADE = "make:"  # a path of this form names something rloo makes on the spot
+
+
+def problems(run: RunConfig) -> Iterator[Problem]:
+    """Everything wrong with a run whose keys are each right on their own."""
+    yield from _length(run)
+    yield from _batch(run)
+    yield from registry.module("algorithms", run.algorithm.name).problems(run)
+    yield from _paths(run)
+    yield from _rewards(run)
+    yield from _context(run)
+
+
+def _length(run: RunConfig) -> Iterator[Problem]:
+    lengths = {
+        "max_steps": run.max_steps,
+        "total_episodes": run.total_episodes,
+        "train.epochs": run.train.epochs,
+    }
+    given = [k for k, v in lengths.items() if v is not None]
+    if len(given) == 1:
+        return
+    found = " and ".join(f"{k}={lengths[k]}" for k in given) or "none of them"
+    keep = given[0] if given else "max_steps"
+    fix = " ".join(f"{k}=null" for k in given[1:]) or f"{keep}=100"
+    yield Problem(
+        "exactly one of max_steps, total_episodes, train.epochs says how long to train",
+        given[-1] if given else "max_steps",
+        f"found {found}",
+        fix,
+    )
+
+
+def _batch(run: RunConfig) -> Iterator[Problem]:
+    k = run.algorithm.num_generations
+    for key in ("micro_batch_size", "no_grad_batch_size"):
+        size = getattr(run.train, key)
+        if size is not None and size % k:
+            low, high = max(k, size // k * k), ceil(size / k) * k
+            near = f"train.{key}={low}" + (f" or train.{key}={high}" if high != low else "")
+            yield Problem(
+                f"train.{key} = {size} does not hold whole groups",
+                f"train.{key}",
+                f"it counts completions, {k} per prompt (algorithm.num_generations): {size} % {k} != 0",
+                near,
+            )
+    if not run.rewards:
+        yield Problem(
+            "no reward is chosen", "reward", "nothing would be learned", "reward=accuracy"
+        )
+
+
+def _paths(run: RunConfig) -> Iterator[Problem]:
+    named: list[tuple[str, str | None]] = [
+        ("model.path", run.model.path),
+        ("model.tokenizer", run.model.tokenizer),
+        ("model.ref_path", run.model.ref_path),
+        ("data.path", run.data.path),
+    ]
+    for key, value in named:
+        if value is not None and _looks_local(value) and not Path(value).expanduser().exists():
+            yield Problem(
+                f"{key} = {value!r} does not exist",
+                key,
+                f"looked at {Path(value).expanduser().absolute()}",
+                f"{key}=ORG/NAME for the hub, or a path that is there",
+            )
+    made = {"model.path": "models", "data.path": "data"}
+    for key, kind in made.items():
+        value = dict(named)[key] or ""
+        if value.startswith(MADE) and value.removeprefix(MADE) not in registry.made(kind):
+            names = registry.made(kind)
+            close = nearest(value.removeprefix(MADE), names) or names
+            yield Problem(
+                f"{key} = {value!r}: rloo makes no such {kind}",
+                key,
+                f"one of: {', '.join(MADE + n for n in names)}",
+                f"{key}={MADE}{close[0]}",
+            )
+    template = run.model.chat_template
+    if template is not None and not Path(template).is_file():
+        yield Problem(
+            f"model.chat_template = {template!r} is not a file",
+            "model.chat_template",
+            f"looked at {Path(template).absolute()}",
+        )
+
+
+def _looks_local(value: str) -> bool:
+    """A path, rather than a hub name such as org/name."""
+    return (
+        value.startswith((".", "/", "~"))
+        or value.count("/") > 1
+        or value.endswith((".json", ".jsonl", ".csv", ".parquet"))
+    )
+
+
+def _rewards(run: RunConfig) -> Iterator[Problem]:
+    """User code is parsed here, not run: a name that is not there costs no import."""
+    entries = run.rewards.items()
+    codes = {f"reward.{n}.path": getattr(c, "path", "") for n, c in entries if c.type == "function"}
+    codes |= {
+        f"train.{k}": v
+        for k in ("optimizer", "lr_scheduler")
+        if ":" in (v := getattr(run.train, k))
+    }
+    for key, spec in codes.items():
+        yield from code_problems(key, spec)
+
+
+def code_problems(key: str, spec: str) -> Iterator[Problem]:
+    """What is wrong with `file.py:name`, found without running the file."""
+    try:
+        where, name = registry.split_code(spec)
+    except ConfigError as error:
+        yield Problem(error.problems[0].what, key, error.problems[0].why, f"{key}=file.py:name")
+        return
+    if not where.endswith(".py"):
+        return
+    path = Path(where)
+    if not path.is_file():
+        yield Problem(f"{key}: {where} does not exist", key, f"looked at {path.absolute()}")
+        return
+    try:
+        tree = ast.parse(path.read_text(), str(path))
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", 1)
+        yield Problem(f"{key}: {where} is not valid Python", f"{where}:{line}", str(error))
+        return
+    defined = _top_level(tree)
+    if name not in defined and "*" not in defined:
+        close = nearest(name, defined)
+        fix = f"{key}={where}:{close[0]}" if close else ""
+        names = ", ".join(sorted(defined)) or "nothing"
+        yield Problem(f"{key}: {where} has no {name!r}", key, f"it defines: {names}", fix)
+
+
+def _top_level(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(a.asname or a.name).split(".")[0] for a in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def context_length(path: str) -> int | None:
+    """The longest sequence a local model takes, from its config.json; None where it is unsaid."""
+    file = Path(path).expanduser() / "config.json"
+    if not file.is_file():
+        return None
+    values = json.loads(file.read_text())
+    values = values.get("text_config", values)
+    length = values.get("max_position_embeddings") or values.get("n_positions")
+    return int(length) if length else None
+
+
+def _context(run: RunConfig) -> Iterator[Problem]:
+    limit = context_length(run.model.path)
+    answer, prompt = run.generation.max_completion_length, run.data.max_prompt_length
+    if limit is None or answer + (prompt or 1) <= limit:
+        return
+    yield Problem(
+        f"prompt and completion do not fit the model's context of {limit} tokens",
+        "data.max_prompt_length" if prompt else "generation.max_completion_length",
+        f"max_prompt_length {prompt or 1} + max_completion_length {answer} = {answer + (prompt or 1)}",
+        f"data.max_prompt_length={limit - answer}"
+        if limit > answer
+        else f"generation.max_completion_length={limit // 2}",
+    )

@@ -1,0 +1,194 @@
+"""A config -> a `Run`: every part built once, in the order in which mistakes are cheapest.
+
+Data and rewards are looked at before any weights load.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rloo_cli import data, registry
+from rloo_cli.clock import Clock
+from rloo_cli.distributed import World, join
+from rloo_cli.errors import ConfigError, DataError, Problem
+from rloo_cli.files import read_json, update_json
+from rloo_cli.log import Log
+from rloo_cli.optim import Optimizer
+from rloo_cli.display import Display
+from rloo_cli.parts import Run
+from rloo_cli.policy import load
+from rloo_cli.policy.model import Policy, reference
+from rloo_cli.prompts import Prompts, prepare
+from rloo_cli.rewards.build import Reward, build, check_columns, from_callable
+from rloo_cli.rollouts import Rollouts
+from rloo_cli.schema import RunConfig
+
+ROWS = 32  # completions per forward pass, where the config leaves it open
+
+
+def make(
+    config: RunConfig, folder: Path, functions: Mapping[str, Callable[..., Any]] | None = None
+) -> Run:
+    """Build every part of a run. `functions`: rewards given as Python callables, by name.
+
+    Raises RunError: DataError (4) and ConfigError (2) before any weights load.
+    """
+    world = join(config.distributed)
+    log = Log(
+        folder, config.logging.every, config.logging.samples_every, config.logging.trl_aliases
+    )
+    log.display = Display(plan(config, folder), config.logging.console, config.logging.samples)
+    log.phase("loading data")
+    sets = {s: data.load(config.data, s) for s in _splits(config)}
+    rewards = _rewards(config, functions or {})
+    for name in sets:
+        columns = [c for c in sets[name].column_names if c != config.data.prompt_column]
+        check_columns(rewards, columns)
+    log.phase("loading the tokenizer")
+    tokenizer = load.tokenizer(config.model)
+    context = load.context_length(config.model)
+    prepared = {name: _prompts(config, found, tokenizer, context) for name, found in sets.items()}
+    prompts = prepared[config.data.split]
+    for note in _data_notes(prompts, config):
+        log.note(note)
+    update_json(folder / "run.json", state="training", fingerprint=prompts.fingerprint)
+    return _with_model(config, folder, world, log, tokenizer, context, prepared, rewards)
+
+
+def _with_model(
+    config: RunConfig,
+    folder: Path,
+    world: World,
+    log: Log,
+    tokenizer: Any,
+    context: int | None,
+    prepared: dict[str, Prompts],
+    rewards: list[Reward],
+) -> Run:
+    """The second half of `make`: weights, and what needs them."""
+    log.phase("loading the model")
+    algorithm = registry.module("algorithms", config.algorithm.name)
+    model = load.model(config.model, config.model.path, world.device)
+    model.train()
+    settings = algorithm.resolved(config.algorithm, config.generation.backend)
+    config = config.model_copy(update={"algorithm": settings})
+    temperature = config.generation.temperature
+    kl_temperature = 1.0 if getattr(settings, "kl_temperature", "") == "one" else temperature
+    policy = Policy(model, temperature, kl_temperature)
+    frozen = None
+    if (
+        getattr(config.algorithm, "beta", 0.0) > 0
+        or getattr(config.algorithm, "kl_in", "") == "none"
+    ):
+        path = config.model.ref_path or config.model.path
+        frozen = reference(load.model(config.model, path, world.device), kl_temperature)
+        same_vocabulary(policy, frozen)
+    backend = registry.load_code(
+        registry.module("generation", config.generation.backend).IMPLEMENTATION
+    )
+    generator = backend(model, tokenizer, config.generation, context)
+    prompts = prepared[config.data.split]
+    clock = Clock(log.phase)
+    steps = count_steps(config, len(prompts))
+    k = config.algorithm.num_generations
+    micro = (config.train.micro_batch_size or max(ROWS, k)) // k
+    return Run(
+        config=config,
+        folder=folder,
+        world=world,
+        algorithm=algorithm,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        held_out=prepared.get(config.data.eval_split or ""),
+        policy=policy,
+        reference=frozen,
+        generator=generator,
+        rewards=rewards,
+        rollouts=Rollouts(config, algorithm, prompts, generator, rewards, clock),
+        optimizer=Optimizer(model, config.train, steps * config.updates_per_step),
+        clock=clock,
+        log=log,
+        steps=steps,
+        fused=algorithm.fused(config),
+        micro_groups=micro,
+        no_grad_groups=(config.train.no_grad_batch_size or 2 * micro * k) // k,
+    )
+
+
+def plan(config: RunConfig, folder: Path) -> dict[str, Any]:
+    """The lines at the head of the panel."""
+    a = config.algorithm
+    beta = f" · beta {a.beta}" if hasattr(a, "beta") else ""
+    return {
+        "name": config.name,
+        "model": config.model.path,
+        "algorithm": f"{a.name} K={a.num_generations} · P={config.train.prompts_per_step}{beta}",
+        "max_steps": config.max_steps,
+        "folder": str(folder),
+        "recipe": read_json(folder / "run.json").get("recipe"),
+    }
+
+
+def count_steps(config: RunConfig, prompts: int) -> int:
+    """Rollout batches to do. Raises DataError when a step needs more prompts than there are."""
+    wanted = config.train.prompts_per_step
+    if prompts < wanted:
+        raise DataError(
+            Problem(
+                f"{prompts} prompts are fewer than one step needs",
+                "train.prompts_per_step",
+                f"it asks for {wanted} different prompts per step",
+                f"train.prompts_per_step={prompts}",
+            )
+        )
+    if config.max_steps is not None:
+        return config.max_steps
+    if config.total_episodes is not None:
+        return math.ceil(config.total_episodes / config.episodes_per_step)
+    assert config.train.epochs is not None
+    return math.ceil(config.train.epochs * prompts / wanted)
+
+
+def _splits(config: RunConfig) -> list[str]:
+    held_out = config.data.eval_split
+    return [config.data.split] + ([held_out] if held_out and held_out != config.data.split else [])
+
+
+def _rewards(config: RunConfig, functions: Mapping[str, Callable[..., Any]]) -> list[Reward]:
+    return [
+        from_callable(name, functions[name], entry) if name in functions else build(name, entry)
+        for name, entry in config.rewards.items()
+    ]
+
+
+def _prompts(config: RunConfig, found: Any, tokenizer: Any, context: int | None) -> Prompts:
+    longest = config.data.max_prompt_length
+    if context is not None:
+        room = context - config.generation.max_completion_length
+        longest = min(longest or room, room)
+    return prepare(
+        found, config.data, tokenizer, config.generation.chat_template_kwargs, longest, config.seed
+    )
+
+
+def _data_notes(prompts: Prompts, config: RunConfig) -> list[str]:
+    kind = "conversations" if prompts.conversational else "plain text"
+    notes = [f"{len(prompts)} prompts, {kind}, {min(map(len, prompts.ids))} to "
+             f"{max(map(len, prompts.ids))} tokens; the first: {str(prompts.prompts[0])[-120:]!r}"]  # fmt: skip
+    for count, what in ((prompts.dropped, "left out"), (prompts.truncated, "cut on the left")):
+        if count:
+            notes.append(f"{count} prompts were too long and {what} (data.overlong)")
+    if len(prompts) > 100 and len({tuple(i) for i in prompts.ids}) == 1:
+        notes.append("warning: all prompts are the same")
+    return notes
+
+
+def same_vocabulary(policy: Policy, frozen: Policy) -> None:
+    """Raises ConfigError when policy and reference do not speak of the same tokens."""
+    sizes = [p.model.get_input_embeddings().weight.shape[0] for p in (policy, frozen)]
+    if sizes[0] != sizes[1]:
+        why = f"the policy knows {sizes[0]} tokens, the reference {sizes[1]}"
+        raise ConfigError(
+            Problem("policy and reference differ in vocabulary", "model.ref_path", why)
+        )

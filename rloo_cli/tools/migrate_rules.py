@@ -1,0 +1,232 @@
+"""What an old run worked on: model, data, rewards, generation, folders.
+
+One rule for each value that does not keep its meaning under a new name. Plain renames need none:
+`names` has the whole table.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from rloo_cli import paths
+from rloo_cli.errors import ConfigError, Problem
+from rloo_cli.tools.migrate_batch import Dialect, number
+from rloo_cli.tools.migrate_recipe import Recipe, refusal
+
+TLDR = "trl-internal-testing/tldr-preference-sft-trl-style"
+# The text that TRL's TL;DR scripts put around a post.
+TLDR_TEMPLATES = {"TRL <=0.10": " {prompt}", "TRL 0.11-0.21": "User: {prompt}\n\nAssistant:"}
+
+
+def model(recipe: Recipe, dialect: Dialect) -> None:
+    """Policy, tokenizer, dtype. Old scripts began at sft_model_path, policy and reference both."""
+    names = ("sft_model_path", "policy", "model_name_or_path", "model", "base_model")
+    given = [(name, recipe.take(name)) for name in names if recipe.flags.get(name)]
+    if given:
+        name, path = given[0]
+        both = ": policy and reference" if name == "sft_model_path" else ""
+        recipe.put("model.path", path, recipe.said(name) + both)
+        for name, other in given[1:2]:
+            if other != path:
+                recipe.put("model.tokenizer", other, f"{recipe.said(name)}: its tokenizer alone")
+    else:
+        recipe.notes.append("no model is named in the old settings: set model.path")
+    wanted = [n for n in ("torch_dtype", "dtype") if recipe.flags.get(n)]
+    asked = [(recipe.said(n), str(recipe.take(n))) for n in wanted]
+    for flag, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if recipe.take(flag):
+            asked.insert(0, (recipe.said(flag), dtype))
+    if asked:
+        recipe.put("model.dtype", asked[0][1].removeprefix("torch."), asked[0][0])
+    _lora(recipe, dialect)
+
+
+def _lora(recipe: Recipe, dialect: Dialect) -> None:
+    """ms-swift trains LoRA unless told not to, TRL only with use_peft."""
+    kinds = [n for n in ("train_type", "tuner_type", "use_peft") if n in recipe.given]
+    why = recipe.said(kinds[0]) if kinds else "ms-swift's default"
+    kind = [recipe.take(name) for name in kinds]
+    if kind[:1] == ["full"]:
+        recipe.dropped.append(f"{why}: every weight is trained")
+    elif any(kind) or (not kinds and dialect.title == "ms-swift"):
+        recipe.put("model.lora", kind[0] if kind else "lora", why)
+        if "model.lora" not in recipe.lines:
+            recipe.notes.append(
+                "the old run trained a LoRA; this version trains every weight: its learning rate"
+                " is too high for that (ms-swift uses a tenth of it)"
+            )
+
+
+def data(recipe: Recipe, dialect: Dialect, script: str) -> None:
+    """Where the prompts come from, and what happens to long ones."""
+    said, found = recipe.said("dataset"), recipe.take("dataset")
+    if isinstance(found, list):
+        recipe.later.append(f"data.mixture: {found[1:]}  ({said}; the first alone is written)")
+        found = found[0]
+    if found:
+        path, _, rows = str(found).partition("#")
+        path, _, subset = path.partition(":")
+        recipe.put("data.path", path, said)
+        if subset:
+            recipe.put("data.name", subset, said)
+        if rows.isdigit():
+            recipe.put("data.max_samples", int(rows), said)
+    elif "_tldr" in script and dialect.old and not recipe.flags.get("dataset_name"):
+        recipe.put("data.path", TLDR, f"{script} had it built in")
+    if "_tldr" in script and dialect.title in TLDR_TEMPLATES:
+        template = TLDR_TEMPLATES[dialect.title]
+        recipe.put("data.template", template, f"{script} put this around a post", later=False)
+        recipe.put("data.max_prompt_length", 512, f"{script} left longer ones out")
+    _limits(recipe, dialect)
+    system = str(recipe.flags.get("system") or "")
+    if system.endswith(".txt"):  # ms-swift takes a file here
+        said = recipe.said("system")
+        recipe.take("system")
+        if Path(system).is_file():
+            recipe.put("data.system", Path(system).read_text().strip(), said)
+        else:
+            recipe.notes.append(f"{said} is a file: set data.system to its text")
+
+
+def _limits(recipe: Recipe, dialect: Dialect) -> None:
+    """How long a prompt may be, and what happens to longer ones."""
+    limit = "max_length" if dialect.title == "ms-swift" else "max_prompt_length"
+    if recipe.flags.get(limit):
+        said = recipe.said(limit)
+        recipe.put("data.max_prompt_length", int(number(recipe, limit)), said)
+        if limit == "max_prompt_length":
+            recipe.put("data.overlong", "truncate_left", f"{said}: TRL kept the last tokens")
+    elif not dialect.old and dialect.title != "ms-swift":
+        recipe.notes.append(
+            "prompts: TRL 0.22-0.26 kept their last 512 tokens, 0.29 has no limit; ours leaves out"
+            " those above data.max_prompt_length"
+        )
+    said, how = recipe.said("truncation_strategy"), recipe.take("truncation_strategy")
+    if how:
+        mine = {"delete": "filter", "left": "truncate_left"}.get(how, how)
+        recipe.put("data.overlong", mine, said)
+
+
+def generation(recipe: Recipe, dialect: Dialect) -> None:
+    """Stop rules and the engine."""
+    ids = recipe.take("stop_token_id")
+    if ids is not None:
+        why = f"{recipe.said('stop_token_id')}, beside every EOS id"
+        recipe.put("generation.stop_token_ids", ids if isinstance(ids, list) else [ids], why)
+    stops = recipe.given.get("stop_token")
+    recipe.drop("stop_token", "every EOS id ends a completion here")
+    if dialect.old and ids is None and not stops:
+        why = "no stop_token: the old run trained on what came after EOS too; delete to stop there"
+        recipe.put("generation.ignore_eos", True, why)
+    if "stop_words" in recipe.flags:
+        words = recipe.take("stop_words")
+        value = [words] if isinstance(words, str) else words
+        recipe.put("generation.stop", value, recipe.said("stop_words"))
+    if (top_k := recipe.take("top_k")) is not None:
+        recipe.put("generation.top_k", max(0, top_k), recipe.said("top_k"))
+    if dialect.title == "ms-swift" and not {"top_p", "top_k"} & set(recipe.given):
+        recipe.notes.append("top_p, top_k: ms-swift may have read them from generation_config.json")
+    mode, on = recipe.take("vllm_mode"), recipe.take("use_vllm")
+    if on:
+        backend = f"vllm_{mode or 'server'}"
+        if (paths.CONF / "generation" / f"{backend}.yaml").is_file():
+            recipe.groups["generation"] = (backend, "use_vllm")
+        else:
+            recipe.later.append(f"generation={backend}: transformers samples instead (use_vllm)")
+        if not mode:
+            recipe.notes.append("vllm_mode was server up to TRL 0.29 and colocate from 1.0")
+    else:
+        for name in [n for n in recipe.flags if n.startswith("vllm_")]:
+            recipe.drop(name, "use_vllm was off")
+
+
+def rewards(recipe: Recipe, dialect: Dialect) -> None:
+    """`reward_funcs`, reward models and their weights -> one named entry each."""
+    found: list[tuple[str, Any, str]] = []  # name, {type, path}, as it was said
+    for flag in ("reward_model_path", "reward_model_name_or_path", "reward_model"):
+        if flag in recipe.flags:
+            entry = {"type": "model", "path": recipe.take(flag)}
+            found.append(("reward_model", entry, recipe.said(flag)))
+    said, funcs = recipe.said("reward_funcs"), recipe.take("reward_funcs", [])
+    plugins = recipe.take("external_plugins", "rewards.py")
+    plugin = str(plugins[0] if isinstance(plugins, list) else plugins)
+    for spec in [funcs] if isinstance(funcs, str) else funcs:
+        found.append((*_reward(str(spec), dialect, plugin), said))
+        if found[-1][1].get("path") == f"{plugin}:{spec}":
+            recipe.notes.append(f"reward {spec} is code: make it a function {plugin}:{spec}")
+    if dialect.title == "ms-swift":  # it puts the reward model last, TRL first
+        found.sort(key=lambda reward: reward[0] == "reward_model")
+    said, weights = recipe.said("reward_weights"), recipe.take("reward_weights")
+    weights = weights if isinstance(weights, list | tuple) else [weights] if weights else []
+    if weights and len(weights) != len(found):
+        count = f"{len(weights)} weights, {len(found)} rewards: {[name for name, *_ in found]}"
+        raise ConfigError(Problem("reward_weights does not fit the rewards", "the old run", count))
+    for place, (name, entry, why) in enumerate(found):
+        weight = float(weights[place]) if weights else 1.0
+        if entry.get("type") == "overlong" and "soft_cache_length" in recipe.flags:
+            _overlong(recipe, weight)
+            continue
+        recipe.reward(name, entry, why)
+        if weights and refusal(f"reward.{name}.type", entry["type"]) is None:
+            recipe.put(f"reward.{name}.weight", weight, said)
+    if not found:
+        recipe.notes.append("no reward is named in the old settings: add reward=NAME")
+
+
+def _reward(spec: str, dialect: Dialect, plugin: str) -> tuple[str, dict[str, str]]:
+    """A reward as it was named -> its name and entry here."""
+    short = spec.rpartition(".")[2] if spec.startswith("trl.") else spec
+    if short in dialect.rewards:
+        return dialect.rewards[short], {"type": dialect.rewards[short]}
+    if ":" in spec:
+        return spec.rpartition(":")[2], {"type": "function", "path": spec}
+    if "/" in spec and not spec.endswith(".py"):
+        return re.sub(r"\W+|^(?=\d)", "_", Path(spec).name), {"type": "model", "path": spec}
+    where, _, name = spec.rpartition(".")
+    return name, {"type": "function", "path": f"{where or plugin}:{name}"}
+
+
+def _overlong(recipe: Recipe, weight: float) -> None:
+    cache = int(number(recipe, "soft_cache_length"))
+    longest = number(recipe, "soft_max_length", recipe.given.get("max_completion_length", 512))
+    value = {"max_length": int(longest), "cache": cache, "weight": weight}
+    recipe.put("algorithm.overlong_penalty", value, recipe.said("soft_cache_length"))
+
+
+def housekeeping(recipe: Recipe) -> None:
+    """Names and folders, the optimizer, what is printed."""
+    folder, run = recipe.take("output_dir"), recipe.take("run_name", recipe.take("exp_name"))
+    if folder:
+        path = Path(str(folder))
+        recipe.put("root", str(path.parent), recipe.said("output_dir"))
+        recipe.put("name", _slug(path.name), recipe.said("output_dir"))
+    elif run:
+        flag = "run_name" if "run_name" in recipe.given else "exp_name"
+        recipe.put("name", _slug(str(run)), f"{recipe.said(flag)}; no time stamp is added")
+    if folder and run:
+        recipe.dropped.append(f"{run}: output_dir names the run")
+    kind = str(recipe.take("optim", "adamw"))
+    name = "adamw" if kind.startswith("adamw_torch") or kind == "adamw_hf" else kind
+    if name != "adamw":
+        recipe.later.append(f"train.optimizer: {name}  ({recipe.said('optim')})")
+    betas = [number(recipe, "adam_beta1", 0.9), number(recipe, "adam_beta2", 0.999)]
+    eps = number(recipe, "adam_epsilon", 1e-8)
+    if any(n in recipe.given for n in ("adam_beta1", "adam_beta2", "adam_epsilon")):
+        value = {"betas": betas, "eps": eps}
+        recipe.put("train.optimizer_kwargs", value, "adam_beta1, adam_beta2, adam_epsilon")
+    if "max_grad_norm" in recipe.flags:
+        norm = number(recipe, "max_grad_norm")
+        recipe.put("train.max_grad_norm", norm or None, recipe.said("max_grad_norm"))
+    shown = recipe.take("num_completions_to_print", recipe.take("log_completions"))
+    if shown is not None:
+        recipe.put("logging.samples", int(shown), "completions printed per logged step")
+    for name in ("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy"):
+        recipe.drop(name, "eval.every, checkpoint.every and logging.every count steps")
+    for name in ("deepspeed", "fsdp"):
+        if recipe.flags.get(name):
+            recipe.put("distributed.engine", name, recipe.said(name))
+            recipe.take(name)
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", name).strip("-._+") or "run"

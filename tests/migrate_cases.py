@@ -1,0 +1,70 @@
+"""What the tests of `rloo migrate` share: running it, and checking that its recipe composes."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rloo_cli import config
+from rloo_cli.compose import compose
+from rloo_cli.tools.migrate import run
+from rloo_cli.tools.migrate_recipe import ours, refusal
+
+
+class Migrated:
+    """What `rloo migrate` printed, and the recipe in it by dotted key."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.recipe = yaml.safe_load(text) or {}
+        self.groups = {k: v for d in self.recipe.pop("defaults", []) for k, v in d.items()}
+        self.keys = dict(leaves(self.recipe))
+
+    def effective(self, key: str):
+        """The value a run would have: the recipe's, else our default."""
+        return self.keys.get(key, ours().get(key))
+
+
+def leaves(values: dict, prefix: str = ""):
+    """Dotted keys down to the depth of our schema: section.key, reward.<name>.key."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        deeper = not prefix or prefix == "reward."
+        if isinstance(value, dict) and deeper:
+            yield from leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+@pytest.fixture
+def migrate(capsys, tmp_path, monkeypatch):
+    """Run `rloo migrate` on words, in an empty folder; its answer, every key of it checked."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str, composes: bool = True) -> Migrated:
+        assert run(list(words)) == 0
+        text = capsys.readouterr().out
+        found = Migrated(text)
+        for key, value in found.keys.items():
+            assert refusal(key, value) is None, key
+        if composes:
+            check(text, found, tmp_path)
+        return found
+
+    return call
+
+
+def check(text: str, found: Migrated, folder: Path) -> None:
+    """The printed recipe passes the check that `rloo train` makes."""
+    (folder / "my.yaml").write_text(text)
+    words = ["+recipe=my.yaml"]
+    words += [] if "model.path" in found.keys else ["model.path=org/model"]
+    words += [] if "data.path" in found.keys else ["data.path=org/data"]
+    if "reward" not in found.recipe and not found.groups:
+        words.append("reward=length_tokens")
+    config.check(compose(words))
+
+
+def flags(text: str) -> list[str]:
+    """The words of a command given in one line."""
+    return text.split()

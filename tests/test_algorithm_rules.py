@@ -1,0 +1,250 @@
+"""Conflicts and warnings between keys of an algorithm: each is found, named, and has a way out."""
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from algorithm_cases import YAML
+from pydantic import ValidationError
+
+from rloo_cli import algorithms
+from rloo_cli.algorithms import rloo, rules
+from rloo_cli.registry import names
+
+GENERATION = {"backend": "transformers", "max_completion_length": 256, "top_p": 1.0, "top_k": 0}
+GENERATION |= {"min_p": None, "repetition_penalty": 1.0}
+CORRECTION = {"mode": "auto", "level": "sequence", "cap": 3.0, "floor": 0.0}
+
+
+def a_run(prompts: int = 16, dropout: bool = True, correction: Any = None, **keys: Any) -> Any:
+    """A stand-in for RunConfig: keys of generation go there, the rest to the algorithm."""
+    generation = GENERATION | {k: keys.pop(k) for k in list(keys) if k in GENERATION}
+    values = (
+        yaml.safe_load(YAML.read_text()) | keys | {"correction": CORRECTION | (correction or {})}
+    )
+    return SimpleNamespace(
+        algorithm=rloo.Config(**values),
+        generation=SimpleNamespace(**generation),
+        train=SimpleNamespace(prompts_per_step=prompts),
+        model=SimpleNamespace(disable_dropout=dropout),
+    )
+
+
+def found(**keys: Any) -> list[Any]:
+    return list(rloo.problems(a_run(**keys)))
+
+
+def warned(**keys: Any) -> str:
+    return "\n".join(rloo.warnings(a_run(**keys)))
+
+
+def test_the_defaults_have_no_problem_and_no_warning() -> None:
+    assert found() == []
+    assert warned() == ""
+
+
+LOSS = {"kl_in": "loss"}
+TO_GO = {"kl_credit": "to_go", "kl_in_baseline": False, "ratio_level": "token"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "where", "told"),
+    [
+        (LOSS, "kl_estimator", "expected gradient is zero"),
+        (
+            LOSS | {"kl_estimator": "k2", "kl_ratio_weighted": True},
+            "kl_ratio_weighted",
+            "k1 and k3",
+        ),
+        (TO_GO | {"kl_in_baseline": True}, "kl_credit", "kl_in_baseline=false"),
+        (TO_GO | {"ratio_level": "sequence"}, "kl_credit", "ratio_level=token"),
+        (TO_GO | {"kl_in": "none"}, "kl_credit", "kl_in=reward"),
+        (TO_GO | {"normalize_advantages": True}, "kl_credit", "normalize_advantages=false"),
+        ({"policy_loss": "reinforce", "num_iterations": 2}, "policy_loss", "2 * 1 = 2 updates"),
+        ({"policy_loss": "reinforce", "num_minibatches": 2}, "policy_loss", "1 * 2 = 2 updates"),
+        ({"delta": 1.2}, "delta", "found 1.2; must be above 1 + epsilon_high = 1.2"),
+        ({"delta": 3.0, "epsilon_high": 2.5}, "delta", "= 3.5"),
+        ({"reward_clip_range": [1.0, -1.0]}, "reward_clip_range", "below the second"),
+        ({"reward_clip_range": [1.0, 1.0]}, "reward_clip_range", "below the second"),
+        ({"missing_eos_penalty": -1.0}, "missing_eos_penalty", "subtracted"),
+        ({"correction": {"floor": 4.0}}, "correction.floor", "floor 4 is above cap 3"),
+    ],
+)
+def test_a_conflict_is_named_with_its_arithmetic(
+    keys: dict[str, Any], where: str, told: str
+) -> None:
+    (problem,) = found(**keys)
+    assert problem.where == f"algorithm.{where}"
+    assert told in problem.why
+    assert problem.fix
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        LOSS | {"kl_ratio_weighted": True},
+        LOSS | {"beta": 0.0},
+        LOSS | {"kl_estimator": "k2"},
+        LOSS | {"kl_estimator": "k3", "kl_ratio_weighted": True},
+        TO_GO,
+        TO_GO | {"ratio_level": "sequence", "policy_loss": "reinforce"},
+        {"policy_loss": "reinforce", "num_iterations": 2, "allow_stale": True},
+        {"policy_loss": "reinforce"},
+        {"delta": 1.3},
+        {"reward_clip_range": [-1.0, 1.0]},
+        {"missing_eos_penalty": {"mode": "replace", "value": -1.0}},
+    ],
+)
+def test_what_is_no_conflict_is_let_through(keys: dict[str, Any]) -> None:
+    assert found(**keys) == []
+
+
+FILTERS = [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}, {"repetition_penalty": 1.1}]
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask", "filter", "bypass"])
+@pytest.mark.parametrize("keys", FILTERS)
+def test_correction_and_a_sampling_filter_have_two_ways_out(
+    mode: str, keys: dict[str, Any]
+) -> None:
+    (problem,) = found(correction={"mode": mode}, **keys)
+    name = next(iter(keys))
+    assert problem.where == "algorithm.correction.mode"
+    assert f"generation.{name}=" in problem.why and f"generation.{name}=" in problem.fix
+    assert problem.fix.endswith("or algorithm.correction.mode=none")
+
+
+def test_auto_correction_follows_the_backend() -> None:
+    assert found(top_p=0.9) == []
+    assert "top_p=0.9" in warned(top_p=0.9)
+    (problem,) = found(top_p=0.9, backend="vllm_server")
+    assert "auto (truncate with vllm_server)" in problem.why
+    assert found(top_p=0.9, backend="vllm_colocate", correction={"mode": "none"}) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "minibatches", "why", "fix"),
+    [
+        (16, 3, "16 = 5 * 3 + 1", "num_minibatches=2 or 4, or train.prompts_per_step=15 or 18"),
+        (4, 9, "4 = 0 * 9 + 4", "num_minibatches=4, or train.prompts_per_step=9 or 9"),
+    ],
+)
+def test_minibatches_divide_the_prompts(prompts: int, minibatches: int, why: str, fix: str) -> None:
+    (problem,) = found(prompts=prompts, num_minibatches=minibatches)
+    assert why in problem.why and fix in problem.fix
+    assert found(prompts=prompts, num_minibatches=2) == []
+
+
+def test_overlong_penalty_that_starts_before_the_first_token_is_a_conflict() -> None:
+    rule = {"max_length": 10, "cache": 11, "weight": 1.0}
+    (problem,) = found(overlong_penalty=rule)
+    assert problem.where == "algorithm.overlong_penalty.cache"
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"kl_estimator": "k2"}, "kl_estimator=k2 in the reward"),
+        ({"kl_estimator": "k3"}, "kl_estimator=k3 in the reward"),
+        ({"kl_in": "none"}, "beta=0.05 is ignored"),
+        ({"kl_ratio_weighted": True}, "does nothing unless kl_in=loss"),
+        ({"mask_truncated_completions": True}, "drop is advised"),
+        ({"zero_std_groups": "drop"}, "also drops"),
+        ({"num_iterations": 2, "max_completion_length": 512}, "clips 37%"),
+        ({"num_minibatches": 2, "max_completion_length": 2048}, "clips 65%"),
+        ({"loss_agg": "token_mean_local"}, "micro-batch size"),
+        ({"overlong_penalty": {"max_length": 300, "cache": 20, "weight": 1.0}}, "never charged"),
+        *((f, "logp does not describe") for f in FILTERS),
+    ],
+)
+def test_what_is_seldom_meant_is_warned_of(keys: dict[str, Any], told: str) -> None:
+    assert told in warned(**keys)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"kl_estimator": "k3", "beta": 0.0},
+        {"kl_estimator": "k3", "kl_in": "loss"},
+        {"max_completion_length": 2048},
+        {"num_iterations": 4, "max_completion_length": 53},
+        {"num_iterations": 4, "max_completion_length": 2048, "ratio_level": "token"},
+        {"mask_truncated_completions": True, "beta": 0.0},
+        {"mask_truncated_completions": "drop"},
+    ],
+)
+def test_what_is_fine_is_not_warned_of(keys: dict[str, Any]) -> None:
+    assert warned(**keys) == ""
+
+
+def test_the_share_clipped_by_noise_is_the_specification_s() -> None:
+    c = a_run().algorithm
+    shares = [round(100 * rules.clipped_by_noise(c, t), 1) for t in (53, 512, 2048)]
+    assert shares[0] == 0.7 and [round(s) for s in shares[1:]] == [37, 65]
+
+
+def test_old_logp_is_free_for_one_minibatch_without_dropout() -> None:
+    assert rloo.fused(a_run())
+    assert rloo.fused(a_run(num_iterations=3))
+    assert not rloo.fused(a_run(num_minibatches=2))
+    assert not rloo.fused(a_run(dropout=False))
+    assert not rloo.fused(a_run(normalize_advantages=True))
+    assert not rloo.fused(a_run(baseline="batch_mean"))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"num_generations": 1},
+        {"beta": -0.1},
+        {"delta": 1.0},
+        {"epsilon": -0.1},
+        {"log_ratio_clamp": 0.0},
+        {"reward_clip_range": [1.0]},
+        {"baseline": "greedy"},
+        {"mask_truncated_completions": "maybe"},
+        {"missing_eos_penalty": "1"},
+        {"betta": 1.0},
+        {"beta": float("nan")},
+    ],
+)
+def test_a_value_out_of_its_limits_is_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        rloo.Config(**(yaml.safe_load(YAML.read_text()) | keys))
+
+
+def test_one_generation_is_refused_with_the_reason() -> None:
+    field = rloo.Config.model_fields["num_generations"]
+    assert "at least 2 for a leave-one-out" in str(field.description)
+
+
+def test_a_bare_eos_penalty_is_subtracted() -> None:
+    eos = a_run(missing_eos_penalty=1.0).algorithm.eos_penalty
+    assert (eos.mode, eos.value) == ("subtract", 1.0)
+
+
+def test_the_yaml_has_every_key_and_no_other() -> None:
+    assert set(yaml.safe_load(YAML.read_text())) == set(rloo.Config.model_fields)
+
+
+def test_parts_are_no_algorithms_and_have_a_config_each() -> None:
+    assert "rloo" in names("algorithms")
+    assert not set(algorithms.PARTS) & set(names("algorithms"))
+
+
+def test_every_key_has_its_line_of_meaning() -> None:
+    for name, field in rloo.Config.model_fields.items():
+        assert field.description, name
+
+
+def test_the_formula_fits_eighty_lines_and_its_parts_a_screen() -> None:
+    room = Path(rloo.__file__).parent
+    assert len((room / "rloo.py").read_text().splitlines()) <= 80
+    for file in room.glob("*.py"):
+        assert len(file.read_text().splitlines()) <= 250, file
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                assert (node.end_lineno or 0) - node.lineno < 50, (file, node.name)

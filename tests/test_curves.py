@@ -1,0 +1,106 @@
+"""The picture of a run: drawn from whatever its metrics.jsonl holds."""
+
+import json
+import math
+import random
+
+import pytest
+
+from rloo_cli.curves import draw, points, read_rows, smooth
+from rloo_cli.errors import ConfigError
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run_rows(steps, **more):
+    dice = random.Random(1)
+    rows = [{"step": 0, "eval_reward": 0.2}]
+    for step in range(1, steps + 1):
+        done = 1 - math.exp(-step / (steps / 3))
+        rows.append(
+            {
+                "step": step,
+                "reward": 0.2 + 0.6 * done + dice.gauss(0, 0.06),
+                "reward_std": 0.3 - 0.15 * done + dice.gauss(0, 0.02),
+                "kl": 0.08 * done + abs(dice.gauss(0, 0.004)),
+                "entropy": 1.9 - 1.1 * done + dice.gauss(0, 0.05),
+                "completions/mean_length": 14 - 6 * done + dice.gauss(0, 0.6),
+                "completions/min_length": 3,
+                "completions/max_length": 24 - round(4 * done),
+                "clip_ratio/region_mean": abs(dice.gauss(0.03, 0.02)),
+                "clip_ratio/high_mean": abs(dice.gauss(0.01, 0.01)),
+                "grad_norm": 30 * math.exp(dice.gauss(0, 0.3)) * (1.2 - done),
+                **more,
+            }
+        )
+    return [*rows, {"step": steps, "eval_reward": 0.78}]
+
+
+def texts(path):
+    """An SVG's words: matplotlib keeps each text as a comment beside its outlines."""
+    return path.read_text()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 11, 30, 31, 200])
+def test_a_run_of_any_length_becomes_a_png(tmp_path, steps):
+    out = draw(write(tmp_path / "m.jsonl", run_rows(steps)), tmp_path / "a" / "c.png", "run")
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_name_that_ends_in_svg_gives_an_svg_with_titles_units_and_held_out_points(tmp_path):
+    svg = texts(draw(write(tmp_path / "m.jsonl", run_rows(60)), tmp_path / "c.svg", "my $run$ 1"))
+    assert svg.startswith("<?xml")
+    for words in ("my $run$ 1", "Reward", "nats per token", "tokens", "step", "held out"):
+        assert f"<!-- {words} -->" in svg
+    assert "no data" not in svg
+
+
+def test_a_metric_the_run_does_not_have_says_no_data(tmp_path):
+    rows = [{k: v for k, v in row.items() if k not in ("kl", "entropy")} for row in run_rows(40)]
+    svg = texts(draw(write(tmp_path / "m.jsonl", rows), tmp_path / "c.svg", "run"))
+    assert svg.count("<!-- no data -->") == 2
+
+
+def test_a_run_without_rows_draws_six_empty_pictures(tmp_path):
+    svg = texts(draw(write(tmp_path / "m.jsonl", []), tmp_path / "c.svg", "run"))
+    assert svg.count("<!-- no data -->") == 6
+
+
+def test_a_run_without_evaluation_has_no_held_out_points(tmp_path):
+    rows = [row for row in run_rows(40) if "eval_reward" not in row]
+    svg = texts(draw(write(tmp_path / "m.jsonl", rows), tmp_path / "c.svg", "run"))
+    assert "held out" not in svg
+
+
+def test_rows_may_lack_keys_or_hold_no_numbers(tmp_path):
+    rows = [{"step": 1, "reward": 1.0}, {"step": 2, "reward": float("nan"), "kl": None}, {"x": 1}]
+    path = write(tmp_path / "m.jsonl", rows)
+    assert points(read_rows(path), "reward") == ([1.0], [1.0])
+    draw(path, tmp_path / "c.png", "run")
+
+
+def test_a_last_line_cut_off_by_a_kill_is_left_out(tmp_path):
+    path = write(tmp_path / "m.jsonl", [{"step": 1}, {"step": 2}])
+    path.write_text(path.read_text() + '{"step": 3, "rew')
+    assert [row["step"] for row in read_rows(path)] == [1, 2]
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step":\n{"step": 3}\n')
+    with pytest.raises(ConfigError, match=r"m\.jsonl:2"):
+        read_rows(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere"):
+        draw(tmp_path / "nowhere.jsonl", tmp_path / "c.png", "run")
+
+
+def test_smoothing_keeps_a_straight_line_straight():
+    straight = [2.0 * i for i in range(100)]
+    assert smooth(straight) == pytest.approx(straight)
+    assert len(smooth([1.0])) == 1

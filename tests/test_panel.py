@@ -1,0 +1,370 @@
+"""What a user sees of a run: panel, plain lines, end table, SVG."""
+
+import io
+import json
+import math
+import random
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from rloo_cli.display import Display
+from rloo_cli.panel import (
+    BARS,
+    before_after,
+    clean,
+    duration,
+    main,
+    number,
+    picture,
+    render,
+    sparkline,
+    split,
+    time_left,
+    wrapped,
+)
+
+PLAN = {
+    "name": "quickstart",
+    "recipe": "quickstart",
+    "model": "make:tiny-count",
+    "algorithm": "rloo K=4 beta=0.05",
+    "max_steps": 60,
+    "folder": "runs/quickstart",
+}
+NASTY = [
+    "[red]x[/red]",
+    "\x1b[31mred\x1b[2J\x07\x9b31m",
+    "\u202eright to left\u200b\u2028line",
+    "a\r\nb\rc\td\x00",
+    "漢字かな" * 500,
+    "👨\u200d👩\u200d👧 👍🏽 " * 100,
+    "no_spaces_" * 1000,
+    "\ud800 lone surrogate",
+    "",
+]
+
+
+def run_rows(steps):
+    dice, rows = random.Random(1), [{"step": 0, "eval_reward": 0.2}]
+    for step in range(1, steps + 1):
+        done, seconds = 1 - math.exp(-step / 20), 2.0 + dice.gauss(0, 0.1)
+        rows.append(
+            {
+                "step": step,
+                "reward": 0.2 + 0.6 * done,
+                "kl": 0.08 * done,
+                "entropy": 1.9 - done,
+                "completions/mean_length": 12345.6,
+                "completions/clipped_ratio": 0.02,
+                "clip_ratio/region_mean": 0.0,
+                "frac_reward_zero_std": 0.3,
+                "grad_norm": 30.0 - step,
+                "perf/tokens_per_s": 1_234_567.0,
+                "step_time": seconds,
+                "time/generation": 0.6 * seconds,
+                "time/reward": 0.1 * seconds,
+                "time/old_logp": 0.05 * seconds,
+                "time/update": 0.2 * seconds,
+            }
+        )
+    return rows
+
+
+def sample(text="12"):
+    rewards = {"correct": 1.0, "format": None}
+    return {
+        "prompt": "What is 5 + 7?\nAnswer: " + text,
+        "completion": text,
+        "score": 1.2,
+        "rewards": rewards,
+        "finish_reason": "stop",
+    }
+
+
+def shown(renderable, width=80):
+    out = io.StringIO()
+    Console(file=out, width=width, force_terminal=False).print(renderable)
+    return out.getvalue()
+
+
+class Terminal(io.StringIO):
+    """A text stream that says it is a terminal."""
+
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def ordinary_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("width", [20, 48, 60, 80, 140])
+@pytest.mark.parametrize("count", [0, 1, 42, 1000])
+def test_the_panel_never_exceeds_its_width(width, count):
+    for text in NASTY:
+        panel = render(run_rows(count)[:count], [sample(text)], PLAN, width, "generation")
+        assert all(cell_len(line) <= width for line in shown(panel, width).splitlines())
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_panel_of_huge_samples_fits_a_terminal_of_24_lines(width):
+    for text in NASTY:
+        text = shown(render(run_rows(42), [sample(text)], PLAN, width, "generation"), width)
+        assert len(text.splitlines()) <= 23  # and one for the cursor
+
+
+def test_the_panel_shows_step_figures_split_and_sample():
+    text = shown(render(run_rows(42), [sample()], PLAN, 80, "generation"))
+    for part in (
+        *("quickstart", "make:tiny-count", "step 42/60", "36s left", "generation 60%"),
+        *("reference 5%", "other 5%", "0.727", "+0.497 since start", "held out", "truncated"),
+        *("2.0%", "1,234,567", "Answer: 12", "score 1.2 · correct 1 · format – · stop"),
+    ):
+        assert part.replace(" ", "") in text.replace("\xa0", "").replace(" ", ""), part
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_rows_without_keys_or_with_odd_values_and_an_empty_plan_do_not_raise(width):
+    rows = [{}, {"step": 3}, {"step": 4, "reward": None, "kl": float("nan"), "entropy": "high"}]
+    rows += [{"step": 5, "step_time": 0.0}, {"step": 6, "time/generation": 1.0}]
+    for count in range(len(rows) + 1):
+        assert "nan" not in shown(render(rows[:count], [{}], {}, width), width)
+
+
+def test_samples_that_look_like_markup_or_control_codes_appear_as_written_and_harmless():
+    text = shown(render([], [sample("[red]x[/red] :smile: \x1b[31m\x07")], PLAN, 80))
+    assert "[red]x[/red] :smile: ␛[31m␇" in text
+    assert not any(c in text for c in "\x1b\x07\r")
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_a_cleaned_text_is_one_printable_line(text):
+    assert clean(text).isprintable()
+
+
+def test_newlines_are_shown_and_long_texts_cut_at_the_far_side():
+    assert clean("a\r\nb\nc") == "a⏎ b⏎ c"
+    assert wrapped("one two three four", 9, 1) == ["one two …"]
+    assert wrapped("one two three four", 10, 1, end=True) == ["…hree four"]
+    assert wrapped("one two", 9, 1) == ["one two"]
+
+
+def test_the_sample_rotates_from_row_to_row():
+    rows, samples = run_rows(3), [sample("first"), sample("second")]
+    texts = [shown(render(rows[:n], samples, PLAN, 80)) for n in (1, 2, 3)]
+    assert ["second" in text for text in texts] == [False, True, False]
+
+
+def test_a_sparkline_runs_from_its_least_to_its_greatest_value():
+    assert sparkline([0.0, 1.0], 10) == BARS[0] + BARS[-1]
+    assert sparkline([2.0, 2.0, 2.0], 10) == BARS[3] * 3
+    assert sparkline([float(i) for i in range(800)], 8) == BARS
+    assert sparkline([], 10) == ""
+
+
+def test_numbers_and_durations_are_short():
+    assert [number(v) for v in (0.53125, 12.0, 12345.6)] == ["0.531", "12", "12,346"]
+    assert [number(v, "x %") for v in (0.0, 0.004, 0.5)] == ["0%", "0.4%", "50%"]
+    assert [duration(s) for s in (0.4, 59.6, 100, 7500)] == ["0s", "1m00s", "1m40s", "2h05m"]
+
+
+def test_time_left_takes_the_median_so_that_one_slow_step_does_not_count():
+    rows = [{"step": s, "step_time": 100.0 if s == 9 else 2.0} for s in range(1, 11)]
+    assert time_left(rows, {"max_steps": 60}) == 100.0
+    assert time_left(rows, {"max_steps": 10}) == 0.0
+    assert time_left(rows, {}) is None
+    assert time_left([], {"max_steps": 10}) is None
+
+
+def test_the_split_bar_fills_its_width_and_adds_up_to_one():
+    bar, legend = split(run_rows(42), 76)
+    assert cell_len(bar.plain) == 76
+    shares = [int(part.split("%")[0]) for part in legend.plain.split("\xa0") if "%" in part]
+    assert shares == [60, 10, 5, 20, 5]
+
+
+def plain(mode="plain", samples=0, file=None):
+    out = file or io.StringIO()
+    display = Display(PLAN, mode, samples, file=out)
+    display.phase("loading")
+    for row in run_rows(3):
+        for phase in ("data", "generation", "reward", "old_logp", "update", "optimizer", "sync"):
+            display.phase(phase)
+        display.step(row, [sample(text) for text in NASTY[:3]])
+    display.note("advice: [b]look[/b]\nsecond \x1b[31mline")
+    display.close()
+    display.close()
+    return out.getvalue()
+
+
+def test_plain_mode_writes_one_line_per_logged_step():
+    lines = plain().splitlines()
+    assert lines[0] == "loading ..."
+    assert lines[1] == "step 0/60  held-out 0.2"
+    assert lines[2].startswith(
+        "step 1/60  reward 0.229  kl 0.0039  entropy 1.85  length 12,346  truncated 2.0%  2."
+    )
+    assert lines[2].endswith("s")
+    assert "s/step  eta 2m" in lines[2] or "s/step  eta 1m" in lines[2]
+    assert lines[5:] == ["advice: [b]look[/b]", "second ␛[31mline"]
+
+
+@pytest.mark.parametrize("samples", [0, 2])
+def test_plain_mode_emits_neither_carriage_returns_nor_escape_codes(samples, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # asks for colour, and still a log stays a log
+    text = plain(samples=samples)
+    assert not any(c in text for c in "\r\x1b\x07\x9b")
+    assert text.count("score 1.2 · correct 1") == 4 * samples
+
+
+def test_plain_mode_survives_an_output_that_knows_only_ascii():
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding="ascii")
+    Display(PLAN, "plain", 1, file=file).step({"step": 1}, [sample("漢\n字")])
+    assert b"score 1.2" in raw.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("file", "term", "panel"),
+    [
+        (Terminal, "xterm", True),
+        (Terminal, "dumb", False),
+        (io.StringIO, "xterm", False),
+    ],
+)
+def test_auto_is_a_panel_only_on_a_terminal_that_can_draw_one(file, term, panel, monkeypatch):
+    monkeypatch.setenv("TERM", term)
+    text = plain(mode="auto", file=file())
+    assert ("╭" in text) is panel
+    assert ("\x1b[" in text) is panel
+
+
+def test_auto_is_plain_on_a_terminal_without_utf_8():
+    class Latin(Terminal):
+        encoding = "latin-1"
+
+    assert "╭" not in plain(mode="auto", file=Latin())
+
+
+def colours(text):
+    return [code for code in ("[32m", "[36m", "[33m", "[90m") if code in text]
+
+
+def test_the_live_panel_has_colours_unless_no_color_is_set(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    assert colours(plain(mode="auto", file=Terminal()))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not colours(plain(mode="auto", file=Terminal()))
+
+
+def test_an_error_leaves_the_cursor_shown_and_the_last_panel_standing():
+    file = Terminal()
+    display = Display(PLAN, "auto", file=file)
+    with pytest.raises(RuntimeError):
+        try:
+            display.step(run_rows(1)[1], [sample()])
+            raise RuntimeError("reward failed")
+        finally:
+            display.close()
+    text = file.getvalue()
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0
+    assert "step 1/60" in text
+    display.close()
+    display.phase("over")
+    display.note("checkpoint-1")
+    assert file.getvalue().endswith("checkpoint-1\n")
+
+
+def test_the_live_panel_is_drawn_by_the_clock_and_not_by_every_step():
+    file = Terminal()
+    display = Display(PLAN, "panel", file=file)
+    for row in run_rows(500):
+        display.phase("update")
+        display.step(row, [sample()])
+    display.close()
+    assert file.getvalue().count("rloo · quickstart") < 100
+    assert "step 500/60" in file.getvalue()
+
+
+def test_the_plan_may_learn_the_number_of_steps_later():
+    out, plan = io.StringIO(), PLAN | {"max_steps": None}
+    display = Display(plan, "plain", file=out)
+    display.step({"step": 1})
+    display.plan["max_steps"] = 7
+    display.step({"step": 2})
+    assert out.getvalue() == "step 1/?\nstep 2/7\n"
+    assert plan["max_steps"] is None
+
+
+def test_notes_stay_above_the_live_panel_as_written():
+    file = Terminal()
+    display = Display(PLAN, "panel", file=file)
+    display.note("advice: [red]raise[/red] algorithm.beta " + "and so on " * 20)
+    display.close()
+    assert "advice: [red]raise[/red] algorithm.beta" in file.getvalue()
+
+
+def test_the_end_table_shows_scores_and_problems_before_and_after():
+    before = {"eval_reward": 0.2, "eval_completions/mean_length": 12.25, "only_before": 1.0}
+    after = {"eval_reward": 0.78, "eval_completions/mean_length": 8.0, "step": 60}
+    problem = {"prompt": "[b]3+4[/b]\n=", "answer": 7, "before": "77\x1b[2J", "after": "7"}
+    text = shown(before_after(before, after, [problem] * 3))
+    for part in ("reward", "0.2", "0.78", "+0.58", "-4.25", "[b]3+4[/b]⏎ =", "77␛[2J"):
+        assert part in text, part
+    assert "only_before" not in text
+    assert "\x1b" not in text
+    assert "prompt" not in shown(before_after(before, after, []))
+
+
+def folder(path):
+    (path / "samples").mkdir(parents=True)
+    rows = "".join(json.dumps(row) + "\n" for row in run_rows(20))
+    (path / "metrics.jsonl").write_text(rows + '{"step": 21, "rew')
+    (path / "run.json").write_text(json.dumps({"plan": PLAN}))
+    for step in (10, 20):
+        name = path / "samples" / f"step_{step:06d}.jsonl"
+        name.write_text(json.dumps(sample(f"<b>at&{step}</b>")) + "\n")
+    return path
+
+
+def words(svg):
+    return svg.read_text().replace("&#160;", " ")
+
+
+def test_the_panel_of_a_finished_run_becomes_an_svg(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    out = tmp_path / "panel.svg"
+    main([str(folder(tmp_path / "run")), str(out)])
+    text = words(out)
+    assert text.startswith("<svg")
+    for part in ("rloo train +recipe=quickstart", "step 20/60", "&lt;b&gt;at&amp;20"):
+        assert part in text
+
+
+def test_the_svg_shows_the_step_that_was_asked_for(tmp_path):
+    out = tmp_path / "panel.svg"
+    main([str(folder(tmp_path / "run")), str(out), "--step", "14"])
+    assert "step 14/60" in words(out)
+    assert "at&amp;10" in words(out)
+
+
+def test_a_run_folder_with_metrics_only_is_enough_for_an_svg(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("")
+    picture(run, tmp_path / "panel.svg")
+    assert "+recipe=run" in words(tmp_path / "panel.svg")
+
+
+def test_a_folder_that_is_no_run_is_named_and_exits_with_2(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([str(tmp_path / "nothing"), str(tmp_path / "panel.svg")])
+    assert stop.value.code == 2
+    assert "nothing" in capsys.readouterr().err

@@ -1,0 +1,302 @@
+"""OBJECTIVE 5's table of examples: the seeds' functions through `score`, and shipped rewards."""
+
+import asyncio
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rloo_cli import registry
+from rloo_cli.errors import MachineError
+from rloo_cli.rewards import mathematics
+from rloo_cli.rewards.arguments import KWARGS, NOT_PASSED, Context, TrainerState
+from rloo_cli.rewards.build import build, check_columns, from_callable
+from rloo_cli.rewards.scoring import RewardFailed, score
+from rloo_cli.rollout import Group, Rollout
+from rloo_cli.schema import RewardConfig
+
+CONF = Path(__file__).parents[1] / "conf" / "reward"
+COMMON: dict[str, Any] = {
+    "weight": 1.0,
+    "timeout_s": 60.0,
+    "retries": 0,
+    "on_error": "raise",
+    "max_error_rate": 0.2,
+    "nan_is_none": False,
+    "scope": "batch",
+    "cache": False,
+}
+STATE = TrainerState(0, 1, 10, 0.0, 0, 0, 1.0)
+CHAT = Context(conversational=True, trainer_state=STATE)
+PLAIN = Context(conversational=False, trainer_state=STATE)
+
+
+def group(*texts: str, ids: Any = None, prompt: str = "Say", **row: Any) -> Group:
+    ids = ids or [[1] for _ in texts]
+    rollouts = [Rollout(i, t, "stop", True, 0, 0) for t, i in zip(texts, ids, strict=True)]
+    return Group(0, row, prompt, [1, 2], rollouts)
+
+
+def shipped(name: str, **keys: Any) -> Any:
+    """A shipped reward as its YAML has it, `keys` on top."""
+    values = yaml.safe_load((CONF / f"{name}.yaml").read_text())[name]
+    return build(name, registry.config_class("rewards", name)(**(COMMON | values | keys)))
+
+
+def plain(fn: Any, name: str = "mine", **keys: Any) -> Any:
+    return from_callable(name, fn, RewardConfig(**(COMMON | {"type": "function"} | keys)))
+
+
+def values(reward: Any, *groups: Group, context: Context = PLAIN) -> list[float | None]:
+    flat = score([reward], groups, context).raw.flatten().tolist()
+    return [None if math.isnan(x) else x for x in flat]
+
+
+def test_example_1_counts_tokens_under_either_name() -> None:
+    step = group(" blue.", " in the sky.", ids=[[6303, 13], [304, 279, 12884, 13]])
+
+    def documented(completions_ids, **kwargs):  # the name of TRL's documentation
+        return [float(len(ids)) for ids in completions_ids]
+
+    def passed(completion_ids, **kwargs):  # the name TRL really passes
+        return [float(len(ids)) for ids in completion_ids]
+
+    assert values(plain(documented), step) == values(plain(passed), step) == [2.0, 4.0]
+    assert values(shipped("length_tokens"), step) == [2.0, 4.0]
+
+
+def test_example_1_1_counts_characters() -> None:
+    def reward_func(completions, **kwargs):
+        return [float(len(completion)) for completion in completions]
+
+    step = group(" blue.", " in the sky.")
+    assert values(plain(reward_func), step) == [6.0, 12.0]
+    assert values(shipped("length_chars"), step) == [6.0, 12.0]
+    assert values(shipped("length_chars"), step, context=CHAT) == [6.0, 12.0]
+
+
+def test_example_2_wants_the_answer_format_and_allows_newlines_in_it() -> None:
+    pattern = r"^<think>.*?</think><answer>.*?</answer>$"
+
+    def format_reward_func(completions, **kwargs):
+        contents = [completion[0]["content"] for completion in completions]
+        return [1.0 if re.match(pattern, content) else 0.0 for content in contents]
+
+    good = "<think>1 + 2 = 3, times 4 is 12.</think><answer>(1 + 2) * 4 = 12</answer>"
+    step = group(good, "The sum of 3 and 1 is 4. So (3 + 1) * 2 = 8.")
+    for reward in (plain(format_reward_func), shipped("answer_tags")):
+        assert values(reward, step, context=CHAT) == [1.0, 0.0]
+    lines = group(good.replace(" = 3", "\n= 3"))
+    assert values(plain(format_reward_func), lines, context=CHAT) == [0.0]
+    assert values(shipped("answer_tags"), lines, context=CHAT) == [1.0]
+    assert values(shipped("regex", pattern=pattern), lines, context=CHAT) == [1.0]
+    assert values(shipped("regex", pattern=pattern, dotall=False), lines) == [0.0]
+
+
+def test_answer_tags_allow_white_space_between_the_blocks_only_when_told() -> None:
+    step = group("<think>a</think>\n<answer>b</answer>\n")
+    assert values(shipped("answer_tags"), step) == [0.0]
+    assert values(shipped("answer_tags", white_space=True), step) == [1.0]
+
+
+def test_example_3_compares_boxed_answers_with_matched_braces() -> None:
+    first = group(r" The solution is \boxed{2}.", ground_truth="2")
+    second = group(r" The solution is \boxed{6}.", ground_truth="5")
+    reward = shipped("exact_match")
+    assert values(reward, first, second) == [1.0, 0.0]
+    assert values(reward, group(r"\boxed{\frac{1}{2}}", ground_truth=r"\frac{1}{2}")) == [1.0]
+    assert values(reward, group(r"\boxed{1} or \boxed{\{2\}}", ground_truth=r"\{2\}")) == [1.0]
+    assert values(reward, group("none", ground_truth="2")) == [0.0]
+    assert values(reward, group(r"\boxed{2", ground_truth="2")) == [0.0]
+
+
+def test_example_4_scores_each_row_of_a_mixed_data_set_by_its_task() -> None:
+    def math_reward(prompts, completions, task, **kwargs):
+        return [(1.0 if c == "4" else -1.0) if t == "math" else None
+                for c, t in zip(completions, task, strict=True)]  # fmt: skip
+
+    def code_reward(prompts, completions, task, **kwargs):
+        return [(1.0 if "def" in c else -1.0) if t == "code" else None
+                for c, t in zip(completions, task, strict=True)]  # fmt: skip
+
+    step = [
+        group("4", task="math"),
+        group("def f(): pass", task="code"),
+        group("5", task="math"),
+        group("sorry", task="code"),
+    ]
+    both = [plain(math_reward, "math"), plain(code_reward, "code")]
+    scores = score(both, step, PLAIN)
+    assert scores.raw.shape == (2, 4, 1)
+    assert values(both[0], *step) == [1.0, None, -1.0, None]
+    assert values(both[1], *step) == [None, 1.0, None, -1.0]
+    assert (~scores.raw.isnan()).sum(dim=0).flatten().tolist() == [1, 1, 1, 1]
+    assert not scores.warnings
+    assert scores.error_rate == {"math": 0.0, "code": 0.0}
+
+
+def test_example_5_starts_the_second_async_reward_before_the_first_ends() -> None:
+    events: list[str] = []
+
+    def make(name: str) -> Any:
+        async def reward_func(completions, **kwargs):
+            events.append(f"{name} starts")
+            await asyncio.sleep(0.01)
+            events.append(f"{name} ends")
+            # The text: a list of messages is always true.
+            return [1.0 if completion[0]["content"] else 0.0 for completion in completions]
+
+        return plain(reward_func, name)
+
+    scores = score([make("a"), make("b")], [group("text", "")], CHAT)
+    assert scores.raw.flatten(1).tolist() == [[1.0, 0.0], [1.0, 0.0]]
+    assert events.index("b starts") < events.index("a ends")
+    assert events.index("a starts") < events.index("b ends")
+
+
+def test_example_6_counts_different_characters() -> None:
+    assert values(shipped("unique_chars"), group("hello world", "aaa")) == [8.0, 1.0]
+
+
+def test_example_7_adds_length_and_diversity() -> None:
+    got = values(shipped("length_diversity"), group("a b a", "one two three four", ""))
+    assert got == pytest.approx([0.06 + 2 / 3, 1.08, 0.0])
+
+
+def test_example_8_accuracy_compares_fractions() -> None:
+    step = group(r"So \boxed{\frac{1}{3}}", r"So \boxed{\frac{1}{2}}", solution=r"\frac{1}{3}")
+    assert values(shipped("accuracy"), step) == [1.0, 0.0]
+    assert values(shipped("accuracy"), step, context=CHAT) == [1.0, 0.0]
+    assert values(shipped("accuracy"), group(r"So \boxed{0.5}", solution="1/2")) == [1.0]
+    assert values(shipped("accuracy"), group(r"So \boxed{2}", solution=2)) == [1.0]
+
+
+def test_an_unparseable_gold_answer_scores_nobody() -> None:
+    step = group(r"\boxed{2}", solution="no number in here, sorry")
+    assert values(shipped("accuracy"), step) == [None]
+    assert values(shipped("accuracy"), group(r"\boxed{2}", solution=None)) == [None]
+
+
+def test_reasoning_accuracy_reads_only_what_follows_the_reasoning() -> None:
+    step = group(
+        r"<think> hm </think> The final answer is \boxed{\frac{1}{3}}",
+        r"<think> \boxed{\frac{1}{3}} </think> The final answer is \boxed{\frac{1}{2}}",
+        r"<think> partial \boxed{\frac{1}{3}} but no end",
+        solution=r"\frac{1}{3}",
+    )
+    assert values(shipped("reasoning_accuracy"), step) == [1.0, 0.0, 0.0]
+
+
+def test_an_answer_too_large_to_compute_is_wrong_and_stops_nothing() -> None:
+    # One C call that holds Python's lock: no deadline in this process could end it.
+    step = group(r"\boxed{9^{9^{9^9}}}", r"\boxed{4}", solution="4")
+    assert values(shipped("accuracy", answer_timeout_s=1), step) == [0.0, 1.0]
+
+
+def test_a_math_process_that_ends_by_itself_is_a_failure_and_not_a_zero(monkeypatch) -> None:
+    broken = "import sys; sys.stdin.readline(); sys.exit(3)"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    child = subprocess.Popen([sys.executable, "-c", broken], **pipes)
+    monkeypatch.setattr(mathematics, "_child", child)
+    with pytest.raises(RewardFailed, match="math-verify process ended by itself with 3"):
+        values(shipped("accuracy"), group(r"\boxed{2}", solution="2"))
+    assert values(shipped("accuracy"), group(r"\boxed{2}", solution="2")) == [1.0]
+
+
+def test_without_math_verify_accuracy_names_the_line_that_installs_it(monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for name in ("accuracy", "reasoning_accuracy"):
+        with pytest.raises(MachineError, match=r"pip install 'rloo-cli\[math\]'"):
+            shipped(name)
+
+
+def test_example_9_scales_right_and_wrong_answers_by_length() -> None:
+    right, wrong = r"\boxed{\frac{1}{3}}", r"\boxed{\frac{1}{2}}"
+    lengths = [50, 0, 100, 300]
+    step = group(
+        *[right] * 4, *[wrong] * 4, ids=[[1] * n for n in lengths * 2], solution=r"\frac{1}{3}"
+    )
+    got = values(shipped("cosine_length", max_length=100), step)
+    assert got == pytest.approx([0.75, 1.0, 0.5, 0.5, -0.75, -1.0, -0.5, -0.5])
+
+
+def test_example_10_penalises_repeated_tokens() -> None:
+    step = group("", "", "", ids=[[1, 2, 3, 4], [5, 5, 5, 5, 5], [5]])
+    assert values(shipped("repetition", ngram=2), step) == [0.0, -0.75, 0.0]
+
+
+def test_example_11_wants_a_closed_think_block() -> None:
+    step = group(
+        "<think>\nreasons\n</think>\nanswer",
+        "<think>\nreasons\nanswer",
+        "x <think>a</think>",
+        "<think>a</think> <think>b</think>",
+    )
+    assert values(shipped("think_format"), step) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_overlong_grows_from_the_soft_limit_to_the_hard_one() -> None:
+    step = group(*[""] * 5, ids=[[1] * n for n in (80, 90, 100, 101, 0)])
+    reward = shipped("overlong", max_length=100, soft_cache=20)
+    assert values(reward, step) == [0.0, -0.5, -1.0, -1.0, 0.0]
+    sharp = shipped("overlong", max_length=100, soft_cache=0)
+    assert values(sharp, step) == [0.0, 0.0, 0.0, -1.0, 0.0]
+    with pytest.raises(ValueError, match="soft_cache 101 is above max_length 100"):
+        shipped("overlong", max_length=100, soft_cache=101)
+
+
+def test_regex_looks_where_it_is_told_and_refuses_what_does_not_compile() -> None:
+    step = group("say Yes now", "yes", "no")
+    assert values(shipped("regex", pattern="yes"), step) == [0.0, 1.0, 0.0]
+    assert values(shipped("regex", pattern="yes", ignore_case=True), step) == [1.0, 1.0, 0.0]
+    assert values(shipped("regex", pattern="Y.s|y", where="start"), step) == [0.0, 1.0, 0.0]
+    assert values(shipped("regex", pattern="y", where="whole"), step) == [0.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="not a regular expression"):
+        shipped("regex", pattern="(")
+
+
+@pytest.mark.parametrize(
+    ("extract", "text", "gold", "expected"),
+    [
+        ("text", " 42 ", "42", 1.0),
+        ("text", "it is 42", "42", 0.0),
+        ("answer_tag", "<answer>a</answer> no <answer>\nb\n</answer>", "b", 1.0),
+        ("last_line", "thus\n\n42\n", 42, 1.0),
+        ("last_number", "first 7, then 1,234.", "1234", 1.0),
+        ("last_number", "it is 1, 2", ["2", "3"], 1.0),
+        ("last_number", "nothing", "2", 0.0),
+        ("boxed", r"\boxed{2}", None, None),
+    ],
+)
+def test_exact_match_extracts(extract: str, text: str, gold: Any, expected: float | None) -> None:
+    reward = shipped("exact_match", extract=extract, column="answer")
+    assert values(reward, group(text, answer=gold)) == [expected]
+
+
+def test_every_reward_has_a_yaml_a_docstring_and_known_columns() -> None:
+    needed = {"regex": {"pattern": "x"}, "function": {"path": f"{__file__}:plain"}}
+    needed |= {name: {"max_length": 100} for name in ("overlong", "cosine_length")}
+    names = registry.names("rewards")
+    assert sorted(names) == sorted(p.stem for p in CONF.glob("*.yaml"))
+    for name in names:
+        assert registry.module("rewards", name).__doc__
+        reward = shipped(name, **needed.get(name, {}))
+        if name != "function":
+            assert set(reward.needs) <= {"solution", "ground_truth"}
+            check_columns([reward], ["solution", "ground_truth"])
+    assert not KWARGS & (NOT_PASSED - {"completion_ids"})
+
+
+def test_no_reward_file_needs_torch() -> None:
+    code = (
+        "import sys; from rloo_cli import registry; import rloo_cli.rewards.build;"
+        "[registry.module('rewards', n).Config for n in registry.names('rewards')];"
+        "sys.exit('torch' in sys.modules or 'math_verify' in sys.modules)"
+    )
+    root = Path(__file__).parents[1]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
