@@ -9,6 +9,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,6 @@ def report(error: RunError) -> int:
 def dispatch(words: list[str]) -> int:
     """Run one verb; its exit code."""
     verb, *rest = words or ["--help"]
-    if verb == "-sc":  # the shell asks `rloo -sc query=bash`, and holds its line in COMP_LINE
-        return complete(rest)
     if verb in ("--help", "-h", "help"):
         print(usage())
         return 0
@@ -125,10 +124,8 @@ def train(words: list[str]) -> int:
     def job(composed: Any, multirun: bool) -> None:
         try:
             codes.append(launch.train(composed, multirun=multirun, dry_run=dry))
-        except RunError as error:
-            if not multirun:
-                raise
-            codes.append(report(error))  # a failed job does not stop the rest
+        except RunError as error:  # not raised: a failed job does not stop a sweep
+            codes.append(report(error))
 
     _hydra([w for w in words if w != "--dry-run"], job)
     if len(codes) > 1:
@@ -148,16 +145,21 @@ def _hydra(words: list[str], job: Callable[[Any, bool], None]) -> None:
     from rloo_cli import compose
 
     flags, overrides = split_flags(words)
-    dirs = [Path(v) for f, v in zip(flags, flags[1:], strict=False) if f in ("--config-dir", "-cd")]
+    dirs = [Path(v) for f, v in pairwise(flags) if f in ("--config-dir", "-cd")]
     for folder in dirs:
         if not folder.is_dir():
             raise ConfigError(Problem(f"--config-dir {folder} is not a folder", "command line"))
     compose.register_recipes(dirs)
     overrides = compose.rewrite(overrides, dirs)
 
+    refused: list[RunError] = []
+
     def task(cfg: Any) -> None:
         config = HydraConfig.get()
-        job(compose.gather(cfg.copy(), config, dirs), config.mode == RunMode.MULTIRUN)
+        try:
+            job(compose.gather(cfg.copy(), config, dirs), config.mode == RunMode.MULTIRUN)
+        except RunError as error:  # raised once Hydra is done, which would put its own line first
+            refused.append(error)
 
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to our own report
@@ -173,6 +175,8 @@ def _hydra(words: list[str], job: Callable[[Any, bool], None]) -> None:
             os.environ.pop("HYDRA_FULL_ERROR")
             if before is not None:
                 os.environ["HYDRA_FULL_ERROR"] = before
+    if refused:
+        raise refused[0]
 
 
 def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
@@ -201,11 +205,6 @@ def _tool(name: str) -> Callable[[list[str]], int]:
         return code
 
     return verb
-
-
-def complete(words: list[str]) -> int:
-    """Answer the shell's question for completions."""
-    return _tool("completion")(["query", *words])
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {

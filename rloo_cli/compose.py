@@ -179,7 +179,8 @@ def gather(cfg: DictConfig, hydra: DictConfig, config_dirs: Sequence[Path] = ())
     Raises ConfigError for an interpolation to something that is not there.
     """
     choices = {str(k): v for k, v in hydra.runtime.choices.items()}
-    overrides = [str(word) for word in hydra.overrides.task]
+    # Unresolved: a word may hold an interpolation, which is the config's to resolve, not ours.
+    overrides = [str(w) for w in OmegaConf.to_container(hydra.overrides.task, resolve=False)]
     groups = paths.group_choices(list(config_dirs))
     groups["recipe"] |= _FILES
     files: list[tuple[Path, str]] = []

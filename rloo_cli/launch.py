@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from rloo_cli import config, machine
+from rloo_cli import complaints, config, machine
 from rloo_cli.compose import Composed
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.files import read_json, write_json, write_text
@@ -96,8 +96,8 @@ def _same_length(before: dict[str, Any], run: RunConfig) -> bool:
 
 
 def _taken(folder: Path, before: dict[str, Any] | None, run: RunConfig) -> Problem:
-    old = dict(config.walk(before or {}))
-    new = dict(config.walk(config.dump(run)))
+    old = dict(complaints.walk(before or {}))
+    new = dict(complaints.walk(config.dump(run)))
     leaves = [k for k in {**old, **new} if not isinstance(old.get(k, new.get(k)), dict)]
     changes = [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in leaves if old.get(k) != new.get(k)]
     why = "\n".join(["it is another config:", *changes[:10]]) if before else "it is not a run"

@@ -111,6 +111,7 @@ def test_example_3_compares_boxed_answers_with_matched_braces() -> None:
     assert values(reward, first, second) == [1.0, 0.0]
     assert values(reward, group(r"\boxed{\frac{1}{2}}", ground_truth=r"\frac{1}{2}")) == [1.0]
     assert values(reward, group(r"\boxed{1} or \boxed{\{2\}}", ground_truth=r"\{2\}")) == [1.0]
+    assert values(reward, group(r"\boxed{x \}}", ground_truth=r"x \}")) == [1.0]
     assert values(reward, group("none", ground_truth="2")) == [0.0]
     assert values(reward, group(r"\boxed{2", ground_truth="2")) == [0.0]
 
@@ -187,9 +188,10 @@ def test_reasoning_accuracy_reads_only_what_follows_the_reasoning() -> None:
         r"<think> hm </think> The final answer is \boxed{\frac{1}{3}}",
         r"<think> \boxed{\frac{1}{3}} </think> The final answer is \boxed{\frac{1}{2}}",
         r"<think> partial \boxed{\frac{1}{3}} but no end",
+        r"<think> \boxed{\frac{1}{3}} </think> Surely.",
         solution=r"\frac{1}{3}",
     )
-    assert values(shipped("reasoning_accuracy"), step) == [1.0, 0.0, 0.0]
+    assert values(shipped("reasoning_accuracy"), step) == [1.0, 0.0, 0.0, 0.0]
 
 
 def test_an_answer_too_large_to_compute_is_wrong_and_stops_nothing() -> None:
@@ -217,7 +219,7 @@ def test_without_math_verify_accuracy_names_the_line_that_installs_it(monkeypatc
 
 def test_example_9_scales_right_and_wrong_answers_by_length() -> None:
     right, wrong = r"\boxed{\frac{1}{3}}", r"\boxed{\frac{1}{2}}"
-    lengths = [50, 0, 100, 300]
+    lengths = [50, 0, 100, 200]
     step = group(
         *[right] * 4, *[wrong] * 4, ids=[[1] * n for n in lengths * 2], solution=r"\frac{1}{3}"
     )

@@ -426,6 +426,15 @@ def test_a_row_that_fails_alone_is_named() -> None:
     assert "row 1 (prompt 0, completion 1" in error.problems[0].where
 
 
+def test_one_failed_row_of_many_stops_the_run_unless_told_otherwise() -> None:
+    def fn(completions):
+        return [float("nan") if c == "j" else 1.0 for c in completions]
+
+    step = group(*"abcdefghij")
+    assert failure(fn, step).detail["rewards"][0]["failed_rows"] == [9]
+    assert run(fn, step, on_error="none").error_rate == {"mine": 0.1}
+
+
 def test_every_reward_that_fails_is_told() -> None:
     def one(completions):
         raise ValueError("first")
@@ -524,6 +533,7 @@ def test_a_hung_coroutine_is_cancelled_and_others_go_on() -> None:
     scores = score([reward(hangs, "hangs", **lenient), reward(good, "good")], [group("a")], PLAIN)
     assert scores.raw[0].isnan().all() and scores.raw[1].item() == 1.0
     assert scores.error_rate == {"hangs": 1.0, "good": 0.0}
+    assert "blocked" not in str(failure(hangs, timeout_s=0.1))
 
 
 def test_a_coroutine_that_blocks_the_loop_is_found_and_the_next_step_works() -> None:
@@ -564,6 +574,18 @@ def test_async_rewards_run_with_each_other_and_with_sync_ones() -> None:
     scores = score(rewards, [group("x")], PLAIN)
     assert scores.raw.flatten().tolist() == [1.0, 2.0, 1.0]
     assert all(s >= 0 for s in scores.seconds.values())
+
+
+def test_the_calls_of_one_async_reward_run_together() -> None:
+    arrived: set[str] = set()
+
+    async def fn(completions):
+        arrived.update(completions)
+        while len(arrived) < 3:
+            await asyncio.sleep(0.01)
+        return [1.0]
+
+    assert values(fn, group("a", "b", "c"), scope="row", timeout_s=10) == [1.0, 1.0, 1.0]
 
 
 def test_results_are_placed_by_row_whatever_ends_first() -> None:

@@ -1,0 +1,87 @@
+"""Keys that do nothing at other keys' values, and why: what `rloo config explain` says of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Idle:
+    """These keys do nothing while `when` holds."""
+
+    keys: tuple[str, ...]
+    when: Callable[[Callable[[str], Any]], bool]
+    why: str
+
+
+IDLE = (
+    Idle(
+        ("algorithm.epsilon", "algorithm.epsilon_high", "algorithm.delta",
+         "algorithm.ratio_level", "algorithm.log_ratio_clamp"),
+        lambda v: v("algorithm.policy_loss") == "reinforce",
+        "algorithm.policy_loss=reinforce has no ratio to clip",
+    ),
+    Idle(
+        ("algorithm.epsilon", "algorithm.epsilon_high", "algorithm.delta",
+         "algorithm.log_ratio_clamp"),
+        lambda v: v("algorithm.num_iterations") == 1 and v("algorithm.num_minibatches") == 1,
+        "with one update per step (num_iterations=1, num_minibatches=1) the ratio is exactly 1",
+    ),
+    Idle(
+        ("algorithm.kl_in", "algorithm.kl_estimator", "algorithm.kl_in_baseline",
+         "algorithm.kl_credit", "algorithm.kl_temperature", "algorithm.kl_ratio_weighted",
+         "model.ref_path"),
+        lambda v: v("algorithm.beta") == 0 and v("algorithm.kl_in") != "none",
+        "algorithm.beta=0: no reference is loaded",
+    ),
+    Idle(("algorithm.beta",), lambda v: v("algorithm.kl_in") == "none",
+         "algorithm.kl_in=none: the KL is only logged"),
+    Idle(("algorithm.kl_in_baseline", "algorithm.kl_credit"),
+         lambda v: v("algorithm.kl_in") != "reward", "algorithm.kl_in is not reward"),
+    Idle(("algorithm.kl_ratio_weighted",), lambda v: v("algorithm.kl_in") != "loss",
+         "algorithm.kl_in is not loss"),
+    Idle(("algorithm.kl_temperature",), lambda v: v("generation.temperature") == 1.0,
+         "generation.temperature is 1: both temperatures are the same"),
+    Idle(("algorithm.allow_stale",), lambda v: v("algorithm.policy_loss") != "reinforce",
+         "only algorithm.policy_loss=reinforce is refused with several updates per step"),
+    Idle(("algorithm.max_resample",), lambda v: v("algorithm.zero_std_groups") != "resample",
+         "algorithm.zero_std_groups is not resample"),
+    Idle(("algorithm.missing_eos_penalty.value",),
+         lambda v: v("algorithm.missing_eos_penalty.mode") == "none",
+         "algorithm.missing_eos_penalty.mode=none"),
+    Idle(("algorithm.correction.level", "algorithm.correction.cap", "algorithm.correction.floor"),
+         lambda v: v("algorithm.correction.mode") == "none"
+         or (v("algorithm.correction.mode") == "auto" and v("generation.backend") == "transformers"),
+         "no correction: the transformers backend samples with the trainer's own weights"),
+    Idle(("algorithm.loss_denominator",), lambda v: v("algorithm.loss_agg") == "token_mean_local",
+         "algorithm.loss_agg=token_mean_local divides each micro-batch by its own tokens"),
+    Idle(("eval.at_start", "eval.every", "eval.max_samples", "eval.batch_size"),
+         lambda v: v("data.eval_split") is None, "data.eval_split is null: nothing is held out"),
+    Idle(("train.warmup_steps",), lambda v: v("train.lr_scheduler") == "constant",
+         "train.lr_scheduler=constant has no warm-up (constant_with_warmup has)"),
+    Idle(("generation.top_k", "generation.top_p", "generation.min_p"),
+         lambda v: v("generation.temperature") == 0, "generation.temperature is 0"),
+    Idle(("data.overlong",), lambda v: v("data.max_prompt_length") is None,
+         "data.max_prompt_length is null: only the model's context limits a prompt"),
+    Idle(("logging.samples",), lambda v: v("logging.console") == "panel",
+         "the panel always shows one sample"),
+    Idle(("model.revision",), lambda v: str(v("model.path")).startswith(("make:", ".", "/")),
+         "model.path is not on the hub"),
+    Idle(("data.revision", "data.name"),
+         lambda v: str(v("data.path")).startswith(("make:", ".", "/")),
+         "data.path is not on the hub"),
+)  # fmt: skip
+
+
+def why_idle(key: str, values: Values) -> list[str]:
+    """The reasons for which `key` has no effect on a run with these values; [] when it has one."""
+
+    def value(name: str) -> Any:
+        found: Any = values
+        for part in name.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        return found
+
+    return [idle.why for idle in IDLE if key in idle.keys and idle.when(value)]

@@ -1,0 +1,135 @@
+"""`rloo config`: every key with type, default and meaning; explain KEY; --json schema."""
+
+import json
+import types
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from rloo_cli import config, registry
+from rloo_cli.complaints import known_keys, unknown_key, walk
+from rloo_cli.compose import Composed, compose
+from rloo_cli.effects import why_idle
+from rloo_cli.errors import ConfigError, Problem
+
+
+def run(words: list[str]) -> int:
+    """The verb. Raises ConfigError for an unknown key."""
+    if words[:1] == ["explain"]:
+        if len(words) < 2 or "=" in words[1]:
+            fix = "rloo config explain algorithm.beta +recipe=tldr_1b"
+            raise ConfigError(Problem("rloo config explain needs a key", "command line", fix=fix))
+        print(explain(words[1], words[2:]))
+    elif "--json" in words:
+        _, model = _all_keys([w for w in words if w != "--json"])
+        print(json.dumps(model.model_json_schema(), indent=2))
+    else:
+        for line in listing(words):
+            print(line)
+    return 0
+
+
+def listing(words: list[str]) -> list[str]:
+    """One line per key: `key  type = default  # meaning`."""
+    composed, model = _all_keys(words)
+    values = dict(walk(config.merged(composed.values)))
+    lines = []
+    for key, field in fields(model).items():
+        kind = kind_of(field)
+        if kind != "section":
+            value = _yaml(values[key]) if key in values else "-"
+            lines.append(f"{key:<44} {kind} = {value}  # {field.description}")
+    return lines
+
+
+def explain(key: str, words: list[str]) -> str:
+    """One key: what it is, its value in this config, where that came from, whether it acts."""
+    composed, model = _all_keys(words)
+    known = fields(model)
+    chosen = compose(words)
+    values = config.merged(chosen.values, chosen.sources)
+    if key not in known:
+        raise ConfigError(unknown_key(key, known_keys(model)))
+    found = dict(walk(values))
+    lines = [key]
+    if known[key].description:
+        lines.append(f"  meaning  {known[key].description}")
+    if kind_of(known[key]) == "section":
+        inside = [k for k in known if k.rpartition(".")[0] == key]
+        lines += ["  keys     " + ", ".join(k.rpartition(".")[2] for k in inside)]
+        return "\n".join(lines)
+    lines.append(f"  type     {kind_of(known[key])}")
+    source = chosen if key in found else composed
+    default = dict(walk(config.merged(composed.values))).get(key)
+    lines.append(f"  value    {_yaml(found.get(key, default))}")
+    lines.append(f"  from     {source.sources.where(key) or '-'}")
+    if key not in found:
+        lines.append("  note     nothing has this key here: its reward or section is not chosen")
+    for why in why_idle(key, values):
+        lines.append(f"  idle     it has no effect: {why}")
+    return "\n".join(lines)
+
+
+def _all_keys(words: list[str]) -> tuple[Composed, type[BaseModel]]:
+    """The config with every shipped reward beside the chosen ones, and its schema."""
+    chosen = [w for w in words if not w.lstrip("+").startswith("reward=")]
+    rewards = ",".join(registry.names("rewards"))
+    composed = compose([*chosen, f"reward=[{rewards}]"])
+    return composed, config.model_class(config.merged(composed.values))
+
+
+def fields(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    """Every dotted key of a schema -> its field."""
+    found: dict[str, FieldInfo] = {}
+    for name, info in model.model_fields.items():
+        found[prefix + name] = info
+        for part in _models(info.annotation):
+            found |= fields(part, f"{prefix}{name}.")
+    return found
+
+
+def leaves() -> list[str]:
+    """Every key that takes a value."""
+    _, model = _all_keys([])
+    return [key for key, field in fields(model).items() if kind_of(field) != "section"]
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    parts = [annotation, *get_args(annotation)]
+    return [p for p in parts if isinstance(p, type) and issubclass(p, BaseModel)]
+
+
+def kind_of(field: FieldInfo) -> str:
+    """A field's type and limits as people write them: `int >= 1`, `a | b`, `float or null`."""
+    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        return "section"
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    limits = [
+        f" {sign} {getattr(m, name)}"
+        for m in field.metadata
+        for name, sign in signs.items()
+        if getattr(m, name, None) is not None
+    ]
+    return _kind(field.annotation) + ",".join(limits)
+
+
+def _kind(annotation: Any) -> str:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if annotation is type(None):
+        return "null"
+    if origin is Literal:
+        return " | ".join(str(a).lower() if isinstance(a, bool) else str(a) for a in args)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_kind(a) for a in args)
+    if origin is Annotated:
+        return kind_of(FieldInfo.from_annotation(annotation))
+    if origin in (list, dict):
+        return f"{origin.__name__}[{', '.join(_kind(a) for a in args)}]"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "{" + ", ".join(annotation.model_fields) + "}"
+    return str(getattr(annotation, "__name__", annotation))
+
+
+def _yaml(value: Any) -> str:
+    return json.dumps(value)
