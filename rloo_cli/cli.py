@@ -155,7 +155,7 @@ def _hydra(words: list[str], job: Callable[[Any, bool], None]) -> None:
     refused: list[RunError] = []
 
     def task(cfg: Any) -> None:
-        config = HydraConfig.get()
+        config: Any = HydraConfig.get()
         try:
             job(compose.gather(cfg.copy(), config, dirs), config.mode == RunMode.MULTIRUN)
         except RunError as error:  # raised once Hydra is done, which would put its own line first
@@ -163,8 +163,8 @@ def _hydra(words: list[str], job: Callable[[Any, bool], None]) -> None:
 
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to our own report
-    with tempfile.TemporaryDirectory(prefix="rloo-sweep-") as folder:
-        sys.argv = ["rloo train", *flags, *overrides, f"hydra.sweep.dir={folder}"]
+    with tempfile.TemporaryDirectory(prefix="rloo-sweep-") as sweep:
+        sys.argv = ["rloo train", *flags, *overrides, f"hydra.sweep.dir={sweep}"]
         try:
             hydra.main(version_base="1.3", config_path=str(paths.CONF), config_name="config")(
                 task

@@ -180,7 +180,8 @@ def gather(cfg: DictConfig, hydra: DictConfig, config_dirs: Sequence[Path] = ())
     """
     choices = {str(k): v for k, v in hydra.runtime.choices.items()}
     # Unresolved: a word may hold an interpolation, which is the config's to resolve, not ours.
-    overrides = [str(w) for w in OmegaConf.to_container(hydra.overrides.task, resolve=False)]
+    raw: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    overrides = [str(word) for word in raw]
     groups = paths.group_choices(list(config_dirs))
     groups["recipe"] |= _FILES
     files: list[tuple[Path, str]] = []

@@ -81,10 +81,9 @@ def model_class(values: dict[str, Any]) -> type[RunConfig]:
     """RunConfig with the sections that the chosen algorithm, backend and rewards bring."""
     algorithm = registry.config_class("algorithms", values["algorithm"]["name"])
     generation = registry.config_class("generation", values["generation"]["backend"])
-    kinds = {n: registry.config_class("rewards", e["type"]) for n, e in values["reward"].items()}
-    rewards: Any = create_model(
-        "Rewards", __base__=Frozen, **{n: (k, ...) for n, k in kinds.items()}
-    )
+    entries = values["reward"].items()
+    kinds: Any = {n: (registry.config_class("rewards", e["type"]), ...) for n, e in entries}
+    rewards: Any = create_model("Rewards", __base__=Frozen, **kinds)
 
     class Run(RunConfig):
         """One experiment, wholly in config."""

@@ -7,10 +7,9 @@ touched. `prompts` turns the rows into token ids.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rloo_cli import registry
+from rloo_cli import made
 from rloo_cli.errors import DataError, MachineError, Problem
 from rloo_cli.names import nearest
-from rloo_cli.rules import MADE
 from rloo_cli.schema import DataConfig
 
 if TYPE_CHECKING:
@@ -66,11 +65,8 @@ def _open(config: DataConfig, split: str) -> "Dataset":
     import datasets
 
     datasets.disable_progress_bars()
-    if config.path.startswith(MADE):
-        from rloo_cli import made
-
-        maker = registry.load_code(made.DATA[config.path.removeprefix(MADE)])
-        return datasets.Dataset.from_list(maker(split))
+    if config.path.startswith(made.MADE):
+        return _of_made(config.path, split)
     path = Path(config.path).expanduser()
     try:
         if path.is_dir() and any((path / f"{n}.json").is_file() for n in ("state", "dataset_dict")):
@@ -94,6 +90,16 @@ def _open(config: DataConfig, split: str) -> "Dataset":
         ) from None
     except (OSError, datasets.exceptions.DatasetGenerationError) as error:
         raise _unreachable(config.path, path, error) from None
+
+
+def _of_made(path: str, split: str) -> "Dataset":
+    import datasets
+
+    try:
+        return datasets.Dataset.from_list(made.rows(path, split))
+    except KeyError:
+        why = "rloo makes the splits train and test"
+        raise DataError(Problem(f"no split {split!r} in {path}", "data.split", why)) from None
 
 
 def _of_disk(found: Any, split: str, path: str) -> "Dataset":

@@ -53,7 +53,8 @@ IDLE = (
          "algorithm.missing_eos_penalty.mode=none"),
     Idle(("algorithm.correction.level", "algorithm.correction.cap", "algorithm.correction.floor"),
          lambda v: v("algorithm.correction.mode") == "none"
-         or (v("algorithm.correction.mode") == "auto" and v("generation.backend") == "transformers"),
+         or (v("algorithm.correction.mode") == "auto"
+             and v("generation.backend") == "transformers"),
          "no correction: the transformers backend samples with the trainer's own weights"),
     Idle(("algorithm.loss_denominator",), lambda v: v("algorithm.loss_agg") == "token_mean_local",
          "algorithm.loss_agg=token_mean_local divides each micro-batch by its own tokens"),

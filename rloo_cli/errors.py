@@ -40,8 +40,7 @@ class RunError(Exception):
 
     def render(self, as_json: bool = False) -> str:
         if as_json:
-            blocks = [asdict(p) | {"code": self.code} for p in self.problems]
-            return json.dumps(blocks, indent=2)
+            return json.dumps([asdict(p) | {"code": self.code} for p in self.problems], indent=2)
         blocks = [p.render() for p in self.problems[:SHOWN]]
         if len(self.problems) > SHOWN:
             blocks.append(f"... and {len(self.problems) - SHOWN} more")

@@ -4,6 +4,8 @@ import json
 import math
 from pathlib import Path
 
+from torch import Tensor
+
 from rloo_cli.errors import NumbersError, Problem
 from rloo_cli.parts import Run
 from rloo_cli.rollout import Batch
@@ -77,5 +79,5 @@ def _keep(folder: Path, batch: Batch) -> Path:
     return out
 
 
-def _list(columns: list | None, k: int) -> list[float]:  # type: ignore[type-arg]
+def _list(columns: list[Tensor] | None, k: int) -> list[float]:
     return [] if columns is None else columns[k].tolist()

@@ -106,7 +106,7 @@ def _taken(folder: Path, before: dict[str, Any] | None, run: RunConfig) -> Probl
 
 
 def prepare_folder(folder: Path, run: RunConfig, composed: Composed) -> None:
-    """Make the run's folder: config.yaml (what the ranks read), overrides, environment, run.json."""
+    """Make the run's folder: config.yaml (what ranks read), overrides, environment, run.json."""
     folder.mkdir(parents=True)
     write_text(folder / "config.yaml", yaml.safe_dump(config.dump(run), sort_keys=False))
     words = [w for w in composed.sources.overrides if not w.startswith("hydra.")]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from rloo_cli import measures
 from rloo_cli.advice import Advisor
-from rloo_cli.files import write_text
 from rloo_cli.display import Display
+from rloo_cli.files import write_text
 from rloo_cli.rollout import Batch, Group
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Log:
 
 
 def merge(rows: list[Row]) -> Row:
-    """Several steps -> one line: means over the steps that have a value, extremes, last counters."""
+    """Several steps -> one line: means over steps that have a value, extremes, last counters."""
     merged: Row = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row[name] for row in rows if name in row]

@@ -53,9 +53,11 @@ def _scores(batch: Batch) -> Row:
         row[f"reward/{name}/none_frac"] = 1 - said.numel() / values.numel()
         row |= {f"reward/{name}/{k}": v for k, v in _mean_std(said).items()}
     score, rows = batch.score, batch.scorable
-    row |= {"reward": v for k, v in _mean_std(score[rows]).items() if k == "mean"}
-    row |= {"reward_std_batch": v for k, v in _mean_std(score[rows]).items() if k == "std"}
-    row |= {"objective/scores": v for k, v in _mean_std(batch.shaped[rows]).items() if k == "mean"}
+    if rows.any():
+        row["reward"] = float(score[rows].mean())
+        row["objective/scores"] = float(batch.shaped[rows].mean())
+    if rows.sum() > 1:
+        row["reward_std_batch"] = float(score[rows].std())
     groups = [score[i][rows[i]] for i in range(len(score)) if rows[i].sum() >= 2]
     row["groups/unscorable"] = len(score) - len(groups)
     if groups:

@@ -68,7 +68,7 @@ def _optimizer(parameters: Iterable[Tensor], config: TrainConfig) -> torch.optim
         torch.optim.AdamW if config.optimizer == "adamw" else _user(config.optimizer, "optimizer")
     )
     try:
-        return build(list(parameters), **arguments)  # type: ignore[no-any-return]
+        return build(list(parameters), **arguments)
     except TypeError as error:
         raise ConfigError(
             Problem(

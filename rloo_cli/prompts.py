@@ -162,7 +162,7 @@ def _refuse_two_beginnings(ids: list[list[int]], tokenizer: "PreTrainedTokenizer
             Problem(
                 "prompts begin with two beginning-of-text tokens",
                 "data.prompt_column",
-                f"first ids {first[:5]}: the text has {tokenizer.bos_token!r} and the tokenizer adds one",
+                f"first ids {first[:5]}: the text has {tokenizer.bos_token!r}, one more is added",
                 "leave it out of the prompts",
             )
         )

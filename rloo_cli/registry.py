@@ -102,8 +102,3 @@ def _file(path: Path) -> ModuleType:
     finally:
         sys.path.remove(str(path.resolve().parent))
     return loaded
-
-
-def made(kind: str) -> list[str]:
-    """Names that `make:NAME` may have: `models` or `data` that rloo_cli/made makes on the spot."""
-    return sorted(getattr(importlib.import_module("rloo_cli.made"), kind.upper()))

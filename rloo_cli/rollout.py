@@ -65,7 +65,7 @@ class Micro:
     mask: Tensor  # (N,) float, 1 = sampled by the policy and trained on
     behaviour_logp: Tensor | None = None  # (N,), NaN where the sampler did not say
     old_logp: Tensor | None = None  # (N,)
-    kl_logp: Tensor | None = None  # (N,) old_logp at the KL's own temperature; None = it is the same
+    kl_logp: Tensor | None = None  # (N,) old_logp at the KL's temperature; None = the same
     ref_logp: Tensor | None = None  # (N,)
 
     @property
@@ -137,7 +137,7 @@ def unpack(column: Tensor | None, micro: Micro, groups: Sequence[Group], name: s
     if column is None:
         return
     lengths = [len(r.completion_ids) for i in micro.index for r in groups[i].rollouts]
-    parts = iter(column.detach().cpu().split(lengths))
+    parts = iter(torch.split(column.detach().cpu(), lengths))
     for i in micro.index:
         setattr(groups[i], name, [next(parts) for _ in groups[i].rollouts])
 
@@ -186,7 +186,8 @@ class Batch:
     def settle(self, index: list[int], kl: Tensor | None, found: Any) -> None:
         """Keep the KL, reward and advantage of the groups `index` (an algorithm's Advantages)."""
         if self.advantage is None:
-            self.reward, self.advantage = torch.zeros_like(self.shaped), torch.zeros_like(self.shaped)
+            self.reward = torch.zeros_like(self.shaped)
+            self.advantage = torch.zeros_like(self.shaped)
             self.usable = torch.zeros_like(self.scorable)
         assert self.reward is not None and self.usable is not None
         self.reward[index], self.advantage[index] = found.reward, found.advantage

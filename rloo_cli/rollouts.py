@@ -3,20 +3,18 @@
 What a row is worth before any KL is settled here, in the order of OBJECTIVE 2.2 and 2.3.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rloo_cli.clock import Clock
 from rloo_cli.errors import NumbersError, Problem
 from rloo_cli.generation import Generator
 from rloo_cli.prompts import Prompts
+from rloo_cli.rewards.arguments import Context, TrainerState
 from rloo_cli.rewards.build import Reward
 from rloo_cli.rewards.scoring import Scores, score
-from rloo_cli.rewards.arguments import Context, TrainerState
 from rloo_cli.rollout import Batch, Group
 from rloo_cli.schema import RunConfig
 from rloo_cli.seeds import sampling_seed
@@ -128,7 +126,7 @@ def _spread(batch: Batch, i: int) -> bool:
 
 
 def _only(batch: Batch, kept: list[int]) -> Batch:
-    rows = {"raw": batch.raw[:, kept]}
+    rows: dict[str, Any] = {"raw": batch.raw[:, kept]}
     rows |= {n: getattr(batch, n)[kept] for n in ("score", "shaped", "scorable", "masked")}
     k = batch.score.shape[1]
     places = [i * k + j for i in kept for j in range(k)]
@@ -143,7 +141,7 @@ def _only(batch: Batch, kept: list[int]) -> Batch:
 def _join(parts: list[Batch], drawn: int) -> Batch:
     if len(parts) == 1:
         return parts[0]
-    columns: dict[str, Tensor] = {"raw": torch.cat([p.raw for p in parts], dim=1)}
+    columns: dict[str, Any] = {"raw": torch.cat([p.raw for p in parts], dim=1)}
     for name in ("score", "shaped", "scorable", "masked"):
         columns[name] = torch.cat([getattr(p, name) for p in parts])
     facts: dict[str, float] = {}
@@ -156,5 +154,6 @@ def _join(parts: list[Batch], drawn: int) -> Batch:
     }
     return Batch(
         parts[0].step, [g for p in parts for g in p.groups], parts[0].names, active=[],
-        draws=drawn, facts=facts, extras=extras, notes=[n for p in parts for n in p.notes], **columns,
+        draws=drawn, facts=facts, extras=extras,
+        notes=[n for p in parts for n in p.notes], **columns,
     )  # fmt: skip

@@ -10,12 +10,10 @@ from collections.abc import Iterator
 from math import ceil
 from pathlib import Path
 
-from rloo_cli import registry
+from rloo_cli import made, registry
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.names import nearest
 from rloo_cli.schema import RunConfig
-
-MADE = "make:"  # a path of this form names something rloo makes on the spot
 
 
 def problems(run: RunConfig) -> Iterator[Problem]:
@@ -58,7 +56,7 @@ def _batch(run: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 f"train.{key} = {size} does not hold whole groups",
                 f"train.{key}",
-                f"it counts completions, {k} per prompt (algorithm.num_generations): {size} % {k} != 0",
+                f"it counts completions, {k} per prompt (algorithm.num_generations)",
                 near,
             )
     if not run.rewards:
@@ -82,17 +80,16 @@ def _paths(run: RunConfig) -> Iterator[Problem]:
                 f"looked at {Path(value).expanduser().absolute()}",
                 f"{key}=ORG/NAME for the hub, or a path that is there",
             )
-    made = {"model.path": "models", "data.path": "data"}
-    for key, kind in made.items():
+    for key, known in (("model.path", made.MODELS), ("data.path", made.DATA)):
         value = dict(named)[key] or ""
-        if value.startswith(MADE) and value.removeprefix(MADE) not in registry.made(kind):
-            names = registry.made(kind)
-            close = nearest(value.removeprefix(MADE), names) or names
+        if value.startswith(made.MADE) and value.removeprefix(made.MADE) not in known:
+            names = sorted(known)
+            close = nearest(value.removeprefix(made.MADE), names) or names
             yield Problem(
-                f"{key} = {value!r}: rloo makes no such {kind}",
+                f"{key} = {value!r}: rloo makes no such thing",
                 key,
-                f"one of: {', '.join(MADE + n for n in names)}",
-                f"{key}={MADE}{close[0]}",
+                f"one of: {', '.join(made.MADE + n for n in names)}",
+                f"{key}={made.MADE}{close[0]}",
             )
     template = run.model.chat_template
     if template is not None and not Path(template).is_file():
@@ -177,14 +174,13 @@ def context_length(path: str) -> int | None:
 
 def _context(run: RunConfig) -> Iterator[Problem]:
     limit = context_length(run.model.path)
-    answer, prompt = run.generation.max_completion_length, run.data.max_prompt_length
-    if limit is None or answer + (prompt or 1) <= limit:
+    answer, prompt = run.generation.max_completion_length, run.data.max_prompt_length or 1
+    if limit is None or answer + prompt <= limit:
         return
+    prompts = f"data.max_prompt_length={limit - answer}"
     yield Problem(
         f"prompt and completion do not fit the model's context of {limit} tokens",
-        "data.max_prompt_length" if prompt else "generation.max_completion_length",
-        f"max_prompt_length {prompt or 1} + max_completion_length {answer} = {answer + (prompt or 1)}",
-        f"data.max_prompt_length={limit - answer}"
-        if limit > answer
-        else f"generation.max_completion_length={limit // 2}",
+        "data.max_prompt_length" if limit > answer else "generation.max_completion_length",
+        f"max_prompt_length {prompt} + max_completion_length {answer} = {answer + prompt}",
+        prompts if limit > answer else f"generation.max_completion_length={limit // 2}",
     )

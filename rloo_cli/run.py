@@ -10,12 +10,12 @@ from typing import Any
 
 from rloo_cli import data, registry
 from rloo_cli.clock import Clock
+from rloo_cli.display import Display
 from rloo_cli.distributed import World, join
 from rloo_cli.errors import ConfigError, DataError, Problem
 from rloo_cli.files import read_json, update_json
 from rloo_cli.log import Log
 from rloo_cli.optim import Optimizer
-from rloo_cli.display import Display
 from rloo_cli.parts import Run
 from rloo_cli.policy import load
 from rloo_cli.policy.model import Policy, reference
@@ -174,8 +174,9 @@ def _prompts(config: RunConfig, found: Any, tokenizer: Any, context: int | None)
 
 def _data_notes(prompts: Prompts, config: RunConfig) -> list[str]:
     kind = "conversations" if prompts.conversational else "plain text"
-    notes = [f"{len(prompts)} prompts, {kind}, {min(map(len, prompts.ids))} to "
-             f"{max(map(len, prompts.ids))} tokens; the first: {str(prompts.prompts[0])[-120:]!r}"]  # fmt: skip
+    shortest, longest = min(map(len, prompts.ids)), max(map(len, prompts.ids))
+    first = str(prompts.prompts[0])[-120:]
+    notes = [f"{len(prompts)} prompts, {kind}, {shortest} to {longest} tokens; first: {first!r}"]
     for count, what in ((prompts.dropped, "left out"), (prompts.truncated, "cut on the left")):
         if count:
             notes.append(f"{count} prompts were too long and {what} (data.overlong)")

@@ -4,6 +4,11 @@ MODELS, DATA: name -> `module:function`, read without importing torch. A model i
 returns the folder it lies in; data is a function from the split's name to rows.
 """
 
+from pathlib import Path
+
+from rloo_cli import registry
+
+MADE = "make:"
 MODELS = {
     "addition": "rloo_cli.made.addition:model",
     "tiny": "rloo_cli.made.tiny:model",
@@ -14,3 +19,16 @@ DATA = {
     "tiny": "rloo_cli.made.tiny:rows",
     "tiny_chat": "rloo_cli.made.tiny:chat_rows",
 }
+
+
+def folder(path: str) -> str:
+    """A path `make:NAME` -> the folder where that model now lies; others as they are."""
+    if path.startswith(MADE):
+        return str(registry.load_code(MODELS[path.removeprefix(MADE)])())
+    return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
+def rows(path: str, split: str) -> list[dict[str, object]]:
+    """The rows of a split of `make:NAME`. Raises KeyError for a split it has not."""
+    found: list[dict[str, object]] = registry.load_code(DATA[path.removeprefix(MADE)])(split)
+    return found

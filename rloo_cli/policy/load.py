@@ -7,22 +7,14 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from rloo_cli import made, registry
+from rloo_cli import made
 from rloo_cli.errors import ConfigError, MachineError, Problem
-from rloo_cli.rules import MADE
 from rloo_cli.schema import ModelConfig
-
-
-def resolve(path: str) -> str:
-    """A path `make:NAME` -> the folder where that model now lies; others as they are."""
-    if path.startswith(MADE):
-        return str(registry.load_code(made.MODELS[path.removeprefix(MADE)])())
-    return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 def tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer, with a pad token: pad is told from EOS by position, never by id."""
-    path = resolve(config.tokenizer or config.path)
+    path = made.folder(config.tokenizer or config.path)
     loaded: PreTrainedTokenizerBase = _reach(
         AutoTokenizer.from_pretrained, config.tokenizer or config.path, path, config
     )
@@ -35,7 +27,7 @@ def tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 def context_length(config: ModelConfig) -> int | None:
     """The most positions the model has, read from its config before any weights load."""
-    found = _reach(AutoConfig.from_pretrained, config.path, resolve(config.path), config)
+    found = _reach(AutoConfig.from_pretrained, config.path, made.folder(config.path), config)
     text = found.get_text_config()
     length = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     return int(length) if length else None
@@ -47,7 +39,9 @@ def model(config: ModelConfig, path: str, device: torch.device) -> Any:
     options: dict[str, Any] = {"dtype": chosen, "use_safetensors": True}
     if config.attn_implementation is not None:
         options["attn_implementation"] = config.attn_implementation
-    loaded = _reach(AutoModelForCausalLM.from_pretrained, path, resolve(path), config, **options)
+    loaded = _reach(
+        AutoModelForCausalLM.from_pretrained, path, made.folder(path), config, **options
+    )
     if config.disable_dropout:
         without_dropout(loaded)
     if config.gradient_checkpointing:

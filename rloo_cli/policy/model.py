@@ -6,8 +6,8 @@ afterwards (scaling, soft-capping) still happens.
 """
 
 import inspect
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
