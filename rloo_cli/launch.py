@@ -40,7 +40,7 @@ def train(composed: Composed, multirun: bool = False, dry_run: bool = False) -> 
         print(plan.text(run))
         return 0
     folder = Path(run.root, str(run.name))
-    done = _take_folder(folder, run)
+    done = take_folder(folder, run)
     if done:
         print(done)
         return 0
@@ -63,7 +63,7 @@ def _apart(composed: Composed) -> Composed:
     return Composed(composed.values | {"name": f"{name}-{tail}"}, composed.sources, composed.recipe)
 
 
-def _take_folder(folder: Path, run: RunConfig) -> str:
+def take_folder(folder: Path, run: RunConfig) -> str:
     """See that the run's folder is free. Returns why there is nothing to do, or "".
 
     An attempt that ended before it was finished is moved aside, whole. Raises ConfigError when
@@ -136,7 +136,8 @@ def _start(folder: Path) -> int:
     """Run the worker to its end, passing signals on; its exit code."""
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     worker = subprocess.Popen(
-        [sys.executable, "-m", "rloo_cli.worker", str(folder)],
+        # -P: no file in the current folder can pass for a package.
+        [sys.executable, "-P", "-m", "rloo_cli.worker", str(folder)],
         env=environment,
         start_new_session=True,  # a Ctrl-C reaches it once, from us
         preexec_fn=_die_with_parent(),

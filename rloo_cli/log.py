@@ -36,6 +36,7 @@ class Log:
         self.pending: list[Row] = []  # steps since the last line
         self.display: Display | None = None
         self.advisor = Advisor()
+        self.said: set[str] = set()
 
     def due(self, step: int) -> bool:
         """Whether the `step`-th step, counted from 1, is written."""
@@ -54,7 +55,9 @@ class Log:
     def step(self, run: "Run", batch: Batch, updates: measures.Updates) -> None:
         """Take in one finished step; write a line when it is due, and its samples."""
         for note in batch.notes:
-            self.note(note)
+            if note[:40] not in self.said:  # once per run, not once per step
+                self.said.add(note[:40])
+                self.note(note)
         state, settings = run.state, run.config.algorithm
         row: Row = measures.of_rollouts(batch)
         row |= measures.of_advantages(batch, getattr(settings, "beta", 0.0)) | updates.row()

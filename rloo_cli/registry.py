@@ -78,6 +78,8 @@ def fingerprint(spec: str) -> str:
 
 
 def _module(name: str) -> ModuleType:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # last: a user's folder must not shadow a library
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

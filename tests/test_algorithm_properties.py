@@ -211,12 +211,28 @@ def test_a_group_of_one_scorable_row_has_no_advantage_whatever_its_kl() -> None:
         found = rloo.advantages(score, pull, scorable, config(num_generations=2, **keys))
         assert found.advantage[0].tolist() == [0.0, 0.0]
         assert found.usable.tolist() == [[False, False], [True, True]]
+        assert found.reward[0, 1] == 0.0
 
 
 def test_a_lone_scorable_row_does_not_shift_the_normalised_others() -> None:
     with_lone = advantages([[1, 0, 0], [5, None, None]], normalize_advantages=True)
     close(with_lone[:1], advantages([[1, 0, 0]], normalize_advantages=True))
     assert with_lone[1].tolist() == [0.0, 0.0, 0.0]
+    kl, keys = [[0.3, 0.1, 0.2]] * 2, {"kl_in_baseline": False, "normalize_advantages": True}
+    assert advantages([[1, 0, 0], [5, None, None]], kl, **keys)[1].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_normalising_looks_at_what_the_baseline_compares() -> None:
+    groups, keys = [[1.0, 1.0], [0.0, 0.0]], {"normalize_advantages": True}
+    found = advantages(groups, baseline="batch_mean", **keys)
+    close(found, tensor([[0.5, 0.5], [-0.5, -0.5]]).double() / (1 / 3**0.5 + 1e-4))
+    score, scorable = table(groups)
+    assert rloo.advantages(score, None, scorable, config(**keys)).norm_skipped
+
+
+def test_equal_advantages_are_not_normalised_though_scores_differ() -> None:
+    keys = {"normalize_advantages": True, "baseline": "none", "beta": 1.0}
+    assert advantages([0.2, 0.1, 0.1], [0.1, 0, 0], **keys).tolist() == [[0.1, 0.1, 0.1]]
 
 
 def test_kl_outside_the_baseline_is_added_afterwards() -> None:
@@ -246,7 +262,7 @@ def test_a_huge_ratio_stays_finite(level: str, log_ratio: float) -> None:
         assert out.total.isfinite() and out.total <= torch.tensor(20.0).double().exp() * 1.001
 
 
-@pytest.mark.parametrize("d", [-500.0, 500.0])
+@pytest.mark.parametrize("d", [-5000.0, 5000.0])
 def test_a_huge_kl_or_weight_stays_finite(d: float) -> None:
     old, ref, m = tensor([d]).double(), tensor([0.0]).double(), micro([1])
     for name in ("k1", "k2", "k3"):
@@ -312,6 +328,17 @@ def test_sequence_weights_multiply_the_term_and_are_reported() -> None:
     assert out.weight.tolist() == [2.0] and out.raw_weight[0] > 3
 
 
+def test_masked_tokens_have_no_part_in_a_weight_and_filter_weighs_tokens() -> None:
+    old, behaviour = column([[-1, -2], [-1, -2]]), tensor([-1.5, -9.0, -1.5, -1.5])
+    m = micro([2, 2], mask=tensor([1.0, 0.0, 1.0, 1.0]), behaviour=behaviour)
+    found = correction.weights(old, m, corrected("sequence", "truncate"))
+    assert found is not None
+    close(found.weight, tensor([0.5, 0.0]).double().exp())
+    found = correction.weights(old, m, corrected("sequence", "filter", floor=1.1))
+    assert found is not None and found.by_token
+    close(found.weight, tensor([0.5, 0.0, -torch.inf, -torch.inf]).double().exp())
+
+
 def test_bypass_puts_the_sampler_into_the_ratio_where_it_said_something() -> None:
     old, m = column([[-1, -2]]), micro([2], behaviour=tensor([-1.5, float("nan")]))
     a = tensor([1.0], dtype=torch.float64)
@@ -351,6 +378,9 @@ def test_to_go_credits_each_token_with_the_kl_still_to_come() -> None:
     close(alone, tensor([0.5, 0.6, 0.6, 0.0, 0.0]).double(), atol=1e-6)
     score, scorable = table([1.0, 0.0])
     pull = rloo.sequence_kl(old, ref, m, c)[None]
+    out = rloo.loss(old, old, ref, m, found, c, 1.0)
+    close(out.total, -(found * old * m.mask).sum())
+    assert out.ratio.tolist() == [1.0, 1.0] and not (out.low | out.high).any()
     sequence = rloo.advantages(score, pull, scorable, c)
     close(sequence.advantage, tensor([[1.0, -1.0]]).double())
     close(sequence.reward, score - 0.1 * pull)
@@ -370,17 +400,22 @@ def test_a_reward_of_weight_zero_makes_no_row_scorable() -> None:
     assert score.tolist() == [[1.0, 0.0]] and scorable.tolist() == [[True, False]]
 
 
+GDPO = "normalize_then_sum"
+
+
 def test_normalize_then_sum_lets_rewards_of_any_size_weigh_alike() -> None:
     nan = float("nan")
     first = tensor([[1.0, 0.0, 0.0, nan], [2.0, 2.0, 2.0, 2.0]]).double()
     raw = torch.stack([first, 1000 * first])
-    found, scorable = rloo.combine(raw, [1.0, 1.0], config(multi_reward="normalize_then_sum"))
+    found, scorable = rloo.combine(raw, [1.0, 1.0], config(multi_reward=GDPO))
     z = tensor([2 / 3, -1 / 3, -1 / 3]).double()
     std = tensor([1.0, 0.0, 0.0]).double().std()
     summed = torch.cat([z / (std + 1e-4) + 1000 * z / (1000 * std + 1e-4), torch.zeros(4).double()])
     expected = (summed - summed.mean()) / (summed.std() + 1e-4)
     close(found[scorable], expected)
     assert found[~scorable].tolist() == [0.0]
+    equal, _ = rloo.combine(0 * first[None, :, :3] + 0.1, [1.0], config(multi_reward=GDPO))
+    assert equal.abs().max() == 0.0
 
 
 def test_normalize_rewards_leaves_equal_scores_alone_and_clip_comes_last() -> None:
@@ -396,6 +431,8 @@ def test_normalize_rewards_leaves_equal_scores_alone_and_clip_comes_last() -> No
     some = tensor([[True, True, False]])
     pair = rloo.shape(score, some, ended, ended, c)
     assert pair[0, 2] == 0 and pair[0, 0] == -0.5
+    c = config(missing_eos_penalty={"mode": "replace", "value": -1.0})
+    assert rloo.shape(score, some, ended, ~ended, c).tolist() == [[-1.0, -1.0, 0.0]]
 
 
 def test_a_denominator_is_never_zero() -> None:

@@ -10,30 +10,18 @@ from typing import Any
 
 import pytest
 import yaml
+from test_reward_scoring import CHAT, COMMON, PLAIN
+from test_reward_scoring import reward as reward_of
 
 from rloo_cli import registry
 from rloo_cli.errors import MachineError
 from rloo_cli.rewards import mathematics
-from rloo_cli.rewards.arguments import KWARGS, NOT_PASSED, Context, TrainerState
-from rloo_cli.rewards.build import build, check_columns, from_callable
+from rloo_cli.rewards.arguments import KWARGS, NOT_PASSED, Context
+from rloo_cli.rewards.build import build, check_columns
 from rloo_cli.rewards.scoring import RewardFailed, score
 from rloo_cli.rollout import Group, Rollout
-from rloo_cli.schema import RewardConfig
 
 CONF = Path(__file__).parents[1] / "conf" / "reward"
-COMMON: dict[str, Any] = {
-    "weight": 1.0,
-    "timeout_s": 60.0,
-    "retries": 0,
-    "on_error": "raise",
-    "max_error_rate": 0.2,
-    "nan_is_none": False,
-    "scope": "batch",
-    "cache": False,
-}
-STATE = TrainerState(0, 1, 10, 0.0, 0, 0, 1.0)
-CHAT = Context(conversational=True, trainer_state=STATE)
-PLAIN = Context(conversational=False, trainer_state=STATE)
 
 
 def group(*texts: str, ids: Any = None, prompt: str = "Say", **row: Any) -> Group:
@@ -46,10 +34,6 @@ def shipped(name: str, **keys: Any) -> Any:
     """A shipped reward as its YAML has it, `keys` on top."""
     values = yaml.safe_load((CONF / f"{name}.yaml").read_text())[name]
     return build(name, registry.config_class("rewards", name)(**(COMMON | values | keys)))
-
-
-def plain(fn: Any, name: str = "mine", **keys: Any) -> Any:
-    return from_callable(name, fn, RewardConfig(**(COMMON | {"type": "function"} | keys)))
 
 
 def values(reward: Any, *groups: Group, context: Context = PLAIN) -> list[float | None]:
@@ -66,7 +50,7 @@ def test_example_1_counts_tokens_under_either_name() -> None:
     def passed(completion_ids, **kwargs):  # the name TRL really passes
         return [float(len(ids)) for ids in completion_ids]
 
-    assert values(plain(documented), step) == values(plain(passed), step) == [2.0, 4.0]
+    assert values(reward_of(documented), step) == values(reward_of(passed), step) == [2.0, 4.0]
     assert values(shipped("length_tokens"), step) == [2.0, 4.0]
 
 
@@ -75,7 +59,7 @@ def test_example_1_1_counts_characters() -> None:
         return [float(len(completion)) for completion in completions]
 
     step = group(" blue.", " in the sky.")
-    assert values(plain(reward_func), step) == [6.0, 12.0]
+    assert values(reward_of(reward_func), step) == [6.0, 12.0]
     assert values(shipped("length_chars"), step) == [6.0, 12.0]
     assert values(shipped("length_chars"), step, context=CHAT) == [6.0, 12.0]
 
@@ -89,10 +73,10 @@ def test_example_2_wants_the_answer_format_and_allows_newlines_in_it() -> None:
 
     good = "<think>1 + 2 = 3, times 4 is 12.</think><answer>(1 + 2) * 4 = 12</answer>"
     step = group(good, "The sum of 3 and 1 is 4. So (3 + 1) * 2 = 8.")
-    for reward in (plain(format_reward_func), shipped("answer_tags")):
+    for reward in (reward_of(format_reward_func), shipped("answer_tags")):
         assert values(reward, step, context=CHAT) == [1.0, 0.0]
     lines = group(good.replace(" = 3", "\n= 3"))
-    assert values(plain(format_reward_func), lines, context=CHAT) == [0.0]
+    assert values(reward_of(format_reward_func), lines, context=CHAT) == [0.0]
     assert values(shipped("answer_tags"), lines, context=CHAT) == [1.0]
     assert values(shipped("regex", pattern=pattern), lines, context=CHAT) == [1.0]
     assert values(shipped("regex", pattern=pattern, dotall=False), lines) == [0.0]
@@ -131,7 +115,7 @@ def test_example_4_scores_each_row_of_a_mixed_data_set_by_its_task() -> None:
         group("5", task="math"),
         group("sorry", task="code"),
     ]
-    both = [plain(math_reward, "math"), plain(code_reward, "code")]
+    both = [reward_of(math_reward, "math"), reward_of(code_reward, "code")]
     scores = score(both, step, PLAIN)
     assert scores.raw.shape == (2, 4, 1)
     assert values(both[0], *step) == [1.0, None, -1.0, None]
@@ -152,7 +136,7 @@ def test_example_5_starts_the_second_async_reward_before_the_first_ends() -> Non
             # The text: a list of messages is always true.
             return [1.0 if completion[0]["content"] else 0.0 for completion in completions]
 
-        return plain(reward_func, name)
+        return reward_of(reward_func, name)
 
     scores = score([make("a"), make("b")], [group("text", "")], CHAT)
     assert scores.raw.flatten(1).tolist() == [[1.0, 0.0], [1.0, 0.0]]
@@ -281,7 +265,7 @@ def test_exact_match_extracts(extract: str, text: str, gold: Any, expected: floa
 
 
 def test_every_reward_has_a_yaml_a_docstring_and_known_columns() -> None:
-    needed = {"regex": {"pattern": "x"}, "function": {"path": f"{__file__}:plain"}}
+    needed = {"regex": {"pattern": "x"}, "function": {"path": f"{__file__}:shipped"}}
     needed |= {name: {"max_length": 100} for name in ("overlong", "cosine_length")}
     names = registry.names("rewards")
     assert sorted(names) == sorted(p.stem for p in CONF.glob("*.yaml"))

@@ -1,0 +1,67 @@
+"""Training from Python: a recipe, and rewards of one's own.
+
+    from rloo_cli.api import train
+
+    def brevity(completions, **kwargs):
+        return [-len(text) / 100 for text in completions]
+
+    summary = train("smoke", rewards={"brevity": brevity}, overrides=["max_steps=5"])
+
+The configuration is the command line's: a recipe and `key=value` words. What runs is the same
+worker, in this process.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rloo_cli import config, launch, machine
+from rloo_cli.compose import Composed, compose
+from rloo_cli.errors import ConfigError, Problem
+from rloo_cli.files import read_json, update_json
+from rloo_cli.worker import work
+
+Reward = Callable[..., Any]
+
+
+def train(
+    recipe: str | os.PathLike[str] | None = None,
+    rewards: Mapping[str, Reward] | None = None,
+    overrides: Iterable[str] = (),
+    config_dirs: Iterable[str | Path] = (),
+) -> dict[str, Any]:
+    """Do a whole run in this process; what is in its summary.json, and its `folder`.
+
+    `recipe`: a shipped recipe's name or a YAML file. `rewards`: callables of the interface of
+    OBJECTIVE 5, by name; they take the place of the recipe's rewards, and their keys are set by
+    overrides such as `reward.NAME.weight=0.5`. A run that is finished already is not done again.
+
+    Raises RunError (its `code` is the exit status the command would have had).
+    """
+    words = [f"+recipe={recipe}"] if recipe is not None else []
+    composed = compose([*words, *(["reward=[]"] if rewards else []), *overrides], [*config_dirs])
+    settings = config.check(_with(composed, rewards or {}))
+    machine.check(settings)
+    folder = Path(settings.root, str(settings.name))
+    done = launch.take_folder(folder, settings)
+    if not done:
+        launch.prepare_folder(folder, settings, composed)
+        state = "failed"
+        try:
+            work(settings, folder, rewards)
+            state = "finished"
+        finally:
+            update_json(folder / "run.json", state=state)
+    return read_json(folder / "summary.json") | {"folder": str(folder)}
+
+
+def _with(composed: Composed, rewards: Mapping[str, Reward]) -> Composed:
+    """The config with an entry for each callable; what overrides say of it is kept."""
+    entries = dict(composed.values.get("reward") or {})
+    for name, code in rewards.items():
+        if not name.isidentifier() or not callable(code):
+            raise ConfigError(Problem(f"reward {name!r} is not a callable with a plain name"))
+        given = entries.get(name) or {}
+        entries[name] = {"type": "function", "path": f"python:{name}", "kwargs": {}} | given
+    return Composed(composed.values | {"reward": entries}, composed.sources, composed.recipe)
