@@ -416,6 +416,10 @@ def test_normalize_then_sum_lets_rewards_of_any_size_weigh_alike() -> None:
     assert found[~scorable].tolist() == [0.0]
     equal, _ = rloo.combine(0 * first[None, :, :3] + 0.1, [1.0], config(multi_reward=GDPO))
     assert equal.abs().max() == 0.0
+    tenths, wholes = ([[s] * 3, [1.0, 0.0, 0.0]] for s in (0.1, 2.0))  # equal is equal
+    pair = [torch.tensor([x], dtype=torch.float64) for x in (tenths, wholes)]
+    first, second = (rloo.combine(x, [1.0], config(multi_reward=GDPO))[0] for x in pair)
+    close(first, second, atol=0)
 
 
 def test_normalize_rewards_leaves_equal_scores_alone_and_clip_comes_last() -> None:

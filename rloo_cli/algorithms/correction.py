@@ -86,7 +86,7 @@ def weights(old: Tensor, micro: Micro, config: Config) -> Weights | None:
         return Weights(raw.clamp(rule.floor, rule.cap), raw, level == "token")
     judged = raw
     if rule.mode == "filter":
-        judged = _level(delta, micro, "geometric").clamp(-LARGEST, LARGEST).exp()[micro.sequence]
+        judged = _level(delta, micro, "geometric").exp()[micro.sequence]
     kept = (judged >= rule.floor) & (judged <= rule.cap)
     return Weights(raw.masked_fill(~kept, 0.0), raw, level == "token")
 

@@ -1,11 +1,13 @@
 """Two-digit addition, one token per character: a task a laptop learns in a minute.
 
 `rows` are problems such as "47+38=" with the answer "85"; held-out ones never appear in training.
-`model` makes a small Qwen3 with its own tokenizer, teaches it the format by supervised steps on
-the training problems until it is right now and then, and keeps it in the cache.
+`model` makes a small Qwen3 with its own tokenizer and lets it read the training problems as a
+careless class would answer them: most forget every carry (47+38=75). It can add, but mostly does
+not: what reinforcement learning is for. It is kept in the cache.
 """
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,8 @@ SHAPE = {
     "head_dim": 32,
     "max_position_embeddings": 64,
 }
-WARM_STEPS, WARM_BATCH, WARM_RATE = 170, 128, 1.5e-3  # ends near 1/3 of the problems right
+CARELESS = 0.6  # share of the answers without carries
+WARM_STEPS, WARM_BATCH, WARM_RATE = 400, 128, 3e-3  # ends near 1/3 of the problems right
 
 
 def problems() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -56,7 +59,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def model() -> Path:
     """The folder of the warm-started model; made on first use."""
-    recipe = f"addition-{SHAPE}-{WARM_STEPS}-{WARM_BATCH}-{WARM_RATE}-{HELD_OUT}"
+    recipe = f"addition-{SHAPE}-{CARELESS}-{WARM_STEPS}-{WARM_BATCH}-{WARM_RATE}-{HELD_OUT}"
     return kept("addition", recipe, _make)
 
 
@@ -64,13 +67,15 @@ def _make(folder: Path) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         learner, tokens = _network(), tokenizer()
-        optimizer = torch.optim.AdamW(learner.parameters(), lr=WARM_RATE)
+        optimizer = torch.optim.AdamW(learner.parameters(), lr=WARM_RATE, weight_decay=0.0)
         draw = torch.Generator().manual_seed(0)
-        examples = _examples(tokens)
+        right, careless = (_examples(tokens, how) for how in (careful, without_carry))
         for step in range(WARM_STEPS):
             for group in optimizer.param_groups:
-                group["lr"] = WARM_RATE * min(1.0, (step + 1) / 20)
-            batch = examples[torch.randint(len(examples), (WARM_BATCH,), generator=draw)]
+                group["lr"] = WARM_RATE * min(1.0, (step + 1) / 20, (WARM_STEPS - step) / 100)
+            rows = torch.randint(len(right), (WARM_BATCH,), generator=draw)
+            forgets = torch.rand(WARM_BATCH, 1, generator=draw) < CARELESS
+            batch = torch.where(forgets, careless[rows], right[rows])
             labels = batch.masked_fill(batch == tokens.pad_token_id, -100)
             labels[:, :6] = -100  # only the answer is learned
             mask = (batch != tokens.pad_token_id).long()
@@ -90,8 +95,18 @@ def _network() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def _examples(tokens: PreTrainedTokenizerFast) -> torch.Tensor:
-    """Every training problem with its answer and the end, right-padded. -> (n, 10)"""
-    lines = [row["prompt"] + row["answer"] for row in rows("train")]
+def careful(a: int, b: int) -> str:
+    """The sum."""
+    return str(a + b)
+
+
+def without_carry(a: int, b: int) -> str:
+    """Each column added for itself: right for one problem in five."""
+    return str((a // 10 + b // 10) % 10 * 10 + (a % 10 + b % 10) % 10)
+
+
+def _examples(tokens: PreTrainedTokenizerFast, how: Callable[[int, int], str]) -> torch.Tensor:
+    """Every training problem, answered, with the end, right-padded. -> (n, 10)"""
+    lines = [f"{a}+{b}={how(a, b)}" for a, b in problems()[0]]
     ids = [[*tokens(line)["input_ids"], tokens.eos_token_id] for line in lines]
     return torch.tensor([x + [tokens.pad_token_id] * (10 - len(x)) for x in ids])
