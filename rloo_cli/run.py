@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import data, registry
+from rloo_cli import data, made, paths, registry
 from rloo_cli.clock import Clock
 from rloo_cli.display import Display
 from rloo_cli.distributed import World, join
@@ -45,6 +45,9 @@ def make(
     for name in sets:
         columns = [c for c in sets[name].column_names if c != config.data.prompt_column]
         check_columns(rewards, columns)
+    if config.model.path.startswith(made.MADE):
+        log.phase(f"making {config.model.path}, on first use, into {paths.cache()}")
+        made.folder(config.model.path)
     log.phase("loading the tokenizer")
     tokenizer = load.tokenizer(config.model)
     context = load.context_length(config.model)
