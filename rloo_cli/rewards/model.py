@@ -28,7 +28,7 @@ class Config(RewardConfig):
 def score(
     prompts: list[Any], completions: list[Completion], finish_reasons: list[str], config: Config
 ) -> list[float]:
-    """(B,) scores. Raises MachineError when the model cannot be had, ConfigError when it is none."""
+    """(B,) scores. Raises MachineError when the model cannot be had, ConfigError if it is none."""
     import torch
 
     model, tokenizer = _load(config.path, config.tokenizer, config.revision)
