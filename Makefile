@@ -29,5 +29,12 @@ lint: $(VENV)/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy rloo_cli
 
+# The pictures of the README, from a run made now.
+pictures: $(VENV)/installed
+	rm -rf runs/quickstart
+	$(BIN)/rloo train +recipe=quickstart
+	$(BIN)/python -m rloo_cli.panel runs/quickstart docs/panel.svg --step 60
+	cp runs/quickstart/curves.png docs/curves.png
+
 clean:
 	rm -rf $(VENV) runs dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
