@@ -1,0 +1,34 @@
+"""Share of the wanted strings that the completion contains: 0 to 1.
+
+The column holds one string or a list of them; None or an empty list: the reward does not apply.
+"""
+
+from typing import Any, Literal
+
+from rloo_cli.rewards.text import Completion, texts
+from rloo_cli.schema import RewardConfig, key
+
+
+class Config(RewardConfig):
+    type: Literal["contains"] = key("contains")
+    column: str = key("Data column with the wanted string, or a list of them")
+    ignore_case: bool = key("Capital and small letters are equal")
+
+
+def needs(config: Config) -> list[str]:
+    return [config.column]
+
+
+def score(
+    completions: list[Completion], columns: dict[str, list[Any]], config: Config
+) -> list[float | None]:
+    """(B,) shares, or None."""
+    pairs = zip(texts(completions), columns[config.column], strict=True)
+    return [_share(text, wanted, config.ignore_case) for text, wanted in pairs]
+
+
+def _share(text: str, wanted: Any, ignore_case: bool) -> float | None:
+    strings = [wanted] if isinstance(wanted, str) else list(wanted or [])
+    if ignore_case:
+        text, strings = text.lower(), [s.lower() for s in strings]
+    return sum(s in text for s in strings) / len(strings) if strings else None
