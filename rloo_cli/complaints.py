@@ -60,7 +60,12 @@ def _targets(values: dict[str, Any]) -> Iterator[Problem]:
 def _missing(values: dict[str, Any]) -> Iterator[Problem]:
     for key, value in walk(values):
         if value == "???":
-            yield Problem(f"{key} has no value", key, "it has no default", f"{key}=VALUE")
+            yield Problem(
+                f"{key} has no value",
+                key,
+                "it has no default",
+                f"{key}=VALUE, or a recipe that has it: +recipe=quickstart",
+            )
 
 
 def _unregistered(values: dict[str, Any]) -> Iterator[Problem]:

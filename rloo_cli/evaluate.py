@@ -26,12 +26,14 @@ def evaluate(run: Run) -> tuple[Row, list[Row]]:
     count = min(len(prompts), run.config.eval.max_samples or len(prompts))
     state = run.state.seen_by_rewards(run)
     context = Context(prompts.conversational, state)
+    # One completion per prompt: there is no group to normalise a reward in.
+    settings = run.config.algorithm.model_copy(update={"multi_reward": "sum"})
     samples: list[Row] = []
     for index in slices(range(count), run.config.eval.batch_size):
         groups = [prompts.at(i) for i in index]
         run.generator.generate(groups, [[0] for _ in groups], greedy=True)
         scores = score(list(run.rewards), groups, context)
-        weighted, scorable = run.algorithm.combine(scores.raw, scores.weights, run.config.algorithm)
+        weighted, scorable = run.algorithm.combine(scores.raw, scores.weights, settings)
         for p, group in enumerate(groups):
             row = sample(run, group, 0) | {"row": group.row}
             row["score"] = float(weighted[p, 0]) if scorable[p, 0] else None

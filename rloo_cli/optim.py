@@ -26,6 +26,9 @@ class Optimizer:
         self.masters = [
             p.detach().float().requires_grad_() if p.dtype in half else p for p in self.weights
         ]
+        for weight in self.weights:
+            if weight.dtype in half:
+                weight.grad_dtype = torch.float32  # micro-batches add up in float32
         self.max_grad_norm = config.max_grad_norm
         self.inner = _optimizer(self.masters, config)
         self.schedule = _schedule(self.inner, config, updates)

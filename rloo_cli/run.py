@@ -46,7 +46,7 @@ def make(
         columns = [c for c in sets[name].column_names if c != config.data.prompt_column]
         check_columns(rewards, columns)
     if config.model.path.startswith(made.MADE):
-        log.phase(f"making {config.model.path}, on first use, into {paths.cache()}")
+        log.phase(f"finding or making {config.model.path} in {paths.cache()}")
         made.folder(config.model.path)
     log.phase("loading the tokenizer")
     tokenizer = load.tokenizer(config.model)
@@ -55,7 +55,7 @@ def make(
     prompts = prepared[config.data.split]
     for note in _data_notes(prompts, config):
         log.note(note)
-    update_json(folder / "run.json", state="training", fingerprint=prompts.fingerprint)
+    count_steps(config, len(prompts))  # raises before any weights load
     return _with_model(config, folder, world, log, tokenizer, context, prepared, rewards)
 
 
@@ -96,6 +96,9 @@ def _with_model(
     steps = count_steps(config, len(prompts))
     k = config.algorithm.num_generations
     micro = (config.train.micro_batch_size or max(ROWS, k)) // k
+    optimizer = Optimizer(model, config.train, steps * config.updates_per_step)
+    # From here on the run's folder stays, whatever happens.
+    update_json(folder / "run.json", state="training", fingerprint=prompts.fingerprint)
     return Run(
         config=config,
         folder=folder,
@@ -109,7 +112,7 @@ def _with_model(
         generator=generator,
         rewards=rewards,
         rollouts=Rollouts(config, algorithm, prompts, generator, rewards, clock),
-        optimizer=Optimizer(model, config.train, steps * config.updates_per_step),
+        optimizer=optimizer,
         clock=clock,
         log=log,
         steps=steps,
@@ -169,9 +172,20 @@ def _prompts(config: RunConfig, found: Any, tokenizer: Any, context: int | None)
     longest = config.data.max_prompt_length
     if context is not None:
         room = context - config.generation.max_completion_length
+        if room < 1:
+            raise ConfigError(_no_room(config, context))
         longest = min(longest or room, room)
     return prepare(
         found, config.data, tokenizer, config.generation.chat_template_kwargs, longest, config.seed
+    )
+
+
+def _no_room(config: RunConfig, context: int) -> Problem:
+    return Problem(
+        "no prompt fits beside the completion",
+        "generation.max_completion_length",
+        f"{config.generation.max_completion_length} of the model's {context} tokens are for it",
+        f"generation.max_completion_length={context // 2}",
     )
 
 
