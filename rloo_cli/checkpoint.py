@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.errors import Problem, StorageError
+from rloo_cli.errors import Problem, RunError, StorageError
 
 
 def save_final(model: Any, tokenizer: Any, folder: Path) -> Path:
@@ -19,6 +19,7 @@ def save_final(model: Any, tokenizer: Any, folder: Path) -> Path:
     final, temporary = folder / "final", folder / f".tmp-final-{os.getpid()}"
     try:
         shutil.rmtree(temporary, ignore_errors=True)
+        _savable(model.generation_config)
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         for path in temporary.rglob("*"):
@@ -26,11 +27,22 @@ def save_final(model: Any, tokenizer: Any, folder: Path) -> Path:
         _sync(temporary)
         temporary.rename(final)
         _sync(folder)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+    except RunError:  # a signal, not the disk
+        raise
+    except Exception as error:  # the writers in Rust raise no OSError when the disk is full
         why = f"{error}; free: {shutil.disk_usage(folder).free / 1e9:.1f} GB"
         raise StorageError(Problem(f"the final save failed: {final}", str(folder), why)) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return final
+
+
+def _savable(config: Any) -> None:
+    """Some published models' sampling flags load without `do_sample`, but do not save without."""
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        config.do_sample = True
 
 
 def _sync(path: Path) -> None:

@@ -4,6 +4,7 @@ Needs no tokenizer and no torch, so that a wrong column or split is found before
 touched. `prompts` turns the rows into token ids.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,16 +25,7 @@ def load(config: DataConfig, split: str) -> "Dataset":
     Raises DataError (no such split or column, no rows) and MachineError (not to be found here).
     """
     data = _open(config, split)
-    unknown = [old for old in config.columns if old not in data.column_names]
-    if unknown:
-        raise DataError(
-            Problem(
-                f"data.columns renames {unknown[0]!r}, which is no column",
-                "data.columns",
-                f"columns: {', '.join(data.column_names)}",
-            )
-        )
-    data = data.rename_columns(config.columns) if config.columns else data
+    data = _renamed(data, config.columns)
     column = config.prompt_column
     if column not in data.column_names:
         strings = [c for c in data.column_names if c in _likely(data)]
@@ -55,6 +47,20 @@ def load(config: DataConfig, split: str) -> "Dataset":
     return data
 
 
+def _renamed(data: "Dataset", new: dict[str, str]) -> "Dataset":
+    columns = f"columns: {', '.join(data.column_names)}"
+    unknown = [old for old in new if old not in data.column_names]
+    if unknown:
+        what = f"data.columns renames {unknown[0]!r}, which is no column"
+        raise DataError(Problem(what, "data.columns", columns))
+    names = [new.get(name, name) for name in data.column_names]
+    double = [name for name in names if names.count(name) > 1]
+    if double:
+        what = f"data.columns makes two columns named {double[0]!r}"
+        raise DataError(Problem(what, "data.columns", columns))
+    return data.rename_columns(new) if new else data
+
+
 def _likely(data: "Dataset") -> list[str]:
     """Columns that could be prompts: strings, or lists of messages."""
     first = data[0] if len(data) else {}
@@ -70,24 +76,26 @@ def _open(config: DataConfig, split: str) -> "Dataset":
     path = Path(config.path).expanduser()
     try:
         if path.is_dir() and any((path / f"{n}.json").is_file() for n in ("state", "dataset_dict")):
-            return _of_disk(datasets.load_from_disk(str(path)), split, config.path)
+            return _of_disk(datasets.load_from_disk(str(path)), split)
         if path.is_file():
             kind = READERS.get(path.suffix)
             if kind is None:
                 why = f"it ends in {path.suffix or 'nothing'}; known: {', '.join(READERS)}"
                 raise DataError(Problem(f"{path} is not a data file", "data.path", why))
             files = {"train": str(path)}
-            return datasets.load_dataset(kind, data_files=files, split=split)
+            return _cut(datasets.load_dataset(kind, data_files=files), split)
         source = str(path) if path.is_dir() else config.path
         return datasets.load_dataset(source, config.name, split=split, revision=config.revision)
-    except (ValueError, KeyError) as error:
-        if "split" in str(error).lower():
+    except (ValueError, KeyError, RuntimeError) as error:
+        if any(word in str(error).lower() for word in ("split", "instruction")):
             raise DataError(
                 Problem(f"no split {split!r} in {config.path}", "data.split", str(error))
             ) from None
         raise DataError(
             Problem(f"{config.path} cannot be read", "data.path", _short(error))
         ) from None
+    except StopIteration:  # how an empty jsonl file shows
+        raise DataError(Problem(f"the data is empty: {config.path}", "data.path")) from None
     except (OSError, datasets.exceptions.DatasetGenerationError) as error:
         raise _unreachable(config.path, path, error) from None
 
@@ -96,25 +104,40 @@ def _of_made(path: str, split: str) -> "Dataset":
     import datasets
 
     try:
-        return datasets.Dataset.from_list(made.rows(path, split))
-    except KeyError:
+        made_rows = datasets.Dataset.from_list(made.rows(path, name := _whole(split)))
+        return _cut({name: made_rows}, split)
+    except (KeyError, ValueError):
         why = "rloo makes the splits train and test"
         raise DataError(Problem(f"no split {split!r} in {path}", "data.split", why)) from None
 
 
-def _of_disk(found: Any, split: str, path: str) -> "Dataset":
-    if not hasattr(found, "keys"):  # a single Dataset: its one split has whatever name one likes
-        return found
-    if split not in found:
-        why = f"splits: {', '.join(found)}"
-        raise DataError(Problem(f"no split {split!r} in {path}", "data.split", why))
-    return found[split]
+def _of_disk(found: Any, split: str) -> "Dataset":
+    # A single Dataset: its one split has whatever name one likes.
+    return _cut(found if hasattr(found, "keys") else {_whole(split): found}, split)
+
+
+def _whole(split: str) -> str:
+    return split.partition("[")[0]
+
+
+def _cut(splits: "Mapping[str, Dataset]", split: str) -> "Dataset":
+    """The rows that a split such as `train[:80%]` asks for. Raises ValueError."""
+    from datasets import ReadInstruction, concatenate_datasets
+
+    sizes = {name: len(rows) for name, rows in splits.items()}
+    parts = ReadInstruction.from_spec(split).to_absolute(sizes)
+    return concatenate_datasets([splits[p.splitname].select(range(p.from_, p.to)) for p in parts])
 
 
 def _unreachable(name: str, path: Path, error: Exception) -> DataError | MachineError:
+    from datasets import config
+
     if path.exists():
-        return DataError(Problem(f"{name} cannot be read", "data.path", _short(error)))
-    why = f"not a file or folder here, not in the local cache, and the hub: {_short(error)}"
+        # datasets says only that it failed; the cause says at what
+        why = _short(error.__cause__ or error)
+        return DataError(Problem(f"{name} cannot be read", "data.path", why))
+    cache = config.HF_DATASETS_CACHE
+    why = f"not a file or folder here, not in the cache {cache}, and the hub: {_short(error)}"
     fix = "on a machine with network, load it once so that it is cached, or name a local file"
     return MachineError(Problem(f"data set {name!r} is not to be had", "data.path", why, fix))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import get_scheduler
+from transformers import SchedulerType, get_scheduler
 
 from rloo_cli import registry
 from rloo_cli.errors import ConfigError, Problem
@@ -72,7 +72,7 @@ def _optimizer(parameters: Iterable[Tensor], config: TrainConfig) -> torch.optim
     )
     try:
         return build(list(parameters), **arguments)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(
             Problem(
                 f"train.optimizer = {config.optimizer!r} does not take these arguments",
@@ -83,6 +83,20 @@ def _optimizer(parameters: Iterable[Tensor], config: TrainConfig) -> torch.optim
 
 
 def _schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, updates: int) -> Any:
+    try:
+        return _build_schedule(optimizer, config, updates)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            Problem(
+                f"train.lr_scheduler = {config.lr_scheduler!r} cannot be made",
+                "train.lr_scheduler",
+                f"{error}; train.lr_scheduler_kwargs = {config.lr_scheduler_kwargs}",
+                f"one of {', '.join(s.value for s in SchedulerType)}, or file.py:name",
+            )
+        ) from None
+
+
+def _build_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, updates: int) -> Any:
     if ":" in config.lr_scheduler:
         build = _user(config.lr_scheduler, "lr_scheduler")
         given = {"num_warmup_steps": config.warmup_steps, "num_training_steps": updates}

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from rloo_cli.data import is_messages
 from rloo_cli.errors import DataError, Problem
@@ -85,11 +86,11 @@ def prepare(
     values = data[config.prompt_column]
     conversational = is_messages(values[0])
     for row, value in enumerate(values):
-        if is_messages(value) != conversational or not isinstance(value, str | list):
+        if not (is_messages(value) if conversational else isinstance(value, str)):
             kind = "a list of messages" if conversational else "a string"
             raise DataError(
                 Problem(
-                    f"prompt {row} is not {kind}, as prompt 0 is",
+                    f"prompt {row} is not {kind}" + (", as prompt 0 is" if row else ""),
                     f"data.prompt_column={config.prompt_column}, row {row}",
                     f"found {type(value).__name__}: {str(value)[:80]!r}",
                 )
@@ -112,8 +113,18 @@ def _render(value: Any, row: dict[str, Any], config: DataConfig) -> Prompt:
     fields = row | {config.prompt_column: value, "prompt": value}
     return "".join(
         text + (str(fields[_plain(name, fields)]) if name is not None else "")
-        for text, name, _, _ in string.Formatter().parse(config.template)
+        for text, name in _parts(config.template)
     )
+
+
+def _parts(template: str) -> list[tuple[str, str | None]]:
+    try:
+        return [(text, name) for text, name, _, _ in string.Formatter().parse(template)]
+    except ValueError as error:
+        fix = "{column} for a column, {{ and }} for braces"
+        raise DataError(
+            Problem("data.template cannot be read", "data.template", str(error), fix)
+        ) from None
 
 
 def _plain(name: str, fields: dict[str, Any]) -> str:
@@ -142,27 +153,34 @@ def _tokenise(
             )
         )
     ids = []
-    for prompt in prompts:
+    for row, prompt in enumerate(prompts):
         answered = prompt[-1]["role"] == "assistant"  # type: ignore[index]
-        text = tokenizer.apply_chat_template(
-            prompt,
-            add_generation_prompt=not answered,
-            continue_final_message=answered,
-            tokenize=False,
-            **template_kwargs,
-        )
+        try:
+            text = tokenizer.apply_chat_template(
+                prompt,
+                add_generation_prompt=not answered,
+                continue_final_message=answered,
+                tokenize=False,
+                **template_kwargs,
+            )
+        except (TemplateError, ValueError) as error:
+            where = f"data.prompt_column, row {row}"
+            raise DataError(
+                Problem(f"the chat template refuses prompt {row}", where, str(error))
+            ) from None
         ids.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
     return ids
 
 
 def _refuse_two_beginnings(ids: list[list[int]], tokenizer: "PreTrainedTokenizerBase") -> None:
-    first, bos = ids[0], tokenizer.bos_token_id
-    if bos is not None and first[:2] == [bos, bos]:
+    bos = tokenizer.bos_token_id
+    twice = [row for row, x in enumerate(ids) if bos is not None and x[:2] == [bos, bos]]
+    if twice:
         raise DataError(
             Problem(
-                "prompts begin with two beginning-of-text tokens",
-                "data.prompt_column",
-                f"first ids {first[:5]}: the text has {tokenizer.bos_token!r}, one more is added",
+                f"{len(twice)} prompts begin with two beginning-of-text tokens",
+                f"data.prompt_column, row {twice[0]}",
+                f"first ids {ids[twice[0]][:5]}: the text has {tokenizer.bos_token!r}, one more is added",
                 "leave it out of the prompts",
             )
         )

@@ -23,7 +23,7 @@ QUIET = {
 CASES = {
     "reward is flat": (0, {"reward": 0.5}),
     "clip_ratio/region_mean": (0, {"clip_ratio/region_mean": 0.25}),
-    "kl went from": (30, {"kl": 0.2}),
+    "kl went from": (30, {"kl": 0.4}),
     "entropy fell": (3, {"entropy": 0.19}),
     "frac_reward_zero_std": (0, {"frac_reward_zero_std": 0.9}),
     "completions/clipped_ratio": (0, {"completions/clipped_ratio": 0.6}),

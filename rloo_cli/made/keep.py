@@ -24,4 +24,6 @@ def kept(name: str, recipe: str, make: Callable[[Path], None]) -> Path:
             temporary.rename(folder)
         except OSError:  # another process was quicker; its folder is as good
             shutil.rmtree(temporary)
+            if not folder.is_dir():
+                raise
     return folder

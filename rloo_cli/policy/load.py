@@ -69,18 +69,23 @@ def dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0: with one, the ratio of a token to itself is noise."""
+    """Set every dropout to 0: with one, the ratio of a token to itself is noise.
+
+    Layers hold it as a module, as a number of their own, or read the config's in each forward.
+    """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in ("attention_dropout", "dropout", "attn_pdrop", "resid_pdrop"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+        for holder in (module, getattr(module, "config", None)):
+            for name, value in list(vars(holder).items()) if holder is not None else ():
+                if "drop" in name and isinstance(value, float):
+                    setattr(holder, name, 0.0)
 
 
 def _reach(load: Any, name: str, path: str, config: ModelConfig, **options: Any) -> Any:
     """Call a `from_pretrained`, and turn its many errors into one that says what to do."""
-    remote = {"trust_remote_code": config.trust_remote_code, "revision": config.revision}
+    revision = config.revision if name == config.path else None  # of model.path, and no other
+    remote = {"trust_remote_code": config.trust_remote_code, "revision": revision}
     try:
         return load(path, **{k: v for k, v in remote.items() if v is not None}, **options)
     except (OSError, ValueError, ImportError) as error:
