@@ -37,22 +37,15 @@ flags of train:
 
 try: rloo train +recipe=quickstart
 """
-TAKES_VALUE = ("--config-dir", "-cd", "--cfg", "-c", "--package", "-p", "--errors")
-HYDRA_FLAGS = (
-    *TAKES_VALUE,
-    "--multirun",
-    "-m",
-    "--resolve",
-    "--help",
-    "-h",
-    "--hydra-help",
-    "--info",
-)
+TAKES_VALUE = ("--config-dir", "-cd", "--cfg", "-c", "--package", "-p")
+STOPPED = (75, 130)  # exit codes of a run that was asked to end
+HYDRA_FLAGS = (*TAKES_VALUE, "--multirun", "-m", "--resolve", "--hydra-help")
 
 
 def main() -> None:
     """The console script. Exits with the code of the first cause (PROMISES 2)."""
-    words = sys.argv[1:]
+    given = iter(sys.argv[1:])
+    words = [f"{w}={next(given, '')}" if w == "--errors" else w for w in given]
     flags = {w for w in words if w in ("--debug", "--errors=json")}
     if "--debug" in flags:
         os.environ["RLOO_DEBUG"] = "1"
@@ -95,6 +88,9 @@ def dispatch(words: list[str]) -> int:
 
         print(__version__)
         return 0
+    if verb in VERBS and verb != "migrate" and {"--help", "-h"} & {*rest}:
+        print(usage())
+        return 0
     if verb not in VERBS:
         from rloo_cli.names import nearest
 
@@ -122,6 +118,8 @@ def train(words: list[str]) -> int:
     codes: list[int] = []
 
     def job(composed: Any, multirun: bool) -> None:
+        if codes and codes[-1] in STOPPED:  # a sweep that was asked to stop
+            return
         try:
             codes.append(launch.train(composed, multirun=multirun, dry_run=dry))
         except RunError as error:  # not raised: a failed job does not stop a sweep
@@ -170,7 +168,7 @@ def _hydra(words: list[str], job: Callable[[Any, bool], None]) -> None:
                 task
             )()
         except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(compose.from_hydra(error)) from None
+            raise ConfigError(compose.from_hydra(error, overrides)) from None
         finally:
             os.environ.pop("HYDRA_FULL_ERROR")
             if before is not None:
@@ -190,9 +188,17 @@ def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
             flags.append(name)
             if name in TAKES_VALUE:
                 flags.append(value if equals else next(rest, ""))
+                _check_flag(*flags[-2:])
         else:
             overrides.append(word)
     return flags, overrides
+
+
+def _check_flag(name: str, value: str) -> None:
+    known = ("job", "hydra", "all") if name in ("--cfg", "-c") else (value,)
+    if not value or value not in known:
+        fix = f"{name} {known[0] or 'VALUE'}"
+        raise ConfigError(Problem(f"{name} {value}: not understood", "command line", fix=fix))
 
 
 def _tool(name: str) -> Callable[[list[str]], int]:

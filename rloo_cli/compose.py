@@ -6,7 +6,7 @@ advice to add a +) answers an unknown key; recipes are a group that may also be 
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from omegaconf.errors import OmegaConfBaseException
 from rloo_cli import paths
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.names import nearest
-from rloo_cli.sources import COMMAND_LINE, Sources
+from rloo_cli.sources import COMMAND_LINE, Sources, broken, readable
 
 APPENDED = ("recipe", "debug")  # groups that conf/config.yaml does not name
+OURS = re.compile(r"hydra\.(output_subdir|(run|sweep)(\.\w+)?)")  # where Hydra would write
 SECRET_KEY = re.compile(r"(^|[._])(api_?key|password|passwd|secret|(hf|auth|access|wandb)_token)$")
 SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_\w{20,})")
 
@@ -62,6 +63,7 @@ def _rewrite_one(word: str, groups: dict[str, dict[str, Path]]) -> tuple[int, st
     name, equals, value = word.partition("=")
     bare = name.lstrip("+~")
     where = f"{COMMAND_LINE}: {word}"
+    _refuse_secrets(name.lstrip("+~-"), word)
     if name.startswith("--"):
         fix = word.lstrip("-") if equals else f"{word.lstrip('-')}=VALUE"
         raise ConfigError(
@@ -71,16 +73,31 @@ def _rewrite_one(word: str, groups: dict[str, dict[str, Path]]) -> tuple[int, st
         return 1, word
     if not equals:
         raise ConfigError(Problem(f"{word!r} is not key=value", where, fix=f"{word}=VALUE"))
-    _refuse_secrets(bare, value)
+    if OURS.fullmatch(bare):
+        why = "a run is written to root/name, and Hydra writes nothing"
+        raise ConfigError(Problem(f"{bare} is not a key of rloo", where, why, "root=FOLDER"))
+    if bare.startswith("hydra/"):
+        return 1, f"{bare}={value}"
     if bare not in groups:
         return 1, f"++{bare}={value}"
-    if bare == "recipe" and value.endswith((".yaml", ".yml")):
-        return 0, f"+recipe={register_file(Path(value), where)}"
+    if bare == "recipe":
+        return 0, f"+recipe={','.join(_recipe(v, groups, where) for v in value.split(','))}"
+    value = "[]" if value in ("", "null") else value
     for choice in [] if "$" in value else re.split(r"[,\[\]\s]+", value):
-        if choice not in ("", "null") and choice not in groups[bare]:
+        if choice and choice not in groups[bare]:
             raise ConfigError(_unknown_choice(bare, choice, groups[bare], where))
-    order = {"recipe": 0, "debug": 2}.get(bare, 1)
+    order = 2 if bare == "debug" else 1
     return order, f"{'+' if bare in APPENDED else ''}{bare}={value}"
+
+
+def _recipe(choice: str, groups: dict[str, dict[str, Path]], where: str) -> str:
+    """A recipe's name or file -> its name in the group `recipe`."""
+    if choice.endswith((".yaml", ".yml")):
+        return register_file(Path(choice), where, groups)
+    if choice not in groups["recipe"]:
+        raise ConfigError(_unknown_choice("recipe", choice, groups["recipe"], where))
+    path = groups["recipe"][choice]
+    return choice if paths.RECIPES in path.parents else register_file(path, where, groups)
 
 
 def _unknown_choice(group: str, choice: str, known: Iterable[str], where: str) -> Problem:
@@ -94,9 +111,10 @@ def _unknown_choice(group: str, choice: str, known: Iterable[str], where: str) -
     )
 
 
-def _refuse_secrets(key: str, value: str) -> None:
-    if SECRET_KEY.search(key.lower()) or SECRET_VALUE.search(value):
-        variable = "HF_TOKEN" if "hf" in (key + value).lower() else "the tool's own variable"
+def _refuse_secrets(key: str, word: str) -> None:
+    if SECRET_KEY.search(key.lower().replace("-", "_")) or SECRET_VALUE.search(word):
+        variable = "HF_TOKEN" if "hf" in word.lower() else "the tool's own variable"
+        key = "a word" if SECRET_VALUE.search(key) else key
         raise ConfigError(
             Problem(
                 f"{key}: this looks like a secret",
@@ -108,13 +126,22 @@ def _refuse_secrets(key: str, value: str) -> None:
 
 
 def register_recipes(config_dirs: Sequence[Path] = ()) -> None:
-    """Let `+recipe=a/b` mean recipes/a/b.yaml, though recipes/ is not a folder of conf/."""
+    """Let `+recipe=a/b` mean recipes/a/b.yaml, though recipes/ is not a folder of conf/.
+
+    Raises ConfigError for a file of these folders that is not YAML: Hydra would not say which.
+    """
+    for folder in config_dirs:
+        for path in sorted(folder.rglob("*.yaml")):
+            readable(path)
     for name, path in paths.group_choices(list(config_dirs))["recipe"].items():
         _store(name, path)
 
 
-def register_file(path: Path, where: str = COMMAND_LINE) -> str:
-    """Make a user's own recipe file a choice of the group `recipe`; returns its name there."""
+def register_file(path: Path, where: str, groups: dict[str, dict[str, Path]]) -> str:
+    """Make a user's own recipe file a choice of the group `recipe`; returns its name there.
+
+    Raises ConfigError when it is not there, not YAML, or chooses what no group has.
+    """
     if not path.is_file():
         known = ", ".join(paths.recipe_files())
         raise ConfigError(
@@ -125,6 +152,9 @@ def register_file(path: Path, where: str = COMMAND_LINE) -> str:
                 f"+recipe=NAME, with NAME one of: {known}",
             )
         )
+    problems = [*_chosen(path, groups)]
+    if problems:
+        raise ConfigError(*problems)
     name = re.sub(r"\W", "_", str(path.resolve().with_suffix("")))
     _store(name, path)
     _FILES[name] = path
@@ -134,14 +164,30 @@ def register_file(path: Path, where: str = COMMAND_LINE) -> str:
 _FILES: dict[str, Path] = {}  # store name of a user's own recipe file -> its path
 
 
+def _chosen(path: Path, groups: dict[str, dict[str, Path]]) -> Iterator[Problem]:
+    """Choices in a recipe's list of defaults that are not there."""
+    root = readable(path)
+    for key, entries in root.value if isinstance(root, yaml.MappingNode) else []:
+        for entry in entries.value if key.value == "defaults" else []:
+            for name, choice in entry.value if isinstance(entry, yaml.MappingNode) else []:
+                group = name.value.rpartition("/")[2].partition("@")[0]
+                known, where = groups.get(group), f"{path}:{name.start_mark.line + 1}"
+                if known is None and "/" in name.value and "hydra/" not in name.value:
+                    close = [f"override /{g}: {choice.value}" for g in nearest(group, groups)]
+                    known_groups = f"groups: {', '.join(groups)}"
+                    yield Problem(f"there is no group {group!r}", where, known_groups, *close[:1])
+                listed = isinstance(choice, yaml.SequenceNode)
+                for one in choice.value if listed else [choice]:
+                    if known is not None and one.value not in ("", "null", "~", *known):
+                        yield _unknown_choice(group, one.value, known, where)
+
+
 def _store(name: str, path: Path) -> None:
+    readable(path)
     try:
         node = OmegaConf.load(path)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark else str(path)
-        why = getattr(error, "problem", None) or str(error)
-        raise ConfigError(Problem(f"{path.name} is not valid YAML", place, why)) from None
+        raise ConfigError(broken(path, error)) from None
     if not isinstance(node, DictConfig):
         raise ConfigError(Problem(f"{path.name} is not a mapping of keys", str(path)))
     group = "/".join(["recipe", *name.split("/")[:-1]])
@@ -161,16 +207,21 @@ def compose(overrides: Iterable[str] = (), config_dirs: Sequence[str | Path] = (
         with initialize_config_dir(str(paths.CONF), version_base="1.3"):
             cfg = hydra_compose("config", overrides=[*words, *path], return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(from_hydra(error)) from None
+        raise ConfigError(from_hydra(error, words)) from None
     return gather(cfg, cfg.hydra, dirs)
 
 
-def from_hydra(error: Exception) -> Problem:
-    """Hydra's or OmegaConf's refusal, as one of ours."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
+def from_hydra(error: Exception, words: Sequence[str] = ()) -> Problem:
+    """Hydra's or OmegaConf's refusal of these words, as one of ours."""
+    text = str(error).replace("'++", "'")
+    lines = [line.strip() for line in text.splitlines() if line.strip() and "hydra.cc" not in line]
     key = getattr(error, "full_key", None)
     what = f"{key}: {lines[0]}" if key and key not in lines[0] else lines[0]
-    return Problem(f"the config does not compose: {what}", why="\n".join(lines[1:6]))
+    names = {word: word.lstrip("+~").partition("=")[0] for word in words}
+    named = [word for word, name in names.items() if f"'{name}" in text or name == key]
+    word = getattr(error, "override", None) or next(iter(named), None)
+    where = f"{COMMAND_LINE}: {word.lstrip('+')}" if word else ""
+    return Problem(f"the config does not compose: {what}", where, "\n".join(lines[1:6]))
 
 
 def gather(cfg: DictConfig, hydra: DictConfig, config_dirs: Sequence[Path] = ()) -> Composed:

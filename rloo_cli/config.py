@@ -39,6 +39,7 @@ def check(composed: Composed) -> RunConfig:
                 run = build(named)
             problems = list(rules.problems(run))
     if problems:
+        problems.sort(key=lambda p: sources.order(p.where))  # as they were written
         raise ConfigError(*[complaints.placed(p, sources) for p in problems])
     return run
 

@@ -83,10 +83,15 @@ def _open(config: DataConfig, split: str) -> "Dataset":
                 why = f"it ends in {path.suffix or 'nothing'}; known: {', '.join(READERS)}"
                 raise DataError(Problem(f"{path} is not a data file", "data.path", why))
             files = {"train": str(path)}
-            return _cut(datasets.load_dataset(kind, data_files=files), split)
+            return datasets.load_dataset(kind, data_files=files, split=split)
         source = str(path) if path.is_dir() else config.path
         return datasets.load_dataset(source, config.name, split=split, revision=config.revision)
-    except (ValueError, KeyError, RuntimeError) as error:
+    except (ValueError, LookupError, RuntimeError, StopIteration) as error:
+        # An empty jsonl file ends in StopIteration, an empty saved data set in IndexError.
+        nothing = isinstance(error, StopIteration | IndexError)
+        if nothing or "corresponds to no data" in str(error):
+            what = f"the data is empty: {config.path} [{split}] has 0 rows"
+            raise DataError(Problem(what, "data.path")) from None
         if any(word in str(error).lower() for word in ("split", "instruction")):
             raise DataError(
                 Problem(f"no split {split!r} in {config.path}", "data.split", str(error))
@@ -94,8 +99,6 @@ def _open(config: DataConfig, split: str) -> "Dataset":
         raise DataError(
             Problem(f"{config.path} cannot be read", "data.path", _short(error))
         ) from None
-    except StopIteration:  # how an empty jsonl file shows
-        raise DataError(Problem(f"the data is empty: {config.path}", "data.path")) from None
     except (OSError, datasets.exceptions.DatasetGenerationError) as error:
         raise _unreachable(config.path, path, error) from None
 
@@ -142,7 +145,7 @@ def _unreachable(name: str, path: Path, error: Exception) -> DataError | Machine
     return MachineError(Problem(f"data set {name!r} is not to be had", "data.path", why, fix))
 
 
-def _short(error: Exception) -> str:
+def _short(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1][:300]
 
 

@@ -11,7 +11,7 @@ from rloo_cli.parts import Run
 from rloo_cli.rollout import Batch
 
 SKIPS = 3  # non-finite updates in a row that train.on_nonfinite=skip lets pass
-PATIENCE = 10  # updates in a row without one token to learn from
+PATIENCE = 10  # steps in a row without one token to learn from
 
 
 def finite(run: Run, batch: Batch, loss: float, norm: float) -> bool:
@@ -19,19 +19,24 @@ def finite(run: Run, batch: Batch, loss: float, norm: float) -> bool:
 
     Raises NumbersError (exit 7) with nothing updated; the batch is kept in the run's debug folder.
     """
-    if math.isfinite(loss) and math.isfinite(norm):
-        run.state.nonfinite = 0
+    # A NaN reward is no NaN loss: no two rewards of its group differ, so it gets no advantage.
+    known = batch.reward is None or bool(batch.reward.isfinite().all())
+    right = {"reward": known, "loss": math.isfinite(loss), "gradient": math.isfinite(norm)}
+    wrong = [name for name, fine in right.items() if not fine]
+    if not wrong:
+        run.state.nonfinite = run.state.empty = 0
         return True
     run.optimizer.zero()
     folder = _keep(run.folder, batch)
     run.state.nonfinite += 1
     if run.config.train.on_nonfinite == "skip" and run.state.nonfinite <= SKIPS:
-        run.log.note(f"step {batch.step + 1}: loss {loss}, gradient norm {norm}: update skipped")
+        found = f"loss {loss}, gradient norm {norm}"
+        run.log.note(f"step {batch.step + 1}: non-finite {wrong[0]} ({found}): update skipped")
         return False
     raise NumbersError(
         Problem(
             f"non-finite numbers in step {batch.step + 1}: nothing was updated",
-            "loss" if not math.isfinite(loss) else "gradient",
+            wrong[0],
             f"loss {loss}, gradient norm {norm}; the batch is in {folder}",
             "a lower train.learning_rate, or model.dtype=float32",
         )
@@ -41,18 +46,18 @@ def finite(run: Run, batch: Batch, loss: float, norm: float) -> bool:
 def nothing_to_learn(run: Run, batch: Batch) -> None:
     """No optimizer step: weight decay and momentum would move the weights all the same.
 
-    Raises NumbersError after PATIENCE of these in a row.
+    Raises NumbersError after PATIENCE steps of these in a row.
     """
     run.optimizer.zero()
     run.state.empty += 1
-    if run.state.empty < PATIENCE:
+    if run.state.empty < PATIENCE * run.config.updates_per_step:
         run.log.note(f"step {batch.step + 1}: no row to learn from, no update made")
         return
     unscored = float((~batch.scorable).double().mean())
     masked = float(batch.masked.double().mean())
     raise NumbersError(
         Problem(
-            f"{PATIENCE} updates in a row had nothing to learn from",
+            f"{PATIENCE} steps in a row had nothing to learn from",
             f"step {batch.step + 1}",
             f"{unscored:.0%} of the rows have no score, {masked:.0%} are masked out as truncated",
             "raise generation.max_completion_length, or look at the rewards and at EOS",

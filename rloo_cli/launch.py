@@ -30,6 +30,9 @@ from rloo_cli.tools import plan
 
 PACKAGES = ("rloo-cli", "torch", "transformers", "datasets", "hydra-core", "omegaconf", "pydantic")
 GRACE_S = 10.0  # between a polite and an impolite end
+# Until the worker can say how it ended, an interrupt ends it without a traceback.
+BOOT = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); " \
+    "from rloo_cli.worker import main; main()"  # fmt: skip
 
 
 def train(composed: Composed, multirun: bool = False, dry_run: bool = False) -> int:
@@ -100,7 +103,9 @@ def _taken(folder: Path, before: dict[str, Any] | None, run: RunConfig) -> Probl
     new = dict(complaints.walk(config.dump(run)))
     leaves = [k for k in {**old, **new} if not isinstance(old.get(k, new.get(k)), dict)]
     changes = [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in leaves if old.get(k) != new.get(k)]
-    why = "\n".join(["it is another config:", *changes[:10]]) if before else "it is not a run"
+    more = [f"... and {len(changes) - 10} more"] if len(changes) > 10 else []
+    shown = "\n".join(["it is another config:", *changes[:10], *more])
+    why = shown if before else "it is not a run"
     choices = f"name=OTHER, or root=OTHER, or move it away: mv {folder} {folder}.old"
     return Problem(f"{folder} exists", "name", why, choices)
 
@@ -137,15 +142,17 @@ def _start(folder: Path) -> int:
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     worker = subprocess.Popen(
         # -P: no file in the current folder can pass for a package.
-        [sys.executable, "-P", "-m", "rloo_cli.worker", str(folder)],
+        [sys.executable, "-P", "-c", BOOT, str(folder)],
         env=environment,
         start_new_session=True,  # a Ctrl-C reaches it once, from us
         preexec_fn=_die_with_parent(),
     )
     heard: list[int] = []
+    first = [0.0]  # when
 
     def forward(number: int, frame: Any) -> None:
         heard.append(number)
+        first[0] = first[0] or time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             if len(heard) > 1 and number == signal.SIGINT:
                 os.killpg(worker.pid, signal.SIGKILL)  # the second Ctrl-C means now
@@ -155,10 +162,11 @@ def _start(folder: Path) -> int:
     before = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         while worker.poll() is None:
-            try:
-                worker.wait(GRACE_S if heard else None)
-            except subprocess.TimeoutExpired:
-                os.killpg(worker.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.wait(0.5)
+            if heard and time.monotonic() - first[0] > GRACE_S:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(worker.pid, signal.SIGKILL)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -6,8 +6,11 @@ weighted by counts over the steps since the last line, extremes true, counters t
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from rloo_cli import measures
 from rloo_cli.advice import Advisor
@@ -20,6 +23,25 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 COUNTERS = ("step", "updates", "episode", "epoch", "num_tokens", "eps", "learning_rate", "lr")
+OVER = {  # a count of `measures.counts` -> the means that were taken over it
+    "ended": "completions/mean_terminated_length",
+    "scored": "reward reward_std_batch",
+    "groups": "reward_std frac_reward_zero_std",
+    "usable": "advantages/mean advantages/std advantages/zero_frac",
+    "trained": "objective/scores objective/kl objective/non_score_reward objective/rlhf_reward",
+    "updates": "loss policy_loss loss/policy_avg kl_loss grad_norm grad_clip_fraction",
+    "units": "clip_ratio/low_mean clip_ratio/high_mean clip_ratio/region_mean delta_ratio"
+    " policy/approxkl_avg policy/clipfrac_avg val/ratio val/ratio_var",
+    "tokens": "kl sampling/missing_frac",
+    "entropy_tokens": "entropy policy/entropy_avg",
+    "sequences": "objective/entropy sampling/kl",
+    "gap_tokens": "sampling/logp_diff_mean sampling/logp_diff_rms",
+    "weights": "sampling/ess sampling/capped_frac sampling/masked_frac"
+    " sampling/importance_sampling_ratio/mean",
+    "step_time": "perf/completions_per_s perf/tokens_per_s perf/tokens_per_s_per_gpu"
+    " perf/rollout_wait_frac",
+}
+WEIGHED_BY = {mean: count for count, means in OVER.items() for mean in means.split()}
 ALIASES = {  # ours -> how TRL spells it
     "sampling/logp_diff_mean": "sampling/sampling_logp_difference/mean",
     "sampling/logp_diff_max": "sampling/sampling_logp_difference/max",
@@ -34,13 +56,14 @@ class Log:
         self.samples_every, self.aliases = samples_every, aliases
         self.rows: list[Row] = []  # as written
         self.pending: list[Row] = []  # steps since the last line
+        self.counts: list[Row] = []  # and what their means were taken over
         self.display: Display | None = None
         self.advisor = Advisor()
         self.said: set[str] = set()
 
-    def due(self, step: int) -> bool:
-        """Whether the `step`-th step, counted from 1, is written."""
-        return step % self.every == 0
+    def due(self, step: int, steps: int) -> bool:
+        """Whether the `step`-th of `steps` steps, counted from 1, is written: the last always."""
+        return step % self.every == 0 or step == steps
 
     def note(self, text: str) -> None:
         """A line that stays."""
@@ -55,14 +78,16 @@ class Log:
     def step(self, run: "Run", batch: Batch, updates: measures.Updates) -> None:
         """Take in one finished step; write a line when it is due, and its samples."""
         for note in batch.notes:
-            if note[:40] not in self.said:  # once per run, not once per step
-                self.said.add(note[:40])
+            kind = re.sub(r"\d+", "", note)[:40]
+            if kind not in self.said:  # once per run, not once per step
+                self.said.add(kind)
                 self.note(note)
         state, settings = run.state, run.config.algorithm
-        row: Row = measures.of_rollouts(batch)
-        row |= measures.of_advantages(batch, getattr(settings, "beta", 0.0)) | updates.row()
+        row: Row = measures.of_rollouts(batch, _option(settings, "advantage_scale") == "batch")
+        beta = 0.0 if _option(settings, "kl_in") == "none" else _option(settings, "beta")
+        row |= measures.of_advantages(batch, beta or 0.0) | updates.row()
         row |= run.clock.lap()
-        row |= _speed(batch, row["step_time"])
+        row |= _speed(run, batch, row) | _staleness(batch, state.updates - updates.made)
         row |= {
             "num_tokens": state.tokens,
             "episode": state.episodes,
@@ -73,16 +98,22 @@ class Log:
             "data/truncated": run.prompts.truncated,
         }
         self.pending.append({"step": state.step} | row)
+        self.counts.append(measures.counts(batch, updates) | {"step_time": row["step_time"]})
         samples = samples_of(run, batch)
         if state.step % self.samples_every == 0:
             self.save_samples(f"step_{state.step:06d}", samples)
-        if self.due(state.step) or state.step == run.steps:
-            row = self.write(merge(self.pending))
-            self.pending = []
+        if self.due(state.step, run.steps):
+            row = self.flush()
             if self.display is not None:
                 self.display.step(row, samples[:: max(1, settings.num_generations)])
             for advice in self.advisor.look(row):
                 self.note(f"advice: {advice}")
+
+    def flush(self) -> Row:
+        """Write the steps since the last line as one."""
+        row = self.write(merge(self.pending, self.counts))
+        self.pending, self.counts = [], []
+        return row
 
     def held_out(self, row: Row) -> None:
         """Write and show the scores of an evaluation."""
@@ -107,41 +138,51 @@ class Log:
         write_text(self.folder / "samples" / f"{name}.jsonl", lines)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Write what is not written yet, and give the terminal back."""
+        if self.pending:
+            self.flush()
         if self.display is not None:
             self.display.close()
 
 
-def merge(rows: list[Row]) -> Row:
-    """Several steps -> one line: means over steps that have a value, extremes, last counters."""
+def merge(rows: list[Row], counts: list[Row]) -> Row:
+    """Several steps -> one line: means weighed by `counts`, extremes, last counters.
+
+    A step that has no value, or one that is not finite, takes no part.
+    """
     merged: Row = {}
     for name in dict.fromkeys(name for row in rows for name in row):
-        values = [row[name] for row in rows if name in row]
+        told = [i for i, row in enumerate(rows) if name in row and math.isfinite(row[name])]
+        if not told:
+            continue
+        values = [rows[i][name] for i in told]
         last = name.rpartition("/")[2]
         if name in COUNTERS or name.startswith("data/"):
             merged[name] = values[-1]
         elif last == "min" or last.startswith("min_") or last.endswith("_min"):
             merged[name] = min(values)
-        elif last in ("max", "abs_max") or last.startswith("max_") or last.endswith("_max"):
+        elif last == "max" or last.startswith("max_") or last.endswith(("_max", "_gb")):
             merged[name] = max(values)
         else:
-            merged[name] = sum(values) / len(values)
+            over = WEIGHED_BY.get(name, name.rpartition("/")[0] if last in ("mean", "std") else "")
+            weights = [counts[i].get(over, 1) for i in told]
+            total = sum(v * w for v, w in zip(values, weights, strict=True))
+            merged[name] = total / sum(weights) if sum(weights) else values[-1]
     return merged
 
 
 def samples_of(run: "Run", batch: Batch) -> list[Row]:
     """Every row of a batch, as kept in samples/."""
     k = batch.score.shape[1]
-    columns = {"score": batch.score, "shaped": batch.shaped, "kl": batch.kl}
-    columns |= {"reward": batch.reward, "advantage": batch.advantage}
+    before = {"score": batch.score, "shaped": batch.shaped}
+    after = {"kl": batch.kl, "reward": batch.reward, "advantage": batch.advantage}
     rows = []
     for p, group in enumerate(batch.groups):
         for j in range(k):
-            row = sample(run, group, j) | {
-                name: float(values[p, j]) if batch.scorable[p, j] else None
-                for name, values in columns.items()
-                if values is not None
-            }
+            row = sample(run, group, j) | dict.fromkeys([*before, *after])
+            if batch.scorable[p, j]:
+                found = before | (after if p in batch.active else {})  # no KL of the others
+                row |= {n: float(v[p, j]) for n, v in found.items() if v is not None}
             said = {n: float(batch.raw[f, p, j]) for f, n in enumerate(batch.names)}
             row["rewards"] = {n: None if math.isnan(v) else v for n, v in said.items()}
             row |= {name: values[p * k + j] for name, values in batch.extras.items()}
@@ -166,12 +207,29 @@ def sample(run: "Run", group: Group, k: int) -> Row:
     }
 
 
-def _speed(batch: Batch, seconds: float) -> Row:
+def _option(settings: Any, name: str) -> Any:
+    return getattr(settings, name, None)  # not every algorithm has every switch
+
+
+def _staleness(batch: Batch, now: int) -> Row:
+    ages = [now - r.weight_version for g in batch.groups for r in g.rollouts]
+    return {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages)}
+
+
+def _speed(run: "Run", batch: Batch, row: Row) -> Row:
+    seconds = row["step_time"]
     rollouts = [(g, r) for g in batch.groups for r in g.rollouts]
     tokens = sum(len(g.prompt_ids) + r.length for g, r in rollouts)
     widest = max(len(g.prompt_ids) + len(r.completion_ids) for g, r in rollouts)
-    return {
+    waited = sum(row.get(f"time/{phase}", 0.0) for phase in ("data", "generation", "reward"))
+    speed = {
         "perf/completions_per_s": len(rollouts) / seconds,
         "perf/tokens_per_s": tokens / seconds,
         "perf/padding_frac": 1 - tokens / (widest * len(rollouts)),
+        "perf/rollout_wait_frac": waited / seconds,
     }
+    if run.world.device.type == "cuda":
+        speed["perf/tokens_per_s_per_gpu"] = tokens / seconds / run.world.size
+        speed["memory/peak_gb"] = torch.cuda.max_memory_allocated(run.world.device) / 1e9
+        speed["memory/reserved_gb"] = torch.cuda.memory_reserved(run.world.device) / 1e9
+    return speed

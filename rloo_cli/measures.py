@@ -16,13 +16,15 @@ from rloo_cli.tensors import row_sum
 Row = dict[str, float]
 
 
-def of_rollouts(batch: Batch) -> Row:
-    """Lengths, scores and groups of a step's batch, known before any update."""
-    return {
-        **_completions(batch),
-        **_scores(batch),
-        **batch.facts,
-    }
+def of_rollouts(batch: Batch, std_over_step: bool = False) -> Row:
+    """Lengths, scores and groups of a step's batch, known before any update.
+
+    `std_over_step`: the algorithm divides by the step's std (advantage_scale=batch).
+    """
+    row = _completions(batch) | _scores(batch) | batch.facts
+    if std_over_step and "reward_std_batch" in row:
+        row["reward_std"] = row["reward_std_batch"]
+    return row
 
 
 def _completions(batch: Batch) -> Row:
@@ -55,7 +57,6 @@ def _scores(batch: Batch) -> Row:
     score, rows = batch.score, batch.scorable
     if rows.any():
         row["reward"] = float(score[rows].mean())
-        row["objective/scores"] = float(batch.shaped[rows].mean())
     if rows.sum() > 1:
         row["reward_std_batch"] = float(score[rows].std())
     groups = [score[i][rows[i]] for i in range(len(score)) if rows[i].sum() >= 2]
@@ -73,7 +74,10 @@ def _mean_std(values: Tensor) -> Row:
 
 
 def of_advantages(batch: Batch, beta: float) -> Row:
-    """Advantages over valid rows; KL and reward per sequence over the rows that were trained on."""
+    """Advantages over valid rows; scores and KL per sequence over the rows that were trained on.
+
+    `objective/rlhf_reward` is their sum wherever the KL goes, reward or loss.
+    """
     row: Row = {}
     if batch.advantage is not None and batch.usable is not None and batch.usable.any():
         values = batch.advantage[batch.usable]
@@ -81,15 +85,36 @@ def of_advantages(batch: Batch, beta: float) -> Row:
         row["advantages/abs_max"] = float(values.abs().max())
         row["advantages/zero_frac"] = float((values == 0).double().mean())
         row["advantages/norm_skipped"] = float(batch.norm_skipped)
-    trained = batch.scorable.clone()
-    trained[[i for i in range(len(batch.groups)) if i not in batch.active]] = False
-    if batch.kl is not None and trained.any():
-        kl = float(batch.kl[trained].mean())
+    rows = _trained(batch)
+    if rows.any():
+        row["objective/scores"] = row["objective/rlhf_reward"] = float(batch.shaped[rows].mean())
+    if rows.any() and batch.kl is not None:
+        kl = float(batch.kl[rows].mean())
         row["objective/kl"] = kl
         row["objective/non_score_reward"] = -beta * kl
-    if batch.reward is not None and trained.any():
-        row["objective/rlhf_reward"] = float(batch.reward[trained].mean())
+        row["objective/rlhf_reward"] -= beta * kl
     return row
+
+
+def _trained(batch: Batch) -> Tensor:
+    """Scorable rows of active groups. -> (P, K) bool"""
+    rows = torch.zeros_like(batch.scorable)
+    rows[batch.active] = batch.scorable[batch.active]
+    return rows
+
+
+def counts(batch: Batch, updates: "Updates") -> Row:
+    """What the means of a step were taken over, by the names of `log.OVER`."""
+    said = {f"reward/{n}": (~v.isnan()).sum() for n, v in zip(batch.names, batch.raw, strict=True)}
+    found = {
+        "ended": batch.table("terminated").sum(),
+        "scored": batch.scorable.sum(),
+        "groups": (batch.scorable.sum(1) >= 2).sum(),
+        "usable": torch.tensor(0) if batch.usable is None else batch.usable.sum(),
+        "trained": _trained(batch).sum(),
+        "updates": torch.tensor(updates.made),
+    }
+    return _fetch(said | found) | _fetch(updates.sums)
 
 
 class Updates:
@@ -115,6 +140,11 @@ class Updates:
                 old = self.largest.get(name)
                 self.largest[name] = value if old is None else torch.maximum(old, value)
 
+    @property
+    def made(self) -> int:
+        """Optimizer updates so far."""
+        return len(self.scalars.get("loss", []))
+
     def micro(self, loss: Any, micro: Micro, entropy: Tensor | None) -> None:
         """Take in one micro-batch of one update; `loss` is the algorithm's Loss."""
         units = loss.unit_mask
@@ -129,7 +159,9 @@ class Updates:
             approx_kl=(0.5 * loss.log_ratio_sq * units).sum(),
         )
         used = loss.ratio[units]
-        self.extreme(ratio=used, ratio_min=-used, low=-loss.row_low, high=loss.row_high)
+        rows = _rows(micro)
+        self.extreme(ratio=used, ratio_min=-used)
+        self.extreme(low=-loss.row_low[rows], high=loss.row_high[rows])
         self.add(policy_loss=loss.policy, kl_loss=loss.kl)
         if entropy is not None:
             self.add(entropy=(entropy * micro.mask).sum(), entropy_tokens=micro.mask.sum())
@@ -141,7 +173,7 @@ class Updates:
         old = micro.old_logp
         assert old is not None
         tokens = micro.mask.sum()
-        self.add(old=-(old * micro.mask).sum(), tokens=tokens, sequences=micro.sequences)
+        self.add(old=-(old * micro.mask).sum(), tokens=tokens, sequences=_rows(micro).sum())
         if kl is not None:
             self.add(kl=kl.sum())
         if micro.behaviour_logp is not None:
@@ -155,7 +187,7 @@ class Updates:
     def _weights(self, loss: Any, micro: Micro) -> None:
         counted = micro.mask.bool()
         if loss.weight.shape != micro.mask.shape:
-            counted = row_sum(micro.mask, micro.sequence, micro.sequences) > 0
+            counted = _rows(micro)
         weight, raw = loss.weight[counted].double(), loss.raw_weight[counted].double()
         self.add(
             weights=weight.numel(), weight=weight.sum(), raw=raw.sum(), raw_sq=raw.square().sum(),
@@ -181,9 +213,8 @@ class Updates:
         top = _fetch(self.largest)
         row = {name: sum(v) / len(v) for name, v in self.scalars.items()}
         if row:
-            updates = len(self.scalars["loss"])
-            row["policy_loss"] = row["loss/policy_avg"] = s["policy_loss"] / updates
-            row["kl_loss"] = s["kl_loss"] / updates
+            row["policy_loss"] = row["loss/policy_avg"] = s["policy_loss"] / self.made
+            row["kl_loss"] = s["kl_loss"] / self.made
             row["lr"] = row["learning_rate"]
         if s.get("units"):
             row |= _clips(s, top)
@@ -200,11 +231,16 @@ class Updates:
         return row
 
 
+def _rows(micro: Micro) -> Tensor:
+    """Sequences with a token that is trained on. -> (S,) bool"""
+    return row_sum(micro.mask, micro.sequence, micro.sequences) > 0
+
+
 def _fetch(values: dict[str, Tensor]) -> Row:
     if not values:
         return {}
     device = next((v.device for v in values.values() if v.device.type != "cpu"), None)
-    stacked = torch.stack([v.reshape(()).to(device) for v in values.values()]).tolist()
+    stacked = torch.stack([v.reshape(()).double().to(device) for v in values.values()]).tolist()
     return dict(zip(values, stacked, strict=True))
 
 
@@ -221,7 +257,7 @@ def _clips(s: Row, top: Row) -> Row:
         "policy/approxkl_avg": s["approx_kl"] / n,
         "policy/clipfrac_avg": (s["low"] + s["high"]) / n,
         "val/ratio": mean,
-        "val/ratio_var": max(0.0, s["ratio_sq"] / n - mean**2),
+        "val/ratio_var": max(s["ratio_sq"] / n - mean**2, 0.0),
         "ratio/min": -top["ratio_min"],
         "ratio/max": top["ratio"],
     }

@@ -36,8 +36,9 @@ def plan_updates(run: Run, batch: Batch, iteration: int) -> list[Plan]:
         order = np.random.Generator(np.random.PCG64(seed)).permutation(order)
     active = set(batch.active)
     lengths = batch.table("length") * ~batch.masked
-    valid = batch.scorable & ~batch.masked
-    valid &= valid.sum(1, keepdim=True) >= min(2, settings.num_generations)
+    # A masked row still is its siblings' baseline: only what has no score leaves a row alone.
+    enough = min(2, settings.num_generations)
+    valid = batch.scorable & (batch.scorable.sum(1, keepdim=True) >= enough) & ~batch.masked
     whole = getattr(settings, "loss_denominator", "all") == "all"
     counted = torch.ones_like(valid) if whole else valid
     plans = []

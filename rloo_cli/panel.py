@@ -58,12 +58,14 @@ def history(rows: Rows, name: str) -> list[float]:
 
 
 def number(value: float, label: str = "") -> str:
+    """A value as short as it is clear; under a label that ends in %, as a share."""
     if label.endswith("%"):
         return f"{100 * value:.{1 if 0 < value < 0.0995 else 0}f}%"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:
+    """`1h05m`, `2m03s` or `9s`."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}h{m:02}m" if hours else f"{m}m{s:02}s" if m else f"{s}s"

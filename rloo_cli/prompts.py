@@ -180,7 +180,8 @@ def _refuse_two_beginnings(ids: list[list[int]], tokenizer: "PreTrainedTokenizer
             Problem(
                 f"{len(twice)} prompts begin with two beginning-of-text tokens",
                 f"data.prompt_column, row {twice[0]}",
-                f"first ids {ids[twice[0]][:5]}: the text has {tokenizer.bos_token!r}, one more is added",
+                f"first ids {ids[twice[0]][:5]}: the text has {tokenizer.bos_token!r}, "
+                "and one more is added",
                 "leave it out of the prompts",
             )
         )

@@ -109,14 +109,27 @@ class Rollouts:
             raise NumbersError(
                 Problem(
                     f"no group of {drawn} drawn has two different scores",
-                    f"step {batch.step}, algorithm.zero_std_groups=resample",
-                    f"the mean score is {float(batch.score.mean()):.3g} in all of them",
+                    f"step {batch.step + 1}, algorithm.zero_std_groups=resample",
+                    _shares(batch),
                     "easier or harder prompts, or algorithm.zero_std_groups=keep",
                 )
             )
         batch.active = [i for i in range(len(batch.groups)) if i not in dropped]
         batch.facts["groups/dropped"] = len(dropped)
         batch.facts["groups/resampled"] = drawn - len(batch.groups)
+
+
+def _shares(batch: Batch) -> str:
+    """How many of these groups, each flat, score highest and lowest."""
+    values = [float(s[r][0]) for s, r in zip(batch.score, batch.scorable, strict=True) if r.any()]
+    if not values:
+        return "none of their completions has a score"
+    top, low = max(values), min(values)
+    return (
+        f"of the last {len(batch.groups)} groups {values.count(top) / len(batch.groups):.0%} score"
+        f" {top:.3g}, the highest, and {values.count(low) / len(batch.groups):.0%} {low:.3g}, the"
+        " lowest"
+    )
 
 
 def _spread(batch: Batch, i: int) -> bool:
@@ -147,7 +160,7 @@ def _join(parts: list[Batch], drawn: int) -> Batch:
     facts: dict[str, float] = {}
     for name in {n for p in parts for n in p.facts}:  # the mean over the rounds of drawing
         found = [p.facts[name] for p in parts if name in p.facts]
-        facts[name] = sum(found) / len(found)
+        facts[name] = sum(found) / (1 if name.endswith("/time") else len(found))
     names = {n for p in parts for n in p.extras}
     extras = {
         n: [v for p in parts for v in p.extras.get(n, [None] * p.score.numel())] for n in names

@@ -145,7 +145,7 @@ def code_problems(key: str, spec: str) -> Iterator[Problem]:
     if name not in defined and "*" not in defined:
         close = nearest(name, defined)
         fix = f"{key}={where}:{close[0]}" if close else ""
-        names = ", ".join(sorted(defined)) or "nothing"
+        names = ", ".join(sorted(n for n in defined if not n.startswith("_"))) or "nothing"
         yield Problem(f"{key}: {where} has no {name!r}", key, f"it defines: {names}", fix)
 
 

@@ -72,21 +72,10 @@ def _with_model(
     """The second half of `make`: weights, and what needs them."""
     log.phase("loading the model")
     algorithm = registry.module("algorithms", config.algorithm.name)
-    model = load.model(config.model, config.model.path, world.device)
-    model.train()
     settings = algorithm.resolved(config.algorithm, config.generation.backend)
     config = config.model_copy(update={"algorithm": settings})
-    temperature = config.generation.temperature
-    kl_temperature = 1.0 if getattr(settings, "kl_temperature", "") == "one" else temperature
-    policy = Policy(model, temperature, kl_temperature)
-    frozen = None
-    if (
-        getattr(config.algorithm, "beta", 0.0) > 0
-        or getattr(config.algorithm, "kl_in", "") == "none"
-    ):
-        path = config.model.ref_path or config.model.path
-        frozen = reference(load.model(config.model, path, world.device), kl_temperature)
-        same_vocabulary(policy, frozen)
+    policy, frozen = _policies(config, world)
+    model = policy.model
     backend = registry.load_code(
         registry.module("generation", config.generation.backend).IMPLEMENTATION
     )
@@ -120,6 +109,21 @@ def _with_model(
         micro_groups=micro,
         no_grad_groups=(config.train.no_grad_batch_size or 2 * micro * k) // k,
     )
+
+
+def _policies(config: RunConfig, world: World) -> tuple[Policy, Policy | None]:
+    """The model that learns and, where KL is of use, the frozen one that it is measured to."""
+    model = load.model(config.model, config.model.path, world.device)
+    model.train()
+    temperature, settings = config.generation.temperature, config.algorithm
+    kl_temperature = 1.0 if getattr(settings, "kl_temperature", "") == "one" else temperature
+    policy = Policy(model, temperature, kl_temperature)
+    if getattr(settings, "beta", 0.0) <= 0 and getattr(settings, "kl_in", "") != "none":
+        return policy, None
+    path = config.model.ref_path or config.model.path
+    frozen = reference(load.model(config.model, path, world.device), kl_temperature)
+    same_vocabulary(policy, frozen)
+    return policy, frozen
 
 
 def plan(config: RunConfig, folder: Path) -> dict[str, Any]:

@@ -9,7 +9,10 @@ from typing import Any
 
 import yaml
 
+from rloo_cli.errors import ConfigError, Problem
+
 COMMAND_LINE = "command line"
+LARGEST = 10_000  # values in one YAML file, aliases written out
 
 
 @dataclass(frozen=True)
@@ -34,25 +37,25 @@ class Sources:
     def __post_init__(self) -> None:
         self.places = [positions(path, mount) for path, mount in self.files]
 
-    def override(self, key: str) -> str | None:
-        """The command-line word that set `key` or a section around it."""
-        for word in reversed(self.overrides):
-            name = word.partition("=")[0].lstrip("+~")
-            if key == name or key.startswith(name + "."):
-                return word.lstrip("+")
-        return None
-
     def where(self, key: str) -> str:
         """`my.yaml:7`, `command line: key=value`, or the nearest thing around the key."""
-        word = self.override(key)
-        if word is not None:
-            return f"{COMMAND_LINE}: {word}"
+        return self._find(key)[1]
+
+    def order(self, key: str) -> tuple[int, int]:
+        """Sorts keys as they were written: the command line's words, then each file's lines."""
+        return self._find(key)[0]
+
+    def _find(self, key: str) -> tuple[tuple[int, int], str]:
+        for i, word in reversed([*enumerate(self.overrides)]):
+            name = word.partition("=")[0].lstrip("+~")
+            if key == name or key.startswith(name + "."):
+                return (0, i), f"{COMMAND_LINE}: {word.lstrip('+')}"
         for name in _spellings(key):
-            for places in self.places:
+            for i, places in enumerate(self.places, 1):
                 if name in places:
-                    return str(places[name])
+                    return (i, places[name].line), str(places[name])
         parent = key.rpartition(".")[0]
-        return self.where(parent) if parent else ""
+        return self._find(parent) if parent else ((len(self.places) + 1, 0), "")
 
     def below(self, key: str) -> Any:
         """The value a file gives `key`, without the command line; None when there is none."""
@@ -61,6 +64,36 @@ class Sources:
                 if name in places and places[name].value not in (None, "???"):
                     return places[name].value
         return None
+
+
+def readable(path: Path) -> yaml.Node | None:
+    """The YAML of a user's file, unbuilt. Raises ConfigError for none, and for an alias bomb."""
+    try:
+        root = yaml.compose(path.read_text(), Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(broken(path, error)) from None
+    if root is not None and _size(root, {}) > LARGEST:
+        why = f"over {LARGEST} values, once its aliases (*name) are written out"
+        raise ConfigError(Problem(f"{path.name} is too large for a config", str(path), why))
+    return root
+
+
+def broken(path: Path, error: Exception) -> Problem:
+    """What to say of a file that is not YAML."""
+    mark = getattr(error, "problem_mark", None)
+    place = f"{path}:{mark.line + 1}" if mark else str(path)
+    return Problem(
+        f"{path.name} is not valid YAML", place, getattr(error, "problem", None) or str(error)
+    )
+
+
+def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
+    if id(node) not in sizes:
+        sizes[id(node)] = LARGEST + 1  # while it is open: what holds itself has no end
+        parts = node.value if isinstance(node, yaml.CollectionNode) else []
+        flat = [n for part in parts for n in (part if isinstance(part, tuple) else (part,))]
+        sizes[id(node)] = 1 + sum(_size(n, sizes) for n in flat)
+    return sizes[id(node)]
 
 
 def positions(path: Path, mount: str = "") -> dict[str, Place]:

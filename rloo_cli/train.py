@@ -67,7 +67,7 @@ def backward(run: Run, batch: Batch, index: list[int], plan: Plan, updates: Upda
     settings, algorithm = run.config.algorithm, run.algorithm
     with run.clock.phase("update"):
         micro = pack(batch.groups, index, batch.masked, run.world.device)
-        now = run.policy.logp(micro, want_entropy=run.log.due(run.state.step + 1))
+        now = run.policy.logp(micro, want_entropy=run.log.due(run.state.step + 1, run.steps))
         if micro.old_logp is None:  # the policy still is the sampler: its numbers are the old ones
             micro.old_logp = now.logp.detach()
             micro.kl_logp = None if now.kl_logp is None else now.kl_logp.detach()

@@ -120,6 +120,7 @@ def main() -> None:
     logs.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(filename=logs / "rank_0.log", level=logging.INFO)
     signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     code, state = 1, "failed"
     try:
         work(config.read(folder / "config.yaml"), folder)
@@ -131,6 +132,7 @@ def main() -> None:
         code = error.code
     except KeyboardInterrupt:
         log.error("interrupted")
+        print("stopped by Ctrl-C; the model is not saved. Start it again to begin anew.")
         code, state = 130, "stopped"
     except Exception:
         log.error("%s", traceback.format_exc())

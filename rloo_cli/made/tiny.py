@@ -33,7 +33,7 @@ TEMPLATE = (
 QUESTIONS = (
     "What is {a} + {b}?",
     "Write one sentence about the number {a}.",
-    "Name {b} things that are blue.",
+    "Name {a} things that are blue.",
     "Summarise: {a} birds sat on a wire, {b} flew away.",
 )
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -39,9 +40,20 @@ def model(config: ModelConfig, path: str, device: torch.device) -> Any:
     options: dict[str, Any] = {"dtype": chosen, "use_safetensors": True}
     if config.attn_implementation is not None:
         options["attn_implementation"] = config.attn_implementation
-    loaded = _reach(
-        AutoModelForCausalLM.from_pretrained, path, made.folder(path), config, **options
+    loaded, info = _reach(
+        AutoModelForCausalLM.from_pretrained,
+        path,
+        made.folder(path),
+        config,
+        output_loading_info=True,
+        **options,
     )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        why = f"missing: {', '.join(missing[:5])}; they would be random numbers"
+        raise ConfigError(
+            Problem(f"{path} lacks {len(missing)} of the model's tensors", "model.path", why)
+        )
     if config.disable_dropout:
         without_dropout(loaded)
     if config.gradient_checkpointing:
@@ -88,8 +100,8 @@ def _reach(load: Any, name: str, path: str, config: ModelConfig, **options: Any)
     remote = {"trust_remote_code": config.trust_remote_code, "revision": revision}
     try:
         return load(path, **{k: v for k, v in remote.items() if v is not None}, **options)
-    except (OSError, ValueError, ImportError) as error:
-        why = "\n".join(str(error).strip().splitlines()[:4])
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        why = "\n".join(line[:300] for line in str(error).strip().splitlines()[:4])
         if "trust_remote_code" in str(error):
             fix = "model.trust_remote_code=true, if you trust its authors; nothing was run"
             raise ConfigError(

@@ -56,6 +56,7 @@ def judge(reward: Reward, call: Call, returned: Any, log: Log) -> Outcome:
 
 
 def raised(error: BaseException) -> Failure:
+    """What a reward raised, with the user's own frames of it."""
     message = said(error)
     if isinstance(error, SystemExit | KeyboardInterrupt):
         message += " (a reward may not end the process)"
@@ -65,5 +66,6 @@ def raised(error: BaseException) -> Failure:
 
 
 def timeout(reward: Reward, thread: int | None) -> Failure:
+    """A call that took too long, with what its thread is doing now."""
     message = f"no answer within timeout_s = {reward.config.timeout_s:g} s"
     return Failure("timeout", message, running_frames(thread))

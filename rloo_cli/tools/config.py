@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rloo_cli import config, registry
+from rloo_cli import config, paths
 from rloo_cli.complaints import known_keys, unknown_key, walk
 from rloo_cli.compose import Composed, compose
 from rloo_cli.effects import why_idle
@@ -22,8 +22,7 @@ def run(words: list[str]) -> int:
             raise ConfigError(Problem("rloo config explain needs a key", "command line", fix=fix))
         print(explain(words[1], words[2:]))
     elif "--json" in words:
-        _, model = _all_keys([w for w in words if w != "--json"])
-        print(json.dumps(model.model_json_schema(), indent=2))
+        print(json.dumps(schema([w for w in words if w != "--json"]), indent=2))
     else:
         for line in listing(words):
             print(line)
@@ -41,6 +40,16 @@ def listing(words: list[str]) -> list[str]:
             value = _yaml(values[key]) if key in values else "-"
             lines.append(f"{key:<44} {kind} = {value}  # {field.description}")
     return lines
+
+
+def schema(words: list[str]) -> dict[str, Any]:
+    """The JSON schema of a recipe: no key is required, for a recipe holds only what differs."""
+    _, model = _all_keys(words)
+    found = model.model_json_schema()
+    for part in (found, *found["$defs"].values()):
+        part.pop("required", None)
+    found["properties"]["defaults"] = {"type": "array", "description": "Choices of groups"}
+    return found
 
 
 def explain(key: str, words: list[str]) -> str:
@@ -74,7 +83,7 @@ def explain(key: str, words: list[str]) -> str:
 def _all_keys(words: list[str]) -> tuple[Composed, type[BaseModel]]:
     """The config with every shipped reward beside the chosen ones, and its schema."""
     chosen = [w for w in words if not w.lstrip("+").startswith("reward=")]
-    rewards = ",".join(registry.names("rewards"))
+    rewards = ",".join(paths.group_choices([])["reward"])
     composed = compose([*chosen, f"reward=[{rewards}]"])
     return composed, config.model_class(config.merged(composed.values))
 
@@ -111,7 +120,8 @@ def kind_of(field: FieldInfo) -> str:
         for name, sign in signs.items()
         if getattr(m, name, None) is not None
     ]
-    return _kind(field.annotation) + ",".join(limits)
+    kind, null, _ = _kind(field.annotation).partition(" or null")
+    return kind + ",".join(limits) + null
 
 
 def _kind(annotation: Any) -> str:

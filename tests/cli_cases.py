@@ -1,0 +1,96 @@
+"""Running `rloo` as a user does, in a folder of the test's own: for the command-line tests."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PYTHON = (sys.executable, "-m", "rloo_cli")
+# Reached through a path, so that every process the command starts has it too.
+NO_TORCH = """
+import sys
+
+class Forbidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "datasets"):
+            raise AssertionError(f"{name} was imported")
+
+sys.meta_path.insert(0, Forbidden())
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def said(self) -> str:
+        """Both streams."""
+        return self.out + self.err
+
+
+@dataclass(frozen=True)
+class Rloo:
+    """`rloo(*words)` in `folder`, offline, with the session's cache."""
+
+    folder: Path
+    environment: dict[str, str]
+    program: tuple[str, ...] = PYTHON
+
+    def __call__(self, *words: str, timeout: float = 300, **variables: str) -> Ended:
+        ended = subprocess.run(
+            [*self.program, *words],
+            cwd=self.folder,
+            env=self.environment | variables,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            errors="replace",
+        )
+        return Ended(ended.returncode, ended.stdout, ended.stderr)
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """The command, still running; its output goes to `folder`/out."""
+        with (self.folder / "out").open("w") as out:
+            return subprocess.Popen(
+                [*self.program, *words],
+                cwd=self.folder,
+                env=self.environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                text=True,
+            )
+
+    def left(self) -> list[str]:
+        """Everything in the folder."""
+        return sorted(str(p.relative_to(self.folder)) for p in self.folder.rglob("*"))
+
+
+def surroundings(base: Path) -> dict[str, str]:
+    """The environment of every command: no network, nobody's cache, no colours."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RLOO_", "HYDRA_"))}
+    ours = {"RLOO_CACHE": str(base / "cache"), "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+    return kept | ours
+
+
+@pytest.fixture
+def rloo(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Rloo:
+    """The command, in an empty folder."""
+    return Rloo(tmp_path, surroundings(tmp_path_factory.getbasetemp()))
+
+
+@pytest.fixture
+def rloo_without_torch(rloo: Rloo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rloo]:
+    """The command, in an empty folder, where importing torch is an error."""
+    forbidden = tmp_path_factory.mktemp("no_torch")
+    (forbidden / "sitecustomize.py").write_text(NO_TORCH)
+    yield Rloo(rloo.folder, rloo.environment | {"PYTHONPATH": str(forbidden)})

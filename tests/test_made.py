@@ -1,0 +1,180 @@
+"""Models and data made on the spot, and the cache they are kept in."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from rloo_cli import made
+from rloo_cli.made import addition, keep, tiny
+
+MODELS = sorted(made.MODELS)
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """An empty cache, and a class that reads for a moment only."""
+    monkeypatch.setenv("RLOO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(addition, "LONGEST", 3)
+    return tmp_path / "cache"
+
+
+def test_held_out_problems_never_appear_in_training():
+    train, test = addition.problems()
+    assert len(test) == 500 and len(train) == 7600
+    assert len({*train, *test}) == 8100 and not {*train} & {*test}
+    assert all(10 <= n <= 99 for pair in (*train, *test) for n in pair)
+
+
+def test_the_problems_are_parted_alike_everywhere():
+    assert addition.rows("test")[:2] == [
+        {"prompt": "49+95=", "answer": "144"},
+        {"prompt": "56+74=", "answer": "130"},
+    ]
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_every_answer_is_the_sum(split):
+    for row in addition.rows(split):
+        a, b = row["prompt"].removesuffix("=").split("+")
+        assert row["answer"] == addition.careful(int(a), int(b)) == str(int(a) + int(b))
+
+
+def test_the_careless_forget_every_carry():
+    assert addition.without_carry(47, 38) == "75"
+    assert addition.without_carry(41, 38) == "79"
+    assert addition.without_carry(60, 50) == "10"
+    pairs = [pair for half in addition.problems() for pair in half]
+    right = sum(addition.careful(*p) == addition.without_carry(*p) for p in pairs)
+    assert 0.1 < right / len(pairs) < 0.5
+
+
+def test_a_problem_is_one_token_per_character_and_comes_back():
+    tokens = addition.tokenizer()
+    for text in ("47+38=", "0123456789+=", "47+38=85"):
+        ids = tokens(text)["input_ids"]
+        assert len(ids) == len(text) and tokens.decode(ids) == text
+    assert tokens.decode([*tokens("85")["input_ids"], 1], skip_special_tokens=True) == "85"
+    assert (tokens.pad_token_id, tokens.eos_token_id, tokens.bos_token_id) == (0, 1, None)
+
+
+def test_any_text_is_bytes_and_comes_back():
+    tokens = tiny.tokenizer()
+    for text in ("What is 10 + 3?", " two  spaces\n\ttab ", "é€😀", "<|user|>x"):
+        ids = tokens(text)["input_ids"]
+        assert len(ids) == len(text.encode()) and tokens.decode(ids) == text
+    assert tokens("<eos>")["input_ids"] == [tokens.eos_token_id]
+
+
+def test_tiny_prompts_held_out_are_others():
+    train, test = ({row["prompt"] for row in made.rows("make:tiny", s)} for s in ("train", "test"))
+    assert len(train) == 64 and len(test) == 16 and not train & test
+    for plain, chat in zip(tiny.rows("test"), tiny.chat_rows("test"), strict=True):
+        assert chat["prompt"] == [{"role": "user", "content": plain["prompt"]}]
+
+
+@pytest.mark.parametrize("name", sorted(made.DATA))
+def test_data_has_no_other_split(name):
+    with pytest.raises(KeyError):
+        made.rows(f"make:{name}", "tset")
+
+
+def loaded(folder):
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kind = getattr(transformers, config.architectures[0])
+    return kind.from_pretrained(folder), transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_made_model_and_its_tokenizer_go_together(name, cache):
+    model, tokens = loaded(made.folder(f"make:{name}"))
+    assert model.get_input_embeddings().weight.shape[0] == len(tokens)
+    assert model.config.eos_token_id == tokens.eos_token_id == 1
+    assert model.config.pad_token_id == tokens.pad_token_id == 0
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_made_once(name, cache, monkeypatch):
+    first = made.folder(f"make:{name}")
+    assert first.startswith(str(cache)) and os.listdir(cache) == [os.path.basename(first)]
+    monkeypatch.setattr(addition, "_make", None)
+    monkeypatch.setattr(tiny, "_make", None)
+    assert made.folder(f"make:{name}") == first
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_made_alike_each_time(name, cache, monkeypatch):
+    first = loaded(made.folder(f"make:{name}"))[0].state_dict()
+    monkeypatch.setenv("RLOO_CACHE", f"{cache}-again")
+    torch.rand(3)
+    again = loaded(made.folder(f"make:{name}"))[0].state_dict()
+    assert all(torch.equal(first[key], again[key]) for key in first)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_making_leaves_every_random_state_alone(name, cache):
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+    made.folder(f"make:{name}")
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), str(np.random.get_state())) == before[1:]
+
+
+def test_a_path_that_names_nothing_made_is_left_as_it_is(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert made.folder("org/model") == "org/model"
+    assert made.folder("/a/b") == "/a/b"
+    assert made.folder("~/b") == "/home/me/b"
+
+
+def put(text):
+    return lambda folder: (folder / "file").write_text(text)
+
+
+def test_a_folder_that_is_kept_has_its_own_name_for_each_recipe(cache):
+    one, other = keep.kept("x", "a", put("1")), keep.kept("x", "b", put("2"))
+    assert one != other
+    assert (one / "file").read_text() == "1" and (other / "file").read_text() == "2"
+    assert keep.kept("x", "a", put("3")) == one and (one / "file").read_text() == "1"
+
+
+def test_a_half_made_folder_is_not_used(cache):
+    def killed(folder):
+        put("half")(folder)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        keep.kept("x", "a", killed)
+    assert not [name for name in os.listdir(cache) if not name.startswith(".")]
+    assert (keep.kept("x", "a", put("whole")) / "file").read_text() == "whole"
+    assert len(os.listdir(cache)) == 1  # what this process left half is gone
+
+
+def test_who_is_quicker_is_believed(cache):
+    def slow(folder):
+        put("slow")(folder)
+        if "quick" not in done:
+            done.append("quick")
+            other = folder.with_name(folder.name.removeprefix(".").removesuffix(f".{os.getpid()}"))
+            other.mkdir()
+            put("quick")(other)
+
+    done = []
+    assert (keep.kept("x", "a", slow) / "file").read_text() == "quick"
+    assert len(os.listdir(cache)) == 1
+
+
+def test_a_folder_that_cannot_get_its_name_is_an_error(cache, monkeypatch):
+    def refuse(*_):
+        raise OSError("read-only")
+
+    monkeypatch.setattr("pathlib.Path.rename", refuse)
+    with pytest.raises(OSError, match="read-only"):
+        keep.kept("x", "a", put("1"))
+    assert os.listdir(cache) == []

@@ -1,0 +1,196 @@
+"""Rows -> tokenised prompts."""
+
+import pytest
+from prompt_cases import LONG, WITH_BOS, chat, config, decoded, plain, prepare, refused, tokenizer
+
+from rloo_cli import prompts
+from rloo_cli.errors import DataError
+from rloo_cli.made import tiny
+
+
+def test_plain_prompts_are_tokenised_as_they_are():
+    found = prepare(plain("abc", " d\n"))
+    assert not found.conversational
+    assert found.prompts == ["abc", " d\n"]
+    assert decoded(found) == ["abc", " d\n"]
+
+
+def test_conversations_go_through_the_chat_template_with_a_generation_prompt():
+    found = prepare(chat("abc"))
+    assert found.conversational
+    assert found.prompts == [[{"role": "user", "content": "abc"}]]
+    assert decoded(found) == ["<|user|>abc\n<|assistant|>"]
+
+
+def test_a_plain_prompt_gets_the_beginning_of_text_once():
+    tokens = tokenizer(bos=True)
+    assert prepare(plain("abc"), tokens).ids == [
+        [tokens.bos_token_id, *tokenizer()("abc").input_ids]
+    ]
+
+
+def test_a_template_and_a_tokenizer_that_both_add_the_beginning_add_it_once():
+    tokens = tokenizer(WITH_BOS, bos=True)
+    ids = prepare(chat("abc"), tokens).ids[0]
+    assert ids.count(tokens.bos_token_id) == 1 and ids[0] == tokens.bos_token_id
+
+
+def test_no_special_token_is_added_to_what_a_template_wrote():
+    tokens = tokenizer(bos=True)  # its template writes none, and means it
+    assert tokens.bos_token_id not in prepare(chat("abc"), tokens).ids[0]
+
+
+@pytest.mark.parametrize("texts", [["<bos>a", "b"], ["a", "<bos>b"]])
+def test_two_beginnings_in_a_plain_prompt_are_an_error_in_any_row(texts):
+    message = refused(plain(*texts), tokenizer(bos=True))
+    assert "two beginning-of-text tokens" in message
+    assert f"row {texts.index(max(texts, key=len))}" in message and "'<bos>'" in message
+
+
+def test_two_beginnings_in_a_template_are_an_error():
+    tokens = tokenizer("{{ bos_token }}" + WITH_BOS, bos=True)
+    assert "two beginning-of-text tokens" in refused(chat("abc"), tokens)
+
+
+def mixed(*values):
+    """Arrow itself keeps a column of one kind; other sources may not."""
+
+    class Rows(dict):
+        column_names = ("prompt",)
+
+    return prompts.prepare(Rows(prompt=list(values)), config(), tokenizer(), {}, None, 1)
+
+
+TALK = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    "values, row",
+    [
+        (["a", "b", TALK], 2),
+        ([TALK, "b"], 1),
+        ([TALK, []], 1),
+        ([TALK, ["x"]], 1),
+        (["a", None], 1),
+        (["a", 3], 1),
+        ([None, "a"], 0),
+        ([["a", "b"], ["c"]], 0),
+        ([[], []], 0),
+    ],
+)
+def test_a_prompt_of_another_kind_is_named_by_its_row(values, row):
+    with pytest.raises(DataError, match=f"prompt {row} is not a") as caught:
+        mixed(*values)
+    assert f"row {row}" in str(caught.value)
+
+
+def test_conversations_without_a_chat_template_have_two_ways_out():
+    message = refused(chat("abc"), tokenizer(template=None))
+    assert "no chat template" in message
+    assert "model.chat_template=FILE.jinja" in message and "data.prompt_column=" in message
+
+
+def test_what_the_chat_template_refuses_is_named_by_its_row():
+    strict = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}"
+        "{% endif %}" + tiny.TEMPLATE
+    )
+    rows = [*chat("a"), {"prompt": [{"role": "system", "content": "x"}]}]
+    message = refused(rows, tokenizer(strict))
+    assert "prompt 1" in message and "no system here" in message
+
+
+def test_a_system_message_comes_before_every_conversation():
+    found = prepare(chat("a", "b"), system="Be brief.")
+    assert decoded(found)[1] == "<|system|>Be brief.\n<|user|>b\n<|assistant|>"
+    assert found.prompts[1][0] == {"role": "system", "content": "Be brief."}
+
+
+def test_a_last_message_of_the_assistant_is_continued():
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The answer is"}]
+    assert decoded(prepare(plain(talk))) == ["<|user|>a\n<|assistant|>The answer is"]
+
+
+def test_chat_template_kwargs_reach_the_template():
+    tokens = tokenizer("{% if thinking %}<think>{% endif %}" + tiny.TEMPLATE)
+    assert decoded(prepare(chat("a"), tokens))[0].startswith("<|user|>")
+    found = prepare(chat("a"), tokens, template_kwargs={"thinking": True})
+    assert decoded(found)[0].startswith("<think><|user|>")
+
+
+def test_a_template_is_filled_from_the_columns():
+    rows = [{"prompt": "p{0}", "topic": "t", "n": 3}]
+    found = prepare(rows, template=" {topic}/{n}: {prompt} {{x}}")
+    assert found.prompts == [" t/3: p{0} {x}"] and decoded(found) == found.prompts
+
+
+def test_a_template_knows_the_prompt_by_both_its_names():
+    rows = [{"question": "q"}]
+    found = prepare(rows, prompt_column="question", template="{prompt}={question}")
+    assert found.prompts == ["q=q"]
+
+
+@pytest.mark.parametrize("name", ["nope", "prompt.__class__", "prompt[0]", "", "0"])
+def test_a_template_names_columns_and_nothing_else(name):
+    message = refused(plain("a"), template="{" + name + "}")
+    assert f"{{{name}}}" in message and "columns: prompt" in message
+
+
+@pytest.mark.parametrize("template", ["{", "a } b", "{prompt"])
+def test_a_template_that_is_not_one_is_refused(template):
+    assert "data.template" in refused(plain("a"), template=template)
+
+
+def test_overlong_filter_leaves_out_and_counts():
+    found = prepare(LONG, longest=3)
+    assert decoded(found) == ["ab", "abc", "a"]
+    assert (found.dropped, found.truncated, len(found)) == (1, 0, 3)
+    assert found.lengths == [6, 2, 3, 1]
+    assert len(found.rows) == len(found.prompts) == 3
+
+
+def test_overlong_truncate_left_keeps_the_end_and_counts():
+    found = prepare(LONG, longest=3, overlong="truncate_left")
+    assert decoded(found) == ["def", "ab", "abc", "a"]
+    assert (found.dropped, found.truncated) == (0, 1)
+
+
+def test_overlong_error_names_the_longest_and_the_first():
+    message = refused(LONG, longest=3, overlong="error")
+    assert "1 of 4 prompts are longer than 3 tokens" in message
+    assert "the longest has 6" in message and "row 0" in message
+
+
+@pytest.mark.parametrize("overlong", ["filter", "error", "truncate_left"])
+def test_prompts_that_all_fit_are_left_alone(overlong):
+    found = prepare(LONG, longest=6, overlong=overlong)
+    assert decoded(found) == [row["prompt"] for row in LONG]
+    assert (found.dropped, found.truncated) == (0, 0)
+
+
+@pytest.mark.parametrize("overlong", ["filter", "truncate_left"])
+@pytest.mark.parametrize("longest, share", [(1, "3 of 4"), (0, "4 of 4")])
+def test_more_than_half_over_the_limit_is_always_an_error(overlong, longest, share):
+    message = refused(LONG, longest=longest, overlong=overlong)
+    assert share in message and "data.max_prompt_length=6" in message
+
+
+def test_exactly_half_over_the_limit_is_not():
+    assert prepare(LONG, longest=2).dropped == 2
+
+
+def test_a_prompt_without_tokens_is_refused():
+    message = refused(plain("a", ""))
+    assert "prompt 1 has no tokens" in message
+
+
+def test_the_other_columns_reach_the_rows_and_those_of_trl_do_not():
+    row = {"prompt": "a", "completion": "x", "completion_ids": [1], "answer": "y", "n": 3}
+    found = prepare([row, row | {"answer": "z"}])
+    assert found.rows == [{"answer": "y", "n": 3}, {"answer": "z", "n": 3}]
+    assert found.at(1).row == {"answer": "z", "n": 3}
+
+
+def test_a_prompt_column_of_another_name_is_no_row_column_either():
+    assert prepare([{"q": "a", "prompt": "b", "c": 1}], prompt_column="q").rows == [{"c": 1}]
+    assert prepare([{"q": "a"}], prompt_column="q").rows == [{}]

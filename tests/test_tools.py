@@ -1,0 +1,295 @@
+"""The verbs that only read: recipes, config, completion."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rloo_cli import cli, complaints, config, paths
+from rloo_cli.compose import compose
+from rloo_cli.errors import ConfigError
+from rloo_cli.tools import completion
+from rloo_cli.tools.config import leaves
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """`ask(*words)`: what a verb prints, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> str:
+        assert cli.dispatch([*words]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        cli.dispatch([*words])
+    return error.value.render()
+
+
+# recipes
+
+
+def test_recipes_are_listed_with_their_first_line(ask) -> None:
+    lines = ask("recipes").splitlines()
+    assert [line.split()[0] for line in lines] == [*paths.recipe_files()]
+    for line, path in zip(lines, paths.recipe_files().values(), strict=True):
+        assert line.split(None, 1)[1] == path.read_text().splitlines()[0].removeprefix("# ")
+    assert ask("recipes", "list").splitlines() == lines
+
+
+def test_a_recipe_is_shown_as_it_is(ask) -> None:
+    for name, path in paths.recipe_files().items():
+        assert ask("recipes", "show", name) == path.read_text()
+
+
+def test_a_recipe_is_copied_but_never_over_a_file(ask, tmp_path: Path) -> None:
+    said = ask("recipes", "copy", "smoke", "mine/my.yaml")
+    assert "rloo train +recipe=mine/my.yaml" in said
+    copy = tmp_path / "mine" / "my.yaml"
+    assert copy.read_text() == paths.recipe_files()["smoke"].read_text()
+    copy.write_text("mine\n")
+    assert "mine/my.yaml exists" in refusal("recipes", "copy", "tldr_1b", "mine/my.yaml")
+    assert copy.read_text() == "mine\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["show", "smok"], "fix      rloo recipes show smoke"),
+        (["copy", "smoke", "my.txt"], "my.txt does not end in .yaml"),
+        (["copy", "smoke"], "rloo recipes copy NAME my.yaml"),
+        (["delete", "smoke"], "rloo recipes delete smoke: not understood"),
+    ],
+)
+def test_recipes_refuses_what_it_does_not_understand(words: list[str], said: str) -> None:
+    assert said in refusal("recipes", *words)
+
+
+# config
+
+
+def test_config_lists_every_key_with_type_default_and_meaning(ask) -> None:
+    found = {}
+    for line in ask("config").splitlines():
+        key, kind, value, meaning = re.fullmatch(r"(\S+) +(.+?) = (.*?)  # (.+)", line).groups()
+        found[key] = (kind, value, meaning)
+    assert list(found) == leaves() and len(found) > 200
+    assert found["algorithm.num_generations"][:2] == ("int >= 2", "4")
+    assert found["algorithm.beta"] == (
+        "float >= 0",
+        "0.05",
+        "Weight of KL(policy || reference); 0 = no reference is loaded",
+    )
+    assert found["data.overlong"][:2] == ("filter | error | truncate_left", '"filter"')
+    assert found["train.max_grad_norm"][:2] == ("float > 0 or null", "1.0")
+    assert found["data.columns"][:2] == ("dict[str, str]", "{}")
+    composed = compose(["+recipe=smoke"])
+    keys = {
+        k for k, v in complaints.walk(config.merged(composed.values)) if not isinstance(v, dict)
+    }
+    assert keys <= set(found)
+
+
+def test_config_lists_the_values_of_a_recipe(ask) -> None:
+    lines = {line.split()[0]: line for line in ask("config", "+recipe=tldr_1b").splitlines()}
+    assert " = 0.03  # " in lines["algorithm.beta"]
+    assert ' = "linear"  # ' in lines["train.lr_scheduler"]
+
+
+def test_explain_says_value_and_where_it_is_from(ask, tmp_path: Path) -> None:
+    text = ask("config", "explain", "algorithm.beta")
+    assert "meaning  Weight of KL" in text and "type     float >= 0\n" in text
+    assert "value    0.05\n" in text
+    assert re.search(r"from     \S*conf/algorithm/rloo.yaml:\d+\n", text) and "idle" not in text
+    text = ask("config", "explain", "algorithm.beta", "+recipe=tldr_1b")
+    assert re.search(r"value    0.03\n  from     \S*recipes/tldr_1b.yaml:\d+\n", text)
+    (tmp_path / "my.yaml").write_text("# Mine.\nalgorithm:\n  beta: 0.5\n")
+    text = ask("config", "explain", "algorithm.beta", "+recipe=my.yaml")
+    assert "value    0.5\n  from     my.yaml:3\n" in text
+    text = ask("config", "explain", "algorithm.beta", "+recipe=my.yaml", "algorithm.beta=0.7")
+    assert "value    0.7\n  from     command line: algorithm.beta=0.7\n" in text
+
+
+def test_explain_names_a_section_by_its_keys_and_a_reward_that_is_not_chosen(ask) -> None:
+    assert "keys     mode, level, cap, floor" in ask("config", "explain", "algorithm.correction")
+    text = ask("config", "explain", "reward.regex.pattern", "+recipe=smoke")
+    assert "nothing has this key here: its reward or section is not chosen" in text
+    text = ask("config", "explain", "reward.tldr_rm.path", "+recipe=tldr_6_9b")
+    assert "pythia-6.9b" in text and "tldr_6_9b.yaml:" in text
+    text = ask("config", "explain", "reward.length_tokens.weight", "+recipe=smoke")
+    assert "value    0.01\n" in text and "smoke.yaml" in text
+    text = ask("config", "explain", "reward.length_tokens.timeout_s", "+recipe=smoke")
+    assert "value    120.0\n" in text and "conf/config.yaml" in text
+
+
+IDLE = {
+    "algorithm.epsilon": ([], "the ratio is exactly 1"),
+    "algorithm.delta": (["algorithm.policy_loss=reinforce"], "has no ratio to clip"),
+    "algorithm.kl_estimator": (["algorithm.beta=0"], "no reference is loaded"),
+    "algorithm.beta": (["algorithm.kl_in=none"], "the KL is only logged"),
+    "algorithm.kl_temperature": ([], "both temperatures are the same"),
+    "algorithm.max_resample": ([], "zero_std_groups is not resample"),
+    "algorithm.missing_eos_penalty.value": ([], "mode=none"),
+    "algorithm.correction.cap": ([], "samples with the trainer's own weights"),
+    "eval.every": (["data.eval_split=null"], "nothing is held out"),
+    "train.warmup_steps": (["train.lr_scheduler=constant"], "has no warm-up"),
+    "data.overlong": (["data.max_prompt_length=null"], "only the model's context"),
+    "model.revision": ([], "is not on the hub"),
+}
+
+
+@pytest.mark.parametrize("key", IDLE)
+def test_explain_says_why_a_key_has_no_effect(key: str, ask) -> None:
+    words, why = IDLE[key]
+    assert f"idle     it has no effect: {why}" in re.sub(
+        r"(effect: ).*?(?=" + re.escape(why) + ")",
+        r"\1",
+        ask("config", "explain", key, "+recipe=smoke", *words),
+    )
+
+
+def test_explain_is_silent_where_a_key_acts(ask) -> None:
+    for key in ("algorithm.epsilon", "algorithm.kl_estimator", "train.learning_rate"):
+        text = ask("config", "explain", key, "+recipe=smoke", "algorithm.num_iterations=2")
+        assert "idle" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["explain"], "rloo config explain needs a key"),
+        (["explain", "algorithm.beta=3"], "rloo config explain needs a key"),
+        (["explain", "algorithm.betta"], "did you mean algorithm.beta?"),
+        (["explain", "algorithm.kl_coef"], "write algorithm.beta instead"),
+        (["nonsense"], "'nonsense' is not key=value"),
+    ],
+)
+def test_config_refuses_what_it_does_not_understand(words: list[str], said: str) -> None:
+    assert said in refusal("config", *words)
+
+
+def valid(value: Any, schema: dict[str, Any], definitions: dict[str, Any]) -> bool:
+    """As much of JSON schema as pydantic writes for our types."""
+    if "$ref" in schema:
+        schema = definitions[schema["$ref"].rpartition("/")[2]] | {
+            k: v for k, v in schema.items() if k != "$ref"
+        }
+    if "anyOf" in schema and not any(valid(value, s, definitions) for s in schema["anyOf"]):
+        return False
+    if "const" in schema and value != schema["const"]:
+        return False
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    kinds = {
+        "object": isinstance(value, dict),
+        "array": isinstance(value, list),
+        "string": isinstance(value, str),
+        "boolean": isinstance(value, bool),
+        "null": value is None,
+        "integer": is_number and isinstance(value, int),
+        "number": is_number,
+    }
+    if "type" in schema and not kinds[schema["type"]]:
+        return False
+    if is_number:
+        limits = [
+            value >= schema.get("minimum", value),
+            value <= schema.get("maximum", value),
+            value > schema.get("exclusiveMinimum", value - 1),
+            value < schema.get("exclusiveMaximum", value + 1),
+        ]
+        if not all(limits):
+            return False
+    if isinstance(value, dict):
+        known = schema.get("properties", {})
+        rest = schema.get("additionalProperties", True)
+        if rest is False and set(value) - set(known):
+            return False
+        return all(name in value for name in schema.get("required", [])) and all(
+            valid(item, known[name], definitions) for name, item in value.items() if name in known
+        )
+    return True
+
+
+def test_config_json_is_a_json_schema_that_takes_our_configs_and_recipes_and_no_others(ask) -> None:
+    schema = json.loads(ask("config", "--json"))
+    definitions = schema["$defs"]
+    assert schema["type"] == "object" and schema["additionalProperties"] is False
+    assert {"model", "data", "reward", "algorithm", "train"} <= set(schema["properties"])
+    beta = definitions[schema["properties"]["algorithm"]["$ref"].rpartition("/")[2]]
+    assert beta["properties"]["beta"]["description"].startswith("Weight of KL")
+
+    for recipe in paths.recipe_files():
+        values = config.dump(config.check(compose([f"+recipe={recipe}"])))
+        assert valid(values, schema, definitions), recipe
+        for key, wrong in (("seed", -1), ("max_steps", "two"), ("nonsense", 1), ("model", None)):
+            assert not valid(values | {key: wrong}, schema, definitions), key
+        recipe_itself = yaml.safe_load(paths.recipe_files()[recipe].read_text())
+        assert valid(recipe_itself, schema, definitions), recipe
+        broken = values | {"algorithm": values["algorithm"] | {"num_generations": 1}}
+        assert not valid(broken, schema, definitions)
+
+
+# completion
+
+
+@pytest.mark.parametrize("shell", completion.SCRIPTS)
+def test_the_script_of_a_shell_asks_for_answers(shell: str, ask) -> None:
+    script = ask("completion", shell)
+    assert "rloo completion query" in script
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_bash_completes_a_word_with_the_script(ask, tmp_path: Path) -> None:
+    (tmp_path / "rloo").write_text('#!/bin/sh\n[ "$4" = alg ] && echo algorithm.beta=\n')
+    (tmp_path / "rloo").chmod(0o755)
+    test = ask("completion", "bash") + (
+        "compopt() { echo no space; }\n"
+        "COMP_WORDS=(rloo train alg) COMP_CWORD=2; _rloo; echo ${COMPREPLY[@]}"
+    )
+    said = subprocess.run(
+        ["bash", "-c", test],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert said.stdout == "no space\nalgorithm.beta=\n", said.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "some"),
+    [
+        (["tr"], {"train"}),
+        ([""], set(cli.VERBS)),
+        (["train", "+rec"], {f"+recipe={name}" for name in paths.recipe_files()}),
+        (["train", "+debug=c"], {"+debug=cpu"}),
+        (["train", "algorithm.be"], {"algorithm.beta="}),
+        (["train", "+recipe=smoke", "reward=length_c"], {"reward=length_chars"}),
+        (["config", "explain", "algorithm.be"], {"algorithm.beta"}),
+        (["recipes", "c"], {"copy"}),
+        (["recipes", "show", "sm"], {"smoke"}),
+        (["completion", "z"], {"zsh"}),
+        (["train", "nonsense"], {""}),
+    ],
+)
+def test_a_half_typed_word_is_completed(typed: list[str], some: set[str], ask) -> None:
+    assert {*ask("completion", "query", *typed).rstrip("\n").split("\n")} == some
+
+
+def test_every_verb_is_completed() -> None:
+    assert set(completion.VERBS) == set(cli.VERBS)
+
+
+def test_completion_without_a_shell_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHELL", "/usr/bin/fish")
+    assert 'eval "$(rloo completion fish)"' in refusal("completion")
