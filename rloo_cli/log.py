@@ -139,10 +139,12 @@ class Log:
 
     def close(self) -> None:
         """Write what is not written yet, and give the terminal back."""
-        if self.pending:
-            self.flush()
-        if self.display is not None:
-            self.display.close()
+        try:
+            if self.pending:
+                self.flush()
+        finally:
+            if self.display is not None:
+                self.display.close()
 
 
 def merge(rows: list[Row], counts: list[Row]) -> Row:

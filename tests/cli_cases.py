@@ -1,11 +1,13 @@
 """Running `rloo` as a user does, in a folder of the test's own: for the command-line tests."""
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,10 +78,13 @@ class Rloo:
 
 
 def surroundings(base: Path) -> dict[str, str]:
-    """The environment of every command: no network, nobody's cache, no colours."""
+    """The environment of every command: no network, nobody's cache, no colours.
+
+    One thread: two that wait for each other on a busy machine are slower than one.
+    """
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("RLOO_", "HYDRA_"))}
     ours = {"RLOO_CACHE": str(base / "cache"), "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
-    return kept | ours
+    return kept | ours | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
@@ -94,3 +99,8 @@ def rloo_without_torch(rloo: Rloo, tmp_path_factory: pytest.TempPathFactory) -> 
     forbidden = tmp_path_factory.mktemp("no_torch")
     (forbidden / "sitecustomize.py").write_text(NO_TORCH)
     yield Rloo(rloo.folder, rloo.environment | {"PYTHONPATH": str(forbidden)})
+
+
+def strict(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file of strict JSON: NaN and Infinity are errors."""
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]

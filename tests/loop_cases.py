@@ -58,7 +58,7 @@ def make(
     rewards: Mapping[str, Callable[..., Any]] | None = None,
     noise: float = 0.05,
 ) -> Run:
-    """A run of the smoke recipe, one thread, silent; `words` are overrides.
+    """A run of the smoke recipe, silent, on one CPU thread; `words` are overrides.
 
     `rewards`: Python callables in place of the recipe's (default: `digits`; {} leaves the
     recipe's own). `noise` moves the
@@ -68,7 +68,8 @@ def make(
     settings = checked(tuple(rewards), words)
     place = folder / str(settings.name)
     place.mkdir(exist_ok=True)
-    with mock.patch.dict(os.environ, RLOO_CACHE=cache()):
+    here = mock.patch.dict(os.environ, RLOO_CACHE=cache())
+    with here, mock.patch("torch.cuda.is_available", return_value=False):
         run = make_run(settings, place, rewards)
     run.log.display = None
     draw = torch.Generator().manual_seed(7)
@@ -126,8 +127,9 @@ def row_logp(policy: Any, batch: Batch, p: int, k: int, temperature: float = 1.0
     return tensors.target_logp(logits, torch.tensor(completion), temperature)
 
 
+@torch.no_grad()
 def table(policy: Any, batch: Batch, temperature: float = 1.0) -> list[list[Tensor]]:
-    """`row_logp` of every completion."""
+    """`row_logp` of every completion, without gradient."""
     p, k = batch.score.shape
     return [[row_logp(policy, batch, i, j, temperature) for j in range(k)] for i in range(p)]
 

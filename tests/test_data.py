@@ -168,6 +168,7 @@ def test_a_file_without_rows_is_empty(name, text, tmp_path):
 
 def test_a_split_without_rows_is_empty(tmp_path):
     assert "0 rows" in refused(jsonl(tmp_path / "a.jsonl"), "train[:0]")
+    assert "0 rows" in refused(on_disk(tmp_path / "some"), "train[:0]")
     datasets.Dataset.from_dict({"prompt": []}).save_to_disk(tmp_path / "d")
     assert "0 rows" in refused(tmp_path / "d")
 

@@ -71,11 +71,20 @@ def test_metrics_are_means_over_the_rows_that_have_a_score(tmp_path):
 
 
 def test_answers_are_greedy_and_do_not_depend_on_how_many_are_asked_at_once(tmp_path):
-    found = []
+    answers = []
+
+    def tell(prompt_ids, completion_ids, **_):
+        answers.extend(zip(prompt_ids, completion_ids, strict=True))
+        return [0.0] * len(prompt_ids)
+
     for size, seed in ((1, 1), (16, 1), (5, 2)):
-        run = make(tmp_path, ENDS, f"eval.batch_size={size}", f"seed={seed}")
-        found.append([s["completion"] for s in evaluate(run)[1]])
-    assert found[0] == found[1] == found[2]
+        words = (ENDS, f"eval.batch_size={size}", f"seed={seed}")
+        run = make(tmp_path, *words, rewards={"tell": tell})
+        evaluate(run)
+    assert answers[:16] == answers[16:32] == answers[32:]
+    for prompt, answer in answers[:16]:
+        logits = run.policy.model(input_ids=torch.tensor([prompt + answer])).logits[0]
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
 
 
 def test_max_samples_takes_the_first_rows_of_the_split(tmp_path):

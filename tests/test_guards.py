@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,7 +59,19 @@ def nan_score(run):
     run.rollouts.algorithm = type("Broken", (), {**vars(run.algorithm), "shape": broken})
 
 
+def nan_loss(run):
+    """A loss that is NaN although its gradient is not."""
+    whole = run.algorithm.loss
+
+    def broken(*arguments):
+        found = whole(*arguments)
+        return replace(found, total=found.total + NAN)
+
+    run.algorithm = type("Broken", (), {**vars(run.algorithm), "loss": broken})
+
+
 WAYS = {
+    "loss": nan_loss,
     "gradient": lambda run: poison(run, lambda n: True),
     "log-probability": nan_logp,
     "reference": nan_reference,

@@ -67,7 +67,7 @@ def test_every_third_step_and_the_last_are_written_with_the_means_of_all(tmp_pat
         assert found[0][name] == pytest.approx(sum(r[name] for r in first) / 3), name
     totals = [r["objective/kl"] for r in first]
     tokens = [r["completions/mean_length"] * 16 for r in first]
-    assert len(set(tokens)) == 3
+    assert len(set(tokens)) > 1
     assert found[0]["kl"] == pytest.approx(sum(totals) * 16 / sum(tokens))
     assert found[0]["completions/max_length"] == max(r["completions/max_length"] for r in first)
     assert found[0]["ratio/min"] == min(r["ratio/min"] for r in first)

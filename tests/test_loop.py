@@ -90,6 +90,15 @@ FUSED = {
         "algorithm.kl_in=loss",
         "algorithm.kl_estimator=k3",
     ],
+    "KL to go at temperature 1, two passes": [
+        "algorithm.beta=0.3",
+        "generation.temperature=0.7",
+        "algorithm.kl_temperature=one",
+        "algorithm.kl_credit=to_go",
+        "algorithm.kl_in_baseline=false",
+        "algorithm.ratio_level=token",
+        "algorithm.num_iterations=2",
+    ],
     "two passes": ["algorithm.beta=0.3", "algorithm.num_iterations=2"],
     "sampler correction": ["algorithm.correction.mode=truncate"],
 }
@@ -158,7 +167,7 @@ def test_ratio_is_measured_from_the_policy_at_the_start_of_the_step(tmp_path):
     _, row, _ = step(run, batch)
     for p, group in enumerate(batch.groups):
         for k, old in enumerate(group.old_logp):
-            assert torch.allclose(old, start[p][k].detach(), atol=1e-5)
+            assert torch.allclose(old, start[p][k], atol=1e-5)
     end = table(run.policy, batch)
     assert max(float((e - s).abs().max()) for e, s in zip(end[0], start[0], strict=True)) > 1e-3
     assert row["ratio/max"] > 1.001 and row["ratio/min"] < 0.999
@@ -227,3 +236,32 @@ def test_places_and_counts_advance_by_what_was_consumed(tmp_path):
     assert run.state.episodes == 48
     assert [row["episode"] for row in run.log.rows] == [16, 32, 48]
     assert run.state.tokens == run.log.rows[-1]["num_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("agg", "denominator", "expected"),
+    [
+        ("sequence_sum", "all", lambda rows, tokens, micros: rows["all"]),
+        ("sequence_sum", "valid", lambda rows, tokens, micros: rows["valid"]),
+        ("sequence_mean", "valid", lambda rows, tokens, micros: rows["valid"]),
+        ("token_mean", "all", lambda rows, tokens, micros: tokens["all"]),
+        ("token_mean", "valid", lambda rows, tokens, micros: tokens["valid"]),
+        ("constant", "all", lambda rows, tokens, micros: rows["all"] * 16),
+        ("token_mean_local", "all", lambda rows, tokens, micros: micros),
+    ],
+)
+def test_an_update_is_divided_by_what_its_aggregation_counts(tmp_path, agg, denominator, expected):
+    def first_group_silent(completion_ids, **_):
+        return [None] * 4 + [float(i) for i in range(len(completion_ids) - 4)]
+
+    words = [f"algorithm.loss_agg={agg}", f"algorithm.loss_denominator={denominator}"]
+    words += ["algorithm.mask_truncated_completions=true", "train.micro_batch_size=8"]
+    run = make(tmp_path, ENDS, *words, rewards={"most": first_group_silent})
+    batch = sampled(run)
+    (plan,) = loop.plan_updates(run, batch, 0)
+    ended, length = batch.table("terminated"), batch.table("length")
+    assert 0 < ended[1:].sum() < 12
+    rows = {"all": 16, "valid": int(ended[1:].sum())}
+    tokens = {"all": int(length[ended].sum()), "valid": int(length[1:][ended[1:]].sum())}
+    assert plan.denominator == expected(rows, tokens, 2)
+    assert plan.tokens == tokens["valid"] and plan.micros == [[0, 1], [2, 3]]

@@ -78,19 +78,20 @@ def test_every_switch_makes_a_step_with_finite_numbers(tmp_path, name):
     assert run.state.updates == run.config.updates_per_step
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize(("estimator", "at"), [("k2", 1.0), ("k3", 1.0), ("k3", 0.7)])
 def test_kl_in_the_loss_is_summed_per_row_with_gradient_and_leaves_the_advantages(
-    tmp_path, estimator
+    tmp_path, estimator, at
 ):
     words = [f"{A}kl_in=loss", f"{A}kl_estimator={estimator}", f"{A}beta=0.3"]
+    words += [f"generation.temperature={at}", f"{A}kl_temperature=one"]
     run = make(tmp_path, *PLAIN, ENDS, *words)
     batch = sampled(run)
     value = leave_one_out(batch.raw[0].tolist())
     total = torch.zeros(())
     for p in range(4):
         for k in range(4):
-            now = row_logp(run.policy, batch, p, k)
-            d = now - row_logp(run.reference, batch, p, k).detach()
+            now = row_logp(run.policy, batch, p, k, at)
+            d = row_logp(run.policy, batch, p, k) - row_logp(run.reference, batch, p, k)
             kl = d.square() / 2 if estimator == "k2" else (-d).exp() - 1 + d
             total = total - value[p][k] * now.sum() + 0.3 * kl.sum()
     expected = gradient(run, total / 16)
@@ -134,7 +135,7 @@ def test_truncated_completions_leave_the_loss_and_with_drop_the_baseline_too(tmp
     expected = policy_gradient(run, batch, value)
     moved, row, _ = step(run, batch)
     assert apart(-moved / 0.01, expected) < CLOSE
-    used = [(n - r).detach() for p in range(4) for n, r in zip(now[p], ref[p], strict=True)]
+    used = [n - r for p in range(4) for n, r in zip(now[p], ref[p], strict=True)]
     used = [d for d, e in zip(used, ended.flatten(), strict=True) if e]
     assert row["kl"] == pytest.approx(float(torch.cat(used).mean()), abs=1e-5)
 
@@ -175,7 +176,7 @@ def test_sampler_correction_multiplies_each_completions_term(tmp_path):
     value, weights = leave_one_out(batch.raw[0].tolist()), []
     for p, group in enumerate(batch.groups):
         for k, rollout in enumerate(group.rollouts):
-            delta = row_logp(run.policy, batch, p, k).sum() - sum(rollout.behaviour_logp)
+            delta = row_logp(run.policy, batch, p, k).detach().sum() - sum(rollout.behaviour_logp)
             weights.append(min(math.exp(float(delta)), 1.5))
             value[p][k] *= weights[-1]
     expected = policy_gradient(run, batch, value)

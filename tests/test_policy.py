@@ -80,6 +80,24 @@ def test_the_head_is_left_as_it_was_found_after_a_failure():
     assert not model.get_output_embeddings()._forward_pre_hooks
 
 
+def test_positions_are_passed_to_whom_takes_them_and_to_no_other():
+    model, seen, micro = fresh("gpt2"), [], pack(groups(), [0, 1])
+    forward = model.forward
+
+    def with_positions(input_ids, attention_mask, use_cache, position_ids):
+        seen.append(position_ids)
+        return forward(input_ids, attention_mask=attention_mask, position_ids=position_ids)
+
+    def without(input_ids, attention_mask, use_cache):
+        return forward(input_ids, attention_mask=attention_mask)
+
+    model.forward = with_positions
+    first = Policy(model, 1.0).frozen_logp(micro).logp
+    model.forward = without
+    close(Policy(model, 1.0).frozen_logp(micro).logp, first, 1e-6)
+    assert len(seen) == 1 and torch.equal(seen[0], micro.position_ids)
+
+
 def test_a_single_completion_of_a_single_token():
     chosen = [groups()[0]]
     chosen[0].rollouts = chosen[0].rollouts[1:]

@@ -130,11 +130,12 @@ def test_groups_are_settled_in_any_order_and_the_rest_stays_nothing():
     step = batch()
     kl = torch.full((2, K), 7.0, dtype=torch.float64)
     step.settle([3, 1], kl, settled([3, 1], 2.0))
-    step.settle([0], None, settled([0], 5.0, skipped=True))
+    step.settle([0], kl[:1] / 7, settled([0], 5.0, skipped=True))
+    step.settle([2], None, settled([2], 0.0))
     assert step.reward[:, 0].tolist() == [5, 2, 0, 2, 0]
     assert step.advantage[:, 2].tolist() == [-5, -2, 0, -2, 0]
     assert step.usable[:, 1].tolist() == [True, True, False, True, False]
-    assert step.kl[:, 0].tolist() == [0, 7, 0, 7, 0]
+    assert step.kl[:, 0].tolist() == [1, 7, 0, 7, 0]
     assert step.norm_skipped
     value, usable = step.advantages_of([1, 4], torch.zeros(1, dtype=torch.float32))
     assert value.tolist() == [-2, -2, -2, 0, 0, 0] and value.dtype is torch.float32
