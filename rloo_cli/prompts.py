@@ -95,18 +95,25 @@ def prepare(
                     f"found {type(value).__name__}: {str(value)[:80]!r}",
                 )
             )
+    idle = "template" if conversational else "system"
+    if getattr(config, idle) is not None:
+        kind = "conversations" if conversational else "plain text"
+        why = f"the prompts are {kind}: the key would do nothing"
+        raise DataError(Problem(f"data.{idle} is set", f"data.{idle}", why, f"data.{idle}=null"))
     others = [c for c in data.column_names if c not in (config.prompt_column, *NOT_FOR_REWARDS)]
     rows = data.select_columns(others).to_list() if others else [{} for _ in values]
     prompts: list[Prompt] = [_render(v, row, config) for v, row in zip(values, rows, strict=True)]
     ids = _tokenise(prompts, conversational, tokenizer, template_kwargs)
     _refuse_two_beginnings(ids, tokenizer)
-    return _fit(prompts, ids, rows, conversational, config, longest, seed)
+    bos = tokenizer.bos_token_id
+    return _fit(prompts, ids, rows, conversational, config, longest, seed, bos)
 
 
 def _render(value: Any, row: dict[str, Any], config: DataConfig) -> Prompt:
     if not isinstance(value, str):
+        has_one = value[0]["role"] == "system"  # the row's own says more than the key
         system = [{"role": "system", "content": config.system}] if config.system else []
-        messages: list[dict[str, Any]] = [*system, *value]
+        messages: list[dict[str, Any]] = value if has_one else [*system, *value]
         return messages
     if config.template is None:
         return value
@@ -195,6 +202,7 @@ def _fit(
     config: DataConfig,
     longest: int | None,
     seed: int,
+    bos: int | None,
 ) -> Prompts:
     """Apply data.overlong, and fingerprint what is left."""
     lengths = [len(x) for x in ids]
@@ -212,7 +220,7 @@ def _fit(
             )
         )
     if config.overlong == "truncate_left":
-        ids = [x[-longest:] if longest else x for x in ids]
+        ids = [_cut_left(x, longest, bos) for x in ids]
     keep = [i for i in range(len(ids)) if not (over[i] and config.overlong == "filter")]
     digest = hashlib.blake2b(digest_size=16)
     for i in keep:
@@ -229,3 +237,11 @@ def _fit(
         seed=seed,
         lengths=lengths,
     )
+
+
+def _cut_left(ids: list[int], longest: int | None, bos: int | None) -> list[int]:
+    """The last `longest` ids, but for the beginning-of-text token, which stays in front."""
+    if longest is None or len(ids) <= longest:
+        return ids
+    head = ids[:1] if ids[0] == bos else []
+    return head + ids[len(ids) - longest + len(head) :]

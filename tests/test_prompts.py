@@ -6,6 +6,7 @@ from prompt_cases import LONG, WITH_BOS, chat, config, decoded, plain, prepare, 
 from rloo_cli import prompts
 from rloo_cli.errors import DataError
 from rloo_cli.made import tiny
+from rloo_cli.prompts import _cut_left
 
 
 def test_plain_prompts_are_tokenised_as_they_are():
@@ -194,3 +195,9 @@ def test_the_other_columns_reach_the_rows_and_those_of_trl_do_not():
 def test_a_prompt_column_of_another_name_is_no_row_column_either():
     assert prepare([{"q": "a", "prompt": "b", "c": 1}], prompt_column="q").rows == [{"c": 1}]
     assert prepare([{"q": "a"}], prompt_column="q").rows == [{}]
+
+
+def test_a_prompt_cut_on_the_left_keeps_its_beginning_of_text():
+    assert _cut_left([1, 5, 6, 7, 8], 3, bos=1) == [1, 7, 8]
+    assert _cut_left([5, 6, 7, 8], 3, bos=1) == [6, 7, 8]
+    assert _cut_left([1, 5], 3, bos=1) == [1, 5]

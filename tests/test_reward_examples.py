@@ -268,13 +268,18 @@ def test_every_reward_has_a_yaml_a_docstring_and_known_columns() -> None:
     needed = {"regex": {"pattern": "x"}, "function": {"path": f"{__file__}:shipped"}}
     needed |= {name: {"max_length": 100} for name in ("overlong", "cosine_length")}
     names = registry.names("rewards")
-    assert sorted(names) == sorted(p.stem for p in CONF.glob("*.yaml"))
+    entries = [
+        entry for p in CONF.glob("*.yaml") for entry in yaml.safe_load(p.read_text()).values()
+    ]
+    assert set(names) == {entry["type"] for entry in entries}
+    needed |= {"model": {"path": "make:tiny_reward"}}
     for name in names:
         assert registry.module("rewards", name).__doc__
         reward = shipped(name, **needed.get(name, {}))
         if name != "function":
-            assert set(reward.needs) <= {"solution", "ground_truth"}
-            check_columns([reward], ["solution", "ground_truth"])
+            columns = ["solution", "ground_truth", "keywords"]
+            assert set(reward.needs) <= {*columns}
+            check_columns([reward], columns)
     assert not KWARGS & (NOT_PASSED - {"completion_ids"})
 
 
