@@ -98,7 +98,8 @@ def rloo_without_torch(rloo: Rloo, tmp_path_factory: pytest.TempPathFactory) -> 
     """The command, in an empty folder, where importing torch is an error."""
     forbidden = tmp_path_factory.mktemp("no_torch")
     (forbidden / "sitecustomize.py").write_text(NO_TORCH)
-    yield Rloo(rloo.folder, rloo.environment | {"PYTHONPATH": str(forbidden)})
+    path = os.pathsep.join([str(forbidden), *filter(None, [os.environ.get("PYTHONPATH")])])
+    yield Rloo(rloo.folder, rloo.environment | {"PYTHONPATH": path})
 
 
 def strict(path: Path) -> list[dict[str, Any]]:

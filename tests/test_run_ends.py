@@ -51,9 +51,12 @@ def late(completions, trainer_state, **kwargs):
 
 def needs(completions, solution):
     return [0.0 for _ in completions]
+"""
+DEAF = """
+import signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 def slow(completions, **kwargs):
-    import time
     time.sleep(60)
 """
 
@@ -103,11 +106,10 @@ def test_data_that_does_not_fit_ends_with_4_and_leaves_no_run(
 # Signals.
 
 
-def start(rloo: Rloo) -> tuple[subprocess.Popen[str], list[int]]:
+def start(rloo: Rloo, *words: str) -> tuple[subprocess.Popen[str], list[int]]:
     """A run that goes on for long, once it has done some steps; and its processes."""
-    process = rloo.start("train", "+recipe=smoke", "max_steps=100000", "logging.samples=0")
-    metrics = rloo.folder / "runs" / "smoke" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process, 200)
+    process = rloo.start("train", "+recipe=smoke", "max_steps=100000", "logging.samples=0", *words)
+    wait_for(lambda: (rloo.folder / "out").read_text().count("s/step") > 3, process, 200)
     pids = children(process.pid)
     assert pids
     return process, pids
@@ -134,6 +136,13 @@ def test_a_signal_ends_a_run_with_its_code_and_leaves_no_process(
     strict(run / "metrics.jsonl")
 
 
+def test_an_interrupt_ends_a_whole_sweep(rloo: Rloo) -> None:
+    process, pids = start(rloo, "--multirun", "algorithm.beta=0.0,0.05")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    assert gone(pids) and len([*(rloo.folder / "runs").iterdir()]) == 1
+
+
 def test_an_interrupt_while_libraries_load_ends_without_a_traceback(rloo: Rloo) -> None:
     process = rloo.start("train", "+recipe=smoke")
     wait_for(lambda: bool(children(process.pid)), process, 60)
@@ -144,15 +153,16 @@ def test_an_interrupt_while_libraries_load_ends_without_a_traceback(rloo: Rloo) 
     assert gone(pids) and "Traceback" not in (rloo.folder / "out").read_text()
 
 
-def test_a_second_interrupt_does_not_wait_for_a_reward(rloo: Rloo) -> None:
-    (rloo.folder / "mine.py").write_text(REWARDS)
+def test_a_second_interrupt_does_not_wait_for_anything(rloo: Rloo) -> None:
+    (rloo.folder / "mine.py").write_text(DEAF)
     words = ["+recipe=smoke", "reward=function", "reward.function.path=mine.py:slow"]
     process = rloo.start("train", *words)
     wait_for(lambda: "evaluation" in (rloo.folder / "out").read_text(), process, 200)
     pids = children(process.pid)
     process.send_signal(signal.SIGINT)
+    time.sleep(0.5)  # two at once are one
     process.send_signal(signal.SIGINT)
-    assert process.wait(10) == 130
+    assert process.wait(8) == 130
     assert gone(pids)
 
 

@@ -1,5 +1,6 @@
 """What is written: the final model, whole files, the clock's seconds, and sampling seeds."""
 
+import contextlib
 import json
 import os
 import resource
@@ -66,29 +67,36 @@ def fails(tmp_path, made=None, tokens=None):
     return str(caught.value)
 
 
-@pytest.fixture
-def limit():
-    """A largest size of file: the nearest to a full disk without one."""
+@contextlib.contextmanager
+def limit(size):
+    """A largest size of file: the nearest to a full disk without one.
+
+    Not a fixture: pytest writes its own report before it tears one down.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, heard)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, heard)
 
 
-def test_weights_that_do_not_fit_on_the_disk_are_a_failed_save(limit, tmp_path):
-    limit(20_000)
-    message = fails(tmp_path)
+def test_weights_that_do_not_fit_on_the_disk_are_a_failed_save(tmp_path):
+    with limit(20_000):
+        message = fails(tmp_path)
     assert f"the final save failed: {tmp_path / 'final'}" in message
     assert "File too large" in message and "GB" in message
 
 
-def test_a_tokenizer_that_does_not_fit_on_the_disk_is_a_failed_save(limit, tmp_path):
-    limit(2_000)
+def test_a_tokenizer_that_does_not_fit_on_the_disk_is_a_failed_save(tmp_path):
     made = SimpleNamespace(
         generation_config=transformers.GenerationConfig(), save_pretrained=lambda path: path.mkdir()
     )
-    assert "File too large" in fails(tmp_path, made)
+    with limit(2_000):
+        message = fails(tmp_path, made)
+    assert "File too large" in message
 
 
 def test_a_name_that_is_taken_is_a_failed_save_and_is_kept(tmp_path):
