@@ -42,6 +42,8 @@ def make(
     log.phase("loading data")
     sets = {s: data.load(config.data, s) for s in _splits(config)}
     rewards = _rewards(config, functions or {})
+    for note in _code_notes(config):
+        log.note(note)
     for name in sets:
         columns = [c for c in sets[name].column_names if c != config.data.prompt_column]
         check_columns(rewards, columns)
@@ -182,6 +184,21 @@ def _prompts(config: RunConfig, found: Any, tokenizer: Any, context: int | None)
     return prepare(
         found, config.data, tokenizer, config.generation.chat_template_kwargs, longest, config.seed
     )
+
+
+def _code_notes(config: RunConfig) -> list[str]:
+    """Code that is not ours, with the hash of its file: what a reader of the log must know."""
+    codes = {f"reward.{n}": getattr(e, "path", "") for n, e in config.rewards.items()
+             if e.type == "function"}  # fmt: skip
+    codes |= {f"train.{k}": getattr(config.train, k) for k in ("optimizer", "lr_scheduler")}
+    notes = [
+        f"{key} runs {code} (sha256 {registry.fingerprint(code)})"
+        for key, code in codes.items()
+        if ":" in code
+    ]
+    if config.model.trust_remote_code:
+        notes.append("warning: model.trust_remote_code is on: code that comes with the model runs")
+    return notes
 
 
 def _no_room(config: RunConfig, context: int) -> Problem:

@@ -3,6 +3,7 @@
 Started by `launch` as `python -m rloo_cli.worker RUN_FOLDER`, or called from Python.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -118,6 +119,8 @@ def main() -> None:
     facts = folder / "run.json"
     logs = folder / "logs" / "attempt_1"
     logs.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # a file system without links has the folder all the same
+        logs.with_name("latest").symlink_to(logs.name)
     logging.basicConfig(filename=logs / "rank_0.log", level=logging.INFO)
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, signal.default_int_handler)
