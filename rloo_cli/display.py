@@ -58,7 +58,10 @@ class Display:
         if self.live:
             self.console.print(Text(text), soft_wrap=True)
         else:
-            print(text, file=self.file, flush=True)
+            try:
+                print(text, file=self.file, flush=True)
+            except BrokenPipeError:  # `rloo train | head`: nobody listens, the run goes on
+                sys.stdout = self.file = open(os.devnull, "w")  # noqa: SIM115
 
     def phase(self, name: str) -> None:
         """What is going on now; plain, only said before the first step (loading takes long)."""

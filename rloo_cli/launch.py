@@ -47,10 +47,14 @@ def train(composed: Composed, multirun: bool = False, dry_run: bool = False) -> 
     if done:
         print(done)
         return 0
+    new_root = not folder.parent.exists()
     prepare_folder(folder, run, composed)
     code = _start(folder)
     if code in (2, 3, 4, 5) and read_json(folder / "run.json").get("fingerprint") is None:
         shutil.rmtree(folder)
+        if new_root:
+            with contextlib.suppress(OSError):  # another run came to it meanwhile
+                folder.parent.rmdir()
     elif code:
         print(f"the run ended with {code}; its log is {folder}/logs/attempt_1", file=sys.stderr)
     return code

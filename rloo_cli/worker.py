@@ -133,6 +133,7 @@ def main() -> None:
         _keep_detail(folder, error)
         print(_text(error), file=sys.stderr)
         code = error.code
+        state = "stopped" if isinstance(error, Stopped) else "failed"
     except KeyboardInterrupt:
         log.error("interrupted")
         print("stopped by Ctrl-C; the model is not saved. Start it again to begin anew.")
