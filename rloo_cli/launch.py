@@ -143,8 +143,9 @@ def prepare_folder(folder: Path, run: RunConfig, composed: Composed) -> None:
 
 def _start(folder: Path) -> int:
     """Run the worker to its end, passing signals on; its exit code."""
-    # Threads that wait by spinning make a machine that is shared many times slower.
-    calm = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    # Threads that spin long while they wait for each other make a machine that is shared many
+    # times slower.
+    calm = {"GOMP_SPINCOUNT": "1000", "TOKENIZERS_PARALLELISM": "false"}
     environment = calm | os.environ
     worker = subprocess.Popen(
         # -P: no file in the current folder can pass for a package.

@@ -1,5 +1,5 @@
-"""Before torch is imported: its threads must not spin while they wait for each other."""
+"""Before torch is imported: its threads must not spin long while they wait for each other."""
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
