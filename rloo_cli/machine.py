@@ -2,30 +2,25 @@
 
 import os
 import shutil
-from importlib.util import find_spec
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rloo_cli import registry
 from rloo_cli.errors import MachineError, Problem
 from rloo_cli.schema import RunConfig
-
-EXTRAS = {"accuracy": ("math_verify", "math"), "reasoning_accuracy": ("math_verify", "math")}
 
 
 def check(run: RunConfig) -> None:
     """Raises MachineError (exit 3) with everything the machine lacks for this run."""
-    problems = []
+    problems: list[Problem] = []
     for name, entry in run.rewards.items():
-        package, extra = EXTRAS.get(entry.type, ("", ""))
-        if package and find_spec(package) is None:
-            problems.append(
-                Problem(
-                    f"reward.{name} needs the package {package}",
-                    f"reward.{name}",
-                    "it is not installed",
-                    f"pip install 'rloo-cli[{extra}]'",
-                )
-            )
+        module = registry.module("rewards", entry.type)
+        try:
+            if hasattr(module, "preflight"):
+                module.preflight(entry)
+        except MachineError as error:
+            problems += [replace(p, where=f"reward.{name}") for p in error.problems]
     above = next(
         p for p in [Path(run.root).absolute(), *Path(run.root).absolute().parents] if p.exists()
     )

@@ -258,7 +258,7 @@ def test_a_machine_that_has_everything_passes(tmp_path):
 
 
 def test_everything_that_the_machine_lacks_is_said_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("rloo_cli.machine.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(MachineError) as caught:
         check(wanted(tmp_path / "a/b", "accuracy", "length_tokens"))
@@ -287,3 +287,17 @@ def test_a_process_is_alive_while_it_is_the_same_one():
         time.sleep(0.01)
     assert started(child) == ""  # a zombie
     os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("name", ["accuracy", "reasoning_accuracy", "cosine_length"])
+def test_a_reward_whose_package_is_missing_is_refused_before_the_run(name, monkeypatch):
+    missing = MachineError(Problem("math-verify is not installed"))
+
+    def require():
+        raise missing
+
+    monkeypatch.setattr("rloo_cli.rewards.mathematics.require", require)
+    entries = {"mine": SimpleNamespace(type=name)}
+    with pytest.raises(MachineError) as caught:
+        check(SimpleNamespace(rewards=entries, root="runs"))
+    assert caught.value.problems[0].where == "reward.mine"
