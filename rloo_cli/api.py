@@ -13,6 +13,7 @@ worker, in this process.
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,12 @@ def train(
     settings = config.check(_with(composed, rewards or {}))
     machine.check(settings)
     folder = Path(settings.root, str(settings.name))
-    done = launch.take_folder(folder, settings)
-    if not done:
-        launch.prepare_folder(folder, settings, composed)
+    start = launch.begin(settings)
+    if not start.done:
+        launch.prepare(start, settings, composed)
         state = "failed"
         try:
-            work(settings, folder, rewards)
+            work(settings, folder, rewards, start)
             state = "finished"
         finally:
             update_json(folder / "run.json", state=state)
@@ -64,4 +65,4 @@ def _with(composed: Composed, rewards: Mapping[str, Reward]) -> Composed:
             raise ConfigError(Problem(f"reward {name!r} is not a callable with a plain name"))
         given = entries.get(name) or {}
         entries[name] = {"type": "function", "path": f"python:{name}", "kwargs": {}} | given
-    return Composed(composed.values | {"reward": entries}, composed.sources, composed.recipe)
+    return replace(composed, values=composed.values | {"reward": entries})

@@ -20,8 +20,11 @@ USAGE = """usage: rloo VERB [+recipe=NAME] [key=value ...]
 
 verbs:
   train        train a policy
+  eval         score what is held out: RUN, RUN/checkpoint-N, or +recipe=NAME model.path=...
   recipes      list recipes; recipes show NAME; recipes copy NAME my.yaml
   config       list every key; config explain KEY; config --json
+  samples      show what a run wrote: --step N --worst; --eval
+  ledger       what became of every prompt of a run, and whether it adds up
   migrate      turn a TRL or ms-swift command line or config into a recipe
   completion   print the shell's completion script: bash, zsh or fish
 
@@ -215,8 +218,11 @@ def _tool(name: str) -> Callable[[list[str]], int]:
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
+    "eval": _tool("eval"),
     "recipes": _tool("recipes"),
     "config": _tool("config"),
+    "samples": _tool("samples"),
+    "ledger": _tool("ledger"),
     "migrate": _tool("migrate"),
     "completion": _tool("completion"),
 }

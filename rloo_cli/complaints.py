@@ -23,6 +23,7 @@ def before_types(values: dict[str, Any]) -> Iterator[Problem]:
     yield from _targets(values)
     yield from _missing(values)
     yield from _unregistered(values)
+    yield from _badly_named(values)
 
 
 def walk(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -94,6 +95,20 @@ def _unregistered(values: dict[str, Any]) -> Iterator[Problem]:
                 key,
                 f"one of: {', '.join(sorted(known))}",
                 f"{key}={close[0]}" if close else "",
+            )
+
+
+def _badly_named(values: dict[str, Any]) -> Iterator[Problem]:
+    """Held-out sets whose name would not do in the name of a metric or a file, or of a field."""
+    evaluation = values.get("eval")
+    sets = evaluation.get("sets") if isinstance(evaluation, dict) else None
+    for name in sets if isinstance(sets, dict) else ():
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,39}", str(name)) or hasattr(BaseModel, name):
+            yield Problem(
+                f"eval.sets.{name}: a held-out set cannot have this name",
+                f"eval.sets.{name}",
+                "letters, digits and _, at most 40, and no word that pydantic keeps for itself",
+                "eval.sets.hard={split: test}",
             )
 
 

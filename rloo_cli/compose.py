@@ -38,6 +38,7 @@ class Composed:
     values: dict[str, Any]
     sources: Sources
     recipe: str | None = None
+    words: tuple[str, ...] = ()  # that compose it again, as a person writes them
 
 
 def rewrite(words: Iterable[str], config_dirs: Sequence[Path] = ()) -> list[str]:
@@ -256,4 +257,13 @@ def gather(cfg: DictConfig, hydra: DictConfig, config_dirs: Sequence[Path] = ())
     assert isinstance(values, dict)
     recipe = choices.get("recipe")
     label = _FILES[recipe].stem if recipe in _FILES else recipe
-    return Composed({str(k): v for k, v in values.items()}, sources, label)
+    words = (*[f"--config-dir={d}" for d in config_dirs], *[_plain(w) for w in overrides])
+    return Composed({str(k): v for k, v in values.items()}, sources, label, words)
+
+
+def _plain(word: str) -> str:
+    """A word as Hydra got it -> as a person writes it."""
+    name, _, value = word.partition("=")
+    if name == "+recipe" and value in _FILES:
+        return f"+recipe={_FILES[value]}"
+    return word.removeprefix("++")

@@ -16,11 +16,14 @@ from pydantic import ValidationError, create_model
 from rloo_cli import complaints, registry, rules
 from rloo_cli.compose import Composed
 from rloo_cli.errors import ConfigError, Problem
-from rloo_cli.schema import Frozen, RunConfig
+from rloo_cli.schema import EvalConfig, Frozen, RunConfig, SetConfig, Sets
 from rloo_cli.sources import Sources
 
 # What a run may change and still be the same experiment (PROMISES 14).
-FREE = ("root", "name", "logging", "eval", "max_steps", "total_episodes", "train.epochs")
+FREE = (
+    "root", "name", "resume", "resume_allow_changes", "logging", "checkpoint", "eval", "max_steps",
+    "total_episodes", "train.epochs",
+)  # fmt: skip
 
 
 def check(composed: Composed) -> RunConfig:
@@ -69,7 +72,31 @@ def merged(values: dict[str, Any], sources: Sources | None = None) -> dict[str, 
             if stand_in and isinstance(entry, dict) and entry.get("type") == "model":
                 entry |= {"path": stand_in, "tokenizer": None, "revision": None}
         values["reward"] = entries
-    return values
+    return _with_sets(values)
+
+
+def _with_sets(values: dict[str, Any]) -> dict[str, Any]:
+    """What a held-out set leaves out is as in `data`; where it has a path of its own, not what
+    only says where data.path is.
+    """
+    evaluation, data = values.get("eval"), values.get("data")
+    if not isinstance(evaluation, dict) or not isinstance(data, dict):
+        return values
+    sets = evaluation.get("sets")
+    if not isinstance(sets, dict):
+        return values
+    common = {k: v for k, v in data.items() if k in SetConfig.model_fields and k != "split"}
+    stand_in = (values.get("debug") or {}).get("sets_from_data")
+    whole = {}
+    for name, entry in sets.items():
+        if not isinstance(entry, dict):
+            whole[name] = entry
+        elif stand_in and data.get("eval_split"):
+            whole[name] = common | {"split": data["eval_split"]}
+        else:
+            other = {"name": None, "revision": None} if "path" in entry else {}
+            whole[name] = common | other | entry
+    return values | {"eval": evaluation | {"sets": whole}}
 
 
 def build(values: dict[str, Any]) -> RunConfig:
@@ -79,7 +106,7 @@ def build(values: dict[str, Any]) -> RunConfig:
 
 
 def model_class(values: dict[str, Any]) -> type[RunConfig]:
-    """RunConfig with the sections that the chosen algorithm, backend and rewards bring."""
+    """RunConfig with the sections that the chosen algorithm, backend, rewards and sets bring."""
     algorithm = registry.config_class("algorithms", values["algorithm"]["name"])
     generation = registry.config_class("generation", values["generation"]["backend"])
     entries = values["reward"].items()
@@ -89,7 +116,14 @@ def model_class(values: dict[str, Any]) -> type[RunConfig]:
     class Run(RunConfig):
         """One experiment, wholly in config."""
 
+    given = values["eval"].get("sets") if isinstance(values["eval"], dict) else None
+    named: Any = dict.fromkeys(given if isinstance(given, dict) else (), (SetConfig, ...))
+    sets: Any = create_model("Sets", __base__=Sets, **named)
+    evaluation: Any = create_model(
+        "Eval", __base__=EvalConfig, sets=(sets, EvalConfig.model_fields["sets"])
+    )
     fields: Any = {"algorithm": (algorithm, ...), "generation": (generation, ...)}
+    fields["eval"] = (evaluation, ...)
     model: type[RunConfig] = create_model("Run", __base__=Run, reward=(rewards, ...), **fields)
     return model
 

@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from rloo_cli.held_out import headline
 from rloo_cli.panel import (
     ALSO,
     PHASES,
@@ -77,7 +78,7 @@ class Display:
         if self.live:
             return
         parts = [f"step {row.get('step', '?')}/{self.plan.get('max_steps') or '?'}"]
-        for label, name in PLAIN.items():
+        for label, name in [*PLAIN.items(), *headline(row)]:
             parts += [f"{label.rstrip(' %')} {number(v, label)}" for v in history([row], name)]
         parts += [f"{seconds:.3g} s/step" for seconds in history([row], "step_time")]
         left = time_left(self.rows, self.plan)

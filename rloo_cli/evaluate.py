@@ -1,63 +1,151 @@
-"""A held-out split, answered greedily and scored by the run's own rewards.
+"""The held-out sets, answered and scored by the run's own rewards. What it says: `held_out`.
 
-Changes nothing in the run: no seed, no counter and no place in the data moves.
+Evaluating changes nothing in the run, bit for bit: no counter, no place in the data, no global
+random state moves, whatever a reward draws; what `cache: true` remembers of an evaluation is
+forgotten with it; training's rewards never see its lines in `trainer_state.log_history`. (A reward
+that keeps a state of its own, in a global or an object, is beyond us.)
+
+Samples are a pure function of weights and config: the seed of completion k of a set's i-th prompt
+is `sampling_seed(seed, "eval", 0, i, k)`. The step does not enter, so that equal weights give
+equal samples whenever and wherever they are asked (`rloo eval` gives a run's own numbers again),
+and two evaluations of one run differ by their weights, not by their luck.
 """
 
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+from rloo_cli import held_out, rng, stop
+from rloo_cli.faults import fault
+from rloo_cli.generation import Generator
 from rloo_cli.log import sample
 from rloo_cli.minibatches import slices
 from rloo_cli.parts import Run
-from rloo_cli.rewards.arguments import Context
-from rloo_cli.rewards.scoring import score
+from rloo_cli.prompts import Prompts
+from rloo_cli.rewards.arguments import Context, TrainerState
+from rloo_cli.rewards.build import Reward
+from rloo_cli.rewards.scoring import Scores, score
+from rloo_cli.rollout import Group
+from rloo_cli.schema import RunConfig
+from rloo_cli.seeds import sampling_seed
 
 Row = dict[str, Any]
 
 
-def evaluate(run: Run) -> tuple[Row, list[Row]]:
-    """Score the held-out prompts at the weights of now; write metrics and samples.
+class Parts(Protocol):
+    """What it takes to evaluate: a `Run` has it, and `rloo eval` makes no more than this."""
 
-    -> the metrics (`eval_*`), and every sample in the order of the split.
+    @property
+    def config(self) -> RunConfig: ...
+    @property
+    def algorithm(self) -> Any: ...
+    @property
+    def generator(self) -> Generator: ...
+    @property
+    def rewards(self) -> Sequence[Reward]: ...
+    @property
+    def sets(self) -> dict[str, Prompts]: ...
+
+
+def evaluate(run: Run) -> Row:
+    """Score every held-out set at the weights of now; write samples, then one line of metrics.
+
+    -> that line, {} where nothing is held out. Raises RunError; nothing is written then.
     """
-    prompts = run.held_out
-    if prompts is None:
-        return {}, []
+    if not run.sets:
+        return {}
     run.log.phase("evaluation")
-    count = min(len(prompts), run.config.eval.max_samples or len(prompts))
-    state = run.state.seen_by_rewards(run)
-    context = Context(prompts.conversational, state)
-    # One completion per prompt: there is no group to normalise a reward in.
-    settings = run.config.algorithm.model_copy(update={"multi_reward": "sum"})
-    samples: list[Row] = []
-    for index in slices(range(count), run.config.eval.batch_size):
-        groups = [prompts.at(i) for i in index]
-        run.generator.generate(groups, [[0] for _ in groups], greedy=True)
-        scores = score(list(run.rewards), groups, context)
-        weighted, scorable = run.algorithm.combine(scores.raw, scores.weights, settings)
-        for p, group in enumerate(groups):
-            row = sample(run, group, 0) | {"row": group.row}
-            row["score"] = float(weighted[p, 0]) if scorable[p, 0] else None
-            said = zip(scores.names, scores.raw[:, p, 0].tolist(), strict=True)
-            row["rewards"] = {n: None if v != v else v for n, v in said}
-            samples.append(row)
-    metrics = _metrics(samples)
-    run.log.held_out({"step": run.state.step, **metrics})
-    run.log.save_samples(f"eval_{run.state.step:06d}", samples)
+    before = rng.take()
+    try:
+        found = answers(run, run.state.seen_by_rewards(run))
+    finally:
+        rng.put(before)
+    step = run.state.step
+    for name, answered in found.items():
+        run.log.save_samples(held_out.file_name(name, step), answered.samples)
+    row = run.log.held_out({"step": step, **of_all(run, found)})
     run.clock.lap()  # its seconds are nobody's step
-    return metrics, samples
-
-
-def _metrics(samples: list[Row]) -> Row:
-    row: Row = {}
-    scored = [s["score"] for s in samples if s["score"] is not None]
-    if scored:
-        row["eval_reward"] = sum(scored) / len(scored)
-    for name in samples[0]["rewards"]:
-        said = [s["rewards"][name] for s in samples if s["rewards"][name] is not None]
-        if said:
-            row[f"eval_reward/{name}/mean"] = sum(said) / len(said)
-    lengths = [s["completion_length"] for s in samples]
-    row["eval_completions/mean_length"] = sum(lengths) / len(lengths)
-    row["eval_completions/clipped_ratio"] = sum(not s["terminated"] for s in samples) / len(samples)
-    row["eval_samples"] = len(samples)
     return row
+
+
+@dataclass
+class Answered:
+    """One held-out set: every sample, greedy ones first, and the share of rows that failed."""
+
+    samples: list[Row]
+    failed: dict[str, float]
+
+
+def of_all(parts: Parts, found: dict[str, Answered]) -> Row:
+    """The metrics of all sets, in one row."""
+    row: Row = {}
+    for name, answered in found.items():
+        row |= held_out.metrics(name, answered.samples, parts.config.eval, answered.failed)
+    return row
+
+
+def answers(
+    parts: Parts,
+    state: TrainerState,
+    tell: Callable[[str, int, int], None] = lambda name, done, of: None,
+) -> dict[str, Answered]:
+    """Answer and score every set. `tell` hears name, completions made and to be made.
+
+    Raises RewardError, GenerationError, and Stopped when a signal asked for an end.
+    """
+    return {name: _answer(parts, name, state, tell) for name in parts.sets}
+
+
+def _answer(
+    parts: Parts, name: str, state: TrainerState, tell: Callable[[str, int, int], None]
+) -> Answered:
+    prompts, settings = parts.sets[name], parts.config.eval
+    count = min(len(prompts), settings.max_samples or len(prompts))
+    rewards = [replace(reward, memory={}) for reward in parts.rewards]
+    context = Context(prompts.conversational, state, poll=stop.check)
+    k = settings.num_generations
+    rounds = [(True, 1), (False, k)] if k > 1 else [(True, 1)]
+    samples: list[Row] = []
+    failed: dict[str, float] = defaultdict(float)
+    for greedy, each in rounds:
+        for index in slices(range(count), max(1, settings.batch_size // each)):
+            fault("eval")
+            stop.check()
+            groups = [prompts.at(i) for i in index]
+            _generate(parts, groups, greedy, each)
+            scores = score(rewards, groups, context)
+            samples += _rows(parts, name, groups, scores, greedy)
+            for reward, rate in scores.error_rate.items():
+                failed[reward] += rate * len(groups) * each
+            tell(name, len(samples), count * sum(n for _, n in rounds))
+    return Answered(samples, {reward: rows / len(samples) for reward, rows in failed.items()})
+
+
+def _generate(parts: Parts, groups: list[Group], greedy: bool, each: int) -> None:
+    if greedy:
+        parts.generator.generate(groups, [[0] for _ in groups], greedy=True)
+        return
+    seed = parts.config.seed
+    seeds = [[sampling_seed(seed, "eval", 0, g.draw, k) for k in range(each)] for g in groups]
+    parts.generator.generate(groups, seeds, temperature=parts.config.eval.temperature)
+
+
+def _rows(parts: Parts, name: str, groups: list[Group], scores: Scores, greedy: bool) -> list[Row]:
+    """Every completion, with all that is known of it."""
+    # A score is to say the same whoever stood beside it: nothing is normalised over a group.
+    settings = parts.config.algorithm.model_copy(update={"multi_reward": "sum"})
+    weighted, scorable = parts.algorithm.combine(scores.raw, scores.weights, settings)
+    rows = []
+    for p, group in enumerate(groups):
+        for k in range(len(group.rollouts)):
+            row: Row = {"set": name or None, "greedy": greedy} | sample(group, k)
+            said = zip(scores.names, scores.raw[:, p, k].tolist(), strict=True)
+            row |= {
+                "row": group.row,
+                "score": float(weighted[p, k]) if scorable[p, k] else None,
+                "rewards": {n: None if v != v else v for n, v in said},
+            }
+            place = p * len(group.rollouts) + k
+            rows.append(row | {n: values[place] for n, values in scores.extras.items()})
+    return rows

@@ -1,4 +1,4 @@
-"""Writing files so that a reader never sees half of one."""
+"""Writing files so that a reader never sees half of one, and a crash leaves it as it was."""
 
 import json
 import os
@@ -35,3 +35,18 @@ def read_json(path: Path) -> dict[str, Any]:
 def update_json(path: Path, **values: Any) -> None:
     """Add keys to a JSON file."""
     write_json(path, read_json(path) | values)
+
+
+def sync(path: Path) -> None:
+    """fsync a file or a folder: after it, a crash of the machine leaves it as it is now."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def free_name(path: Path) -> Path:
+    """`path`, or the first of `path`-2, `path`-3, ... that is not taken."""
+    names = (path if i == 1 else path.with_name(f"{path.name}-{i}") for i in range(1, 10**6))
+    return next(p for p in names if not p.exists())

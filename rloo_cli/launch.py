@@ -1,63 +1,113 @@
 """From a composed config to a running process: check, make the run's folder, start it, watch it.
 
 Imports no torch. The folder is made only after the check; a run that was refused before its
-first step (data, rewards, a model that is not there) leaves none.
+first step (data, rewards, a model that is not there) leaves none, and one that is resumed is
+left as it was.
 """
 
 import contextlib
-import ctypes
+import fcntl
 import hashlib
 import os
 import platform
+import shlex
 import shutil
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rloo_cli import complaints, config, machine
+from rloo_cli import config, faults, machine, processes, resume
 from rloo_cli.compose import Composed
 from rloo_cli.errors import ConfigError, Problem
-from rloo_cli.files import read_json, write_json, write_text
+from rloo_cli.files import read_json, update_json, write_json, write_text
+from rloo_cli.resume import Start
 from rloo_cli.schema import RunConfig
 from rloo_cli.tools import plan
 
 PACKAGES = ("rloo-cli", "torch", "transformers", "datasets", "hydra-core", "omegaconf", "pydantic")
-GRACE_S = 10.0  # between a polite and an impolite end
-# Until the worker can say how it ended, an interrupt ends it without a traceback.
-BOOT = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); " \
-    "from rloo_cli.worker import main; main()"  # fmt: skip
+REFUSED = (2, 3, 4, 5)
+# Words that do not make a job of a sweep another one.
+SAME_JOB = ("resume", "resume_allow_changes", "root", "logging", "checkpoint", "hydra")
 
 
 def train(composed: Composed, multirun: bool = False, dry_run: bool = False) -> int:
     """One experiment, from its composed config to its end; the exit code. Raises RunError."""
+    faults.check()
     run = config.check(_apart(composed) if multirun else composed)
     machine.check(run)
     if dry_run:
         print(plan.text(run))
         return 0
     folder = Path(run.root, str(run.name))
-    done = take_folder(folder, run)
-    if done:
-        print(done)
-        return 0
-    new_root = not folder.parent.exists()
-    prepare_folder(folder, run, composed)
-    code = _start(folder)
-    if code in (2, 3, 4, 5) and read_json(folder / "run.json").get("fingerprint") is None:
-        shutil.rmtree(folder)
-        if new_root:
-            with contextlib.suppress(OSError):  # another run came to it meanwhile
-                folder.parent.rmdir()
-    elif code:
-        print(f"the run ended with {code}; its log is {folder}/logs/attempt_1", file=sys.stderr)
+    with _mine(folder):
+        start = begin(run)
+        if start.done:
+            print(start.done)
+            return 0
+        before, new_root = read_json(folder / "run.json"), not folder.parent.exists()
+        prepare(start, run, composed)
+        words = [str(folder), str(start.attempt), str(start.checkpoint or "")]
+        code = processes.run("worker", words, _note_rank(folder), _saving(folder))
+        if code in REFUSED and not _begun(start):
+            _take_back(start, before, new_root)
+        _say_end(start, code, _again(composed, run))
     return code
+
+
+def _begun(start: Start) -> bool:
+    """Whether this attempt came to train: its worker then wrote which checkpoint it is from."""
+    facts = read_json(start.folder / "run.json")
+    return facts.get("began") == start.attempt
+
+
+def begin(run: RunConfig) -> Start:
+    """Where this attempt at a run begins; what is said about it is printed. Raises ConfigError."""
+    start = resume.plan(Path(run.root, str(run.name)), run)
+    for note in start.notes:
+        print(note)
+    if start.changes:
+        print("\n".join(["changed since the checkpoint:", *resume.text(start.changes)]))
+    return start
+
+
+@contextmanager
+def _mine(folder: Path) -> Iterator[None]:
+    """Nobody else trains in this folder meanwhile. Raises ConfigError when somebody does."""
+    facts = read_json(folder / "run.json")
+    if facts.get("host", platform.node()) == platform.node():
+        if facts.get("state") in ("starting", "training") and machine.alive(facts):
+            raise ConfigError(_busy(folder, facts["pid"]))
+        for rank in facts.get("ranks", []):  # its launcher is gone, and it should be too
+            machine.end(rank)
+    if not folder.exists():
+        yield
+        return
+    with _locked(folder):
+        yield
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder itself; the kernel lets go of it when we end, however we end."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ConfigError(_busy(folder, "?")) from None
+    finally:
+        os.close(handle)
+
+
+def _busy(folder: Path, pid: Any) -> Problem:
+    return Problem(f"{folder} is being trained by process {pid}", "name", fix="name=OTHER")
 
 
 def _apart(composed: Composed) -> Composed:
@@ -65,128 +115,117 @@ def _apart(composed: Composed) -> Composed:
     name = composed.values.get("name")
     if name is None:
         return composed
-    words = [w for w in composed.sources.overrides if not w.startswith("hydra.")]
+    words = [w for w in _words(composed) if _key(w).partition(".")[0] not in SAME_JOB]
     tail = hashlib.sha256("\n".join(sorted(words)).encode()).hexdigest()[:6]
-    return Composed(composed.values | {"name": f"{name}-{tail}"}, composed.sources, composed.recipe)
+    return replace(composed, values=composed.values | {"name": f"{name}-{tail}"})
 
 
-def take_folder(folder: Path, run: RunConfig) -> str:
-    """See that the run's folder is free. Returns why there is nothing to do, or "".
-
-    An attempt that ended before it was finished is moved aside, whole. Raises ConfigError when
-    the name belongs to another config or to a run that is alive.
-    """
-    facts = read_json(folder / "run.json")
-    if not folder.exists():
-        return ""
-    old = folder / "config.yaml"
-    before = yaml.safe_load(old.read_text()) if old.is_file() else None
-    if before is None or facts.get("hash") != config.config_hash(run):
-        raise ConfigError(_taken(folder, before, run))
-    if facts.get("state") == "finished" and _same_length(before, run):
-        return f"{folder} is finished: nothing to do (name=... for another run of it)"
-    if facts.get("state") in ("starting", "training") and machine.alive(facts):
-        raise ConfigError(
-            Problem(f"{folder} is being trained by process {facts['pid']}", "name", fix="name=...")
-        )
-    if facts.get("state") == "finished":
-        raise ConfigError(_taken(folder, before, run))
-    aside = next(p for i in range(1, 10**6) if not (p := Path(f"{folder}.attempt{i}")).exists())
-    folder.rename(aside)
-    print(f"an attempt that did not finish is now in {aside}")
-    return ""
+def _key(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0]
 
 
-def _same_length(before: dict[str, Any], run: RunConfig) -> bool:
-    lengths = (before["max_steps"], before["total_episodes"], before["train"]["epochs"])
-    return lengths == (run.max_steps, run.total_episodes, run.train.epochs)
+def _words(composed: Composed) -> list[str]:
+    return [w for w in composed.words if not w.startswith("hydra.")]
 
 
-def _taken(folder: Path, before: dict[str, Any] | None, run: RunConfig) -> Problem:
-    old = dict(complaints.walk(before or {}))
-    new = dict(complaints.walk(config.dump(run)))
-    leaves = [k for k in {**old, **new} if not isinstance(old.get(k, new.get(k)), dict)]
-    changes = [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in leaves if old.get(k) != new.get(k)]
-    more = [f"... and {len(changes) - 10} more"] if len(changes) > 10 else []
-    shown = "\n".join(["it is another config:", *changes[:10], *more])
-    why = shown if before else "it is not a run"
-    choices = f"name=OTHER, or root=OTHER, or move it away: mv {folder} {folder}.old"
-    return Problem(f"{folder} exists", "name", why, choices)
+def _again(composed: Composed, run: RunConfig) -> str:
+    """The command that goes on with this run."""
+    words = [w for w in _words(composed) if _key(w) != "resume"]
+    if composed.values.get("name") != run.name:  # a job of a sweep
+        words = [*[w for w in words if _key(w) != "name"], f"name={run.name}"]
+    return shlex.join(["rloo", "train", *words, "resume=auto"])
 
 
-def prepare_folder(folder: Path, run: RunConfig, composed: Composed) -> None:
-    """Make the run's folder: config.yaml (what ranks read), overrides, environment, run.json."""
-    folder.mkdir(parents=True)
-    write_text(folder / "config.yaml", yaml.safe_dump(config.dump(run), sort_keys=False))
-    words = [w for w in composed.sources.overrides if not w.startswith("hydra.")]
+def prepare(start: Start, run: RunConfig, composed: Composed) -> None:
+    """Make the folder of an attempt: its config (what ranks read), environment, run.json."""
+    folder = start.folder
+    given = resume.config_file(folder, start.attempt)
+    given.parent.mkdir(parents=True)
+    text = yaml.safe_dump(config.dump(run), sort_keys=False)
+    write_text(given, text)
+    if start.attempt == 1:
+        write_text(folder / "config.yaml", text)
+    words = [w for w in _words(composed) if _key(w) != "resume"]
     write_text(folder / "overrides.txt", "".join(f"{w}\n" for w in words))
+    with contextlib.suppress(OSError):  # a file system without links has the folder all the same
+        link = given.parent.with_name("latest")
+        link.unlink(missing_ok=True)
+        link.symlink_to(given.parent.name)
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     machine_facts = {"python": platform.python_version(), "platform": platform.platform()}
     write_json(folder / "env.json", {**machine_facts, "cpus": os.cpu_count(), "packages": versions})
+    facts = read_json(folder / "run.json")
+    changes = [{"attempt": start.attempt, **start.changes}] if start.changes else []
     write_json(
         folder / "run.json",
-        {
+        facts
+        | {
             "name": run.name,
             "recipe": composed.recipe,
             "state": "starting",
-            "attempt": 1,
+            "attempt": start.attempt,
             "hash": config.config_hash(run),
             "pid": os.getpid(),
             "pid_started": machine.started(os.getpid()),
-            "started": time.time(),
+            "host": platform.node(),
+            "ranks": [],
+            "code": None,
+            "started": facts.get("started", time.time()),
+            "changes": [*facts.get("changes", []), *changes],
         },
     )
 
 
-def _start(folder: Path) -> int:
-    """Run the worker to its end, passing signals on; its exit code."""
-    # Threads that spin long while they wait for each other make a machine that is shared many
-    # times slower.
-    calm = {"GOMP_SPINCOUNT": "1000", "TOKENIZERS_PARALLELISM": "false"}
-    environment = calm | os.environ
-    worker = subprocess.Popen(
-        # -P: no file in the current folder can pass for a package.
-        [sys.executable, "-P", "-c", BOOT, str(folder)],
-        env=environment,
-        start_new_session=True,  # a Ctrl-C reaches it once, from us
-        preexec_fn=_die_with_parent(),
+def _note_rank(folder: Path) -> Callable[[int], None]:
+    def note(pid: int) -> None:
+        rank = {"pid": pid, "group": pid, "pid_started": machine.started(pid)}
+        update_json(folder / "run.json", ranks=[rank])
+
+    return note
+
+
+def _saving(folder: Path) -> Callable[[], bool]:
+    return lambda: any(folder.glob(".tmp-*"))
+
+
+def _take_back(start: Start, before: dict[str, Any], new_root: bool) -> None:
+    """Leave things as they were before a run that was refused."""
+    folder = start.folder
+    if not before:
+        shutil.rmtree(folder)
+        if new_root:
+            with contextlib.suppress(OSError):  # another run came to it meanwhile
+                folder.parent.rmdir()
+        return
+    shutil.rmtree(resume.config_file(folder, start.attempt).parent)
+    write_json(folder / "run.json", before)
+
+
+def _say_end(start: Start, code: int, command: str) -> None:
+    """Why the run ended, the last checkpoint, how to go on, and where things are."""
+    folder = start.folder
+    if code == 0 or not folder.exists():
+        return
+    facts, log = read_json(folder / "run.json"), resume.config_file(folder, start.attempt).parent
+    why = {75: "stopped, as it was asked to", 130: "ended at once by a second Ctrl-C"}.get(
+        code, f"ended with {code}"
     )
-    heard: list[int] = []
-    first = [0.0]  # when
-
-    def forward(number: int, frame: Any) -> None:
-        heard.append(number)
-        first[0] = first[0] or time.monotonic()
-        with contextlib.suppress(ProcessLookupError):
-            if len(heard) > 1 and number == signal.SIGINT:
-                os.killpg(worker.pid, signal.SIGKILL)  # the second Ctrl-C means now
-            else:
-                worker.send_signal(number)
-
-    before = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        while worker.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.wait(0.5)
-            if heard and time.monotonic() - first[0] > GRACE_S:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(worker.pid, signal.SIGKILL)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(worker.pid, signal.SIGKILL)  # whatever it started and left
-    if worker.returncode < 0:
-        return 130 if signal.SIGINT in heard else 6 if not heard else 75
-    return worker.returncode
-
-
-def _die_with_parent() -> Callable[[], None] | None:
-    """For the child: be killed when the process that started us dies (Linux)."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    return lambda: prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if facts.get("code") is None and code not in (75, 130):
+        why = "its process ended without a word: killed, out of memory, or by code of a reward"
+    step = facts.get("progress", {}).get("step", 0)
+    last = facts.get("checkpoint") or "none yet: it begins anew"
+    lines = [
+        f"{folder}: {why}, after step {step}",
+        f"  checkpoint  {last}",
+        f"  go on       {command}",
+        f"  log         {log}",
+    ]
+    print("\n".join(lines), file=sys.stderr)
+    state = {75: "stopped", 130: "stopped"}.get(code, "failed")
+    ended = {"why": why, "checkpoint": facts.get("checkpoint"), "resume": command}
+    update_json(folder / "run.json", state=state, code=code, ended=ended)
+    with contextlib.suppress(OSError), (log / "rank_0.log").open("a") as file:
+        file.write("\n".join(lines) + "\n")

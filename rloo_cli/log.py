@@ -15,8 +15,10 @@ import torch
 from rloo_cli import measures
 from rloo_cli.advice import Advisor
 from rloo_cli.display import Display
+from rloo_cli.faults import fault
 from rloo_cli.files import write_text
 from rloo_cli.rollout import Batch, Group
+from rloo_cli.updates import Updates
 
 if TYPE_CHECKING:
     from rloo_cli.parts import Run
@@ -75,7 +77,7 @@ class Log:
         if self.display is not None:
             self.display.phase(name)
 
-    def step(self, run: "Run", batch: Batch, updates: measures.Updates) -> None:
+    def step(self, run: "Run", batch: Batch, updates: Updates) -> None:
         """Take in one finished step; write a line when it is due, and its samples."""
         for note in batch.notes:
             kind = re.sub(r"\d+", "", note)[:40]
@@ -115,11 +117,28 @@ class Log:
         self.pending, self.counts = [], []
         return row
 
-    def held_out(self, row: Row) -> None:
-        """Write and show the scores of an evaluation."""
+    def dump(self) -> Row:
+        """Steps that are not written yet, for a checkpoint."""
+        rows = [{k: v for k, v in row.items() if math.isfinite(v)} for row in self.pending]
+        return {"pending": rows, "counts": self.counts}
+
+    def restore(self, saved: Row) -> None:
+        """What `dump` gave; and metrics.jsonl as it is now, for whoever looks back."""
+        self.pending, self.counts = saved["pending"], saved["counts"]
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.rows = [json.loads(line) for line in lines]
+        for row in self.rows:
+            self.advisor.look(row)  # what it said then is not said again
+        if self.display is not None:
+            self.display.rows = list(self.rows)
+
+    def held_out(self, row: Row) -> Row:
+        """Write and show the scores of an evaluation; the line as written."""
         row = self.write(row)
         if self.display is not None:
             self.display.step(row)
+        return row
 
     def write(self, row: Row) -> Row:
         """Append one line to metrics.jsonl; values that are not finite are left out."""
@@ -127,6 +146,7 @@ class Log:
         if self.aliases:
             row |= {theirs: row[ours] for ours, theirs in ALIASES.items() if ours in row}
             row |= {"rewards" + k[6:]: v for k, v in row.items() if k.startswith("reward/")}
+        fault("metrics")
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
         self.rows.append(row)
@@ -134,8 +154,7 @@ class Log:
 
     def save_samples(self, name: str, samples: list[Row]) -> None:
         """Write every sample of a step to samples/<name>.jsonl."""
-        lines = "".join(json.dumps(s, ensure_ascii=False, default=str) + "\n" for s in samples)
-        write_text(self.folder / "samples" / f"{name}.jsonl", lines)
+        write_text(self.folder / "samples" / f"{name}.jsonl", lines_of(samples))
 
     def close(self) -> None:
         """Write what is not written yet, and give the terminal back."""
@@ -145,6 +164,11 @@ class Log:
         finally:
             if self.display is not None:
                 self.display.close()
+
+
+def lines_of(samples: list[Row]) -> str:
+    """Samples as the text of their file: one line of JSON each."""
+    return "".join(json.dumps(s, ensure_ascii=False, default=str) + "\n" for s in samples)
 
 
 def merge(rows: list[Row], counts: list[Row]) -> Row:
@@ -181,7 +205,7 @@ def samples_of(run: "Run", batch: Batch) -> list[Row]:
     rows = []
     for p, group in enumerate(batch.groups):
         for j in range(k):
-            row = sample(run, group, j) | dict.fromkeys([*before, *after])
+            row = sample(group, j) | dict.fromkeys([*before, *after])
             if batch.scorable[p, j]:
                 found = before | (after if p in batch.active else {})  # no KL of the others
                 row |= {n: float(v[p, j]) for n, v in found.items() if v is not None}
@@ -192,7 +216,7 @@ def samples_of(run: "Run", batch: Batch) -> list[Row]:
     return rows
 
 
-def sample(run: "Run", group: Group, k: int) -> Row:
+def sample(group: Group, k: int) -> Row:
     """What was sampled, and how."""
     rollout = group.rollouts[k]
     return {

@@ -1,7 +1,10 @@
 """What the machine must have before a run may start, found without importing torch."""
 
+import contextlib
 import os
 import shutil
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,3 +50,18 @@ def alive(facts: dict[str, Any]) -> bool:
     """Whether the process that run.json names still runs, and is the same one."""
     now = started(int(facts.get("pid", -1)))
     return bool(now) and now == facts.get("pid_started")
+
+
+def end(facts: dict[str, Any], patience: float = 10.0) -> None:
+    """See that a process of ours is gone: wait for it, then kill it and its group.
+
+    It is told by its number and the time it began, never by its name.
+    """
+    limit = time.monotonic() + patience
+    while alive(facts):
+        if time.monotonic() > limit:
+            print(f"process {facts['pid']} was left by an earlier attempt: it is killed")
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(int(facts["group"]), signal.SIGKILL)
+            limit = time.monotonic() + patience
+        time.sleep(0.05)

@@ -5,7 +5,8 @@ otherwise, silently. The optimizer only ever sees float32.
 """
 
 import inspect
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from transformers import SchedulerType, get_scheduler
 
 from rloo_cli import registry
-from rloo_cli.errors import ConfigError, Problem
+from rloo_cli.errors import ConfigError, Problem, StorageError
+from rloo_cli.faults import poison
 from rloo_cli.schema import TrainConfig
 
 
@@ -21,7 +23,8 @@ class Optimizer:
     """AdamW (or the user's), schedule and clipping over a model's trainable parameters."""
 
     def __init__(self, model: nn.Module, config: TrainConfig, updates: int):
-        self.weights = [p for p in model.parameters() if p.requires_grad]
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.names, self.weights = list(named), list(named.values())
         half = (torch.bfloat16, torch.float16)
         self.masters = [
             p.detach().float().requires_grad_() if p.dtype in half else p for p in self.weights
@@ -44,7 +47,8 @@ class Optimizer:
             if weight is not master:
                 master.grad = None if weight.grad is None else weight.grad.float()
                 weight.grad = None
-        return nn.utils.get_total_norm(m.grad for m in self.masters if m.grad is not None)
+        norm = nn.utils.get_total_norm(m.grad for m in self.masters if m.grad is not None)
+        return poison("grad", norm)
 
     def step(self, norm: Tensor) -> None:
         """Clip to max_grad_norm, update, advance the schedule. `norm` is from `grad_norm`."""
@@ -62,6 +66,72 @@ class Optimizer:
         """Forget the gradients, so that nothing of them is ever applied."""
         for parameter in (*self.weights, *self.masters):
             parameter.grad = None
+
+    def dump(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything a restart needs: `<what>/<parameter>` -> tensor, and plain values.
+
+        float32 masters of half-precision weights are part of it. Raises StorageError for state
+        that only a pickle could hold.
+        """
+        tensors: dict[str, Tensor] = {}
+        plain: dict[str, Any] = {}
+        for name, weight, master in zip(self.names, self.weights, self.masters, strict=True):
+            if weight is not master:
+                tensors[f"master/{name}"] = master
+            for what, value in self.inner.state.get(master, {}).items():
+                (tensors if isinstance(value, Tensor) else plain)[f"{what}/{name}"] = value
+        order = {id(m): n for n, m in zip(self.names, self.masters, strict=True)}
+        groups = [
+            {k: v for k, v in g.items() if k != "params"} | {"names": [order[id(p)] for p in ps]}
+            for g in self.inner.param_groups
+            if (ps := g["params"])
+        ]
+        facts = {"state": plain, "groups": groups, "schedule": self.schedule.state_dict()}
+        try:
+            json.dumps(facts, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            why = f"{error}: it is neither a tensor nor a plain value, and no pickle is written"
+            raise StorageError(
+                Problem("the optimizer's state cannot be saved", "train.optimizer", why)
+            ) from None
+        tensors = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
+        return tensors, facts | {"learning_rate": self.learning_rate}
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Put back what `dump` gave. Raises ConfigError when it is of other parameters."""
+        masters = dict(zip(self.names, self.masters, strict=True))
+        of = {n.partition("/")[2] for n in (*tensors, *facts["state"])}
+        of |= {n for g in facts["groups"] for n in g["names"]}
+        if of - set(masters):
+            name = sorted(of - set(masters))[0]
+            raise ConfigError(Problem("the checkpoint's optimizer is of other parameters", name))
+        for group, known in zip(self.inner.param_groups, facts["groups"], strict=True):
+            group |= {k: _as(v, group.get(k)) for k, v in known.items() if k != "names"}
+        everything = (*tensors.items(), *facts["state"].items())
+        for what, name, value in ((*k.partition("/")[::2], v) for k, v in everything):
+            master = masters[name]
+            if what == "master":
+                master.copy_(value)
+            else:
+                self.inner.state[master][what] = _beside(value, master)
+        self.schedule.load_state_dict(facts["schedule"])
+        if self.learning_rate != facts["learning_rate"]:
+            why = f"{self.learning_rate}, where the run stopped with {facts['learning_rate']}"
+            raise ConfigError(
+                Problem("the learning rate is not what it was", "train.learning_rate", why)
+            )
+
+
+def _as(value: Any, before: Any) -> Any:
+    """JSON knows no tuples: betas."""
+    return tuple(value) if isinstance(before, tuple) else value
+
+
+def _beside(value: Any, master: Tensor) -> Any:
+    """Counters of one element stay on the CPU, where torch's optimizers keep them."""
+    lone = not isinstance(value, Tensor) or value.dim() == 0
+    return value if lone else value.to(master.device)
 
 
 def _optimizer(parameters: Iterable[Tensor], config: TrainConfig) -> torch.optim.Optimizer:

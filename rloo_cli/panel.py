@@ -22,11 +22,13 @@ from rich.table import Table
 from rich.text import Text
 
 from rloo_cli.errors import ConfigError, Problem, RunError
+from rloo_cli.held_out import headline, is_evaluation
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
 
 RECENT = 20  # steps behind the time left and the split: enough to be steady, few enough for now
+SETS = 4  # held-out sets in the panel
 BARS = "▁▂▃▄▅▆▇█"
 PHASES = {"generation": "cyan", "reward": "yellow", "reference": "magenta", "update": "green"}
 ALSO = {"reference": "old_logp", "update": "optimizer"}  # counted there; what is left is "other"
@@ -40,7 +42,7 @@ METRICS = {  # label: metric; a % marks a share
     "grad norm": "grad_norm",
     "tokens/s": "perf/tokens_per_s",
 }
-PLAIN = {"reward": "reward", "held-out": "eval_reward"}
+PLAIN = {"reward": "reward"}
 PLAIN |= {label.lower(): METRICS[label] for label in ("KL", "entropy", "length", "truncated %")}
 SIGNS = {i: 0x2400 + i for i in range(32)} | str.maketrans("\t\xa0\u3000", "   ") | {10: "⏎ "}
 
@@ -137,7 +139,10 @@ def split(rows: Rows, width: int) -> list[Text]:
 def figures(rows: Rows, width: int) -> list[Text]:
     """Scores on lines of their own with their change, the other metrics two to a line."""
     lines, cells, half = [], [], (width - 2) // 2
-    for label, name in {"reward": "reward", "held out": "eval_reward"}.items():
+    lines_of = (headline(row) for row in rows if is_evaluation(row))
+    sets = dict.fromkeys(n for line in lines_of for _, n in line if "@" not in n)
+    names = {n: clean(n[5:-7] or "held out")[-14:] for n in list(sets)[:SETS]}
+    for name, label in {"reward": "reward", **names}.items():
         if values := history(rows, name):
             change, value = values[-1] - values[0], number(values[-1])
             since = f"{change:+.3g} since start" if len(values) > 1 else ""
@@ -183,9 +188,12 @@ def render(
     return Panel(Group(*lines), title=title, subtitle=below, width=inner + 4, border_style="blue")
 
 
-def before_after(before: Row, after: Row, problems: Rows) -> RenderableType:
-    """Held-out metrics before and after, and problems: {prompt, answer, before, after}."""
-    table = Table("held out", "before", "after", "change", box=box.SIMPLE_HEAD)
+def before_after(before: Row, after: Row, problems: Rows, since: str = "") -> RenderableType:
+    """Held-out metrics before and after, and problems: {prompt, answer, before, after}.
+
+    `since`: what stands over the first column when it is not of the very beginning.
+    """
+    table = Table("held out", since or "before", "after", "change", box=box.SIMPLE_HEAD)
     for name in before:
         if history([before], name) and history([after], name):
             values = [number(before[name]), number(after[name])]

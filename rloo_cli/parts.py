@@ -1,19 +1,24 @@
 """The parts of a run, once. `run.py` builds them, the loop uses them, this holds them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rloo_cli.clock import Clock
+from rloo_cli.cycle import Cycle
 from rloo_cli.distributed import World
 from rloo_cli.generation import Generator
+from rloo_cli.ledger import Ledger
 from rloo_cli.log import Log
+from rloo_cli.manifest import Place
 from rloo_cli.optim import Optimizer
 from rloo_cli.policy.model import Policy
 from rloo_cli.prompts import Prompts
 from rloo_cli.rewards.arguments import TrainerState
 from rloo_cli.rewards.build import Reward
+from rloo_cli.rng import States, take
 from rloo_cli.rollout import Batch
 from rloo_cli.rollouts import Rollouts
 from rloo_cli.schema import RunConfig
@@ -30,6 +35,7 @@ class State:
     tokens: int = 0  # prompt (K copies) and trained completion tokens
     empty: int = 0  # updates in a row with nothing to learn from
     nonfinite: int = 0  # updates in a row that were skipped
+    evaluated: int = -1  # the step at which the held-out prompts were last answered
 
     def advance(self, batch: Batch) -> None:
         """Count a finished step."""
@@ -41,15 +47,24 @@ class State:
 
     def seen_by_rewards(self, run: "Run") -> TrainerState:
         """What a reward may know of the training (OBJECTIVE 5), for curricula."""
+        return self.told(run.steps, len(run.prompts), run.config, run.log.rows)
+
+    def told(
+        self, steps: int, prompts: int, config: RunConfig, rows: Sequence[dict[str, Any]]
+    ) -> TrainerState:
+        """The same from plain numbers: steps to do, prompts in the data (0 = not known), lines
+        logged so far. Those of evaluations are left out: they must not change the training.
+        """
+        per_step, size = config.train.prompts_per_step, prompts or math.inf
         return TrainerState(
             global_step=self.updates,
             step=self.step,
-            max_steps=run.steps,
-            epoch=self.place / len(run.prompts),
+            max_steps=steps,
+            epoch=self.place / size,
             episode=self.episodes,
             num_input_tokens_seen=self.tokens,
-            num_train_epochs=run.steps * run.config.train.prompts_per_step / len(run.prompts),
-            log_history=run.log.rows,
+            num_train_epochs=steps * per_step / size,
+            log_history=[row for row in rows if "step_time" in row],
         )
 
     def dump(self) -> dict[str, int]:
@@ -67,7 +82,7 @@ class Run:
     algorithm: Any  # the algorithm's module
     tokenizer: Any
     prompts: Prompts
-    held_out: Prompts | None
+    sets: dict[str, Prompts]  # held out, by name; "" = the one of data.eval_split
     policy: Policy
     reference: Policy | None
     generator: Generator
@@ -80,4 +95,18 @@ class Run:
     fused: bool  # old_logp is the training forward's own (OBJECTIVE 2.12)
     micro_groups: int  # groups per forward pass with gradient
     no_grad_groups: int  # and without
+    ledger: Ledger
     state: State = field(default_factory=State)
+    cycle: Cycle | None = None  # the step that is being done, once its batch is there
+    rng: States = field(default_factory=take)  # as they were when the last step ended
+    attempt: int = 1
+    renames: bool = True  # the file system renames folders whole
+    saved: Place | None = (0, -1)  # the last checkpoint's place
+
+    @property
+    def place(self) -> Place:
+        """Steps done, and updates done in the next one (-1: none was begun)."""
+        if self.cycle is None:
+            return self.state.step, -1
+        made = self.cycle.iteration * self.config.algorithm.num_minibatches + self.cycle.done
+        return self.state.step, made

@@ -1,18 +1,17 @@
 """Rows of a data set -> tokenised prompts, in an order anybody can compute again.
 
 The order is a pure function of (seed, epoch, data set). Each prompt is rendered and tokenised
-once. Nothing is dropped silently: what `data.overlong` filtered is counted.
+once. Nothing is dropped silently: what `data.overlong` filtered is counted, and its rows are known.
 """
 
 import hashlib
 import string
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from jinja2 import TemplateError
 
+from rloo_cli import order
 from rloo_cli.data import is_messages
 from rloo_cli.errors import DataError, Problem
 from rloo_cli.rollout import Group, Prompt
@@ -39,6 +38,8 @@ class Prompts:
     shuffle: bool = True
     seed: int = 0
     lengths: list[int] = field(default_factory=list)  # tokens of every prompt before filtering
+    numbers: list[int] = field(default_factory=list)  # of each prompt, its row before filtering
+    filtered: list[int] = field(default_factory=list)  # rows that overlong=filter left out
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -54,20 +55,14 @@ class Prompts:
         """An empty group for the prompt `index` of the split itself."""
         return Group(index, self.rows[index], self.prompts[index], self.ids[index])
 
+    def index(self, place: int) -> int:
+        """Which prompt is drawn at a place of the endless order of draws."""
+        return order.at(place, len(self), self.seed, self.fingerprint, self.shuffle)
+
     def _draw(self, place: int) -> Group:
-        epoch, within = divmod(place, len(self))
-        shuffled = _order(self.seed, epoch, self.fingerprint, len(self))
-        group = self.at(int(shuffled[within]) if self.shuffle else within)
+        group = self.at(self.index(place))
         group.draw = place
         return group
-
-
-@lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, fingerprint: str, n: int) -> np.ndarray[Any, Any]:
-    """The permutation of an epoch: nothing but its arguments goes into it."""
-    text = f"{seed}/{epoch}/{fingerprint}".encode()
-    key = int.from_bytes(hashlib.sha256(text).digest()[:16], "big")
-    return np.random.Generator(np.random.PCG64(key)).permutation(n)
 
 
 def prepare(
@@ -236,6 +231,8 @@ def _fit(
         shuffle=config.shuffle,
         seed=seed,
         lengths=lengths,
+        numbers=keep,
+        filtered=sorted({*range(len(ids))} - {*keep}),
     )
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from rloo_cli import stop
 from rloo_cli.clock import Clock
 from rloo_cli.errors import NumbersError, Problem
+from rloo_cli.faults import poison
 from rloo_cli.generation import Generator
 from rloo_cli.prompts import Prompts
 from rloo_cli.rewards.arguments import Context, TrainerState
@@ -66,8 +68,9 @@ class Rollouts:
         with self.clock.phase("generation"):
             self.generator.generate(groups, seeds)
         with self.clock.phase("reward"):
-            context = Context(self.prompts.conversational, state)
+            context = Context(self.prompts.conversational, state, stop.check)
             scores = score(self.rewards, groups, context)
+            scores.raw = poison("reward", scores.raw)
         return self._batch(step, groups, scores)
 
     def _batch(self, step: int, groups: list[Group], scores: Scores) -> Batch:

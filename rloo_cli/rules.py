@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 from rloo_cli import made, registry
 from rloo_cli.errors import ConfigError, Problem
@@ -24,6 +25,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from _paths(run)
     yield from _rewards(run)
     yield from _context(run)
+    yield from _evaluation(run)
 
 
 def _length(run: RunConfig) -> Iterator[Problem]:
@@ -72,6 +74,8 @@ def _paths(run: RunConfig) -> Iterator[Problem]:
         ("model.ref_path", run.model.ref_path),
         ("data.path", run.data.path),
     ]
+    sets = {f"eval.sets.{n}.path": d.path for n, d in run.held_out.items() if n}
+    named += sets.items()
     for key, value in named:
         if value is not None and _looks_local(value) and not Path(value).expanduser().exists():
             yield Problem(
@@ -80,7 +84,8 @@ def _paths(run: RunConfig) -> Iterator[Problem]:
                 f"looked at {Path(value).expanduser().absolute()}",
                 f"{key}=ORG/NAME for the hub, or a path that is there",
             )
-    for key, known in (("model.path", made.MODELS), ("data.path", made.DATA)):
+    data = [(key, made.DATA) for key in ("data.path", *sets)]
+    for key, known in (("model.path", made.MODELS), *data):
         value = dict(named)[key] or ""
         if value.startswith(made.MADE) and value.removeprefix(made.MADE) not in known:
             names = sorted(known)
@@ -161,15 +166,38 @@ def _top_level(tree: ast.Module) -> set[str]:
     return names
 
 
+def model_facts(path: str) -> dict[str, Any]:
+    """What a local model's config.json says of its language model; {} where there is none."""
+    file = Path(path).expanduser() / "config.json"
+    values = json.loads(file.read_text()) if file.is_file() else {}
+    found: dict[str, Any] = values.get("text_config", values)
+    return found
+
+
 def context_length(path: str) -> int | None:
     """The longest sequence a local model takes, from its config.json; None where it is unsaid."""
-    file = Path(path).expanduser() / "config.json"
-    if not file.is_file():
-        return None
-    values = json.loads(file.read_text())
-    values = values.get("text_config", values)
+    values = model_facts(path)
     length = values.get("max_position_embeddings") or values.get("n_positions")
     return int(length) if length else None
+
+
+def _evaluation(run: RunConfig) -> Iterator[Problem]:
+    k, asked, reward = run.eval.num_generations, run.eval.pass_at, run.eval.pass_reward
+    if asked is not None and (too_many := [n for n in asked if n > k]):
+        yield Problem(
+            f"eval.pass_at asks for pass@{max(too_many)}",
+            "eval.pass_at",
+            f"each prompt has {k} completions (eval.num_generations)",
+            f"eval.num_generations={max(too_many)}",
+        )
+    if reward is not None and reward not in run.rewards:
+        close = nearest(reward, run.rewards) or list(run.rewards)
+        yield Problem(
+            f"eval.pass_reward = {reward!r} is not a reward of this run",
+            "eval.pass_reward",
+            f"rewards: {', '.join(run.rewards)}",
+            f"eval.pass_reward={close[0]}" if close else "",
+        )
 
 
 def _context(run: RunConfig) -> Iterator[Problem]:

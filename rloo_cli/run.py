@@ -8,19 +8,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import data, made, paths, registry
+from rloo_cli import made, paths, registry, splits
+from rloo_cli.begin import begin, same_data
 from rloo_cli.clock import Clock
 from rloo_cli.display import Display
 from rloo_cli.distributed import World, join
 from rloo_cli.errors import ConfigError, DataError, Problem
-from rloo_cli.files import read_json, update_json
+from rloo_cli.faults import fault
+from rloo_cli.files import read_json
+from rloo_cli.ledger import Ledger
 from rloo_cli.log import Log
 from rloo_cli.optim import Optimizer
 from rloo_cli.parts import Run
 from rloo_cli.policy import load
 from rloo_cli.policy.model import Policy, reference
-from rloo_cli.prompts import Prompts, prepare
-from rloo_cli.rewards.build import Reward, build, check_columns, from_callable
+from rloo_cli.prompts import Prompts
+from rloo_cli.resume import Start
+from rloo_cli.rewards.build import Reward, build, from_callable
 from rloo_cli.rollouts import Rollouts
 from rloo_cli.schema import RunConfig
 
@@ -28,47 +32,51 @@ ROWS = 32  # completions per forward pass, where the config leaves it open
 
 
 def make(
-    config: RunConfig, folder: Path, functions: Mapping[str, Callable[..., Any]] | None = None
+    config: RunConfig,
+    folder: Path,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+    start: Start | None = None,
 ) -> Run:
     """Build every part of a run. `functions`: rewards given as Python callables, by name.
 
+    `start`: where it goes on; its folder is brought back to there once data and rewards fit.
     Raises RunError: DataError (4) and ConfigError (2) before any weights load.
     """
+    start = start or Start(folder)
     world = join(config.distributed)
     log = Log(
         folder, config.logging.every, config.logging.samples_every, config.logging.trl_aliases
     )
     log.display = Display(plan(config, folder), config.logging.console, config.logging.samples)
     log.phase("loading data")
-    sets = {s: data.load(config.data, s) for s in _splits(config)}
-    rewards = _rewards(config, functions or {})
-    for note in _code_notes(config):
+    opened = splits.load(config)
+    rewards = rewards_of(config, functions or {})
+    for note in code_notes(config):
         log.note(note)
-    for name in sets:
-        columns = [c for c in sets[name].column_names if c != config.data.prompt_column]
-        check_columns(rewards, columns)
+    splits.check(config, opened, rewards)
     if config.model.path.startswith(made.MADE):
         log.phase(f"finding or making {config.model.path} in {paths.cache()}")
         made.folder(config.model.path)
     log.phase("loading the tokenizer")
     tokenizer = load.tokenizer(config.model)
     context = load.context_length(config.model)
-    prepared = {name: _prompts(config, found, tokenizer, context) for name, found in sets.items()}
-    prompts = prepared[config.data.split]
-    for note in _data_notes(prompts, config):
+    prepared = splits.tokenised(config, opened, tokenizer, context)
+    prompts = prepared[None]
+    for note in [note for name in prepared for note in splits.notes(name, prepared[name])]:
         log.note(note)
     count_steps(config, len(prompts))  # raises before any weights load
-    return _with_model(config, folder, world, log, tokenizer, context, prepared, rewards)
+    same_data(start, prompts, config)
+    return _with_model(config, start, world, log, tokenizer, context, prepared, rewards)
 
 
 def _with_model(
     config: RunConfig,
-    folder: Path,
+    start: Start,
     world: World,
     log: Log,
     tokenizer: Any,
     context: int | None,
-    prepared: dict[str, Prompts],
+    prepared: dict[str | None, Prompts],
     rewards: list[Reward],
 ) -> Run:
     """The second half of `make`: weights, and what needs them."""
@@ -76,28 +84,27 @@ def _with_model(
     algorithm = registry.module("algorithms", config.algorithm.name)
     settings = algorithm.resolved(config.algorithm, config.generation.backend)
     config = config.model_copy(update={"algorithm": settings})
-    policy, frozen = _policies(config, world)
+    fault("load")
+    policy, frozen = _policies(config, world, start.checkpoint)
     model = policy.model
     backend = registry.load_code(
         registry.module("generation", config.generation.backend).IMPLEMENTATION
     )
     generator = backend(model, tokenizer, config.generation, context)
-    prompts = prepared[config.data.split]
+    prompts = prepared[None]
     clock = Clock(log.phase)
     steps = count_steps(config, len(prompts))
     k = config.algorithm.num_generations
     micro = (config.train.micro_batch_size or max(ROWS, k)) // k
     optimizer = Optimizer(model, config.train, steps * config.updates_per_step)
-    # From here on the run's folder stays, whatever happens.
-    update_json(folder / "run.json", state="training", fingerprint=prompts.fingerprint)
-    return Run(
+    run = Run(
         config=config,
-        folder=folder,
+        folder=start.folder,
         world=world,
         algorithm=algorithm,
         tokenizer=tokenizer,
         prompts=prompts,
-        held_out=prepared.get(config.data.eval_split or ""),
+        sets={name: held_out for name, held_out in prepared.items() if name is not None},
         policy=policy,
         reference=frozen,
         generator=generator,
@@ -110,12 +117,18 @@ def _with_model(
         fused=algorithm.fused(config),
         micro_groups=micro,
         no_grad_groups=(config.train.no_grad_batch_size or 2 * micro * k) // k,
+        ledger=Ledger(start.folder),
+        attempt=start.attempt,
     )
+    begin(run, start)
+    return run
 
 
-def _policies(config: RunConfig, world: World) -> tuple[Policy, Policy | None]:
+def _policies(
+    config: RunConfig, world: World, checkpoint: Path | None
+) -> tuple[Policy, Policy | None]:
     """The model that learns and, where KL is of use, the frozen one that it is measured to."""
-    model = load.model(config.model, config.model.path, world.device)
+    model = load.model(config.model, str(checkpoint or config.model.path), world.device)
     model.train()
     temperature, settings = config.generation.temperature, config.algorithm
     kl_temperature = 1.0 if getattr(settings, "kl_temperature", "") == "one" else temperature
@@ -162,31 +175,20 @@ def count_steps(config: RunConfig, prompts: int) -> int:
     return math.ceil(config.train.epochs * prompts / wanted)
 
 
-def _splits(config: RunConfig) -> list[str]:
-    held_out = config.data.eval_split
-    return [config.data.split] + ([held_out] if held_out and held_out != config.data.split else [])
+def rewards_of(
+    config: RunConfig, functions: Mapping[str, Callable[..., Any]]
+) -> list[Reward]:
+    """The rewards of a config; `functions` are those given as Python callables, by name.
 
-
-def _rewards(config: RunConfig, functions: Mapping[str, Callable[..., Any]]) -> list[Reward]:
+    Raises ConfigError, MachineError.
+    """
     return [
         from_callable(name, functions[name], entry) if name in functions else build(name, entry)
         for name, entry in config.rewards.items()
     ]
 
 
-def _prompts(config: RunConfig, found: Any, tokenizer: Any, context: int | None) -> Prompts:
-    longest = config.data.max_prompt_length
-    if context is not None:
-        room = context - config.generation.max_completion_length
-        if room < 1:
-            raise ConfigError(_no_room(config, context))
-        longest = min(longest or room, room)
-    return prepare(
-        found, config.data, tokenizer, config.generation.chat_template_kwargs, longest, config.seed
-    )
-
-
-def _code_notes(config: RunConfig) -> list[str]:
+def code_notes(config: RunConfig) -> list[str]:
     """Code that is not ours, with the hash of its file: what a reader of the log must know."""
     codes = {f"reward.{n}": getattr(e, "path", "") for n, e in config.rewards.items()
              if e.type == "function"}  # fmt: skip
@@ -198,28 +200,6 @@ def _code_notes(config: RunConfig) -> list[str]:
     ]
     if config.model.trust_remote_code:
         notes.append("warning: model.trust_remote_code is on: code that comes with the model runs")
-    return notes
-
-
-def _no_room(config: RunConfig, context: int) -> Problem:
-    return Problem(
-        "no prompt fits beside the completion",
-        "generation.max_completion_length",
-        f"{config.generation.max_completion_length} of the model's {context} tokens are for it",
-        f"generation.max_completion_length={context // 2}",
-    )
-
-
-def _data_notes(prompts: Prompts, config: RunConfig) -> list[str]:
-    kind = "conversations" if prompts.conversational else "plain text"
-    shortest, longest = min(map(len, prompts.ids)), max(map(len, prompts.ids))
-    first = str(prompts.prompts[0])[-120:]
-    notes = [f"{len(prompts)} prompts, {kind}, {shortest} to {longest} tokens; first: {first!r}"]
-    for count, what in ((prompts.dropped, "left out"), (prompts.truncated, "cut on the left")):
-        if count:
-            notes.append(f"{count} prompts were too long and {what} (data.overlong)")
-    if len(prompts) > 100 and len({tuple(i) for i in prompts.ids}) == 1:
-        notes.append("warning: all prompts are the same")
     return notes
 
 

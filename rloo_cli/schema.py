@@ -41,20 +41,26 @@ class ModelConfig(Frozen):
     ref_path: str | None = key("Reference model; null = a frozen copy of model.path")
 
 
-class DataConfig(Frozen):
+class SetConfig(Frozen):
+    """One split of a data set: what is held out, and what is trained on."""
+
     path: str = key("Hub name, jsonl/json/csv/parquet file, folder, save_to_disk folder, make:NAME")
     name: str | None = key("Configuration of a hub data set")
     revision: str | None = key("Branch, tag or commit of a hub data set")
-    split: str = key("Split to train on")
-    eval_split: str | None = key("Held-out split, scored at the start and the end; null = none")
+    split: str = key("Split to use, e.g. test or train[:200]")
     prompt_column: str = key("Column that holds the prompt: a string, or a list of messages")
     template: str | None = key("Text around a plain prompt; {prompt} and {column} are filled in")
     columns: dict[str, str] = key("Renames columns: {old: new}")
     system: str | None = key("System message put before every conversational prompt")
     max_samples: Positive | None = key("Use only the first n rows of the split; null = all")
-    shuffle: bool = key("A new seeded permutation each epoch; false = the file's order")
     max_prompt_length: Positive | None = key("Tokens; null = context - max_completion_length")
     overlong: Literal["filter", "error", "truncate_left"] = key("What happens to longer prompts")
+
+
+class DataConfig(SetConfig):
+    split: str = key("Split to train on")
+    eval_split: str | None = key("Held-out split, scored at the start and the end; null = none")
+    shuffle: bool = key("A new seeded permutation each epoch; false = the file's order")
 
 
 class GenerationConfig(Frozen):
@@ -125,11 +131,29 @@ class TrainConfig(Frozen):
     on_nonfinite: Literal["stop", "skip"] = key("A non-finite loss or gradient: stop, or skip it")
 
 
+class Sets(Frozen):
+    """One field per held-out set, each a SetConfig: `config.model_class` adds them."""
+
+
 class EvalConfig(Frozen):
-    at_start: bool = key("Score the held-out split before the first step")
+    at_start: bool = key("Score what is held out before the first step")
     every: int = key("Also every n steps; 0 = only at the start and the end", ge=0)
-    max_samples: Positive | None = key("Use only the first n held-out rows")
-    batch_size: Positive = key("Prompts answered at once")
+    sets: SerializeAsAny[Sets] = key(
+        "Held-out sets: {name: {split: ..., what differs from data}}; none = data.eval_split"
+    )
+    num_generations: Positive = key("Completions sampled per prompt, K; 1 = greedy alone")
+    temperature: float | None = key("Of these K; null = generation.temperature", gt=0)
+    pass_at: list[Positive] | None = key("The k of pass@k; null = 1, 2, 4, ... and K")
+    pass_reward: str | None = key("Reward that says whether one passes; null = the whole score")
+    pass_threshold: float = key("A completion passes from this value on")
+    max_samples: Positive | None = key("Use only the first n rows of each set")
+    batch_size: Positive = key("Completions made at once")
+
+
+class CheckpointConfig(Frozen):
+    every: int = key("Steps between two checkpoints; 0 = only at the end, or when stopped", ge=0)
+    keep_last: int = key("Complete checkpoints that are kept", ge=2)
+    on_low_disk: Literal["stop", "warn"] = key("Less free disk than the checkpoints will need")
 
 
 class LoggingConfig(Frozen):
@@ -142,6 +166,7 @@ class LoggingConfig(Frozen):
 
 class DebugConfig(Frozen):
     reward_model_path: str | None = key("Loaded instead of every reward model's own path")
+    sets_from_data: bool = key("Every set of eval.sets is read from data.path, data.eval_split")
 
 
 class RunConfig(Frozen):
@@ -152,6 +177,8 @@ class RunConfig(Frozen):
     seed: int = key("Seeds data order, sampling and torch", ge=0)
     max_steps: Positive | None = key("Steps (rollout batches) to do")
     total_episodes: Positive | None = key("Completions to do; steps = this / (P*K), rounded up")
+    resume: str = key("never; auto = go on from the newest checkpoint; or a checkpoint's folder")
+    resume_allow_changes: bool = key("Go on with another model, data, schedule or algorithm")
     model: ModelConfig
     data: DataConfig
     reward: SerializeAsAny[Frozen]  # one field per entry, each a RewardConfig
@@ -160,6 +187,7 @@ class RunConfig(Frozen):
     distributed: DistributedConfig
     train: TrainConfig
     eval: EvalConfig
+    checkpoint: CheckpointConfig
     logging: LoggingConfig
     debug: DebugConfig
 
@@ -167,6 +195,16 @@ class RunConfig(Frozen):
     def rewards(self) -> dict[str, RewardConfig]:
         """Name -> entry of every reward."""
         return {name: getattr(self.reward, name) for name in type(self.reward).model_fields}
+
+    @property
+    def held_out(self) -> dict[str, DataConfig]:
+        """Name -> data of every held-out set; "" names the one of data.eval_split."""
+        sets = {name: getattr(self.eval.sets, name) for name in type(self.eval.sets).model_fields}
+        if sets:
+            plain: dict[str, Any] = {"eval_split": None, "shuffle": False}
+            return {name: DataConfig(**s.model_dump() | plain) for name, s in sets.items()}
+        split = self.data.eval_split
+        return {} if split is None else {"": self.data.model_copy(update={"split": split})}
 
     @property
     def updates_per_step(self) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rloo_cli import config, tensors
 from rloo_cli.compose import compose
-from rloo_cli.measures import Updates
+from rloo_cli.updates import Updates
 from rloo_cli.parts import Run
 from rloo_cli.rollout import Batch
 from rloo_cli.run import make as make_run

@@ -20,14 +20,14 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rloo_cli"
 FLOORS = [  # each may import from itself and from those before it
     "__init__ errors paths files schema registry config compose complaints sources names rules"
-    " effects seeds made",
+    " effects seeds made order stop faults manifest resume rewind redact",
     "rollout tensors clock",
     "algorithms rewards data prompts",
-    "policy generation distributed optim checkpoint metrics measures log panel display curves"
-    " advice rollouts parts minibatches",
-    "train evaluate guards",
-    "run worker",
-    "launch api machine tools serve",
+    "policy generation distributed optim checkpoint updates measures cycle rng log panel display"
+    " curves advice rollouts parts minibatches ledger splits held_out",
+    "train advantages pauses evaluate outcome guards",
+    "run begin worker evaluator",
+    "launch processes api machine tools serve",
     "cli __main__",
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}

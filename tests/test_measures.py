@@ -10,6 +10,7 @@ import torch
 from loop_cases import ENDS, make, sampled, step
 
 from rloo_cli import measures
+from rloo_cli.updates import Updates
 from rloo_cli.algorithms import rloo
 from rloo_cli.clock import Clock
 from rloo_cli.rollout import Batch, Group, Rollout
@@ -128,7 +129,7 @@ def test_what_has_no_data_is_absent():
         for rollout in group.rollouts:
             rollout.terminated = False
     row = measures.of_rollouts(found) | measures.of_advantages(found, 0.1)
-    row |= measures.Updates().row()
+    row |= Updates().row()
     for name in ("reward", "reward_std", "frac_reward_zero_std", "reward/first/mean", "kl", "loss",
                  "completions/mean_terminated_length", "objective/scores", "advantages/mean",
                  "entropy", "clip_ratio/low_mean", "sampling/ess", "reward_std_batch"):  # fmt: skip
@@ -146,7 +147,7 @@ def updated(ratios, value, lengths=None, mask=None, entropy=None, behaviour=None
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     logp[starts] += torch.tensor(ratios, dtype=torch.float64).log()
     m.old_logp, config = old, cases.config(beta=0.0, **keys)
-    found = measures.Updates()
+    found = Updates()
     found.sampled(m, None)
     loss = rloo.loss(logp, old, None, m, numbers(value), config, float(len(ratios)))
     found.micro(loss, m, entropy)
@@ -184,7 +185,7 @@ def test_masked_rows_are_in_no_ratio_entropy_or_extreme():
 
 
 def test_numbers_of_an_update_are_means_over_updates_before_clipping():
-    found = measures.Updates()
+    found = Updates()
     m = cases.micro([1])
     m.old_logp = torch.zeros(1, dtype=torch.float64)
     for value, norm in ((1.0, 0.5), (3.0, 2.5)):

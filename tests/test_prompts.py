@@ -201,3 +201,12 @@ def test_a_prompt_cut_on_the_left_keeps_its_beginning_of_text():
     assert _cut_left([1, 5, 6, 7, 8], 3, bos=1) == [1, 7, 8]
     assert _cut_left([5, 6, 7, 8], 3, bos=1) == [6, 7, 8]
     assert _cut_left([1, 5], 3, bos=1) == [1, 5]
+
+
+def test_rows_keep_their_number_when_others_are_filtered():
+    found = prepare(LONG, longest=2)
+    assert found.numbers == [1, 3] and found.filtered == [0, 2]
+    assert len(found.filtered) == found.dropped
+    for how in ({"overlong": "truncate_left", "longest": 2}, {}):
+        found = prepare(LONG, **how)
+        assert found.numbers == [0, 1, 2, 3] and found.filtered == []

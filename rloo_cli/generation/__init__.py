@@ -17,10 +17,17 @@ PARTS = ("decode", "rows", "sampling", "stopping")  # shared files, not backends
 class Generator(Protocol):
     """Prompts in, completions out."""
 
-    def generate(self, groups: "list[Group]", seeds: list[list[int]], greedy: bool = False) -> None:
+    def generate(
+        self,
+        groups: "list[Group]",
+        seeds: list[list[int]],
+        greedy: bool = False,
+        temperature: float | None = None,
+    ) -> None:
         """Fill `groups[i].rollouts` with `len(seeds[i])` rollouts, one per seed and in order.
 
         A completion depends on its prompt and its seed, not on its neighbours (OBJECTIVE 7).
+        `temperature` None: that of the config.
         Raises GenerationError.
         """
 

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
+from rloo_cli import stop
 from rloo_cli.errors import GenerationError, NumbersError, Problem
+from rloo_cli.faults import fault
 from rloo_cli.generation import sampling
 from rloo_cli.generation.rows import Row, State, split
 from rloo_cli.generation.stopping import StopRule
@@ -54,7 +56,13 @@ class TransformersGenerator:
     def close(self) -> None:
         """Nothing is held between calls."""
 
-    def generate(self, groups: list[Group], seeds: list[list[int]], greedy: bool = False) -> None:
+    def generate(
+        self,
+        groups: list[Group],
+        seeds: list[list[int]],
+        greedy: bool = False,
+        temperature: float | None = None,
+    ) -> None:
         """Fill `groups[i].rollouts`, one per seed and in order (`Generator.generate`).
 
         `greedy` takes the likeliest token, with repetition penalty and min_tokens but without
@@ -70,18 +78,23 @@ class TransformersGenerator:
         # frequencies of a long prompt), and an inference tensor breaks the backward pass later.
         with _evaluating(self.model), torch.no_grad():
             for batch in split(rows, self.config):
-                self._decode(batch, greedy)
+                fault("gen.request")
+                self._decode(batch, greedy, temperature)
         for i, group in enumerate(groups):
             group.rollouts = [self._rollout(row) for row in rows if row.group == i]
 
-    def _decode(self, rows: list[Row], greedy: bool) -> None:
+    def _decode(self, rows: list[Row], greedy: bool, temperature: float | None) -> None:
         """Sample these rows to their ends, all in one batch."""
         state, logits = self._prefill(rows)
-        width = state.width
+        width, config = state.width, self.config
+        if temperature is not None:
+            config = config.model_copy(update={"temperature": temperature})
         process: Any = sampling.processors(
-            self.config, self.rule.ids, width, greedy, device=logits.device
+            config, self.rule.ids, width, greedy, device=logits.device
         )
         for end in range(width, state.seen.shape[1]):
+            stop.check()
+            fault("gen.chunk")
             scores = process(state.seen[:, :end], logits)
             uniform = None if greedy else state.uniforms[:, end - width]
             tokens, logp = sampling.pick(scores, uniform)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rloo_cli import tensors
+from rloo_cli.faults import poison
 from rloo_cli.rollout import Micro
 
 
@@ -63,6 +64,7 @@ class Policy:
         """Log-probabilities of the completion tokens, with gradient; entropy when asked for."""
         logits, kl_logp, entropy = self.logits(micro), None, None
         logp = tensors.target_logp(logits, micro.target, self.temperature)
+        logp = poison("logp", logp)
         if self.kl_temperature != self.temperature:
             kl_logp = tensors.target_logp(logits, micro.target, self.kl_temperature)
         if want_entropy:

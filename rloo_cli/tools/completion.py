@@ -4,6 +4,7 @@ import os
 
 from rloo_cli import paths
 from rloo_cli.errors import ConfigError, Problem
+from rloo_cli.tools import folders
 from rloo_cli.tools.config import leaves
 
 BASH = """_rloo() {
@@ -24,7 +25,7 @@ compdef _rloo rloo
 FISH = """complete -c rloo -f -a '(rloo completion query (commandline -opc)[2..] (commandline -ct))'
 """
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
-VERBS = ("train", "recipes", "config", "migrate", "completion")
+VERBS = ("train", "eval", "recipes", "config", "samples", "ledger", "migrate", "completion")
 APPENDED = ("recipe", "debug")
 
 
@@ -52,6 +53,8 @@ def answers(typed: list[str]) -> list[str]:
     if before[0] == "recipes":
         choices = ["list", "show", "copy"] if len(before) == 1 else list(paths.recipe_files())
         return [c for c in choices if c.startswith(word)]
+    if before[0] in ("samples", "ledger"):
+        return [name for name in folders.names() if name.startswith(word)]
     if before[0] == "completion":
         return [s for s in SCRIPTS if s.startswith(word)]
     groups = paths.group_choices([])

@@ -48,6 +48,8 @@ def schema(words: list[str]) -> dict[str, Any]:
     found = model.model_json_schema()
     for part in (found, *found["$defs"].values()):
         part.pop("required", None)
+    sets = found["$defs"]["Sets"]
+    sets["additionalProperties"] = sets["properties"].pop("NAME")  # a set has any name
     found["properties"]["defaults"] = {"type": "array", "description": "Choices of groups"}
     return found
 
@@ -81,10 +83,10 @@ def explain(key: str, words: list[str]) -> str:
 
 
 def _all_keys(words: list[str]) -> tuple[Composed, type[BaseModel]]:
-    """The config with every shipped reward beside the chosen ones, and its schema."""
+    """The config with every shipped reward, and a held-out set, beside the chosen ones; its schema."""
     chosen = [w for w in words if not w.lstrip("+").startswith("reward=")]
     rewards = ",".join(paths.group_choices([])["reward"])
-    composed = compose([*chosen, f"reward=[{rewards}]"])
+    composed = compose([*chosen, f"reward=[{rewards}]", "eval.sets.NAME={split: test}"])
     return composed, config.model_class(config.merged(composed.values))
 
 

@@ -1,0 +1,52 @@
+"""The moment an attempt at a run begins: its folder is brought back to where it goes on."""
+
+from rloo_cli import checkpoint, manifest, resume, rewind, stop
+from rloo_cli.errors import DataError, Problem
+from rloo_cli.files import update_json, write_text
+from rloo_cli.parts import Run
+from rloo_cli.prompts import Prompts
+from rloo_cli.resume import Start
+from rloo_cli.schema import RunConfig
+
+
+def begin(run: Run, start: Start) -> None:
+    """Everything fits: the folder is this attempt's, and stays, whatever happens from here on."""
+    stop.check()
+    checkpoint.check_room(run)
+    for note in rewind.take(start):
+        run.log.note(note)
+    run.renames = rewind.renames(start.folder, start.attempt)
+    given = resume.config_file(start.folder, start.attempt)
+    if given.is_file():
+        write_text(start.folder / "config.yaml", given.read_text())
+    update_json(
+        start.folder / "run.json",
+        state="training",
+        began=start.attempt,
+        fingerprint=run.prompts.fingerprint,
+        prompts=len(run.prompts),
+        checkpoint=start.checkpoint.name if start.checkpoint else None,
+        came_from=str(start.checkpoint) if start.checkpoint else None,
+        save_method="rename" if run.renames else "manifest",
+    )
+    if start.checkpoint is not None:
+        checkpoint.restore(run, start.checkpoint)
+        run.log.note(f"goes on from {start.checkpoint}, step {run.state.step} of {run.steps}")
+    run.ledger.open(run.prompts, run.config, run.state.place, run.state.step)
+
+
+def same_data(start: Start, prompts: Prompts, config: RunConfig) -> None:
+    """Raises DataError when the data is not what the checkpoint's order was made of."""
+    if start.checkpoint is None or config.resume_allow_changes:
+        return
+    before = manifest.state(start.checkpoint)["fingerprint"]
+    if before != prompts.fingerprint:
+        why = f"{len(prompts)} prompts, fingerprint {prompts.fingerprint}; it was {before}"
+        raise DataError(
+            Problem(
+                "the data changed since the checkpoint: prompts would be skipped or repeated",
+                f"data.path, {start.checkpoint}",
+                why,
+                "the data as it was, or resume_allow_changes=true (it is recorded)",
+            )
+        )

@@ -1,0 +1,163 @@
+"""The process of `rloo eval`: model, rewards and held-out sets, and nothing that trains.
+
+Started by `tools/eval` with a folder that holds config.yaml (a checkpoint is its model.path) and,
+in about.json, what is known of the run that the model is from. Writes the results beside them.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+
+from rloo_cli import config, faults, outcome, registry, splits, stop
+from rloo_cli.distributed import World, join
+from rloo_cli.errors import ConfigError, OutOfMemory, Problem, RunError
+from rloo_cli.evaluate import Answered, answers, of_all
+from rloo_cli.files import read_json, write_json, write_text
+from rloo_cli.generation import Generator
+from rloo_cli.log import lines_of
+from rloo_cli.parts import State
+from rloo_cli.policy import load
+from rloo_cli.prompts import Prompts
+from rloo_cli.rewards.build import Reward
+from rloo_cli.run import code_notes, rewards_of
+from rloo_cli.schema import RunConfig
+
+Row = dict[str, Any]
+SAY_S = 10.0  # seconds between two lines of progress
+
+
+@dataclass
+class Parts:
+    """What `evaluate.answers` needs."""
+
+    config: RunConfig
+    algorithm: Any
+    generator: Generator
+    rewards: Sequence[Reward]
+    sets: dict[str, Prompts]
+
+
+def work(folder: Path) -> Row:
+    """Evaluate as folder/config.yaml says; the metrics. Raises RunError.
+
+    Writes metrics.json and one file of samples per set into `folder`.
+    """
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    settings = config.read(folder / "config.yaml")
+    torch.manual_seed(settings.seed)
+    about = read_json(folder / "about.json")
+    state = _state(about)
+    parts = _parts(settings, join(settings.distributed))
+    parts.generator.load(None, state.updates)  # each sample says which weights made it
+    rows = _rows(about["run"], state.step)
+    seen = state.told(about["steps"], about["prompts"], settings, rows)
+    try:
+        found = answers(parts, seen, _Progress())
+    finally:
+        parts.generator.close()
+    row = {"step": state.step, **of_all(parts, found)}
+    _write(folder, found, row)
+    console = Console(soft_wrap=not sys.stdout.isatty())
+    console.print(outcome.table(row, list(found)))
+    return row
+
+
+def _rows(run: str | None, step: int) -> list[Row]:
+    """The lines of metrics that a reward could see at that step of the run."""
+    path = Path(run, "metrics.jsonl") if run else None
+    if path is None or not path.is_file():
+        return []
+    lines = path.read_text().split("\n")[:-1]  # the last may be cut
+    return [row for row in map(json.loads, lines) if row["step"] <= step]
+
+
+def _state(about: Row) -> State:
+    """Where the run stood. Raises ConfigError for one that this version does not know."""
+    known = {f.name for f in fields(State)}
+    values = about["state"]
+    if any(not isinstance(values.get(name, 0), int) for name in known):
+        raise ConfigError(Problem("the run's state is not one of rloo", about["source"]))
+    return State(**{name: value for name, value in values.items() if name in known})
+
+
+def _parts(settings: RunConfig, world: World) -> Parts:
+    """Everything built, in the order in which mistakes are cheapest: weights come last."""
+    print("loading data ...", flush=True)
+    opened = splits.load(settings, training=False)
+    rewards = rewards_of(settings, {})
+    for note in code_notes(settings):
+        if not note.startswith("train."):
+            print(note)
+    splits.check(settings, opened, rewards)
+    tokenizer, context = load.tokenizer(settings.model), load.context_length(settings.model)
+    prepared = splits.tokenised(settings, opened, tokenizer, context)
+    sets = {name: prompts for name, prompts in prepared.items() if name is not None}
+    for note in [note for name in sets for note in splits.notes(name, sets[name])]:
+        print(note)
+    print("loading the model ...", flush=True)
+    model = load.model(settings.model, settings.model.path, world.device)
+    where = registry.module("generation", settings.generation.backend).IMPLEMENTATION
+    generator = registry.load_code(where)(model, tokenizer, settings.generation, context)
+    algorithm = registry.module("algorithms", settings.algorithm.name)
+    return Parts(settings, algorithm, generator, rewards, sets)
+
+
+class _Progress:
+    """A line now and then, for evaluations that take long."""
+
+    def __init__(self) -> None:
+        self.said = time.monotonic()
+
+    def __call__(self, name: str, done: int, of: int) -> None:
+        if time.monotonic() - self.said >= SAY_S:
+            self.said = time.monotonic()
+            print(f"{name or 'held out'}: {done} of {of} completions", flush=True)
+
+
+def _write(folder: Path, found: dict[str, Answered], row: Row) -> None:
+    for name, answered in found.items():
+        file = f"samples_{name}.jsonl" if name else "samples.jsonl"
+        write_text(folder / file, lines_of(answered.samples))
+    write_json(folder / "metrics.json", row)
+
+
+def main() -> None:
+    """The process that `tools/eval` starts. Exits with the code of what stopped it."""
+    stop.listen(at_once=True)
+    code = 1
+    try:
+        faults.check()
+        work(Path(sys.argv[1]))
+        code = 0
+    except RunError as error:
+        code = _refused(error)
+    except torch.OutOfMemoryError as error:
+        fix = "lower eval.batch_size"
+        why = str(error).splitlines()[0]
+        code = _refused(OutOfMemory(Problem("out of memory while evaluating", why=why, fix=fix)))
+    except Exception:
+        traceback.print_exc()
+        print(
+            "error: this is a bug in rloo; please report it with the lines above", file=sys.stderr
+        )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a reward thread that hangs must not keep the process
+
+
+def _refused(error: RunError) -> int:
+    if os.environ.get("RLOO_DEBUG"):
+        traceback.print_exception(error)
+    print(error.render(as_json=os.environ.get("RLOO_ERRORS") == "json"), file=sys.stderr)
+    return error.code

@@ -1,0 +1,202 @@
+"""Going on where a run stopped: from which checkpoint, and with which config.
+
+Imports no torch. `plan` only looks and refuses; `rewind` changes the folder, later, once the
+worker knows that data and rewards fit.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rloo_cli import complaints, config, made, manifest, paths
+from rloo_cli.errors import ConfigError, Problem
+from rloo_cli.files import read_json
+from rloo_cli.rules import model_facts
+from rloo_cli.schema import RunConfig
+
+LENGTH = ("max_steps", "total_episodes", "train.epochs")
+# What may change in the middle of a run: none of it changes what is computed, but for rounding.
+FREE = (
+    "root", "name", "resume", "resume_allow_changes", "logging", "checkpoint", "eval",
+    "distributed", "data.eval_split", "train.micro_batch_size", "train.no_grad_batch_size",
+    "generation.transformers",
+)  # fmt: skip
+OF_REWARDS = ("timeout_s", "retries", "batch_size")
+WITHOUT_LENGTH = ("constant", "constant_with_warmup")  # schedules that do not know the run's end
+
+
+@dataclass(frozen=True)
+class Start:
+    """How an attempt at a run begins."""
+
+    folder: Path
+    attempt: int = 1
+    checkpoint: Path | None = None  # None: at the very beginning
+    done: str = ""  # why there is nothing to do
+    notes: list[str] = field(default_factory=list)
+    changes: dict[str, list[Any]] = field(default_factory=dict)  # key -> [before, now]
+
+
+def plan(folder: Path, run: RunConfig) -> Start:
+    """Decide where this attempt begins. Raises ConfigError (exit 2); changes nothing."""
+    facts = read_json(folder / "run.json")
+    mode = run.resume
+    if mode == "never" and int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0:
+        mode = "auto"  # a requeued job
+    attempt = int(facts.get("attempt", 0)) + 1
+    if mode not in ("auto", "never"):
+        return _from_path(folder, run, Path(mode).expanduser(), attempt)
+    if not folder.exists():
+        return Start(folder)
+    before = written(folder)
+    if before is None:
+        raise ConfigError(_taken(folder, None, run))
+    same = facts.get("hash") == config.config_hash(run)
+    if facts.get("state") == "finished" and same and _same_length(before, run):
+        why = f"{folder} is finished: nothing to do (name=... for another run of it)"
+        return Start(folder, done=why)
+    if facts.get("fingerprint") is None and same:  # it ended before it began
+        return Start(folder, attempt)
+    if mode == "never":
+        raise ConfigError(_unfinished(folder, facts) if same else _taken(folder, before, run))
+    checkpoint, passed = manifest.newest(folder)
+    if checkpoint is None and facts.get("came_from"):  # another run's, and none of its own since
+        checkpoint = Path(facts["came_from"])
+        if (wrong := manifest.problem(checkpoint)) is not None:
+            raise ConfigError(Problem(f"{checkpoint} cannot be used", "resume", wrong))
+    if checkpoint is not None:
+        before = manifest.state(checkpoint)["config"]
+    changes = differences(before, run)
+    _refuse(changes, run)
+    due = run.max_steps
+    at = manifest.place(checkpoint) if checkpoint else None
+    if facts.get("state") == "finished" and due is not None and at is not None and at[0] >= due:
+        why = f"{folder} is at step {at[0]} of {due}: nothing to do"
+        return Start(folder, done=why)
+    return Start(folder, attempt, checkpoint, notes=passed, changes=changes)
+
+
+def _from_path(folder: Path, run: RunConfig, source: Path, attempt: int) -> Start:
+    where = f"looked at {source.absolute()}"
+    if not source.exists():
+        raise ConfigError(
+            Problem(f"resume={source} does not exist", "resume", where, "resume=auto")
+        )
+    why = manifest.problem(source)
+    if why is not None and not (source / manifest.FILE).is_file():
+        close = manifest.checkpoints(source)
+        fix = f"resume={close[0]}" if close else "resume=auto, or resume=RUN/checkpoint-STEP"
+        raise ConfigError(Problem(f"resume={source} is not a checkpoint", "resume", why, fix))
+    if why is not None:
+        raise ConfigError(Problem(f"resume={source} cannot be used", "resume", why, "resume=auto"))
+    before = manifest.state(source)["config"]
+    _same_size(source, run)
+    changes = differences(before, run)
+    _refuse(changes, run)
+    if folder.exists() and source.resolve().parent != folder.resolve():
+        raise ConfigError(_taken(folder, written(folder), run))
+    return Start(folder, attempt, source.absolute(), changes=changes)
+
+
+def differences(before: dict[str, Any], run: RunConfig) -> dict[str, list[Any]]:
+    """Keys whose values differ: key -> [before, now]; where a run is kept is no difference."""
+    old, new = dict(complaints.walk(before)), dict(complaints.walk(config.dump(run)))
+    leaves = [k for k in {**old, **new} if not isinstance(old.get(k, new.get(k)), dict)]
+    ours = ("root", "name", "resume", "resume_allow_changes")
+    return {
+        k: [old.get(k), new.get(k)] for k in leaves if old.get(k) != new.get(k) and k not in ours
+    }
+
+
+def _refuse(changes: dict[str, list[Any]], run: RunConfig) -> None:
+    """Raises ConfigError for a change that would make it another experiment."""
+    if run.resume_allow_changes:
+        return
+    constant = run.train.lr_scheduler in WITHOUT_LENGTH
+    wrong = [
+        k
+        for k in changes
+        if not (
+            any(k == f or k.startswith(f"{f}.") for f in FREE)
+            or (k.startswith("reward.") and k.rpartition(".")[2] in OF_REWARDS)
+            or (k in LENGTH and constant)
+        )
+    ]
+    if wrong:
+        lines = [f"{k}: {changes[k][0]!r} -> {changes[k][1]!r}" for k in wrong]
+        schedule = f"; train.lr_scheduler={run.train.lr_scheduler} depends on the run's length"
+        why = "it would not be the same run" + (schedule if {*wrong} & {*LENGTH} else "")
+        raise ConfigError(
+            Problem(
+                "the config is not that of the checkpoint",
+                wrong[0],
+                "\n".join([f"{why}:", *lines[:10], *_more(lines)]),
+                "take the change back, or resume_allow_changes=true (it is recorded)",
+            )
+        )
+
+
+def _more(lines: list[str]) -> list[str]:
+    return [f"... and {len(lines) - 10} more"] if len(lines) > 10 else []
+
+
+def _same_size(checkpoint: Path, run: RunConfig) -> None:
+    """Raises ConfigError when the config's model is another than the checkpoint's."""
+    path = run.model.path
+    if path.startswith(made.MADE):
+        found = sorted(paths.cache().glob(f"{path.removeprefix(made.MADE)}-*"))
+        path = str(found[0]) if len(found) == 1 else path
+    ours, theirs = model_facts(path), model_facts(str(checkpoint))
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
+    other = [k for k in sizes if k in ours and k in theirs and ours[k] != theirs[k]]
+    if other:
+        facts = ", ".join(f"{k} {theirs[k]} there, {ours[k]} in {run.model.path}" for k in other)
+        raise ConfigError(
+            Problem(f"resume={checkpoint} holds a model of another size", "model.path", facts)
+        )
+
+
+def written(folder: Path) -> dict[str, Any] | None:
+    """The config of the run in this folder; None where there is none."""
+    path = folder / "config.yaml"
+    try:
+        values = yaml.safe_load(path.read_text()) if path.is_file() else None
+    except yaml.YAMLError:
+        values = None
+    return values if isinstance(values, dict) else None
+
+
+def _same_length(before: dict[str, Any], run: RunConfig) -> bool:
+    lengths = (before.get("max_steps"), before.get("total_episodes"), before["train"]["epochs"])
+    return lengths == (run.max_steps, run.total_episodes, run.train.epochs)
+
+
+def _unfinished(folder: Path, facts: dict[str, Any]) -> Problem:
+    step, last = facts.get("progress", {}).get("step", "?"), facts.get("checkpoint", "none yet")
+    state = facts.get("state")
+    why = f"state {state}, at step {step}, last checkpoint: {last}"
+    if state == "finished":
+        why = f"it is finished at step {step}, with another length"
+    return Problem(f"{folder} is a run of this config", "resume", why, "resume=auto, or name=OTHER")
+
+
+def _taken(folder: Path, before: dict[str, Any] | None, run: RunConfig) -> Problem:
+    changes = differences(before, run) if before else {}
+    lines = [f"{k}: {old!r} -> {new!r}" for k, (old, new) in changes.items()]
+    shown = "\n".join(["it is another config:", *lines[:10], *_more(lines)])
+    choices = f"name=OTHER, or root=OTHER, or move it away: mv {folder} {folder}.old"
+    return Problem(f"{folder} exists", "name", shown if before else "it is not a run", choices)
+
+
+def config_file(folder: Path, attempt: int) -> Path:
+    """Where the config of one attempt lies; it becomes the run's when the attempt begins."""
+    return folder / "logs" / f"attempt_{attempt}" / "config.yaml"
+
+
+def text(changes: dict[str, list[Any]]) -> list[str]:
+    """Lines that say what changed."""
+    return [f"{k}: {json.dumps(a)} -> {json.dumps(b)}" for k, (a, b) in changes.items()]

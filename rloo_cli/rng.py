@@ -1,0 +1,53 @@
+"""The states of every global random generator, taken and put back.
+
+Sampling does not use them (a completion has its own seed), but dropout and a user's rewards may.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass
+class States:
+    """torch's states as bytes; those of `random` and numpy as plain integers."""
+
+    tensors: dict[str, Tensor]  # cpu, cuda-<device>: uint8
+    plain: dict[str, Any]
+
+
+def seed(number: int) -> None:
+    """Begin all of them anew."""
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+
+
+def take() -> States:
+    """All states as they are now."""
+    tensors = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        tensors |= {f"cuda-{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
+    kind, keys, *rest = np.random.get_state()
+    version, numbers, gauss = random.getstate()
+    plain = {
+        "random": [version, list(numbers), gauss],
+        "numpy": [str(kind), np.asarray(keys).tolist(), *rest],
+    }
+    return States(tensors, plain)
+
+
+def put(states: States) -> None:
+    """Back to what `take` found. Devices that are not there any more are left out."""
+    torch.set_rng_state(states.tensors["cpu"])
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        if f"cuda-{i}" in states.tensors:
+            torch.cuda.set_rng_state(states.tensors[f"cuda-{i}"], i)
+    version, numbers, gauss = states.plain["random"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *rest = states.plain["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))

@@ -1,0 +1,113 @@
+"""The data of a run: the split it trains on and the sets held out, opened, checked, tokenised.
+
+Keys of the mappings here: None for the training split, else the name of a held-out set ("" for
+the one of data.eval_split). What is wrong with a set is said of the set's own keys.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from rloo_cli import data
+from rloo_cli.errors import ConfigError, Problem, RunError
+from rloo_cli.prompts import Prompts, prepare
+from rloo_cli.rewards.build import Reward, check_columns
+from rloo_cli.schema import DataConfig, RunConfig, SetConfig
+
+KEYS = re.compile(rf"\bdata\.(?=(?:{'|'.join(SetConfig.model_fields)})\b)")
+
+
+def load(config: RunConfig, training: bool = True) -> dict[str | None, Any]:
+    """Open every split that the run needs. Raises DataError, MachineError."""
+    found: dict[str | None, Any] = {}
+    for name, source in _sources(config, training).items():
+        with _said_of(name, source):
+            found[name] = data.load(source, source.split)
+    return found
+
+
+def check(config: RunConfig, found: Mapping[str | None, Any], rewards: Sequence[Reward]) -> None:
+    """Whether every split has the columns the rewards need. Raises ConfigError, DataError."""
+    for name, source in _sources(config, None in found).items():
+        columns = [c for c in found[name].column_names if c != source.prompt_column]
+        with _said_of(name, source):
+            check_columns(rewards, columns)
+
+
+def tokenised(
+    config: RunConfig, found: Mapping[str | None, Any], tokenizer: Any, context: int | None
+) -> dict[str | None, Prompts]:
+    """Every split's prompts. `context`: the most positions the model has, None = not known.
+
+    Raises ConfigError when completions leave no room, DataError for prompts that do not fit.
+    """
+    room = None if context is None else context - config.generation.max_completion_length
+    if context is not None and room is not None and room < 1:
+        raise ConfigError(_no_room(config, context))
+    prompts: dict[str | None, Prompts] = {}
+    for name, source in _sources(config, None in found).items():
+        limits = [n for n in (source.max_prompt_length, room) if n is not None]
+        longest, kwargs = min(limits, default=None), config.generation.chat_template_kwargs
+        with _said_of(name, source):
+            prompts[name] = prepare(found[name], source, tokenizer, kwargs, longest, config.seed)
+    return prompts
+
+
+def notes(name: str | None, prompts: Prompts) -> list[str]:
+    """What a reader of the log should know of a split."""
+    kind = "conversations" if prompts.conversational else "plain text"
+    sizes = f"{kind}, {min(map(len, prompts.ids))} to {max(map(len, prompts.ids))} tokens"
+    told = f"{len(prompts)} prompts, {sizes}"
+    if name is not None:
+        said = [f"held out{f', {name}' if name else ''}: {told}"]
+    else:
+        said = [f"{told}; first: {str(prompts.prompts[0])[-120:]!r}"]
+    where = "" if name is None else f" of {name or 'those held out'}"
+    for count, what in ((prompts.dropped, "left out"), (prompts.truncated, "cut on the left")):
+        if count:
+            said.append(f"{count} prompts{where} were too long and {what} (data.overlong)")
+    if name is None and len(prompts) > 100 and len({tuple(i) for i in prompts.ids}) == 1:
+        said.append("warning: all prompts are the same")
+    return said
+
+
+def _sources(config: RunConfig, training: bool) -> dict[str | None, DataConfig]:
+    sources: dict[str | None, DataConfig] = {None: config.data} if training else {}
+    sources.update(config.held_out)
+    return sources
+
+
+@contextmanager
+def _said_of(name: str | None, source: DataConfig) -> Iterator[None]:
+    """A refusal inside names the keys of this set, where they are not those of `data`."""
+    try:
+        yield
+    except RunError as error:
+        if name is None:
+            raise
+        raise type(error)(*[_own(p, name, source) for p in error.problems]) from error
+
+
+def _own(problem: Problem, name: str, source: DataConfig) -> Problem:
+    def own(text: str) -> str:
+        if name:
+            return KEYS.sub(f"eval.sets.{name}.", text)
+        return re.sub(r"\bdata\.split\b", "data.eval_split", text)
+
+    words = {part: own(getattr(problem, part)) for part in ("what", "where", "why", "fix")}
+    mine = f"eval.sets.{name}" if name else "data.eval_split"
+    if mine not in words["where"]:
+        held_out = mine if name else f"{mine}={source.split}"
+        words["where"] = f"{words['where']} ({held_out})" if words["where"] else held_out
+    return replace(problem, **words)
+
+
+def _no_room(config: RunConfig, context: int) -> Problem:
+    return Problem(
+        "no prompt fits beside the completion",
+        "generation.max_completion_length",
+        f"{config.generation.max_completion_length} of the model's {context} tokens are for it",
+        f"generation.max_completion_length={context // 2}",
+    )

@@ -1,0 +1,127 @@
+"""Builds ledgers: of real runs, and of steps made up without a model."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from loop_cases import step
+
+from rloo_cli.ledger import NAME, Ledger, sealed
+from rloo_cli.parts import Run
+from rloo_cli.prompts import Prompts
+from rloo_cli.rollout import Batch, Rollout
+
+Row = dict[str, Any]
+K = 2
+
+
+def lines(folder: Path) -> list[Row]:
+    """Every line of a folder's ledger, as strict JSON."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    text = (folder / NAME).read_text()
+    assert text.endswith("\n")
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def train(run: Run, steps: int, ledger: Ledger | None = None) -> Ledger:
+    """Real steps, each written down; a new ledger is opened first."""
+    if ledger is None:
+        ledger = Ledger(run.folder)
+        ledger.open(run.prompts, run.config, run.state.place, run.state.step)
+    for _ in range(steps):
+        place, updates = run.state.place, run.state.updates
+        batch = step(run)[2]
+        ledger.step(batch, place, run.state.updates - updates)
+    return ledger
+
+
+def prompts(n: int = 6, filtered: Sequence[int] = (), **changes: Any) -> Prompts:
+    """`n` prompts of one token each; `filtered` are rows that are not among them."""
+    numbers = [row for row in range(n + len(filtered)) if row not in filtered]
+    facts = {"shuffle": True, "seed": 3, "fingerprint": "data"} | changes
+    return Prompts(
+        prompts=[f"{row}" for row in numbers],
+        ids=[[row] for row in numbers],
+        rows=[{} for _ in numbers],
+        conversational=False,
+        numbers=numbers,
+        filtered=list(filtered),
+        dropped=len(filtered),
+        **facts,
+    )
+
+
+def settings(k: int = K) -> Any:
+    """As much of a config as the ledger looks at."""
+    return SimpleNamespace(algorithm=SimpleNamespace(num_generations=k))
+
+
+def batch(
+    found: Prompts, step: int, place: int, said: Sequence[str], k: int = K, extra: int = 0
+) -> Batch:
+    """A step's batch whose draws are `said` to be, by name of fate; `extra` replaced at the end.
+
+    A draw that is `half` masked has one row left in the loss.
+    """
+    groups = found.draws(place, len(said) + extra)
+    kept = [g for g, fate in zip(groups, said, strict=False) if fate != "resampled"]
+    fates = [fate for fate in said if fate != "resampled"]
+    for group in kept:
+        group.rollouts = [Rollout([5, 1], "x", "stop", True, 0, 0) for _ in range(k)]
+    score = torch.arange(len(kept) * k, dtype=torch.float64).view(len(kept), k)
+    scorable = torch.ones(len(kept), k, dtype=torch.bool)
+    masked = torch.zeros(len(kept), k, dtype=torch.bool)
+    for i, fate in enumerate(fates):
+        if fate == "unscorable":
+            scorable[i, :] = False
+            scorable[i, : min(1, k - 1)] = True  # one alone, where siblings are needed
+        if fate in ("masked", "half"):
+            masked[i, : k if fate == "masked" else 1] = True
+    active = [i for i, fate in enumerate(fates) if fate != "dropped"]
+    return Batch(
+        step=step, groups=kept, names=["r"], raw=score[None], score=score, shaped=score,
+        scorable=scorable, masked=masked, active=active, draws=len(groups),
+    )  # fmt: skip
+
+
+def write(
+    folder: Path, steps: Sequence[Sequence[str]], found: Prompts | None = None, k: int = K
+) -> Path:
+    """A ledger of made-up steps, each a list of fates; `skipped` ones all in steps of their own."""
+    found, ledger = found or prompts(), Ledger(folder)
+    ledger.open(found, settings(k), 0, 0)
+    place = 0
+    for number, said in enumerate(steps):
+        ledger.step(batch(found, number, place, said, k), place, int("skipped" not in said))
+        place += len(said)
+    return folder
+
+
+def ended(folder: Path, **progress: int) -> Path:
+    """What a run that ended by itself leaves beside its ledger; `progress` differs from it."""
+    last = lines(folder)[-1]
+    updates = sum(line.get("updates", 0) for line in lines(folder))
+    told = {"step": last["step"], "place": last["place"] + last.get("draws", 0)}
+    told |= {"updates": updates, "tokens": 7} | progress
+    facts = {"state": "finished", "progress": told, "fingerprint": "data"}
+    (folder / "run.json").write_text(json.dumps(facts))
+    rows = [{"step": 0, "eval_reward": 0.0}, {"step": last["step"], "reward": 1.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def edit(folder: Path, change: Callable[[list[Row]], Any], seal: bool = True) -> Path:
+    """Change a ledger's lines; with `seal`, each line's check is put right again."""
+    rows = lines(folder)
+    change(rows)
+    before = ""
+    for row in rows if seal else []:
+        row["check"] = before = sealed({k: v for k, v in row.items() if k != "check"}, before)
+    (folder / NAME).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder

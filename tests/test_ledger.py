@@ -1,0 +1,374 @@
+"""The ledger: what each draw's fate is, and that none is lost over epochs, resumes and restarts."""
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as effort
+from hypothesis import strategies as some
+from ledger_cases import K, batch, lines, prompts, settings, train, write
+from loop_cases import digits, make, sampled
+
+from rloo_cli import order
+from rloo_cli.errors import DataError
+from rloo_cli.ledger import FATES, NAME, Ledger
+from rloo_cli.tools.ledger import audit
+
+SIX = ("data.max_samples=6", "max_steps=9")  # epochs of six prompts, steps of four
+
+
+def fates(folder):
+    """Fate -> places, over all lines."""
+    found = lines(folder)
+    return {f: [p for line in found for p in line.get(f, [])] for f in FATES}
+
+
+def rows(folder):
+    """The row of every draw, in order."""
+    return [row for line in lines(folder) for row in line.get("rows", [])]
+
+
+# Real runs.
+
+
+def test_over_epoch_edges_every_prompt_is_trained_on_once_an_epoch(tmp_path):
+    run = make(tmp_path, *SIX)
+    train(run, 9)
+    found, drawn = lines(run.folder), [*rows(run.folder)]
+    assert [line["step"] for line in found] == list(range(10))
+    assert [line["place"] for line in found[1:]] == list(range(0, 36, 4))
+    epochs = [[0], [0, 1], [1], [2], [2, 3], [3], [4], [4, 5], [5]]
+    assert [line["epochs"] for line in found[1:]] == epochs
+    for epoch in range(6):
+        assert sorted(drawn[6 * epoch : 6 * epoch + 6]) == list(range(6))
+    assert fates(run.folder)["trained"] == list(range(36))
+    account, _ = audit(run.folder)
+    assert account.place == run.state.place == 36 and account.fates == {"trained": 36}
+
+
+def test_the_rows_are_those_of_the_prompts_that_were_really_sampled(tmp_path):
+    run = make(tmp_path, *SIX)
+    ledger, drawn = train(run, 0), []
+    for _ in range(3):
+        drawn += [g.prompt for g in sampled(run).groups]
+        train(run, 1, ledger)
+    assert [run.prompts.prompts[row] for row in rows(run.folder)] == drawn
+
+
+def test_rows_that_were_filtered_are_in_the_header_and_never_drawn(tmp_path):
+    run = make(tmp_path, "data.max_samples=12", "data.max_prompt_length=40", "max_steps=6")
+    left_out = [i for i, n in enumerate(run.prompts.lengths) if n > 40]
+    assert 0 < len(left_out) < 6
+    train(run, 6)
+    header = lines(run.folder)[0]
+    assert header["filtered"] == left_out and header["data_rows"] == 12
+    assert header["prompts"] == 12 - len(left_out) == len(run.prompts)
+    assert {*rows(run.folder)} == {*range(12)} - {*left_out}
+    audit(run.folder)
+
+
+def flat_unless(varied):
+    """Scores that differ inside the groups for which `varied` says so, counted in each call."""
+
+    def score(completion_ids, **_):
+        return [s if varied(i // 4) else 1.0 for i, s in enumerate(digits(completion_ids))]
+
+    return {"some": score}
+
+
+def test_flat_groups_are_dropped_where_the_config_says_so_and_trained_where_it_does_not(tmp_path):
+    for how, met in (("drop", "dropped"), ("keep", "trained")):
+        (tmp_path / how).mkdir()
+        words = [*SIX, f"algorithm.zero_std_groups={how}"]
+        run = make(tmp_path / how, *words, rewards=flat_unless(lambda i: i != 1))
+        train(run, 2)
+        found = lines(run.folder)[1:]
+        assert [1 in line.get(met, []) or 5 in line.get(met, []) for line in found] == [True, True]
+        assert sum(len(line["trained"]) for line in found) == (6 if how == "drop" else 8)
+
+
+def test_replaced_draws_are_resampled_and_what_the_last_round_left_flat_is_dropped(tmp_path):
+    words = [*SIX, "algorithm.zero_std_groups=resample", "algorithm.max_resample=2"]
+    run = make(tmp_path, *words, rewards=flat_unless(lambda i: i == 0))  # one of each round
+    train(run, 2)
+    first, second = lines(run.folder)[1:]
+    assert first["draws"] == 4 + 3 + 2 and first["trained"] == [0, 4, 7]
+    assert first["resampled"] == [1, 2, 3, 5, 6] and first["dropped"] == [8]
+    assert second["place"] == 9 and second["epochs"] == [1, 2]
+    assert audit(run.folder)[0].fates == {"trained": 6, "resampled": 10, "dropped": 2}
+
+
+def test_a_prompt_with_fewer_than_two_scores_is_unscorable_dropped_or_not(tmp_path):
+    def score(completion_ids, **_):  # 4, 0, 1 and 2 scores
+        keep = [4, 0, 1, 2]
+        return [s if i % 4 < keep[i // 4] else None for i, s in enumerate(digits(completion_ids))]
+
+    for how in ("keep", "drop"):
+        (tmp_path / how).mkdir()
+        words = [*SIX, f"algorithm.zero_std_groups={how}"]
+        run = make(tmp_path / how, *words, rewards={"some": score})
+        train(run, 1)
+        line = lines(run.folder)[1]
+        assert line["unscorable"] == [1, 2] and line["trained"] == [0, 3]
+
+
+@pytest.mark.parametrize(("how", "met"), [("true", "masked"), ("drop", "unscorable")])
+def test_truncated_completions_mask_a_prompt_or_take_its_scores(tmp_path, how, met):
+    run = make(tmp_path, *SIX, f"algorithm.mask_truncated_completions={how}")
+    calls = []
+
+    def terminated(ids, reason):  # all of the first prompt are cut off, three of the second
+        calls.append(0)
+        return len(calls) % 16 not in (1, 2, 3, 4, 5, 6, 7)
+
+    run.generator.rule.terminated = terminated
+    train(run, 1)
+    line = lines(run.folder)[1]
+    wanted = [0] if how == "true" else [0, 1]  # a masked score still is a sibling's baseline
+    assert line[met] == wanted and line["trained"] == [p for p in range(4) if p not in wanted]
+
+
+def test_draws_of_an_update_that_was_not_made_are_skipped(tmp_path):
+    run = make(tmp_path, *SIX, "train.on_nonfinite=skip")
+    made, weight = [], next(iter(run.policy.model.parameters()))
+
+    def poison(gradient):
+        made.append(0)
+        return gradient * float("nan") if len(made) == 2 else gradient
+
+    weight.register_hook(poison)
+    train(run, 3)
+    found = fates(run.folder)
+    assert found["skipped"] == [4, 5, 6, 7]
+    assert found["trained"] == [*range(4), *range(8, 12)]
+    assert [line["updates"] for line in lines(run.folder)[1:]] == [1, 0, 1]
+
+
+def test_several_updates_of_a_step_are_counted(tmp_path):
+    run = make(tmp_path, *SIX, "algorithm.num_iterations=2", "algorithm.num_minibatches=2")
+    train(run, 2)
+    assert [line["updates"] for line in lines(run.folder)[1:]] == [4, 4]
+    audit(run.folder)
+
+
+# Steps made up, without a model.
+
+
+def test_each_fate_is_told_from_the_others(tmp_path):
+    said = ["trained", "unscorable", "dropped", "masked", "half", "resampled"]
+    write(tmp_path, [said])
+    wanted = {f: [i for i, s in enumerate(said) if s == f] for f in FATES}
+    assert fates(tmp_path) == wanted | {"trained": [0, 4]}
+
+
+def test_a_prompt_with_one_completion_needs_one_score(tmp_path):
+    write(tmp_path, [["trained", "unscorable"]], k=1)
+    assert fates(tmp_path)["trained"] == [0] and fates(tmp_path)["unscorable"] == [1]
+
+
+def test_a_row_that_an_algorithm_can_use_without_siblings_is_trained_on(tmp_path):
+    found, ledger = prompts(), Ledger(tmp_path)
+    ledger.open(found, settings(), 0, 0)
+    made = batch(found, 0, 0, ["unscorable"])
+    made.usable = made.scorable.clone()
+    ledger.step(made, 0, 1)
+    assert fates(tmp_path)["trained"] == [0]
+
+
+def test_completions_without_a_token_are_not_in_the_loss(tmp_path):
+    found, ledger = prompts(), Ledger(tmp_path)
+    ledger.open(found, settings(), 0, 0)
+    made = batch(found, 0, 0, ["trained", "trained"])
+    for rollout in made.groups[0].rollouts:
+        rollout.mask = [0, 0]
+    ledger.step(made, 0, 1)
+    assert fates(tmp_path)["masked"] == [0] and fates(tmp_path)["trained"] == [1]
+
+
+def test_where_only_some_updates_were_made_the_others_prompts_are_skipped(tmp_path):
+    found, ledger = prompts(), Ledger(tmp_path)
+    ledger.open(found, settings(), 0, 0)
+    ledger.step(batch(found, 0, 0, ["trained"] * 4), 0, 1, updated={1, 2})
+    assert fates(tmp_path)["skipped"] == [0, 3] and fates(tmp_path)["trained"] == [1, 2]
+
+
+KEPT = ["trained", "half", "dropped", "unscorable", "masked"]
+
+
+@some.composite
+def a_step(draw):
+    """Fates of a step's draws: the last round is not replaced, and an update is for all or none."""
+    said = draw(some.lists(some.sampled_from([*KEPT, "resampled"]), max_size=11))
+    said.append(draw(some.sampled_from(KEPT)))
+    if draw(some.integers(0, 3)) == 0:
+        said = ["skipped" if fate in ("trained", "half") else fate for fate in said]
+    return said
+
+
+@given(
+    n=some.integers(1, 9),
+    filtered=some.sets(some.integers(0, 12), max_size=4),
+    shuffle=some.booleans(),
+    steps=some.lists(a_step(), max_size=8),
+    cuts=some.lists(some.integers(0, 8), max_size=3),
+)
+@effort(max_examples=150, deadline=None)
+def test_whatever_happens_every_draw_has_one_fate_and_a_resumed_ledger_is_the_same(
+    n, filtered, shuffle, steps, cuts
+):
+    filtered = sorted(filtered)
+    filtered = filtered if not filtered or filtered[-1] < n + len(filtered) else []
+    found = prompts(n, filtered, shuffle=shuffle)
+    with tempfile.TemporaryDirectory() as where:
+        whole = write(_folder(where, "whole"), steps, found)
+        total = sum(map(len, steps))
+        told = fates(whole)
+        assert sorted(p for places in told.values() for p in places) == list(range(total))
+        said = Counter("trained" if s == "half" else s for step in steps for s in step)
+        assert {f: len(places) for f, places in told.items() if places} == said
+        drawn = rows(whole)
+        for epoch in range(total // n):
+            assert sorted(drawn[epoch * n : epoch * n + n]) == found.numbers
+        assert audit(whole)[0].fates == said
+
+        again = _resumed(_folder(where, "again"), steps, found, cuts)
+        assert (again / NAME).read_bytes() == (whole / NAME).read_bytes()
+
+
+def _folder(where, name):
+    folder = Path(where, name)
+    folder.mkdir()
+    return folder
+
+
+def _resumed(folder, steps, found, cuts):
+    """Write the steps, going back to after `cut` steps for every cut, as a resumed run does."""
+    places = [sum(map(len, steps[:i])) for i in range(len(steps) + 1)]
+    ledger, lengths, at = Ledger(folder), {}, 0
+    ledger.open(found, settings(), 0, 0)
+    lengths[0] = (folder / NAME).stat().st_size
+    for goal in [*(c for c in cuts if c <= len(steps)), len(steps)]:
+        back = min(goal, at)
+        if cuts:
+            with (folder / NAME).open("ab") as file:
+                file.truncate(lengths[back])
+            ledger = Ledger(folder)
+            ledger.open(found, settings(), places[back], back)
+            at = back
+        while at < len(steps):
+            made = batch(found, at, places[at], steps[at])
+            ledger.step(made, places[at], int("skipped" not in steps[at]))
+            at += 1
+            lengths[at] = (folder / NAME).stat().st_size
+    return folder
+
+
+# Going on.
+
+
+STEPS = [["trained"] * 4, ["trained", "resampled", "dropped"], ["trained"] * 4]
+
+
+def test_a_run_that_begins_elsewhere_says_where(tmp_path):
+    found, ledger = prompts(), Ledger(tmp_path)
+    ledger.open(found, settings(), 9, 3)
+    ledger.step(batch(found, 3, 9, ["trained"] * 5), 9, 1)
+    account, _ = audit(tmp_path)
+    assert account.began == (3, 9) and (account.steps, account.place) == (4, 14)
+
+
+@pytest.mark.parametrize(("step", "place"), [(2, 8), (3, 12), (4, 11), (0, 0)])
+def test_a_ledger_that_ends_elsewhere_than_the_run_goes_on_is_refused(tmp_path, step, place):
+    write(tmp_path, STEPS)  # it ends after step 3, place 11
+    before = (tmp_path / NAME).read_bytes()
+    with pytest.raises(DataError) as caught:
+        Ledger(tmp_path).open(prompts(), settings(), place, step)
+    assert caught.value.code == 4 and "after step 3, place 11" in str(caught.value)
+    assert f"after step {step}, place {place}" in str(caught.value)
+    assert (tmp_path / NAME).read_bytes() == before
+
+
+def test_half_a_line_at_the_end_is_refused_when_the_run_goes_on(tmp_path):
+    write(tmp_path, STEPS)
+    text = (tmp_path / NAME).read_bytes()
+    for cut in (text[:-1], text[:-9], text + b'{"st'):
+        (tmp_path / NAME).write_bytes(cut)
+        with pytest.raises(DataError, match="cut off"):
+            Ledger(tmp_path).open(prompts(), settings(), 11, 3)
+
+
+def test_opening_again_writes_nothing_and_an_empty_file_gets_its_header(tmp_path):
+    write(tmp_path, STEPS)
+    before = (tmp_path / NAME).read_bytes()
+    Ledger(tmp_path).open(prompts(), settings(), 11, 3)
+    assert (tmp_path / NAME).read_bytes() == before
+    (tmp_path / NAME).write_bytes(b"")
+    Ledger(tmp_path).open(prompts(), settings(), 0, 0)
+    assert (tmp_path / NAME).read_bytes() == before.split(b"\n")[0] + b"\n"
+
+
+@pytest.mark.parametrize(
+    "other", [prompts(seed=4), prompts(5), prompts(fingerprint="new"), prompts(shuffle=False),
+              prompts(6, [2])]
+)  # fmt: skip
+def test_another_order_that_was_allowed_gets_a_header_of_its_own(tmp_path, other):
+    write(tmp_path, STEPS)
+    ledger = Ledger(tmp_path)
+    ledger.open(other, settings(), 11, 3)
+    ledger.step(batch(other, 3, 11, ["trained"] * 4), 11, 1)
+    found = lines(tmp_path)
+    assert [i for i, line in enumerate(found) if "ledger" in line] == [0, 4]
+    assert found[4]["step"] == 3 and found[4]["place"] == 11
+    assert audit(tmp_path)[0].fates.total() == 15
+
+
+# What a step that is not what it should be is told.
+
+
+def opened(folder):
+    ledger = Ledger(folder)
+    ledger.open(prompts(), settings(), 0, 0)
+    return ledger
+
+
+def test_a_step_that_is_left_out_or_written_twice_is_a_bug(tmp_path):
+    ledger, found = opened(tmp_path), prompts()
+    with pytest.raises(RuntimeError, match="the ledger is at step 0, place 0"):
+        ledger.step(batch(found, 1, 4, ["trained"]), 4, 1)
+    with pytest.raises(RuntimeError, match="the ledger is at step 0, place 0"):
+        ledger.step(batch(found, 0, 4, ["trained"]), 4, 1)
+    ledger.step(batch(found, 0, 0, ["trained"] * 2), 0, 1)
+    with pytest.raises(RuntimeError, match="the ledger is at step 1, place 2"):
+        ledger.step(batch(found, 0, 0, ["trained"] * 2), 0, 1)
+    assert len(lines(tmp_path)) == 2
+
+
+def test_a_prompt_that_is_not_the_one_at_its_place_is_a_bug(tmp_path):
+    ledger, found = opened(tmp_path), prompts()
+    made = batch(found, 0, 0, ["trained"] * 3)
+    made.groups[1].prompt_ids = made.groups[2].prompt_ids
+    with pytest.raises(RuntimeError, match="draw 1 is another prompt"):
+        ledger.step(made, 0, 1)
+    made = batch(found, 0, 0, ["trained"] * 3)
+    made.groups[1].draw = 3
+    with pytest.raises(RuntimeError, match="draw 3 is another prompt"):
+        ledger.step(made, 0, 1)
+    assert len(lines(tmp_path)) == 1
+
+
+def test_a_draw_that_is_there_twice_is_a_bug(tmp_path):
+    ledger, found = opened(tmp_path), prompts()
+    made = batch(found, 0, 0, ["trained"] * 3)
+    made.groups[2] = made.groups[1]
+    with pytest.raises(RuntimeError, match="twice"):
+        ledger.step(made, 0, 1)
+
+
+def test_the_order_of_the_ledger_is_the_order_of_the_prompts():
+    found = prompts(7)
+    for place in range(30):
+        index = order.at(place, 7, 3, "data", True)
+        assert found.index(place) == index and found.draws(place, 1)[0].prompt_ids == [index]
+    assert K == 2

@@ -1,0 +1,306 @@
+"""`rloo ledger`: a ledger that adds up is counted, and one that does not is refused, with why."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from cli_cases import Rloo, rloo, rloo_without_torch
+from ledger_cases import edit, ended, lines, prompts, write
+
+from rloo_cli import cli, order
+from rloo_cli.errors import ConfigError, DataError
+from rloo_cli.ledger import FATES, NAME
+from rloo_cli.tools.ledger import audit
+
+__all__ = ["rloo", "rloo_without_torch"]  # fixtures
+
+# Six prompts: epoch 0 is over with step 2, epoch 1 with step 4.
+STEPS = [
+    ["trained", "trained", "dropped"],
+    ["trained", "resampled", "unscorable", "masked"],
+    ["skipped", "skipped", "dropped"],
+    ["trained"] * 4,
+]
+DRAWS = {"trained": 7, "dropped": 2, "resampled": 1, "unscorable": 1, "masked": 1, "skipped": 2}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run that ended, whose ledger is right."""
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    return ended(write(folder, STEPS, prompts(6, [2, 5])))
+
+
+def refused(folder):
+    with pytest.raises(DataError) as caught:
+        audit(folder)
+    assert caught.value.code == 4
+    return caught.value.render()
+
+
+def test_what_a_right_ledger_adds_up_to_is_shown(run, capsys):
+    assert cli.dispatch(["ledger", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "8 rows = 6 prompts + 2 filtered as too long; 0 prompts cut" in said
+    assert "steps 1 to 4, 3 updates" in said
+    table = {line.split()[0]: line.split()[1:] for line in said.splitlines() if line}
+    assert table["fate"] == ["draws", "share", "epoch", "0", "epoch", "1", "epoch", "2"]
+    assert table["trained"] == ["7", "50.0%", "3", "2", "2"]
+    assert table["resampled"] == ["1", "7.1%", "1", "0", "0"]
+    assert said.splitlines()[-1] == (
+        "conserved: 14 draws = trained 7 + dropped 2 + resampled 1 + unscorable 1 + masked 1"
+        " + skipped 2"
+    )
+
+
+def test_as_json_it_is_plain_values(run, capsys):
+    assert cli.dispatch(["ledger", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["conserved"] is True and found["draws"] == 14 and found["fates"] == DRAWS
+    assert found["steps"] == [1, 4] and found["places"] == [0, 14] and found["notes"] == []
+    assert found["data_rows"] == 8 and found["filtered"] == 2
+    assert [e["draws"] for e in found["epochs"]] == [6, 6, 2]
+    added = sum((Counter(e["fates"]) for e in found["epochs"]), Counter())
+    assert added == DRAWS
+    trained = {
+        row
+        for line in lines(run)[1:]
+        for p, row in enumerate(line["rows"], line["place"])
+        if p in line.get("trained", [])
+    }
+    assert found["prompts_trained"] == len(trained)
+
+
+def test_many_epochs_are_not_shown_beside_each_other(tmp_path, capsys):
+    write(tmp_path, [["trained"] * 6] * 7)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    assert cli.dispatch(["ledger", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "epoch 0" not in said and "conserved: 42 draws = trained 42" in said
+
+
+def test_a_run_before_its_first_step_has_nothing_to_conserve(tmp_path, capsys):
+    write(tmp_path, [])
+    (tmp_path / "run.json").write_text('{"state": "training"}')
+    assert cli.dispatch(["ledger", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "no step yet" in said and "conserved: 0 draws\n" in said
+
+
+def change(index, **fields):
+    return lambda rows: rows[index].update(fields)
+
+
+def first_twice(rows):
+    rows[1]["rows"][1] = rows[1]["rows"][0]
+
+
+def swapped(rows):
+    rows[1]["rows"][:2] = rows[1]["rows"][1::-1]
+
+
+WRONG = {  # what was done to it, the line that is named, what is said of it
+    "a step is missing": (lambda rows: rows.pop(2), 3, "step 3 comes after step 1"),
+    "a step is there twice": (
+        lambda rows: rows.insert(3, dict(rows[2])),
+        4,
+        "step 2 comes after step 2",
+    ),
+    "steps are swapped": (lambda rows: rows.insert(1, rows.pop(2)), 2, "step 2 comes after step 0"),
+    "the header is missing": (lambda rows: rows.pop(0), 1, "the header is missing"),
+    "the header is there twice": (
+        lambda rows: rows.insert(2, dict(rows[0])),
+        3,
+        "a header after step 0, place 0, behind step 1, place 3",
+    ),
+    "places are left out": (
+        change(2, place=4, trained=[4], resampled=[5], unscorable=[6], masked=[7]),
+        3,
+        "step 2 begins at place 4; 3 places",
+    ),
+    "places are repeated": (change(2, place=2), 3, "step 2 begins at place 2; 3 places"),
+    "a draw has no fate": (change(1, trained=[0]), 2, "draw 1 has no fate"),
+    "a draw has two fates": (
+        change(1, skipped=[1]),
+        2,
+        "draw 1 has 2 fates: trained and skipped",
+    ),
+    "a fate twice": (change(1, trained=[0, 1, 1]), 2, "draw 1 has 2 fates: trained and trained"),
+    "a draw of another step": (
+        change(1, trained=[0, 1, 3]),
+        2,
+        "draw 3 is none of step 1, which has 0 to 2",
+    ),
+    "a row is another": (change(1, rows=[0, 1, 3]), 2, "the order of epoch 0 has row"),
+    "a row is there twice": (first_twice, 2, "the order of epoch 0 has row"),
+    "rows are swapped": (swapped, 2, "the order of epoch 0 has row"),
+    "a row is missing": (lambda rows: rows[1]["rows"].pop(), 2, "step 1 has 3 draws and 2 rows"),
+    "no draws": (change(1, draws=0, rows=[]), 2, "step 1 has 0 draws"),
+    "another epoch": (change(3, epochs=[1, 2]), 4, "step 3 says epochs [1, 2]"),
+    "trained without an update": (change(1, updates=0), 2, "trained draws, and no update"),
+    "another seed": (change(0, seed=4), 2, "the order of epoch 0 has row"),
+    "another data set": (change(0, fingerprint="x"), 2, "the order of epoch 0 has row"),
+    "another row filtered": (change(0, filtered=[2, 6]), 2, "the order of epoch 0 has row"),
+    "more rows than there are": (change(0, data_rows=9), 1, "6 prompts and 2 filtered are not 9"),
+    "filtered out of range": (change(0, filtered=[2, 9]), 1, "filtered rows are not rows of 8"),
+    "filtered twice": (change(0, filtered=[2, 2]), 1, "filtered rows are not rows of 8"),
+    "a newer format": (change(0, ledger=2), 1, "this rloo reads format 1"),
+    "a field too many": (change(2, forgotten=[3]), 3, "a field 'forgotten', which no such line"),
+    "a field too few": (lambda rows: rows[2].pop("updates"), 3, "it has no 'updates'"),
+    "half a place": (change(2, draws=4.0), 3, "its draws is not int"),
+    "true for a number": (change(2, trained=[True]), 3, "its trained is not a list of numbers"),
+    "a text for numbers": (change(2, rows="abcd"), 3, "its rows is not a list of numbers"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_ledger_that_does_not_add_up_is_refused_with_line_and_reason(run, name):
+    how, line, said = WRONG[name]
+    text = refused(edit(run, how))
+    assert f"{run / NAME}:{line}\n" in text and said in text
+
+
+QUIET = {  # edits that only the check finds
+    "a fate was changed": (lambda rows: rows[4].update(dropped=rows[4].pop("trained")), 5),
+    "updates were added": (change(1, updates=2), 2),
+    "more were cut": (change(0, cut=1), 1),
+    "a check was changed": (change(3, check="00000000"), 4),
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_an_edit_that_would_add_up_is_found_by_the_check(run, name):
+    how, line = QUIET[name]
+    text = refused(edit(run, how, seal=False))
+    assert f"{run / NAME}:{line}\n" in text and "not as it was written" in text
+
+
+@pytest.mark.parametrize("cut", [1, 20, 80])
+def test_half_a_line_at_the_end_is_refused(run, cut):
+    text = (run / NAME).read_bytes()
+    (run / NAME).write_bytes(text[:-cut])
+    assert "the last line of the ledger is cut off" in refused(run)
+    assert f"{NAME}:5" in refused(run)
+
+
+@pytest.mark.parametrize(
+    "junk", ["", "{", "[]", "null", "17", '{"step": 2}', '{"a": 1}', "\x00\xff"]
+)
+def test_a_line_that_is_no_entry_is_refused(run, junk):
+    text = (run / NAME).read_text().splitlines()
+    text.insert(2, junk)
+    (run / NAME).write_bytes("".join(f"{line}\n" for line in text).encode("latin-1"))
+    assert "a line of the ledger is no entry" in refused(run) and f"{NAME}:3" in refused(run)
+
+
+def test_an_empty_ledger_is_refused(run):
+    (run / NAME).write_text("")
+    assert "it is empty" in refused(run)
+
+
+def test_an_order_that_is_no_permutation_is_found_out(tmp_path, monkeypatch):
+    """As if an epoch's order had a prompt twice: writer and reader would agree on it."""
+
+    def careless(seed, epoch, fingerprint, n):
+        return np.random.Generator(np.random.PCG64(5)).integers(0, n, n)
+
+    monkeypatch.setattr(order, "permutation", careless)
+    write(tmp_path, STEPS)
+    assert "epoch 0 had row" in refused(tmp_path) and f"{NAME}:3" in refused(tmp_path)
+
+
+# What the run's other files say.
+
+
+def test_the_last_step_removed_is_missed_by_the_runs_other_files(run):
+    edit(run, lambda rows: rows.pop())
+    assert "it ends at step 3, run.json's progress at step 4" in refused(run)
+    (run / "run.json").unlink()
+    assert "it ends at step 3, metrics.jsonl at step 4" in refused(run)
+
+
+@pytest.mark.parametrize("name", ["step", "place", "updates"])
+def test_a_run_that_counted_otherwise_is_refused(run, name):
+    ended(run, **{name: 99})
+    assert f"run.json's progress at {name} 99" in refused(run)
+
+
+def test_metrics_of_fewer_steps_are_refused_once_the_run_has_ended(run):
+    (run / "metrics.jsonl").write_text('{"step": 3}\n{"step": 4, "rew')
+    assert "it ends at step 4, metrics.jsonl at step 3" in refused(run)
+    (run / "metrics.jsonl").unlink()
+    assert "metrics.jsonl at step 0" in refused(run)
+
+
+def test_a_ledger_of_other_data_than_the_runs_is_refused(run):
+    facts = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(facts | {"fingerprint": "other"}))
+    assert "it is of the data data, the run of other" in refused(run)
+
+
+@pytest.mark.parametrize("state", ["training", "starting"])
+def test_a_run_that_goes_on_or_was_killed_is_not_compared_with_older_counts(run, state, capsys):
+    ended(run, step=2, place=7)
+    facts = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(facts | {"state": state}))
+    (run / "metrics.jsonl").write_text('{"step": 2}\n')
+    assert cli.dispatch(["ledger", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "conserved: 14 draws" in said and "run.json was not compared" in said
+
+
+def test_a_line_of_metrics_that_is_none_is_named(run):
+    (run / "metrics.jsonl").write_text('{"step": 3}\nhello\n')
+    assert f"{run / 'metrics.jsonl'}:2" in refused(run)
+
+
+# The command.
+
+
+def said(*words):
+    with pytest.raises(ConfigError) as caught:
+        cli.dispatch(["ledger", *words])
+    assert caught.value.code == 2
+    return caught.value.render()
+
+
+def test_a_run_is_found_by_its_name_or_its_folder(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for word in ("mine", "runs/mine", "runs/mine/", str(run)):
+        assert cli.dispatch(["ledger", word]) == 0
+        assert "conserved: 14 draws" in capsys.readouterr().out
+
+
+def test_what_is_missing_or_not_understood_is_answered(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "fix      rloo ledger mine" in said("mien") and "runs here: mine" in said("mien")
+    assert "rloo ledger needs a run" in said() and "rloo ledger mine" in said()
+    assert "unrecognized arguments: --jsn" in said("mine", "--jsn")
+    assert "did you mean --json?" in said("mine", "--jsn")
+    assert "unrecognized arguments: other" in said("mine", "other")
+    (run / NAME).unlink()
+    assert "runs/mine has no ledger.jsonl" in said("mine")
+    monkeypatch.chdir("/")
+    assert "there is no run in runs/" in said("mine")
+
+
+def test_the_command_needs_no_torch_and_exits_with_2_and_4(rloo_without_torch: Rloo):
+    folder = rloo_without_torch.folder / "runs" / "mine"
+    folder.mkdir(parents=True)
+    ended(write(folder, STEPS))
+    right = rloo_without_torch("ledger", "mine")
+    assert right.code == 0 and "conserved: 14 draws" in right.out, right.said
+    assert rloo_without_torch("ledger", "nothing").code == 2
+    edit(folder, lambda rows: rows.pop(2))
+    wrong = rloo_without_torch("ledger", "mine")
+    assert wrong.code == 4 and "step 3 comes after step 1" in wrong.err and not wrong.out
+    assert json.loads(rloo_without_torch("ledger", "mine", "--errors=json").err)[0]["code"] == 4
+
+
+def test_every_fate_is_defined_once_in_the_ledgers_own_words():
+    import rloo_cli.ledger
+
+    for fate in FATES:
+        assert f"\n    {fate:<10} " in (rloo_cli.ledger.__doc__ or ""), fate

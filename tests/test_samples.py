@@ -1,0 +1,293 @@
+"""`rloo samples`: what a run wrote, sorted, readable, and without surprises for a terminal."""
+
+import json
+
+import pytest
+from cli_cases import Rloo, rloo, rloo_without_torch
+from loop_cases import make, step
+
+from rloo_cli import cli
+from rloo_cli.errors import ConfigError, DataError
+
+__all__ = ["rloo", "rloo_without_torch"]  # fixtures
+
+SCORES = [0.5, None, 2.0, -1.0, 0.5, 1.0]
+
+
+def row(i, score, **more):
+    """As the log writes them: three prompts, two completions each."""
+    found = {
+        "draw": 10 + i // 2,
+        "k": i % 2,
+        "prompt": f"question {i // 2}",
+        "completion": f"answer {i}",
+        "finish_reason": "stop",
+        "terminated": True,
+        "prompt_length": 7,
+        "completion_length": 40 + i,
+        "seed": 1,
+        "weight_version": 3,
+        "score": score,
+        "shaped": score,
+        "kl": 0.25,
+        "reward": None if score is None else score - 0.1,
+        "advantage": None if score is None else score / 2,
+        "rewards": {"right": score, "short": float(-i)},
+    }
+    return found | more
+
+
+def save(run, name, rows):
+    path = run / "samples" / f"{name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The folder of a run with samples of steps 10, 20 and 40; its name is `mine`."""
+    folder = tmp_path / "runs" / "mine"
+    for at in (10, 20, 40):
+        rows = [row(i, s, prompt=f"question {i // 2} of {at}") for i, s in enumerate(SCORES)]
+        save(folder, f"step_{at:06d}", rows)
+    (folder / "run.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+@pytest.fixture
+def show(run, capsys):
+    def ask(*words):
+        assert cli.dispatch(["samples", "mine", *words]) == 0
+        return capsys.readouterr().out
+
+    return ask
+
+
+def answers(text):
+    """The number of each completion shown, in order."""
+    return [int(line.split()[-1]) for line in text.splitlines() if line.startswith("completion")]
+
+
+def said(*words, kind=ConfigError):
+    with pytest.raises(kind) as caught:
+        cli.dispatch(["samples", *words])
+    return caught.value.render()
+
+
+def test_the_last_step_is_shown_with_one_completion_of_each_prompt_first(show):
+    text = show()
+    assert "step_000040.jsonl: 5 of 6 samples, 1 without a score" in text
+    assert "question 0 of 40" in text and answers(text) == [0, 2, 4, 1, 3]
+    assert answers(show("-n", "2")) == [0, 2]
+
+
+def test_the_worst_and_the_best_come_first_and_what_has_no_score_last(show):
+    assert answers(show("--worst", "-n", "9")) == [3, 0, 4, 5, 2, 1]
+    assert answers(show("--best", "-n", "9")) == [2, 5, 0, 4, 3, 1]
+    text = show("--worst", "-n", "1", "--step", "20")
+    assert "step_000020.jsonl: 1 of 6 samples, 1 without a score, the worst first, by score" in text
+    assert "question 1 of 20" in text and answers(text) == [3]
+
+
+def test_one_of_the_rewards_can_be_what_they_are_sorted_by(show):
+    assert answers(show("--worst", "--reward", "short", "-n", "3")) == [5, 4, 3]
+    assert answers(show("--best", "--reward", "short", "-n", "3")) == [0, 1, 2]
+    text = show("--worst", "--reward", "right", "-n", "9")
+    assert answers(text) == [3, 0, 4, 5, 2, 1] and "the worst first, by right" in text
+    assert "rewards: right, short" in said("mine", "--best", "--reward", "shrt")
+    assert "fix      --reward short" in said("mine", "--best", "--reward", "shrt")
+
+
+def test_a_sample_is_shown_with_everything_that_made_its_score(show):
+    lines = show("--best", "-n", "1").splitlines()[1:]
+    assert lines == [
+        "",
+        "score      2 · right 2 · short -2 · kl 0.25 · reward 1.9 · advantage 1",
+        "sample     draw 11 · k 0 · 7 + 42 tokens, stop",
+        "prompt     question 1 of 40",
+        "completion answer 2",
+    ]
+
+
+def test_a_reward_may_have_the_name_of_a_part_of_ours(run, show):
+    save(run, "step_000050", [row(0, 1.0, rewards={"kl": 3.0, "score": 4.0})])
+    assert "score      1 · kl 3 · score 4 · kl 0.25 · reward 0.9" in show()
+
+
+def test_what_is_not_known_has_a_dash(show):
+    text = show("--worst", "-n", "6")
+    assert "score      – · right – · short -1 · kl 0.25 · reward – · advantage –" in text
+
+
+def test_a_number_that_is_none_counts_as_no_score(run, show):
+    rows = [row(0, float("nan")), row(1, 3.0), row(2, float("-inf")), row(3, 2.0)]
+    save(run, "step_000050", rows)
+    text = show("--best")
+    assert answers(text) == [1, 3, 0, 2] and "2 without a score" in text
+    found = json.loads(show("--worst", "--json"), parse_constant=pytest.fail)
+    assert [r["score"] for r in found] == [2.0, 3.0, None, None]
+
+
+def test_other_columns_and_a_cut_off_end_are_shown(run, show):
+    more = {"terminated": False, "finish_reason": "length", "parsed": "4\x07", "empty": None}
+    save(run, "step_000050", [row(0, 1.0, **more)])
+    text = show()
+    assert "7 + 40 tokens, length, cut off" in text
+    assert "also       parsed 4␇" in text and "empty" not in text
+
+
+def test_texts_keep_their_lines_and_lose_their_tricks(run, show):
+    nasty = "one\r\ntwo\n\x1b[2J\x1b]0;title\x07[red]three[/red]\u202eevil\ud800\n" + "w" * 150
+    conversation = [{"role": "system", "content": "Be\nkind."}, {"role": "user", "content": "Hi"}]
+    save(run, "step_000050", [row(0, 1.0, completion=nasty, prompt=conversation)])
+    text = show()
+    start = text.index("prompt     ")
+    assert text[start:].splitlines()[:8] == [
+        "prompt     system: Be",
+        "           kind.",
+        "           user: Hi",
+        "completion one",
+        "           two",
+        "           ␛[2J␛]0;title␇[red]three[/red]�evil�",
+        "           " + "w" * 89,
+        "           " + "w" * 61,
+    ]
+    assert "\x1b" not in text and "\u202e" not in text
+
+
+def test_a_long_prompt_shows_its_end_and_a_long_completion_its_beginning(run, show):
+    many = "\n".join(f"line {i}" for i in range(50))
+    save(run, "step_000050", [row(0, 1.0, completion=many, prompt=many)])
+    text = show()
+    assert "line 41\n" not in text.partition("completion")[0]
+    prompt, _, completion = text.partition("completion ")
+    assert "prompt     …\n           line 42\n" in prompt and prompt.endswith("line 49\n")
+    assert completion.startswith("line 0\n") and completion.endswith("line 23\n           …\n")
+    long = "word " * 1000
+    save(run, "step_000060", [row(0, 1.0, completion=long, prompt=long)])
+    text = show()
+    assert len(text.splitlines()) < 40 and max(map(len, text.splitlines())) <= 100
+    assert json.loads(show("--json"))[0]["completion"] == long
+
+
+def test_as_json_samples_are_whole(show):
+    found = json.loads(show("--worst", "-n", "2", "--json"))
+    wanted = [row(i, SCORES[i], prompt=f"question {i // 2} of 40") for i in (3, 0)]
+    assert found == wanted
+
+
+# Held-out samples.
+
+
+def held_out(run, name, count=2, **more):
+    extra = {"row": {"answer": "42", "hint": None}} | more
+    save(run, name, [{**row(i, float(i), **extra), "k": 0} for i in range(count)])
+
+
+def test_held_out_samples_are_those_of_the_last_evaluation(run, show):
+    held_out(run, "eval_000000")
+    held_out(run, "eval_000030")
+    text = show("--eval", "--best")
+    assert "eval_000030.jsonl: 2 of 2 samples, the best first" in text and answers(text) == [1, 0]
+    assert "also       answer 42" in text
+    assert "eval_000000.jsonl" in show("--eval", "--step", "0")
+    assert "step 7 has no held-out samples" in said("mine", "--eval", "--step", "7")
+    assert "the nearest that have: 0 and 30" in said("mine", "--eval", "--step", "7")
+
+
+def test_held_out_sets_are_told_apart_by_name(run, show):
+    held_out(run, "eval_easy_sums_000030", 1, set="easy_sums", greedy=False)
+    assert "set easy_sums · draw 10 · k 0" in show("--eval")  # there is but one
+    assert "7 + 40 tokens, stop, sampled\n" in show("--set", "easy_sums", "--eval")
+    held_out(run, "eval_hard_000030", 3)
+    assert "eval_hard_000030.jsonl: 3 of 3" in show("--set", "hard")
+    assert "held-out sets: easy_sums, hard" in said("mine", "--eval")
+    assert "fix      --set hard" in said("mine", "--set", "hrd")
+    assert "fix      --set easy_sums" in said("mine", "--set", "zzz")
+    held_out(run, "eval_000030", 2, set=None, greedy=True)
+    text = show("--eval")
+    assert "eval_000030.jsonl: 2 of 2" in text and "set" not in text
+    assert "sample     draw 10 · k 0 · 7 + 40 tokens, stop, greedy\n" in text
+
+
+def test_a_set_is_asked_for_where_there_is_but_one_without_a_name(run):
+    held_out(run, "eval_000030")
+    assert "there is but one, without a name" in said("mine", "--set", "hard")
+
+
+# What is not there, or not understood.
+
+
+@pytest.mark.parametrize(
+    ("asked", "near"), [("9", "10 and 20"), ("21", "10 and 20"), ("1000", "20 and 40")]
+)
+def test_a_step_without_samples_names_the_nearest_that_have(run, asked, near):
+    text = said("mine", "--step", asked)
+    assert f"step {asked} has no samples" in text and f"the nearest that have: {near}" in text
+    assert f"--step {near.split()[0]}" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["mine", "--wrst"], "did you mean --worst?"),
+        (["mine", "--worst", "--best"], "not allowed with argument --worst"),
+        (["mine", "--step", "two"], "invalid int value: 'two'"),
+        (["mine", "--step"], "expected one argument"),
+        (["mine", "-n", "0"], "-n 0: at least one sample"),
+        (["mine", "--reward", "right"], "--reward needs --worst or --best"),
+        (["mine", "step=3"], "unrecognized arguments: step=3"),
+        (["mine", "--eval"], "runs/mine has no held-out samples"),
+        (["mein"], "rloo samples mine"),
+        (["other/place"], "looked at other/place or runs/other/place"),
+        ([], "rloo samples needs a run"),
+    ],
+)
+def test_what_is_not_understood_is_one_clear_error(run, words, why):
+    text = said(*words)
+    assert why in text and text.count("error:") == 1 and "command line" in text
+
+
+def test_a_run_without_samples_says_so(run, tmp_path):
+    bare = tmp_path / "runs" / "debug" / "bare"
+    bare.mkdir(parents=True)
+    (bare / "run.json").write_text("{}")
+    assert "runs/debug/bare has no samples" in said("debug/bare")
+    assert "rloo samples debug/bare" in said("debug/bar")
+
+
+@pytest.mark.parametrize("junk", ["{", "[1]", "null", ""])
+def test_a_line_that_is_no_sample_is_named(run, junk):
+    path = run / "samples" / "step_000040.jsonl"
+    path.write_text(json.dumps(row(0, 1.0)) + f"\n{junk}\n")
+    assert f"{'runs/mine/samples/step_000040.jsonl'}:2" in said("mine", kind=DataError)
+
+
+def test_samples_of_a_real_step_are_shown(tmp_path, capsys):
+    run = make(tmp_path)
+    _, metrics, batch = step(run)
+    (run.folder / "run.json").write_text("{}")
+    capsys.readouterr()
+    assert cli.dispatch(["samples", str(run.folder), "--best", "-n", "100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    scores = [r["score"] for r in found]
+    assert scores == sorted(scores, reverse=True) and len(scores) == 16
+    assert sum(scores) / 16 == pytest.approx(metrics["reward"])
+    assert {r["draw"] for r in found} == {g.draw for g in batch.groups}
+    assert cli.dispatch(["samples", str(run.folder), "--worst"]) == 0
+    assert capsys.readouterr().out.count("completion ") == 5
+
+
+def test_the_command_needs_no_torch_and_colours_nothing_that_is_no_terminal(
+    rloo_without_torch: Rloo,
+):
+    save(rloo_without_torch.folder / "runs/mine", "step_000001", [row(0, 1.0, completion="é–漢")])
+    (rloo_without_torch.folder / "runs/mine/run.json").write_text("{}")
+    shown = rloo_without_torch("samples", "mine", "--worst")
+    assert shown.code == 0 and "completion é–漢" in shown.out and "\x1b" not in shown.out
+    for variables in ({"PYTHONIOENCODING": "ascii"}, {"TERM": "dumb", "COLUMNS": "40"}):
+        shown = rloo_without_torch("samples", "mine", **variables)
+        assert shown.code == 0 and "completion " in shown.out, shown.said
+    wrong = rloo_without_torch("samples", "mine", "--step", "7")
+    assert wrong.code == 2 and wrong.err.startswith("error: step 7 has no samples")

@@ -1,0 +1,305 @@
+"""The same step through `rloo` and through the RLOOTrainer of TRL 1.16.0.
+
+`rloo` samples. TRL's trainer is given a copy of the weights, the same prompts, the completions
+and the reward functions, and its settings are read off the run's config. From the completions on
+everything is TRL's own code: log-probabilities, reference, rewards, advantages, loss,
+accumulation, clipping, optimizer, metrics. It is only looked at.
+"""
+
+import copy
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from loop_cases import apart, digits, make
+from torch import Tensor
+from transformers import TrainerCallback
+
+from rloo_cli.minibatches import plan_updates
+from rloo_cli.parts import Run
+from rloo_cli.rollout import Batch, Group, Rollout
+from rloo_cli.train import train
+
+Gradient = dict[str, Tensor]  # by the parameter's name
+Reward = Callable[..., Any]
+
+
+@dataclass
+class Ours:
+    """What `rloo` made of it."""
+
+    run: Run
+    batches: list[Batch] = field(default_factory=list)
+    gradients: list[Gradient] = field(default_factory=list)  # of each update, before clipping
+
+    @property
+    def batch(self) -> Batch:
+        return self.batches[-1]
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The metrics as last logged."""
+        return self.run.log.rows[-1]
+
+    @property
+    def weights(self) -> Tensor:
+        return vector(dict(self.run.policy.model.named_parameters()))
+
+
+@dataclass
+class Theirs:
+    """What TRL made of it."""
+
+    trainer: Any = None
+    prompts: list[list[int]] = field(default_factory=list)  # ids, as TRL tokenises them
+    scored: list[dict[str, Tensor]] = field(default_factory=list)  # of each step, rows in order
+    micros: list[dict[str, Tensor]] = field(default_factory=list)  # as each loss got them
+    parts: list[float] = field(default_factory=list)  # the loss of each micro-batch
+    gradients: list[Gradient] = field(default_factory=list)  # of each update, before clipping
+
+    @property
+    def losses(self) -> list[float]:
+        """Of each update: TRL divides by the number of micro-batches, so their mean."""
+        n = self.trainer.args.gradient_accumulation_steps
+        return [sum(self.parts[i : i + n]) / n for i in range(0, len(self.parts), n)]
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The metrics as last logged."""
+        return [r for r in self.trainer.state.log_history if "reward" in r][-1]
+
+    @property
+    def weights(self) -> Tensor:
+        return vector(dict(self.trainer.model.named_parameters()))
+
+    def rows(self, like: Batch) -> list[list[int]]:
+        """Which rows of the last step each of its micro-batches had; none may be masked."""
+        pairs = [(g.prompt_ids, r.completion_ids) for g in like.groups for r in g.rollouts]
+        found = []
+        for micro in self.micros:
+            columns = [micro[f"{part}_{what}"] for part in ("prompt", "completion")
+                       for what in ("ids", "mask")]  # fmt: skip
+            said = [(p[m > 0].tolist(), c[n > 0].tolist()) for p, m, c, n in zip(*columns)]
+            found.append([pairs.index(pair) for pair in said])
+        return found
+
+    def advantages(self, like: Batch) -> Tensor:
+        """Of the last step. -> (P, K)"""
+        return self.scored[-1]["advantages"].double().view_as(like.score)
+
+
+def both(
+    folder: Path,
+    *words: str,
+    rewards: Mapping[str, Reward] | None = None,
+    told: Mapping[str, Reward] | None = None,
+    completions: Sequence[Sequence[int]] | None = None,
+    steps: int = 1,
+    optimizer: bool = False,
+    **theirs: Any,
+) -> tuple[Ours, Theirs]:
+    """`steps` steps of a run made from `words`, through both.
+
+    `told`: rewards for TRL where it must be told what we do by ourselves. `completions`: ids in
+    place of sampled ones. `optimizer`: TRL builds its own; otherwise plain SGD. `theirs`: TRL's
+    settings where they are not to follow ours. With several mini-batches TRL cuts the step as we
+    do: left alone it shuffles rows, and groups with them.
+    """
+    run = make(folder, *words, f"max_steps={steps}", f"logging.every={steps}", rewards=rewards)
+    if completions is not None:
+        replay(run, completions)
+    model = copy.deepcopy(run.policy.model)
+    ours = go(run)
+    found = told or rewards or {"digits": digits}
+    return ours, trained(ours, model, found, folder, steps, optimizer, theirs)
+
+
+def go(run: Run) -> Ours:
+    """Train as `rloo train` does, watched."""
+    ours, advance, draw = Ours(run), run.optimizer.step, run.rollouts.next
+
+    def step(norm: Tensor) -> None:
+        ours.gradients.append(gradient(run.policy.model))
+        advance(norm)
+
+    def drawn(*args: Any) -> Batch:
+        ours.batches.append(draw(*args))
+        return ours.batch
+
+    run.optimizer.step, run.rollouts.next = step, drawn
+    train(run)
+    return ours
+
+
+def replay(run: Run, completions: Sequence[Sequence[int]]) -> None:
+    """Let the run's sampler say these ids, prompt after prompt, ended by its own stop rule."""
+    rule, said = run.generator.rule, iter(completions)
+
+    def rollout(seed: int) -> Rollout:
+        ids = list(next(said))
+        reason = rule.reason(ids)
+        assert reason is not None, f"{ids} is not complete"
+        return Rollout(ids, rule.text(ids), reason, rule.terminated(ids, reason), seed, 0)
+
+    def generate(groups: list[Group], seeds: list[list[int]], greedy: bool = False) -> None:
+        for group, own in zip(groups, seeds, strict=True):
+            group.rollouts = [rollout(seed) for seed in own]
+
+    run.generator.generate = generate
+
+
+def settings(run: Run, steps: int) -> dict[str, Any]:
+    """TRL's names for what the run's config says."""
+    a, g, t = run.config.algorithm, run.config.generation, run.config.train
+    rows, micro = t.prompts_per_step * a.num_generations, run.micro_groups * a.num_generations
+    return {
+        "num_generations": a.num_generations,
+        "per_device_train_batch_size": micro,
+        "steps_per_generation": rows // micro,
+        "gradient_accumulation_steps": rows // micro // a.num_minibatches,
+        "max_steps": steps * run.config.updates_per_step,
+        "logging_steps": steps * run.config.updates_per_step,
+        "num_iterations": a.num_iterations,
+        "beta": a.beta,
+        "epsilon": a.epsilon,
+        "epsilon_high": a.epsilon_high,
+        "normalize_advantages": a.normalize_advantages,
+        "reward_clip_range": a.reward_clip_range,
+        "mask_truncated_completions": a.mask_truncated_completions,
+        "reward_weights": [r.config.weight for r in run.rewards],
+        "temperature": g.temperature,
+        "max_completion_length": g.max_completion_length,
+        "learning_rate": t.learning_rate,
+        "max_grad_norm": t.max_grad_norm or 0.0,
+        "lr_scheduler_type": t.lr_scheduler,
+        "weight_decay": t.weight_decay,
+    }
+
+
+class Watch(TrainerCallback):
+    """Copies the gradient as the optimizer is about to see it."""
+
+    def __init__(self, found: list[Gradient]):
+        self.found = found
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.found.append(gradient(kwargs["model"]))
+
+
+def trained(
+    ours: Ours,
+    model: Any,
+    rewards: Mapping[str, Reward],
+    folder: Path,
+    steps: int,
+    optimizer: bool,
+    changes: Mapping[str, Any],
+) -> Theirs:
+    """Train `model` with TRL on what `ours` sampled."""
+    from datasets import Dataset
+    from trl import RLOOConfig, RLOOTrainer
+
+    run, theirs = ours.run, Theirs()
+    model.generation_config.eos_token_id = sorted(run.generator.rule.ids)
+    plain = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    args = settings(run, steps) | plain | quiet | {"shuffle_dataset": False} | dict(changes)
+    groups = [g for batch in ours.batches for g in batch.groups]
+    functions = [named(name, function) for name, function in rewards.items()]
+    sgd = torch.optim.SGD(model.parameters(), lr=args["learning_rate"])
+    constant = torch.optim.lr_scheduler.LambdaLR(sgd, lambda _: 1.0)
+    with mock.patch.dict(os.environ, CI="1"):  # or it reports its use over the network
+        trainer = RLOOTrainer(
+            model=model,
+            reward_funcs=functions,
+            args=RLOOConfig(output_dir=str(folder / "trl"), **args),
+            train_dataset=Dataset.from_list([{"prompt": g.prompt, **g.row} for g in groups]),
+            processing_class=run.tokenizer,
+            callbacks=[Watch(theirs.gradients)],
+            **({} if optimizer else {"optimizers": (sgd, constant)}),
+        )
+    theirs.trainer = trainer
+    watch(trainer, theirs, [r.completion_ids for g in groups for r in g.rollouts])
+    with ordered(ours):
+        trainer.train()
+    return theirs
+
+
+def ordered(ours: Ours) -> AbstractContextManager[Any]:
+    """Lets TRL cut a step into our mini-batches."""
+    algorithm = ours.run.config.algorithm
+    if algorithm.num_minibatches == 1:
+        return nullcontext()
+    k, plans = algorithm.num_generations, plan_updates(ours.run, ours.batch, 0)
+    rows = [p * k + j for plan in plans for index in plan.micros for p in index for j in range(k)]
+    return mock.patch(
+        "trl.trainer.rloo_trainer.shuffle_sequence_dict",
+        lambda columns: {name: column[rows] for name, column in columns.items()},
+    )
+
+
+def watch(trainer: Any, theirs: Theirs, said: Iterable[list[int]]) -> None:
+    """Put the completions in the place of sampling, and note what passes by."""
+    from transformers import PrinterCallback
+
+    said = iter(said)
+    score, loss = trainer._generate_and_score_completions, trainer.compute_loss
+
+    def generated(prompt_ids: list[list[int]], *_: Any) -> list[list[int]]:
+        theirs.prompts += prompt_ids
+        return [next(said) for _ in prompt_ids]
+
+    def scored(inputs: Any) -> Any:
+        theirs.scored.append(score(inputs))
+        return theirs.scored[-1]
+
+    def measured(model: Any, inputs: Any, **kwargs: Any) -> Tensor:
+        theirs.micros.append(inputs)
+        value = loss(model, inputs, **kwargs)
+        theirs.parts.append(float(value.detach()))
+        return value
+
+    trainer._generate_single_turn = generated
+    trainer._generate_and_score_completions = scored
+    trainer.compute_loss = measured
+    trainer.remove_callback(PrinterCallback)
+
+
+def named(name: str, function: Reward) -> Reward:
+    """The function under the name that it has in the run: TRL's metrics bear it."""
+
+    def wrapped(**kwargs: Any) -> Any:
+        return function(**kwargs)
+
+    wrapped.__name__ = name
+    return wrapped
+
+
+def gradient(model: Any) -> Gradient:
+    """As it stands, copied."""
+    return {n: w.grad.clone() for n, w in model.named_parameters() if w.grad is not None}
+
+
+def vector(found: Mapping[str, Tensor]) -> Tensor:
+    """All of it as one vector, in the order of the names."""
+    return torch.cat([found[n].detach().double().reshape(-1) for n in sorted(found)])
+
+
+def gaps(ours: Ours, theirs: Theirs) -> list[float]:
+    """Relative distance of each update's gradient, whole or of the worst parameter."""
+    found = []
+    for mine, other in zip(ours.gradients, theirs.gradients, strict=True):
+        assert mine.keys() == other.keys()
+        each = [apart(mine[name], other[name]) for name in mine]
+        found.append(max(apart(vector(mine), vector(other)), *each))
+    return found
+
+
+def sums(batch: Batch) -> Tensor:
+    """old_logp of each completion. -> (P, K)"""
+    return torch.stack([torch.stack([t.sum() for t in g.old_logp or []]) for g in batch.groups])
