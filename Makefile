@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-all lint pictures clean
+.PHONY: quickstart test test-all lint mutants pictures clean
 
 # The stamp is newer than pyproject.toml once everything it names is installed.
 $(VENV)/installed: pyproject.toml
@@ -28,6 +28,10 @@ lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy rloo_cli
+
+# Each guard is taken out once, and its test must fail: tests/mutants.yaml.
+mutants: $(VENV)/installed-test
+	$(BIN)/python tests/mutants.py
 
 # The pictures of the README, from a run made now.
 pictures: $(VENV)/installed

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -210,24 +210,25 @@ def restore(run: Run, checkpoint: Path) -> None:
     Raises ConfigError when the checkpoint does not fit the run.
     """
     values, trainer = manifest.state(checkpoint), checkpoint / "trainer"
-    run.state = State(**values["state"])
     try:
+        run.state = State(**values["state"])
         tensors = load_file(trainer / f"{OPTIMIZER}.safetensors")
         run.optimizer.restore(tensors, values["optimizer"])
-    except (KeyError, ValueError, RuntimeError) as error:
+        states = rng.States(load_file(trainer / f"{RNG}.safetensors"), values["rng"])
+        if (trainer / f"{ROLLOUTS}.json").is_file():
+            rollouts = load_file(trainer / f"{ROLLOUTS}.safetensors")
+            plain = read_json(trainer / f"{ROLLOUTS}.json")
+            run.cycle = cycle.load(rollouts, plain, run.prompts)
+            run.cycle.rng = states
+        run.rng = states
+        rng.put(states)
+        run.log.restore(values["log"])
+        run.clock.began -= values["elapsed"]
+    except (KeyError, ValueError, TypeError, RuntimeError, OSError, SafetensorError) as error:
+        why = f"{type(error).__name__}: {error}"
         raise ConfigError(
-            Problem("the optimizer cannot be restored", f"resume, {checkpoint}", str(error))
+            Problem(f"{checkpoint} cannot be restored", "resume", why, "an older checkpoint")
         ) from error
-    states = rng.States(load_file(trainer / f"{RNG}.safetensors"), values["rng"])
-    if (trainer / f"{ROLLOUTS}.json").is_file():
-        rollouts = load_file(trainer / f"{ROLLOUTS}.safetensors")
-        plain = read_json(trainer / f"{ROLLOUTS}.json")
-        run.cycle = cycle.load(rollouts, plain, run.prompts)
-        run.cycle.rng = states
-    run.rng = states
-    rng.put(states)
-    run.log.restore(values["log"])
-    run.clock.began -= values["elapsed"]
     run.saved = run.place
     run.generator.load(run.policy, run.state.updates)
 

@@ -9,11 +9,9 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from rloo_cli import paths
+from rloo_cli import hub, paths, redact
 from rloo_cli.errors import ConfigError, Problem, RunError
 
 USAGE = """usage: rloo VERB [+recipe=NAME] [key=value ...]
@@ -21,6 +19,7 @@ USAGE = """usage: rloo VERB [+recipe=NAME] [key=value ...]
 verbs:
   train        train a policy
   eval         score what is held out: RUN, RUN/checkpoint-N, or +recipe=NAME model.path=...
+  fetch        download what a run loads: +recipe=NAME, for machines without network
   recipes      list recipes; recipes show NAME; recipes copy NAME my.yaml
   config       list every key; config explain KEY; config --json
   samples      show what a run wrote: --step N --worst; --eval
@@ -42,11 +41,17 @@ try: rloo train +recipe=quickstart
 """
 TAKES_VALUE = ("--config-dir", "-cd", "--cfg", "-c", "--package", "-p")
 STOPPED = (75, 130)  # exit codes of a run that was asked to end
-HYDRA_FLAGS = (*TAKES_VALUE, "--multirun", "-m", "--resolve", "--hydra-help")
+HYDRA_FLAGS = (*TAKES_VALUE, "--multirun", "-m", "--resolve")
 
 
 def main() -> None:
     """The console script. Exits with the code of the first cause (PROMISES 2)."""
+    with redact.everywhere():
+        code = _main()
+    sys.exit(code)
+
+
+def _main() -> int:
     given = iter(sys.argv[1:])
     words = [f"{w}={next(given, '')}" if w == "--errors" else w for w in given]
     flags = {w for w in words if w in ("--debug", "--errors=json")}
@@ -69,7 +74,7 @@ def main() -> None:
             "error: this is a bug in rloo; please report it with the lines above", file=sys.stderr
         )
         code = 1
-    sys.exit(code)
+    return code
 
 
 def report(error: RunError) -> int:
@@ -124,7 +129,8 @@ def train(words: list[str]) -> int:
         if codes and codes[-1] in STOPPED:  # a sweep that was asked to stop
             return
         try:
-            codes.append(launch.train(composed, multirun=multirun, dry_run=dry))
+            with hub.remembered(composed.words):
+                codes.append(launch.train(composed, multirun=multirun, dry_run=dry))
         except RunError as error:  # not raised: a failed job does not stop a sweep
             codes.append(report(error))
 
@@ -139,38 +145,34 @@ def _hydra(words: list[str], job: Callable[[Any, bool], None]) -> None:
     """Run `job` under Hydra: its grammar, groups, sweeps and flags, but our errors."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
-    from hydra.errors import HydraException
     from hydra.types import RunMode
-    from omegaconf.errors import OmegaConfBaseException
 
     from rloo_cli import compose
 
     flags, overrides = split_flags(words)
-    dirs = [Path(v) for f, v in pairwise(flags) if f in ("--config-dir", "-cd")]
-    for folder in dirs:
-        if not folder.is_dir():
-            raise ConfigError(Problem(f"--config-dir {folder} is not a folder", "command line"))
-    compose.register_recipes(dirs)
+    flags, dirs = compose.split_dirs(flags)
+    compose.register(dirs)
     overrides = compose.rewrite(overrides, dirs)
 
-    refused: list[RunError] = []
+    refused: list[Exception] = []
 
     def task(cfg: Any) -> None:
         config: Any = HydraConfig.get()
         try:
             job(compose.gather(cfg.copy(), config, dirs), config.mode == RunMode.MULTIRUN)
-        except RunError as error:  # raised once Hydra is done, which would put its own line first
+        except Exception as error:  # raised once Hydra is done, which would put its own line first
             refused.append(error)
 
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to our own report
     with tempfile.TemporaryDirectory(prefix="rloo-sweep-") as sweep:
-        sys.argv = ["rloo train", *flags, *overrides, f"hydra.sweep.dir={sweep}"]
+        ours = [*compose.search_path(dirs), f"hydra.sweep.dir={sweep}"]
+        sys.argv = ["rloo train", *flags, *overrides, *ours]
         try:
             hydra.main(version_base="1.3", config_path=str(paths.CONF), config_name="config")(
                 task
             )()
-        except (HydraException, OmegaConfBaseException) as error:
+        except compose.BROKEN as error:
             raise ConfigError(compose.from_hydra(error, overrides)) from None
         finally:
             os.environ.pop("HYDRA_FULL_ERROR")
@@ -219,6 +221,7 @@ def _tool(name: str) -> Callable[[list[str]], int]:
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "eval": _tool("eval"),
+    "fetch": _tool("fetch"),
     "recipes": _tool("recipes"),
     "config": _tool("config"),
     "samples": _tool("samples"),

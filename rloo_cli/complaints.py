@@ -10,20 +10,37 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from rloo_cli import registry
+from rloo_cli import redact, registry
 from rloo_cli.errors import Problem
 from rloo_cli.names import nearest, old_name
+from rloo_cli.schema import RunConfig
 from rloo_cli.sources import Sources
 
+LARGEST = 2**63 - 1
 PICKS = {"algorithm": ("algorithms", "name"), "generation": ("generation", "backend")}
 
 
 def before_types(values: dict[str, Any]) -> Iterator[Problem]:
-    """Python objects, keys without a value, and names that no registry has."""
+    """Python objects, secrets, keys without a value, and names that no registry has."""
     yield from _targets(values)
+    yield from _secrets(values)
+    yield from _beyond(values)
     yield from _missing(values)
     yield from _unregistered(values)
     yield from _badly_named(values)
+
+
+def sections(values: dict[str, Any]) -> Iterator[Problem]:
+    """Sections that are something else: what is to be looked through further has to be one."""
+    for name, info in {**RunConfig.model_fields, "reward_defaults": None}.items():
+        of = info.annotation if info is not None else None
+        inside = list(of.model_fields) if isinstance(of, type) and issubclass(of, BaseModel) else []
+        if name in values and (inside or info is None) and not isinstance(values[name], dict):
+            if name == "reward":
+                continue
+            what = f"{name} = {_clipped(values[name])} is not a section"
+            why = f"it holds keys: {', '.join(inside) or 'those that all rewards have'}"
+            yield Problem(what, name, why, f"{name}.KEY=VALUE for one of them")
 
 
 def walk(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -58,6 +75,24 @@ def _targets(values: dict[str, Any]) -> Iterator[Problem]:
             )
 
 
+def _secrets(values: dict[str, Any]) -> Iterator[Problem]:
+    """Keys that would hold a secret, and values that are one (`${oc.env:HF_TOKEN}`)."""
+    for key, value in walk(values):
+        of = redact.found(value) if isinstance(value, str) else ""
+        if of or (redact.KEY.search(key) and not isinstance(value, dict)):
+            why = "no key takes one: config.yaml, which a run writes, would hold it"
+            variable = of if of.isidentifier() else "NAME"
+            fix = f"export {variable}=... where the run is started, and leave {key} out"
+            yield Problem(f"{key}: this looks like a secret", key, why, fix)
+
+
+def _beyond(values: dict[str, Any]) -> Iterator[Problem]:
+    for key, value in walk(values):
+        if isinstance(value, int) and abs(value) > LARGEST:
+            why = f"{str(value)[:20]}... is beyond {LARGEST}, what 64 bits hold"
+            yield Problem(f"{key} is too large a number", key, why)
+
+
 def _missing(values: dict[str, Any]) -> Iterator[Problem]:
     for key, value in walk(values):
         if value == "???":
@@ -70,17 +105,22 @@ def _missing(values: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _unregistered(values: dict[str, Any]) -> Iterator[Problem]:
-    picks = [(f"{s}.{k}", room, (values.get(s) or {}).get(k)) for s, (room, k) in PICKS.items()]
+    picks: list[tuple[str, str, Any]] = [
+        (f"{s}.{k}", room, (values.get(s) or {}).get(k)) for s, (room, k) in PICKS.items()
+    ]
     rewards = values.get("reward") or {}
     if not isinstance(rewards, dict) or any(not isinstance(e, dict) for e in rewards.values()):
         yield Problem("reward is not a mapping of entries", "reward", fix="reward=accuracy")
         return
-    old = [k for k in rewards if "type" not in rewards[k] or not str(k).isidentifier()]
+    badly = [k for k in rewards if not str(k).isidentifier() or hasattr(BaseModel, str(k))]
+    old = [k for k in rewards if "type" not in rewards[k] or k in badly or str(k).startswith("_")]
     for name in old:
+        if "_target_" in rewards[name]:  # that was said
+            continue
         yield Problem(
             f"reward.{name} is not a reward",
             f"reward.{name}",
-            "an entry of `reward` has a name of letters and a `type`",
+            "an entry of `reward` has a `type`, and a name of letters that pydantic has no use for",
             f"reward={(nearest(str(name), registry.names('rewards')) or ['NAME'])[0]}",
         )
     picks += [
@@ -88,7 +128,7 @@ def _unregistered(values: dict[str, Any]) -> Iterator[Problem]:
     ]
     for key, room, name in picks:
         known = registry.names(room)
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             close = nearest(str(name), known)
             yield Problem(
                 f"{key} = {name!r}: there is no such {registry.ROOMS[room]}",
@@ -127,11 +167,17 @@ def of_types(
         else:
             before = found[key].why.partition(", got")[0] + "; or " if key in found else ""
             said = item["msg"].replace("Input should be", "should be").replace("Value error, ", "")
-            why = f"{before}{said}, got {item['input']!r}"
-            found[key] = Problem(f"{key} = {item['input']!r} is not valid", key, why)
+            value = _clipped(item["input"])
+            why = f"{before}{said}, got {value}"
+            found[key] = Problem(f"{key} = {value} is not valid", key, why)
     # A union complains about itself beside the one key inside it that is wrong.
     deepest = [k for k in found if not any(other.startswith(f"{k}.") for other in found)]
     return [_with_meaning(found[key], known) for key in deepest]
+
+
+def _clipped(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _with_meaning(problem: Problem, known: dict[str, str]) -> Problem:
@@ -143,6 +189,9 @@ def _with_meaning(problem: Problem, known: dict[str, str]) -> Problem:
 def unknown_key(key: str, known: dict[str, str]) -> Problem:
     """What to say of a key that the schema has not: today's name of an old one, or near ones."""
     section = key.rpartition(".")[0]
+    if key in known:  # `algorithm.beta: 0.3` in a file
+        whole = key.replace(".", ": {") + ": VALUE" + "}" * key.count(".")
+        return Problem(f"{key} is not a key of a file", key, "a file nests its sections", whole)
     why = f'the schema has no such key under "{section}"' if section else "there is no such key"
     old = old_name(key)
     if old is not None:
@@ -151,8 +200,9 @@ def unknown_key(key: str, known: dict[str, str]) -> Problem:
         return Problem(
             f"{key} is not a key",
             key,
-            f"{old.source} calls it so; here it is {today}. {old.note}",
+            f"{old.source} calls it so; here it is {today}. {old.note}".rstrip(),
             fix,
+            more=f"rloo config explain {old.new}" if old.new in known else "rloo config",
         )
     leaves = [k for k in known if not any(other.startswith(f"{k}.") for other in known)]
     close = nearest(key, leaves)
@@ -182,11 +232,11 @@ def _key(loc: tuple[int | str, ...], values: Any, kind: str) -> str:
 def placed(problem: Problem, sources: Sources) -> Problem:
     """Put the file and line, or the command line, where a problem names a key."""
     key = problem.where
-    if not key or not re.fullmatch(r"[\w.]+", key):
+    if not key or not re.fullmatch(r"[\w.+-]+", key):
         return problem
     fix = problem.fix
     good = sources.below(key)
-    if not fix and good is not None:
-        fix = f"{key}={good}" if not isinstance(good, str) or good else ""
+    if not fix and good is not None and len(str(good)) < 100:
+        fix = f"{key}={str(good).lower() if isinstance(good, bool) else good}"
     more = problem.more or f"rloo config explain {key}"
     return Problem(problem.what, sources.where(key) or key, problem.why, fix, more)

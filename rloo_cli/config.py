@@ -51,8 +51,11 @@ def merged(values: dict[str, Any], sources: Sources | None = None) -> dict[str, 
     """Put the defaults common to all rewards under every entry, and debug's reward model in.
 
     `reward=...` on the command line replaces a recipe's rewards: what the recipe says about those
-    that are gone goes with them.
+    that are gone goes with them. Raises ConfigError for a section that is none (`train: 5`).
     """
+    problems = [*complaints.sections(values)]
+    if problems:
+        raise ConfigError(*[complaints.placed(p, sources or Sources()) for p in problems])
     values = dict(values)
     common = values.pop("reward_defaults", {})
     rewards = values.get("reward") or {}
@@ -156,5 +159,5 @@ def config_hash(run: RunConfig) -> str:
 def default_name(run: RunConfig, recipe: str | None) -> str:
     """`<recipe>-<model>-<hash>`: the same config finds its run again."""
     model = Path(run.model.path.rpartition(":")[2]).name
-    parts = [recipe.replace("/", "-") if recipe else "train", model, config_hash(run)]
+    parts = [(recipe or "train").replace("/", "-")[:60], model[:60], config_hash(run)]
     return re.sub(r"[^A-Za-z0-9._+-]", "-", "-".join(parts)).lstrip("-._+")

@@ -69,7 +69,10 @@ def dump(cycle: Cycle) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "done": cycle.done,
         "tokens": cycle.safe.tokens,
         "batch": {
-            **{n: getattr(batch, n) for n in ("step", "names", "active", "draws", "norm_skipped")},
+            **{
+                n: getattr(batch, n)
+                for n in ("step", "names", "active", "draws", "norm_skipped", "updated")
+            },
             "facts": {k: v for k, v in batch.facts.items() if v == v and abs(v) != float("inf")},
             "extras": batch.extras,
             "notes": batch.notes,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rloo_cli import made
+from rloo_cli import hub, made
 from rloo_cli.errors import DataError, MachineError, Problem
 from rloo_cli.names import nearest
 from rloo_cli.schema import DataConfig
@@ -139,9 +139,9 @@ def _unreachable(name: str, path: Path, error: Exception) -> DataError | Machine
         # datasets says only that it failed; the cause says at what
         why = _short(error.__cause__ or error)
         return DataError(Problem(f"{name} cannot be read", "data.path", why))
-    cache = config.HF_DATASETS_CACHE
+    cache = f"{hub.cache()} and {config.HF_DATASETS_CACHE}"
     why = f"not a file or folder here, not in the cache {cache}, and the hub: {_short(error)}"
-    fix = "on a machine with network, load it once so that it is cached, or name a local file"
+    fix = f"on a machine with network: {hub.fetch_command()}; or name a local file"
     return MachineError(Problem(f"data set {name!r} is not to be had", "data.path", why, fix))
 
 

@@ -5,7 +5,9 @@ reaches `main` is a bug in rloo and exits with 1.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
+
+from rloo_cli import redact
 
 SHOWN = 20  # problems printed at once; the rest is counted
 
@@ -35,7 +37,8 @@ class RunError(Exception):
     code = 1
 
     def __init__(self, *problems: Problem | str):
-        self.problems = [Problem(p) if isinstance(p, str) else p for p in problems]
+        given = [Problem(p) if isinstance(p, str) else p for p in problems]
+        self.problems = [Problem(*map(redact.text, astuple(p))) for p in given]
         super().__init__("\n".join(p.render() for p in self.problems))
 
     def render(self, as_json: bool = False) -> str:

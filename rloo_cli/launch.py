@@ -41,7 +41,7 @@ def train(composed: Composed, multirun: bool = False, dry_run: bool = False) -> 
     """One experiment, from its composed config to its end; the exit code. Raises RunError."""
     faults.check()
     run = config.check(_apart(composed) if multirun else composed)
-    machine.check(run)
+    machine.check(run, downloads=not dry_run)
     if dry_run:
         print(plan.text(run))
         return 0
@@ -57,7 +57,8 @@ def train(composed: Composed, multirun: bool = False, dry_run: bool = False) -> 
         code = processes.run("worker", words, _note_rank(folder), _saving(folder))
         if code in REFUSED and not _begun(start):
             _take_back(start, before, new_root)
-        _say_end(start, code, _again(composed, run))
+        elif code:
+            _say_end(start, code, _again(composed, run))
     return code
 
 
@@ -207,8 +208,6 @@ def _take_back(start: Start, before: dict[str, Any], new_root: bool) -> None:
 def _say_end(start: Start, code: int, command: str) -> None:
     """Why the run ended, the last checkpoint, how to go on, and where things are."""
     folder = start.folder
-    if code == 0 or not folder.exists():
-        return
     facts, log = read_json(folder / "run.json"), resume.config_file(folder, start.attempt).parent
     why = {75: "stopped, as it was asked to", 130: "ended at once by a second Ctrl-C"}.get(
         code, f"ended with {code}"

@@ -77,7 +77,7 @@ class Ledger:
             "fingerprint": prompts.fingerprint,
         }
         old: Row = {}
-        end, self.seal = (step, place), ""
+        end = step, place
         for entry in entries(self.path) if self.path.is_file() else []:
             old = entry if "ledger" in entry else old
             end, self.seal = after(entry), entry["check"]

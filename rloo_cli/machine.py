@@ -5,17 +5,22 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import registry
+from rloo_cli import hub, made, places, registry
 from rloo_cli.errors import MachineError, Problem
 from rloo_cli.schema import RunConfig
 
 
-def check(run: RunConfig) -> None:
-    """Raises MachineError (exit 3) with everything the machine lacks for this run."""
+def check(run: RunConfig, downloads: bool = True) -> None:
+    """Raises MachineError (exit 3) with everything the machine lacks for this run.
+
+    `downloads`: what has to be downloaded counts too (a plan needs nothing of it).
+    """
     problems: list[Problem] = []
     for name, entry in run.rewards.items():
         module = registry.module("rewards", entry.type)
@@ -24,6 +29,7 @@ def check(run: RunConfig) -> None:
                 module.preflight(entry)
         except MachineError as error:
             problems += [replace(p, where=f"reward.{name}") for p in error.problems]
+    problems += [*(_downloads(run) if downloads else ()), *_packages(run)]
     above = next(
         p for p in [Path(run.root).absolute(), *Path(run.root).absolute().parents] if p.exists()
     )
@@ -31,10 +37,35 @@ def check(run: RunConfig) -> None:
         problems.append(
             Problem(f"root = {run.root} cannot be written", "root", f"looked at {above}")
         )
-    elif shutil.disk_usage(above).free < 100e6:
-        problems.append(Problem(f"{above} has under 100 MB free", "root", fix="root=..."))
+    elif (disk := shutil.disk_usage(above)).free < 100e6:
+        what = "has under 100 MB free" if disk.total else "is no place for files"
+        problems.append(Problem(f"{above} {what}", "root", fix="root=FOLDER on another disk"))
     if problems:
         raise MachineError(*problems)
+
+
+def _downloads(run: RunConfig) -> Iterator[Problem]:
+    """What a run without network would have to download."""
+    for key, path, makes in places.named(run) if hub.offline() else ():
+        if path.startswith(made.MADE) or Path(path).expanduser().exists():
+            continue
+        kind = "dataset" if makes is made.DATA else "model"
+        if not hub.cached(path, hub.revision_of(run, key), kind):
+            why = f"HF_HUB_OFFLINE is set, and it is not in the cache: {hub.cache()}"
+            fix = f"on a machine with network: {hub.fetch_command()}"
+            yield Problem(f"{key} = {path!r} is not to be had", key, why, fix)
+
+
+def _packages(run: RunConfig) -> Iterator[Problem]:
+    """Packages that a key needs and `pip install rloo-cli` does not bring."""
+    attention = run.model.attn_implementation or ""
+    package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_3"}
+    if attention in package and find_spec(package[attention]) is None:
+        install = package[attention].replace("_", "-")
+        why = f"it needs the package {install}, which is not installed"
+        fix = f"pip install {install}, or model.attn_implementation=sdpa"
+        what = f"model.attn_implementation = {attention!r} cannot be had"
+        yield Problem(what, "model.attn_implementation", why, fix)
 
 
 def started(pid: int) -> str:

@@ -93,6 +93,21 @@ def _files_problem(folder: Path, files: dict[str, Any]) -> str | None:
         for (path, facts), digest in zip(files.items(), hashes, strict=True):
             if digest != facts["blake2b"]:
                 return f"{path} is not what was saved (its hash differs)"
+    return _state_problem(folder)
+
+
+def _state_problem(folder: Path) -> str | None:
+    """The shape of trainer/state.json, of which much is used before the worker looks at it."""
+    try:
+        values = state(folder)
+        counts = {*values["state"].values(), *values["journals"].values(), values["steps"]}
+        sections = [values[n] for n in ("config", "optimizer", "rng", "log")]
+        texts = [values["fingerprint"]]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return "its trainer/state.json is not one of a run"
+    kinds = [(counts, int), (sections, dict), (texts, str)]
+    if not all(isinstance(v, kind) for found, kind in kinds for v in found):
+        return "its trainer/state.json is not one of a run"
     return None
 
 

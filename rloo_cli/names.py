@@ -33,14 +33,17 @@ def old_name(key: str) -> Old | None:
 
 
 def nearest(key: str, known: Iterable[str]) -> list[str]:
-    """Up to three known keys that `key` may have been meant to be, best first; [] when none is."""
+    """Up to three known keys that `key` may have been meant to be, best first; [] when none is.
+
+    Where the key names no section, equally good guesses stay in the order of `known`.
+    """
     scored = []
-    for candidate in known:
+    for place, candidate in enumerate(known):
         whole = _alike(key, candidate)
         last = _alike(key.rpartition(".")[2], candidate.rpartition(".")[2])
         if last >= LAST_PART or whole >= WHOLE_KEY:
-            scored.append((-last, -whole, candidate))
-    return [candidate for _, _, candidate in sorted(scored)[:3]]
+            scored.append((-last, -whole if "." in key else 0.0, place, candidate))
+    return [candidate for _, _, _, candidate in sorted(scored)[:3]]
 
 
 def _alike(a: str, b: str) -> float:
@@ -193,7 +196,7 @@ save_strategy | checkpoint.every | in steps
 eval_steps | eval.every | in steps
 eval_strategy, evaluation_strategy | eval.every | 0 = only at the start and the end
 eval_on_start | eval.at_start |
-per_device_eval_batch_size | eval.batch_size | counts prompts
+per_device_eval_batch_size | eval.batch_size | completions made at once
 output_dir | root | runs are written under root/name
 run_name | name |
 report_to | logging.trackers |

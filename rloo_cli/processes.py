@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rloo_cli.stop import AGAIN_S, SIGNALS
@@ -40,36 +41,47 @@ def run(
         start_new_session=True,  # a Ctrl-C reaches it once, from us
         preexec_fn=_die_with_parent(),
     )
-    heard: list[tuple[int, float]] = []
-
-    def forward(number: int, frame: Any) -> None:
-        now = time.monotonic()
-        again = [n for n, then in heard if n == number == signal.SIGINT and now - then < AGAIN_S]
-        heard.append((number, now))
-        with contextlib.suppress(ProcessLookupError):
-            if again:
-                os.killpg(child.pid, signal.SIGKILL)  # the second Ctrl-C means now
-            else:
-                child.send_signal(number)
-
-    before = {n: signal.signal(n, forward) for n in SIGNALS}
-    try:
+    with _passing_signals_on(child) as heard:
         started(child.pid)
         while child.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(0.5)
             if heard and time.monotonic() - heard[0][1] > LIMIT_S and not busy():
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)  # whatever it started and left
+                kill(child.pid)
     if child.returncode >= 0:
         return child.returncode
     interrupts = [n for n, _ in heard if n == signal.SIGINT]
     return 130 if len(interrupts) > 1 else 75 if heard else 6
+
+
+def kill(group: int) -> None:
+    """End a process group at once; nothing where it is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+@contextmanager
+def _passing_signals_on(child: subprocess.Popen[bytes]) -> Iterator[list[tuple[int, float]]]:
+    """While inside, signals go to the child; afterwards nothing that it started is left."""
+    heard: list[tuple[int, float]] = []  # signal, when
+
+    def forward(number: int, frame: Any) -> None:
+        now = time.monotonic()
+        again = [n for n, then in heard if n == number == signal.SIGINT and now - then < AGAIN_S]
+        heard.append((number, now))
+        if again:
+            kill(child.pid)  # the second Ctrl-C means now
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(number)
+
+    before = {n: signal.signal(n, forward) for n in SIGNALS}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        kill(child.pid)  # whatever it started and left
 
 
 def _die_with_parent() -> Callable[[], None] | None:

@@ -9,8 +9,6 @@ import string
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from rloo_cli import order
 from rloo_cli.data import is_messages
 from rloo_cli.errors import DataError, Problem
@@ -165,10 +163,10 @@ def _tokenise(
                 tokenize=False,
                 **template_kwargs,
             )
-        except (TemplateError, ValueError) as error:
-            where = f"data.prompt_column, row {row}"
+        except Exception as error:  # a template is a program, with a program's errors
+            where, why = f"data.prompt_column, row {row}", f"{type(error).__name__}: {error}"
             raise DataError(
-                Problem(f"the chat template refuses prompt {row}", where, str(error))
+                Problem(f"the chat template refuses prompt {row}", where, why)
             ) from None
         ids.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
     return ids

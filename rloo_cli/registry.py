@@ -95,12 +95,30 @@ def _file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     loaded = sys.modules[name] = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))  # so that the file can import its neighbours
+    here = path.resolve().parent
+    others = _namesakes(here)
+    sys.path.insert(0, str(here))  # so that the file can import its neighbours
     try:
         spec.loader.exec_module(loaded)
     except BaseException:
         del sys.modules[name]
         raise
     finally:
-        sys.path.remove(str(path.resolve().parent))
+        sys.path.remove(str(here))
+        sys.modules.update(others)
+    _FOLDERS.add(here)
     return loaded
+
+
+_FOLDERS: set[Path] = set()  # of the user's files that were loaded
+
+
+def _namesakes(here: Path) -> dict[str, ModuleType]:
+    """Take out modules that lie beside another user's file and have a namesake in this folder."""
+    found = {}
+    for name, known in list(sys.modules.items()):
+        file = getattr(known, "__file__", None)
+        beside = file is not None and Path(file).parent in _FOLDERS - {here}
+        if beside and "." not in name and (here / f"{name}.py").is_file():
+            found[name] = sys.modules.pop(name)
+    return found

@@ -178,6 +178,7 @@ class Batch:
     advantage: Tensor | None = None  # (P, K) float64
     usable: Tensor | None = None  # (P, K) bool, rows that have an advantage
     norm_skipped: bool = False
+    updated: list[int] = field(default_factory=list)  # the groups of updates that were made
 
     def table(self, value: str) -> Tensor:
         """An attribute of every rollout, as a tensor. -> (P, K)"""

@@ -5,16 +5,29 @@ problem's `where` is the dotted key; `config` turns it into a file and line.
 """
 
 import ast
-import json
+import sys
 from collections.abc import Iterator
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import made, registry
+from rloo_cli import hub, made, places, registry
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.names import nearest
 from rloo_cli.schema import RunConfig
+
+# transformers' names, which are known only once it is imported; a test compares the two.
+SCHEDULES = (
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
+    "inverse_sqrt", "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr",
+    "warmup_stable_decay", "greedy",
+)  # fmt: skip
+
+# Packages that rloo brings with it: none has a reward, some load and run what they are given.
+STANDS_ON = (
+    "torch", "transformers", "datasets", "tokenizers", "safetensors", "huggingface_hub", "numpy",
+    "pandas", "pyarrow", "yaml", "hydra", "omegaconf", "pydantic", "jinja2", "accelerate",
+)  # fmt: skip
 
 
 def problems(run: RunConfig) -> Iterator[Problem]:
@@ -22,9 +35,11 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from _length(run)
     yield from _batch(run)
     yield from registry.module("algorithms", run.algorithm.name).problems(run)
-    yield from _paths(run)
+    yield from places.problems(run)
     yield from _rewards(run)
     yield from _context(run)
+    yield from _sampling(run)
+    yield from _attention(run)
     yield from _evaluation(run)
 
 
@@ -67,53 +82,6 @@ def _batch(run: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _paths(run: RunConfig) -> Iterator[Problem]:
-    named: list[tuple[str, str | None]] = [
-        ("model.path", run.model.path),
-        ("model.tokenizer", run.model.tokenizer),
-        ("model.ref_path", run.model.ref_path),
-        ("data.path", run.data.path),
-    ]
-    sets = {f"eval.sets.{n}.path": d.path for n, d in run.held_out.items() if n}
-    named += sets.items()
-    for key, value in named:
-        if value is not None and _looks_local(value) and not Path(value).expanduser().exists():
-            yield Problem(
-                f"{key} = {value!r} does not exist",
-                key,
-                f"looked at {Path(value).expanduser().absolute()}",
-                f"{key}=ORG/NAME for the hub, or a path that is there",
-            )
-    data = [(key, made.DATA) for key in ("data.path", *sets)]
-    for key, known in (("model.path", made.MODELS), *data):
-        value = dict(named)[key] or ""
-        if value.startswith(made.MADE) and value.removeprefix(made.MADE) not in known:
-            names = sorted(known)
-            close = nearest(value.removeprefix(made.MADE), names) or names
-            yield Problem(
-                f"{key} = {value!r}: rloo makes no such thing",
-                key,
-                f"one of: {', '.join(made.MADE + n for n in names)}",
-                f"{key}={made.MADE}{close[0]}",
-            )
-    template = run.model.chat_template
-    if template is not None and not Path(template).is_file():
-        yield Problem(
-            f"model.chat_template = {template!r} is not a file",
-            "model.chat_template",
-            f"looked at {Path(template).absolute()}",
-        )
-
-
-def _looks_local(value: str) -> bool:
-    """A path, rather than a hub name such as org/name."""
-    return (
-        value.startswith((".", "/", "~"))
-        or value.count("/") > 1
-        or value.endswith((".json", ".jsonl", ".csv", ".parquet"))
-    )
-
-
 def _rewards(run: RunConfig) -> Iterator[Problem]:
     """User code is parsed here, not run: a name that is not there costs no import."""
     entries = run.rewards.items()
@@ -125,6 +93,13 @@ def _rewards(run: RunConfig) -> Iterator[Problem]:
     }
     for key, spec in codes.items():
         yield from code_problems(key, spec)
+    for key, known in (("optimizer", ("adamw",)), ("lr_scheduler", SCHEDULES)):
+        value = getattr(run.train, key)
+        if ":" not in value and value not in known:
+            close = nearest(value, known) or known[:1]
+            why = f"one of: {', '.join(known)}; or file.py:name of your own"
+            what, fix = f"train.{key} = {value!r} is unknown", f"train.{key}={close[0]}"
+            yield Problem(what, f"train.{key}", why, fix)
 
 
 def code_problems(key: str, spec: str) -> Iterator[Problem]:
@@ -135,6 +110,10 @@ def code_problems(key: str, spec: str) -> Iterator[Problem]:
         yield Problem(error.problems[0].what, key, error.problems[0].why, f"{key}=file.py:name")
         return
     if not where.endswith(".py"):
+        package = where.partition(".")[0]
+        if package in sys.stdlib_module_names or (package in STANDS_ON and key.startswith("rew")):
+            why = f"{package} comes with Python or with rloo, and nothing in it is meant for this"
+            yield Problem(f"{key} = {spec!r} is not code of yours", key, why, f"{key}=file.py:name")
         return
     path = Path(where)
     if not path.is_file():
@@ -168,17 +147,9 @@ def _top_level(tree: ast.Module) -> set[str]:
 
 def model_facts(path: str) -> dict[str, Any]:
     """What a local model's config.json says of its language model; {} where there is none."""
-    file = Path(path).expanduser() / "config.json"
-    values = json.loads(file.read_text()) if file.is_file() else {}
+    values = hub.config(path) if Path(path).expanduser().exists() else {}
     found: dict[str, Any] = values.get("text_config", values)
     return found
-
-
-def context_length(path: str) -> int | None:
-    """The longest sequence a local model takes, from its config.json; None where it is unsaid."""
-    values = model_facts(path)
-    length = values.get("max_position_embeddings") or values.get("n_positions")
-    return int(length) if length else None
 
 
 def _evaluation(run: RunConfig) -> Iterator[Problem]:
@@ -201,14 +172,43 @@ def _evaluation(run: RunConfig) -> Iterator[Problem]:
 
 
 def _context(run: RunConfig) -> Iterator[Problem]:
-    limit = context_length(run.model.path)
+    path, key = run.model.path, "generation.max_completion_length"
+    try:
+        values = hub.config(path, run.model.revision)
+        limit, odd = hub.context(values), hub.odd(values)
+    except ValueError as error:
+        limit, odd = None, str(error)
+    if odd:
+        yield Problem(f"model.path = {path!r} cannot be loaded", "model.path", odd)
+        return
+    if path.startswith(made.MADE):
+        limit = made.CONTEXT.get(path.removeprefix(made.MADE))
     answer, prompt = run.generation.max_completion_length, run.data.max_prompt_length or 1
     if limit is None or answer + prompt <= limit:
         return
     prompts = f"data.max_prompt_length={limit - answer}"
     yield Problem(
         f"prompt and completion do not fit the model's context of {limit} tokens",
-        "data.max_prompt_length" if limit > answer else "generation.max_completion_length",
+        "data.max_prompt_length" if limit > answer else key,
         f"max_prompt_length {prompt} + max_completion_length {answer} = {answer + prompt}",
-        prompts if limit > answer else f"generation.max_completion_length={limit // 2}",
+        prompts if limit > answer else f"{key}={max(1, limit // 2)}",
     )
+
+
+def _attention(run: RunConfig) -> Iterator[Problem]:
+    attention, key = run.model.attn_implementation or "", "model.attn_implementation"
+    if "/" in attention and not run.model.trust_remote_code:
+        why = "a kernel of a hub is code that is downloaded and run"
+        fix = "model.trust_remote_code=true, if you trust its authors"
+        yield Problem(f"{key} = {attention!r} is not trusted", key, why, fix)
+
+
+def _sampling(run: RunConfig) -> Iterator[Problem]:
+    least, most = run.generation.min_tokens, run.generation.max_completion_length
+    if least > most:
+        yield Problem(
+            f"generation.min_tokens = {least} is more than a completion may have",
+            "generation.min_tokens",
+            f"generation.max_completion_length = {most}: none could end by itself",
+            f"generation.min_tokens={most}, or generation.ignore_eos=true",
+        )

@@ -66,7 +66,9 @@ def make(
         log.note(note)
     count_steps(config, len(prompts))  # raises before any weights load
     same_data(start, prompts, config)
-    return _with_model(config, start, world, log, tokenizer, context, prepared, rewards)
+    run = _with_model(config, start, world, log, tokenizer, context, prepared, rewards)
+    begin(run, start)
+    return run
 
 
 def _with_model(
@@ -86,18 +88,17 @@ def _with_model(
     config = config.model_copy(update={"algorithm": settings})
     fault("load")
     policy, frozen = _policies(config, world, start.checkpoint)
-    model = policy.model
     backend = registry.load_code(
         registry.module("generation", config.generation.backend).IMPLEMENTATION
     )
-    generator = backend(model, tokenizer, config.generation, context)
+    generator = backend(policy.model, tokenizer, config.generation, context)
     prompts = prepared[None]
     clock = Clock(log.phase)
     steps = count_steps(config, len(prompts))
     k = config.algorithm.num_generations
     micro = (config.train.micro_batch_size or max(ROWS, k)) // k
-    optimizer = Optimizer(model, config.train, steps * config.updates_per_step)
-    run = Run(
+    optimizer = Optimizer(policy.model, config.train, steps * config.updates_per_step)
+    return Run(
         config=config,
         folder=start.folder,
         world=world,
@@ -120,8 +121,6 @@ def _with_model(
         ledger=Ledger(start.folder),
         attempt=start.attempt,
     )
-    begin(run, start)
-    return run
 
 
 def _policies(
@@ -175,9 +174,7 @@ def count_steps(config: RunConfig, prompts: int) -> int:
     return math.ceil(config.train.epochs * prompts / wanted)
 
 
-def rewards_of(
-    config: RunConfig, functions: Mapping[str, Callable[..., Any]]
-) -> list[Reward]:
+def rewards_of(config: RunConfig, functions: Mapping[str, Callable[..., Any]]) -> list[Reward]:
     """The rewards of a config; `functions` are those given as Python callables, by name.
 
     Raises ConfigError, MachineError.

@@ -23,32 +23,36 @@ def key(meaning: str, **limits: Any) -> Any:
 
 
 Positive = Annotated[int, Field(ge=1)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", max_length=150)]
+NotEmpty = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0)]
+# Of some use as a name or a path: not empty, no control characters (a NUL, a line's end).
+Text = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", max_length=1000)]
 
 
 class ModelConfig(Frozen):
-    path: str = key("Hub name or folder of a causal language model, or make:NAME (made here)")
-    tokenizer: str | None = key("Hub name or folder of the tokenizer; null = model.path")
-    revision: str | None = key("Branch, tag or commit of a hub model; null = its main branch")
+    path: Text = key("Hub name or folder of a causal language model, or make:NAME (made here)")
+    tokenizer: Text | None = key("Hub name or folder of the tokenizer; null = model.path")
+    revision: Text | None = key("Branch, tag or commit of a hub model; null = its main branch")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "Weights' dtype; auto = bfloat16 on a GPU that has it, else float32"
     )
-    attn_implementation: str | None = key("transformers' attention; null = its own choice")
+    attn_implementation: Text | None = key("transformers' attention; null = its own choice")
     trust_remote_code: bool = key("Run Python code that comes with the model (dangerous)")
     gradient_checkpointing: bool = key("Recompute activations in the backward pass to save memory")
     disable_dropout: bool = key("Set every dropout to 0, so that the ratio is 1 on-policy")
-    chat_template: str | None = key("Jinja file to use as chat template; null = the tokenizer's")
-    ref_path: str | None = key("Reference model; null = a frozen copy of model.path")
+    chat_template: Text | None = key("Jinja file to use as chat template; null = the tokenizer's")
+    ref_path: Text | None = key("Reference model; null = a frozen copy of model.path")
 
 
 class SetConfig(Frozen):
     """One split of a data set: what is held out, and what is trained on."""
 
-    path: str = key("Hub name, jsonl/json/csv/parquet file, folder, save_to_disk folder, make:NAME")
-    name: str | None = key("Configuration of a hub data set")
-    revision: str | None = key("Branch, tag or commit of a hub data set")
-    split: str = key("Split to use, e.g. test or train[:200]")
-    prompt_column: str = key("Column that holds the prompt: a string, or a list of messages")
+    path: Text = key("Hub name, jsonl/json/csv/parquet file, (save_to_disk) folder, make:NAME")
+    name: Text | None = key("Configuration of a hub data set")
+    revision: Text | None = key("Branch, tag or commit of a hub data set")
+    split: Text = key("Split to use, e.g. test or train[:200]")
+    prompt_column: Text = key("Column that holds the prompt: a string, or a list of messages")
     template: str | None = key("Text around a plain prompt; {prompt} and {column} are filled in")
     columns: dict[str, str] = key("Renames columns: {old: new}")
     system: str | None = key("System message put before every conversational prompt")
@@ -58,8 +62,8 @@ class SetConfig(Frozen):
 
 
 class DataConfig(SetConfig):
-    split: str = key("Split to train on")
-    eval_split: str | None = key("Held-out split, scored at the start and the end; null = none")
+    split: Text = key("Split to train on")
+    eval_split: Text | None = key("Held-out split, scored at the start and the end; null = none")
     shuffle: bool = key("A new seeded permutation each epoch; false = the file's order")
 
 
@@ -74,8 +78,8 @@ class GenerationConfig(Frozen):
     top_k: int = key("Sample from the k likeliest tokens; 0 = off", ge=0)
     min_p: float | None = key("Drop tokens less likely than min_p times the likeliest", ge=0, le=1)
     repetition_penalty: float = key("Divides the logits of tokens already there; 1 = off", gt=0)
-    stop: list[str] = key("Strings that end a completion (they stay in its ids, not its text)")
-    stop_token_ids: list[int] = key("More ids that end a completion, beside every EOS id")
+    stop: list[NotEmpty] = key("Strings that end a completion (they stay in its ids, not its text)")
+    stop_token_ids: list[TokenId] = key("More ids that end a completion, beside every EOS id")
     ignore_eos: bool = key("Sample on after EOS, to max_completion_length")
     chat_template_kwargs: dict[str, Any] = key("Passed to the chat template")
 
@@ -85,7 +89,7 @@ class RewardConfig(Frozen):
 
     type: str = key("Which reward: a file of rloo_cli/rewards, or function")
     weight: float = key("Factor of this reward in the score; 0 = only its metric")
-    timeout_s: float = key("Seconds one call may take; longer is a failure", gt=0)
+    timeout_s: float = key("Seconds one call may take; longer is a failure", gt=0, le=1e6)
     retries: int = key("Further tries after a failure", ge=0)
     on_error: Literal["raise", "none"] | float = key(
         "After a failure: raise = stop the run, none = no score for these rows, or a number"
@@ -108,12 +112,12 @@ class AlgorithmConfig(Frozen):
 class DistributedConfig(Frozen):
     engine: Literal["single"] = key("How the model is spread over devices: single")
     num_processes: int = key("Processes on this machine; 1 with engine=single", ge=1, le=1)
-    threads: Positive | None = key("CPU threads per process; null = torch's choice")
+    threads: int | None = key("CPU threads per process; null = torch's choice", ge=1, le=4096)
 
 
 class TrainConfig(Frozen):
     prompts_per_step: Positive = key("Prompts per step over all processes, P")
-    epochs: float | None = key("Passes over the prompts", gt=0)
+    epochs: float | None = key("Passes over the prompts", gt=0, le=1e9)
     learning_rate: float = key("Peak learning rate", ge=0)
     lr_scheduler: str = key("transformers' schedule name, or file.py:name")
     lr_scheduler_kwargs: dict[str, Any] = key("Passed to the schedule")
@@ -173,8 +177,8 @@ class RunConfig(Frozen):
     """One experiment, wholly in config."""
 
     name: Name | None = key("Names the run's folder; null = recipe, model and a hash")
-    root: str = key("Every run writes under root/name")
-    seed: int = key("Seeds data order, sampling and torch", ge=0)
+    root: Text = key("Every run writes under root/name")
+    seed: int = key("Seeds data order, sampling and torch", ge=0, lt=2**32)
     max_steps: Positive | None = key("Steps (rollout batches) to do")
     total_episodes: Positive | None = key("Completions to do; steps = this / (P*K), rounded up")
     resume: str = key("never; auto = go on from the newest checkpoint; or a checkpoint's folder")

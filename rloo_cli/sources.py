@@ -13,6 +13,9 @@ from rloo_cli.errors import ConfigError, Problem
 
 COMMAND_LINE = "command line"
 LARGEST = 10_000  # values in one YAML file, aliases written out
+LARGEST_FILE = 256_000  # bytes
+DEEPEST = 30  # levels
+PLAIN = ("map", "seq", "str", "int", "float", "bool", "null", "merge", "timestamp")  # tags
 
 
 @dataclass(frozen=True)
@@ -46,36 +49,92 @@ class Sources:
         return self._find(key)[0]
 
     def _find(self, key: str) -> tuple[tuple[int, int], str]:
-        for i, word in reversed([*enumerate(self.overrides)]):
-            name = word.partition("=")[0].lstrip("+~")
-            if key == name or key.startswith(name + "."):
-                return (0, i), f"{COMMAND_LINE}: {word.lstrip('+')}"
+        words = [(i, *w.lstrip("+~").partition("=")) for i, w in enumerate(self.overrides)]
+        for asked in _spellings(key):
+            for i, name, _, value in reversed(words):
+                inside = asked.startswith(f"{name}.") and value.startswith("{")
+                if asked == name or inside:
+                    return (0, i), self._said(i)
         for name in _spellings(key):
             for i, places in enumerate(self.places, 1):
                 if name in places:
                     return (i, places[name].line), str(places[name])
+        for i, name, _, _ in reversed(words):
+            # A choice (`model=tiny`, `~model`), or a section that only its own keys made.
+            if key.startswith(f"{name}.") or name.startswith(f"{key}."):
+                return (0, i), self._said(i)
         parent = key.rpartition(".")[0]
         return self._find(parent) if parent else ((len(self.places) + 1, 0), "")
 
+    def _said(self, i: int) -> str:
+        return f"{COMMAND_LINE}: {self.overrides[i].lstrip('+')}"
+
     def below(self, key: str) -> Any:
-        """The value a file gives `key`, without the command line; None when there is none."""
-        for name in _spellings(key):
-            for places in reversed(self.places):
-                if name in places and places[name].value not in (None, "???"):
-                    return places[name].value
-        return None
+        """The value `key` would have without the one that is wrong: what stands below it.
+
+        Under the command line's that is the strongest file's, a recipe's before conf's; under a
+        file's the next one's. None when there is none, or it is no plain value.
+        """
+        found = [
+            places[name].value
+            for name in _spellings(key)
+            for places in self.places
+            if name in places and places[name].value not in (None, "???")
+        ]
+        overridden = self._find(key)[0][0] == 0
+        rest = found if overridden else found[1:]
+        return rest[0] if rest and "$" not in str(rest[0]) else None
 
 
 def readable(path: Path) -> yaml.Node | None:
-    """The YAML of a user's file, unbuilt. Raises ConfigError for none, and for an alias bomb."""
+    """The YAML of a user's file, unbuilt.
+
+    Raises ConfigError for what is no file of YAML, too large, too deep, an alias bomb, or made of
+    anything but plain values (`!!python/object` and other tags).
+    """
     try:
-        root = yaml.compose(path.read_text(), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raw = _bytes(path)
+        root = yaml.compose(raw.decode("utf-8-sig"), Loader=yaml.SafeLoader)
+        too_many = root is not None and _size(root, {}) > LARGEST
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(broken(path, error)) from None
-    if root is not None and _size(root, {}) > LARGEST:
+    except RecursionError:
+        raise ConfigError(broken(path, RecursionError(f"over {DEEPEST} levels deep"))) from None
+    if too_many:
         why = f"over {LARGEST} values, once its aliases (*name) are written out"
         raise ConfigError(Problem(f"{path.name} is too large for a config", str(path), why))
+    strange = root and _strange(root)
+    if strange:
+        what, where = f"{path.name} is not valid YAML", f"{path}:{strange[0]}"
+        raise ConfigError(Problem(what, where, strange[1]))
     return root
+
+
+def _bytes(path: Path) -> bytes:
+    """A regular file's content, not more of it than a config may have."""
+    if not path.is_file():
+        kind = "a folder" if path.is_dir() else "not there" if not path.exists() else "no file"
+        raise ConfigError(Problem(f"{path} is {kind}", str(path), "expected a file of YAML"))
+    with path.open("rb") as file:
+        raw = file.read(LARGEST_FILE + 1)
+    if len(raw) > LARGEST_FILE:
+        why = f"over {LARGEST_FILE // 1000} kB"
+        raise ConfigError(Problem(f"{path.name} is too large for a config", str(path), why))
+    return raw
+
+
+def _strange(root: yaml.Node) -> tuple[int, str] | None:
+    """The line of a value that is none of PLAIN, or that lies too deep, and why."""
+    waiting = [(root, 0)]
+    while waiting:
+        node, depth = waiting.pop()
+        if node.tag.removeprefix("tag:yaml.org,2002:") not in PLAIN:
+            return node.start_mark.line + 1, f"the tag {node.tag!r}: a config holds plain values"
+        if depth > DEEPEST:
+            return node.start_mark.line + 1, f"over {DEEPEST} levels deep"
+        for part in node.value if isinstance(node, yaml.CollectionNode) else []:
+            waiting += [(n, depth + 1) for n in (part if isinstance(part, tuple) else (part,))]
+    return None
 
 
 def broken(path: Path, error: Exception) -> Problem:
@@ -111,12 +170,17 @@ def positions(path: Path, mount: str = "") -> dict[str, Place]:
             return
         for key, value in node.value:
             name = f"{prefix}.{key.value}" if prefix else str(key.value)
-            plain = yaml.safe_load(value.value) if isinstance(value, yaml.ScalarNode) else None
+            plain = _plain(value) if isinstance(value, yaml.ScalarNode) else None
             found[name] = Place(path, key.start_mark.line + 1, plain)
             walk(value, name)
 
     walk(root, mount)
     return found
+
+
+def _plain(node: yaml.ScalarNode) -> Any:
+    """A scalar's value; text is itself, whatever else it would be as YAML."""
+    return node.value if node.tag.endswith(":str") else yaml.safe_load(node.value)
 
 
 def _spellings(key: str) -> list[str]:

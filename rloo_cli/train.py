@@ -30,7 +30,7 @@ def train(run: Run) -> None:
         update(run, cycle)
         with run.clock.phase("sync"):
             run.generator.load(run.policy, state.updates)
-        run.ledger.step(cycle.batch, state.place, cycle.updates.made)
+        run.ledger.step(cycle.batch, state.place, cycle.updates.made, cycle.batch.updated)
         state.advance(cycle.batch)
         run.log.step(run, cycle.batch, cycle.updates)
         run.cycle, run.rng = None, rng.take()
@@ -91,3 +91,4 @@ def step(run: Run, batch: Batch, plan: Plan, loss: Tensor, updates: Updates) -> 
             updates.update(run.optimizer, float(loss), float(norm))
             run.optimizer.step(norm)
             run.state.updates += 1
+            batch.updated += [group for index in plan.micros for group in index]

@@ -105,3 +105,10 @@ def rloo_without_torch(rloo: Rloo, tmp_path_factory: pytest.TempPathFactory) -> 
 def strict(path: Path) -> list[dict[str, Any]]:
     """The lines of a file of strict JSON: NaN and Infinity are errors."""
     return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process started, and theirs."""
+    found = Path(f"/proc/{pid}/task/{pid}/children")
+    direct = [int(p) for p in found.read_text().split()] if found.exists() else []
+    return [*direct, *(inner for child in direct for inner in children(child))]

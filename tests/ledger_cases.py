@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from loop_cases import step
+from loop_cases import make
 
 from rloo_cli.ledger import NAME, Ledger, sealed
 from rloo_cli.parts import Run
@@ -29,16 +29,13 @@ def lines(folder: Path) -> list[Row]:
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
-def train(run: Run, steps: int, ledger: Ledger | None = None) -> Ledger:
-    """Real steps, each written down; a new ledger is opened first."""
-    if ledger is None:
-        ledger = Ledger(run.folder)
-        ledger.open(run.prompts, run.config, run.state.place, run.state.step)
-    for _ in range(steps):
-        place, updates = run.state.place, run.state.updates
-        batch = step(run)[2]
-        ledger.step(batch, place, run.state.updates - updates)
-    return ledger
+def six(
+    folder: Path, *words: str, steps: int = 2, rewards: dict[str, Callable[..., Any]] | None = None
+) -> Run:
+    """A real run of steps of four prompts over a data set of six."""
+    length = (f"max_steps={steps}", "data.max_samples=6", "data.eval_split=null")
+    folder.mkdir(exist_ok=True)
+    return make(folder, *length, *words, rewards=rewards)
 
 
 def prompts(n: int = 6, filtered: Sequence[int] = (), **changes: Any) -> Prompts:

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from rloo_cli import config, tensors
 from rloo_cli.compose import compose
-from rloo_cli.updates import Updates
+from rloo_cli.cycle import Cycle
 from rloo_cli.parts import Run
 from rloo_cli.rollout import Batch
 from rloo_cli.run import make as make_run
 from rloo_cli.schema import RunConfig
 from rloo_cli.train import update
+from rloo_cli.updates import Updates
 
 EXACT = 5e-6  # relative, in float32 (OBJECTIVE 2.11)
 # Every quarter of the byte tokens ends a completion: lengths and ways of ending differ.
@@ -89,12 +90,24 @@ def sampled(run: Run) -> Batch:
     return run.rollouts.next(run.state.step, run.state.place, run.state.seen_by_rewards(run))
 
 
+def updated(run: Run, batch: Batch) -> Updates:
+    """All optimizer steps of a batch."""
+    cycle = Cycle(batch)
+    update(run, cycle)
+    return cycle.updates
+
+
+def alone(folder: Path, *words: str, **options: Any) -> Run:
+    """`make`, without a held-out set."""
+    return make(folder, "data.eval_split=null", *words, **options)
+
+
 def step(run: Run, batch: Batch | None = None) -> tuple[Tensor, dict[str, Any], Batch]:
     """One step's updates, without sampling for the next: what the weights moved by, the metrics
     as they would be logged, and the batch.
     """
-    batch, before, updates = batch or sampled(run), flat(run), Updates()
-    update(run, batch, updates)
+    batch, before = batch or sampled(run), flat(run)
+    updates = updated(run, batch)
     moved = flat(run) - before
     run.state.advance(batch)
     run.log.step(run, batch, updates)

@@ -5,11 +5,15 @@ import io
 import json
 import os
 import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 from cli_cases import strict
+from fork_cases import Forked
 from loop_cases import cache, checked
 from safetensors.torch import load_file
 
@@ -42,6 +46,7 @@ def left(run: Path) -> dict[str, Any]:
         found[path.name] = tensors(path)
     state = json.loads((newest / "trainer" / "state.json").read_text())
     found["state"] = {k: state[k] for k in ("state", "optimizer", "rng", "fingerprint", "steps")}
+    found["state"]["state"].pop("evaluated")  # a stop in the last evaluation was saved before it
     return found
 
 
@@ -69,8 +74,8 @@ def attempt(
 ) -> bool:
     """One attempt at the smoke recipe in this process, with resume=auto; whether it finished.
 
-    `stop_at`: the n-th look at the signals finds one. `looks` gets a number per look. `functions`: rewards in place of the
-    recipe's. Everything else is as `rloo train` does it.
+    `stop_at`: the n-th look at the signals finds one. `looks` gets a number per look.
+    `functions`: rewards in place of the recipe's. All else is as `rloo train` does it.
     """
     settings = checked(tuple(functions), (f"root={root}", "resume=auto", "max_steps=4", *words))
     start = launch.begin(settings)
@@ -94,3 +99,30 @@ def attempt(
             return False
     update_json(facts, state="finished")
     return True
+
+
+WORDS = (
+    "train", "+recipe=smoke", "max_steps=3", "checkpoint.every=1", "checkpoint.keep_last=3",
+    "eval.at_start=false", "eval.max_samples=2", "train.lr_scheduler=constant",
+)  # fmt: skip
+STOP = "gen.request@3=term"  # with two steps done
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, fork_server: object) -> Path:
+    """A folder with a run that was stopped after two of three steps."""
+    folder = tmp_path_factory.mktemp("stopped")
+    forked = Forked(fork_server, folder)  # type: ignore[arg-type]
+    assert forked(*WORDS, faults=STOP) == 75
+    return folder
+
+
+@pytest.fixture
+def copy(stopped: Path, tmp_path: Path) -> Iterator[Path]:
+    """The same, for one test alone: the run's folder."""
+    shutil.copytree(stopped / "runs", tmp_path / "runs", symlinks=True)
+    yield tmp_path / "runs" / "smoke"
+
+
+def state(folder: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}

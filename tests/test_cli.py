@@ -89,8 +89,8 @@ def test_an_unknown_verb_is_answered_with_the_nearest(rloo: Rloo) -> None:
 ISSUE = {
     "algorithm.num_generation=4": ["is not a key", "algorithm.num_generations"],
     "+algorithm.betta=3": ["algorithm.betta is not a key", "did you mean algorithm.beta?"],
-    "algorithm.beta=abc": ["valid number, got 'abc'", "fix      algorithm.beta=0.05"],
-    "algorithm.beta=nan": ["finite number, got nan", "fix      algorithm.beta=0.05"],
+    "algorithm.beta=abc": ["valid number, got 'abc'", "fix      algorithm.beta=0.01"],
+    "algorithm.beta=nan": ["finite number, got nan", "fix      algorithm.beta=0.01"],
     "algorithm.num_generations=1": ["greater than or equal to 2", "leave-one-out"],
     "algorithm.rloo_k=4": ["TRL <=0.21 calls it so", "write algorithm.num_generations instead"],
 }

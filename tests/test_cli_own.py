@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-from cli_cases import Rloo, rloo
+from cli_cases import Rloo, rloo, rloo_without_torch
 
 from rloo_cli import compose, config, launch, machine
 from rloo_cli.errors import ConfigError
 from rloo_cli.files import read_json, update_json
 
-__all__ = ["rloo"]  # a fixture
+__all__ = ["rloo", "rloo_without_torch"]  # fixtures
 
 TINY = """defaults:
   - override /model: tiny
@@ -262,3 +262,8 @@ def test_a_secret_is_refused_and_found_nowhere(word: str, rloo: Rloo) -> None:
         secret = word.rpartition("=")[2].strip("}").rpartition(":")[2]
         assert secret not in ended.said
         assert rloo.left() == []
+
+
+def test_one_checkpoint_is_not_enough(rloo_without_torch: Rloo) -> None:
+    ended = rloo_without_torch("train", "+recipe=smoke", "checkpoint.keep_last=1")
+    assert ended.code == 2 and "checkpoint.keep_last" in ended.err and "2" in ended.err

@@ -204,7 +204,8 @@ def test_max_samples_keeps_the_first_rows(most, rows, tmp_path):
 def test_a_hub_name_without_network_says_where_it_was_looked_for(name):
     message = refused(name, error=MachineError)
     assert repr(name) in message and "the hub" in message
-    assert f"cache {datasets.config.HF_DATASETS_CACHE}" in message
+    assert f" and {datasets.config.HF_DATASETS_CACHE}" in message
+    assert "on a machine with network: rloo fetch +recipe=" in message
 
 
 BROKEN = {

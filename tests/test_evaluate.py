@@ -13,6 +13,7 @@ from rloo_cli import held_out, rng, stop
 from rloo_cli import train as loop
 from rloo_cli.errors import RewardError, Stopped
 from rloo_cli.evaluate import answers, evaluate
+from rloo_cli.rewards import scoring
 
 NONE = "data.eval_split=null"
 SETS = ("eval.sets.hard={split: test}", "eval.sets.seen={split: train, max_samples: 20}")
@@ -151,6 +152,7 @@ def test_sampled_answers_depend_on_seed_prompt_and_place_but_not_on_step_or_batc
     assert len({s["completion"] for s in sampled}) > 40
     whole = make(tmp_path, ENDS, "eval.num_generations=3", "eval.batch_size=100")
     evaluate(whole)
+    assert len(samples_of(whole)) == 64
     assert [s["completion"] for s in samples_of(whole)] == [s["completion"] for s in first]
     other = make(tmp_path, ENDS, "eval.num_generations=3", "seed=2")
     evaluate(other)
@@ -178,31 +180,35 @@ def test_the_temperature_of_evaluation_is_its_own(tmp_path):
     words = [ENDS, "eval.num_generations=2", "eval.max_samples=6"]
     usual = make(tmp_path, *words)
     evaluate(usual)
+    first = [s["completion"] for s in samples_of(usual)]
     same = make(tmp_path, *words, "eval.temperature=1.0", "generation.temperature=0.5")
     evaluate(same)
-    assert [s["completion"] for s in samples_of(same)] == [
-        s["completion"] for s in samples_of(usual)
-    ]
+    assert [s["completion"] for s in samples_of(same)] == first
     cold = make(tmp_path, *words, "eval.temperature=0.0001")
     evaluate(cold)
     told = samples_of(cold)
     for s in told[6:]:
         assert s["completion"] == told[s["draw"]]["completion"]
-    assert [s["completion"] for s in told] != [s["completion"] for s in samples_of(usual)]
+    assert [s["completion"] for s in told] != first
 
 
-def test_a_signal_ends_an_evaluation_between_two_batches(tmp_path, monkeypatch):
-    asked = []
+def test_a_signal_ends_an_evaluation_before_the_next_batch_is_sampled(tmp_path, monkeypatch):
+    def generate(groups, seeds, greedy):
+        asked.append(len(groups))
+        first(groups, seeds, greedy=greedy)
+        if len(asked) == 2:
+            monkeypatch.setattr(scoring, "run", heard)
 
-    def tell(completion_ids, **_):
-        asked.append(len(completion_ids))
-        monkeypatch.setattr(stop, "_heard", [(15, 0.0)])
-        return [0.0] * len(completion_ids)
+    def heard(*arguments):
+        told = run_rewards(*arguments)
+        monkeypatch.setattr(stop, "_heard", [(15, 0.0)])  # when nobody waits for a reward any more
+        return told
 
-    run = make(tmp_path, "eval.batch_size=4", rewards={"tell": tell})
+    run, asked, run_rewards = make(tmp_path, "eval.batch_size=4"), [], scoring.run
+    first, run.generator.generate = run.generator.generate, generate
     with pytest.raises(Stopped):
         evaluate(run)
-    assert asked == [4] and not (run.folder / "metrics.jsonl").exists()
+    assert asked == [4, 4] and not (run.folder / "metrics.jsonl").exists()
 
 
 def test_a_signal_ends_an_evaluation_while_a_reward_is_waited_for(tmp_path, monkeypatch):

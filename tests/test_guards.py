@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loop_cases import ENDS, digits, flat, make, sampled, step
+from loop_cases import ENDS, digits, flat, sampled, step, updated
+from loop_cases import alone as make
 
 from rloo_cli import guards
 from rloo_cli import train as loop
@@ -88,7 +89,7 @@ def test_a_number_that_is_not_finite_stops_the_run_and_leaves_the_weights(tmp_pa
     WAYS[way](run)
     batch = sampled(run)
     with pytest.raises(NumbersError) as caught:
-        loop.update(run, batch, loop.Updates())
+        updated(run, batch)
     assert caught.value.code == 7 and "step 2" in str(caught.value)
     assert torch.equal(flat(run), before)
     assert all(torch.equal(a, b["exp_avg"]) for a, b in zip(moments, states(run), strict=True))

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rloo_cli"
 FLOORS = [  # each may import from itself and from those before it
     "__init__ errors paths files schema registry config compose complaints sources names rules"
-    " effects seeds made order stop faults manifest resume rewind redact",
+    " effects seeds made order stop faults manifest resume rewind redact hub own places",
     "rollout tensors clock",
     "algorithms rewards data prompts",
     "policy generation distributed optim checkpoint updates measures cycle rng log panel display"
@@ -208,7 +208,7 @@ def test_every_recipe_builds(recipe: str, debug: list[str], code: Path) -> None:
 
 @pytest.mark.parametrize(("group", "choice"), sorted(GROUPS))
 def test_every_choice_of_a_group_builds(group: str, choice: str, code: Path) -> None:
-    built(["+recipe=smoke", f"{group}={choice}"], code)
+    built(["+recipe=smoke", f"{group}={choice}", "data.max_prompt_length=32"], code)
 
 
 @pytest.mark.parametrize("room", registry.ROOMS)

@@ -1,5 +1,6 @@
 """The ledger: what each draw's fate is, and that none is lost over epochs, resumes and restarts."""
 
+import json
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -8,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as some
-from ledger_cases import K, batch, lines, prompts, settings, train, write
-from loop_cases import digits, make, sampled
+from ledger_cases import batch, lines, prompts, settings, six, write
+from loop_cases import digits
+from resume_cases import attempt
 
 from rloo_cli import order
 from rloo_cli.errors import DataError
 from rloo_cli.ledger import FATES, NAME, Ledger
 from rloo_cli.tools.ledger import audit
-
-SIX = ("data.max_samples=6", "max_steps=9")  # epochs of six prompts, steps of four
+from rloo_cli.train import train
 
 
 def fates(folder):
@@ -34,9 +35,9 @@ def rows(folder):
 
 
 def test_over_epoch_edges_every_prompt_is_trained_on_once_an_epoch(tmp_path):
-    run = make(tmp_path, *SIX)
-    train(run, 9)
-    found, drawn = lines(run.folder), [*rows(run.folder)]
+    run = six(tmp_path, steps=9)
+    train(run)
+    found, drawn = lines(run.folder), rows(run.folder)
     assert [line["step"] for line in found] == list(range(10))
     assert [line["place"] for line in found[1:]] == list(range(0, 36, 4))
     epochs = [[0], [0, 1], [1], [2], [2, 3], [3], [4], [4, 5], [5]]
@@ -49,19 +50,19 @@ def test_over_epoch_edges_every_prompt_is_trained_on_once_an_epoch(tmp_path):
 
 
 def test_the_rows_are_those_of_the_prompts_that_were_really_sampled(tmp_path):
-    run = make(tmp_path, *SIX)
-    ledger, drawn = train(run, 0), []
-    for _ in range(3):
-        drawn += [g.prompt for g in sampled(run).groups]
-        train(run, 1, ledger)
-    assert [run.prompts.prompts[row] for row in rows(run.folder)] == drawn
+    run = six(tmp_path, steps=3)
+    train(run)
+    drawn = {}
+    for path in sorted(run.folder.glob("samples/step_*.jsonl")):
+        drawn |= {s["draw"]: s["prompt"] for s in map(json.loads, path.read_text().splitlines())}
+    assert [drawn[p] for p in range(12)] == [run.prompts.prompts[row] for row in rows(run.folder)]
 
 
 def test_rows_that_were_filtered_are_in_the_header_and_never_drawn(tmp_path):
-    run = make(tmp_path, "data.max_samples=12", "data.max_prompt_length=40", "max_steps=6")
+    run = six(tmp_path, "data.max_samples=12", "data.max_prompt_length=40", steps=6)
     left_out = [i for i, n in enumerate(run.prompts.lengths) if n > 40]
     assert 0 < len(left_out) < 6
-    train(run, 6)
+    train(run)
     header = lines(run.folder)[0]
     assert header["filtered"] == left_out and header["data_rows"] == 12
     assert header["prompts"] == 12 - len(left_out) == len(run.prompts)
@@ -78,21 +79,20 @@ def flat_unless(varied):
     return {"some": score}
 
 
-def test_flat_groups_are_dropped_where_the_config_says_so_and_trained_where_it_does_not(tmp_path):
-    for how, met in (("drop", "dropped"), ("keep", "trained")):
-        (tmp_path / how).mkdir()
-        words = [*SIX, f"algorithm.zero_std_groups={how}"]
-        run = make(tmp_path / how, *words, rewards=flat_unless(lambda i: i != 1))
-        train(run, 2)
-        found = lines(run.folder)[1:]
-        assert [1 in line.get(met, []) or 5 in line.get(met, []) for line in found] == [True, True]
-        assert sum(len(line["trained"]) for line in found) == (6 if how == "drop" else 8)
+@pytest.mark.parametrize(("how", "met"), [("drop", "dropped"), ("keep", "trained")])
+def test_flat_groups_are_dropped_where_the_config_says_so_and_only_there(tmp_path, how, met):
+    words = [f"algorithm.zero_std_groups={how}"]
+    run = six(tmp_path, *words, rewards=flat_unless(lambda i: i != 1))
+    train(run)
+    first, second = lines(run.folder)[1:]
+    assert 1 in first[met] and 5 in second[met]
+    assert len(first["trained"]) == len(second["trained"]) == (3 if how == "drop" else 4)
 
 
 def test_replaced_draws_are_resampled_and_what_the_last_round_left_flat_is_dropped(tmp_path):
-    words = [*SIX, "algorithm.zero_std_groups=resample", "algorithm.max_resample=2"]
-    run = make(tmp_path, *words, rewards=flat_unless(lambda i: i == 0))  # one of each round
-    train(run, 2)
+    words = ["algorithm.zero_std_groups=resample", "algorithm.max_resample=2"]
+    run = six(tmp_path, *words, rewards=flat_unless(lambda i: i == 0))  # one of each round
+    train(run)
     first, second = lines(run.folder)[1:]
     assert first["draws"] == 4 + 3 + 2 and first["trained"] == [0, 4, 7]
     assert first["resampled"] == [1, 2, 3, 5, 6] and first["dropped"] == [8]
@@ -100,23 +100,21 @@ def test_replaced_draws_are_resampled_and_what_the_last_round_left_flat_is_dropp
     assert audit(run.folder)[0].fates == {"trained": 6, "resampled": 10, "dropped": 2}
 
 
-def test_a_prompt_with_fewer_than_two_scores_is_unscorable_dropped_or_not(tmp_path):
+@pytest.mark.parametrize("how", ["keep", "drop"])
+def test_a_prompt_with_fewer_than_two_scores_is_unscorable_dropped_or_not(tmp_path, how):
     def score(completion_ids, **_):  # 4, 0, 1 and 2 scores
         keep = [4, 0, 1, 2]
         return [s if i % 4 < keep[i // 4] else None for i, s in enumerate(digits(completion_ids))]
 
-    for how in ("keep", "drop"):
-        (tmp_path / how).mkdir()
-        words = [*SIX, f"algorithm.zero_std_groups={how}"]
-        run = make(tmp_path / how, *words, rewards={"some": score})
-        train(run, 1)
-        line = lines(run.folder)[1]
-        assert line["unscorable"] == [1, 2] and line["trained"] == [0, 3]
+    run = six(tmp_path, f"algorithm.zero_std_groups={how}", steps=1, rewards={"some": score})
+    train(run)
+    line = lines(run.folder)[1]
+    assert line["unscorable"] == [1, 2] and line["trained"] == [0, 3]
 
 
 @pytest.mark.parametrize(("how", "met"), [("true", "masked"), ("drop", "unscorable")])
 def test_truncated_completions_mask_a_prompt_or_take_its_scores(tmp_path, how, met):
-    run = make(tmp_path, *SIX, f"algorithm.mask_truncated_completions={how}")
+    run = six(tmp_path, f"algorithm.mask_truncated_completions={how}", steps=1)
     calls = []
 
     def terminated(ids, reason):  # all of the first prompt are cut off, three of the second
@@ -124,14 +122,14 @@ def test_truncated_completions_mask_a_prompt_or_take_its_scores(tmp_path, how, m
         return len(calls) % 16 not in (1, 2, 3, 4, 5, 6, 7)
 
     run.generator.rule.terminated = terminated
-    train(run, 1)
+    train(run)
     line = lines(run.folder)[1]
     wanted = [0] if how == "true" else [0, 1]  # a masked score still is a sibling's baseline
     assert line[met] == wanted and line["trained"] == [p for p in range(4) if p not in wanted]
 
 
 def test_draws_of_an_update_that_was_not_made_are_skipped(tmp_path):
-    run = make(tmp_path, *SIX, "train.on_nonfinite=skip")
+    run = six(tmp_path, "train.on_nonfinite=skip", steps=3)
     made, weight = [], next(iter(run.policy.model.parameters()))
 
     def poison(gradient):
@@ -139,7 +137,7 @@ def test_draws_of_an_update_that_was_not_made_are_skipped(tmp_path):
         return gradient * float("nan") if len(made) == 2 else gradient
 
     weight.register_hook(poison)
-    train(run, 3)
+    train(run)
     found = fates(run.folder)
     assert found["skipped"] == [4, 5, 6, 7]
     assert found["trained"] == [*range(4), *range(8, 12)]
@@ -147,10 +145,36 @@ def test_draws_of_an_update_that_was_not_made_are_skipped(tmp_path):
 
 
 def test_several_updates_of_a_step_are_counted(tmp_path):
-    run = make(tmp_path, *SIX, "algorithm.num_iterations=2", "algorithm.num_minibatches=2")
-    train(run, 2)
+    run = six(tmp_path, "algorithm.num_iterations=2", "algorithm.num_minibatches=2")
+    train(run)
     assert [line["updates"] for line in lines(run.folder)[1:]] == [4, 4]
     audit(run.folder)
+
+
+WHOLE = ("data.max_samples=6", "checkpoint.every=2", "algorithm.zero_std_groups=resample")
+WHOLE = (*WHOLE, "data.eval_split=null")
+
+
+def some_flat(completion_ids, **_):
+    """Some groups have one score only, whatever batch they are in."""
+    return [len({*ids}) // 6 for ids in completion_ids]
+
+
+def test_a_run_that_is_stopped_and_goes_on_has_the_ledger_of_one_that_was_not(tmp_path):
+    (tmp_path / "whole").mkdir()
+    looks = []
+    assert attempt(tmp_path / "whole", *WHOLE, looks=looks, some_flat=some_flat)
+    whole = tmp_path / "whole" / "smoke"
+    account, notes = audit(whole)  # run.json's step, place and updates agree
+    assert not notes and account.fates["resampled"] and account.place > 18
+    for stop_at in (len(looks) // 2, len(looks) - 2):
+        root = tmp_path / f"stopped_{stop_at}"
+        assert not attempt(root, *WHOLE, stop_at=stop_at, some_flat=some_flat)
+        if (root / "smoke" / NAME).is_file():
+            audit(root / "smoke")
+        assert attempt(root, *WHOLE, some_flat=some_flat)
+        assert audit(root / "smoke")[0] == account
+        assert (root / "smoke" / NAME).read_bytes() == (whole / NAME).read_bytes()
 
 
 # Steps made up, without a model.
@@ -324,6 +348,14 @@ def test_another_order_that_was_allowed_gets_a_header_of_its_own(tmp_path, other
     assert audit(tmp_path)[0].fates.total() == 15
 
 
+def test_epochs_before_and_after_another_order_are_not_taken_together(tmp_path):
+    write(tmp_path, [["trained"] * 7], prompts(5))  # epoch 1 has begun
+    ledger, grown = Ledger(tmp_path), prompts(9, fingerprint="grown")
+    ledger.open(grown, settings(), 7, 1)
+    ledger.step(batch(grown, 1, 7, ["trained"] * 12), 7, 1)  # its own epoch 1 is over
+    assert audit(tmp_path)[0].fates == {"trained": 19}
+
+
 # What a step that is not what it should be is told.
 
 
@@ -337,8 +369,9 @@ def test_a_step_that_is_left_out_or_written_twice_is_a_bug(tmp_path):
     ledger, found = opened(tmp_path), prompts()
     with pytest.raises(RuntimeError, match="the ledger is at step 0, place 0"):
         ledger.step(batch(found, 1, 4, ["trained"]), 4, 1)
-    with pytest.raises(RuntimeError, match="the ledger is at step 0, place 0"):
-        ledger.step(batch(found, 0, 4, ["trained"]), 4, 1)
+    for step, place in ((0, 4), (1, 0)):
+        with pytest.raises(RuntimeError, match="the ledger is at step 0, place 0"):
+            ledger.step(batch(found, step, place, ["trained"]), place, 1)
     ledger.step(batch(found, 0, 0, ["trained"] * 2), 0, 1)
     with pytest.raises(RuntimeError, match="the ledger is at step 1, place 2"):
         ledger.step(batch(found, 0, 0, ["trained"] * 2), 0, 1)
@@ -371,4 +404,3 @@ def test_the_order_of_the_ledger_is_the_order_of_the_prompts():
     for place in range(30):
         index = order.at(place, 7, 3, "data", True)
         assert found.index(place) == index and found.draws(place, 1)[0].prompt_ids == [index]
-    assert K == 2

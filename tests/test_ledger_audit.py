@@ -251,6 +251,16 @@ def test_a_run_that_goes_on_or_was_killed_is_not_compared_with_older_counts(run,
     assert "conserved: 14 draws" in said and "run.json was not compared" in said
 
 
+def test_an_attempt_that_failed_before_it_began_left_no_counts_to_compare_with(run):
+    """Attempt 2 was killed with -9, attempt 3 refused: the counts are attempt 1's."""
+    facts = json.loads((ended(run, step=2, place=7) / "run.json").read_text())
+    facts |= {"state": "failed", "attempt": 3}
+    (run / "run.json").write_text(json.dumps(facts | {"began": 2}))
+    assert audit(run)[1]
+    (run / "run.json").write_text(json.dumps(facts | {"began": 3}))
+    assert "run.json's progress at step 2" in refused(run)
+
+
 def test_a_line_of_metrics_that_is_none_is_named(run):
     (run / "metrics.jsonl").write_text('{"step": 3}\nhello\n')
     assert f"{run / 'metrics.jsonl'}:2" in refused(run)

@@ -4,7 +4,8 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from loop_cases import ENDS, digits, make, sampled, step
+from loop_cases import ENDS, digits, sampled, step, updated
+from loop_cases import alone as make
 from test_loop import timeless
 
 from rloo_cli import train as loop
@@ -79,8 +80,8 @@ def test_every_third_step_and_the_last_are_written_with_the_means_of_all(tmp_pat
 def test_what_was_not_written_when_the_run_stopped_is_written_at_the_end(tmp_path):
     run = make(tmp_path, "logging.every=10", "max_steps=20")
     for _ in range(2):
-        batch, updates = sampled(run), loop.Updates()
-        loop.update(run, batch, updates)
+        batch = sampled(run)
+        updates = updated(run, batch)
         run.state.advance(batch)
         run.log.step(run, batch, updates)
     assert not (run.folder / "metrics.jsonl").exists()

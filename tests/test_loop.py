@@ -11,12 +11,12 @@ from loop_cases import (
     apart,
     flat,
     leave_one_out,
-    make,
     policy_gradient,
     sampled,
     step,
     table,
 )
+from loop_cases import alone as make
 
 from rloo_cli import train as loop
 

@@ -10,10 +10,10 @@ import torch
 from loop_cases import ENDS, make, sampled, step
 
 from rloo_cli import measures
-from rloo_cli.updates import Updates
 from rloo_cli.algorithms import rloo
 from rloo_cli.clock import Clock
 from rloo_cli.rollout import Batch, Group, Rollout
+from rloo_cli.updates import Updates
 
 NAN = float("nan")
 LENGTHS = [[2, 4, 4, 6], [3, 3, 3, 3], [1, 8, 8, 8]]

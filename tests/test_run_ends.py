@@ -1,14 +1,15 @@
 """Runs that do not end well: a reward that raises, data that does not fit, signals."""
 
+import shlex
 import signal
 import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from cli_cases import Rloo, rloo, strict
+from cli_cases import Rloo, children, rloo, strict
 
+from rloo_cli import manifest
 from rloo_cli.files import read_json
 from rloo_cli.machine import started
 
@@ -21,13 +22,6 @@ def wait_for(happened: Callable[[], bool], process: subprocess.Popen[str], limit
         assert process.poll() is None, "it ended by itself"
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.05)
-
-
-def children(pid: int) -> list[int]:
-    """Processes that a process started, and theirs."""
-    found = Path(f"/proc/{pid}/task/{pid}/children")
-    direct = [int(p) for p in found.read_text().split()] if found.exists() else []
-    return [*direct, *(inner for child in direct for inner in children(child))]
 
 
 def gone(pids: list[int], limit: float = 20) -> bool:
@@ -115,31 +109,34 @@ def start(rloo: Rloo, *words: str) -> tuple[subprocess.Popen[str], list[int]]:
     return process, pids
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "state"),
-    [(signal.SIGINT, 130, "stopped"), (signal.SIGTERM, 75, None)],
-    ids=["SIGINT", "SIGTERM"],
-)
-def test_a_signal_ends_a_run_with_its_code_and_leaves_no_process(
-    number: int, code: int, state: str | None, rloo: Rloo
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"])
+def test_a_signal_saves_the_run_and_ends_it_with_75_and_leaves_no_process(
+    name: str, rloo: Rloo
 ) -> None:
     process, pids = start(rloo)
-    process.send_signal(number)
-    assert process.wait(20) == code
+    process.send_signal(signal.Signals[name])
+    assert process.wait(60) == 75
     assert gone(pids)
     said = (rloo.folder / "out").read_text()
-    assert "Traceback" not in said and "stopped by " in said
+    assert "Traceback" not in said and "runs/smoke: stopped, as it was asked to" in said
     run = rloo.folder / "runs" / "smoke"
+    step = manifest.state(manifest.newest(run)[0] or run)["state"]["step"]
+    assert f"after step {step}\n" in said and step > 3
     assert not (run / "final").exists()
-    assert read_json(run / "run.json")["code"] == code
-    assert state in (None, read_json(run / "run.json")["state"])
+    facts = read_json(run / "run.json")
+    assert (facts["code"], facts["state"], facts["progress"]["step"]) == (75, "stopped", step)
     strict(run / "metrics.jsonl")
+    command = next(line for line in said.splitlines() if "go on" in line).partition("rloo ")[2]
+    words = [*shlex.split(command), f"max_steps={step + 1}", "train.lr_scheduler=constant"]
+    ended = rloo(*words, "resume_allow_changes=true")
+    assert ended.code == 0, ended.said
+    assert f"goes on from runs/smoke/checkpoint-{step}" in ended.out
 
 
 def test_an_interrupt_ends_a_whole_sweep(rloo: Rloo) -> None:
     process, pids = start(rloo, "--multirun", "algorithm.beta=0.0,0.05")
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 130
+    assert process.wait(60) == 75
     assert gone(pids) and len([*(rloo.folder / "runs").iterdir()]) == 1
 
 
@@ -149,7 +146,7 @@ def test_an_interrupt_while_libraries_load_ends_without_a_traceback(rloo: Rloo) 
     pids = children(process.pid)
     time.sleep(0.7)
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 130
+    assert process.wait(60) == 75
     assert gone(pids) and "Traceback" not in (rloo.folder / "out").read_text()
 
 
@@ -172,8 +169,29 @@ def test_kill_9_of_the_launcher_takes_its_worker_along_and_the_next_start_goes_o
     process, pids = start(rloo)
     process.kill()
     process.wait()
-    assert gone(pids)
-    assert read_json(rloo.folder / "runs" / "smoke" / "run.json")["state"] == "training"
-    ended = rloo("train", "+recipe=smoke", "max_steps=1", "logging.samples=0")
+    run = rloo.folder / "runs" / "smoke"
+    assert read_json(run / "run.json")["state"] == "training"
+    words = ("train", "+recipe=smoke", "max_steps=1", "logging.samples=0")
+    ended = rloo(*words)
+    assert ended.code == 2 and "resume=auto" in ended.err  # what is there is not overwritten
+    ended = rloo(*words, "resume=auto", "train.lr_scheduler=constant", "resume_allow_changes=true")
+    assert gone(pids, 1)
     assert ended.code == 0, ended.said
-    assert "an attempt that did not finish is now in runs/smoke.attempt1" in ended.out
+
+
+def test_a_signal_is_heard_while_a_reward_sleeps(rloo: Rloo) -> None:
+    (rloo.folder / "mine.py").write_text(
+        "import time\n\ndef slow(completions, **kwargs):\n    time.sleep(300)\n"
+    )
+    words = (
+        "reward=function",
+        "reward.function.path=mine.py:slow",
+        "reward.function.timeout_s=400",
+    )
+    process = rloo.start("train", "+recipe=smoke", "data.eval_split=null", *words)
+    wait_for(lambda: (rloo.folder / "runs/smoke/ledger.jsonl").exists(), process, 200)
+    pids = children(process.pid)
+    time.sleep(2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 75
+    assert gone(pids)

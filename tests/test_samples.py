@@ -4,10 +4,11 @@ import json
 
 import pytest
 from cli_cases import Rloo, rloo, rloo_without_torch
-from loop_cases import make, step
+from ledger_cases import six
 
 from rloo_cli import cli
 from rloo_cli.errors import ConfigError, DataError
+from rloo_cli.train import train
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 
@@ -249,6 +250,16 @@ def test_what_is_not_understood_is_one_clear_error(run, words, why):
     assert why in text and text.count("error:") == 1 and "command line" in text
 
 
+def test_the_shell_completes_the_names_of_runs(run, capsys):
+    (run.parent / "debug" / "smoke").mkdir(parents=True)
+    (run.parent / "debug" / "smoke" / "run.json").write_text("{}")
+    for verb in ("samples", "ledger"):
+        assert cli.dispatch(["completion", "query", verb, ""]) == 0
+        assert capsys.readouterr().out.split() == ["debug/smoke", "mine"]
+        assert cli.dispatch(["completion", "query", verb, "m"]) == 0
+        assert capsys.readouterr().out.split() == ["mine"]
+
+
 def test_a_run_without_samples_says_so(run, tmp_path):
     bare = tmp_path / "runs" / "debug" / "bare"
     bare.mkdir(parents=True)
@@ -265,16 +276,15 @@ def test_a_line_that_is_no_sample_is_named(run, junk):
 
 
 def test_samples_of_a_real_step_are_shown(tmp_path, capsys):
-    run = make(tmp_path)
-    _, metrics, batch = step(run)
-    (run.folder / "run.json").write_text("{}")
+    run = six(tmp_path, steps=1)
+    train(run)
     capsys.readouterr()
     assert cli.dispatch(["samples", str(run.folder), "--best", "-n", "100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     scores = [r["score"] for r in found]
     assert scores == sorted(scores, reverse=True) and len(scores) == 16
-    assert sum(scores) / 16 == pytest.approx(metrics["reward"])
-    assert {r["draw"] for r in found} == {g.draw for g in batch.groups}
+    assert sum(scores) / 16 == pytest.approx(run.log.rows[-1]["reward"])
+    assert {r["draw"] for r in found} == {0, 1, 2, 3}
     assert cli.dispatch(["samples", str(run.folder), "--worst"]) == 0
     assert capsys.readouterr().out.count("completion ") == 5
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from loop_cases import ENDS, PLAIN, apart, digits, leave_one_out, row_logp
+from loop_cases import ENDS, PLAIN, apart, digits, leave_one_out, table
 from transformers import GPT2Config, GPT2LMHeadModel
 from trl_cases import both, gaps, sums
 
@@ -168,8 +168,8 @@ def test_trl_counts_left_padding_as_positions_and_we_do_not(tmp_path):
     lengths = torch.tensor([len(g.prompt_ids) for g in batch.groups])
     longest = lengths == lengths.max()
     assert 0 < int(longest.sum()) < 4
-    alone = torch.tensor(
-        [[float(row_logp(ours.run.policy, batch, p, k).sum()) for k in range(4)] for p in range(4)]
+    alone = torch.stack(
+        [torch.stack([t.sum() for t in row]) for row in table(ours.run.policy, batch)]
     )
     other = theirs.scored[0]["old_logps"].view(4, 4)
     assert torch.allclose(sums(batch), alone, rtol=1e-5)

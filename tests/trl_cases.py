@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from loop_cases import apart, digits, make
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 
 from rloo_cli.minibatches import plan_updates
 from rloo_cli.parts import Run
@@ -44,7 +45,7 @@ class Ours:
     @property
     def row(self) -> dict[str, Any]:
         """The metrics as last logged."""
-        return self.run.log.rows[-1]
+        return [r for r in self.run.log.rows if "loss" in r][-1]
 
     @property
     def weights(self) -> Tensor:
@@ -80,13 +81,7 @@ class Theirs:
     def rows(self, like: Batch) -> list[list[int]]:
         """Which rows of the last step each of its micro-batches had; none may be masked."""
         pairs = [(g.prompt_ids, r.completion_ids) for g in like.groups for r in g.rollouts]
-        found = []
-        for micro in self.micros:
-            columns = [micro[f"{part}_{what}"] for part in ("prompt", "completion")
-                       for what in ("ids", "mask")]  # fmt: skip
-            said = [(p[m > 0].tolist(), c[n > 0].tolist()) for p, m, c, n in zip(*columns)]
-            found.append([pairs.index(pair) for pair in said])
-        return found
+        return [[pairs.index(pair) for pair in unpadded(micro)] for micro in self.micros]
 
     def advantages(self, like: Batch) -> Tensor:
         """Of the last step. -> (P, K)"""
@@ -110,13 +105,14 @@ def both(
     settings where they are not to follow ours. With several mini-batches TRL cuts the step as we
     do: left alone it shuffles rows, and groups with them.
     """
-    run = make(folder, *words, f"max_steps={steps}", f"logging.every={steps}", rewards=rewards)
+    words = (*words, f"max_steps={steps}", f"logging.every={steps}", "data.eval_split=null")
+    run = make(folder, *words, rewards=rewards)
     if completions is not None:
         replay(run, completions)
     model = copy.deepcopy(run.policy.model)
     ours = go(run)
-    found = told or rewards or {"digits": digits}
-    return ours, trained(ours, model, found, folder, steps, optimizer, theirs)
+    args = settings(run, steps) | {"output_dir": str(folder / "trl")} | theirs
+    return ours, trained(ours, model, told or rewards or {"digits": digits}, args, optimizer)
 
 
 def go(run: Run) -> Ours:
@@ -150,7 +146,7 @@ def replay(run: Run, completions: Sequence[Sequence[int]]) -> None:
         for group, own in zip(groups, seeds, strict=True):
             group.rollouts = [rollout(seed) for seed in own]
 
-    run.generator.generate = generate
+    run.rollouts.generator = SimpleNamespace(generate=generate)
 
 
 def settings(run: Run, steps: int) -> dict[str, Any]:
@@ -178,6 +174,9 @@ def settings(run: Run, steps: int) -> dict[str, Any]:
         "max_grad_norm": t.max_grad_norm or 0.0,
         "lr_scheduler_type": t.lr_scheduler,
         "weight_decay": t.weight_decay,
+        **{"use_cpu": True, "bf16": False, "gradient_checkpointing": False},
+        **{"shuffle_dataset": False, "save_strategy": "no"},
+        **{"report_to": "none", "disable_tqdm": True},
     }
 
 
@@ -192,13 +191,7 @@ class Watch(TrainerCallback):
 
 
 def trained(
-    ours: Ours,
-    model: Any,
-    rewards: Mapping[str, Reward],
-    folder: Path,
-    steps: int,
-    optimizer: bool,
-    changes: Mapping[str, Any],
+    ours: Ours, model: Any, rewards: Mapping[str, Reward], args: dict[str, Any], optimizer: bool
 ) -> Theirs:
     """Train `model` with TRL on what `ours` sampled."""
     from datasets import Dataset
@@ -206,9 +199,6 @@ def trained(
 
     run, theirs = ours.run, Theirs()
     model.generation_config.eos_token_id = sorted(run.generator.rule.ids)
-    plain = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
-    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
-    args = settings(run, steps) | plain | quiet | {"shuffle_dataset": False} | dict(changes)
     groups = [g for batch in ours.batches for g in batch.groups]
     functions = [named(name, function) for name, function in rewards.items()]
     sgd = torch.optim.SGD(model.parameters(), lr=args["learning_rate"])
@@ -217,7 +207,7 @@ def trained(
         trainer = RLOOTrainer(
             model=model,
             reward_funcs=functions,
-            args=RLOOConfig(output_dir=str(folder / "trl"), **args),
+            args=RLOOConfig(**args),
             train_dataset=Dataset.from_list([{"prompt": g.prompt, **g.row} for g in groups]),
             processing_class=run.tokenizer,
             callbacks=[Watch(theirs.gradients)],
@@ -245,8 +235,6 @@ def ordered(ours: Ours) -> AbstractContextManager[Any]:
 
 def watch(trainer: Any, theirs: Theirs, said: Iterable[list[int]]) -> None:
     """Put the completions in the place of sampling, and note what passes by."""
-    from transformers import PrinterCallback
-
     said = iter(said)
     score, loss = trainer._generate_and_score_completions, trainer.compute_loss
 
@@ -278,6 +266,13 @@ def named(name: str, function: Reward) -> Reward:
 
     wrapped.__name__ = name
     return wrapped
+
+
+def unpadded(micro: Mapping[str, Tensor]) -> Iterable[tuple[list[int], list[int]]]:
+    """Prompt and completion of each row of one of TRL's micro-batches."""
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    for prompt, before, completion, after in zip(*(micro[n] for n in names), strict=True):
+        yield prompt[before > 0].tolist(), completion[after > 0].tolist()
 
 
 def gradient(model: Any) -> Gradient:

@@ -1,5 +1,6 @@
 """Things made on the spot, so that a recipe needs no download: `model.path=make:NAME`.
 
+CONTEXT: the most tokens a made model takes, for checks that come before torch.
 MODELS, DATA: name -> `module:function`, read without importing torch. A model is a function that
 returns the folder it lies in; data is a function from the split's name to rows.
 """
@@ -14,6 +15,7 @@ MODELS = {
     "tiny": "rloo_cli.made.tiny:model",
     "tiny_reward": "rloo_cli.made.tiny:reward_model",
 }
+CONTEXT = {"addition": 64, "tiny": 2048, "tiny_reward": 2048}  # positions of the model
 DATA = {
     "addition": "rloo_cli.made.addition:rows",
     "tiny": "rloo_cli.made.tiny:rows",

@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from rloo_cli import made
-from rloo_cli.errors import ConfigError, MachineError, Problem
+from rloo_cli import hub, made, places
+from rloo_cli.errors import ConfigError, MachineError, Problem, RunError
 from rloo_cli.schema import ModelConfig
 
 
@@ -35,7 +34,11 @@ def context_length(config: ModelConfig) -> int | None:
 
 
 def model(config: ModelConfig, path: str, device: torch.device) -> Any:
-    """Load the weights, in `dtype`, on `device`. Pickled weight files are refused."""
+    """Load the weights, in `dtype`, on `device`. Pickled weight files are refused.
+
+    Raises ConfigError for what is no model that can be loaded, MachineError for what is not here.
+    """
+    _refuse_odd(path, config)
     chosen = dtype(config.dtype, device)
     options: dict[str, Any] = {"dtype": chosen, "use_safetensors": True}
     if config.attn_implementation is not None:
@@ -94,13 +97,26 @@ def without_dropout(model: nn.Module) -> None:
                     setattr(holder, name, 0.0)
 
 
+def _refuse_odd(path: str, config: ModelConfig) -> None:
+    """Before anything is built: a config.json that asks for what would fill the memory."""
+    try:
+        values = hub.config(made.folder(path), config.revision if path == config.path else None)
+        why = hub.odd(values)
+    except ValueError as error:
+        why = str(error)
+    if why:
+        raise ConfigError(Problem(f"{path} cannot be loaded", "model.path", why))
+
+
 def _reach(load: Any, name: str, path: str, config: ModelConfig, **options: Any) -> Any:
     """Call a `from_pretrained`, and turn its many errors into one that says what to do."""
     revision = config.revision if name == config.path else None  # of model.path, and no other
     remote = {"trust_remote_code": config.trust_remote_code, "revision": revision}
     try:
         return load(path, **{k: v for k, v in remote.items() if v is not None}, **options)
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+    except RunError:  # a signal's, which came meanwhile
+        raise
+    except Exception as error:  # what a damaged or a hostile file makes a library raise
         why = "\n".join(line[:300] for line in str(error).strip().splitlines()[:4])
         if "trust_remote_code" in str(error):
             fix = "model.trust_remote_code=true, if you trust its authors; nothing was run"
@@ -109,5 +125,9 @@ def _reach(load: Any, name: str, path: str, config: ModelConfig, **options: Any)
             ) from None
         if Path(path).exists():
             raise ConfigError(Problem(f"{name} cannot be loaded", "model.path", why)) from None
-        fix = "on a machine with network, load it once so that it is cached, or name a local folder"
+        if places.looks_local(path):
+            looked = f"looked at {Path(path).absolute()}"
+            raise ConfigError(Problem(f"{name} does not exist", "model.path", looked)) from None
+        why = f"not a folder here, not in the cache {hub.cache()}, and the hub:\n{why}"
+        fix = f"on a machine with network: {hub.fetch_command()}; or name a local folder"
         raise MachineError(Problem(f"{name!r} is not to be had", "model.path", why, fix)) from None

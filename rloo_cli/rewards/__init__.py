@@ -12,6 +12,7 @@ PARTS = (
     "arguments",
     "build",
     "cache",
+    "exits",
     "failures",
     "frames",
     "mathematics",

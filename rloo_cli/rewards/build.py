@@ -41,7 +41,9 @@ def build(name: str, config: RewardConfig) -> Reward:
         module.preflight(config)
     if hasattr(module, "load"):
         code, fixed = module.load(name, config)
-        return _reward(name, config, code, fixed, where=f"reward.{name}.path")
+        loaded = _reward(name, config, code, fixed, where=f"reward.{name}.path")
+        _check_it_reads(loaded)
+        return loaded
     needs = module.needs(config) if hasattr(module, "needs") else []
     fixed = {"config": config} if "config" in inspect.signature(module.score).parameters else {}
     shipped = _reward(name, config, module.score, fixed, f"reward.{name}")
@@ -75,6 +77,18 @@ def _reward(
         is_async=inspect.iscoroutinefunction(code) or inspect.iscoroutinefunction(call),
         location=location(code),
     )
+
+
+def _check_it_reads(reward: Reward) -> None:
+    """Whether a function that a config names takes anything of the completions.
+
+    What does not (os.system, a loader of pickles) is no reward, and is not called to find out.
+    """
+    if reward.wants is not None and not reward.wants & KWARGS:
+        key, takes = f"reward.{reward.name}.path", ", ".join(sorted(reward.wants)) or "nothing"
+        why = f"{reward.location} takes: {takes}; it could score no completion"
+        fix = "def score(completions, **kwargs): return one number per completion"
+        raise ConfigError(Problem("this is not a reward", key, why, fix))
 
 
 def _check_signature(

@@ -14,6 +14,7 @@ from typing import Any
 
 from rloo_cli import registry
 from rloo_cli.errors import ConfigError, Problem
+from rloo_cli.rewards.exits import importing
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 LIBRARIES = (
@@ -23,18 +24,21 @@ LIBRARIES = (
     "<frozen",
 )
 CALLERS = tuple(
-    PACKAGE + name for name in ("rewards/running.py", "rewards/frames.py", "registry.py")
+    PACKAGE + name
+    for name in ("rewards/running.py", "rewards/frames.py", "rewards/exits.py", "registry.py")
 )
 
 
-def load_user_code(spec: str, where: str) -> Callable[..., Any]:
+def load_user_code(spec: str, where: str, seconds: float = 120.0) -> Callable[..., Any]:
     """The callable that `file.py:name` or `package.module:name` names.
 
-    `where` is the config key it came from. Raises ConfigError for a missing file or name, for
-    anything the file raises while it is imported, and for something that is not callable.
+    `where` is the config key it came from, `seconds` how long its import may take. Raises
+    ConfigError for a missing file or name, for anything the file raises while it is imported, and
+    for something that is not callable.
     """
     try:
-        code = registry.load_code(spec)
+        with importing(seconds):
+            code = registry.load_code(spec)
     except ConfigError as error:
         problem = error.problems[0]
         raise ConfigError(replace(problem, where=where, fix=_nearest(spec, problem.why))) from None

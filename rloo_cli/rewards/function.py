@@ -20,4 +20,5 @@ class Config(RewardConfig):
 
 def load(name: str, config: Config) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function and its fixed arguments. Raises ConfigError at `reward.<name>.path`."""
-    return load_user_code(config.path, f"reward.{name}.path"), dict(config.kwargs)
+    code = load_user_code(config.path, f"reward.{name}.path", config.timeout_s)
+    return code, dict(config.kwargs)

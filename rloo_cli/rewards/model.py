@@ -9,7 +9,7 @@ text that goes on.
 from functools import lru_cache
 from typing import Any, Literal
 
-from rloo_cli import made
+from rloo_cli import hub, made
 from rloo_cli.errors import ConfigError, MachineError, Problem
 from rloo_cli.rewards.text import Completion, texts
 from rloo_cli.schema import Positive, RewardConfig, key
@@ -93,8 +93,12 @@ def _load(path: str, tokenizer: str | None, revision: str | None) -> tuple[Any, 
             made.folder(path), dtype=torch.float32, use_safetensors=True, **options
         )
     except (OSError, ValueError) as error:
-        why = "\n".join(str(error).splitlines()[:3])
-        raise MachineError(Problem(f"reward model {path!r} is not to be had", why=why)) from None
+        what, why = (
+            f"reward model {path!r} is not to be had",
+            "\n".join(str(error).splitlines()[:3]),
+        )
+        fix = f"on a machine with network: {hub.fetch_command()}; or name a local folder"
+        raise MachineError(Problem(what, "", why, fix)) from None
     if model.config.num_labels != 1:
         why = f"it has {model.config.num_labels} labels; a reward model has one"
         raise ConfigError(Problem(f"{path} is not a reward model", why=why))

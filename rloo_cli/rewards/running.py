@@ -18,6 +18,7 @@ from typing import Any
 
 from rloo_cli.rewards.arguments import Log
 from rloo_cli.rewards.build import Reward
+from rloo_cli.rewards.exits import refuse_exits
 from rloo_cli.rewards.outcomes import Call, Failure, Outcome, judge, raised, timeout
 
 TICK = 0.1  # seconds between two looks at `poll`
@@ -34,6 +35,7 @@ def run(
     `rows`: those of the step. All rewards run at the same time. A reward whose failures already
     decide the step makes no further calls: it may have fewer outcomes than calls.
     """
+    refuse_exits()
     started = time.monotonic()
     futures = [_start(reward, calls, rows) for reward, calls in jobs]
     late = [_limit(reward) + GRACE + started for reward, _ in jobs]

@@ -25,7 +25,17 @@ compdef _rloo rloo
 FISH = """complete -c rloo -f -a '(rloo completion query (commandline -opc)[2..] (commandline -ct))'
 """
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
-VERBS = ("train", "eval", "recipes", "config", "samples", "ledger", "migrate", "completion")
+VERBS = (
+    "train",
+    "eval",
+    "fetch",
+    "recipes",
+    "config",
+    "samples",
+    "ledger",
+    "migrate",
+    "completion",
+)
 APPENDED = ("recipe", "debug")
 
 

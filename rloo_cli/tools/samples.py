@@ -186,15 +186,11 @@ def shown(row: Row, width: int) -> list[Text]:
 
 def _paragraph(head: str, text: str, width: int, most: int, style: str = "") -> list[Text]:
     """A text with its own line ends, at most so many lines of it; of a prompt the last ones."""
-    room = width - HEAD
     tail = head == "prompt"
     parts = text.replace("\r\n", "\n").split("\n")
-    parts = parts[-most:] if tail else parts[:most]
-    lines = [line for part in parts for line in wrapped(part, room, most, end=tail)]
-    cut = len(lines) > most or len(text.replace("\r\n", "\n").split("\n")) > most
-    lines = lines[-most:] if tail else lines[:most]
-    if cut:
-        lines = ["…", *lines] if tail else [*lines, "…"]
+    lines = [line for part in parts for line in wrapped(part, width - HEAD, most, end=tail)]
+    if len(lines) > most:
+        lines = ["…", *lines[-most:]] if tail else [*lines[:most], "…"]
     heads = zip_longest([head], lines, fillvalue="")
     return [Text.assemble((f"{a:<{HEAD}}", "bright_black"), (b, style)) for a, b in heads]
 

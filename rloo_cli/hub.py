@@ -1,0 +1,148 @@
+"""The Hugging Face cache, read without torch, transformers or any call to the network.
+
+What lies there decides whether a run can start without a network, and a cached model's
+config.json has the limits that a config is checked against.
+"""
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# Beyond every model there is; building what such a config.json asks for would fill the memory.
+SIZES = {
+    "hidden_size": 2**18, "n_embd": 2**18, "intermediate_size": 2**21, "vocab_size": 2**24,
+    "num_hidden_layers": 2000, "n_layer": 2000, "num_attention_heads": 4096, "n_head": 4096,
+    "num_key_value_heads": 4096, "head_dim": 2**14, "num_experts": 2**14,
+    "num_local_experts": 2**14,
+}  # fmt: skip
+NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")  # org/name, or name
+
+
+def is_name(path: str) -> bool:
+    """Whether this can be the name of a repository on a hub."""
+    return bool(NAME.fullmatch(path)) and ".." not in path and path.strip("./-") != ""
+
+
+def offline() -> bool:
+    """Whether the environment forbids Hugging Face's libraries the network."""
+    values = (os.environ.get(n, "") for n in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    return any(v.upper() in ("1", "ON", "YES", "TRUE") for v in values)
+
+
+def cache() -> Path:
+    """The folder of downloaded repositories, as huggingface_hub finds it."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(base, "huggingface")
+    given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    return Path(given or os.path.join(home, "hub")).expanduser()
+
+
+def snapshot(name: str, revision: str | None = None, kind: str = "model") -> Path | None:
+    """The folder of a cached revision (null = main) of a repository; None where there is none."""
+    folder = cache() / f"{kind}s--{name.replace('/', '--')}"
+    ref = folder / "refs" / (revision or "main")
+    try:
+        commit = ref.read_text().strip() if ref.is_file() else revision
+    except OSError:
+        return None
+    found = folder / "snapshots" / commit if commit else folder
+    return found if commit and found.is_dir() else None
+
+
+def cached(name: str, revision: str | None, kind: str) -> bool:
+    """Whether something of this repository lies here; of a data set, perhaps only its tables."""
+    if snapshot(name, revision, kind) is not None:
+        return True
+    home = os.environ.get("HF_HOME") or cache().parent
+    tables = os.environ.get("HF_DATASETS_CACHE") or Path(home, "datasets")
+    return kind == "dataset" and (Path(tables).expanduser() / name.replace("/", "___")).is_dir()
+
+
+def revision_of(run: Any, key: str) -> str | None:
+    """The revision that belongs to a key such as model.path or reward.NAME.path; None = main.
+
+    A model's revision is not its tokenizer's or its reference's, which have repositories of
+    their own.
+    """
+    section, _, name = key.rpartition(".")
+    parts = section.split(".")
+    if name != "path":
+        return None
+    held = run.held_out[parts[2]] if parts[:2] == ["eval", "sets"] else None
+    owner = held or (run.rewards[parts[1]] if parts[0] == "reward" else getattr(run, parts[0]))
+    revision: str | None = owner.revision
+    return revision
+
+
+@contextmanager
+def remembered(words: Iterable[str]) -> Iterator[None]:
+    """Inside, what the user typed is kept for the errors of the process that does the work."""
+    before = os.environ.get("RLOO_WORDS")
+    os.environ["RLOO_WORDS"] = shlex.join(words)
+    try:
+        yield
+    finally:
+        os.environ.pop("RLOO_WORDS")
+        if before is not None:
+            os.environ["RLOO_WORDS"] = before
+
+
+def fetch_command() -> str:
+    """The command that downloads what the run in hand needs."""
+    return f"rloo fetch {os.environ.get('RLOO_WORDS') or '+recipe=NAME'}"
+
+
+def config(path: str, revision: str | None = None) -> dict[str, Any]:
+    """A model's config.json, from its folder or the cache; {} where there is none.
+
+    Raises ValueError for one that is not a JSON mapping.
+    """
+    local = Path(path).expanduser()
+    folder = local if local.exists() else snapshot(path, revision) if is_name(path) else None
+    file = folder / "config.json" if folder is not None else None
+    if file is None or not file.is_file():
+        return {}
+    try:
+        values = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} is not a mapping")
+    return values
+
+
+def context(values: dict[str, Any]) -> int | None:
+    """The most positions that a config.json gives its language model; None where it is unsaid.
+
+    Raises ValueError for a number that can be none.
+    """
+    text = values.get("text_config")
+    inner = text if isinstance(text, dict) else values
+    length = inner.get("max_position_embeddings") or inner.get("n_positions")
+    if length is None:
+        return None
+    if not isinstance(length, int) or isinstance(length, bool) or not 0 < length < 2**31:
+        raise ValueError(f"max_position_embeddings = {str(length)[:40]}, which no model has")
+    return length
+
+
+def odd(values: dict[str, Any]) -> str:
+    """Why no model is built from this config.json: "" or what is wrong with it.
+
+    Sizes that no model has, and attention from a hub: Python code, whoever trusts it or not.
+    """
+    text = values.get("text_config")
+    for part in (values, text) if isinstance(text, dict) else (values,):
+        for name, most in SIZES.items():
+            size = part.get(name)
+            if isinstance(size, int) and not 0 < size <= most:
+                return f"{name} = {str(size)[:40]}, which no model has"
+        for name in ("attn_implementation", "_attn_implementation"):
+            if "/" in str(part.get(name, "")):
+                return f"{name} = {str(part[name])[:80]!r} is code from a hub"
+    return ""

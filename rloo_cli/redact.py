@@ -1,0 +1,92 @@
+"""Secrets: what looks like one, and its mask in everything that is printed, logged or kept.
+
+A config holds none (`compose` and `complaints` refuse it), so this is for what other code says:
+an exception of a reward that quotes its environment, a library that prints a token.
+"""
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+MASK = "[secret]"
+SHORTEST = 8  # a shorter value of a variable (1, true, none) would be masked in every sentence
+KEY = re.compile(r"(^|[._])(api_?key|password|passwd|secret|(hf|auth|access|wandb)_token)$", re.I)
+VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_\w{20,})")
+VARIABLE = re.compile(
+    r"(^|_)(TOKENS?|SECRETS?|PASS(WORD|WD|PHRASE)?|(API|ACCESS|PRIVATE|SECRET)_?KEY(_ID)?"
+    r"|CREDENTIALS?)(_|$)(?!.*(PATH|FILE|DIR)$)",
+    re.IGNORECASE,
+)
+
+
+def of_environment() -> dict[str, str]:
+    """Value -> name of every environment variable that looks like it holds a secret."""
+    found = {v: n for n, v in os.environ.items() if len(v) >= SHORTEST and VARIABLE.search(n)}
+    return dict(sorted(found.items(), key=lambda pair: -len(pair[0])))  # one may hold another
+
+
+def found(text: str) -> str:
+    """What in a text is a secret: a variable's name, or the pattern's first letters; "" = none."""
+    for value, name in of_environment().items():
+        if value in text:
+            return name
+    match = VALUE.search(text)
+    return f"{match[0][:3]}..." if match else ""
+
+
+def text(said: str) -> str:
+    """The same text, its secrets masked."""
+    for value in of_environment():
+        said = said.replace(value, MASK)
+    return VALUE.sub(MASK, said)
+
+
+def tree(values: Any) -> Any:
+    """Nested dictionaries and lists, the secrets in their strings masked."""
+    if isinstance(values, dict):
+        return {tree(k): tree(v) for k, v in values.items()}
+    if isinstance(values, list | tuple):
+        return [tree(v) for v in values]
+    return text(values) if isinstance(values, str) else values
+
+
+class Formatter(logging.Formatter):
+    """A log's lines, tracebacks included, with their secrets masked."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return text(super().format(record))
+
+
+class Stream:
+    """A text stream that masks what goes through it."""
+
+    def __init__(self, inner: TextIO):
+        self.inner = inner
+
+    def write(self, said: str) -> int:
+        self.inner.write(text(said))
+        return len(said)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@contextmanager
+def everywhere() -> Iterator[None]:
+    """Inside, stdout, stderr and the log files that are open by now hold no secret."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = Stream(sys.stdout), Stream(sys.stderr)  # type: ignore[assignment]
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(Formatter(logging.BASIC_FORMAT))
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before

@@ -1,0 +1,58 @@
+"""Keeps user code from ending the process without a word: `os._exit`, and imports without an end.
+
+`os._exit(0)` in a reward would pass for a run that ended well. While user code runs, it is an
+exception like any other; in child processes, and for our own code, it is what it was.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+REWARD_THREADS = ("reward ", "async rewards")  # how running.py names them
+_exit = os._exit
+_pid = os.getpid()
+_importing: list[int] = []  # threads that import user code now
+
+
+def _refuse(code: int) -> None:
+    thread = threading.current_thread()
+    ours = thread.name.startswith(REWARD_THREADS) or thread.ident in _importing
+    if ours and os.getpid() == _pid:
+        raise SystemExit(f"os._exit({code})")
+    _exit(code)
+
+
+def refuse_exits() -> None:
+    """From now on `os._exit` in a reward raises SystemExit."""
+    global _pid
+    _pid = os.getpid()
+    os._exit = _refuse  # type: ignore[assignment]
+
+
+@contextmanager
+def importing(seconds: float) -> Iterator[None]:
+    """Around the import of user code: it may take so long, and may not end the process.
+
+    Raises TimeoutError inside. Only the main thread can be interrupted; elsewhere there is no
+    limit.
+    """
+    refuse_exits()
+    thread = threading.current_thread()
+    _importing.append(thread.ident or 0)
+    main = thread is threading.main_thread() and hasattr(signal, "setitimer")
+
+    def late(number: int, frame: object) -> None:
+        raise TimeoutError(f"its import has not ended after timeout_s = {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, late) if main else None
+    try:
+        if main:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        if main:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        _importing.remove(thread.ident or 0)

@@ -1,0 +1,80 @@
+"""`rloo train` with its worker forked from a process that is ready: for tests that need many."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from cli_cases import surroundings
+
+from rloo_cli import cli, processes
+
+SERVER = Path(__file__).with_name("fork_server.py")
+
+
+@dataclass
+class Forked:
+    """`forked(*words, faults=...)` is `rloo(*words)` in `folder`; the exit code."""
+
+    server: subprocess.Popen[str]
+    folder: Path
+
+    def __call__(self, *words: str, faults: str = "") -> int:
+        armed = {"RLOO_FAULTS": faults, "RLOO_ALLOW_FAULTS": "1"}
+
+        def run(module: str, words: list[str], started: Callable[[int], None], busy: object) -> int:
+            assert module == "worker"
+            out = str(self.folder / "out")
+            job = {"words": words, "cwd": str(self.folder), "env": armed, "out": out}
+            assert self.server.stdin and self.server.stdout
+            self.server.stdin.write(json.dumps(job) + "\n")
+            self.server.stdin.flush()
+            code = int(self.server.stdout.readline())
+            return code if code >= 0 else 6
+
+        with (
+            contextlib.chdir(self.folder),
+            mock.patch.object(processes, "run", run),
+            mock.patch.dict(os.environ, armed),
+            contextlib.redirect_stdout(io.StringIO()) as said,
+            contextlib.redirect_stderr(said),
+        ):
+            code = cli.dispatch([*words])
+        with (self.folder / "out").open("a") as out:
+            out.write(said.getvalue())
+        return code
+
+    def said(self) -> str:
+        """Everything that was said since the last time this was asked."""
+        path = self.folder / "out"
+        text = path.read_text()
+        path.unlink()
+        return text
+
+
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """The process that is ready."""
+    process = subprocess.Popen(
+        [sys.executable, str(SERVER)],
+        env=surroundings(tmp_path_factory.getbasetemp()),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def forked(fork_server: subprocess.Popen[str], tmp_path: Path) -> Forked:
+    """The command, in an empty folder."""
+    return Forked(fork_server, tmp_path)

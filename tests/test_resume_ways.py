@@ -1,0 +1,104 @@
+"""Which runs go on, and from where: nothing left to do, older checkpoints, sweeps, requeues."""
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_cases import Rloo, surroundings
+from fork_cases import Forked, fork_server, forked
+from resume_cases import WORDS, copy, state, stopped
+
+from rloo_cli import manifest
+from rloo_cli.files import read_json
+
+__all__ = ["copy", "fork_server", "forked", "stopped"]  # fixtures
+
+
+# Where there is nothing to do, and where something was due.
+
+
+def test_a_run_with_nothing_left_to_do_says_so(copy: Path, forked: Forked) -> None:
+    assert forked(*WORDS, "resume=auto") == 0
+    forked.said()
+    before = state(copy)
+    assert forked(*WORDS, "resume=auto") == 0 and "nothing to do" in forked.said()
+    assert forked(*WORDS) == 0 and "nothing to do" in forked.said()
+    assert forked(*WORDS, "max_steps=2", "resume=auto") == 0
+    assert "at step 3 of 2: nothing to do" in forked.said()
+    assert state(copy) == before
+
+
+def test_a_run_that_was_killed_after_its_last_step_still_gets_its_end(forked: Forked) -> None:
+    assert forked(*WORDS, faults="ckpt.prune@1=raise; eval@2=kill9") in (0, 6)
+    forked.said()
+    assert forked(*WORDS, "resume=auto") == 0, forked.said()
+    assert (forked.folder / "runs" / "smoke" / "final").is_dir()
+
+
+def test_an_older_checkpoint_moves_the_later_ones_aside(copy: Path, forked: Forked) -> None:
+    assert forked(*WORDS, "resume=runs/smoke/checkpoint-1") == 0
+    assert "later checkpoints are now checkpoint-2.attempt1" in forked.said()
+    assert manifest.problem(copy / "checkpoint-2.attempt1") is None
+    assert [p.name for p in manifest.checkpoints(copy)] == [
+        "checkpoint-3", "checkpoint-2", "checkpoint-1",
+    ]  # fmt: skip
+
+
+def test_a_run_may_begin_with_the_checkpoint_of_another(copy: Path, forked: Forked) -> None:
+    words = (*WORDS, "name=other", "resume=runs/smoke/checkpoint-2")
+    before = state(copy)
+    assert forked(*words, faults="gen.chunk@3=term") == 75
+    assert forked(*WORDS, "name=other", "resume=auto") == 0, forked.said()
+    other = copy.with_name("other")
+    assert next(json.loads(x)["step"] for x in (other / "metrics.jsonl").open()) == 3
+    assert state(copy) == before
+
+
+# A sweep.
+
+
+def test_a_half_killed_sweep_goes_on_and_a_failed_job_does_not_stop_the_rest(
+    forked: Forked,
+) -> None:
+    (forked.folder / "mine.py").write_text(
+        "def score(completions, trainer_state, **kwargs):\n"
+        "    return [1.0 * len(text) for text in completions]\n"
+    )
+    words = (
+        *WORDS, "--multirun", "reward=function", "reward.function.path=mine.py:score",
+        "data.eval_split=null", "algorithm.beta=0.0,0.05,0.1",
+    )  # fmt: skip
+    assert forked(*words, faults="step@2=raise") == 1  # each job of its own process fails
+    assert "3 jobs, 3 failed" in forked.said()
+    assert forked(*words, "resume=auto", faults="gen.chunk@20=term") == 75
+    runs = sorted((forked.folder / "runs").iterdir())
+    assert len(runs) == 3  # the same names with resume=auto as without
+    assert forked(*words, "resume=auto") == 0, forked.said()
+    assert {read_json(r / "run.json")["state"] for r in runs} == {"finished"}
+    forked.said()
+    assert forked(*words, "resume=auto") == 0
+    assert forked.said().count("nothing to do") == 3
+
+
+def test_the_environment_variable_of_a_requeued_job_resumes_unasked(
+    copy: Path, forked: Forked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert forked(*WORDS) == 0
+    assert "goes on from runs/smoke/checkpoint-2" in forked.said()
+
+
+# What only a real process shows.
+
+
+def test_two_runs_of_one_name_do_not_meet(tmp_path_factory: pytest.TempPathFactory) -> None:
+    rloo = Rloo(tmp_path_factory.mktemp("two"), surroundings(tmp_path_factory.getbasetemp()))
+    first = rloo.start("train", "+recipe=smoke", "max_steps=100000", "logging.samples=0")
+    try:
+        while "s/step" not in (rloo.folder / "out").read_text():
+            assert first.poll() is None
+        ended = rloo("train", "+recipe=smoke", "max_steps=100000", "resume=auto")
+        assert ended.code == 2 and "is being trained by process" in ended.err
+    finally:
+        first.terminate()
+        assert first.wait(60) == 75

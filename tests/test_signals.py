@@ -1,0 +1,119 @@
+"""A signal in every phase: what is done is saved, exit 75, and the run goes on from there."""
+
+import json
+from pathlib import Path
+
+import pytest
+from fork_cases import Forked, fork_server, forked
+from resume_cases import differing, left, temporaries
+
+from rloo_cli import manifest
+from rloo_cli.files import read_json
+
+__all__ = ["fork_server", "forked"]  # fixtures
+
+WORDS = (
+    "train", "+recipe=smoke", "max_steps=3", "checkpoint.every=2", "eval.max_samples=2",
+    "eval.every=2", "eval.batch_size=1", "algorithm.num_minibatches=2",
+    "train.learning_rate=0.01",
+)  # fmt: skip
+# Where the signal comes -> what is then on the disk. With eval at 0 in 2 batches of one prompt,
+# gen.request counts 1 and 2 there.
+PHASES = {
+    "load@1": [],
+    "eval@1": [],  # before the first step there is nothing to save
+    "gen.chunk@60": ["checkpoint-1"],
+    "reward@2": ["checkpoint-1-0"],
+    "logp@5": ["checkpoint-1-0"],
+    "logp@7": ["checkpoint-1-1"],
+    "step@3": ["checkpoint-1-1"],
+    "ckpt.write@2": ["checkpoint-2"],
+    "eval@4": ["checkpoint-2"],
+    "metrics@5": ["checkpoint-3", "checkpoint-2"],
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, fork_server: object) -> dict[str, object]:
+    """What a run leaves that no signal reached."""
+    forked = Forked(fork_server, tmp_path_factory.mktemp("whole"))  # type: ignore[arg-type]
+    assert forked(*WORDS) == 0, forked.said()
+    return left(forked.folder / "runs" / "smoke")
+
+
+@pytest.mark.parametrize("place", PHASES)
+def test_a_signal_in_any_phase_saves_what_is_done_and_the_run_goes_on(
+    place: str, forked: Forked, whole: dict[str, object]
+) -> None:
+    assert forked(*WORDS, faults=f"{place}=term") == 75
+    said, run = forked.said(), forked.folder / "runs" / "smoke"
+    assert [p.name for p in manifest.checkpoints(run)] == PHASES[place], said
+    assert "Traceback" not in said and "stopped" in said
+    command = " ".join([*WORDS, "resume=auto"]).removeprefix("train ")
+    assert f"rloo train {command}\n" in said
+    facts = read_json(run / "run.json")
+    assert (facts["state"], facts["code"]) == ("stopped", 75)
+    assert facts["ended"]["resume"] == f"rloo train {command}"
+    assert (run / "logs" / "latest" / "rank_0.log").read_text().endswith("logs/attempt_1\n")
+    assert forked(*WORDS, "resume=auto") == 0, forked.said()
+    assert not differing(whole, left(run)) and not temporaries(run)
+    assert read_json(run / "run.json")["attempt"] == 2
+
+
+def test_what_was_sampled_before_a_signal_is_not_sampled_again(forked: Forked) -> None:
+    assert forked(*WORDS, faults="step@3=term") == 75
+    # Two groups of one update are left of step 2; the next request is the evaluation's.
+    assert forked(*WORDS, "resume=auto", faults="gen.request@1=exit:77") == 77
+    said, run = forked.said(), forked.folder / "runs" / "smoke"
+    assert "goes on from runs/smoke/checkpoint-1-1, step 1 of 3" in said
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 2 and rows[-1]["updates"] == 4
+
+
+def test_a_stop_without_progress_saves_nothing_again(forked: Forked) -> None:
+    assert forked(*WORDS, faults="gen.chunk@60=term") == 75
+    run = forked.folder / "runs" / "smoke"
+    before = (run / "checkpoint-1" / manifest.FILE).stat().st_mtime_ns
+    assert forked(*WORDS, "resume=auto", faults="gen.chunk@2=term") == 75
+    assert [p.name for p in manifest.checkpoints(run)] == ["checkpoint-1"]
+    assert (run / "checkpoint-1" / manifest.FILE).stat().st_mtime_ns == before
+
+
+def test_metrics_samples_and_ledger_are_cut_back_and_what_was_cut_is_kept(forked: Forked) -> None:
+    words = (*WORDS, "eval.at_start=false", "eval.every=0", "checkpoint.every=1")
+    assert forked(*words, faults="metrics@2=kill9") == 6
+    run = Path(forked.folder / "runs" / "smoke")
+    torn = '{"step": 2, "rew'
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    assert sorted(p.name for p in (run / "samples").iterdir()) == [
+        "step_000001.jsonl", "step_000002.jsonl",
+    ]  # fmt: skip
+    assert forked(*words, "resume=auto", faults="gen.request@1=term") == 75
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").open()] == [1]
+    assert (run / "metrics.attempt1.tail.jsonl").read_text() == torn
+    assert len((run / "ledger.jsonl").read_text().splitlines()) == 2
+    assert (run / "ledger.attempt1.tail.jsonl").read_text().startswith('{"step": 2')
+    assert [p.name for p in (run / "samples").iterdir()] == ["step_000001.jsonl"]
+    tail = [p.name for p in (run / "samples.attempt1.tail").iterdir()]
+    assert tail == ["step_000002.jsonl"]
+
+
+def test_a_stop_that_cannot_be_saved_ends_with_8_and_names_what_is_there(forked: Forked) -> None:
+    code = forked(*WORDS, faults="eval@4=term; ckpt.write@1=enospc")
+    said, run = forked.said(), forked.folder / "runs" / "smoke"
+    assert code == 8 and "checkpoint-2 was not saved" in said, said
+    assert "No space left on device" in said and not temporaries(run)
+
+
+def test_a_reward_that_fails_at_a_later_step_keeps_the_steps_before(forked: Forked) -> None:
+    (forked.folder / "mine.py").write_text(
+        "def score(completions, trainer_state, **kwargs):\n"
+        "    if trainer_state.step == 1:\n        raise OSError('no answer from the judge')\n"
+        "    return [1.0 * len(text) for text in completions]\n"
+    )
+    words = ("reward=function", "reward.function.path=mine.py:score", "data.eval_split=null")
+    assert forked(*WORDS, *words) == 5
+    said, run = forked.said(), forked.folder / "runs" / "smoke"
+    assert "no answer from the judge" in said
+    assert [p.name for p in manifest.checkpoints(run)] == ["checkpoint-1"]
