@@ -4,6 +4,7 @@ Every refusal of ours is a `RunError` that holds one or more `Problem`s. Anythin
 reaches `main` is a bug in rloo and exits with 1.
 """
 
+import errno
 import json
 from dataclasses import asdict, astuple, dataclass
 
@@ -90,6 +91,17 @@ class StorageError(RunError):
     """A save that had to succeed did not."""
 
     code = 8
+
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
+
+
+def of_disk(error: OSError) -> RunError:
+    """A write that failed because of the disk, as one of ours. Raises any other error again."""
+    if error.errno not in DISK:
+        raise error
+    fix = "free some space, then go on with resume=auto"
+    return StorageError(Problem("the disk does not take what is written", str(error), fix=fix))
 
 
 class OutOfMemory(RunError):

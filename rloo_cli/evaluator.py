@@ -18,7 +18,7 @@ import torch
 import transformers
 from rich.console import Console
 
-from rloo_cli import config, faults, outcome, registry, splits, stop
+from rloo_cli import config, faults, outcome, redact, registry, splits, stop
 from rloo_cli.distributed import World, join
 from rloo_cli.errors import ConfigError, OutOfMemory, Problem, RunError
 from rloo_cli.evaluate import Answered, answers, of_all
@@ -134,6 +134,7 @@ def _write(folder: Path, found: dict[str, Answered], row: Row) -> None:
 
 def main() -> None:
     """The process that `tools/eval` starts. Exits with the code of what stopped it."""
+    redact.start()
     stop.listen(at_once=True)
     code = 1
     try:

@@ -44,6 +44,8 @@ def cache() -> Path:
 
 def snapshot(name: str, revision: str | None = None, kind: str = "model") -> Path | None:
     """The folder of a cached revision (null = main) of a repository; None where there is none."""
+    if revision is not None and (".." in revision or revision.startswith("/")):
+        return None  # a path, which could leave the cache
     folder = cache() / f"{kind}s--{name.replace('/', '--')}"
     ref = folder / "refs" / (revision or "main")
     try:

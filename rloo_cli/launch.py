@@ -57,7 +57,7 @@ def train(composed: Composed, multirun: bool = False, dry_run: bool = False) -> 
         code = processes.run("worker", words, _note_rank(folder), _saving(folder))
         if code in REFUSED and not _begun(start):
             _take_back(start, before, new_root)
-        elif code:
+        else:
             _say_end(start, code, _again(composed, run))
     return code
 
@@ -141,7 +141,7 @@ def prepare(start: Start, run: RunConfig, composed: Composed) -> None:
     """Make the folder of an attempt: its config (what ranks read), environment, run.json."""
     folder = start.folder
     given = resume.config_file(folder, start.attempt)
-    given.parent.mkdir(parents=True)
+    given.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(config.dump(run), sort_keys=False)
     write_text(given, text)
     if start.attempt == 1:
@@ -209,9 +209,8 @@ def _say_end(start: Start, code: int, command: str) -> None:
     """Why the run ended, the last checkpoint, how to go on, and where things are."""
     folder = start.folder
     facts, log = read_json(folder / "run.json"), resume.config_file(folder, start.attempt).parent
-    why = {75: "stopped, as it was asked to", 130: "ended at once by a second Ctrl-C"}.get(
-        code, f"ended with {code}"
-    )
+    known = {0: "finished", 75: "stopped, as it was asked to", 130: "ended by a second Ctrl-C"}
+    why = known.get(code, f"ended with {code}")
     if facts.get("code") is None and code not in (75, 130):
         why = "its process ended without a word: killed, out of memory, or by code of a reward"
     step = facts.get("progress", {}).get("step", 0)
@@ -222,8 +221,9 @@ def _say_end(start: Start, code: int, command: str) -> None:
         f"  go on       {command}",
         f"  log         {log}",
     ]
-    print("\n".join(lines), file=sys.stderr)
-    state = {75: "stopped", 130: "stopped"}.get(code, "failed")
+    if code:
+        print("\n".join(lines), file=sys.stderr)
+    state = {0: "finished", 75: "stopped", 130: "stopped"}.get(code, "failed")
     ended = {"why": why, "checkpoint": facts.get("checkpoint"), "resume": command}
     update_json(folder / "run.json", state=state, code=code, ended=ended)
     with contextlib.suppress(OSError), (log / "rank_0.log").open("a") as file:

@@ -42,8 +42,9 @@ def nearest(key: str, known: Iterable[str]) -> list[str]:
         whole = _alike(key, candidate)
         last = _alike(key.rpartition(".")[2], candidate.rpartition(".")[2])
         if last >= LAST_PART or whole >= WHOLE_KEY:
-            scored.append((-last, -whole if "." in key else 0.0, place, candidate))
-    return [candidate for _, _, _, candidate in sorted(scored)[:3]]
+            mirror = candidate.startswith("eval.")  # its keys are named as those of training
+            scored.append((-last, -whole if "." in key else mirror, place, candidate))
+    return [candidate for *_, candidate in sorted(scored)[:3]]
 
 
 def _alike(a: str, b: str) -> float:

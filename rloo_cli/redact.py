@@ -79,13 +79,18 @@ class Stream:
         return getattr(self.inner, name)
 
 
-@contextmanager
-def everywhere() -> Iterator[None]:
-    """Inside, stdout, stderr and the log files that are open by now hold no secret."""
-    before = sys.stdout, sys.stderr
+def start() -> None:
+    """From now on stdout, stderr and the log files that are open by now hold no secret."""
     sys.stdout, sys.stderr = Stream(sys.stdout), Stream(sys.stderr)  # type: ignore[assignment]
     for handler in logging.getLogger().handlers:
         handler.setFormatter(Formatter(logging.BASIC_FORMAT))
+
+
+@contextmanager
+def everywhere() -> Iterator[None]:
+    """`start`, for as long as the block lasts."""
+    before = sys.stdout, sys.stderr
+    start()
     try:
         yield
     finally:

@@ -52,6 +52,8 @@ def plan(folder: Path, run: RunConfig) -> Start:
         return _from_path(folder, run, Path(mode).expanduser(), attempt)
     if not folder.exists():
         return Start(folder)
+    if _hardly_begun(folder, facts):
+        return Start(folder)
     before = written(folder)
     if before is None:
         raise ConfigError(_taken(folder, None, run))
@@ -78,6 +80,13 @@ def plan(folder: Path, run: RunConfig) -> Start:
         why = f"{folder} is at step {at[0]} of {due}: nothing to do"
         return Start(folder, done=why)
     return Start(folder, attempt, checkpoint, notes=passed, changes=changes)
+
+
+def _hardly_begun(folder: Path, facts: dict[str, Any]) -> bool:
+    """Whether a launcher was killed while it made this folder: run.json is what it writes last."""
+    first = {"logs", "config.yaml", "overrides.txt", "env.json"}
+    found = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
+    return not facts and "logs" in found and found <= first
 
 
 def _from_path(folder: Path, run: RunConfig, source: Path, attempt: int) -> Start:
@@ -181,7 +190,8 @@ def _unfinished(folder: Path, facts: dict[str, Any]) -> Problem:
     why = f"state {state}, at step {step}, last checkpoint: {last}"
     if state == "finished":
         why = f"it is finished at step {step}, with another length"
-    return Problem(f"{folder} is a run of this config", "resume", why, "resume=auto, or name=OTHER")
+    choices = f"resume=auto, or name=OTHER, or move it away: mv {folder} {folder}.old"
+    return Problem(f"{folder} is a run of this config", "resume", why, choices)
 
 
 def _taken(folder: Path, before: dict[str, Any] | None, run: RunConfig) -> Problem:

@@ -4,6 +4,7 @@ Started by `launch` with the run's folder, the attempt's number and a checkpoint
 Python. A signal only sets a flag (`stop`): what is done is saved before the end.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 
-from rloo_cli import checkpoint, config, curves, faults, outcome, resume, rng, stop
+from rloo_cli import checkpoint, config, curves, faults, outcome, redact, resume, rng, stop
 from rloo_cli.errors import (
     GenerationError,
     OutOfMemory,
@@ -26,6 +27,7 @@ from rloo_cli.errors import (
     RunError,
     Stopped,
     StorageError,
+    of_disk,
 )
 from rloo_cli.files import update_json, write_json
 from rloo_cli.parts import Run
@@ -60,6 +62,8 @@ def work(
     except SAVED as error:
         _rescue(run, error)
         raise
+    except OSError as error:  # metrics, samples: what the checkpoints hold is safe
+        raise of_disk(error) from error
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
             Problem(
@@ -70,8 +74,9 @@ def work(
             )
         ) from error
     finally:
-        update_json(folder / "run.json", progress=run.state.dump())
-        run.log.close()
+        with contextlib.suppress(OSError):
+            update_json(folder / "run.json", progress=run.state.dump())
+            run.log.close()
         run.generator.close()
 
 
@@ -127,6 +132,7 @@ def main() -> None:
     facts = folder / "run.json"
     given = resume.config_file(folder, attempt)
     logging.basicConfig(filename=given.parent / "rank_0.log", level=logging.INFO)
+    redact.start()
     stop.listen(at_once=True)
     code, state = 1, "failed"
     try:

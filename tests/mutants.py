@@ -23,7 +23,8 @@ COPIED = ("rloo_cli", "conf", "recipes")
 def run(copy: Path, tests: list[str]) -> bool:
     """Whether these tests pass with the package that lies in `copy`."""
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    # -P: the package of the current folder would come before the copy.
+    command = [sys.executable, "-P", "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests]
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if ended.returncode not in (0, 1):
         raise SystemExit(f"{tests}: pytest ended with {ended.returncode}\n{ended.stdout[-2000:]}")

@@ -10,6 +10,7 @@ import torch
 from loop_cases import alone, flat, step
 from resume_cases import temporaries
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rloo_cli import checkpoint, faults, manifest, rewind, worker
 from rloo_cli.errors import ConfigError, MachineError, StorageError
@@ -112,6 +113,16 @@ def test_weights_that_were_not_all_written_are_no_checkpoint(
         checkpoint.save(run, must=True)
     assert [p.name for p in manifest.checkpoints(run.folder)] == ["checkpoint-1"]
     assert not temporaries(run.folder)
+
+
+def test_a_checkpoint_gives_the_logits_of_the_run(tmp_path: Path) -> None:
+    run = saved(tmp_path)
+    folder = run.folder / "checkpoint-1"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("Name 5 things", return_tensors="pt")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    run.policy.model.eval()
+    assert torch.equal(model(**ids).logits, run.policy.model(**ids).logits)
 
 
 def test_half_precision_keeps_its_float32_masters(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from cli_cases import Rloo, rloo, rloo_without_torch
 from rloo_cli import compose, config, launch, machine
 from rloo_cli.errors import ConfigError
 from rloo_cli.files import read_json, update_json
+from rloo_cli.resume import Start
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 
@@ -180,7 +181,7 @@ def make_run(state: str, *words: str, **facts: object) -> Path:
     composed = compose.compose(["+recipe=smoke", *words])
     run = config.check(composed)
     folder = Path(run.root, run.name)
-    launch.prepare_folder(folder, run, composed)
+    launch.prepare(Start(folder), run, composed)
     update_json(folder / "run.json", state=state, **facts)
     return folder
 
@@ -196,16 +197,16 @@ def test_a_finished_run_is_not_done_again(here: Path, rloo: Rloo) -> None:
 def test_a_name_of_another_config_is_refused_with_the_difference_and_the_choices(
     here: Path, rloo: Rloo
 ) -> None:
-    make_run("finished")
+    make_run("finished", fingerprint="x")
     before = rloo.left()
     for word, change in (
         ("algorithm.beta=0.1", "algorithm.beta: 0.05 -> 0.1"),
-        ("max_steps=3", "max_steps: 2 -> 3"),
+        ("max_steps=3", "it is finished at step ?, with another length"),
         ("reward=length_chars", "more\n  fix "),  # 10 changes are shown
     ):
         ended = rloo("train", "+recipe=smoke", word)
-        assert ended.code == 2 and "runs/smoke exists" in ended.err and change in ended.err
-        assert "name=OTHER, or root=OTHER, or move it away: mv runs/smoke" in ended.err
+        assert ended.code == 2 and "runs/smoke " in ended.err and change in ended.err
+        assert "or move it away: mv runs/smoke" in ended.err
     assert rloo.left() == before
 
 
@@ -215,20 +216,20 @@ def test_a_folder_that_is_no_run_is_left_alone(here: Path, rloo: Rloo) -> None:
     assert ended.code == 2 and "it is not a run" in ended.err
 
 
-def test_an_attempt_that_did_not_finish_is_moved_aside_whole(here: Path) -> None:
-    for number in (1, 2):
-        folder = make_run("training", pid=2**22 + 1)  # above the largest a process can have
-        run = config.check(compose.compose(["+recipe=smoke"]))
-        assert launch.take_folder(folder, run) == ""
-        assert not folder.exists()
-        assert read_json(Path(f"{folder}.attempt{number}", "run.json"))["state"] == "training"
+def test_a_run_that_ended_before_it_began_is_begun_anew_unasked(here: Path, rloo: Rloo) -> None:
+    make_run("failed", pid=2**22 + 1)  # above the largest a process can have
+    ended = rloo("train", "+recipe=smoke", "max_steps=1", "logging.samples=0")
+    assert ended.code == 0, ended.said
+    assert read_json(Path("runs/smoke/run.json"))["attempt"] == 2
 
 
 def test_a_run_that_is_alive_is_left_alone(here: Path) -> None:
     folder = make_run("training")  # by this process
-    run = config.check(compose.compose(["+recipe=smoke"]))
-    with pytest.raises(ConfigError, match="is being trained by process"):
-        launch.take_folder(folder, run)
+    with (
+        pytest.raises(ConfigError, match="is being trained by process"),
+        launch._mine(folder),
+    ):
+        pass
     update_json(folder / "run.json", pid_started="0")  # another process has the number now
     assert not machine.alive(read_json(folder / "run.json"))
 

@@ -54,6 +54,22 @@ def test_a_run_may_begin_with_the_checkpoint_of_another(copy: Path, forked: Fork
     assert state(copy) == before
 
 
+def test_a_launcher_that_was_killed_while_it_made_the_folder_is_no_obstacle(
+    forked: Forked,
+) -> None:
+    run = forked.folder / "runs" / "smoke"
+    (run / "logs" / "attempt_1").mkdir(parents=True)
+    (run / "config.yaml").write_text("half: ")
+    assert forked(*WORDS, "resume=auto") == 0, forked.said()
+
+
+def test_metrics_that_do_not_fit_on_the_disk_end_the_run_with_8(forked: Forked) -> None:
+    assert forked(*WORDS, faults="metrics@2=enospc") == 8
+    said = forked.said()
+    assert "the disk does not take what is written" in said and "Traceback" not in said
+    assert forked(*WORDS, "resume=auto") == 0, forked.said()
+
+
 # A sweep.
 
 

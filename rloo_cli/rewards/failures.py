@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rloo_cli import redact
 from rloo_cli.errors import Problem, RewardError
 from rloo_cli.rewards.arguments import Table
 from rloo_cli.rewards.build import Reward
@@ -17,7 +18,7 @@ class RewardFailed(RewardError):
 
     def __init__(self, *problems: Problem, detail: dict[str, Any]):
         super().__init__(*problems)
-        self.detail = detail
+        self.detail = redact.tree(detail)
 
 
 @dataclass
