@@ -147,11 +147,11 @@ def _hydra(words: list[str], job: Callable[[Any, bool], None]) -> None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from rloo_cli import compose
+    from rloo_cli import compose, own
 
     flags, overrides = split_flags(words)
     flags, dirs = compose.split_dirs(flags)
-    compose.register(dirs)
+    own.register(dirs)
     overrides = compose.rewrite(overrides, dirs)
 
     refused: list[Exception] = []

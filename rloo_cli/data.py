@@ -151,8 +151,12 @@ def _short(error: BaseException) -> str:
 
 def is_messages(value: Any) -> bool:
     """A conversation: a list of {role, content}."""
-    return (
-        isinstance(value, list)
-        and len(value) > 0
-        and all(isinstance(m, dict) and "role" in m and "content" in m for m in value)
-    )
+    return isinstance(value, list) and len(value) > 0 and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    """Templates would write None for a content that is missing, without a word."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    called = value.get("content") is None and "content" in value and bool(value.get("tool_calls"))
+    return called or isinstance(value.get("content"), str | list)

@@ -46,12 +46,18 @@ def train(composed: Composed, multirun: bool = False, dry_run: bool = False) -> 
         print(plan.text(run))
         return 0
     folder = Path(run.root, str(run.name))
-    with _mine(folder):
+    _alone(folder)
+    with contextlib.ExitStack() as held:
+        if folder.exists():
+            held.enter_context(locked(folder))
         start = begin(run)
         if start.done:
             print(start.done)
             return 0
         before, new_root = read_json(folder / "run.json"), not folder.parent.exists()
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            held.enter_context(locked(folder))
         prepare(start, run, composed)
         words = [str(folder), str(start.attempt), str(start.checkpoint or "")]
         code = processes.run("worker", words, _note_rank(folder), _saving(folder))
@@ -78,33 +84,36 @@ def begin(run: RunConfig) -> Start:
     return start
 
 
-@contextmanager
-def _mine(folder: Path) -> Iterator[None]:
-    """Nobody else trains in this folder meanwhile. Raises ConfigError when somebody does."""
+def _alone(folder: Path) -> None:
+    """Raises ConfigError when this folder's run is alive; ends a rank that lost its launcher."""
     facts = read_json(folder / "run.json")
-    if facts.get("host", platform.node()) == platform.node():
-        if facts.get("state") in ("starting", "training") and machine.alive(facts):
-            raise ConfigError(_busy(folder, facts["pid"]))
-        for rank in facts.get("ranks", []):  # its launcher is gone, and it should be too
-            machine.end(rank)
-    if not folder.exists():
-        yield
+    if facts.get("host", platform.node()) != platform.node():
         return
-    with _locked(folder):
-        yield
+    if facts.get("state") in ("starting", "training") and machine.alive(facts):
+        raise ConfigError(_busy(folder, facts["pid"]))
+    for rank in facts.get("ranks", []):
+        machine.end(rank)
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder itself; the kernel lets go of it when we end, however we end."""
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder itself; the kernel lets go of it when we end, however we end.
+
+    Raises ConfigError when somebody else holds it: two that started at the same moment.
+    """
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
     except BlockingIOError:
-        raise ConfigError(_busy(folder, "?")) from None
-    finally:
         os.close(handle)
+        raise ConfigError(_busy(folder, "?")) from None
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(handle)
 
 
 def _busy(folder: Path, pid: Any) -> Problem:

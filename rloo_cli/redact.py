@@ -81,7 +81,7 @@ class Stream:
 
 def start() -> None:
     """From now on stdout, stderr and the log files that are open by now hold no secret."""
-    sys.stdout, sys.stderr = Stream(sys.stdout), Stream(sys.stderr)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = Stream(sys.stdout), Stream(sys.stderr)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(Formatter(logging.BASIC_FORMAT))
 

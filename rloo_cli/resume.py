@@ -86,7 +86,7 @@ def _hardly_begun(folder: Path, facts: dict[str, Any]) -> bool:
     """Whether a launcher was killed while it made this folder: run.json is what it writes last."""
     first = {"logs", "config.yaml", "overrides.txt", "env.json"}
     found = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
-    return not facts and "logs" in found and found <= first
+    return not facts and found <= first
 
 
 def _from_path(folder: Path, run: RunConfig, source: Path, attempt: int) -> Start:

@@ -212,6 +212,7 @@ def test_a_name_of_another_config_is_refused_with_the_difference_and_the_choices
 
 def test_a_folder_that_is_no_run_is_left_alone(here: Path, rloo: Rloo) -> None:
     (here / "runs" / "smoke").mkdir(parents=True)
+    (here / "runs" / "smoke" / "thesis.tex").write_text("")
     ended = rloo("train", "+recipe=smoke")
     assert ended.code == 2 and "it is not a run" in ended.err
 
@@ -223,13 +224,21 @@ def test_a_run_that_ended_before_it_began_is_begun_anew_unasked(here: Path, rloo
     assert read_json(Path("runs/smoke/run.json"))["attempt"] == 2
 
 
-def test_a_run_that_is_alive_is_left_alone(here: Path) -> None:
-    folder = make_run("training")  # by this process
+def test_two_that_start_at_the_same_moment_do_not_both_get_the_folder(tmp_path: Path) -> None:
     with (
-        pytest.raises(ConfigError, match="is being trained by process"),
-        launch._mine(folder),
+        launch.locked(tmp_path),
+        pytest.raises(ConfigError, match="is being trained"),
+        launch.locked(tmp_path),
     ):
         pass
+    with launch.locked(tmp_path):  # free again
+        pass
+
+
+def test_a_run_that_is_alive_is_left_alone(here: Path) -> None:
+    folder = make_run("training")  # by this process
+    with pytest.raises(ConfigError, match="is being trained by process"):
+        launch._alone(folder)
     update_json(folder / "run.json", pid_started="0")  # another process has the number now
     assert not machine.alive(read_json(folder / "run.json"))
 

@@ -251,3 +251,11 @@ def test_a_conversation_is_a_list_of_messages():
     assert data.is_messages([message]) and data.is_messages([message, message])
     for other in ("x", [], [message, "x"], [{"role": "user"}], [{"content": "x"}], message, None):
         assert not data.is_messages(other)
+
+
+def test_a_message_has_a_role_and_a_text_parts_or_calls():
+    good = [{"content": "x"}, {"content": [{"type": "text", "text": "x"}]}]
+    good += [{"content": None, "tool_calls": [{"name": "f"}]}, {"content": ""}]
+    assert all(data.is_messages([{"role": "assistant"} | m]) for m in good)
+    bad = [{"content": None}, {"content": None, "tool_calls": None}, {"content": 3}, {"role": 3}]
+    assert not any(data.is_messages([{"role": "user", "content": None} | m]) for m in bad)

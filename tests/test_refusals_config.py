@@ -69,7 +69,7 @@ SCORECARD: dict[str, Case] = {
         says=["name = ${root}\n", "root = ${algoritm.beta}\n", "mean ${algorithm.beta}?"],
     ),
     "BC-17 a variable that is not set": train(
-        "name=${oc.env:NOT_SET_IN_ANY_SHELL}", says=["NOT_SET_ANYWHERE", "export NOT_SET_ANYWHERE=..."]
+        "name=${oc.env:NOT_SET_IN_ANY_SHELL}", says=["NOT_SET_IN_ANY_SHELL", "export NOT_SET_IN"]
     ),
     "BC-17 a circle": train(
         "name=${root}", "root=${name}", says=["name = ${root}", "root = ${name}", "Recursive"]

@@ -137,7 +137,7 @@ def f(completions, trainer_state, **kwargs):
 )
 def test_br_8_rows_without_a_score_are_left_out(when: str, unscored: int, run_with) -> None:
     batch = sampled(run_with(NONES.format(when=when)))
-    assert int((~batch.valid).sum()) == unscored
+    assert int((~batch.scorable).sum()) == unscored
 
 
 def test_br_8_a_batch_without_scores_is_a_step_without_an_update(run_with) -> None:
@@ -169,7 +169,7 @@ def test_br_9_a_reward_that_sleeps_for_ever_is_left_behind(run_with) -> None:
 
 def test_br_9_what_on_error_says_is_done(run_with) -> None:
     batch = sampled(run_with(SLEEPS, "reward.function.timeout_s=0.3", *LENIENT))
-    assert not batch.valid.any()
+    assert not batch.scorable.any()
 
 
 @pytest.mark.parametrize(

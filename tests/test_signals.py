@@ -15,7 +15,7 @@ __all__ = ["fork_server", "forked"]  # fixtures
 WORDS = (
     "train", "+recipe=smoke", "max_steps=3", "checkpoint.every=2", "eval.max_samples=2",
     "eval.every=2", "eval.batch_size=1", "algorithm.num_minibatches=2",
-    "train.learning_rate=0.01",
+    "train.learning_rate=0.01", "train.micro_batch_size=4",
 )  # fmt: skip
 # Where the signal comes -> what is then on the disk. With eval at 0 in 2 batches of one prompt,
 # gen.request counts 1 and 2 there.
@@ -24,8 +24,9 @@ PHASES = {
     "eval@1": [],  # before the first step there is nothing to save
     "gen.chunk@60": ["checkpoint-1"],
     "reward@2": ["checkpoint-1-0"],
-    "logp@5": ["checkpoint-1-0"],
-    "logp@7": ["checkpoint-1-1"],
+    "logp@9": ["checkpoint-1-0"],  # before the first update
+    "logp@13": ["checkpoint-1-0"],  # half-way in the first
+    "logp@15": ["checkpoint-1-1"],  # half-way in the second
     "step@3": ["checkpoint-1-1"],
     "ckpt.write@2": ["checkpoint-2"],
     "eval@4": ["checkpoint-2"],
