@@ -220,7 +220,7 @@ def test_what_the_checkpoint_has_itself_is_not_looked_for_elsewhere(here: Path) 
 
 
 def test_words_change_keys_as_they_do_elsewhere(here: Path) -> None:
-    words = ["eval.sets.more={split: train, max_samples: 4}", "eval.sets.hard.max_samples=2"]
+    words = ["eval.sets.more={split: train, max_samples: 4}", "eval.sets.hard={max_samples: 2}"]
     words += ["generation.stop=[a,'b c']", "eval.temperature=0.5", "~eval.sets.sums"]
     subject = eval_subject.of_run("runs/smoke", words)
     assert {n: s.max_samples for n, s in subject.config.held_out.items()} == {"hard": 2, "more": 4}

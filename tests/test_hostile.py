@@ -113,6 +113,7 @@ for text in (
 REACHES = "reaches into Hydra"
 HANDLER = "_target_: logging.FileHandler\nfilename: HERE/pwned\n"
 CASES |= {
+    "a callback in a recipe": recipe(MINE + f"hydra: {{callbacks: {CALLBACK}}}\n", HYDRA),
     "a package of Hydra's": train(
         "model=mine", "--config-dir=own", says=[REACHES],
         files={"own/model/mine.yaml": f"# @package hydra.callbacks.x\n{HANDLER}"},
@@ -317,27 +318,32 @@ def test_weights_with_an_absurd_header_are_refused(name: str, folder: Path) -> N
     assert "cannot be loaded" in refusal(folder)
 
 
+ABSURD, CODE = "which no model has", "is code from a hub"
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "said"),
     [
-        {"vocab_size": 2**40},
-        {"hidden_size": 2**30},
-        {"num_hidden_layers": 10**9},
-        {"num_attention_heads": 0},
-        {"intermediate_size": -1},
-        {"vocab_size": "x"},
-        {"num_hidden_layers": 3},
-        {"model_type": "../../x"},
-        {"attn_implementation": "org/kernel"},
-        {"_attn_implementation": "org/kernel"},
-        {"text_config": {"num_hidden_layers": 10**9}},
+        ({"vocab_size": 2**40}, ABSURD),
+        ({"hidden_size": 2**19}, ABSURD),
+        ({"num_hidden_layers": 10**9}, ABSURD),
+        ({"num_attention_heads": 0}, ABSURD),
+        ({"intermediate_size": -1}, ABSURD),
+        ({"text_config": {"num_hidden_layers": 10**9}}, ABSURD),
+        ({"attn_implementation": "org/kernel"}, CODE),
+        ({"_attn_implementation": "org/kernel"}, CODE),
+        ({"vocab_size": "x"}, "cannot be loaded"),
+        ({"num_hidden_layers": 3}, "cannot be loaded"),
+        ({"model_type": "../../x"}, "cannot be loaded"),
     ],
     ids=str,
 )
-def test_a_config_that_no_model_has_is_refused(changes: dict[str, Any], folder: Path) -> None:
+def test_a_config_that_no_model_has_is_refused(
+    changes: dict[str, Any], said: str, folder: Path
+) -> None:
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(values | changes))
-    assert "cannot be loaded" in refusal(folder)
+    assert said in refusal(folder)
 
 
 def test_a_models_config_names_no_code_that_is_run(folder: Path) -> None:

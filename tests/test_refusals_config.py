@@ -112,7 +112,7 @@ SCORECARD: dict[str, Case] = {
         "reward=function",
         "reward.function.path=os:system",
         "reward.function.kwargs={command: touch pwned}",
-        says=["os is a part of Python itself", "reward.function.path=file.py:name"],
+        says=["os comes with Python or with rloo", "reward.function.path=file.py:name"],
     ),
 }  # fmt: skip
 
@@ -165,7 +165,7 @@ WORDS: dict[str, tuple[str, str]] = {
     "a token below 0": ("generation.stop_token_ids=[-1]", "greater than or equal to 0, got -1"),
     "a least above the most": ("generation.min_tokens=17", "more than a completion may have"),
     "an optimizer that is none": ("train.optimizer=adam", "fix      train.optimizer=adamw"),
-    "Python's own optimizer": ("train.optimizer=os:system", "os is a part of Python itself"),
+    "Python's own optimizer": ("train.optimizer=os:system", "os comes with Python or with rloo"),
     "a schedule that is none": ("train.lr_scheduler=linar", "fix      train.lr_scheduler=linear"),
     "a deadline without end": ("reward.length_tokens.timeout_s=1e20", "less than or equal to"),
     "a reward's key for all": ("reward_defaults.foo=1", "command line: reward_defaults.foo=1"),

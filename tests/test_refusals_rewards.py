@@ -238,6 +238,7 @@ def test_br_11_async_that_never_yields_runs_out_of_time(run_with) -> None:
         ("1 / 0\n", "ZeroDivisionError"),
         ("def g(): g()\ng()\n", "RecursionError"),
     ],
+    ids=["a file that sleeps", "a loop", "exit", "os._exit", "interrupt", "import", "1/0", "deep"],
 )
 def test_a_file_that_cannot_be_imported_is_refused_before_the_model(
     source: str, said: str, run_with, no_weights
