@@ -83,7 +83,7 @@ def explain(key: str, words: list[str]) -> str:
 
 
 def _all_keys(words: list[str]) -> tuple[Composed, type[BaseModel]]:
-    """The config with every shipped reward and a held-out set beside the chosen ones; its schema."""
+    """The config with every shipped reward and a held-out set beside those chosen; its schema."""
     chosen = [w for w in words if not w.lstrip("+").startswith("reward=")]
     rewards = ",".join(paths.group_choices([])["reward"])
     composed = compose([*chosen, f"reward=[{rewards}]", "eval.sets.NAME={split: test}"])
