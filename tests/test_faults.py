@@ -93,15 +93,17 @@ def test_a_save_that_fails_leaves_the_old_ones_and_the_run_goes_on(
 
 @pytest.mark.slow
 def test_twenty_kills_at_random_times_lose_nothing(rloo: Rloo) -> None:
-    words = (*WORDS, "max_steps=40", "checkpoint.every=2", "logging.samples=0")
+    words = (*WORDS, "max_steps=500", "checkpoint.every=5", "logging.samples=0")
+    words = (*words, "generation.max_completion_length=8", "logging.samples_every=20")
     whole = rloo(*words, "root=whole")
     assert whole.code == 0, whole.said
-    draw, run = random.Random(11), rloo.folder / "runs" / "smoke"
+    draw, run, killed = random.Random(11), rloo.folder / "runs" / "smoke", 0
     for kill in range(20):
         process = rloo.start(*words, "resume=auto")
         end = time.monotonic() + draw.uniform(2.0, 9.0)
         while time.monotonic() < end and process.poll() is None:
             time.sleep(0.01)
+        killed += process.poll() is None
         workers = children(process.pid)
         if kill % 2 and workers:
             with contextlib.suppress(ProcessLookupError):
@@ -114,5 +116,6 @@ def test_twenty_kills_at_random_times_lose_nothing(rloo: Rloo) -> None:
             assert complete(run)
     ended = rloo(*words, "resume=auto")
     assert ended.code == 0, ended.said
+    assert killed == 20, "it was finished before the last kill"
     assert not differing(left(rloo.folder / "whole" / "smoke"), left(run))
     assert not temporaries(run)
