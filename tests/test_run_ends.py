@@ -198,7 +198,7 @@ def test_a_signal_is_heard_while_a_reward_sleeps(rloo: Rloo) -> None:
 
 
 def test_a_signal_ends_a_load_that_takes_long(rloo: Rloo) -> None:
-    rloo.environment |= {"RLOO_ALLOW_FAULTS": "1", "RLOO_FAULTS": "load@1=hang:300"}
+    rloo.environment.update(RLOO_ALLOW_FAULTS="1", RLOO_FAULTS="load@1=hang:300")
     process = rloo.start("train", "+recipe=smoke")
     wait_for(lambda: "loading the model" in (rloo.folder / "out").read_text(), process, 200)
     time.sleep(2)
