@@ -13,8 +13,9 @@ import torch
 import transformers
 from policy_cases import fresh
 
-from rloo_cli import checkpoint, files
+from rloo_cli import checkpoint, config, files
 from rloo_cli.clock import Clock
+from rloo_cli.compose import compose
 from rloo_cli.errors import MachineError, Problem, Stopped, StorageError
 from rloo_cli.machine import alive, check, started
 from rloo_cli.made import tiny
@@ -248,8 +249,8 @@ def test_no_two_completions_have_the_same_seed():
 
 
 def wanted(root, *types):
-    rewards = {name: SimpleNamespace(type=name) for name in types}
-    return SimpleNamespace(root=str(root), rewards=rewards)
+    rewards = ",".join(types or ["length_tokens"])
+    return config.check(compose(["+recipe=smoke", f"root='{root}'", f"reward=[{rewards}]"]))
 
 
 def test_a_machine_that_has_everything_passes(tmp_path):
@@ -268,7 +269,8 @@ def test_everything_that_the_machine_lacks_is_said_at_once(tmp_path, monkeypatch
 
 
 def test_a_disk_that_is_almost_full_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1e6))
+    usage = SimpleNamespace(free=1e6, total=1e9)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     with pytest.raises(MachineError, match="100 MB"):
         check(wanted(tmp_path))
 
@@ -289,14 +291,13 @@ def test_a_process_is_alive_while_it_is_the_same_one():
 
 
 @pytest.mark.parametrize("name", ["accuracy", "reasoning_accuracy", "cosine_length"])
-def test_a_reward_whose_package_is_missing_is_refused_before_the_run(name, monkeypatch):
+def test_a_reward_whose_package_is_missing_is_refused_before_the_run(name, tmp_path, monkeypatch):
     missing = MachineError(Problem("math-verify is not installed"))
 
     def require():
         raise missing
 
     monkeypatch.setattr("rloo_cli.rewards.mathematics.require", require)
-    entries = {"mine": SimpleNamespace(type=name)}
     with pytest.raises(MachineError) as caught:
-        check(SimpleNamespace(rewards=entries, root="runs"))
-    assert caught.value.problems[0].where == "reward.mine"
+        check(wanted(tmp_path, name))
+    assert caught.value.problems[0].where == f"reward.{name}"
