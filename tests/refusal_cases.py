@@ -99,7 +99,7 @@ def ask(cases: Mapping[str, Case], folder: Path) -> dict[str, Answer]:
         [str(folder / "no_torch"), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     ended = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(folder)],
+        [sys.executable, "-P", "-c", DRIVER, str(folder)],
         input=json.dumps({name: asdict(case) for name, case in cases.items()}),
         env=surroundings(folder) | {"PYTHONPATH": path},
         capture_output=True,

@@ -238,7 +238,7 @@ def test_a_trl_config_file_is_converted(migrate, suffix):
     assert found.keys["reward.accuracy.weight"] == 1.0
     assert found.keys["reward.brief.path"] == "pkg.mod:brief"
     assert found.keys["reward.brief.weight"] == 0.2
-    assert "checkpoint.every: 25" in found.text  # built or not
+    assert found.keys["checkpoint.every"] == 25
 
 
 def test_a_config_named_on_the_command_line_is_read_and_overridden(migrate):
