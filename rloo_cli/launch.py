@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from rloo_cli import config, faults, machine, processes, resume
+from rloo_cli import config, faults, machine, pids, processes, resume
 from rloo_cli.compose import Composed
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.files import read_json, update_json, write_json, write_text
@@ -89,10 +89,10 @@ def _alone(folder: Path) -> None:
     facts = read_json(folder / "run.json")
     if facts.get("host", platform.node()) != platform.node():
         return
-    if facts.get("state") in ("starting", "training") and machine.alive(facts):
+    if facts.get("state") in ("starting", "training") and pids.alive(facts):
         raise ConfigError(_busy(folder, facts["pid"]))
     for rank in facts.get("ranks", []):
-        machine.end(rank)
+        pids.end(rank)
 
 
 @contextmanager
@@ -179,7 +179,7 @@ def prepare(start: Start, run: RunConfig, composed: Composed) -> None:
             "attempt": start.attempt,
             "hash": config.config_hash(run),
             "pid": os.getpid(),
-            "pid_started": machine.started(os.getpid()),
+            "pid_started": pids.started(os.getpid()),
             "host": platform.node(),
             "ranks": [],
             "code": None,
@@ -191,7 +191,7 @@ def prepare(start: Start, run: RunConfig, composed: Composed) -> None:
 
 def _note_rank(folder: Path) -> Callable[[int], None]:
     def note(pid: int) -> None:
-        rank = {"pid": pid, "group": pid, "pid_started": machine.started(pid)}
+        rank = {"pid": pid, "group": pid, "pid_started": pids.started(pid)}
         update_json(folder / "run.json", ranks=[rank])
 
     return note

@@ -35,12 +35,17 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from _length(run)
     yield from _batch(run)
     yield from registry.module("algorithms", run.algorithm.name).problems(run)
+    yield from getattr(registry.module("generation", run.generation.backend), "rules", _none)(run)
     yield from places.problems(run)
     yield from _rewards(run)
     yield from _context(run)
     yield from _sampling(run)
     yield from _attention(run)
     yield from _evaluation(run)
+
+
+def _none(run: RunConfig) -> Iterator[Problem]:
+    yield from ()
 
 
 def _length(run: RunConfig) -> Iterator[Problem]:

@@ -70,7 +70,7 @@ class DataConfig(SetConfig):
 class GenerationConfig(Frozen):
     """Keys every backend understands; a backend adds its own."""
 
-    backend: str = key("Who samples: transformers")
+    backend: str = key("Who samples: transformers, vllm_server, vllm_colocate")
     max_completion_length: Positive = key("Most tokens in a completion")
     min_tokens: int = key("Tokens before which no stop id is sampled", ge=0)
     temperature: float = key("Sampling temperature, > 0; log-probabilities use it too", gt=0)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from cli_cases import Rloo, rloo, rloo_without_torch
 
-from rloo_cli import compose, config, launch, machine
+from rloo_cli import compose, config, launch, pids
 from rloo_cli.errors import ConfigError
 from rloo_cli.files import read_json, update_json
 from rloo_cli.resume import Start
@@ -240,7 +240,7 @@ def test_a_run_that_is_alive_is_left_alone(here: Path) -> None:
     with pytest.raises(ConfigError, match="is being trained by process"):
         launch._alone(folder)
     update_json(folder / "run.json", pid_started="0")  # another process has the number now
-    assert not machine.alive(read_json(folder / "run.json"))
+    assert not pids.alive(read_json(folder / "run.json"))
 
 
 # Secrets.

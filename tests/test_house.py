@@ -20,10 +20,11 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rloo_cli"
 FLOORS = [  # each may import from itself and from those before it
     "__init__ errors paths files schema registry config compose complaints sources names rules"
-    " effects seeds made order stop faults manifest resume rewind redact hub own places",
+    " effects seeds made order stop faults manifest resume rewind redact hub own places pids"
+    " server_file",
     "rollout tensors clock",
     "algorithms rewards data prompts",
-    "policy generation distributed optim checkpoint updates measures cycle rng log panel display"
+    "policy generation vllm distributed optim checkpoint updates measures cycle rng log panel display"
     " curves advice rollouts parts minibatches ledger splits held_out",
     "train advantages pauses evaluate outcome guards",
     "run begin worker evaluator",

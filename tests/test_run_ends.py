@@ -11,7 +11,7 @@ from cli_cases import Rloo, children, rloo, strict
 
 from rloo_cli import manifest
 from rloo_cli.files import read_json
-from rloo_cli.machine import started
+from rloo_cli.pids import started
 
 __all__ = ["rloo"]  # a fixture
 

@@ -17,8 +17,9 @@ from rloo_cli import checkpoint, config, files
 from rloo_cli.clock import Clock
 from rloo_cli.compose import compose
 from rloo_cli.errors import MachineError, Problem, Stopped, StorageError
-from rloo_cli.machine import alive, check, started
+from rloo_cli.machine import check
 from rloo_cli.made import tiny
+from rloo_cli.pids import alive, started
 from rloo_cli.seeds import sampling_seed
 
 

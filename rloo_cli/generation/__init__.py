@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from rloo_cli.rollout import Group
 
-PARTS = ("decode", "rows", "sampling", "stopping")  # shared files, not backends
+PARTS = ("decode", "engine", "rows", "sampling", "stopping")  # shared files, not backends
 
 
 class Generator(Protocol):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import yaml
 
-from rloo_cli import config, machine, processes
+from rloo_cli import config, machine, pids, processes
 from rloo_cli.errors import ConfigError, Problem, StorageError
 from rloo_cli.files import write_json, write_text
 from rloo_cli.tools.eval_subject import USAGE, Subject, of_recipe, of_run
@@ -82,7 +82,7 @@ def _temporary(place: Path) -> Iterator[Path]:
     """A folder beside `place`, gone in the end, as are the folders above it if they stay empty."""
     new = [p for p in place.parents if not p.exists()]
     for left in place.parent.glob(f".tmp-{place.name}-*"):  # of a process that was killed
-        if not machine.started(int(left.name.rpartition("-")[2])):
+        if not pids.started(int(left.name.rpartition("-")[2])):
             shutil.rmtree(left, ignore_errors=True)
     folder = place.with_name(f".tmp-{place.name}-{os.getpid()}")
     folder.mkdir(parents=True)

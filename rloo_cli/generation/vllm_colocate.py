@@ -1,0 +1,42 @@
+"""Sampling by a vLLM engine on the trainer's own device, in a child process that listens nowhere.
+
+A child, because an engine inside the trainer's process re-seeds its random state. On a GPU the
+weights are handed over by CUDA IPC, which copies nothing twice; without one by gloo.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from rloo_cli.errors import Problem
+from rloo_cli.generation.engine import EngineKeys, problems
+from rloo_cli.schema import GenerationConfig, key
+
+IMPLEMENTATION = "rloo_cli.vllm.generator:in_a_child"
+
+
+class Section(EngineKeys):
+    sleep: Literal["none", "kv", "weights"] = key(
+        "What the engine lets go of while the trainer trains: nothing, its KV cache, all (GPUs)"
+    )
+    ready_timeout_s: float = key("Until the engine is loaded", gt=0, le=1e6)
+    sync_timeout_s: float = key("One weight update", gt=0, le=1e6)
+    request_timeout_s: float = key("Without a token from the engine", gt=0, le=1e6)
+    max_restarts: int = key("Times the engine is started again in a run", ge=0)
+
+
+class Config(GenerationConfig):
+    backend: Literal["vllm_colocate"] = key("Who samples: vLLM on the trainer's device")
+    allow_untested: bool = key("Use a vLLM below 0.32, which nobody tried with this")
+    colocate: Section
+
+
+def rules(run: Any) -> Iterator[Problem]:
+    """What this backend forbids."""
+    yield from problems("generation.colocate", run.generation.colocate, run)
+    if run.generation.colocate.transfer == "nccl":
+        yield Problem(
+            "generation.colocate.transfer = nccl cannot join two processes on one GPU",
+            "generation.colocate.transfer",
+            "NCCL wants a GPU for each of its members",
+            "generation.colocate.transfer=auto",
+        )

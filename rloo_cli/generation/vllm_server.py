@@ -1,0 +1,77 @@
+"""Sampling by vLLM servers: their own processes, GPUs or nodes, spoken to over HTTP.
+
+Three ways to one. `server.base_url` names servers that somebody runs; a live `server.json` in the
+run's folder is one that `rloo vllm-serve` started for it; else `rloo train` starts one itself,
+watches it, starts it again when it dies, and ends it. Weights go from trainer to server directly,
+never through HTTP, and no request is answered without the server's token.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from rloo_cli.errors import Problem
+from rloo_cli.generation.engine import EngineKeys, problems
+from rloo_cli.schema import GenerationConfig, Positive, Text, key
+
+IMPLEMENTATION = "rloo_cli.vllm.generator:over_http"
+EVERYWHERE = ("0.0.0.0", "::", "*", "")  # as an address to listen on: every interface
+
+
+class Section(EngineKeys):
+    base_url: Text | list[Text] | None = key(
+        "Servers that run already, e.g. http://node7:8000; null = the run's own"
+    )
+    api_key_env: Text = key("Environment variable that holds the token of base_url's servers")
+    host: Text = key("Address that a server listens on, and that weights are sent from")
+    port: int = key("Its port; 0 = a free one", ge=0, lt=65536)
+    allow_remote: bool = key("Listen on an address that other machines reach")
+    data_parallel_size: Positive = key("Copies of the model in one server")
+    max_in_flight: Positive = key("Most requests under way at once")
+    ready_timeout_s: float = key("Until a server answers", gt=0, le=1e6)
+    init_timeout_s: float = key("Until trainer and server are connected for weights", gt=0, le=1e6)
+    sync_timeout_s: float = key("One weight update", gt=0, le=1e6)
+    request_timeout_s: float = key("One completion", gt=0, le=1e6)
+    reconnect_timeout_s: float = key("Until a lost server of base_url answers again", gt=0, le=1e6)
+    retries: int = key("Times one batch is begun again on a server that was lost", ge=0)
+    max_restarts: int = key("Times a server of ours is started again in a run", ge=0)
+
+
+class Config(GenerationConfig):
+    backend: Literal["vllm_server"] = key("Who samples: vLLM servers")
+    allow_untested: bool = key("Use a vLLM below 0.32, which nobody tried with this")
+    server: Section
+
+
+def rules(run: Any) -> Iterator[Problem]:
+    """What this backend forbids."""
+    server: Section = run.generation.server
+    yield from problems("generation.server", server, run)
+    if server.transfer == "ipc":
+        yield Problem(
+            "generation.server.transfer = ipc would hand pickles to a server",
+            "generation.server.transfer",
+            "CUDA IPC handles are pickled; only a child that listens nowhere may take them",
+            "generation.server.transfer=auto, or generation=vllm_colocate",
+        )
+    if server.host not in ("127.0.0.1", "localhost", "::1") and not server.allow_remote:
+        yield Problem(
+            f"generation.server.host = {server.host!r} is reached from other machines",
+            "generation.server.host",
+            "whoever has the token can then change the weights",
+            "generation.server.host=127.0.0.1, or generation.server.allow_remote=true",
+        )
+    elif server.host in EVERYWHERE:
+        yield Problem(
+            f"generation.server.host = {server.host!r} is every interface of the machine",
+            "generation.server.host",
+            "also those that face the internet",
+            "generation.server.host=ADDRESS of the cluster's interface",
+        )
+    for url in [server.base_url] if isinstance(server.base_url, str) else server.base_url or []:
+        if not url.startswith(("http://", "https://")):
+            yield Problem(
+                f"generation.server.base_url = {url!r} is no address of a server",
+                "generation.server.base_url",
+                "expected http://HOST:PORT",
+                f"generation.server.base_url=http://{url.rpartition('://')[2]}",
+            )
