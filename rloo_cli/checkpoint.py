@@ -230,7 +230,6 @@ def restore(run: Run, checkpoint: Path) -> None:
             Problem(f"{checkpoint} cannot be restored", "resume", why, "an older checkpoint")
         ) from error
     run.saved = run.place
-    run.generator.load(run.policy, run.state.updates)
 
 
 def save_final(model: Any, tokenizer: Any, folder: Path, attempt: int = 1) -> Path:

@@ -18,6 +18,7 @@ USAGE = """usage: rloo VERB [+recipe=NAME] [key=value ...]
 
 verbs:
   train        train a policy
+  vllm-serve   serve completions for a run from GPUs or a node of their own
   eval         score what is held out: RUN, RUN/checkpoint-N, or +recipe=NAME model.path=...
   fetch        download what a run loads: +recipe=NAME, for machines without network
   recipes      list recipes; recipes show NAME; recipes copy NAME my.yaml
@@ -218,8 +219,16 @@ def _tool(name: str) -> Callable[[list[str]], int]:
     return verb
 
 
+def serve(words: list[str]) -> int:
+    """`rloo vllm-serve`: a rollout server, until it is asked to end."""
+    from rloo_cli import serve
+
+    return serve.run(words)
+
+
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
+    "vllm-serve": serve,
     "eval": _tool("eval"),
     "fetch": _tool("fetch"),
     "recipes": _tool("recipes"),

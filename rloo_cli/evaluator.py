@@ -27,6 +27,7 @@ from rloo_cli.generation import Generator
 from rloo_cli.log import lines_of
 from rloo_cli.parts import State
 from rloo_cli.policy import load
+from rloo_cli.policy.model import Policy
 from rloo_cli.prompts import Prompts
 from rloo_cli.rewards.build import Reward
 from rloo_cli.run import code_notes, rewards_of
@@ -58,8 +59,8 @@ def work(folder: Path) -> Row:
     torch.manual_seed(settings.seed)
     about = read_json(folder / "about.json")
     state = _state(about)
-    parts = _parts(settings, join(settings.distributed))
-    parts.generator.load(None, state.updates)  # each sample says which weights made it
+    parts, policy = _parts(settings, join(settings.distributed), folder)
+    parts.generator.load(policy, state.updates)  # each sample says which weights made it
     rows = _rows(about["run"], state.step)
     seen = state.told(about["steps"], about["prompts"], settings, rows)
     try:
@@ -91,7 +92,7 @@ def _state(about: Row) -> State:
     return State(**{name: value for name, value in values.items() if name in known})
 
 
-def _parts(settings: RunConfig, world: World) -> Parts:
+def _parts(settings: RunConfig, world: World, folder: Path) -> tuple[Parts, Policy]:
     """Everything built, in the order in which mistakes are cheapest: weights come last."""
     print("loading data ...", flush=True)
     opened = splits.load(settings, training=False)
@@ -108,9 +109,10 @@ def _parts(settings: RunConfig, world: World) -> Parts:
     print("loading the model ...", flush=True)
     model = load.model(settings.model, settings.model.path, world.device)
     where = registry.module("generation", settings.generation.backend).IMPLEMENTATION
-    generator = registry.load_code(where)(model, tokenizer, settings.generation, context)
+    generator = registry.load_code(where)(model, tokenizer, settings, context, folder, print)
+    policy = Policy(model, settings.generation.temperature)
     algorithm = registry.module("algorithms", settings.algorithm.name)
-    return Parts(settings, algorithm, generator, rewards, sets)
+    return Parts(settings, algorithm, generator, rewards, sets), policy
 
 
 class _Progress:

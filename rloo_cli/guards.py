@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rloo_cli.errors import NumbersError, Problem
+from rloo_cli.errors import GenerationError, NumbersError, Problem
 from rloo_cli.parts import Run
 from rloo_cli.rollout import Batch
 
@@ -41,6 +41,41 @@ def finite(run: Run, batch: Batch, loss: float, norm: float) -> bool:
             "a lower train.learning_rate, or model.dtype=float32",
         )
     )
+
+
+def sampler(run: Run, batch: Batch, index: list[int]) -> None:
+    """The sampler drew the groups `index` with the weights that they are about to train.
+
+    Raises GenerationError (exit 6), with nothing updated, where its log-probabilities and the
+    trainer's differ by more than numerics can. With filters on they are of different things.
+    """
+    generation = run.config.generation
+    bent = generation.top_p < 1 or generation.top_k or generation.min_p
+    if bent or generation.repetition_penalty != 1 or generation.min_tokens:
+        return
+    square, count, worst = 0.0, 0, (0.0, "")
+    for group in (batch.groups[i] for i in index):
+        for k, (old, rollout) in enumerate(zip(group.old_logp or [], group.rollouts, strict=False)):
+            if rollout.behaviour_logp is None:
+                continue
+            gap = (old.double() - old.new_tensor(rollout.behaviour_logp).double()).abs()
+            gap = gap[~gap.isnan()]
+            square, count = square + float(gap.square().sum()), count + gap.numel()
+            if gap.numel() and float(gap.max()) > worst[0]:
+                worst = float(gap.max()), f"completion {k} of draw {group.draw}"
+    rms = math.sqrt(square / count) if count else 0.0
+    if rms > run.generator.tolerance:
+        versions = sorted({r.weight_version for i in index for r in batch.groups[i].rollouts})
+        raise GenerationError(
+            Problem(
+                f"step {batch.step + 1}: the sampler had other weights than the trainer",
+                "nothing was updated",
+                f"log-probabilities differ by {rms:.4g} nats (rms of {count} tokens), expected at"
+                f" most {run.generator.tolerance:g}; most in {worst[1]}: {worst[0]:.4g}; the"
+                f" completions say they are of version {', '.join(map(str, versions))}",
+                "somebody else may have changed the server's weights",
+            )
+        )
 
 
 def nothing_to_learn(run: Run, batch: Batch) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 from rloo_cli import hub, made, places, registry
 from rloo_cli.errors import MachineError, Problem
 from rloo_cli.schema import RunConfig
+from rloo_cli.vllm import arguments
 
 
 def check(run: RunConfig, downloads: bool = True) -> None:
     """Raises MachineError (exit 3) with everything the machine lacks for this run.
 
-    `downloads`: what has to be downloaded counts too (a plan needs nothing of it).
+    `downloads`: what has to be downloaded or installed counts too (a plan needs nothing of it).
     """
     problems: list[Problem] = []
     for name, entry in run.rewards.items():
@@ -26,18 +27,29 @@ def check(run: RunConfig, downloads: bool = True) -> None:
         except MachineError as error:
             problems += [replace(p, where=f"reward.{name}") for p in error.problems]
     problems += [*(_downloads(run) if downloads else ()), *_packages(run)]
+    problems += [*(arguments.problems(run) if downloads else ()), *_root(run)]
+    if problems:
+        raise MachineError(*problems)
+
+
+def check_server(run: RunConfig) -> None:
+    """Raises MachineError for what a rollout server of this run lacks; rewards and data it has
+    no need of."""
+    needed = ("model.path", "model.tokenizer")
+    missing = (p for p in _downloads(run) if p.where in needed)
+    if problems := [*missing, *arguments.problems(run, local=True), *_root(run)]:
+        raise MachineError(*problems)
+
+
+def _root(run: RunConfig) -> Iterator[Problem]:
     above = next(
         p for p in [Path(run.root).absolute(), *Path(run.root).absolute().parents] if p.exists()
     )
     if not os.access(above, os.W_OK):
-        problems.append(
-            Problem(f"root = {run.root} cannot be written", "root", f"looked at {above}")
-        )
+        yield Problem(f"root = {run.root} cannot be written", "root", f"looked at {above}")
     elif (disk := shutil.disk_usage(above)).free < 100e6:
         what = "has under 100 MB free" if disk.total else "is no place for files"
-        problems.append(Problem(f"{above} {what}", "root", fix="root=FOLDER on another disk"))
-    if problems:
-        raise MachineError(*problems)
+        yield Problem(f"{above} {what}", "root", fix="root=FOLDER on another disk")
 
 
 def _downloads(run: RunConfig) -> Iterator[Problem]:

@@ -78,6 +78,7 @@ class Rollouts:
         weighted, scorable = self.algorithm.combine(scores.raw, scores.weights, settings)
         facts = {f"reward/{n}/error_rate": r for n, r in scores.error_rate.items()}
         facts |= {f"reward/{n}/time": s for n, s in scores.seconds.items()}
+        facts |= self.generator.facts
         batch = Batch(
             step=step,
             groups=groups,

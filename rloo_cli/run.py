@@ -91,7 +91,7 @@ def _with_model(
     backend = registry.load_code(
         registry.module("generation", config.generation.backend).IMPLEMENTATION
     )
-    generator = backend(policy.model, tokenizer, config.generation, context)
+    generator = backend(policy.model, tokenizer, config, context, start.folder, log.note)
     prompts = prepared[None]
     clock = Clock(log.phase)
     steps = count_steps(config, len(prompts))

@@ -22,6 +22,8 @@ from rloo_cli.updates import Updates
 def train(run: Run) -> None:
     """Train to the run's last step. Raises RunError, Stopped too; what was logged before stays."""
     state = run.state
+    with run.clock.phase("sync"):
+        run.generator.load(run.policy, state.updates)
     while pause(run):
         if run.cycle is None:  # a resumed run may be inside a step
             seen = state.seen_by_rewards(run)
@@ -84,6 +86,7 @@ def step(run: Run, batch: Batch, plan: Plan, loss: Tensor, updates: Updates) -> 
     if not plan.tokens:
         guards.nothing_to_learn(run, batch)
         return
+    guards.sampler(run, batch, [group for index in plan.micros for group in index])
     with run.clock.phase("optimizer"):
         fault("step")
         norm = run.optimizer.grad_norm()

@@ -2,20 +2,34 @@
 
 The backend's file imports no torch, so that the registry can read its `Config`; the class that
 does the work is named in its `IMPLEMENTATION` (`module:name`, for `registry.load_code`) and is
-built as `Implementation(model, tokenizer, config, context_length)`. The loop knows `Generator`
-and nothing else.
+built as `implementation(model, tokenizer, run_config, context_length, folder, note)`; `note`
+prints a line. A file may have `rules(run_config)`, problems of its keys. The loop knows
+`Generator` and nothing else.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
+
+from rloo_cli.errors import GenerationError, Problem
 
 if TYPE_CHECKING:
     from rloo_cli.rollout import Group
 
 PARTS = ("decode", "engine", "rows", "sampling", "stopping")  # shared files, not backends
 
+EXACT, LOOSE = 0.02, 0.4  # about 0.002 and 0.03 to 0.04 are seen where all is well
+
+
+def tolerance(*dtypes: str) -> float:
+    """Rms nats per token that sampler and trainer, of these dtypes, may differ by."""
+    return EXACT if {d.removeprefix("torch.") for d in dtypes} <= {"float32"} else LOOSE
+
 
 class Generator(Protocol):
     """Prompts in, completions out."""
+
+    facts: dict[str, float]  # metrics of its own, as they stand
+    tolerance: float  # rms nats per token by which its log-probabilities may differ from ours
 
     def generate(
         self,
@@ -37,3 +51,21 @@ class Generator(Protocol):
 
     def close(self) -> None:
         """Let go of whatever the sampler holds."""
+
+
+def check_lengths(groups: "Sequence[Group]", most: int, context: int | None) -> None:
+    """Every prompt has a token, and room for `most` more. Raises GenerationError."""
+    for group in groups:
+        length = len(group.prompt_ids)
+        if length == 0:
+            raise GenerationError(f"the prompt of draw {group.draw} has no tokens")
+        if context is not None and length + most > context:
+            raise GenerationError(
+                Problem(
+                    "a prompt leaves no room for its completion",
+                    f"draw {group.draw}",
+                    f"{length} prompt tokens + {most} = {length + most}, but the model's "
+                    f"context length is {context}",
+                    "lower data.max_prompt_length or generation.max_completion_length",
+                )
+            )

@@ -10,8 +10,9 @@ the row's own prompt, so that there is no pad id to confuse with EOS.
 import inspect
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttention
 from rloo_cli import stop
 from rloo_cli.errors import GenerationError, NumbersError, Problem
 from rloo_cli.faults import fault
-from rloo_cli.generation import sampling
+from rloo_cli.generation import check_lengths, sampling, tolerance
 from rloo_cli.generation.rows import Row, State, split
 from rloo_cli.generation.stopping import StopRule
 from rloo_cli.generation.transformers import Config
 from rloo_cli.rollout import Group, Rollout
+from rloo_cli.schema import RunConfig
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,8 @@ class TransformersGenerator:
         self.context_length = context_length
         self.rule = StopRule(tokenizer, model, config)
         self.version = 0
+        self.facts: dict[str, float] = {}
+        self.tolerance = tolerance(str(next(model.parameters()).dtype))
         self.told = False
         # Only the last place of a prompt is sampled from; its other logits would be the largest
         # tensor of the whole step.
@@ -72,7 +76,7 @@ class TransformersGenerator:
         """
         if len(groups) != len(seeds):
             raise GenerationError(f"{len(groups)} groups, but seeds for {len(seeds)}")
-        _check_lengths(groups, self.config.max_completion_length, self.context_length)
+        check_lengths(groups, self.config.max_completion_length, self.context_length)
         rows = [Row(i, groups[i].prompt_ids, seed) for i, own in enumerate(seeds) for seed in own]
         # no_grad and not inference_mode: a model may keep a buffer it computes here (rotary
         # frequencies of a long prompt), and an inference tensor breaks the backward pass later.
@@ -173,24 +177,6 @@ class TransformersGenerator:
         )
 
 
-def _check_lengths(groups: Sequence[Group], most: int, context: int | None) -> None:
-    """Every prompt has a token, and room for `most` more."""
-    for group in groups:
-        length = len(group.prompt_ids)
-        if length == 0:
-            raise GenerationError(f"the prompt of draw {group.draw} has no tokens")
-        if context is not None and length + most > context:
-            raise GenerationError(
-                Problem(
-                    "a prompt leaves no room for its completion",
-                    f"draw {group.draw}",
-                    f"{length} prompt tokens + {most} = {length + most}, but the model's "
-                    f"context length is {context}",
-                    "lower data.max_prompt_length or generation.max_completion_length",
-                )
-            )
-
-
 @contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
     """Eval mode (no dropout, and a cache in spite of gradient checkpointing), then as before."""
@@ -201,6 +187,14 @@ def _evaluating(model: Any) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
+
+
+def build(
+    model: Any, tokenizer: Any, run: RunConfig, context: int | None, folder: Path, note: Any
+) -> TransformersGenerator:
+    """Backend transformers."""
+    config: Any = run.generation
+    return TransformersGenerator(model, tokenizer, config, context)
 
 
 def _selectable(cache: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from rloo_cli.schema import Frozen, GenerationConfig, Positive, key
 
-IMPLEMENTATION = "rloo_cli.generation.decode:TransformersGenerator"
+IMPLEMENTATION = "rloo_cli.generation.decode:build"
 
 
 class Section(Frozen):

@@ -23,7 +23,7 @@ SHAPE = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,  # the smallest that vLLM has kernels for without a GPU
     "max_position_embeddings": 2048,
 }
 TEMPLATE = (

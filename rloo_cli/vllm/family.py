@@ -1,0 +1,42 @@
+"""Processes that end with the one that started them, however that one ends (Linux).
+
+`kill -9` of vLLM's API process alone would leave its engine and worker alive, with their memory
+and their GPU. The kernel tells direct children only, so every process asks for itself.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Called in a process that multiprocessing started: be killed when its parent dies.
+
+    Does nothing in a first process, such as a server's own: its starter has arranged for that.
+    The kernel watches the thread that started us; vLLM starts its processes from main threads.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent.pid:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def told_by_parent(number: int) -> Callable[[], None] | None:
+    """A `preexec_fn`: the child gets this signal when the thread that starts it ends."""
+    if sys.platform != "linux":
+        return None
+    prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
+
+    def ask() -> None:
+        prctl(PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return ask

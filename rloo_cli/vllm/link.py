@@ -1,0 +1,153 @@
+"""The sending end of a weight transfer: gloo here, NCCL and CUDA IPC by vLLM's own trainer halves.
+
+A link is made connected; `send_weights` drives one whole update (start, tensors, finish) through
+a `Control`, which is the engine's side of it over HTTP or a pipe. Everything here blocks: the
+caller puts it on a thread and keeps the deadline (`waiting`).
+"""
+
+import threading
+from typing import Any, Protocol
+
+from rloo_cli.faults import fault
+from rloo_cli.vllm import gloo
+from rloo_cli.vllm.gloo import Shape
+from rloo_cli.vllm.source import Whole
+
+
+class Control(Protocol):
+    """What an engine does about weights. The four methods are those of vLLM's
+    `VLLMWeightSyncClient`; each raises when the engine refuses."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: Any) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+class Link(Protocol):
+    """A connection that weights are sent over."""
+
+    def send_weights(self) -> None:
+        """One whole update."""
+
+    def shutdown(self) -> None:
+        """Let go of the connection."""
+
+
+def connect(
+    kind: str, control: Control, source: Whole, host: str, peer: str, workers: int, limit_s: float
+) -> Link:
+    """Connect with an engine of `workers` processes. `host`: our address, `peer`: theirs."""
+    if kind == "gloo":
+        return GlooLink(control, source, host, peer, workers, limit_s)
+    if kind == "nccl":
+        return _nccl(control, source, host, workers)
+    return _ipc(control, source)
+
+
+class GlooLink:
+    """Our own sender, of bytes in buffers over loopback or a named address."""
+
+    def __init__(
+        self, control: Control, source: Whole, host: str, peer: str, workers: int, limit_s: float
+    ):
+        self.control, self.source = control, source
+        self.group: Any = None
+        if not workers:
+            return
+        listening = gloo.listen(host)
+        port = listening.getsockname()[1]
+        init = {
+            "host": host,
+            "port": port,
+            "own_host": peer,
+            "world_size": workers + 1,
+            "rank_offset": 1,
+            "timeout_s": limit_s,
+        }
+        # The engine's call returns only once both sides have met.
+        call = _Beside(lambda: control.init_weight_transfer_engine(init))
+        self.group = gloo.join(host, port, 0, workers + 1, limit_s, host, listening)
+        call.result()
+
+    def send_weights(self) -> None:
+        """One whole update. Raises what the engine says, before anything that follows from it."""
+        shapes = [
+            Shape(m.name, str(m.dtype).removeprefix("torch."), m.shape)
+            for m in self.source.metadata()
+        ]
+        self.control.start_weight_update()
+        if fault("sync.update") != "skip":
+            info = {
+                "names": [s.name for s in shapes],
+                "dtypes": [s.dtype for s in shapes],
+                "shapes": [list(s.shape) for s in shapes],
+                "buffer_bytes": gloo.BUFFER,
+            }
+            # A broadcast has no end of its own when the other side is gone: the engine's call,
+            # which has one, stands in front.
+            sent = _Beside(lambda: self._broadcast(shapes))
+            self.control.update_weights(info)
+            sent.result()
+        if fault("sync.finish") != "skip":
+            self.control.finish_weight_update()
+
+    def _broadcast(self, shapes: list[Shape]) -> None:
+        if self.group is None:
+            return
+        tensors = iter(self.source)
+        for run in gloo.buffers(shapes):
+            gloo.broadcast(self.group, gloo.pack([next(tensors)[1] for _ in run]))
+
+    def shutdown(self) -> None:
+        """Leave the group; the engine's side notices when it meets the next one."""
+        self.group = None
+
+
+class _Beside:
+    """A call on a thread of its own, which never holds the process back."""
+
+    def __init__(self, work: Any):
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self.thread.start()
+
+    def _run(self, work: Any) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self.error = error
+
+    def result(self) -> None:
+        """Wait for it; raises what it raised."""
+        self.thread.join()
+        if self.error is not None:
+            raise self.error
+
+
+def _nccl(control: Control, source: Whole, host: str, workers: int) -> Link:
+    """vLLM's own sender over NCCL, packed."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory as Factory
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    with gloo.listen(host) as free:  # NCCL takes a number, not a socket
+        port = free.getsockname()[1]
+    info = NCCLTrainerInitInfo(
+        rank=0, master_address=host, master_port=port, world_size=workers + 1, packed=True
+    )
+    link: Link = Factory.trainer_init(info, client=control, source=source)
+    return link
+
+
+def _ipc(control: Control, source: Whole) -> Link:
+    """vLLM's own sender of CUDA IPC handles, packed, to a child on the same GPU."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory as Factory
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+    link: Link = Factory.trainer_init(
+        IPCTrainerInitInfo(rank=0, packed=True), client=control, source=source
+    )
+    return link

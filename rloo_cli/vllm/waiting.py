@@ -1,0 +1,47 @@
+"""Waiting for another process: every wait has a name and an end, and looks at the signals."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from rloo_cli import stop
+from rloo_cli.vllm.engine import Lost
+
+T = TypeVar("T")
+LOOK_S = 0.1
+
+
+def within(limit_s: float, what: str, work: Callable[[], T]) -> T:
+    """Run `work` on a thread for at most `limit_s` seconds. Raises Lost at the limit.
+
+    A thread that is still stuck then is left behind: it holds nobody back.
+    """
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name=what)
+    thread.start()
+    thread.join(limit_s)
+    if failed:
+        raise failed[0]
+    if not found:
+        raise Lost(f"{what}: no end after {limit_s:g} s")
+    return found[0]
+
+
+def until(limit_s: float, what: str, found: Callable[[], T | None], every_s: float = 0.25) -> T:
+    """Ask `found` again and again until it returns something. Raises Lost at the limit, Stopped."""
+    end = time.monotonic() + limit_s
+    while (value := found()) is None:
+        stop.check()
+        if time.monotonic() > end:
+            raise Lost(f"{what}: not within {limit_s:g} s")
+        time.sleep(every_s)
+    return value
