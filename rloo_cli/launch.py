@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from rloo_cli import config, faults, machine, pids, processes, resume
+from rloo_cli import config, faults, machine, managed, pids, processes, resume, server_file, serving
 from rloo_cli.compose import Composed
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.files import read_json, update_json, write_json, write_text
@@ -60,7 +60,8 @@ def train(composed: Composed, multirun: bool = False, dry_run: bool = False) -> 
             held.enter_context(locked(folder))
         prepare(start, run, composed)
         words = [str(folder), str(start.attempt), str(start.checkpoint or "")]
-        code = processes.run("worker", words, _note_rank(folder), _saving(folder))
+        with managed.server(folder, run) as (look, env):
+            code = processes.run("worker", words, _note_rank(folder), _saving(folder), look, env)
         if code in REFUSED and not _begun(start):
             _take_back(start, before, new_root)
         else:
@@ -91,8 +92,8 @@ def _alone(folder: Path) -> None:
         return
     if facts.get("state") in ("starting", "training") and pids.alive(facts):
         raise ConfigError(_busy(folder, facts["pid"]))
-    for rank in facts.get("ranks", []):
-        pids.end(rank)
+    for left in [*facts.get("ranks", []), *[s for s in [facts.get("server")] if s]]:
+        pids.end(left)
 
 
 @contextmanager
@@ -205,13 +206,28 @@ def _take_back(start: Start, before: dict[str, Any], new_root: bool) -> None:
     """Leave things as they were before a run that was refused."""
     folder = start.folder
     if not before:
-        shutil.rmtree(folder)
+        _clear(folder)
         if new_root:
             with contextlib.suppress(OSError):  # another run came to it meanwhile
                 folder.parent.rmdir()
         return
     shutil.rmtree(resume.config_file(folder, start.attempt).parent)
     write_json(folder / "run.json", before)
+
+
+def _clear(folder: Path) -> None:
+    """Remove a run's folder, but for what a server has in it that waits there for the run."""
+    if server_file.live(folder) is None:
+        shutil.rmtree(folder)
+        return
+    kept = {folder / server_file.NAME, folder / serving.LOGS, folder / serving.LOGS.parent}
+    for entry in [*folder.iterdir(), *(folder / serving.LOGS.parent).iterdir()]:
+        if entry in kept:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
 
 
 def _say_end(start: Start, code: int, command: str) -> None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,12 +24,15 @@ def run(
     words: Sequence[str],
     started: Callable[[int], None] = lambda pid: None,
     busy: Callable[[], bool] = lambda: False,
+    look: Callable[[], None] = lambda: None,
+    env: Mapping[str, str] | None = None,
 ) -> int:
     """Run `rloo_cli.<module>`.main with these arguments to its end; its exit code.
 
     TERM, INT, USR1 and USR2 reach it once each; a second Ctrl-C within 5 s ends it at once (130).
     It is ended LIMIT_S after the first signal unless `busy` (a save is being written). A child
-    that a signal killed counts as 75 where an end was asked for, else as 6.
+    that a signal killed counts as 75 where an end was asked for, else as 6. `look` is called twice
+    a second meanwhile; `env` is added to its environment.
     """
     # Threads that spin long while they wait for each other make a machine that is shared many
     # times slower.
@@ -37,7 +40,7 @@ def run(
     child = subprocess.Popen(
         # -P: no file in the current folder can pass for a package.
         [sys.executable, "-P", "-c", BOOT.format(module=module), *words],
-        env=calm | os.environ,
+        env=calm | os.environ | (env or {}),
         start_new_session=True,  # a Ctrl-C reaches it once, from us
         preexec_fn=_die_with_parent(),
     )
@@ -46,6 +49,7 @@ def run(
         while child.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(0.5)
+            look()
             if heard and time.monotonic() - heard[0][1] > LIMIT_S and not busy():
                 kill(child.pid)
     if child.returncode >= 0:

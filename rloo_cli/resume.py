@@ -84,7 +84,7 @@ def plan(folder: Path, run: RunConfig) -> Start:
 
 def _hardly_begun(folder: Path, facts: dict[str, Any]) -> bool:
     """Whether a launcher was killed while it made this folder: run.json is what it writes last."""
-    first = {"logs", "config.yaml", "overrides.txt", "env.json"}
+    first = {"logs", "config.yaml", "overrides.txt", "env.json", "server.json"}
     found = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
     return not facts and found <= first
 

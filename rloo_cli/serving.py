@@ -28,6 +28,7 @@ from rloo_cli.server_file import Server
 from rloo_cli.vllm import family
 
 LOGS = Path("logs", "server")
+SCRATCH = "rloo-server-"  # how the names of its temporary folders begin
 ERROR = "error.json"  # in the scratch folder, by the server that could not start
 PATIENCE_S = 20.0  # from TERM to KILL
 CALM = {"GOMP_SPINCOUNT": "1000", "TOKENIZERS_PARALLELISM": "false"}
@@ -63,7 +64,7 @@ def start(folder: Path, run: RunConfig, by: str, env: Mapping[str, str] | None =
     stale = server_file.read(folder)
     if stale is not None and stale.alive() is False:
         (folder / server_file.NAME).unlink(missing_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix="rloo-server-"))  # of ours alone: mode 0700
+    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=temporary()))  # ours alone: mode 0700
     inside = {"RLOO_SERVER_SCRATCH": str(scratch), "RLOO_SERVER_LOG": str(log.absolute())}
     boot = BOOT.format(module="vllm.server")
     try:
@@ -81,6 +82,17 @@ def start(folder: Path, run: RunConfig, by: str, env: Mapping[str, str] | None =
         shutil.rmtree(scratch, ignore_errors=True)
         raise
     return Process(folder, child, log, scratch, time.monotonic())
+
+
+def temporary() -> str:
+    """The folder for temporary files, or one with a shorter path where that is too long: a socket's
+    path holds 107 bytes, and vLLM's take 37 of them in a folder of ours.
+    """
+    usual = tempfile.gettempdir()
+    named = (usual, os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp")
+    longest = 107 - 37 - 1 - len(SCRATCH) - 8
+    fit = [d for d in named if d and len(os.fsencode(d)) <= longest and os.access(d, os.W_OK)]
+    return fit[0] if fit else usual
 
 
 def ready(process: Process) -> Server | None:
@@ -104,14 +116,14 @@ def wait(
             return server
         gone = process.code is not None
         if gone or time.monotonic() - process.began > limit:
-            error = _failed(process, limit)
+            error = why(process, limit)
             stop(process)
             raise error
         time.sleep(0.1)
     return None
 
 
-def _failed(process: Process, limit: float) -> RunError:
+def why(process: Process, limit: float) -> RunError:
     """Why it does not answer: what its process found wrong, else its log's last lines."""
     with contextlib.suppress(OSError, ValueError):
         blocks = json.loads((process.scratch / ERROR).read_text())

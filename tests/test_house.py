@@ -28,7 +28,7 @@ FLOORS = [  # each may import from itself and from those before it
     " curves advice rollouts parts minibatches ledger splits held_out",
     "train advantages pauses evaluate outcome guards",
     "run begin worker evaluator",
-    "launch processes api machine tools serving serve",
+    "launch processes api machine tools managed serving serve",
     "cli __main__",
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}

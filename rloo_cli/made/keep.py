@@ -1,9 +1,12 @@
 """Make a folder once, and keep it in the cache."""
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rloo_cli import paths
@@ -16,6 +19,23 @@ def kept(name: str, recipe: str, make: Callable[[Path], None]) -> Path:
     """
     folder = paths.cache() / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if not folder.is_dir():
+        with _alone(folder):
+            _make(folder, make)
+    return folder
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time: a trainer and its server may want the same model."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f".{folder.name}.lock").open("w") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _make(folder: Path, make: Callable[[Path], None]) -> None:
+    if not folder.is_dir():
         temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -26,4 +46,3 @@ def kept(name: str, recipe: str, make: Callable[[Path], None]) -> Path:
             shutil.rmtree(temporary)
             if not folder.is_dir():
                 raise
-    return folder

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import yaml
 
-from rloo_cli import config, machine, pids, processes
+from rloo_cli import config, machine, managed, pids, processes
 from rloo_cli.errors import ConfigError, Problem, StorageError
 from rloo_cli.files import write_json, write_text
 from rloo_cli.tools.eval_subject import USAGE, Subject, of_recipe, of_run
@@ -65,7 +65,8 @@ def _evaluate(subject: Subject) -> int:
             settings = yaml.safe_dump(config.dump(subject.config), sort_keys=False)
             write_text(folder / "config.yaml", settings)
             write_json(folder / "about.json", subject.about)
-            code = processes.run("evaluator", [str(folder)])
+            with managed.server(folder, subject.config) as (look, env):
+                code = processes.run("evaluator", [str(folder)], look=look, env=env)
             if code == 0:
                 _take_place(folder, place)
     except OSError as error:

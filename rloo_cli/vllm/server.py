@@ -60,6 +60,7 @@ def main() -> None:
 
 
 def _interrupted(number: int, frame: Any) -> None:
+    signal.signal(number, signal.SIG_IGN)  # a second one would end the clearing up
     raise KeyboardInterrupt
 
 

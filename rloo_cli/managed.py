@@ -1,0 +1,171 @@
+"""The rollout server that belongs to a run: started beside its worker, watched, started again when
+it dies, ended with the run. Imports no torch.
+
+A server that `rloo vllm-serve` started for the same run is used instead, and left as it is.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rloo_cli import pids, server_file, serving
+from rloo_cli.errors import ConfigError, MachineError, Problem, RunError
+from rloo_cli.files import update_json
+from rloo_cli.schema import RunConfig
+from rloo_cli.vllm import arguments
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+Environment = dict[str, str]
+
+
+@contextmanager
+def server(
+    folder: Path, run: RunConfig, note: Callable[[str], None] = print
+) -> Iterator[tuple[Callable[[], None], Environment]]:
+    """While inside, a run that needs a server of its own has one.
+
+    Yields what to call a few times a second, and what the worker's environment must say. Raises
+    ConfigError and MachineError where GPUs would have to be shared.
+    """
+    keys: Any = run.generation
+    if keys.backend != "vllm_server" or keys.server.base_url is not None:
+        yield lambda: None, {}
+        return
+    there, gpus = server_file.live(folder), arguments.gpus()
+    if there is not None and there.by != "train":
+        note(f"samples with the server at {there.url} (process {there.pid} on {there.host})")
+        yield lambda: None, apart(gpus, there)
+        return
+    ours, theirs = share(gpus, run.distributed.num_processes, wanted(run))
+    watched = Watched(folder, run, theirs, note)
+    try:
+        watched.look()
+        yield watched.look, ours
+    finally:
+        watched.end()
+
+
+def wanted(run: RunConfig) -> int:
+    """GPUs that a run's server takes."""
+    keys: Any = run.generation
+    size: int = keys.server.tensor_parallel_size * keys.server.data_parallel_size
+    return size
+
+
+def share(gpus: list[str], ranks: int, wanted: int) -> tuple[Environment, Environment]:
+    """Which GPUs the trainer sees, and which its server: the first `ranks`, and the next ones.
+
+    Raises MachineError where there are GPUs but too few for both.
+    """
+    if not gpus:
+        return {}, {}
+    if len(gpus) < ranks + wanted:
+        raise MachineError(
+            Problem(
+                f"server and trainer would share a GPU: there are {len(gpus)}",
+                "generation.backend",
+                f"the trainer takes {ranks}, a server {wanted}; each would take the other's memory",
+                "generation=vllm_colocate",
+            )
+        )
+    ours, theirs = gpus[:ranks], gpus[ranks : ranks + wanted]
+    return {VISIBLE: ",".join(ours)}, {VISIBLE: ",".join(theirs)}
+
+
+def apart(gpus: list[str], there: server_file.Server) -> Environment:
+    """The GPUs that a server which runs already leaves to the trainer. Raises ConfigError."""
+    if not gpus or there.alive() is None:  # on another machine
+        return {}
+    left = [gpu for gpu in gpus if gpu not in there.devices]
+    if not left:
+        raise ConfigError(
+            Problem(
+                f"server and trainer would share GPU {', '.join(gpus)}",
+                "generation.backend",
+                f"the server at {there.url} has {', '.join(there.devices)}",
+                "generation=vllm_colocate, or start the server under CUDA_VISIBLE_DEVICES=OTHERS",
+            )
+        )
+    return {VISIBLE: ",".join(left)}
+
+
+class Watched:
+    """One server after the other, until the restarts are used up."""
+
+    def __init__(self, folder: Path, run: RunConfig, env: Environment, note: Callable[[str], None]):
+        self.folder, self.run, self.env, self.note = folder, run, env, note
+        keys: Any = run.generation
+        self.keys = keys.server
+        self.process: serving.Process | None = None
+        self.answered = False
+        self.restarts = 0
+        self.due = 0.0  # time.monotonic of the next start
+        self.failed = False
+
+    def look(self) -> None:
+        """Start it, or see that it is well; returns at once but for the end of a dead one."""
+        if self.failed:
+            return
+        if self.process is None:
+            if time.monotonic() >= self.due:
+                self._start()
+            return
+        if not self.answered:
+            self.answered = serving.ready(self.process) is not None
+        late = time.monotonic() - self.process.began > self.keys.ready_timeout_s
+        if self.process.code is not None or (late and not self.answered):
+            self._again()
+
+    def _start(self) -> None:
+        self.process = serving.start(self.folder, self.run, "train", self.env)
+        self.answered = False
+        pid = self.process.child.pid
+        facts = {"pid": pid, "group": pid, "pid_started": pids.started(pid)}
+        update_json(self.folder / "run.json", server=facts)
+
+    def _again(self) -> None:
+        """It died, or never answered: what is left of it goes, and another may come."""
+        assert self.process is not None
+        process, self.process = self.process, None
+        error = serving.why(process, self.keys.ready_timeout_s)
+        serving.stop(process)
+        final = isinstance(error, ConfigError | MachineError)
+        if final or self.restarts >= self.keys.max_restarts:
+            self._give_up(error, process.log)
+            return
+        self.restarts += 1
+        pause = 2.0 ** (self.restarts - 1)  # what killed it may take a moment to pass
+        self.due = time.monotonic() + pause
+        first = error.problems[0].what
+        self.note(
+            f"warning: {first}; it is started again in {pause:g} s"
+            f" (restart {self.restarts} of {self.keys.max_restarts})"
+        )
+
+    def _give_up(self, error: RunError, log: Path) -> None:
+        """Tell the trainer, which waits for server.json, that none will come."""
+        self.failed = True
+        problem = error.problems[0]
+        said = [problem.what, problem.why, problem.fix and f"fix: {problem.fix}"]
+        nobody = server_file.Server(
+            url="", token="", pid=0, group=0, pid_started="", host="", by="train", model="",
+            dtype="", vllm="", transfer="", devices=[], log=str(log),
+            failed="\n".join(part for part in said if part),
+        )  # fmt: skip
+        server_file.write(self.folder, nobody)
+
+    def end(self) -> None:
+        """End it with all it started, and its server.json."""
+        if self.process is not None:
+            left = serving.stop(self.process)
+            if left:
+                self.note(f"warning: processes {', '.join(map(str, left))} would not end")
+            self.process = None
+        last = server_file.read(self.folder)
+        if last is not None and last.by == "train":
+            with contextlib.suppress(OSError):
+                os.unlink(self.folder / server_file.NAME)
