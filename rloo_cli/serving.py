@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from rloo_cli import config, pids, server_file
+from rloo_cli import config, server_file
 from rloo_cli.errors import ConfigError, GenerationError, MachineError, Problem, RunError
 from rloo_cli.files import write_text
 from rloo_cli.processes import BOOT, kill
@@ -158,14 +158,14 @@ def stop(process: Process, patience: float = PATIENCE_S) -> list[int]:
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(patience)
-    limit = time.monotonic() + 2
-    while members(child.pid) and process.code is not None and time.monotonic() < limit:
-        time.sleep(0.05)  # those who only wait for a pipe to close
-    kill(child.pid)
-    child.wait()
-    limit = time.monotonic() + 10
-    while (left := members(child.pid)) and time.monotonic() < limit:
-        time.sleep(0.05)
+    if process.code is None:
+        family.kill(child.pid)
+        child.wait()
+    if _left(child.pid, 2):  # who waits for a pipe to close has had the time
+        family.kill(child.pid)
+    if _left(child.pid, 10):
+        kill(child.pid)
+    left = _left(child.pid, 10)
     mine = server_file.read(process.folder)
     if mine is not None and mine.pid == child.pid:
         (process.folder / server_file.NAME).unlink(missing_ok=True)
@@ -173,13 +173,9 @@ def stop(process: Process, patience: float = PATIENCE_S) -> list[int]:
     return left
 
 
-def members(group: int) -> list[int]:
-    """Processes of a group that run."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[2]) == group and pids.started(int(entry.name)):
-                    found.append(int(entry.name))
-    return found
+def _left(group: int, limit: float) -> list[int]:
+    """Processes of a group that are still there after so many seconds."""
+    until = time.monotonic() + limit
+    while (left := family.members(group)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return left

@@ -1,8 +1,10 @@
 """A real rollout server, as `rloo vllm-serve` starts it: whom it answers, and what it leaves."""
 
+import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -20,7 +22,7 @@ from cli_cases import Rloo, children, rloo, surroundings
 from rloo_cli import server_file, serving
 from rloo_cli.pids import started
 from rloo_cli.server_file import Server
-from rloo_cli.vllm import facts, guard, ports
+from rloo_cli.vllm import facts, family, guard, ports
 
 __all__ = ["rloo"]  # a fixture
 
@@ -118,7 +120,7 @@ def raw(server: Server, *lines: str) -> int:
 
 def group(server: Server) -> list[int]:
     """Everything that belongs to a server; at least its API process, engine and worker."""
-    members = serving.members(server.group)
+    members = family.members(server.group)
     assert len(members) >= 3
     return members
 
@@ -247,20 +249,32 @@ def test_a_second_server_for_the_same_run_is_refused(served: Served, server: Ser
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-@pytest.mark.parametrize("after_s", [1.5, 14])  # vLLM is imported; the engine starts
+@pytest.mark.parametrize(
+    ("phase", "least"), [("", 1), ("Initializing a V1 LLM engine", 3)], ids=["import", "engine"]
+)
 def test_one_that_is_ended_while_it_starts_leaves_nothing(
-    number: int, after_s: float, tmp_path_factory: pytest.TempPathFactory
+    number: int, phase: str, least: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     served = Served(tmp_path_factory.mktemp("s"), tmp_path_factory.getbasetemp())
-    log = served.run / "logs/server/server_1.log"
-    until = time.monotonic() + 30
-    while not log.exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    time.sleep(after_s)
-    below = children(served.verb.pid)
-    assert len(below) >= (3 if after_s > 2 else 1)
-    assert served.end(number) == (-number if number == signal.SIGKILL else 0), served.said()
-    assert gone(below, 25 if number == signal.SIGKILL else 0)
+    log, below = served.run / "logs/server/server_1.log", []
+    try:
+        until = time.monotonic() + 60
+        while phase not in (log.read_text() if log.exists() else "-") and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(1.5)
+        below = children(served.verb.pid)
+        assert len(below) >= least
+        memory = shared(below)
+        asked = time.monotonic()
+        assert served.end(number) == (-number if number == signal.SIGKILL else 0), served.said()
+        assert gone(below, 5 if number == signal.SIGKILL else 0)
+        assert time.monotonic() - asked < 8
+        assert not [m for m in memory if m.exists()], memory
+    finally:
+        for pid in below:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        served.end()
     assert [*served.temporary.iterdir()] == []
     assert not (served.run / server_file.NAME).exists()
 
@@ -318,14 +332,39 @@ def gone(pids: list[int], limit: float = 10) -> bool:
     return not any(map(started, pids))
 
 
+def shared(pids: list[int]) -> set[Path]:
+    """The files of shared memory that these processes have open."""
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+    return {Path(found) for found in re.findall(r"/dev/shm/\S+", maps) if Path(found).exists()}
+
+
+@pytest.mark.slow
+def test_one_that_does_not_react_is_killed_and_leaves_nothing(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    served = Served(tmp_path_factory.mktemp("s"), tmp_path_factory.getbasetemp())
+    try:
+        server = served.up()
+        members = group(server)
+        memory = shared(members)
+        os.kill(server.pid, signal.SIGSTOP)
+        assert served.end() == 0, served.said()
+    finally:
+        served.end()
+    assert gone(members, 0) and [*served.temporary.iterdir()] == []
+    assert memory and not [m for m in memory if m.exists()]
+    assert not (served.run / server_file.NAME).exists()
+
+
 def test_it_ends_when_asked_and_leaves_nothing(served: Served, server: Server) -> None:
-    members, shared = group(server), {*os.listdir("/dev/shm")}
+    members = group(server)
+    memory = shared(members)
     assert served.end() == 0, served.said()
     assert gone(members, 0)
     assert not (served.run / server_file.NAME).exists()
     assert [*served.temporary.iterdir()] == []
     assert urlsplit(server.url).port not in {s.port for s in ports.listeners()}
-    assert not [n for n in {*os.listdir("/dev/shm")} - shared if n.startswith(("psm_", "sem."))]
+    assert memory and not [m for m in memory if m.exists()]
     assert "Traceback" not in served.said() + Path(server.log).read_text()
 
 
@@ -341,6 +380,7 @@ def test_a_killed_server_takes_its_engine_along(
         assert json.loads(ask(server, "/rloo")[1])["dtype"] == "bfloat16"
         assert ask(server, "/openapi.json")[0] == ask(server, "/docs")[0] == 404
         members = group(server)
+        memory = shared(members)
         os.kill(server.pid, signal.SIGKILL)
         assert gone([p for p in members if p != server.pid])
         assert served.verb.wait(30) == 6, served.said()
@@ -349,3 +389,4 @@ def test_a_killed_server_takes_its_engine_along(
     assert "ended by itself" in served.said()
     assert gone(members, 0) and not (served.run / server_file.NAME).exists()
     assert [*served.temporary.iterdir()] == []
+    assert memory and not [m for m in memory if m.exists()]

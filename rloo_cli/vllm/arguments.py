@@ -100,6 +100,8 @@ def environment(run: RunConfig, keys: EngineKeys) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         # Compiled in 20 s at the first request, found in 2 s at the next one's.
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        # Into the folder for temporary files, whatever the cache: compiled anew for each server.
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "VLLM_CACHE_ROOT": str(cache / "vllm"),
     }

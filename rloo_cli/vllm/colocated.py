@@ -96,7 +96,12 @@ class InAChild:
                 limit, "connecting with the engine for weights",
                 lambda: connect(self.transfer, self, source, HOST, HOST, self.workers, limit),
             )  # fmt: skip
-        within(limit, "sending weights to the engine", self.link.send_weights)
+        try:
+            within(limit, "sending weights to the engine", self.link.send_weights)
+        except Refused:
+            with contextlib.suppress(Lost):  # an update that stays open keeps out the next one
+                self.call("finish_weight_update", None)
+            raise
         self._wake_cache()
         if not self.call("reset_prefix_cache"):
             raise GenerationError(Problem("the engine kept the prefix cache of old weights"))

@@ -7,6 +7,7 @@ seeds: a completion depends on its prompt, its seed and the weights, so nothing 
 """
 
 import logging
+import math
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -179,8 +180,9 @@ class VllmGenerator:
         for version in answer.versions or ["(not told)"]:
             if version != self.label:
                 raise GenerationError(_other_weights(version, self.label))
-        if not answer.ids or len(answer.ids) != len(answer.logp):
-            what = f"{len(answer.ids)} tokens came with {len(answer.logp)} log-probabilities"
+        finite = sum(map(math.isfinite, answer.logp))
+        if not answer.ids or not len(answer.ids) == len(answer.logp) == finite:
+            what = f"{len(answer.ids)} tokens came with {finite} log-probabilities"
             raise GenerationError(Problem(what, "generation"))
         return answer
 
@@ -251,7 +253,7 @@ def over_http(
         transfer=_transfer(given),
         allow_untested=config.allow_untested,
     )
-    engine = OverHttp(keys, folder, expected)
+    engine = OverHttp(keys, folder, expected, note)
     most = keys.retries if keys.base_url else max(keys.retries, keys.max_restarts)
     return _generator(engine, model, tokenizer, run, context, given["dtype"], most, note)
 

@@ -7,6 +7,7 @@ what is lost is connected to anew, which first asks the server for its state.
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from rloo_cli.vllm.link import Link, connect
 from rloo_cli.vllm.waiting import until, within
 from rloo_cli.vllm.wire import Wire
 
+log = logging.getLogger(__name__)
 CALL_S = 30.0  # a question that needs no work
 CLEAR_S = 60.0  # emptying a cache, aborting what is under way
 
@@ -44,9 +46,15 @@ class Server:
 class OverHttp:
     """The `Engine` of backend vllm_server. `expected`: what every server must turn out to be."""
 
-    def __init__(self, keys: Section, folder: Path, expected: Expected):
-        self.keys, self.folder, self.expected = keys, folder, expected
-        self.wire = Wire(keys.max_in_flight)
+    def __init__(
+        self,
+        keys: Section,
+        folder: Path,
+        expected: Expected,
+        note: Callable[[str], None] = log.info,
+    ):
+        self.keys, self.folder, self.expected, self.note = keys, folder, expected, note
+        self.wire = Wire(keys.max_in_flight, keys.api_key_env)
         self.servers: list[Server] = []
         self.gone: set[tuple[int, str]] = set()  # servers of ours that were given up
         self.restarts = 0
@@ -61,7 +69,7 @@ class OverHttp:
             given = [urls] if isinstance(urls, str) else urls
             secret = os.environ.get(self.keys.api_key_env, "")
             limit = self.keys.reconnect_timeout_s if again else self.keys.ready_timeout_s
-            self.servers = [self._answering(_reachable(url), secret, limit) for url in given]
+            self.servers = [self._answering(self._reachable(url), secret, limit) for url in given]
         for server in self.servers:
             server.transfer = self.expected.check(self.wire, server.url, server.token)
             self._undo(server)
@@ -89,27 +97,51 @@ class OverHttp:
             return None
 
         limit = self.keys.reconnect_timeout_s if again and external else self._patience()
-        return until(limit, f"a server in {self.folder / server_file.NAME}", found)
+        try:
+            return until(limit, f"a server in {self.folder / server_file.NAME}", found)
+        except Lost as lost:  # the whole patience is used up: no second wait
+            raise GenerationError(Problem("no rollout server answers", "", str(lost))) from None
 
     def _patience(self) -> float:
         """The launcher keeps each start's deadline, and says in server.json when it gives up."""
         return self.keys.ready_timeout_s * (self.keys.max_restarts + 1) + 60
 
     def _answering(self, url: str, token: str, limit_s: float) -> Server:
-        def found() -> Server | None:
-            with contextlib.suppress(Lost):
-                self.wire.get(url, "/health", token, 5)
-                return Server(url, token)
-            return None
+        said = ""
 
-        return until(limit_s, f"{url}/health", found)
+        def found() -> Server | None:
+            nonlocal said
+            try:
+                self.wire.get(url, "/health", token, 5)
+            except Lost as lost:
+                said = str(lost)
+                return None
+            return Server(url, token)
+
+        try:
+            return until(limit_s, f"{url}/health", found)
+        except Lost:  # the whole patience is used up: no second wait
+            what, where = f"no server answers at {url}", "generation.server.base_url"
+            why = f"expected an answer within {limit_s:g} s; {said}"
+            raise GenerationError(Problem(what, where, why, "rloo vllm-serve starts one")) from None
+
+    def _reachable(self, url: str) -> str:
+        """An address to listen on is none to call: it stands for this machine."""
+        parts = urlsplit(url)
+        if (parts.hostname or "") not in EVERYWHERE:
+            return url.rstrip("/")
+        port = f":{parts.port}" if parts.port else ""
+        called = parts._replace(netloc=f"127.0.0.1{port}").geturl().rstrip("/")
+        self.note(f"{url} is an address to listen on, none to call: {called} is asked")
+        return called
 
     def _undo(self, server: Server) -> None:
         """What a trainer that vanished may have left: a pause, an open update, its connection."""
         post = self.wire.post
         if self.wire.get(server.url, "/is_paused", server.token, CALL_S)["is_paused"]:
-            with contextlib.suppress(Refused):  # no update is open
-                post(server.url, "/finish_weight_update", server.token, {}, CLEAR_S)
+            for _ in range(2):  # the first may only tell that weights are missing
+                with contextlib.suppress(Refused):  # no update is open
+                    post(server.url, "/finish_weight_update", server.token, {}, CLEAR_S)
             post(server.url, "/resume", server.token, None, CLEAR_S)
         with contextlib.suppress(Refused):
             post(server.url, "/shutdown_weight_transfer_engine", server.token, None, CLEAR_S)
@@ -134,7 +166,12 @@ class OverHttp:
                     server.workers, keys.init_timeout_s,
                 ),
             )  # fmt: skip
-        within(keys.sync_timeout_s, f"sending weights to {url}", server.link.send_weights)
+        try:
+            within(keys.sync_timeout_s, f"sending weights to {url}", server.link.send_weights)
+        except Refused:
+            with contextlib.suppress(Lost):  # an update that stays open keeps out the next one
+                self.wire.post(url, "/finish_weight_update", token, {}, CLEAR_S)
+            raise
         reset = self.wire.post(url, "/reset_prefix_cache", token, None, CLEAR_S)
         if isinstance(reset, dict) and reset.get("success") is False:
             raise GenerationError(
@@ -195,6 +232,7 @@ class OverHttp:
             if server.link is None or (server.found and server.found.alive() is False):
                 continue
             server.link.shutdown()
+            server.link = None
             with contextlib.suppress(Lost, GenerationError):
                 self.wire.post(
                     server.url, "/shutdown_weight_transfer_engine", server.token, None, 5
@@ -245,14 +283,6 @@ def answer(said: Any, url: str) -> Answer:
 
 def _up(there: server_file.Server) -> bool:
     return there.alive() is not False
-
-
-def _reachable(url: str) -> str:
-    """An address to listen on is none to call: it stands for this machine."""
-    parts = urlsplit(url)
-    if (parts.hostname or "") not in EVERYWHERE:
-        return url.rstrip("/")
-    return parts._replace(netloc=f"127.0.0.1:{parts.port or 80}").geturl().rstrip("/")
 
 
 def _hosts(url: str, ours: str) -> tuple[str, str]:

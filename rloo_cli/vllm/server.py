@@ -24,7 +24,7 @@ from typing import Any
 from rloo_cli import config, pids, server_file
 from rloo_cli.errors import ConfigError, GenerationError, MachineError, Problem, RunError
 from rloo_cli.files import write_text
-from rloo_cli.vllm import arguments, facts, guard, ports
+from rloo_cli.vllm import arguments, facts, family, guard, ports
 
 EXTERNAL = "RLOO_SERVER_TOKEN"  # a token that somebody chose; else one is made
 DOCS = "RLOO_SERVER_DOCS"  # 1: show the list of routes (with the token), for tests
@@ -37,31 +37,35 @@ ERROR = "error.json"  # in the scratch folder: why it did not start
 def main() -> None:
     """The process's whole life; exits with an error's code, having left its problems behind."""
     folder, by, file = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    signal.signal(signal.SIGTERM, _interrupted)  # until uvicorn has its own
-    signal.signal(signal.SIGINT, _interrupted)
     scratch = os.environ.get(SCRATCH)
-    code = 0
+
+    def end(number: int, frame: Any) -> None:
+        """Until uvicorn has its own handlers. No exception: pyzmq loses it where vLLM waits."""
+        if os.getpgid(0) == os.getpid():
+            family.kill(os.getpid(), spared=os.getpid())
+        _clear(folder, scratch)
+        os._exit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
     try:
         _serve(folder, by, config.read(file))
     except RunError as error:
         print(error.render(), file=sys.stderr)
         if scratch:
             write_text(Path(scratch, ERROR), error.render(as_json=True))
-        scratch, code = None, error.code  # the starter reads it there, and clears up
-    except KeyboardInterrupt:
-        pass
+        scratch = None  # the starter reads it there, and clears up
+        sys.exit(error.code)
     finally:
-        mine = server_file.read(folder)
-        if mine is not None and mine.pid == os.getpid() and mine.alive():
-            (folder / server_file.NAME).unlink(missing_ok=True)
-        if scratch:
-            shutil.rmtree(scratch, ignore_errors=True)
-    sys.exit(code)
+        _clear(folder, scratch)
 
 
-def _interrupted(number: int, frame: Any) -> None:
-    signal.signal(number, signal.SIG_IGN)  # a second one would end the clearing up
-    raise KeyboardInterrupt
+def _clear(folder: Path, scratch: str | None) -> None:
+    mine = server_file.read(folder)
+    if mine is not None and mine.pid == os.getpid() and mine.alive():
+        (folder / server_file.NAME).unlink(missing_ok=True)
+    if scratch:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _serve(folder: Path, by: str, run: Any) -> None:

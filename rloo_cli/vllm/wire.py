@@ -24,9 +24,11 @@ SHOWN = 300  # characters of an answer in an error
 
 
 class Wire:
-    """One event loop and its open connections. `in_flight`: most requests at once."""
+    """One event loop and its open connections. `in_flight`: most requests at once; `variable`: the
+    environment variable that has the servers' token, for errors."""
 
-    def __init__(self, in_flight: int):
+    def __init__(self, in_flight: int, variable: str = "RLOO_SERVER_TOKEN"):
+        self.variable = variable
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True, name="http")
         self.thread.start()
@@ -34,7 +36,9 @@ class Wire:
         self.session = self.run(self._open(), 30)
 
     async def _open(self) -> aiohttp.ClientSession:
-        connector = aiohttp.TCPConnector(limit=self.in_flight, enable_cleanup_closed=True)
+        # A connection each: one that is kept may be closed by the server while it is used again,
+        # which looks like a server that died.
+        connector = aiohttp.TCPConnector(limit=self.in_flight, force_close=True)
         return aiohttp.ClientSession(
             connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=False
         )
@@ -81,7 +85,7 @@ class Wire:
                 allow_redirects=False,
             ) as response:
                 text = await response.text(errors="replace")
-                return read(where, response.status, text)
+                return read(where, response.status, text, self.variable)
         except TimeoutError:
             raise Lost(f"{where}: no answer within {limit_s:g} s") from None
         except aiohttp.InvalidURL:
@@ -95,9 +99,11 @@ class Wire:
             asyncio.run_coroutine_threadsafe(self.session.close(), self.loop)
             self.loop.call_soon_threadsafe(self.loop.call_later, 0.1, self.loop.stop)
             self.thread.join(5)
+            if not self.thread.is_alive():
+                self.loop.close()
 
 
-def read(where: str, status: int, text: str) -> Any:
+def read(where: str, status: int, text: str, variable: str) -> Any:
     """The JSON of an answer. Raises Lost (the server is going), GenerationError (it is another)."""
     if status == 200:
         try:
@@ -111,8 +117,8 @@ def read(where: str, status: int, text: str) -> Any:
                 f"{status} from {where}: the server wants another token",
                 "generation.server",
                 said,
-                "set RLOO_SERVER_TOKEN (generation.server.api_key_env) to the token in the"
-                " server's server.json",
+                f"set {variable} (generation.server.api_key_env) to the token in the server's"
+                " server.json",
             )
         )
     if status in (404, 405) or status < 400:

@@ -1,0 +1,457 @@
+"""The client of rollout servers against a fake one: what is wrong is named, and ends in time."""
+
+import copy
+import math
+import signal
+import socket
+import threading
+import time
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from fake_server import GENERATE, Fake
+from vllm_cases import (
+    PROMPTS,
+    SEEDS,
+    changed,
+    config,
+    engine,
+    fake,
+    groups,
+    policy,
+    right,
+    sampler,
+    tokenizer,
+    weights,
+)
+
+from rloo_cli import stop
+from rloo_cli.errors import GenerationError, Stopped
+from rloo_cli.policy.model import Policy
+from rloo_cli.vllm.engine import Ask, Lost
+from rloo_cli.vllm.wire import Wire
+
+__all__ = ["fake"]  # a fixture
+COUNT = sum(map(len, SEEDS))
+PROBES = len(PROMPTS)  # completions that parity asks for first
+
+
+@pytest.fixture
+def make(fake, tmp_path):
+    """Generators of runs on the fake server; closed in the end."""
+    made = []
+
+    def one(run=None, note=lambda text: None, at=0):
+        made.append(sampler(run or config(fake.url), tmp_path, note))
+        made[-1].load(policy(), at)
+        return made[-1]
+
+    yield one
+    for generator in made:
+        generator.close()
+
+
+@pytest.fixture
+def client(fake, tmp_path):
+    """Engines on the fake server; closed in the end."""
+    made = []
+
+    def one(run=None, **other):
+        made.append(engine(run or config(fake.url), tmp_path, **other))
+        return made[-1]
+
+    yield one
+    for found in made:
+        found.close()
+
+
+def draw(generator, seeds=SEEDS, prompts=PROMPTS, **how):
+    chosen = groups(prompts)
+    generator.generate(chosen, seeds, **how)
+    return [group.rollouts for group in chosen]
+
+
+def refused(act):
+    """What a refusal with exit code 6 says."""
+    with pytest.raises(GenerationError) as caught:
+        act()
+    assert caught.value.code == 6
+    return str(caught.value)
+
+
+def ask(seed, prompt=(5, 6, 7), **params):
+    given = {"temperature": 1.0, "max_tokens": 8, "stop_token_ids": [], "logprobs": 0, "seed": seed}
+    return Ask(list(prompt), given | params)
+
+
+# BM 4 and 5: what answers is not the server that the config says.
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("model", "make:addition"), ("dtype", "bfloat16"), ("tokenizer", "0123456789abcdef")],
+)
+def test_bm_4_a_server_of_another_model_names_both(fake, client, name, value):
+    fake.facts[name] = value
+    said = refused(client().connect)
+    assert f"expected {right()[name]}, found {value}" in said and fake.url in said
+
+
+def test_bm_4_an_older_vllm_is_named_with_the_key_that_allows_it(fake, client):
+    fake.facts["vllm"] = "0.31.2"
+    said = refused(client().connect)
+    assert "is vLLM 0.31.2" in said and "0.32" in said and "allow_untested=true" in said
+    client(allow_untested=True).connect()
+
+
+def test_bm_4_a_plain_vllm_is_asked_for_its_version(fake, client):
+    fake.facts = None
+    client().connect()
+    fake.version = "0.30.1+cpu"
+    assert "is vLLM 0.30.1+cpu" in refused(client().connect)
+    assert "48" in refused(client(places=64).connect)
+
+
+def test_bm_4_raw_log_probabilities_and_too_little_room_are_told_together(fake, client):
+    fake.facts |= {"logprobs_mode": "raw_logprobs", "max_model_len": 47}
+    said = refused(client().connect)
+    assert "found raw_logprobs" in said and "48 tokens, its limit is 47" in said
+
+
+@pytest.mark.parametrize("status", [404, 200])
+def test_bm_4_a_page_of_html_is_no_rollout_server(fake, client, status):
+    fake.page = status
+    said = refused(client().connect)
+    assert "is no rollout server" in said and "expected vLLM's API" in said
+    assert "nginx" in said and (status == 200 or "404" in said)
+
+
+def test_bm_4_a_refused_connection_is_named_within_its_limit(fake, make):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        began = time.monotonic()
+        said = refused(lambda: make(config(url, ready_timeout_s=0.5)))
+    assert url in said and "within 0.5 s" in said and "onnect" in said
+    assert time.monotonic() - began < 60  # and not once for each of `retries`
+
+
+@pytest.mark.parametrize("token", ["", "another"])
+def test_bm_5_a_401_names_the_variable_to_set(client, token, monkeypatch):
+    monkeypatch.setenv("RLOO_SERVER_TOKEN", token)
+    said = refused(client().connect)
+    assert "401 from" in said and "set RLOO_SERVER_TOKEN" in said
+
+
+def test_bm_5_the_variable_is_that_of_the_config(fake, client, monkeypatch):
+    run = config(fake.url, api_key_env="MY_TOKEN")
+    assert "set MY_TOKEN" in refused(client(run).connect)
+    monkeypatch.setenv("MY_TOKEN", fake.token)
+    client(run).connect()
+
+
+def test_bm_6_an_address_to_listen_on_is_replaced_by_loopback_with_a_note(fake, make):
+    notes = []
+    url = fake.url.replace("127.0.0.1", "0.0.0.0")
+    generator = make(config(url), notes.append)
+    assert [s.url for s in generator.engine.servers] == [fake.url]
+    assert any("0.0.0.0" in n and fake.url in n for n in notes)
+
+
+def test_proxies_of_the_environment_are_not_used(fake, client, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    client().connect()
+
+
+# What is sent.
+
+
+def test_every_completion_has_its_own_seed_and_its_group_its_order(fake, make):
+    rollouts = draw(make())
+    assert [[r.seed for r in group] for group in rollouts] == SEEDS
+    sent = {(tuple(b["token_ids"]), b["sampling_params"]["seed"]) for b in fake.draws()[PROBES:]}
+    assert sent == {(tuple(p), s) for p, own in zip(PROMPTS, SEEDS, strict=True) for s in own}
+    assert len({tuple(r.completion_ids) for r in chain(*rollouts)}) == COUNT
+    assert {r.weight_version for r in chain(*rollouts)} == {0}
+    assert all(len(r.behaviour_logp) == r.length for r in chain(*rollouts))
+
+
+def test_filters_and_limits_reach_the_server(fake, make):
+    wanted = {"top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 2}
+    run = changed(config(fake.url), temperature=0.7, max_completion_length=5, **wanted)
+    run = run.model_copy(update={"model": run.model})
+    generator = make(run)
+    generator.checked = True  # the policy's temperature is another
+    draw(generator)
+    for body in fake.draws():
+        sent = body["sampling_params"]
+        assert wanted.items() <= sent.items() and sent["temperature"] == 0.7
+        assert sent["max_tokens"] == 5 and sent["logprobs"] == 0 and sent["ignore_eos"] is True
+        assert sent["stop_token_ids"] == [tokenizer().eos_token_id]
+
+
+def test_greedy_is_temperature_0_without_filters_and_a_temperature_given_is_sent(fake, make):
+    generator = make(changed(config(fake.url), top_p=0.5, top_k=3, min_p=0.2))
+    generator.checked = True
+    draw(generator, greedy=True)
+    bare = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    assert all(bare.items() <= body["sampling_params"].items() for body in fake.draws())
+    draw(generator, temperature=0.3)
+    assert fake.draws()[-1]["sampling_params"]["temperature"] == 0.3
+    assert fake.draws()[-1]["sampling_params"]["top_k"] == 3
+
+
+def test_no_more_than_max_in_flight_are_under_way_at_once(fake, make):
+    fake.slow_s = 0.02
+    draw(make(config(fake.url, max_in_flight=3)))
+    assert fake.most == 3
+
+
+def test_several_servers_share_the_prompts_and_all_have_the_weights(fake, make):
+    other = Fake(right(), len(tokenizer()), fake.token)
+    try:
+        alone = draw(make())
+        before = len(fake.draws())
+        generator = make(config(fake.url, other.url))
+        assert draw(generator) == alone
+        assert fake.label == other.label == generator.label
+        assert len(other.draws()) == len(fake.draws()) - before == (COUNT + PROBES) // 2
+        other.keeps_label = True
+        said = refused(lambda: generator.load(policy(), 1))
+        assert f"{generator.run_id}:0 and {generator.run_id}:1" in said
+    finally:
+        other.close()
+
+
+# What is answered.
+
+
+def test_nothing_is_drawn_before_sync_and_parity(fake, make):
+    notes = []
+    generator = make(note=notes.append, at=3)
+    assert not fake.draws() and fake.label == generator.label and fake.label.endswith(":3")
+    assert not fake.paused and not fake.open
+    order = [path for path, _ in fake.asked if path != "/health"]
+    assert (
+        order.index("/pause")
+        < order.index("/start_weight_update")
+        < order.index("/finish_weight_update")
+        < order.index("/reset_prefix_cache")
+        < order.index("/weight_info")
+    )
+    assert order[-1] == "/resume"
+    draw(generator)
+    assert len(fake.draws()) == COUNT + PROBES and any("parity" in n for n in notes)
+    draw(generator)
+    assert len(fake.draws()) == 2 * COUNT + PROBES  # it is not asked again
+
+
+def test_parity_that_fails_stops_with_both_values(fake, make):
+    fake.shift = -0.03
+    said = refused(lambda: draw(make()))
+    ours = -math.log(len(tokenizer()))
+    assert f"{ours:.5f} here, {ours - 0.03:.5f} there" in said and "rms 0.03" in said
+    assert "expected at most 0.02" in said and "other weights" in said
+    assert len(fake.draws()) == PROBES
+
+
+def test_parity_lets_differences_of_numerics_pass(fake, make):
+    fake.shift = -0.01
+    assert len(draw(make())) == len(PROMPTS)
+
+
+def test_an_answer_of_other_weights_stops_naming_both(fake, make):
+    generator = make()
+    draw(generator)
+    fake.says = "stranger.1:7"
+    said = refused(lambda: draw(generator))
+    assert "stranger.1:7" in said and generator.label in said
+
+
+def test_weights_that_were_changed_behind_our_back_are_noticed_by_their_label(fake, make):
+    generator = make()
+    fake.label = "default"
+    assert "it says default" in refused(lambda: draw(generator))
+
+
+def test_a_label_that_stays_as_it_was_stops_before_anything_is_drawn(fake, make):
+    fake.keeps_label = True
+    said = refused(make)
+    assert "it says default, the trainer is at" in said and not fake.draws()
+
+
+def test_a_prefix_cache_that_was_not_reset_stops(fake, make):
+    fake.resets = False
+    assert "prefix cache of old weights" in refused(make)
+
+
+def test_completions_without_log_probabilities_stop(fake, make):
+    generator = make()
+    fake.tells_logp = False
+    assert "another form" in refused(lambda: draw(generator))
+
+
+def test_a_log_probability_that_is_no_number_stops(fake, make):
+    generator = make()
+    generator.checked = True
+    fake.shift = math.nan
+    assert "with 0 log-probabilities" in refused(lambda: draw(generator))
+
+
+def test_an_answer_in_another_form_stops(fake, make, monkeypatch):
+    generator = make()
+    monkeypatch.setattr(fake, "generate", lambda path, body: (200, {"choices": []}))
+    assert "another form" in refused(lambda: draw(generator))
+
+
+# What is lost.
+
+
+def test_a_server_that_never_answers_is_lost_within_the_deadline(fake, client):
+    found = client(config(fake.url, request_timeout_s=0.4))
+    found.connect()
+    fake.hangs.add(GENERATE)
+    began = time.monotonic()
+    with pytest.raises(Lost, match=r"no answer within 0\.4 s"):
+        found.complete([ask(1)], lambda i, answer: None)
+    assert 0.4 <= time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("path", ["/update_weights", "/start_weight_update"])
+def test_a_sync_that_hangs_is_lost_within_its_deadline(fake, client, path, monkeypatch):
+    monkeypatch.setattr("rloo_cli.vllm.remote.CLEAR_S", 0.4)
+    found = client(config(fake.url, sync_timeout_s=0.4))
+    found.connect()
+    fake.hangs.add(path)
+    with pytest.raises(Lost, match=r"no answer within|no end after"):
+        found.sync(weights(), "run:1")
+
+
+def test_a_server_that_is_lost_gives_back_only_what_is_missing(fake, make):
+    alone = draw(make())
+    before = len(fake.draws())
+    notes = []
+    generator = make(config(fake.url, max_in_flight=2), notes.append)
+    fake.dies_at = {before + PROBES + 7}
+    assert draw(generator) == alone
+    seeds = [b["sampling_params"]["seed"] for b in fake.draws()[before:]]
+    asked = [s for s in seeds if s in chain(*SEEDS)]
+    again = {s for s in asked if asked.count(s) > 1}
+    assert set(asked) == set(chain(*SEEDS)) and len(asked) == COUNT + len(again)
+    assert 1 <= len(again) <= 2  # those that were under way
+    assert len(seeds) == len(asked) + 2 * PROBES  # parity, and again after it was lost
+    assert fake.label == generator.label and generator.facts["vllm/restarts"] == 1
+    assert sum("was lost" in n for n in notes) == 1
+
+
+def test_a_server_that_is_lost_too_often_ends_the_run(fake, make):
+    generator = make(config(fake.url, retries=1))
+    fake.dies_at = {*range(1, 100)}
+    said = refused(lambda: draw(generator))
+    assert "lost 2 times in one batch" in said and f"of {COUNT} completions were missing" in said
+
+
+def test_a_server_that_stays_away_ends_the_run_after_one_wait(fake, make):
+    generator = make(config(fake.url, reconnect_timeout_s=0.5))
+    draw(generator)
+    fake.dead = True
+    said = refused(lambda: draw(generator))
+    assert f"no server answers at {fake.url}" in said and "within 0.5 s" in said
+
+
+def test_a_request_that_fails_on_a_well_server_is_not_repeated(fake, make):
+    generator = make(config(fake.url, max_in_flight=1))
+    fake.fails_at = {PROBES + 3: 500}
+    assert "500 it went wrong" in refused(lambda: draw(generator))
+    # The next one may have been on its way.
+    assert len(fake.draws()) <= PROBES + 4 and no_seed_twice(fake)
+
+
+def test_a_request_that_is_refused_is_not_repeated(fake, make):
+    generator = make(config(fake.url, max_in_flight=1))
+    fake.fails_at = {1: 400}
+    assert "400 it went wrong" in refused(lambda: draw(generator))
+    assert len(fake.draws()) <= 2 and no_seed_twice(fake)
+
+
+def no_seed_twice(fake):
+    seeds = [body["sampling_params"]["seed"] for body in fake.draws()]
+    return len(seeds) == len(set(seeds))
+
+
+def test_a_signal_ends_the_wait_and_closes_the_requests(fake, make):
+    generator = make()
+    draw(generator)
+    fake.hangs.add(GENERATE)
+    begun = threading.Timer(0.3, stop._heard.append, [(signal.SIGTERM, time.monotonic())])
+    begun.start()
+    try:
+        with pytest.raises(Stopped, match="SIGTERM"):
+            draw(generator)
+        assert until(lambda: not connections(fake))
+    finally:
+        begun.join()
+        stop.forget()
+        fake.ended.set()
+
+
+def until(found, limit=10):
+    end = time.monotonic() + limit
+    while not found() and time.monotonic() < end:
+        time.sleep(0.02)
+    return found()
+
+
+def connections(fake):
+    """Connections to the fake server that this process holds open."""
+    port = f"{fake.http.server_address[1]:04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return [row for row in rows if row[2].endswith(f":{port}") and row[3] == "01"]
+
+
+def test_what_another_trainer_left_is_undone(fake, make):
+    fake.paused = fake.open = True
+    fake.label = "another:9"
+    generator = make()
+    assert fake.label == generator.label and not fake.paused and not fake.open
+    assert len(draw(generator)) == len(PROMPTS)
+
+
+def test_closing_leaves_the_server_as_it_was_and_no_thread(fake, tmp_path):
+    before = {t.name for t in threading.enumerate()}
+    generator = sampler(config(fake.url), tmp_path)
+    generator.load(policy(), 0)
+    generator.close()
+    assert fake.asked[-1][0] == "/shutdown_weight_transfer_engine"
+    assert not fake.paused and not fake.open
+    assert {t.name for t in threading.enumerate() if t.name == "http"} <= before
+    generator.close()  # twice is once
+
+
+def test_the_token_is_in_no_error(fake, client):
+    fake.locked = True
+    assert fake.token not in refused(client().connect)
+    assert fake.token not in repr(client().servers)
+
+
+def test_a_wire_takes_no_answer_from_a_redirect(fake):
+    wire = Wire(1)
+    try:
+        fake.page = 302
+        with pytest.raises(GenerationError, match="no rollout server"):
+            wire.get(fake.url, "/health", fake.token, 5)
+    finally:
+        wire.close()
+
+
+def test_a_policy_in_another_dtype_loosens_parity(fake, make):
+    generator = make()
+    assert generator.tolerance == 0.02
+    half = Policy(copy.deepcopy(policy().model).to(torch.bfloat16), 1.0)
+    generator.load(half, 1)
+    assert generator.tolerance == 0.4

@@ -1,0 +1,240 @@
+"""A run's own rollout server is killed, or stopped, while the run goes on: nothing is lost, nothing
+is trained twice, nothing is left behind. Real vLLM, real signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rloo_cli import pids, server_file
+
+pytestmark = pytest.mark.vllm
+slow = pytest.mark.slow
+STEPS = 6
+WORDS = (
+    "+recipe=smoke", "generation=vllm_server", f"max_steps={STEPS}", "checkpoint.every=0",
+    "generation.max_completion_length=48", "train.prompts_per_step=8", "logging.console=plain",
+    "eval.at_start=false", "eval.max_samples=4", "generation.server.request_timeout_s=20",
+)  # fmt: skip
+
+
+class Going:
+    """A run in a process of its own."""
+
+    def __init__(
+        self, root: Path, *more: str, words: Sequence[str] = WORDS, attempt: int = 1, **env: str
+    ):
+        self.folder = root / "smoke"
+        self.out = root.parent / f"{root.name}.{attempt}.out"
+        command = [sys.executable, "-m", "rloo_cli", "train", *words, f"root={root}", *more]
+        self.process = subprocess.Popen(
+            command,
+            stdout=self.out.open("w"),
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"RLOO_ALLOW_FAULTS": "1"} | env,
+        )
+
+    def until(self, found: Callable[[], Any], limit: float = 240) -> Any:
+        end = time.monotonic() + limit
+        while not (value := found()):
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < end, self.said
+            time.sleep(0.02)
+        return value
+
+    @property
+    def said(self) -> str:
+        return self.out.read_text()
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        file = self.folder / "metrics.jsonl"
+        lines = file.read_text().splitlines() if file.is_file() else []
+        return [row for row in map(json.loads, lines) if "step_time" in row]
+
+    @property
+    def samples(self) -> list[tuple[Any, ...]]:
+        """(step, prompt, seed, version) of every row that was trained on."""
+        found = []
+        for file in sorted((self.folder / "samples").glob("step_*.jsonl")):
+            rows = map(json.loads, file.read_text().splitlines())
+            found += [(file.name, r["prompt"], r["seed"], r["weight_version"]) for r in rows]
+        return found
+
+    def server(self) -> server_file.Server:
+        found: server_file.Server = self.until(lambda: server_file.live(self.folder))
+        return found
+
+    def ends(self, limit: float = 240) -> int:
+        return self.process.wait(limit)
+
+
+def members(group: int) -> dict[int, str]:
+    """pid -> name of every process of a group that runs."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[2]) == group and pids.started(int(entry.name)):
+                    found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+            except OSError:
+                continue
+    return found
+
+
+def child(server: server_file.Server, name: str) -> int:
+    """The server's process of that name."""
+    for pid, line in members(server.group).items():
+        if name in line:
+            return pid
+    raise AssertionError(members(server.group))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Going]:
+    """The same run, left alone, with the trainer as its own sampler: equal prompts and seeds."""
+    words = [w.replace("vllm_server", "transformers") for w in WORDS]
+    words = [w for w in words if ".server." not in w]
+    run = Going(tmp_path_factory.mktemp("left_alone") / "runs", words=words)
+    assert run.ends() == 0, run.said
+    yield run
+
+
+def check(run: Going, alone: Going, groups: list[int]) -> None:
+    assert run.ends() == 0, run.said
+    assert [row["step"] for row in run.rows] == [*range(1, STEPS + 1)]
+    assert run.rows[-1]["vllm/restarts"] == 1.0
+    assert run.said.count("it is started again") == 1
+    assert run.samples == alone.samples
+    assert all(version == int(name[5:11]) - 1 for name, _, _, version in run.samples)
+    ledger = [sys.executable, "-m", "rloo_cli", "ledger", str(run.folder)]
+    assert "conserved" in subprocess.run(ledger, capture_output=True, text=True).stdout
+    assert not any(members(group) for group in groups)
+    assert not (run.folder / server_file.NAME).exists()
+
+
+def kill(run: Going, name: str, number: int = signal.SIGKILL) -> int:
+    """Hit the server once the run has done two steps; the server's group."""
+    server = run.server()
+    run.until(lambda: len(run.rows) >= 2)
+    os.kill(server.pid if name == "API" else child(server, name), number)
+    return server.group
+
+
+def replaced(run: Going, first: int) -> int:
+    """The group of the server that came after `first`."""
+
+    def found() -> int | None:
+        server = server_file.live(run.folder)
+        return server.group if server is not None and server.group != first else None
+
+    group: int = run.until(found)
+    return group
+
+
+def test_a_killed_engine_is_replaced_and_only_what_is_missing_is_drawn_again(
+    tmp_path: Path, alone: Going
+) -> None:
+    run = Going(tmp_path / "runs")
+    first = kill(run, "EngineCore")
+    check(run, alone, [first, replaced(run, first)])
+
+
+@slow
+@pytest.mark.parametrize("name", ["Worker", "API"])
+def test_so_is_a_killed_worker_and_a_killed_api_process(
+    tmp_path: Path, alone: Going, name: str
+) -> None:
+    run = Going(tmp_path / "runs")
+    first = kill(run, name)
+    check(run, alone, [first, replaced(run, first)])
+
+
+@slow
+def test_a_worker_that_stands_still_is_found_by_its_deadline(tmp_path: Path, alone: Going) -> None:
+    run = Going(tmp_path / "runs")
+    first = kill(run, "Worker", signal.SIGSTOP)
+    check(run, alone, [first, replaced(run, first)])
+
+
+@slow
+def test_a_server_that_dies_too_often_ends_the_run_which_goes_on_later(
+    tmp_path: Path, alone: Going
+) -> None:
+    root = tmp_path / "runs"
+    run = Going(root, "generation.server.max_restarts=0")
+    kill(run, "Worker")
+    assert run.ends() == 6, run.said
+    assert "checkpoint  checkpoint-" in run.said
+    assert not (run.folder / server_file.NAME).exists()
+    again = Going(root, "resume=auto", attempt=2)
+    assert again.ends() == 0, again.said
+    assert again.samples == alone.samples
+
+
+@slow
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    run = Going(tmp_path / "runs")
+    server = run.server()
+    run.until(lambda: len(run.rows) >= 1)
+    run.process.kill()
+    run.process.wait()
+    end = time.monotonic() + 30
+    while members(server.group) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not members(server.group)
+
+
+@slow
+def test_a_second_trainer_takes_over_the_server_of_one_that_was_killed(
+    tmp_path: Path, alone: Going
+) -> None:
+    root = tmp_path / "runs"
+    words = [w for w in WORDS if "=" in w or w.startswith("+")]
+    command = [sys.executable, "-m", "rloo_cli", "vllm-serve", *words, f"root={root}"]
+    out = (tmp_path / "serve.out").open("w")
+    serve = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        end = time.monotonic() + 240
+        while (server := server_file.live(root / "smoke")) is None:
+            assert serve.poll() is None and time.monotonic() < end
+            time.sleep(0.1)
+        first = Going(root, "checkpoint.every=1")
+        first.until(lambda: len(first.rows) >= 2)
+        rank = json.loads((first.folder / "run.json").read_text())["ranks"][0]["pid"]
+        os.kill(rank, signal.SIGKILL)
+        assert first.ends() == 6, first.said
+        second = Going(root, "checkpoint.every=1", "resume=auto", attempt=2)
+        assert second.ends() == 0, second.said
+        assert "samples with the server at" in second.said
+        assert second.samples == alone.samples
+        assert server_file.live(root / "smoke") == server
+    finally:
+        serve.terminate()
+        assert serve.wait(60) == 0
+    assert not members(server.group)
+
+
+@slow
+def test_a_colocated_engine_that_is_killed_is_replaced(tmp_path: Path, alone: Going) -> None:
+    words = [w.replace("vllm_server", "vllm_colocate") for w in WORDS if ".server." not in w]
+    run = Going(tmp_path / "runs", words=words)
+    run.until(lambda: len(run.rows) >= 2)
+    rank = json.loads((run.folder / "run.json").read_text())["ranks"][0]["pid"]
+    engine = next(
+        int(p.name) for p in Path("/proc").iterdir()
+        if p.name.isdigit() and f" {rank} " in (p / "stat").read_text()
+        and b"rloo_cli.vllm.child" in (p / "cmdline").read_bytes()
+    )  # fmt: skip
+    os.kill(engine, signal.SIGKILL)
+    assert run.ends() == 0, run.said
+    assert run.rows[-1]["vllm/restarts"] == 1.0
+    assert run.samples == alone.samples

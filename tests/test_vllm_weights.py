@@ -1,0 +1,173 @@
+"""What is sent is what answers: real vLLM, weights changed family by family."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoTokenizer,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from rloo_cli import config, made
+from rloo_cli.compose import compose
+from rloo_cli.errors import GenerationError
+from rloo_cli.policy.model import Policy
+from rloo_cli.rollout import Group, pack
+from rloo_cli.vllm.generator import VllmGenerator, in_a_child
+
+pytestmark = pytest.mark.vllm
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+QWEN = "embed_tokens q_proj k_proj v_proj o_proj gate_proj up_proj down_proj norm lm_head"
+NEOX = "embed_in query_key_value attention.dense h_to_4h 4h_to_h layer_norm lm_head"
+
+
+def build(kind: str, folder: Path) -> Any:
+    """A tiny random model in `folder`, with the tokenizer of make:tiny."""
+    tokenizer = AutoTokenizer.from_pretrained(made.folder("make:tiny"))
+    family, tied = kind.split("-")
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    given = SHAPE | ids | {"vocab_size": len(tokenizer), "tie_word_embeddings": tied == "tied"}
+    torch.manual_seed(3)
+    model: Any
+    if family == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**given, num_key_value_heads=1, head_dim=32))
+    else:
+        model = GPTNeoXForCausalLM(GPTNeoXConfig(**given))
+    for parameter in model.parameters():
+        parameter.data.mul_(2.0)  # far from uniform, so that a stale tensor is seen
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+class Pair:
+    """A trainer's model and the engine that samples for it."""
+
+    def __init__(self, kind: str, folder: Path):
+        self.model = build(kind, folder)
+        words = ["+recipe=smoke", "generation=vllm_colocate", f"model.path={folder}"]
+        words += [
+            "generation.max_completion_length=8",
+            "generation.temperature=0.7",
+            "data.max_prompt_length=64",
+        ]
+        self.run = config.check(compose(words))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.said: list[str] = []
+        self.generator: VllmGenerator = in_a_child(
+            self.model, tokenizer, self.run, 128, folder, self.said.append
+        )
+        self.policy = Policy(self.model, 0.7)
+        self.version = 0
+
+    def load(self) -> None:
+        self.version += 1
+        self.generator.load(self.policy, self.version)
+
+    def sample(self, seeds: list[int]) -> list[Group]:
+        prompts = [[5 + i, 9, 30 + i, 7] for i in range(3)]
+        groups = [Group(i, {}, "", prompt) for i, prompt in enumerate(prompts)]
+        self.generator.generate(groups, [seeds for _ in groups])
+        return groups
+
+    def gap(self, groups: list[Group]) -> float:
+        """Largest difference of the log-probabilities of what was sampled."""
+        micro = pack(groups, range(len(groups)))
+        assert micro.behaviour_logp is not None
+        return float((self.policy.frozen_logp(micro).logp - micro.behaviour_logp).abs().max())
+
+
+KINDS = [
+    "qwen3-tied", "qwen3-untied", "neox-untied", pytest.param("neox-tied", marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    found = Pair(request.param, tmp_path_factory.mktemp(request.param))
+    yield found
+    found.generator.close()
+
+
+def test_an_update_of_each_family_of_tensors_reaches_the_engine(pair: Pair) -> None:
+    pair.load()
+    assert pair.gap(pair.sample([1, 2])) < 1e-5
+    families = QWEN if isinstance(pair.model, Qwen3ForCausalLM) else NEOX
+    for family in families.split():
+        chosen = [p for n, p in pair.model.named_parameters() if family in n]
+        assert chosen or pair.model.config.tie_word_embeddings
+        before = pair.sample([3])
+        with torch.no_grad():
+            for parameter in chosen:
+                parameter.add_(torch.randn_like(parameter) * parameter.std().clamp(min=0.2))
+        if chosen:
+            assert pair.gap(before) > 1e-3, f"{family}: the change is too small to be seen"
+        pair.load()
+        assert pair.gap(pair.sample([3])) < 1e-5, family
+
+
+def test_a_seed_draws_the_same_tokens_again_and_in_another_batch(pair: Pair) -> None:
+    pair.load()
+    first = [r.completion_ids for r in pair.sample([11, 12, 13])[1].rollouts]
+    again = [r.completion_ids for r in pair.sample([13, 11])[1].rollouts]
+    assert again == [first[2], first[0]]
+    assert len({tuple(ids) for ids in first}) > 1
+
+
+def test_an_engine_leaves_the_trainers_random_state_and_threads_alone(pair: Pair) -> None:
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    pair.load()
+    pair.sample([4])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_num_threads() == threads
+
+
+def test_weights_that_do_not_all_arrive_are_refused_with_their_names(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rloo_cli.vllm import source
+
+    name = next(n for n, _ in pair.model.named_parameters() if "layers.1." in n and "norm" in n)
+    every = source.Whole._named
+    monkeypatch.setattr(
+        source.Whole, "_named", lambda self: [row for row in every(self) if row[0] != name]
+    )
+    with pytest.raises(GenerationError, match=r"weights are missing: .*layers\.1"):
+        pair.load()
+    monkeypatch.undo()
+    pair.load()
+    assert pair.gap(pair.sample([5])) < 1e-5
+
+
+def test_a_tensor_that_the_engine_does_not_know_is_refused_by_name(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rloo_cli.vllm import source
+
+    every = source.Whole._named
+    more = ("model.layers.0.surplus.weight", torch.zeros(4, 4))
+    monkeypatch.setattr(source.Whole, "_named", lambda self: [*every(self), more])
+    with pytest.raises(GenerationError, match="surplus"):
+        pair.load()
+    monkeypatch.undo()
+    pair.load()
+    assert pair.gap(pair.sample([6])) < 1e-5
+
+
+def test_nothing_of_an_engine_is_left(pair: Pair) -> None:
+    process = pair.generator.engine.process  # type: ignore[attr-defined]
+    pair.generator.close()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)

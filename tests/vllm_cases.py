@@ -1,0 +1,145 @@
+"""A policy, the config of a run with rollout servers, and servers: one fake each, one real for all.
+
+`server`, a fixture, is the real one that a whole session shares: whoever uses it connects and
+sends weights first, and leaves it running.
+"""
+
+import functools
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import loop_cases
+import pytest
+import torch
+from cli_cases import Rloo, surroundings
+from fake_server import Fake
+from transformers import AutoModelForCausalLM
+
+from rloo_cli import server_file
+from rloo_cli.made import tiny
+from rloo_cli.policy.model import Policy
+from rloo_cli.rollout import Group
+from rloo_cli.schema import RunConfig
+from rloo_cli.vllm import facts
+from rloo_cli.vllm.expected import Expected
+from rloo_cli.vllm.generator import VllmGenerator, over_http
+from rloo_cli.vllm.remote import OverHttp
+from rloo_cli.vllm.source import Whole
+
+WORDS = (
+    "model.path=make:tiny", "model.dtype=float32", "data.max_prompt_length=32",
+    "generation.max_completion_length=16", "generation=vllm_server",
+)  # fmt: skip
+PLACES = 48  # of prompt and completion, in that config
+PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12], [13, 14]]
+SEEDS = [[100 * i + k for k in range(4)] for i in range(len(PROMPTS))]
+PLUGINS = metadata.entry_points(group="vllm.general_plugins")
+real = [
+    pytest.mark.vllm,
+    pytest.mark.skipif("rloo" not in PLUGINS.names, reason="rloo is no plug-in of vLLM here"),
+]
+
+
+@dataclass(frozen=True)
+class Real:
+    """The session's real server, which `rloo vllm-serve` started."""
+
+    url: str
+    token: str
+    folder: Path  # of its server.json
+    model: str  # path of what it loaded first
+
+
+@functools.cache
+def tokenizer() -> Any:
+    """The tiny model's."""
+    return tiny.tokenizer()
+
+
+@functools.cache
+def policy() -> Policy:
+    """A tiny model whose head is zero: every token has the same probability, as the fake says."""
+    os.environ.setdefault("RLOO_CACHE", loop_cases.cache())
+    model = AutoModelForCausalLM.from_pretrained(tiny.model(), dtype=torch.float32).eval()
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    return Policy(model, 1.0)
+
+
+def config(*urls: str, **server: Any) -> RunConfig:
+    """A run on these servers; `server` changes keys of generation.server. Waits are short."""
+    run = loop_cases.checked((), WORDS)
+    short = {"ready_timeout_s": 5.0, "reconnect_timeout_s": 5.0, "request_timeout_s": 30.0}
+    given = {"base_url": list(urls)} | short | server
+    keys = run.generation.server.model_copy(update=given)  # type: ignore[attr-defined]
+    return changed(run, server=keys)
+
+
+def changed(run: RunConfig, **keys: Any) -> RunConfig:
+    """A run with other keys of `generation`."""
+    return run.model_copy(update={"generation": run.generation.model_copy(update=keys)})
+
+
+def right() -> dict[str, Any]:
+    """What GET /rloo of a server for that config answers."""
+    return {
+        "protocol": 1, "model": "make:tiny", "dtype": "float32", "vllm": "0.32.0",
+        "tokenizer": facts.tokenizer(tokenizer()), "max_model_len": PLACES,
+        "logprobs_mode": "processed_logprobs", "transfer": "gloo", "devices": [],
+    }  # fmt: skip
+
+
+def engine(run: RunConfig, folder: Path, **other: Any) -> OverHttp:
+    """The client's side; `other` changes what it expects."""
+    expects = {"model": "make:tiny", "dtype": "float32", "places": PLACES, "transfer": "gloo"}
+    expects |= {"tokenizer": facts.tokenizer(tokenizer()), "allow_untested": False} | other
+    return OverHttp(run.generation.server, folder, Expected(**expects))  # type: ignore[attr-defined]
+
+
+def weights() -> Whole:
+    """The policy's weights as an engine takes them."""
+    return Whole(policy().model, torch.float32)
+
+
+def groups(prompts: list[list[int]] = PROMPTS) -> list[Group]:
+    """A group for each prompt, without rollouts."""
+    return [Group(i, {}, "", prompt) for i, prompt in enumerate(prompts)]
+
+
+def sampler(run: RunConfig, folder: Path, note: Any = lambda text: None) -> VllmGenerator:
+    """The generator of such a run."""
+    model = policy().model  # before the cache is asked for
+    return over_http(model, tokenizer(), run, 2048, folder, note)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
+    """A fake server of one's own, whose token is in the environment."""
+    made = Fake(right(), len(tokenizer()))
+    monkeypatch.setenv("RLOO_SERVER_TOKEN", made.token)
+    monkeypatch.setenv("RLOO_CACHE", loop_cases.cache())
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
+    """The session's real server, of the tiny model in float32."""
+    place = tmp_path_factory.mktemp("real")
+    rloo = Rloo(place, surroundings(tmp_path_factory.getbasetemp()))
+    verb = rloo.start("vllm-serve", "+recipe=smoke", *WORDS)
+    folder, until = place / "runs" / "smoke", time.monotonic() + 300
+    try:
+        while (there := server_file.live(folder)) is None:
+            said = (place / "out").read_text()
+            assert verb.poll() is None and time.monotonic() < until, said
+            time.sleep(0.2)
+        yield Real(there.url, there.token, folder, there.model)
+    finally:
+        verb.terminate()
+        verb.wait(60)
