@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import config, launch, machine
+from rloo_cli import config, launch, machine, managed
 from rloo_cli.compose import Composed, compose
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.files import read_json, update_json
@@ -50,7 +50,8 @@ def train(
         launch.prepare(start, settings, composed)
         state = "failed"
         try:
-            work(settings, folder, rewards, start)
+            with managed.in_background(folder, settings):
+                work(settings, folder, rewards, start)
             state = "finished"
         finally:
             update_json(folder / "run.json", state=state)

@@ -24,6 +24,21 @@ FREE = (
     "root", "name", "resume", "resume_allow_changes", "logging", "checkpoint", "eval", "max_steps",
     "total_episodes", "train.epochs",
 )  # fmt: skip
+# Where and how an engine runs, not what it computes: such a key makes no other run of it.
+ENGINES = ("generation.server", "generation.colocate")
+OF_PLACE = (
+    "base_url", "api_key_env", "host", "port", "allow_remote", "data_parallel_size",
+    "max_in_flight", "ready_timeout_s", "init_timeout_s", "sync_timeout_s", "request_timeout_s",
+    "reconnect_timeout_s", "retries", "max_restarts", "tensor_parallel_size",
+    "gpu_memory_utilization", "kv_cache_gb", "max_model_len", "max_num_seqs",
+    "max_num_batched_tokens", "enforce_eager", "enable_prefix_caching", "transfer", "sleep",
+)  # fmt: skip
+
+
+def of_place(key: str) -> bool:
+    """Whether a key says only where and how a sampler's engine runs."""
+    section, _, leaf = key.rpartition(".")
+    return section in ENGINES and leaf in OF_PLACE
 
 
 def check(composed: Composed) -> RunConfig:
@@ -153,6 +168,10 @@ def config_hash(run: RunConfig) -> str:
     for key in FREE:
         section, _, leaf = key.partition(".")
         (values[section] if leaf else values).pop(leaf or section, None)
+    for section in ENGINES:
+        engine = values["generation"].get(section.rpartition(".")[2], {})
+        for leaf in [leaf for leaf in engine if of_place(f"{section}.{leaf}")]:
+            engine.pop(leaf)
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:6]
 
 

@@ -6,6 +6,7 @@ A server that `rloo vllm-serve` started for the same run is used instead, and le
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,6 +48,26 @@ def server(
         yield watched.look, ours
     finally:
         watched.end()
+
+
+@contextmanager
+def in_background(folder: Path, run: RunConfig) -> Iterator[None]:
+    """The same for a run in this process: a thread looks after its server."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.5):
+            look()
+
+    with server(folder, run) as (look, env):
+        os.environ.update(env)  # before anything asks torch for its GPUs
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
 
 def wanted(run: RunConfig) -> int:

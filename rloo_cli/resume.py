@@ -133,6 +133,7 @@ def _refuse(changes: dict[str, list[Any]], run: RunConfig) -> None:
             any(k == f or k.startswith(f"{f}.") for f in FREE)
             or (k.startswith("reward.") and k.rpartition(".")[2] in OF_REWARDS)
             or (k in LENGTH and constant)
+            or config.of_place(k)
         )
     ]
     if wrong:

@@ -41,6 +41,7 @@ class ModelConfig(Frozen):
     trust_remote_code: bool = key("Run Python code that comes with the model (dangerous)")
     gradient_checkpointing: bool = key("Recompute activations in the backward pass to save memory")
     disable_dropout: bool = key("Set every dropout to 0, so that the ratio is 1 on-policy")
+    lm_head_fp32: bool = key("Compute logits in float32, in trainer and sampler alike")
     chat_template: Text | None = key("Jinja file to use as chat template; null = the tokenizer's")
     ref_path: Text | None = key("Reference model; null = a frozen copy of model.path")
 

@@ -71,7 +71,7 @@ def start(folder: Path, run: RunConfig, by: str, env: Mapping[str, str] | None =
         with log.open("wb") as out:
             child = subprocess.Popen(
                 [sys.executable, "-P", "-c", boot, str(folder.absolute()), by, str(given)],
-                env=CALM | os.environ | (env or {}) | inside,
+                env={**CALM, **os.environ, **(env or {}), **inside},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

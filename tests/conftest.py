@@ -1,5 +1,23 @@
-"""Before torch is imported: its threads must not spin long while they wait for each other."""
+"""Before torch is imported: its threads must not spin long while they wait for each other.
 
+`server` is the one real rollout server that all tests of a session share: whoever uses it connects
+and sends weights first, and leaves it running.
+"""
+
+import importlib
 import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """`vllm_cases.Real`: its url, token, folder and model."""
+    cases = importlib.import_module("vllm_cases")  # it imports torch, most tests do not
+    base = tmp_path_factory.getbasetemp()
+    with cases.serving(tmp_path_factory.mktemp("real"), base) as real:
+        yield real

@@ -219,6 +219,26 @@ def test_half_precision_weights_give_log_probabilities_in_float32():
     assert len(found.logp.unique()) > 10  # bfloat16 would round most of them together
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gpt_neox", "gpt2"])
+def test_a_head_in_float32_multiplies_what_bfloat16_rounded_no_further(name):
+    model = fresh(name).to(torch.bfloat16)
+    micro = pack(groups(), [0, 1, 2])
+    before = Policy(model, 1.0).logits(micro)
+    seen = []
+    head = model.get_output_embeddings()
+    load.head_in_float32(model)
+    with torch.no_grad():
+        handle = head.register_forward_hook(lambda m, args, out: seen.append((args[0], out)))
+        after = Policy(model, 1.0).logits(micro)
+        handle.remove()
+    hidden, out = seen[0]
+    bias = 0 if head.bias is None else head.bias.float()
+    assert before.dtype == torch.bfloat16 and after.dtype == out.dtype == torch.float32
+    assert torch.equal(out, hidden.float() @ head.weight.float().T + bias)
+    Policy(model, 1.0).logp(micro).logp.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in model.parameters())
+
+
 def sized(n):
     weight = torch.zeros(n, 2)
     model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(weight=weight))

@@ -9,12 +9,14 @@ import time
 from itertools import chain
 from pathlib import Path
 
+import loop_cases
 import pytest
 import torch
 from fake_server import GENERATE, Fake
 from vllm_cases import (
     PROMPTS,
     SEEDS,
+    WORDS,
     changed,
     config,
     engine,
@@ -28,9 +30,10 @@ from vllm_cases import (
 )
 
 from rloo_cli import stop
-from rloo_cli.errors import GenerationError, Stopped
+from rloo_cli.errors import ConfigError, GenerationError, Stopped
 from rloo_cli.policy.model import Policy
 from rloo_cli.vllm.engine import Ask, Lost
+from rloo_cli.vllm.remote import answer
 from rloo_cli.vllm.wire import Wire
 
 __all__ = ["fake"]  # a fixture
@@ -87,6 +90,13 @@ def ask(seed, prompt=(5, 6, 7), **params):
 
 
 # BM 4 and 5: what answers is not the server that the config says.
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ws://127.0.0.1:8000", "grpc://x"])
+def test_bm_4_a_wrong_scheme_is_refused_with_the_config(url):
+    with pytest.raises(ConfigError, match="expected http://HOST:PORT") as caught:
+        loop_cases.checked((), (*WORDS, f"generation.server.base_url='{url}'"))
+    assert url in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -221,6 +231,8 @@ def test_several_servers_share_the_prompts_and_all_have_the_weights(fake, make):
         assert draw(generator) == alone
         assert fake.label == other.label == generator.label
         assert len(other.draws()) == len(fake.draws()) - before == (COUNT + PROBES) // 2
+        read = [{tuple(b["token_ids"]) for b in s.draws()[-COUNT // 2 :]} for s in (fake, other)]
+        assert not read[0] & read[1]  # siblings share a prefix cache
         other.keeps_label = True
         said = refused(lambda: generator.load(policy(), 1))
         assert f"{generator.run_id}:0 and {generator.run_id}:1" in said
@@ -237,6 +249,7 @@ def test_nothing_is_drawn_before_sync_and_parity(fake, make):
     assert not fake.draws() and fake.label == generator.label and fake.label.endswith(":3")
     assert not fake.paused and not fake.open
     order = [path for path, _ in fake.asked if path != "/health"]
+    order = order[order.index("/pause") :]
     assert (
         order.index("/pause")
         < order.index("/start_weight_update")
@@ -312,6 +325,15 @@ def test_an_answer_in_another_form_stops(fake, make, monkeypatch):
 # What is lost.
 
 
+def test_a_completion_that_was_aborted_is_lost_and_no_completion():
+    content = [{"token_id": 5, "logprob": -1.0}]
+    choice = {"token_ids": [5], "logprobs": {"content": content}, "weight_versions": []}
+    whole = {"choices": [choice | {"finish_reason": "length"}]}
+    assert answer(whole, "http://x").ids == [5]
+    with pytest.raises(Lost, match="http://x: a request ended with abort"):
+        answer({"choices": [choice | {"finish_reason": "abort"}]}, "http://x")
+
+
 def test_a_server_that_never_answers_is_lost_within_the_deadline(fake, client):
     found = client(config(fake.url, request_timeout_s=0.4))
     found.connect()
@@ -385,7 +407,7 @@ def no_seed_twice(fake):
 
 
 def test_a_signal_ends_the_wait_and_closes_the_requests(fake, make):
-    generator = make()
+    generator = make(config(fake.url, request_timeout_s=5.0))
     draw(generator)
     fake.hangs.add(GENERATE)
     begun = threading.Timer(0.3, stop._heard.append, [(signal.SIGTERM, time.monotonic())])
@@ -398,6 +420,23 @@ def test_a_signal_ends_the_wait_and_closes_the_requests(fake, make):
         begun.join()
         stop.forget()
         fake.ended.set()
+
+
+def test_a_signal_ends_a_sync_that_hangs_and_the_next_trainer_undoes_it(fake, make):
+    generator = make(config(fake.url, sync_timeout_s=5.0))
+    fake.hangs.add("/update_weights")
+    begun = threading.Timer(0.3, stop._heard.append, [(signal.SIGTERM, time.monotonic())])
+    begun.start()
+    try:
+        with pytest.raises(Stopped, match="SIGTERM"):
+            generator.load(policy(), 1)
+    finally:
+        begun.join()
+        stop.forget()
+        fake.hangs.clear()
+    assert fake.paused and fake.open
+    second = make(at=5)
+    assert fake.label == second.label and not fake.paused and not fake.open
 
 
 def until(found, limit=10):
@@ -415,7 +454,7 @@ def connections(fake):
 
 
 def test_what_another_trainer_left_is_undone(fake, make):
-    fake.paused = fake.open = True
+    fake.paused, fake.open = True, 2
     fake.label = "another:9"
     generator = make()
     assert fake.label == generator.label and not fake.paused and not fake.open
@@ -437,6 +476,12 @@ def test_the_token_is_in_no_error(fake, client):
     fake.locked = True
     assert fake.token not in refused(client().connect)
     assert fake.token not in repr(client().servers)
+
+
+def test_no_connection_is_used_twice(fake, make):
+    # One that the server closes meanwhile would look like a server that died.
+    draw(make())
+    assert len(fake.callers) == len(fake.asked) == len(set(fake.callers))
 
 
 def test_a_wire_takes_no_answer_from_a_redirect(fake):

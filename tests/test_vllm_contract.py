@@ -2,16 +2,17 @@
 
 import http.client
 import json
+import math
 from urllib.parse import urlsplit
 
 import pytest
 from fake_server import Fake
-from vllm_cases import config, engine, fake, real, right, server, tokenizer, weights
+from vllm_cases import config, engine, fake, real, right, tokenizer, weights
 
 from rloo_cli.errors import GenerationError
 from rloo_cli.vllm.engine import Ask
 
-__all__ = ["fake", "server"]  # fixtures
+__all__ = ["fake"]  # a fixture
 PROMPTS = [[40, 41, 42, 43], [50], [60, 61, 62]]
 PLAIN = {
     "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 8, "logprobs": 0,
@@ -116,8 +117,6 @@ def test_every_request_is_answered_with_its_tokens_and_their_weights(ready):
 
 
 def test_all_tokens_are_as_likely_as_the_zero_head_says(ready):
-    import math
-
     for group in draw(ready, range(3)):
         for answer in group:
             assert answer.logp == pytest.approx([-math.log(len(tokenizer()))] * 8, abs=1e-4)

@@ -21,6 +21,7 @@ class Behind:
         self.came: list[dict[str, Any]] = []
         self.bodies: list[bytes] = []
         self.after: list[dict[str, Any]] = []
+        self.unread = 0  # messages that nobody asked for
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.came.append(dict(scope))
@@ -56,6 +57,7 @@ def send_to(behind: Behind, messages: list[dict[str, Any]], **scope: Any) -> lis
         sent.append(message)
 
     asyncio.run(Guard(behind)(scope, receive, send))
+    behind.unread = len(left)
     return sent
 
 
@@ -211,7 +213,8 @@ def test_a_body_in_pieces_is_read_whole(behind: Behind) -> None:
     scope = {"type": "http", "path": "/weight_checker", "method": "POST"}
     sent = send_to(behind, messages, headers=[(b"authorization", BEARER)], **scope)
     assert sent[0]["status"] == 200 and behind.bodies == [b"".join(pieces)]
-    cut = send_to(behind, messages[:2], headers=[(b"authorization", BEARER)], **scope)
+    whole = {"type": "http.request", "body": b"".join(pieces), "more_body": True}  # and then gone
+    cut = send_to(behind, [whole], headers=[(b"authorization", BEARER)], **scope)
     assert cut[0]["status"] == 403 and len(behind.came) == 1
 
 
@@ -223,6 +226,7 @@ def test_a_body_without_end_is_not_read_to_its_end(
     scope = {"type": "http", "path": "/weight_checker", "method": "POST"}
     sent = send_to(behind, messages, headers=[(b"authorization", BEARER)], **scope)
     assert sent[0]["status"] == 403 and not behind.came
+    assert behind.unread == 48
 
 
 def test_a_websocket_without_the_token_is_closed_before_it_opens(behind: Behind) -> None:

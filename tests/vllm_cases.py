@@ -1,13 +1,12 @@
-"""A policy, the config of a run with rollout servers, and servers: one fake each, one real for all.
-
-`server`, a fixture, is the real one that a whole session shares: whoever uses it connects and
-sends weights first, and leaves it running.
+"""A policy, the config of a run with rollout servers, and servers: a fake one each, a real one for
+all (the fixture `server` of conftest.py).
 """
 
 import functools
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -127,11 +126,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     made.close()
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
-    """The session's real server, of the tiny model in float32."""
-    place = tmp_path_factory.mktemp("real")
-    rloo = Rloo(place, surroundings(tmp_path_factory.getbasetemp()))
+@contextmanager
+def serving(place: Path, base: Path) -> Iterator[Real]:
+    """A real server of the tiny model in float32, in a folder of its own, while inside."""
+    rloo = Rloo(place, surroundings(base))
     verb = rloo.start("vllm-serve", "+recipe=smoke", *WORDS)
     folder, until = place / "runs" / "smoke", time.monotonic() + 300
     try:

@@ -59,6 +59,8 @@ def model(config: ModelConfig, path: str, device: torch.device) -> Any:
         )
     if config.disable_dropout:
         without_dropout(loaded)
+    if config.lm_head_fp32:
+        head_in_float32(loaded)
     if config.gradient_checkpointing:
         # The reentrant form would recompute without the arguments the layers were called with.
         loaded.gradient_checkpointing_enable({"use_reentrant": False})
@@ -81,6 +83,23 @@ def dtype(name: str, device: torch.device) -> torch.dtype:
         return chosen
     half = device.type == "cuda" and torch.cuda.is_bf16_supported()
     return torch.bfloat16 if half else torch.float32
+
+
+def head_in_float32(model: Any) -> None:
+    """Let the output embedding compute in float32, whatever the dtype of its weights.
+
+    In bfloat16 two kernels that sum in another order differ by more than the samples they draw
+    can bear; most of that is the head's (arXiv 2506.13585).
+    """
+    head = model.get_output_embeddings()
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        bias = getattr(head, "bias", None)
+        return nn.functional.linear(
+            hidden.float(), head.weight.float(), None if bias is None else bias.float()
+        )
+
+    head.forward = forward
 
 
 def without_dropout(model: nn.Module) -> None:

@@ -50,7 +50,7 @@ def engine(run: RunConfig, keys: EngineKeys, seed: int) -> dict[str, Any]:
         "disable_log_stats": True,
         **{name: getattr(keys, name) for name in SAME},
     }
-    if getattr(model, "lm_head_fp32", False):
+    if model.lm_head_fp32:
         given["hf_overrides"] = {"head_dtype": "float32"}
     extra = {name.lstrip("-").replace("-", "_"): value for name, value in keys.extra.items()}
     return {name: value for name, value in given.items() if value is not None} | extra

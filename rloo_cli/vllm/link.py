@@ -99,7 +99,7 @@ class GlooLink:
         if self.group is None:
             return
         tensors = iter(self.source)
-        for run in gloo.buffers(shapes):
+        for run in gloo.buffers(shapes, gloo.BUFFER):
             gloo.broadcast(self.group, gloo.pack([next(tensors)[1] for _ in run]))
 
     def shutdown(self) -> None:

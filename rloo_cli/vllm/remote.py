@@ -138,10 +138,10 @@ class OverHttp:
     def _undo(self, server: Server) -> None:
         """What a trainer that vanished may have left: a pause, an open update, its connection."""
         post = self.wire.post
+        for _ in range(2):  # the first may only tell that weights are missing
+            with contextlib.suppress(Refused):  # no update is open: no route tells
+                post(server.url, "/finish_weight_update", server.token, {}, CLEAR_S)
         if self.wire.get(server.url, "/is_paused", server.token, CALL_S)["is_paused"]:
-            for _ in range(2):  # the first may only tell that weights are missing
-                with contextlib.suppress(Refused):  # no update is open
-                    post(server.url, "/finish_weight_update", server.token, {}, CLEAR_S)
             post(server.url, "/resume", server.token, None, CLEAR_S)
         with contextlib.suppress(Refused):
             post(server.url, "/shutdown_weight_transfer_engine", server.token, None, CLEAR_S)
@@ -183,7 +183,8 @@ class OverHttp:
 
     def complete(self, asks: Sequence[Ask], done: Callable[[int, Answer], None]) -> None:
         async def one(i: int, ask: Ask) -> None:
-            server = self.servers[i % len(self.servers)]
+            # Siblings meet on one server, which reads their prompt once.
+            server = self.servers[i * len(self.servers) // len(asks)]
             body = {"token_ids": ask.prompt_ids, "sampling_params": ask.params}
             path, limit = "/inference/v1/generate", self.keys.request_timeout_s
             async with gate:

@@ -179,7 +179,7 @@ def _namespace(given: dict[str, Any], keys: Any, host: str, port: int) -> Namesp
 
 
 def _run(bound: socket.socket, args: Namespace, url: str) -> None:
-    entry = importlib.import_module("vllm.entrypoints.launchers.api_server.entry")
+    entry: Any = importlib.import_module("vllm.entrypoints.launchers.api_server.entry")
     importlib.import_module("vllm.utils.system_utils").set_ulimit()
     build = entry.build_app
 

@@ -46,8 +46,3 @@ class Whole:
         named: dict[str, Any] = {n: p.detach() for n, p in self.model.named_parameters()}
         with torch.no_grad():
             return list(revert_weight_conversion(self.model, named).items())
-
-
-def fingerprint(model: nn.Module) -> int:
-    """Changes whenever an optimizer or anybody else writes to a parameter, and costs nothing."""
-    return sum(p._version for p in model.parameters())

@@ -13,7 +13,7 @@ LOOK_S = 0.1
 
 
 def within(limit_s: float, what: str, work: Callable[[], T]) -> T:
-    """Run `work` on a thread for at most `limit_s` seconds. Raises Lost at the limit.
+    """Run `work` on a thread for at most `limit_s` seconds. Raises Lost at the limit, Stopped.
 
     A thread that is still stuck then is left behind: it holds nobody back.
     """
@@ -28,7 +28,10 @@ def within(limit_s: float, what: str, work: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=run, daemon=True, name=what)
     thread.start()
-    thread.join(limit_s)
+    end = time.monotonic() + limit_s
+    while thread.is_alive() and time.monotonic() < end:
+        stop.check()
+        thread.join(LOOK_S)
     if failed:
         raise failed[0]
     if not found:

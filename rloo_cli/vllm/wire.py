@@ -36,8 +36,8 @@ class Wire:
         self.session = self.run(self._open(), 30)
 
     async def _open(self) -> aiohttp.ClientSession:
-        # A connection each: one that is kept may be closed by the server while it is used again,
-        # which looks like a server that died.
+        # A connection each. Servers hang up after an error of 500 and on connections that were idle
+        # for 5 s: the next request on one would look like a server that died.
         connector = aiohttp.TCPConnector(limit=self.in_flight, force_close=True)
         return aiohttp.ClientSession(
             connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=False
@@ -86,6 +86,8 @@ class Wire:
             ) as response:
                 text = await response.text(errors="replace")
                 return read(where, response.status, text, self.variable)
+        except aiohttp.ConnectionTimeoutError:
+            raise Lost(f"{where}: no connection within {min(limit_s, 10):g} s") from None
         except TimeoutError:
             raise Lost(f"{where}: no answer within {limit_s:g} s") from None
         except aiohttp.InvalidURL:
