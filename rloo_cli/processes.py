@@ -40,7 +40,7 @@ def run(
     child = subprocess.Popen(
         # -P: no file in the current folder can pass for a package.
         [sys.executable, "-P", "-c", BOOT.format(module=module), *words],
-        env=calm | os.environ | (env or {}),
+        env={**calm, **os.environ, **(env or {})},
         start_new_session=True,  # a Ctrl-C reaches it once, from us
         preexec_fn=_die_with_parent(),
     )

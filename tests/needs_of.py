@@ -1,6 +1,6 @@
 """What an installed package needs here, as lines for `pip install --requirement`, but for some.
 
-    python tests/needs_of.py PACKAGE [LEFT_OUT ...]
+python tests/needs_of.py PACKAGE [LEFT_OUT ...]
 """
 
 import sys

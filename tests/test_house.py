@@ -24,8 +24,8 @@ FLOORS = [  # each may import from itself and from those before it
     " server_file",
     "rollout tensors clock",
     "algorithms rewards data prompts",
-    "policy generation vllm distributed optim checkpoint updates measures cycle rng log panel display"
-    " curves advice rollouts parts minibatches ledger splits held_out",
+    "policy generation vllm distributed optim checkpoint updates measures cycle rng log panel"
+    " display curves advice rollouts parts minibatches ledger splits held_out",
     "train advantages pauses evaluate outcome guards",
     "run begin worker evaluator",
     "launch processes api machine tools managed serving serve",

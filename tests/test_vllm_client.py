@@ -194,9 +194,8 @@ def test_every_completion_has_its_own_seed_and_its_group_its_order(fake, make):
 def test_filters_and_limits_reach_the_server(fake, make):
     wanted = {"top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 2}
     run = changed(config(fake.url), temperature=0.7, max_completion_length=5, **wanted)
-    run = run.model_copy(update={"model": run.model})
     generator = make(run)
-    generator.checked = True  # the policy's temperature is another
+    generator.supply.checked = True  # the policy's temperature is another
     draw(generator)
     for body in fake.draws():
         sent = body["sampling_params"]
@@ -207,7 +206,7 @@ def test_filters_and_limits_reach_the_server(fake, make):
 
 def test_greedy_is_temperature_0_without_filters_and_a_temperature_given_is_sent(fake, make):
     generator = make(changed(config(fake.url), top_p=0.5, top_k=3, min_p=0.2))
-    generator.checked = True
+    generator.supply.checked = True
     draw(generator, greedy=True)
     bare = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     assert all(bare.items() <= body["sampling_params"].items() for body in fake.draws())
@@ -229,13 +228,13 @@ def test_several_servers_share_the_prompts_and_all_have_the_weights(fake, make):
         before = len(fake.draws())
         generator = make(config(fake.url, other.url))
         assert draw(generator) == alone
-        assert fake.label == other.label == generator.label
+        assert fake.label == other.label == generator.supply.label
         assert len(other.draws()) == len(fake.draws()) - before == (COUNT + PROBES) // 2
         read = [{tuple(b["token_ids"]) for b in s.draws()[-COUNT // 2 :]} for s in (fake, other)]
         assert not read[0] & read[1]  # siblings share a prefix cache
         other.keeps_label = True
         said = refused(lambda: generator.load(policy(), 1))
-        assert f"{generator.run_id}:0 and {generator.run_id}:1" in said
+        assert f"{generator.supply.run_id}:0 and {generator.supply.run_id}:1" in said
     finally:
         other.close()
 
@@ -246,18 +245,14 @@ def test_several_servers_share_the_prompts_and_all_have_the_weights(fake, make):
 def test_nothing_is_drawn_before_sync_and_parity(fake, make):
     notes = []
     generator = make(note=notes.append, at=3)
-    assert not fake.draws() and fake.label == generator.label and fake.label.endswith(":3")
+    assert not fake.draws() and fake.label == generator.supply.label and fake.label.endswith(":3")
     assert not fake.paused and not fake.open
     order = [path for path, _ in fake.asked if path != "/health"]
     order = order[order.index("/pause") :]
-    assert (
-        order.index("/pause")
-        < order.index("/start_weight_update")
-        < order.index("/finish_weight_update")
-        < order.index("/reset_prefix_cache")
-        < order.index("/weight_info")
-    )
-    assert order[-1] == "/resume"
+    assert order == [
+        "/pause", "/start_weight_update", "/update_weights", "/finish_weight_update",
+        "/reset_prefix_cache", "/weight_info", "/resume",
+    ]  # fmt: skip
     draw(generator)
     assert len(fake.draws()) == COUNT + PROBES and any("parity" in n for n in notes)
     draw(generator)
@@ -283,7 +278,7 @@ def test_an_answer_of_other_weights_stops_naming_both(fake, make):
     draw(generator)
     fake.says = "stranger.1:7"
     said = refused(lambda: draw(generator))
-    assert "stranger.1:7" in said and generator.label in said
+    assert "stranger.1:7" in said and generator.supply.label in said
 
 
 def test_weights_that_were_changed_behind_our_back_are_noticed_by_their_label(fake, make):
@@ -311,7 +306,7 @@ def test_completions_without_log_probabilities_stop(fake, make):
 
 def test_a_log_probability_that_is_no_number_stops(fake, make):
     generator = make()
-    generator.checked = True
+    generator.supply.checked = True
     fake.shift = math.nan
     assert "with 0 log-probabilities" in refused(lambda: draw(generator))
 
@@ -367,7 +362,7 @@ def test_a_server_that_is_lost_gives_back_only_what_is_missing(fake, make):
     assert set(asked) == set(chain(*SEEDS)) and len(asked) == COUNT + len(again)
     assert 1 <= len(again) <= 2  # those that were under way
     assert len(seeds) == len(asked) + 2 * PROBES  # parity, and again after it was lost
-    assert fake.label == generator.label and generator.facts["vllm/restarts"] == 1
+    assert fake.label == generator.supply.label and generator.facts["vllm/restarts"] == 1
     assert sum("was lost" in n for n in notes) == 1
 
 
@@ -436,7 +431,7 @@ def test_a_signal_ends_a_sync_that_hangs_and_the_next_trainer_undoes_it(fake, ma
         fake.hangs.clear()
     assert fake.paused and fake.open
     second = make(at=5)
-    assert fake.label == second.label and not fake.paused and not fake.open
+    assert fake.label == second.supply.label and not fake.paused and not fake.open
 
 
 def until(found, limit=10):
@@ -457,7 +452,7 @@ def test_what_another_trainer_left_is_undone(fake, make):
     fake.paused, fake.open = True, 2
     fake.label = "another:9"
     generator = make()
-    assert fake.label == generator.label and not fake.paused and not fake.open
+    assert fake.label == generator.supply.label and not fake.paused and not fake.open
     assert len(draw(generator)) == len(PROMPTS)
 
 

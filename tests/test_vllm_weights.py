@@ -167,7 +167,7 @@ def test_a_tensor_that_the_engine_does_not_know_is_refused_by_name(
 
 
 def test_nothing_of_an_engine_is_left(pair: Pair) -> None:
-    process = pair.generator.engine.process  # type: ignore[attr-defined]
+    process = pair.generator.engine.pipe.process  # type: ignore[attr-defined]
     pair.generator.close()
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)

@@ -15,6 +15,8 @@ IMPLEMENTATION = "rloo_cli.vllm.generator:in_a_child"
 
 
 class Section(EngineKeys):
+    """`generation.colocate`: the engine's keys, and how it is started."""
+
     sleep: Literal["none", "kv", "weights"] = key(
         "What the engine lets go of while the trainer trains: nothing, its KV cache, all (GPUs)"
     )

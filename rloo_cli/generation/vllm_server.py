@@ -18,6 +18,8 @@ EVERYWHERE = ("0.0.0.0", "::", "*", "")  # as an address to listen on: every int
 
 
 class Section(EngineKeys):
+    """`generation.server`: the engine's keys, and how it is reached."""
+
     base_url: Text | list[Text] | None = key(
         "Servers that run already, e.g. http://node7:8000; null = the run's own"
     )

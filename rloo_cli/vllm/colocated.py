@@ -5,29 +5,20 @@ that is not reset answers from the keys and values of old weights, with no error
 """
 
 import contextlib
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import stop
 from rloo_cli.errors import GenerationError, Problem, Stopped
 from rloo_cli.faults import fault
 from rloo_cli.generation.vllm_colocate import Section
-from rloo_cli.vllm import family
 from rloo_cli.vllm.engine import Answer, Ask, Lost, Refused
 from rloo_cli.vllm.link import Link, connect
+from rloo_cli.vllm.pipe import CALL_S, Pipe, last_line, last_lines
 from rloo_cli.vllm.waiting import within
 
-CALL_S = 60.0
 HOST = "127.0.0.1"
-BOOT = "from rloo_cli.vllm.child import main; main()"
 
 
 class InAChild:
@@ -44,8 +35,7 @@ class InAChild:
     ):
         self.keys, self.arguments, self.log = keys, arguments, log
         self.environment, self.transfer = environment, transfer
-        self.process: subprocess.Popen[bytes] | None = None
-        self.pipe: Connection | None = None
+        self.pipe: Pipe | None = None
         self.link: Link | None = None
         self.asleep = ""
         self.restarts = -1
@@ -66,22 +56,9 @@ class InAChild:
         self.restarts += 1
         if self.restarts:
             time.sleep(2.0 ** (self.restarts - 1))  # what killed it may take a moment to pass
-        ours, theirs = socket.socketpair()
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log, theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", BOOT, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=os.environ | self.environment | {"RLOO_SERVER": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # its group is ended with it
-                preexec_fn=family.told_by_parent(signal.SIGKILL),
-            )
-        self.pipe = Connection(ours.detach())
-        self._send(("start", self.arguments))
-        self.workers = self._answer(self.keys.ready_timeout_s, "loading the engine", listen=True)
+        self.pipe = Pipe(self.environment, self.log)
+        self.pipe.send(("start", self.arguments))
+        self.workers = self.pipe.answer(self.keys.ready_timeout_s, "loading the engine", True)
         self.asleep = ""
 
     def sync(self, source: Any, label: str) -> str:
@@ -115,13 +92,14 @@ class InAChild:
     def complete(self, asks: Sequence[Ask], done: Callable[[int, Answer], None]) -> None:
         fault("gen.request")
         self._wake_cache()
-        self._send(("complete", list(asks)))
+        pipe = self._there()
+        pipe.send(("complete", list(asks)))
         while True:
             try:
-                message = self._receive(self.keys.request_timeout_s, "drawing", listen=True)
+                message = pipe.receive(self.keys.request_timeout_s, "drawing", listen=True)
             except Stopped:
-                self._send(("abort",))
-                while self._receive(CALL_S, "aborting")[0] != "end":
+                pipe.send(("abort",))
+                while pipe.receive(CALL_S, "aborting")[0] != "end":
                     pass
                 raise
             if message[0] == "done":
@@ -129,7 +107,7 @@ class InAChild:
             elif message[0] == "end":
                 return
             elif message[0] == "error":
-                raise Refused(_last(message[1]))
+                raise Refused(last_line(message[1]))
 
     def well(self) -> bool:
         try:
@@ -138,23 +116,19 @@ class InAChild:
             return False
         return True
 
-    def rest(self) -> None:
+    def rest(self) -> bool:
         if self.keys.sleep != "none" and not self.asleep:
             self.call("sleep", self.keys.sleep)
             self.asleep = self.keys.sleep
+        return self.asleep == "weights"
 
     def give_up(self, why: str) -> None:
         if self.link is not None:
             self.link.shutdown()
             self.link = None
         if self.pipe is not None:
-            self.pipe.close()
+            self.pipe.end()
             self.pipe = None
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self.process = None
 
     def close(self) -> None:
         self.give_up("the run ends")
@@ -175,47 +149,9 @@ class InAChild:
 
     def call(self, name: str, *args: Any, limit_s: float = CALL_S) -> Any:
         """One of `child.Engine`'s methods. Raises Lost."""
-        self._send(("call", name, args))
-        return self._answer(limit_s, name)
+        return self._there().call(name, *args, limit_s=limit_s)
 
-    def _answer(self, limit_s: float, what: str, listen: bool = False) -> Any:
-        kind, *value = self._receive(limit_s, what, listen)
-        if kind == "error":
-            raise Refused(f"{what}: {_last(value[0])}")
-        return value[0] if value else None
-
-    def _send(self, message: tuple[Any, ...]) -> None:
-        try:
-            assert self.pipe is not None
-            self.pipe.send(message)
-        except OSError as error:
-            raise Lost(f"the engine's process is gone: {error}") from None
-
-    def _receive(self, limit_s: float, what: str, listen: bool = False) -> Any:
-        """The next message. `listen`: a signal ends the wait (Stopped)."""
-        assert self.pipe is not None
-        end = time.monotonic() + limit_s
-        try:
-            while not self.pipe.poll(0.1):
-                if listen:
-                    stop.check()
-                if time.monotonic() > end:
-                    raise Lost(f"{what}: not a word from the engine in {limit_s:g} s")
-            return self.pipe.recv()
-        except (OSError, EOFError):
-            code = self.process.wait() if self.process else None
-            raise Lost(f"{what}: the engine's process ended with {code}") from None
-
-
-def _last(trace: str) -> str:
-    """The last line of a traceback: the exception itself."""
-    lines = [line for line in trace.strip().splitlines() if line.strip()]
-    return lines[-1] if lines else "an error without a text"
-
-
-def last_lines(log: Path, count: int = 12) -> str:
-    """The end of a log file."""
-    try:
-        return "\n".join(log.read_text(errors="replace").splitlines()[-count:])
-    except OSError:
-        return "it left no log"
+    def _there(self) -> Pipe:
+        if self.pipe is None:
+            raise Lost("the engine is not running")
+        return self.pipe

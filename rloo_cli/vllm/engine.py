@@ -58,8 +58,8 @@ class Engine(Protocol):
     def well(self) -> bool:
         """Whether it is there and says that nothing is wrong with it."""
 
-    def rest(self) -> None:
-        """Nothing will be asked for a while: memory may be let go of."""
+    def rest(self) -> bool:
+        """Nothing will be asked for a while: memory may be let go of; whether the weights were."""
 
     def give_up(self, why: str) -> None:
         """It was lost: end what is left of it, if it is ours to end."""

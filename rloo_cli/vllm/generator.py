@@ -6,63 +6,50 @@ it is connected to anew, gets the weights first, and draws only what is missing,
 seeds: a completion depends on its prompt, its seed and the weights, so nothing else changes.
 """
 
-import logging
-import math
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rloo_cli.errors import GenerationError, Problem
-from rloo_cli.generation import check_lengths, tolerance
+from rloo_cli.generation import check_lengths
 from rloo_cli.generation.stopping import StopRule
 from rloo_cli.rollout import Group, Rollout
 from rloo_cli.schema import GenerationConfig, RunConfig
-from rloo_cli.vllm import arguments, facts, parity
+from rloo_cli.vllm import arguments, asking, facts, parity
 from rloo_cli.vllm.colocated import InAChild
-from rloo_cli.vllm.engine import Answer, Ask, Engine, Lost, Refused
+from rloo_cli.vllm.engine import Answer, Ask, Engine, Lost
 from rloo_cli.vllm.expected import Expected
 from rloo_cli.vllm.remote import OverHttp
-from rloo_cli.vllm.source import Whole
+from rloo_cli.vllm.supply import Supply
 
-log = logging.getLogger(__name__)
 SEEDS = 1_000_003  # parity's seeds begin here; any would do
 
 
 class VllmGenerator:
-    """Samples with `engine`, which computes in `dtype`. `note` prints a line for the user.
+    """Samples with an engine that `supply` keeps at the trainer's weights.
 
-    `run_id` begins the label of each version of the weights, so that no other run's are taken for
-    ours. `lost_most`: times that one call may lose its engine.
+    `lost_most`: times that one call may lose its engine.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        supply: Supply,
         rule: StopRule,
         config: GenerationConfig,
         context_length: int | None,
-        dtype: torch.dtype,
-        run_id: str,
         lost_most: int,
-        note: Callable[[str], None] = log.warning,
     ):
-        self.engine, self.rule, self.config = engine, rule, config
-        self.context_length, self.dtype, self.run_id = context_length, dtype, run_id
-        self.lost_most, self.note = lost_most, note
-        self.policy: Any = None
-        self.version = -1  # of the weights that the sampler should have
-        self.connected = self.checked = False
-        self.synced: str | None = None  # the label that the engine said it has
-        self.facts: dict[str, float] = {"vllm/restarts": 0.0}
-        self.tolerance = tolerance(str(dtype))
+        self.supply, self.engine = supply, supply.engine
+        self.rule, self.config, self.context_length = rule, config, context_length
+        self.lost_most = lost_most
+        self.facts = supply.facts
 
     @property
-    def label(self) -> str:
-        """The name of the weights that the sampler should have."""
-        return f"{self.run_id}:{self.version}"
+    def tolerance(self) -> float:
+        """Rms nats per token by which trainer and engine may differ."""
+        return self.supply.tolerance
 
     def load(self, policy: Any, version: int) -> None:
         """Send the weights of optimizer update `version` now, and read back that they are there.
@@ -70,14 +57,11 @@ class VllmGenerator:
         An engine that is lost meanwhile gets them before its next completion. Raises
         GenerationError when it says that it has others.
         """
-        self.policy, self.version = policy, version
-        own = next(policy.model.parameters()).dtype
-        self.tolerance = tolerance(str(self.dtype), str(own))
-        self.facts["vllm/weight_version"] = float(version)
+        self.supply.take(policy, version)
         try:
-            self._current()
+            self.supply.current()
         except Lost as lost:
-            self._gone(lost)
+            self.supply.lost(lost)
 
     def generate(
         self,
@@ -96,14 +80,17 @@ class VllmGenerator:
         check_lengths(groups, self.config.max_completion_length, self.context_length)
         places = [(g, k) for g, own in enumerate(seeds) for k in range(len(own))]
         asks = [
-            Ask(groups[g].prompt_ids, self._params(seeds[g][k], greedy, temperature))
+            Ask(
+                groups[g].prompt_ids,
+                asking.completion(self.config, self.rule.ids, seeds[g][k], greedy, temperature),
+            )
             for g, k in places
         ]
         answers = self._draw(asks, groups)
         for g, group in enumerate(groups):
             mine = [i for i, place in enumerate(places) if place[0] == g]
             group.rollouts = [self._rollout(answers[i], seeds[g][places[i][1]]) for i in mine]
-        self.engine.rest()
+        self.supply.rest()
 
     def close(self) -> None:
         """Let go of the engine."""
@@ -119,7 +106,7 @@ class VllmGenerator:
                 self._complete(asks, missing, answers)
             except Lost as gone:
                 lost += 1
-                self._gone(gone)
+                self.supply.lost(gone)
                 if lost > self.lost_most:
                     why = f"{len(missing)} of {len(asks)} completions were missing; {gone}"
                     raise GenerationError(
@@ -131,91 +118,29 @@ class VllmGenerator:
         """Draw asks[i] for the i in `chosen`, into answers[i]."""
 
         def done(place: int, answer: Answer) -> None:
-            answers[chosen[place]] = self._true(answer)
+            answers[chosen[place]] = self.supply.true(answer)
 
         self.engine.complete([asks[i] for i in chosen], done)
 
     def _ready(self, groups: list[Group]) -> None:
         """The engine is there, has the weights, and agrees about these prompts."""
-        self._current()
-        if self.checked:
+        self.supply.current()
+        if self.supply.checked:
             return
         probes = groups[: parity.PROMPTS]
         most = min(parity.TOKENS, self.config.max_completion_length)
-        asks = [Ask(g.prompt_ids, self._probe(SEEDS + i, most)) for i, g in enumerate(probes)]
+        asks = [
+            Ask(g.prompt_ids, asking.plain(self.config, self.rule.ids, SEEDS + i, most))
+            for i, g in enumerate(probes)
+        ]
         answers: dict[int, Answer] = {}
         self._complete(asks, list(range(len(asks))), answers)
         told = [answers[i] for i in range(len(asks))]
-        found = parity.check(probes, told, self.policy, self.tolerance)
-        self.checked = True
-        self.note(f"parity of trainer and vLLM on {len(probes)} prompts: rms {found:.2g} nats")
-
-    def _current(self) -> None:
-        """Connect where there is no connection, send where other weights are there."""
-        if self.policy is None:
-            raise GenerationError("the sampler was given no weights: load comes before generate")
-        if not self.connected:
-            self.engine.connect()
-            self.connected, self.synced, self.checked = True, None, False
-            self.facts["vllm/restarts"] = float(self.engine.restarts)
-        if self.synced == self.label:
-            return
-        found = self.engine.sync(Whole(self.policy.model, self.dtype), self.label)
-        if found != self.label:
-            raise GenerationError(_other_weights(found, self.label))
-        self.synced = self.label
-
-    def _gone(self, lost: Lost) -> None:
-        """Let go of a lost engine. Raises GenerationError where it is well and only refuses: a
-        second try would be refused too."""
-        if isinstance(lost, Refused) and self.engine.well():
-            raise GenerationError(Problem("the sampler refuses", "generation", str(lost))) from lost
-        self.note(f"warning: the sampler was lost: {lost}")
-        self.connected = self.checked = False
-        self.synced = None
-        self.engine.give_up(str(lost))
-
-    def _true(self, answer: Answer) -> Answer:
-        """Raises GenerationError unless the current weights drew it, every token with its logp."""
-        for version in answer.versions or ["(not told)"]:
-            if version != self.label:
-                raise GenerationError(_other_weights(version, self.label))
-        finite = sum(map(math.isfinite, answer.logp))
-        if not answer.ids or not len(answer.ids) == len(answer.logp) == finite:
-            what = f"{len(answer.ids)} tokens came with {finite} log-probabilities"
-            raise GenerationError(Problem(what, "generation"))
-        return answer
-
-    def _params(self, seed: int, greedy: bool, temperature: float | None) -> dict[str, Any]:
-        """vLLM's sampling parameters: every one is said, none is left to a server's defaults."""
-        config = self.config
-        given = self._probe(seed, config.max_completion_length)
-        given |= {
-            "min_tokens": config.min_tokens,
-            "stop": config.stop,
-            "detokenize": bool(config.stop),
-            "repetition_penalty": config.repetition_penalty,
-        }
-        if greedy:
-            return given | {"temperature": 0.0}
-        filters = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p or 0.0}
-        return given | filters | ({} if temperature is None else {"temperature": temperature})
-
-    def _probe(self, seed: int, most: int) -> dict[str, Any]:
-        """Nothing but the temperature bends the distribution."""
-        return {
-            "seed": seed,
-            "temperature": self.config.temperature,
-            "max_tokens": most,
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
-            "ignore_eos": True,  # the stop ids below are all of them
-            "stop_token_ids": sorted(self.rule.ids),
-            "logprobs": 0,  # the sampled token's own
-            "detokenize": False,
-            "skip_special_tokens": True,
-        }
+        found = parity.check(probes, told, self.supply.policy, self.tolerance)
+        self.supply.checked = True
+        self.supply.note(
+            f"parity of trainer and vLLM on {len(probes)} prompts: rms {found:.2g} nats"
+        )
 
     def _rollout(self, answer: Answer, seed: int) -> Rollout:
         return Rollout(
@@ -224,18 +149,9 @@ class VllmGenerator:
             finish_reason=answer.finish_reason,
             terminated=self.rule.terminated(answer.ids, answer.finish_reason),
             seed=seed,
-            weight_version=self.version,
+            weight_version=self.supply.version,
             behaviour_logp=answer.logp,
         )
-
-
-def _other_weights(found: str, expected: str) -> Problem:
-    return Problem(
-        "the sampler has other weights than the trainer",
-        "generation",
-        f"it says {found}, the trainer is at {expected}",
-        "nobody else may send weights to this server; two runs need two servers",
-    )
 
 
 def over_http(
@@ -282,16 +198,10 @@ def _generator(
     engine: Engine, model: Any, tokenizer: Any, run: RunConfig, context: int | None,
     dtype: str, lost_most: int, note: Any,
 ) -> VllmGenerator:  # fmt: skip
-    return VllmGenerator(
-        engine,
-        StopRule(tokenizer, model, run.generation),
-        run.generation,
-        context,
-        getattr(torch, dtype),
-        f"{run.name}.{secrets.token_hex(4)}",
-        lost_most,
-        note,
-    )
+    run_id = f"{run.name}.{secrets.token_hex(4)}"
+    supply = Supply(engine, getattr(torch, dtype), run_id, note)
+    rule = StopRule(tokenizer, model, run.generation)
+    return VllmGenerator(supply, rule, run.generation, context, lost_most)
 
 
 def _transfer(given: dict[str, Any]) -> str:

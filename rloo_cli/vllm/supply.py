@@ -1,0 +1,103 @@
+"""What an engine has, and what it must have: connections, weights, labels, and lost engines."""
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rloo_cli.errors import GenerationError, Problem
+from rloo_cli.generation import tolerance
+from rloo_cli.vllm.engine import Answer, Engine, Lost, Refused
+from rloo_cli.vllm.source import Whole
+
+log = logging.getLogger(__name__)
+
+
+class Supply:
+    """Keeps `engine`, which computes in `dtype`, at the trainer's weights.
+
+    `run_id` begins the label of each version, so that no other run's weights are taken for ours.
+    `note` prints a line for the user.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        dtype: torch.dtype,
+        run_id: str,
+        note: Callable[[str], None] = log.warning,
+    ):
+        self.engine, self.dtype, self.run_id, self.note = engine, dtype, run_id, note
+        self.policy: Any = None
+        self.version = -1  # of the weights that the engine should have
+        self.connected = self.checked = False
+        self.synced: str | None = None  # the label that the engine said it has
+        self.facts: dict[str, float] = {"vllm/restarts": 0.0}
+        self.tolerance = tolerance(str(dtype))
+
+    @property
+    def label(self) -> str:
+        """The name of the weights that the engine should have."""
+        return f"{self.run_id}:{self.version}"
+
+    def take(self, policy: Any, version: int) -> None:
+        """From now on it should have these weights. Sends nothing."""
+        self.policy, self.version = policy, version
+        own = next(policy.model.parameters()).dtype
+        self.tolerance = tolerance(str(self.dtype), str(own))
+        self.facts["vllm/weight_version"] = float(version)
+
+    def current(self) -> None:
+        """Connect where there is no connection, send where other weights are there.
+
+        Raises Lost, and GenerationError where the engine says that it has others all the same.
+        """
+        if self.policy is None:
+            raise GenerationError("the sampler was given no weights: load comes before generate")
+        if not self.connected:
+            self.engine.connect()
+            self.connected, self.synced, self.checked = True, None, False
+            self.facts["vllm/restarts"] = float(self.engine.restarts)
+        if self.synced == self.label:
+            return
+        found = self.engine.sync(Whole(self.policy.model, self.dtype), self.label)
+        if found != self.label:
+            raise GenerationError(_other_weights(found, self.label))
+        self.synced = self.label
+
+    def rest(self) -> None:
+        """The engine may let go of memory; of its weights too, and they are then sent again."""
+        if self.engine.rest():
+            self.synced = None
+
+    def lost(self, why: Lost) -> None:
+        """Let go of a lost engine. Raises GenerationError where it is well and only refuses: a
+        second try would be refused too."""
+        if isinstance(why, Refused) and self.engine.well():
+            raise GenerationError(Problem("the sampler refuses", "generation", str(why))) from why
+        self.note(f"warning: the sampler was lost: {why}")
+        self.connected = self.checked = False
+        self.synced = None
+        self.engine.give_up(str(why))
+
+    def true(self, answer: Answer) -> Answer:
+        """Raises GenerationError unless the current weights drew it, every token with its logp."""
+        for version in answer.versions or ["(not told)"]:
+            if version != self.label:
+                raise GenerationError(_other_weights(version, self.label))
+        finite = sum(map(math.isfinite, answer.logp))
+        if not answer.ids or not len(answer.ids) == len(answer.logp) == finite:
+            what = f"{len(answer.ids)} tokens came with {finite} log-probabilities"
+            raise GenerationError(Problem(what, "generation"))
+        return answer
+
+
+def _other_weights(found: str, expected: str) -> Problem:
+    return Problem(
+        "the sampler has other weights than the trainer",
+        "generation",
+        f"it says {found}, the trainer is at {expected}",
+        "nobody else may send weights to this server; two runs need two servers",
+    )
