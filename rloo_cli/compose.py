@@ -67,7 +67,11 @@ def rewrite(words: Iterable[str], config_dirs: Sequence[Path] = ()) -> list[str]
         )
     if problems:
         raise ConfigError(*problems)
-    return [word for _, word in sorted(done, key=lambda pair: pair[0])]
+    words = [word for _, word in sorted(done, key=lambda pair: pair[0])]
+    small = any(word.startswith("+debug=") for word in words)
+    if small and not any(word.startswith("generation=") for word in words):
+        words.insert(0, "generation=transformers")  # needs nothing, whatever the recipe takes
+    return words
 
 
 def _rewrite_one(word: str, groups: dict[str, dict[str, Path]]) -> tuple[int, str]:

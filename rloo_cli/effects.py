@@ -5,6 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 Values = dict[str, Any]
+SERVED = (  # what a server is started with
+    "port", "data_parallel_size", "tensor_parallel_size", "gpu_memory_utilization", "kv_cache_gb",
+    "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "kv_cache_dtype",
+    "enable_prefix_caching", "quantization", "model_impl", "batch_invariant", "extra",
+    "max_restarts",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,12 @@ IDLE = (
          or (v("algorithm.correction.mode") == "auto"
              and v("generation.backend") == "transformers"),
          "no correction: the transformers backend samples with the trainer's own weights"),
+    Idle(tuple(f"generation.server.{name}" for name in SERVED),
+         lambda v: bool(v("generation.server.base_url")),
+         "generation.server.base_url names servers that somebody else runs"),
+    Idle(("generation.server.api_key_env", "generation.server.reconnect_timeout_s"),
+         lambda v: not v("generation.server.base_url"),
+         "generation.server.base_url is null: the run has a server of its own"),
     Idle(("algorithm.loss_denominator",), lambda v: v("algorithm.loss_agg") == "token_mean_local",
          "algorithm.loss_agg=token_mean_local divides each micro-batch by its own tokens"),
     Idle(("eval.at_start", "eval.every", "eval.num_generations", "eval.max_samples",

@@ -112,8 +112,7 @@ ds3_gather_for_generation | generation.transformers.gather_for_generation |
 use_vllm | generation | a group: generation=vllm_server or generation=vllm_colocate
 vllm_mode | generation | a group: generation=vllm_server or generation=vllm_colocate
 vllm_server_base_url | generation.server.base_url |
-vllm_server_host | generation.server.host |
-vllm_server_port | generation.server.port |
+vllm_server_host, vllm_server_port | generation.server.base_url | http://HOST:PORT
 vllm_server_timeout | generation.server.ready_timeout_s |
 vllm_group_port | - | a free port is found
 vllm_gpu_memory_utilization | generation.colocate.gpu_memory_utilization |

@@ -14,6 +14,14 @@ import pytest
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several processes (`make test`), the tests of a file share one, and so do all that use
+    vLLM: there is one server."""
+    for item in items:
+        group = "vllm" if item.get_closest_marker("vllm") else item.path.name
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """`vllm_cases.Real`: its url, token, folder and model."""

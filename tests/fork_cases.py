@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -29,7 +29,7 @@ class Forked:
     def __call__(self, *words: str, faults: str = "") -> int:
         armed = {"RLOO_FAULTS": faults, "RLOO_ALLOW_FAULTS": "1"}
 
-        def run(module: str, words: list[str], started: Callable[[int], None], busy: object) -> int:
+        def run(module: str, words: list[str], *looked_after: object) -> int:
             assert module == "worker"
             out = str(self.folder / "out")
             job = {"words": words, "cwd": str(self.folder), "env": armed, "out": out}

@@ -169,6 +169,7 @@ def test_rows_without_a_score_leave_baseline_and_gradient(tmp_path):
 def test_sampler_correction_multiplies_each_completions_term(tmp_path):
     words = [f"{A}correction.mode=truncate", f"{A}correction.cap=1.5", f"{A}beta=0"]
     run = make(tmp_path, *PLAIN, ENDS, *words)
+    run.generator.tolerance = 1.0  # a sampler that is far off, on purpose
     batch = sampled(run)
     for i, rollout in enumerate(r for g in batch.groups for r in g.rollouts):
         shift = 0.1 * (i % 5 - 2)

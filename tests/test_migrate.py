@@ -293,8 +293,32 @@ def test_ms_swift_flags_and_defaults_are_converted(migrate):
         "reward.answer_tags.weight": 0.5,
     }
     assert {key: found.effective(key) for key in expected} == expected
-    assert found.groups == {"override /reward": ["accuracy", "answer_tags"]}
+    assert found.groups == {
+        "override /reward": ["accuracy", "answer_tags"],
+        "override /generation": "vllm_colocate",
+    }
     correction = found.keys["algorithm.correction"]
     assert (correction["mode"], correction["level"], correction["cap"]) == ("mask", "token", 2.0)
-    assert "vllm_gpu_memory_utilization" in found.text
+    assert found.keys["generation.colocate"] == {"gpu_memory_utilization": 0.4}
     assert "unknown" not in found.text
+
+
+def test_trls_server_and_its_colocated_engine_become_backends(migrate):
+    server = migrate(
+        "--use_vllm", "--vllm_mode", "server", "--vllm_server_host", "node7",
+        "--vllm_server_port", "9000", "--vllm_server_timeout", "240",
+        "--vllm_gpu_memory_utilization", "0.4", "--model_name_or_path", "org/model",
+        composes=False,
+    )  # fmt: skip
+    assert server.groups["override /generation"] == "vllm_server"
+    kept = {"base_url": "http://node7:9000", "ready_timeout_s": 240.0}
+    assert server.keys["generation.server"] == kept
+    assert "it was the colocated engine's" in server.text
+    beside = migrate(
+        "--use_vllm", "--vllm_mode", "colocate", "--vllm_enable_sleep_mode", "true",
+        "--vllm_tensor_parallel_size", "2", "--vllm_max_model_length", "2048",
+        "--model_name_or_path", "org/model", composes=False,
+    )  # fmt: skip
+    assert beside.groups["override /generation"] == "vllm_colocate"
+    kept = {"tensor_parallel_size": 2, "max_model_len": 2048, "sleep": "weights"}
+    assert beside.keys["generation.colocate"] == kept

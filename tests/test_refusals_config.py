@@ -75,7 +75,7 @@ SCORECARD: dict[str, Case] = {
         "name=${root}", "root=${name}", says=["name = ${root}", "root = ${name}", "Recursive"]
     ),
     "BC-21 a backend that is not there": train(
-        "generation=vllm_server", says=["no generation 'vllm_server'", "one of: transformers"]
+        "generation=vllm_serve", says=["no generation 'vllm_serve'", "generation=vllm_server"]
     ),
     "BC-22 flash-attn": train(
         "model.attn_implementation=flash_attention_2",

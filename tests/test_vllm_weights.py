@@ -53,15 +53,14 @@ def build(kind: str, folder: Path) -> Any:
 class Pair:
     """A trainer's model and the engine that samples for it."""
 
-    def __init__(self, kind: str, folder: Path):
+    def __init__(self, kind: str, folder: Path, *more: str, device: str = "cpu"):
         self.model = build(kind, folder)
         words = ["+recipe=smoke", "generation=vllm_colocate", f"model.path={folder}"]
-        words += [
-            "generation.max_completion_length=8",
-            "generation.temperature=0.7",
-            "data.max_prompt_length=64",
-        ]
+        words += ["generation.max_completion_length=8", "generation.temperature=0.7"]
+        words += ["data.max_prompt_length=64", *more]
         self.run = config.check(compose(words))
+        if device != "cpu":
+            self.model.to(device, getattr(torch, self.run.model.dtype))
         tokenizer = AutoTokenizer.from_pretrained(folder)
         self.said: list[str] = []
         self.generator: VllmGenerator = in_a_child(
@@ -82,7 +81,7 @@ class Pair:
 
     def gap(self, groups: list[Group]) -> float:
         """Largest difference of the log-probabilities of what was sampled."""
-        micro = pack(groups, range(len(groups)))
+        micro = pack(groups, range(len(groups)), device=self.policy.device)
         assert micro.behaviour_logp is not None
         return float((self.policy.frozen_logp(micro).logp - micro.behaviour_logp).abs().max())
 

@@ -146,7 +146,7 @@ def replay(run: Run, completions: Sequence[Sequence[int]]) -> None:
         for group, own in zip(groups, seeds, strict=True):
             group.rollouts = [rollout(seed) for seed in own]
 
-    run.rollouts.generator = SimpleNamespace(generate=generate)
+    run.rollouts.generator = SimpleNamespace(generate=generate, facts={})
 
 
 def settings(run: Run, steps: int) -> dict[str, Any]:

@@ -28,10 +28,13 @@ def kept(name: str, recipe: str, make: Callable[[Path], None]) -> Path:
 def _alone(folder: Path) -> Iterator[None]:
     """One process at a time: a trainer and its server may want the same model."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f".{folder.name}.lock").open("w") as lock:
+    handle = os.open(folder.parent, os.O_RDONLY)
+    try:
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(handle)
 
 
 def _make(folder: Path, make: Callable[[Path], None]) -> None:

@@ -21,8 +21,8 @@ SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "head_dim": 32,  # the smallest that vLLM has kernels for without a GPU
     "max_position_embeddings": 2048,
 }

@@ -41,6 +41,9 @@ def ours() -> dict[str, Any]:
     return found
 
 
+ENGINES = ("server", "colocate")  # sections of the vLLM backends
+
+
 def refusal(key: str, value: Any) -> str | None:
     """Why this version would not take `key: value`; None when it would."""
     section, _, name = key.partition(".")
@@ -51,6 +54,9 @@ def refusal(key: str, value: Any) -> str | None:
         return None
     if section == "algorithm" and key not in ours():
         return UNKNOWN
+    if section == "generation" and (name in ENGINES or "." in name):
+        leaves = [f"{name}.{leaf}" for leaf in value] if name in ENGINES else [name]
+        return None if all(map(_engine_field, leaves)) else UNKNOWN
     info = _fields(section).get(name) if name else schema.RunConfig.model_fields.get(section)
     if info is None:
         return None if section == "algorithm" else UNKNOWN
@@ -59,6 +65,16 @@ def refusal(key: str, value: Any) -> str | None:
     except ValidationError as error:
         return str(error.errors()[0]["msg"])
     return None
+
+
+def _engine_field(name: str) -> Any:
+    """The field of `server.NAME` or `colocate.NAME`; None where there is none."""
+    part, _, leaf = name.partition(".")
+    backend = f"vllm_{part}"
+    if backend not in registry.names("generation"):
+        return None
+    section: Any = registry.config_class("generation", backend).model_fields[part].annotation
+    return section.model_fields.get(leaf)
 
 
 def _fields(section: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import paths
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.tools.migrate_batch import Dialect, number
 from rloo_cli.tools.migrate_recipe import Recipe, refusal
@@ -126,18 +125,59 @@ def generation(recipe: Recipe, dialect: Dialect) -> None:
         recipe.put("generation.top_k", max(0, top_k), recipe.said("top_k"))
     if dialect.title == "ms-swift" and not {"top_p", "top_k"} & set(recipe.given):
         recipe.notes.append("top_p, top_k: ms-swift may have read them from generation_config.json")
+    _engine(recipe)
+
+
+COLOCATED = {
+    "vllm_gpu_memory_utilization": "gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "tensor_parallel_size",
+    "vllm_max_model_length": "max_model_len",
+    "vllm_max_model_len": "max_model_len",
+    "vllm_model_impl": "model_impl",
+}
+
+
+def _engine(recipe: Recipe) -> None:
+    """vLLM, beside the trainer or as a server that the old run called."""
     mode, on = recipe.take("vllm_mode"), recipe.take("use_vllm")
-    if on:
-        backend = f"vllm_{mode or 'server'}"
-        if (paths.CONF / "generation" / f"{backend}.yaml").is_file():
-            recipe.groups["generation"] = (backend, "use_vllm")
-        else:
-            recipe.later.append(f"generation={backend}: transformers samples instead (use_vllm)")
-        if not mode:
-            recipe.notes.append("vllm_mode was server up to TRL 0.29 and colocate from 1.0")
-    else:
-        for name in [n for n in recipe.flags if n.startswith("vllm_")]:
+    engine = [n for n in recipe.flags if n.startswith("vllm_") and "importance" not in n]
+    if not on:
+        for name in engine:
             recipe.drop(name, "use_vllm was off")
+        return
+    if not mode:
+        recipe.notes.append("vllm_mode was server up to TRL 0.29 and colocate from 1.0")
+    backend = f"vllm_{mode or 'server'}"
+    recipe.groups["generation"] = (backend, "use_vllm")
+    if backend == "vllm_server":
+        _served(recipe)
+        for name in [*COLOCATED, "vllm_enable_sleep_mode", "sleep_level"]:
+            recipe.drop(name, "it was the colocated engine's")
+        return
+    for name, key in COLOCATED.items():
+        if (value := recipe.take(name)) is not None:
+            recipe.put(f"generation.colocate.{key}", value, recipe.said(name))
+    for name in ("vllm_enable_sleep_mode", "sleep_level"):
+        if (value := recipe.take(name)) is not None:
+            sleep = "weights" if value else "none"
+            recipe.put("generation.colocate.sleep", sleep, recipe.said(name))
+    for name in [n for n in engine if n.startswith("vllm_server_")]:
+        recipe.drop(name, "the engine was colocated")
+
+
+def _served(recipe: Recipe) -> None:
+    """Where the old run's server was."""
+    url, host = recipe.take("vllm_server_base_url"), recipe.take("vllm_server_host")
+    port = recipe.take("vllm_server_port")
+    if url is None and (host or port):
+        url = f"http://{host or '127.0.0.1'}:{port or 8000}"
+    if url is not None:
+        said = "vllm_server_base_url" if "vllm_server_base_url" in recipe.given else ""
+        why = recipe.said(said or ("vllm_server_host" if host else "vllm_server_port"))
+        recipe.put("generation.server.base_url", url, f"{why}; rloo vllm-serve starts it")
+    if (limit := recipe.take("vllm_server_timeout")) is not None:
+        why = recipe.said("vllm_server_timeout")
+        recipe.put("generation.server.ready_timeout_s", float(limit), why)
 
 
 def rewards(recipe: Recipe, dialect: Dialect) -> None:

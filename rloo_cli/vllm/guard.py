@@ -99,7 +99,7 @@ def _health(scope: Scope) -> bool:
 
 async def _body(receive: Receive) -> bytes | None:
     """A request's whole body; None when it is too long, or its sender is gone."""
-    body = b""
+    body: bytes = b""
     while len(body) <= LARGEST:
         message = await receive()
         if message["type"] != "http.request":
