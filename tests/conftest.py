@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+ONE_SERVER = ("test_vllm_contract.py", "test_vllm_truth.py")  # whose tests use `server`
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several processes (`make test`), the tests of a file share one, and so do all that use
-    vLLM: there is one server."""
+    the one server."""
     for item in items:
-        group = "vllm" if item.get_closest_marker("vllm") else item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
+        shares = item.get_closest_marker("vllm") and item.path.name in ONE_SERVER
+        item.add_marker(pytest.mark.xdist_group("server" if shares else item.path.name))
 
 
 @pytest.fixture(scope="session")

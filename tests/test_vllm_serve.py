@@ -250,7 +250,9 @@ def test_a_second_server_for_the_same_run_is_refused(served: Served, server: Ser
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize(
-    ("phase", "least"), [("", 1), ("Initializing a V1 LLM engine", 3)], ids=["import", "engine"]
+    ("phase", "least"),
+    [("", 1), pytest.param("Initializing a V1 LLM engine", 3, marks=pytest.mark.slow)],
+    ids=["import", "engine"],
 )
 def test_one_that_is_ended_while_it_starts_leaves_nothing(
     number: int, phase: str, least: int, tmp_path_factory: pytest.TempPathFactory
