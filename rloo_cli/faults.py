@@ -4,7 +4,8 @@
 
 `name@n=action`: the n-th time (default 1) that a place whose name matches (`ckpt.*` matches all
 of a save) is passed. Without the first variable a set second one is refused. Places:
-load, gen.request, gen.chunk, reward, logp, loss, grad, step, metrics, eval, and of a save
+load, gen.request, gen.chunk, reward, logp, loss, grad, step, metrics, eval, of a weight update
+sync.{start,update,finish,version} (skip leaves that part out), and of a save
 ckpt.{write,fsync,manifest,rename,latest,prune}. Nothing is done unless armed.
 """
 

@@ -146,7 +146,8 @@ class Watched:
         self.answered = False
         pid = self.process.child.pid
         facts = {"pid": pid, "group": pid, "pid_started": pids.started(pid)}
-        update_json(self.folder / "run.json", server=facts)
+        if (self.folder / "run.json").exists():  # an evaluation has none
+            update_json(self.folder / "run.json", server=facts)
 
     def _again(self) -> None:
         """It died, or never answered: what is left of it goes, and another may come."""

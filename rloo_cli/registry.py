@@ -116,7 +116,7 @@ _FOLDERS: set[Path] = set()  # of the user's files that were loaded
 def _namesakes(here: Path) -> dict[str, ModuleType]:
     """Take out modules that lie beside another user's file and have a namesake in this folder."""
     found = {}
-    for name, known in list(sys.modules.items()):
+    for name, known in sys.modules.copy().items():  # threads import meanwhile
         file = getattr(known, "__file__", None)
         beside = file is not None and Path(file).parent in _FOLDERS - {here}
         if beside and "." not in name and (here / f"{name}.py").is_file():

@@ -227,7 +227,7 @@ def test_a_signal_ends_an_evaluation_while_a_reward_is_waited_for(tmp_path, monk
 def test_metrics_are_means_over_the_rows_that_have_a_score(tmp_path):
     def some(completion_ids, **_):
         pairs = zip(completion_ids, digits(completion_ids), strict=True)
-        return [score if len(ids) % 2 else None for ids, score in pairs]
+        return [score if sum(ids) % 2 else None for ids, score in pairs]
 
     def length(completion_ids, log_extra, **_):
         log_extra("tokens", [len(ids) for ids in completion_ids])

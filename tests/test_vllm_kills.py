@@ -238,3 +238,39 @@ def test_a_colocated_engine_that_is_killed_is_replaced(tmp_path: Path, alone: Go
     assert run.ends() == 0, run.said
     assert run.rows[-1]["vllm/restarts"] == 1.0
     assert run.samples == alone.samples
+
+
+def completions(run: Going) -> list[tuple[str, str]]:
+    files = sorted((run.folder / "samples").glob("step_*.jsonl"))
+    return [
+        (file.name, json.loads(line)["completion"])
+        for file in files
+        for line in file.read_text().splitlines()
+    ]
+
+
+@slow
+def test_a_run_on_one_engine_is_repeated_and_resumed_with_the_same_completions(
+    tmp_path: Path,
+) -> None:
+    words = [w.replace("vllm_server", "vllm_colocate") for w in WORDS if ".server." not in w]
+    whole, again = (Going(tmp_path / name, words=words) for name in ("whole", "again"))
+    assert whole.ends() == again.ends() == 0, whole.said + again.said
+    assert completions(whole) == completions(again)
+    root = tmp_path / "resumed"
+    first = Going(root, words=words, RLOO_FAULTS="step@4=term")
+    assert first.ends() == 75, first.said
+    second = Going(root, "resume=auto", words=words, attempt=2)
+    assert second.ends() == 0, second.said
+    assert completions(second) == completions(whole)
+
+
+@slow
+def test_two_runs_at_once_have_a_server_each(tmp_path: Path, alone: Going) -> None:
+    runs = [Going(tmp_path / name) for name in ("one", "two")]
+    servers = [run.server() for run in runs]
+    assert servers[0].url != servers[1].url and servers[0].token != servers[1].token
+    for run, server in zip(runs, servers, strict=True):
+        assert run.ends() == 0, run.said
+        assert run.samples == alone.samples
+        assert not members(server.group)

@@ -4,8 +4,10 @@
     server      the process of `rloo vllm-serve`: vLLM's own API server behind our guard
     child       the process of a colocated engine
     plugin, receive   what runs inside vLLM's own processes
-    generator   the `Generator`: requests out, rollouts in, and the truth about weights
-    remote, colocated   the two kinds of `Engine` that it speaks to
+    generator   the `Generator`: requests out (`asking`), rollouts in
+    supply      the truth about weights: what the engine has, and what it must have (`parity`)
+    remote, colocated   the two kinds of `Engine`: over HTTP (`servers`, `wire`), over a `pipe`
+    link, gloo, source  the sending end of a weight transfer
 
 Only `server`, `child`, `plugin` and `receive` import vLLM; a trainer never does, except for NCCL
 and CUDA IPC, whose sending halves are vLLM's.

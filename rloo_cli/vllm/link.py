@@ -5,9 +5,11 @@ a `Control`, which is the engine's side of it over HTTP or a pipe. Everything he
 caller puts it on a thread and keeps the deadline (`waiting`).
 """
 
+import importlib
 import threading
 from typing import Any, Protocol
 
+from rloo_cli.errors import GenerationError, Problem
 from rloo_cli.faults import fault
 from rloo_cli.vllm import gloo
 from rloo_cli.vllm.gloo import Shape
@@ -130,24 +132,31 @@ class _Beside:
 
 def _nccl(control: Control, source: Whole, host: str, workers: int) -> Link:
     """vLLM's own sender over NCCL, packed."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory as Factory
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
+    factory, engine = _vllms("factory"), _vllms("nccl_engine")
     with gloo.listen(host) as free:  # NCCL takes a number, not a socket
         port = free.getsockname()[1]
-    info = NCCLTrainerInitInfo(
+    info = engine.NCCLTrainerInitInfo(
         rank=0, master_address=host, master_port=port, world_size=workers + 1, packed=True
     )
-    link: Link = Factory.trainer_init(info, client=control, source=source)
+    trainer = factory.WeightTransferTrainerFactory
+    link: Link = trainer.trainer_init(info, client=control, source=source)
     return link
 
 
 def _ipc(control: Control, source: Whole) -> Link:
     """vLLM's own sender of CUDA IPC handles, packed, to a child on the same GPU."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory as Factory
-    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-
-    link: Link = Factory.trainer_init(
-        IPCTrainerInitInfo(rank=0, packed=True), client=control, source=source
-    )
+    factory, engine = _vllms("factory"), _vllms("ipc_engine")
+    info = engine.IPCTrainerInitInfo(rank=0, packed=True)
+    trainer = factory.WeightTransferTrainerFactory
+    link: Link = trainer.trainer_init(info, client=control, source=source)
     return link
+
+
+def _vllms(name: str) -> Any:
+    """A module of vLLM's weight transfer. Raises GenerationError where vLLM is not here."""
+    try:
+        return importlib.import_module(f"vllm.distributed.weight_transfer.{name}")
+    except ImportError as error:
+        why = f"a GPU's weights are sent by vLLM's own code: {error}"
+        fix = "pip install 'rloo-cli[vllm]' beside the trainer too"
+        raise GenerationError(Problem("weights cannot be sent", "generation", why, fix)) from None
