@@ -1,7 +1,9 @@
 """Who samples how fast: our three backends and TRL's `generate`, on the same prompts and model.
 
     python bench/rollout.py                      sizes 1, 6 and 25 M parameters, 3 rounds
-    python bench/rollout.py --sizes 6 --rounds 5
+    python bench/rollout.py --sizes 1 6 --prompts 8 --length 24
+
+Two engines are loaded for each size, and compile for their first batch: minutes on two cores.
 
 Every completion has exactly `--length` tokens (stop ids are off), so that all do the same work.
 Rounds go A B C D A B C D after one round that is not counted; medians are shown, and the spread.
@@ -220,12 +222,13 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--length", type=int, default=48)
     args = parser.parse_args()
-    rows = []
+    every = []
     for size in args.sizes:
-        rows += measure(size, args)
-    show(rows)
-    with RESULTS.open("a") as file:
-        file.writelines(json.dumps(r) + "\n" for r in rows)
+        rows = measure(size, args)
+        with RESULTS.open("a") as file:
+            file.writelines(json.dumps(r) + "\n" for r in rows)
+        every += rows
+    show(every)
 
 
 if __name__ == "__main__":
