@@ -90,7 +90,7 @@ def ours(backend: str, folder: Path, trained: Any, args: Any) -> Iterator[tuple[
     place.mkdir(parents=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     build = registry.load_code(registry.module("generation", backend).IMPLEMENTATION)
-    with managed.server(place, run) as (look, _):
+    with managed.in_background(place, run):
         generator = build(trained, tokenizer, run, 1024, place, lambda text: None)
         policy, version = Policy(trained, 1.0), iter(range(10**6))
         ids = prompts(args.prompts)
@@ -102,7 +102,6 @@ def ours(backend: str, folder: Path, trained: Any, args: Any) -> Iterator[tuple[
             ]
             generator.generate(groups, seeds)
             assert all(r.length == args.length for g in groups for r in g.rollouts)
-            look()
 
         def sync() -> None:
             generator.load(policy, next(version))

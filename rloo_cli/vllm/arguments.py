@@ -42,6 +42,9 @@ def engine(run: RunConfig, keys: EngineKeys, seed: int) -> dict[str, Any]:
         "max_model_len": longest(run, keys),
         "gpu_memory_utilization": keys.gpu_memory_utilization if on_gpu else None,
         "enforce_eager": True if keys.enforce_eager is None and not on_gpu else keys.enforce_eager,
+        # Without a GPU a seeded request whose prompt is cut in two ends vLLM 0.32's engine: it sets
+        # its generator back, which a CPU's cannot.
+        "enable_chunked_prefill": None if on_gpu else False,
         "seed": seed,
         # Of what was sampled from: after temperature, and after what narrows the choice.
         "logprobs_mode": "processed_logprobs",
