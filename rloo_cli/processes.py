@@ -13,6 +13,9 @@ from typing import Any
 
 from rloo_cli.stop import AGAIN_S, SIGNALS
 
+# Threads that spin long while they wait for each other make a machine that is shared many times
+# slower.
+CALM = {"GOMP_SPINCOUNT": "1000", "TOKENIZERS_PARALLELISM": "false"}
 LIMIT_S = 600.0  # after a signal: code that holds Python's lock would never let a run end
 # Until the worker can say how it ended, an interrupt ends it without a traceback.
 BOOT = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); " \
@@ -34,13 +37,10 @@ def run(
     that a signal killed counts as 75 where an end was asked for, else as 6. `look` is called twice
     a second meanwhile; `env` is added to its environment.
     """
-    # Threads that spin long while they wait for each other make a machine that is shared many
-    # times slower.
-    calm = {"GOMP_SPINCOUNT": "1000", "TOKENIZERS_PARALLELISM": "false"}
     child = subprocess.Popen(
         # -P: no file in the current folder can pass for a package.
         [sys.executable, "-P", "-c", BOOT.format(module=module), *words],
-        env={**calm, **os.environ, **(env or {})},
+        env={**CALM, **os.environ, **(env or {})},
         start_new_session=True,  # a Ctrl-C reaches it once, from us
         preexec_fn=_die_with_parent(),
     )

@@ -17,8 +17,8 @@ from typing import Any
 from rloo_cli import config, hub, machine, server_file, serving
 from rloo_cli.compose import Composed, compose
 from rloo_cli.errors import ConfigError, GenerationError, MachineError, Problem
+from rloo_cli.generation.vllm_server import LOOPBACK
 from rloo_cli.schema import RunConfig
-from rloo_cli.vllm import arguments
 
 BACKEND = "generation=vllm_server"
 
@@ -48,7 +48,7 @@ def _serve(settings: RunConfig, composed: Composed) -> int:
         raise ConfigError(Problem(f"{folder} has a server already", "name", why, fix))
     made = [p for p in (folder, *folder.parents) if not p.exists()]
     keys: Any = settings.generation
-    if keys.server.host not in arguments.LOOPBACK:
+    if keys.server.host not in LOOPBACK:
         what = "its weights can be replaced, and it can be asked, by whoever has the token"
         print(f"{keys.server.host} is reached from other machines: {what}")
     with _listening() as heard:

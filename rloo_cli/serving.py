@@ -22,7 +22,7 @@ import yaml
 from rloo_cli import config, server_file
 from rloo_cli.errors import ConfigError, GenerationError, MachineError, Problem, RunError
 from rloo_cli.files import write_text
-from rloo_cli.processes import BOOT, kill
+from rloo_cli.processes import BOOT, CALM, kill
 from rloo_cli.schema import RunConfig
 from rloo_cli.server_file import Server
 from rloo_cli.vllm import family
@@ -31,7 +31,6 @@ LOGS = Path("logs", "server")
 SCRATCH = "rloo-server-"  # how the names of its temporary folders begin
 ERROR = "error.json"  # in the scratch folder, by the server that could not start
 PATIENCE_S = 20.0  # from TERM to KILL
-CALM = {"GOMP_SPINCOUNT": "1000", "TOKENIZERS_PARALLELISM": "false"}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from rloo_cli.generation.engine import EngineKeys, problems
 from rloo_cli.schema import GenerationConfig, Positive, Text, key
 
 IMPLEMENTATION = "rloo_cli.vllm.generator:over_http"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 EVERYWHERE = ("0.0.0.0", "::", "*", "")  # as an address to listen on: every interface
 
 
@@ -55,7 +56,7 @@ def rules(run: Any) -> Iterator[Problem]:
             "CUDA IPC handles are pickled; only a child that listens nowhere may take them",
             "generation.server.transfer=auto, or generation=vllm_colocate",
         )
-    if server.host not in ("127.0.0.1", "localhost", "::1") and not server.allow_remote:
+    if server.host not in LOOPBACK and not server.allow_remote:
         yield Problem(
             f"generation.server.host = {server.host!r} is reached from other machines",
             "generation.server.host",

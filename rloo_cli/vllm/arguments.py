@@ -16,12 +16,12 @@ from typing import Any
 from rloo_cli import hub, made, paths
 from rloo_cli.errors import Problem
 from rloo_cli.generation.engine import EngineKeys
+from rloo_cli.generation.vllm_server import LOOPBACK
 from rloo_cli.schema import RunConfig
 
 FLOOR, UNTESTED = (0, 32), (0, 22)  # tried with; has the routes, but nobody tried
 PICKLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 BACKENDS = {"vllm_server": "server", "vllm_colocate": "colocate"}  # backend -> its section
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Keys that are vLLM's own arguments, by the same name; null leaves vLLM's choice.
 SAME = (
     "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype",

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from rloo_cli import server_file
 from rloo_cli.errors import GenerationError, Problem
-from rloo_cli.generation.vllm_server import EVERYWHERE, Section
+from rloo_cli.generation.vllm_server import EVERYWHERE, LOOPBACK, Section
 from rloo_cli.vllm.engine import Lost, Refused
 from rloo_cli.vllm.link import Link
 from rloo_cli.vllm.waiting import until
@@ -22,7 +22,6 @@ from rloo_cli.vllm.wire import Wire
 
 CALL_S = 30.0  # a question that needs no work
 CLEAR_S = 60.0  # emptying a cache, aborting what is under way
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass
