@@ -8,6 +8,7 @@ import json
 import math
 import random
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,7 +26,8 @@ class Fake:
         self.open = 0  # an update: 2 = it lacks its weights, 1 = it has them
         self.page, self.hangs = 0, set[str]()  # HTML with this status; paths never answered
         self.slow_s, self.shift = 0.0, 0.0  # before each completion; of each log-probability
-        self.dies_at: set[int] = set()  # the n-th completion: it is gone, and another is there
+        self.dies_at: set[int] = set()  # the n-th completion: it is gone, and soon another is there
+        self.back = 0.0  # when that is; nobody starts a server between two requests
         self.fails_at: dict[int, int] = {}  # the n-th completion -> this status
         self.dead, self.locked = False, False  # closes without an answer; 401, whatever the token
         self.keeps_label, self.says = False, ""  # of the weights it had; another on completions
@@ -96,6 +98,7 @@ class Fake:
         self.now -= 1
         if number in self.dies_at:
             self.label, self.paused, self.open, self.deaths = "default", False, 0, self.deaths + 1
+            self.back = time.monotonic() + 0.2
         if life != self.deaths:  # it went with the others
             return 0, None
         if number in self.fails_at:
@@ -123,6 +126,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         fake, path = self.fake, urlsplit(self.path).path
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
+        if time.monotonic() < fake.back:
+            self.close_connection = True
+            return
         fake.asked.append((path, body))
         fake.callers.append(self.client_address[1])
         if path in fake.hangs:
