@@ -85,8 +85,8 @@ def of_advantages(batch: Batch, beta: float) -> Row:
     rows = _trained(batch)
     if rows.any():
         row["objective/scores"] = row["objective/rlhf_reward"] = float(batch.shaped[rows].mean())
-    if rows.any() and batch.kl is not None:
-        kl = float(batch.kl[rows].mean())
+    if batch.kl is not None and batch.usable is not None and (rows & batch.usable).any():
+        kl = float(batch.kl[rows & batch.usable].mean())  # of the others none may be known
         row["objective/kl"] = kl
         row["objective/non_score_reward"] = -beta * kl
         row["objective/rlhf_reward"] -= beta * kl

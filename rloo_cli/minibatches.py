@@ -1,20 +1,25 @@
-"""Which groups share an update, and which share a forward pass."""
+"""Which groups share an update, which completions share a forward pass, and which need none."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from rloo_cli import schedule
+from rloo_cli.packing import Part
 from rloo_cli.parts import Run
 from rloo_cli.rollout import Batch
+from rloo_cli.schedule import Item
 
 
 @dataclass(frozen=True)
 class Plan:
     """One optimizer update."""
 
-    micros: list[list[int]]  # groups of each micro-batch
+    micros: list[list[Part]]  # completions of each micro-batch
+    groups: list[int]  # trained on, forwarded or not
     tokens: int  # unmasked tokens of rows that have an advantage; 0 = nothing to learn from
     denominator: float  # what the summed loss is divided by (OBJECTIVE 2.11)
 
@@ -27,7 +32,8 @@ def slices(index: Sequence[int], size: int) -> list[list[int]]:
 def plan_updates(run: Run, batch: Batch, iteration: int) -> list[Plan]:
     """Cut a step's groups into num_minibatches updates, permuted anew in each iteration.
 
-    Groups that are not trained on still count in the denominator (loss_denominator=all).
+    Groups that are not trained on still count in the denominator (loss_denominator=all), and so do
+    completions that need no forward.
     """
     settings = run.config.algorithm
     order = np.arange(len(batch.groups))
@@ -39,13 +45,13 @@ def plan_updates(run: Run, batch: Batch, iteration: int) -> list[Plan]:
     # A masked row still is its siblings' baseline: only what has no score leaves a row alone.
     enough = min(2, settings.num_generations)
     valid = batch.scorable & (batch.scorable.sum(1, keepdim=True) >= enough) & ~batch.masked
-    whole = getattr(settings, "loss_denominator", "all") == "all"
-    counted = torch.ones_like(valid) if whole else valid
+    everything = getattr(settings, "loss_denominator", "all") == "all"
+    counted = torch.ones_like(valid) if everything else valid
     plans = []
-    for part in np.array_split(order, settings.num_minibatches):
-        groups = sorted(int(i) for i in part)
+    for share in np.array_split(order, settings.num_minibatches):
+        groups = sorted(int(i) for i in share)
         used = [i for i in groups if i in active]
-        micros = slices(used, run.micro_groups)
+        micros = cut(run, batch, used)
         denominator = run.algorithm.denominator(
             settings,
             int(counted[groups].sum()),
@@ -53,5 +59,63 @@ def plan_updates(run: Run, batch: Batch, iteration: int) -> list[Plan]:
             len(micros),
             run.config.generation.max_completion_length,
         )
-        plans.append(Plan(micros, int((lengths * valid)[used].sum()), denominator))
+        plans.append(Plan(micros, used, int((lengths * valid)[used].sum()), denominator))
     return plans
+
+
+def forwarded(run: Run, batch: Batch) -> Tensor:
+    """Completions of active groups that are forwarded. -> (P, K) bool
+
+    On the others nothing depends (the algorithm's `forwarded`); `train.forward_all` takes them too.
+    """
+    rows = torch.zeros_like(batch.scorable)
+    rows[batch.active] = True
+    if run.config.train.forward_all:
+        return rows
+    settings = run.config.algorithm
+    needed: Tensor = run.algorithm.forwarded(batch.shaped, batch.scorable, batch.masked, settings)
+    return rows & needed
+
+
+def cut(run: Run, batch: Batch, groups: Sequence[int], grad: bool = True) -> list[list[Part]]:
+    """Micro-batches of what these groups have to forward.
+
+    Of so many completions as `train.micro_batch_size` says, in order; without it, balanced ones of
+    at most `train.micro_batch_tokens` rows. `grad` False: for a pass without gradient.
+    """
+    rows, limits = forwarded(run, batch), run.limits
+    parts: list[Part] = [
+        (i, tuple(k for k, wanted in enumerate(rows[i].tolist()) if wanted)) for i in groups
+    ]
+    parts = [part for part in parts if part[1]]
+    size = limits.completions if grad else limits.no_grad_completions
+    if size is not None:
+        each = max(1, size // run.config.algorithm.num_generations)
+        return [parts[n : n + each] for n in range(0, len(parts), each)]
+    budget = limits.rows if grad else limits.no_grad_rows
+    items = [item for part in parts for item in _items(run, batch, part, budget)]
+    if run.policy.layout == "padded":
+        return schedule.strips(items, budget)
+    return schedule.bins(items, budget)[0]
+
+
+def _items(run: Run, batch: Batch, part: Part, budget: int) -> list[Item]:
+    """A group as one item, or as several where it is over the budget and may be cut."""
+    group, layout = batch.groups[part[0]], run.policy.layout
+    prompt = len(group.prompt_ids)
+    lengths = [len(group.rollouts[k].completion_ids) for k in part[1]]
+    parts = [part]
+    if schedule.rows_of(prompt, lengths, layout) > budget:
+        parts = schedule.split(part, prompt, lengths, budget, layout)
+    items = []
+    for found in parts:
+        own = [len(group.rollouts[k].completion_ids) for k in found[1]]
+        rows, cost = schedule.rows_of(prompt, own, layout), run.limits.shape.group(prompt, own)
+        items.append(Item(found, rows, cost, prompt + max(own)))
+    return items
+
+
+def together(plans: Sequence[Plan]) -> bool:
+    """Whether no group is spread over two micro-batches."""
+    seen = [i for plan in plans for micro in plan.micros for i, _ in micro]
+    return len(seen) == len(set(seen))

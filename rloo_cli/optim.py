@@ -41,13 +41,23 @@ class Optimizer:
         """The rate the next step uses."""
         return float(self.inner.param_groups[0]["lr"])
 
-    def grad_norm(self) -> Tensor:
-        """Move the gradients to the masters; their global L2 norm, before any clipping. ()"""
+    def grad_norm(self, factor: float = 1.0) -> Tensor:
+        """Move the gradients, times `factor`, to the masters; their global L2 norm, unclipped. ()
+
+        An update in which no completion needed a forward has a gradient of 0: with none at all the
+        optimizer would leave its moments, and so the weights, as they are.
+        """
         for weight, master in zip(self.weights, self.masters, strict=True):
             if weight is not master:
                 master.grad = None if weight.grad is None else weight.grad.float()
                 weight.grad = None
-        norm = nn.utils.get_total_norm(m.grad for m in self.masters if m.grad is not None)
+        if all(m.grad is None for m in self.masters):
+            for master in self.masters:
+                master.grad = torch.zeros_like(master)
+        found = [m.grad for m in self.masters if m.grad is not None]
+        if factor != 1.0:
+            torch._foreach_mul_(found, factor)
+        norm = nn.utils.get_total_norm(found)
         return poison("grad", norm)
 
     def step(self, norm: Tensor) -> None:

@@ -14,6 +14,7 @@ from rloo_cli.ledger import Ledger
 from rloo_cli.log import Log
 from rloo_cli.manifest import Place
 from rloo_cli.optim import Optimizer
+from rloo_cli.policy.levels import Level
 from rloo_cli.policy.model import Policy
 from rloo_cli.prompts import Prompts
 from rloo_cli.rewards.arguments import TrainerState
@@ -21,6 +22,7 @@ from rloo_cli.rewards.build import Reward
 from rloo_cli.rng import States, take
 from rloo_cli.rollout import Batch
 from rloo_cli.rollouts import Rollouts
+from rloo_cli.schedule import Limits
 from rloo_cli.schema import RunConfig
 
 
@@ -92,9 +94,9 @@ class Run:
     clock: Clock
     log: Log
     steps: int  # rollout batches to do
-    fused: bool  # old_logp is the training forward's own (OBJECTIVE 2.12)
-    micro_groups: int  # groups per forward pass with gradient
-    no_grad_groups: int  # and without
+    separate: str | None  # why old_logp needs a pass of its own; None = it does not
+    limits: Limits  # of one forward pass
+    level: Level  # layout and head of the policy
     ledger: Ledger
     state: State = field(default_factory=State)
     cycle: Cycle | None = None  # the step that is being done, once its batch is there

@@ -42,6 +42,11 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.ids))
+
     def draws(self, first: int, count: int) -> list[Group]:
         """Empty groups for the prompts at places `first` ... of the endless order of draws.
 

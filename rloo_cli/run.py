@@ -20,15 +20,15 @@ from rloo_cli.ledger import Ledger
 from rloo_cli.log import Log
 from rloo_cli.optim import Optimizer
 from rloo_cli.parts import Run
-from rloo_cli.policy import load
+from rloo_cli.policy import levels, load, memory
+from rloo_cli.policy.levels import Level
 from rloo_cli.policy.model import Policy, reference
 from rloo_cli.prompts import Prompts
 from rloo_cli.resume import Start
 from rloo_cli.rewards.build import Reward, build, from_callable
 from rloo_cli.rollouts import Rollouts
+from rloo_cli.schedule import Limits
 from rloo_cli.schema import RunConfig
-
-ROWS = 32  # completions per forward pass, where the config leaves it open
 
 
 def make(
@@ -93,10 +93,9 @@ def _with_model(
     )
     generator = backend(policy.model, tokenizer, config, context, start.folder, log.note)
     prompts = prepared[None]
+    level, limits = _layouts(config, policy, frozen, prompts, log)
     clock = Clock(log.phase)
     steps = count_steps(config, len(prompts))
-    k = config.algorithm.num_generations
-    micro = (config.train.micro_batch_size or max(ROWS, k)) // k
     optimizer = Optimizer(policy.model, config.train, steps * config.updates_per_step)
     return Run(
         config=config,
@@ -115,9 +114,9 @@ def _with_model(
         clock=clock,
         log=log,
         steps=steps,
-        fused=algorithm.fused(config),
-        micro_groups=micro,
-        no_grad_groups=(config.train.no_grad_batch_size or 2 * micro * k) // k,
+        separate=algorithm.why_separate(config),
+        limits=limits,
+        level=level,
         ledger=Ledger(start.folder),
         attempt=start.attempt,
     )
@@ -138,6 +137,24 @@ def _policies(
     frozen = reference(load.model(config.model, path, world.device), kl_temperature)
     same_vocabulary(policy, frozen)
     return policy, frozen
+
+
+def _layouts(
+    config: RunConfig, policy: Policy, frozen: Policy | None, prompts: Prompts, log: Log
+) -> tuple[Level, Limits]:
+    """How rows are laid out for each model, and how many a forward pass may have."""
+    log.phase("checking layouts")
+    length, wanted = config.generation.max_completion_length, config.train.layout
+    longest = prompts.longest + length
+    level = levels.settle(policy, wanted, longest, log.note)
+    if frozen is not None:
+        levels.settle(frozen, wanted, longest, lambda text: None)
+        frozen.scorer.float32 = config.model.lm_head_fp32
+    policy.scorer.float32 = config.model.lm_head_fp32
+    group = prompts.longest + config.algorithm.num_generations * length
+    found = memory.limits(policy, config, group, frozen is not None)
+    policy.scorer.keep_bytes = int(config.train.keep_logits_gb * 1e9)
+    return level, found
 
 
 def plan(config: RunConfig, folder: Path) -> dict[str, Any]:

@@ -39,7 +39,9 @@ class ModelConfig(Frozen):
     )
     attn_implementation: Text | None = key("transformers' attention; null = its own choice")
     trust_remote_code: bool = key("Run Python code that comes with the model (dangerous)")
-    gradient_checkpointing: bool = key("Recompute activations in the backward pass to save memory")
+    gradient_checkpointing: bool | Literal["auto"] = key(
+        "Recompute activations in the backward pass; auto = only where memory is short"
+    )
     disable_dropout: bool = key("Set every dropout to 0, so that the ratio is 1 on-policy")
     lm_head_fp32: bool = key("Compute logits in float32, in trainer and sampler alike")
     chat_template: Text | None = key("Jinja file to use as chat template; null = the tokenizer's")
@@ -127,11 +129,24 @@ class TrainConfig(Frozen):
     max_grad_norm: float | None = key("Clip the gradient's norm to this; null = never", gt=0)
     optimizer: str = key("adamw, or file.py:name of a function (parameters, **kwargs)")
     optimizer_kwargs: dict[str, Any] = key("Passed to the optimizer, e.g. {betas: [0.9, 0.95]}")
+    micro_batch_tokens: Positive | None = key(
+        "Rows (token places) per forward pass, whole groups; null = from the memory there is"
+    )
     micro_batch_size: Positive | None = key(
-        "Completions per forward pass, whole groups only; null = up to 32"
+        "Completions per forward pass instead, whole groups only; null = by micro_batch_tokens"
     )
     no_grad_batch_size: Positive | None = key(
         "Completions per forward without gradient; null = twice micro_batch_size"
+    )
+    layout: Literal["auto", "shared", "packed", "padded"] = key(
+        "Rows of a forward: each prompt once for its group, once per completion, or padded"
+    )
+    old_logp: Literal["auto", "separate"] = key(
+        "The sampler's log-probabilities: from the training forward where exact, or a pass apart"
+    )
+    forward_all: bool = key("Forward completions too on which nothing depends, for their metrics")
+    keep_logits_gb: float = key(
+        "Keep logits up to this size for the backward pass, which else makes them again", ge=0
     )
     on_nonfinite: Literal["stop", "skip"] = key("A non-finite loss or gradient: stop, or skip it")
 

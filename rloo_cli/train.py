@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from rloo_cli import guards, rng, stop
-from rloo_cli.advantages import advantages, measure, prepare
+from rloo_cli.advantages import Pass, finish, measure, of_micro, prepare, refer
 from rloo_cli.cycle import Cycle
 from rloo_cli.faults import fault, poison
-from rloo_cli.minibatches import Plan, plan_updates
+from rloo_cli.minibatches import Plan, plan_updates, together
+from rloo_cli.packing import Part
 from rloo_cli.parts import Run
 from rloo_cli.pauses import pause
-from rloo_cli.rollout import Batch, pack, unpack
+from rloo_cli.rollout import Batch
 from rloo_cli.updates import Updates
 
 
@@ -42,35 +43,43 @@ def update(run: Run, cycle: Cycle) -> None:
     """All optimizer steps of one rollout batch: num_iterations x num_minibatches."""
     batch, updates = cycle.batch, cycle.updates
     if not cycle.prepared:
-        prepare(run, batch, updates)
-        cycle.prepared = not run.fused
+        early = run.algorithm.early(run.config.algorithm)
+        fused = not run.separate and (early or together(plan_updates(run, batch, 0)))
+        prepare(run, batch, updates, fused)
+        cycle.prepared = not fused
         cycle.mark()
     while cycle.iteration < run.config.algorithm.num_iterations:
         for plan in plan_updates(run, batch, cycle.iteration)[cycle.done :]:
             total = torch.zeros((), dtype=torch.float64, device=run.world.device)
-            for index in plan.micros:
+            passes, known = [], batch.advantage is not None
+            for parts in plan.micros:
                 stop.check()
-                total += backward(run, batch, index, plan, updates)
-            step(run, batch, plan, total, updates)
+                loss, found = backward(run, batch, parts, plan, updates)
+                total += loss
+                passes.append(found)
+            factor = 1.0 if cycle.prepared else finish(run, batch, passes)
+            step(run, batch, plan, total, updates, 1.0 if known else factor)
+            cycle.prepared = True  # from here on the policy is not the sampler
             cycle.done += 1
             cycle.mark()
         cycle.next_iteration()
 
 
-def backward(run: Run, batch: Batch, index: list[int], plan: Plan, updates: Updates) -> Tensor:
-    """One micro-batch of whole groups, forward and backward; its share of the loss. -> ()"""
-    settings, algorithm = run.config.algorithm, run.algorithm
+def backward(
+    run: Run, batch: Batch, parts: list[Part], plan: Plan, updates: Updates
+) -> tuple[Tensor, Pass]:
+    """One micro-batch, forward and backward; its share of the loss, (), and what it found."""
+    settings, algorithm, kl = run.config.algorithm, run.algorithm, None
     with run.clock.phase("update"):
-        micro = pack(batch.groups, index, batch.masked, run.world.device)
+        micro = run.policy.pack(batch.groups, parts, batch.masked)
+        refer(run, batch, micro)
         now = run.policy.logp(micro, want_entropy=run.log.due(run.state.step + 1, run.steps))
         if micro.old_logp is None:  # the policy still is the sampler: its numbers are the old ones
             micro.old_logp = now.logp.detach()
             micro.kl_logp = None if now.kl_logp is None else now.kl_logp.detach()
-            unpack(micro.old_logp, micro, batch.groups, "old_logp")
-            unpack(micro.kl_logp, micro, batch.groups, "kl_logp")
-            advantages(run, batch, index, measure(run, micro, updates))
-        old, ref = micro.old_logp, micro.ref_logp
-        value, usable = batch.advantages_of(index, old)
+            kl = measure(run, micro, updates)
+        old, ref, found = micro.old_logp, micro.ref_logp, Pass(micro, kl)
+        value, usable = of_micro(run, batch, found)
         value = algorithm.token_advantages(value, usable, micro.kl_old, ref, micro, settings)
         loss = algorithm.loss(
             now.logp, old, ref, micro, value, settings, plan.denominator, now.kl_logp
@@ -78,20 +87,23 @@ def backward(run: Run, batch: Batch, index: list[int], plan: Plan, updates: Upda
         poison("loss", loss.total).backward()
         updates.micro(loss, micro, now.entropy)
     total: Tensor = loss.total.detach().double()
-    return total
+    return total, found
 
 
-def step(run: Run, batch: Batch, plan: Plan, loss: Tensor, updates: Updates) -> None:
+def step(
+    run: Run, batch: Batch, plan: Plan, loss: Tensor, updates: Updates, factor: float
+) -> None:
     """Check the numbers, then take one optimizer step; with nothing to learn from, take none."""
     if not plan.tokens:
         guards.nothing_to_learn(run, batch)
         return
-    guards.sampler(run, batch, [group for index in plan.micros for group in index])
+    guards.sampler(run, batch, plan.groups)
     with run.clock.phase("optimizer"):
         fault("step")
-        norm = run.optimizer.grad_norm()
-        if guards.finite(run, batch, float(loss), float(norm)):
-            updates.update(run.optimizer, float(loss), float(norm))
+        updates.scale(factor)
+        norm = run.optimizer.grad_norm(factor)
+        if guards.finite(run, batch, float(loss) * factor, float(norm)):
+            updates.update(run.optimizer, float(loss) * factor, float(norm))
             run.optimizer.step(norm)
             run.state.updates += 1
-            batch.updated += [group for index in plan.micros for group in index]
+            batch.updated += plan.groups

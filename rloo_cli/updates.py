@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rloo_cli.rollout import Micro
+from rloo_cli.packing import Micro
 from rloo_cli.tensors import row_sum
 
 Row = dict[str, float]
@@ -27,13 +27,21 @@ class Updates:
             value = torch.as_tensor(value).detach().double()
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
-    def extreme(self, **values: Tensor) -> None:
-        """Keep the largest of each; give a smallest as its negative."""
+    def extreme(self, among: Tensor, **values: Tensor) -> None:
+        """Keep the largest of each among some; give a smallest as its negative. -inf: there is none.
+
+        Nothing here asks the device for a number: that would wait for it in every micro-batch.
+        """
         for name, value in values.items():
             if value.numel():
-                value = value.detach().double().max()
+                value = value.detach().double().masked_fill(~among, -torch.inf).max()
                 old = self.largest.get(name)
                 self.largest[name] = value if old is None else torch.maximum(old, value)
+
+    def scale(self, factor: float) -> None:
+        """Multiply the policy's loss so far: what was summed was not normalised yet."""
+        if factor != 1.0 and "policy_loss" in self.sums:
+            self.sums["policy_loss"] = self.sums["policy_loss"] * factor
 
     @property
     def made(self) -> int:
@@ -76,10 +84,8 @@ class Updates:
             ratio_sq=(loss.ratio.square() * units).sum(),
             approx_kl=(0.5 * loss.log_ratio_sq * units).sum(),
         )
-        used = loss.ratio[units]
-        rows = _rows(micro)
-        self.extreme(ratio=used, ratio_min=-used)
-        self.extreme(low=-loss.row_low[rows], high=loss.row_high[rows])
+        self.extreme(units, ratio=loss.ratio, ratio_min=-loss.ratio)
+        self.extreme(_rows(micro), low=-loss.row_low, high=loss.row_high)
         self.add(policy_loss=loss.policy, kl_loss=loss.kl)
         if entropy is not None:
             self.add(entropy=(entropy * micro.mask).sum(), entropy_tokens=micro.mask.sum())
@@ -96,9 +102,9 @@ class Updates:
             self.add(kl=kl.sum())
         if micro.behaviour_logp is not None:
             said = micro.mask.bool() & ~micro.behaviour_logp.isnan()
-            gap = (old - micro.behaviour_logp)[said].abs()
+            gap = (old - micro.behaviour_logp).abs().where(said, 0.0)
             self.add(gap=gap.sum(), gap_sq=gap.square().sum(), gap_tokens=said.sum())
-            self.extreme(gap=gap)
+            self.extreme(said, gap=gap)
             below = torch.where(said, micro.behaviour_logp - old, torch.zeros_like(old))
             self.add(sampling_kl=below.sum())
 
@@ -106,12 +112,14 @@ class Updates:
         counted = micro.mask.bool()
         if loss.weight.shape != micro.mask.shape:
             counted = _rows(micro)
-        weight, raw = loss.weight[counted].double(), loss.raw_weight[counted].double()
+        weight, raw = loss.weight.double(), loss.raw_weight.double()
+        used = raw.where(counted, 0.0)
         self.add(
-            weights=weight.numel(), weight=weight.sum(), raw=raw.sum(), raw_sq=raw.square().sum(),
-            masked=(weight == 0).sum(), capped=((weight != raw) & (weight != 0)).sum(),
+            weights=counted.sum(), weight=weight.where(counted, 0.0).sum(),
+            raw=used.sum(), raw_sq=used.square().sum(), masked=((weight == 0) & counted).sum(),
+            capped=((weight != raw) & (weight != 0) & counted).sum(),
         )  # fmt: skip
-        self.extreme(weight=weight, weight_min=-weight)
+        self.extreme(counted, weight=weight, weight_min=-weight)
 
     def update(self, optimizer: Any, loss: float, norm: float) -> None:
         """Numbers of one optimizer update, before it is made."""

@@ -9,7 +9,7 @@ import yaml
 from torch import Tensor
 
 from rloo_cli.algorithms import rloo
-from rloo_cli.rollout import Micro
+from rloo_cli.packing import Micro
 
 YAML = Path(__file__).parent.parent / "conf" / "algorithm" / "rloo.yaml"
 Rows = Sequence[Sequence[float]]
@@ -35,7 +35,8 @@ def micro(lengths: Sequence[int], mask: Tensor | None = None, behaviour: Any = N
     """S rows of these lengths; only what the loss looks at is filled in."""
     n, empty = sum(lengths), torch.zeros(len(lengths), 1, dtype=torch.long)
     return Micro(
-        index=[0],
+        parts=[(0, tuple(range(len(lengths))))],
+        rows=torch.arange(len(lengths)),
         input_ids=empty,
         position_ids=empty,
         attention_mask=empty,

@@ -17,6 +17,7 @@ from rloo_cli import config, tensors
 from rloo_cli.compose import compose
 from rloo_cli.cycle import Cycle
 from rloo_cli.parts import Run
+from rloo_cli.policy.attention import native
 from rloo_cli.rollout import Batch
 from rloo_cli.run import make as make_run
 from rloo_cli.schema import RunConfig
@@ -136,7 +137,8 @@ def row_logp(policy: Any, batch: Batch, p: int, k: int, temperature: float = 1.0
     group = batch.groups[p]
     completion = group.rollouts[k].completion_ids
     ids = torch.tensor([group.prompt_ids + completion])
-    logits = policy.model(input_ids=ids).logits[0, len(group.prompt_ids) - 1 : -1]
+    with native(policy.model):
+        logits = policy.model(input_ids=ids).logits[0, len(group.prompt_ids) - 1 : -1]
     return tensors.target_logp(logits, torch.tensor(completion), temperature)
 
 

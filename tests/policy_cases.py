@@ -5,6 +5,7 @@ import functools
 import torch
 import transformers
 
+from rloo_cli.packing import pack, whole
 from rloo_cli.rollout import Group, Rollout
 
 WORDS = 40
@@ -81,3 +82,8 @@ def each_alone(model, chosen, temperature):
         for r in g.rollouts
     ]
     return torch.cat([logp for logp, _ in parts]), torch.cat([entropy for _, entropy in parts])
+
+
+def packed(chosen, index, masked=None, layout="padded"):
+    """These groups with all their completions, laid out."""
+    return pack(chosen, whole(chosen, index), masked, layout=layout)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, tensor
 
 from rloo_cli.algorithms import aggregate, correction, ratio, rloo
-from rloo_cli.rollout import Micro
+from rloo_cli.packing import Micro
 
 numbers = st.floats(-100, 100, allow_nan=False, width=32)
 scores = st.integers(2, 9).flatmap(

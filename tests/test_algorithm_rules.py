@@ -28,7 +28,7 @@ def a_run(prompts: int = 16, dropout: bool = True, correction: Any = None, **key
     return SimpleNamespace(
         algorithm=rloo.Config(**values),
         generation=SimpleNamespace(**generation),
-        train=SimpleNamespace(prompts_per_step=prompts),
+        train=SimpleNamespace(prompts_per_step=prompts, old_logp="auto"),
         model=SimpleNamespace(disable_dropout=dropout),
     )
 
@@ -187,12 +187,27 @@ def test_the_share_clipped_by_noise_is_the_specification_s() -> None:
 
 
 def test_old_logp_is_free_for_one_minibatch_without_dropout() -> None:
-    assert rloo.fused(a_run())
-    assert rloo.fused(a_run(num_iterations=3))
-    assert not rloo.fused(a_run(num_minibatches=2))
-    assert not rloo.fused(a_run(dropout=False))
-    assert not rloo.fused(a_run(normalize_advantages=True))
-    assert not rloo.fused(a_run(baseline="batch_mean"))
+    free = [{}, {"num_iterations": 3}, {"normalize_advantages": True}]
+    free += [{"beta": 0.0, "baseline": "batch_mean"}, {"beta": 0.0, "advantage_scale": "batch"}]
+    assert [rloo.why_separate(a_run(**keys)) for keys in free] == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"num_minibatches": 2}, "num_minibatches"),
+        ({"dropout": False}, "dropout"),
+        ({"baseline": "batch_mean"}, "every group's KL"),
+        ({"advantage_scale": "batch"}, "every group's KL"),
+        ({"normalize_advantages": True, "advantage_scale": "loo_std"}, "every group's KL"),
+        ({"normalize_advantages": True, "kl_in_baseline": False}, "every group's KL"),
+        ({"normalize_advantages": True, "baseline": "none"}, "every group's KL"),
+    ],
+)
+def test_old_logp_has_a_pass_of_its_own_where_the_training_forward_is_not_it(
+    keys: dict[str, Any], why: str
+) -> None:
+    assert why in (rloo.why_separate(a_run(**keys)) or "")
 
 
 @pytest.mark.parametrize(

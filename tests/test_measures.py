@@ -91,7 +91,8 @@ def test_zero_spread_is_of_scores_and_not_of_rewards_after_kl():
 def settled(beta=0.1, **changes):
     found = batch(**changes)
     value = rloo.advantages(found.shaped, numbers(KL), found.scorable, cases.config(beta=beta))
-    found.settle([0, 1, 2], numbers(KL), value)
+    found.keep_kl([0, 1, 2], numbers(KL))
+    found.settle([0, 1, 2], value)
     return found
 
 

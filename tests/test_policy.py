@@ -4,12 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from policy_cases import FAMILIES, alone, each_alone, fresh, groups, make
+from policy_cases import FAMILIES, alone, each_alone, fresh, groups, make, packed
 
 from rloo_cli.errors import ConfigError
 from rloo_cli.policy import load
 from rloo_cli.policy.model import Policy, reference
-from rloo_cli.rollout import pack
 from rloo_cli.run import same_vocabulary
 
 family = pytest.mark.parametrize("name", FAMILIES)
@@ -24,7 +23,7 @@ def close(a, b, tolerance=1e-5):
 def test_log_probabilities_equal_those_of_each_row_alone(name, temperature):
     chosen = groups()
     with torch.no_grad():
-        found = Policy(make(name), temperature).logp(pack(chosen, [0, 1, 2]), want_entropy=True)
+        found = Policy(make(name), temperature).logp(packed(chosen, [0, 1, 2]), want_entropy=True)
         logp, entropy = each_alone(make(name), chosen, temperature)
     assert found.logp.dtype == torch.float32 and found.kl_logp is None
     close(found.logp, logp)
@@ -36,7 +35,7 @@ def test_a_gradient_equals_the_sum_of_those_of_each_row_alone(name):
     model, chosen = fresh(name), groups()
     load.without_dropout(model)
     model.train()
-    micro = pack(chosen, [0, 1, 2])
+    micro = packed(chosen, [0, 1, 2])
     weight = torch.linspace(-1, 1, len(micro.target))
     (Policy(model, 0.7).logp(micro).logp * weight).sum().backward()
     together = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -55,8 +54,8 @@ def test_a_gradient_equals_the_sum_of_those_of_each_row_alone(name):
 
 @family
 def test_the_head_runs_on_the_rows_that_predict_a_completion_token_alone(name):
-    policy, seen, micro = Policy(fresh(name), 1.0), [], pack(groups(), [0, 1, 2])
-    policy.head.register_forward_hook(lambda head, given, out: seen.append(given[0].shape))
+    policy, seen, micro = Policy(fresh(name), 1.0), [], packed(groups(), [0, 1, 2])
+    policy.scorer.head.register_forward_hook(lambda head, given, out: seen.append(given[0].shape))
     policy.logp(micro)
     assert [s[:-1].numel() for s in seen] == [len(micro.target)]
     assert len(micro.target) == 3 + 1 + 8 + 1 + 2 + 4
@@ -66,14 +65,14 @@ def test_the_head_is_left_as_it_was_found():
     model = make()
     with torch.no_grad():
         before = model(torch.tensor([[5, 6, 7]])).logits
-        Policy(model, 1.0).logp(pack(groups(), [0]))
+        Policy(model, 1.0).logp(packed(groups(), [0]))
         assert torch.equal(model(torch.tensor([[5, 6, 7]])).logits, before)
     assert not model.get_output_embeddings()._forward_pre_hooks
 
 
 def test_the_head_is_left_as_it_was_found_after_a_failure():
     model = fresh()
-    micro = pack(groups(), [0])
+    micro = packed(groups(), [0])
     micro.input_ids = micro.input_ids + 1000  # no such word
     with pytest.raises(IndexError):
         Policy(model, 1.0).logp(micro)
@@ -81,7 +80,7 @@ def test_the_head_is_left_as_it_was_found_after_a_failure():
 
 
 def test_positions_are_passed_to_whom_takes_them_and_to_no_other():
-    model, seen, micro = fresh("gpt2"), [], pack(groups(), [0, 1])
+    model, seen, micro = fresh("gpt2"), [], packed(groups(), [0, 1])
     forward = model.forward
 
     def with_positions(input_ids, attention_mask, use_cache, position_ids):
@@ -102,7 +101,7 @@ def test_a_single_completion_of_a_single_token():
     chosen = [groups()[0]]
     chosen[0].rollouts = chosen[0].rollouts[1:]
     with torch.no_grad():
-        found = Policy(make(), 1.0).logp(pack(chosen, [0]), want_entropy=True)
+        found = Policy(make(), 1.0).logp(packed(chosen, [0]), want_entropy=True)
         logp, entropy = each_alone(make(), chosen, 1.0)
     assert found.logp.shape == found.entropy.shape == (1,)
     close(found.logp, logp)
@@ -112,23 +111,23 @@ def test_a_single_completion_of_a_single_token():
 def test_the_numbers_do_not_depend_on_who_shares_the_pass():
     chosen, policy = groups(), Policy(make(), 1.0)
     with torch.no_grad():
-        whole = policy.logp(pack(chosen, [0, 1, 2])).logp
-        parts = [policy.logp(pack(chosen, [i])).logp for i in range(3)]
+        whole = policy.logp(packed(chosen, [0, 1, 2])).logp
+        parts = [policy.logp(packed(chosen, [i])).logp for i in range(3)]
         close(torch.cat(parts), whole, 1e-6)
-        turned = policy.logp(pack(chosen, [2, 0, 1])).logp
+        turned = policy.logp(packed(chosen, [2, 0, 1])).logp
     close(turned, torch.cat([parts[2], parts[0], parts[1]]), 1e-6)
 
 
 def test_entropy_is_between_zero_and_that_of_the_uniform():
     with torch.no_grad():
-        cold = Policy(make(), 0.05).logp(pack(groups(), [0, 1]), want_entropy=True).entropy
-        hot = Policy(make(), 1e4).logp(pack(groups(), [0, 1]), want_entropy=True).entropy
+        cold = Policy(make(), 0.05).logp(packed(groups(), [0, 1]), want_entropy=True).entropy
+        hot = Policy(make(), 1e4).logp(packed(groups(), [0, 1]), want_entropy=True).entropy
     assert float(cold.min()) >= 0 and float(cold.mean()) < 0.2
     close(hot, torch.full_like(hot, 40).log(), 1e-4)
 
 
 def test_entropy_is_asked_for_and_has_no_gradient():
-    policy, micro = Policy(fresh(), 1.0), pack(groups(), [0])
+    policy, micro = Policy(fresh(), 1.0), packed(groups(), [0])
     assert policy.logp(micro).entropy is None
     found = policy.logp(micro, want_entropy=True)
     assert found.logp.requires_grad and not found.entropy.requires_grad
@@ -137,24 +136,24 @@ def test_entropy_is_asked_for_and_has_no_gradient():
 def test_the_temperature_of_the_kl_is_its_own():
     policy, chosen = Policy(make(), 0.7, kl_temperature=1.0), groups()
     with torch.no_grad():
-        found = policy.logp(pack(chosen, [0, 1, 2]))
+        found = policy.logp(packed(chosen, [0, 1, 2]))
         close(found.logp, each_alone(make(), chosen, 0.7)[0])
         close(found.kl_logp, each_alone(make(), chosen, 1.0)[0])
-        assert torch.equal(reference(make(), 1.0).logp(pack(chosen, [0, 1, 2])).logp, found.kl_logp)
-    assert Policy(make(), 0.7, 0.7).logp(pack(chosen, [0])).kl_logp is None
+        assert torch.equal(reference(make(), 1.0).logp(packed(chosen, [0, 1, 2])).logp, found.kl_logp)
+    assert Policy(make(), 0.7, 0.7).logp(packed(chosen, [0])).kl_logp is None
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_frozen_log_probabilities_leave_the_model_as_it_was(training):
     model = fresh().train(training)
-    found = Policy(model, 0.7, 1.0).frozen_logp(pack(groups(), [0]))
+    found = Policy(model, 0.7, 1.0).frozen_logp(packed(groups(), [0]))
     assert model.training is training
     assert all(m.training is training for m in model.modules())
     assert not found.logp.requires_grad and not found.kl_logp.requires_grad
 
 
 def test_frozen_log_probabilities_leave_the_model_as_it_was_after_a_failure():
-    model, micro = fresh().train(), pack(groups(), [0])
+    model, micro = fresh().train(), packed(groups(), [0])
     micro.input_ids = micro.input_ids + 1000
     with pytest.raises(IndexError):
         Policy(model, 1.0).frozen_logp(micro)
@@ -163,7 +162,7 @@ def test_frozen_log_probabilities_leave_the_model_as_it_was_after_a_failure():
 
 def test_frozen_log_probabilities_are_without_dropout():
     model = fresh("gpt2", resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5).train()
-    policy, micro = Policy(model, 1.0), pack(groups(), [0, 1])
+    policy, micro = Policy(model, 1.0), packed(groups(), [0, 1])
     assert torch.equal(policy.frozen_logp(micro).logp, policy.frozen_logp(micro).logp)
     assert not torch.equal(policy.logp(micro).logp, policy.logp(micro).logp)
 
@@ -172,7 +171,7 @@ def test_a_reference_is_frozen():
     model = fresh("gpt2", resid_pdrop=0.5).train()
     frozen = reference(model, 0.7)
     assert not model.training and not any(p.requires_grad for p in model.parameters())
-    assert not frozen.logp(pack(groups(), [0])).logp.requires_grad
+    assert not frozen.logp(packed(groups(), [0])).logp.requires_grad
     assert frozen.temperature == frozen.kl_temperature == 0.7
 
 
@@ -188,7 +187,7 @@ DROPPING = {
 
 @pytest.mark.parametrize("name", DROPPING)
 def test_without_dropout_training_equals_evaluation(name):
-    model, micro = fresh(name, **DROPPING[name]).train(), pack(groups(), [0, 1, 2])
+    model, micro = fresh(name, **DROPPING[name]).train(), packed(groups(), [0, 1, 2])
     policy = Policy(model, 1.0)
     with torch.no_grad():
         calm = policy.frozen_logp(micro).logp
@@ -203,7 +202,7 @@ def test_gradient_checkpointing_changes_no_gradient():
         model = fresh().train()
         if checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        Policy(model, 1.0).logp(pack(groups(), [0, 1])).logp.sum().backward()
+        Policy(model, 1.0).logp(packed(groups(), [0, 1])).logp.sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b)
@@ -212,8 +211,8 @@ def test_gradient_checkpointing_changes_no_gradient():
 def test_half_precision_weights_give_log_probabilities_in_float32():
     model = fresh().to(torch.bfloat16)
     with torch.no_grad():
-        found = Policy(model, 1.0).logp(pack(groups(), [0, 1, 2]), want_entropy=True)
-        exact = Policy(make(), 1.0).logp(pack(groups(), [0, 1, 2])).logp
+        found = Policy(model, 1.0).logp(packed(groups(), [0, 1, 2]), want_entropy=True)
+        exact = Policy(make(), 1.0).logp(packed(groups(), [0, 1, 2])).logp
     assert found.logp.dtype == found.entropy.dtype == torch.float32
     close(found.logp, exact, 0.3)
     assert len(found.logp.unique()) > 10  # bfloat16 would round most of them together
@@ -222,14 +221,14 @@ def test_half_precision_weights_give_log_probabilities_in_float32():
 @pytest.mark.parametrize("name", ["qwen3", "gpt_neox", "gpt2"])
 def test_a_head_in_float32_multiplies_what_bfloat16_rounded_no_further(name):
     model = fresh(name).to(torch.bfloat16)
-    micro = pack(groups(), [0, 1, 2])
-    before = Policy(model, 1.0).logits(micro)
+    micro = packed(groups(), [0, 1, 2])
+    before = Policy(model, 1.0).scorer.logits(micro)
     seen = []
     head = model.get_output_embeddings()
     load.head_in_float32(model)
     with torch.no_grad():
         handle = head.register_forward_hook(lambda m, args, out: seen.append((args[0], out)))
-        after = Policy(model, 1.0).logits(micro)
+        after = Policy(model, 1.0).scorer.logits(micro)
         handle.remove()
     hidden, out = seen[0]
     bias = 0 if head.bias is None else head.bias.float()

@@ -6,17 +6,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from algorithm_cases import config
-from policy_cases import groups, rollout
+from policy_cases import groups, packed, rollout
 
 from rloo_cli.algorithms import rloo
 from rloo_cli.minibatches import plan_updates, slices
-from rloo_cli.rollout import Batch, Group, pack, unpack
+from rloo_cli.packing import unpack
+from rloo_cli.rollout import Batch, Group
 
 LENGTHS = [9, 7, 9, 2, 5, 7]  # of the rows of `groups`, prompt included
 
 
 def test_rows_are_padded_on_the_right_and_told_apart_by_length_alone():
-    micro = pack(groups(), [0, 1, 2])
+    micro = packed(groups(), [0, 1, 2])
     assert micro.sequences == 6 and micro.input_ids.shape == (6, 9)
     assert micro.attention_mask.sum(1).tolist() == LENGTHS  # though ids of 0 are in the rows
     places = torch.arange(9).expand(6, 9)
@@ -28,7 +29,7 @@ def test_rows_are_padded_on_the_right_and_told_apart_by_length_alone():
 
 def test_every_completion_token_is_predicted_by_the_place_before_it():
     chosen = groups()
-    micro = pack(chosen, [0, 1, 2])
+    micro = packed(chosen, [0, 1, 2])
     flat = micro.input_ids.reshape(-1)
     rows = [r.completion_ids for g in chosen for r in g.rollouts]
     assert micro.target.tolist() == [token for row in rows for token in row]
@@ -40,14 +41,14 @@ def test_every_completion_token_is_predicted_by_the_place_before_it():
 
 
 def test_groups_are_packed_in_the_order_asked_for():
-    micro = pack(groups(), [2, 0])
+    micro = packed(groups(), [2, 0])
     assert micro.index == [2, 0] and micro.sequences == 4
     assert micro.target.tolist() == [22, 23, 1, 0, 24, 25, 11, 12, 1, 13]
 
 
 def test_dropped_rows_keep_their_place_and_lose_their_mask():
     dropped = torch.tensor([[False, True], [False, False], [True, False]])
-    whole, micro = pack(groups(), [2, 0]), pack(groups(), [2, 0], dropped)
+    whole, micro = packed(groups(), [2, 0]), packed(groups(), [2, 0], dropped)
     assert torch.equal(micro.target, whole.target) and torch.equal(micro.sequence, whole.sequence)
     assert micro.mask.tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 1, 0]
 
@@ -55,30 +56,30 @@ def test_dropped_rows_keep_their_place_and_lose_their_mask():
 def test_tokens_that_the_policy_did_not_sample_are_masked():
     chosen = groups()
     chosen[0].rollouts[0] = rollout([11, 12, 1], mask=[1, 0, 1])
-    micro = pack(chosen, [0], torch.tensor([[False, False]]))
+    micro = packed(chosen, [0], torch.tensor([[False, False]]))
     assert micro.mask.tolist() == [1, 0, 1, 1]
     assert chosen[0].rollouts[0].length == 2 and chosen[0].rollouts[1].length == 1
 
 
 def test_what_the_sampler_did_not_say_is_not_a_number():
     chosen = groups()
-    assert pack(chosen, [0]).behaviour_logp is None
+    assert packed(chosen, [0]).behaviour_logp is None
     chosen[0].rollouts[0] = rollout([11, 12, 1], behaviour_logp=[-1.0, -2.0, -3.0])
-    found = pack(chosen, [0]).behaviour_logp
+    found = packed(chosen, [0]).behaviour_logp
     assert found[:3].tolist() == [-1.0, -2.0, -3.0] and math.isnan(found[3])
 
 
 @pytest.mark.parametrize("name", ["old_logp", "kl_logp", "ref_logp"])
 def test_a_column_comes_back_whatever_the_cut(name):
     chosen = groups()
-    assert getattr(pack(chosen, [0, 1, 2]), name) is None
+    assert getattr(packed(chosen, [0, 1, 2]), name) is None
     for index in ([1], [2, 0]):
-        micro = pack(chosen, index)
+        micro = packed(chosen, index)
         unpack(micro.target.float().requires_grad_(), micro, chosen, name)
     for group in chosen:
         for part, row in zip(getattr(group, name), group.rollouts, strict=True):
             assert part.tolist() == row.completion_ids and not part.requires_grad
-    again = pack(chosen, [0, 1, 2])
+    again = packed(chosen, [0, 1, 2])
     assert torch.equal(getattr(again, name), again.target.float())
     unpack(None, again, chosen, name)
     assert getattr(chosen[0], name) is not None
@@ -86,13 +87,13 @@ def test_a_column_comes_back_whatever_the_cut(name):
 
 def test_a_column_is_there_only_when_every_group_has_it():
     chosen = groups()
-    micro = pack(chosen, [0])
+    micro = packed(chosen, [0])
     unpack(micro.target.float(), micro, chosen, "ref_logp")
-    assert pack(chosen, [0]).ref_logp is not None and pack(chosen, [0, 1]).ref_logp is None
+    assert packed(chosen, [0]).ref_logp is not None and packed(chosen, [0, 1]).ref_logp is None
 
 
 def test_the_kl_is_measured_from_its_own_column_where_there_is_one():
-    micro = pack(groups(), [0])
+    micro = packed(groups(), [0])
     micro.old_logp = micro.target.float()
     assert micro.kl_old is micro.old_logp
     micro.kl_logp = -micro.old_logp
@@ -126,37 +127,41 @@ def settled(index, value, skipped=False):
     return SimpleNamespace(reward=rows, advantage=-rows, usable=rows > 0, norm_skipped=skipped)
 
 
+def kl(rows, value):
+    return torch.full((rows, K), value, dtype=torch.float64)
+
+
 def test_groups_are_settled_in_any_order_and_the_rest_stays_nothing():
     step = batch()
-    kl = torch.full((2, K), 7.0, dtype=torch.float64)
-    step.settle([3, 1], kl, settled([3, 1], 2.0))
-    step.settle([0], kl[:1] / 7, settled([0], 5.0, skipped=True))
-    step.settle([2], None, settled([2], 0.0))
+    step.keep_kl([3, 1], kl(2, 7.0))
+    step.keep_kl([0], kl(1, 1.0))
+    step.settle([3, 1], settled([3, 1], 2.0))
+    step.settle([0], settled([0], 5.0, skipped=True))
+    step.settle([2], settled([2], 0.0))
     assert step.reward[:, 0].tolist() == [5, 2, 0, 2, 0]
     assert step.advantage[:, 2].tolist() == [-5, -2, 0, -2, 0]
     assert step.usable[:, 1].tolist() == [True, True, False, True, False]
     assert step.kl[:, 0].tolist() == [1, 7, 0, 7, 0]
     assert step.norm_skipped
-    value, usable = step.advantages_of([1, 4], torch.zeros(1, dtype=torch.float32))
-    assert value.tolist() == [-2, -2, -2, 0, 0, 0] and value.dtype is torch.float32
-    assert usable.tolist() == [True] * 3 + [False] * 3
 
 
 def test_without_a_reference_there_is_no_kl():
     step = batch()
-    step.settle([0, 1], None, settled([0, 1], 1.0))
+    step.settle([0, 1], settled([0, 1], 1.0))
     assert step.kl is None and not step.norm_skipped
 
 
 def run(num_minibatches=1, micro_groups=2, **changes):
     settings = config(num_minibatches=num_minibatches, num_generations=K, **changes)
     generation = SimpleNamespace(max_completion_length=100)
-    whole = SimpleNamespace(seed=1, algorithm=settings, generation=generation)
-    return SimpleNamespace(config=whole, algorithm=rloo, micro_groups=micro_groups)
+    train = SimpleNamespace(forward_all=True)
+    whole = SimpleNamespace(seed=1, algorithm=settings, generation=generation, train=train)
+    limits = SimpleNamespace(completions=K * micro_groups)
+    return SimpleNamespace(config=whole, algorithm=rloo, limits=limits)
 
 
 def parts(plans):
-    return [sorted(i for micro in plan.micros for i in micro) for plan in plans]
+    return [sorted(i for micro in plan.micros for i, _ in micro) for plan in plans]
 
 
 def test_slices_are_consecutive_and_hold_at_most_so_many():
@@ -167,7 +172,8 @@ def test_slices_are_consecutive_and_hold_at_most_so_many():
 @pytest.mark.parametrize("micro_groups", [1, 2, 3, 9])
 def test_one_update_has_all_groups_in_whole_micro_batches(micro_groups):
     (plan,) = plan_updates(run(micro_groups=micro_groups), batch(), 0)
-    assert [i for micro in plan.micros for i in micro] == [0, 1, 2, 3, 4]
+    assert [i for micro in plan.micros for i, _ in micro] == [0, 1, 2, 3, 4]
+    assert all(rows == (0, 1, 2) for micro in plan.micros for _, rows in micro)
     assert max(map(len, plan.micros)) <= micro_groups
     assert plan.denominator == P * K
     assert plan.tokens == sum(p + k + 1 for p in range(P) for k in range(K))
@@ -204,7 +210,8 @@ def test_groups_left_out_still_count_unless_only_the_valid_do():
     scorable[1] = False
     step = batch(active=[0, 2, 4], scorable=scorable)
     (plan,) = plan_updates(run(), step, 0)
-    assert plan.micros == [[0, 2], [4]] and plan.denominator == P * K
+    assert [[i for i, _ in micro] for micro in plan.micros] == [[0, 2], [4]]
+    assert plan.denominator == P * K
     (plan,) = plan_updates(run(loss_denominator="valid"), step, 0)
     assert plan.denominator == (P - 1) * K
 

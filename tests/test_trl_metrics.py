@@ -12,6 +12,7 @@ from loop_cases import ENDS, PLAIN, digits
 from trl_cases import both
 
 from rloo_cli import tensors
+from rloo_cli.policy.attention import native
 
 pytestmark = pytest.mark.trl
 
@@ -134,7 +135,8 @@ def row_entropy(ours, i):
     group, k = ours.batch.groups[i // 4], i % 4
     ids = group.rollouts[k].completion_ids
     with torch.no_grad():
-        logits = ours.run.policy.model(torch.tensor([group.prompt_ids + ids])).logits[0]
+        with native(ours.run.policy.model):
+            logits = ours.run.policy.model(torch.tensor([group.prompt_ids + ids])).logits[0]
     return tensors.entropy(logits[len(group.prompt_ids) - 1 : -1], 1.0)
 
 

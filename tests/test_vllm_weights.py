@@ -19,7 +19,8 @@ from rloo_cli import config, made
 from rloo_cli.compose import compose
 from rloo_cli.errors import GenerationError
 from rloo_cli.policy.model import Policy
-from rloo_cli.rollout import Group, pack
+from rloo_cli.packing import whole
+from rloo_cli.rollout import Group
 from rloo_cli.vllm.generator import VllmGenerator, in_a_child
 
 pytestmark = pytest.mark.vllm
@@ -81,7 +82,7 @@ class Pair:
 
     def gap(self, groups: list[Group]) -> float:
         """Largest difference of the log-probabilities of what was sampled."""
-        micro = pack(groups, range(len(groups)), device=self.policy.device)
+        micro = self.policy.pack(groups, whole(groups, range(len(groups))))
         assert micro.behaviour_logp is not None
         return float((self.policy.frozen_logp(micro).logp - micro.behaviour_logp).abs().max())
 

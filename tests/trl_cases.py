@@ -23,6 +23,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from rloo_cli.minibatches import plan_updates
 from rloo_cli.parts import Run
+from rloo_cli.policy.attention import native
 from rloo_cli.rollout import Batch, Group, Rollout
 from rloo_cli.train import train
 
@@ -109,7 +110,9 @@ def both(
     run = make(folder, *words, rewards=rewards)
     if completions is not None:
         replay(run, completions)
-    model = copy.deepcopy(run.policy.model)
+    with native(run.policy.model):
+        model = copy.deepcopy(run.policy.model)
+    del model.rloo_native
     ours = go(run)
     args = settings(run, steps) | {"output_dir": str(folder / "trl")} | theirs
     return ours, trained(ours, model, told or rewards or {"digits": digits}, args, optimizer)
@@ -152,7 +155,8 @@ def replay(run: Run, completions: Sequence[Sequence[int]]) -> None:
 def settings(run: Run, steps: int) -> dict[str, Any]:
     """TRL's names for what the run's config says."""
     a, g, t = run.config.algorithm, run.config.generation, run.config.train
-    rows, micro = t.prompts_per_step * a.num_generations, run.micro_groups * a.num_generations
+    rows = t.prompts_per_step * a.num_generations
+    micro = t.micro_batch_size or rows
     return {
         "num_generations": a.num_generations,
         "per_device_train_batch_size": micro,
@@ -226,7 +230,7 @@ def ordered(ours: Ours) -> AbstractContextManager[Any]:
     if algorithm.num_minibatches == 1:
         return nullcontext()
     k, plans = algorithm.num_generations, plan_updates(ours.run, ours.batch, 0)
-    rows = [p * k + j for plan in plans for index in plan.micros for p in index for j in range(k)]
+    rows = [p * k + j for plan in plans for index in plan.micros for p, _ in index for j in range(k)]
     return mock.patch(
         "trl.trainer.rloo_trainer.shuffle_sequence_dict",
         lambda columns: {name: column[rows] for name, column in columns.items()},

@@ -41,6 +41,7 @@ class Advantages:
     advantage: Tensor  # (P, K) float64, exactly 0 outside `usable`
     usable: Tensor  # (P, K) bool, scorable rows whose group has enough of them
     norm_skipped: bool  # normalize_advantages was on and its guard left the step alone
+    factor: float  # what normalising multiplied by: 1 / (std + 1e-4), or 1
 
 
 def needs_whole_step(config: Config) -> bool:
@@ -111,21 +112,22 @@ def scaled(advantage: Tensor, score: Tensor, rows: Tensor, config: Config) -> Te
 
 
 def normalized(
-    advantage: Tensor, score: Tensor, rows: Tensor, config: Config
-) -> tuple[Tensor, bool]:
-    """(A - mean) / (std + 1e-4) over the step's usable rows; and whether the guard skipped it.
+    reward: Tensor, advantage: Tensor, score: Tensor, rows: Tensor, config: Config
+) -> Advantages:
+    """(A - mean) / (std + 1e-4) over the step's usable rows, where that is asked for.
 
     Guard: where only KL differs between siblings, and no score does, dividing would blow beta * KL
-    up a thousandfold (NORM-KL). (P, K), (P, K), (P, K) -> (P, K)
+    up a thousandfold (NORM-KL). (P, K) each
     """
     if not config.normalize_advantages:
-        return advantage, False
+        return Advantages(reward, advantage, rows, False, 1.0)
     flat, flat_rows = advantage.reshape(1, -1), rows.reshape(1, -1)
     telling = bool(differs(*_pool(score, rows, config)).any())
     if not telling or not bool(differs(flat, flat_rows)):
-        return advantage, True
-    moved = (flat - mean(flat, flat_rows)) / (std(flat, flat_rows) + SCALE_EPS)
-    return moved.masked_fill(~flat_rows, 0.0).view_as(advantage), False
+        return Advantages(reward, advantage, rows, True, 1.0)
+    divisor = std(flat, flat_rows) + SCALE_EPS
+    moved = ((flat - mean(flat, flat_rows)) / divisor).masked_fill(~flat_rows, 0.0)
+    return Advantages(reward, moved.view_as(advantage), rows, False, 1 / float(divisor))
 
 
 def _pool(values: Tensor, rows: Tensor, config: Config) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from rloo_cli.tensors import row_sum
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rloo_cli.rollout import Micro
+    from rloo_cli.packing import Micro
 
 
 class Config(Frozen):

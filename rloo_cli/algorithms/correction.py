@@ -17,7 +17,7 @@ from rloo_cli.tensors import row_mean, row_sum
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rloo_cli.rollout import Micro
+    from rloo_cli.packing import Micro
 
 LARGEST = 20.0  # exponents are clamped to +-20, so that a weight is never infinite
 

@@ -19,18 +19,19 @@ from rloo_cli.algorithms.advantage import Advantages, needs_whole_step
 from rloo_cli.algorithms.aggregate import denominator
 from rloo_cli.algorithms.correction import resolved
 from rloo_cli.algorithms.kl import in_reward, loss_term, sequence_kl, to_go, token_advantages
-from rloo_cli.algorithms.rules import Switches, fused, problems, warnings
+from rloo_cli.algorithms.passes import early, forwarded, one_factor
+from rloo_cli.algorithms.rules import Switches, problems, warnings, why_separate
 from rloo_cli.algorithms.shaping import combine, shape, truncation
 from rloo_cli.schema import key
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rloo_cli.rollout import Micro
+    from rloo_cli.packing import Micro
 
-__all__ = ["Config", "advantages", "combine", "denominator", "fused", "loss", "needs_whole_step"]
-__all__ += ["problems", "resolved", "sequence_kl", "shape", "token_advantages", "truncation"]
-__all__ += ["warnings"]
+__all__ = ["Config", "advantages", "combine", "denominator", "early", "forwarded", "loss"]
+__all__ += ["needs_whole_step", "one_factor", "problems", "resolved", "sequence_kl", "shape"]
+__all__ += ["token_advantages", "truncation", "warnings", "why_separate"]
 
 
 class Config(Switches):
@@ -49,8 +50,7 @@ def advantages(score: Tensor, kl: Tensor | None, scorable: Tensor, config: Confi
     rows = advantage.usable(scorable, config)
     if not config.kl_in_baseline and not to_go(config):  # to_go: token_advantages does it
         a = (a - pull).masked_fill(~rows, 0.0)
-    a, skipped = advantage.normalized(a, score, rows, config)
-    return Advantages(reward, a, rows, skipped)
+    return advantage.normalized(reward, a, score, rows, config)
 
 
 def loss(

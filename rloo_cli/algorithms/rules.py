@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from math import inf, log, sqrt
 from statistics import NormalDist
 
-from rloo_cli.algorithms import advantage, aggregate, correction, kl, ratio, shaping
+from rloo_cli.algorithms import advantage, aggregate, correction, kl, passes, ratio, shaping
 from rloo_cli.errors import Problem
 from rloo_cli.schema import AlgorithmConfig, GenerationConfig, RunConfig
 
@@ -63,15 +63,9 @@ def warnings(run: RunConfig) -> Iterator[str]:
         yield "algorithm.loss_agg=token_mean_local: the loss depends on the micro-batch size"
 
 
-def fused(run: RunConfig) -> bool:
-    """Whether old_logp may be logp.detach() of the first pass's training forward (2.12).
-
-    One mini-batch, no dropout, and advantages that need no other group's KL. The sampler
-    correction never forbids it: it only reads old_logp.
-    """
-    config = switches(run)
-    alone = config.num_minibatches == 1 and run.model.disable_dropout
-    return alone and not advantage.needs_whole_step(config)
+def why_separate(run: RunConfig) -> str | None:
+    """Why old_logp cannot be the training forward's own; None where it is (`passes`)."""
+    return passes.why_separate(run, switches(run))
 
 
 def switches(run: RunConfig) -> Switches:

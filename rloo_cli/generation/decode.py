@@ -26,6 +26,7 @@ from rloo_cli.generation import check_lengths, sampling, tolerance
 from rloo_cli.generation.rows import Row, State, split
 from rloo_cli.generation.stopping import StopRule
 from rloo_cli.generation.transformers import Config
+from rloo_cli.policy.attention import native
 from rloo_cli.rollout import Group, Rollout
 from rloo_cli.schema import RunConfig
 
@@ -80,7 +81,7 @@ class TransformersGenerator:
         rows = [Row(i, groups[i].prompt_ids, seed) for i, own in enumerate(seeds) for seed in own]
         # no_grad and not inference_mode: a model may keep a buffer it computes here (rotary
         # frequencies of a long prompt), and an inference tensor breaks the backward pass later.
-        with _evaluating(self.model), torch.no_grad():
+        with _evaluating(self.model), native(self.model), torch.no_grad():
             for batch in split(rows, self.config):
                 fault("gen.request")
                 self._decode(batch, greedy, temperature)

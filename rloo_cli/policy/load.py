@@ -61,7 +61,7 @@ def model(config: ModelConfig, path: str, device: torch.device) -> Any:
         without_dropout(loaded)
     if config.lm_head_fp32:
         head_in_float32(loaded)
-    if config.gradient_checkpointing:
+    if config.gradient_checkpointing is True:  # auto: policy.memory
         # The reentrant form would recompute without the arguments the layers were called with.
         loaded.gradient_checkpointing_enable({"use_reentrant": False})
     return loaded.to(device)

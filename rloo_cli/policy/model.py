@@ -1,21 +1,25 @@
 """Log-probabilities of completion tokens under a causal language model.
 
-The head runs on the rows that predict a completion token and on no others: a hook picks them out
-of the hidden states as they enter the output embedding. Whatever a model does to its logits
-afterwards (scaling, soft-capping) still happens.
+The head runs on the rows that predict a completion token and on no others. Fused, it never makes
+their logits whole (`head`). As the model's own, a hook picks the rows out of the hidden states as
+they enter the output embedding, and whatever a model does to its logits afterwards (soft-capping)
+still happens. Which of the two, and which layout, `levels` decides.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from rloo_cli import tensors
+from rloo_cli import packing, tensors
 from rloo_cli.faults import poison
-from rloo_cli.rollout import Micro
+from rloo_cli.packing import Micro, Part
+from rloo_cli.policy.attention import PLAN
+from rloo_cli.policy.head import token_logp
+from rloo_cli.rollout import Group
 
 
 class LogProbs(NamedTuple):
@@ -26,61 +30,65 @@ class LogProbs(NamedTuple):
     entropy: Tensor | None  # (N,) in nats, without gradient
 
 
-class Policy:
-    """A causal language model seen as a distribution over completions, at one temperature.
+class Scorer(nn.Module):
+    """Backbone and head in one module, which is what an engine for many devices wraps.
 
-    `kl_temperature`: that of the KL, where it is another one.
+    `fused`: the head in tiles instead of the model's own. `keep_bytes`: up to this size its
+    logits are kept for the backward pass, which else makes them again.
     """
 
-    def __init__(self, model: Any, temperature: float, kl_temperature: float | None = None):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
         self.model = model
-        self.temperature = temperature
-        self.kl_temperature = temperature if kl_temperature is None else kl_temperature
+        self.fused, self.keep_bytes, self.scale = False, 0, 1.0
+        self.float32 = False  # `model.lm_head_fp32`
         self.head: nn.Module = model.get_output_embeddings()
         taken = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in taken or any(
             p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()
         )
 
-    @property
-    def device(self) -> torch.device:
-        found: torch.device = next(self.model.parameters()).device
-        return found
+    def forward(
+        self, micro: Micro, temperatures: Sequence[float], want_entropy: bool
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """log p of the completion tokens at each temperature; entropy at the first. (N,) each"""
+        if not self.fused:
+            logits = self.logits(micro)
+            found = [tensors.target_logp(logits, micro.target, t) for t in temperatures]
+            if not want_entropy:
+                return found, None
+            with torch.no_grad():
+                return found, tensors.entropy(logits.detach(), temperatures[0])
+        hidden = self.model.base_model(**self._inputs(micro))[0]
+        rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, micro.source)
+        logp, entropies = zip(
+            *(
+                token_logp(
+                    rows, self.head.weight, micro.target, bias=getattr(self.head, "bias", None),
+                    scale=self.scale, temperature=t, want_entropy=want_entropy and not i,
+                    keep_bytes=self.keep_bytes // len(temperatures), float32=self.float32,
+                )
+                for i, t in enumerate(temperatures)
+            ),
+            strict=True,
+        )  # fmt: skip
+        return list(logp), entropies[0]
 
     def logits(self, micro: Micro) -> Tensor:
-        """Logits of the rows that predict a completion token. -> (N, V)"""
-        positions = {"position_ids": micro.position_ids} if self.takes_positions else {}
+        """Logits of the rows that predict a completion token, by the model's own head. -> (N, V)"""
         with self._rows(micro.source):
-            out = self.model(
-                input_ids=micro.input_ids,
-                attention_mask=micro.attention_mask,
-                use_cache=False,
-                **positions,
-            )
-        logits: Tensor = out.logits
+            logits: Tensor = self.model(**self._inputs(micro)).logits
         return logits.squeeze(0)
 
-    def logp(self, micro: Micro, want_entropy: bool = False) -> LogProbs:
-        """Log-probabilities of the completion tokens, with gradient; entropy when asked for."""
-        logits, kl_logp, entropy = self.logits(micro), None, None
-        logp = tensors.target_logp(logits, micro.target, self.temperature)
-        logp = poison("logp", logp)
-        if self.kl_temperature != self.temperature:
-            kl_logp = tensors.target_logp(logits, micro.target, self.kl_temperature)
-        if want_entropy:
-            with torch.no_grad():
-                entropy = tensors.entropy(logits.detach(), self.temperature)
-        return LogProbs(logp, kl_logp, entropy)
-
-    @torch.no_grad()
-    def frozen_logp(self, micro: Micro) -> LogProbs:
-        """The same in eval mode and without gradient: for old_logp and the reference."""
-        training = self.model.training
-        self.model.eval()
-        try:
-            return self.logp(micro)
-        finally:
-            self.model.train(training)
+    def _inputs(self, micro: Micro) -> dict[str, Any]:
+        given: dict[str, Any] = {"input_ids": micro.input_ids, "use_cache": False}
+        if self.takes_positions:
+            given["position_ids"] = micro.position_ids
+        if micro.attention_mask is not None:
+            given["attention_mask"] = micro.attention_mask
+        if micro.shared is not None:
+            given[PLAN] = micro.shared
+        return given
 
     @contextmanager
     def _rows(self, source: Tensor) -> Iterator[None]:
@@ -93,6 +101,48 @@ class Policy:
             yield
         finally:
             handle.remove()
+
+
+class Policy:
+    """A causal language model seen as a distribution over completions, at one temperature.
+
+    `kl_temperature`: that of the KL, where it is another one.
+    """
+
+    def __init__(self, model: Any, temperature: float, kl_temperature: float | None = None):
+        self.model = model
+        self.scorer = Scorer(model)
+        self.temperature = temperature
+        self.kl_temperature = temperature if kl_temperature is None else kl_temperature
+        self.layout = "padded"  # until `levels.settle` found a better one
+
+    @property
+    def device(self) -> torch.device:
+        found: torch.device = next(self.model.parameters()).device
+        return found
+
+    def pack(
+        self, groups: Sequence[Group], parts: Sequence[Part], masked: Tensor | None = None
+    ) -> Micro:
+        """These completions laid out as this model takes them, on its device."""
+        return packing.pack(groups, parts, masked, self.device, self.layout)
+
+    def logp(self, micro: Micro, want_entropy: bool = False) -> LogProbs:
+        """Log-probabilities of the completion tokens, with gradient; entropy when asked for."""
+        apart = self.kl_temperature != self.temperature
+        temperatures = [self.temperature, *([self.kl_temperature] if apart else [])]
+        found, entropy = self.scorer(micro, temperatures, want_entropy)
+        return LogProbs(poison("logp", found[0]), found[1] if apart else None, entropy)
+
+    @torch.no_grad()
+    def frozen_logp(self, micro: Micro) -> LogProbs:
+        """The same in eval mode and without gradient: for old_logp and the reference."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            return self.logp(micro)
+        finally:
+            self.model.train(training)
 
 
 def reference(model: Any, temperature: float) -> Policy:

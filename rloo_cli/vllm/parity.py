@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rloo_cli.errors import GenerationError, Problem
-from rloo_cli.rollout import Group, Rollout, pack
+from rloo_cli.packing import whole
+from rloo_cli.rollout import Group, Rollout
 from rloo_cli.vllm.engine import Answer
 
 PROMPTS, TOKENS = 8, 16
@@ -32,7 +33,7 @@ def check(
         Group(g.draw, g.row, g.prompt, g.prompt_ids, [_rollout(a)])
         for g, a in zip(groups, answers, strict=True)
     ]
-    micro = pack(probes, range(len(probes)), None, policy.device)
+    micro = policy.pack(probes, whole(probes, range(len(probes))))
     ours = policy.frozen_logp(micro).logp.float()
     theirs = micro.behaviour_logp
     assert theirs is not None

@@ -1,0 +1,152 @@
+"""`rloo` as a side of the benchmark: what `rloo train` does in a step, with nothing left out."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from shapes import Shape
+from sides import (
+    BETA,
+    CLIP,
+    LONG,
+    RATE,
+    Answer,
+    Order,
+    Orders,
+    Rows,
+    Watch,
+    body,
+    digits,
+    disturb,
+    keep_gradient,
+    memory,
+)
+
+from rloo_cli import config
+from rloo_cli.compose import compose
+from rloo_cli.cycle import Cycle
+from rloo_cli.parts import Run
+from rloo_cli.rollout import Batch, Rollout
+from rloo_cli.run import make
+from rloo_cli.train import update
+
+# Every key that is not the package's own default, in one list.
+OURS = (
+    "data.shuffle=false",  # TRL reads the prompts in the file's order too
+    "generation.ignore_eos=true",  # completions of a forced length
+    f"algorithm.beta={BETA}",
+    f"train.learning_rate={RATE}",
+    f"train.max_grad_norm={CLIP}",
+    f"max_steps={LONG}",
+    "distributed.threads=1",
+    "logging.console=plain",
+    "reward=[]",
+    "+reward.digits={type: function, path: 'python:digits', kwargs: {}}",
+)
+
+
+def build(shape: Shape, folder: Path, seed: int) -> Run:
+    """The run, in `folder`/rloo."""
+    place = folder / "rloo"
+    place.mkdir(exist_ok=True)
+    words = [
+        *OURS,
+        f"model.path={folder / 'model'}",
+        f"data.path={folder / 'prompts.jsonl'}",
+        f"root={folder}",
+        f"name={place.name}",
+        f"seed={seed}",
+        f"algorithm.num_generations={shape.k}",
+        f"train.prompts_per_step={shape.prompts}",
+        f"generation.max_completion_length={shape.completion[1]}",
+    ]
+    run = make(config.check(compose(words)), place, {"digits": digits})
+    run.log.display = None
+    disturb(run.policy.model)
+    run.generator.load(run.policy, run.state.updates)
+    return run
+
+
+class Side:
+    """A run that takes one step at a time."""
+
+    def __init__(self, shape: Shape, folder: Path, seed: int):
+        self.run = build(shape, folder, seed)
+        self.watch, self.rows = Watch(), Rows(self.run.policy.model)
+        self.recorded: list[list[Rollout]] = []
+
+    def batch(self, place: int) -> Batch:
+        """The batch of the prompts from `place` on, sampled and scored."""
+        state = self.run.state
+        return self.run.rollouts.next(state.step, place, state.seen_by_rewards(self.run))
+
+    def step(self) -> Answer:
+        """A whole step, with its ledger, its log line and its samples on disk."""
+        run, state = self.run, self.run.state
+        run.clock.lap()
+        self.watch.start()
+        cycle = Cycle(self.batch(state.place))
+        update(run, cycle)
+        with run.clock.phase("sync"):
+            run.generator.load(run.policy, state.updates)
+        run.ledger.step(cycle.batch, state.place, cycle.updates.made, cycle.batch.updated)
+        state.advance(cycle.batch)
+        run.log.step(run, cycle.batch, cycle.updates)
+        told, logged = self.watch.read(), run.log.rows[-1]
+        split = {name[5:]: s for name, s in logged.items() if name.startswith("time/")}
+        return told | {"split": split}
+
+    def train(self, path: str | None) -> Answer:
+        """The train phase on the recorded completions: reference, forward, backward, optimizer."""
+        run, sampler, take = self.run, self.run.rollouts.generator, self.run.optimizer.step
+        run.rollouts.generator = SimpleNamespace(generate=self.replay, facts={})
+        cycle = Cycle(self.batch(0))
+        run.rollouts.generator = sampler
+
+        def step(norm: Any) -> None:
+            if path is not None:
+                keep_gradient(run.policy.model, path)
+            take(norm)
+
+        run.optimizer.step = step
+        run.clock.lap()
+        self.watch.start()
+        update(run, cycle)
+        told = self.watch.read() | {"split": dict(run.clock.seconds)}
+        run.optimizer.step = take
+        return told
+
+    def record(self) -> Answer:
+        """Sample the first prompts' completions once; both tools train on them afterwards."""
+        groups = self.batch(0).groups
+        # Without the sampler's own log-probabilities: they would age while the weights move.
+        self.recorded = [[replace(r, behaviour_logp=None) for r in g.rollouts] for g in groups]
+        return {"rows": [[g.prompt_ids, r.completion_ids] for g in groups for r in g.rollouts]}
+
+    def replay(self, groups: Any, seeds: Any, **_: Any) -> None:
+        """In the place of sampling."""
+        for group, own in zip(groups, self.recorded, strict=True):
+            group.rollouts = list(own)
+
+    def obey(self, order: Order) -> Answer:
+        """One order's answer."""
+        if order["do"] == "record":
+            return self.record()
+        self.rows.take()
+        told = self.step() if order["do"] == "step" else self.train(order["gradient"])
+        return told | {"computed": self.rows.take(), "peak": memory("VmHWM")}
+
+
+def serve(shape: Shape, folder: Path, seed: int, orders: Orders) -> None:
+    """Obey until there are no more orders."""
+    side = Side(shape, folder, seed)
+    run = side.run
+    orders.answer(
+        base=memory("VmRSS"),
+        body=body(run.policy.model),
+        level=getattr(run.policy, "layout", "padded"),
+        attention=run.policy.model.config._attn_implementation,
+    )
+    while (order := orders()) is not None:
+        orders.answer(**side.obey(order))

@@ -1,0 +1,106 @@
+"""The two tools, each in a process of its own that takes one step when it is told to.
+
+A side is built on the folder that `toys.write` made and then obeys orders, one JSON object a line:
+
+    {"do": "record"}                       `rloo` only: sample one batch, and say its token ids
+    {"do": "train", "gradient": null}      the train phase on those ids; a path: save its gradient
+    {"do": "step"}                         a whole step, from prompts to the optimizer's
+
+Each is answered with seconds by the wall and of this process, a split of them, the token positions
+that the training forwards computed, and the peak memory so far. Only one side works at a time.
+Policies start a little away from their references, by the same noise in both tools: otherwise the
+KL is 0 and the gradients would agree without it.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BETA, RATE, CLIP, NOISE, LONG = 0.05, 1e-5, 1.0, 0.01, 10_000  # LONG: steps that never come
+Order = dict[str, Any]
+Answer = dict[str, Any]
+
+
+def digits(completion_ids: Any, **_: Any) -> list[float]:
+    """The score: cheap, and different for siblings."""
+    return [sum((7 * i + 3) % 11 for i in ids) / 10 for ids in completion_ids]
+
+
+def memory(what: str) -> float:
+    """VmHWM (peak) or VmRSS (now) of this process in MB. ru_maxrss would also be its parent's."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(what + ":"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"no {what} on this system")
+
+
+class Orders:
+    """Orders from stdin, answers to what was stdout; whatever else is printed goes to stderr."""
+
+    def __init__(self) -> None:
+        self.out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    def __call__(self) -> Order | None:
+        """The next one; None = no more."""
+        line = sys.stdin.readline()
+        return json.loads(line) if line.strip() else None
+
+    def answer(self, **values: Any) -> None:
+        """One line back."""
+        print(json.dumps(values), file=self.out, flush=True)
+
+
+class Rows:
+    """Counts the token positions that forwards with gradient embed."""
+
+    def __init__(self, model: Any):
+        self.seen = 0
+        model.get_input_embeddings().register_forward_hook(self._add)
+
+    def _add(self, module: Any, args: Any, out: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            self.seen += out.shape[:-1].numel()
+
+    def take(self) -> int:
+        """Since the last call."""
+        seen, self.seen = self.seen, 0
+        return seen
+
+
+class Watch:
+    """Wall and processor seconds since `start`."""
+
+    def start(self) -> None:
+        """From here."""
+        self.wall, self.cpu = time.perf_counter(), time.process_time()
+
+    def read(self) -> dict[str, float]:
+        """To here."""
+        wall, cpu = time.perf_counter() - self.wall, time.process_time() - self.cpu
+        return {"seconds": wall, "cpu": cpu}
+
+
+@torch.no_grad()
+def disturb(model: Any) -> None:
+    """The noise between policy and reference: the same draws for the same parameters."""
+    drawn = torch.Generator().manual_seed(7)
+    for weight in model.parameters():
+        weight += NOISE * torch.randn(weight.shape, generator=drawn)
+
+
+def keep_gradient(model: Any, path: str) -> None:
+    """Save the gradient as it stands, before clipping. Nothing is copied: memory is measured."""
+    found = {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
+    torch.save(found, path)
+
+
+def body(model: Any) -> int:
+    """Parameters without embeddings and head."""
+    outer = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    return sum(w.numel() for w in model.parameters() if id(w) not in outer)

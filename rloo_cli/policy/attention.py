@@ -1,0 +1,239 @@
+"""Attention for rows in which a prompt stands once for its K completions (layout `shared`).
+
+Two passes of flash attention: every prompt and completion as a document of its own, causal; then
+a group's completions together over their prompt, without a mask. The two are merged by their
+log-sum-exps. No keys are copied, there is no [T, T] mask, and a prompt's keys are read once for
+its group. Exact: a flash backward recomputes P = exp(S - lse) and needs only rowsum(do * o), so
+given the merged output and lse, each pass yields its share of the gradients (cascade attention,
+as in FlashInfer, arXiv 2501.01005; the backward as in ring attention, arXiv 2310.01889).
+
+transformers calls the function by its name in `AttentionInterface`. There is no mask function of
+that name, so the model builds no mask and hands the plan down to each layer among its arguments,
+where gradient checkpointing keeps it. Once installed, a forward without a plan is an error, never
+a stock attention over shared rows: that would be wrong without a word. `native` gives the model
+its own attention back for a while.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate, groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from rloo_cli.packing import Shared
+
+NAME = "rloo_shared"
+PLAN = "rloo_plan"  # the argument of a model's forward
+Result = tuple[Tensor, Tensor]
+
+
+class NotShared(RuntimeError):
+    """This model asks its attention for something that shared rows do not have."""
+
+
+def attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
+) -> tuple[Tensor, None]:
+    """transformers' attention function: (1, H, T, D), (1, G, T, D) twice -> (1, T, H, D).
+
+    Raises NotShared for a call without a plan, or with a mask, dropout, window, cap or sink.
+    """
+    plan: Shared | None = given.get(PLAN)
+    if plan is None:
+        raise NotShared("called without a plan: these are no shared rows")
+    odd = [n for n in ("softcap", "s_aux") if given.get(n) is not None]
+    window = given.get("sliding_window")  # one that holds every row does nothing
+    odd += ["sliding_window"] if window is not None and window < plan.longest else []
+    odd += ["dropout"] if given.get("dropout") else []
+    odd += ["attention_mask"] if attention_mask is not None else []
+    if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+        odd.append("heads of unequal sizes")
+    if odd or query.shape[0] != 1 or query.shape[2] != sum(plan.segments):
+        raise NotShared(f"it asks for {', '.join(odd) or f'rows of {tuple(query.shape)}'}")
+    plan.calls[0] += 1
+    scale = given.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    out: Tensor = Cascade.apply(q, k, v, plan, float(scale))
+    return out[None], None
+
+
+AttentionInterface.register(NAME, attention)
+
+
+class Cascade(torch.autograd.Function):
+    """(T, H, D), (T, G, D) twice -> (T, H, D): attention over one shared row."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Shared, scale: float) -> Tensor:
+        n = plan.prompt_rows
+        flash = _Cuda if q.is_cuda else _Cpu
+        out, lse = flash.forward(q, k, v, own(plan), scale)
+        if n < len(q):
+            across, its = flash.forward(q[n:], k[:n], v[:n], over_prompts(plan), scale)
+            merged = torch.logaddexp(lse[n:], its)
+            ours, theirs = (lse[n:] - merged).exp_(), (its - merged).exp_()
+            out[n:] = ours[..., None] * out[n:] + theirs[..., None] * across
+            lse[n:] = merged
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan, ctx.scale = plan, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        plan, scale, n = ctx.plan, ctx.scale, ctx.plan.prompt_rows
+        flash = _Cuda if q.is_cuda else _Cpu
+        dq, dk, dv = flash.backward(grad, q, k, v, out, lse, own(plan), scale)
+        if n < len(q):
+            rows = (grad[n:], q[n:], k[:n], v[:n], out[n:], lse[n:])
+            more = flash.backward(*rows, over_prompts(plan), scale)
+            dq[n:] += more[0]
+            dk[:n] += more[1]
+            dv[:n] += more[2]
+        return dq, dk, dv, None, None
+
+
+class Pass:
+    """One call of flash attention over segments: bounds of queries and of keys."""
+
+    def __init__(
+        self, cu_q: Tensor, cu_k: Tensor, q: list[int], k: list[int], causal: bool
+    ) -> None:
+        self.cu_q, self.cu_k, self.q, self.k, self.causal = cu_q, cu_k, q, k, causal
+
+
+def own(plan: Shared) -> Pass:
+    """Each prompt and each completion attends to itself."""
+    return Pass(plan.cu_all, plan.cu_all, plan.segments, plan.segments, True)
+
+
+def over_prompts(plan: Shared) -> Pass:
+    """A group's completions attend to their prompt."""
+    return Pass(plan.cu_group, plan.cu_prompt, plan.groups, plan.prompts, False)
+
+
+class _Cuda:
+    """The variable-length kernels of torch itself. Lse of the aten op: (H, total)."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, p: Pass, scale: float) -> Result:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, p.cu_q, p.cu_k, _up(p.q), _up(p.k), 0.0, p.causal, False, scale=scale
+        )
+        return out, lse.transpose(0, 1).contiguous()
+
+    @staticmethod
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, p: Pass,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        none = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout of 0
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), q, k, v, out, lse.transpose(0, 1).contiguous(), p.cu_q, p.cu_k,
+            _up(p.q), _up(p.k), 0.0, p.causal, none, none, scale=scale,
+        )  # fmt: skip
+        return found
+
+
+class _Cpu:
+    """The same by torch's flash kernels for the CPU, one call for equal segments in a row."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, p: Pass, scale: float) -> Result:
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=_wide(q))
+        for (a, b, rows), (c, d, keys) in _runs(p):
+            o, its = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                _split(q[a:b], rows), _split(k[c:d], keys), _split(v[c:d], keys),
+                0.0, p.causal, scale=scale,
+            )  # fmt: skip
+            _split(out[a:b], rows).copy_(o)
+            lse[a:b].view(-1, rows, q.shape[1]).copy_(its.transpose(1, 2))
+        return out, lse
+
+    @staticmethod
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, p: Pass,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        found = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
+        for (a, b, rows), (c, d, keys) in _runs(p):
+            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                _split(grad[a:b], rows), _split(q[a:b], rows), _split(k[c:d], keys),
+                _split(v[c:d], keys), _split(out[a:b], rows),
+                lse[a:b].view(-1, rows, q.shape[1]).transpose(1, 2), 0.0, p.causal, scale=scale,
+            )  # fmt: skip
+            _split(found[0][a:b], rows).copy_(dq)
+            _split(found[1][c:d], keys).copy_(dk)
+            _split(found[2][c:d], keys).copy_(dv)
+        return found[0], found[1], found[2]
+
+
+def _runs(p: Pass) -> Iterator[tuple[tuple[int, int, int], tuple[int, int, int]]]:
+    """Runs of segments of equal lengths: (from, to, length) of their queries, and of their keys."""
+    pairs = list(zip(p.q, p.k, strict=True))
+    starts = list(zip(accumulate(p.q, initial=0), accumulate(p.k, initial=0), strict=True))
+    done = 0
+    for (rows, keys), run in groupby(pairs):
+        (a, c), done = starts[done], done + len(list(run))
+        if rows and keys:
+            b, d = starts[done]
+            yield (a, b, rows), (c, d, keys)
+
+
+def _split(rows: Tensor, length: int) -> Tensor:
+    """(n * length, H, D) -> (n, H, length, D), a view"""
+    return rows.view(-1, length, *rows.shape[1:]).transpose(1, 2)
+
+
+def _wide(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype is torch.float64 else torch.float32
+
+
+def _up(lengths: list[int]) -> int:
+    """The longest, rounded up: it is a bound, and few bounds mean few plans of the kernel."""
+    return -(-max(lengths) // 128) * 128
+
+
+def install(model: Any) -> None:
+    """Give a model our attention: from now on its forward needs a plan."""
+    if not installed(model):
+        model.rloo_native = [(c, c._attn_implementation) for c in _configs(model)]
+        _put([(c, NAME) for c, _ in model.rloo_native])
+
+
+def uninstall(model: Any) -> None:
+    """The model's own attention again; nothing where it has it."""
+    if installed(model):
+        _put(model.rloo_native)
+        del model.rloo_native
+
+
+def installed(model: Any) -> bool:
+    """Whether the model has our attention."""
+    return hasattr(model, "rloo_native")
+
+
+@contextmanager
+def native(model: Any) -> Iterator[None]:
+    """The model's own attention inside, what it had before after it."""
+    before = [(c, c._attn_implementation) for c in _configs(model)]
+    _put(getattr(model, "rloo_native", []))
+    try:
+        yield
+    finally:
+        _put(before)
+
+
+def _put(names: list[tuple[Any, str]]) -> None:
+    for config, name in names:
+        config._attn_implementation_internal = name  # the public setter changes sub-configs too
+
+
+def _configs(model: Any) -> list[Any]:
+    """The configs that the model's layers read, each once."""
+    found = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    return [c for c in found.values() if hasattr(c, "_attn_implementation")]

@@ -1,0 +1,177 @@
+"""Which layout a model gets, and which head: the fastest one that gives the model's own numbers.
+
+Three gates (SPEED 2.3), none of which can go. What can be read: windows, caps, sinks, dropout
+(`static`). What can be counted: our attention was called once per layer, with its plan. What can be
+compared: at the loaded weights, log-probabilities of two groups against each row alone through the
+model's own forward. falcon_h1 passes the first two and is wrong; opt is right shared and wrong
+packed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloo_cli import tensors
+from rloo_cli.errors import ConfigError, Problem
+from rloo_cli.packing import LAYOUTS, pack, whole
+from rloo_cli.policy import attention
+from rloo_cli.policy.model import Policy
+from rloo_cli.policy.static import why_not_shared
+from rloo_cli.rollout import Group, Rollout
+
+CLOSE = 1e-3  # nats per completion, in float32
+ROUNDED = 1.5, 0.02  # in half precision: times what padding shows against rows alone, plus this
+PROMPTS, COMPLETIONS = (7, 4), ((5, 1, 3), (2, 6, 4))  # lengths of the probe
+
+
+@dataclass(frozen=True)
+class Level:
+    """What a model was found to be good for."""
+
+    layout: str
+    head: str  # fused; model = its own, whole logits
+    why: str  # what kept it from better ones; "" = nothing
+
+
+def settle(policy: Policy, wanted: str, longest: int | None, note: Callable[[str], None]) -> Level:
+    """Find the level of a policy, and set it up for that. `wanted`: a layout, or auto.
+
+    `longest`: the most positions of a row, prompt and completion. Raises ConfigError where the
+    layout that is wanted would give other numbers than the model.
+    """
+    probe = Probe(policy)
+    reasons = []
+    for layout in LAYOUTS if wanted == "auto" else (wanted,):
+        reason = _try(policy, layout, longest, probe)
+        if reason is None:
+            break
+        reasons.append(f"not {layout}: {reason}")
+        if layout == wanted or layout == LAYOUTS[-1]:
+            attention.uninstall(policy.model)
+            raise ConfigError(
+                Problem(
+                    f"train.layout = {wanted}: this model cannot be computed so",
+                    "train.layout",
+                    "; ".join(reasons),
+                    "train.layout=auto" if wanted != "auto" else "another model",
+                )
+            )
+    reason = _fuse(policy, probe)
+    reasons += [] if reason is None else [f"no fused head: {reason}"]
+    head = "fused" if policy.scorer.fused else "model"
+    level = Level(policy.layout, head, "; ".join(reasons))
+    note(f"rows are {level.layout}, head {level.head}" + (f" ({level.why})" if level.why else ""))
+    return level
+
+
+class Probe:
+    """Two groups of random ids, and what the model says of each completion alone. (S,)"""
+
+    def __init__(self, policy: Policy) -> None:
+        self.groups = probes(policy)
+        self.policy = policy
+        self.truth = _alone(policy, self.groups)
+        self.exact = next(policy.model.parameters()).dtype is torch.float32
+        self.usual = 0.0 if self.exact else float((self.sums("padded") - self.truth).abs().mean())
+
+    def sums(self, layout: str) -> Tensor:
+        """Log-probability of each completion as it is set up now. -> (S,)"""
+        parts = whole(self.groups, range(len(self.groups)))
+        micro = pack(self.groups, parts, device=self.policy.device, layout=layout)
+        found = self.policy.frozen_logp(micro).logp
+        if micro.shared is not None:
+            layers = self.policy.model.config.get_text_config().num_hidden_layers
+            if micro.shared.calls[0] != layers:
+                raise attention.NotShared(
+                    f"our attention was called {micro.shared.calls[0]} times in {layers} layers"
+                )
+        return tensors.row_sum(found.double(), micro.sequence, micro.sequences)
+
+    def differs(self, layout: str) -> str | None:
+        """How far off this layout is, where that is more than rounding."""
+        gap = (self.sums(layout) - self.truth).abs()
+        worst, most = float(gap.max()), CLOSE
+        if not self.exact:
+            worst, most = float(gap.mean()), ROUNDED[0] * self.usual + ROUNDED[1]
+        return None if worst <= most else f"log-probabilities are off by {worst:.2g} nats"
+
+
+def _try(policy: Policy, layout: str, longest: int | None, probe: Probe) -> str | None:
+    """Set a policy up for a layout; why it may not have it, and then it is as before."""
+    if layout == "shared" and (reason := why_not_shared(policy.model, longest)):
+        return reason
+    if layout == "packed" and not policy.scorer.takes_positions:
+        return "it takes no positions"
+    if layout == "shared":
+        attention.install(policy.model)
+    try:
+        reason = probe.differs(layout)
+    except Exception as error:  # a model's own code, given what it was not made for
+        if layout == LAYOUTS[-1]:
+            raise
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:150]}"
+    if reason is None:
+        policy.layout = layout
+    else:
+        attention.uninstall(policy.model)
+    return reason
+
+
+def _fuse(policy: Policy, probe: Probe) -> str | None:
+    """Let the head be computed in tiles; why not, and then it is the model's own."""
+    scorer, config = policy.scorer, policy.model.config.get_text_config()
+    if type(scorer.head) is not torch.nn.Linear:
+        return f"the output embedding is a {type(scorer.head).__name__}"
+    if getattr(policy.model, "base_model", policy.model) is policy.model:
+        return "the model has no backbone of its own"
+    if getattr(config, "final_logit_softcapping", None):
+        return "soft-capped logits"
+    scorer.scale = float(getattr(config, "logit_scale", None) or 1.0)
+    scorer.scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+    scorer.fused = True
+    try:
+        reason = probe.differs(policy.layout)
+    except Exception as error:  # its backbone answers in another form
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:150]}"
+    scorer.fused = reason is None
+    return reason
+
+
+def probes(policy: Policy) -> list[Group]:
+    """Two groups of three completions of unequal lengths, one of a single token."""
+    words = policy.model.get_input_embeddings().weight.shape[0]
+    draw = torch.Generator().manual_seed(0)
+
+    def ids(count: int) -> list[int]:
+        found: list[int] = torch.randint(words, (count,), generator=draw).tolist()
+        return found
+
+    return [
+        Group(i, {}, "", ids(p), [Rollout(ids(c), "", "length", False, 0, 0) for c in lengths])
+        for i, (p, lengths) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True))
+    ]
+
+
+@torch.no_grad()
+def _alone(policy: Policy, groups: list[Group]) -> Tensor:
+    """Each completion in a row of its own, by the model's plain forward and head. -> (S,)"""
+    model, found = policy.model, []
+    training = model.training
+    model.eval()
+    try:
+        with attention.native(model):
+            for group in groups:
+                for rollout in group.rollouts:
+                    ids = group.prompt_ids + rollout.completion_ids
+                    row = torch.tensor([ids], device=policy.device)
+                    logits = model(input_ids=row, use_cache=False).logits
+                    rows = logits[0, len(group.prompt_ids) - 1 : -1]
+                    target = row[0, len(group.prompt_ids) :]
+                    logp = tensors.target_logp(rows, target, policy.temperature)
+                    found.append(logp.double().sum())
+    finally:
+        model.train(training)
+    return torch.stack(found)

@@ -1,0 +1,106 @@
+"""How many rows a forward pass may have, from what one keeps for its backward pass.
+
+Measured, not estimated: a small forward with gradient counts the bytes that autograd saves. The
+memory it is compared with is the machine's, not what happens to be free, so that a run is cut
+alike, and gives the same bits, whenever it is started again on such a machine.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloo_cli.packing import whole
+from rloo_cli.policy.levels import probes
+from rloo_cli.policy.model import Policy
+from rloo_cli.schedule import Limits, Shape
+from rloo_cli.schema import RunConfig
+
+SHARE = 0.5  # of what weights and optimizer leave: the rest is for the sampler, and for error
+MOST = {"cpu": 4096, "cuda": 32768}  # rows beyond which nothing gets faster
+NO_GRAD = 4  # times as many rows where nothing is kept
+CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+def shape_of(model: Any) -> Shape:
+    """What a forward pass of this model costs (`Shape`), from its config and its parameters."""
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings().weight
+    tables = {id(head): head.numel()}
+    found = model.get_input_embeddings().weight
+    tables[id(found)] = found.numel()
+    heads = getattr(config, "num_attention_heads", 0) or 0
+    width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    return Shape(
+        body=sum(p.numel() for p in model.parameters()) - sum(tables.values()),
+        layers=config.num_hidden_layers,
+        width=heads * width,
+        hidden=head.shape[1],
+        vocabulary=head.shape[0],
+    )
+
+
+def limits(policy: Policy, config: RunConfig, longest: int, reference: bool) -> Limits:
+    """The budget of a forward pass; turns gradient checkpointing on where `auto` finds it needed.
+
+    `longest`: rows of the largest group there can be. `reference`: a second model is held.
+    """
+    train, shape = config.train, shape_of(policy.model)
+    room = SHARE * _left(policy, config, reference)
+    if config.model.gradient_checkpointing == "auto" and policy.model.supports_gradient_checkpointing:
+        if room / bytes_per_row(policy) < longest:
+            # The reentrant form would recompute without the arguments the layers were called with.
+            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    most = MOST.get(policy.device.type, MOST["cuda"])
+    rows = train.micro_batch_tokens or _round(min(most, room / bytes_per_row(policy)))
+    size = train.micro_batch_size
+    again = train.no_grad_batch_size or (None if size is None else 2 * size)
+    return Limits(shape, rows, NO_GRAD * rows, size, again)
+
+
+def bytes_per_row(policy: Policy) -> float:
+    """What autograd keeps of one row of a training forward, weights not counted."""
+    held: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    groups = probes(policy)
+    micro = policy.pack(groups, whole(groups, range(len(groups))))
+    keep, policy.scorer.keep_bytes = policy.scorer.keep_bytes, 0
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            policy.logp(micro)
+    finally:
+        policy.scorer.keep_bytes = keep
+    return sum(held.values()) / micro.input_ids.numel()
+
+
+def _left(policy: Policy, config: RunConfig, reference: bool) -> float:
+    """Bytes of the device that weights, gradients, masters and optimizer leave."""
+    weights = [p for p in policy.model.parameters() if p.requires_grad]
+    count, size = sum(p.numel() for p in weights), max(p.element_size() for p in weights)
+    held = count * (size + 4 + 8 + (4 if size < 4 else 0) + (size if reference else 0))
+    total = _total(policy.device)
+    if config.generation.backend == "vllm_colocate" and policy.device.type == "cuda":
+        total *= 1 - getattr(config.generation, "gpu_memory_utilization", 0.0)
+    return max(total - held, 0.0)
+
+
+def _total(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    whole_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = CGROUP.read_text().strip() if CGROUP.is_file() else "max"
+    return float(min(whole_machine, int(limit) if limit.isdigit() else whole_machine))
+
+
+def _round(rows: float) -> int:
+    """Down to a power of two, and at least 64: a little more memory changes nothing."""
+    return max(64, 1 << (int(max(rows, 1)).bit_length() - 1))

@@ -1,0 +1,226 @@
+"""Which models may compute a shared prompt with our own attention, read off config and classes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from policy_cases import SHORT, SIZE
+
+from rloo_cli.policy import load, static
+
+GROUPED = SIZE | {"num_key_value_heads": 2}
+HEADS = GROUPED | {"head_dim": 8}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+OPT = SHORT | {"ffn_dim": 64, "word_embed_proj_dim": 32}
+RECURRENT = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2}
+T = transformers
+PASSES = {
+    "llama": lambda: T.LlamaConfig(**GROUPED),
+    "mistral": lambda: T.MistralConfig(**GROUPED, sliding_window=None),
+    "mixtral": lambda: T.MixtralConfig(
+        **GROUPED, num_local_experts=2, num_experts_per_tok=1, sliding_window=None
+    ),
+    "qwen2": lambda: T.Qwen2Config(**GROUPED),  # says sliding_window 4096, and not to use it
+    "qwen3": lambda: T.Qwen3Config(**HEADS),
+    "qwen3_moe": lambda: T.Qwen3MoeConfig(**HEADS, **EXPERTS),
+    "gemma": lambda: T.GemmaConfig(**HEADS),
+    "phi": lambda: T.PhiConfig(**GROUPED),
+    "phi3": lambda: T.Phi3Config(**GROUPED, sliding_window=None),
+    "olmo2": lambda: T.Olmo2Config(**GROUPED),
+    "gpt_neox": lambda: T.GPTNeoXConfig(**SIZE),
+    "gpt2": lambda: T.GPT2Config(**SHORT),
+    "opt": lambda: T.OPTConfig(**OPT),
+    "smollm3": lambda: T.SmolLM3Config(**GROUPED),
+    "granite": lambda: T.GraniteConfig(**GROUPED),
+    "cohere": lambda: T.CohereConfig(**GROUPED),
+    "glm": lambda: T.GlmConfig(**HEADS),
+    "glm4": lambda: T.Glm4Config(**HEADS),
+    "starcoder2": lambda: T.Starcoder2Config(**GROUPED, sliding_window=None),
+    "ernie4_5": lambda: T.Ernie4_5Config(**HEADS),
+    "nemotron": lambda: T.NemotronConfig(**GROUPED),  # passes, and never asks our function
+}
+TWO = {"layer_types": ["sliding_attention", "full_attention"]}
+REFUSED = {
+    "mistral": (lambda: T.MistralConfig(**GROUPED, sliding_window=5), "sliding window of 5"),
+    "mixtral": (lambda: T.MixtralConfig(
+        **GROUPED, num_local_experts=2, num_experts_per_tok=1, sliding_window=5
+    ), "sliding window of 5"),
+    "phi3": (lambda: T.Phi3Config(**GROUPED, sliding_window=5), "sliding window of 5"),
+    "qwen2": (lambda: T.Qwen2Config(
+        **GROUPED, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ), "sliding window of 5"),
+    "gemma2": (lambda: T.Gemma2Config(**HEADS, sliding_window=5), "sliding window of 5"),
+    "gemma3": (lambda: T.Gemma3TextConfig(**HEADS, sliding_window=5, **TWO), "sliding window of 5"),
+    "olmo3": (lambda: T.Olmo3Config(**GROUPED, sliding_window=5, **TWO), "sliding window of 5"),
+    "cohere2": (lambda: T.Cohere2Config(**GROUPED, sliding_window=5, **TWO), "window of 5"),
+    "exaone4": (lambda: T.Exaone4Config(**GROUPED, sliding_window=5, **TWO), "window of 5"),
+    "stablelm": (lambda: T.StableLmConfig(**GROUPED), "do not pass arguments on"),
+    "gptj": (lambda: T.GPTJConfig(**SHORT, rotary_dim=8), "cannot be set"),
+    "gpt_neo": (lambda: T.GPTNeoConfig(
+        **RECURRENT, num_heads=4, attention_types=[[["global", "local"], 1]]
+    ), "cannot be set"),
+    "bloom": (lambda: T.BloomConfig(**SHORT), "cannot be set"),
+    "falcon": (lambda: T.FalconConfig(**SHORT), "cannot be set"),
+    "mpt": (lambda: T.MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=40), "cannot be set"),
+    "gpt_oss": (lambda: T.GptOssConfig(**HEADS, num_local_experts=2, num_experts_per_tok=1),
+        "sliding window of 128"),
+    "mamba": (lambda: T.MambaConfig(**RECURRENT), "keep a state"),
+    "mamba2": (lambda: T.Mamba2Config(
+        **RECURRENT, num_heads=8, head_dim=8, n_groups=1, state_size=8
+    ), "keep a state"),
+    "jamba": (lambda: T.JambaConfig(
+        **GROUPED, num_experts=2, num_experts_per_tok=1, attn_layer_offset=1, attn_layer_period=2,
+        use_mamba_kernels=False,
+    ), "keep a state"),
+    "bamba": (lambda: T.BambaConfig(
+        **GROUPED, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8,
+        mamba_n_groups=1,
+    ), "keep a state"),
+    "falcon_h1": (lambda: T.FalconH1Config(
+        **HEADS, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1
+    ), "keep a state"),
+    "qwen3_next": (lambda: T.Qwen3NextConfig(
+        **HEADS, **EXPERTS, layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ), "keep a state"),
+    "lfm2": (lambda: T.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
+        "not full attention (conv)"),
+    "recurrent_gemma": (lambda: T.RecurrentGemmaConfig(
+        **HEADS, lru_width=32, block_types=["recurrent", "attention"]
+    ), "keep a state"),
+    "rwkv": (lambda: T.RwkvConfig(**RECURRENT, attention_hidden_size=32), "keep a state"),
+    "minimax": (lambda: T.MiniMaxConfig(
+        **HEADS, num_local_experts=2, num_experts_per_tok=1,
+        layer_types=["linear_attention", "full_attention"],
+    ), "not full attention (linear_attention)"),
+}  # fmt: skip
+
+
+def make(config, dropout=False):
+    """On no device: reading needs no weights."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    if not dropout:
+        load.without_dropout(model)
+    return model
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_families_of_plain_causal_attention_pass(name):
+    assert static.why_not_shared(make(PASSES[name]())) is None
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_other_family_is_refused_and_told_why(name):
+    config, reason = REFUSED[name]
+    assert reason in static.why_not_shared(make(config()))
+
+
+def test_a_window_that_holds_every_row_does_nothing():
+    for config in (
+        T.MistralConfig(**GROUPED, sliding_window=12),
+        T.Olmo3Config(**GROUPED, sliding_window=12, **TWO),
+        T.Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=12, max_window_layers=1),
+    ):
+        model = make(config)
+        assert static.why_not_shared(model, 12) is None
+        assert "window of 12" in static.why_not_shared(model, 13)
+        assert "window of 12" in static.why_not_shared(model)
+
+
+def test_a_window_no_layer_has_does_not_count():
+    config = T.Qwen2Config(
+        **GROUPED, use_sliding_window=True, sliding_window=5, max_window_layers=2
+    )
+    assert static.why_not_shared(make(config)) is None
+
+
+def test_caps_and_sinks_are_found_behind_a_window_that_does_nothing():
+    assert "soft-capped" in static.why_not_shared(make(T.Gemma2Config(**HEADS)), 64)
+    config = T.GptOssConfig(**HEADS, num_local_experts=2, num_experts_per_tok=1)
+    assert static.why_not_shared(make(config), 64) == "attention sinks"
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (lambda: T.GPT2Config(**SHORT), "dropout of 0.1"),
+        (lambda: T.OPTConfig(**OPT), "dropout = 0.1"),
+        (lambda: T.LlamaConfig(**GROUPED, attention_dropout=0.25), "attention_dropout = 0.25"),
+    ],
+)
+def test_dropout_is_refused_until_it_is_set_to_0(config, name):
+    model = make(config(), dropout=True)
+    assert name in static.why_not_shared(model)
+    assert static.why_not_shared(model, training=False) is None
+    load.without_dropout(model)
+    assert static.why_not_shared(model) is None
+
+
+def test_a_classifiers_dropout_is_no_language_models():
+    model = make(T.LlamaConfig(**GROUPED))
+    model.config.classifier_dropout = model.config.summary_first_dropout = 0.1
+    assert static.why_not_shared(model) is None
+
+
+def test_adapters_that_add_to_the_prompt_are_refused_and_others_are_not():
+    model = make(T.LlamaConfig(**GROUPED))
+    kinds = {
+        "PREFIX_TUNING": SimpleNamespace(is_prompt_learning=True, peft_type="PREFIX_TUNING"),
+        "ADAPTION_PROMPT": SimpleNamespace(
+            is_prompt_learning=False, is_adaption_prompt=True, peft_type="ADAPTION_PROMPT"
+        ),
+    }
+    for name, adapter in kinds.items():
+        model.peft_config = {"default": adapter}
+        assert name in static.why_not_shared(model)
+    model.peft_config = {"default": SimpleNamespace(is_prompt_learning=False, peft_type="LORA")}
+    assert static.why_not_shared(model) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"is_encoder_decoder": True}, "an encoder"),
+        ({"add_cross_attention": True}, "an encoder"),
+        ({"sub_configs": {"vision_config": object}, "vision_config": object()}, "vision_config"),
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}, "mrope"),
+        ({"use_bidirectional_attention": True}, "not causal"),
+        ({"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "unknown size"),
+        ({"attention_logit_cap": 30.0}, "attention_logit_cap = 30.0"),
+    ],
+)
+def test_what_a_config_says_of_inputs_and_layers_is_heard(changes, reason):
+    model = make(T.LlamaConfig(**GROUPED))
+    for key, value in changes.items():
+        vars(model.config)[key] = value  # past the checks of transformers, which differ by version
+    assert reason in static.why_not_shared(model)
+
+
+def test_attention_both_ways_and_what_is_no_transformers_model_are_refused():
+    model = make(T.LlamaConfig(**GROUPED))
+    model.model.layers[1].self_attn.is_causal = False
+    assert "not causal" in static.why_not_shared(model)
+    plain = torch.nn.Linear(1, 1)
+    plain.config = model.config
+    assert "no transformers model" in static.why_not_shared(plain)
+
+
+def test_image_models_are_refused():
+    text = GROUPED | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
+    config = T.Qwen2VLConfig(
+        text_config=text, vision_config={"depth": 1, "embed_dim": 16, "num_heads": 2}
+    )
+    with torch.device("meta"):
+        model = T.Qwen2VLForConditionalGeneration(config)
+    assert "parts beside a text model" in static.why_not_shared(model)
+    load.without_dropout(model)
+    language = SimpleNamespace(
+        config=model.config.get_text_config(),
+        _can_set_attn_implementation=lambda: True,
+        _supports_attention_backend=True,
+    )
+    assert "mrope" in static.why_not_shared(language)
