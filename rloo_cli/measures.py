@@ -85,8 +85,8 @@ def of_advantages(batch: Batch, beta: float) -> Row:
     rows = _trained(batch)
     if rows.any():
         row["objective/scores"] = row["objective/rlhf_reward"] = float(batch.shaped[rows].mean())
-    if batch.kl is not None and batch.usable is not None and (rows & batch.usable).any():
-        kl = float(batch.kl[rows & batch.usable].mean())  # of the others none may be known
+    if rows.any() and batch.kl is not None:
+        kl = float(batch.kl[rows].mean())
         row["objective/kl"] = kl
         row["objective/non_score_reward"] = -beta * kl
         row["objective/rlhf_reward"] -= beta * kl
@@ -94,9 +94,9 @@ def of_advantages(batch: Batch, beta: float) -> Row:
 
 
 def _trained(batch: Batch) -> Tensor:
-    """Scorable rows of active groups. -> (P, K) bool"""
+    """Rows of active groups that have an advantage; others need not be forwarded. (P, K) bool"""
     rows = torch.zeros_like(batch.scorable)
-    rows[batch.active] = batch.scorable[batch.active]
+    rows[batch.active] = (batch.scorable if batch.usable is None else batch.usable)[batch.active]
     return rows
 
 

@@ -139,8 +139,9 @@ class Updates:
         top = fetch(self.largest)
         row = {name: sum(v) / len(v) for name, v in self.scalars.items()}
         if row:
-            row["policy_loss"] = row["loss/policy_avg"] = s["policy_loss"] / self.made
-            row["kl_loss"] = s["kl_loss"] / self.made
+            # Of an update in which no completion needed a forward, both are 0.
+            row["policy_loss"] = row["loss/policy_avg"] = s.get("policy_loss", 0.0) / self.made
+            row["kl_loss"] = s.get("kl_loss", 0.0) / self.made
             row["lr"] = row["learning_rate"]
         if s.get("units"):
             row |= _clips(s, top)

@@ -1,51 +1,37 @@
 """The transformers backend: whom it agrees with, and what a sample depends on."""
 
-import functools
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import tokenizers
 import torch
 import transformers
-import yaml
+from generation_cases import (
+    EOS,
+    FAMILIES,
+    PAD,
+    PROMPTS,
+    SEEDS,
+    WORDS,
+    config,
+    generator,
+    ids,
+    make,
+    processed,
+    sample,
+    tokenizer,
+)
 from transformers import cache_utils
 
 from rloo_cli import registry
 from rloo_cli.errors import NumbersError
-from rloo_cli.generation import decode, sampling
-from rloo_cli.rollout import Group
+from rloo_cli.generation import plain, rows, sampling
 
-WORDS = 40
-PAD, EOS, END = 0, 1, 2
-YAML = Path(__file__).parent.parent / "conf/generation/transformers.yaml"
-SIZE = {
-    "vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 64, "max_position_embeddings": 64, "initializer_range": 0.4,
-    "bos_token_id": None, "eos_token_id": EOS, "pad_token_id": PAD, "tie_word_embeddings": False,
-}  # fmt: skip
-FAMILIES = {
-    "qwen3": lambda: transformers.Qwen3Config(**SIZE, num_key_value_heads=2, head_dim=8),
-    "llama": lambda: transformers.LlamaConfig(**SIZE, num_key_value_heads=2),
-    "gpt_neox": lambda: transformers.GPTNeoXConfig(**SIZE),
-    "gpt2": lambda: transformers.GPT2Config(
-        **{k: v for k, v in SIZE.items() if k != "intermediate_size"}
-    ),
-    "mistral": lambda: transformers.MistralConfig(**SIZE, num_key_value_heads=2, sliding_window=5),
-    "lfm2": lambda: transformers.Lfm2Config(  # convolutions: a cache that cannot be repeated
-        **SIZE, num_key_value_heads=2, layer_types=["conv", "full_attention"]
-    ),
-}
+__all__ = ["PAD", "tokenizer"]  # asked for here by test_stopping
+
 family = pytest.mark.parametrize("name", FAMILIES)
-PROMPTS = [[5, 6, 7, 8, 9, 10], [11], [12, 13, 14]]
-
-
-@functools.cache
-def make(name="qwen3"):
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(FAMILIES[name]()).eval()
+both = pytest.mark.parametrize("shared", ["auto", False])  # keys of a prompt kept once, or K times
 
 
 @pytest.fixture
@@ -56,33 +42,6 @@ def model():
     found.config.eos_token_id = found.generation_config.eos_token_id = EOS
 
 
-def tokenizer(**special):
-    vocab = {"<pad>": PAD, "<eos>": EOS, "<end>": END} | {f"w{i}": i for i in range(3, WORDS)}
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="w3"))
-    special = {"eos_token": "<eos>", "pad_token": "<pad>"} | special
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special)
-
-
-def config(batch_tokens=None, **changes):
-    values = yaml.safe_load(YAML.read_text()) | {"max_completion_length": 12} | changes
-    values["transformers"] = {"batch_tokens": batch_tokens}
-    return registry.config_class("generation", "transformers")(**values)
-
-
-def generator(model, context=64, tokens=None, **changes):
-    return decode.TransformersGenerator(model, tokens or tokenizer(), config(**changes), context)
-
-
-def sample(source, prompts, seeds, greedy=False):
-    groups = [Group(i, {}, "", prompt) for i, prompt in enumerate(prompts)]
-    source.generate(groups, seeds, greedy)
-    return [group.rollouts for group in groups]
-
-
-def ids(rollouts):
-    return [[r.completion_ids for r in group] for group in rollouts]
-
-
 def theirs(model, prompt, **kwargs):
     kwargs = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": [EOS]} | kwargs
     out = model.generate(
@@ -91,37 +50,41 @@ def theirs(model, prompt, **kwargs):
     return out[0, len(prompt) :].tolist()
 
 
-def processed(model, prompt, completion):
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + completion])).logits[0].double()
-    return logits[len(prompt) - 1 : -1]
-
-
-SEEDS = [[1, 2, 3, 4], [5, 6], [7, 8, 9]]
-
-
 @family
-def test_greedy_ids_equal_generate_of_each_prompt_alone(name):
-    ours = ids(sample(generator(make(name)), PROMPTS, [[0]] * 3, greedy=True))
+@both
+def test_greedy_ids_equal_generate_of_each_prompt_alone(name, shared):
+    ours = ids(sample(generator(make(name), shared_prompt=shared), PROMPTS, [[0]] * 3, greedy=True))
     assert ours == [[theirs(make(name), prompt)] for prompt in PROMPTS]
 
 
 @family
-def test_a_completion_depends_on_its_prompt_and_seed_alone(name):
-    whole = ids(sample(generator(make(name)), PROMPTS, SEEDS))
+@both
+def test_a_completion_depends_on_its_prompt_and_seed_alone(name, shared):
+    whole = ids(sample(generator(make(name), shared_prompt=shared), PROMPTS, SEEDS))
     for prompt, seeds, group in zip(PROMPTS, SEEDS, whole, strict=True):
-        alone = [ids(sample(generator(make(name)), [prompt], [[s]]))[0][0] for s in seeds]
+        alone = [
+            ids(sample(generator(make(name), shared_prompt=shared), [prompt], [[s]]))[0][0]
+            for s in seeds
+        ]
         assert group == alone
     for batch_tokens in (1, 40, 70):
         assert (
-            ids(sample(generator(make(name), batch_tokens=batch_tokens), PROMPTS, SEEDS)) == whole
+            ids(
+                sample(
+                    generator(make(name), shared_prompt=shared, batch_tokens=batch_tokens),
+                    PROMPTS,
+                    SEEDS,
+                )
+            )
+            == whole
         )
     assert len({tuple(c) for group in whole for c in group}) == 9  # siblings differ
 
 
 @family
-def test_behaviour_logp_is_the_log_softmax_of_a_fresh_forward(name):
-    rollouts = sample(generator(make(name), temperature=0.7), PROMPTS, SEEDS)
+@both
+def test_behaviour_logp_is_the_log_softmax_of_a_fresh_forward(name, shared):
+    rollouts = sample(generator(make(name), shared_prompt=shared, temperature=0.7), PROMPTS, SEEDS)
     for prompt, group in zip(PROMPTS, rollouts, strict=True):
         for r in group:
             logits = processed(make(name), prompt, r.completion_ids) / 0.7
@@ -129,15 +92,19 @@ def test_behaviour_logp_is_the_log_softmax_of_a_fresh_forward(name):
             assert torch.tensor(r.behaviour_logp).sub(logp).abs().max() < 1e-4
 
 
-def test_behaviour_logp_of_greedy_is_untempered_and_unfiltered(model):
-    source = generator(model, temperature=0.3, top_k=2)
+@both
+def test_behaviour_logp_of_greedy_is_untempered_and_unfiltered(model, shared):
+    source = generator(model, shared_prompt=shared, temperature=0.3, top_k=2)
     [[r]] = sample(source, PROMPTS[:1], [[0]], greedy=True)
     logits = processed(model, PROMPTS[0], r.completion_ids)
     logp = logits.log_softmax(-1)[range(len(r.completion_ids)), r.completion_ids]
     assert torch.tensor(r.behaviour_logp).sub(logp).abs().max() < 1e-4
 
 
-def test_each_prompt_is_prefilled_once_and_finished_rows_leave_the_batch(model, monkeypatch):
+@both
+def test_each_prompt_is_prefilled_once_and_finished_rows_leave_the_batch(
+    model, monkeypatch, shared
+):
     shapes = []
     forward = model.forward
 
@@ -145,10 +112,12 @@ def test_each_prompt_is_prefilled_once_and_finished_rows_leave_the_batch(model, 
         shapes.append(tuple(kwargs["input_ids"].shape))
         return forward(**kwargs)
 
-    source = generator(model)
+    source = generator(model, shared_prompt=shared)
+    sample(source, PROMPTS, SEEDS)  # the first time compares numbers
     monkeypatch.setattr(model, "forward", spy)
     lengths = [r.length for g in sample(source, PROMPTS, SEEDS) for r in g]
-    assert shapes[0] == (3, 6) and shapes[1][1] == 1 and min(lengths) < max(lengths)
+    assert shapes[0] == ((1, 10) if shared else (3, 6))  # packed, or padded
+    assert shapes[1][1] == 1 and min(lengths) < max(lengths)
     assert shapes[1][0] == 9 and shapes[-1][0] < 9
 
 
@@ -159,43 +128,56 @@ def test_a_cache_that_cannot_be_repeated_is_said_once(caplog):
     assert caplog.text.count("cannot be repeated") == 1
     both = cache_utils.DynamicCache()
     both.layers = [cache_utils.LinearAttentionAndFullAttentionLayer()]
-    assert not decode._selectable(both)  # it would repeat keys and values, not the other state
+    assert not plain.selectable(both)  # it would repeat keys and values, not the other state
 
 
 def test_batches_stay_under_batch_tokens_and_siblings_together():
-    rows = [decode.Row(i, [5] * n, 0) for i, n in enumerate([1, 6, 3, 3])]
+    made = [rows.Row(i, [5] * n, 0) for i, n in enumerate([1, 6, 3, 3])]
     for most, lengths in (
         (36, [[6, 3], [3, 1]]),
         (35, [[6], [3, 3], [1]]),
         (1, [[6], [3], [3], [1]]),
     ):
-        batches = decode.split(rows, config(batch_tokens=most))
+        batches = rows.split(made, config(batch_tokens=most))
         assert [[len(row.prompt) for row in batch] for batch in batches] == lengths
 
 
-def test_equal_batches_and_seeds_give_exactly_equal_numbers(model):
-    first, second = (sample(generator(model, stop=["w9"]), PROMPTS, SEEDS) for _ in range(2))
+@both
+def test_equal_batches_and_seeds_give_exactly_equal_numbers(model, shared):
+    first, second = (
+        sample(generator(model, shared_prompt=shared, stop=["w9"]), PROMPTS, SEEDS)
+        for _ in range(2)
+    )
     assert first == second
 
 
-def test_generate_leaves_torchs_generator_and_training_flags_as_they_were(model):
+@both
+def test_generate_leaves_torchs_generator_and_training_flags_as_they_were(model, shared):
     state = torch.get_rng_state()
     model.train()
     model.model.norm.eval()
     model.gradient_checkpointing_enable()
     try:
-        ours = ids(sample(generator(model), PROMPTS, SEEDS))
+        ours = ids(sample(generator(model, shared_prompt=shared), PROMPTS, SEEDS))
         assert model.training and model.model.layers[0].training and not model.model.norm.training
     finally:
         model.gradient_checkpointing_disable()
         model.eval()
     assert torch.equal(state, torch.get_rng_state())
-    assert ours == ids(sample(generator(model), PROMPTS, SEEDS))
+    assert ours == ids(sample(generator(model, shared_prompt=shared), PROMPTS, SEEDS))
 
 
-def test_top_k_1_is_greedy(model):
-    greedy = ids(sample(generator(model), PROMPTS, [[0]] * 3, greedy=True))
-    assert ids(sample(generator(model, top_k=1, temperature=2.0), PROMPTS, [[3]] * 3)) == greedy
+@both
+def test_top_k_1_is_greedy(model, shared):
+    greedy = ids(sample(generator(model, shared_prompt=shared), PROMPTS, [[0]] * 3, greedy=True))
+    assert (
+        ids(
+            sample(
+                generator(model, shared_prompt=shared, top_k=1, temperature=2.0), PROMPTS, [[3]] * 3
+            )
+        )
+        == greedy
+    )
 
 
 @pytest.mark.parametrize(
@@ -206,8 +188,11 @@ def test_top_k_1_is_greedy(model):
         ({"min_p": 0.2}, transformers.MinPLogitsWarper(0.2)),
     ],
 )
-def test_filters_sample_their_support_and_its_probabilities(model, changes, warper):
-    source = generator(model, max_completion_length=1, temperature=1.5, **changes)
+@both
+def test_filters_sample_their_support_and_its_probabilities(model, changes, warper, shared):
+    source = generator(
+        model, shared_prompt=shared, max_completion_length=1, temperature=1.5, **changes
+    )
     [group] = sample(source, PROMPTS[:1], [list(range(500))])
     scores = warper(None, processed(model, PROMPTS[0], [0]).float() / 1.5).log_softmax(-1)[0]
     support = set(scores.isfinite().nonzero().flatten().tolist())
@@ -215,8 +200,13 @@ def test_filters_sample_their_support_and_its_probabilities(model, changes, warp
     assert all(abs(r.behaviour_logp[0] - scores[r.completion_ids[0]]) < 1e-4 for r in group)
 
 
-def test_frequencies_of_one_step_are_the_softmax(model):
-    [group] = sample(generator(model, max_completion_length=1), PROMPTS[:1], [list(range(4000))])
+@both
+def test_frequencies_of_one_step_are_the_softmax(model, shared):
+    [group] = sample(
+        generator(model, shared_prompt=shared, max_completion_length=1),
+        PROMPTS[:1],
+        [list(range(4000))],
+    )
     counts = torch.bincount(torch.tensor([r.completion_ids[0] for r in group]), minlength=WORDS)
     expected = processed(model, PROMPTS[0], [0]).softmax(-1)[0] * 4000
     chi2 = ((counts - expected) ** 2 / expected).sum()
@@ -232,29 +222,33 @@ def test_the_inverse_cdf_never_picks_a_banned_token_and_ties_go_low():
 
 
 @family
-def test_repetition_penalty_is_generates_and_blind_to_padding(name):
-    source = generator(make(name), repetition_penalty=1.7)
+@both
+def test_repetition_penalty_is_generates_and_blind_to_padding(name, shared):
+    source = generator(make(name), shared_prompt=shared, repetition_penalty=1.7)
     ours = ids(sample(source, PROMPTS, [[0, 1]] * 3, greedy=True))
     for prompt, group in zip(PROMPTS, ours, strict=True):
         assert group == [theirs(make(name), prompt, repetition_penalty=1.7)] * 2
-    assert ours != ids(sample(generator(make(name)), PROMPTS, [[0, 1]] * 3, greedy=True))
+    assert ours != ids(
+        sample(generator(make(name), shared_prompt=shared), PROMPTS, [[0, 1]] * 3, greedy=True)
+    )
 
 
 def test_padding_is_not_penalised(model):
     # With 0 as padding, id 0 would be penalised in the shorter row, whose own prompt has no 0.
-    state = decode.State.of([decode.Row(0, [5, 6, 7], 0), decode.Row(1, [8], 0)], 2, "cpu")
+    state = rows.State.of([rows.Row(0, [5, 6, 7], 0), rows.Row(1, [8], 0)], 2, "cpu")
     logits = torch.ones(2, WORDS)
     process = sampling.processors(config(repetition_penalty=2.0), {EOS}, 3, greedy=True)
     assert (process(state.seen[:, :3], logits)[1] < 1).nonzero().flatten().tolist() == [8]
 
 
-def test_logits_that_are_not_finite_stop_the_run(model, monkeypatch):
+@both
+def test_logits_that_are_not_finite_stop_the_run(model, monkeypatch, shared):
     monkeypatch.setattr(
-        model.lm_head, "forward", lambda x: torch.full((len(x), 1, WORDS), math.nan)
+        model.lm_head, "forward", lambda x: torch.full((*x.shape[:-1], WORDS), math.nan)
     )
     for greedy in (False, True):
         with pytest.raises(NumbersError, match="not finite"):
-            sample(generator(model), PROMPTS, SEEDS, greedy)
+            sample(generator(model, shared_prompt=shared), PROMPTS, SEEDS, greedy)
 
 
 def test_the_registry_reads_the_config_without_torch():

@@ -96,14 +96,14 @@ def settled(beta=0.1, **changes):
     return found
 
 
-def test_reward_after_kl_is_score_minus_beta_kl_over_scorable_rows():
+def test_reward_after_kl_is_score_minus_beta_kl_over_rows_that_have_an_advantage():
     found = settled()
     row = measures.of_advantages(found, 0.1)
-    assert row["objective/scores"] == near((11 + 20 + 0) / 9)
-    assert row["objective/kl"] == near((10 + 6 + 5) / 9)
-    assert row["objective/non_score_reward"] == near(-0.1 * 21 / 9)
-    assert row["objective/rlhf_reward"] == near(31 / 9 - 2.1 / 9)
-    assert row["objective/rlhf_reward"] == near(float(found.reward[found.scorable].mean()))
+    assert row["objective/scores"] == near((11 + 20) / 8)  # the lone row of the third is not trained
+    assert row["objective/kl"] == near((10 + 6) / 8)
+    assert row["objective/non_score_reward"] == near(-0.1 * 16 / 8)
+    assert row["objective/rlhf_reward"] == near(31 / 8 - 1.6 / 8)
+    assert row["objective/rlhf_reward"] == near(float(found.reward[found.usable].mean()))
 
 
 def test_reward_after_kl_is_of_the_groups_that_were_trained_on():

@@ -14,6 +14,8 @@ import torch
 from loop_cases import ENDS, PLAIN, apart, digits
 from trl_cases import both, gaps, sums, vector
 
+from rloo_cli.minibatches import forwarded
+
 pytestmark = pytest.mark.trl
 
 A, KL, TWO = "algorithm.", "algorithm.beta=0.3", "train.micro_batch_size=8"
@@ -144,9 +146,10 @@ def test_prompts_log_probabilities_and_advantages_are_those_of_trl(case, name):
     batch, (scored,) = ours.batch, theirs.scored
     k = batch.score.shape[1]
     assert theirs.prompts == [g.prompt_ids for g in batch.groups for _ in range(k)]
-    kept = ~batch.masked
+    kept, found = forwarded(ours.run, batch), sums(batch)
     theirs_old = scored["old_logps"].view_as(batch.score)
-    assert torch.allclose(sums(batch)[kept], theirs_old[kept], rtol=1e-5)
+    assert torch.allclose(found[kept], theirs_old[kept], rtol=1e-5)
+    assert found[~kept].isnan().all() and not kept[batch.masked | ~batch.scorable].any()
     assert apart(batch.advantage, theirs.advantages(batch)) < CLOSE
 
 

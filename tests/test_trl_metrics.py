@@ -18,6 +18,7 @@ pytestmark = pytest.mark.trl
 
 A, KL, TWO = "algorithm.", "algorithm.beta=0.3", "train.micro_batch_size=8"
 ONE = "train.micro_batch_size=16"
+EVERY = "train.forward_all=true"  # TRL measures rows too that are not trained on
 BASE = (*PLAIN, ENDS, KL)
 STILL = (*BASE, "train.learning_rate=1e-12")  # weights stay what they were
 STALE = (*BASE, TWO, "algorithm.num_iterations=2", "train.learning_rate=0.003")
@@ -39,9 +40,9 @@ CASES = {
     "two accumulation steps": ((*BASE, TWO), None),
     "two iterations": (STALE, None),
     "masked": ((*BASE, ONE, MASKED), None),
-    "rows without a score": ((*BASE, ONE, "reward.some.weight=0.5"), {"some": some}),
+    "rows without a score": ((*BASE, ONE, EVERY, "reward.some.weight=0.5"), {"some": some}),
     "two rewards": (
-        (*BASE, ONE, f"{A}reward_clip_range=[-1,1]"),
+        (*BASE, ONE, EVERY, f"{A}reward_clip_range=[-1,1]"),
         {"some": some, "length": length},
     ),
     "tempered": ((*BASE, ONE, "generation.temperature=0.7"), None),
@@ -206,7 +207,7 @@ def two_steps(tmp_path_factory):
         few, found = trainer_state.global_step == 1, digits(completion_ids)
         return [None if few and i % 8 > 2 else s for i, s in enumerate(found)]
 
-    words = (*BASE, TWO, "train.learning_rate=0.003")
+    words = (*BASE, TWO, EVERY, "train.learning_rate=0.003")
     return both(tmp_path_factory.mktemp("two"), *words, rewards={"sparse": sparse}, steps=2)
 
 

@@ -300,5 +300,6 @@ def gaps(ours: Ours, theirs: Theirs) -> list[float]:
 
 
 def sums(batch: Batch) -> Tensor:
-    """old_logp of each completion. -> (P, K)"""
-    return torch.stack([torch.stack([t.sum() for t in g.old_logp or []]) for g in batch.groups])
+    """old_logp of each completion, NaN where it was not forwarded. -> (P, K)"""
+    blank = [torch.tensor(float("nan"))] * batch.score.shape[1]
+    return torch.stack([torch.stack([t.sum() for t in g.old_logp or blank]) for g in batch.groups])

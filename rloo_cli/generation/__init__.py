@@ -15,7 +15,8 @@ from rloo_cli.errors import GenerationError, Problem
 if TYPE_CHECKING:
     from rloo_cli.rollout import Group
 
-PARTS = ("decode", "engine", "rows", "sampling", "stopping")  # shared files, not backends
+# Shared files, not backends.
+PARTS = ("decode", "engine", "kept", "plain", "rows", "sampling", "shared", "stopping")
 
 EXACT, LOOSE = 0.02, 0.4  # about 0.002 and 0.03 to 0.04 are seen where all is well
 

@@ -1,13 +1,13 @@
 """Decoding with the trainer's own model: one prefill per prompt, then one token per step.
 
 Not `model.generate`: that draws from the global generator, so a sample would depend on its batch,
-and it prefills every sibling. Here the prompts of a batch are padded on the left and prefilled
-once per group; the cache is then repeated for the group's completions. Finished rows leave the
-batch when a quarter of it has finished. Padding is known from lengths and filled with an id of
-the row's own prompt, so that there is no pad id to confuse with EOS.
+and it prefills every sibling. Here a prompt is prefilled once per group, and what is kept of it is
+shared by the group's completions where the model allows it (`shared`), repeated for them elsewhere
+(`plain`). Finished rows leave the batch when a quarter of it has finished. Padding is known from
+lengths and filled with an id of the row's own prompt, so that there is no pad id to confuse with
+EOS.
 """
 
-import inspect
 import logging
 import math
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from rloo_cli import stop
 from rloo_cli.errors import GenerationError, NumbersError, Problem
 from rloo_cli.faults import fault
 from rloo_cli.generation import check_lengths, sampling, tolerance
-from rloo_cli.generation.rows import Row, State, split
+from rloo_cli.generation.plain import Plain, selectable
+from rloo_cli.generation.rows import Row, split
+from rloo_cli.generation.shared import Shared
 from rloo_cli.generation.stopping import StopRule
 from rloo_cli.generation.transformers import Config
 from rloo_cli.policy.attention import native
@@ -48,11 +48,8 @@ class TransformersGenerator:
         self.version = 0
         self.facts: dict[str, float] = {}
         self.tolerance = tolerance(str(next(model.parameters()).dtype))
-        self.told = False
-        # Only the last place of a prompt is sampled from; its other logits would be the largest
-        # tensor of the whole step.
-        known = inspect.signature(model.forward).parameters
-        self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        self.plain, self.shared = Plain(model), Shared(model)
+        self.told: set[str] = set()
 
     def load(self, policy: Any, version: int) -> None:
         """Note the version: the weights are the policy's own."""
@@ -84,13 +81,17 @@ class TransformersGenerator:
         with _evaluating(self.model), native(self.model), torch.no_grad():
             for batch in split(rows, self.config):
                 fault("gen.request")
-                self._decode(batch, greedy, temperature)
+                way = self._way(batch)
+                with way.holding():
+                    self._decode(way, batch, greedy, temperature)
         for i, group in enumerate(groups):
             group.rollouts = [self._rollout(row) for row in rows if row.group == i]
 
-    def _decode(self, rows: list[Row], greedy: bool, temperature: float | None) -> None:
+    def _decode(
+        self, way: Plain | Shared, rows: list[Row], greedy: bool, temperature: float | None
+    ) -> None:
         """Sample these rows to their ends, all in one batch."""
-        state, logits = self._prefill(rows)
+        state, logits = way.prefill(rows, self.config.max_completion_length)
         width, config = state.width, self.config
         if temperature is not None:
             config = config.model_copy(update={"temperature": temperature})
@@ -108,9 +109,9 @@ class TransformersGenerator:
             alive = [r for r, row in enumerate(state.rows) if row.reason is None]
             if not alive:
                 return
-            if 4 * len(alive) <= 3 * len(state.rows) and _selectable(state.cache):
+            if 4 * len(alive) <= 3 * len(state.rows) and selectable(state.cache):
                 state.keep(alive)
-            logits = self._forward(state, end, end + 1)
+            logits = way.forward(state, end + 1)
 
     def _record(self, rows: list[Row], tokens: list[int], logp: list[float]) -> None:
         for row, token, value in zip(rows, tokens, logp, strict=True):
@@ -128,42 +129,17 @@ class TransformersGenerator:
             row.logp.append(value)
             row.reason = self.rule.reason(row.ids)
 
-    def _prefill(self, rows: list[Row]) -> tuple[State, Tensor]:
-        """Run each group's prompt once. Returns the state of all rows and the logits (R, V)."""
-        length, device = self.config.max_completion_length, next(self.model.parameters()).device
-        firsts = [r for r, row in enumerate(rows) if r == 0 or row.group != rows[r - 1].group]
-        first = State.of([rows[r] for r in firsts], length, device)
-        logits = self._forward(first, 0, first.width)
-        if len(firsts) == len(rows):
-            return first, logits
-        state = State.of(rows, length, device)
-        if _selectable(first.cache):
-            places = {rows[r].group: place for place, r in enumerate(firsts)}
-            owner = torch.tensor([places[row.group] for row in rows], device=logits.device)
-            state.cache = first.cache
-            state.cache.batch_select_indices(owner)
-            return state, logits[owner]
-        if not self.told:
-            self.told = True
-            name = type(self.model).__name__
-            log.warning("%s: its cache cannot be repeated; each sibling is prefilled", name)
-        return state, self._forward(state, 0, state.width)
-
-    def _forward(self, state: State, start: int, end: int) -> Tensor:
-        """Run places start..end-1 after the cache. Returns the last place's logits (R, V)."""
-        out = self.model(
-            input_ids=state.seen[:, start:end],
-            attention_mask=state.mask(end),
-            position_ids=state.positions(start, end),
-            past_key_values=state.cache,
-            use_cache=True,
-            **self.last_only,
-        )
-        state.cache = getattr(out, "past_key_values", None)
-        if state.cache is None:
-            raise GenerationError(f"{type(self.model).__name__} returns no past_key_values")
-        logits: Tensor = out.logits[:, -1]
-        return logits.float()
+    def _way(self, rows: list[Row]) -> Plain | Shared:
+        """How these rows are decoded; what speaks against the faster way is said once."""
+        if self.config.transformers.shared_prompt == "auto":
+            reason = self.shared.why_not(rows, self.config.max_completion_length)
+            if reason is None:
+                return self.shared
+            if reason not in self.told:
+                self.told.add(reason)
+                name = type(self.model).__name__
+                log.info("%s: a prompt's keys are kept once per completion: %s", name, reason)
+        return self.plain
 
     def _rollout(self, row: Row) -> Rollout:
         reason = row.reason or "length"
@@ -196,12 +172,3 @@ def build(
     """Backend transformers."""
     config: Any = run.generation
     return TransformersGenerator(model, tokenizer, config, context)
-
-
-def _selectable(cache: Any) -> bool:
-    """Rows of this cache can be picked and repeated. A layer of linear attention inherits the
-    method from DynamicLayer, but it would leave the recurrent state as it was."""
-    return isinstance(cache, DynamicCache) and all(
-        isinstance(layer, DynamicLayer) and not isinstance(layer, LinearAttentionCacheLayerMixin)
-        for layer in cache.layers
-    )

@@ -70,6 +70,11 @@ class State:
         self.cache.batch_select_indices(index)
 
 
+def firsts(rows: list[Row]) -> list[int]:
+    """Where each group begins; its rows are neighbours."""
+    return [r for r, row in enumerate(rows) if r == 0 or row.group != rows[r - 1].group]
+
+
 def split(rows: list[Row], config: Config) -> Iterator[list[Row]]:
     """Batches of at most `batch_tokens` padded places, siblings together where they fit.
 

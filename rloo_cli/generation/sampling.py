@@ -58,6 +58,9 @@ def processors(
     return chosen
 
 
+BLOCK = 64  # ids whose probabilities are added up before one of them is looked for
+
+
 def pick(scores: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
     """The token whose stretch of the CDF holds `uniform` (R,), or the likeliest if it is None.
 
@@ -65,15 +68,47 @@ def pick(scores: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
     id. A log-probability that is not finite says that the scores were not.
     (R, V), (R,) -> (R,) long, (R,) float32
     """
-    # float64: in float32 the running sum over 150k tokens is off by more than the rare ones weigh
-    logp = torch.log_softmax(scores.double(), dim=-1)
+    # Each probability in float32, their sums in float64: in float32 a running sum over 150k tokens
+    # is off by more than the rare ones weigh.
+    p = scores.softmax(-1, dtype=torch.float32)
+    sums = _blocks(p)
     if uniform is None:
         tokens = scores.argmax(-1)
     else:
-        p = logp.exp()
-        # A GPU adds in blocks, so its running sum may wobble by a rounding where p is 0. A banned
-        # token keeps a CDF of 0 and is never above the threshold; the largest CDF is not its own.
-        cdf = p.cumsum(-1).masked_fill(p == 0, 0.0)
+        # Which block, then which id in it: a CDF over all ids would be the largest tensor here.
+        cdf = _cdf(sums)
         threshold = uniform * cdf.amax(-1)
-        tokens = (cdf > threshold[:, None]).to(torch.uint8).argmax(-1)
-    return tokens, logp.gather(-1, tokens[:, None]).squeeze(-1).float()
+        block = (cdf > threshold[:, None]).to(torch.uint8).argmax(-1, keepdim=True)
+        ids = block * BLOCK + torch.arange(BLOCK, device=p.device)
+        beyond = ids >= p.shape[-1]  # of the last block
+        within = p.gather(-1, ids.clamp(max=p.shape[-1] - 1)).double().masked_fill(beyond, 0.0)
+        before = cdf.gather(-1, block) - sums.gather(-1, block)
+        inner = _cdf(within)
+        # Added in another order, a block may come to a rounding less: its last id is in it still.
+        most = inner.amax(-1, keepdim=True)
+        below = torch.nextafter(most, torch.zeros_like(most))
+        hit = inner > (threshold[:, None] - before).minimum(below)
+        tokens = ids.gather(-1, hit.to(torch.uint8).argmax(-1, keepdim=True)).squeeze(-1)
+    # log(sum of exp) of the scores less their largest: p holds it, but for a rounding in float32
+    # that is the same in every p.
+    total = sums.sum(-1).log() - p.amax(-1).double().log()
+    chosen = scores.gather(-1, tokens[:, None]).squeeze(-1).double()
+    return tokens, (chosen - scores.amax(-1) - total).float()
+
+
+def _blocks(p: Tensor) -> Tensor:
+    """Sums of BLOCK neighbours; the last may have fewer. (R, V) -> (R, blocks) float64"""
+    whole = p.shape[-1] // BLOCK * BLOCK
+    sums = p[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1, dtype=torch.float64)
+    if whole == p.shape[-1]:
+        return sums
+    return torch.cat([sums, p[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)], -1)
+
+
+def _cdf(p: Tensor) -> Tensor:
+    """Running sum, and 0 where p is 0.
+
+    A GPU adds in blocks, so its running sum may wobble by a rounding where p is 0. What is banned
+    keeps a CDF of 0 and is never above a threshold; the largest CDF is not its own. (R, n) both
+    """
+    return p.cumsum(-1).masked_fill_(p == 0, 0.0)

@@ -14,6 +14,10 @@ class Section(Frozen):
     batch_tokens: Positive | None = key(
         "Most places (rows x prompt + completion) decoded at once; null = everything"
     )
+    shared_prompt: Literal["auto", False] = key(
+        "Keys of a prompt are kept once for its K completions, by attention of our own; auto = "
+        "where the model lets us, false = transformers' cache, K copies"
+    )
 
 
 class Config(GenerationConfig):
