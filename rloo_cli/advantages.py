@@ -40,14 +40,15 @@ def prepare(run: Run, batch: Batch, updates: Updates, fused: bool) -> None:
         micro = run.policy.pack(batch.groups, parts, batch.masked)
         with run.clock.phase("old_logp"):
             found = run.policy.frozen_logp(micro)
+            updates.did(micro, run.limits.shape)
         micro.old_logp, micro.kl_logp = found.logp, found.kl_logp
-        refer(run, batch, micro)
+        refer(run, batch, micro, updates)
         passes.append(Pass(micro, measure(run, micro, updates)))
     finish(run, batch, passes)
 
 
 @torch.no_grad()
-def refer(run: Run, batch: Batch, micro: Micro) -> None:
+def refer(run: Run, batch: Batch, micro: Micro, updates: Updates) -> None:
     """Give a micro-batch the reference's log-probabilities, where there is one to ask."""
     if run.reference is None or micro.ref_logp is not None:
         return
@@ -56,6 +57,7 @@ def refer(run: Run, batch: Batch, micro: Micro) -> None:
         if run.reference.layout != run.policy.layout:
             own = run.reference.pack(batch.groups, micro.parts, batch.masked)
         micro.ref_logp = run.reference.frozen_logp(own).logp
+        updates.did(own, run.limits.shape)
 
 
 @torch.no_grad()

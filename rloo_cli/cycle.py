@@ -67,7 +67,7 @@ def dump(cycle: Cycle) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "prepared": cycle.prepared,
         "iteration": cycle.iteration,
         "done": cycle.done,
-        "tokens": cycle.safe.tokens,
+        "work": dict(cycle.safe.work),
         "batch": {
             **{
                 n: getattr(batch, n)
@@ -122,7 +122,7 @@ def load(tensors: dict[str, Tensor], plain: dict[str, Any], prompts: Prompts) ->
     batch = Batch(groups=groups, **tables, **values)
     updates = Updates.of(
         {n.partition("/")[2]: t for n, t in tensors.items() if n.startswith("updates/")},
-        plain["tokens"],
+        plain["work"],
     )
     position = {n: plain[n] for n in ("prepared", "iteration", "done")}
     return Cycle(batch, updates, safe=updates.copy(), **position)

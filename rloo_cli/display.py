@@ -28,6 +28,9 @@ Row = Mapping[str, Any]
 Rows = Sequence[Row]
 
 
+KEPT = 1000  # lines that are drawn: more than a terminal has columns
+
+
 class Display:
     """Shows a run while it goes on; `close` it in a `finally` (twice is harmless).
 
@@ -74,6 +77,8 @@ class Display:
     def step(self, row: Row, samples: Rows = ()) -> None:
         """A logged row, and samples of that step."""
         self.rows.append(row)
+        if len(self.rows) >= 2 * KEPT:  # a drawing must not take longer as the run goes on
+            self.rows = self.rows[-KEPT:]
         self.samples = samples or self.samples
         if self.live:
             return

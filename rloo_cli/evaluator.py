@@ -80,7 +80,8 @@ def _rows(run: str | None, step: int) -> list[Row]:
     if path is None or not path.is_file():
         return []
     lines = path.read_text().split("\n")[:-1]  # the last may be cut
-    return [row for row in map(json.loads, lines) if row["step"] <= step]
+    rows = map(json.loads, lines)
+    return [row for row in rows if row["step"] <= step and "step_time" in row]
 
 
 def _state(about: Row) -> State:

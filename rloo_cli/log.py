@@ -10,11 +10,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from rloo_cli import measures
+from rloo_cli import measures, perf
 from rloo_cli.advice import Advisor
-from rloo_cli.display import Display
+from rloo_cli.display import KEPT, Display
 from rloo_cli.faults import fault
 from rloo_cli.files import write_text
 from rloo_cli.rollout import Batch, Group
@@ -41,7 +39,7 @@ OVER = {  # a count of `measures.counts` -> the means that were taken over it
     "weights": "sampling/ess sampling/capped_frac sampling/masked_frac"
     " sampling/importance_sampling_ratio/mean",
     "step_time": "perf/completions_per_s perf/tokens_per_s perf/tokens_per_s_per_gpu"
-    " perf/rollout_wait_frac",
+    " perf/rollout_wait_frac perf/level perf/rows perf/padding_frac perf/forwarded_frac perf/mfu",
 }
 WEIGHED_BY = {mean: count for count, means in OVER.items() for mean in means.split()}
 ALIASES = {  # ours -> how TRL spells it
@@ -57,6 +55,7 @@ class Log:
         self.folder, self.every = folder, every
         self.samples_every, self.aliases = samples_every, aliases
         self.rows: list[Row] = []  # as written
+        self.history: list[Row] = []  # those of training, which rewards may look back at
         self.pending: list[Row] = []  # steps since the last line
         self.counts: list[Row] = []  # and what their means were taken over
         self.display: Display | None = None
@@ -89,7 +88,9 @@ class Log:
         beta = 0.0 if _option(settings, "kl_in") == "none" else _option(settings, "beta")
         row |= measures.of_advantages(batch, beta or 0.0) | updates.row()
         row |= run.clock.lap()
-        row |= _speed(run, batch, row) | _staleness(batch, state.updates - updates.made)
+        row |= perf.speed(run, batch, updates, row) | _staleness(
+            batch, state.updates - updates.made
+        )
         row |= {
             "num_tokens": state.tokens,
             "episode": state.episodes,
@@ -127,11 +128,12 @@ class Log:
         self.pending, self.counts = saved["pending"], saved["counts"]
         path = self.folder / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
-        self.rows = [json.loads(line) for line in lines]
-        for row in self.rows:
+        self.rows, self.history = [], []
+        for row in map(json.loads, lines):
+            self.keep(row)
             self.advisor.look(row)  # what it said then is not said again
         if self.display is not None:
-            self.display.rows = list(self.rows)
+            self.display.rows = list(self.rows[-KEPT:])
 
     def held_out(self, row: Row) -> Row:
         """Write and show the scores of an evaluation; the line as written."""
@@ -149,8 +151,14 @@ class Log:
         fault("metrics")
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
-        self.rows.append(row)
+        self.keep(row)
         return row
+
+    def keep(self, row: Row) -> None:
+        """Remember a line."""
+        self.rows.append(row)
+        if "step_time" in row:
+            self.history.append(row)
 
     def save_samples(self, name: str, samples: list[Row]) -> None:
         """Write every sample of a step to samples/<name>.jsonl."""
@@ -240,22 +248,3 @@ def _option(settings: Any, name: str) -> Any:
 def _staleness(batch: Batch, now: int) -> Row:
     ages = [now - r.weight_version for g in batch.groups for r in g.rollouts]
     return {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages)}
-
-
-def _speed(run: "Run", batch: Batch, row: Row) -> Row:
-    seconds = row["step_time"]
-    rollouts = [(g, r) for g in batch.groups for r in g.rollouts]
-    tokens = sum(len(g.prompt_ids) + r.length for g, r in rollouts)
-    widest = max(len(g.prompt_ids) + len(r.completion_ids) for g, r in rollouts)
-    waited = sum(row.get(f"time/{phase}", 0.0) for phase in ("data", "generation", "reward"))
-    speed = {
-        "perf/completions_per_s": len(rollouts) / seconds,
-        "perf/tokens_per_s": tokens / seconds,
-        "perf/padding_frac": 1 - tokens / (widest * len(rollouts)),
-        "perf/rollout_wait_frac": waited / seconds,
-    }
-    if run.world.device.type == "cuda":
-        speed["perf/tokens_per_s_per_gpu"] = tokens / seconds / run.world.size
-        speed["memory/peak_gb"] = torch.cuda.max_memory_allocated(run.world.device) / 1e9
-        speed["memory/reserved_gb"] = torch.cuda.memory_reserved(run.world.device) / 1e9
-    return speed

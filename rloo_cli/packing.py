@@ -61,6 +61,7 @@ class Micro:
     target: Tensor  # (N,) the token
     sequence: Tensor  # (N,) which of the S completions it belongs to
     mask: Tensor  # (N,) float, 1 = sampled by the policy and trained on
+    sizes: list[tuple[int, list[int]]]  # tokens of each prompt, and of its completions
     shared: Shared | None = None  # of layout shared
     behaviour_logp: Tensor | None = None  # (N,), NaN where the sampler did not say
     old_logp: Tensor | None = None  # (N,)
@@ -71,6 +72,13 @@ class Micro:
     def index(self) -> list[int]:
         """The groups."""
         return [i for i, _ in self.parts]
+
+    @property
+    def padding(self) -> int:
+        """Places that hold no token."""
+        if self.attention_mask is None:
+            return 0
+        return self.input_ids.numel() - sum(p * len(own) + sum(own) for p, own in self.sizes)
 
     @property
     def kl_old(self) -> Tensor:
@@ -126,13 +134,21 @@ def pack(
         target=torch.tensor([i for _, r in pairs for i in r.completion_ids]),
         sequence=sequence,
         mask=mask,
+        sizes=[
+            (len(groups[i].prompt_ids), [len(groups[i].rollouts[k].completion_ids) for k in ks])
+            for i, ks in parts
+        ],
         shared=shared,
         behaviour_logp=_behaviour(pairs),
         old_logp=_column([(groups[i].old_logp, ks) for i, ks in parts]),
         kl_logp=_column([(groups[i].kl_logp, ks) for i, ks in parts]),
         ref_logp=_column([(groups[i].ref_logp, ks) for i, ks in parts]),
     )
-    for holder in (micro, shared):
+    return _to(micro, device)
+
+
+def _to(micro: Micro, device: torch.device | str) -> Micro:
+    for holder in (micro, micro.shared):
         for name, value in list(vars(holder).items()) if holder is not None else ():
             if isinstance(value, Tensor):
                 setattr(holder, name, value.to(device, non_blocking=True))

@@ -49,10 +49,10 @@ class State:
 
     def seen_by_rewards(self, run: "Run") -> TrainerState:
         """What a reward may know of the training (OBJECTIVE 5), for curricula."""
-        return self.told(run.steps, len(run.prompts), run.config, run.log.rows)
+        return self.told(run.steps, len(run.prompts), run.config, run.log.history)
 
     def told(
-        self, steps: int, prompts: int, config: RunConfig, rows: Sequence[dict[str, Any]]
+        self, steps: int, prompts: int, config: RunConfig, history: list[dict[str, Any]]
     ) -> TrainerState:
         """The same from plain numbers: steps to do, prompts in the data (0 = not known), lines
         logged so far. Those of evaluations are left out: they must not change the training.
@@ -66,7 +66,7 @@ class State:
             episode=self.episodes,
             num_input_tokens_seen=self.tokens,
             num_train_epochs=steps * per_step / size,
-            log_history=[row for row in rows if "step_time" in row],
+            log_history=history,
         )
 
     def dump(self) -> dict[str, int]:

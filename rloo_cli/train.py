@@ -72,7 +72,7 @@ def backward(
     settings, algorithm, kl = run.config.algorithm, run.algorithm, None
     with run.clock.phase("update"):
         micro = run.policy.pack(batch.groups, parts, batch.masked)
-        refer(run, batch, micro)
+        refer(run, batch, micro, updates)
         now = run.policy.logp(micro, want_entropy=run.log.due(run.state.step + 1, run.steps))
         if micro.old_logp is None:  # the policy still is the sampler: its numbers are the old ones
             micro.old_logp = now.logp.detach()
@@ -86,13 +86,12 @@ def backward(
         )
         poison("loss", loss.total).backward()
         updates.micro(loss, micro, now.entropy)
+        updates.did(micro, run.limits.shape, 3, training=True)
     total: Tensor = loss.total.detach().double()
     return total, found
 
 
-def step(
-    run: Run, batch: Batch, plan: Plan, loss: Tensor, updates: Updates, factor: float
-) -> None:
+def step(run: Run, batch: Batch, plan: Plan, loss: Tensor, updates: Updates, factor: float) -> None:
     """Check the numbers, then take one optimizer step; with nothing to learn from, take none."""
     if not plan.tokens:
         guards.nothing_to_learn(run, batch)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rloo_cli.packing import Micro
+from rloo_cli.schedule import Shape
 from rloo_cli.tensors import row_sum
 
 Row = dict[str, float]
@@ -19,7 +20,7 @@ class Updates:
         self.sums: dict[str, Tensor] = {}
         self.largest: dict[str, Tensor] = {}
         self.scalars: dict[str, list[float]] = defaultdict(list)  # one per update
-        self.tokens = 0
+        self.work: dict[str, float] = defaultdict(float)  # what forward passes computed
 
     def add(self, **sums: Tensor | float) -> None:
         """Add to named sums."""
@@ -28,7 +29,7 @@ class Updates:
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def extreme(self, among: Tensor, **values: Tensor) -> None:
-        """Keep the largest of each among some; give a smallest as its negative. -inf: there is none.
+        """Keep the largest of each among some, -inf where none is; give a smallest as its negative.
 
         Nothing here asks the device for a number: that would wait for it in every micro-batch.
         """
@@ -50,7 +51,7 @@ class Updates:
 
     def copy(self) -> "Updates":
         """What is known now, apart from what is added later. (No tensor is ever changed.)"""
-        return Updates.of(self.dump(), self.tokens)
+        return Updates.of(self.dump(), self.work)
 
     def dump(self) -> dict[str, Tensor]:
         """All of it as tensors: sum/, largest/ and scalar/ before each name."""
@@ -59,10 +60,10 @@ class Updates:
         return {f"{kind}/{n}": t for kind, found in parts.items() for n, t in found.items()}
 
     @staticmethod
-    def of(tensors: dict[str, Tensor], tokens: int) -> "Updates":
+    def of(tensors: dict[str, Tensor], work: dict[str, float]) -> "Updates":
         """What `dump` gave."""
         updates = Updates()
-        updates.tokens = tokens
+        updates.work.update(work)
         for key, value in tensors.items():
             kind, _, name = key.partition("/")
             if kind == "scalar":
@@ -70,6 +71,17 @@ class Updates:
             else:
                 (updates.sums if kind == "sum" else updates.largest)[name] = value
         return updates
+
+    def did(self, micro: Micro, shape: Shape, units: int = 1, training: bool = False) -> None:
+        """Note a pass over a micro-batch; `units`: forwards it was worth, a backward being two."""
+        alone = micro.shared is None  # then a prompt is computed for each of its completions
+        for prompt, own in micro.sizes:
+            for cut in [[c] for c in own] if alone else [own]:
+                self.work["flop"] += units * shape.group(prompt, cut)
+        if training:
+            self.work["rows"] += micro.input_ids.numel()
+            self.work["padding"] += micro.padding
+            self.work["completions"] += micro.sequences
 
     def micro(self, loss: Any, micro: Micro, entropy: Tensor | None) -> None:
         """Take in one micro-batch of one update; `loss` is the algorithm's Loss."""

@@ -44,6 +44,7 @@ def micro(lengths: Sequence[int], mask: Tensor | None = None, behaviour: Any = N
         target=torch.zeros(n, dtype=torch.long),
         sequence=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
         mask=torch.ones(n) if mask is None else mask,
+        sizes=[(1, list(lengths))],
         behaviour_logp=behaviour,
     )
 

@@ -22,10 +22,10 @@ FLOORS = [  # each may import from itself and from those before it
     "__init__ errors paths files schema registry config compose complaints sources names rules"
     " effects seeds made order stop faults manifest resume rewind redact hub own places pids"
     " server_file",
-    "rollout tensors clock",
+    "rollout tensors clock packing schedule",
     "algorithms rewards data prompts",
     "policy generation vllm distributed optim checkpoint updates measures cycle rng log panel"
-    " display curves advice rollouts parts minibatches ledger splits held_out",
+    " display curves advice rollouts parts minibatches ledger splits held_out perf",
     "train advantages pauses evaluate outcome guards",
     "run begin worker evaluator",
     "launch processes api machine tools managed serving serve",

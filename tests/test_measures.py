@@ -99,7 +99,7 @@ def settled(beta=0.1, **changes):
 def test_reward_after_kl_is_score_minus_beta_kl_over_rows_that_have_an_advantage():
     found = settled()
     row = measures.of_advantages(found, 0.1)
-    assert row["objective/scores"] == near((11 + 20) / 8)  # the lone row of the third is not trained
+    assert row["objective/scores"] == near((11 + 20) / 8)  # the third's lone row has none
     assert row["objective/kl"] == near((10 + 6) / 8)
     assert row["objective/non_score_reward"] == near(-0.1 * 16 / 8)
     assert row["objective/rlhf_reward"] == near(31 / 8 - 1.6 / 8)

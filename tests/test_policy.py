@@ -139,7 +139,9 @@ def test_the_temperature_of_the_kl_is_its_own():
         found = policy.logp(packed(chosen, [0, 1, 2]))
         close(found.logp, each_alone(make(), chosen, 0.7)[0])
         close(found.kl_logp, each_alone(make(), chosen, 1.0)[0])
-        assert torch.equal(reference(make(), 1.0).logp(packed(chosen, [0, 1, 2])).logp, found.kl_logp)
+        assert torch.equal(
+            reference(make(), 1.0).logp(packed(chosen, [0, 1, 2])).logp, found.kl_logp
+        )
     assert Policy(make(), 0.7, 0.7).logp(packed(chosen, [0])).kl_logp is None
 
 

@@ -224,13 +224,22 @@ def test_picking_by_blocks_is_the_inverse_cdf(words):
     assert (logp - expected).abs().max() < 1e-6
 
 
-def test_the_last_rounding_of_a_block_picks_none_that_is_banned():
+@pytest.mark.parametrize("words", [sampling.BLOCK, sampling.BLOCK - 24])
+def test_the_last_rounding_of_a_block_picks_none_that_is_banned_or_beyond(words):
     draw = torch.Generator().manual_seed(0)
-    scores = torch.randn(4000, sampling.BLOCK, generator=draw)
-    scores[:, 0] = scores[:, -3:] = -math.inf
+    scores = torch.randn(4000, words, generator=draw) * 10  # so that float64 has to round
+    scores[:, 0] = -math.inf
+    scores[::2, -3:] = -math.inf
     last = torch.full((4000,), math.nextafter(1.0, 0.0), dtype=torch.float64)
-    tokens, _ = sampling.pick(scores, last)
-    assert (tokens == sampling.BLOCK - 4).all()
+    tokens, logp = sampling.pick(scores, last)
+    assert (tokens < words).all() and logp.isfinite().all()
+
+
+def test_a_large_vocabulary_does_not_blur_log_probabilities():
+    scores = torch.full((1, 151_936), -2.3)
+    scores[0, 0] = 0.0  # float32 adds the many small ones to it: off by 9e-5
+    expected = scores.double().log_softmax(-1)[0, 0]
+    assert abs(sampling.pick(scores, None)[1] - expected) < 5e-6
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -48,6 +48,11 @@ def test_a_window_no_layer_has_does_not_count():
         **GROUPED, use_sliding_window=True, sliding_window=5, max_window_layers=2
     )
     assert static.why_not_shared(make(config)) is None
+    plain = make(T.LlamaConfig(**GROUPED))
+    plain.config.sliding_window, plain.config.use_sliding_window = 5, False
+    assert static.why_not_shared(plain) is None
+    plain.config.use_sliding_window = True
+    assert "window of 5" in static.why_not_shared(plain)
 
 
 def test_caps_and_sinks_are_found_behind_a_window_that_does_nothing():

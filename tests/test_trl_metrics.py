@@ -135,9 +135,8 @@ def row_entropy(ours, i):
     """Of the policy at each token of one completion. (T,)"""
     group, k = ours.batch.groups[i // 4], i % 4
     ids = group.rollouts[k].completion_ids
-    with torch.no_grad():
-        with native(ours.run.policy.model):
-            logits = ours.run.policy.model(torch.tensor([group.prompt_ids + ids])).logits[0]
+    with torch.no_grad(), native(ours.run.policy.model):
+        logits = ours.run.policy.model(torch.tensor([group.prompt_ids + ids])).logits[0]
     return tensors.entropy(logits[len(group.prompt_ids) - 1 : -1], 1.0)
 
 

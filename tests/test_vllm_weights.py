@@ -18,8 +18,8 @@ from transformers import (
 from rloo_cli import config, made
 from rloo_cli.compose import compose
 from rloo_cli.errors import GenerationError
-from rloo_cli.policy.model import Policy
 from rloo_cli.packing import whole
+from rloo_cli.policy.model import Policy
 from rloo_cli.rollout import Group
 from rloo_cli.vllm.generator import VllmGenerator, in_a_child
 

@@ -230,7 +230,8 @@ def ordered(ours: Ours) -> AbstractContextManager[Any]:
     if algorithm.num_minibatches == 1:
         return nullcontext()
     k, plans = algorithm.num_generations, plan_updates(ours.run, ours.batch, 0)
-    rows = [p * k + j for plan in plans for index in plan.micros for p, _ in index for j in range(k)]
+    order = [p for plan in plans for index in plan.micros for p, _ in index]
+    rows = [p * k + j for p in order for j in range(k)]
     return mock.patch(
         "trl.trainer.rloo_trainer.shuffle_sequence_dict",
         lambda columns: {name: column[rows] for name, column in columns.items()},

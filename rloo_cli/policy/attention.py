@@ -16,7 +16,6 @@ its own attention back for a while.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -24,10 +23,10 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from rloo_cli.packing import Shared
+from rloo_cli.policy.flash import kernels, over_prompts, own
 
 NAME = "rloo_shared"
 PLAN = "rloo_plan"  # the argument of a model's forward
-Result = tuple[Tensor, Tensor]
 
 
 class NotShared(RuntimeError):
@@ -70,7 +69,7 @@ class Cascade(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Shared, scale: float) -> Tensor:
         n = plan.prompt_rows
-        flash = _Cuda if q.is_cuda else _Cpu
+        flash = kernels(q)
         out, lse = flash.forward(q, k, v, own(plan), scale)
         if n < len(q):
             across, its = flash.forward(q[n:], k[:n], v[:n], over_prompts(plan), scale)
@@ -86,7 +85,7 @@ class Cascade(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         plan, scale, n = ctx.plan, ctx.scale, ctx.plan.prompt_rows
-        flash = _Cuda if q.is_cuda else _Cpu
+        flash = kernels(q)
         dq, dk, dv = flash.backward(grad, q, k, v, out, lse, own(plan), scale)
         if n < len(q):
             rows = (grad[n:], q[n:], k[:n], v[:n], out[n:], lse[n:])
@@ -95,107 +94,6 @@ class Cascade(torch.autograd.Function):
             dk[:n] += more[1]
             dv[:n] += more[2]
         return dq, dk, dv, None, None
-
-
-class Pass:
-    """One call of flash attention over segments: bounds of queries and of keys."""
-
-    def __init__(
-        self, cu_q: Tensor, cu_k: Tensor, q: list[int], k: list[int], causal: bool
-    ) -> None:
-        self.cu_q, self.cu_k, self.q, self.k, self.causal = cu_q, cu_k, q, k, causal
-
-
-def own(plan: Shared) -> Pass:
-    """Each prompt and each completion attends to itself."""
-    return Pass(plan.cu_all, plan.cu_all, plan.segments, plan.segments, True)
-
-
-def over_prompts(plan: Shared) -> Pass:
-    """A group's completions attend to their prompt."""
-    return Pass(plan.cu_group, plan.cu_prompt, plan.groups, plan.prompts, False)
-
-
-class _Cuda:
-    """The variable-length kernels of torch itself. Lse of the aten op: (H, total)."""
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, p: Pass, scale: float) -> Result:
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, p.cu_q, p.cu_k, _up(p.q), _up(p.k), 0.0, p.causal, False, scale=scale
-        )
-        return out, lse.transpose(0, 1).contiguous()
-
-    @staticmethod
-    def backward(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, p: Pass,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        none = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout of 0
-        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-            grad.contiguous(), q, k, v, out, lse.transpose(0, 1).contiguous(), p.cu_q, p.cu_k,
-            _up(p.q), _up(p.k), 0.0, p.causal, none, none, scale=scale,
-        )  # fmt: skip
-        return found
-
-
-class _Cpu:
-    """The same by torch's flash kernels for the CPU, one call for equal segments in a row."""
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, p: Pass, scale: float) -> Result:
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=_wide(q))
-        for (a, b, rows), (c, d, keys) in _runs(p):
-            o, its = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                _split(q[a:b], rows), _split(k[c:d], keys), _split(v[c:d], keys),
-                0.0, p.causal, scale=scale,
-            )  # fmt: skip
-            _split(out[a:b], rows).copy_(o)
-            lse[a:b].view(-1, rows, q.shape[1]).copy_(its.transpose(1, 2))
-        return out, lse
-
-    @staticmethod
-    def backward(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, p: Pass,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        found = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
-        for (a, b, rows), (c, d, keys) in _runs(p):
-            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _split(grad[a:b], rows), _split(q[a:b], rows), _split(k[c:d], keys),
-                _split(v[c:d], keys), _split(out[a:b], rows),
-                lse[a:b].view(-1, rows, q.shape[1]).transpose(1, 2), 0.0, p.causal, scale=scale,
-            )  # fmt: skip
-            _split(found[0][a:b], rows).copy_(dq)
-            _split(found[1][c:d], keys).copy_(dk)
-            _split(found[2][c:d], keys).copy_(dv)
-        return found[0], found[1], found[2]
-
-
-def _runs(p: Pass) -> Iterator[tuple[tuple[int, int, int], tuple[int, int, int]]]:
-    """Runs of segments of equal lengths: (from, to, length) of their queries, and of their keys."""
-    pairs = list(zip(p.q, p.k, strict=True))
-    starts = list(zip(accumulate(p.q, initial=0), accumulate(p.k, initial=0), strict=True))
-    done = 0
-    for (rows, keys), run in groupby(pairs):
-        (a, c), done = starts[done], done + len(list(run))
-        if rows and keys:
-            b, d = starts[done]
-            yield (a, b, rows), (c, d, keys)
-
-
-def _split(rows: Tensor, length: int) -> Tensor:
-    """(n * length, H, D) -> (n, H, length, D), a view"""
-    return rows.view(-1, length, *rows.shape[1:]).transpose(1, 2)
-
-
-def _wide(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype is torch.float64 else torch.float32
-
-
-def _up(lengths: list[int]) -> int:
-    """The longest, rounded up: it is a bound, and few bounds mean few plans of the kernel."""
-    return -(-max(lengths) // 128) * 128
 
 
 def install(model: Any) -> None:

@@ -62,8 +62,7 @@ def model(config: ModelConfig, path: str, device: torch.device) -> Any:
     if config.lm_head_fp32:
         head_in_float32(loaded)
     if config.gradient_checkpointing is True:  # auto: policy.memory
-        # The reentrant form would recompute without the arguments the layers were called with.
-        loaded.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute(loaded)
     return loaded.to(device)
 
 
@@ -83,6 +82,11 @@ def dtype(name: str, device: torch.device) -> torch.dtype:
         return chosen
     half = device.type == "cuda" and torch.cuda.is_bf16_supported()
     return torch.bfloat16 if half else torch.float32
+
+
+def recompute(model: Any) -> None:
+    """Turn gradient checkpointing on. The reentrant form would forget the layers' arguments."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def head_in_float32(model: Any) -> None:

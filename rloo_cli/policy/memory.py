@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rloo_cli.packing import whole
 from rloo_cli.policy.levels import probes
+from rloo_cli.policy.load import recompute
 from rloo_cli.policy.model import Policy
 from rloo_cli.schedule import Limits, Shape
 from rloo_cli.schema import RunConfig
@@ -49,15 +50,19 @@ def limits(policy: Policy, config: RunConfig, longest: int, reference: bool) -> 
     """
     train, shape = config.train, shape_of(policy.model)
     room = SHARE * _left(policy, config, reference)
-    if config.model.gradient_checkpointing == "auto" and policy.model.supports_gradient_checkpointing:
-        if room / bytes_per_row(policy) < longest:
-            # The reentrant form would recompute without the arguments the layers were called with.
-            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    auto = config.model.gradient_checkpointing == "auto" and can_recompute(policy.model)
+    if auto and room / bytes_per_row(policy) < longest:
+        recompute(policy.model)
     most = MOST.get(policy.device.type, MOST["cuda"])
     rows = train.micro_batch_tokens or _round(min(most, room / bytes_per_row(policy)))
     size = train.micro_batch_size
     again = train.no_grad_batch_size or (None if size is None else 2 * size)
     return Limits(shape, rows, NO_GRAD * rows, size, again)
+
+
+def can_recompute(model: Any) -> bool:
+    """Whether the model knows gradient checkpointing."""
+    return bool(getattr(model, "supports_gradient_checkpointing", False))
 
 
 def bytes_per_row(policy: Policy) -> float:

@@ -61,18 +61,16 @@ class Scorer(nn.Module):
                 return found, tensors.entropy(logits.detach(), temperatures[0])
         hidden = self.model.base_model(**self._inputs(micro))[0]
         rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, micro.source)
-        logp, entropies = zip(
-            *(
-                token_logp(
-                    rows, self.head.weight, micro.target, bias=getattr(self.head, "bias", None),
-                    scale=self.scale, temperature=t, want_entropy=want_entropy and not i,
-                    keep_bytes=self.keep_bytes // len(temperatures), float32=self.float32,
-                )
-                for i, t in enumerate(temperatures)
-            ),
-            strict=True,
-        )  # fmt: skip
-        return list(logp), entropies[0]
+        head: Any = self.head
+        told = [
+            token_logp(
+                rows, head.weight, micro.target, bias=head.bias, scale=self.scale, temperature=t,
+                want_entropy=want_entropy and not i, float32=self.float32,
+                keep_bytes=self.keep_bytes // len(temperatures),
+            )
+            for i, t in enumerate(temperatures)
+        ]  # fmt: skip
+        return [logp for logp, _ in told], told[0][1]
 
     def logits(self, micro: Micro) -> Tensor:
         """Logits of the rows that predict a completion token, by the model's own head. -> (N, V)"""
