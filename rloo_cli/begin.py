@@ -1,5 +1,7 @@
 """The moment an attempt at a run begins: its folder is brought back to where it goes on."""
 
+from dataclasses import asdict
+
 from rloo_cli import checkpoint, manifest, resume, rewind, stop
 from rloo_cli.errors import DataError, Problem
 from rloo_cli.files import update_json, write_text
@@ -28,6 +30,11 @@ def begin(run: Run, start: Start) -> None:
         checkpoint=start.checkpoint.name if start.checkpoint else None,
         came_from=str(start.checkpoint) if start.checkpoint else None,
         save_method="rename" if run.renames else "manifest",
+        forward={
+            **asdict(run.level),
+            "rows": run.limits.rows,
+            "old_logp": run.separate or "the training forward's",
+        },
     )
     if start.checkpoint is not None:
         checkpoint.restore(run, start.checkpoint)

@@ -146,14 +146,17 @@ def _layouts(
     log.phase("checking layouts")
     length, wanted = config.generation.max_completion_length, config.train.layout
     longest = prompts.longest + length
-    level = levels.settle(policy, wanted, longest, log.note)
+    level = levels.settle(policy, wanted, longest)
     if frozen is not None:
-        levels.settle(frozen, wanted, longest, lambda text: None)
+        levels.settle(frozen, wanted, longest)
         frozen.scorer.float32 = config.model.lm_head_fp32
     policy.scorer.float32 = config.model.lm_head_fp32
     group = prompts.longest + config.algorithm.num_generations * length
     found = memory.limits(policy, config, group, frozen is not None)
     policy.scorer.keep_bytes = int(config.train.keep_logits_gb * 1e9)
+    size = f"{found.rows} rows" if found.completions is None else f"{found.completions} completions"
+    again = ", recomputed in backward" if policy.model.is_gradient_checkpointing else ""
+    log.note(f"rows are {level}; at most {size} a forward{again}")
     return level, found
 
 

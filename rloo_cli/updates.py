@@ -102,7 +102,7 @@ class Updates:
         if entropy is not None:
             self.add(entropy=(entropy * micro.mask).sum(), entropy_tokens=micro.mask.sum())
         if loss.weight is not None:
-            self._weights(loss, micro)
+            _weights(self, loss, micro)
 
     def sampled(self, micro: Micro, kl: Tensor | None) -> None:
         """Take in a micro-batch's log-probabilities of the step's first pass. `kl` is (S,)."""
@@ -119,19 +119,6 @@ class Updates:
             self.extreme(said, gap=gap)
             below = torch.where(said, micro.behaviour_logp - old, torch.zeros_like(old))
             self.add(sampling_kl=below.sum())
-
-    def _weights(self, loss: Any, micro: Micro) -> None:
-        counted = micro.mask.bool()
-        if loss.weight.shape != micro.mask.shape:
-            counted = _rows(micro)
-        weight, raw = loss.weight.double(), loss.raw_weight.double()
-        used = raw.where(counted, 0.0)
-        self.add(
-            weights=counted.sum(), weight=weight.where(counted, 0.0).sum(),
-            raw=used.sum(), raw_sq=used.square().sum(), masked=((weight == 0) & counted).sum(),
-            capped=((weight != raw) & (weight != 0) & counted).sum(),
-        )  # fmt: skip
-        self.extreme(counted, weight=weight, weight_min=-weight)
 
     def update(self, optimizer: Any, loss: float, norm: float) -> None:
         """Numbers of one optimizer update, before it is made."""
@@ -168,6 +155,20 @@ class Updates:
         if s.get("weights"):
             row |= _corrections(s, top)
         return row
+
+
+def _weights(updates: Updates, loss: Any, micro: Micro) -> None:
+    counted = micro.mask.bool()
+    if loss.weight.shape != micro.mask.shape:
+        counted = _rows(micro)
+    weight, raw = loss.weight.double(), loss.raw_weight.double()
+    used = raw.where(counted, 0.0)
+    updates.add(
+        weights=counted.sum(), weight=weight.where(counted, 0.0).sum(),
+        raw=used.sum(), raw_sq=used.square().sum(), masked=((weight == 0) & counted).sum(),
+        capped=((weight != raw) & (weight != 0) & counted).sum(),
+    )  # fmt: skip
+    updates.extreme(counted, weight=weight, weight_min=-weight)
 
 
 def _rows(micro: Micro) -> Tensor:

@@ -131,11 +131,9 @@ class _Plain:
             share = (_scores(queries, own, p.causal, scale) - its[..., None]).exp()
             ds = share * (do @ values.mT - (do * o).sum(-1, keepdim=True)) * scale
             _split(found[0][a:b], rows).copy_(ds @ own)
-            groups = (k.shape[1], heads // k.shape[1])
-            _split(found[1][c:d], keys).copy_(
-                (ds.mT @ queries.to(wide)).unflatten(1, groups).sum(2)
-            )
-            _split(found[2][c:d], keys).copy_((share.mT @ do).unflatten(1, groups).sum(2))
+            for to, each in ((found[1], ds.mT @ queries.to(wide)), (found[2], share.mT @ do)):
+                by_group = each.unflatten(1, (k.shape[1], heads // k.shape[1]))
+                _split(to[c:d], keys).copy_(by_group.sum(2))
         return found[0], found[1], found[2]
 
 

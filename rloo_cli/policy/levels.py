@@ -7,7 +7,6 @@ model's own forward. falcon_h1 passes the first two and is wrong; opt is right s
 packed.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +33,11 @@ class Level:
     head: str  # fused; model = its own, whole logits
     why: str  # what kept it from better ones; "" = nothing
 
+    def __str__(self) -> str:
+        return f"{self.layout}, head {self.head}" + (f" ({self.why})" if self.why else "")
 
-def settle(policy: Policy, wanted: str, longest: int | None, note: Callable[[str], None]) -> Level:
+
+def settle(policy: Policy, wanted: str, longest: int | None) -> Level:
     """Find the level of a policy, and set it up for that. `wanted`: a layout, or auto.
 
     `longest`: the most positions of a row, prompt and completion. Raises ConfigError where the
@@ -61,9 +63,7 @@ def settle(policy: Policy, wanted: str, longest: int | None, note: Callable[[str
     reason = _fuse(policy, probe)
     reasons += [] if reason is None else [f"no fused head: {reason}"]
     head = "fused" if policy.scorer.fused else "model"
-    level = Level(policy.layout, head, "; ".join(reasons))
-    note(f"rows are {level.layout}, head {level.head}" + (f" ({level.why})" if level.why else ""))
-    return level
+    return Level(policy.layout, head, "; ".join(reasons))
 
 
 class Probe:
