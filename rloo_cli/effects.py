@@ -79,6 +79,8 @@ IDLE = (
     Idle(("eval.temperature", "eval.pass_at", "eval.pass_reward", "eval.pass_threshold"),
          lambda v: v("eval.num_generations") == 1,
          "eval.num_generations=1: answers are greedy, none are sampled"),
+    Idle(("train.micro_batch_tokens",), lambda v: v("train.micro_batch_size") is not None,
+         "train.micro_batch_size counts completions instead"),
     Idle(("train.warmup_steps",), lambda v: v("train.lr_scheduler") == "constant",
          "train.lr_scheduler=constant has no warm-up (constant_with_warmup has)"),
     Idle(("generation.top_k", "generation.top_p", "generation.min_p"),

@@ -146,11 +146,11 @@ def _layouts(
     log.phase("checking layouts")
     length, wanted = config.generation.max_completion_length, config.train.layout
     longest = prompts.longest + length
+    for model in (policy, frozen) if frozen is not None else (policy,):
+        model.scorer.float32 = config.model.lm_head_fp32
     level = levels.settle(policy, wanted, longest)
     if frozen is not None:
         levels.settle(frozen, wanted, longest)
-        frozen.scorer.float32 = config.model.lm_head_fp32
-    policy.scorer.float32 = config.model.lm_head_fp32
     group = prompts.longest + config.algorithm.num_generations * length
     found = memory.limits(policy, config, group, frozen is not None)
     policy.scorer.keep_bytes = int(config.train.keep_logits_gb * 1e9)

@@ -70,7 +70,7 @@ def work(
                 f"out of memory in step {run.state.step + 1}",
                 str(run.world.device),
                 str(error).splitlines()[0],
-                "lower train.micro_batch_size or generation.max_completion_length",
+                "lower train.micro_batch_tokens or generation.max_completion_length",
             )
         ) from error
     finally:

@@ -12,7 +12,10 @@ def text(run: RunConfig) -> str:
     """The batch arithmetic, the length of the run, and the resolved config."""
     k, p = run.algorithm.num_generations, run.train.prompts_per_step
     rows = run.episodes_per_step
-    micro = run.train.micro_batch_size or max(32, k)
+    size, places = run.train.micro_batch_size, run.train.micro_batch_tokens
+    forward = f"{places} rows" if places else "what the memory holds"
+    if size is not None:
+        forward = f"{size // k} groups = {size} completions"
     updates = run.updates_per_step
     if run.max_steps is not None:
         steps = f"{run.max_steps} (max_steps)"
@@ -27,7 +30,7 @@ def text(run: RunConfig) -> str:
         f"step       {p} prompts x {k} completions = {rows} completions",
         f"updates    {run.algorithm.num_iterations} iterations x "
         f"{run.algorithm.num_minibatches} mini-batches = {updates} per step",
-        f"forward    {micro // k} groups = {micro // k * k} completions at a time",
+        f"forward    {forward} at a time",
         f"steps      {steps}",
         f"rewards    {', '.join(f'{n} x {c.weight:g}' for n, c in run.rewards.items())}",
         "",

@@ -1,0 +1,91 @@
+"""How many rows a forward may have: from what autograd keeps and from the machine's memory."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from policy_cases import fresh
+
+from rloo_cli.packing import pack, whole
+from rloo_cli.policy import levels, memory
+from rloo_cli.policy.model import Policy
+
+
+def policy(name="qwen3", **changes):
+    found = Policy(fresh(name, **changes).train(), 1.0)
+    levels.settle(found, "auto", 64)
+    return found
+
+
+def config(checkpointing="auto", tokens=None, size=None, no_grad=None, backend="transformers"):
+    return SimpleNamespace(
+        model=SimpleNamespace(gradient_checkpointing=checkpointing),
+        train=SimpleNamespace(
+            micro_batch_tokens=tokens, micro_batch_size=size, no_grad_batch_size=no_grad
+        ),
+        generation=SimpleNamespace(backend=backend),
+    )
+
+
+def test_what_is_kept_of_a_row_is_counted_and_recomputing_keeps_less():
+    plain, recomputed = policy(), policy()
+    recomputed.model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert memory.bytes_per_row(recomputed) < memory.bytes_per_row(plain) / 3
+    assert all(w.grad is None for w in plain.model.parameters())
+
+
+def test_more_layers_keep_more_and_weights_are_not_counted():
+    two, four = (
+        memory.bytes_per_row(policy(num_hidden_layers=n, layer_types=["full_attention"] * n))
+        for n in (2, 4)
+    )
+    assert 1.5 < four / two < 2.1
+    rows = levels.probes(policy())
+    micro = pack(rows, whole(rows, [0, 1]), layout="shared")
+    assert two * micro.input_ids.numel() > 4 * 32 * micro.input_ids.numel()
+
+
+def test_a_budget_is_what_the_config_says_or_what_the_memory_holds(monkeypatch):
+    found, one = policy(), config(tokens=300)
+    assert memory.limits(found, one, 100, False).rows == 300
+    assert memory.limits(found, config(), 100, False).rows == memory.MOST["cpu"]
+    monkeypatch.setattr(memory, "_total", lambda device: 8e6)
+    small = memory.limits(found, config(False), 100, False).rows
+    assert 64 <= small < memory.MOST["cpu"] and small & (small - 1) == 0
+    assert memory.limits(found, config(False), 100, True).rows <= small  # a reference is there too
+
+
+def test_a_size_in_completions_counts_instead():
+    limits = memory.limits(policy(), config(size=8), 100, False)
+    assert (limits.completions, limits.no_grad_completions) == (8, 16)
+    assert memory.limits(policy(), config(size=8, no_grad=8), 100, False).no_grad_completions == 8
+
+
+@pytest.mark.parametrize(("wanted", "fits", "on"), [
+    ("auto", True, False), ("auto", False, True), (False, False, False),
+])  # fmt: skip
+def test_activations_are_recomputed_only_where_the_longest_group_would_not_fit(
+    monkeypatch, wanted, fits, on
+):
+    found = policy()
+    room = 100 * memory.bytes_per_row(found) / memory.SHARE
+    monkeypatch.setattr(memory, "_left", lambda *given: room)
+    memory.limits(found, config(wanted), 99 if fits else 101, False)
+    assert found.model.is_gradient_checkpointing is on
+
+
+def test_a_container_has_no_more_memory_than_it_was_given(monkeypatch, tmp_path):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory, "CGROUP", limit)
+    everything = memory._total(torch.device("cpu"))
+    for text, expected in (("max\n", everything), ("1000000\n", 1e6)):
+        limit.write_text(text)
+        assert memory._total(torch.device("cpu")) == expected
+
+
+def test_a_shape_is_that_of_the_model():
+    shape = memory.shape_of(fresh())
+    total = sum(p.numel() for p in fresh().parameters())
+    assert shape.body == total - 2 * 40 * 32  # embeddings and head
+    assert (shape.layers, shape.width, shape.hidden, shape.vocabulary) == (2, 32, 32, 40)
+    assert memory.shape_of(fresh(tie_word_embeddings=True)).body == shape.body
