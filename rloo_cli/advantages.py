@@ -108,10 +108,13 @@ def finish(run: Run, batch: Batch, passes: Sequence[Pass]) -> float:
             parts = torch.cat(columns).cpu().split(sizes)
             for p, column in zip(passes, parts, strict=True):
                 unpack(column, p.micro, batch.groups, name)
-    for p in passes:
-        if p.kl is not None:
-            shape = (len(p.micro.parts), batch.shaped.shape[1])
-            batch.keep_kl(p.micro.index, _table(p, shape).cpu())
+    measured = [p for p in passes if p.kl is not None]
+    if measured:
+        k = batch.shaped.shape[1]
+        tables = torch.cat([_table(p, (len(p.micro.parts), k)) for p in measured]).cpu()
+        sizes = [len(p.micro.parts) for p in measured]
+        for p, table in zip(measured, tables.split(sizes), strict=True):
+            batch.keep_kl(p.micro.index, table)
     if not batch.active:
         return 1.0
     index, settings = batch.active, run.config.algorithm

@@ -153,7 +153,6 @@ def _layouts(
         levels.settle(frozen, wanted, longest)
     group = prompts.longest + config.algorithm.num_generations * length
     found = memory.limits(policy, config, group, frozen is not None)
-    policy.scorer.keep_bytes = int(config.train.keep_logits_gb * 1e9)
     size = f"{found.rows} rows" if found.completions is None else f"{found.completions} completions"
     again = ", recomputed in backward" if policy.model.is_gradient_checkpointing else ""
     log.note(f"rows are {level}; at most {size} a forward{again}")

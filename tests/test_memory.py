@@ -21,7 +21,10 @@ def config(checkpointing="auto", tokens=None, size=None, no_grad=None, backend="
     return SimpleNamespace(
         model=SimpleNamespace(gradient_checkpointing=checkpointing),
         train=SimpleNamespace(
-            micro_batch_tokens=tokens, micro_batch_size=size, no_grad_batch_size=no_grad
+            micro_batch_tokens=tokens,
+            micro_batch_size=size,
+            no_grad_batch_size=no_grad,
+            keep_logits_gb=2.0,
         ),
         generation=SimpleNamespace(backend=backend),
     )
@@ -72,6 +75,15 @@ def test_activations_are_recomputed_only_where_the_longest_group_would_not_fit(
     monkeypatch.setattr(memory, "_left", lambda *given: room)
     memory.limits(found, config(wanted), 99 if fits else 101, False)
     assert found.model.is_gradient_checkpointing is on
+
+
+def test_logits_are_kept_up_to_a_size_and_a_quarter_of_the_room(monkeypatch):
+    found = policy()
+    memory.limits(found, config(), 100, False)
+    assert found.scorer.keep_bytes == 2e9
+    monkeypatch.setattr(memory, "_left", lambda *given: 8e6)
+    memory.limits(found, config(), 10, False)
+    assert found.scorer.keep_bytes == 1e6
 
 
 def test_a_container_has_no_more_memory_than_it_was_given(monkeypatch, tmp_path):

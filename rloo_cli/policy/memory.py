@@ -44,7 +44,7 @@ def shape_of(model: Any) -> Shape:
 
 
 def limits(policy: Policy, config: RunConfig, longest: int, reference: bool) -> Limits:
-    """The budget of a forward pass; turns gradient checkpointing on where `auto` finds it needed.
+    """The budget of a forward pass; sets the policy up to keep and recompute accordingly.
 
     `longest`: rows of the largest group there can be. `reference`: a second model is held.
     """
@@ -55,6 +55,7 @@ def limits(policy: Policy, config: RunConfig, longest: int, reference: bool) -> 
         recompute(policy.model)
     most = MOST.get(policy.device.type, MOST["cuda"])
     rows = train.micro_batch_tokens or _round(min(most, room / bytes_per_row(policy)))
+    policy.scorer.keep_bytes = int(min(train.keep_logits_gb * 1e9, room / 4))
     size = train.micro_batch_size
     again = train.no_grad_batch_size or (None if size is None else 2 * size)
     return Limits(shape, rows, NO_GRAD * rows, size, again)
