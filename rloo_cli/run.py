@@ -149,7 +149,9 @@ def _layouts(
     for model in (policy, frozen) if frozen is not None else (policy,):
         model.scorer.float32 = config.model.lm_head_fp32
     level = levels.settle(policy, wanted, longest)
-    if frozen is not None:
+    if frozen is not None and config.model.ref_path is None:
+        levels.follow(frozen, policy)
+    elif frozen is not None:
         levels.settle(frozen, wanted, longest)
     group = prompts.longest + config.algorithm.num_generations * length
     found = memory.limits(policy, config, group, frozen is not None)

@@ -66,6 +66,14 @@ def settle(policy: Policy, wanted: str, longest: int | None) -> Level:
     return Level(policy.layout, head, "; ".join(reasons))
 
 
+def follow(policy: Policy, other: Policy) -> None:
+    """Give a policy the level that another one of the same architecture was found to be good for."""
+    if other.layout == "shared":
+        attention.install(policy.model)
+    policy.layout = other.layout
+    policy.scorer.fused, policy.scorer.scale = other.scorer.fused, other.scorer.scale
+
+
 class Probe:
     """Two groups of random ids, and what the model says of each completion alone. (S,)"""
 

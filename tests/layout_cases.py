@@ -1,0 +1,64 @@
+"""Groups of unequal lengths, policies of each layout and head, and the rows alone to compare."""
+
+import torch
+from policy_cases import fresh, rollout
+
+from rloo_cli.packing import pack, whole
+from rloo_cli.policy import attention, levels, load
+from rloo_cli.policy.model import Policy
+from rloo_cli.rollout import Group
+
+# Lengths of a prompt and of its completions: unequal, of a single token, one alone, equal ones.
+SEVERAL = ((7, (5, 1, 3)), (4, (2, 6, 4)), (1, (1, 1)), (9, (20,)), (3, (4, 4, 4)))
+
+
+def made(lengths=SEVERAL, words=40, seed=1):
+    """Groups of random ids of these lengths."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def ids(count):
+        return torch.randint(words, (count,), generator=draw).tolist()
+
+    return [
+        Group(i, {}, "", ids(p), [rollout(ids(c)) for c in completions])
+        for i, (p, completions) in enumerate(lengths)
+    ]
+
+
+def laid(groups, layout, parts=None, masked=None):
+    """All completions of all groups, or some parts of them, in a layout."""
+    return pack(groups, parts or whole(groups, range(len(groups))), masked, layout=layout)
+
+
+def policy(name, layout, fused=True, checkpointed=False, model=None, temperature=0.7):
+    """A policy as `levels.settle` would leave it at this layout, without its gates."""
+    model = fresh(name) if model is None else model
+    load.without_dropout(model)
+    model.train()
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    found = Policy(model, temperature)
+    found.layout, found.scorer.fused = layout, fused
+    if layout == "shared":
+        attention.install(model)
+    return found
+
+
+def settled(model, wanted="auto", longest=64, temperature=1.0):
+    """A policy of this model at the level that was found, and what is said of it."""
+    found = Policy(model, temperature)
+    return found, str(levels.settle(found, wanted, longest))
+
+
+def gradients(model):
+    """Of all weights, by name."""
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def worst(found, expected):
+    """Relative L2 distance of the tensor that is farthest off; of tiny ones to the largest."""
+    assert found.keys() == expected.keys()
+    floor = 1e-2 * max(float(g.norm()) for g in expected.values())
+    return max(
+        float((found[n] - g).norm()) / max(float(g.norm()), floor) for n, g in expected.items()
+    )
