@@ -67,7 +67,7 @@ def settle(policy: Policy, wanted: str, longest: int | None) -> Level:
 
 
 def follow(policy: Policy, other: Policy) -> None:
-    """Give a policy the level that another one of the same architecture was found to be good for."""
+    """Give a policy the level of another one that has the same architecture."""
     if other.layout == "shared":
         attention.install(policy.model)
     policy.layout = other.layout
