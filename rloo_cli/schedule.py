@@ -86,7 +86,9 @@ def bins(items: Sequence[Item], budget: int, ranks: int = 1) -> list[list[list[P
         least = load.index(min(load))
         shares[least].append(item)
         load[least] += item.cost
-    count = max((-(-sum(i.rows for i in share) // budget) for share in shares), default=0)
+    # One that is over the budget by itself fills one micro-batch.
+    held = [sum(min(item.rows, budget) for item in share) for share in shares]
+    count = max((-(-rows // budget) for rows in held), default=0)
     while True:
         made = [_fill(share, count, budget) for share in shares]
         if all(found is not None for found in made):

@@ -145,9 +145,9 @@ def test_a_state_beside_the_attention_is_found_by_comparison(monkeypatch):
     assert policy.layout == "shared" and wrong_by(policy, "shared") > 0.1
 
 
-@pytest.mark.parametrize("name", ["opt", "bloom"])
+@pytest.mark.parametrize("name", ["opt", "falcon"])
 def test_a_wrong_layout_that_is_asked_for_is_refused_with_the_reason(monkeypatch, name):
-    config = PASSES["opt"] if name == "opt" else REFUSED["bloom"][0]
+    config = PASSES["opt"] if name == "opt" else REFUSED["falcon"][0]
     with pytest.raises(ConfigError) as caught:
         settled(build(config()), "packed")
     text = str(caught.value)
@@ -224,13 +224,13 @@ def test_how_far_off_is_too_far(exact, usual, gaps, right):
     assert (probe.differs("shared") is None) is right
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt_neox", "bloom"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt_neox", "falcon"])
 def test_half_precision_is_compared_by_what_padding_shows(name):
     config = PASSES[name] if name in PASSES else REFUSED[name][0]
-    spread = 0.3 if name == "bloom" else 0.05  # what is right must not be lost in the rounding
+    spread = 0.3 if name == "falcon" else 0.05  # what is right must not be lost in the rounding
     policy, line = settled(build(config(), spread=spread).to(torch.bfloat16))
-    assert policy.layout == ("padded" if name == "bloom" else "shared")
-    assert ("not packed: log-probabilities are off by" in line) is (name == "bloom")
+    assert policy.layout == ("padded" if name == "falcon" else "shared")
+    assert ("not packed: log-probabilities are off by" in line) is (name == "falcon")
 
 
 def test_the_probe_has_unequal_completions_and_one_of_a_single_token():

@@ -116,10 +116,10 @@ def installed(model: Any) -> bool:
 
 
 @contextmanager
-def native(model: Any) -> Iterator[None]:
-    """The model's own attention inside, what it had before after it."""
+def native(model: Any, name: str | None = None) -> Iterator[None]:
+    """The model's own attention inside, or the one of that name; what it had before after it."""
     before = [(c, c._attn_implementation) for c in _configs(model)]
-    _put(getattr(model, "rloo_native", []))
+    _put(getattr(model, "rloo_native", []) if name is None else [(c, name) for c, _ in before])
     try:
         yield
     finally:

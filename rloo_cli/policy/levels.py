@@ -16,12 +16,12 @@ from rloo_cli import tensors
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.packing import LAYOUTS, pack, whole
 from rloo_cli.policy import attention
-from rloo_cli.policy.model import Policy
+from rloo_cli.policy.model import Policy, evaluating
 from rloo_cli.policy.static import why_not_shared
 from rloo_cli.rollout import Group, Rollout
 
 CLOSE = 1e-3  # nats per completion, in float32
-ROUNDED = 1.5, 0.02  # in half precision: times what padding shows against rows alone, plus this
+ROUNDED = 1.5, 0.02  # in half precision: times what other kernels show on rows alone, plus this
 PROMPTS, COMPLETIONS = (7, 4), ((5, 1, 3), (2, 6, 4))  # lengths of the probe
 
 
@@ -51,7 +51,6 @@ def settle(policy: Policy, wanted: str, longest: int | None) -> Level:
             break
         reasons.append(f"not {layout}: {reason}")
         if layout == wanted or layout == LAYOUTS[-1]:
-            attention.uninstall(policy.model)
             raise ConfigError(
                 Problem(
                     f"train.layout = {wanted}: this model cannot be computed so",
@@ -82,13 +81,14 @@ class Probe:
         self.policy = policy
         self.truth = _alone(policy, self.groups)
         self.exact = next(policy.model.parameters()).dtype is torch.float32
-        self.usual = 0.0 if self.exact else float((self.sums("padded") - self.truth).abs().mean())
+        self.usual = 0.0 if self.exact else self._noise()
 
     def sums(self, layout: str) -> Tensor:
         """Log-probability of each completion as it is set up now. -> (S,)"""
         parts = whole(self.groups, range(len(self.groups)))
         micro = pack(self.groups, parts, device=self.policy.device, layout=layout)
-        found = self.policy.frozen_logp(micro).logp
+        with torch.no_grad(), evaluating(self.policy.model):
+            (found,), _ = self.policy.scorer(micro, [self.policy.temperature], False)
         if micro.shared is not None:
             layers = self.policy.model.config.get_text_config().num_hidden_layers
             if micro.shared.calls[0] != layers:
@@ -96,6 +96,22 @@ class Probe:
                     f"our attention was called {micro.shared.calls[0]} times in {layers} layers"
                 )
         return tensors.row_sum(found.double(), micro.sequence, micro.sequences)
+
+    def _noise(self) -> float:
+        """Mean nats per completion that kernels in another order make in half precision.
+
+        Between padded rows and rows alone, or between two of the model's own attentions on rows
+        alone where that is more: some kernels give padded rows the very same bits.
+        """
+        found = float((self.sums("padded") - self.truth).abs().mean())
+        settable = getattr(self.policy.model, "_can_set_attn_implementation", lambda: False)()
+        for name in ("eager", "sdpa") if settable else ():
+            try:
+                other = _alone(self.policy, self.groups, name)
+            except Exception:  # an attention that this model does not have
+                continue
+            found = max(found, float((other - self.truth).abs().mean()))
+        return found
 
     def differs(self, layout: str) -> str | None:
         """How far off this layout is, where that is more than rounding."""
@@ -110,7 +126,7 @@ def _try(policy: Policy, layout: str, longest: int | None, probe: Probe) -> str 
     """Set a policy up for a layout; why it may not have it, and then it is as before."""
     if layout == "shared" and (reason := why_not_shared(policy.model, longest)):
         return reason
-    if layout == "packed" and not policy.scorer.takes_positions:
+    if layout == "packed" and not policy.scorer.names_positions:
         return "it takes no positions"
     if layout == "shared":
         attention.install(policy.model)
@@ -163,22 +179,20 @@ def probes(policy: Policy) -> list[Group]:
 
 
 @torch.no_grad()
-def _alone(policy: Policy, groups: list[Group]) -> Tensor:
-    """Each completion in a row of its own, by the model's plain forward and head. -> (S,)"""
+def _alone(policy: Policy, groups: list[Group], name: str | None = None) -> Tensor:
+    """Each completion in a row of its own, by the model's plain forward and head. -> (S,)
+
+    `name`: of another attention than the model's own.
+    """
     model, found = policy.model, []
-    training = model.training
-    model.eval()
-    try:
-        with attention.native(model):
-            for group in groups:
-                for rollout in group.rollouts:
-                    ids = group.prompt_ids + rollout.completion_ids
-                    row = torch.tensor([ids], device=policy.device)
-                    logits = model(input_ids=row, use_cache=False).logits
-                    rows = logits[0, len(group.prompt_ids) - 1 : -1]
-                    target = row[0, len(group.prompt_ids) :]
-                    logp = tensors.target_logp(rows, target, policy.temperature)
-                    found.append(logp.double().sum())
-    finally:
-        model.train(training)
+    with evaluating(model), attention.native(model, name):
+        for group in groups:
+            for rollout in group.rollouts:
+                ids = group.prompt_ids + rollout.completion_ids
+                row = torch.tensor([ids], device=policy.device)
+                logits = model(input_ids=row, use_cache=False).logits
+                rows = logits[0, len(group.prompt_ids) - 1 : -1]
+                target = row[0, len(group.prompt_ids) :]
+                logp = tensors.target_logp(rows, target, policy.temperature)
+                found.append(logp.double().sum())
     return torch.stack(found)

@@ -50,11 +50,13 @@ def limits(policy: Policy, config: RunConfig, longest: int, reference: bool) -> 
     """
     train, shape = config.train, shape_of(policy.model)
     room = SHARE * _left(policy, config, reference)
+    each = bytes_per_row(policy)
     auto = config.model.gradient_checkpointing == "auto" and can_recompute(policy.model)
-    if auto and room / bytes_per_row(policy) < longest:
+    if auto and room / each < longest:
         recompute(policy.model)
+        each = bytes_per_row(policy)
     most = MOST.get(policy.device.type, MOST["cuda"])
-    rows = train.micro_batch_tokens or _round(min(most, room / bytes_per_row(policy)))
+    rows = train.micro_batch_tokens or _round(min(most, room / each))
     policy.scorer.keep_bytes = int(min(train.keep_logits_gb * 1e9, room / 4))
     size = train.micro_batch_size
     again = train.no_grad_batch_size or (None if size is None else 2 * size)
@@ -82,7 +84,7 @@ def bytes_per_row(policy: Policy) -> float:
     keep, policy.scorer.keep_bytes = policy.scorer.keep_bytes, 0
     try:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            policy.logp(micro)
+            policy.scorer(micro, [policy.temperature], False)
     finally:
         policy.scorer.keep_bytes = keep
     return sum(held.values()) / micro.input_ids.numel()

@@ -44,7 +44,8 @@ class Scorer(nn.Module):
         self.float32 = False  # `model.lm_head_fp32`
         self.head: nn.Module = model.get_output_embeddings()
         taken = inspect.signature(model.forward).parameters
-        self.takes_positions = "position_ids" in taken or any(
+        self.names_positions = "position_ids" in taken
+        self.takes_positions = self.names_positions or any(
             p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()
         )
 
@@ -135,12 +136,19 @@ class Policy:
     @torch.no_grad()
     def frozen_logp(self, micro: Micro) -> LogProbs:
         """The same in eval mode and without gradient: for old_logp and the reference."""
-        training = self.model.training
-        self.model.eval()
-        try:
+        with evaluating(self.model):
             return self.logp(micro)
-        finally:
-            self.model.train(training)
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Eval mode inside, what there was before after it."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def reference(model: Any, temperature: float) -> Policy:
