@@ -39,7 +39,7 @@ OVER = {  # a count of `measures.counts` -> the means that were taken over it
     "weights": "sampling/ess sampling/capped_frac sampling/masked_frac"
     " sampling/importance_sampling_ratio/mean",
     "step_time": "perf/completions_per_s perf/tokens_per_s perf/tokens_per_s_per_gpu"
-    " perf/rollout_wait_frac perf/level perf/rows perf/padding_frac perf/forwarded_frac perf/mfu",
+    " perf/rollout_wait_frac perf/mfu",
 }
 WEIGHED_BY = {mean: count for count, means in OVER.items() for mean in means.split()}
 ALIASES = {  # ours -> how TRL spells it
