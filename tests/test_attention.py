@@ -8,10 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from layout_cases import SEVERAL, gradients, laid, made, policy, worst
 from policy_cases import each_alone, fresh
 from torch.nn.functional import scaled_dot_product_attention as dense
 
+from rloo_cli import packing, tensors
 from rloo_cli.policy import attention, flash
 from rloo_cli.policy.attention import PLAN, Cascade, NotShared
 
@@ -238,6 +240,26 @@ def test_a_cache_would_hide_the_documents_of_a_packed_row_and_is_never_asked_for
         type(ours.scorer), "_inputs", lambda self, micro: given(self, micro) | {"use_cache": True}
     )
     assert wrong_by(ours, micro, chosen) > 0.1
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_keys_with_gradient_in_a_cache_would_be_lost_where_activations_are_recomputed(checkpointed):
+    # The other way to compute a prompt once: right without checkpointing, and dropped with it.
+    ours, chosen = policy("qwen3", "padded", False, checkpointed), made()[:1]
+    ours.model.train()
+    prompt, completion = chosen[0].prompt_ids, chosen[0].rollouts[0].completion_ids
+    cache = transformers.DynamicCache()
+    before = ours.model(torch.tensor([prompt]), past_key_values=cache, use_cache=True).logits
+    places = torch.arange(len(prompt), len(prompt) + len(completion))[None]
+    after = ours.model(
+        torch.tensor([completion]), past_key_values=cache, use_cache=True, position_ids=places
+    ).logits
+    logits = torch.cat([before[0, -1:], after[0, :-1]])
+    truth = each_alone(ours.model.eval(), chosen, 1.0)[0][: len(completion)]
+    found = tensors.target_logp(logits, torch.tensor(completion), 1.0)
+    assert (float((found - truth).detach().abs().max()) > 0.1) is checkpointed
+    inputs = [ours.scorer._inputs(laid(chosen, layout)) for layout in packing.LAYOUTS]
+    assert not any("past_key_values" in given for given in inputs)
 
 
 def test_configs_are_found_once_each():
