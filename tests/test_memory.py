@@ -52,6 +52,7 @@ def test_a_budget_is_what_the_config_says_or_what_the_memory_holds(monkeypatch):
     found, one = policy(), config(tokens=300)
     assert memory.limits(found, one, 100, False).rows == 300
     assert memory.limits(found, config(), 100, False).rows == memory.MOST["cpu"]
+    assert memory.limits(found, config(), 5000, False).rows == 5000  # a group is not cut in vain
     monkeypatch.setattr(memory, "_total", lambda device: 8e6)
     small = memory.limits(found, config(False), 100, False).rows
     assert 64 <= small < memory.MOST["cpu"] and small & (small - 1) == 0

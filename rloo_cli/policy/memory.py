@@ -20,7 +20,7 @@ from rloo_cli.schedule import Limits, Shape
 from rloo_cli.schema import RunConfig
 
 SHARE = 0.5  # of what weights and optimizer leave: the rest is for the sampler, and for error
-MOST = {"cpu": 4096, "cuda": 32768}  # rows beyond which nothing gets faster
+MOST = {"cpu": 1024, "cuda": 32768}  # rows beyond which nothing gets faster
 NO_GRAD = 4  # times as many rows where nothing is kept
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
@@ -56,7 +56,7 @@ def limits(policy: Policy, config: RunConfig, longest: int, reference: bool) -> 
         recompute(policy.model)
         each = bytes_per_row(policy)
     most = MOST.get(policy.device.type, MOST["cuda"])
-    rows = train.micro_batch_tokens or _round(min(most, room / each))
+    rows = train.micro_batch_tokens or _budget(most, longest, room / each)
     policy.scorer.keep_bytes = int(min(train.keep_logits_gb * 1e9, room / 4))
     size = train.micro_batch_size
     again = train.no_grad_batch_size or (None if size is None else 2 * size)
@@ -109,6 +109,10 @@ def _total(device: torch.device) -> float:
     return float(min(whole_machine, int(limit) if limit.isdigit() else whole_machine))
 
 
-def _round(rows: float) -> int:
-    """Down to a power of two, and at least 64: a little more memory changes nothing."""
-    return max(64, 1 << (int(max(rows, 1)).bit_length() - 1))
+def _budget(most: int, longest: int, fit: float) -> int:
+    """`most` rows, or the longest group where it needs more: to cut it can cost a pass more.
+
+    Where so many do not `fit`, a power of two that does: a little more memory changes nothing.
+    """
+    wanted = max(most, longest)
+    return wanted if wanted <= fit else max(64, 1 << (int(max(fit, 1)).bit_length() - 1))
