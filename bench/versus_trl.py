@@ -20,8 +20,9 @@ The columns:
     trl_best       the fastest settings found, by a search at the start of the run: checkpointing
                    off, head as above, and the batch in 1, 2 or 4 micro-batches, each for one step
                    that does not count and two that do, the processor's seconds decide, and between
-                   sizes within a tenth of the fastest the larger (`--micro 16` skips it). Tried by hand: transformers' continuous batching, which took 13 s for
-                   W1's completions where `generate` takes 2.5, and did not keep to their length.
+                   sizes within a tenth of the fastest the larger (`--micro 16` skips it).
+                   Tried by hand: transformers' continuous batching, which took 13 s for W1's
+                   completions where `generate` takes 2.5, and did not keep to their length.
                    Not tried: torch.compile; half precision, which a CPU has no use for here. Data
                    loading, logging every 10 steps and the rest are its defaults
     trl_untouched  TRL as it comes on a CPU, its head on every row (only with `--untouched`)
