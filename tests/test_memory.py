@@ -87,6 +87,18 @@ def test_logits_are_kept_up_to_a_size_and_a_quarter_of_the_room(monkeypatch):
     assert found.scorer.keep_bytes == 1e6
 
 
+def test_an_engine_on_the_same_gpu_has_its_share_unless_it_lets_go_of_all(monkeypatch):
+    model = fresh().to(torch.bfloat16)
+    count = sum(p.numel() for p in model.parameters())
+    there = SimpleNamespace(model=model, device=torch.device("cuda"))
+    monkeypatch.setattr(memory, "_total", lambda device: 1e8)
+    one = config(backend="vllm_colocate")
+    for sleep, share in (("none", 0.7), ("kv", 0.7), ("weights", 1.0)):
+        one.generation.colocate = SimpleNamespace(sleep=sleep, gpu_memory_utilization=0.3)
+        assert memory._left(there, one, True) == pytest.approx(share * 1e8 - 20 * count)
+    assert memory._left(there, config(), False) == 1e8 - 18 * count  # SPEED 2.12's 18 bytes
+
+
 def test_a_container_has_no_more_memory_than_it_was_given(monkeypatch, tmp_path):
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(memory, "CGROUP", limit)

@@ -72,6 +72,16 @@ CASES = {  # overrides, rewards, the case whose gradient must be another
         PLAINLY,
     ),
     "a group of equal scores": ([], {"flat_group": flat_group}, PLAINLY),
+    "a group of equal scores, without KL": (
+        ["algorithm.beta=0"],
+        {"flat_group": flat_group},
+        "without KL",
+    ),
+    "a group of equal scores, without KL, normalised": (
+        ["algorithm.beta=0", NORMALISED],
+        {"flat_group": flat_group},
+        "a group of equal scores, without KL",
+    ),
     "temperature": (["generation.temperature=0.7"], None, PLAINLY),
     "two completions each": (
         [f"{A}num_generations=2", "train.prompts_per_step=8"],

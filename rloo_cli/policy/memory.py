@@ -95,9 +95,10 @@ def _left(policy: Policy, config: RunConfig, reference: bool) -> float:
     weights = [p for p in policy.model.parameters() if p.requires_grad]
     count, size = sum(p.numel() for p in weights), max(p.element_size() for p in weights)
     held = count * (size + 4 + 8 + (4 if size < 4 else 0) + (size if reference else 0))
-    total = _total(policy.device)
-    if config.generation.backend == "vllm_colocate" and policy.device.type == "cuda":
-        total *= 1 - getattr(config.generation, "gpu_memory_utilization", 0.0)
+    total, generation = _total(policy.device), config.generation
+    if generation.backend == "vllm_colocate" and policy.device.type == "cuda":
+        engine: Any = generation.colocate  # type: ignore[attr-defined]
+        total *= 1 - (0.0 if engine.sleep == "weights" else engine.gpu_memory_utilization)
     return max(total - held, 0.0)
 
 
