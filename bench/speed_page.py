@@ -194,7 +194,7 @@ def heads(rows: Sequence[Row]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for (*size, _), row in last.items():
-        best = min(r["s"] for (*s, _), r in last.items() if s == size and r["tool"] == "trl")
+        best = min(r["s"] for (*s, _), r in last.items() if s == size and r["tool"] != "rloo")
         cells = [
             f"{row['device']}, {row['V']} x {row['h']}, {row['rows']}",
             HEADS[row["variant"]],
