@@ -27,7 +27,7 @@ from rloo_cli.prompts import Prompts
 from rloo_cli.resume import Start
 from rloo_cli.rewards.build import Reward, build, from_callable
 from rloo_cli.rollouts import Rollouts
-from rloo_cli.schedule import Limits
+from rloo_cli.schedule import Limits, rows_of
 from rloo_cli.schema import RunConfig
 
 
@@ -153,7 +153,8 @@ def _layouts(
         levels.follow(frozen, policy)
     elif frozen is not None:
         levels.settle(frozen, wanted, longest)
-    group = prompts.longest + config.algorithm.num_generations * length
+    completions = [length] * config.algorithm.num_generations
+    group = rows_of(prompts.longest, completions, level.layout)
     found = memory.limits(policy, config, group, frozen is not None)
     size = f"{found.rows} rows" if found.completions is None else f"{found.completions} completions"
     again = ", recomputed in backward" if policy.model.is_gradient_checkpointing else ""

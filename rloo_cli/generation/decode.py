@@ -10,8 +10,6 @@ EOS.
 
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from rloo_cli.generation.shared import Shared
 from rloo_cli.generation.stopping import StopRule
 from rloo_cli.generation.transformers import Config
 from rloo_cli.policy.attention import native
+from rloo_cli.policy.model import evaluating
 from rloo_cli.rollout import Group, Rollout
 from rloo_cli.schema import RunConfig
 
@@ -78,7 +77,7 @@ class TransformersGenerator:
         rows = [Row(i, groups[i].prompt_ids, seed) for i, own in enumerate(seeds) for seed in own]
         # no_grad and not inference_mode: a model may keep a buffer it computes here (rotary
         # frequencies of a long prompt), and an inference tensor breaks the backward pass later.
-        with _evaluating(self.model), native(self.model), torch.no_grad():
+        with evaluating(self.model), native(self.model), torch.no_grad():
             for batch in split(rows, self.config):
                 fault("gen.request")
                 way = self._way(batch)
@@ -152,18 +151,6 @@ class TransformersGenerator:
             weight_version=self.version,
             behaviour_logp=row.logp,
         )
-
-
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Eval mode (no dropout, and a cache in spite of gradient checkpointing), then as before."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
 
 
 def build(

@@ -5,16 +5,17 @@ a token at a time (`kept`). Only for models whose attention may be replaced: `wh
 the config, and then from numbers, the first time.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rloo_cli.errors import RunError
 from rloo_cli.generation.kept import NAME, Kept
 from rloo_cli.generation.rows import Row, State, firsts
+from rloo_cli.policy.attention import native
+from rloo_cli.policy.model import picked
 from rloo_cli.policy.static import why_not_shared
 
 MOST, MEAN = 1e-3, 0.05  # nats per token: the most in float32, the mean in what is coarser
@@ -40,22 +41,9 @@ class Shared:
             self.checked = self._compare(rows) or ""
         return reason or self.checked or None
 
-    @contextmanager
-    def holding(self) -> Iterator[None]:
-        """Our attention in place of the model's own, which is back afterwards.
-
-        By hand: `set_attn_implementation` leaves marks, the public property changes sub-configs.
-        """
-        all_configs = (vars(module).get("config") for module in self.model.modules())
-        configs = {id(c): c for c in all_configs if hasattr(c, "_attn_implementation")}
-        held = [(config, config._attn_implementation) for config in configs.values()]
-        try:
-            for config, _ in held:
-                config._attn_implementation_internal = NAME
-            yield
-        finally:
-            for config, before in held:
-                config._attn_implementation_internal = before
+    def holding(self) -> AbstractContextManager[None]:
+        """Our attention in place of the model's own, which is back afterwards."""
+        return native(self.model, NAME)
 
     def prefill(self, rows: list[Row], length: int) -> tuple[State, Tensor]:
         """Run each group's prompt once. Returns the state of all rows and the logits (R, V)."""
@@ -131,17 +119,3 @@ class Shared:
         logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
         logp = logits.log_softmax(-1)[len(row.prompt) - 1 : -1]
         return logp.gather(-1, ids[0, len(row.prompt) :, None]).squeeze(-1)
-
-
-@contextmanager
-def picked(head: nn.Module, rows: Tensor) -> Iterator[None]:
-    """The output embedding sees these rows of the hidden states and no others."""
-
-    def pick(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (args[0].reshape(-1, args[0].shape[-1])[rows][None], *args[1:])
-
-    handle = head.register_forward_pre_hook(pick)
-    try:
-        yield
-    finally:
-        handle.remove()

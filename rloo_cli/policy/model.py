@@ -75,7 +75,7 @@ class Scorer(nn.Module):
 
     def logits(self, micro: Micro) -> Tensor:
         """Logits of the rows that predict a completion token, by the model's own head. -> (N, V)"""
-        with self._rows(micro.source):
+        with picked(self.head, micro.source):
             logits: Tensor = self.model(**self._inputs(micro)).logits
         return logits.squeeze(0)
 
@@ -89,17 +89,20 @@ class Scorer(nn.Module):
             given[PLAN] = micro.shared
         return given
 
-    @contextmanager
-    def _rows(self, source: Tensor) -> Iterator[None]:
-        def pick(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            hidden = args[0]
-            return (hidden.reshape(-1, hidden.shape[-1])[source][None], *args[1:])
 
-        handle = self.head.register_forward_pre_hook(pick)
-        try:
-            yield
-        finally:
-            handle.remove()
+@contextmanager
+def picked(head: nn.Module, rows: Tensor) -> Iterator[None]:
+    """The output embedding sees these rows of the hidden states and no others. (N,)"""
+
+    def pick(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden = args[0]
+        return (hidden.reshape(-1, hidden.shape[-1])[rows][None], *args[1:])
+
+    handle = head.register_forward_pre_hook(pick)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class Policy:
@@ -142,13 +145,14 @@ class Policy:
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Eval mode inside, what there was before after it."""
-    training = model.training
+    """Eval mode (no dropout, and a cache in spite of gradient checkpointing), then as before."""
+    before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        for module, training in before:
+            module.training = training
 
 
 def reference(model: Any, temperature: float) -> Policy:
