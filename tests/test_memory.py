@@ -4,11 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from loop_cases import alone
 from policy_cases import fresh
 
+from rloo_cli import packing
 from rloo_cli.packing import pack, whole
 from rloo_cli.policy import levels, memory
 from rloo_cli.policy.model import Policy
+from rloo_cli.schedule import rows_of
 
 
 def policy(name="qwen3", **changes):
@@ -97,6 +100,17 @@ def test_an_engine_on_the_same_gpu_has_its_share_unless_it_lets_go_of_all(monkey
         one.generation.colocate = SimpleNamespace(sleep=sleep, gpu_memory_utilization=0.3)
         assert memory._left(there, one, True) == pytest.approx(share * 1e8 - 20 * count)
     assert memory._left(there, config(), False) == 1e8 - 18 * count  # SPEED 2.12's 18 bytes
+
+
+@pytest.mark.parametrize("layout", packing.LAYOUTS)
+def test_the_longest_group_is_counted_in_the_layout_that_it_will_have(
+    tmp_path, monkeypatch, layout
+):
+    monkeypatch.setitem(memory.MOST, "cpu", 64)
+    run = alone(tmp_path, f"train.layout={layout}")
+    length = run.config.generation.max_completion_length
+    completions = [length] * run.config.algorithm.num_generations
+    assert run.limits.rows == rows_of(run.prompts.longest, completions, layout) > 64
 
 
 def test_a_container_has_no_more_memory_than_it_was_given(monkeypatch, tmp_path):
