@@ -16,7 +16,7 @@ from rloo_cli.generation import Generator
 from rloo_cli.prompts import Prompts
 from rloo_cli.rewards.arguments import Context, TrainerState
 from rloo_cli.rewards.build import Reward
-from rloo_cli.rewards.scoring import Scores, score
+from rloo_cli.rewards.scoring import Scores, Stage
 from rloo_cli.rollout import Batch, Group
 from rloo_cli.schema import RunConfig
 from rloo_cli.seeds import sampling_seed
@@ -65,11 +65,16 @@ class Rollouts:
             [sampling_seed(self.config.seed, "train", step, first + i, j) for j in range(k)]
             for i in range(count)
         ]
+        context = Context(self.prompts.conversational, state, stop.check)
+        stage = Stage(self.rewards, groups, context, k)
         with self.clock.phase("generation"):
-            self.generator.generate(groups, seeds)
+            try:
+                self.generator.generate(groups, seeds, arrived=stage.arrived)
+            except BaseException:
+                stage.abandon()
+                raise
         with self.clock.phase("reward"):
-            context = Context(self.prompts.conversational, state, stop.check)
-            scores = score(self.rewards, groups, context)
+            scores = stage.finish()
             scores.raw = poison("reward", scores.raw)
         return self._batch(step, groups, scores)
 

@@ -90,6 +90,15 @@ def _batch(run: RunConfig) -> Iterator[Problem]:
 def _rewards(run: RunConfig) -> Iterator[Problem]:
     """User code is parsed here, not run: a name that is not there costs no import."""
     entries = run.rewards.items()
+    for name, entry in entries:
+        if entry.workers > 1 and entry.scope == "batch":
+            key = f"reward.{name}.workers"
+            what = f"{key} = {entry.workers} would share out one call"
+            why = f"reward.{name}.scope = batch: all rows of a step are one call"
+            yield Problem(what, key, why, f"reward.{name}.scope=row, or {key}=1")
+        if entry.workers and entry.type == "model":
+            key, why = f"reward.{name}.workers", "each would hold a copy of the model"
+            yield Problem(f"{key}: a reward model has none", key, why, f"{key}=0")
     codes = {f"reward.{n}.path": getattr(c, "path", "") for n, c in entries if c.type == "function"}
     codes |= {
         f"train.{k}": v

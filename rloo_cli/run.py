@@ -25,6 +25,7 @@ from rloo_cli.policy.levels import Level
 from rloo_cli.policy.model import Policy, reference
 from rloo_cli.prompts import Prompts
 from rloo_cli.resume import Start
+from rloo_cli.rewards import workers
 from rloo_cli.rewards.build import Reward, build, from_callable
 from rloo_cli.rollouts import Rollouts
 from rloo_cli.schedule import Limits, rows_of
@@ -201,10 +202,12 @@ def rewards_of(config: RunConfig, functions: Mapping[str, Callable[..., Any]]) -
 
     Raises ConfigError, MachineError.
     """
-    return [
+    rewards = [
         from_callable(name, functions[name], entry) if name in functions else build(name, entry)
         for name, entry in config.rewards.items()
     ]
+    workers.start(rewards)
+    return rewards
 
 
 def code_notes(config: RunConfig) -> list[str]:

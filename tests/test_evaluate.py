@@ -199,14 +199,13 @@ def test_a_signal_ends_an_evaluation_before_the_next_batch_is_sampled(tmp_path, 
         asked.append(len(groups))
         first(groups, seeds, greedy=greedy)
         if len(asked) == 2:
-            monkeypatch.setattr(scoring, "run", heard)
+            monkeypatch.setattr(scoring, "finish", heard)
 
     def heard(*arguments):
-        told = run_rewards(*arguments)
+        wait(*arguments)
         monkeypatch.setattr(stop, "_heard", [(15, 0.0)])  # when nobody waits for a reward any more
-        return told
 
-    run, asked, run_rewards = make(tmp_path, "eval.batch_size=4"), [], scoring.run
+    run, asked, wait = make(tmp_path, "eval.batch_size=4"), [], scoring.finish
     first, run.generator.generate = run.generator.generate, generate
     with pytest.raises(Stopped):
         evaluate(run)

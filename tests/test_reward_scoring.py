@@ -23,6 +23,7 @@ COMMON: dict[str, Any] = {
     "max_error_rate": 0.2,
     "nan_is_none": False,
     "scope": "batch",
+    "workers": 0,
     "cache": False,
 }
 STATE = TrainerState(3, 7, 10, 0.5, 96, 1000, 1.0)

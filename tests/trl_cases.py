@@ -145,9 +145,10 @@ def replay(run: Run, completions: Sequence[Sequence[int]]) -> None:
         assert reason is not None, f"{ids} is not complete"
         return Rollout(ids, rule.text(ids), reason, rule.terminated(ids, reason), seed, 0)
 
-    def generate(groups: list[Group], seeds: list[list[int]], greedy: bool = False) -> None:
-        for group, own in zip(groups, seeds, strict=True):
+    def generate(groups: list[Group], seeds: list[list[int]], arrived: Any) -> None:
+        for place, (group, own) in enumerate(zip(groups, seeds, strict=True)):
             group.rollouts = [rollout(seed) for seed in own]
+            arrived(place)
 
     run.rollouts.generator = SimpleNamespace(generate=generate, facts={})
 

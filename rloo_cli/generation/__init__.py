@@ -7,7 +7,7 @@ prints a line. A file may have `rules(run_config)`, problems of its keys. The lo
 `Generator` and nothing else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rloo_cli.errors import GenerationError, Problem
@@ -26,6 +26,10 @@ def tolerance(*dtypes: str) -> float:
     return EXACT if {d.removeprefix("torch.") for d in dtypes} <= {"float32"} else LOOSE
 
 
+def unheard(place: int) -> None:
+    """Nobody waits for single groups."""
+
+
 class Generator(Protocol):
     """Prompts in, completions out."""
 
@@ -38,11 +42,13 @@ class Generator(Protocol):
         seeds: list[list[int]],
         greedy: bool = False,
         temperature: float | None = None,
+        arrived: Callable[[int], None] = unheard,
     ) -> None:
         """Fill `groups[i].rollouts` with `len(seeds[i])` rollouts, one per seed and in order.
 
         A completion depends on its prompt and its seed, not on its neighbours (OBJECTIVE 7).
-        `temperature` None: that of the config.
+        `temperature` None: that of the config. `arrived(i)` is called once for each group, as soon
+        as it is whole, from any thread.
         Raises GenerationError.
         """
 

@@ -10,6 +10,7 @@ EOS.
 
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from rloo_cli import stop
 from rloo_cli.errors import GenerationError, NumbersError, Problem
 from rloo_cli.faults import fault
-from rloo_cli.generation import check_lengths, sampling, tolerance
+from rloo_cli.generation import check_lengths, sampling, tolerance, unheard
 from rloo_cli.generation.plain import Plain, selectable
 from rloo_cli.generation.rows import Row, split
 from rloo_cli.generation.shared import Shared
@@ -63,6 +64,7 @@ class TransformersGenerator:
         seeds: list[list[int]],
         greedy: bool = False,
         temperature: float | None = None,
+        arrived: Callable[[int], None] = unheard,
     ) -> None:
         """Fill `groups[i].rollouts`, one per seed and in order (`Generator.generate`).
 
@@ -75,6 +77,15 @@ class TransformersGenerator:
             raise GenerationError(f"{len(groups)} groups, but seeds for {len(seeds)}")
         check_lengths(groups, self.config.max_completion_length, self.context_length)
         rows = [Row(i, groups[i].prompt_ids, seed) for i, own in enumerate(seeds) for seed in own]
+        family: list[list[Row]] = [[] for _ in groups]
+        for row in rows:
+            family[row.group].append(row)
+
+        def ended(row: Row) -> None:
+            if all(sibling.reason is not None for sibling in family[row.group]):
+                groups[row.group].rollouts = [self._rollout(own) for own in family[row.group]]
+                arrived(row.group)
+
         # no_grad and not inference_mode: a model may keep a buffer it computes here (rotary
         # frequencies of a long prompt), and an inference tensor breaks the backward pass later.
         with evaluating(self.model), native(self.model), torch.no_grad():
@@ -82,14 +93,17 @@ class TransformersGenerator:
                 fault("gen.request")
                 way = self._way(batch)
                 with way.holding():
-                    self._decode(way, batch, greedy, temperature)
-        for i, group in enumerate(groups):
-            group.rollouts = [self._rollout(row) for row in rows if row.group == i]
+                    self._decode(way, batch, greedy, temperature, ended)
 
     def _decode(
-        self, way: Plain | Shared, rows: list[Row], greedy: bool, temperature: float | None
+        self,
+        way: Plain | Shared,
+        rows: list[Row],
+        greedy: bool,
+        temperature: float | None,
+        ended: Callable[[Row], None],
     ) -> None:
-        """Sample these rows to their ends, all in one batch."""
+        """Sample these rows to their ends, all in one batch; `ended` hears of each."""
         state, logits = way.prefill(rows, self.config.max_completion_length)
         width, config = state.width, self.config
         if temperature is not None:
@@ -104,7 +118,7 @@ class TransformersGenerator:
             uniform = None if greedy else state.uniforms[:, end - width]
             tokens, logp = sampling.pick(scores, uniform)
             state.seen[:, end] = tokens
-            self._record(state.rows, tokens.tolist(), logp.tolist())
+            self._record(state.rows, tokens.tolist(), logp.tolist(), ended)
             alive = [r for r, row in enumerate(state.rows) if row.reason is None]
             if not alive:
                 return
@@ -112,7 +126,13 @@ class TransformersGenerator:
                 state.keep(alive)
             logits = way.forward(state, end + 1)
 
-    def _record(self, rows: list[Row], tokens: list[int], logp: list[float]) -> None:
+    def _record(
+        self,
+        rows: list[Row],
+        tokens: list[int],
+        logp: list[float],
+        ended: Callable[[Row], None],
+    ) -> None:
         for row, token, value in zip(rows, tokens, logp, strict=True):
             if row.reason is not None:
                 continue  # a finished row that is still in the batch
@@ -127,6 +147,8 @@ class TransformersGenerator:
             row.ids.append(token)
             row.logp.append(value)
             row.reason = self.rule.reason(row.ids)
+            if row.reason is not None:
+                ended(row)
 
     def _way(self, rows: list[Row]) -> Plain | Shared:
         """How these rows are decoded; what speaks against the faster way is said once."""

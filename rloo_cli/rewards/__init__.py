@@ -22,4 +22,6 @@ PARTS = (
     "scoring",
     "text",
     "validate",
+    "worker",
+    "workers",
 )

@@ -82,12 +82,9 @@ class Table:
 
     groups: "Sequence[Group]"
     context: Context
+    k: int  # rollouts that each group has, or will have when its rows are asked for
 
     def __post_init__(self) -> None:
-        sizes = {len(g.rollouts) for g in self.groups}
-        if len(sizes) > 1:
-            raise ValueError(f"groups of different sizes: {sorted(sizes)}")
-        self.k = sizes.pop() if sizes else 0
         names = {c: None for g in self.groups for c in g.row if c not in NOT_PASSED}
         self.columns = list(names)  # in the data set's order
 

@@ -28,6 +28,7 @@ class Reward:
     is_async: bool
     location: str  # file:line
     memory: dict[Any, float | None] = field(default_factory=dict, repr=False, compare=False)
+    idle: list[Any] = field(default_factory=list, repr=False, compare=False)  # workers that wait
 
 
 def build(name: str, config: RewardConfig) -> Reward:
@@ -67,6 +68,11 @@ def _reward(
     _check_signature(code, named, takes_all, fixed, where)
     required = [p.name for p in named.values() if p.default is p.empty]
     call = getattr(code, "__call__", None)  # noqa: B004  (an object whose __call__ is async)
+    is_async = inspect.iscoroutinefunction(code) or inspect.iscoroutinefunction(call)
+    if is_async and config.workers:
+        why = f"{location(code)} is async: its calls run side by side already, on one event loop"
+        key = f"reward.{name}.workers"
+        raise ConfigError(Problem(f"{key} would do nothing", key, why, f"{key}=0"))
     return Reward(
         name=name,
         config=config,
@@ -74,7 +80,7 @@ def _reward(
         wants=None if takes_all else frozenset(named),
         needs=tuple(n for n in required if n not in KWARGS and n not in fixed),
         fixed=fixed,
-        is_async=inspect.iscoroutinefunction(code) or inspect.iscoroutinefunction(call),
+        is_async=is_async,
         location=location(code),
     )
 

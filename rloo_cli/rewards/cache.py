@@ -1,5 +1,6 @@
 """`cache: true`: an equal completion of an equal prompt is scored once, over the whole run."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,29 +12,27 @@ REMEMBERED = 100_000  # scores kept per reward, the oldest go first
 
 @dataclass
 class Plan:
-    """What a reward has to be asked."""
+    """What a reward has to be asked in one step."""
 
-    rows: list[int]  # to call it for
     known: dict[int, float | None] = field(default_factory=dict)  # row -> remembered score
     twins: dict[int, int] = field(default_factory=dict)  # row -> the equal row that is asked
+    first: dict[Any, int] = field(default_factory=dict)  # a row's key -> the row that is asked
 
-
-def plan(reward: Reward, table: Table) -> Plan:
-    """All rows; with `cache`, only those that are new, equal ones once."""
-    if not reward.config.cache:
-        return Plan(list(range(len(table))))
-    made = Plan([])
-    first: dict[Any, int] = {}
-    for row in range(len(table)):
-        key = key_of(table, row)
-        if key in reward.memory:
-            made.known[row] = reward.memory[key]
-        elif key in first:
-            made.twins[row] = first[key]
-        else:
-            first[key] = row
-            made.rows.append(row)
-    return made
+    def add(self, reward: Reward, table: Table, rows: Sequence[int]) -> list[int]:
+        """Which of these further rows to call it for: with `cache` those that are new, once."""
+        if not reward.config.cache:
+            return list(rows)
+        asked = []
+        for row in rows:
+            key = key_of(table, row)
+            if key in reward.memory:
+                self.known[row] = reward.memory[key]
+            elif key in self.first:
+                self.twins[row] = self.first[key]
+            else:
+                self.first[key] = row
+                asked.append(row)
+        return asked
 
 
 def remember(reward: Reward, table: Table, values: dict[int, float | None]) -> None:

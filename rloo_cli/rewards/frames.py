@@ -25,8 +25,11 @@ LIBRARIES = (
 )
 CALLERS = tuple(
     PACKAGE + name
-    for name in ("rewards/running.py", "rewards/frames.py", "rewards/exits.py", "registry.py")
-)
+    for name in (
+        "rewards/running.py", "rewards/worker.py", "rewards/frames.py", "rewards/exits.py",
+        "registry.py",
+    )
+)  # fmt: skip
 
 
 def load_user_code(spec: str, where: str, seconds: float = 120.0) -> Callable[..., Any]:

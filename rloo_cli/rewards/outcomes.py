@@ -39,20 +39,20 @@ class Call:
     make: Callable[[], tuple[dict[str, Any], Log]]
 
 
-def judge(reward: Reward, call: Call, returned: Any, log: Log) -> Outcome:
-    """What a call returned (a Failure if it raised) as an outcome."""
+def judge(reward: Reward, rows: list[int], returned: Any, log: Log) -> Outcome:
+    """What a call on these rows returned (a Failure if it raised) as an outcome."""
     if not isinstance(returned, Failure):
         try:
-            values, wrong = validate(returned, len(call.rows), reward.config.nan_is_none)
+            values, wrong = validate(returned, len(rows), reward.config.nan_is_none)
         except Invalid as error:
             returned = Failure("invalid", str(error))
         except Exception as error:  # an object whose own .item() or .tolist() raises
             returned = raised(error)
         else:
             failures = {place: Failure("invalid", why) for place, why in wrong.items()}
-            return Outcome(call.rows, values, failures, log)
-    nothing: Values = [None] * len(call.rows)
-    return Outcome(call.rows, nothing, dict.fromkeys(range(len(call.rows)), returned))
+            return Outcome(rows, values, failures, log)
+    nothing: Values = [None] * len(rows)
+    return Outcome(rows, nothing, dict.fromkeys(range(len(rows)), returned))
 
 
 def raised(error: BaseException) -> Failure:

@@ -1,13 +1,14 @@
 """Scores a step: every reward on every row, failures kept apart from zeros.
 
-`score` calls all rewards at once (`running`), puts their values in place and lets `failures`
-decide, by each reward's `on_error` and `max_error_rate`, whether the run stops. None ("this
-reward does not apply") is NaN in `Scores.raw`; so is a row that failed under `on_error: none`,
-which also counts in `error_rate`.
+A `Stage` calls all rewards at once (`running`), as groups arrive, puts their values in place and
+lets `failures` decide, by each reward's `on_error` and `max_error_rate`, whether the run stops.
+None ("this reward does not apply") is NaN in `Scores.raw`; so is a row that failed under
+`on_error: none`, which also counts in `error_rate`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ from rloo_cli.rewards.arguments import Context, Table, TrainerState
 from rloo_cli.rewards.build import Reward
 from rloo_cli.rewards.failures import RewardFailed, Verdict
 from rloo_cli.rewards.outcomes import Call, Outcome
-from rloo_cli.rewards.running import run
+from rloo_cli.rewards.running import Runner, finish
 from rloo_cli.rollout import Group
 
-__all__ = ["Context", "RewardFailed", "Scores", "TrainerState", "score"]
+__all__ = ["Context", "RewardFailed", "Scores", "Stage", "TrainerState", "score"]
 
 NAN = float("nan")
 
@@ -40,26 +41,76 @@ class Scores:
     warnings: list[str] = field(default_factory=list)  # to be printed once per run
 
 
+class Stage:
+    """Scoring one step, from its first whole group on. `k`: completions of each group.
+
+    `arrived` tells that a group has its rollouts: what has the scope group or row is called then,
+    while others are still being made; what has the scope batch is called by `finish`.
+    """
+
+    def __init__(
+        self, rewards: Sequence[Reward], groups: Sequence[Group], context: Context, k: int
+    ):
+        self.table = Table(groups, context, k)
+        rows = len(self.table)
+        self.parts = [(reward, cache.Plan(), Runner(reward, rows)) for reward in rewards]
+
+    def arrived(self, place: int) -> None:
+        """Group `place` is whole. Returns at once, from any thread; once for each group."""
+        rows = range(place * self.table.k, (place + 1) * self.table.k)
+        for reward, plan, runner in self.parts:
+            if reward.config.scope != "batch":
+                self._submit(reward, runner, plan.add(reward, self.table, rows))
+
+    def finish(self) -> Scores:
+        """The scores of all rows. Every group has arrived. Raises RewardFailed (exit code 5)."""
+        table = self.table
+        for reward, plan, runner in self.parts:
+            if reward.config.scope == "batch":
+                self._submit(reward, runner, plan.add(reward, table, range(len(table))))
+        try:
+            finish([runner for _, _, runner in self.parts], table.context.poll)
+        except BaseException:
+            self.abandon()
+            raise
+        verdicts = [_verdict(reward, table, plan, runner) for reward, plan, runner in self.parts]
+        failures.check(verdicts, table)
+        return _scores(verdicts, table)
+
+    def abandon(self) -> None:
+        """The step will not be: make no further calls."""
+        for _, _, runner in self.parts:
+            runner.abandon()
+
+    def _submit(self, reward: Reward, runner: Runner, rows: list[int]) -> None:
+        each = [[row] for row in rows] if reward.config.scope == "row" else [rows]
+        for part in filter(None, each):
+            runner.submit(
+                Call(part, partial(self.table.arguments, part, reward.wants, reward.fixed))
+            )
+
+
 def score(rewards: Sequence[Reward], groups: Sequence[Group], context: Context) -> Scores:
     """Score whole groups, all of one size K. Raises RewardFailed (exit code 5)."""
-    table = Table(groups, context)
-    plans = [cache.plan(reward, table) for reward in rewards]
-    jobs = [(r, _calls(r, table, p.rows)) for r, p in zip(rewards, plans, strict=True)]
-    ran = run(jobs, len(table), context.poll)
-    verdicts = [
-        _verdict(reward, table, plan, *told)
-        for reward, plan, told in zip(rewards, plans, ran, strict=True)
-    ]
-    failures.check(verdicts, table)
+    sizes = {len(g.rollouts) for g in groups}
+    if len(sizes) > 1:
+        raise ValueError(f"groups of different sizes: {sorted(sizes)}")
+    stage = Stage(rewards, groups, context, sizes.pop() if sizes else 0)
+    for place in range(len(groups)):
+        stage.arrived(place)
+    return stage.finish()
 
-    raw = torch.full((len(rewards), len(table)), NAN, dtype=torch.float64)
+
+def _scores(verdicts: Sequence[Verdict], table: Table) -> Scores:
+    raw = torch.full((len(verdicts), len(table)), NAN, dtype=torch.float64)
     for f, verdict in enumerate(verdicts):
         for row, value in verdict.values.items():
             raw[f, row] = NAN if value is None else value
         on_error = verdict.reward.config.on_error
         raw[f, list(verdict.failures)] = on_error if isinstance(on_error, float) else NAN
+    rewards = [v.reward for v in verdicts]
     scores = Scores(
-        raw=raw.view(len(rewards), len(groups), table.k),
+        raw=raw.view(len(rewards), len(table.groups), table.k),
         names=[r.name for r in rewards],
         weights=torch.tensor([r.config.weight for r in rewards], dtype=torch.float64),
         error_rate={v.reward.name: len(v.failures) / max(1, len(table)) for v in verdicts},
@@ -70,25 +121,9 @@ def score(rewards: Sequence[Reward], groups: Sequence[Group], context: Context) 
     return scores
 
 
-def _calls(reward: Reward, table: Table, rows: list[int]) -> list[Call]:
-    """The rows split as `scope` says."""
-    if reward.config.scope == "row":
-        parts = [[row] for row in rows]
-    elif reward.config.scope == "group":
-        parts = [[r for r in rows if r // table.k == p] for p in range(len(table.groups))]
-    else:
-        parts = [rows]
-
-    def call(part: list[int]) -> Call:
-        return Call(part, lambda: table.arguments(part, reward.wants, reward.fixed))
-
-    return [call(part) for part in parts if part]
-
-
-def _verdict(
-    reward: Reward, table: Table, plan: cache.Plan, outcomes: list[Outcome], seconds: float
-) -> Verdict:
-    verdict = Verdict(reward, {}, {}, outcomes, seconds)
+def _verdict(reward: Reward, table: Table, plan: cache.Plan, runner: Runner) -> Verdict:
+    outcomes = runner.outcomes()
+    verdict = Verdict(reward, {}, {}, outcomes, runner.seconds)
     for outcome in outcomes:
         for at, (row, value) in enumerate(zip(outcome.rows, outcome.values, strict=True)):
             if at in outcome.failures:
@@ -102,6 +137,7 @@ def _verdict(
             verdict.failures[row] = verdict.failures[twin]
         elif twin in verdict.values:  # it is in neither if calls were left out: the run stops
             verdict.values[row] = verdict.values[twin]
+    verdict.failures = dict(sorted(verdict.failures.items()))  # groups arrive in any order
     return verdict
 
 

@@ -7,13 +7,14 @@ seeds: a completion depends on its prompt, its seed and the weights, so nothing 
 """
 
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rloo_cli.errors import GenerationError, Problem
-from rloo_cli.generation import check_lengths
+from rloo_cli.generation import check_lengths, unheard
 from rloo_cli.generation.stopping import StopRule
 from rloo_cli.rollout import Group, Rollout
 from rloo_cli.schema import GenerationConfig, RunConfig
@@ -69,6 +70,7 @@ class VllmGenerator:
         seeds: list[list[int]],
         greedy: bool = False,
         temperature: float | None = None,
+        arrived: Callable[[int], None] = unheard,
     ) -> None:
         """Fill `groups[i].rollouts`, one per seed and in order (`Generator.generate`).
 
@@ -86,24 +88,37 @@ class VllmGenerator:
             )
             for g, k in places
         ]
-        answers = self._draw(asks, groups)
-        for g, group in enumerate(groups):
-            mine = [i for i, place in enumerate(places) if place[0] == g]
-            group.rollouts = [self._rollout(answers[i], seeds[g][places[i][1]]) for i in mine]
+        first = [places.index((g, 0)) for g in range(len(groups))]
+        answers: dict[int, Answer] = {}
+
+        def heard(place: int) -> None:
+            g = places[place][0]
+            mine = range(first[g], first[g] + len(seeds[g]))
+            if all(i in answers for i in mine):
+                told = zip(mine, seeds[g], strict=True)
+                groups[g].rollouts = [self._rollout(answers[i], seed) for i, seed in told]
+                arrived(g)
+
+        self._draw(asks, groups, answers, heard)
         self.supply.rest()
 
     def close(self) -> None:
         """Let go of the engine."""
         self.engine.close()
 
-    def _draw(self, asks: list[Ask], groups: list[Group]) -> dict[int, Answer]:
-        answers: dict[int, Answer] = {}
+    def _draw(
+        self,
+        asks: list[Ask],
+        groups: list[Group],
+        answers: dict[int, Answer],
+        heard: Callable[[int], None],
+    ) -> None:
         lost = 0
         while len(answers) < len(asks):
             missing = [i for i in range(len(asks)) if i not in answers]
             try:
                 self._ready(groups)
-                self._complete(asks, missing, answers)
+                self._complete(asks, missing, answers, heard)
             except Lost as gone:
                 lost += 1
                 self.supply.lost(gone)
@@ -112,13 +127,19 @@ class VllmGenerator:
                     raise GenerationError(
                         Problem(f"the sampler was lost {lost} times in one batch", why=why)
                     ) from gone
-        return answers
 
-    def _complete(self, asks: list[Ask], chosen: list[int], answers: dict[int, Answer]) -> None:
-        """Draw asks[i] for the i in `chosen`, into answers[i]."""
+    def _complete(
+        self,
+        asks: list[Ask],
+        chosen: list[int],
+        answers: dict[int, Answer],
+        heard: Callable[[int], None] = unheard,
+    ) -> None:
+        """Draw asks[i] for the i in `chosen`, into answers[i]; `heard` is told each i."""
 
         def done(place: int, answer: Answer) -> None:
             answers[chosen[place]] = self.supply.true(answer)
+            heard(chosen[place])
 
         self.engine.complete([asks[i] for i in chosen], done)
 
