@@ -27,6 +27,7 @@ from transformers import cache_utils
 from rloo_cli import registry
 from rloo_cli.errors import NumbersError
 from rloo_cli.generation import plain, rows, sampling
+from rloo_cli.rollout import Group
 
 __all__ = ["PAD", "tokenizer"]  # asked for here by test_stopping
 
@@ -55,6 +56,24 @@ def theirs(model, prompt, **kwargs):
 def test_greedy_ids_equal_generate_of_each_prompt_alone(name, shared):
     ours = ids(sample(generator(make(name), shared_prompt=shared), PROMPTS, [[0]] * 3, greedy=True))
     assert ours == [[theirs(make(name), prompt)] for prompt in PROMPTS]
+
+
+@both
+@pytest.mark.parametrize("batch_tokens", [None, 40])
+def test_each_group_is_told_of_once_and_whole_before_the_last_is_done(model, shared, batch_tokens):
+    ours = [Group(i, {}, str(p), p) for i, p in enumerate(PROMPTS)]
+    told: list[tuple[int, list[list[int]]]] = []
+
+    def arrived(place):
+        told.append((place, [r.completion_ids for r in ours[place].rollouts]))
+        unfinished.append(sum(not g.rollouts for g in ours))
+
+    unfinished: list[int] = []
+    sampler = generator(model, shared_prompt=shared, batch_tokens=batch_tokens)
+    sampler.generate(ours, SEEDS, arrived=arrived)
+    assert sorted(told) == list(enumerate(ids([g.rollouts for g in ours])))
+    assert [len(found) for _, found in sorted(told)] == [len(seeds) for seeds in SEEDS]
+    assert unfinished == [2, 1, 0]
 
 
 @family

@@ -89,6 +89,20 @@ def ask(seed, prompt=(5, 6, 7), **params):
     return Ask(list(prompt), given | params)
 
 
+def test_each_group_is_told_of_once_and_whole_also_when_the_server_was_lost(fake, make):
+    generator = make()
+    for lost in (False, True):
+        chosen, told = groups(PROMPTS), []
+        if lost:
+            fake.dies_at = {fake.drawn + COUNT - 1}
+
+        def arrived(place, chosen=chosen, told=told):
+            told.append((place, len(chosen[place].rollouts)))
+
+        generator.generate(chosen, SEEDS, arrived=arrived)
+        assert sorted(told) == [(i, len(seeds)) for i, seeds in enumerate(SEEDS)]
+
+
 # BM 4 and 5: what answers is not the server that the config says.
 
 

@@ -3,13 +3,28 @@
 import http.client
 import json
 import math
+import time
 from urllib.parse import urlsplit
 
 import pytest
 from fake_server import Fake
-from vllm_cases import config, engine, fake, real, right, tokenizer, weights
+from test_reward_scoring import PLAIN as PLAIN_CONTEXT
+from test_reward_scoring import reward
+from vllm_cases import (
+    config,
+    engine,
+    fake,
+    groups,
+    policy,
+    real,
+    right,
+    sampler,
+    tokenizer,
+    weights,
+)
 
 from rloo_cli.errors import GenerationError
+from rloo_cli.rewards.scoring import Stage
 from rloo_cli.vllm.engine import Ask
 
 __all__ = ["fake"]  # a fixture
@@ -230,3 +245,28 @@ def test_a_fake_without_facts_is_a_plain_vllm(fake, tmp_path):
     found = engine(config(fake.url), tmp_path)
     found.connect()
     found.close()
+
+
+def test_rewards_are_asked_while_other_groups_are_still_being_drawn(there, tmp_path):
+    # One request at a time: the groups come one after the other.
+    generator = sampler(config(there.url, max_in_flight=1), tmp_path, lambda note: None)
+    generator.load(policy(), 1)
+    chosen, begun, drawn = groups(PROMPTS), [], []
+
+    def score(completions):
+        begun.append(len(drawn))  # groups that were there
+        return [0.0] * len(completions)
+
+    def arrived(place):
+        drawn.append(place)
+        stage.arrived(place)
+        while len(begun) < len(drawn):  # the reward is called now, not when all are there
+            time.sleep(0.01)
+
+    stage = Stage([reward(score, scope="group")], chosen, PLAIN_CONTEXT, 2)
+    try:
+        generator.generate(chosen, [[1, 2]] * len(chosen), arrived=arrived)
+    finally:
+        generator.close()
+    assert stage.finish().raw.shape == (1, len(PROMPTS), 2)
+    assert begun == [1, 2, 3]
