@@ -100,6 +100,9 @@ class RewardConfig(Frozen):
     max_error_rate: float = key("Share of a step's rows that may fail before we stop", ge=0, le=1)
     nan_is_none: bool = key("NaN means 'does not apply', as in rewards written for TRL")
     scope: Literal["batch", "group", "row"] = key("What one call gets: all rows, a group, a row")
+    only: dict[str, str | int | bool | list[str | int | bool]] = key(
+        "Rows it is asked about, by their columns: {task: math} or {task: [math, logic]}; {} = all"
+    )
     workers: int = key("Processes that make its calls; 0 = a thread of this one", ge=0, le=1024)
     cache: bool = key("Score an equal completion of an equal prompt only once")
 

@@ -3,7 +3,7 @@
 from rloo_cli.rewards.contains import Config, score
 
 COMMON = {"weight": 1.0, "timeout_s": 1.0, "retries": 0, "on_error": "raise", "scope": "batch"}
-COMMON |= {"max_error_rate": 0.2, "nan_is_none": False, "workers": 0, "cache": False}
+COMMON |= {"max_error_rate": 0.2, "nan_is_none": False, "only": {}, "workers": 0, "cache": False}
 CONFIG = Config(type="contains", column="keywords", ignore_case=True, **COMMON)
 
 

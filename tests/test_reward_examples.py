@@ -264,6 +264,14 @@ def test_exact_match_extracts(extract: str, text: str, gold: Any, expected: floa
     assert values(reward, group(text, answer=gold)) == [expected]
 
 
+def test_exact_match_reads_the_gold_answer_out_of_a_solution() -> None:
+    keys = {"extract": "last_number", "gold_extract": "last_number", "column": "answer"}
+    reward = shipped("exact_match", **keys)
+    gold = "He has 3 + 4 = <<3+4=7>>7 of 1,007.\n#### 1,007"
+    step = [group("so 1007", "7", answer=gold), group("7", "8", answer="nobody knows")]
+    assert values(reward, *step) == [1.0, 0.0, None, None]
+
+
 def test_every_reward_has_a_yaml_a_docstring_and_known_columns() -> None:
     needed = {"regex": {"pattern": "x"}, "function": {"path": f"{__file__}:shipped"}}
     needed |= {name: {"max_length": 100} for name in ("overlong", "cosine_length")}

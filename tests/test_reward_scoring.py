@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from rloo_cli.errors import DataError
 from rloo_cli.rewards.arguments import KWARGS, Context, TrainerState
-from rloo_cli.rewards.build import from_callable
+from rloo_cli.rewards.build import check_columns, from_callable
 from rloo_cli.rewards.scoring import RewardFailed, Scores, score
 from rloo_cli.rollout import Group, Rollout
 from rloo_cli.schema import RewardConfig
@@ -23,6 +24,7 @@ COMMON: dict[str, Any] = {
     "max_error_rate": 0.2,
     "nan_is_none": False,
     "scope": "batch",
+    "only": {},
     "workers": 0,
     "cache": False,
 }
@@ -272,3 +274,24 @@ def test_nan_is_none_when_the_reward_was_written_for_trl() -> None:
 def test_nothing_to_score_is_no_error() -> None:
     assert score([], [group("a")], PLAIN).raw.shape == (0, 1, 1)
     assert score([reward(lambda completions: [])], [], PLAIN).raw.shape == (1, 0, 0)
+
+
+@pytest.mark.parametrize("scope", ["batch", "group", "row"])
+def test_only_says_which_rows_a_reward_is_asked_about(scope: str) -> None:
+    seen: list[str] = []
+
+    def fn(completions):
+        seen.extend(completions)
+        return [1.0] * len(completions)
+
+    rows = [group("a", "b", task="math"), group("c", "d", task="code"), group("e", "f", task="art")]
+    one = values(fn, *rows, only={"task": "math"}, scope=scope)
+    assert one == [1.0, 1.0, None, None, None, None] and sorted(seen) == ["a", "b"]
+    both = values(fn, *rows, only={"task": ["math", "code"]}, scope=scope)
+    assert both == [1.0, 1.0, 1.0, 1.0, None, None]
+
+
+def test_a_column_that_only_names_has_to_be_there() -> None:
+    one = reward(lambda completions: [1.0], only={"subject": "math"})
+    with pytest.raises(DataError, match="needs the data column 'subject'"):
+        check_columns([one], ["task"])

@@ -78,7 +78,7 @@ def _reward(
         config=config,
         code=code,
         wants=None if takes_all else frozenset(named),
-        needs=tuple(n for n in required if n not in KWARGS and n not in fixed),
+        needs=(*(n for n in required if n not in KWARGS and n not in fixed), *config.only),
         fixed=fixed,
         is_async=is_async,
         location=location(code),

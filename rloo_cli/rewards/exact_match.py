@@ -1,4 +1,5 @@
-"""1.0 if the answer is, as a string, one of the gold ones, else 0.0. None without a gold answer.
+"""1.0 if the answer is, as a string, one of the gold ones, else 0.0. None without a gold answer that
+can be read.
 
 The column holds one gold answer or a list of accepted ones. White space around answers does not
 count. A completion without an answer to extract (no \\boxed{}, no number) gets 0.0.
@@ -19,6 +20,9 @@ class Config(RewardConfig):
     column: str = key("Data column with the gold answer, or a list of them")
     extract: Literal["text", "boxed", "answer_tag", "last_line", "last_number"] = key(
         "The answer: all the text, the last of: \\boxed{}, <answer> block, line, number"
+    )
+    gold_extract: Literal["text", "boxed", "answer_tag", "last_line", "last_number"] = key(
+        "The same of the gold answer, where the column holds a whole solution"
     )
     ignore_case: bool = key("Capital and small letters are equal")
 
@@ -59,7 +63,10 @@ def _equal(answer: str | None, gold: Any, config: Config) -> float | None:
     if answer is None:
         return 0.0
     golds = gold if isinstance(gold, list | tuple) else [gold]
-    return float(_plain(answer, config) in [_plain(str(g), config) for g in golds])
+    right = [r for g in golds if (r := extract(str(g), config.gold_extract)) is not None]
+    if golds and not right:
+        return None  # as accuracy does with a gold answer that it cannot read
+    return float(_plain(answer, config) in [_plain(str(g), config) for g in right])
 
 
 def _plain(answer: str, config: Config) -> str:

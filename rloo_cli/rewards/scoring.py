@@ -60,14 +60,14 @@ class Stage:
         rows = range(place * self.table.k, (place + 1) * self.table.k)
         for reward, plan, runner in self.parts:
             if reward.config.scope != "batch":
-                self._submit(reward, runner, plan.add(reward, self.table, rows))
+                self._submit(reward, plan, runner, rows)
 
     def finish(self) -> Scores:
         """The scores of all rows. Every group has arrived. Raises RewardFailed (exit code 5)."""
         table = self.table
         for reward, plan, runner in self.parts:
             if reward.config.scope == "batch":
-                self._submit(reward, runner, plan.add(reward, table, range(len(table))))
+                self._submit(reward, plan, runner, range(len(table)))
         try:
             finish([runner for _, _, runner in self.parts], table.context.poll)
         except BaseException:
@@ -82,12 +82,23 @@ class Stage:
         for _, _, runner in self.parts:
             runner.abandon()
 
-    def _submit(self, reward: Reward, runner: Runner, rows: list[int]) -> None:
-        each = [[row] for row in rows] if reward.config.scope == "row" else [rows]
+    def _submit(
+        self, reward: Reward, plan: cache.Plan, runner: Runner, rows: Sequence[int]
+    ) -> None:
+        asked = [row for row in rows if _applies(reward, self.table.at(row)[0].row)]
+        plan.known |= dict.fromkeys({*rows} - {*asked})
+        asked = plan.add(reward, self.table, asked)
+        each = [[row] for row in asked] if reward.config.scope == "row" else [asked]
         for part in filter(None, each):
             runner.submit(
                 Call(part, partial(self.table.arguments, part, reward.wants, reward.fixed))
             )
+
+
+def _applies(reward: Reward, columns: dict[str, Any]) -> bool:
+    """Whether `only` lets the reward see a row."""
+    wanted = reward.config.only.items()
+    return all(columns.get(c) in (v if isinstance(v, list) else [v]) for c, v in wanted)
 
 
 def score(rewards: Sequence[Reward], groups: Sequence[Group], context: Context) -> Scores:
