@@ -89,6 +89,8 @@ def merged(values: dict[str, Any], sources: Sources | None = None) -> dict[str, 
         for entry in entries.values():
             if stand_in and isinstance(entry, dict) and entry.get("type") == "model":
                 entry |= {"path": stand_in, "tokenizer": None, "revision": None}
+                entry |= {"model_kwargs": {}, "dtype": "auto", "trust_remote_code": False}
+                entry |= {"input": "auto", "max_length": None, "device": "auto", "offload": False}
         values["reward"] = entries
     return _with_sets(values)
 

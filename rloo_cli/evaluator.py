@@ -30,6 +30,7 @@ from rloo_cli.policy import load
 from rloo_cli.policy.model import Policy
 from rloo_cli.prompts import Prompts
 from rloo_cli.rewards.build import Reward
+from rloo_cli.rewards.ready import ready
 from rloo_cli.run import code_notes, rewards_of
 from rloo_cli.schema import RunConfig
 
@@ -107,6 +108,8 @@ def _parts(settings: RunConfig, world: World, folder: Path) -> tuple[Parts, Poli
     sets = {name: prompts for name, prompts in prepared.items() if name is not None}
     for note in [note for name in sets for note in splits.notes(name, sets[name])]:
         print(note)
+    length = settings.generation.max_completion_length
+    ready(rewards, tokenizer, sets, length, world.device, print)
     print("loading the model ...", flush=True)
     model = load.model(settings.model, settings.model.path, world.device)
     where = registry.module("generation", settings.generation.backend).IMPLEMENTATION

@@ -27,6 +27,7 @@ from rloo_cli.prompts import Prompts
 from rloo_cli.resume import Start
 from rloo_cli.rewards import workers
 from rloo_cli.rewards.build import Reward, build, from_callable
+from rloo_cli.rewards.ready import ready
 from rloo_cli.rollouts import Rollouts
 from rloo_cli.schedule import Limits, rows_of
 from rloo_cli.schema import RunConfig
@@ -67,6 +68,9 @@ def make(
         log.note(note)
     count_steps(config, len(prompts))  # raises before any weights load
     same_data(start, prompts, config)
+    log.phase("making rewards ready")
+    length = config.generation.max_completion_length
+    ready(rewards, tokenizer, prepared, length, world.device, log.note)
     run = _with_model(config, start, world, log, tokenizer, context, prepared, rewards)
     begin(run, start)
     return run

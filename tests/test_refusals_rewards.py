@@ -1,7 +1,7 @@
 """The scorecard's refusals of rewards (BR), each in the run itself, in-process.
 
 BR-1 and BR-2 are config text and stand in test_refusals_config.py; BR-5's whole process is in
-test_run_ends.py; BR-12 needs a reward model's preflight.
+test_run_ends.py; BR-12 is in test_reward_model.py.
 """
 
 import math

@@ -8,13 +8,14 @@ packed.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rloo_cli import tensors
 from rloo_cli.errors import ConfigError, Problem
-from rloo_cli.packing import LAYOUTS, pack, whole
+from rloo_cli.packing import LAYOUTS, Micro, pack, whole
 from rloo_cli.policy import attention
 from rloo_cli.policy.model import Policy, evaluating
 from rloo_cli.policy.static import why_not_shared
@@ -46,7 +47,7 @@ def settle(policy: Policy, wanted: str, longest: int | None) -> Level:
     probe = Probe(policy)
     reasons = []
     for layout in LAYOUTS if wanted == "auto" else (wanted,):
-        reason = _try(policy, layout, longest, probe)
+        reason = attempt(policy, layout, longest, probe)
         if reason is None:
             break
         reasons.append(f"not {layout}: {reason}")
@@ -76,12 +77,21 @@ def follow(policy: Policy, other: Policy) -> None:
 class Probe:
     """Two groups of random ids, and what the model says of each completion alone. (S,)"""
 
-    def __init__(self, policy: Policy) -> None:
+    off = "log-probabilities are off by {:.2g} nats"
+
+    def __init__(self, policy: Any) -> None:
         self.groups = probes(policy)
         self.policy = policy
-        self.truth = _alone(policy, self.groups)
+        self.truth = self.alone()
         self.exact = next(policy.model.parameters()).dtype is torch.float32
         self.usual = 0.0 if self.exact else self._noise()
+
+    def alone(self, name: str | None = None) -> Tensor:
+        """What the model says of each completion in a row of its own. -> (S,)
+
+        `name`: by another attention than the model's own.
+        """
+        return _alone(self.policy, self.groups, name)
 
     def sums(self, layout: str) -> Tensor:
         """Log-probability of each completion as it is set up now. -> (S,)"""
@@ -89,13 +99,12 @@ class Probe:
         micro = pack(self.groups, parts, device=self.policy.device, layout=layout)
         with torch.no_grad(), evaluating(self.policy.model):
             (found,), _ = self.policy.scorer(micro, [self.policy.temperature], False)
-        if micro.shared is not None:
-            layers = self.policy.model.config.get_text_config().num_hidden_layers
-            if micro.shared.calls[0] != layers:
-                raise attention.NotShared(
-                    f"our attention was called {micro.shared.calls[0]} times in {layers} layers"
-                )
+        count_calls(self.policy.model, micro)
         return tensors.row_sum(found.double(), micro.sequence, micro.sequences)
+
+    def gap(self, found: Tensor) -> Tensor:
+        """How far each completion is from the truth. -> (S,)"""
+        return (found - self.truth).abs()
 
     def _noise(self) -> float:
         """Mean nats per completion that kernels in another order make in half precision.
@@ -103,30 +112,42 @@ class Probe:
         Between padded rows and rows alone, or between two of the model's own attentions on rows
         alone where that is more: some kernels give padded rows the very same bits.
         """
-        found = float((self.sums("padded") - self.truth).abs().mean())
+        found = float(self.gap(self.sums("padded")).mean())
         settable = getattr(self.policy.model, "_can_set_attn_implementation", lambda: False)()
         for name in ("eager", "sdpa") if settable else ():
             try:
-                other = _alone(self.policy, self.groups, name)
+                other = self.alone(name)
             except Exception:  # an attention that this model does not have
                 continue
-            found = max(found, float((other - self.truth).abs().mean()))
+            found = max(found, float(self.gap(other).mean()))
         return found
 
     def differs(self, layout: str) -> str | None:
         """How far off this layout is, where that is more than rounding."""
-        gap = (self.sums(layout) - self.truth).abs()
+        gap = self.gap(self.sums(layout))
         worst, most = float(gap.max()), CLOSE
         if not self.exact:
             worst, most = float(gap.mean()), ROUNDED[0] * self.usual + ROUNDED[1]
-        return None if worst <= most else f"log-probabilities are off by {worst:.2g} nats"
+        return None if worst <= most else self.off.format(worst)
 
 
-def _try(policy: Policy, layout: str, longest: int | None, probe: Probe) -> str | None:
-    """Set a policy up for a layout; why it may not have it, and then it is as before."""
+def count_calls(model: Any, micro: Micro) -> None:
+    """Raises NotShared where not every layer asked our attention for a shared row just computed."""
+    if micro.shared is not None:
+        layers = model.config.get_text_config().num_hidden_layers
+        if micro.shared.calls[0] != layers:
+            raise attention.NotShared(
+                f"our attention was called {micro.shared.calls[0]} times in {layers} layers"
+            )
+
+
+def attempt(policy: Any, layout: str, longest: int | None, probe: Probe) -> str | None:
+    """Set a policy (or a reward model) up for a layout; why it may not have it, and then it is as
+    before.
+    """
     if layout == "shared" and (reason := why_not_shared(policy.model, longest)):
         return reason
-    if layout == "packed" and not policy.scorer.names_positions:
+    if layout == "packed" and not policy.names_positions:
         return "it takes no positions"
     if layout == "shared":
         attention.install(policy.model)
@@ -163,7 +184,7 @@ def _fuse(policy: Policy, probe: Probe) -> str | None:
     return reason
 
 
-def probes(policy: Policy) -> list[Group]:
+def probes(policy: Any) -> list[Group]:
     """Two groups of three completions of unequal lengths, one of a single token."""
     words = policy.model.get_input_embeddings().weight.shape[0]
     draw = torch.Generator().manual_seed(0)

@@ -43,11 +43,7 @@ class Scorer(nn.Module):
         self.fused, self.keep_bytes, self.scale = False, 0, 1.0
         self.float32 = False  # `model.lm_head_fp32`
         self.head: nn.Module = model.get_output_embeddings()
-        taken = inspect.signature(model.forward).parameters
-        self.names_positions = "position_ids" in taken
-        self.takes_positions = self.names_positions or any(
-            p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()
-        )
+        self.names_positions, self.takes_positions = positions(model)
 
     def forward(
         self, micro: Micro, temperatures: Sequence[float], want_entropy: bool
@@ -80,14 +76,27 @@ class Scorer(nn.Module):
         return logits.squeeze(0)
 
     def _inputs(self, micro: Micro) -> dict[str, Any]:
-        given: dict[str, Any] = {"input_ids": micro.input_ids, "use_cache": False}
-        if self.takes_positions:
-            given["position_ids"] = micro.position_ids
-        if micro.attention_mask is not None:
-            given["attention_mask"] = micro.attention_mask
-        if micro.shared is not None:
-            given[PLAN] = micro.shared
-        return given
+        return inputs(micro, self.takes_positions)
+
+
+def positions(model: Any) -> tuple[bool, bool]:
+    """Whether a module's forward names `position_ids`, and whether it takes them at all."""
+    taken = inspect.signature(model.forward).parameters
+    names = "position_ids" in taken
+    stars = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
+    return names, names or stars
+
+
+def inputs(micro: Micro, takes_positions: bool) -> dict[str, Any]:
+    """What the forward of a model, or of its backbone, is given of a micro-batch."""
+    given: dict[str, Any] = {"input_ids": micro.input_ids, "use_cache": False}
+    if takes_positions:
+        given["position_ids"] = micro.position_ids
+    if micro.attention_mask is not None:
+        given["attention_mask"] = micro.attention_mask
+    if micro.shared is not None:
+        given[PLAN] = micro.shared
+    return given
 
 
 @contextmanager
@@ -122,6 +131,11 @@ class Policy:
     def device(self) -> torch.device:
         found: torch.device = next(self.model.parameters()).device
         return found
+
+    @property
+    def names_positions(self) -> bool:
+        """Whether the model says that it takes positions."""
+        return self.scorer.names_positions
 
     def pack(
         self, groups: Sequence[Group], parts: Sequence[Part], masked: Tensor | None = None

@@ -3,8 +3,9 @@
 A reward file has a docstring, `class Config(RewardConfig)` and `def score(...)` (or `async def`).
 `score` declares the arguments it wants by name (arguments.KWARGS), plus `config`, plus `columns`
 (every data column, one value per row). A reward that reads columns says which in
-`needs(config) -> list[str]`; one that needs a package checks it in `preflight(config)`. No
-reward file imports torch at its top: the registry reads every schema without it.
+`needs(config) -> list[str]`; one that needs a package checks it in `preflight(config)`; one that
+loads something does so in `ready(code, surroundings)`, before the policy's weights load. No reward
+file imports torch at its top: the registry reads every schema without it.
 """
 
 # Modules of this folder that are not rewards.
@@ -18,6 +19,8 @@ PARTS = (
     "mathematics",
     "math_worker",
     "outcomes",
+    "reading",
+    "ready",
     "running",
     "scoring",
     "text",

@@ -1,5 +1,5 @@
-"""1.0 if the answer is, as a string, one of the gold ones, else 0.0. None without a gold answer that
-can be read.
+"""1.0 if the answer is, as a string, one of the gold ones, else 0.0. None without a gold answer
+that can be read.
 
 The column holds one gold answer or a list of accepted ones. White space around answers does not
 count. A completion without an answer to extract (no \\boxed{}, no number) gets 0.0.

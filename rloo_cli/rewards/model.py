@@ -1,109 +1,224 @@
 """A reward model: any sequence classifier with one label, with its own tokenizer.
 
-The model reads prompt and completion as text, in float32, right-padded, a few rows at a time. A
-completion that ended by itself is read with the end-of-text token that such models were trained
-on (`keep_eos`); special tokens are gone from the text otherwise, and the score would be of a
-text that goes on.
+What it is fed, `reading` says; how rows are computed, `policy.scores`. Weights, tokenizer and the
+first row are looked at before the policy's weights load, and that row is shown in the log.
 """
 
-from functools import lru_cache
-from typing import Any, Literal
+import math
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from rloo_cli import hub, made
+from pydantic import Field
+
+from rloo_cli import hub, registry
 from rloo_cli.errors import ConfigError, MachineError, Problem
-from rloo_cli.rewards.text import Completion, texts
-from rloo_cli.schema import Positive, RewardConfig, key
+from rloo_cli.rewards.reading import Reader, Row
+from rloo_cli.rewards.ready import Surroundings
+from rloo_cli.rewards.text import Completion
+from rloo_cli.schema import Positive, RewardConfig, Text, key
+
+LOADER = "rloo_cli.policy.score_load"  # imports torch
+Device = Annotated[str, Field(pattern=r"^(auto|[a-z]+(:\d+)?)$")]
+# Keys of from_pretrained that are keys of ours, or must not be given at all.
+NOT_GIVEN = ("revision", "dtype", "torch_dtype", "trust_remote_code", "use_safetensors",
+             "device_map", "output_loading_info", "ignore_mismatched_sizes")  # fmt: skip
+REFERENCES = ("reference", "solution", "answer", "ground_truth", "label", "summary", "chosen")
 
 
 class Config(RewardConfig):
     type: Literal["model"] = key("model")
-    path: str = key("Hub name or folder of the reward model, or make:tiny_reward")
-    tokenizer: str | None = key("Hub name or folder of its tokenizer; null = path")
-    revision: str | None = key("Branch, tag or commit of a hub model")
-    keep_eos: bool = key("End a completion that ended by itself with the tokenizer's EOS")
-    batch_size: Positive = key("Rows per forward pass")
+    path: Text = key("Hub name or folder of the reward model, or make:tiny_reward")
+    tokenizer: Text | None = key("Hub name or folder of its tokenizer; null = path")
+    revision: Text | None = key("Branch, tag or commit of a hub model")
+    model_kwargs: dict[str, Any] = key("Passed to from_pretrained of the model")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "Weights' dtype, the head's aside; auto = bfloat16 on a GPU that has it, else float32"
+    )
+    trust_remote_code: bool = key("Run Python code that comes with it (dangerous)")
+    input: Literal["auto", "text", "ids"] = key(
+        "What it reads: the sampled ids, or text; auto = ids where both tokenizers agree"
+    )
+    keep_eos: bool = key("End plain text that ended by itself with the tokenizer's EOS")
+    batch_size: Positive = key("Rows per forward pass where rows are padded")
     max_length: Positive | None = key("Most tokens of a row; longer ones lose their beginning")
+    device: Device = key("Where it computes: auto = where the policy does, cpu, cuda, cuda:N")
+    offload: bool = key("Lies in CPU memory while it has nothing to score")
 
 
-def score(
-    prompts: list[Any], completions: list[Completion], finish_reasons: list[str], config: Config
-) -> list[float]:
-    """(B,) scores. Raises MachineError when the model cannot be had, ConfigError if it is none."""
-    import torch
-
-    model, tokenizer = _load(config.path, config.tokenizer, config.revision)
-    ended = [reason == "stop" and config.keep_eos for reason in finish_reasons]
-    rows = [
-        _ids(prompt, completion, end, tokenizer, config.max_length)
-        for prompt, completion, end in zip(prompts, completions, ended, strict=True)
-    ]
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))  # like lengths pad little
-    scores = [0.0] * len(rows)
-    for start in range(0, len(order), config.batch_size):
-        chosen = order[start : start + config.batch_size]
-        with torch.no_grad():
-            found = _forward(model, [rows[i] for i in chosen], torch)
-        for i, value in zip(chosen, found, strict=True):
-            scores[i] = value
-    return scores
-
-
-def _forward(model: Any, rows: list[list[int]], torch: Any) -> list[float]:
-    width = max(map(len, rows))
-    pad = model.config.pad_token_id
-    ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows], device=model.device)
-    lengths = torch.tensor([len(row) for row in rows], device=model.device)
-    mask = torch.arange(width, device=model.device) < lengths[:, None]
-    hidden = model.base_model(input_ids=ids, attention_mask=mask.long())[0]
-    # Read at the last real token by its place: the class itself looks for the pad id, which may
-    # also be the EOS at the end of a row.
-    last = hidden[torch.arange(len(rows), device=model.device), lengths - 1]
-    values: list[float] = _head(model)(last).float().squeeze(-1).tolist()
-    return values
-
-
-def _head(model: Any) -> Any:
-    for name in ("score", "classifier", "v_head"):
-        if hasattr(model, name):
-            return getattr(model, name)
-    raise ConfigError(f"{type(model).__name__} has no score head that rloo knows")
-
-
-def _ids(prompt: Any, completion: Completion, ended: bool, tokenizer: Any, most: int | None) -> Any:
-    """The exact ids the model is fed for one row."""
-    if isinstance(prompt, str):
-        ids = list(tokenizer(prompt + texts([completion])[0])["input_ids"])
-        ids += [tokenizer.eos_token_id] if ended and tokenizer.eos_token_id is not None else []
-    else:
-        assert isinstance(completion, list)
-        text = tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
-        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return ids[-most:] if most else ids
-
-
-@lru_cache(maxsize=8)
-def _load(path: str, tokenizer: str | None, revision: str | None) -> tuple[Any, Any]:
-    import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    options = {"revision": revision} if revision else {}
+def preflight(config: Config) -> None:
+    """What its config.json tells without torch. Raises MachineError, ConfigError for its keys."""
+    given = [name for name in NOT_GIVEN if name in config.model_kwargs]
+    if given:
+        why = "rloo gives it by a key of its own, or must not: pickled and random weights"
+        raise ConfigError(Problem(f"model_kwargs may not hold {given[0]}", "model_kwargs", why))
     try:
-        tokens = AutoTokenizer.from_pretrained(made.folder(tokenizer or path), **options)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            made.folder(path), dtype=torch.float32, use_safetensors=True, **options
+        values = hub.config(config.path, config.revision)
+        why = hub.odd(values) or hub.odd(config.model_kwargs) or _not_one(values, config)
+    except ValueError as error:
+        why = str(error)
+    if why:
+        fix = "path=ORG/NAME of a sequence classifier with one label"
+        if "trust_remote_code" in why:
+            fix = "trust_remote_code=true, if you trust its authors; nothing was run"
+        raise MachineError(Problem(f"{config.path} is not a reward model", "", why, fix))
+
+
+def _not_one(values: dict[str, Any], config: Config) -> str:
+    """Why a config.json is none of a reward model, as far as it tells; "" = it may be one."""
+    if values.get("auto_map"):
+        kind = str(values.get("model_type", "")).replace("-", "_")
+        spec = find_spec("transformers")
+        native = spec is not None and Path(spec.origin or "").with_name("models").joinpath(kind)
+        if config.trust_remote_code:
+            return ""  # its class may be named as it likes
+        if not (kind and native and native.is_dir()):
+            return "it brings Python code of its own, and trust_remote_code is false"
+    classes = values.get("architectures") or []
+    if classes and not any("ForSequenceClassification" in str(c) for c in classes):
+        return f"it is a {classes[0]}, which has no score head"
+    labels = values.get("id2label")
+    count = len(labels) if isinstance(labels, dict) else values.get("num_labels")
+    count = config.model_kwargs.get("num_labels", count)
+    if classes and count != 1:
+        # transformers writes down every number of labels but 2.
+        return f"it has {2 if count is None else count} labels; a reward model has one"
+    return ""
+
+
+def load(name: str, config: Config) -> "tuple[RewardModel, dict[str, Any]]":
+    """The reward model, which `ready` will load, and no fixed arguments."""
+    return RewardModel(name, config), {}
+
+
+def ready(code: "RewardModel", around: Surroundings) -> None:
+    """Load it and show what it is fed. Raises MachineError, ConfigError."""
+    code.ready(around)
+
+
+class RewardModel:
+    """A reward that is a model: its tokenizer, how it reads, and its weights."""
+
+    def __init__(self, name: str, config: Config) -> None:
+        self.name, self.config, self.key = name, config, f"reward.{name}"
+        self.reader: Reader | None = None
+        self.model: Any = None
+
+    def __call__(
+        self,
+        prompts: list[Any],
+        completions: list[Completion],
+        prompt_ids: list[list[int]],
+        completion_ids: list[list[int]],
+        finish_reasons: list[str],
+        group_index: list[int],
+    ) -> list[float]:
+        """(B,) scores, in float32. Raises ValueError for a row that the model cannot hold."""
+        assert self.reader is not None, f"{self.key} was not made ready"
+        given = zip(prompts, completions, prompt_ids, completion_ids, finish_reasons, strict=True)
+        rows = [self.reader.ids(Row(*row)) for row in given]
+        longest, most = max(map(len, rows), default=0), self._positions()
+        if most is not None and longest > most:
+            fix = f"{self.key}.max_length={most} cuts such rows"
+            raise ValueError(f"a row of {longest} tokens; {self.config.path} has {most}; {fix}")
+        scores: list[float] = self.model.score(rows, group_index)
+        return scores
+
+    def ready(self, around: Surroundings) -> None:
+        """Tokenizer, weights and layout, a first score. Raises MachineError, ConfigError."""
+        config = self.config
+        if config.trust_remote_code:
+            around.note(f"warning: {self.key}.trust_remote_code is on: code of {config.path} runs")
+        own = registry.load_code(f"{LOADER}:tokenizer")(self.key, config)
+        self.reader = Reader(
+            own, around.tokenizer, config.input, config.keep_eos, config.max_length
         )
-    except (OSError, ValueError) as error:
-        what, why = (
-            f"reward model {path!r} is not to be had",
-            "\n".join(str(error).splitlines()[:3]),
+        for prompts in around.splits:
+            self.reader.meet(prompts)
+        self._check(own)
+        self.model = registry.load_code(f"{LOADER}:model")(self.key, config, own, around.device)
+        by_ids = all(why is None for why in self.reader.why.values())
+        longest = around.longest + 1 + len(self.reader.tail) if by_ids else None
+        self._check_length(longest)
+        said = self.model.settle(config.max_length or longest)
+        around.note(
+            f"{self.key}: {config.path} on {self.model.device} in {self.model.dtype}, reads"
+            f" {self._reads()}; rows are {said}"
         )
-        fix = f"on a machine with network: {hub.fetch_command()}; or name a local folder"
-        raise MachineError(Problem(what, "", why, fix)) from None
-    if model.config.num_labels != 1:
-        why = f"it has {model.config.num_labels} labels; a reward model has one"
-        raise ConfigError(Problem(f"{path} is not a reward model", why=why))
-    if tokens.pad_token_id is None:
-        tokens.pad_token = tokens.eos_token
-    model.config.pad_token_id = tokens.pad_token_id
-    model.eval().requires_grad_(False)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokens
+        self._show(around)
+
+    def _check(self, own: Any) -> None:
+        assert self.reader is not None
+        for conversational, why in self.reader.why.items():
+            if conversational and why is not None and not own.chat_template:
+                what = f"{self.config.path} has no chat template, and the prompts are conversations"
+                fix = f"{self.key}.tokenizer=FOLDER of one that has"
+                raise MachineError(Problem(what, f"{self.key}.tokenizer", "it reads text", fix))
+            if why is not None and self.config.input == "ids":
+                what = f"{self.key}.input = ids, and the tokenizers do not agree"
+                raise ConfigError(Problem(what, f"{self.key}.input", why, f"{self.key}.input=auto"))
+
+    def _check_length(self, longest: int | None) -> None:
+        most = self._positions()
+        if most is not None and longest is not None and longest > most:
+            what = f"{self.config.path} has {most} positions, and rows of {longest} tokens may come"
+            fix = f"{self.key}.max_length={most}, which cuts the beginning of longer rows"
+            raise ConfigError(Problem(what, f"{self.key}.max_length", "", fix))
+
+    def _positions(self) -> int | None:
+        """The most tokens of a row that the model could not hold; None = all are cut before."""
+        found: int | None = self.model.positions
+        cut = self.config.max_length
+        return None if cut is not None and found is not None and cut <= found else found
+
+    def _reads(self) -> str:
+        assert self.reader is not None
+        kinds = set(self.reader.why.values())
+        reasons = sorted(why for why in kinds if why is not None)
+        ids = "the sampled ids" if None in kinds else ""
+        return " and ".join(filter(None, [ids, f"text ({'; '.join(reasons)})" if reasons else ""]))
+
+    def _show(self, around: Surroundings) -> None:
+        """One completion of the first prompt, and a worse one: the ids, and what they score."""
+        assert self.reader is not None
+        if not around.splits:
+            return
+        prompts = around.splits[0]
+        columns = prompts.rows[0]
+        told = (columns.get(name) for name in REFERENCES)
+        good = next((text for text in told if isinstance(text, str) and text), "Yes.")
+        words = good.split()
+        worse = " ".join(reversed(words)) if len(words) > 1 else good[::-1]
+        rows = [_row(prompts, text, around.tokenizer) for text in (good, worse)]
+        ids = [self.reader.ids(row) for row in rows]
+        try:
+            scores = self.model.score(ids, [0, 0])
+        except Exception as error:  # whatever a model's own code raises
+            why = f"{type(error).__name__}: {str(error).strip()[:300]}"
+            what = f"{self.config.path} cannot score a row of this data"
+            raise MachineError(Problem(what, f"{self.key}.path", why)) from None
+        if not all(map(math.isfinite, scores)):
+            what, fix = f"{self.config.path} scores {scores}", f"{self.key}.dtype=float32"
+            raise MachineError(Problem(what, f"{self.key}.dtype", "no finite number", fix))
+        around.note(
+            f"{self.key} is fed {len(ids[0])} ids, {named(self.reader.own, ids[0])}: "
+            f"{self.reader.own.decode(ids[0])[-120:]!r} scores {scores[0]:.4g}, that answer in"
+            f" reverse {scores[1]:.4g}"
+        )
+
+
+def named(tokenizer: Any, ids: list[int]) -> str:
+    """The first and last ids with the tokens that they are."""
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    pairs = [f"{i} {token!r}" for i, token in zip(ids, tokens, strict=True)]
+    return ", ".join(pairs if len(pairs) <= 8 else [*pairs[:3], "...", *pairs[-4:]])
+
+
+def _row(prompts: Any, text: str, tokenizer: Any) -> Row:
+    """An answer to the first prompt as if it had been sampled, and had ended."""
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    ids += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    said: Completion = text
+    if prompts.conversational:
+        said = [{"role": "assistant", "content": text}]
+    return Row(prompts.prompts[0], said, prompts.ids[0], ids, "stop")
