@@ -74,7 +74,7 @@ def _start() -> subprocess.Popen[str]:
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         _child = subprocess.Popen(
-            [sys.executable, "-m", "rloo_cli.rewards.math_worker"],
+            [sys.executable, "-P", "-m", "rloo_cli.rewards.math_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
