@@ -139,17 +139,22 @@ def _unregistered(values: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _badly_named(values: dict[str, Any]) -> Iterator[Problem]:
-    """Held-out sets whose name would not do in the name of a metric or a file, or of a field."""
-    evaluation = values.get("eval")
-    sets = evaluation.get("sets") if isinstance(evaluation, dict) else None
-    for name in sets if isinstance(sets, dict) else ():
-        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,39}", str(name)) or hasattr(BaseModel, name):
-            yield Problem(
-                f"eval.sets.{name}: a held-out set cannot have this name",
-                f"eval.sets.{name}",
-                "letters, digits and _, at most 40, and no word that pydantic keeps for itself",
-                "eval.sets.hard={split: test}",
-            )
+    """Held-out sets and sources whose name would not do in the name of a metric, file or field."""
+    kinds = {"eval.sets": "a held-out set", "data.mixture": "a source"}
+    fixes = {"eval.sets": "hard={split: test}", "data.mixture": "maths={path: PATH, weight: 1}"}
+    for key, kind in kinds.items():
+        section, _, leaf = key.partition(".")
+        inside = values.get(section)
+        names = inside.get(leaf) if isinstance(inside, dict) else None
+        for name in names if isinstance(names, dict) else ():
+            good = re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,39}", str(name))
+            if not good or hasattr(BaseModel, name):
+                yield Problem(
+                    f"{key}.{name}: {kind} cannot have this name",
+                    f"{key}.{name}",
+                    "letters, digits and _, at most 40, and no word that pydantic keeps for itself",
+                    f"{key}.{fixes[key]}",
+                )
 
 
 def of_types(

@@ -16,7 +16,16 @@ from pydantic import ValidationError, create_model
 from rloo_cli import complaints, registry, rules
 from rloo_cli.compose import Composed
 from rloo_cli.errors import ConfigError, Problem
-from rloo_cli.schema import EvalConfig, Frozen, RunConfig, SetConfig, Sets
+from rloo_cli.schema import (
+    DataConfig,
+    EvalConfig,
+    Frozen,
+    Mixture,
+    RunConfig,
+    SetConfig,
+    Sets,
+    SourceConfig,
+)
 from rloo_cli.sources import Sources
 
 # What a run may change and still be the same experiment (PROMISES 14).
@@ -92,7 +101,20 @@ def merged(values: dict[str, Any], sources: Sources | None = None) -> dict[str, 
                 entry |= {"model_kwargs": {}, "dtype": "auto", "trust_remote_code": False}
                 entry |= {"input": "auto", "max_length": None, "device": "auto", "offload": False}
         values["reward"] = entries
-    return _with_sets(values)
+    return _with_sets(_with_mixture(values))
+
+
+def _with_mixture(values: dict[str, Any]) -> dict[str, Any]:
+    """What a source of data.mixture leaves out is as in `data`, but for where data.path is."""
+    data = values.get("data")
+    mixture = data.get("mixture") if isinstance(data, dict) else None
+    if not isinstance(data, dict) or not isinstance(mixture, dict) or not mixture:
+        return values
+    common = {k: v for k, v in data.items() if k in SetConfig.model_fields and k != "path"}
+    common |= {"name": None, "revision": None}
+    whole = {n: common | e if isinstance(e, dict) else e for n, e in mixture.items()}
+    path = None if data.get("path") == "???" else data.get("path")
+    return values | {"data": data | {"path": path, "mixture": whole}}
 
 
 def _with_sets(values: dict[str, Any]) -> dict[str, Any]:
@@ -143,9 +165,19 @@ def model_class(values: dict[str, Any]) -> type[RunConfig]:
         "Eval", __base__=EvalConfig, sets=(sets, EvalConfig.model_fields["sets"])
     )
     fields: Any = {"algorithm": (algorithm, ...), "generation": (generation, ...)}
-    fields["eval"] = (evaluation, ...)
+    fields |= {"eval": (evaluation, ...), "data": (_data_class(values), ...)}
     model: type[RunConfig] = create_model("Run", __base__=Run, reward=(rewards, ...), **fields)
     return model
+
+
+def _data_class(values: dict[str, Any]) -> Any:
+    """DataConfig with a field for each source of the mixture."""
+    data = values.get("data")
+    given = data.get("mixture") if isinstance(data, dict) else None
+    named: Any = dict.fromkeys(given if isinstance(given, dict) else (), (SourceConfig, ...))
+    mixture: Any = create_model("Mixture", __base__=Mixture, **named)
+    field = DataConfig.model_fields["mixture"]
+    return create_model("Data", __base__=DataConfig, mixture=(mixture | None, field))
 
 
 def dump(run: RunConfig) -> dict[str, Any]:

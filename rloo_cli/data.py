@@ -4,11 +4,13 @@ Needs no tokenizer and no torch, so that a wrong column or split is found before
 touched. `prompts` turns the rows into token ids.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rloo_cli import hub, made
+from rloo_cli import choosing, hub, made
 from rloo_cli.errors import DataError, MachineError, Problem
 from rloo_cli.names import nearest
 from rloo_cli.schema import DataConfig
@@ -19,14 +21,47 @@ if TYPE_CHECKING:
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
+@dataclass(frozen=True)
+class Opened:
+    """The rows of a split that a run uses."""
+
+    rows: "Dataset"
+    left_out: int  # by data.filter
+
+    @property
+    def column_names(self) -> list[str]:
+        """Of the rows."""
+        return list(self.rows.column_names)
+
+
 def load(config: DataConfig, split: str) -> "Dataset":
-    """Open one split, rename its columns, and check that the prompts are there.
+    """`opened`'s rows."""
+    return opened(config, split).rows
+
+
+def opened(config: DataConfig, split: str) -> Opened:
+    """Open one split, rename its columns, check that the prompts are there, choose its rows.
 
     Raises DataError (no such split or column, no rows) and MachineError (not to be found here).
     """
-    data = _open(config, split)
+    if config.streaming:
+        with _said_well(config, split):
+            rows = _renamed_rows(_open(config, split), config.columns)
+            assert config.max_samples is not None  # data_rules
+            found = Opened(*choosing.streamed(rows, config.filter, config.max_samples))
+        _check_prompts(found.rows, config, split)
+        return found
+    with _said_well(config, split):
+        data = _open(config, split)
     data = _renamed(data, config.columns)
+    _check_prompts(data, config, split)
+    return Opened(*choosing.chosen(data, config.filter, config.max_samples))
+
+
+def _check_prompts(data: "Dataset", config: DataConfig, split: str) -> None:
     column = config.prompt_column
+    if not len(data) and not data.column_names:
+        raise _no_rows(config, split)
     if column not in data.column_names:
         strings = [c for c in data.column_names if c in _likely(data)]
         close = nearest(column, data.column_names) or strings or data.column_names
@@ -38,27 +73,38 @@ def load(config: DataConfig, split: str) -> "Dataset":
                 f"data.prompt_column={close[0]}" if close else "",
             )
         )
-    if config.max_samples is not None:
-        data = data.select(range(min(config.max_samples, len(data))))
     if not len(data):
-        raise DataError(
-            Problem(f"the data is empty: {config.path} [{split}] has 0 rows", "data.path")
-        )
-    return data
+        raise _no_rows(config, split)
+
+
+def _no_rows(config: DataConfig, split: str) -> DataError:
+    what = f"the data is empty: {config.path} [{split}] has 0 rows"
+    return DataError(Problem(what, "data.path"))
 
 
 def _renamed(data: "Dataset", new: dict[str, str]) -> "Dataset":
-    columns = f"columns: {', '.join(data.column_names)}"
-    unknown = [old for old in new if old not in data.column_names]
+    _check_names(data.column_names, new)
+    return data.rename_columns(new) if new else data
+
+
+def _renamed_rows(rows: Iterable[dict[str, Any]], new: dict[str, str]) -> Iterator[dict[str, Any]]:
+    for n, row in enumerate(rows):
+        if not n:
+            _check_names(list(row), new)
+        yield {new.get(name, name): value for name, value in row.items()}
+
+
+def _check_names(found: list[str], new: dict[str, str]) -> None:
+    columns = f"columns: {', '.join(found)}"
+    unknown = [old for old in new if old not in found]
     if unknown:
         what = f"data.columns renames {unknown[0]!r}, which is no column"
         raise DataError(Problem(what, "data.columns", columns))
-    names = [new.get(name, name) for name in data.column_names]
+    names = [new.get(name, name) for name in found]
     double = [name for name in names if names.count(name) > 1]
     if double:
         what = f"data.columns makes two columns named {double[0]!r}"
         raise DataError(Problem(what, "data.columns", columns))
-    return data.rename_columns(new) if new else data
 
 
 def _likely(data: "Dataset") -> list[str]:
@@ -67,31 +113,46 @@ def _likely(data: "Dataset") -> list[str]:
     return [c for c, v in first.items() if isinstance(v, str) or is_messages(v)]
 
 
-def _open(config: DataConfig, split: str) -> "Dataset":
+def _open(config: DataConfig, split: str) -> Any:
+    """A data set, or with data.streaming an iterable one."""
     import datasets
 
     datasets.disable_progress_bars()
+    assert config.path is not None  # data_rules
     if config.path.startswith(made.MADE):
         return _of_made(config.path, split)
     path = Path(config.path).expanduser()
+    streaming: dict[str, Any] = {"streaming": True} if config.streaming else {}
+    if path.is_dir() and any((path / f"{n}.json").is_file() for n in ("state", "dataset_dict")):
+        if streaming:
+            why = "of a data set saved to disk only what is used is read anyway"
+            raise DataError(Problem("data.streaming is set", "data.streaming", why))
+        return _of_disk(datasets.load_from_disk(str(path)), split)
+    if path.is_file():
+        kind = READERS.get(path.suffix)
+        if kind is None:
+            why = f"it ends in {path.suffix or 'nothing'}; known: {', '.join(READERS)}"
+            raise DataError(Problem(f"{path} is not a data file", "data.path", why))
+        files = {"train": str(path)}
+        return datasets.load_dataset(kind, data_files=files, split=split, **streaming)
+    source = str(path) if path.is_dir() else config.path
+    revision = config.revision
+    return datasets.load_dataset(source, config.name, split=split, revision=revision, **streaming)
+
+
+@contextmanager
+def _said_well(config: DataConfig, split: str) -> Iterator[None]:
+    """What datasets raises inside, as DataError or MachineError."""
+    from datasets import exceptions
+
+    assert config.path is not None
     try:
-        if path.is_dir() and any((path / f"{n}.json").is_file() for n in ("state", "dataset_dict")):
-            return _of_disk(datasets.load_from_disk(str(path)), split)
-        if path.is_file():
-            kind = READERS.get(path.suffix)
-            if kind is None:
-                why = f"it ends in {path.suffix or 'nothing'}; known: {', '.join(READERS)}"
-                raise DataError(Problem(f"{path} is not a data file", "data.path", why))
-            files = {"train": str(path)}
-            return datasets.load_dataset(kind, data_files=files, split=split)
-        source = str(path) if path.is_dir() else config.path
-        return datasets.load_dataset(source, config.name, split=split, revision=config.revision)
+        yield
     except (ValueError, LookupError, RuntimeError, StopIteration) as error:
         # An empty jsonl file ends in StopIteration, an empty saved data set in IndexError.
         nothing = isinstance(error, StopIteration | IndexError)
         if nothing or "corresponds to no data" in str(error):
-            what = f"the data is empty: {config.path} [{split}] has 0 rows"
-            raise DataError(Problem(what, "data.path")) from None
+            raise _no_rows(config, split) from None
         if any(word in str(error).lower() for word in ("split", "instruction")):
             raise DataError(
                 Problem(f"no split {split!r} in {config.path}", "data.split", str(error))
@@ -99,8 +160,8 @@ def _open(config: DataConfig, split: str) -> "Dataset":
         raise DataError(
             Problem(f"{config.path} cannot be read", "data.path", _short(error))
         ) from None
-    except (OSError, datasets.exceptions.DatasetGenerationError) as error:
-        raise _unreachable(config.path, path, error) from None
+    except (OSError, exceptions.DatasetGenerationError) as error:
+        raise _unreachable(config.path, Path(config.path).expanduser(), error) from None
 
 
 def _of_made(path: str, split: str) -> "Dataset":

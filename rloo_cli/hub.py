@@ -76,6 +76,7 @@ def revision_of(run: Any, key: str) -> str | None:
     if name != "path":
         return None
     held = run.held_out[parts[2]] if parts[:2] == ["eval", "sets"] else None
+    held = run.data.sources[parts[2]] if parts[:2] == ["data", "mixture"] else held
     owner = held or (run.rewards[parts[1]] if parts[0] == "reward" else getattr(run, parts[0]))
     revision: str | None = owner.revision
     return revision

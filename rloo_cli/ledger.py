@@ -16,12 +16,13 @@ Every prompt that is drawn meets one fate, the first of these that is true of it
 A row that data.overlong=filter left out is never drawn: it is `filtered`, and in the header.
 
 Strict JSON lines, only ever appended to, one write each. The header says what the order of draws
-is made from and where it begins; rows are counted from 0 as data.split, cut to max_samples, has
-them. A step's line has its `draws` at the places from `place` on, over all `epochs` they touch, the
-`rows` they drew in that order, and each fate with its places. `check` is a hash of the line and of
-the line before it. Nothing depends on time, process or restarts, so a resumed run's ledger is an
-undisturbed run's, byte for byte. Where a resumed run was allowed to draw in another order (other
-data, other seed), a second header says so.
+is made from and where it begins; rows are counted from 0 as data.split has them after data.filter
+and max_samples, of a mixture through its sources, one after the other (`mixture`: what the order
+knows of them). A step's line has its `draws` at the places from `place` on, over all `epochs` they
+touch, the `rows` they drew in that order, and each fate with its places. `check` is a hash of the
+line and of the line before it. Nothing depends on time, process or restarts, so a resumed run's
+ledger is an undisturbed run's, byte for byte. Where a resumed run was allowed to draw in another
+order (other data, other seed), a second header says so.
 
 Imports no torch: `rloo ledger` reads this file too.
 """
@@ -31,6 +32,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +78,8 @@ class Ledger:
             "shuffle": prompts.shuffle,
             "fingerprint": prompts.fingerprint,
         }
+        if prompts.mix:
+            header["mixture"] = [asdict(source) for source in prompts.mix]
         old: Row = {}
         end = step, place
         for entry in entries(self.path) if self.path.is_file() else []:
@@ -92,7 +96,7 @@ class Ledger:
                 )
             )
         begins = ("step", "place", "check")
-        if any(old.get(k) != v for k, v in header.items() if k not in begins):
+        if any(old.get(k) != header.get(k) for k in {*header, *old} if k not in begins):
             self._write(header)
 
     def step(

@@ -34,8 +34,10 @@ def named(run: RunConfig) -> Named:
     found: Named = []
     for key in ("path", "tokenizer", "ref_path"):
         found.append((f"model.{key}", getattr(run.model, key) or "", made.MODELS))
-    found.append(("data.path", run.data.path, made.DATA))
-    sets = [(f"eval.sets.{n}.path", d.path) for n, d in run.held_out.items() if n]
+    found.append(("data.path", run.data.path or "", made.DATA))
+    sources = run.data.sources.items()
+    found += [(f"data.mixture.{n}.path", s.path or "", made.DATA) for n, s in sources]
+    sets = [(f"eval.sets.{n}.path", d.path or "") for n, d in run.held_out.items() if n]
     found += [(key, path, made.DATA) for key, path in sets]
     for name, entry in run.rewards.items():
         for key in ("path", "tokenizer") if entry.type == "model" else ():

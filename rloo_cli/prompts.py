@@ -38,6 +38,9 @@ class Prompts:
     lengths: list[int] = field(default_factory=list)  # tokens of every prompt before filtering
     numbers: list[int] = field(default_factory=list)  # of each prompt, its row before filtering
     filtered: list[int] = field(default_factory=list)  # rows that overlong=filter left out
+    limits: list[int] = field(default_factory=list)  # most tokens a prompt may have, if any
+    left_out: int = 0  # rows by data.filter, which are none of the numbered ones
+    mix: tuple[order.Source, ...] = ()  # of data.mixture
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -60,7 +63,7 @@ class Prompts:
 
     def index(self, place: int) -> int:
         """Which prompt is drawn at a place of the endless order of draws."""
-        return order.at(place, len(self), self.seed, self.fingerprint, self.shuffle)
+        return order.at(place, len(self), self.seed, self.fingerprint, self.shuffle, self.mix)
 
     def _draw(self, place: int) -> Group:
         group = self.at(self.index(place))
@@ -236,6 +239,7 @@ def _fit(
         lengths=lengths,
         numbers=keep,
         filtered=sorted({*range(len(ids))} - {*keep}),
+        limits=[longest] if longest is not None else [],
     )
 
 

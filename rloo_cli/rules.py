@@ -11,7 +11,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import hub, made, places, registry
+from rloo_cli import data_rules, hub, made, places, registry
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.names import nearest
 from rloo_cli.schema import RunConfig
@@ -37,6 +37,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from registry.module("algorithms", run.algorithm.name).problems(run)
     yield from getattr(registry.module("generation", run.generation.backend), "rules", _none)(run)
     yield from places.problems(run)
+    yield from data_rules.problems(run)
     yield from _rewards(run)
     yield from _context(run)
     yield from _sampling(run)
@@ -96,16 +97,15 @@ def _rewards(run: RunConfig) -> Iterator[Problem]:
             what = f"{key} = {entry.workers} would share out one call"
             why = f"reward.{name}.scope = batch: all rows of a step are one call"
             yield Problem(what, key, why, f"reward.{name}.scope=row, or {key}=1")
-        if entry.workers and entry.type == "model":
-            key, why = f"reward.{name}.workers", "each would hold a copy of the model"
-            yield Problem(f"{key}: a reward model has none", key, why, f"{key}=0")
+        rules = getattr(registry.module("rewards", entry.type), "problems", None)
+        yield from rules(entry, f"reward.{name}") if rules else ()
     codes = {f"reward.{n}.path": getattr(c, "path", "") for n, c in entries if c.type == "function"}
     codes |= {
         f"train.{k}": v
         for k in ("optimizer", "lr_scheduler")
         if ":" in (v := getattr(run.train, k))
     }
-    for key, spec in codes.items():
+    for key, spec in (codes | data_rules.filters(run)).items():
         yield from code_problems(key, spec)
     for key, known in (("optimizer", ("adamw",)), ("lr_scheduler", SCHEDULES)):
         value = getattr(run.train, key)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import made, paths, registry, splits
+from rloo_cli import data_rules, made, paths, registry, splits
 from rloo_cli.begin import begin, same_data
 from rloo_cli.clock import Clock
 from rloo_cli.display import Display
@@ -218,12 +218,16 @@ def code_notes(config: RunConfig) -> list[str]:
     """Code that is not ours, with the hash of its file: what a reader of the log must know."""
     codes = {f"reward.{n}": getattr(e, "path", "") for n, e in config.rewards.items()
              if e.type == "function"}  # fmt: skip
+    codes |= data_rules.filters(config)
     codes |= {f"train.{k}": getattr(config.train, k) for k in ("optimizer", "lr_scheduler")}
     notes = [
         f"{key} runs {code} (sha256 {registry.fingerprint(code)})"
         for key, code in codes.items()
         if ":" in code
     ]
+    for name, entry in config.rewards.items():
+        said = getattr(registry.module("rewards", entry.type), "notes", None)
+        notes += said(entry, f"reward.{name}") if said else []
     if config.model.trust_remote_code:
         notes.append("warning: model.trust_remote_code is on: code that comes with the model runs")
     return notes

@@ -48,10 +48,9 @@ class ModelConfig(Frozen):
     ref_path: Text | None = key("Reference model; null = a frozen copy of model.path")
 
 
-class SetConfig(Frozen):
-    """One split of a data set: what is held out, and what is trained on."""
+class RowsConfig(Frozen):
+    """What is read of a data set, and how its rows become prompts."""
 
-    path: Text = key("Hub name, jsonl/json/csv/parquet file, (save_to_disk) folder, make:NAME")
     name: Text | None = key("Configuration of a hub data set")
     revision: Text | None = key("Branch, tag or commit of a hub data set")
     split: Text = key("Split to use, e.g. test or train[:200]")
@@ -59,15 +58,54 @@ class SetConfig(Frozen):
     template: str | None = key("Text around a plain prompt; {prompt} and {column} are filled in")
     columns: dict[str, str] = key("Renames columns: {old: new}")
     system: str | None = key("System message put before every conversational prompt")
-    max_samples: Positive | None = key("Use only the first n rows of the split; null = all")
+    filter: dict[str, Any] | Text | None = key(
+        "Rows to use: {column: value or [values]}, or file.py:name, row -> bool; null = all"
+    )
+    max_samples: Positive | None = key("Use only the first n rows (that pass); null = all")
+    streaming: bool = key("Read row by row and no further than max_samples, keeping nothing else")
     max_prompt_length: Positive | None = key("Tokens; null = context - max_completion_length")
     overlong: Literal["filter", "error", "truncate_left"] = key("What happens to longer prompts")
 
 
-class DataConfig(SetConfig):
+class SetConfig(RowsConfig):
+    """One split of one data set."""
+
+    path: Text = key("Hub name, jsonl/json/csv/parquet file, (save_to_disk) folder, make:NAME")
+
+
+class SourceConfig(SetConfig):
+    """One of several data sets that are trained on together."""
+
+    weight: float = key("Share of the draws, as a part of all weights' sum", gt=0, le=1e6)
+
+
+class Mixture(Frozen):
+    """One field per source, each a SourceConfig: `config.model_class` adds them."""
+
+
+class DataConfig(RowsConfig):
+    path: Text | None = key(
+        "Hub name, jsonl/json/csv/parquet file, (save_to_disk) folder, make:NAME; null = mixture"
+    )
+    mixture: SerializeAsAny[Mixture] | None = key(
+        "Several data sets: {name: {path: ..., weight: 2, what differs from data}}; null = path"
+    )
     split: Text = key("Split to train on")
     eval_split: Text | None = key("Held-out split, scored at the start and the end; null = none")
     shuffle: bool = key("A new seeded permutation each epoch; false = the file's order")
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Name -> weight of every source of the mixture; {} where there is none."""
+        names = type(self.mixture).model_fields if self.mixture is not None else ()
+        return {name: getattr(self.mixture, name).weight for name in names}
+
+    @property
+    def sources(self) -> dict[str, "DataConfig"]:
+        """Name -> data of every source of the mixture, each as if it were alone."""
+        plain = {"eval_split": None, "mixture": None, "shuffle": self.shuffle}
+        found = {name: getattr(self.mixture, name) for name in self.weights}
+        return {n: DataConfig(**s.model_dump(exclude={"weight"}) | plain) for n, s in found.items()}
 
 
 class GenerationConfig(Frozen):
@@ -225,7 +263,7 @@ class RunConfig(Frozen):
         """Name -> data of every held-out set; "" names the one of data.eval_split."""
         sets = {name: getattr(self.eval.sets, name) for name in type(self.eval.sets).model_fields}
         if sets:
-            plain: dict[str, Any] = {"eval_split": None, "shuffle": False}
+            plain: dict[str, Any] = {"eval_split": None, "shuffle": False, "mixture": None}
             return {name: DataConfig(**s.model_dump() | plain) for name, s in sets.items()}
         split = self.data.eval_split
         return {} if split is None else {"": self.data.model_copy(update={"split": split})}

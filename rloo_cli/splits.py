@@ -1,43 +1,54 @@
 """The data of a run: the split it trains on and the sets held out, opened, checked, tokenised.
 
 Keys of the mappings here: None for the training split, else the name of a held-out set ("" for
-the one of data.eval_split). What is wrong with a set is said of the set's own keys.
+the one of data.eval_split); while they are apart, data.mixture.NAME for a source of a mixture. What
+is wrong with a set or a source is said of its own keys.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
-from rloo_cli import data
+from rloo_cli import data, lengths, mixture
+from rloo_cli.data import Opened
 from rloo_cli.errors import ConfigError, Problem, RunError
 from rloo_cli.prompts import Prompts, prepare
 from rloo_cli.rewards.build import Reward, check_columns
 from rloo_cli.schema import DataConfig, RunConfig, SetConfig
 
+Found = TypeVar("Found")
+MIXTURE = "data.mixture."
 KEYS = re.compile(rf"\bdata\.(?=(?:{'|'.join(SetConfig.model_fields)})\b)")
 
 
-def load(config: RunConfig, training: bool = True) -> dict[str | None, Any]:
+def load(config: RunConfig, training: bool = True) -> dict[str | None, Opened]:
     """Open every split that the run needs. Raises DataError, MachineError."""
-    found: dict[str | None, Any] = {}
+    found: dict[str | None, Opened] = {}
     for name, source in _sources(config, training).items():
         with _said_of(name, source):
-            found[name] = data.load(source, source.split)
+            found[name] = data.opened(source, source.split)
     return found
 
 
-def check(config: RunConfig, found: Mapping[str | None, Any], rewards: Sequence[Reward]) -> None:
-    """Whether every split has the columns the rewards need. Raises ConfigError, DataError."""
+def check(config: RunConfig, found: Mapping[str | None, Opened], rewards: Sequence[Reward]) -> None:
+    """Whether every split has the columns the rewards need. Raises ConfigError, DataError.
+
+    Of a mixture one source that has a column is enough: in the others' rows it is None.
+    """
+    mixed = _of_mixture(found)
+    if mixed:
+        check_columns(rewards, mixture.columns(mixed, config.data.sources))
     for name, source in _sources(config, None in found).items():
-        columns = [c for c in found[name].column_names if c != source.prompt_column]
-        with _said_of(name, source):
-            check_columns(rewards, columns)
+        if name in found and not _in_mixture(name):
+            columns = [c for c in found[name].column_names if c != source.prompt_column]
+            with _said_of(name, source):
+                check_columns(rewards, columns)
 
 
 def tokenised(
-    config: RunConfig, found: Mapping[str | None, Any], tokenizer: Any, context: int | None
+    config: RunConfig, found: Mapping[str | None, Opened], tokenizer: Any, context: int | None
 ) -> dict[str | None, Prompts]:
     """Every split's prompts. `context`: the most positions the model has, None = not known.
 
@@ -47,12 +58,30 @@ def tokenised(
     if context is not None and room is not None and room < 1:
         raise ConfigError(_no_room(config, context))
     prompts: dict[str | None, Prompts] = {}
-    for name, source in _sources(config, None in found).items():
+    for name, source in _sources(config, training=True).items():
+        if name not in found:
+            continue
         limits = [n for n in (source.max_prompt_length, room) if n is not None]
         longest, kwargs = min(limits, default=None), config.generation.chat_template_kwargs
         with _said_of(name, source):
-            prompts[name] = prepare(found[name], source, tokenizer, kwargs, longest, config.seed)
+            rows = found[name].rows
+            prompts[name] = prepare(rows, source, tokenizer, kwargs, longest, config.seed)
+            prompts[name].left_out = found[name].left_out
+    parts = _of_mixture(prompts)
+    if parts:
+        whole = mixture.joined(parts, config.data.weights, config.seed)
+        apart = {k: p for k, p in prompts.items() if not _in_mixture(k)}
+        return {None: whole, **apart}
     return prompts
+
+
+def _in_mixture(name: str | None) -> bool:
+    return name is not None and name.startswith(MIXTURE)
+
+
+def _of_mixture(found: Mapping[str | None, Found]) -> dict[str, Found]:
+    """Of the sources of the mixture alone, by their own names."""
+    return {k.removeprefix(MIXTURE): v for k, v in found.items() if k and k.startswith(MIXTURE)}
 
 
 def notes(name: str | None, prompts: Prompts) -> list[str]:
@@ -64,7 +93,11 @@ def notes(name: str | None, prompts: Prompts) -> list[str]:
         said = [f"held out{f', {name}' if name else ''}: {told}"]
     else:
         said = [f"{told}; first: {str(prompts.prompts[0])[-120:]!r}"]
+        said += mixture.notes(prompts.mix) if prompts.mix else []
+        said += [lengths.line(prompts.lengths, prompts.limits)]
     where = "" if name is None else f" of {name or 'those held out'}"
+    if prompts.left_out:
+        said.append(f"{prompts.left_out} rows{where} were left out (data.filter)")
     for count, what in ((prompts.dropped, "left out"), (prompts.truncated, "cut on the left")):
         if count:
             said.append(f"{count} prompts{where} were too long and {what} (data.overlong)")
@@ -74,7 +107,11 @@ def notes(name: str | None, prompts: Prompts) -> list[str]:
 
 
 def _sources(config: RunConfig, training: bool) -> dict[str | None, DataConfig]:
-    sources: dict[str | None, DataConfig] = {None: config.data} if training else {}
+    sources: dict[str | None, DataConfig] = {}
+    if training and config.data.sources:
+        sources.update({f"{MIXTURE}{n}": s for n, s in config.data.sources.items()})
+    elif training:
+        sources[None] = config.data
     sources.update(config.held_out)
     return sources
 
@@ -92,12 +129,15 @@ def _said_of(name: str | None, source: DataConfig) -> Iterator[None]:
 
 def _own(problem: Problem, name: str, source: DataConfig) -> Problem:
     def own(text: str) -> str:
+        if _in_mixture(name):
+            return KEYS.sub(f"{name}.", text)
         if name:
             return KEYS.sub(f"eval.sets.{name}.", text)
         return re.sub(r"\bdata\.split\b", "data.eval_split", text)
 
     words = {part: own(getattr(problem, part)) for part in ("what", "where", "why", "fix")}
     mine = f"eval.sets.{name}" if name else "data.eval_split"
+    mine = name if _in_mixture(name) else mine
     if mine not in words["where"]:
         held_out = mine if name else f"{mine}={source.split}"
         words["where"] = f"{words['where']} ({held_out})" if words["where"] else held_out

@@ -21,9 +21,9 @@ PACKAGE = ROOT / "rloo_cli"
 FLOORS = [  # each may import from itself and from those before it
     "__init__ errors paths files schema registry config compose complaints sources names rules"
     " effects seeds made order stop faults manifest resume rewind redact hub own places pids"
-    " server_file",
+    " server_file data_rules",
     "rollout tensors clock packing schedule",
-    "algorithms rewards data prompts",
+    "algorithms rewards data prompts choosing mixture lengths",
     "policy generation vllm distributed optim checkpoint updates measures cycle rng log panel"
     " display curves advice rollouts parts minibatches ledger splits held_out perf",
     "train advantages pauses evaluate outcome guards",
@@ -209,7 +209,9 @@ def test_every_recipe_builds(recipe: str, debug: list[str], code: Path) -> None:
 
 @pytest.mark.parametrize(("group", "choice"), sorted(GROUPS))
 def test_every_choice_of_a_group_builds(group: str, choice: str, code: Path) -> None:
-    built(["+recipe=smoke", f"{group}={choice}", "data.max_prompt_length=32"], code)
+    words = ["+recipe=smoke", f"{group}={choice}", "data.max_prompt_length=32"]
+    chosen = {"code_tests": ["reward.code_tests.sandbox=bwrap"]}  # it is refused without one
+    built([*words, *chosen.get(choice, [])], code)
 
 
 @pytest.mark.parametrize("room", registry.ROOMS)

@@ -5,6 +5,7 @@ first row are looked at before the policy's weights load, and that row is shown 
 """
 
 import math
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -44,6 +45,13 @@ class Config(RewardConfig):
     max_length: Positive | None = key("Most tokens of a row; longer ones lose their beginning")
     device: Device = key("Where it computes: auto = where the policy does, cpu, cuda, cuda:N")
     offload: bool = key("Lies in CPU memory while it has nothing to score")
+
+
+def problems(config: Config, where: str) -> Iterator[Problem]:
+    """What these keys forbid each other."""
+    if config.workers:
+        key, why = f"{where}.workers", "each would hold a copy of the model"
+        yield Problem(f"{key}: a reward model has none", key, why, f"{key}=0")
 
 
 def preflight(config: Config) -> None:

@@ -123,7 +123,9 @@ class Rows:
 
 def _splits(settings: RunConfig, lost: list[RunError]) -> Iterator[tuple[str, Rows]]:
     """Every split a run reads, loaded; what cannot be is added to `lost`."""
-    wanted: list[tuple[str, Any, str]] = [("data", settings.data, settings.data.split)]
+    sources = settings.data.sources
+    training = {f"data.mixture.{n}": s for n, s in sources.items()} or {"data": settings.data}
+    wanted: list[tuple[str, Any, str]] = [(key, of, of.split) for key, of in training.items()]
     for name, held in settings.held_out.items():
         wanted.append((f"eval.sets.{name}" if name else "data.eval_split", held, held.split))
     gone: set[str] = set()

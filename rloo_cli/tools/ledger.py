@@ -66,6 +66,7 @@ class Account:
     epochs: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # fates
     drawn: dict[int, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))  # rows
     trained: Counter[int] = field(default_factory=Counter)  # rows
+    mix: tuple[order.Source, ...] = ()
 
     def add(self, entry: Row) -> str:
         """Take in the next line. Returns what is wrong with it, or ""."""
@@ -73,7 +74,8 @@ class Account:
         if begins and entry["ledger"] != FORMAT:
             return f"format {entry['ledger']!r}: this rloo reads format {FORMAT}"
         kinds: dict[str, type] = ALWAYS | (HEADER if begins else STEP)
-        wrong = _fields(entry, kinds, {} if begins else dict.fromkeys(FATES, list))
+        may: dict[str, type] = {"mixture": list} if begins else dict.fromkeys(FATES, list)
+        wrong = _fields(entry, kinds, may)
         if wrong:
             return wrong
         if first and not begins:
@@ -92,6 +94,13 @@ class Account:
             return f"a header after {_at(*after(entry))}, behind {_at(self.steps, self.place)}"
         if first:
             self.began = self.steps, self.place = after(entry)
+        try:
+            self.mix = tuple(order.Source(**source) for source in entry.get("mixture", []))
+            few = any(s.prompts < 1 or s.weight <= 0 for s in self.mix)
+        except TypeError:
+            return "its mixture is not a list of sources"
+        if self.mix and (few or sum(s.prompts for s in self.mix) != entry["prompts"]):
+            return f"its sources do not have {entry['prompts']} prompts together"
         left_out = {*filtered}
         self.header, self.since = entry, self.place
         self.kept = [row for row in range(rows) if row not in left_out]
@@ -116,7 +125,7 @@ class Account:
             if times[p] != 1:
                 said = " and ".join(fate for q, fate in met if q == p)
                 return f"draw {p} has {f'{times[p]} fates: {said}' if said else 'no fate'}"
-        order_of = [self.header[k] for k in ("seed", "fingerprint", "shuffle")]
+        order_of = [*(self.header[k] for k in ("seed", "fingerprint", "shuffle")), self.mix]
         for p, row in zip(places, rows, strict=True):
             wanted = self.kept[order.at(p, n, *order_of)]
             if row != wanted:
@@ -140,7 +149,8 @@ class Account:
         for epoch in [e for e in self.drawn if (e + 1) * n <= self.place]:
             rows = self.drawn.pop(epoch)
             odd = sorted(r for r in self.kept if rows[r] != 1)
-            if odd and epoch * n >= self.since:
+            # A mixture's epoch has rows as often as their source's weight says.
+            if odd and epoch * n >= self.since and not self.mix:
                 return f"epoch {epoch} had row {odd[0]} {rows[odd[0]]} times"
         return ""
 
@@ -208,7 +218,7 @@ def _fields(entry: Row, kinds: dict[str, type], may: dict[str, type]) -> str:
         kind = (kinds | may).get(name)
         if kind is None:
             return f"it has a field {name!r}, which no such line has"
-        plain = value if isinstance(value, list) else []
+        plain = value if isinstance(value, list) and name != "mixture" else []
         if type(value) is not kind or any(type(item) is not int for item in plain):
             what = "a list of numbers" if kind is list else kind.__name__
             return f"its {name} is not {what}"

@@ -88,7 +88,8 @@ def longest(run: RunConfig, keys: EngineKeys) -> int | None:
         context = made.CONTEXT.get(model.removeprefix(made.MADE))
     else:
         context = hub.context(hub.config(model, run.model.revision))
-    prompts = [held.max_prompt_length for held in (run.data, *run.held_out.values())]
+    training = [*run.data.sources.values()] or [run.data]
+    prompts = [read.max_prompt_length for read in (*training, *run.held_out.values())]
     if None in prompts:
         return context
     need = max(p for p in prompts if p is not None) + run.generation.max_completion_length

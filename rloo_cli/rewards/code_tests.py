@@ -1,0 +1,233 @@
+"""1.0 if the completion's code passes the tests of its row, else 0.0 (or the share it passes).
+
+The code is the last closed ```python block of the completion (`extract: block`) or all of its text.
+No block is a wrong answer: 0.0. None where the column is None. The column holds, or holds as JSON,
+
+    "assert f(2) == 4"                         Python, as in MBPP; a list of them are several tests
+    "def check(candidate): ..."                HumanEval's `test`; `entry_point` names the column
+                                               with the function it is called with
+    {"input": "1 2", "output": "3"}            a program's stdin and stdout (also stdin, stdout);
+                                               a list of them are several tests
+    {"inputs": [...], "outputs": [...]}        APPS, TACO; with "fn_name" a function's arguments
+                                               and values
+
+Outputs are equal when their lines are, white space at the ends left aside. A test after one that
+used up the time, or left processes that cannot be ended, has failed. Nothing runs
+outside the sandbox that `sandbox` names; what it promises and what not stands in sandbox.py.
+"""
+
+import ast
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from rloo_cli.errors import Problem
+from rloo_cli.rewards import sandbox
+from rloo_cli.rewards.sandbox import Limits
+from rloo_cli.rewards.text import Completion, texts
+from rloo_cli.schema import NotEmpty, Positive, RewardConfig, key
+
+BLOCK = re.compile(r"^```(?:python3?|py)[^\S\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE | re.I)
+LARGEST = 1 << 20  # bytes of a program's output, beyond which it is wrong
+INPUTS, OUTPUTS = ("input", "inputs", "stdin"), ("output", "outputs", "stdout")
+CALL = """
+_call = getattr(Solution(), {name!r}) if "Solution" in globals() else {name}
+_is, _should = _call(*{arguments!r}), {value!r}
+_is = [*_is] if isinstance(_is, tuple) else _is
+assert _is == _should or (isinstance(_should, list) and _should and _is == _should[0])
+"""
+
+
+class Config(RewardConfig):
+    type: Literal["code_tests"] = key("code_tests")
+    column: str = key("Data column with the tests")
+    entry_point: str | None = key("Column with a function's name: check(NAME) ends each test")
+    setup: str | None = key("Column with Python that is put before each test of asserts")
+    extract: Literal["block", "text"] = key("The code: the last ```python block, or all the text")
+    partial: bool = key("The share of tests that pass; false = 1.0 only where all pass")
+    sandbox: Literal["bwrap", "external", "unsafe_subprocess"] | None = key(
+        "Where the code runs: bwrap, external (command), or in nothing: unsafe_subprocess"
+    )
+    command: NotEmpty | None = key("For sandbox=external: what runs {harness}, in a container")
+    workers: Positive | None = key("Completions that run at once; null = one per CPU core")
+    time_s: float = key("Wall-clock seconds for all tests of one completion", gt=0, le=3600)
+    memory_mb: int = key("Memory of each process, and of all of them", ge=64, le=2**20)
+    processes: Positive = key("Processes and threads at once")
+    file_mb: int = key("Size of each file, and of the private /tmp", ge=1, le=2**16)
+    open_files: int = key("Open files of each process", ge=16, le=2**16)
+
+
+@dataclass(frozen=True)
+class Test:
+    """What the sandbox is asked, and how its answer is judged out here."""
+
+    asked: dict[str, Any]
+    passes: Callable[[str], bool]
+
+
+def needs(config: Config) -> list[str]:
+    return [c for c in (config.column, config.entry_point, config.setup) if c is not None]
+
+
+def problems(config: Config, where: str) -> Iterator[Problem]:
+    """No code runs before somebody chose where."""
+    if config.sandbox is None:
+        yield Problem(
+            f"{where}.sandbox is not chosen",
+            f"{where}.sandbox",
+            "code that a model wrote is run: bwrap (bubblewrap, contained), external (a command of "
+            "your own, e.g. a container), or unsafe_subprocess (contained by nothing)",
+            f"{where}.sandbox=bwrap",
+        )
+    elif (config.sandbox == "external") != (config.command is not None):
+        why = f"sandbox={config.sandbox}, command={config.command}: they go together"
+        fix = f"{where}.command='podman run ... {{harness}} ...'"
+        fix = fix if config.sandbox == "external" else f"{where}.command=null"
+        yield Problem(f"{where}.command does not fit", f"{where}.command", why, fix)
+
+
+def preflight(config: Config) -> None:
+    """Raises MachineError when the sandbox does not work here: nothing weaker takes its place."""
+    if config.sandbox is not None:
+        sandbox.require(config.sandbox, config.command, _limits(config))
+
+
+def notes(config: Config, where: str) -> list[str]:
+    """What a reader of the log must know."""
+    if config.sandbox != "unsafe_subprocess":
+        return []
+    return [f"warning: {where}.sandbox=unsafe_subprocess: code the model writes runs uncontained"]
+
+
+def score(
+    completions: list[Completion],
+    columns: dict[str, list[Any]],
+    config: Config,
+    log_extra: Callable[[str, list[Any]], None],
+) -> list[float | None]:
+    """(B,) of 1.0, 0.0 (between with `partial`) or None. Raises ValueError for tests that are none,
+    RuntimeError when the sandbox fails.
+    """
+    assert config.sandbox is not None
+    codes = [extract(text, config.extract) for text in texts(completions)]
+    tests = [_of_row(columns, row, config) for row in range(len(codes))]
+    with ThreadPoolExecutor(config.workers or os.cpu_count() or 1) as pool:
+        found = list(pool.map(partial(_judged, config), codes, tests))
+    log_extra("code_tests", [why for _, why in found])
+    return [value for value, _ in found]
+
+
+def extract(text: str, how: str) -> str | None:
+    """The code in a completion; None when there is none."""
+    if how == "text":
+        return text
+    found = BLOCK.findall(text)
+    return found[-1] if found else None
+
+
+def _judged(
+    config: Config, code: str | None, tests: list[Test] | None
+) -> tuple[float | None, str | None]:
+    """A completion's score, and how its first failed test failed."""
+    if tests is None:
+        return None, None
+    if code is None:
+        return 0.0, "no code"
+    assert config.sandbox is not None
+    asked, limits = [t.asked for t in tests], _limits(config)
+    results = sandbox.run(
+        code, asked, config.sandbox, config.command, limits, stop=not config.partial
+    )
+    whys = [
+        r.why or ("" if test.passes(r.output) else "wrong output")
+        for r, test in zip(results, tests, strict=True)
+    ]
+    first = next((why for why in whys if why), "passed")
+    share = whys.count("") / len(whys)
+    return (share if config.partial else float(share == 1)), first
+
+
+def _limits(config: Config) -> Limits:
+    return Limits(
+        config.time_s, config.memory_mb, config.processes, config.file_mb, config.open_files
+    )
+
+
+def _of_row(columns: dict[str, list[Any]], row: int, config: Config) -> list[Test] | None:
+    value = columns[config.column][row]
+    if value is None:
+        return None
+    before = columns[config.setup][row] if config.setup else None
+    name = columns[config.entry_point][row] if config.entry_point else None
+    if name is not None and not str(name).isidentifier():
+        raise ValueError(f"column {config.entry_point!r} has {name!r}, which names no function")
+    after = f"\ncheck({name})\n" if name else ""
+    tests = read(value, f"{before}\n" if before else "", after)
+    if not tests:
+        raise ValueError(f"column {config.column!r} has no test in {str(value)[:80]!r}")
+    return tests
+
+
+def read(value: Any, before: str = "", after: str = "") -> list[Test]:
+    """The tests that a value of the column holds. Raises ValueError for what is none."""
+    if isinstance(value, str):
+        if value.lstrip()[:1] in ("{", "["):
+            try:
+                return read(json.loads(value), before, after)
+            except json.JSONDecodeError:
+                pass  # Python may begin with a bracket too
+        return [_asserts(before + value + after)]
+    if isinstance(value, dict):
+        return _cases(value, before)
+    if isinstance(value, list | tuple):
+        return [test for part in value for test in read(part, before, after)]
+    raise ValueError(f"a test is text, input and output, or a list of them, not {value!r:.80}")
+
+
+def _asserts(source: str) -> Test:
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError) as error:  # else no completion would ever pass
+        raise ValueError(f"a test is not valid Python: {error}: {source[:80]!r}") from None
+    return Test({"test": source}, lambda _: True)
+
+
+def _cases(value: dict[str, Any], before: str) -> list[Test]:
+    inputs = next((value[k] for k in INPUTS if value.get(k) is not None), None)
+    outputs = next((value[k] for k in OUTPUTS if value.get(k) is not None), None)
+    if inputs is None or outputs is None:
+        raise ValueError(f"a case has an input and an output; found {', '.join(value)}")
+    if isinstance(inputs, str) and isinstance(outputs, str):
+        inputs, outputs = [inputs], [outputs]
+    if not isinstance(inputs, list) or not isinstance(outputs, list):
+        raise ValueError(f"inputs and outputs are not lists: {value!r:.80}")
+    if len(inputs) != len(outputs):
+        raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
+    pairs = zip(inputs, outputs, strict=True)
+    if name := value.get("fn_name"):
+        if not str(name).isidentifier():
+            raise ValueError(f"fn_name is {name!r}, which names no function")
+        return [
+            _asserts(before + CALL.format(name=str(name), arguments=a, value=v)) for a, v in pairs
+        ]
+    return [_case(_text(given), _text(wanted)) for given, wanted in pairs]
+
+
+def _text(value: Any) -> str:
+    """What a program reads or writes; APPS has lists of lines too."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _case(given: str, wanted: str) -> Test:
+    lines = _lines(wanted)
+    most = min(LARGEST, 2 * len(wanted.encode("utf-8", "replace")) + (1 << 16))
+    return Test({"stdin": given, "most": most}, lambda output: _lines(output) == lines)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]

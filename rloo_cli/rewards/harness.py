@@ -1,0 +1,264 @@
+"""Runs inside the sandbox: a model's code against tests, each test in a process of its own.
+
+Standard library alone, so that any Python from 3.9 on can run this file by itself (`external`).
+`supervise` reads one line of JSON, the job, and nothing of the model's runs in its process. For
+each test it starts a fresh interpreter (exec, so that no memory of the job goes along):
+
+    a case   runs the code as a program; its input is stdin, its output comes back to be judged
+             outside, and what it should have been never enters the sandbox
+    a test   (`check`, below) runs the code, says so, and only then is given the test's source and
+             a token, random for this test, which it sends back once the test's last line ran
+
+The supervisor alone has stdout and the nonce, and is not dumpable: a process of the same user may
+neither read its memory nor open its pipes. `sandbox` says what this does and does not promise.
+"""
+
+import builtins
+import ctypes
+import fcntl
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from typing import Any
+
+TICK = 0.02  # seconds between two looks at the processes
+PAGE = resource.getpagesize()
+CONTROL, REPORT = 3, 4  # a test's pipes
+SET_DUMPABLE, SET_CHILD_SUBREAPER = 4, 36  # prctl
+Job = dict[str, Any]  # what `sandbox` sends, and what goes back
+Facts = dict[int, tuple[int, int]]  # pid -> threads, pages in memory
+
+
+def supervise() -> None:
+    """Reads the job, runs its tests in order, writes one line of JSON that has the nonce."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    if prctl(SET_DUMPABLE, 0, 0, 0, 0) or prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process of a namespace gets no others
+    job = json.loads(sys.stdin.buffer.read())
+    folder = tempfile.mkdtemp()
+    path = os.path.join(folder, "solution.py")
+    with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
+        file.write(job["code"])
+    print(json.dumps({"began": job["nonce"]}), flush=True)  # from here on, blame the model's code
+    deadline = time.monotonic() + job["seconds"]
+    found = []
+    for test in job["tests"]:
+        result = one(job, path, test, deadline)
+        found.append(result)
+        clean = end_all(deadline + 1)
+        if not clean or (job["stop"] and result["why"]):
+            break
+    shutil.rmtree(folder, ignore_errors=True)
+    print(json.dumps({"ended": job["nonce"], "results": found}), flush=True)
+
+
+def one(job: Job, path: str, test: Job, deadline: float) -> Job:
+    """One test: {why: "" or how it failed, output: what a case printed}."""
+    if time.monotonic() >= deadline:
+        return {"why": "time", "output": ""}
+    is_case, token = "stdin" in test, os.urandom(16).hex()
+    asked = json.dumps({"token": token, "test": test.get("test")}).encode()
+    give, out = pipe(), pipe()
+    ask = (0, test, b"") if is_case else (give[1], None, asked)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            begin(job, path, test, give[0], out[1])
+        finally:
+            os._exit(126)
+    os.close(give[0])
+    os.close(out[1])
+    try:
+        why, said = watch(job, pid, out[0], deadline, ask)
+    finally:
+        os.close(out[0])
+        os.close(give[1])
+    if is_case:
+        return {"why": why, "output": said.decode("utf-8", "replace")}
+    return {"why": why or ("" if said == b"loaded\n" + token.encode() else "failed"), "output": ""}
+
+
+def pipe() -> tuple[int, int]:
+    """A pipe whose ends are above those that a test's own have."""
+    ends = os.pipe()
+    high = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends]
+    for end in ends:
+        os.close(end)
+    return high[0], high[1]
+
+
+def begin(job: Job, path: str, test: Job, control: int, report: int) -> None:
+    """In the new process: its limits, its three or five open files, and a fresh interpreter."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.setsid()
+    os.nice(10)
+    null = os.open(os.devnull, os.O_RDWR)
+    case = "stdin" in test
+    os.dup2(given(test["stdin"]) if case else null, 0)
+    os.dup2(report if case else null, 1)
+    os.dup2(null, 2)
+    if not case:
+        os.dup2(control, CONTROL)
+        os.dup2(report, REPORT)
+    os.closerange(3 if case else 5, 1 << 16)
+    os.chdir(os.path.dirname(path))
+    limit(job)
+    words = [sys.executable, "-I", path] if case else [sys.executable, "-I", __file__, path]
+    os.execv(sys.executable, words)
+
+
+def given(text: str) -> int:
+    """A file without a name that holds a program's input."""
+    file = os.memfd_create("stdin")
+    with open(os.dup(file), "wb") as writer:
+        writer.write(text.encode("utf-8", "surrogateescape"))
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+def limit(job: Job) -> None:
+    """What the kernel holds each process to; it hands the limits on to its children."""
+    seconds = int(job["seconds"]) + 1
+    limits = {
+        resource.RLIMIT_AS: job["memory"],
+        resource.RLIMIT_CPU: seconds,
+        resource.RLIMIT_FSIZE: job["file"],
+        resource.RLIMIT_NOFILE: job["open_files"],
+        resource.RLIMIT_CORE: 0,
+    }
+    if job["own_user"]:  # elsewhere it would count the user's other processes too
+        limits[resource.RLIMIT_NPROC] = job["processes"] + 2
+    for which, most in limits.items():
+        hard = resource.getrlimit(which)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(which, (most, most))
+
+
+def watch(job: Job, pid: int, out: int, deadline: float, ask: Any) -> tuple[str, bytes]:
+    """Follows a test until it ends or has too much of something: (why, what it wrote)."""
+    said, most = bytearray(), ask[1]["most"] if ask[1] else 100
+    is_open, ended = True, None
+    while True:
+        if is_open and select.select([out], [], [], 0 if ended is not None else TICK)[0]:
+            part = os.read(out, 1 << 16)
+            is_open = bool(part)
+            said += part
+        elif ended is not None:  # and there is nothing more to read
+            return ("failed" if ended else ""), bytes(said)
+        elif not is_open:
+            time.sleep(TICK / 4)
+        if len(said) > most:
+            return "output", b""
+        if ask[2] and said == b"loaded\n":
+            send(ask[0], ask[2])
+            ask = (0, None, b"")
+        if ended is None:
+            if why := too_much(job, deadline):
+                return why, b""
+            ended = reaped().get(pid)
+
+
+def too_much(job: Job, deadline: float) -> str:
+    """What the test has too much of, or ""."""
+    found = descendants().values()
+    if sum(threads for threads, _ in found) > job["processes"]:
+        return "processes"
+    if sum(pages for _, pages in found) * PAGE > job["memory"]:
+        return "memory"
+    return "time" if time.monotonic() > deadline else ""
+
+
+def reaped() -> dict[int, int]:
+    """The children that ended, with how; orphans of the model's code are children too."""
+    found = {}
+    try:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            found[ended[0]] = ended[1]
+    except ChildProcessError:
+        pass
+    return found
+
+
+def send(end: int, data: bytes) -> None:
+    """All of it, or less where the test does not read."""
+    os.set_blocking(end, False)
+    data = len(data).to_bytes(8, "big") + data
+    until = time.monotonic() + 1
+    try:
+        while data and time.monotonic() < until:
+            if select.select([], [end], [], TICK)[1]:
+                data = data[os.write(end, data[: 1 << 12]) :]
+    except OSError:
+        return
+
+
+def descendants() -> Facts:
+    """Every process below this one, those that ended and were not waited for too."""
+    parents, facts = {}, {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    words = file.read().rpartition(b")")[2].split()
+            except OSError:
+                continue
+            parents[int(name)] = int(words[1])
+            facts[int(name)] = (max(1, int(words[17])), int(words[21]))
+    found, me = {}, os.getpid()
+    for pid in facts:
+        above = pid
+        while above in parents and above != me:
+            above = parents[above]
+        if above == me and pid != me:
+            found[pid] = facts[pid]
+    return found
+
+
+def end_all(until: float) -> bool:
+    """Kills everything below this process. False: some of it is left."""
+    while left := descendants():
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:
+                continue
+        reaped()
+        if time.monotonic() > until:
+            return False
+        time.sleep(TICK / 10)
+    return True
+
+
+def check(path: str) -> None:
+    """In a test's own process: the code, then the test, in one interpreter.
+
+    What is used after the model's code ran was taken before it, and the test sees Python's
+    builtins as they were then, whatever became of the originals.
+    """
+    read, write, leave, run, translate = os.read, os.write, os._exit, exec, compile
+    loads, whole, first = json.loads, int.from_bytes, dict(vars(builtins))
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        code = file.read()
+    names: Job = {"__name__": "solution", "__builtins__": builtins}
+    run(translate(code, "solution.py", "exec"), names)
+    write(REPORT, b"loaded\n")
+    size = whole(read(CONTROL, 8), "big")
+    told = b""
+    while len(told) < size and (part := read(CONTROL, size - len(told))):
+        told += part
+    asked = loads(told)
+    names["__builtins__"] = first
+    run(translate(asked["test"], "test.py", "exec"), {**names})
+    write(REPORT, asked["token"].encode())
+    leave(0)
+
+
+if __name__ == "__main__":
+    check(sys.argv[1]) if len(sys.argv) > 1 else supervise()

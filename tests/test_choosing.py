@@ -1,0 +1,153 @@
+"""data.filter and data.streaming: which rows are used, and what is said of the others."""
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+from loop_cases import checked, make
+from prompt_cases import config
+
+from rloo_cli import data, splits
+from rloo_cli.errors import ConfigError, DataError
+from rloo_cli.run import code_notes
+
+ROWS = [{"question": f"p{i}", "level": i % 3, "hard": i > 7, "kind": "ab"[i % 2]} for i in range(9)]
+CODE = """
+seen = []
+def odd(row):
+    seen.append(row["level"])
+    return row["level"] == 1
+def number(row): return 1
+def fails(row): return row["nope"]
+"""
+BOTH = pytest.mark.parametrize("how", [{}, {"streaming": True, "max_samples": 9}], ids=["", "rows"])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "mine.py").write_text(CODE)
+    return path
+
+
+def opened(file: Path, split: str = "train", **changes) -> data.Opened:
+    changes = {"path": str(file), "columns": {"question": "prompt"}} | changes
+    return data.opened(config(**changes), split)
+
+
+@BOTH
+def test_rows_are_chosen_by_the_values_of_columns(file, how) -> None:
+    found = opened(file, filter={"level": 1}, **how)
+    assert found.rows["prompt"][:] == ["p1", "p4", "p7"] and found.left_out == 6
+    found = opened(file, filter={"level": [0, 1], "kind": "a"}, **how)
+    assert found.rows["prompt"][:] == ["p0", "p4", "p6"]
+    assert opened(file, **how).left_out == 0
+    # Flags and numbers are told apart: 1 == True in Python.
+    assert opened(file, filter={"hard": True}, **how).rows["prompt"][:] == ["p8"]
+    with pytest.raises(DataError, match="leaves none of 9"):
+        opened(file, filter={"hard": 1}, **how)
+
+
+@BOTH
+def test_rows_are_chosen_by_a_function_of_ones_own(file, how) -> None:
+    mine = file.with_name("mine.py")
+    assert len(opened(file, filter=f"{mine}:odd", **how).rows) == 3
+    with pytest.raises(DataError, match="said 1 of row 0"):
+        opened(file, filter=f"{mine}:number", **how)
+    with pytest.raises(DataError, match="failed at row 0") as caught:
+        opened(file, filter=f"{mine}:fails", **how)
+    assert "KeyError" in str(caught.value)
+
+
+@BOTH
+def test_a_filter_that_leaves_nothing_or_names_no_column_is_refused(file, how) -> None:
+    with pytest.raises(DataError, match="leaves none of 9 rows"):
+        opened(file, filter={"level": 7}, **how)
+    with pytest.raises(DataError, match="names 'levle', which is no column") as caught:
+        opened(file, filter={"levle": 7}, **how)
+    assert "data.filter={level: ...}" in str(caught.value)
+
+
+@BOTH
+def test_columns_and_emptiness_are_looked_at_as_ever(file, how, tmp_path) -> None:
+    with pytest.raises(DataError, match="renames 'nope'"):
+        opened(file, columns={"nope": "prompt"}, **how)
+    with pytest.raises(DataError, match="no column 'prompt'"):
+        opened(file, columns={}, **how)
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(DataError, match="has 0 rows"):
+        opened(tmp_path / "empty.jsonl", **how)
+    with pytest.raises(DataError, match="no split 'test'"):
+        opened(file, "test", **how)
+
+
+def test_the_filter_comes_before_max_samples(file) -> None:
+    found = opened(file, filter={"level": [1, 2]}, max_samples=3)
+    assert found.rows["prompt"][:] == ["p1", "p2", "p4"] and found.left_out == 3
+
+
+def test_streaming_reads_no_further_than_it_must(file, monkeypatch) -> None:
+    read = []
+    whole = datasets.IterableDataset.__iter__
+
+    def counted(self):
+        for row in whole(self):
+            read.append(row)
+            yield row
+
+    monkeypatch.setattr(datasets.IterableDataset, "__iter__", counted)
+    found = opened(file, streaming=True, max_samples=2)
+    assert found.rows["prompt"][:] == ["p0", "p1"] and len(read) == 2
+    read.clear()
+    found = opened(file, streaming=True, max_samples=2, filter={"level": 2})
+    assert found.rows["prompt"][:] == ["p2", "p5"] and found.left_out == 4 and len(read) == 6
+
+
+def test_streamed_and_whole_are_the_same_rows(file) -> None:
+    whole = opened(file, max_samples=5).rows
+    assert opened(file, max_samples=5, streaming=True).rows.to_list() == whole.to_list()
+
+
+def test_what_lies_on_the_disk_is_not_streamed(tmp_path) -> None:
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "d")
+    with pytest.raises(DataError, match=r"data\.streaming is set"):
+        opened(tmp_path / "d", streaming=True, max_samples=2)
+
+
+# In the config, and in a run
+
+
+def test_streaming_needs_an_end_and_something_to_read(file) -> None:
+    for words, said in {
+        ("data.streaming=true",): "data.streaming needs data.max_samples",
+        ("data.streaming=true", "data.max_samples=3"): "there is nothing to read row by row",
+        (f"eval.sets.a={{path: '{file}', split: train, streaming: true}}",): "eval.sets.a.streaming"
+        " needs eval.sets.a.max_samples",
+    }.items():
+        with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
+            checked((), words)
+
+
+def test_a_filter_that_is_no_code_is_found_before_it_runs(file) -> None:
+    mine = file.with_name("mine.py")
+    for spec, said in {
+        f"{mine}:od": "has no 'od'", "odd": "does not name code", "no.py:f": "does not exist",
+        "os:system": "not code of yours",
+    }.items():  # fmt: skip
+        with pytest.raises(ConfigError, match=said) as caught:
+            checked((), (f"data.filter={spec}",))
+        assert "data.filter" in str(caught.value)
+    (note,) = code_notes(checked((), (f"data.filter={mine}:odd",)))
+    assert note.startswith(f"data.filter runs {mine}:odd (sha256 ")
+
+
+def test_a_run_counts_and_says_what_was_left_out(file, tmp_path) -> None:
+    words = (f"data.path={file}", "data.columns={question: prompt}", "data.eval_split='train[6:]'")
+    run = make(tmp_path, *words, "data.filter={level: [0, 1]}")
+    assert len(run.prompts) == 6 and run.prompts.left_out == 3
+    assert "3 rows were left out (data.filter)" in splits.notes(None, run.prompts)
+    assert "1 rows of those held out were left out (data.filter)" in splits.notes("", run.sets[""])
+    other = make(tmp_path, *words, "data.filter={level: [0, 2]}", "name=other")
+    assert other.prompts.fingerprint != run.prompts.fingerprint
