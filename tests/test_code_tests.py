@@ -18,7 +18,7 @@ from rloo_cli.run import code_notes
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 
-CONTAINED = {"sandbox": "bwrap", "time_s": 9.0, "memory_mb": 96, "workers": 2}
+CONTAINED = {"sandbox": "bwrap", "time_s": 9.0, "memory_mb": 96, "at_once": 2}
 UNSAFE = CONTAINED | {"sandbox": "unsafe_subprocess"}  # for code of our own
 GOOD = "Here:\n```python\ndef f(x):\n    return x * 2\n```\nDone."
 BAD = GOOD.replace("* 2", "* 3")

@@ -173,7 +173,7 @@ except TimeoutError:  # it is in a call that takes minutes
     print(worker.process.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
     assert done.returncode == -9, done.stderr
     limit = time.monotonic() + 10
     while pids.started(int(done.stdout)) and time.monotonic() < limit:

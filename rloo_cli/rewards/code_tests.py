@@ -54,7 +54,7 @@ class Config(RewardConfig):
         "Where the code runs: bwrap, external (command), or in nothing: unsafe_subprocess"
     )
     command: NotEmpty | None = key("For sandbox=external: what runs {harness}, in a container")
-    workers: Positive | None = key("Completions that run at once; null = one per CPU core")
+    at_once: Positive | None = key("Completions that run at once; null = one per CPU core")
     time_s: float = key("Wall-clock seconds for all tests of one completion", gt=0, le=3600)
     memory_mb: int = key("Memory of each process, and of all of them", ge=64, le=2**20)
     processes: Positive = key("Processes and threads at once")
@@ -116,7 +116,7 @@ def score(
     assert config.sandbox is not None
     codes = [extract(text, config.extract) for text in texts(completions)]
     tests = [_of_row(columns, row, config) for row in range(len(codes))]
-    with ThreadPoolExecutor(config.workers or os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(config.at_once or os.cpu_count() or 1) as pool:
         found = list(pool.map(partial(_judged, config), codes, tests))
     log_extra("code_tests", [why for _, why in found])
     return [value for value, _ in found]
