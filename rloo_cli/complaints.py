@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from rloo_cli import redact, registry
+from rloo_cli import judge_keys, redact, registry
 from rloo_cli.errors import Problem
 from rloo_cli.names import nearest, old_name
 from rloo_cli.schema import RunConfig
@@ -28,6 +28,7 @@ def before_types(values: dict[str, Any]) -> Iterator[Problem]:
     yield from _missing(values)
     yield from _unregistered(values)
     yield from _badly_named(values)
+    yield from judge_keys.unknown(values)
 
 
 def sections(values: dict[str, Any]) -> Iterator[Problem]:

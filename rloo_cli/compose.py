@@ -226,7 +226,8 @@ def gather(cfg: DictConfig, hydra: DictConfig, config_dirs: Sequence[Path] = ())
     for group in ("debug", "recipe", *[g for g in choices if g not in APPENDED]):
         path = groups.get(group, {}).get(str(choices.get(group)))
         if path:
-            files.append((path, "" if group in APPENDED else group.partition("/")[0]))
+            mount = "eval.judge" if group == "judge" else group.partition("/")[0]
+            files.append((path, "" if group in APPENDED else mount))
     files += [(path, "reward") for path in groups["reward"].values()]
     files += [(groups[g]["default"], g) for g in ("model", "data")]
     files.append((paths.CONF / "config.yaml", ""))

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError, create_model
 
-from rloo_cli import complaints, registry, rules
+from rloo_cli import complaints, judge_keys, registry, rules
 from rloo_cli.compose import Composed
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.schema import (
@@ -101,7 +101,7 @@ def merged(values: dict[str, Any], sources: Sources | None = None) -> dict[str, 
                 entry |= {"model_kwargs": {}, "dtype": "auto", "trust_remote_code": False}
                 entry |= {"input": "auto", "max_length": None, "device": "auto", "offload": False}
         values["reward"] = entries
-    return _with_sets(_with_mixture(values))
+    return _with_sets(judge_keys.merged(_with_mixture(values), common))
 
 
 def _with_mixture(values: dict[str, Any]) -> dict[str, Any]:
@@ -161,9 +161,10 @@ def model_class(values: dict[str, Any]) -> type[RunConfig]:
     given = values["eval"].get("sets") if isinstance(values["eval"], dict) else None
     named: Any = dict.fromkeys(given if isinstance(given, dict) else (), (SetConfig, ...))
     sets: Any = create_model("Sets", __base__=Sets, **named)
-    evaluation: Any = create_model(
-        "Eval", __base__=EvalConfig, sets=(sets, EvalConfig.model_fields["sets"])
-    )
+    judge = values["eval"].get("judge") if isinstance(values["eval"], dict) else None
+    parts: Any = {"sets": sets, "judge": judge_keys.config_class(judge) | None}
+    parts = {name: (of, EvalConfig.model_fields[name]) for name, of in parts.items()}
+    evaluation: Any = create_model("Eval", __base__=EvalConfig, **parts)
     fields: Any = {"algorithm": (algorithm, ...), "generation": (generation, ...)}
     fields |= {"eval": (evaluation, ...), "data": (_data_class(values), ...)}
     model: type[RunConfig] = create_model("Run", __base__=Run, reward=(rewards, ...), **fields)

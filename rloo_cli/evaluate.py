@@ -12,13 +12,15 @@ and two evaluations of one run differ by their weights, not by their luck.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rloo_cli import held_out, rng, stop
 from rloo_cli.faults import fault
 from rloo_cli.generation import Generator
+from rloo_cli.judges import judge as judging
+from rloo_cli.judges.judge import Judged, Others
 from rloo_cli.log import sample
 from rloo_cli.minibatches import slices
 from rloo_cli.parts import Run
@@ -26,7 +28,7 @@ from rloo_cli.prompts import Prompts
 from rloo_cli.rewards.arguments import Context, TrainerState
 from rloo_cli.rewards.build import Reward
 from rloo_cli.rewards.scoring import Scores, score
-from rloo_cli.rollout import Group
+from rloo_cli.rollout import Group, Rollout
 from rloo_cli.schema import RunConfig
 from rloo_cli.seeds import sampling_seed
 
@@ -46,6 +48,12 @@ class Parts(Protocol):
     def rewards(self) -> Sequence[Reward]: ...
     @property
     def sets(self) -> dict[str, Prompts]: ...
+    @property
+    def judge(self) -> Any: ...
+
+
+def silent(name: str, done: int, of: int) -> None:
+    """Nobody is told how far it is."""
 
 
 def evaluate(run: Run) -> Row:
@@ -57,14 +65,20 @@ def evaluate(run: Run) -> Row:
         return {}
     run.log.phase("evaluation")
     before = rng.take()
+    state, judged = run.state.seen_by_rewards(run), None
     try:
-        found = answers(run, run.state.seen_by_rewards(run))
+        found = answers(run, state)
+        judged = judge_all(run, found, state)
     finally:
         rng.put(before)
     step = run.state.step
     for name, answered in found.items():
         run.log.save_samples(held_out.file_name(name, step), answered.samples)
-    row = run.log.held_out({"step": step, **of_all(run, found)})
+    for note in judged.notes if judged is not None else ():
+        run.log.note(note)
+    if judged is not None:
+        run.log.save_samples(f"pairs_{step:06d}", judged.rows)
+    row = run.log.held_out({"step": step, **of_all(run, found, judged)})
     run.clock.lap()  # its seconds are nobody's step
     return row
 
@@ -77,9 +91,22 @@ class Answered:
     failed: dict[str, float]
 
 
-def of_all(parts: Parts, found: dict[str, Answered]) -> Row:
+def judge_all(
+    parts: Parts,
+    found: dict[str, Answered],
+    state: TrainerState,
+    others: Others | None = None,
+) -> Judged | None:
+    """What the judge, if there is one, says of the greedy answers; `others`: another model's."""
+    if parts.judge is None:
+        return None
+    samples = {name: answered.samples for name, answered in found.items()}
+    return judging.judge(parts.judge, parts.sets, samples, state, others)
+
+
+def of_all(parts: Parts, found: dict[str, Answered], judged: Judged | None = None) -> Row:
     """The metrics of all sets, in one row."""
-    row: Row = {}
+    row: Row = {} if judged is None else judging.metrics(judged)
     for name, answered in found.items():
         row |= held_out.metrics(name, answered.samples, parts.config.eval, answered.failed)
     return row
@@ -88,7 +115,7 @@ def of_all(parts: Parts, found: dict[str, Answered]) -> Row:
 def answers(
     parts: Parts,
     state: TrainerState,
-    tell: Callable[[str, int, int], None] = lambda name, done, of: None,
+    tell: Callable[[str, int, int], None] = silent,
 ) -> dict[str, Answered]:
     """Answer and score every set. `tell` hears name, completions made and to be made.
 
@@ -120,6 +147,26 @@ def _answer(
                 failed[reward] += rate * len(groups) * each
             tell(name, len(samples), count * sum(n for _, n in rounds))
     return Answered(samples, {reward: rows / len(samples) for reward, rows in failed.items()})
+
+
+def others_of(
+    parts: Parts, wanted: Mapping[str, Set[int]], tell: Callable[[str, int, int], None] = silent
+) -> dict[str, dict[int, Rollout]]:
+    """Another model's greedy answers, by set and row of the split; `wanted`: which rows.
+
+    A prompt that is too long for it has none.
+    """
+    found: dict[str, dict[int, Rollout]] = {name: {} for name in parts.sets}
+    for name, prompts in parts.sets.items():
+        numbers = prompts.numbers or list(range(len(prompts)))
+        chosen = [i for i, number in enumerate(numbers) if number in wanted[name]]
+        for index in slices(chosen, parts.config.eval.batch_size):
+            stop.check()
+            groups = [prompts.at(i) for i in index]
+            _generate(parts, groups, True, 1)
+            found[name] |= {numbers[g.draw]: g.rollouts[0] for g in groups}
+            tell(name, len(found[name]), len(chosen))
+    return found
 
 
 def _generate(parts: Parts, groups: list[Group], greedy: bool, each: int) -> None:

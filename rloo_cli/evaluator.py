@@ -4,6 +4,7 @@ Started by `tools/eval` with a folder that holds config.yaml (a checkpoint is it
 in about.json, what is known of the run that the model is from. Writes the results beside them.
 """
 
+import gc
 import json
 import os
 import sys
@@ -21,9 +22,11 @@ from rich.console import Console
 from rloo_cli import config, faults, outcome, redact, registry, splits, stop
 from rloo_cli.distributed import World, join
 from rloo_cli.errors import ConfigError, OutOfMemory, Problem, RunError
-from rloo_cli.evaluate import Answered, answers, of_all
+from rloo_cli.evaluate import Answered, answers, judge_all, of_all, others_of
 from rloo_cli.files import read_json, write_json, write_text
 from rloo_cli.generation import Generator
+from rloo_cli.judge_keys import REFERENCE
+from rloo_cli.judges.judge import Judge, Judged, Others, make, summary, table
 from rloo_cli.log import lines_of
 from rloo_cli.parts import State
 from rloo_cli.policy import load
@@ -47,6 +50,7 @@ class Parts:
     generator: Generator
     rewards: Sequence[Reward]
     sets: dict[str, Prompts]
+    judge: Judge | None
 
 
 def work(folder: Path) -> Row:
@@ -68,11 +72,49 @@ def work(folder: Path) -> Row:
         found = answers(parts, seen, _Progress())
     finally:
         parts.generator.close()
-    row = {"step": state.step, **of_all(parts, found)}
+    del policy
+    judged = judge_all(parts, found, seen, _others(parts, found, folder))
+    row = {"step": state.step, **of_all(parts, found, judged)}
     _write(folder, found, row)
     console = Console(soft_wrap=not sys.stdout.isatty())
     console.print(outcome.table(row, list(found)))
+    if judged is not None and parts.judge is not None:
+        _write_judged(folder, parts.judge, judged, console)
     return row
+
+
+def _others(parts: Parts, found: dict[str, Answered], folder: Path) -> Others | None:
+    """The answers of the model that ours are judged against; None: reference texts are."""
+    keys: Any = parts.config.eval.judge
+    if keys is None or keys.against == REFERENCE:
+        return None
+    wanted = {}
+    for name, answered in found.items():
+        numbers, greedy = parts.sets[name].numbers, [s for s in answered.samples if s["greedy"]]
+        draws = [sample["draw"] for sample in greedy[: keys.max_pairs]]
+        wanted[name] = {numbers[d] if numbers else d for d in draws}
+    del parts.generator  # and with it the first model, before the second loads
+    gc.collect()
+    torch.cuda.empty_cache()
+    print(f"the other model: {keys.against}", flush=True)
+    own = {"path": keys.against, "tokenizer": None, "revision": None}
+    model = parts.config.model.model_copy(update=own)
+    alone = parts.config.eval.model_copy(update={"judge": None})
+    settings = parts.config.model_copy(update={"model": model, "eval": alone})
+    other, policy = _parts(settings, join(settings.distributed), folder)
+    other.generator.load(policy, 0)
+    try:
+        return others_of(other, wanted, _Progress())
+    finally:
+        other.generator.close()
+
+
+def _write_judged(folder: Path, judge: Judge, judged: Judged, console: Console) -> None:
+    for note in judged.notes:
+        print(note)
+    write_text(folder / "pairs.jsonl", lines_of(judged.rows))
+    write_json(folder / "judge.json", summary(judge, judged))
+    console.print(table(judge, judged))
 
 
 def _rows(run: str | None, step: int) -> list[Row]:
@@ -109,14 +151,16 @@ def _parts(settings: RunConfig, world: World, folder: Path) -> tuple[Parts, Poli
     for note in [note for name in sets for note in splits.notes(name, sets[name])]:
         print(note)
     length = settings.generation.max_completion_length
-    ready(rewards, tokenizer, sets, length, world.device, print)
+    judge = make(settings, sets, tokenizer, training=False)
+    own = [judge.reward] if judge is not None and judge.reward is not None else []
+    ready([*rewards, *own], tokenizer, sets, length, world.device, print)
     print("loading the model ...", flush=True)
     model = load.model(settings.model, settings.model.path, world.device)
     where = registry.module("generation", settings.generation.backend).IMPLEMENTATION
     generator = registry.load_code(where)(model, tokenizer, settings, context, folder, print)
     policy = Policy(model, settings.generation.temperature)
     algorithm = registry.module("algorithms", settings.algorithm.name)
-    return Parts(settings, algorithm, generator, rewards, sets), policy
+    return Parts(settings, algorithm, generator, rewards, sets, judge), policy
 
 
 class _Progress:

@@ -22,7 +22,7 @@ from rloo_cli.schema import EvalConfig
 
 Row = dict[str, Any]
 ROUNDING = 1e-9  # weights such as 0.7 + 0.2 + 0.1 do not add up to 1 in binary
-HEADLINE = re.compile(r"eval_(?:(?P<name>\w+)_)?(?P<what>reward|avg@\d+|pass@\d+)")
+HEADLINE = re.compile(r"eval_(?:(?P<name>\w+)_)?(?P<what>reward|win_rate|avg@\d+|pass@\d+)")
 
 
 def prefix(name: str) -> str:
@@ -139,8 +139,8 @@ def headline(row: Mapping[str, Any]) -> list[tuple[str, str]]:
         if found := HEADLINE.fullmatch(key):
             # Of pass@k the last stays, which has the largest k.
             shown[found["name"] or "", found["what"].partition("@")[0]] = key
-    labels = {"reward": "held-out {}", "avg": "avg@{}", "pass": "pass@{}"}
+    labels = {"reward": "held-out {}", "avg": "avg@{}", "pass": "pass@{}", "win_rate": "wins {}"}
     return [
-        (labels[what].format(name if what == "reward" else key.rpartition("@")[2]).strip(), key)
+        (labels[what].format(key.rpartition("@")[2] if "@" in key else name).strip(), key)
         for (name, what), key in shown.items()
     ]

@@ -75,6 +75,9 @@ def revision_of(run: Any, key: str) -> str | None:
     parts = section.split(".")
     if name != "path":
         return None
+    if parts[:2] == ["eval", "judge"]:
+        of_judge: str | None = run.eval.judge.reward.revision
+        return of_judge
     held = run.held_out[parts[2]] if parts[:2] == ["eval", "sets"] else None
     held = run.data.sources[parts[2]] if parts[:2] == ["data", "mixture"] else held
     owner = held or (run.rewards[parts[1]] if parts[0] == "reward" else getattr(run, parts[0]))

@@ -104,6 +104,7 @@ class Run:
     attempt: int = 1
     renames: bool = True  # the file system renames folders whole
     saved: Place | None = (0, -1)  # the last checkpoint's place
+    judge: Any = None  # judges.judge.Judge of the held-out completions; None = nobody judges
 
     @property
     def place(self) -> Place:

@@ -6,6 +6,7 @@ path has to be able to be a hub's name; whether the hub has it is not asked here
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rloo_cli import hub, made
 from rloo_cli.errors import Problem
@@ -42,6 +43,13 @@ def named(run: RunConfig) -> Named:
     for name, entry in run.rewards.items():
         for key in ("path", "tokenizer") if entry.type == "model" else ():
             found.append((f"reward.{name}.{key}", getattr(entry, key) or "", made.MODELS))
+    judge: Any = run.eval.judge
+    if judge is not None and judge.against != "reference":
+        found.append(("eval.judge.against", judge.against, made.MODELS))
+    if judge is not None and judge.type == "reward" and judge.reward.type == "model":
+        for key in ("path", "tokenizer"):
+            value = getattr(judge.reward, key) or ""
+            found.append((f"eval.judge.reward.{key}", value, made.MODELS))
     return [entry for entry in found if entry[1]]
 
 

@@ -85,6 +85,7 @@ def _cut_samples(folder: Path, state: dict[str, Any], attempt: int) -> None:
     """Samples of steps after the checkpoint go to samples.attempt<k>.tail/."""
     samples, tail = folder / "samples", folder / f"samples.attempt{attempt}.tail"
     limits = {"step": state.get("step", 0), "eval": state.get("evaluated", -1)}
+    limits["pairs"] = limits["eval"]
     for path in sorted(samples.glob("*_*.jsonl")):
         kind, step = path.name.partition("_")[0], path.stem.rpartition("_")[2]
         if kind in limits and step.isdigit() and int(step) > limits[kind]:

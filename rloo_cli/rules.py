@@ -11,7 +11,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import data_rules, hub, made, places, registry
+from rloo_cli import data_rules, hub, judge_keys, made, places, registry
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.names import nearest
 from rloo_cli.schema import RunConfig
@@ -43,6 +43,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from _sampling(run)
     yield from _attention(run)
     yield from _evaluation(run)
+    yield from judge_keys.problems(run)
 
 
 def _none(run: RunConfig) -> Iterator[Problem]:
@@ -100,6 +101,9 @@ def _rewards(run: RunConfig) -> Iterator[Problem]:
         rules = getattr(registry.module("rewards", entry.type), "problems", None)
         yield from rules(entry, f"reward.{name}") if rules else ()
     codes = {f"reward.{n}.path": getattr(c, "path", "") for n, c in entries if c.type == "function"}
+    judge: Any = run.eval.judge
+    if judge is not None and judge.type == "reward" and judge.reward.type == "function":
+        codes["eval.judge.reward.path"] = judge.reward.path
     codes |= {
         f"train.{k}": v
         for k in ("optimizer", "lr_scheduler")

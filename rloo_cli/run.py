@@ -16,6 +16,7 @@ from rloo_cli.distributed import World, join
 from rloo_cli.errors import ConfigError, DataError, Problem
 from rloo_cli.faults import fault
 from rloo_cli.files import read_json
+from rloo_cli.judges import judge as judging
 from rloo_cli.ledger import Ledger
 from rloo_cli.log import Log
 from rloo_cli.optim import Optimizer
@@ -67,11 +68,15 @@ def make(
     for note in [note for name in prepared for note in splits.notes(name, prepared[name])]:
         log.note(note)
     count_steps(config, len(prompts))  # raises before any weights load
+    held = {name: found for name, found in prepared.items() if name is not None}
+    judge = judging.make(config, held, tokenizer, training=True)
     same_data(start, prompts, config)
     log.phase("making rewards ready")
     length = config.generation.max_completion_length
-    ready(rewards, tokenizer, prepared, length, world.device, log.note)
+    own = [judge.reward] if judge is not None and judge.reward is not None else []
+    ready([*rewards, *own], tokenizer, prepared, length, world.device, log.note)
     run = _with_model(config, start, world, log, tokenizer, context, prepared, rewards)
+    run.judge = judge
     begin(run, start)
     return run
 
@@ -219,6 +224,9 @@ def code_notes(config: RunConfig) -> list[str]:
     codes = {f"reward.{n}": getattr(e, "path", "") for n, e in config.rewards.items()
              if e.type == "function"}  # fmt: skip
     codes |= data_rules.filters(config)
+    judge: Any = config.eval.judge
+    if judge is not None and judge.type == "reward" and judge.reward.type == "function":
+        codes["eval.judge.reward"] = judge.reward.path
     codes |= {f"train.{k}": getattr(config.train, k) for k in ("optimizer", "lr_scheduler")}
     notes = [
         f"{key} runs {code} (sha256 {registry.fingerprint(code)})"

@@ -210,6 +210,7 @@ class EvalConfig(Frozen):
     pass_threshold: float = key("A completion passes from this value on")
     max_samples: Positive | None = key("Use only the first n rows of each set")
     batch_size: Positive = key("Completions made at once")
+    judge: SerializeAsAny[Frozen] | None = key("Who compares greedy completions; null = nobody")
 
 
 class CheckpointConfig(Frozen):
@@ -229,6 +230,7 @@ class LoggingConfig(Frozen):
 class DebugConfig(Frozen):
     reward_model_path: str | None = key("Loaded instead of every reward model's own path")
     sets_from_data: bool = key("Every set of eval.sets is read from data.path, data.eval_split")
+    judge_stand_in: bool = key("A judge is reward_model_path, against the column `reference`")
 
 
 class RunConfig(Frozen):

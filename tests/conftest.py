@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-ONE_SERVER = ("test_vllm_contract.py", "test_vllm_truth.py")  # whose tests use `server`
+# Files whose tests use `server`.
+ONE_SERVER = ("test_vllm_contract.py", "test_vllm_truth.py", "test_judge_vllm.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

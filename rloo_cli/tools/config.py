@@ -83,11 +83,14 @@ def explain(key: str, words: list[str]) -> str:
 
 
 def _all_keys(words: list[str]) -> tuple[Composed, type[BaseModel]]:
-    """The config with every shipped reward and a held-out set beside those chosen; its schema."""
+    """The config with every shipped reward, a held-out set and a judge beside what is chosen; its
+    schema."""
     chosen = [w for w in words if not w.lstrip("+").startswith("reward=")]
     rewards = ",".join(paths.group_choices([])["reward"])
     composed = compose([*chosen, f"reward=[{rewards}]", "eval.sets.NAME={split: test}"])
-    return composed, config.model_class(config.merged(composed.values))
+    values = config.merged(composed.values)
+    judge = values["eval"]["judge"] or {"type": "openai"}
+    return composed, config.model_class(values | {"eval": values["eval"] | {"judge": judge}})
 
 
 def fields(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:

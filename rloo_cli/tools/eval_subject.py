@@ -16,10 +16,11 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from rloo_cli import compose, config, manifest, paths
+from rloo_cli import compose, config, judge_keys, manifest, paths
 from rloo_cli.compose import Composed
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.files import read_json
+from rloo_cli.own import unknown_choice
 from rloo_cli.schema import RunConfig
 from rloo_cli.sources import COMMAND_LINE, Sources, broken, readable
 from rloo_cli.tools import folders
@@ -69,7 +70,9 @@ def of_run(word: str, words: list[str]) -> Subject:
     if isinstance(values.get("model"), dict):
         values["model"] = values["model"] | {"path": str(checkpoint)} | OWN
     values |= {"resume": "never"} if "resume" in values else {}
-    rewritten = compose.rewrite(words)
+    chosen = [w for w in words if w.startswith("judge=")]
+    _choose_judge(values, chosen)
+    rewritten = compose.rewrite([w for w in words if w not in chosen])
     for given in rewritten:
         _set(values, given)
     sources = Sources(rewritten, [(folder / "config.yaml", "")])
@@ -78,6 +81,20 @@ def of_run(word: str, words: list[str]) -> Subject:
     _no_callables(settings)
     place = folder / "eval" / _label(checkpoint.name, words)
     return Subject(settings, place, _about(checkpoint))
+
+
+def _choose_judge(values: Values, words: Sequence[str]) -> None:
+    """`judge=NAME`, the one group a run's config can be given: who judges is no part of a run."""
+    known = paths.group_choices([])["judge"]
+    for word in words:
+        name = word.partition("=")[2]
+        if name not in ("", "null", *known):
+            raise ConfigError(unknown_choice("judge", name, known, f"{COMMAND_LINE}: {word}"))
+        values["eval"]["judge"] = judge_keys.choice(name) if name in known else None
+    if words:  # what all rewards have, which a run's own entries hold already
+        values["reward_defaults"] = yaml.safe_load((paths.CONF / "config.yaml").read_text())[
+            "reward_defaults"
+        ]
 
 
 def _checkpoint(word: str) -> Path:
@@ -140,7 +157,7 @@ def _set(values: Values, word: str) -> None:
         raise ConfigError(compose.from_hydra(error, [word])) from None
     *sections, leaf = override.key_or_group.split(".")
     if override.key_or_group in paths.group_choices([]) or override.is_sweep_override():
-        why = "a run's config is evaluated as it is, with keys changed one by one"
+        why = "a run's config is evaluated as it is, with keys (and judge=) changed one by one"
         raise ConfigError(Problem(f"{word.lstrip('+')} is not one value of one key", where, why))
     if override.key_or_group == "model.path":
         fix = "rloo eval +recipe=NAME model.path=..."

@@ -1,0 +1,128 @@
+"""The keys of `eval.judge`: who compares held-out completions with what, and what may be said.
+
+Two types. `openai` is a language model behind an OpenAI-compatible address; `reward` is any reward
+of ours (a reward model, a rule), which scores both texts. The rest of the config reads this without
+torch; the judging itself is in `judges/`.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import yaml
+from pydantic import create_model
+
+from rloo_cli import chat, paths, registry
+from rloo_cli.chat import ChatKeys
+from rloo_cli.errors import Problem
+from rloo_cli.names import nearest
+from rloo_cli.schema import Frozen, Positive, RewardConfig, RunConfig, Text, key
+
+REFERENCE = "reference"  # `against` this is against texts of the data; else against a model
+TYPES = ("openai", "reward")
+
+
+class JudgeKeys(Frozen):
+    """Keys of every judge."""
+
+    against: Text = key("reference = texts of the data; or hub name or folder of another model")
+    reference_column: Text = key("Column of these texts, or of conversations that end with one")
+    max_pairs: Positive | None = key("Judge only the first n pairs of each set; null = all")
+
+
+class OpenaiJudge(JudgeKeys, ChatKeys):
+    """Keys of a judge that is asked."""
+
+    type: Literal["openai"] = key("openai: a language model that is asked")
+    both_orders: bool = key("Ask for each pair twice, A and B exchanged; false = a seeded swap")
+    retries: int = key("Further tries after an answer that is no verdict", ge=0)
+    timeout_s: float = key("Seconds that all questions of one evaluation may take", gt=0, le=1e6)
+
+
+class RewardJudge(JudgeKeys):
+    """Keys of a judge that scores."""
+
+    type: Literal["reward"] = key("reward: the text that a reward gives more wins")
+    reward: Any = key("An entry as those of `reward`")  # its class is put in by `config_class`
+
+
+def config_class(values: Any) -> Any:
+    """The schema of these plain values of `eval.judge`."""
+    if not isinstance(values, dict):
+        return Frozen
+    if values.get("type") != "reward":
+        return OpenaiJudge
+    entry = values.get("reward")
+    name = entry.get("type") if isinstance(entry, dict) else None
+    known = registry.names("rewards")
+    of = registry.config_class("rewards", name) if name in known else RewardConfig
+    made: Any = create_model("Judge", __base__=RewardJudge, reward=(of, key("The reward")))
+    return made
+
+
+def unknown(values: dict[str, Any]) -> Iterator[Problem]:
+    """What has to be right before the schema can be put together."""
+    section = values.get("eval")
+    judge = section.get("judge") if isinstance(section, dict) else None
+    if not isinstance(judge, dict):
+        return
+    where, kind = "eval.judge.type", judge.get("type")
+    if kind not in TYPES:
+        fix = "judge=openai, judge=reward_model or judge=rule"
+        yield Problem(f"{where} = {kind!r}: there is no such judge", where, "openai, reward", fix)
+    elif kind == "reward":
+        entry, where = judge.get("reward"), "eval.judge.reward.type"
+        name, known = (
+            entry.get("type") if isinstance(entry, dict) else None,
+            registry.names("rewards"),
+        )
+        if name not in known:
+            close = nearest(str(name), known)
+            why, fix = f"one of: {', '.join(sorted(known))}", f"{where}={close[0]}" if close else ""
+            yield Problem(f"{where} = {name!r}: there is no such reward", where, why, fix)
+
+
+def merged(values: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
+    """The config's values with the common keys of rewards under the judge's, and with debug's
+    reward model in the place of a judge that would need a network."""
+    section = values.get("eval")
+    judge = section.get("judge") if isinstance(section, dict) else None
+    if not isinstance(section, dict) or not isinstance(judge, dict):
+        return values
+    debug = values.get("debug") or {}
+    model = debug.get("reward_model_path")
+    if debug.get("judge_stand_in") and model:
+        judge = choice("reward_model")
+        judge["reward"] = judge["reward"] | {"path": model}
+    if isinstance(judge.get("reward"), dict):
+        judge = judge | {"reward": common | judge["reward"]}
+    return values | {"eval": section | {"judge": judge}}
+
+
+def choice(name: str) -> dict[str, Any]:
+    """The values of the shipped choice `judge=<name>`."""
+    found: dict[str, Any] = yaml.safe_load((paths.CONF / "judge" / f"{name}.yaml").read_text())
+    return found
+
+
+def problems(run: RunConfig) -> Iterator[Problem]:
+    """What is wrong with a judge whose keys are each right on their own."""
+    judge: Any = run.eval.judge
+    if judge is None:
+        return
+    if judge.type == "openai":
+        yield from chat.problems("eval.judge", judge, ("prompt", "a", "b"))
+    else:
+        module = registry.module("rewards", judge.reward.type)
+        yield from getattr(module, "problems", _nothing)(judge.reward, "eval.judge.reward")
+    if not run.held_out:
+        why, fix = "nothing is held out", "data.eval_split=test"
+        yield Problem("eval.judge has nothing to judge", "eval.judge", why, fix)
+    if judge.against != REFERENCE and run.generation.backend == "vllm_server":
+        why = "rollout servers hold one model, and that is model.path"
+        fix = "generation=vllm_colocate or generation=transformers"
+        what = f"eval.judge.against = {judge.against!r} cannot be sampled"
+        yield Problem(what, "eval.judge.against", why, fix)
+
+
+def _nothing(entry: Any, where: str) -> Iterator[Problem]:
+    yield from ()

@@ -1,0 +1,6 @@
+"""Who wins: held-out completions against reference texts or another model's, pair by pair.
+
+`judge` has what the evaluations call; `pairs` makes the pairs, `asked` has them judged by a
+language model, `scored` by a reward of ours, `tally` counts. A verdict that is none is asked for
+again, then the pair is counted as invalid and left out of the rate, never given to either side.
+"""

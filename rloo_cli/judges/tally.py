@@ -1,0 +1,112 @@
+"""Verdicts of pairs -> wins, ties, losses, the rate with its interval, the rate at equal lengths.
+
+A pair's value is 1 (won), 1/2 (a tie, or two orders that disagree) or 0 (lost); None is invalid.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Z = 1.959964  # of a standard normal: 95 % lie within
+STEPS, FLAT, STEEP = 100, 1e-10, 15.0  # Newton's; log-odds beyond STEEP are none that data show
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What came of the pairs of one set. Lengths in tokens of the policy's tokenizer."""
+
+    wins: int
+    ties: int
+    losses: int
+    invalid: int
+    rate: float | None  # None: no pair was judged
+    low: float | None
+    high: float | None
+    interval: str  # Wilson or normal
+    length: float | None  # mean of ours
+    other_length: float | None  # mean of theirs
+    controlled: float | None  # the rate at equal lengths; None = not defined
+
+    @property
+    def judged(self) -> int:
+        """Pairs with a verdict: the rate's denominator."""
+        return self.wins + self.ties + self.losses
+
+
+def tally(values: Sequence[float | None], lengths: Sequence[tuple[int, int]]) -> Tally:
+    """Count pairs; `lengths`: ours and theirs of each. Lengths of invalid pairs are left out."""
+    told = [(v, ours, theirs) for v, (ours, theirs) in zip(values, lengths, strict=True)
+            if v is not None]  # fmt: skip
+    known = [v for v, _, _ in told]
+    rate = sum(known) / len(known) if known else None
+    low, high, interval = bounds(known)
+    return Tally(
+        wins=known.count(1.0),
+        ties=known.count(0.5),
+        losses=known.count(0.0),
+        invalid=len(values) - len(known),
+        rate=rate,
+        low=low,
+        high=high,
+        interval=interval,
+        length=sum(a for _, a, _ in told) / len(told) if told else None,
+        other_length=sum(b for _, _, b in told) / len(told) if told else None,
+        controlled=at_equal_lengths(known, [a - b for _, a, b in told]),
+    )
+
+
+def bounds(values: Sequence[float]) -> tuple[float | None, float | None, str]:
+    """A 95 % interval of the mean, and its name.
+
+    Wilson's score interval where every value is 0 or 1, or none differs from another; with halves
+    the normal one of the sample's own standard error, within 0 and 1.
+    """
+    n = len(values)
+    if not n:
+        return None, None, "Wilson"
+    mean = sum(values) / n
+    variance = sum((v - mean) ** 2 for v in values) / (n - 1) if n > 1 else 0.0
+    if variance and 0.5 in values:
+        half = Z * math.sqrt(variance / n)
+        return max(0.0, mean - half), min(1.0, mean + half), "normal"
+    middle = (mean + Z * Z / (2 * n)) / (1 + Z * Z / n)
+    half = Z * math.sqrt(mean * (1 - mean) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
+    return max(0.0, middle - half), min(1.0, middle + half), "Wilson"
+
+
+def at_equal_lengths(values: Sequence[float], differences: Sequence[int]) -> float | None:
+    """The win rate that a logistic regression gives at a length difference of 0.
+
+    P(win) = 1 / (1 + exp(-(a + b d))), d = (our tokens - theirs) / their standard deviation over
+    the pairs, fitted by Newton's method to the values (a half counts as half a win and half a
+    loss); the rate is 1 / (1 + exp(-a)). Dubois et al. 2024 (arXiv 2404.04475) control for length
+    so, with more terms. -> None where it is not defined: fewer than three pairs, all of one value,
+    one side longer in every pair (nothing is known of equal lengths), lengths that separate wins
+    from losses, differences that do not vary (unless all are 0).
+    """
+    n = len(values)
+    if n < 3 or len(set(values)) == 1 or min(differences) > 0 or max(differences) < 0:
+        return None
+    mean = sum(differences) / n
+    spread = math.sqrt(sum((d - mean) ** 2 for d in differences) / n)
+    if not spread:
+        return sum(values) / n
+    scaled = [d / spread for d in differences]
+    a = b = 0.0
+    for _ in range(STEPS):
+        chance = [1 / (1 + math.exp(-max(-50.0, min(50.0, a + b * d)))) for d in scaled]
+        left = [v - p for v, p in zip(values, chance, strict=True)]
+        weight = [p * (1 - p) for p in chance]
+        first, second = sum(left), sum(r * d for r, d in zip(left, scaled, strict=True))
+        w = sum(weight)
+        wd = sum(x * d for x, d in zip(weight, scaled, strict=True))
+        wdd = sum(x * d * d for x, d in zip(weight, scaled, strict=True))
+        if (whole := w * wdd - wd * wd) < FLAT:
+            return None
+        step_a, step_b = (wdd * first - wd * second) / whole, (w * second - wd * first) / whole
+        a, b = a + step_a, b + step_b
+        if max(abs(a), abs(b)) > STEEP:
+            return None
+        if max(abs(step_a), abs(step_b)) < FLAT:
+            return 1 / (1 + math.exp(-a))
+    return None

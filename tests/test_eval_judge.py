@@ -1,0 +1,428 @@
+"""Held-out completions against references and other models: who is asked what, and what counts."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cli_cases import strict
+from endpoint_cases import chats, in_turn, serve
+from loop_cases import checked, flat, make
+
+from rloo_cli import config, evaluator, held_out
+from rloo_cli.compose import compose
+from rloo_cli.errors import ConfigError, DataError, RewardError
+from rloo_cli.evaluate import evaluate
+from rloo_cli.files import read_json
+from rloo_cli.judges import asked
+from rloo_cli.judges import judge as judging
+from rloo_cli.judges.tally import tally
+from rloo_cli.tools import eval_subject
+
+__all__ = ["serve"]  # a fixture
+SMALL = ["eval.max_samples=6"]
+RULE = """
+def digits(completions, **_):
+    return [float(sum(c.isdigit() for c in text)) for text in completions]
+
+def some(completions, **_):
+    return [None if c.isdigit() else float(len(c)) for c in completions]
+"""
+
+
+def sides(question: str) -> tuple[str, str]:
+    found = re.search(r"=== answer A ===\n(.*)\n=== answer B ===\n(.*)\n=== end", question, re.S)
+    assert found is not None
+    return found[1], found[2]
+
+
+def shorter(question: str) -> str:
+    a, b = sides(question)
+    return "A" if len(a) < len(b) else "B" if len(b) < len(a) else "TIE"
+
+
+def words(url: str, *more: str) -> list[str]:
+    given = ["judge=openai", "eval.judge.model=m", f"eval.judge.base_url={url}/v1"]
+    return [*given, *SMALL, *(f"eval.judge.{word}" for word in more)]
+
+
+def judged(folder: Path, *given: str) -> tuple[dict[str, Any], list[dict[str, Any]], Any]:
+    """Metrics, pairs and the run of one evaluation in training."""
+    run = make(folder, *given)
+    row = evaluate(run)
+    return row, strict(run.folder / "samples" / "pairs_000000.jsonl"), run
+
+
+# A language model, asked.
+
+
+def test_each_pair_is_asked_in_both_orders_with_both_sides_stripped(
+    serve: Any, tmp_path: Path
+) -> None:
+    stub = serve(chats(shorter))
+    row, pairs, _ = judged(tmp_path, *words(stub.url, "system=Be fair."))
+    assert (row["eval_win_rate"], row["eval_win_rate/losses"]) == (0.0, 6)
+    assert row["judge/win_rate"] == 0.0 and row["judge/invalid"] == 0
+    questions = [b["messages"][1]["content"] for _, b in stub.asked[1:]]  # the first: is it there?
+    assert len(questions) == 12
+    for pair in pairs:
+        assert pair["theirs"] == pair["theirs"].strip() and pair["ours"] == pair["ours"].strip()
+        both = [q for q in questions if pair["prompt"] in q]
+        found = [sides(q) for q in both]
+        assert sorted(found) == sorted(
+            [(pair["ours"], pair["theirs"]), (pair["theirs"], pair["ours"])]
+        )
+        assert [v["a"] for v in pair["verdicts"]] == ["ours", "theirs"]
+        assert [v["said"] for v in pair["verdicts"]] == ["B", "A"]
+    assert {b["temperature"] for _, b in stub.asked} == {0.0}
+    assert stub.asked[1][1]["messages"][0] == {"role": "system", "content": "Be fair."}
+
+
+def test_a_judge_of_places_gives_every_pair_one_half(serve: Any, tmp_path: Path) -> None:
+    row, pairs, _ = judged(tmp_path, *words(serve(chats(lambda q: "A")).url))
+    assert row["eval_win_rate"] == 0.5 and row["eval_win_rate/ties"] == 6
+    assert {p["value"] for p in pairs} == {0.5}
+
+
+def test_with_one_order_the_seed_draws_who_stands_first(serve: Any, tmp_path: Path) -> None:
+    given = words(serve(chats(lambda q: "A")).url, "both_orders=false")
+    one, pairs, _ = judged(tmp_path, *given)
+    assert 0 < one["eval_win_rate"] < 1  # a judge of places, as it is
+    assert all(p["value"] == float(p["verdicts"][0]["a"] == "ours") for p in pairs)
+    (tmp_path / "again").mkdir()
+    assert judged(tmp_path / "again", *given)[1] == pairs
+    (tmp_path / "other").mkdir()
+    other = judged(tmp_path / "other", *given, "seed=5")[1]
+    assert [p["value"] for p in other] != [p["value"] for p in pairs]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "value"),
+    [("A", "B", 1.0), ("B", "A", 0.0), ("A", "A", 0.5), ("TIE", "TIE", 0.5), ("A", "TIE", 0.5)],
+)
+def test_what_two_verdicts_come_to(
+    serve: Any, tmp_path: Path, first: str, second: str, value: float
+) -> None:
+    def say(question: str) -> str:
+        return second if sides(question)[0].isdigit() else first  # references are numbers
+
+    row, pairs, _ = judged(tmp_path, *words(serve(chats(say)).url, "max_pairs=2"))
+    assert [p["value"] for p in pairs] == [value] * 2 and row["eval_win_rate"] == value
+
+
+VERDICTS = {
+    "A": "A", " B.\n": "B", '"TIE"': "TIE", "**A**": "A", "<think>B or A</think>\nB": "B",
+    "A is better": None, "A and B": None, "a": None, "": None, "C": None,
+    "AB": None, "Answer": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", VERDICTS)
+def test_an_answer_is_read_strictly(said: str) -> None:
+    keys = config.check(compose(["+recipe=smoke", *words("http://x")])).eval.judge
+    thought = said.rpartition("</think>")[2]
+    assert asked.read(thought, keys.pattern) == VERDICTS[said]  # type: ignore[union-attr]
+
+
+def test_what_is_no_verdict_is_asked_for_again_then_left_out_and_counted(
+    serve: Any, tmp_path: Path
+) -> None:
+    lines = {"What is 74 + 4?": "I would say A"}
+
+    def say(question: str) -> str:
+        return next((v for k, v in lines.items() if k in question), "A")
+
+    stub = serve(chats(say))
+    run = make(tmp_path, *words(stub.url))
+    notes: list[str] = []
+    run.log.note = notes.append  # type: ignore[method-assign]
+    row = evaluate(run)
+    pairs = strict(run.folder / "samples" / "pairs_000000.jsonl")
+    (odd,) = [p for p in pairs if p["value"] is None]
+    assert odd["prompt"] == "What is 74 + 4?"
+    assert odd["verdicts"][0]["said"] == "I would say A" and odd["verdicts"][0]["why"]
+    assert row["judge/invalid"] == row["eval_win_rate/invalid"] == 1
+    assert row["eval_win_rate"] == 0.5 and row["eval_win_rate/ties"] == 5
+    assert sum("What is 74 + 4?" in b["messages"][0]["content"] for _, b in stub.asked) == 4
+    assert any("1 of 6 pairs have no verdict" in note for note in notes)
+    assert str(run.log.rows[-1]["eval_reward"])  # and the scores are there as ever
+
+
+def test_a_pair_with_one_lost_order_is_no_half(serve: Any, tmp_path: Path) -> None:
+    say = lambda q: "A" if sides(q)[0].isdigit() else "?"  # noqa: E731
+    row, pairs, _ = judged(tmp_path, *words(serve(chats(say)).url))
+    assert "eval_win_rate" not in row and "judge/win_rate" not in row
+    assert row["judge/invalid"] == 6 and {p["value"] for p in pairs} == {None}
+
+
+# When it cannot be asked.
+
+
+def test_a_judge_that_is_not_there_is_missed_before_the_model_loads(
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rloo_cli.policy.load.model", lambda *_: pytest.fail("it was loaded"))
+    stub = serve(in_turn((404, {"error": {"message": "no model m"}})))
+    with pytest.raises(RewardError, match=r"cannot be asked(.|\n)*no model m"):
+        make(tmp_path, *words(stub.url))
+    monkeypatch.delenv("NOT_THERE", raising=False)
+    with pytest.raises(ConfigError, match="export NOT_THERE"):
+        make(tmp_path, *words(stub.url, "api_key_env=NOT_THERE"))
+
+
+def test_a_training_goes_on_without_its_judge_and_an_evaluation_does_not(
+    serve: Any, tmp_path: Path
+) -> None:
+    stub = serve(chats(shorter))
+    run = make(tmp_path, *words(stub.url))
+    notes: list[str] = []
+    run.log.note = notes.append  # type: ignore[method-assign]
+    stub.answer = in_turn((401, "go away"))
+    row = evaluate(run)
+    assert row["judge/invalid"] == 6 and "eval_win_rate" not in row and "eval_reward" in row
+    assert any("the judge is gone" in note and "go away" in note for note in notes)
+    run.judge.training = False
+    with pytest.raises(RewardError, match="go away"):
+        evaluate(run)
+
+
+def test_judging_moves_nothing_in_the_run(serve: Any, tmp_path: Path) -> None:
+    from rloo_cli import rng
+
+    run = make(tmp_path, *words(serve(chats(shorter)).url))
+    before, weights, state = rng.take(), flat(run), run.state.dump()
+    evaluate(run)
+    after = rng.take()
+    assert str(after) == str(before)
+    assert bool((flat(run) == weights).all()) and run.state.dump() == state
+
+
+# References.
+
+
+def rows_of(monkeypatch: pytest.MonkeyPatch, column: Any) -> None:
+    """The tiny data with a column `told`."""
+    from rloo_cli.made import tiny
+
+    plain = tiny.rows
+    monkeypatch.setattr(tiny, "rows", lambda split: [r | {"told": column} for r in plain(split)])
+
+
+def test_a_reference_may_be_the_end_of_a_conversation(
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = [{"role": "user", "content": "U"}, {"role": "assistant", "content": " the end \n"}]
+    rows_of(monkeypatch, talk)
+    url = serve(chats(shorter)).url
+    _, pairs, _ = judged(tmp_path, *words(url, "reference_column=told", "max_pairs=3"))
+    assert [p["theirs"] for p in pairs] == ["the end"] * 3
+
+
+def test_an_empty_reference_is_no_win(
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows_of(monkeypatch, None)
+    stub = serve(chats(lambda q: "A"))
+    row, pairs, _ = judged(tmp_path, *words(stub.url, "reference_column=told"))
+    assert row["judge/invalid"] == 6 and len(stub.asked) == 1
+    assert pairs[0]["verdicts"][0]["why"] == "there is no text to compare with"
+
+
+def test_a_column_that_has_no_texts_is_refused(
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows_of(monkeypatch, 3)
+    url = serve(chats(shorter)).url
+    with pytest.raises(DataError, match="'3' is of type int"):
+        make(tmp_path, *words(url, "reference_column=told"))
+    with pytest.raises(DataError, match=r"no column 'nothing'(.|\n)*columns found: "):
+        make(tmp_path, *words(url, "reference_column=nothing"))
+    with pytest.raises(DataError, match=r"columns=\{completion: reference\}"):
+        make(tmp_path, *words(url, "reference_column=completion"))
+    with pytest.raises(DataError, match=r"names \{nothing\}, which is no column"):
+        make(tmp_path, *words(url, "template='{prompt}{a}{b}{nothing}'"))
+
+
+# A reward as the judge.
+
+
+def by_rule(tmp_path: Path, name: str, *more: str) -> list[str]:
+    (tmp_path / "mine.py").write_text(RULE)
+    return ["judge=rule", f"eval.judge.reward.path={tmp_path}/mine.py:{name}", *SMALL, *more]
+
+
+def test_a_rule_scores_both_sides_and_equal_scores_are_a_tie(tmp_path: Path) -> None:
+    row, pairs, run = judged(tmp_path, *by_rule(tmp_path, "digits"))
+    for pair in pairs:
+        ours, theirs = (sum(c.isdigit() for c in pair[side]) for side in ("ours", "theirs"))
+        assert pair["verdicts"] == [{"ours": ours, "theirs": theirs}]
+        assert pair["value"] == (1.0 if ours > theirs else 0.5 if ours == theirs else 0.0)
+    assert row["eval_win_rate"] == sum(p["value"] for p in pairs) / 6
+    assert run.judge.who.startswith("the reward function ")
+
+
+def test_a_rule_that_does_not_apply_leaves_the_pair_out(tmp_path: Path) -> None:
+    row, pairs, _ = judged(tmp_path, *by_rule(tmp_path, "some"))
+    assert row["judge/invalid"] == 6 and pairs[0]["verdicts"][0]["theirs"] is None
+
+
+def test_a_reward_model_reads_both_sides_alike_with_the_end_of_those_that_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rloo_cli.judges import scored
+
+    seen: list[Any] = []
+    plain = scored.score
+    monkeypatch.setattr(scored, "score", lambda r, g, c: (seen.extend(g), plain(r, g, c))[1])
+    given = ["judge=reward_model", "eval.judge.reward.path=make:tiny_reward", *SMALL]
+    row, pairs, run = judged(tmp_path, *given)
+    assert row["judge/invalid"] == 0 and len(seen) == 6
+    for group, pair in zip(seen, pairs, strict=True):
+        ours, theirs = group.rollouts
+        assert (ours.text, theirs.text) == (f" {pair['ours']}", f" {pair['theirs']}")
+        end = run.tokenizer.eos_token_id
+        assert theirs.finish_reason == "stop" and theirs.completion_ids[-1] == end
+        assert (ours.completion_ids[-1] == end) == (ours.finish_reason == "stop")
+    told = judging.Judged([], {"": tally([1.0], [(1, 1)])}, {}, [])
+    title = str(judging.table(run.judge, told).title)
+    assert "preferred by reward model make:tiny_reward" in title and "not a person's" in title
+
+
+# `rloo eval`.
+
+
+def evaluated(tmp_path: Path, *given: str) -> Path:
+    """The folder of an evaluation by the process of `rloo eval`, without the process."""
+    settings = checked((), tuple(given))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.dump(settings)))
+    about = {"source": "x", "run": None, "state": {}, "steps": 2, "prompts": 0}
+    (tmp_path / "about.json").write_text(json.dumps(about))
+    evaluator.work(tmp_path)
+    return tmp_path
+
+
+def test_an_evaluation_keeps_every_pair_the_judge_and_its_question(
+    serve: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub = serve(chats(shorter))
+    sets = "eval.sets={easy: {split: 'test[:3]'}, hard: {split: 'test[3:8]'}}"
+    place = evaluated(tmp_path, *words(stub.url), sets)
+    row, about = read_json(place / "metrics.json"), read_json(place / "judge.json")
+    assert row["eval_easy_win_rate"] == row["eval_hard_win_rate"] == 0.0
+    assert row["eval_hard_win_rate/losses"] == 5 and row["judge/win_rate"] == 0.0
+    assert [p["set"] for p in strict(place / "pairs.jsonl")] == ["easy"] * 3 + ["hard"] * 5
+    assert about["judge"] == f"m, a language model at {stub.url}/v1"
+    assert len(about["question_sha256"]) == 64 and about["keys"]["both_orders"] is True
+    assert about["sets"]["hard"]["losses"] == 5
+    said = capsys.readouterr().out
+    for part in ("preferred by m, a language model", "the texts of reference", "0 of 5", "Wilson"):
+        assert part in said
+    other = evaluated(tmp_path, *words(stub.url, "system=Other"), sets)
+    assert read_json(other / "judge.json")["question_sha256"] != about["question_sha256"]
+
+
+def test_against_another_model_its_answers_to_the_same_prompts_are_sampled(
+    serve: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = serve(chats(shorter)).url
+    place = evaluated(tmp_path, *words(url, "against=make:tiny", "max_pairs=4"))
+    pairs = strict(place / "pairs.jsonl")
+    assert len(pairs) == 4 and all(p["ours"] == p["theirs"] for p in pairs)  # it is the same model
+    assert read_json(place / "metrics.json")["eval_win_rate"] == 0.5
+    assert "over make:tiny" in capsys.readouterr().out
+
+
+def a_run(folder: Path) -> Path:
+    """The folder of a finished run, as far as an evaluation looks at it."""
+    place = folder / "runs" / "smoke"
+    (place / "final").mkdir(parents=True)
+    (place / "config.yaml").write_text(yaml.safe_dump(config.dump(checked((), ()))))
+    facts = {"progress": {"step": 2, "updates": 2}, "plan": {"max_steps": 2}, "prompts": 64}
+    (place / "run.json").write_text(json.dumps(facts))
+    (place / "final" / "config.json").write_text("{}")
+    return place
+
+
+def test_a_run_is_given_a_judge_and_keeps_its_own_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = a_run(tmp_path)
+    (tmp_path / "mine.py").write_text(RULE)
+    plain = eval_subject.of_run(str(place), [])
+    given = ["eval.judge.reward.path=mine.py:digits", "judge=rule"]  # in whatever order
+    subject = eval_subject.of_run(str(place), given)
+    judge: Any = subject.config.eval.judge
+    assert judge.reward.path == "mine.py:digits" and judge.reward.on_error == "raise"
+    assert subject.place != plain.place and plain.config.eval.judge is None
+    assert subject.config.reward.model_dump() == plain.config.reward.model_dump()
+    again = {"eval.judge.model": "m", "eval.judge.both_orders": "false"}
+    subject = eval_subject.of_run(str(place), ["judge=openai", *map("=".join, again.items())])
+    assert subject.config.eval.judge.both_orders is False  # type: ignore[union-attr]
+    assert eval_subject.of_run(str(place), ["judge=null"]).config.eval.judge is None
+    wrong = {"judge=opnai": "judge=openai", "judge=rule": "eval.judge.reward.path has no value"}
+    for word, said in wrong.items():
+        with pytest.raises(ConfigError, match=said):
+            eval_subject.of_run(str(place), [word])
+
+
+def test_a_training_compares_with_references_only(serve: Any, tmp_path: Path) -> None:
+    url = serve(chats(shorter)).url
+    with pytest.raises(ConfigError, match="a training compares with reference texts only"):
+        make(tmp_path, *words(url, "against=make:tiny"))
+
+
+def test_the_recipe_of_the_paper_runs_small_without_a_network(tmp_path: Path) -> None:
+    given = ["+recipe=tldr_judge", "+debug=cpu", "distributed.threads=1", "eval.max_samples=4"]
+    run = config.check(compose(given))
+    assert run.eval.judge is not None and run.eval.judge.type == "reward"  # type: ignore[attr-defined]
+    real = config.check(compose(["+recipe=tldr_judge", "eval.judge.model=m"]))
+    judge: Any = real.eval.judge
+    assert (judge.against, judge.both_orders, judge.temperature) == ("reference", True, 0.0)
+    assert (real.eval.max_samples, real.generation.max_completion_length) == (1000, 200)
+    assert real.data.template is None and judge.reference_column == "messages"
+
+
+REFUSED = {
+    "eval.judge.template='{prompt} {a}'": "eval.judge.template has no {b}",
+    "eval.judge.type=person": "eval.judge.type = 'person'",
+    "eval.judge.both_order=true": "eval.judge.both_order is not a key",
+    "eval.judge=yes": "eval.judge",
+    "data.eval_split=null": "eval.judge has nothing to judge",
+    "eval.judge.against=./nothing": "eval.judge.against = './nothing' does not exist",
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_a_key_that_is_wrong_is_named(word: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config.check(compose(["+recipe=smoke", *words("http://x"), word]))
+    assert REFUSED[word] in str(refused.value)
+
+
+def test_rollout_servers_sample_no_second_model() -> None:
+    given = [*words("http://x", "against=make:tiny"), "generation=vllm_server"]
+    with pytest.raises(ConfigError, match="rollout servers hold one model"):
+        config.check(compose(["+recipe=smoke", *given]))
+
+
+def test_the_rewards_of_a_judge_are_checked_as_all_are() -> None:
+    for word, said in {
+        "type=nothing": "eval.judge.reward.type = 'nothing'",
+        "path=nothing.py:f": "nothing.py does not exist",
+        "paht=x.py:f": "eval.judge.reward.paht is not a key",
+    }.items():
+        given = ["judge=rule", "eval.judge.reward.path=math:f", f"eval.judge.reward.{word}"]
+        with pytest.raises(ConfigError) as refused:
+            config.check(compose(["+recipe=smoke", *given]))
+        assert said in str(refused.value)
+
+
+def test_a_win_rate_is_shown_while_a_run_goes_on() -> None:
+    row = {"eval_hard_win_rate": 0.5, "eval_win_rate": 1.0, "eval_win_rate/wins": 3}
+    assert held_out.headline(row) == [
+        ("wins hard", "eval_hard_win_rate"),
+        ("wins", "eval_win_rate"),
+    ]

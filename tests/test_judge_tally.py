@@ -1,0 +1,92 @@
+"""Wins, ties and losses: the rate, its interval, and the rate at equal lengths."""
+
+import math
+import random
+
+import pytest
+
+from rloo_cli.judges.tally import at_equal_lengths, bounds, tally
+
+
+def test_invalid_pairs_are_counted_and_in_no_denominator() -> None:
+    told = tally(
+        [1.0, 0.5, 0.0, None, None, 1.0], [(3, 1), (1, 1), (1, 2), (99, 0), (0, 99), (3, 4)]
+    )
+    assert (told.wins, told.ties, told.losses, told.invalid, told.judged) == (2, 1, 1, 2, 4)
+    assert told.rate == 2.5 / 4
+    assert (told.length, told.other_length) == (2.0, 2.0)  # of judged pairs
+
+
+def test_without_a_verdict_nothing_is_claimed() -> None:
+    told = tally([None, None], [(1, 1), (1, 1)])
+    assert told.invalid == 2 and told.judged == 0
+    assert told.rate is told.low is told.high is told.controlled is told.length is None
+    assert tally([], []).rate is None
+
+
+def test_the_published_344_of_1000_have_their_interval() -> None:
+    low, high, name = bounds([1.0] * 344 + [0.0] * 656)
+    assert name == "Wilson"  # 34.4 +- 2.9 %
+    assert low == pytest.approx(0.3152, abs=1e-4) and high == pytest.approx(0.3740, abs=1e-4)
+
+
+def test_the_interval_of_halves_is_that_of_their_own_standard_error() -> None:
+    values = [1.0, 0.5, 0.5, 0.0, 1.0, 0.5]
+    mean = sum(values) / 6
+    error = math.sqrt(sum((v - mean) ** 2 for v in values) / 5 / 6)
+    low, high, name = bounds(values)
+    assert name == "normal"
+    assert (low, high) == pytest.approx((mean - 1.96 * error, mean + 1.96 * error), abs=1e-4)
+
+
+def test_equal_values_leave_some_doubt() -> None:
+    for value in (0.0, 0.5, 1.0):
+        low, high, name = bounds([value] * 8)
+        assert name == "Wilson" and low is not None and high is not None
+        assert high - low > 0.2 and low <= value <= high
+    assert bounds([]) == (None, None, "Wilson")
+
+
+def test_a_judge_of_length_alone_has_one_half_at_equal_lengths() -> None:
+    draw = random.Random(1)
+    differences = [draw.randint(-10, 30) for _ in range(2000)]
+    values = [float(draw.random() < 1 / (1 + math.exp(-0.2 * d))) for d in differences]
+    rate = sum(values) / len(values)
+    controlled = at_equal_lengths(values, differences)
+    assert rate > 0.7 and controlled == pytest.approx(0.5, abs=0.04)
+
+
+def test_what_length_does_not_explain_remains() -> None:
+    draw = random.Random(2)
+    differences = [draw.randint(-20, 20) for _ in range(2000)]
+    values = [float(draw.random() < 0.8) for _ in differences]
+    assert at_equal_lengths(values, differences) == pytest.approx(0.8, abs=0.03)
+
+
+def test_the_regression_is_that_of_the_library() -> None:
+    sklearn = pytest.importorskip("sklearn.linear_model")
+    draw = random.Random(3)
+    differences = [draw.randint(-9, 9) for _ in range(200)]
+    values = [float(draw.random() < 1 / (1 + math.exp(-0.3 * d - 0.4))) for d in differences]
+    fit = sklearn.LogisticRegression(C=1e9, tol=1e-10).fit([[d] for d in differences], values)
+    expected = fit.predict_proba([[0]])[0][1]
+    assert at_equal_lengths(values, differences) == pytest.approx(expected, abs=1e-5)
+
+
+UNDEFINED = {
+    "too few": ([1.0, 0.0], [1, -1]),
+    "all won": ([1.0] * 5, [1, -1, 2, -2, 0]),
+    "lengths separate them": ([1.0, 1.0, 0.0, 0.0], [5, 3, -3, -5]),
+    "ours are always longer": ([1.0, 0.0, 1.0, 0.0], [5, 3, 2, 9]),
+    "theirs are always longer": ([1.0, 0.0, 1.0, 0.0], [-5, -3, -2, -9]),
+    "all longer by the same": ([1.0, 0.0, 1.0, 0.0], [4, 4, 4, 4]),
+}
+
+
+@pytest.mark.parametrize("case", UNDEFINED)
+def test_it_is_not_there_where_it_is_not_defined(case: str) -> None:
+    assert at_equal_lengths(*UNDEFINED[case]) is None
+
+
+def test_of_equal_lengths_it_is_the_rate() -> None:
+    assert at_equal_lengths([1.0, 0.0, 1.0, 1.0], [0, 0, 0, 0]) == 0.75
