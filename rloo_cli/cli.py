@@ -18,6 +18,8 @@ USAGE = """usage: rloo VERB [+recipe=NAME] [key=value ...]
 
 verbs:
   train        train a policy
+  sft          fine-tune a model on completions, before RLOO
+  reward-model train a reward model on preferences
   vllm-serve   serve completions for a run from GPUs or a node of their own
   eval         score what is held out: RUN, RUN/checkpoint-N, or +recipe=NAME model.path=...
   fetch        download what a run loads: +recipe=NAME, for machines without network
@@ -219,6 +221,17 @@ def _tool(name: str) -> Callable[[list[str]], int]:
     return verb
 
 
+def _training(section: str) -> Callable[[list[str]], int]:
+    """`rloo sft`, `rloo reward-model`: a training that comes before RLOO."""
+
+    def verb(words: list[str]) -> int:
+        from rloo_cli.tools import training
+
+        return training.run(section, words)
+
+    return verb
+
+
 def serve(words: list[str]) -> int:
     """`rloo vllm-serve`: a rollout server, until it is asked to end."""
     from rloo_cli import serve
@@ -228,6 +241,8 @@ def serve(words: list[str]) -> int:
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
+    "sft": _training("sft"),
+    "reward-model": _training("reward_model"),
     "vllm-serve": serve,
     "eval": _tool("eval"),
     "fetch": _tool("fetch"),

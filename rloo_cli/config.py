@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError, create_model
 
-from rloo_cli import complaints, judge_keys, registry, rules
+from rloo_cli import complaints, judge_keys, registry, rules, stand_ins
 from rloo_cli.compose import Composed
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.schema import (
@@ -31,7 +31,7 @@ from rloo_cli.sources import Sources
 # What a run may change and still be the same experiment (PROMISES 14).
 FREE = (
     "root", "name", "resume", "resume_allow_changes", "logging", "checkpoint", "eval", "max_steps",
-    "total_episodes", "train.epochs",
+    "total_episodes", "train.epochs", "sft", "reward_model",
 )  # fmt: skip
 # Where and how an engine runs, not what it computes: such a key makes no other run of it.
 ENGINES = ("generation.server", "generation.colocate")
@@ -81,7 +81,7 @@ def merged(values: dict[str, Any], sources: Sources | None = None) -> dict[str, 
     if problems:
         raise ConfigError(*[complaints.placed(p, sources or Sources()) for p in problems])
     values = dict(values)
-    common = values.pop("reward_defaults", {})
+    common, debug = values.pop("reward_defaults", {}), values.get("debug") or {}
     rewards = values.get("reward") or {}
     if isinstance(rewards, dict):
         words = [w.lstrip("+") for w in sources.overrides] if sources is not None else []
@@ -94,13 +94,8 @@ def merged(values: dict[str, Any], sources: Sources | None = None) -> dict[str, 
                 or any(w.startswith(f"reward.{n}.") for w in words)
             }
         entries = {n: common | e if isinstance(e, dict) else e for n, e in rewards.items()}
-        stand_in = (values.get("debug") or {}).get("reward_model_path")
-        for entry in entries.values():
-            if stand_in and isinstance(entry, dict) and entry.get("type") == "model":
-                entry |= {"path": stand_in, "tokenizer": None, "revision": None}
-                entry |= {"model_kwargs": {}, "dtype": "auto", "trust_remote_code": False}
-                entry |= {"input": "auto", "max_length": None, "device": "auto", "offload": False}
-        values["reward"] = entries
+        values["reward"] = stand_ins.rewards(entries, debug)
+    values["data"] = stand_ins.data(values.get("data"), debug)
     return _with_sets(judge_keys.merged(_with_mixture(values), common))
 
 

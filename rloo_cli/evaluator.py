@@ -19,7 +19,7 @@ import torch
 import transformers
 from rich.console import Console
 
-from rloo_cli import config, faults, outcome, redact, registry, splits, stop
+from rloo_cli import config, faults, made, outcome, places, redact, registry, splits, stop
 from rloo_cli.distributed import World, join
 from rloo_cli.errors import ConfigError, OutOfMemory, Problem, RunError
 from rloo_cli.evaluate import Answered, answers, judge_all, of_all, others_of
@@ -145,6 +145,9 @@ def _parts(settings: RunConfig, world: World, folder: Path) -> tuple[Parts, Poli
         if not note.startswith("train."):
             print(note)
     splits.check(settings, opened, rewards)
+    for path in places.made_models(settings):  # a reward's call would have too little time for it
+        print(f"finding or making {path} ...", flush=True)
+        made.folder(path)
     tokenizer, context = load.tokenizer(settings.model), load.context_length(settings.model)
     prepared = splits.tokenised(settings, opened, tokenizer, context)
     sets = {name: prompts for name, prompts in prepared.items() if name is not None}

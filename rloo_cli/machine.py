@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from rloo_cli import hub, made, places, registry
+from rloo_cli import hub, made, places, registry, stages
 from rloo_cli.errors import MachineError, Problem
 from rloo_cli.schema import RunConfig
 from rloo_cli.vllm import arguments
@@ -29,6 +29,12 @@ def check(run: RunConfig, downloads: bool = True) -> None:
     problems += [*(_downloads(run) if downloads else ()), *_packages(run)]
     problems += [*(arguments.problems(run) if downloads else ()), *_root(run)]
     if problems:
+        raise MachineError(*problems)
+
+
+def check_training(run: RunConfig, section: str) -> None:
+    """Raises MachineError for what `rloo sft` or `rloo reward-model` lacks."""
+    if problems := [*stages.downloads(run, section), *_packages(run), *_root(run)]:
         raise MachineError(*problems)
 
 

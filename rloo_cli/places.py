@@ -14,20 +14,26 @@ from rloo_cli.names import nearest
 from rloo_cli.schema import RunConfig
 
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
+OF_MODELS = ("model.path", "model.ref_path", "sft.path", "reward_model.path")
 Named = list[tuple[str, str, dict[str, str]]]  # key, path, what rloo makes of this kind
 
 
 def problems(run: RunConfig) -> Iterator[Problem]:
     """Every path of a run that cannot be one."""
     for key, path, makes in named(run):
-        if path.startswith(made.MADE):
-            yield from _made(key, path, makes)
-        else:
-            yield from _place(key, path, data=makes is made.DATA)
+        yield from place(key, path, makes)
     template = run.model.chat_template
     if template is not None:
         yield from _template(template)
     yield from _root(run.root)
+
+
+def place(key: str, path: str, makes: dict[str, str]) -> Iterator[Problem]:
+    """What is wrong with one path; `makes`: what rloo makes of its kind."""
+    if path.startswith(made.MADE):
+        yield from _made(key, path, makes)
+    else:
+        yield from _place(key, path, data=makes is made.DATA)
 
 
 def named(run: RunConfig) -> Named:
@@ -51,6 +57,13 @@ def named(run: RunConfig) -> Named:
             value = getattr(judge.reward, key) or ""
             found.append((f"eval.judge.reward.{key}", value, made.MODELS))
     return [entry for entry in found if entry[1]]
+
+
+def made_models(run: RunConfig) -> list[str]:
+    """Every `make:NAME` among a run's models and reward models, each once. One that is trained
+    takes a minute: it is made before anything waits for it."""
+    paths = [path for _, path, makes in named(run) if makes is made.MODELS]
+    return list(dict.fromkeys(path for path in paths if path.startswith(made.MADE)))
 
 
 def looks_local(value: str) -> bool:
@@ -86,7 +99,7 @@ def _place(key: str, value: str, data: bool) -> Iterator[Problem]:
     elif there and not path.is_dir() and not (data and path.is_file()):
         kind = "a file" if path.is_file() else "neither a file nor a folder"
         yield Problem(f"{key} = {value!r} is {kind}", key, looked, f"{fix} of the right kind")
-    elif there and key in ("model.path", "model.ref_path") and not (path / "config.json").exists():
+    elif there and key in OF_MODELS and not (path / "config.json").exists():
         yield Problem(f"{key} = {value!r} has no config.json: it is no model", key, looked, fix)
 
 

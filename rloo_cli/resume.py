@@ -24,7 +24,7 @@ FREE = (
     "root", "name", "resume", "resume_allow_changes", "logging", "checkpoint", "eval",
     "distributed", "data.eval_split", "train.micro_batch_size", "train.micro_batch_tokens",
     "train.layout", "train.old_logp", "train.forward_all", "train.keep_logits_gb",
-    "train.no_grad_batch_size", "generation.transformers",
+    "train.no_grad_batch_size", "generation.transformers", "sft", "reward_model",
 )  # fmt: skip
 OF_REWARDS = ("timeout_s", "retries", "batch_size")
 WITHOUT_LENGTH = ("constant", "constant_with_warmup")  # schedules that do not know the run's end

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import data_rules, made, paths, registry, splits
+from rloo_cli import data_rules, made, paths, places, registry, splits
 from rloo_cli.begin import begin, same_data
 from rloo_cli.clock import Clock
 from rloo_cli.display import Display
@@ -57,9 +57,9 @@ def make(
     for note in code_notes(config):
         log.note(note)
     splits.check(config, opened, rewards)
-    if config.model.path.startswith(made.MADE):
-        log.phase(f"finding or making {config.model.path} in {paths.cache()}")
-        made.folder(config.model.path)
+    for path in places.made_models(config):
+        log.phase(f"finding or making {path} in {paths.cache()}")
+        made.folder(path)
     log.phase("loading the tokenizer")
     tokenizer = load.tokenizer(config.model)
     context = load.context_length(config.model)

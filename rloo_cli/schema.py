@@ -6,28 +6,17 @@ and `config` puts the whole run together. Everything is frozen and strict: an un
 string for a number or a NaN is an error.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
+from pydantic import SerializeAsAny
 
-
-class Frozen(BaseModel):
-    """A section of the config."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-def key(meaning: str, **limits: Any) -> Any:
-    """A key: its one line of meaning, and its limits (`ge`, `gt`, `le`, `lt`, `min_length`)."""
-    return Field(description=meaning, **limits)
-
-
-Positive = Annotated[int, Field(ge=1)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", max_length=150)]
-NotEmpty = Annotated[str, Field(min_length=1)]
-TokenId = Annotated[int, Field(ge=0)]
-# Of some use as a name or a path: not empty, no control characters (a NUL, a line's end).
-Text = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", max_length=1000)]
+from rloo_cli.keys import Frozen as Frozen
+from rloo_cli.keys import Name, TokenId
+from rloo_cli.keys import NotEmpty as NotEmpty
+from rloo_cli.keys import Positive as Positive
+from rloo_cli.keys import Text as Text
+from rloo_cli.keys import key as key
+from rloo_cli.trainings import RewardModelConfig, SftConfig
 
 
 class ModelConfig(Frozen):
@@ -230,6 +219,10 @@ class LoggingConfig(Frozen):
 class DebugConfig(Frozen):
     reward_model_path: str | None = key("Loaded instead of every reward model's own path")
     sets_from_data: bool = key("Every set of eval.sets is read from data.path, data.eval_split")
+    simple_rewards: bool = key(
+        "Every reward scores every row (no `only`); those that need a sandbox or a service are out"
+    )
+    own_columns: bool = key("data.columns is empty, whatever a recipe renames")
     judge_stand_in: bool = key("A judge is reward_model_path, against the column `reference`")
 
 
@@ -254,6 +247,8 @@ class RunConfig(Frozen):
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     debug: DebugConfig
+    sft: SftConfig
+    reward_model: RewardModelConfig
 
     @property
     def rewards(self) -> dict[str, RewardConfig]:

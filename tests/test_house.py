@@ -21,13 +21,14 @@ PACKAGE = ROOT / "rloo_cli"
 FLOORS = [  # each may import from itself and from those before it
     "__init__ errors paths files schema registry config compose complaints sources names rules"
     " effects seeds made order stop faults manifest resume rewind redact hub own places pids"
-    " server_file data_rules endpoint fill chat judge_keys",
+    " server_file data_rules endpoint fill chat judge_keys keys trainings stages"
+    " stand_ins",
     "rollout tensors clock packing schedule",
     "algorithms rewards data prompts choosing mixture lengths",
     "policy generation vllm distributed optim checkpoint updates measures cycle rng log panel"
     " display curves advice rollouts parts minibatches ledger splits held_out perf",
-    "train advantages pauses evaluate outcome guards judges",
-    "run begin worker evaluator",
+    "train advantages pauses evaluate outcome guards judges fit sft reward_model examples",
+    "run begin worker evaluator trainer",
     "launch processes api machine tools managed serving serve",
     "cli __main__",
 ]

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from rloo_cli import made
-from rloo_cli.made import addition, keep, tiny
+from rloo_cli.made import addition, keep, tiny, tldr
 
 MODELS = sorted(made.MODELS)
 
@@ -19,6 +19,8 @@ def cache(monkeypatch, tmp_path):
     """An empty cache, and a class that reads for a moment only."""
     monkeypatch.setenv("RLOO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(addition, "LONGEST", 3)
+    monkeypatch.setattr(tldr, "SIZES", {"train": 32, "validation": 4, "test": 8})
+    monkeypatch.setattr(tldr, "PAIRS", {"train": 8, "test": 4})
     return tmp_path / "cache"
 
 
@@ -100,9 +102,8 @@ def test_a_made_model_and_its_tokenizer_go_together(name, cache):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_made_once(name, cache, monkeypatch):
     first = made.folder(f"make:{name}")
-    assert first.startswith(str(cache)) and os.listdir(cache) == [os.path.basename(first)]
-    monkeypatch.setattr(addition, "_make", None)
-    monkeypatch.setattr(tiny, "_make", None)
+    assert first.startswith(str(cache)) and os.path.basename(first) in os.listdir(cache)
+    monkeypatch.setattr(keep, "_make", None)
     assert made.folder(f"make:{name}") == first
 
 

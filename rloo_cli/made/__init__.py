@@ -14,12 +14,21 @@ MODELS = {
     "addition": "rloo_cli.made.addition:model",
     "tiny": "rloo_cli.made.tiny:model",
     "tiny_reward": "rloo_cli.made.tiny:reward_model",
+    "tldr_base": "rloo_cli.made.tldr:base",
+    "tldr_sft": "rloo_cli.made.tldr:model",
+    "tldr_reward": "rloo_cli.made.tldr:reward_model",
 }
-CONTEXT = {"addition": 64, "tiny": 2048, "tiny_reward": 2048}  # positions of the model
+CONTEXT = {  # positions of the model
+    "addition": 64, "tiny": 2048, "tiny_reward": 2048,
+    "tldr_base": 128, "tldr_sft": 128, "tldr_reward": 128,
+}  # fmt: skip
 DATA = {
     "addition": "rloo_cli.made.addition:rows",
     "tiny": "rloo_cli.made.tiny:rows",
     "tiny_chat": "rloo_cli.made.tiny:chat_rows",
+    "tiny_pairs": "rloo_cli.made.tiny:pair_rows",
+    "tldr": "rloo_cli.made.tldr:rows",
+    "tldr_pairs": "rloo_cli.made.tldr:pair_rows",
 }
 
 

@@ -49,6 +49,14 @@ def chat_rows(split: str) -> list[dict[str, Any]]:
     return [r | {"prompt": [{"role": "user", "content": r["prompt"]}]} for r in rows(split)]
 
 
+def pair_rows(split: str) -> list[dict[str, Any]]:
+    """The same prompts with two answers: the right one is chosen."""
+    return [
+        {"prompt": r["prompt"], "chosen": r["answer"], "rejected": f"{r['answer']} or so, perhaps"}
+        for r in rows(split)
+    ]
+
+
 def _row(i: int) -> dict[str, Any]:
     a, b = 10 + i, 3 + i % 7
     prompt, answer = QUESTIONS[i % len(QUESTIONS)].format(a=a, b=b), str(a + b)

@@ -5,7 +5,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 
 from rloo_cli import hub, made, places
 from rloo_cli.errors import ConfigError, MachineError, Problem, RunError
@@ -62,6 +68,36 @@ def model(config: ModelConfig, path: str, device: torch.device) -> Any:
     if config.lm_head_fp32:
         head_in_float32(loaded)
     if config.gradient_checkpointing is True:  # auto: policy.memory
+        recompute(loaded)
+    return loaded.to(device)
+
+
+def scorer(config: ModelConfig, path: str, device: torch.device) -> Any:
+    """A language model as a sequence classifier with one label, whose head is new.
+
+    Raises ConfigError where there is no such class for it, or the rest of the weights is missing.
+    """
+    _refuse_odd(path, config)
+    options: dict[str, Any] = {"dtype": dtype(config.dtype, device), "use_safetensors": True}
+    if config.attn_implementation is not None:
+        options["attn_implementation"] = config.attn_implementation
+    loaded, info = _reach(
+        AutoModelForSequenceClassification.from_pretrained,
+        path,
+        made.folder(path),
+        config,
+        output_loading_info=True,
+        num_labels=1,
+        **options,
+    )
+    missing = sorted(set(info["missing_keys"]) - {"score.weight"})
+    if missing or getattr(getattr(loaded, "score", None), "bias", 0) is not None:
+        lacks = f"missing: {', '.join(missing[:5])}" if missing else "it has no plain `score` head"
+        what = f"{path} cannot become a reward model"
+        raise ConfigError(Problem(what, "model.path", f"{type(loaded).__name__}: {lacks}"))
+    if config.disable_dropout:
+        without_dropout(loaded)
+    if config.gradient_checkpointing is True:
         recompute(loaded)
     return loaded.to(device)
 

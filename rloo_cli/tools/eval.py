@@ -61,7 +61,7 @@ def _evaluate(subject: Subject) -> int:
     """Do it in a process of its own; its exit code. Results appear whole, or not at all."""
     place = subject.place
     try:
-        with _temporary(place) as folder:
+        with temporary(place) as folder:
             settings = yaml.safe_dump(config.dump(subject.config), sort_keys=False)
             write_text(folder / "config.yaml", settings)
             write_json(folder / "about.json", subject.about)
@@ -79,7 +79,7 @@ def _evaluate(subject: Subject) -> int:
 
 
 @contextlib.contextmanager
-def _temporary(place: Path) -> Iterator[Path]:
+def temporary(place: Path) -> Iterator[Path]:
     """A folder beside `place`, gone in the end, as are the folders above it if they stay empty."""
     new = [p for p in place.parents if not p.exists()]
     for left in place.parent.glob(f".tmp-{place.name}-*"):  # of a process that was killed

@@ -1,0 +1,32 @@
+"""What `debug` puts in the place of a recipe's own: models, data and services that are not here."""
+
+from typing import Any
+
+# Rewards that need more than this machine: a sandbox, a service.
+ELSEWHERE = ("code_tests", "http", "judge")
+OF_ITS_OWN: dict[str, Any] = {  # keys of a reward model that would not fit another one
+    "tokenizer": None, "revision": None, "model_kwargs": {}, "dtype": "auto",
+    "trust_remote_code": False, "input": "auto", "max_length": None, "device": "auto",
+    "offload": False,
+}  # fmt: skip
+
+
+def rewards(entries: dict[str, Any], debug: dict[str, Any]) -> dict[str, Any]:
+    """The entries of `reward` as a debug run has them; as they are where debug says nothing."""
+    model, simple = debug.get("reward_model_path"), debug.get("simple_rewards")
+    found = {}
+    for name, entry in entries.items():
+        kind = entry.get("type") if isinstance(entry, dict) else None
+        if simple and kind in ELSEWHERE:
+            continue
+        if kind is not None:
+            own = OF_ITS_OWN | {"path": model} if model and kind == "model" else {}
+            entry = entry | own | ({"only": {}} if simple else {})
+        found[name] = entry
+    return found
+
+
+def data(section: Any, debug: dict[str, Any]) -> Any:
+    """The section `data`, without the names that a recipe gave to other data's columns."""
+    renamed = isinstance(section, dict) and debug.get("own_columns")
+    return section | {"columns": {}} if renamed else section

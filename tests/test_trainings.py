@@ -1,0 +1,392 @@
+"""`rloo sft` and `rloo reward-model`: what they learn, what they leave, and what they refuse."""
+
+import json
+import math
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_cases import Rloo, rloo, rloo_without_torch, strict
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+from rloo_cli import cli, config, examples, fit, made, registry, resume, reward_model, sft, trainer
+from rloo_cli.compose import compose
+from rloo_cli.errors import ConfigError, DataError, NumbersError, RunError
+from rloo_cli.files import read_json
+from rloo_cli.made import tiny
+from rloo_cli.stages import data_of, model_of
+from rloo_cli.tools import training
+
+__all__ = ["rloo", "rloo_without_torch"]  # fixtures
+
+SFT = ["+recipe=smoke", "sft.completion_column=answer", "sft.learning_rate=1e-2"]
+SFT += ["sft.data.eval_split=test", "sft.batch_size=8", "sft.warmup_steps=2", "sft.log_every=2"]
+PAIRS = ["+recipe=smoke", "reward_model.data.path=make:tiny_pairs", "reward_model.batch_size=8"]
+PAIRS += ["reward_model.data.eval_split=test", "reward_model.learning_rate=1e-2"]
+
+
+@pytest.fixture(autouse=True)
+def place(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """An empty folder to work in, and the session's cache."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLOO_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verbs' process is this one."""
+
+    def run(module: str, words: list[str]) -> int:
+        assert module == "trainer"
+        trainer.work(Path(words[0]), words[1])
+        return 0
+
+    monkeypatch.setattr(training.processes, "run", run)
+
+
+def left(place: Path) -> list[str]:
+    return sorted(str(p.relative_to(place)) for p in place.rglob("*"))
+
+
+def settings(*words: str) -> Any:
+    return config.check(compose(["+recipe=smoke", *words]))
+
+
+# What the verbs leave.
+
+
+def test_sft_leaves_a_model_that_loads_and_whose_loss_fell(rloo: Rloo, place: Path) -> None:
+    ended = rloo("sft", *SFT)
+    assert ended.code == 0 and ended.err == "", ended.said
+    folder = rloo.folder / "runs" / "sft" / "smoke"
+    rows = strict(folder / "training" / "metrics.jsonl")
+    measured = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    assert len(measured) == 2 and measured[1] < measured[0] - 1
+    assert [row["step"] for row in rows if "loss" in row] == [2, 4, 6, 8]
+    assert "step 8/8" in ended.out and "model.path=runs/sft/smoke" in ended.out
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokens = AutoTokenizer.from_pretrained(folder)
+    first = AutoModelForCausalLM.from_pretrained(made.folder("make:tiny"))
+    assert model.config.to_dict().keys() == first.config.to_dict().keys()
+    assert not torch.equal(model.lm_head.weight, first.lm_head.weight)
+    assert tokens.chat_template == tiny.TEMPLATE
+    assert {p.name for p in (rloo.folder / "runs").iterdir()} == {"sft"}
+
+
+def test_a_reward_model_has_one_label_and_prefers_what_was_chosen(here: None, place: Path) -> None:
+    assert cli.dispatch(["reward-model", *PAIRS]) == 0
+    folder = place / "runs" / "reward_model" / "smoke"
+    summary = read_json(folder / "training" / "summary.json")
+    assert summary["after"]["eval_accuracy"] > 0.9 > summary["before"]["eval_accuracy"]
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokens = AutoTokenizer.from_pretrained(folder)
+    assert model.config.num_labels == 1 and model.score.bias is None
+    assert model.config.pad_token_id == tokens.pad_token_id == 0
+    reads = registry.module("rewards", "model").score
+    entry = settings("reward=model", f"reward.model.path={folder}").rewards["model"]
+    row = tiny.pair_rows("test")[0]
+    pair = reward_model.pair(row["prompt"], row["chosen"], row["rejected"], tokens)
+    ours = reward_model.scores(model.eval(), [pair.chosen, pair.rejected])
+    completions = [row["chosen"], row["rejected"]]
+    theirs = reads([row["prompt"]] * 2, completions, ["stop"] * 2, entry)
+    assert ours.tolist() == pytest.approx(theirs, abs=1e-5)  # trained on what is read later
+
+
+def test_the_same_training_is_not_done_again_and_another_never_takes_its_place(
+    here: None, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.dispatch(["sft", *SFT, "sft.data.max_samples=16"]) == 0
+    before = {p: p.stat().st_mtime_ns for p in place.rglob("*") if p.is_file()}
+    assert cli.dispatch(["sft", *SFT, "sft.data.max_samples=16", "max_steps=9"]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="another sft"):
+        cli.dispatch(["sft", *SFT, "sft.data.max_samples=8"])
+    assert {p: p.stat().st_mtime_ns for p in place.rglob("*") if p.is_file()} == before
+
+
+def test_a_training_that_is_stopped_leaves_nothing(rloo: Rloo) -> None:
+    running = rloo.start("reward-model", *PAIRS, "reward_model.epochs=1e5")
+    said = rloo.folder / "out"
+    try:
+        while "step 0 " not in said.read_text() and running.poll() is None:
+            time.sleep(0.1)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == 75, said.read_text()
+    finally:
+        running.kill()
+    assert "nothing of it is kept" in said.read_text() and rloo.left() == ["out"]
+
+
+def test_a_training_that_fails_leaves_nothing(
+    here: None, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
+    with pytest.raises(RunError, match="cannot be written"):
+        cli.dispatch(["sft", *SFT, "sft.data.max_samples=8", "sft.data.eval_split=null",
+                      "sft.eval_rows=2"])  # fmt: skip
+    assert left(place) == []
+
+
+# What they refuse.
+
+BAD = {
+    "sft sft.epoch=2": (2, "sft.epoch is not a key"),
+    "sft sft.batch_size=0": (2, "sft.batch_size"),
+    "sft sft.micro_batch_size=64 sft.batch_size=8": (2, "more than a step has"),
+    "sft sft.path=make:nothing": (2, "rloo makes no such thing"),
+    "sft sft.path=./nothing": (2, "does not exist"),
+    "sft sft.revision=v1": (2, "without sft.path"),
+    "reward-model reward_model.data.path=./nothing.jsonl": (2, "does not exist"),
+    "sft --dry-run": (2, "--dry-run is not a flag of sft"),
+    "sft sft.path=org/nothing": (3, "HF_HUB_OFFLINE"),
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_what_a_config_shows_is_refused_before_torch(words: str, rloo_without_torch: Rloo) -> None:
+    verb, *rest = words.split()
+    code, said = BAD[words]
+    ended = rloo_without_torch(verb, "+recipe=smoke", *rest)
+    assert ended.code == code and said in ended.err, ended.said
+    assert rloo_without_torch.left() == []
+
+
+DATA = {
+    "sft sft.eval_rows=0": ({}, "sft.completion_column", "no column 'completion'"),
+    "sft sft.completion_column=anser sft.data.eval_split=test": (
+        {},
+        "sft.completion_column=answer",
+        "no column",
+    ),
+    "sft sft.data.prompt_column=question": ({}, "sft.data.prompt_column", "no column 'question'"),
+    "sft sft.data.split=tset": ({}, "sft.data.split", "no split 'tset'"),
+    "reward-model reward_model.eval_rows=9": (
+        {},
+        "reward_model.chosen_column",
+        "no column 'chosen'",
+    ),
+    "sft sft.eval_rows=64 sft.completion_column=answer": (
+        {},
+        "sft.eval_rows=0, or sft.data.eval_split",
+        "nothing is left",
+    ),
+    "sft sft.eval_rows=2": ({"completion": [None] * 64}, "row 0", "is not a string"),
+    "sft sft.eval_rows=1": ({"completion": ["", " "] * 32}, "63 are empty", "only 0 of 63"),
+    "sft sft.max_length=40 sft.eval_rows=2": (
+        {"completion": ["x" * 40] * 64},
+        "sft.max_length=N",
+        "only 0 of",
+    ),
+}
+
+
+@pytest.mark.parametrize("words", DATA)
+def test_data_that_does_not_fit_is_refused_before_weights_load(
+    words: str, here: None, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verb, *rest = words.split()
+    columns, where, what = DATA[words]
+    if columns:
+        rows = [r | {n: v[i] for n, v in columns.items()} for i, r in enumerate(tiny.rows("train"))]
+        (place / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rest += ["data.path=mine.jsonl"]
+    monkeypatch.setattr(trainer.load, "model", None)
+    monkeypatch.setattr(trainer.load, "scorer", None)
+    with pytest.raises(DataError) as refused:
+        cli.dispatch([verb, "+recipe=smoke", *rest])
+    assert what in str(refused.value) and where in str(refused.value)
+    assert left(place) == (["mine.jsonl"] if columns else [])
+
+
+def test_rows_that_are_empty_or_too_long_are_left_out_and_counted(place: Path) -> None:
+    texts = ["fine"] * 6 + ["", "x" * 90, "y" * 60]
+    rows = [{"prompt": "ab", "completion": text} for text in texts]
+    rows.append({"prompt": "p" * 64, "completion": "ok"})
+    (place / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = settings("data.path=mine.jsonl")
+    data = trainer.data.load(data_of(run, "sft"), "train")
+    kept = examples.of_sft(data, data_of(run, "sft"), run.sft, tiny.tokenizer(), run, 63)
+    assert (len(kept.rows), kept.long, kept.empty, kept.longest) == (7, 2, 1, 63)
+    assert kept.told(63) == (
+        "7 rows, up to 63 tokens, 2 left out: longer than 63 tokens (max_length), 1 left out: empty"
+    )
+
+
+def test_a_loss_that_is_no_number_ends_the_training() -> None:
+    model, rows = a_model(), [sft.Example([5, 6, 7], 1)]
+    with torch.no_grad():
+        model.model.embed_tokens.weight.fill_(float("nan"))
+    with pytest.raises(NumbersError, match="not finite"):
+        fit.Fit(model, sft.Objective(), settings().sft, 1).run(rows)
+
+
+# The losses.
+
+
+def a_model(kind: Any = AutoModelForCausalLM, path: str = "make:tiny") -> Any:
+    return kind.from_pretrained(made.folder(path))
+
+
+ROWS = [
+    sft.Example([5, 6, 7, 8, 1], 2),
+    sft.Example([9, 1, 9, 1], 3),
+    sft.Example([4, 3, 2, 7, 6, 1], 1),
+]
+
+
+def test_the_loss_of_sft_is_transformers_with_the_prompt_masked() -> None:
+    model = a_model()
+    ids, mask = fit.padded([row.ids for row in ROWS], model)
+    labels = ids.masked_fill(mask == 0, -100)
+    for row, example in zip(labels, ROWS, strict=True):
+        row[: example.start] = -100
+    theirs = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+    ours, _ = sft.Objective().loss(model, ROWS)
+    assert float(ours.detach()) / sum(map(sft.Objective().units, ROWS)) == pytest.approx(
+        float(theirs.detach())
+    )
+
+
+def test_who_stands_beside_a_row_changes_nothing() -> None:
+    model = a_model()
+    alone = sum(float(sft.Objective().loss(model, [row])[0].detach()) for row in ROWS)
+    assert float(sft.Objective().loss(model, ROWS)[0].detach()) == pytest.approx(alone, rel=1e-5)
+    # EOS is 1 and stands inside rows too; the score is read at the last place all the same.
+    judge, ids = (
+        a_model(AutoModelForSequenceClassification, "make:tiny_reward"),
+        [r.ids for r in ROWS],
+    )
+    one_by_one = [float(reward_model.scores(judge, [row])[0]) for row in ids]
+    assert reward_model.scores(judge, ids).tolist() == pytest.approx(one_by_one, abs=1e-5)
+    judge.config.pad_token_id = 1
+    assert reward_model.scores(judge, ids).tolist() == pytest.approx(one_by_one, abs=1e-5)
+
+
+def test_bradley_terry_by_hand() -> None:
+    chosen, rejected = torch.tensor([1.0, 0.0, -2.0]), torch.tensor([0.0, 0.0, 1.0])
+    by_hand = [math.log(1 + math.exp(-1)), math.log(2), math.log(1 + math.exp(3))]
+    assert reward_model.bradley_terry(chosen, rejected).tolist() == pytest.approx(by_hand)
+    centred = [loss + 0.5 * x for loss, x in zip(by_hand, (1, 0, 1), strict=True)]
+    assert reward_model.bradley_terry(chosen, rejected, 0.5).tolist() == pytest.approx(centred)
+
+
+@pytest.mark.parametrize("micro", [1, 2, None])
+def test_parts_of_a_batch_make_the_same_step(micro: int | None) -> None:
+    model, found = a_model(), []
+    one = settings("sft.batch_size=3", "sft.learning_rate=1e-2", "sft.warmup_steps=0").sft
+    one = one.model_copy(update={"micro_batch_size": micro})
+    fit.Fit(model, sft.Objective(), one, 1, found.append).run(ROWS)
+    whole = a_model()
+    fit.Fit(whole, sft.Objective(), one.model_copy(update={"micro_batch_size": 3}), 1).run(ROWS)
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+    assert found[0]["loss"] == pytest.approx(5.5, abs=0.5) and found[0]["steps"] == 1
+
+
+def test_every_pass_has_every_row_once_in_a_seeded_order() -> None:
+    lengths = [7 * i % 23 for i in range(50)]
+    draw = fit.order(lengths, 4, 1)
+    passes = [[next(draw) for _ in range(13)] for _ in range(2)]
+    for batches in passes:
+        assert sorted(i for batch in batches for i in batch) == list(range(50))
+    assert passes[0] != passes[1]
+    again = fit.order(lengths, 4, 1)
+    assert [next(again) for _ in range(13)] == passes[0]
+    other = fit.order(lengths, 4, 2)
+    assert [next(other) for _ in range(13)] != passes[0]
+    spread = [max(lengths[i] for i in b) - min(lengths[i] for i in b) for b in passes[0]]
+    assert sum(spread) / len(spread) < 5  # like lengths stand together
+
+
+def test_the_rate_warms_up_and_falls_to_nothing() -> None:
+    found: list[dict[str, Any]] = []
+    one = settings("sft.batch_size=1", "sft.warmup_steps=2", "sft.learning_rate=1e-3").sft
+    one = one.model_copy(update={"log_every": 1, "epochs": 2.0})
+    fit.Fit(a_model(), sft.Objective(), one, 1, found.append).run(ROWS)
+    rates = [line["learning_rate"] for line in found]
+    assert rates == pytest.approx([0, 5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
+
+
+# Texts.
+
+
+def test_every_completion_has_one_end() -> None:
+    tokens = tiny.tokenizer()
+    for text in ("ab", "ab<eos>", "ab<eos>\n"):
+        ids = sft.ended(text, tokens, False)
+        assert ids == [*tokens("ab")["input_ids"], 1]
+    row = sft.example([5, 6], "ab", tokens)
+    assert row.ids[:2] == [5, 6] and row.start == 2 and row.ids[-1] == 1
+    tokens.eos_token = None
+    with pytest.raises(DataError, match="no end-of-text"):
+        sft.ended("ab", tokens, False)
+
+
+def test_conversations_are_read_through_the_chat_template(place: Path) -> None:
+    asked = [{"role": "user", "content": "Hi"}]
+    said = [{"role": "assistant", "content": "Yes"}]
+    row = {"prompt": asked, "completion": said, "chosen": "Yes", "rejected": said}
+    (place / "mine.jsonl").write_text(json.dumps(row) + "\n")
+    run, tokens = settings("data.path=mine.jsonl"), tiny.tokenizer()
+    source = data_of(run, "sft")
+    data = trainer.data.load(source, "train")
+    (example,) = examples.of_sft(data, source, run.sft, tokens, run, 99).rows
+    assert tokens.decode(example.ids[: example.start]) == "<|user|>Hi\n<|assistant|>"
+    assert tokens.decode(example.ids[example.start :]) == "Yes\n<eos>"
+    (pair,) = examples.of_pairs(data, source, run.reward_model, tokens, run, 99).rows
+    assert tokens.decode(pair.chosen) == "<|user|>Hi\n<|assistant|>Yes\n"
+    assert pair.chosen == pair.rejected
+
+
+def test_a_template_that_rewrites_the_past_is_refused(place: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "Hi"}], "completion": "Yes"}
+    (place / "mine.jsonl").write_text(json.dumps(row) + "\n")
+    run, tokens = settings("data.path=mine.jsonl"), tiny.tokenizer()
+    tokens.chat_template = "{{ messages|length }}" + tiny.TEMPLATE
+    source = data_of(run, "sft")
+    with pytest.raises(DataError, match="changes what came before"):
+        data = trainer.data.load(source, "train")
+        examples.of_sft(data, source, run.sft, tokens, run, 99)
+
+
+# The config.
+
+
+def test_a_run_does_not_depend_on_the_trainings_before_it() -> None:
+    one, other = settings(), settings("sft.epochs=3", "reward_model.path=make:tiny")
+    assert config.config_hash(one) == config.config_hash(other)
+    changes = resume.differences(config.dump(one), other)
+    assert set(changes) == {"sft.epochs", "reward_model.path"}
+    resume._refuse(changes, other)  # such a change is none
+
+
+def test_what_is_null_is_as_in_model_and_data() -> None:
+    run = settings("data.columns={answer: b}", "data.max_samples=3", "model.tokenizer=make:tiny")
+    assert model_of(run, "sft").path == "make:tiny" and data_of(run, "sft").path == "make:tiny"
+    assert data_of(run, "sft").columns == {"answer": "b"} and data_of(run, "sft").max_samples == 3
+    other = settings("data.columns={answer: b}", "sft.data.path=make:tiny_pairs",
+                     "sft.path=make:addition")  # fmt: skip
+    assert model_of(other, "sft").path == "make:addition"
+    assert data_of(other, "sft").path == "make:tiny_pairs" and data_of(other, "sft").columns == {}
+    assert data_of(other, "reward_model").path == "make:tiny"
+
+
+def test_a_model_of_another_kind_becomes_no_reward_model(here: None, place: Path) -> None:
+    shutil.copytree(made.folder("make:tiny"), place / "odd")
+    (place / "odd" / "model.safetensors").unlink()
+    with pytest.raises(RunError, match="odd"):
+        cli.dispatch(["reward-model", *PAIRS, "model.path=./odd"])
