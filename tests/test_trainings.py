@@ -17,11 +17,13 @@ from transformers import (
     AutoTokenizer,
 )
 
-from rloo_cli import cli, config, examples, fit, made, registry, resume, reward_model, sft, trainer
+from rloo_cli import cli, config, examples, fit, made, resume, reward_model, sft, trainer
 from rloo_cli.compose import compose
 from rloo_cli.errors import ConfigError, DataError, NumbersError, RunError
 from rloo_cli.files import read_json
 from rloo_cli.made import tiny
+from rloo_cli.rewards.build import build
+from rloo_cli.rewards.ready import Surroundings
 from rloo_cli.stages import data_of, model_of
 from rloo_cli.tools import training
 
@@ -93,13 +95,16 @@ def test_a_reward_model_has_one_label_and_prefers_what_was_chosen(here: None, pl
     tokens = AutoTokenizer.from_pretrained(folder)
     assert model.config.num_labels == 1 and model.score.bias is None
     assert model.config.pad_token_id == tokens.pad_token_id == 0
-    reads = registry.module("rewards", "model").score
     entry = settings("reward=model", f"reward.model.path={folder}").rewards["model"]
     row = tiny.pair_rows("test")[0]
     pair = reward_model.pair(row["prompt"], row["chosen"], row["rejected"], tokens)
     ours = reward_model.scores(model.eval(), [pair.chosen, pair.rejected])
-    completions = [row["chosen"], row["rejected"]]
-    theirs = reads([row["prompt"]] * 2, completions, ["stop"] * 2, entry)
+    reads = build("model", entry).code
+    reads.ready(Surroundings(tokens, [], 100, torch.device("cpu"), lambda note: None))
+    texts = [row["chosen"], row["rejected"]]
+    ids = [[*tokens(text)["input_ids"], tokens.eos_token_id] for text in texts]
+    prompt = tokens(row["prompt"])["input_ids"]
+    theirs = reads([row["prompt"]] * 2, texts, [prompt] * 2, ids, ["stop"] * 2, [0, 0])
     assert ours.tolist() == pytest.approx(theirs, abs=1e-5)  # trained on what is read later
 
 
