@@ -48,8 +48,9 @@ def schema(words: list[str]) -> dict[str, Any]:
     found = model.model_json_schema()
     for part in (found, *found["$defs"].values()):
         part.pop("required", None)
-    sets = found["$defs"]["Sets"]
-    sets["additionalProperties"] = sets["properties"].pop("NAME")  # a set has any name
+    for named in ("Sets", "Mixture"):  # a set, and a source, has any name
+        part = found["$defs"][named]
+        part["additionalProperties"] = part["properties"].pop("NAME")
     found["properties"]["defaults"] = {"type": "array", "description": "Choices of groups"}
     return found
 
@@ -83,14 +84,15 @@ def explain(key: str, words: list[str]) -> str:
 
 
 def _all_keys(words: list[str]) -> tuple[Composed, type[BaseModel]]:
-    """The config with every shipped reward, a held-out set and a judge beside what is chosen; its
-    schema."""
+    """The config with every shipped reward, a held-out set, a source of a mixture and a judge
+    beside what is chosen; its schema."""
     chosen = [w for w in words if not w.lstrip("+").startswith("reward=")]
     rewards = ",".join(paths.group_choices([])["reward"])
     composed = compose([*chosen, f"reward=[{rewards}]", "eval.sets.NAME={split: test}"])
     values = config.merged(composed.values)
-    judge = values["eval"]["judge"] or {"type": "openai"}
-    return composed, config.model_class(values | {"eval": values["eval"] | {"judge": judge}})
+    judge = {"judge": values["eval"]["judge"] or {"type": "openai"}}
+    data = values["data"] | {"mixture": {"NAME": {}}}
+    return composed, config.model_class(values | {"eval": values["eval"] | judge, "data": data})
 
 
 def fields(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
