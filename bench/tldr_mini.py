@@ -1,0 +1,163 @@
+"""TL;DR in miniature, believed: three seeds, two values of beta, the judge, and docs/tldr_mini.md.
+
+    python bench/tldr_mini.py [--seeds 1 2 3] [--betas 0.05 0.002] [--steps 100 300] [--page]
+
+Every number comes from the command line: `rloo train +recipe=tldr_mini` and `rloo eval` with the
+hidden rule as judge, on the 500 posts of the test split, greedily. Runs lie in
+runs/tldr_mini_bench; those that are finished are not done again. `--page` writes the page from
+them and runs nothing.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parents[1]
+ROOT = Path("runs/tldr_mini_bench")
+PAGE = HERE / "docs" / "tldr_mini.md"
+JUDGED = ["judge=tldr_mini", "data.eval_split=test", "eval.max_samples=500"]
+AGAINST = "eval.judge.against=make:tldr_sft"
+PROXY, GOLD, KL = "reward/tldr_mini_rm/mean", "reward/tldr_mini_gold/mean", "objective/kl"
+AROUND = 5  # steps on either side that a row of the curve is the mean of
+
+
+def rloo(*words: str) -> str:
+    """What the command prints. Raises CalledProcessError."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rloo_cli", *words], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"rloo {' '.join(words)}: exit {done.returncode}\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def name(beta: float, seed: int) -> str:
+    return f"beta-{beta:g}-seed-{seed}"
+
+
+def one(beta: float, seed: int, steps: int) -> None:
+    """Train one run and judge it, unless that is done."""
+    folder = ROOT / name(beta, seed)
+    if (folder / "took.json").is_file():
+        return
+    begun = time.perf_counter()
+    words = [f"seed={seed}", f"algorithm.beta={beta}", f"max_steps={steps}", f"name={folder.name}"]
+    rloo("train", "+recipe=tldr_mini", f"root={ROOT}", *words, "logging.samples=0", "resume=auto")
+    seconds = time.perf_counter() - begun
+    rloo("eval", str(folder), *JUDGED)
+    rloo("eval", str(folder), *JUDGED, AGAINST)
+    (folder / "took.json").write_text(json.dumps({"train_s": seconds}))
+
+
+def verdict(folder: Path, against: str) -> dict[str, Any]:
+    """The judge's result against `reference` or a model."""
+    for path in folder.glob("eval/*/judge.json"):
+        told = json.loads(path.read_text())
+        if told["keys"]["against"] == against:
+            return next(iter(told["sets"].values()))  # type: ignore[no-any-return]
+    raise SystemExit(f"{folder} was not judged against {against}")
+
+
+def curve(folder: Path) -> dict[int, dict[str, float]]:
+    """Step -> the three numbers, means over the steps around it."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "step_time" in row]
+    return {
+        row["step"]: {
+            key: statistics.fmean(
+                other[key] for other in steps if abs(other["step"] - row["step"]) <= AROUND
+            )
+            for key in (PROXY, GOLD, KL)
+        }
+        for row in steps
+    }
+
+
+def share(told: dict[str, Any]) -> str:
+    return f"{100 * told['rate']:.1f} % ({100 * told['low']:.1f} to {100 * told['high']:.1f})"
+
+
+def spread(values: list[float]) -> str:
+    """Mean, and the standard deviation over seeds."""
+    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
+    return f"{statistics.fmean(values):.2f} ± {deviation:.2f}"
+
+
+def page(betas: list[float], seeds: list[int], steps: list[int]) -> str:
+    """The whole of docs/tldr_mini.md."""
+    sft = verdict(ROOT / "sft", "reference")
+    lines = [
+        "# TL;DR in miniature: what came out",
+        "",
+        "Made by `python bench/tldr_mini.py`; every line is from runs of the command line on two",
+        "CPU cores. Posts, references and the hidden rule are synthetic (`make:tldr`): this says that",
+        "the pipeline works as the published one does, not how good a person finds a summary.",
+        "",
+        "## The judge",
+        "",
+        "Share of 500 held-out posts for which the hidden rule prefers the model's greedy summary;",
+        "a tie is one half; in brackets the 95 % interval over posts.",
+        "",
+        "| model | against the reference | against the supervised model |",
+        "|---|---|---|",
+        f"| supervised (`make:tldr_sft`) | {share(sft)} | – |",
+    ]
+    for beta in betas:
+        for seed in seeds:
+            folder = ROOT / name(beta, seed)
+            both = share(verdict(folder, "reference")), share(verdict(folder, "make:tldr_sft"))
+            lines.append(f"| RLOO, beta {beta:g}, seed {seed} | {both[0]} | {both[1]} |")
+    lines += ["", "```", "rloo train +recipe=tldr_mini", "rloo eval tldr_mini judge=tldr_mini"]
+    lines += ["rloo eval tldr_mini judge=tldr_mini eval.judge.against=make:tldr_sft", "```", ""]
+    lines += [
+        "## Over-optimisation",
+        "",
+        f"Means over {len(seeds)} seeds ± their standard deviation, of steps within {AROUND} of the",
+        "one named. The reward model's score is what is trained on; the hidden rule is only",
+        "watched (a reward of weight 0); KL is per completion, in nats.",
+    ]
+    for beta, last in zip(betas, steps, strict=True):
+        curves = [curve(ROOT / name(beta, seed)) for seed in seeds]
+        lines += ["", f"### beta {beta:g}, {last} steps", ""]
+        lines += ["| step | reward model's score | hidden rule | KL |", "|---|---|---|---|"]
+        marks = [1, *(s for s in (10, 25, 50, 100, 150, 200, 250, 300) if s <= last)]
+        for step in marks:
+            cells = [spread([c[step][key] for c in curves]) for key in (PROXY, GOLD, KL)]
+            lines.append(f"| {step} | {' | '.join(cells)} |")
+    took = [json.loads((ROOT / name(b, s) / "took.json").read_text()) for b in betas for s in seeds]
+    per = ", ".join(f"{t['train_s']:.0f}" for t in took)
+    lines += ["", f"Seconds per training, models made before, two side by side: {per}.", ""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Do what is missing, then write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--betas", type=float, nargs="+", default=[0.05, 0.002])
+    parser.add_argument("--steps", type=int, nargs="+", default=[100, 300])
+    parser.add_argument("--page", action="store_true", help="only write the page")
+    given = parser.parse_args()
+    if not given.page:
+        if not (ROOT / "sft" / "eval").is_dir():
+            rloo("eval", "+recipe=tldr_mini", "name=sft", f"root={ROOT}", *JUDGED)
+            found = next((ROOT / "eval" / "sft").iterdir())
+            (ROOT / "sft" / "eval").mkdir(parents=True)
+            found.rename(ROOT / "sft" / "eval" / found.name)
+        pairs = zip(given.betas, given.steps, strict=True)
+        jobs = [(beta, seed, steps) for beta, steps in pairs for seed in given.seeds]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda job: one(*job), sorted(jobs, key=lambda job: -job[2])))
+    PAGE.write_text(page(given.betas, given.seeds, given.steps))
+    print(PAGE.read_text())
+
+
+if __name__ == "__main__":
+    main()
