@@ -97,8 +97,8 @@ def page(betas: list[float], seeds: list[int], steps: list[int]) -> str:
         "# TL;DR in miniature: what came out",
         "",
         "Made by `python bench/tldr_mini.py`; every line is from runs of the command line on two",
-        "CPU cores. Posts, references and the hidden rule are synthetic (`make:tldr`): this says that",
-        "the pipeline works as the published one does, not how good a person finds a summary.",
+        "CPU cores. Posts, references and hidden rule are synthetic (`make:tldr`): it shows that",
+        "the pipeline works as the published one, not how good a person finds a summary.",
         "",
         "## The judge",
         "",
@@ -119,8 +119,8 @@ def page(betas: list[float], seeds: list[int], steps: list[int]) -> str:
     lines += [
         "## Over-optimisation",
         "",
-        f"Means over {len(seeds)} seeds ± their standard deviation, of steps within {AROUND} of the",
-        "one named. The reward model's score is what is trained on; the hidden rule is only",
+        f"Means over {len(seeds)} seeds ± their standard deviation, of steps within {AROUND} of",
+        "the one named. The reward model's score is what is trained on; the hidden rule is only",
         "watched (a reward of weight 0); KL is per completion, in nats.",
     ]
     for beta, last in zip(betas, steps, strict=True):
