@@ -6,10 +6,8 @@ in about.json, what is known of the run that the model is from. Writes the resul
 
 import gc
 import json
-import os
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,9 +17,9 @@ import torch
 import transformers
 from rich.console import Console
 
-from rloo_cli import config, faults, made, outcome, places, redact, registry, splits, stop
+from rloo_cli import config, ending, faults, made, outcome, places, registry, splits
 from rloo_cli.distributed import World, join
-from rloo_cli.errors import ConfigError, OutOfMemory, Problem, RunError
+from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.evaluate import Answered, answers, judge_all, of_all, others_of
 from rloo_cli.files import read_json, write_json, write_text
 from rloo_cli.generation import Generator
@@ -187,31 +185,9 @@ def _write(folder: Path, found: dict[str, Answered], row: Row) -> None:
 
 def main() -> None:
     """The process that `tools/eval` starts. Exits with the code of what stopped it."""
-    redact.start()
-    stop.listen(at_once=True)
-    code = 1
-    try:
+
+    def all_of_it() -> None:
         faults.check()
         work(Path(sys.argv[1]))
-        code = 0
-    except RunError as error:
-        code = _refused(error)
-    except torch.OutOfMemoryError as error:
-        fix = "lower eval.batch_size"
-        why = str(error).splitlines()[0]
-        code = _refused(OutOfMemory(Problem("out of memory while evaluating", why=why, fix=fix)))
-    except Exception:
-        traceback.print_exc()
-        print(
-            "error: this is a bug in rloo; please report it with the lines above", file=sys.stderr
-        )
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # a reward thread that hangs must not keep the process
 
-
-def _refused(error: RunError) -> int:
-    if os.environ.get("RLOO_DEBUG"):
-        traceback.print_exception(error)
-    print(error.render(as_json=os.environ.get("RLOO_ERRORS") == "json"), file=sys.stderr)
-    return error.code
+    ending.run(all_of_it, "lower eval.batch_size")

@@ -6,22 +6,19 @@ ends with 0; who started it gives the folder its name then.
 """
 
 import json
-import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 
-from rloo_cli import config, data, examples, redact, reward_model, rng, sft, stop
+from rloo_cli import config, data, ending, examples, reward_model, rng, sft
 from rloo_cli.distributed import World, join
-from rloo_cli.errors import DataError, OutOfMemory, Problem, RunError, StorageError
+from rloo_cli.errors import DataError, Problem, RunError
 from rloo_cli.examples import Kept
 from rloo_cli.files import write_json
 from rloo_cli.fit import Fit, Line
@@ -145,31 +142,5 @@ def _said_of(section: str) -> Iterator[None]:
 
 def main() -> None:
     """The process that `tools/training` starts. Exits with the code of what stopped it."""
-    redact.start()
-    stop.listen(at_once=True)
-    code = 1
-    try:
-        work(Path(sys.argv[1]), sys.argv[2])
-        code = 0
-    except RunError as error:
-        code = _refused(error)
-    except OSError as error:
-        code = _refused(StorageError(Problem("the model cannot be written", why=str(error))))
-    except torch.OutOfMemoryError as error:
-        why, fix = str(error).splitlines()[0], f"lower {sys.argv[2]}.micro_batch_size"
-        code = _refused(OutOfMemory(Problem("out of memory", why=why, fix=fix)))
-    except Exception:
-        traceback.print_exc()
-        print(
-            "error: this is a bug in rloo; please report it with the lines above", file=sys.stderr
-        )
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _refused(error: RunError) -> int:
-    if os.environ.get("RLOO_DEBUG"):
-        traceback.print_exception(error)
-    print(error.render(as_json=os.environ.get("RLOO_ERRORS") == "json"), file=sys.stderr)
-    return error.code
+    folder, section = Path(sys.argv[1]), sys.argv[2]
+    ending.run(lambda: work(folder, section), f"lower {section}.micro_batch_size")

@@ -27,7 +27,7 @@ FLOORS = [  # each may import from itself and from those before it
     "algorithms rewards data prompts choosing mixture lengths",
     "policy generation vllm distributed optim checkpoint updates measures cycle rng log panel"
     " display curves advice rollouts parts minibatches ledger splits held_out perf",
-    "train advantages pauses evaluate outcome guards judges fit sft reward_model examples",
+    "train advantages pauses evaluate outcome guards judges ending fit sft reward_model examples",
     "run begin worker evaluator trainer",
     "launch processes api machine tools managed serving serve",
     "cli __main__",

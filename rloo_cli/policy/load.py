@@ -44,20 +44,7 @@ def model(config: ModelConfig, path: str, device: torch.device) -> Any:
 
     Raises ConfigError for what is no model that can be loaded, MachineError for what is not here.
     """
-    _refuse_odd(path, config)
-    chosen = dtype(config.dtype, device)
-    options: dict[str, Any] = {"dtype": chosen, "use_safetensors": True}
-    if config.attn_implementation is not None:
-        options["attn_implementation"] = config.attn_implementation
-    loaded, info = _reach(
-        AutoModelForCausalLM.from_pretrained,
-        path,
-        made.folder(path),
-        config,
-        output_loading_info=True,
-        **options,
-    )
-    missing = sorted(info["missing_keys"])
+    loaded, missing = _weights(AutoModelForCausalLM, config, path, device)
     if missing:
         why = f"missing: {', '.join(missing[:5])}; they would be random numbers"
         raise ConfigError(
@@ -77,20 +64,9 @@ def scorer(config: ModelConfig, path: str, device: torch.device) -> Any:
 
     Raises ConfigError where there is no such class for it, or the rest of the weights is missing.
     """
-    _refuse_odd(path, config)
-    options: dict[str, Any] = {"dtype": dtype(config.dtype, device), "use_safetensors": True}
-    if config.attn_implementation is not None:
-        options["attn_implementation"] = config.attn_implementation
-    loaded, info = _reach(
-        AutoModelForSequenceClassification.from_pretrained,
-        path,
-        made.folder(path),
-        config,
-        output_loading_info=True,
-        num_labels=1,
-        **options,
-    )
-    missing = sorted(set(info["missing_keys"]) - {"score.weight"})
+    kind = AutoModelForSequenceClassification
+    loaded, lacking = _weights(kind, config, path, device, num_labels=1)
+    missing = [name for name in lacking if name != "score.weight"]
     if missing or getattr(getattr(loaded, "score", None), "bias", 0) is not None:
         lacks = f"missing: {', '.join(missing[:5])}" if missing else "it has no plain `score` head"
         what = f"{path} cannot become a reward model"
@@ -100,6 +76,25 @@ def scorer(config: ModelConfig, path: str, device: torch.device) -> Any:
     if config.gradient_checkpointing is True:
         recompute(loaded)
     return loaded.to(device)
+
+
+def _weights(
+    kind: Any, config: ModelConfig, path: str, device: torch.device, **more: Any
+) -> tuple[Any, list[str]]:
+    """A model of this Auto class, and the names of its tensors that the files lack."""
+    _refuse_odd(path, config)
+    options: dict[str, Any] = {"dtype": dtype(config.dtype, device), "use_safetensors": True} | more
+    if config.attn_implementation is not None:
+        options["attn_implementation"] = config.attn_implementation
+    loaded, info = _reach(
+        kind.from_pretrained,
+        path,
+        made.folder(path),
+        config,
+        output_loading_info=True,
+        **options,
+    )
+    return loaded, sorted(info["missing_keys"])
 
 
 def dtype(name: str, device: torch.device) -> torch.dtype:
