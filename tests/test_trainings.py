@@ -275,7 +275,7 @@ def test_who_stands_beside_a_row_changes_nothing() -> None:
         a_model(AutoModelForSequenceClassification, "make:tiny_reward"),
         [r.ids for r in ROWS],
     )
-    one_by_one = [float(reward_model.scores(judge, [row])[0]) for row in ids]
+    one_by_one = [float(reward_model.scores(judge, [row])[0].detach()) for row in ids]
     assert reward_model.scores(judge, ids).tolist() == pytest.approx(one_by_one, abs=1e-5)
     judge.config.pad_token_id = 1
     assert reward_model.scores(judge, ids).tolist() == pytest.approx(one_by_one, abs=1e-5)
