@@ -1,6 +1,6 @@
-"""TL;DR in miniature, believed: three seeds, two values of beta, the judge, and docs/tldr_mini.md.
+"""TL;DR in miniature, believed: three seeds, three values of beta, the judge, and docs/tldr_mini.md.
 
-    python bench/tldr_mini.py [--seeds 1 2 3] [--betas 0.05 0.002] [--steps 100 300] [--page]
+    python bench/tldr_mini.py [--seeds 1 2 3] [--betas 0.1 0.05 0.002] [--steps 100 100 300] [--page]
 
 Every number comes from the command line: `rloo train +recipe=tldr_mini` and `rloo eval` with the
 hidden rule as judge, on the 500 posts of the test split, greedily. Runs lie in
@@ -141,8 +141,8 @@ def main() -> None:
     """Do what is missing, then write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--betas", type=float, nargs="+", default=[0.05, 0.002])
-    parser.add_argument("--steps", type=int, nargs="+", default=[100, 300])
+    parser.add_argument("--betas", type=float, nargs="+", default=[0.1, 0.05, 0.002])
+    parser.add_argument("--steps", type=int, nargs="+", default=[100, 100, 300])
     parser.add_argument("--page", action="store_true", help="only write the page")
     given = parser.parse_args()
     if not given.page:
