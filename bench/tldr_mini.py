@@ -1,10 +1,10 @@
-"""TL;DR in miniature, believed: three seeds, three values of beta, the judge, and docs/tldr_mini.md.
+"""TL;DR in miniature, believed: three seeds, three betas, the judge, and docs/tldr_mini.md.
 
-    python bench/tldr_mini.py [--seeds 1 2 3] [--betas 0.1 0.05 0.002] [--steps 100 100 300] [--page]
+    python bench/tldr_mini.py [--seeds 1 2 3] [--betas 0.1 0.05 0.002] [--steps 100 100 300]
 
 Every number comes from the command line: `rloo train +recipe=tldr_mini` and `rloo eval` with the
 hidden rule as judge, on the 500 posts of the test split, greedily. Runs lie in
-runs/tldr_mini_bench; those that are finished are not done again. `--page` writes the page from
+runs/tldr_mini_bench; those that are finished are not done again. `--page` only writes the page from
 them and runs nothing.
 """
 
