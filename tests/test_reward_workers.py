@@ -121,7 +121,9 @@ def test_what_a_reward_does_to_its_process_is_a_failure_of_the_call(made, name, 
 def test_a_reward_that_never_lets_the_lock_go_is_killed_at_its_deadline(made) -> None:
     one = made("holds_the_lock", timeout_s=2.0)
     workers.start([one])
-    pid = one.idle[0].process.pid
+    (worker,) = one.idle
+    worker.log = int(worker._wait(time.monotonic() + 60))  # it has started: the call alone is late
+    pid = worker.process.pid
     error = refused(one, "a")
     assert "no answer within timeout_s = 2 s; its process is killed" in str(error)
     assert "in holds_the_lock" in error.problems[0].why  # told from outside of the lock
