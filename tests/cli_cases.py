@@ -73,8 +73,9 @@ class Rloo:
             )
 
     def left(self) -> list[str]:
-        """Everything in the folder."""
-        return sorted(str(p.relative_to(self.folder)) for p in self.folder.rglob("*"))
+        """Everything in the folder but Python's own copies of what it has imported."""
+        found = (str(p.relative_to(self.folder)) for p in self.folder.rglob("*"))
+        return sorted(path for path in found if "__pycache__" not in path)
 
 
 def surroundings(base: Path) -> dict[str, str]:

@@ -115,13 +115,14 @@ def test_a_prompt_with_fewer_than_two_scores_is_unscorable_dropped_or_not(tmp_pa
 @pytest.mark.parametrize(("how", "met"), [("true", "masked"), ("drop", "unscorable")])
 def test_truncated_completions_mask_a_prompt_or_take_its_scores(tmp_path, how, met):
     run = six(tmp_path, f"algorithm.mask_truncated_completions={how}", steps=1)
-    calls = []
+    first = run.generator.generate
 
-    def terminated(ids, reason):  # all of the first prompt are cut off, three of the second
-        calls.append(0)
-        return len(calls) % 16 not in (1, 2, 3, 4, 5, 6, 7)
+    def generate(groups, seeds, **how):  # all of the first prompt are cut off, three of the second
+        first(groups, seeds, **how)
+        for place, rollout in enumerate(r for g in groups for r in g.rollouts):
+            rollout.terminated = place % 16 >= 7
 
-    run.generator.rule.terminated = terminated
+    run.generator.generate = generate
     train(run)
     line = lines(run.folder)[1]
     wanted = [0] if how == "true" else [0, 1]  # a masked score still is a sibling's baseline

@@ -7,7 +7,7 @@ from refusal_cases import MINE, Answer, Case, ask, is_clean, recipe, train
 from transformers import SchedulerType
 
 from rloo_cli import made, rules
-from rloo_cli.made import addition, tiny
+from rloo_cli.made import addition, tiny, tldr
 
 IMPORTANCE = "algorithm.correction.mode=truncate"
 OLD = {
@@ -320,4 +320,5 @@ def test_the_fix_is_the_recipes_value_not_confs(tmp_path: Path) -> None:
 def test_what_is_known_without_torch_is_what_the_libraries_say() -> None:
     assert set(rules.SCHEDULES) == {s.value for s in SchedulerType}
     shapes = {"tiny": tiny.SHAPE, "tiny_reward": tiny.SHAPE, "addition": addition.SHAPE}
+    shapes |= dict.fromkeys(("tldr_base", "tldr_sft", "tldr_reward"), tldr.SHAPE)
     assert {n: s["max_position_embeddings"] for n, s in shapes.items()} == made.CONTEXT

@@ -285,7 +285,7 @@ def test_every_reward_has_a_yaml_a_docstring_and_known_columns() -> None:
         assert registry.module("rewards", name).__doc__
         reward = shipped(name, **needed.get(name, {}))
         if name != "function":
-            columns = ["solution", "ground_truth", "keywords"]
+            columns = ["solution", "ground_truth", "keywords", "tests"]
             assert set(reward.needs) <= {*columns}
             check_columns([reward], columns)
     assert not KWARGS & (NOT_PASSED - {"completion_ids"})

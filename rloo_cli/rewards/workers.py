@@ -73,8 +73,8 @@ class Worker:
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
-            # -P: no file in the current folder can pass for a package.
-            [sys.executable, "-P", "-m", "rloo_cli.rewards.worker", *map(str, given)],
+            # -P: no file in the current folder can pass for a package; -u: what is printed shows.
+            [sys.executable, "-uP", "-m", "rloo_cli.rewards.worker", *map(str, given)],
             stdin=subprocess.DEVNULL,
             stdout=2,  # what a reward prints is not for a panel
             env={**os.environ, "PYTHONPATH": path},
