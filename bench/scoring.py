@@ -80,6 +80,15 @@ def timed(act: Any) -> float:
     return time.perf_counter() - begun
 
 
+def show(title: str, found: dict[str, list[float]]) -> None:
+    """Print the seconds of each way, with their median."""
+    table = Table("way", "s (median)", "each", title=title)
+    for name, seconds in found.items():
+        each = " ".join(f"{s:.2f}" for s in seconds)
+        table.add_row(name, f"{statistics.median(seconds):.2f}", each)
+    Console(width=100).print(table)
+
+
 def main() -> None:
     """Print the two tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -112,22 +121,13 @@ def main() -> None:
         for _ in range(given.rounds):
             for name, one in ways.items():
                 stage[name].append(timed(lambda one=one: score([one], groups(given.rows), PLAIN)))
-        console = Console(width=100)
-        table = Table(
-            title=f"{given.rows} completions, {given.sleep} s each, {given.rounds} rounds"
-        )
-        for column in ("way", "stage, s (median)", "each"):
-            table.add_column(column)
-        for name, found in stage.items():
-            each = " ".join(f"{s:.2f}" for s in found)
-            table.add_row(name, f"{statistics.median(found):.2f}", each)
-        console.print(table)
+        show(f"{given.rows} completions, {given.sleep} s each, {given.rounds} rounds", stage)
         print(f"24 workers started and first asked in {warm:.1f} s, once a run")
-        _waits(console, path, given)
+        _waits(path, given)
         workers.stop()
 
 
-def _waits(console: Console, path: Path, given: argparse.Namespace) -> None:
+def _waits(path: Path, given: argparse.Namespace) -> None:
     every = given.sleep
     ways = {
         "async, scope batch": reward(path, "together", scope="batch"),
@@ -142,13 +142,7 @@ def _waits(console: Console, path: Path, given: argparse.Namespace) -> None:
     for _ in range(given.rounds):
         for name, one in ways.items():
             found[name].append(beside(one, given.rows, every))
-    table = Table(title=f"beside generation, a group of {K} each {every} s: left to wait for")
-    for column in ("way", "s (median)", "each"):
-        table.add_column(column)
-    for name, seconds in found.items():
-        each = " ".join(f"{s:.2f}" for s in seconds)
-        table.add_row(name, f"{statistics.median(seconds):.2f}", each)
-    console.print(table)
+    show(f"beside generation, a group of {K} each {every} s: left to wait for", found)
 
 
 if __name__ == "__main__":

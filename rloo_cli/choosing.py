@@ -73,8 +73,13 @@ def _test(wanted: Filter, columns: list[str]) -> Callable[[int, Row], bool]:
                 f"data.filter={{{close[0]}: ...}}" if close else "",
             )
         )
+    return lambda _, row: matches(row, wanted)
+
+
+def matches(row: Row, wanted: dict[str, Any]) -> bool:
+    """Whether every column that `wanted` names has its value in the row, or one of its list."""
     lists = {c: v if isinstance(v, list) else [v] for c, v in wanted.items()}
-    return lambda _, row: all(_among(row[c], values) for c, values in lists.items())
+    return all(_among(row.get(c), values) for c, values in lists.items())
 
 
 def _among(value: Any, values: list[Any]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rloo_cli.choosing import matches
 from rloo_cli.rewards import cache, failures
 from rloo_cli.rewards.arguments import Context, Table, TrainerState
 from rloo_cli.rewards.build import Reward
@@ -85,7 +86,7 @@ class Stage:
     def _submit(
         self, reward: Reward, plan: cache.Plan, runner: Runner, rows: Sequence[int]
     ) -> None:
-        asked = [row for row in rows if _applies(reward, self.table.at(row)[0].row)]
+        asked = [row for row in rows if matches(self.table.at(row)[0].row, reward.config.only)]
         plan.known |= dict.fromkeys({*rows} - {*asked})
         asked = plan.add(reward, self.table, asked)
         each = [[row] for row in asked] if reward.config.scope == "row" else [asked]
@@ -93,12 +94,6 @@ class Stage:
             runner.submit(
                 Call(part, partial(self.table.arguments, part, reward.wants, reward.fixed))
             )
-
-
-def _applies(reward: Reward, columns: dict[str, Any]) -> bool:
-    """Whether `only` lets the reward see a row."""
-    wanted = reward.config.only.items()
-    return all(columns.get(c) in (v if isinstance(v, list) else [v]) for c, v in wanted)
 
 
 def score(rewards: Sequence[Reward], groups: Sequence[Group], context: Context) -> Scores:
