@@ -31,7 +31,7 @@ from rloo_cli.sources import Sources
 # What a run may change and still be the same experiment (PROMISES 14).
 FREE = (
     "root", "name", "resume", "resume_allow_changes", "logging", "checkpoint", "eval", "max_steps",
-    "total_episodes", "train.epochs", "sft", "reward_model",
+    "total_episodes", "train.epochs", "sft", "reward_model", "distributed",
 )  # fmt: skip
 # Where and how an engine runs, not what it computes: such a key makes no other run of it.
 ENGINES = ("generation.server", "generation.colocate")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import pids, server_file, serving
+from rloo_cli import pids, ranks, server_file, serving
 from rloo_cli.errors import ConfigError, MachineError, Problem, RunError
 from rloo_cli.files import update_json
 from rloo_cli.schema import RunConfig
@@ -41,7 +41,7 @@ def server(
         note(f"samples with the server at {there.url} (process {there.pid} on {there.host})")
         yield lambda: None, apart(gpus, there)
         return
-    ours, theirs = share(gpus, run.distributed.num_processes, wanted(run))
+    ours, theirs = share(gpus, ranks.here(run), wanted(run))
     watched = Watched(folder, run, theirs, note)
     try:
         watched.look()

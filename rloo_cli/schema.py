@@ -16,25 +16,8 @@ from rloo_cli.keys import NotEmpty as NotEmpty
 from rloo_cli.keys import Positive as Positive
 from rloo_cli.keys import Text as Text
 from rloo_cli.keys import key as key
+from rloo_cli.model_keys import ModelConfig as ModelConfig
 from rloo_cli.trainings import RewardModelConfig, SftConfig
-
-
-class ModelConfig(Frozen):
-    path: Text = key("Hub name or folder of a causal language model, or make:NAME (made here)")
-    tokenizer: Text | None = key("Hub name or folder of the tokenizer; null = model.path")
-    revision: Text | None = key("Branch, tag or commit of a hub model; null = its main branch")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "Weights' dtype; auto = bfloat16 on a GPU that has it, else float32"
-    )
-    attn_implementation: Text | None = key("transformers' attention; null = its own choice")
-    trust_remote_code: bool = key("Run Python code that comes with the model (dangerous)")
-    gradient_checkpointing: bool | Literal["auto"] = key(
-        "Recompute activations in the backward pass; auto = only where memory is short"
-    )
-    disable_dropout: bool = key("Set every dropout to 0, so that the ratio is 1 on-policy")
-    lm_head_fp32: bool = key("Compute logits in float32, in trainer and sampler alike")
-    chat_template: Text | None = key("Jinja file to use as chat template; null = the tokenizer's")
-    ref_path: Text | None = key("Reference model; null = a frozen copy of model.path")
 
 
 class RowsConfig(Frozen):
@@ -144,8 +127,24 @@ class AlgorithmConfig(Frozen):
 
 
 class DistributedConfig(Frozen):
-    engine: Literal["single"] = key("How the model is spread over devices: single")
-    num_processes: int = key("Processes on this machine; 1 with engine=single", ge=1, le=1)
+    engine: Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"] = key(
+        "How the model is spread over processes: single = one process; ddp = a copy in each; zero1,"
+        " zero2, zero3 = DeepSpeed's stages; fsdp2 = torch's fully_shard"
+    )
+    num_processes: Positive | None = key(
+        "Processes on each machine, one per device; null = one per GPU, 1 without"
+    )
+    num_nodes: Positive = key("Machines that train, each with num_processes")
+    rdzv: Text | None = key(
+        "host:port where rank 0 waits for the others; null = found at the start"
+    )
+    offload: Literal["none", "optimizer", "parameters"] = key(
+        "What is kept in the CPU's memory: optimizer state (zero), or weights too (zero3, fsdp2)"
+    )
+    master_weights: Literal["float32", "none"] = key(
+        "Weights of half precision are updated through float32 masters, or as they are"
+    )
+    timeout_s: float = key("Seconds that processes wait for each other", gt=0, le=1e6)
     threads: int | None = key("CPU threads per process; null = torch's choice", ge=1, le=4096)
 
 

@@ -21,7 +21,7 @@ PACKAGE = ROOT / "rloo_cli"
 FLOORS = [  # each may import from itself and from those before it
     "__init__ errors paths files schema registry config compose complaints sources names rules"
     " effects seeds made order stop faults manifest resume rewind redact hub own places pids"
-    " server_file data_rules endpoint fill chat judge_keys keys trainings stages"
+    " server_file data_rules endpoint fill chat judge_keys keys model_keys ranks trainings stages"
     " stand_ins",
     "rollout tensors clock packing schedule",
     "algorithms rewards data prompts choosing mixture lengths",

@@ -5,8 +5,6 @@ Imports neither torch nor vLLM: a server's starter, its checks and a trainer ask
 
 import os
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -17,6 +15,7 @@ from rloo_cli import hub, made, paths
 from rloo_cli.errors import Problem
 from rloo_cli.generation.engine import EngineKeys
 from rloo_cli.generation.vllm_server import LOOPBACK
+from rloo_cli.ranks import gpus as gpus
 from rloo_cli.schema import RunConfig
 
 FLOOR, UNTESTED = (0, 32), (0, 22)  # tried with; has the routes, but nobody tried
@@ -118,23 +117,6 @@ def environment(run: RunConfig, keys: EngineKeys) -> dict[str, str]:
         values |= {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1"}
         values |= {"GLOO_SOCKET_IFNAME": "lo"}
     return values
-
-
-def gpus() -> list[str]:
-    """GPUs visible to this process, as CUDA_VISIBLE_DEVICES or nvidia-smi names them."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        names = [name.strip() for name in chosen.split(",")]
-        valid = names[: names.index("-1")] if "-1" in names else names
-        return [name for name in valid if name] if Path("/dev/nvidiactl").exists() else []
-    if shutil.which("nvidia-smi") is None:
-        return sorted(p.name for p in Path("/dev").glob("nvidia[0-9]*"))
-    query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return said.stdout.split() if said.returncode == 0 else []
 
 
 def installed() -> str:
