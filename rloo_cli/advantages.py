@@ -6,14 +6,13 @@ advantages, and `finish` keeps what was found, once per update, with one transfe
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from rloo_cli import stop
 from rloo_cli.minibatches import cut
-from rloo_cli.packing import Micro, unpack
+from rloo_cli.packing import Micro, Part, unpack
 from rloo_cli.parts import Run
 from rloo_cli.rollout import Batch
 from rloo_cli.updates import Updates
@@ -35,8 +34,11 @@ def prepare(run: Run, batch: Batch, updates: Updates, fused: bool) -> None:
     if fused:
         return
     passes = []
-    for parts in cut(run, batch, batch.active, grad=False):
-        stop.check()
+    for parts in cut(run, batch, batch.active, grad=False)[run.world.rank]:
+        run.world.check_stop()
+        if not parts:
+            idle(run, batch)
+            continue
         micro = run.policy.pack(batch.groups, parts, batch.masked)
         with run.clock.phase("old_logp"):
             found = run.policy.frozen_logp(micro)
@@ -101,20 +103,11 @@ def finish(run: Run, batch: Batch, passes: Sequence[Pass]) -> float:
 
     -> the factor that normalising multiplies advantages by, 1 without it.
     """
-    for name in ("old_logp", "kl_logp", "ref_logp"):
-        columns = [c for p in passes if (c := getattr(p.micro, name)) is not None]
-        if columns:
-            sizes = [len(c) for c in columns]
-            parts = torch.cat(columns).cpu().split(sizes)
-            for p, column in zip(passes, parts, strict=True):
-                unpack(column, p.micro, batch.groups, name)
-    measured = [p for p in passes if p.kl is not None]
-    if measured:
-        k = batch.shaped.shape[1]
-        tables = torch.cat([_table(p, (len(p.micro.parts), k)) for p in measured]).cpu()
-        sizes = [len(p.micro.parts) for p in measured]
-        for p, table in zip(measured, tables.split(sizes), strict=True):
-            batch.keep_kl(p.micro.index, table)
+    for found in [f for own in run.world.gather(_found(passes, batch)) for f in own]:
+        for name, column in found.columns.items():
+            unpack(column, found.parts, batch.groups, name)
+        if found.kl is not None:
+            batch.keep_kl([i for i, _ in found.parts], found.kl)
     if not batch.active:
         return 1.0
     index, settings = batch.active, run.config.algorithm
@@ -123,6 +116,58 @@ def finish(run: Run, batch: Batch, passes: Sequence[Pass]) -> float:
     batch.settle(index, found)
     factor: float = found.factor
     return factor
+
+
+@dataclass
+class Found:
+    """What a micro-batch told, on the CPU: what every rank is to know of it."""
+
+    parts: list[Part]
+    columns: dict[str, Tensor]  # (N,) each
+    kl: Tensor | None  # (groups, K)
+
+
+def _found(passes: Sequence[Pass], batch: Batch) -> list[Found]:
+    """The passes of this rank, with one transfer from the device for each column."""
+    found = [Found(list(p.micro.parts), {}, None) for p in passes]
+    for name in ("old_logp", "kl_logp", "ref_logp"):
+        columns = [c for p in passes if (c := getattr(p.micro, name)) is not None]
+        if columns:
+            parts = torch.cat(columns).cpu().split([len(c) for c in columns])
+            for one, column in zip(found, parts, strict=True):
+                one.columns[name] = column
+    measured = [n for n, p in enumerate(passes) if p.kl is not None]
+    if measured:
+        k = batch.shaped.shape[1]
+        sizes = [len(found[n].parts) for n in measured]
+        tables = torch.cat([_table(passes[n], (len(found[n].parts), k)) for n in measured]).cpu()
+        for n, table in zip(measured, tables.split(sizes), strict=True):
+            found[n].kl = table
+    return found
+
+
+def idle(run: Run, batch: Batch, grad: bool = False, last: bool = True, refer: bool = True) -> None:
+    """A pass over next to nothing, whose gradients are 0, beside ranks that have a real one.
+
+    They would wait for this one for ever: sharded weights are gathered by all of them together.
+    """
+    if not run.engine.lockstep:
+        return
+    group = batch.groups[0]
+    rollout = replace(
+        group.rollouts[0], completion_ids=group.rollouts[0].completion_ids[:1], mask=None,
+        behaviour_logp=None,
+    )  # fmt: skip
+    nothing = [replace(group, prompt_ids=group.prompt_ids[:1], rollouts=[rollout], old_logp=None,
+                       kl_logp=None, ref_logp=None)]  # fmt: skip
+    if run.reference is not None and refer:
+        run.reference.frozen_logp(run.reference.pack(nothing, [(0, (0,))]))
+    micro = run.policy.pack(nothing, [(0, (0,))])
+    if not grad:
+        run.policy.frozen_logp(micro)
+        return
+    now = run.policy.logp(micro, want_entropy=run.log.due(run.state.step + 1, run.steps))
+    run.engine.backward(now.logp.sum() * 0.0, last)
 
 
 def _table(found: Pass, shape: Sequence[int]) -> Tensor:

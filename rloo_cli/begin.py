@@ -1,8 +1,9 @@
 """The moment an attempt at a run begins: its folder is brought back to where it goes on."""
 
 from dataclasses import asdict
+from pathlib import Path
 
-from rloo_cli import checkpoint, manifest, resume, rewind, stop
+from rloo_cli import checkpoint, manifest, restoring, resume, rewind
 from rloo_cli.errors import DataError, Problem
 from rloo_cli.files import update_json, write_text
 from rloo_cli.parts import Run
@@ -12,12 +13,25 @@ from rloo_cli.schema import RunConfig
 
 
 def begin(run: Run, start: Start) -> None:
-    """Everything fits: the folder is this attempt's, and stays, whatever happens from here on."""
-    stop.check()
+    """Everything fits: the folder is this attempt's, and stays, whatever happens from here on.
+
+    Rank 0 brings it back; all ranks restore.
+    """
+    run.world.check_stop()
+    run.renames = run.world.first(lambda: _folder(run, start))
+    if start.checkpoint is not None:
+        run.world.each(lambda: restoring.restore(run, Path(str(start.checkpoint))))
+        run.log.note(f"goes on from {start.checkpoint}, step {run.state.step} of {run.steps}")
+    if run.world.is_main:
+        run.ledger.open(run.prompts, run.config, run.state.place, run.state.step)
+
+
+def _folder(run: Run, start: Start) -> bool:
+    """Bring the run's folder back to where it goes on; whether folders can be renamed there."""
     checkpoint.check_room(run)
     for note in rewind.take(start):
         run.log.note(note)
-    run.renames = rewind.renames(start.folder, start.attempt)
+    renames = rewind.renames(start.folder, start.attempt)
     given = resume.config_file(start.folder, start.attempt)
     if given.is_file():
         write_text(start.folder / "config.yaml", given.read_text())
@@ -29,17 +43,16 @@ def begin(run: Run, start: Start) -> None:
         prompts=len(run.prompts),
         checkpoint=start.checkpoint.name if start.checkpoint else None,
         came_from=str(start.checkpoint) if start.checkpoint else None,
-        save_method="rename" if run.renames else "manifest",
+        save_method="rename" if renames else "manifest",
         forward={
             **asdict(run.level),
             "rows": run.limits.rows,
             "old_logp": run.separate or "the training forward's",
+            "engine": run.config.distributed.engine,
+            "ranks": run.world.size,
         },
     )
-    if start.checkpoint is not None:
-        checkpoint.restore(run, start.checkpoint)
-        run.log.note(f"goes on from {start.checkpoint}, step {run.state.step} of {run.steps}")
-    run.ledger.open(run.prompts, run.config, run.state.place, run.state.step)
+    return renames
 
 
 def same_data(start: Start, prompts: Prompts, config: RunConfig) -> None:

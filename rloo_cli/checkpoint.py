@@ -1,4 +1,4 @@
-"""Saving: checkpoints to resume from, and the trained model in `final/`.
+"""Saving: checkpoints to resume from.
 
 A checkpoint is a model folder as `from_pretrained` and vLLM load it, with what a restart needs in
 `trainer/`. It bears its name only when it is complete: written to a temporary folder, every file
@@ -10,62 +10,78 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import metadata
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from rloo_cli import config, cycle, manifest, rewind, rng
-from rloo_cli.errors import ConfigError, Problem, RunError, StorageError
+from rloo_cli import config, cycle, export, manifest, rewind, rng
+from rloo_cli.distributed.world import is_lost
+from rloo_cli.errors import Problem, RunError, StorageError
 from rloo_cli.faults import fault
 from rloo_cli.files import read_json, sync, update_json, write_text
-from rloo_cli.parts import Run, State
+from rloo_cli.parts import Run
+from rloo_cli.policy.model import size
 from rloo_cli.resume import written
+from rloo_cli.updates import Updates
 
 PACKAGES = ("rloo-cli", "torch", "transformers", "safetensors")
-OPTIMIZER, RNG, ROLLOUTS = "optimizer-1-of-1", "rng-0", "rollouts"
+RNG, ROLLOUTS = "rng", "rollouts"
 
 
 def save(run: Run, must: bool = False) -> Path | None:
     """Write a checkpoint of where the run stands; None where there is nothing new, or no room.
 
-    A save that fails leaves what was there before. It is a warning and the run goes on, but with
-    `must` it raises StorageError (exit 8).
+    All ranks save together: each writes its share of the optimizer, rank 0 the rest. A save that
+    fails leaves what was there before. It is a warning and the run goes on, but with `must` it
+    raises StorageError (exit 8).
     """
     place = run.place
     if run.saved is not None and place <= run.saved:
         return None
     target, began = run.folder / manifest.name(place), time.monotonic()
     try:
-        if not (target.exists() and manifest.problem(target) is None):
-            _room(run)
+        if not run.world.first(lambda: target.exists() and manifest.problem(target) is None):
             _complete(run, place, target)
-        _point(run, target)
+        run.world.first(lambda: _publish(run, target))
         run.saved = place
-        _prune(run)
     except Exception as error:  # the writers in Rust raise no OSError when the disk is full
+        if is_lost(error):
+            raise
         failed = _failure(target, error)
         if must:
             raise failed from error
         run.log.note(f"warning: {failed.problems[0].what}: {failed.problems[0].why}")
         return None
     spent = round(time.monotonic() - began, 2)
-    update_json(run.folder / "run.json", checkpoint=target.name, save_seconds=spent)
+    if run.world.is_main:
+        update_json(run.folder / "run.json", checkpoint=target.name, save_seconds=spent)
     return target
+
+
+def _publish(run: Run, target: Path) -> None:
+    _point(run, target)
+    _prune(run)
 
 
 def _complete(run: Run, place: manifest.Place, target: Path) -> None:
     """Everything up to the rename that makes it a checkpoint."""
-    if target.exists():  # it was found damaged
-        target.rename(rewind.aside(target, run.attempt))
     whole = run.renames  # else the manifest alone marks it as complete
     temporary = target.with_name(f".tmp-{target.name}-a{run.attempt}") if whole else target
-    try:
+
+    def begin() -> None:
+        _room(run)
+        if target.exists():  # it was found damaged
+            target.rename(rewind.aside(target, run.attempt))
         shutil.rmtree(temporary, ignore_errors=True)
-        _write(run, temporary)
+        (temporary / "trainer").mkdir(parents=True)
+
+    def end() -> None:
         for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
             fault("ckpt.fsync")
             sync(path)
@@ -75,49 +91,89 @@ def _complete(run: Run, place: manifest.Place, target: Path) -> None:
             fault("ckpt.rename")
             temporary.rename(target)
         sync(run.folder)
+
+    try:
+        run.world.first(begin)
+        state = _gather(run)
+        run.world.each(lambda: _write(run, temporary, state))
+        run.world.first(end)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if run.world.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _write(run: Run, folder: Path) -> None:
-    """All files but the manifest."""
-    trainer = folder / "trainer"
-    trainer.mkdir(parents=True)
-    tensors, optimizer = run.optimizer.dump()
-    states = run.rng if run.cycle is None else run.cycle.rng
-    values: dict[str, Any] = {
+@dataclass
+class Gathered:
+    """What takes all ranks to know, but the weights."""
+
+    tensors: dict[str, Tensor]  # this rank's share of the optimizer
+    optimizer: dict[str, Any]
+    rng: rng.States  # this rank's
+    updates: Updates | None  # of the step that is being done
+
+
+def _gather(run: Run) -> Gathered:
+    tensors, optimizer = run.optimizer.dump(run.world.rank, run.world.size)
+    if run.cycle is None:
+        return Gathered(tensors, optimizer, run.rng, None)
+    return Gathered(tensors, optimizer, run.cycle.rng, run.cycle.safe.together(run.world))
+
+
+def _write(run: Run, folder: Path, state: Gathered) -> None:
+    """All files but the manifest; on another rank than the first, its share of them."""
+    trainer, rank, size = folder / "trainer", run.world.rank, run.world.size
+    parts: list[tuple[str, dict[str, Tensor]]] = [
+        (optimizer_file(rank, size), state.tensors),
+        (f"{RNG}-{rank}", state.rng.tensors),
+    ]
+    writers: list[Callable[[], Any]] = []
+    if run.world.is_main:
+        if run.cycle is not None:
+            rollouts, plain = cycle.dump(run.cycle, state.updates)
+            parts.append((ROLLOUTS, rollouts))
+            # What a user's reward said of a row may be anything that samples/ can hold, NaN too.
+            write_text(trainer / f"{ROLLOUTS}.json", json.dumps(plain, default=str) + "\n")
+        text = json.dumps(_values(run, state), allow_nan=False)
+        writers.append(lambda: write_text(trainer / "state.json", text + "\n"))
+    else:
+        text = json.dumps(state.rng.plain)
+        writers.append(lambda: write_text(trainer / f"{RNG}-{rank}.json", text + "\n"))
+    tables = [lambda n=n, t=t: _save(t, trainer / f"{n}.safetensors") for n, t in parts]
+    write_model(run, folder)
+    for write in (*tables, *writers):
+        fault("ckpt.write")
+        write()
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file(tensors, path)
+    sync(path)  # by who wrote it: another machine's sync would not reach it
+
+
+def write_model(run: Run, folder: Path) -> None:
+    """The model's own files. All ranks take part."""
+    fault("ckpt.write")
+    if run.engine.sharded:
+        export.gathered(run.engine, run.policy, run.tokenizer, folder)
+    elif run.world.is_main:
+        export.whole(run.policy.model, run.tokenizer, folder)
+
+
+def _values(run: Run, state: Gathered) -> dict[str, Any]:
+    """What state.json says."""
+    return {
         "state": run.state.dump(),
         # As it was given: what `auto` came to in this run is not asked again on another machine.
         "config": written(run.folder) or config.dump(run.config),
         "fingerprint": run.prompts.fingerprint,
         "steps": run.steps,
-        "optimizer": optimizer,
-        "rng": states.plain,
+        "optimizer": state.optimizer,
+        "rng": state.rng.plain,
         "journals": rewind.lengths(run.folder),
         "log": run.log.dump(),
         "elapsed": run.clock.elapsed(),
     }
-    parts: list[tuple[str, dict[str, Tensor]]] = [(OPTIMIZER, tensors), (RNG, states.tensors)]
-    if run.cycle is not None:
-        rollouts, plain = cycle.dump(run.cycle)
-        parts.append((ROLLOUTS, rollouts))
-        # What a user's reward said of a row may be anything that samples/ can hold, NaN too.
-        write_text(trainer / f"{ROLLOUTS}.json", json.dumps(plain, default=str) + "\n")
-    writers: list[Callable[[], Any]] = [
-        lambda: _write_model(run.policy.model, run.tokenizer, folder),
-        *[lambda n=n, t=t: save_file(t, trainer / f"{n}.safetensors") for n, t in parts],
-        lambda: write_text(trainer / "state.json", json.dumps(values, allow_nan=False) + "\n"),
-    ]
-    for write in writers:
-        fault("ckpt.write")
-        write()
-
-
-def _write_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    _savable(model.generation_config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def _look(run: Run, folder: Path) -> None:
@@ -127,14 +183,11 @@ def _look(run: Run, folder: Path) -> None:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  (it is no mapping)
                 shape = file.get_slice(name).get_shape()
-                size = 1
-                for side in shape:
-                    size *= side
-                if not size:
+                if not (count := prod(shape)):
                     raise StorageError(f"{path.name} holds {name} with shape {shape}")
-                found += size
+                found += count
     # A tied head is one parameter; fused or split tensors have as many elements as before.
-    wanted = sum(p.numel() for p in run.policy.model.parameters())
+    wanted = sum(prod(size(p)) for p in run.policy.model.parameters())
     if found < wanted:
         raise StorageError(f"the written weights have {found} elements, the model has {wanted}")
 
@@ -173,12 +226,8 @@ def _prune(run: Run) -> None:
 
 def estimate(run: Run) -> int:
     """Bytes of one checkpoint: weights, and float32 masters and two moments where trained."""
-    weights = sum(p.numel() * p.element_size() for p in run.policy.model.parameters())
-    masters = run.optimizer.masters
-    own = sum(
-        m.numel() * 4 for m, w in zip(masters, run.optimizer.weights, strict=True) if m is not w
-    )
-    return weights + own + 2 * sum(4 * m.numel() for m in masters)
+    weights = sum(prod(size(p)) * run.policy.dtype.itemsize for p in run.policy.model.parameters())
+    return weights + run.optimizer.masters_bytes + 2 * 4 * run.optimizer.count
 
 
 def check_room(run: Run) -> None:
@@ -204,66 +253,6 @@ def _failure(target: Path, error: Exception) -> StorageError:
     return StorageError(Problem(f"{target.name} was not saved", str(target.parent), why))
 
 
-def restore(run: Run, checkpoint: Path) -> None:
-    """Put everything but the weights (the model was loaded from the checkpoint) back.
-
-    Raises ConfigError when the checkpoint does not fit the run.
-    """
-    values, trainer = manifest.state(checkpoint), checkpoint / "trainer"
-    try:
-        run.state = State(**values["state"])
-        tensors = load_file(trainer / f"{OPTIMIZER}.safetensors")
-        run.optimizer.restore(tensors, values["optimizer"])
-        states = rng.States(load_file(trainer / f"{RNG}.safetensors"), values["rng"])
-        if (trainer / f"{ROLLOUTS}.json").is_file():
-            rollouts = load_file(trainer / f"{ROLLOUTS}.safetensors")
-            plain = read_json(trainer / f"{ROLLOUTS}.json")
-            run.cycle = cycle.load(rollouts, plain, run.prompts)
-            run.cycle.rng = states
-        run.rng = states
-        rng.put(states)
-        run.log.restore(values["log"])
-        run.clock.began -= values["elapsed"]
-    except (KeyError, ValueError, TypeError, RuntimeError, OSError, SafetensorError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ConfigError(
-            Problem(f"{checkpoint} cannot be restored", "resume", why, "an older checkpoint")
-        ) from error
-    run.saved = run.place
-
-
-def save_final(model: Any, tokenizer: Any, folder: Path, attempt: int = 1) -> Path:
-    """Write weights, tokenizer, chat template and generation config to `folder`/final.
-
-    The folder gets its name only when it is complete. Raises StorageError (exit 8).
-    """
-    final, temporary = folder / "final", folder / f".tmp-final-a{attempt}"
-    trash = folder / f".trash-final-a{attempt}"
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        _write_model(model, tokenizer, temporary)
-        for path in temporary.rglob("*"):
-            sync(path)
-        sync(temporary)
-        if final.exists():  # of an earlier end, before the run was made longer
-            shutil.rmtree(trash, ignore_errors=True)
-            final.rename(trash)
-        temporary.rename(final)
-        sync(folder)
-    except RunError:  # a signal, not the disk
-        raise
-    except Exception as error:  # the writers in Rust raise no OSError when the disk is full
-        why = f"{error}; free: {shutil.disk_usage(folder).free / 1e9:.1f} GB"
-        raise StorageError(Problem(f"the final save failed: {final}", str(folder), why)) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(trash, ignore_errors=True)
-    return final
-
-
-def _savable(config: Any) -> None:
-    """Some published models' sampling flags load without `do_sample`, but do not save without."""
-    try:
-        config.validate(strict=True)
-    except ValueError:
-        config.do_sample = True
+def optimizer_file(rank: int, size: int) -> str:
+    """The name of one rank's share of the optimizer, without its ending."""
+    return f"optimizer-{rank + 1}-of-{size}"

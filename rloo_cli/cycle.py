@@ -42,9 +42,9 @@ class Cycle:
         self.iteration, self.done = self.iteration + 1, 0
 
 
-def dump(cycle: Cycle) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A cycle as of its last mark, as tensors and plain values."""
-    batch = cycle.batch
+def dump(cycle: Cycle, safe: Updates | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A cycle as of its last mark, as tensors and plain values. `safe`: those of all ranks."""
+    batch, safe = cycle.batch, safe or cycle.safe
     tensors = {f"batch/{name}": getattr(batch, name) for name in TABLES}
     rollouts = [r for g in batch.groups for r in g.rollouts]
     tensors["ids"] = torch.tensor([i for r in rollouts for i in r.completion_ids])
@@ -62,12 +62,12 @@ def dump(cycle: Cycle) -> tuple[dict[str, Tensor], dict[str, Any]]:
             flat = [t for c in columns for t in c or []]
             if flat:
                 tensors[f"column/{name}"] = torch.cat(flat)
-    tensors |= {f"updates/{n}": v for n, v in cycle.safe.dump().items()}
+    tensors |= {f"updates/{n}": v for n, v in safe.dump().items()}
     plain = {
         "prepared": cycle.prepared,
         "iteration": cycle.iteration,
         "done": cycle.done,
-        "work": dict(cycle.safe.work),
+        "work": dict(safe.work),
         "batch": {
             **{
                 n: getattr(batch, n)

@@ -16,9 +16,11 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from rloo_cli import held_out, rng, stop
+from rloo_cli import crew, held_out, rng, stop
+from rloo_cli.clock import Clock
+from rloo_cli.distributed.world import World
 from rloo_cli.faults import fault
-from rloo_cli.generation import Generator
+from rloo_cli.generation import Generator, unheard
 from rloo_cli.judges import judge as judging
 from rloo_cli.judges.judge import Judged, Others
 from rloo_cli.log import sample
@@ -27,7 +29,7 @@ from rloo_cli.parts import Run
 from rloo_cli.prompts import Prompts
 from rloo_cli.rewards.arguments import Context, TrainerState
 from rloo_cli.rewards.build import Reward
-from rloo_cli.rewards.scoring import Scores, score
+from rloo_cli.rewards.scoring import Scores, Stage
 from rloo_cli.rollout import Group, Rollout
 from rloo_cli.schema import RunConfig
 from rloo_cli.seeds import sampling_seed
@@ -50,6 +52,8 @@ class Parts(Protocol):
     def sets(self) -> dict[str, Prompts]: ...
     @property
     def judge(self) -> Any: ...
+    @property
+    def world(self) -> World: ...
 
 
 def silent(name: str, done: int, of: int) -> None:
@@ -68,7 +72,7 @@ def evaluate(run: Run) -> Row:
     state, judged = run.state.seen_by_rewards(run), None
     try:
         found = answers(run, state)
-        judged = judge_all(run, found, state)
+        judged = run.world.first(lambda: judge_all(run, found, state))
     finally:
         rng.put(before)
     step = run.state.step
@@ -138,10 +142,22 @@ def _answer(
     for greedy, each in rounds:
         for index in slices(range(count), max(1, settings.batch_size // each)):
             fault("eval")
-            stop.check()
+            parts.world.check_stop()
             groups = [prompts.at(i) for i in index]
-            _generate(parts, groups, greedy, each)
-            scores = score(rewards, groups, context)
+
+            def sample(
+                places: Sequence[int],
+                arrived: Callable[[int], None] = unheard,
+                groups: list[Group] = groups,
+                greedy: bool = greedy,
+                each: int = each,
+            ) -> None:
+                _generate(parts, [groups[i] for i in places], greedy, each, arrived)
+
+            def stage(own: Sequence[Group], each: int = each) -> Stage:
+                return Stage(rewards, own, context, each)
+
+            scores = crew.answer(parts.world, parts.generator, groups, sample, stage, Clock())
             samples += _rows(parts, name, groups, scores, greedy)
             for reward, rate in scores.error_rate.items():
                 failed[reward] += rate * len(groups) * each
@@ -169,13 +185,21 @@ def others_of(
     return found
 
 
-def _generate(parts: Parts, groups: list[Group], greedy: bool, each: int) -> None:
+def _generate(
+    parts: Parts,
+    groups: list[Group],
+    greedy: bool,
+    each: int,
+    arrived: Callable[[int], None] = unheard,
+) -> None:
     if greedy:
-        parts.generator.generate(groups, [[0] for _ in groups], greedy=True)
+        parts.generator.generate(groups, [[0] for _ in groups], greedy=True, arrived=arrived)
         return
     seed = parts.config.seed
     seeds = [[sampling_seed(seed, "eval", 0, g.draw, k) for k in range(each)] for g in groups]
-    parts.generator.generate(groups, seeds, temperature=parts.config.eval.temperature)
+    parts.generator.generate(
+        groups, seeds, temperature=parts.config.eval.temperature, arrived=arrived
+    )
 
 
 def _rows(parts: Parts, name: str, groups: list[Group], scores: Scores, greedy: bool) -> list[Row]:

@@ -18,7 +18,7 @@ import transformers
 from rich.console import Console
 
 from rloo_cli import config, ending, faults, made, outcome, places, registry, splits
-from rloo_cli.distributed import World, join
+from rloo_cli.distributed.world import World, alone
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.evaluate import Answered, answers, judge_all, of_all, others_of
 from rloo_cli.files import read_json, write_json, write_text
@@ -49,6 +49,7 @@ class Parts:
     rewards: Sequence[Reward]
     sets: dict[str, Prompts]
     judge: Judge | None
+    world: World
 
 
 def work(folder: Path) -> Row:
@@ -62,7 +63,7 @@ def work(folder: Path) -> Row:
     torch.manual_seed(settings.seed)
     about = read_json(folder / "about.json")
     state = _state(about)
-    parts, policy = _parts(settings, join(settings.distributed), folder)
+    parts, policy = _parts(settings, alone(settings.distributed), folder)
     parts.generator.load(policy, state.updates)  # each sample says which weights made it
     rows = _rows(about["run"], state.step)
     seen = state.told(about["steps"], about["prompts"], settings, rows)
@@ -97,9 +98,9 @@ def _others(parts: Parts, found: dict[str, Answered], folder: Path) -> Others | 
     print(f"the other model: {keys.against}", flush=True)
     own = {"path": keys.against, "tokenizer": None, "revision": None}
     model = parts.config.model.model_copy(update=own)
-    alone = parts.config.eval.model_copy(update={"judge": None})
-    settings = parts.config.model_copy(update={"model": model, "eval": alone})
-    other, policy = _parts(settings, join(settings.distributed), folder)
+    unjudged = parts.config.eval.model_copy(update={"judge": None})
+    settings = parts.config.model_copy(update={"model": model, "eval": unjudged})
+    other, policy = _parts(settings, alone(settings.distributed), folder)
     other.generator.load(policy, 0)
     try:
         return others_of(other, wanted, _Progress())
@@ -161,7 +162,7 @@ def _parts(settings: RunConfig, world: World, folder: Path) -> tuple[Parts, Poli
     generator = registry.load_code(where)(model, tokenizer, settings, context, folder, print)
     policy = Policy(model, settings.generation.temperature)
     algorithm = registry.module("algorithms", settings.algorithm.name)
-    return Parts(settings, algorithm, generator, rewards, sets, judge), policy
+    return Parts(settings, algorithm, generator, rewards, sets, judge, world), policy
 
 
 class _Progress:

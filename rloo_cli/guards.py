@@ -27,7 +27,7 @@ def finite(run: Run, batch: Batch, loss: float, norm: float) -> bool:
         run.state.nonfinite = run.state.empty = 0
         return True
     run.optimizer.zero()
-    folder = _keep(run.folder, batch)
+    folder = _keep(run.folder, batch, run.world.is_main)
     run.state.nonfinite += 1
     if run.config.train.on_nonfinite == "skip" and run.state.nonfinite <= SKIPS:
         found = f"loss {loss}, gradient norm {norm}"
@@ -100,9 +100,11 @@ def nothing_to_learn(run: Run, batch: Batch) -> None:
     )
 
 
-def _keep(folder: Path, batch: Batch) -> Path:
+def _keep(folder: Path, batch: Batch, writes: bool) -> Path:
     """Write what an update was computed from, for a person to look at."""
     out = folder / "debug" / f"nonfinite_step_{batch.step + 1}"
+    if not writes:  # every rank has the same
+        return out
     out.mkdir(parents=True, exist_ok=True)
     with (out / "rows.jsonl").open("w") as file:
         for p, group in enumerate(batch.groups):

@@ -7,6 +7,7 @@ weighted by counts over the steps since the last line, extremes true, counters t
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,9 @@ class Log:
         self.pending: list[Row] = []  # steps since the last line
         self.counts: list[Row] = []  # and what their means were taken over
         self.display: Display | None = None
+        self.writes = True  # false in all ranks but the first
+        self.same: Callable[[Row], Row] = dict  # rank 0's line, on every rank
+        self.now = "the start"  # the phase
         self.advisor = Advisor()
         self.said: set[str] = set()
 
@@ -73,6 +77,7 @@ class Log:
 
     def phase(self, name: str) -> None:
         """What is going on now."""
+        self.now = name
         if self.display is not None:
             self.display.phase(name)
 
@@ -102,19 +107,19 @@ class Log:
         }
         self.pending.append({"step": state.step} | row)
         self.counts.append(measures.counts(batch, updates) | {"step_time": row["step_time"]})
-        samples = samples_of(run, batch)
+        samples = samples_of(run, batch) if self.writes else []
         if state.step % self.samples_every == 0:
             self.save_samples(f"step_{state.step:06d}", samples)
         if self.due(state.step, run.steps):
-            row = self.flush()
+            row = self.flush(self.same)
             if self.display is not None:
                 self.display.step(row, samples[:: max(1, settings.num_generations)])
             for advice in self.advisor.look(row):
                 self.note(f"advice: {advice}")
 
-    def flush(self) -> Row:
-        """Write the steps since the last line as one."""
-        row = self.write(merge(self.pending, self.counts))
+    def flush(self, same: Callable[[Row], Row] = dict) -> Row:
+        """Write the steps since the last line as one. `same`: what all ranks take it to be."""
+        row = self.write(same(merge(self.pending, self.counts)))
         self.pending, self.counts = [], []
         return row
 
@@ -148,6 +153,9 @@ class Log:
         if self.aliases:
             row |= {theirs: row[ours] for ours, theirs in ALIASES.items() if ours in row}
             row |= {"rewards" + k[6:]: v for k, v in row.items() if k.startswith("reward/")}
+        if not self.writes:
+            self.keep(row)
+            return row
         fault("metrics")
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
@@ -162,6 +170,8 @@ class Log:
 
     def save_samples(self, name: str, samples: list[Row]) -> None:
         """Write every sample of a step to samples/<name>.jsonl."""
+        if not self.writes:
+            return
         write_text(self.folder / "samples" / f"{name}.jsonl", lines_of(samples))
 
     def close(self) -> None:

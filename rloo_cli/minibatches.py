@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,18 +14,26 @@ from rloo_cli.parts import Run
 from rloo_cli.rollout import Batch
 from rloo_cli.schedule import Item
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Plan:
     """One optimizer update."""
 
-    micros: list[list[Part]]  # completions of each micro-batch
+    ranks: list[list[list[Part]]]  # of each rank: the completions of each micro-batch
+    rank: int
     groups: list[int]  # trained on, forwarded or not
     tokens: int  # unmasked tokens of rows that have an advantage; 0 = nothing to learn from
     denominator: float  # what the summed loss is divided by (OBJECTIVE 2.11)
 
+    @property
+    def micros(self) -> list[list[Part]]:
+        """Those of this rank; empty ones where others have more."""
+        return self.ranks[self.rank]
 
-def slices(index: Sequence[int], size: int) -> list[list[int]]:
+
+def slices(index: Sequence[T], size: int) -> list[list[T]]:
     """Consecutive runs of at most `size`."""
     return [list(index[i : i + size]) for i in range(0, len(index), size)]
 
@@ -51,15 +60,16 @@ def plan_updates(run: Run, batch: Batch, iteration: int) -> list[Plan]:
     for share in np.array_split(order, settings.num_minibatches):
         groups = sorted(int(i) for i in share)
         used = [i for i in groups if i in active]
-        micros = cut(run, batch, used)
+        ranks = cut(run, batch, used)
         denominator = run.algorithm.denominator(
             settings,
             int(counted[groups].sum()),
             int((lengths * counted)[groups].sum()),
-            len(micros),
+            sum(bool(micro) for own in ranks for micro in own),
             run.config.generation.max_completion_length,
         )
-        plans.append(Plan(micros, used, int((lengths * valid)[used].sum()), denominator))
+        tokens = int((lengths * valid)[used].sum())
+        plans.append(Plan(ranks, run.world.rank, used, tokens, denominator))
     return plans
 
 
@@ -77,8 +87,8 @@ def forwarded(run: Run, batch: Batch) -> Tensor:
     return rows & needed
 
 
-def cut(run: Run, batch: Batch, groups: Sequence[int], grad: bool = True) -> list[list[Part]]:
-    """Micro-batches of what these groups have to forward.
+def cut(run: Run, batch: Batch, groups: Sequence[int], grad: bool = True) -> list[list[list[Part]]]:
+    """Each rank's micro-batches of what these groups have to forward: equally many for each.
 
     Of so many completions as `train.micro_batch_size` says, in order; without it, balanced ones of
     at most `train.micro_batch_tokens` rows. `grad` False: for a pass without gradient.
@@ -91,12 +101,17 @@ def cut(run: Run, batch: Batch, groups: Sequence[int], grad: bool = True) -> lis
     size = limits.completions if grad else limits.no_grad_completions
     if size is not None:
         each = max(1, size // run.config.algorithm.num_generations)
-        return [parts[n : n + each] for n in range(0, len(parts), each)]
+        return _met(run, schedule.deal([*slices(parts, each)], run.world.size))
     budget = limits.rows if grad else limits.no_grad_rows
     items = [item for part in parts for item in _items(run, batch, part, budget)]
     if run.policy.layout == "padded":
-        return schedule.strips(items, budget)
-    return schedule.bins(items, budget)[0]
+        return _met(run, schedule.strips(items, budget, run.world.size))
+    return _met(run, schedule.bins(items, budget, run.world.size))
+
+
+def _met(run: Run, ranks: list[list[list[Part]]]) -> list[list[list[Part]]]:
+    """Ranks that meet in every backward pass have at least one, if only of nothing."""
+    return [[[]] for _ in ranks] if run.engine.lockstep and not ranks[0] else ranks
 
 
 def _items(run: Run, batch: Batch, part: Part, budget: int) -> list[Item]:
@@ -117,5 +132,5 @@ def _items(run: Run, batch: Batch, part: Part, budget: int) -> list[Item]:
 
 def together(plans: Sequence[Plan]) -> bool:
     """Whether no group is spread over two micro-batches."""
-    seen = [i for plan in plans for micro in plan.micros for i, _ in micro]
+    seen = [i for plan in plans for own in plan.ranks for micro in own for i, _ in micro]
     return len(seen) == len(set(seen))

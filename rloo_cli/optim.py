@@ -6,40 +6,70 @@ otherwise, silently. The optimizer only ever sees float32.
 
 import inspect
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import SchedulerType, get_scheduler
 
 from rloo_cli import registry
 from rloo_cli.errors import ConfigError, Problem, StorageError
 from rloo_cli.faults import poison
-from rloo_cli.schema import TrainConfig
+from rloo_cli.schema import DistributedConfig, TrainConfig
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def _alone(masters: Sequence[Tensor]) -> None:
+    """No other rank has gradients."""
 
 
 class Optimizer:
-    """AdamW (or the user's), schedule and clipping over a model's trainable parameters."""
+    """AdamW (or the user's), schedule and clipping over a model's trainable parameters.
 
-    def __init__(self, model: nn.Module, config: TrainConfig, updates: int):
+    Sharded weights (DTensors) are updated shard by shard. `reduce` sums gradients over ranks that
+    have a copy each.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        updates: int,
+        spread: DistributedConfig | None = None,
+    ):
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.names, self.weights = list(named), list(named.values())
-        half = (torch.bfloat16, torch.float16)
+        kept = spread is None or spread.master_weights == "float32"
         self.masters = [
-            p.detach().float().requires_grad_() if p.dtype in half else p for p in self.weights
+            p.detach().float().requires_grad_() if kept and p.dtype in HALF else p
+            for p in self.weights
         ]
         for weight in self.weights:
-            if weight.dtype in half:
+            if weight.dtype in HALF and kept:
                 weight.grad_dtype = torch.float32  # micro-batches add up in float32
         self.max_grad_norm = config.max_grad_norm
-        self.inner = _optimizer(self.masters, config)
-        self.schedule = _schedule(self.inner, config, updates)
+        self.inner = build(self.masters, config)
+        self.schedule = schedule(self.inner, config, updates)
+        self.reduce: Callable[[Sequence[Tensor]], None] = _alone
 
     @property
     def learning_rate(self) -> float:
         """The rate the next step uses."""
         return float(self.inner.param_groups[0]["lr"])
+
+    @property
+    def count(self) -> int:
+        """Trained parameters, over all ranks."""
+        return sum(p.numel() for p in self.weights)
+
+    @property
+    def masters_bytes(self) -> int:
+        """Bytes of float32 masters in a checkpoint."""
+        pairs = zip(self.weights, self.masters, strict=True)
+        return sum(4 * m.numel() for w, m in pairs if w is not m)
 
     def grad_norm(self, factor: float = 1.0) -> Tensor:
         """Move the gradients, times `factor`, to the masters; their global L2 norm, unclipped. ()
@@ -51,13 +81,14 @@ class Optimizer:
             if weight is not master:
                 master.grad = None if weight.grad is None else weight.grad.float()
                 weight.grad = None
+        self.reduce(self.masters)
         if all(m.grad is None for m in self.masters):
             for master in self.masters:
                 master.grad = torch.zeros_like(master)
         found = [m.grad for m in self.masters if m.grad is not None]
         if factor != 1.0:
             torch._foreach_mul_(found, factor)
-        norm = nn.utils.get_total_norm(found)
+        norm = whole(nn.utils.get_total_norm(found))
         return poison("grad", norm)
 
     def step(self, norm: Tensor) -> None:
@@ -77,25 +108,29 @@ class Optimizer:
         for parameter in (*self.weights, *self.masters):
             parameter.grad = None
 
-    def dump(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def dump(self, rank: int = 0, size: int = 1) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything a restart needs: `<what>/<parameter>` -> tensor, and plain values.
 
+        Of `size` ranks, which all call it, each gets a share of the tensors, every one whole.
         float32 masters of half-precision weights are part of it. Raises StorageError for state
         that only a pickle could hold.
         """
-        tensors: dict[str, Tensor] = {}
+        saved = Saved(rank, size)
         plain: dict[str, Any] = {}
-        for name, weight, master in zip(self.names, self.weights, self.masters, strict=True):
+        rows = enumerate(zip(self.names, self.weights, self.masters, strict=True))
+        for number, (name, weight, master) in rows:
             if weight is not master:
-                tensors[f"master/{name}"] = master
+                saved.add(number, f"master/{name}", master)
+            elif _is_shard(master):  # the weights' file has them in the model's own dtype
+                saved.add(number, f"master/{name}", whole(master.detach()))
             for what, value in self.inner.state.get(master, {}).items():
-                (tensors if isinstance(value, Tensor) else plain)[f"{what}/{name}"] = value
+                if isinstance(value, Tensor):
+                    saved.add(number, f"{what}/{name}", whole(value))
+                else:
+                    plain[f"{what}/{name}"] = value
         order = {id(m): n for n, m in zip(self.names, self.masters, strict=True)}
-        groups = [
-            {k: v for k, v in g.items() if k != "params"} | {"names": [order[id(p)] for p in ps]}
-            for g in self.inner.param_groups
-            if (ps := g["params"])
-        ]
+        names = [[order[id(p)] for p in g["params"]] for g in self.inner.param_groups]
+        groups = named_groups(self.inner, names)
         facts = {"state": plain, "groups": groups, "schedule": self.schedule.state_dict()}
         try:
             json.dumps(facts, allow_nan=False)
@@ -104,33 +139,93 @@ class Optimizer:
             raise StorageError(
                 Problem("the optimizer's state cannot be saved", "train.optimizer", why)
             ) from None
-        tensors = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
-        return tensors, facts | {"learning_rate": self.learning_rate}
+        return saved.tensors, facts | {"learning_rate": self.learning_rate}
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Put back what `dump` gave. Raises ConfigError when it is of other parameters."""
+        """Put back what `dump` gave, of any number of ranks, and of any engine.
+
+        Raises ConfigError when it is of other parameters.
+        """
+        there(self.names, tensors, facts)
         masters = dict(zip(self.names, self.masters, strict=True))
-        of = {n.partition("/")[2] for n in (*tensors, *facts["state"])}
-        of |= {n for g in facts["groups"] for n in g["names"]}
-        if of - set(masters):
-            name = sorted(of - set(masters))[0]
-            raise ConfigError(Problem("the checkpoint's optimizer is of other parameters", name))
-        for group, known in zip(self.inner.param_groups, facts["groups"], strict=True):
-            group |= {k: _as(v, group.get(k)) for k, v in known.items() if k != "names"}
-        everything = (*tensors.items(), *facts["state"].items())
-        for what, name, value in ((*k.partition("/")[::2], v) for k, v in everything):
-            master = masters[name]
+        for key in (*tensors, *facts["state"]):
+            what, _, name = key.partition("/")
+            value, master = tensors[key] if key in tensors else facts["state"][key], masters[name]
             if what == "master":
-                master.copy_(value)
+                master.copy_(spread_as(value, master).to(master.dtype))
             else:
                 self.inner.state[master][what] = _beside(value, master)
-        self.schedule.load_state_dict(facts["schedule"])
-        if self.learning_rate != facts["learning_rate"]:
-            why = f"{self.learning_rate}, where the run stopped with {facts['learning_rate']}"
-            raise ConfigError(
-                Problem("the learning rate is not what it was", "train.learning_rate", why)
-            )
+        put_facts(self.inner, self.schedule, facts, self)
+
+
+class Rated(Protocol):
+    """Something with a learning rate."""
+
+    @property
+    def learning_rate(self) -> float: ...
+
+
+class Saved:
+    """One rank's share of an optimizer's state: the parameters whose turn is its own."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+        self.tensors: dict[str, Tensor] = {}
+
+    def add(self, number: int, name: str, value: Tensor) -> None:
+        """State of parameter `number`."""
+        if number % self.size == self.rank:
+            self.tensors[name] = value.detach().cpu().clone().contiguous()
+
+
+def named_groups(inner: torch.optim.Optimizer, names: Sequence[list[str]]) -> list[dict[str, Any]]:
+    """The optimizer's groups as plain values, with the names of their parameters."""
+    return [
+        {k: v for k, v in group.items() if k != "params"} | {"names": own}
+        for group, own in zip(inner.param_groups, names, strict=False)
+        if own
+    ]
+
+
+def there(names: Sequence[str], tensors: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Raises ConfigError when a checkpoint's optimizer is of other parameters than these."""
+    of = {n.partition("/")[2] for n in (*tensors, *facts["state"])}
+    of |= {n for g in facts["groups"] for n in g["names"]}
+    if of - set(names):
+        name = sorted(of - set(names))[0]
+        raise ConfigError(Problem("the checkpoint's optimizer is of other parameters", name))
+
+
+def put_facts(inner: Any, schedule: Any, facts: Mapping[str, Any], rated: Rated) -> None:
+    """Put back options and schedule. Raises ConfigError where the rate is not what it was."""
+    for group in inner.param_groups:
+        known = facts["groups"][0] if len(facts["groups"]) == 1 else None
+        known = known or facts["groups"][inner.param_groups.index(group)]
+        group |= {k: _as(v, group.get(k)) for k, v in known.items() if k != "names"}
+    schedule.load_state_dict(facts["schedule"])
+    if rated.learning_rate != facts["learning_rate"]:
+        why = f"{rated.learning_rate}, where the run stopped with {facts['learning_rate']}"
+        raise ConfigError(
+            Problem("the learning rate is not what it was", "train.learning_rate", why)
+        )
+
+
+def _is_shard(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor whole, which all ranks ask for together; another one as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def spread_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor, which every rank has, spread as another one is, on its device."""
+    if not isinstance(like, DTensor):
+        return tensor.to(like.device)
+    given = tensor.to(like.to_local().device)
+    return distribute_tensor(given, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _as(value: Any, before: Any) -> Any:
@@ -141,17 +236,18 @@ def _as(value: Any, before: Any) -> Any:
 def _beside(value: Any, master: Tensor) -> Any:
     """Counters of one element stay on the CPU, where torch's optimizers keep them."""
     lone = not isinstance(value, Tensor) or value.dim() == 0
-    return value if lone else value.to(master.device)
+    return value if lone else spread_as(value, master)
 
 
-def _optimizer(parameters: Iterable[Tensor], config: TrainConfig) -> torch.optim.Optimizer:
+def build(parameters: Iterable[Tensor], config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer of the config over these. Raises ConfigError for arguments it does not take."""
     arguments: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     arguments |= config.optimizer_kwargs
-    build = (
+    kind = (
         torch.optim.AdamW if config.optimizer == "adamw" else _user(config.optimizer, "optimizer")
     )
     try:
-        return build(list(parameters), **arguments)
+        return kind(list(parameters), **arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             Problem(
@@ -162,7 +258,8 @@ def _optimizer(parameters: Iterable[Tensor], config: TrainConfig) -> torch.optim
         ) from None
 
 
-def _schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, updates: int) -> Any:
+def schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, updates: int) -> Any:
+    """The learning rate's schedule. Raises ConfigError for one that cannot be made."""
     try:
         return _build_schedule(optimizer, config, updates)
     except (TypeError, ValueError) as error:

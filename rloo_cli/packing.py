@@ -155,16 +155,16 @@ def _to(micro: Micro, device: torch.device | str) -> Micro:
     return micro
 
 
-def unpack(column: Tensor | None, micro: Micro, groups: Sequence[Group], name: str) -> None:
-    """Store a (N,) column of a micro-batch on its groups, as the attribute `name`.
+def unpack(column: Tensor | None, cut: Sequence[Part], groups: Sequence[Group], name: str) -> None:
+    """Store a (N,) column of a micro-batch of these parts on its groups, as the attribute `name`.
 
     Completions that were not forwarded get NaN.
     """
     if column is None:
         return
-    lengths = [len(groups[i].rollouts[k].completion_ids) for i, ks in micro.parts for k in ks]
+    lengths = [len(groups[i].rollouts[k].completion_ids) for i, ks in cut for k in ks]
     values = iter(torch.split(column.detach().cpu(), lengths))
-    for i, ks in micro.parts:
+    for i, ks in cut:
         if getattr(groups[i], name) is None:
             blank = [column.new_full((len(r.completion_ids),), float("nan"), device="cpu")
                      for r in groups[i].rollouts]  # fmt: skip

@@ -8,7 +8,8 @@ from typing import Any
 
 from rloo_cli.clock import Clock
 from rloo_cli.cycle import Cycle
-from rloo_cli.distributed import World
+from rloo_cli.distributed.engine import Engine
+from rloo_cli.distributed.world import World
 from rloo_cli.generation import Generator
 from rloo_cli.ledger import Ledger
 from rloo_cli.log import Log
@@ -81,6 +82,7 @@ class Run:
     config: RunConfig
     folder: Path
     world: World
+    engine: Engine
     algorithm: Any  # the algorithm's module
     tokenizer: Any
     prompts: Prompts

@@ -1,6 +1,6 @@
 """What happens between two steps: evaluation, checkpoints, and the question whether to go on."""
 
-from rloo_cli import checkpoint, stop
+from rloo_cli import checkpoint
 from rloo_cli.evaluate import evaluate
 from rloo_cli.parts import Run
 
@@ -16,7 +16,7 @@ def pause(run: Run) -> bool:
     if state.step and (last or _at(state.step, config.checkpoint.every)):
         with run.clock.phase("save"):
             checkpoint.save(run)
-    stop.check()
+    run.world.check_stop()
     return not last
 
 

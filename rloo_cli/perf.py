@@ -50,7 +50,7 @@ def speed(run: Run, batch: Batch, updates: Updates, row: Row) -> Row:
         found["memory/reserved_gb"] = torch.cuda.memory_reserved(run.world.device) / 1e9
         busy = sum(row.get(f"time/{phase}", 0.0) for phase in TRAINED)
         if (most := peak(torch.cuda.get_device_name(run.world.device))) and busy:
-            found["perf/mfu"] = work.get("flop", 0.0) / busy / most
+            found["perf/mfu"] = work.get("flop", 0.0) / busy / most / run.world.size
     return found
 
 

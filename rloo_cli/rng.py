@@ -27,6 +27,16 @@ def seed(number: int) -> None:
     np.random.seed(number % 2**32)
 
 
+def fresh(number: int, step: int, rank: int) -> States:
+    """New states for a rank that goes on from a checkpoint of another number of ranks."""
+    before = take()
+    words = np.random.SeedSequence([number, step, rank]).generate_state(1)
+    seed(int(words[0]))
+    found = take()
+    put(before)
+    return found
+
+
 def take() -> States:
     """All states as they are now."""
     tensors = {"cpu": torch.get_rng_state()}

@@ -3,16 +3,18 @@
 What a row is worth before any KL is settled here, in the order of OBJECTIVE 2.2 and 2.3.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rloo_cli import stop
+from rloo_cli import crew, stop
 from rloo_cli.clock import Clock
+from rloo_cli.distributed.world import World
 from rloo_cli.errors import NumbersError, Problem
 from rloo_cli.faults import poison
-from rloo_cli.generation import Generator
+from rloo_cli.generation import Generator, unheard
 from rloo_cli.prompts import Prompts
 from rloo_cli.rewards.arguments import Context, TrainerState
 from rloo_cli.rewards.build import Reward
@@ -32,6 +34,7 @@ class Rollouts:
     generator: Generator
     rewards: list[Reward]
     clock: Clock
+    world: World
 
     def next(self, step: int, place: int, state: TrainerState) -> Batch:
         """Draw prompts from `place` on, sample, score; redraw flat groups where asked to.
@@ -66,16 +69,16 @@ class Rollouts:
             for i in range(count)
         ]
         context = Context(self.prompts.conversational, state, stop.check)
-        stage = Stage(self.rewards, groups, context, k)
-        with self.clock.phase("generation"):
-            try:
-                self.generator.generate(groups, seeds, arrived=stage.arrived)
-            except BaseException:
-                stage.abandon()
-                raise
-        with self.clock.phase("reward"):
-            scores = stage.finish()
-            scores.raw = poison("reward", scores.raw)
+
+        def sample(places: range, arrived: Callable[[int], None] = unheard) -> None:
+            mine = [groups[i] for i in places]
+            self.generator.generate(mine, [seeds[i] for i in places], arrived=arrived)
+
+        scores = crew.answer(
+            self.world, self.generator, groups, sample,
+            lambda own: Stage(self.rewards, own, context, k), self.clock,
+        )  # fmt: skip
+        scores.raw = poison("reward", scores.raw)
         return self._batch(step, groups, scores)
 
     def _batch(self, step: int, groups: list[Group], scores: Scores) -> Batch:

@@ -9,28 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli import data_rules, made, paths, places, registry, splits
+from rloo_cli.assemble import with_model
 from rloo_cli.begin import begin, same_data
-from rloo_cli.clock import Clock
 from rloo_cli.display import Display
-from rloo_cli.distributed import World, join
-from rloo_cli.errors import ConfigError, DataError, Problem
-from rloo_cli.faults import fault
+from rloo_cli.distributed.world import join
+from rloo_cli.errors import DataError, Problem
 from rloo_cli.files import read_json
 from rloo_cli.judges import judge as judging
-from rloo_cli.ledger import Ledger
 from rloo_cli.log import Log
-from rloo_cli.optim import Optimizer
 from rloo_cli.parts import Run
-from rloo_cli.policy import levels, load, memory
-from rloo_cli.policy.levels import Level
-from rloo_cli.policy.model import Policy, reference
-from rloo_cli.prompts import Prompts
+from rloo_cli.policy import load
 from rloo_cli.resume import Start
 from rloo_cli.rewards import workers
 from rloo_cli.rewards.build import Reward, build, from_callable
 from rloo_cli.rewards.ready import ready
-from rloo_cli.rollouts import Rollouts
-from rloo_cli.schedule import Limits, rows_of
 from rloo_cli.schema import RunConfig
 
 
@@ -46,11 +38,14 @@ def make(
     Raises RunError: DataError (4) and ConfigError (2) before any weights load.
     """
     start = start or Start(folder)
-    world = join(config.distributed)
+    world = join(config)
     log = Log(
         folder, config.logging.every, config.logging.samples_every, config.logging.trl_aliases
     )
-    log.display = Display(plan(config, folder), config.logging.console, config.logging.samples)
+    log.writes, log.same = world.is_main, lambda row: dict(world.say(row))
+    if world.is_main:
+        shown = plan(config, folder)
+        log.display = Display(shown, config.logging.console, config.logging.samples)
     log.phase("loading data")
     opened = splits.load(config)
     rewards = rewards_of(config, functions or {})
@@ -59,7 +54,7 @@ def make(
     splits.check(config, opened, rewards)
     for path in places.made_models(config):
         log.phase(f"finding or making {path} in {paths.cache()}")
-        made.folder(path)
+        world.first(lambda path=path: made.folder(path))  # type: ignore[misc]
     log.phase("loading the tokenizer")
     tokenizer = load.tokenizer(config.model)
     context = load.context_length(config.model)
@@ -67,7 +62,7 @@ def make(
     prompts = prepared[None]
     for note in [note for name in prepared for note in splits.notes(name, prepared[name])]:
         log.note(note)
-    count_steps(config, len(prompts))  # raises before any weights load
+    steps = count_steps(config, len(prompts))  # raises before any weights load
     held = {name: found for name, found in prepared.items() if name is not None}
     judge = judging.make(config, held, tokenizer, training=True)
     same_data(start, prompts, config)
@@ -75,101 +70,10 @@ def make(
     length = config.generation.max_completion_length
     own = [judge.reward] if judge is not None and judge.reward is not None else []
     ready([*rewards, *own], tokenizer, prepared, length, world.device, log.note)
-    run = _with_model(config, start, world, log, tokenizer, context, prepared, rewards)
+    run = with_model(config, start, world, log, tokenizer, context, prepared, rewards, steps)
     run.judge = judge
     begin(run, start)
     return run
-
-
-def _with_model(
-    config: RunConfig,
-    start: Start,
-    world: World,
-    log: Log,
-    tokenizer: Any,
-    context: int | None,
-    prepared: dict[str | None, Prompts],
-    rewards: list[Reward],
-) -> Run:
-    """The second half of `make`: weights, and what needs them."""
-    log.phase("loading the model")
-    algorithm = registry.module("algorithms", config.algorithm.name)
-    settings = algorithm.resolved(config.algorithm, config.generation.backend)
-    config = config.model_copy(update={"algorithm": settings})
-    fault("load")
-    policy, frozen = _policies(config, world, start.checkpoint)
-    backend = registry.load_code(
-        registry.module("generation", config.generation.backend).IMPLEMENTATION
-    )
-    generator = backend(policy.model, tokenizer, config, context, start.folder, log.note)
-    prompts = prepared[None]
-    level, limits = _layouts(config, policy, frozen, prompts, log)
-    clock = Clock(log.phase)
-    steps = count_steps(config, len(prompts))
-    optimizer = Optimizer(policy.model, config.train, steps * config.updates_per_step)
-    return Run(
-        config=config,
-        folder=start.folder,
-        world=world,
-        algorithm=algorithm,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        sets={name: held_out for name, held_out in prepared.items() if name is not None},
-        policy=policy,
-        reference=frozen,
-        generator=generator,
-        rewards=rewards,
-        rollouts=Rollouts(config, algorithm, prompts, generator, rewards, clock),
-        optimizer=optimizer,
-        clock=clock,
-        log=log,
-        steps=steps,
-        separate=algorithm.why_separate(config),
-        limits=limits,
-        level=level,
-        ledger=Ledger(start.folder),
-        attempt=start.attempt,
-    )
-
-
-def _policies(
-    config: RunConfig, world: World, checkpoint: Path | None
-) -> tuple[Policy, Policy | None]:
-    """The model that learns and, where KL is of use, the frozen one that it is measured to."""
-    model = load.model(config.model, str(checkpoint or config.model.path), world.device)
-    model.train()
-    temperature, settings = config.generation.temperature, config.algorithm
-    kl_temperature = 1.0 if getattr(settings, "kl_temperature", "") == "one" else temperature
-    policy = Policy(model, temperature, kl_temperature)
-    if getattr(settings, "beta", 0.0) <= 0 and getattr(settings, "kl_in", "") != "none":
-        return policy, None
-    path = config.model.ref_path or config.model.path
-    frozen = reference(load.model(config.model, path, world.device), kl_temperature)
-    same_vocabulary(policy, frozen)
-    return policy, frozen
-
-
-def _layouts(
-    config: RunConfig, policy: Policy, frozen: Policy | None, prompts: Prompts, log: Log
-) -> tuple[Level, Limits]:
-    """How rows are laid out for each model, and how many a forward pass may have."""
-    log.phase("checking layouts")
-    length, wanted = config.generation.max_completion_length, config.train.layout
-    longest = prompts.longest + length
-    for model in (policy, frozen) if frozen is not None else (policy,):
-        model.scorer.float32 = config.model.lm_head_fp32
-    level = levels.settle(policy, wanted, longest)
-    if frozen is not None and config.model.ref_path is None:
-        levels.follow(frozen, policy)
-    elif frozen is not None:
-        levels.settle(frozen, wanted, longest)
-    completions = [length] * config.algorithm.num_generations
-    group = rows_of(prompts.longest, completions, level.layout)
-    found = memory.limits(policy, config, group, frozen is not None)
-    size = f"{found.rows} rows" if found.completions is None else f"{found.completions} completions"
-    again = ", recomputed in backward" if policy.model.is_gradient_checkpointing else ""
-    log.note(f"rows are {level}; at most {size} a forward{again}")
-    return level, found
 
 
 def plan(config: RunConfig, folder: Path) -> dict[str, Any]:
@@ -239,13 +143,3 @@ def code_notes(config: RunConfig) -> list[str]:
     if config.model.trust_remote_code:
         notes.append("warning: model.trust_remote_code is on: code that comes with the model runs")
     return notes
-
-
-def same_vocabulary(policy: Policy, frozen: Policy) -> None:
-    """Raises ConfigError when policy and reference do not speak of the same tokens."""
-    sizes = [p.model.get_input_embeddings().weight.shape[0] for p in (policy, frozen)]
-    if sizes[0] != sizes[1]:
-        why = f"the policy knows {sizes[0]} tokens, the reference {sizes[1]}"
-        raise ConfigError(
-            Problem("policy and reference differ in vocabulary", "model.ref_path", why)
-        )

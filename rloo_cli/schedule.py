@@ -80,12 +80,7 @@ def bins(items: Sequence[Item], budget: int, ranks: int = 1) -> list[list[list[P
     with; in each rank the dearest micro-batch comes first, so that ranks that wait for each other
     in every one wait little. A rank with too few items has empty micro-batches at the end.
     """
-    shares: list[list[Item]] = [[] for _ in range(ranks)]
-    load = [0.0] * ranks
-    for item in sorted(items, key=lambda item: (-item.cost, item.part)):
-        least = load.index(min(load))
-        shares[least].append(item)
-        load[least] += item.cost
+    shares = _shares(items, ranks)
     # One that is over the budget by itself fills one micro-batch.
     held = [sum(min(item.rows, budget) for item in share) for share in shares]
     count = max((-(-rows // budget) for rows in held), default=0)
@@ -96,8 +91,35 @@ def bins(items: Sequence[Item], budget: int, ranks: int = 1) -> list[list[list[P
         count += 1
 
 
-def strips(items: Sequence[Item], budget: int) -> list[list[Part]]:
-    """Micro-batches for padded rows: like lengths together, at most `budget` places each."""
+def _shares(items: Sequence[Item], ranks: int) -> list[list[Item]]:
+    """Each rank's items: the dearest goes to the rank with the least work."""
+    shares: list[list[Item]] = [[] for _ in range(ranks)]
+    load = [0.0] * ranks
+    for item in sorted(items, key=lambda item: (-item.cost, item.part)):
+        least = load.index(min(load))
+        shares[least].append(item)
+        load[least] += item.cost
+    return shares
+
+
+def strips(items: Sequence[Item], budget: int, ranks: int = 1) -> list[list[list[Part]]]:
+    """Each rank's micro-batches for padded rows: like lengths together, at most `budget` places."""
+    shares = _shares(items, ranks)
+    return even([_strips(share, budget) for share in shares])
+
+
+def deal(micros: Sequence[list[Part]], ranks: int) -> list[list[list[Part]]]:
+    """Micro-batches dealt out to the ranks in turn."""
+    return even([list(micros[rank::ranks]) for rank in range(ranks)])
+
+
+def even(shares: list[list[list[Part]]]) -> list[list[list[Part]]]:
+    """Equally many micro-batches for each rank: empty ones at the end make up the difference."""
+    most = max(len(share) for share in shares)
+    return [[*share, *([] for _ in range(most - len(share)))] for share in shares]
+
+
+def _strips(items: Sequence[Item], budget: int) -> list[list[Part]]:
     made: list[list[Part]] = []
     held, width = 0, 0  # rows and places of the last
     for item in sorted(items, key=lambda item: (-item.longest, item.part)):

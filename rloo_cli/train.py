@@ -8,8 +8,8 @@ what the algorithm counts over the whole update, never averaged over micro-batch
 import torch
 from torch import Tensor
 
-from rloo_cli import guards, rng, stop
-from rloo_cli.advantages import Pass, finish, measure, of_micro, prepare, refer
+from rloo_cli import guards, rng
+from rloo_cli.advantages import Pass, finish, idle, measure, of_micro, prepare, refer
 from rloo_cli.cycle import Cycle
 from rloo_cli.faults import fault, poison
 from rloo_cli.minibatches import Plan, plan_updates, together
@@ -33,9 +33,10 @@ def train(run: Run) -> None:
         update(run, cycle)
         with run.clock.phase("sync"):
             run.generator.load(run.policy, state.updates)
-        run.ledger.step(cycle.batch, state.place, cycle.updates.made, cycle.batch.updated)
+        if run.world.is_main:
+            run.ledger.step(cycle.batch, state.place, cycle.updates.made, cycle.batch.updated)
         state.advance(cycle.batch)
-        run.log.step(run, cycle.batch, cycle.updates)
+        run.log.step(run, cycle.batch, cycle.updates.together(run.world))
         run.cycle, run.rng = None, rng.take()
 
 
@@ -52,11 +53,16 @@ def update(run: Run, cycle: Cycle) -> None:
         for plan in plan_updates(run, batch, cycle.iteration)[cycle.done :]:
             total = torch.zeros((), dtype=torch.float64, device=run.world.device)
             passes, known = [], batch.advantage is not None
-            for parts in plan.micros:
-                stop.check()
-                loss, found = backward(run, batch, parts, plan, updates)
+            for number, parts in enumerate(plan.micros, 1):
+                run.world.check_stop()
+                last = number == len(plan.micros)
+                if not parts:  # other ranks have more
+                    idle(run, batch, True, last, refer=not cycle.prepared)
+                    continue
+                loss, found = backward(run, batch, parts, plan, updates, last)
                 total += loss
                 passes.append(found)
+            total = run.world.sum(total)
             factor = 1.0 if cycle.prepared else finish(run, batch, passes)
             step(run, batch, plan, total, updates, 1.0 if known else factor)
             cycle.prepared = True  # from here on the policy is not the sampler
@@ -66,7 +72,7 @@ def update(run: Run, cycle: Cycle) -> None:
 
 
 def backward(
-    run: Run, batch: Batch, parts: list[Part], plan: Plan, updates: Updates
+    run: Run, batch: Batch, parts: list[Part], plan: Plan, updates: Updates, last: bool
 ) -> tuple[Tensor, Pass]:
     """One micro-batch, forward and backward; its share of the loss, (), and what it found."""
     settings, algorithm, kl = run.config.algorithm, run.algorithm, None
@@ -84,7 +90,7 @@ def backward(
         loss = algorithm.loss(
             now.logp, old, ref, micro, value, settings, plan.denominator, now.kl_logp
         )
-        poison("loss", loss.total).backward()
+        run.engine.backward(poison("loss", loss.total), last)
         updates.micro(loss, micro, now.entropy)
         updates.did(micro, run.limits.shape, 3, training=True)
     total: Tensor = loss.total.detach().double()

@@ -17,7 +17,7 @@ from typing import Any
 import transformers
 
 from rloo_cli import config, data, ending, examples, reward_model, rng, sft
-from rloo_cli.distributed import World, join
+from rloo_cli.distributed.world import World, alone
 from rloo_cli.errors import DataError, Problem, RunError
 from rloo_cli.examples import Kept
 from rloo_cli.files import write_json
@@ -40,7 +40,7 @@ def work(folder: Path, section: str) -> Line:
     run = config.read(folder / "training" / "config.yaml")
     settings: TrainingConfig = getattr(run, section)
     rng.seed(run.seed)
-    world = join(run.distributed)
+    world = alone(run.distributed)
     model_config, source = model_of(run, section), data_of(run, section)
     print("loading data ...", flush=True)
     with _said_of(section):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rloo_cli.distributed.world import World
 from rloo_cli.packing import Micro
 from rloo_cli.schedule import Shape
 from rloo_cli.tensors import row_sum
@@ -53,11 +54,34 @@ class Updates:
         """What is known now, apart from what is added later. (No tensor is ever changed.)"""
         return Updates.of(self.dump(), self.work)
 
+    def scalars_alone(self) -> "Updates":
+        """Without the sums, which another rank has."""
+        found = Updates()
+        found.scalars = self.copy().scalars
+        return found
+
     def dump(self) -> dict[str, Tensor]:
         """All of it as tensors: sum/, largest/ and scalar/ before each name."""
         scalars = {n: torch.tensor(v, dtype=torch.float64) for n, v in self.scalars.items()}
         parts = {"sum": self.sums, "largest": self.largest, "scalar": scalars}
         return {f"{kind}/{n}": t for kind, found in parts.items() for n, t in found.items()}
+
+    def together(self, world: World) -> "Updates":
+        """Those of all ranks, whose updates are the same ones. All ranks ask."""
+        if world.size == 1:
+            return self
+        mine = ({n: t.cpu() for n, t in self.dump().items()}, dict(self.work))
+        whole = Updates()
+        for tensors, work in world.gather(mine):
+            other = Updates.of(tensors, work)
+            whole.add(**other.sums)
+            for name, value in other.largest.items():
+                old = whole.largest.get(name)
+                whole.largest[name] = value if old is None else torch.maximum(old, value)
+            for name, amount in work.items():
+                whole.work[name] += amount
+            whole.scalars = other.scalars
+        return whole
 
     @staticmethod
     def of(tensors: dict[str, Tensor], work: dict[str, float]) -> "Updates":

@@ -18,7 +18,19 @@ from typing import Any
 import torch
 import transformers
 
-from rloo_cli import checkpoint, config, curves, faults, outcome, redact, resume, rng, stop
+from rloo_cli import (
+    checkpoint,
+    config,
+    curves,
+    export,
+    faults,
+    outcome,
+    redact,
+    resume,
+    rng,
+    stop,
+)
+from rloo_cli.distributed.world import elsewhere, everywhere, lost
 from rloo_cli.errors import (
     GenerationError,
     OutOfMemory,
@@ -38,6 +50,16 @@ from rloo_cli.train import train
 
 log = logging.getLogger("rloo")
 Row = dict[str, Any]
+# What torch says of a collective whose other side is gone.
+TORN = (
+    "gloo",
+    "Gloo",
+    "NCCL",
+    "ProcessGroup",
+    "Connection closed",
+    "Connection reset",
+    "Broken pipe",
+)
 SAVED = (Stopped, RewardError, GenerationError)  # what is done is whole: it is kept
 
 
@@ -54,13 +76,14 @@ def work(
     """
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    rng.seed(settings.seed)
+    rng.seed(settings.seed)  # the same for all ranks: what is drawn to build a model is alike
     run = make(settings, folder, functions, start)
     stop.wait_for_checks()
     try:
         return _whole(run)
     except SAVED as error:
-        _rescue(run, error)
+        if run.world.size == 1 or everywhere(error):  # saving takes all ranks
+            _rescue(run, error)
         raise
     except OSError as error:  # metrics, samples: what the checkpoints hold is safe
         raise of_disk(error) from error
@@ -73,10 +96,16 @@ def work(
                 "lower train.micro_batch_tokens or generation.max_completion_length",
             )
         ) from error
+    except RuntimeError as error:
+        if run.world.size == 1 or not any(word in str(error) for word in TORN):
+            raise
+        said = str(error).strip().partition("\n")[0]
+        raise lost(f"step {run.state.step + 1}, {run.log.now}", said) from error
     finally:
         with contextlib.suppress(OSError):
-            update_json(folder / "run.json", progress=run.state.dump())
-            run.log.close()
+            if run.world.is_main:
+                update_json(folder / "run.json", progress=run.state.dump())
+                run.log.close()
         run.generator.close()
 
 
@@ -102,7 +131,8 @@ def _whole(run: Run) -> Row:
         run.log.note(f"warning: {note}")
     if run.log.display is not None:
         run.log.display.plan["max_steps"] = run.steps
-    update_json(run.folder / "run.json", plan=run.log.display.plan if run.log.display else {})
+    if run.log.display is not None:
+        update_json(run.folder / "run.json", plan=run.log.display.plan)
     first, start = run.state.step, run.clock.elapsed()
     if first >= run.steps:
         run.log.note(f"step {first} of {run.steps}: nothing left to train")
@@ -111,7 +141,12 @@ def _whole(run: Run) -> Row:
     if run.state.step == first < run.steps:
         raise RuntimeError(f"no step was done, and {run.steps - first} were due")
     run.log.phase("saving")
-    final = checkpoint.save_final(run.policy.model, run.tokenizer, run.folder, run.attempt)
+    final = export.save_final(
+        run.policy.model, run.tokenizer, run.folder, run.attempt, run.world,
+        lambda folder: checkpoint.write_model(run, folder),
+    )  # fmt: skip
+    if not run.world.is_main:
+        return {}
     curves.draw(run.folder / "metrics.jsonl", run.folder / "curves.png", run.config.name or "")
     summary = {
         **outcome.summary(run),
@@ -129,9 +164,9 @@ def _whole(run: Run) -> Row:
 def main() -> None:
     """The process that `launch` starts. Exits with the code of what stopped it."""
     folder, attempt, where = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    facts = folder / "run.json"
+    facts, rank = folder / "run.json", int(os.environ.get("RANK", 0))
     given = resume.config_file(folder, attempt)
-    logging.basicConfig(filename=given.parent / "rank_0.log", level=logging.INFO)
+    logging.basicConfig(filename=given.parent / f"rank_{rank}.log", level=logging.INFO)
     redact.start()
     stop.listen(at_once=True)
     code, state = 1, "failed"
@@ -143,7 +178,7 @@ def main() -> None:
     except RunError as error:
         log.error("%s", traceback.format_exc())
         _keep_detail(folder, error)
-        if not isinstance(error, Stopped):
+        if not isinstance(error, Stopped) and not elsewhere(error):
             print(_text(error), file=sys.stderr)
         code = error.code
         state = "stopped" if isinstance(error, Stopped) else "failed"
@@ -152,7 +187,8 @@ def main() -> None:
         traceback.print_exc()
         print(f"error: this is a bug in rloo; the log is in {given.parent}", file=sys.stderr)
     finally:
-        update_json(facts, state=state, code=code)
+        if rank == 0:
+            update_json(facts, state=state, code=code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a reward thread that hangs must not keep the process

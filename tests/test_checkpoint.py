@@ -12,7 +12,7 @@ from resume_cases import temporaries
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rloo_cli import checkpoint, faults, manifest, rewind, worker
+from rloo_cli import checkpoint, faults, manifest, restoring, rewind, worker
 from rloo_cli.errors import ConfigError, MachineError, StorageError
 from rloo_cli.policy.attention import native
 from rloo_cli.resume import Start
@@ -132,7 +132,7 @@ def test_half_precision_keeps_its_float32_masters(tmp_path: Path) -> None:
     run = saved(tmp_path, *words)
     (tmp_path / "again").mkdir()
     again = alone(tmp_path / "again", *EVERY, *words)
-    checkpoint.restore(again, run.folder / "checkpoint-1")
+    restoring.restore(again, run.folder / "checkpoint-1")
     for one, other in zip(run.optimizer.masters, again.optimizer.masters, strict=True):
         assert torch.equal(one, other) and one.dtype is torch.float32
     again.policy.model.load_state_dict(run.policy.model.state_dict())

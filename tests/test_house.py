@@ -25,10 +25,11 @@ FLOORS = [  # each may import from itself and from those before it
     " stand_ins",
     "rollout tensors clock packing schedule",
     "algorithms rewards data prompts choosing mixture lengths",
-    "policy generation vllm distributed optim checkpoint updates measures cycle rng log panel"
-    " display curves advice rollouts parts minibatches ledger splits held_out perf",
+    "policy generation vllm distributed crew optim checkpoint restoring export updates measures"
+    " cycle rng log panel display curves advice rollouts parts minibatches ledger splits"
+    " held_out perf",
     "train advantages pauses evaluate outcome guards judges ending fit sft reward_model examples",
-    "run begin worker evaluator trainer",
+    "run assemble begin worker evaluator trainer",
     "launch processes api machine tools managed serving serve",
     "cli __main__",
 ]

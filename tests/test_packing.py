@@ -91,7 +91,7 @@ def test_the_last_token_of_a_completion_is_not_forwarded(layout):
 def test_columns_of_some_completions_come_back_and_the_others_are_not_numbers(layout):
     chosen = made()
     micro = laid(chosen, layout, SOME)
-    unpack(micro.target.double().requires_grad_(), micro, chosen, "old_logp")
+    unpack(micro.target.double().requires_grad_(), micro.parts, chosen, "old_logp")
     kept = {(i, k) for i, ks in SOME for k in ks}
     for i, group in enumerate(chosen):
         if i in (1, 2):
@@ -114,7 +114,7 @@ def test_parts_of_a_group_that_come_back_one_after_the_other_are_all_there(layou
     chosen = made()
     for ks in ((1,), (0, 2)):
         micro = laid(chosen, layout, [(0, ks)])
-        unpack(micro.target.float(), micro, chosen, "ref_logp")
+        unpack(micro.target.float(), micro.parts, chosen, "ref_logp")
     for column, row in zip(chosen[0].ref_logp, chosen[0].rollouts, strict=True):
         assert column.tolist() == row.completion_ids
 
@@ -193,6 +193,6 @@ def test_completions_left_out_change_no_number_of_the_others(name, layout):
     chosen, ours = made(), policy(name, layout)
     micro = laid(chosen, layout)
     with torch.no_grad():
-        unpack(ours.logp(micro).logp, micro, chosen, "old_logp")
+        unpack(ours.logp(micro).logp, micro.parts, chosen, "old_logp")
         found = laid(chosen, layout, SOME)
         torch.testing.assert_close(ours.logp(found).logp, found.old_logp, rtol=0, atol=2e-5)

@@ -82,7 +82,9 @@ SCORECARD: dict[str, Case] = {
         code=3,
         says=["model.attn_implementation", "pip install flash-attn"],
     ),
-    "an engine that is not there": train("distributed.engine=deepspeed", says=["distributed.engine", "zero2"]),
+    "an engine that is not there": train(
+        "distributed.engine=deepspeed", says=["distributed.engine", "zero2"]
+    ),
     "BM-1 a folder that is not there": train(
         "model.path=./nothing", says=["model.path = './nothing' does not exist", "HERE/nothing"]
     ),

@@ -75,20 +75,20 @@ def test_a_column_comes_back_whatever_the_cut(name):
     assert getattr(packed(chosen, [0, 1, 2]), name) is None
     for index in ([1], [2, 0]):
         micro = packed(chosen, index)
-        unpack(micro.target.float().requires_grad_(), micro, chosen, name)
+        unpack(micro.target.float().requires_grad_(), micro.parts, chosen, name)
     for group in chosen:
         for part, row in zip(getattr(group, name), group.rollouts, strict=True):
             assert part.tolist() == row.completion_ids and not part.requires_grad
     again = packed(chosen, [0, 1, 2])
     assert torch.equal(getattr(again, name), again.target.float())
-    unpack(None, again, chosen, name)
+    unpack(None, again.parts, chosen, name)
     assert getattr(chosen[0], name) is not None
 
 
 def test_a_column_is_there_only_when_every_group_has_it():
     chosen = groups()
     micro = packed(chosen, [0])
-    unpack(micro.target.float(), micro, chosen, "ref_logp")
+    unpack(micro.target.float(), micro.parts, chosen, "ref_logp")
     assert packed(chosen, [0]).ref_logp is not None and packed(chosen, [0, 1]).ref_logp is None
 
 

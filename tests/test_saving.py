@@ -13,7 +13,7 @@ import torch
 import transformers
 from policy_cases import fresh
 
-from rloo_cli import checkpoint, config, files
+from rloo_cli import config, export, files
 from rloo_cli.clock import Clock
 from rloo_cli.compose import compose
 from rloo_cli.errors import MachineError, Problem, Stopped, StorageError
@@ -31,7 +31,7 @@ def model():
 
 def test_the_final_model_is_loaded_as_any_other(tmp_path):
     made, tokens = model(), tiny.tokenizer()
-    final = checkpoint.save_final(made, tokens, tmp_path)
+    final = export.save_final(made, tokens, tmp_path)
     assert final == tmp_path / "final" and os.listdir(tmp_path) == ["final"]
     again = transformers.AutoModelForCausalLM.from_pretrained(final)
     assert type(again) is type(made)
@@ -45,7 +45,7 @@ def test_the_final_model_is_loaded_as_any_other(tmp_path):
 
 
 def test_the_final_model_keeps_its_dtype(tmp_path):
-    final = checkpoint.save_final(model().to(torch.bfloat16), tiny.tokenizer(), tmp_path)
+    final = export.save_final(model().to(torch.bfloat16), tiny.tokenizer(), tmp_path)
     assert transformers.AutoModelForCausalLM.from_pretrained(final).dtype is torch.bfloat16
 
 
@@ -56,14 +56,14 @@ def test_sampling_flags_that_load_but_do_not_save_cost_no_model(flags, tmp_path)
         setattr(made.generation_config, name, value)
     with pytest.raises(ValueError, match="do_sample"):
         made.save_pretrained(tmp_path / "theirs")
-    final = checkpoint.save_final(made, tiny.tokenizer(), tmp_path)
+    final = export.save_final(made, tiny.tokenizer(), tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(final).generation_config
     assert {name: getattr(again, name) for name in flags} == flags and again.do_sample
 
 
 def fails(tmp_path, made=None, tokens=None):
     with pytest.raises(StorageError) as caught:
-        checkpoint.save_final(made or model(), tokens or tiny.tokenizer(), tmp_path)
+        export.save_final(made or model(), tokens or tiny.tokenizer(), tmp_path)
     assert caught.value.code == 8
     assert os.listdir(tmp_path) == []
     return str(caught.value)
@@ -104,7 +104,7 @@ def test_a_tokenizer_that_does_not_fit_on_the_disk_is_a_failed_save(tmp_path):
 def test_a_second_end_takes_the_place_of_the_first(tmp_path):
     (tmp_path / "final").mkdir()
     (tmp_path / "final/old").write_text("x")
-    checkpoint.save_final(model(), tiny.tokenizer(), tmp_path)
+    export.save_final(model(), tiny.tokenizer(), tmp_path)
     assert os.listdir(tmp_path) == ["final"] and "old" not in os.listdir(tmp_path / "final")
 
 
@@ -117,22 +117,22 @@ def test_a_save_that_is_stopped_says_so_and_leaves_nothing(error, tmp_path):
 
     tokens.save_pretrained = stop
     with pytest.raises(type(error)):
-        checkpoint.save_final(model(), tokens, tmp_path)
+        export.save_final(model(), tokens, tmp_path)
     assert os.listdir(tmp_path) == []
 
 
 def test_half_of_an_earlier_save_is_no_part_of_this_one(tmp_path):
     (tmp_path / ".tmp-final-a1").mkdir()
     (tmp_path / ".tmp-final-a1/old").write_text("x")
-    assert "old" not in os.listdir(checkpoint.save_final(model(), tiny.tokenizer(), tmp_path))
+    assert "old" not in os.listdir(export.save_final(model(), tiny.tokenizer(), tmp_path))
 
 
 def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     synced, named = [], []
-    monkeypatch.setattr(checkpoint, "sync", lambda path: synced.append((path.name, bool(named))))
+    monkeypatch.setattr(export, "sync", lambda path: synced.append((path.name, bool(named))))
     rename = type(tmp_path).rename
     monkeypatch.setattr(type(tmp_path), "rename", lambda a, b: named.append(b.name) or rename(a, b))
-    final = checkpoint.save_final(model(), tiny.tokenizer(), tmp_path)
+    final = export.save_final(model(), tiny.tokenizer(), tmp_path)
     before = {name for name, late in synced if not late}
     assert {*os.listdir(final), ".tmp-final-a1"} <= before
     assert (tmp_path.name, True) in synced

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from rloo_cli.rollout import Group
 
 # Shared files, not backends.
-PARTS = ("decode", "engine", "kept", "plain", "rows", "sampling", "shared", "stopping")
+PARTS = (
+    "decode", "engine", "kept", "led", "plain", "replica", "rows", "sampling", "shared", "stopping",
+)  # fmt: skip
 
 EXACT, LOOSE = 0.02, 0.4  # about 0.002 and 0.03 to 0.04 are seen where all is well
 

@@ -17,7 +17,7 @@ from rloo_cli import tensors
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.packing import LAYOUTS, Micro, pack, whole
 from rloo_cli.policy import attention
-from rloo_cli.policy.model import Policy, evaluating
+from rloo_cli.policy.model import Policy, evaluating, size
 from rloo_cli.policy.static import why_not_shared
 from rloo_cli.rollout import Group, Rollout
 
@@ -83,7 +83,8 @@ class Probe:
         self.groups = probes(policy)
         self.policy = policy
         self.truth = self.alone()
-        self.exact = next(policy.model.parameters()).dtype is torch.float32
+        own = getattr(policy, "dtype", None) or next(policy.model.parameters()).dtype
+        self.exact = own is torch.float32
         self.usual = 0.0 if self.exact else self._noise()
 
     def alone(self, name: str | None = None) -> Tensor:
@@ -98,7 +99,7 @@ class Probe:
         parts = whole(self.groups, range(len(self.groups)))
         micro = pack(self.groups, parts, device=self.policy.device, layout=layout)
         with torch.no_grad(), evaluating(self.policy.model):
-            (found,), _ = self.policy.scorer(micro, [self.policy.temperature], False)
+            (found,), _ = self.policy.call(micro, [self.policy.temperature], False)
         count_calls(self.policy.model, micro)
         return tensors.row_sum(found.double(), micro.sequence, micro.sequences)
 
@@ -186,7 +187,7 @@ def _fuse(policy: Policy, probe: Probe) -> str | None:
 
 def probes(policy: Any) -> list[Group]:
     """Two groups of three completions of unequal lengths, one of a single token."""
-    words = policy.model.get_input_embeddings().weight.shape[0]
+    words = size(policy.model.get_input_embeddings().weight)[0]
     draw = torch.Generator().manual_seed(0)
 
     def ids(count: int) -> list[int]:
@@ -211,7 +212,7 @@ def _alone(policy: Policy, groups: list[Group], name: str | None = None) -> Tens
             for rollout in group.rollouts:
                 ids = group.prompt_ids + rollout.completion_ids
                 row = torch.tensor([ids], device=policy.device)
-                logits = model(input_ids=row, use_cache=False).logits
+                logits = policy.call(row, (), False)
                 rows = logits[0, len(group.prompt_ids) - 1 : -1]
                 target = row[0, len(group.prompt_ids) :]
                 logp = tensors.target_logp(rows, target, policy.temperature)

@@ -39,24 +39,50 @@ def context_length(config: ModelConfig) -> int | None:
     return int(length) if length else None
 
 
-def model(config: ModelConfig, path: str, device: torch.device) -> Any:
+def model(
+    config: ModelConfig, path: str, device: torch.device, computes: torch.device | None = None
+) -> Any:
     """Load the weights, in `dtype`, on `device`. Pickled weight files are refused.
+
+    `computes`: the device that decides what `auto` is, where it is another one.
 
     Raises ConfigError for what is no model that can be loaded, MachineError for what is not here.
     """
-    loaded, missing = _weights(AutoModelForCausalLM, config, path, device)
+    loaded, missing = _weights(AutoModelForCausalLM, config, path, computes or device)
     if missing:
         why = f"missing: {', '.join(missing[:5])}; they would be random numbers"
         raise ConfigError(
             Problem(f"{path} lacks {len(missing)} of the model's tensors", "model.path", why)
         )
+    dress(loaded, config)
+    return loaded.to(device)
+
+
+def dress(loaded: Any, config: ModelConfig) -> None:
+    """What the config changes about a model, with or without its weights."""
     if config.disable_dropout:
         without_dropout(loaded)
     if config.lm_head_fp32:
         head_in_float32(loaded)
     if config.gradient_checkpointing is True:  # auto: policy.memory
         recompute(loaded)
-    return loaded.to(device)
+
+
+def shell(config: ModelConfig, like: tuple[Any, Any], device: torch.device) -> Any:
+    """The same model without weights (torch's `meta` device), for a process that is sent them.
+
+    `like`: config and generation config of the real one. `device`: where it will compute.
+    """
+    options: dict[str, Any] = {"dtype": dtype(config.dtype, device)}
+    if config.attn_implementation is not None:
+        options["attn_implementation"] = config.attn_implementation
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(
+            like[0], trust_remote_code=config.trust_remote_code, **options
+        )
+    empty.generation_config = like[1]
+    dress(empty, config)
+    return empty
 
 
 def scorer(config: ModelConfig, path: str, device: torch.device) -> Any:

@@ -6,16 +6,17 @@ alike, and gives the same bits, whenever it is started again on such a machine.
 """
 
 import os
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rloo_cli.packing import whole
 from rloo_cli.policy.levels import probes
 from rloo_cli.policy.load import recompute
-from rloo_cli.policy.model import Policy
+from rloo_cli.policy.model import Policy, size
 from rloo_cli.schedule import Limits, Shape
 from rloo_cli.schema import RunConfig
 
@@ -29,27 +30,34 @@ def shape_of(model: Any) -> Shape:
     """What a forward pass of this model costs (`Shape`), from its config and its parameters."""
     config = model.config.get_text_config()
     head = model.get_output_embeddings().weight
-    tables = {id(head): head.numel()}
+    tables = {id(head): prod(size(head))}
     found = model.get_input_embeddings().weight
-    tables[id(found)] = found.numel()
+    tables[id(found)] = prod(size(found))
     heads = getattr(config, "num_attention_heads", 0) or 0
     width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
     return Shape(
-        body=sum(p.numel() for p in model.parameters()) - sum(tables.values()),
+        body=sum(prod(size(p)) for p in model.parameters()) - sum(tables.values()),
         layers=config.num_hidden_layers,
         width=heads * width,
-        hidden=head.shape[1],
-        vocabulary=head.shape[0],
+        hidden=size(head)[1],
+        vocabulary=size(head)[0],
     )
 
 
-def limits(policy: Policy, config: RunConfig, longest: int, reference: bool) -> Limits:
+def limits(
+    policy: Policy,
+    config: RunConfig,
+    longest: int,
+    reference: bool,
+    share: tuple[float, int] = (1.0, 1),
+) -> Limits:
     """The budget of a forward pass; sets the policy up to keep and recompute accordingly.
 
     `longest`: rows of the largest group there can be. `reference`: a second model is held.
+    `share`: part of weights and optimizer that this process holds; processes with one memory.
     """
     train, shape = config.train, shape_of(policy.model)
-    room = SHARE * _left(policy, config, reference)
+    room = SHARE * _left(policy, config, reference, share)
     each = bytes_per_row(policy)
     auto = config.model.gradient_checkpointing == "auto" and can_recompute(policy.model)
     if auto and room / each < longest:
@@ -71,7 +79,12 @@ def can_recompute(model: Any) -> bool:
 def bytes_per_row(policy: Policy) -> float:
     """What autograd keeps of one row of a training forward, weights not counted."""
     held: dict[int, int] = {}
-    weights = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
+    weights: set[int] = set()
+
+    def seen(module: nn.Module, _: Any) -> None:
+        """Weights as they are when they are used: gathered ones are nobody's activations."""
+        own = module.parameters(recurse=False)
+        weights.update(p.untyped_storage().data_ptr() for p in own)
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -82,20 +95,24 @@ def bytes_per_row(policy: Policy) -> float:
     groups = probes(policy)
     micro = policy.pack(groups, whole(groups, range(len(groups))))
     keep, policy.scorer.keep_bytes = policy.scorer.keep_bytes, 0
+    hooks = [m.register_forward_pre_hook(seen) for m in policy.model.modules()]
     try:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            policy.scorer(micro, [policy.temperature], False)
+            policy.call(micro, [policy.temperature], False)
     finally:
         policy.scorer.keep_bytes = keep
+        for hook in hooks:
+            hook.remove()
     return sum(held.values()) / micro.input_ids.numel()
 
 
-def _left(policy: Policy, config: RunConfig, reference: bool) -> float:
+def _left(policy: Policy, config: RunConfig, reference: bool, share: tuple[float, int]) -> float:
     """Bytes of the device that weights, gradients, masters and optimizer leave."""
     weights = [p for p in policy.model.parameters() if p.requires_grad]
-    count, size = sum(p.numel() for p in weights), max(p.element_size() for p in weights)
-    held = count * (size + 4 + 8 + (4 if size < 4 else 0) + (size if reference else 0))
+    count, each = sum(prod(size(p)) for p in weights), policy.dtype.itemsize
+    held = count * (each + 4 + 8 + (4 if each < 4 else 0) + (each if reference else 0)) * share[0]
     total, generation = _total(policy.device), config.generation
+    total /= 1 if policy.device.type == "cuda" else share[1]
     if generation.backend == "vllm_colocate" and policy.device.type == "cuda":
         engine: Any = generation.colocate  # type: ignore[attr-defined]
         total *= 1 - (0.0 if engine.sleep == "weights" else engine.gpu_memory_utilization)

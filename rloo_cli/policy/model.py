@@ -7,7 +7,7 @@ still happens. Which of the two, and which layout, `levels` decides.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -46,9 +46,15 @@ class Scorer(nn.Module):
         self.names_positions, self.takes_positions = positions(model)
 
     def forward(
-        self, micro: Micro, temperatures: Sequence[float], want_entropy: bool
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """log p of the completion tokens at each temperature; entropy at the first. (N,) each"""
+        self, micro: Micro | Tensor, temperatures: Sequence[float], want_entropy: bool
+    ) -> Any:
+        """log p of the completion tokens at each temperature; entropy at the first. (N,) each
+
+        Given ids (1, T) instead: the model's own logits (1, T, V). Whatever asks a model that is
+        spread over devices has to come in by this door.
+        """
+        if isinstance(micro, Tensor):
+            return self.model(input_ids=micro, use_cache=False).logits
         if not self.fused:
             logits = self.logits(micro)
             found = [tensors.target_logp(logits, micro.target, t) for t in temperatures]
@@ -59,14 +65,19 @@ class Scorer(nn.Module):
         hidden = self.model.base_model(**self._inputs(micro))[0]
         rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, micro.source)
         head: Any = self.head
-        told = [
-            token_logp(
-                rows, head.weight, micro.target, bias=head.bias, scale=self.scale, temperature=t,
-                want_entropy=want_entropy and not i, float32=self.float32,
-                keep_bytes=self.keep_bytes // len(temperatures),
-            )
-            for i, t in enumerate(temperatures)
-        ]  # fmt: skip
+
+        def tiles(rows: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+            return [
+                token_logp(
+                    rows, head.weight, micro.target, bias=head.bias, scale=self.scale,
+                    temperature=t, want_entropy=want_entropy and not i, float32=self.float32,
+                    keep_bytes=self.keep_bytes // len(temperatures),
+                )
+                for i, t in enumerate(temperatures)
+            ]  # fmt: skip
+
+        with computing(head, tiles):
+            told = head(rows)
         return [logp for logp, _ in told], told[0][1]
 
     def logits(self, micro: Micro) -> Tensor:
@@ -100,6 +111,20 @@ def inputs(micro: Micro, takes_positions: bool) -> dict[str, Any]:
 
 
 @contextmanager
+def computing(module: nn.Module, work: Callable[..., Any]) -> Iterator[None]:
+    """A call of the module does this instead. An engine that brings a module its weights when it is
+    called brings them for this too."""
+    before = vars(module).get("forward")
+    module.forward = work
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
+@contextmanager
 def picked(head: nn.Module, rows: Tensor) -> Iterator[None]:
     """The output embedding sees these rows of the hidden states and no others. (N,)"""
 
@@ -117,20 +142,37 @@ def picked(head: nn.Module, rows: Tensor) -> Iterator[None]:
 class Policy:
     """A causal language model seen as a distribution over completions, at one temperature.
 
-    `kl_temperature`: that of the KL, where it is another one.
+    `kl_temperature`: that of the KL, where it is another one. `device`: where it computes, if
+    its weights are not there yet.
     """
 
-    def __init__(self, model: Any, temperature: float, kl_temperature: float | None = None):
+    def __init__(
+        self,
+        model: Any,
+        temperature: float,
+        kl_temperature: float | None = None,
+        device: torch.device | None = None,
+    ):
         self.model = model
         self.scorer = Scorer(model)
+        self.call: Any = self.scorer  # or an engine around it
+        self.dtype: torch.dtype = next(model.parameters()).dtype  # that it computes in
+        self.source: Any = None  # the weights of a shell (`distributed.pieces`)
+        self.pieces: Any = None  # brings all weights, where no rank has them whole
+        self._device = device
         self.temperature = temperature
         self.kl_temperature = temperature if kl_temperature is None else kl_temperature
         self.layout = "padded"  # until `levels.settle` found a better one
 
     @property
     def device(self) -> torch.device:
-        found: torch.device = next(self.model.parameters()).device
+        found: torch.device = self._device or next(self.model.parameters()).device
         return found
+
+    @property
+    def words(self) -> int:
+        """V, the words that it knows."""
+        return size(self.model.get_input_embeddings().weight)[0]
 
     @property
     def names_positions(self) -> bool:
@@ -147,7 +189,7 @@ class Policy:
         """Log-probabilities of the completion tokens, with gradient; entropy when asked for."""
         apart = self.kl_temperature != self.temperature
         temperatures = [self.temperature, *([self.kl_temperature] if apart else [])]
-        found, entropy = self.scorer(micro, temperatures, want_entropy)
+        found, entropy = self.call(micro, temperatures, want_entropy)
         return LogProbs(poison("logp", found[0]), found[1] if apart else None, entropy)
 
     @torch.no_grad()
@@ -169,7 +211,12 @@ def evaluating(model: Any) -> Iterator[None]:
             module.training = training
 
 
-def reference(model: Any, temperature: float) -> Policy:
+def reference(model: Any, temperature: float, device: torch.device | None = None) -> Policy:
     """A frozen policy, in eval mode: what the KL is measured to."""
     model.eval().requires_grad_(False)
-    return Policy(model, temperature)
+    return Policy(model, temperature, device=device)
+
+
+def size(weight: Any) -> tuple[int, ...]:
+    """The shape of a weight, also of one that DeepSpeed keeps elsewhere until it is needed."""
+    return tuple(getattr(weight, "ds_shape", weight.shape))

@@ -1,16 +1,19 @@
 """The trainer's weights as an engine wants them: checkpoint names, the serving dtype, in order.
 
-Sharded parameters and adapters will be other sources with the same two methods (vLLM's own
-`WeightSource`): `metadata` says what will come, iteration brings it, one tensor at a time.
+A source has two methods (vLLM's own `WeightSource`): `metadata` says what will come, iteration
+brings it, one tensor at a time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
+
+from rloo_cli.distributed import pieces
+from rloo_cli.policy.model import size
 
 
 @dataclass(frozen=True)
@@ -46,3 +49,33 @@ class Whole:
         named: dict[str, Any] = {n: p.detach() for n, p in self.model.named_parameters()}
         with torch.no_grad():
             return list(revert_weight_conversion(self.model, named).items())
+
+
+class Gathered(Whole):
+    """The same of a model whose weights are spread: gathered layer by layer, never all at once.
+
+    `units`: brings them, as {parameter: tensor}; all ranks gather together.
+    """
+
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, units: Callable[[], Iterator[dict[str, Tensor]]]
+    ):
+        super().__init__(model, dtype)
+        self.units = units
+
+    def metadata(self) -> list[Meta]:
+        """What iteration brings, in the same order."""
+        found = []
+        for unit in pieces.groups(self.model):
+            blank = {n: torch.empty(size(p), dtype=p.dtype, device="meta") for n, p in unit.items()}
+            found += [Meta(n, self.dtype, tuple(t.shape)) for n, t in self._named_of(blank)]
+        return found
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for unit in self.units():
+            for name, tensor in self._named_of(unit):
+                yield name, tensor.to(self.dtype).contiguous()
+
+    def _named_of(self, unit: dict[str, Any]) -> list[tuple[str, Tensor]]:
+        with torch.no_grad():
+            return list(revert_weight_conversion(self.model, unit).items())

@@ -10,7 +10,7 @@ import torch
 from rloo_cli.errors import GenerationError, Problem
 from rloo_cli.generation import tolerance
 from rloo_cli.vllm.engine import Answer, Engine, Lost, Refused
-from rloo_cli.vllm.source import Whole
+from rloo_cli.vllm.source import Gathered, Whole
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Supply:
     def take(self, policy: Any, version: int) -> None:
         """From now on it should have these weights. Sends nothing."""
         self.policy, self.version = policy, version
-        own = next(policy.model.parameters()).dtype
+        own = getattr(policy, "dtype", None) or next(policy.model.parameters()).dtype
         self.tolerance = tolerance(str(self.dtype), str(own))
         self.facts["vllm/weight_version"] = float(version)
 
@@ -62,10 +62,16 @@ class Supply:
             self.facts["vllm/restarts"] = float(self.engine.restarts)
         if self.synced == self.label:
             return
-        found = self.engine.sync(Whole(self.policy.model, self.dtype), self.label)
+        found = self.engine.sync(self._source(), self.label)
         if found != self.label:
             raise GenerationError(_other_weights(found, self.label))
         self.synced = self.label
+
+    def _source(self) -> Whole:
+        units = getattr(self.policy, "pieces", None)  # where no process has all weights
+        if units is None:
+            return Whole(self.policy.model, self.dtype)
+        return Gathered(self.policy.model, self.dtype, units)
 
     def rest(self) -> None:
         """The engine may let go of memory; of its weights too, and they are then sent again."""

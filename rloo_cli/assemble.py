@@ -1,0 +1,197 @@
+"""The second half of building a run: the model, spread over the ranks, and what needs it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from rloo_cli import registry
+from rloo_cli.clock import Clock
+from rloo_cli.distributed import pieces
+from rloo_cli.distributed.engine import Copies, Engine
+from rloo_cli.distributed.fsdp import Sharded
+from rloo_cli.distributed.world import World
+from rloo_cli.distributed.zero import Zero
+from rloo_cli.errors import ConfigError, Problem
+from rloo_cli.faults import fault
+from rloo_cli.generation import Generator
+from rloo_cli.generation.led import Led
+from rloo_cli.generation.replica import Replica
+from rloo_cli.ledger import Ledger
+from rloo_cli.log import Log
+from rloo_cli.parts import Run
+from rloo_cli.policy import levels, load, memory
+from rloo_cli.policy.levels import Level
+from rloo_cli.policy.model import Policy, reference
+from rloo_cli.prompts import Prompts
+from rloo_cli.resume import Start
+from rloo_cli.rewards.build import Reward
+from rloo_cli.rollouts import Rollouts
+from rloo_cli.schedule import Limits, rows_of
+from rloo_cli.schema import RunConfig
+
+ENGINES: dict[str, type[Engine]] = {
+    "single": Engine, "ddp": Copies, "fsdp2": Sharded, "zero1": Zero, "zero2": Zero, "zero3": Zero,
+}  # fmt: skip
+
+
+def with_model(
+    config: RunConfig,
+    start: Start,
+    world: World,
+    log: Log,
+    tokenizer: Any,
+    context: int | None,
+    prepared: dict[str | None, Prompts],
+    rewards: list[Reward],
+    steps: int,
+) -> Run:
+    """Weights, and what needs them. Raises RunError."""
+    log.phase("loading the model")
+    algorithm = registry.module("algorithms", config.algorithm.name)
+    settings = algorithm.resolved(config.algorithm, config.generation.backend)
+    config = config.model_copy(update={"algorithm": settings})
+    fault("load")
+    engine = ENGINES[config.distributed.engine](world, config)
+    policy, frozen = _policies(config, engine, start)
+    optimizer = engine.spread(policy, steps * config.updates_per_step)
+    if frozen is not None:
+        engine.freeze(frozen)
+    generator = _generator(config, engine, policy, tokenizer, context, start, log)
+    prompts = prepared[None]
+    level, limits = _layouts(config, engine, policy, frozen, prompts, log)
+    clock = Clock(log.phase)
+    return Run(
+        config=config,
+        folder=start.folder,
+        world=world,
+        engine=engine,
+        algorithm=algorithm,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        sets={name: held_out for name, held_out in prepared.items() if name is not None},
+        policy=policy,
+        reference=frozen,
+        generator=generator,
+        rewards=rewards,
+        rollouts=Rollouts(config, algorithm, prompts, generator, rewards, clock, world),
+        optimizer=optimizer,
+        clock=clock,
+        log=log,
+        steps=steps,
+        separate=algorithm.why_separate(config),
+        limits=limits,
+        level=level,
+        ledger=Ledger(start.folder),
+        attempt=start.attempt,
+    )
+
+
+def _policies(config: RunConfig, engine: Engine, start: Start) -> tuple[Policy, Policy | None]:
+    """The model that learns and, where KL is of use, the frozen one that it is measured to."""
+    model, source = _load(config, engine, str(start.checkpoint or config.model.path))
+    model.train()
+    temperature, settings, device = (
+        config.generation.temperature, config.algorithm, engine.world.device,
+    )  # fmt: skip
+    kl_temperature = 1.0 if getattr(settings, "kl_temperature", "") == "one" else temperature
+    policy = Policy(model, temperature, kl_temperature, device)
+    policy.source = source
+    if getattr(settings, "beta", 0.0) <= 0 and getattr(settings, "kl_in", "") != "none":
+        return policy, None
+    model, source = _load(config, engine, config.model.ref_path or config.model.path)
+    frozen = reference(model, kl_temperature, device)
+    frozen.source = source
+    same_vocabulary(policy, frozen)
+    return policy, frozen
+
+
+def _load(config: RunConfig, engine: Engine, path: str) -> tuple[Any, Any]:
+    """A model on this process's device; or, where it is to be sharded, a shell and its source:
+    rank 0 has the weights, in the CPU's memory."""
+    world = engine.world
+    if not engine.sharded:
+        return load.model(config.model, path, world.device), None
+    real: list[Any] = []
+
+    def read() -> tuple[Any, Any]:
+        real.append(load.model(config.model, path, pieces.CPU, world.device))
+        return real[0].config, real[0].generation_config
+
+    shell = load.shell(config.model, world.first(read), world.device)
+    return shell, pieces.Shells(shell, real[0] if real else None)
+
+
+def _generator(
+    config: RunConfig, engine: Engine, policy: Policy, tokenizer: Any, context: int | None,
+    start: Start, log: Log,
+) -> Generator:  # fmt: skip
+    """Who samples, here or for all ranks."""
+    name, world = config.generation.backend, engine.world
+    backend = registry.load_code(registry.module("generation", name).IMPLEMENTATION)
+
+    def units() -> Iterator[dict[str, Tensor]]:
+        return pieces.of_units(engine, policy.model)
+
+    def build(model: Any = policy.model) -> Generator:
+        found: Generator = backend(model, tokenizer, config, context, start.folder, log.note)
+        return found
+
+    if name == "vllm_server" and (world.size > 1 or engine.sharded):
+        return Led(world, policy, units, build)
+    if not engine.sharded:
+        return build()
+    if name == "transformers":
+        path = config.model.path  # its weights are replaced before it samples
+        copy = load.model(config.model, path, world.device)
+        return Replica(build(copy.eval().requires_grad_(False)), copy, units)
+    policy.pieces = units
+    generator: Any = build()
+    if world.size > 1:  # nobody can be sent weights alone
+        generator.lost_most = 0
+    found: Generator = generator
+    return found
+
+
+def _layouts(
+    config: RunConfig,
+    engine: Engine,
+    policy: Policy,
+    frozen: Policy | None,
+    prompts: Prompts,
+    log: Log,
+) -> tuple[Level, Limits]:
+    """How rows are laid out for each model, and how many a forward pass may have."""
+    log.phase("checking layouts")
+    length, wanted = config.generation.max_completion_length, config.train.layout
+    longest = prompts.longest + length
+    for model in (policy, frozen) if frozen is not None else (policy,):
+        model.scorer.float32 = config.model.lm_head_fp32
+    level = levels.settle(policy, wanted, longest)
+    if frozen is not None and config.model.ref_path is None:
+        levels.follow(frozen, policy)
+    elif frozen is not None:
+        levels.settle(frozen, wanted, longest)
+    completions = [length] * config.algorithm.num_generations
+    group = rows_of(prompts.longest, completions, level.layout)
+    own = memory.limits(policy, config, group, frozen is not None, _share(engine))
+    found = min(engine.world.gather(own), key=lambda limits: limits.rows)
+    size = f"{found.rows} rows" if found.completions is None else f"{found.completions} completions"
+    again = ", recomputed in backward" if policy.model.is_gradient_checkpointing else ""
+    log.note(f"rows are {level}; at most {size} a forward{again}")
+    return level, found
+
+
+def _share(engine: Engine) -> tuple[float, int]:
+    """What part of weights and optimizer a rank holds, and how many ranks share its memory."""
+    world = engine.world
+    return (1 / world.size if engine.sharded else 1.0), world.local
+
+
+def same_vocabulary(policy: Policy, frozen: Policy) -> None:
+    """Raises ConfigError when policy and reference do not speak of the same tokens."""
+    if policy.words != frozen.words:
+        why = f"the policy knows {policy.words} tokens, the reference {frozen.words}"
+        raise ConfigError(
+            Problem("policy and reference differ in vocabulary", "model.ref_path", why)
+        )

@@ -1,0 +1,74 @@
+"""`fsdp2`: weights, gradients and optimizer state in shards, by torch's `fully_shard`.
+
+Each decoder layer is a unit that is gathered for its own forward and backward; embeddings and head
+belong to the root, which is the `Scorer`: whatever asks for logits asks through it. Weights of half
+precision are shards of float32 (they are the masters) that are gathered in half precision, and
+gradients are summed in float32.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from rloo_cli.distributed import pieces
+from rloo_cli.distributed.engine import Engine
+from rloo_cli.distributed.world import World
+from rloo_cli.optim import Optimizer, whole
+from rloo_cli.policy.model import Policy
+from rloo_cli.schema import RunConfig
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class Sharded(Engine):
+    """Everything in shards."""
+
+    lockstep = sharded = True
+
+    def __init__(self, world: World, config: RunConfig):
+        super().__init__(world, config)
+        self.mesh = init_device_mesh(world.device.type, (world.size,))
+
+    def spread(self, policy: Policy, updates: int) -> Any:
+        """Shard the policy, whose weights come from rank 0 unit by unit; its optimizer."""
+        keep = self.config.distributed.master_weights == "float32"
+        self._shard(policy, torch.float32 if keep else None)
+        return Optimizer(policy.model, self.config.train, updates, self.config.distributed)
+
+    def freeze(self, frozen: Policy) -> None:
+        """Shard a policy that is never trained, in its own dtype."""
+        self._shard(frozen, None)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Shards of gradients are averaged in every backward, and add up."""
+        (loss * self.world.size).backward()
+
+    @contextmanager
+    def whole(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor]]:
+        """Gathered, a copy on each rank."""
+        yield [whole(p.detach()) for p in parameters]
+
+    def _shard(self, policy: Policy, stored: torch.dtype | None) -> None:
+        """`stored`: dtype of the shards; None = that of the weights."""
+        scorer, dtype = policy.scorer, policy.dtype
+        offload: OffloadPolicy = OffloadPolicy()
+        if self.config.distributed.offload == "parameters" and self.world.device.type == "cuda":
+            offload = CPUOffloadPolicy()
+        mixed = MixedPrecisionPolicy()
+        if dtype in HALF and stored is not None:
+            mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        given: dict[str, Any] = {"mesh": self.mesh, "mp_policy": mixed, "offload_policy": offload}
+        for unit in (*pieces.layers(policy.model), scorer):
+            pieces.fill(unit, policy.source, self.world, stored if dtype in HALF else None)
+            fully_shard(unit, **given)
+        policy.source = None

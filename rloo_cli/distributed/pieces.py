@@ -1,0 +1,118 @@
+"""A model piece by piece: its layers, filled from rank 0, gathered one after the other.
+
+A model that is to be sharded is loaded on rank 0 alone, in the CPU's memory; the other ranks have a
+shell of it on torch's `meta` device. Unit by unit its weights are then sent round, and each rank
+keeps its share: no rank ever holds more than one whole unit beside its shards.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rloo_cli.distributed.world import World
+
+CPU = torch.device("cpu")
+Source = dict[str, Tensor] | None  # rank 0: every tensor of the real model by its name
+
+
+def layers(model: Any) -> list[nn.Module]:
+    """The decoder layers, in order: the modules of the list that is as long as the config says."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    return list(lists[0]) if lists else []
+
+
+def groups(model: Any) -> list[dict[str, nn.Parameter]]:
+    """Parameters by name, in the model's order of units: what no layer has, then each layer's."""
+    of_layer = {id(p): n for n, layer in enumerate(layers(model)) for p in layer.parameters()}
+    found: dict[int, dict[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        found.setdefault(of_layer.get(id(parameter), -1), {})[name] = parameter
+    return [found[n] for n in sorted(found)]
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every tensor that belongs to a model, by the path of its attribute: parameters, buffers and
+    what modules hold beside them. A tied one has several names."""
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, value in _own(module):
+            found[f"{path}.{name}".lstrip(".")] = value
+    return found
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for holder in (module._parameters, module._buffers, vars(module)):
+        yield from ((n, t) for n, t in holder.items() if isinstance(t, Tensor))
+
+
+@torch.no_grad()
+def fill(unit: nn.Module, source: Any, world: World, dtype: torch.dtype | None) -> None:
+    """Give the shell of a unit its weights, on this rank's device. `source`: see `Shells`.
+
+    Trained weights are stored in `dtype` where one is given. What was filled before stays.
+    """
+    if source is None:
+        return
+    for path, module in source.within(unit):
+        for name, shell in list(_own(module)):
+            if not shell.is_meta:
+                continue
+            known = source.filled.get(id(shell))
+            if known is None:
+                known = _sent(source.real, f"{path}.{name}".lstrip("."), shell, world)
+                if isinstance(shell, nn.Parameter):
+                    own = dtype if dtype and shell.requires_grad else known.dtype
+                    known = nn.Parameter(known.to(own), requires_grad=shell.requires_grad)
+                source.filled[id(shell)] = known
+                source.kept.append(shell)  # its id must not be another's meanwhile
+            _put(module, name, known)
+
+
+def _sent(real: Source, name: str, shell: Tensor, world: World) -> Tensor:
+    if real is not None:
+        known = real[name].detach().to(world.device)
+        if known.shape != shell.shape:
+            raise RuntimeError(f"{name} is {tuple(known.shape)}, its shell {tuple(shell.shape)}")
+        known = known.to(shell.dtype).contiguous()
+    else:
+        known = torch.empty(shell.shape, dtype=shell.dtype, device=world.device)
+    if world.size > 1:
+        dist.broadcast(known, 0)
+    return known
+
+
+def _put(module: nn.Module, name: str, value: Tensor) -> None:
+    for holder in (module._parameters, module._buffers):
+        if name in holder:
+            holder[name] = value  # type: ignore[assignment]
+            return
+    vars(module)[name] = value
+
+
+class Shells:
+    """A model without weights, and on rank 0 those that it is to get."""
+
+    def __init__(self, shell: nn.Module, real: nn.Module | None):
+        self.paths = {
+            id(module): path for path, module in shell.named_modules(remove_duplicate=False)
+        }
+        self.real = None if real is None else tensors(real)
+        self.filled: dict[int, Tensor] = {}
+        self.kept: list[Tensor] = []
+
+    def within(self, unit: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of a unit by their path in the model; those around the model have none."""
+        for module in unit.modules():
+            if id(module) in self.paths:
+                yield self.paths[id(module)], module
+
+
+def of_units(engine: Any, model: Any) -> Iterator[dict[str, Tensor]]:
+    """All weights, whole, unit by unit; each is gone when the next one comes."""
+    for unit in groups(model):
+        with engine.whole(list(unit.values())) as tensors_:
+            yield dict(zip(unit, tensors_, strict=True))

@@ -1,0 +1,250 @@
+"""How ranks talk: a handful of calls, each with a deadline, each made by all of them in one order.
+
+An error is everybody's: what a rank does between two meetings is told at the second one, and all
+leave with the first failing rank's error (PROMISES 7). Plain objects travel pickled, between
+processes of one run that share its token-less, job-private group and nothing else.
+"""
+
+import os
+import pickle
+import socket
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rloo_cli import errors, stop
+from rloo_cli.errors import GenerationError, Problem, RunError, Stopped
+from rloo_cli.schema import DistributedConfig, RunConfig
+
+T = TypeVar("T")
+CARE = 4.0  # times a generation's own deadlines that the others wait for a rank that leads
+
+
+@dataclass(frozen=True)
+class World:
+    """Who we are among the ranks, and the device we compute on."""
+
+    rank: int
+    size: int
+    device: torch.device
+    local: int = 1  # ranks on this machine
+    group: Any = None  # of CPU tensors, None with one rank
+    patient: Any = None  # the same ranks, for what only one of them does
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum of a small tensor over all ranks; the same tensor with one rank."""
+        if self.size == 1:
+            return values
+        found = values.detach().cpu()
+        _meet("a sum", lambda: dist.all_reduce(found, group=self.group))
+        return found.to(values.device)
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank. Anything that can be pickled."""
+        if self.size == 1:
+            return [value]
+        return [pickle.loads(found) for found in self._bytes(pickle.dumps(value))]
+
+    def each(self, work: Callable[[], T]) -> list[T]:
+        """Every rank does `work`; all get every rank's result, or the first failing one's error."""
+        if self.size == 1:
+            return [work()]
+        error: BaseException | None = None
+        told, wrong = b"", None
+        try:
+            told = pickle.dumps(work())
+        except Exception as found:
+            error, wrong = found, _portable(found)
+        heard = [pickle.loads(m) for m in self._bytes(pickle.dumps((told, wrong)))]
+        _raise_first([w for _, w in heard], self.rank, error)
+        return [pickle.loads(value) for value, _ in heard]
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Rank 0 does `work`; all get its result, or its error."""
+        if self.size == 1:
+            return work()
+        message: list[Any] = [None]
+        error: BaseException | None = None
+        if self.is_main:
+            try:
+                message = [(work(), None)]
+            except Exception as raised:
+                error, message = raised, [(None, _portable(raised))]
+        value, wrong = self.say(message[0])
+        _raise_first([wrong], self.rank, error)
+        found: T = value
+        return found
+
+    def say(self, value: Any) -> Any:
+        """What rank 0 gives; the others wait for it as long as a generation may take."""
+        if self.size == 1:
+            return value
+        box = [value]
+        _meet("what rank 0 does", lambda: dist.broadcast_object_list(box, 0, self.patient))
+        return box[0]
+
+    def check_stop(self) -> None:
+        """Raises Stopped on every rank when a signal asked any of them to end."""
+        if self.size == 1:
+            stop.check()
+            return
+        asked = self.sum(torch.tensor(float(stop.asked() is not None)))
+        if asked:
+            stopped = Stopped(Problem("stopped, as a rank was asked to"))
+            try:
+                stop.check()
+            except Stopped as found:
+                stopped = found
+            _everywhere(stopped, elsewhere=False)
+            raise stopped
+
+    def part(self, count: int) -> range:
+        """This rank's share of so many things in a row."""
+        return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+    def _bytes(self, message: bytes) -> list[bytes]:
+        found: list[Any] = [None] * self.size
+        _meet("the others", lambda: dist.all_gather_object(found, message, group=self.group))
+        return found
+
+
+def alone(config: DistributedConfig) -> World:
+    """One process and its device."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return World(rank=0, size=1, device=device)
+
+
+def alone_here() -> World:
+    """One process that only saves."""
+    return World(0, 1, torch.device("cpu"))
+
+
+def join(run: RunConfig) -> World:
+    """Meet the other ranks, as RANK, WORLD_SIZE, MASTER_ADDR, ... in the environment say.
+
+    An engine other than `single` has a process group with one rank too. Raises GenerationError
+    where they do not all come within distributed.timeout_s.
+    """
+    config = run.distributed
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    if config.engine == "single" and size == 1:
+        return alone(config)
+    rank, local = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    limit = timedelta(seconds=config.timeout_s)
+    kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if not dist.is_initialized():
+        _meet("all ranks at the start", lambda: _open(kind, rank, size, limit))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if size == 1:
+        return World(0, 1, device)
+    patience = timedelta(seconds=config.timeout_s + CARE * _generation_s(run))
+    group = dist.new_group(backend="gloo", timeout=limit)
+    patient = dist.new_group(backend="gloo", timeout=patience)
+    return World(rank, size, device, here, group, patient)
+
+
+def _open(kind: str, rank: int, size: int, limit: timedelta) -> None:
+    """The process group, over a store that listens where the launcher said and nowhere else."""
+    if size == 1:
+        dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    handle = os.environ.get("RLOO_STORE_FD")
+    if handle is None and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has a store already
+        dist.init_process_group(kind, timeout=limit)
+        return
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    given: dict[str, Any] = {}
+    if rank == 0 and handle is not None:
+        given = {"master_listen_fd": socket.socket(fileno=int(handle)).detach()}
+    store = dist.TCPStore(
+        host, port, size, rank == 0, timeout=limit, wait_for_workers=False, **given
+    )
+    dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=limit)
+
+
+def _generation_s(run: RunConfig) -> float:
+    """Seconds that a sampler which only rank 0 talks to may take, by its own deadlines."""
+    keys: Any = run.generation
+    section = getattr(keys, "server", None) or getattr(keys, "colocate", None)
+    names = ("ready_timeout_s", "sync_timeout_s", "request_timeout_s", "reconnect_timeout_s")
+    return sum(float(getattr(section, name, 0.0)) for name in names)
+
+
+def _meet(what: str, call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except RuntimeError as error:
+        why = str(error).strip().partition("\n")[0][:300]
+        raise lost(f"waiting for {what}", why) from error
+
+
+def lost(where: str, why: str) -> GenerationError:
+    """The error of a rank whose siblings are gone, or do not answer within the deadline."""
+    fix = "the log of each rank is beside this one; distributed.timeout_s is the deadline"
+    error = GenerationError(Problem("another rank does not answer any more", where, why, fix))
+    error.__dict__["lost"] = True
+    return error
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether this says that other ranks are gone: there is nothing left to do together."""
+    return bool(error.__dict__.get("lost"))
+
+
+def _portable(error: BaseException) -> dict[str, Any]:
+    """An error as plain values."""
+    kinds = [k.__name__ for k in type(error).__mro__ if getattr(errors, k.__name__, None) is k]
+    problems = [asdict(p) for p in error.problems] if isinstance(error, RunError) else []
+    return {"kinds": kinds, "problems": problems, "text": f"{type(error).__name__}: {error}"}
+
+
+def _raise_first(told: list[dict[str, Any] | None], rank: int, own: BaseException | None) -> None:
+    """Raise the error of the first rank that has one; a stop only where nothing else is wrong."""
+    wrong = [(r, e) for r, e in enumerate(told) if e is not None]
+    if not wrong:
+        return
+    real = [(r, e) for r, e in wrong if "Stopped" not in e["kinds"]] or wrong
+    who, error = real[0]
+    if who == rank and own is not None:
+        _everywhere(own, elsewhere=False)
+        raise own
+    kind: Any = getattr(errors, next(iter(error["kinds"]), ""), RunError)
+    problems = [Problem(**p) for p in error["problems"]] or [
+        Problem(f"rank {who}: {error['text']}")
+    ]
+    copy = kind(*problems)
+    _everywhere(copy, elsewhere=True)
+    raise copy
+
+
+def _everywhere(error: BaseException, elsewhere: bool) -> None:
+    """Note on an error that all ranks raise it now; `elsewhere`: it arose on another one."""
+    error.__dict__["everywhere"] = True
+    error.__dict__["elsewhere"] = elsewhere
+
+
+def everywhere(error: BaseException) -> bool:
+    """Whether all ranks have left with this error, so that they can still do something together."""
+    return bool(error.__dict__.get("everywhere"))
+
+
+def elsewhere(error: BaseException) -> bool:
+    """Whether the error is another rank's, which says it."""
+    return bool(error.__dict__.get("elsewhere"))

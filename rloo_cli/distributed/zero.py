@@ -1,0 +1,109 @@
+"""`zero1`, `zero2`, `zero3`: DeepSpeed's engine, driven directly.
+
+accelerate's wrapper steps inside its `backward`, so that the number of micro-batches could not
+change from step to step: here the boundary is set before each backward pass instead. The norm is
+asked for before the step, which is only made when it is finite; a factor on all gradients (an
+advantage's normalisation, known late) goes through the loss scale.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rloo_cli.distributed import pieces
+from rloo_cli.distributed.engine import Engine
+from rloo_cli.distributed.fsdp import Sharded
+from rloo_cli.distributed.zero_optim import ZeroOptimizer
+from rloo_cli.optim import build
+from rloo_cli.policy.model import Policy
+
+HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Zero(Engine):
+    """Optimizer state in shards; from stage 2 on gradients too, in stage 3 the weights."""
+
+    lockstep = True
+
+    @property
+    def stage(self) -> int:
+        return int(self.config.distributed.engine.removeprefix("zero"))
+
+    @property
+    def sharded(self) -> bool:  # type: ignore[override]
+        return self.stage == 3
+
+    def spread(self, policy: Policy, updates: int) -> Any:
+        """Give the policy to DeepSpeed; its optimizer."""
+        deepspeed = _deepspeed()
+        settings = self._settings(policy.dtype)
+        if self.stage == 3:
+            for unit in (*pieces.layers(policy.model), policy.scorer):
+                pieces.fill(unit, policy.source, self.world, None)
+                deepspeed.zero.Init(module=unit, config_dict_or_path=settings, dtype=policy.dtype)
+            policy.source = None
+        trained = [p for p in policy.model.parameters() if p.requires_grad]
+        inner = build(trained, self.config.train)
+        engine, *_ = deepspeed.initialize(
+            model=policy.scorer, optimizer=inner, config=settings, dist_init_required=False
+        )
+        policy.call = engine
+        self.engine = engine
+        return ZeroOptimizer(engine, inner, policy.model, self.config, updates)
+
+    def freeze(self, frozen: Policy) -> None:
+        """In stage 3 a frozen policy is sharded by torch's fully_shard: DeepSpeed has no lighter
+        way for it."""
+        if self.stage == 3:
+            Sharded(self.world, self.config).freeze(frozen)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """DeepSpeed averages over the ranks, and reduces for good in the last one."""
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.backward(loss * self.world.size)
+
+    @contextmanager
+    def whole(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor]]:
+        """Gathered for as long as this lasts."""
+        if self.stage < 3:
+            yield [p.detach() for p in parameters]
+            return
+        with _deepspeed().zero.GatheredParameters(list(parameters)):
+            yield [p.detach() for p in parameters]
+
+    def _settings(self, dtype: torch.dtype) -> dict[str, Any]:
+        """DeepSpeed's own config."""
+        config, on_gpu = self.config.distributed, self.world.device.type == "cuda"
+        zero: dict[str, Any] = {"stage": self.stage, "overlap_comm": on_gpu}
+        if config.offload != "none":
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
+        if config.offload == "parameters":
+            zero["offload_param"] = {"device": "cpu", "pin_memory": on_gpu}
+        settings: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": self.config.train.max_grad_norm or 0.0,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": None,
+        }
+        if dtype in HALF:
+            settings[HALF[dtype]] = {"enabled": True}
+            settings["data_types"] = {"grad_accum_dtype": "fp32"}
+        return settings
+
+
+def _deepspeed() -> Any:
+    """DeepSpeed, quiet, and without the helper in shared memory that it would compile for a CPU."""
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_init_required=False, verbose=False)
+    return deepspeed
