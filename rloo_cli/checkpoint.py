@@ -28,7 +28,7 @@ from rloo_cli.files import read_json, sync, update_json, write_text
 from rloo_cli.parts import Run
 from rloo_cli.policy.model import size
 from rloo_cli.resume import written
-from rloo_cli.updates import Updates
+from rloo_cli.updates import Updates, together
 
 PACKAGES = ("rloo-cli", "torch", "transformers", "safetensors")
 RNG, ROLLOUTS = "rng", "rollouts"
@@ -117,7 +117,7 @@ def _gather(run: Run) -> Gathered:
     tensors, optimizer = run.optimizer.dump(run.world.rank, run.world.size)
     if run.cycle is None:
         return Gathered(tensors, optimizer, run.rng, None)
-    return Gathered(tensors, optimizer, run.cycle.rng, run.cycle.safe.together(run.world))
+    return Gathered(tensors, optimizer, run.cycle.rng, together(run.cycle.safe, run.world))
 
 
 def _write(run: Run, folder: Path, state: Gathered) -> None:

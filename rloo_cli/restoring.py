@@ -13,6 +13,7 @@ from rloo_cli.checkpoint import RNG, ROLLOUTS
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.files import read_json
 from rloo_cli.parts import Run, State
+from rloo_cli.updates import scalars_alone
 
 
 def restore(run: Run, checkpoint: Path) -> None:
@@ -32,7 +33,7 @@ def restore(run: Run, checkpoint: Path) -> None:
             run.cycle = cycle.load(rollouts, plain, run.prompts)
             run.cycle.rng = states
             if not run.world.is_main:  # they are summed over ranks
-                run.cycle.updates = run.cycle.updates.scalars_alone()
+                run.cycle.updates = scalars_alone(run.cycle.updates)
                 run.cycle.safe = run.cycle.updates.copy()
         run.rng = states
         rng.put(states)

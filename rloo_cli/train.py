@@ -18,6 +18,7 @@ from rloo_cli.parts import Run
 from rloo_cli.pauses import pause
 from rloo_cli.rollout import Batch
 from rloo_cli.updates import Updates
+from rloo_cli.updates import together as together_updates
 
 
 def train(run: Run) -> None:
@@ -36,7 +37,7 @@ def train(run: Run) -> None:
         if run.world.is_main:
             run.ledger.step(cycle.batch, state.place, cycle.updates.made, cycle.batch.updated)
         state.advance(cycle.batch)
-        run.log.step(run, cycle.batch, cycle.updates.together(run.world))
+        run.log.step(run, cycle.batch, together_updates(cycle.updates, run.world))
         run.cycle, run.rng = None, rng.take()
 
 

@@ -54,34 +54,11 @@ class Updates:
         """What is known now, apart from what is added later. (No tensor is ever changed.)"""
         return Updates.of(self.dump(), self.work)
 
-    def scalars_alone(self) -> "Updates":
-        """Without the sums, which another rank has."""
-        found = Updates()
-        found.scalars = self.copy().scalars
-        return found
-
     def dump(self) -> dict[str, Tensor]:
         """All of it as tensors: sum/, largest/ and scalar/ before each name."""
         scalars = {n: torch.tensor(v, dtype=torch.float64) for n, v in self.scalars.items()}
         parts = {"sum": self.sums, "largest": self.largest, "scalar": scalars}
         return {f"{kind}/{n}": t for kind, found in parts.items() for n, t in found.items()}
-
-    def together(self, world: World) -> "Updates":
-        """Those of all ranks, whose updates are the same ones. All ranks ask."""
-        if world.size == 1:
-            return self
-        mine = ({n: t.cpu() for n, t in self.dump().items()}, dict(self.work))
-        whole = Updates()
-        for tensors, work in world.gather(mine):
-            other = Updates.of(tensors, work)
-            whole.add(**other.sums)
-            for name, value in other.largest.items():
-                old = whole.largest.get(name)
-                whole.largest[name] = value if old is None else torch.maximum(old, value)
-            for name, amount in work.items():
-                whole.work[name] += amount
-            whole.scalars = other.scalars
-        return whole
 
     @staticmethod
     def of(tensors: dict[str, Tensor], work: dict[str, float]) -> "Updates":
@@ -179,6 +156,31 @@ class Updates:
         if s.get("weights"):
             row |= _corrections(s, top)
         return row
+
+
+def together(updates: Updates, world: World) -> Updates:
+    """Those of all ranks, whose updates are the same ones. All ranks ask."""
+    if world.size == 1:
+        return updates
+    mine = ({n: t.cpu() for n, t in updates.dump().items()}, dict(updates.work))
+    whole = Updates()
+    for tensors, work in world.gather(mine):
+        other = Updates.of(tensors, work)
+        whole.add(**other.sums)
+        for name, value in other.largest.items():
+            old = whole.largest.get(name)
+            whole.largest[name] = value if old is None else torch.maximum(old, value)
+        for name, amount in work.items():
+            whole.work[name] += amount
+        whole.scalars = other.scalars
+    return whole
+
+
+def scalars_alone(updates: Updates) -> Updates:
+    """Without the sums, which another rank has."""
+    found = Updates()
+    found.scalars = updates.copy().scalars
+    return found
 
 
 def _weights(updates: Updates, loss: Any, micro: Micro) -> None:

@@ -13,7 +13,9 @@ import pytest
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # Files whose tests use `server`.
-ONE_SERVER = ("test_vllm_contract.py", "test_vllm_truth.py", "test_judge_vllm.py")
+ONE_SERVER = (
+    "test_vllm_contract.py", "test_vllm_truth.py", "test_judge_vllm.py", "test_ranks_vllm.py",
+)  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

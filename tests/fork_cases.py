@@ -21,18 +21,26 @@ SERVER = Path(__file__).with_name("fork_server.py")
 
 @dataclass
 class Forked:
-    """`forked(*words, faults=...)` is `rloo(*words)` in `folder`; the exit code."""
+    """`forked(*words, faults=..., ranks=...)` is `rloo(*words)` in `folder`; the exit code."""
 
     server: subprocess.Popen[str]
     folder: Path
 
-    def __call__(self, *words: str, faults: str = "") -> int:
-        armed = {"RLOO_FAULTS": faults, "RLOO_ALLOW_FAULTS": "1"}
+    def __call__(
+        self, *words: str, faults: str = "", ranks: int = 0, env: dict[str, str] | None = None
+    ) -> int:
+        armed = {"RLOO_FAULTS": faults, "RLOO_ALLOW_FAULTS": "1"} | (env or {})
 
         def run(module: str, words: list[str], *looked_after: object) -> int:
             assert module == "worker"
             out = str(self.folder / "out")
-            job = {"words": words, "cwd": str(self.folder), "env": armed, "out": out}
+            job = {
+                "words": words,
+                "cwd": str(self.folder),
+                "env": armed,
+                "out": out,
+                "ranks": ranks,
+            }
             assert self.server.stdin and self.server.stdout
             self.server.stdin.write(json.dumps(job) + "\n")
             self.server.stdin.flush()

@@ -1,11 +1,13 @@
 """Runs workers as children of a process that has imported torch already: a second less each.
 
-Reads one JSON line per worker on its stdin ({"words", "cwd", "env", "out"}), forks, and answers
-with a line that has its exit code (-N: killed by signal N). It has no thread but its own.
+Reads one JSON line per run on its stdin ({"words", "cwd", "env", "out", "ranks"}), forks as many
+ranks, and answers with a line that has the exit code (-N: killed by signal N) of the one that ended
+first of those that did not end with 0. It has no thread but its own.
 """
 
 import json
 import os
+import socket
 import sys
 
 import torch
@@ -13,13 +15,14 @@ import torch
 from rloo_cli import worker
 
 
-def child(job: dict) -> None:  # type: ignore[type-arg]
+def child(job: dict, rank: dict) -> None:  # type: ignore[type-arg]
     """Be that worker."""
     out = os.open(job["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.chdir(job["cwd"])
     os.environ.update(job["env"])
+    os.environ.update({k: str(v) for k, v in rank.items()})
     sys.argv = ["worker", *job["words"]]
     worker.main()
 
@@ -28,11 +31,29 @@ def main() -> None:
     """Answer until the line ends."""
     torch.set_num_threads(1)
     for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            child(json.loads(line))
-        _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        job = json.loads(line)
+        for rank in ranks(job.get("ranks", 0)):
+            if os.fork() == 0:
+                child(job, rank)
+        codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(job.get("ranks") or 1)]
+        print(next((code for code in codes if code), 0), flush=True)
+
+
+def ranks(count: int) -> list[dict]:  # type: ignore[type-arg]
+    """What the environment of each rank says; of none where there is one process."""
+    if not count:
+        return [{}]
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it says on stdout that it took it
+    import deepspeed  # noqa: F401  (once, not in each rank)
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    all_of = {
+        "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    return [{"RANK": n, "LOCAL_RANK": n, **all_of} for n in range(count)]
 
 
 if __name__ == "__main__":

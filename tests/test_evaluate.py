@@ -195,9 +195,9 @@ def test_the_temperature_of_evaluation_is_its_own(tmp_path):
 
 
 def test_a_signal_ends_an_evaluation_before_the_next_batch_is_sampled(tmp_path, monkeypatch):
-    def generate(groups, seeds, greedy):
+    def generate(groups, seeds, greedy, arrived):
         asked.append(len(groups))
-        first(groups, seeds, greedy=greedy)
+        first(groups, seeds, greedy=greedy, arrived=arrived)
         if len(asked) == 2:
             monkeypatch.setattr(scoring, "finish", heard)
 

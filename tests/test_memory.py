@@ -93,7 +93,7 @@ def test_logits_are_kept_up_to_a_size_and_a_quarter_of_the_room(monkeypatch):
 def test_an_engine_on_the_same_gpu_has_its_share_unless_it_lets_go_of_all(monkeypatch):
     model = fresh().to(torch.bfloat16)
     count = sum(p.numel() for p in model.parameters())
-    there = SimpleNamespace(model=model, device=torch.device("cuda"))
+    there = SimpleNamespace(model=model, device=torch.device("cuda"), dtype=torch.bfloat16)
     monkeypatch.setattr(memory, "_total", lambda device: 1e8)
     one = config(backend="vllm_colocate")
     for sleep, share in (("none", 0.7), ("kv", 0.7), ("weights", 1.0)):

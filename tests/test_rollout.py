@@ -9,6 +9,7 @@ from algorithm_cases import config
 from policy_cases import groups, packed, rollout
 
 from rloo_cli.algorithms import rloo
+from rloo_cli.distributed.world import alone_here
 from rloo_cli.minibatches import plan_updates, slices
 from rloo_cli.packing import unpack
 from rloo_cli.rollout import Batch, Group
@@ -157,7 +158,10 @@ def run(num_minibatches=1, micro_groups=2, **changes):
     train = SimpleNamespace(forward_all=True)
     whole = SimpleNamespace(seed=1, algorithm=settings, generation=generation, train=train)
     limits = SimpleNamespace(completions=K * micro_groups)
-    return SimpleNamespace(config=whole, algorithm=rloo, limits=limits)
+    engine = SimpleNamespace(lockstep=False)
+    return SimpleNamespace(
+        config=whole, algorithm=rloo, limits=limits, world=alone_here(), engine=engine
+    )
 
 
 def parts(plans):

@@ -7,6 +7,7 @@ advantage's normalisation, known late) goes through the loss scale.
 """
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -100,6 +101,8 @@ class Zero(Engine):
 
 def _deepspeed() -> Any:
     """DeepSpeed, quiet, and without the helper in shared memory that it would compile for a CPU."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would look for others, and say so
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

@@ -24,6 +24,7 @@ class ZeroOptimizer:
         self.max_grad_norm = config.train.max_grad_norm
         self.schedule = schedule(inner, config.train, updates)
         self.factor = 1.0
+        self.state = State(engine, inner, self.stage3)
 
     @property
     def learning_rate(self) -> float:
@@ -33,12 +34,12 @@ class ZeroOptimizer:
     @property
     def masters_bytes(self) -> int:
         """Bytes of float32 masters in a checkpoint, over all ranks."""
-        return sum(4 * self._count(p) for p in self.weights) if self.half else 0
+        return sum(4 * count(p) for p in self.weights) if self.half else 0
 
     @property
     def count(self) -> int:
         """Trained parameters, over all ranks."""
-        return sum(map(self._count, self.weights))
+        return sum(map(count, self.weights))
 
     def grad_norm(self, factor: float = 1.0) -> Tensor:
         """Global L2 norm of the gradients times `factor`, unclipped. ()"""
@@ -88,12 +89,12 @@ class ZeroOptimizer:
     def dump(self, rank: int, size: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """`optim.Optimizer.dump`: the share of rank `rank`; all ranks call it together."""
         saved = Saved(rank, size)
-        counters = self._counters()
+        counters = self.state.counters()
         for number, (name, weight) in enumerate(zip(self.names, self.weights, strict=True)):
             if self.half:
-                saved.add(number, f"master/{name}", self._get(weight, None))
-            for what in self._kinds():
-                saved.add(number, f"{what}/{name}", self._get(weight, what))
+                saved.add(number, f"master/{name}", self.state.get(weight, None))
+            for what in self.state.kinds():
+                saved.add(number, f"{what}/{name}", self.state.get(weight, what))
             for what, value in counters.items():
                 saved.add(number, f"{what}/{name}", value)
         groups = named_groups(self.inner, [self.names])
@@ -105,34 +106,44 @@ class ZeroOptimizer:
         """Put back what `dump` gave, of any engine and number of ranks. Raises ConfigError."""
         there(self.names, tensors, facts)
         counters: dict[str, Tensor] = {}
-        self._make_state()
+        self.state.make_state()
         weights = dict(zip(self.names, self.weights, strict=True))
         for key in tensors:
             what, _, name = key.partition("/")
             value = tensors[key]
             if what == "master":
-                self._set(weights[name], value, None)
+                self.state.set(weights[name], value, None)
             elif value.dim() == 0:
                 counters[what] = value
             else:
-                self._set(weights[name], value, what)
+                self.state.set(weights[name], value, what)
         for state in self.inner.state.values():
             state |= {what: value.clone() for what, value in counters.items()}
         put_facts(self.inner, self.schedule, facts, self)
 
-    def _count(self, parameter: Any) -> int:
-        return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
-    def _kinds(self) -> list[str]:
+def count(parameter: Any) -> int:
+    """Elements of a weight, over all ranks."""
+    return int(getattr(parameter, "ds_numel", None) or parameter.numel())
+
+
+class State:
+    """A torch optimizer's state per parameter, of which DeepSpeed has flat shares."""
+
+    def __init__(self, engine: Any, inner: Any, stage3: bool):
+        self.engine, self.zero, self.inner, self.stage3 = engine, engine.optimizer, inner, stage3
+
+    def kinds(self) -> list[str]:
         """Names of the state that has an element for each of a parameter's."""
         state: Any = next(iter(self.inner.state.values()), {})
         return [k for k, v in state.items() if isinstance(v, Tensor) and v.dim() > 0]
 
-    def _counters(self) -> dict[str, Tensor]:
+    def counters(self) -> dict[str, Tensor]:
+        """State that is one number for all."""
         state: Any = next(iter(self.inner.state.values()), {})
         return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim() == 0}
 
-    def _make_state(self) -> None:
+    def make_state(self) -> None:
         """The optimizer makes its state at its first step; a step of 0 makes it, and moves nothing.
 
         Stages 1 and 2 have done so at their start.
@@ -146,22 +157,22 @@ class ZeroOptimizer:
                         "exp_avg_sq": torch.zeros_like(flat),
                     }
 
-    def _get(self, weight: Any, what: str | None) -> Tensor:
+    def get(self, weight: Any, what: str | None) -> Tensor:
         """A parameter's master (None) or state, whole, on every rank."""
         if self.stage3:
-            found = self.zero_.get_full_hp_param(weight, what)
+            found = self.zero.get_full_hp_param(weight, what)
         else:
             found = weight.get_full_hp_param(what)
         whole: Tensor = found
         return whole.view(getattr(weight, "ds_shape", weight.shape))
 
-    def _set(self, weight: Any, value: Tensor, what: str | None) -> None:
+    def set(self, weight: Any, value: Tensor, what: str | None) -> None:
         """Put a whole value into this rank's share of it."""
         if not self.stage3:
             weight.set_full_hp_param(value.to(weight.device), what)
             return
-        part, _ = self.zero_._get_fp32_opt_state_partition(weight, optim_state_key=what)
-        rank = self.zero_._get_param_partition_rank(weight)
+        part, _ = self.zero._get_fp32_opt_state_partition(weight, optim_state_key=what)
+        rank = self.zero._get_param_partition_rank(weight)
         flat = value.reshape(-1)
         padded = torch.cat([flat, flat.new_zeros(part.numel() * self.engine.world_size)])
         part.data.copy_(padded.narrow(0, part.numel() * rank, part.numel()))

@@ -106,7 +106,9 @@ def bytes_per_row(policy: Policy) -> float:
     return sum(held.values()) / micro.input_ids.numel()
 
 
-def _left(policy: Policy, config: RunConfig, reference: bool, share: tuple[float, int]) -> float:
+def _left(
+    policy: Policy, config: RunConfig, reference: bool, share: tuple[float, int] = (1.0, 1)
+) -> float:
     """Bytes of the device that weights, gradients, masters and optimizer leave."""
     weights = [p for p in policy.model.parameters() if p.requires_grad]
     count, each = sum(prod(size(p)) for p in weights), policy.dtype.itemsize
