@@ -11,10 +11,8 @@ import hashlib
 import os
 import platform
 import shlex
-import shutil
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
@@ -23,16 +21,34 @@ from typing import Any
 
 import yaml
 
-from rloo_cli import config, faults, machine, managed, pids, processes, resume, server_file, serving
+from rloo_cli import (
+    complaints,
+    config,
+    faults,
+    following,
+    leaving,
+    machine,
+    managed,
+    meeting,
+    pids,
+    processes,
+    rendezvous,
+    resume,
+    spread_rules,
+    surroundings,
+)
 from rloo_cli.compose import Composed
-from rloo_cli.errors import ConfigError, Problem
+from rloo_cli.errors import ConfigError, Problem, RunError
 from rloo_cli.files import read_json, update_json, write_json, write_text
+from rloo_cli.meeting import Leader
 from rloo_cli.resume import Start
 from rloo_cli.schema import RunConfig
+from rloo_cli.surroundings import Place
 from rloo_cli.tools import plan
 
 PACKAGES = ("rloo-cli", "torch", "transformers", "datasets", "hydra-core", "omegaconf", "pydantic")
 REFUSED = (2, 3, 4, 5)
+LEFT_S = 10.0  # ranks that lost their launcher end by themselves, or are ended then
 # Words that do not make a job of a sweep another one.
 SAME_JOB = ("resume", "resume_allow_changes", "root", "logging", "checkpoint", "hydra")
 
@@ -41,10 +57,35 @@ def train(composed: Composed, multirun: bool = False, dry_run: bool = False) -> 
     """One experiment, from its composed config to its end; the exit code. Raises RunError."""
     faults.check()
     run = config.check(_apart(composed) if multirun else composed)
-    machine.check(run, downloads=not dry_run)
     if dry_run:
+        machine.check(run, downloads=False)
         print(plan.text(run))
         return 0
+    place, run = _placed(run, composed)
+    if not place.leads:
+        return following.follow(run, place)
+    with meeting.leading(Path(run.root), str(run.name), place) as leader:
+        machine.check(run, here=place.on_node)
+        leader.code = _lead(run, composed, place, leader)
+    return leader.code
+
+
+def _placed(run: RunConfig, composed: Composed) -> tuple[Place, RunConfig]:
+    """Where we stand, and the config as it holds there. Raises ConfigError."""
+    try:
+        place, run, notes = surroundings.find(os.environ, run)
+        if problems := [*spread_rules.enough_prompts(run, place.total)]:
+            raise ConfigError(*problems)
+    except ConfigError as error:
+        placed = [complaints.placed(p, composed.sources) for p in error.problems]
+        raise ConfigError(*placed) from None
+    if place.leads:
+        print("".join(f"{note}\n" for note in notes), end="")
+    return surroundings.alone_on_gpu(place, os.environ), run
+
+
+def _lead(run: RunConfig, composed: Composed, place: Place, leader: Leader) -> int:
+    """What rank 0's launcher does: make the folder, train, say how it ended; the exit code."""
     folder = Path(run.root, str(run.name))
     _alone(folder)
     with contextlib.ExitStack() as held:
@@ -59,14 +100,45 @@ def train(composed: Composed, multirun: bool = False, dry_run: bool = False) -> 
             folder.mkdir(parents=True)
             held.enter_context(locked(folder))
         prepare(start, run, composed)
-        words = [str(folder), str(start.attempt), str(start.checkpoint or "")]
-        with managed.server(folder, run) as (look, env):
-            code = processes.run("worker", words, _note_rank(folder), _saving(folder), look, env)
+        died: list[str] = []
+        try:
+            code = _train(start, run, place, leader, died)
+        except RunError as error:
+            if error.code in REFUSED and not _begun(start):
+                leaving.take_back(start, before, new_root)
+            raise
         if code in REFUSED and not _begun(start):
-            _take_back(start, before, new_root)
+            leaving.take_back(start, before, new_root)
         else:
-            _say_end(start, code, _again(composed, run))
+            leaving.say_end(start, code, _again(composed, run), died)
     return code
+
+
+def _train(start: Start, run: RunConfig, place: Place, leader: Leader, died: list[str]) -> int:
+    """Start the ranks that are ours, and a server if one is wanted; their exit code."""
+    folder = start.folder
+    words = [str(folder), str(start.attempt), str(start.checkpoint or "")]
+    with contextlib.ExitStack() as held:
+        listening = rendezvous.listen(run, place)
+        host, port = spread_rules.address(place.store) or ("", 0)
+        if listening is not None:
+            held.enter_context(listening)
+            host, port = listening.getsockname()[:2]
+        look, env = held.enter_context(managed.server(folder, run, here=place.on_node))
+        leader.say(attempt=start.attempt, checkpoint=words[2], store=[host, port], env=env)
+
+        def started(pids: list[int]) -> None:
+            _note_ranks(folder, place.first, pids)
+            if listening is not None:
+                listening.close()  # rank 0 has it: if it dies, others are not kept waiting by us
+
+        def say(why: str) -> None:
+            died.append(why)
+            processes.say(why)
+
+        starts = following.with_env(rendezvous.starts(place, host, port, listening), env)
+        watch = processes.Watch(started, following.saving(folder), look, leader.heard, say)
+        return processes.run("worker", words, watch, starts)
 
 
 def _begun(start: Start) -> bool:
@@ -92,8 +164,9 @@ def _alone(folder: Path) -> None:
         return
     if facts.get("state") in ("starting", "training") and pids.alive(facts):
         raise ConfigError(_busy(folder, facts["pid"]))
+    limit = time.monotonic() + LEFT_S
     for left in [*facts.get("ranks", []), *[s for s in [facts.get("server")] if s]]:
-        pids.end(left)
+        pids.end(left, max(0.0, limit - time.monotonic()))
 
 
 @contextmanager
@@ -190,66 +263,9 @@ def prepare(start: Start, run: RunConfig, composed: Composed) -> None:
     )
 
 
-def _note_rank(folder: Path) -> Callable[[int], None]:
-    def note(pid: int) -> None:
-        rank = {"pid": pid, "group": pid, "pid_started": pids.started(pid)}
-        update_json(folder / "run.json", ranks=[rank])
-
-    return note
-
-
-def _saving(folder: Path) -> Callable[[], bool]:
-    return lambda: any(folder.glob(".tmp-*"))
-
-
-def _take_back(start: Start, before: dict[str, Any], new_root: bool) -> None:
-    """Leave things as they were before a run that was refused."""
-    folder = start.folder
-    if not before:
-        _clear(folder)
-        if new_root:
-            with contextlib.suppress(OSError):  # another run came to it meanwhile
-                folder.parent.rmdir()
-        return
-    shutil.rmtree(resume.config_file(folder, start.attempt).parent)
-    write_json(folder / "run.json", before)
-
-
-def _clear(folder: Path) -> None:
-    """Remove a run's folder, but for what a server has in it that waits there for the run."""
-    if server_file.live(folder) is None:
-        shutil.rmtree(folder)
-        return
-    kept = {folder / server_file.NAME, folder / serving.LOGS, folder / serving.LOGS.parent}
-    for entry in [*folder.iterdir(), *(folder / serving.LOGS.parent).iterdir()]:
-        if entry in kept:
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
-
-
-def _say_end(start: Start, code: int, command: str) -> None:
-    """Why the run ended, the last checkpoint, how to go on, and where things are."""
-    folder = start.folder
-    facts, log = read_json(folder / "run.json"), resume.config_file(folder, start.attempt).parent
-    known = {0: "finished", 75: "stopped, as it was asked to", 130: "ended by a second Ctrl-C"}
-    why = known.get(code, f"ended with {code}")
-    if facts.get("code") is None and code not in (75, 130):
-        why = "its process ended without a word: killed, out of memory, or by code of a reward"
-    step = facts.get("progress", {}).get("step", 0)
-    last = facts.get("checkpoint") or "none yet: it begins anew"
-    lines = [
-        f"{folder}: {why}, after step {step}",
-        f"  checkpoint  {last}",
-        f"  go on       {command}",
-        f"  log         {log}",
+def _note_ranks(folder: Path, first: int, found: list[int]) -> None:
+    ranks = [
+        {"pid": pid, "group": pid, "pid_started": pids.started(pid), "rank": first + i}
+        for i, pid in enumerate(found)
     ]
-    if code:
-        print("\n".join(lines), file=sys.stderr)
-    state = {0: "finished", 75: "stopped", 130: "stopped"}.get(code, "failed")
-    ended = {"why": why, "checkpoint": facts.get("checkpoint"), "resume": command}
-    update_json(folder / "run.json", state=state, code=code, ended=ended)
-    with contextlib.suppress(OSError), (log / "rank_0.log").open("a") as file:
-        file.write("\n".join(lines) + "\n")
+    update_json(folder / "run.json", ranks=ranks)

@@ -7,16 +7,17 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from rloo_cli import hub, made, places, registry, stages
+from rloo_cli import hub, made, places, ranks, registry, stages
 from rloo_cli.errors import MachineError, Problem
 from rloo_cli.schema import RunConfig
 from rloo_cli.vllm import arguments
 
 
-def check(run: RunConfig, downloads: bool = True) -> None:
+def check(run: RunConfig, downloads: bool = True, here: int = 1) -> None:
     """Raises MachineError (exit 3) with everything the machine lacks for this run.
 
     `downloads`: what has to be downloaded or installed counts too (a plan needs nothing of it).
+    `here`: processes of this machine that take a GPU each, where there are GPUs.
     """
     problems: list[Problem] = []
     for name, entry in run.rewards.items():
@@ -27,6 +28,7 @@ def check(run: RunConfig, downloads: bool = True) -> None:
         except MachineError as error:
             problems += [replace(p, where=f"reward.{name}") for p in error.problems]
     problems += [*(_downloads(run) if downloads else ()), *_packages(run)]
+    problems += [*(_engine(run) if downloads else ()), *_devices(here)]
     problems += [*(arguments.problems(run) if downloads else ()), *_root(run)]
     if problems:
         raise MachineError(*problems)
@@ -80,3 +82,24 @@ def _packages(run: RunConfig) -> Iterator[Problem]:
         fix = f"pip install {install}, or model.attn_implementation=sdpa"
         what = f"model.attn_implementation = {attention!r} cannot be had"
         yield Problem(what, "model.attn_implementation", why, fix)
+
+
+def _engine(run: RunConfig) -> Iterator[Problem]:
+    engine = run.distributed.engine
+    if engine.startswith("zero") and find_spec("deepspeed") is None:
+        why = "it needs the package deepspeed, which is not installed"
+        fix = "pip install 'rloo-cli[deepspeed]', or distributed=ddp, or distributed=fsdp2"
+        what = f"distributed.engine = {engine} cannot be had"
+        yield Problem(what, "distributed.engine", why, fix)
+
+
+def _devices(here: int) -> Iterator[Problem]:
+    """Two processes on one GPU: the second finds its memory taken, or waits for the first."""
+    found = ranks.gpus() if here > 1 else []
+    if found and here > len(found):
+        yield Problem(
+            f"{here} processes are to train here, and there are {len(found)} GPUs",
+            "distributed.num_processes",
+            f"each takes a GPU of its own; visible: {', '.join(found)}",
+            f"distributed.num_processes={len(found)}, or CUDA_VISIBLE_DEVICES with {here} of them",
+        )

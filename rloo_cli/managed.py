@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import pids, ranks, server_file, serving
+from rloo_cli import pids, server_file, serving
 from rloo_cli.errors import ConfigError, MachineError, Problem, RunError
 from rloo_cli.files import update_json
 from rloo_cli.schema import RunConfig
@@ -25,12 +25,13 @@ Environment = dict[str, str]
 
 @contextmanager
 def server(
-    folder: Path, run: RunConfig, note: Callable[[str], None] = print
+    folder: Path, run: RunConfig, note: Callable[[str], None] = print, here: int = 1
 ) -> Iterator[tuple[Callable[[], None], Environment]]:
     """While inside, a run that needs a server of its own has one.
 
-    Yields what to call a few times a second, and what the worker's environment must say. Raises
-    ConfigError and MachineError where GPUs would have to be shared.
+    `here`: processes on this machine that need a GPU each. Yields what to call a few times a
+    second, and what the worker's environment must say. Raises ConfigError and MachineError where
+    GPUs would have to be shared.
     """
     keys: Any = run.generation
     if keys.backend != "vllm_server" or keys.server.base_url is not None:
@@ -39,9 +40,9 @@ def server(
     there, gpus = server_file.live(folder), arguments.gpus()
     if there is not None and there.by != "train":
         note(f"samples with the server at {there.url} (process {there.pid} on {there.host})")
-        yield lambda: None, apart(gpus, there)
+        yield lambda: None, apart(gpus, there, here)
         return
-    ours, theirs = share(gpus, ranks.here(run), wanted(run))
+    ours, theirs = share(gpus, here, wanted(run))
     watched = Watched(folder, run, theirs, note)
     try:
         watched.look()
@@ -97,8 +98,11 @@ def share(gpus: list[str], ranks: int, wanted: int) -> tuple[Environment, Enviro
     return {VISIBLE: ",".join(ours)}, {VISIBLE: ",".join(theirs)}
 
 
-def apart(gpus: list[str], there: server_file.Server) -> Environment:
-    """The GPUs that a server which runs already leaves to the trainer. Raises ConfigError."""
+def apart(gpus: list[str], there: server_file.Server, here: int = 1) -> Environment:
+    """The GPUs that a server which runs already leaves to the trainer's `here` processes.
+
+    Raises ConfigError.
+    """
     if not gpus or there.alive() is None:  # on another machine
         return {}
     left = [gpu for gpu in gpus if gpu not in there.devices]
@@ -109,6 +113,15 @@ def apart(gpus: list[str], there: server_file.Server) -> Environment:
                 "generation.backend",
                 f"the server at {there.url} has {', '.join(there.devices)}",
                 "generation=vllm_colocate, or start the server under CUDA_VISIBLE_DEVICES=OTHERS",
+            )
+        )
+    if len(left) < here:
+        raise ConfigError(
+            Problem(
+                f"server and trainer would share a GPU: {len(left)} are left for {here} processes",
+                "distributed.num_processes",
+                f"the server at {there.url} has {', '.join(there.devices)}",
+                f"distributed.num_processes={len(left)}",
             )
         )
     return {VISIBLE: ",".join(left)}

@@ -11,7 +11,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import data_rules, hub, judge_keys, made, places, registry
+from rloo_cli import data_rules, hub, judge_keys, made, places, registry, spread_rules
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.names import nearest
 from rloo_cli.schema import RunConfig
@@ -34,6 +34,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     """Everything wrong with a run whose keys are each right on their own."""
     yield from _length(run)
     yield from _batch(run)
+    yield from spread_rules.problems(run)
     yield from registry.module("algorithms", run.algorithm.name).problems(run)
     yield from getattr(registry.module("generation", run.generation.backend), "rules", _none)(run)
     yield from places.problems(run)

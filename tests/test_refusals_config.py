@@ -85,6 +85,51 @@ SCORECARD: dict[str, Case] = {
     "an engine that is not there": train(
         "distributed.engine=deepspeed", says=["distributed.engine", "zero2"]
     ),
+    "BC-9 fewer prompts than processes": train(
+        "distributed=ddp", "distributed.num_processes=4", "distributed.num_nodes=3",
+        "train.prompts_per_step=8",
+        says=["8 is less than the 12 processes", "4 would have none", "prompts_per_step=12"],
+    ),
+    "several processes of a single one": train(
+        "distributed.num_processes=2",
+        says=["num_processes = 2, and distributed.engine = single", "distributed=ddp"],
+    ),
+    "several nodes of a single process": train(
+        "distributed.num_nodes=2", says=["distributed.num_nodes = 2, and", "distributed=ddp"]
+    ),
+    "an optimizer kept where ddp has none": train(
+        "distributed=ddp", "distributed.offload=optimizer",
+        says=["engine = ddp; it needs one of: zero1, zero2, zero3", "fix      distributed=zero3"],
+    ),
+    "weights kept where zero2 has none": train(
+        "distributed=zero2", "distributed.offload=parameters",
+        says=["engine = zero2; it needs one of: zero3, fsdp2", "fix      distributed=fsdp2"],
+    ),
+    "a meeting place that is none": train(
+        "distributed=ddp", "distributed.rdzv=node1:x", says=["'node1:x' is not host:port"]
+    ),
+    "nodes that nothing starts": train(
+        "distributed=ddp", "distributed.num_nodes=2", "distributed.num_processes=1",
+        says=["started by itself", "srun --nodes=2 --ntasks-per-node=1 rloo train", "torchrun"],
+    ),
+    "a step of another number of nodes": train(
+        "distributed=ddp", "distributed.num_nodes=2", "distributed.num_processes=1",
+        env={"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3"},
+        says=["num_nodes = 2, and this Slurm step has 3", "distributed.num_nodes=3, or srun"],
+    ),
+    "torchrun's processes for a single one": train(
+        env={"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+        says=["torchrun started 2 processes", "distributed=ddp, distributed=zero2 or"],
+    ),
+    "more of torchrun's processes than prompts": train(
+        "distributed=ddp", "train.prompts_per_step=2",
+        env={"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+        says=["train.prompts_per_step = 2 is less than the 3 processes"],
+    ),
+    "a rank without a meeting place": train(
+        "distributed=ddp", env={"RANK": "0", "WORLD_SIZE": "2"},
+        says=["MASTER_ADDR is not set", "unset RANK WORLD_SIZE"],
+    ),
     "BM-1 a folder that is not there": train(
         "model.path=./nothing", says=["model.path = './nothing' does not exist", "HERE/nothing"]
     ),

@@ -66,7 +66,9 @@ def _evaluate(subject: Subject) -> int:
             write_text(folder / "config.yaml", settings)
             write_json(folder / "about.json", subject.about)
             with managed.server(folder, subject.config) as (look, env):
-                code = processes.run("evaluator", [str(folder)], look=look, env=env)
+                starts = [processes.Start(env)]
+                watch = processes.Watch(look=look)
+                code = processes.run("evaluator", [str(folder)], watch, starts)
             if code == 0:
                 _take_place(folder, place)
     except OSError as error:

@@ -1,0 +1,82 @@
+"""Stands in for `rloo_cli.worker`: a rank that ends as it is told, at once, without torch.
+
+FAKE_RANKS is JSON: {"RANK": "wait" | "deaf" | "exit:CODE:SECONDS" | "signals" | "kill:SECONDS"}.
+Each writes who it is to FAKE_FOLDER/rank_R.json. As a program it is a launcher of such ranks.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+NAMES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "RLOO_STORE_FD", "GLOO_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE",
+)  # fmt: skip
+HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main() -> None:
+    """Be that rank."""
+    rank = os.environ.get("RANK", "0")
+    plan = json.loads(os.environ["FAKE_RANKS"]).get(rank, "exit:0:0").split(":")
+    facts: dict[str, object] = {"pid": os.getpid(), "words": sys.argv[1:], "heard": []}
+    facts["env"] = {name: os.environ[name] for name in NAMES if name in os.environ}
+    if "RLOO_STORE_FD" in os.environ:
+        inherited = socket.socket(fileno=int(os.environ["RLOO_STORE_FD"]))
+        facts["listens"] = list(inherited.getsockname())
+    heard: list[int] = []
+
+    def hear(number: int, frame: object) -> None:
+        heard.append(number)
+
+    if plan[0] in ("wait", "signals"):
+        for number in HEARD:
+            signal.signal(number, hear)
+    if plan[0] == "deaf":
+        for number in HEARD:
+            signal.signal(number, signal.SIG_IGN)
+        facts["child"] = subprocess.Popen(["sleep", "300"]).pid
+    _write(rank, facts)
+    if plan[0] == "exit":
+        time.sleep(float(plan[2]))
+        os._exit(int(plan[1]))
+    if plan[0] == "kill":
+        time.sleep(float(plan[1]))
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not heard:
+        time.sleep(0.02)
+    time.sleep(1 if plan[0] == "signals" else 0)
+    _write(rank, facts | {"heard": heard})
+    os._exit(75)
+
+
+def _write(rank: str, facts: dict[str, object]) -> None:
+    path = Path(os.environ["FAKE_FOLDER"], f"rank_{rank}.json")
+    path.with_suffix(".tmp").write_text(json.dumps(facts))
+    path.with_suffix(".tmp").replace(path)
+
+
+def launcher() -> None:
+    """`python fake_rank.py COUNT [limits as JSON]`: start that many, and end as they do."""
+    from rloo_cli import processes
+
+    limits = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+    saving, other = limits.pop("busy", False), limits.pop("elsewhere", None)
+    for name, seconds in limits.items():
+        setattr(processes, name, seconds)
+    began = time.monotonic()
+    watch = processes.Watch(
+        busy=lambda: saving,
+        elsewhere=lambda: other if time.monotonic() - began > 0.5 else None,
+    )
+    starts = [processes.Start({"RANK": str(i)}) for i in range(int(sys.argv[1]))]
+    sys.exit(processes.run("fake_rank", [], watch, starts, package=""))
+
+
+if __name__ == "__main__":
+    launcher()
