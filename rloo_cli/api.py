@@ -21,6 +21,7 @@ from rloo_cli import config, launch, machine, managed
 from rloo_cli.compose import Composed, compose
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.files import read_json, update_json
+from rloo_cli.schema import RunConfig
 from rloo_cli.worker import work
 
 Reward = Callable[..., Any]
@@ -43,6 +44,7 @@ def train(
     words = [f"+recipe={recipe}"] if recipe is not None else []
     composed = compose([*words, *(["reward=[]"] if rewards else []), *overrides], [*config_dirs])
     settings = config.check(_with(composed, rewards or {}))
+    _in_one_process(settings)
     machine.check(settings)
     folder = Path(settings.root, str(settings.name))
     start = launch.begin(settings)
@@ -67,3 +69,13 @@ def _with(composed: Composed, rewards: Mapping[str, Reward]) -> Composed:
         given = entries.get(name) or {}
         entries[name] = {"type": "function", "path": f"python:{name}", "kwargs": {}} | given
     return replace(composed, values=composed.values | {"reward": entries})
+
+
+def _in_one_process(settings: RunConfig) -> None:
+    """Raises ConfigError for a run that several processes would have to do."""
+    if settings.distributed.engine == "single":
+        return
+    why = "a call from Python is one process, which cannot become several"
+    fix = "the command: rloo train ..., or distributed=single"
+    what = f"distributed.engine = {settings.distributed.engine}"
+    raise ConfigError(Problem(what, "distributed.engine", why, fix))

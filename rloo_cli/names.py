@@ -208,6 +208,13 @@ deepspeed, fsdp, fsdp_config | distributed.engine |
 num_processes, nproc_per_node, world_size | distributed.num_processes |
 num_machines, nnodes | distributed.num_nodes |
 ddp_timeout | distributed.timeout_s |
+context_parallel_size, cp_size, sequence_parallel_size, sp_size, ulysses_degree | - | a sequence \
+is on one device: longer ones need zero3 or fsdp2 and model.gradient_checkpointing=true
+trainer_tensor_parallel_size, tp_size, pipeline_parallel_size, pp_size | - | the trainer spreads \
+weights by zero3 or fsdp2; generation.server.tensor_parallel_size is the sampler's
+lora_modules_to_save | model.lora.modules_to_save |
+use_rslora | model.lora.use_rslora |
+use_dora | model.lora.use_dora |
 torch_compile | train.compile |
 resume_from_checkpoint | resume |
 model_name_or_path | model.path |

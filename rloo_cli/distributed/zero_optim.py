@@ -148,14 +148,20 @@ class State:
 
         Stages 1 and 2 have done so at their start.
         """
-        for group in self.inner.param_groups:
-            for flat in group["params"]:
-                if not self.inner.state.get(flat):
-                    self.inner.state[flat] = {
-                        "step": torch.zeros(()),
-                        "exp_avg": torch.zeros_like(flat),
-                        "exp_avg_sq": torch.zeros_like(flat),
-                    }
+        flats = (
+            self.zero.fp32_partitioned_groups_flat
+            if self.stage3
+            else [flat for group in self.inner.param_groups for flat in group["params"]]
+        )
+        for flat in flats:
+            if not self.inner.state.get(flat):
+                self.inner.state[flat] = {
+                    "step": torch.zeros(()),
+                    "exp_avg": torch.zeros_like(flat),
+                    "exp_avg_sq": torch.zeros_like(flat),
+                }
+        if not self.stage3:  # what finds a parameter's share of it
+            self.zero._lazy_init_hp_params_optimizer_state()
 
     def get(self, weight: Any, what: str | None) -> Tensor:
         """A parameter's master (None) or state, whole, on every rank."""
@@ -171,7 +177,7 @@ class State:
         if not self.stage3:
             weight.set_full_hp_param(value.to(weight.device), what)
             return
-        part, _ = self.zero._get_fp32_opt_state_partition(weight, optim_state_key=what)
+        part, _ = self.zero._get_fp32_opt_state_partition(weight, False, what)
         rank = self.zero._get_param_partition_rank(weight)
         flat = value.reshape(-1)
         padded = torch.cat([flat, flat.new_zeros(part.numel() * self.engine.world_size)])
