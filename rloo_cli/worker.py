@@ -30,7 +30,7 @@ from rloo_cli import (
     rng,
     stop,
 )
-from rloo_cli.distributed.world import elsewhere, everywhere, lost
+from rloo_cli.distributed.world import elsewhere, everywhere, is_lost, lost
 from rloo_cli.errors import (
     GenerationError,
     OutOfMemory,
@@ -82,6 +82,10 @@ def work(
     try:
         return _whole(run)
     except SAVED as error:
+        if is_lost(error):
+            found = error.problems[0]
+            where = f"step {run.state.step + 1}, {run.log.now}, {found.where}"
+            raise lost(where, found.why) from error
         if run.world.size == 1 or everywhere(error):  # saving takes all ranks
             _rescue(run, error)
         raise
