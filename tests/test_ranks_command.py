@@ -1,4 +1,4 @@
-"""The command itself, with two ranks that it starts: real processes, killed and stopped for real."""
+"""The command itself, with two ranks that it starts: real processes, really killed and stopped."""
 
 import time
 from pathlib import Path

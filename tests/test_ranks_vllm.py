@@ -1,6 +1,7 @@
 """Ranks that have shards of the weights feed a real vLLM server, which is right at every step."""
 
 import json
+import re
 
 import pytest
 import vllm_cases
@@ -16,13 +17,13 @@ def test_shards_reach_the_server_layer_by_layer_and_are_right(forked, server, en
     monkeypatch.setenv("RLOO_SERVER_TOKEN", server.token)
     code = forked(
         "train", "+recipe=smoke", *vllm_cases.WORDS, f"generation.server.base_url={server.url}",
-        "max_steps=3", "eval.max_samples=2", "train.learning_rate=1e-3", f"distributed={engine}",
+        "max_steps=3", "eval.max_samples=2", "eval.at_start=false", "train.learning_rate=1e-3", f"distributed={engine}",
         "distributed.num_processes=2", "distributed.threads=1", "algorithm.beta=0.05",
         ranks=2, env={"RLOO_SERVER_TOKEN": server.token},
     )  # fmt: skip
     said = forked.said()
     assert code == 0, said
-    assert "parity of trainer and vLLM on 8 prompts" in said
+    assert re.search(r"parity of trainer and vLLM on \d+ prompts", said)
     run = forked.folder / "runs" / "smoke"
     rows = [r for r in strict(run / "metrics.jsonl") if "step_time" in r]
     assert [r["vllm/weight_version"] for r in rows] == [0, 1, 2]
