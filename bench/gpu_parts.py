@@ -23,7 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rloo_cli import tensors
 from rloo_cli.packing import Part, whole
 from rloo_cli.policy import levels
-from rloo_cli.policy.model import Policy, reference
+from rloo_cli.policy.model import Policy
+from rloo_cli.policy.reference import Reference
 from rloo_cli.rollout import Group, Rollout
 
 try:
@@ -233,7 +234,7 @@ class Rloo(Phase):
         super().__init__(variant, case, device)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.policy = Policy(build(shape, device, dtype, seed, 0.0), 1.0)
-        self.frozen = reference(build(shape, device, dtype, seed, NOISE), 1.0)
+        self.frozen = Reference(build(shape, device, dtype, seed, NOISE), 1.0)
         self.prepare(self.policy.model, self.frozen.model)
         longest = shape.prompt[1] + shape.completion[1]
         for policy in (self.policy, self.frozen):

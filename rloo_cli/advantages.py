@@ -31,6 +31,8 @@ def prepare(run: Run, batch: Batch, updates: Updates, fused: bool) -> None:
     """What must be known before the first update: everything, or if `fused` what costs nothing."""
     if run.algorithm.early(run.config.algorithm):
         finish(run, batch, [])
+    if run.reference is not None and run.reference.offloaded:
+        ahead(run, batch, updates)
     if fused:
         return
     passes = []
@@ -47,6 +49,22 @@ def prepare(run: Run, batch: Batch, updates: Updates, fused: bool) -> None:
         refer(run, batch, micro, updates)
         passes.append(Pass(micro, measure(run, micro, updates)))
     finish(run, batch, passes)
+
+
+@torch.no_grad()
+def ahead(run: Run, batch: Batch, updates: Updates) -> None:
+    """A reference that is kept elsewhere comes once, for all completions of the batch."""
+    assert run.reference is not None
+    passes = []
+    with run.reference.there():
+        for parts in cut(run, batch, batch.active, grad=False)[run.world.rank]:
+            run.world.check_stop()
+            if not parts:  # a reference that is kept elsewhere is a rank's own: nobody waits
+                continue
+            micro = run.policy.pack(batch.groups, parts, batch.masked)
+            refer(run, batch, micro, updates)
+            passes.append(Pass(micro, None))
+    keep(run, batch, passes)
 
 
 @torch.no_grad()
@@ -103,11 +121,7 @@ def finish(run: Run, batch: Batch, passes: Sequence[Pass]) -> float:
 
     -> the factor that normalising multiplies advantages by, 1 without it.
     """
-    for found in [f for own in run.world.gather(_found(passes, batch)) for f in own]:
-        for name, column in found.columns.items():
-            unpack(column, found.parts, batch.groups, name)
-        if found.kl is not None:
-            batch.keep_kl([i for i, _ in found.parts], found.kl)
+    keep(run, batch, passes)
     if not batch.active:
         return 1.0
     index, settings = batch.active, run.config.algorithm
@@ -116,6 +130,15 @@ def finish(run: Run, batch: Batch, passes: Sequence[Pass]) -> float:
     batch.settle(index, found)
     factor: float = found.factor
     return factor
+
+
+def keep(run: Run, batch: Batch, passes: Sequence[Pass]) -> None:
+    """Put what all ranks' micro-batches told on their completions, on every rank."""
+    for found in [f for own in run.world.gather(_found(passes, batch)) for f in own]:
+        for name, column in found.columns.items():
+            unpack(column, found.parts, batch.groups, name)
+        if found.kl is not None:
+            batch.keep_kl([i for i, _ in found.parts], found.kl)
 
 
 @dataclass

@@ -20,9 +20,10 @@ from rloo_cli.generation.replica import Replica
 from rloo_cli.ledger import Ledger
 from rloo_cli.log import Log
 from rloo_cli.parts import Run
-from rloo_cli.policy import levels, load, memory
+from rloo_cli.policy import levels, load, lora, memory, reference
 from rloo_cli.policy.levels import Level
-from rloo_cli.policy.model import Policy, reference
+from rloo_cli.policy.model import Policy
+from rloo_cli.policy.reference import Reference
 from rloo_cli.prompts import Prompts
 from rloo_cli.resume import Start
 from rloo_cli.rewards.build import Reward
@@ -87,9 +88,13 @@ def with_model(
     )
 
 
-def _policies(config: RunConfig, engine: Engine, start: Start) -> tuple[Policy, Policy | None]:
+def _policies(config: RunConfig, engine: Engine, start: Start) -> tuple[Policy, Reference | None]:
     """The model that learns and, where KL is of use, the frozen one that it is measured to."""
-    model, source = _load(config, engine, str(start.checkpoint or config.model.path))
+    if engine.sharded:
+        model, source = _load(config, engine, str(start.checkpoint or config.model.path))
+    else:
+        world = engine.world
+        model, source = lora.model(config.model, start.checkpoint, world.device, config.seed), None
     model.train()
     temperature, settings, device = (
         config.generation.temperature, config.algorithm, engine.world.device,
@@ -99,20 +104,20 @@ def _policies(config: RunConfig, engine: Engine, start: Start) -> tuple[Policy, 
     policy.source = source
     if getattr(settings, "beta", 0.0) <= 0 and getattr(settings, "kl_in", "") != "none":
         return policy, None
-    model, source = _load(config, engine, config.model.ref_path or config.model.path)
-    frozen = reference(model, kl_temperature, device)
-    frozen.source = source
+    if engine.sharded:
+        model, source = _load(config, engine, config.model.ref_path or config.model.path)
+        frozen = Reference(model, kl_temperature, device=device)
+        frozen.source = source
+    else:
+        frozen = reference.build(config.model, policy, device, kl_temperature, config.seed)
     same_vocabulary(policy, frozen)
     return policy, frozen
 
 
 def _load(config: RunConfig, engine: Engine, path: str) -> tuple[Any, Any]:
-    """A model on this process's device; or, where it is to be sharded, a shell and its source:
-    rank 0 has the weights, in the CPU's memory."""
-    world = engine.world
-    if not engine.sharded:
-        return load.model(config.model, path, world.device), None
-    real: list[Any] = []
+    """A shell of a model that is to be sharded, and its source: rank 0 has the weights, in the
+    CPU's memory."""
+    world, real = engine.world, []
 
     def read() -> tuple[Any, Any]:
         real.append(load.model(config.model, path, pieces.CPU, world.device))
@@ -157,7 +162,7 @@ def _layouts(
     config: RunConfig,
     engine: Engine,
     policy: Policy,
-    frozen: Policy | None,
+    frozen: Reference | None,
     prompts: Prompts,
     log: Log,
 ) -> tuple[Level, Limits]:
@@ -171,10 +176,12 @@ def _layouts(
     if frozen is not None and config.model.ref_path is None:
         levels.follow(frozen, policy)
     elif frozen is not None:
-        levels.settle(frozen, wanted, longest)
+        with frozen.there():
+            levels.settle(frozen, wanted, longest)
     completions = [length] * config.algorithm.num_generations
     group = rows_of(prompts.longest, completions, level.layout)
-    own = memory.limits(policy, config, group, frozen is not None, _share(engine))
+    second = frozen is not None and frozen.own and not frozen.offloaded
+    own = memory.limits(policy, config, group, second, _share(engine))
     found = min(engine.world.gather(own), key=lambda limits: limits.rows)
     size = f"{found.rows} rows" if found.completions is None else f"{found.completions} completions"
     again = ", recomputed in backward" if policy.model.is_gradient_checkpointing else ""

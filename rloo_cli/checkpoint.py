@@ -26,12 +26,14 @@ from rloo_cli.errors import Problem, RunError, StorageError
 from rloo_cli.faults import fault
 from rloo_cli.files import read_json, sync, update_json, write_text
 from rloo_cli.parts import Run
+from rloo_cli.policy import lora
 from rloo_cli.policy.model import size
 from rloo_cli.resume import written
 from rloo_cli.updates import Updates, together
 
 PACKAGES = ("rloo-cli", "torch", "transformers", "safetensors")
 RNG, ROLLOUTS = "rng", "rollouts"
+REFERENCE = "reference"  # one that moves
 
 
 def save(run: Run, must: bool = False) -> Path | None:
@@ -128,6 +130,8 @@ def _write(run: Run, folder: Path, state: Gathered) -> None:
         (f"{RNG}-{rank}", state.rng.tensors),
     ]
     writers: list[Callable[[], Any]] = []
+    if run.world.is_main and run.reference is not None and run.reference.moves:
+        parts.append((REFERENCE, run.reference.state()))
     if run.world.is_main:
         if run.cycle is not None:
             rollouts, plain = cycle.dump(run.cycle, state.updates)
@@ -160,6 +164,14 @@ def write_model(run: Run, folder: Path) -> None:
         export.whole(run.policy.model, run.tokenizer, folder)
 
 
+def write_final(run: Run, folder: Path) -> None:
+    """The trained model as others use it. All ranks take part."""
+    if run.engine.sharded:
+        export.gathered(run.engine, run.policy, run.tokenizer, folder)
+    elif run.world.is_main:
+        export.final(run.policy.model, run.tokenizer, folder)
+
+
 def _values(run: Run, state: Gathered) -> dict[str, Any]:
     """What state.json says."""
     return {
@@ -187,7 +199,7 @@ def _look(run: Run, folder: Path) -> None:
                     raise StorageError(f"{path.name} holds {name} with shape {shape}")
                 found += count
     # A tied head is one parameter; fused or split tensors have as many elements as before.
-    wanted = sum(prod(size(p)) for p in run.policy.model.parameters())
+    wanted = sum(prod(size(p)) for p in lora.kept(run.policy.model))
     if found < wanted:
         raise StorageError(f"the written weights have {found} elements, the model has {wanted}")
 
@@ -226,7 +238,9 @@ def _prune(run: Run) -> None:
 
 def estimate(run: Run) -> int:
     """Bytes of one checkpoint: weights, and float32 masters and two moments where trained."""
-    weights = sum(prod(size(p)) * run.policy.dtype.itemsize for p in run.policy.model.parameters())
+    kept = lora.kept(run.policy.model)
+    own = run.policy.dtype.itemsize  # shards may be held in another dtype than they are saved in
+    weights = sum(prod(size(p)) * (4 if lora.on(run.policy.model) else own) for p in kept)
     return weights + run.optimizer.masters_bytes + 2 * 4 * run.optimizer.count
 
 

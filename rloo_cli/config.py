@@ -96,6 +96,7 @@ def merged(values: dict[str, Any], sources: Sources | None = None) -> dict[str, 
         entries = {n: common | e if isinstance(e, dict) else e for n, e in rewards.items()}
         values["reward"] = stand_ins.rewards(entries, debug)
     values["data"] = stand_ins.data(values.get("data"), debug)
+    values["model"] = stand_ins.model(values.get("model"), debug)
     return _with_sets(judge_keys.merged(_with_mixture(values), common))
 
 

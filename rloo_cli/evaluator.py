@@ -27,7 +27,7 @@ from rloo_cli.judge_keys import REFERENCE
 from rloo_cli.judges.judge import Judge, Judged, Others, make, summary, table
 from rloo_cli.log import lines_of
 from rloo_cli.parts import State
-from rloo_cli.policy import load
+from rloo_cli.policy import load, lora
 from rloo_cli.policy.model import Policy
 from rloo_cli.prompts import Prompts
 from rloo_cli.rewards.build import Reward
@@ -97,6 +97,7 @@ def _others(parts: Parts, found: dict[str, Answered], folder: Path) -> Others | 
     torch.cuda.empty_cache()
     print(f"the other model: {keys.against}", flush=True)
     own = {"path": keys.against, "tokenizer": None, "revision": None}
+    own |= {"lora": None, "quantization": None}  # a folder with an adapter alone names its base
     model = parts.config.model.model_copy(update=own)
     unjudged = parts.config.eval.model_copy(update={"judge": None})
     settings = parts.config.model_copy(update={"model": model, "eval": unjudged})
@@ -157,7 +158,7 @@ def _parts(settings: RunConfig, world: World, folder: Path) -> tuple[Parts, Poli
     own = [judge.reward] if judge is not None and judge.reward is not None else []
     ready([*rewards, *own], tokenizer, sets, length, world.device, print)
     print("loading the model ...", flush=True)
-    model = load.model(settings.model, settings.model.path, world.device)
+    model = lora.model(settings.model, None, world.device, settings.seed)
     where = registry.module("generation", settings.generation.backend).IMPLEMENTATION
     generator = registry.load_code(where)(model, tokenizer, settings, context, folder, print)
     policy = Policy(model, settings.generation.temperature)

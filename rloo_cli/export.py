@@ -15,16 +15,29 @@ from rloo_cli.distributed import pieces
 from rloo_cli.distributed.world import World, alone_here
 from rloo_cli.errors import Problem, RunError, StorageError
 from rloo_cli.files import sync
+from rloo_cli.policy import lora
 
 FILE = 5 * 10**9  # bytes of weights in one file, as transformers cuts them
 Write = Callable[[Path], None]
 
 
 def whole(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a model that this process has, with its tokenizer."""
-    _savable(model.generation_config)
-    model.save_pretrained(folder)
+    """Write a model that this process has, or of an adapted one the adapter alone; its tokenizer."""
+    if lora.on(model):
+        lora.save(model, folder)
+    else:
+        _savable(model.generation_config)
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def final(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write the whole model; an adapter is merged, and lies in `adapter` beside it."""
+    _savable(model.generation_config)
+    if lora.on(model):
+        lora.save(model, folder / "adapter")
+        model = lora.merged(model)
+    whole(model, tokenizer, folder)
 
 
 def gathered(engine: Any, policy: Any, tokenizer: Any, folder: Path) -> None:
@@ -105,7 +118,7 @@ def save_final(
     `write`: how, for a model that is spread; all ranks of `world` take part. The folder gets its
     name only when it is complete. Raises StorageError (exit 8).
     """
-    final, temporary = folder / "final", folder / f".tmp-final-a{attempt}"
+    named, temporary = folder / "final", folder / f".tmp-final-a{attempt}"
     trash = folder / f".trash-final-a{attempt}"
     world = world or alone_here()
 
@@ -117,26 +130,26 @@ def save_final(
         for path in temporary.rglob("*"):
             sync(path)
         sync(temporary)
-        if final.exists():  # of an earlier end, before the run was made longer
+        if named.exists():  # of an earlier end, before the run was made longer
             shutil.rmtree(trash, ignore_errors=True)
-            final.rename(trash)
-        temporary.rename(final)
+            named.rename(trash)
+        temporary.rename(named)
         sync(folder)
 
     try:
         world.first(begin)
-        world.each(lambda: (write or (lambda to: whole(model, tokenizer, to)))(temporary))
+        world.each(lambda: (write or (lambda to: final(model, tokenizer, to)))(temporary))
         world.first(end)
     except RunError:  # a signal, not the disk
         raise
     except Exception as error:  # the writers in Rust raise no OSError when the disk is full
         why = f"{error}; free: {shutil.disk_usage(folder).free / 1e9:.1f} GB"
-        raise StorageError(Problem(f"the final save failed: {final}", str(folder), why)) from error
+        raise StorageError(Problem(f"the final save failed: {named}", str(folder), why)) from error
     finally:
         if world.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.rmtree(trash, ignore_errors=True)
-    return final
+    return named
 
 
 def _savable(config: Any) -> None:

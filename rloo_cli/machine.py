@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from rloo_cli import hub, made, places, ranks, registry, stages
+from rloo_cli import adapter_rules, hub, made, places, ranks, registry, stages
 from rloo_cli.errors import MachineError, Problem
 from rloo_cli.schema import RunConfig
 from rloo_cli.vllm import arguments
@@ -82,6 +82,7 @@ def _packages(run: RunConfig) -> Iterator[Problem]:
         fix = f"pip install {install}, or model.attn_implementation=sdpa"
         what = f"model.attn_implementation = {attention!r} cannot be had"
         yield Problem(what, "model.attn_implementation", why, fix)
+    yield from adapter_rules.packages(run)
 
 
 def _engine(run: RunConfig) -> Iterator[Problem]:

@@ -17,6 +17,7 @@ from rloo_cli.manifest import Place
 from rloo_cli.optim import Optimizer
 from rloo_cli.policy.levels import Level
 from rloo_cli.policy.model import Policy
+from rloo_cli.policy.reference import Reference
 from rloo_cli.prompts import Prompts
 from rloo_cli.rewards.arguments import TrainerState
 from rloo_cli.rewards.build import Reward
@@ -88,7 +89,7 @@ class Run:
     prompts: Prompts
     sets: dict[str, Prompts]  # held out, by name; "" = the one of data.eval_split
     policy: Policy
-    reference: Policy | None
+    reference: Reference | None
     generator: Generator
     rewards: Sequence[Reward]
     rollouts: Rollouts

@@ -11,7 +11,16 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import data_rules, hub, judge_keys, made, places, registry, spread_rules
+from rloo_cli import (
+    adapter_rules,
+    data_rules,
+    hub,
+    judge_keys,
+    made,
+    places,
+    registry,
+    spread_rules,
+)
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.names import nearest
 from rloo_cli.schema import RunConfig
@@ -43,6 +52,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from _context(run)
     yield from _sampling(run)
     yield from _attention(run)
+    yield from adapter_rules.problems(run)
     yield from _evaluation(run)
     yield from judge_keys.problems(run)
 

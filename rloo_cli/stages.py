@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import hub, made, places
+from rloo_cli import adapter_rules, hub, made, places
 from rloo_cli.errors import Problem
 from rloo_cli.schema import DataConfig, ModelConfig, RunConfig
 from rloo_cli.trainings import TrainingConfig
@@ -71,6 +71,7 @@ def problems(run: RunConfig, section: str) -> Iterator[Problem]:
         fix = "model.revision=..., or say which model it is of"
         yield Problem(f"{section}.revision is set without {section}.path", f"{section}.revision",
                       "the model is model.path, which has a revision of its own", fix)  # fmt: skip
+    yield from adapter_rules.untrained(run, section)
     if own.micro_batch_size is not None and own.micro_batch_size > own.batch_size:
         key = f"{section}.micro_batch_size"
         why = f"a step has {own.batch_size} rows ({section}.batch_size)"

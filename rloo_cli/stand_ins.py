@@ -26,6 +26,14 @@ def rewards(entries: dict[str, Any], debug: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def model(section: Any, debug: dict[str, Any]) -> Any:
+    """The section `model`, without the adapter of a model that is not there."""
+    keys = section.get("lora") if isinstance(section, dict) else None
+    if not (isinstance(keys, dict) and debug.get("own_columns")):
+        return section
+    return section | {"lora": keys | {"path": None}}
+
+
 def data(section: Any, debug: dict[str, Any]) -> Any:
     """The section `data`, without the names that a recipe gave to other data's columns."""
     renamed = isinstance(section, dict) and debug.get("own_columns")

@@ -112,4 +112,6 @@ def step(run: Run, batch: Batch, plan: Plan, loss: Tensor, updates: Updates, fac
             updates.update(run.optimizer, float(loss) * factor, float(norm))
             run.optimizer.step(norm)
             run.state.updates += 1
+            if run.reference is not None:
+                run.reference.follow(run.state.updates)
             batch.updated += plan.groups

@@ -147,7 +147,7 @@ def _whole(run: Run) -> Row:
     run.log.phase("saving")
     final = export.save_final(
         run.policy.model, run.tokenizer, run.folder, run.attempt, run.world,
-        lambda folder: checkpoint.write_model(run, folder),
+        lambda folder: checkpoint.write_final(run, folder),
     )  # fmt: skip
     if not run.world.is_main:
         return {}

@@ -76,7 +76,7 @@ def make(
     run.log.display = None
     draw = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for weight in run.policy.model.parameters():
+        for weight in run.policy.model.parameters() if noise else ():
             weight += noise * torch.randn(weight.shape, generator=draw)
     return run
 

@@ -21,8 +21,8 @@ PACKAGE = ROOT / "rloo_cli"
 FLOORS = [  # each may import from itself and from those before it
     "__init__ errors paths files schema registry config compose complaints sources names rules"
     " effects seeds made order stop faults manifest resume rewind redact hub own places pids"
-    " server_file data_rules endpoint fill chat judge_keys keys model_keys ranks trainings stages"
-    " stand_ins spread_rules surroundings",
+    " server_file data_rules adapter_rules endpoint fill chat judge_keys keys model_keys ranks"
+    " trainings stages stand_ins spread_rules surroundings",
     "rollout tensors clock packing schedule",
     "algorithms rewards data prompts choosing mixture lengths",
     "policy generation vllm distributed crew optim checkpoint restoring export updates measures"
@@ -213,6 +213,7 @@ def test_every_recipe_builds(recipe: str, debug: list[str], code: Path) -> None:
 def test_every_choice_of_a_group_builds(group: str, choice: str, code: Path) -> None:
     words = ["+recipe=smoke", f"{group}={choice}", "data.max_prompt_length=32"]
     chosen = {"code_tests": ["reward.code_tests.sandbox=bwrap"]}  # it is refused without one
+    chosen |= dict.fromkeys(("4bit", "8bit"), ["lora=default"])  # and these without an adapter
     built([*words, *chosen.get(choice, [])], code)
 
 

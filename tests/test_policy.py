@@ -8,7 +8,8 @@ from policy_cases import FAMILIES, alone, each_alone, fresh, groups, make, packe
 
 from rloo_cli.errors import ConfigError
 from rloo_cli.policy import load
-from rloo_cli.policy.model import Policy, reference
+from rloo_cli.policy.model import Policy
+from rloo_cli.policy.reference import Reference
 from rloo_cli.run import same_vocabulary
 
 family = pytest.mark.parametrize("name", FAMILIES)
@@ -140,7 +141,7 @@ def test_the_temperature_of_the_kl_is_its_own():
         close(found.logp, each_alone(make(), chosen, 0.7)[0])
         close(found.kl_logp, each_alone(make(), chosen, 1.0)[0])
         assert torch.equal(
-            reference(make(), 1.0).logp(packed(chosen, [0, 1, 2])).logp, found.kl_logp
+            Reference(make(), 1.0).logp(packed(chosen, [0, 1, 2])).logp, found.kl_logp
         )
     assert Policy(make(), 0.7, 0.7).logp(packed(chosen, [0])).kl_logp is None
 
@@ -171,7 +172,7 @@ def test_frozen_log_probabilities_are_without_dropout():
 
 def test_a_reference_is_frozen():
     model = fresh("gpt2", resid_pdrop=0.5).train()
-    frozen = reference(model, 0.7)
+    frozen = Reference(model, 0.7)
     assert not model.training and not any(p.requires_grad for p in model.parameters())
     assert not frozen.logp(packed(groups(), [0])).logp.requires_grad
     assert frozen.temperature == frozen.kl_temperature == 0.7

@@ -17,7 +17,8 @@ def test_shards_reach_the_server_layer_by_layer_and_are_right(forked, server, en
     monkeypatch.setenv("RLOO_SERVER_TOKEN", server.token)
     code = forked(
         "train", "+recipe=smoke", *vllm_cases.WORDS, f"generation.server.base_url={server.url}",
-        "max_steps=3", "eval.max_samples=2", "eval.at_start=false", "train.learning_rate=1e-3", f"distributed={engine}",
+        "max_steps=3", "eval.max_samples=2", "eval.at_start=false", "train.learning_rate=1e-3",
+        f"distributed={engine}",
         "distributed.num_processes=2", "distributed.threads=1", "algorithm.beta=0.05",
         ranks=2, env={"RLOO_SERVER_TOKEN": server.token},
     )  # fmt: skip

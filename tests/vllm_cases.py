@@ -127,10 +127,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
 
 
 @contextmanager
-def serving(place: Path, base: Path) -> Iterator[Real]:
+def serving(place: Path, base: Path, *words: str) -> Iterator[Real]:
     """A real server of the tiny model in float32, in a folder of its own, while inside."""
     rloo = Rloo(place, surroundings(base))
-    verb = rloo.start("vllm-serve", "+recipe=smoke", *WORDS)
+    verb = rloo.start("vllm-serve", "+recipe=smoke", *WORDS, *words)
     folder, until = place / "runs" / "smoke", time.monotonic() + 300
     try:
         while (there := server_file.live(folder)) is None:

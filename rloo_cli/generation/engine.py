@@ -27,6 +27,10 @@ SPOKEN_FOR = {
     "weight_transfer_config": "generation.*.transfer",
     "worker_extension_cls": "nothing",
     "enable_scale_out": "nothing: tokens in, tokens out needs it",
+    "enable_lora": "model.lora",
+    "max_lora_rank": "model.lora.r",
+    "max_loras": "nothing: there is one adapter",
+    "lora_modules": "nothing: the run's adapter is the one",
 }
 
 

@@ -15,6 +15,7 @@ from transformers import (
 
 from rloo_cli import hub, made, places
 from rloo_cli.errors import ConfigError, MachineError, Problem, RunError
+from rloo_cli.policy import quantized
 from rloo_cli.schema import ModelConfig
 
 
@@ -48,13 +49,17 @@ def model(
 
     Raises ConfigError for what is no model that can be loaded, MachineError for what is not here.
     """
-    loaded, missing = _weights(AutoModelForCausalLM, config, path, computes or device)
+    to = computes or device
+    loaded, missing = _weights(AutoModelForCausalLM, config, path, to, **_bits(config, device))
     if missing:
         why = f"missing: {', '.join(missing[:5])}; they would be random numbers"
         raise ConfigError(
             Problem(f"{path} lacks {len(missing)} of the model's tensors", "model.path", why)
         )
     dress(loaded, config)
+    if config.quantization is not None:
+        quantized.steady(loaded)
+        return loaded  # which is where it stays
     return loaded.to(device)
 
 
@@ -83,6 +88,11 @@ def shell(config: ModelConfig, like: tuple[Any, Any], device: torch.device) -> A
     empty.generation_config = like[1]
     dress(empty, config)
     return empty
+
+
+def _bits(config: ModelConfig, device: torch.device) -> dict[str, Any]:
+    keys = config.quantization
+    return {} if keys is None else quantized.options(keys, dtype(config.dtype, device), device)
 
 
 def scorer(config: ModelConfig, path: str, device: torch.device) -> Any:

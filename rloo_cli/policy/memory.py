@@ -112,7 +112,11 @@ def _left(
     """Bytes of the device that weights, gradients, masters and optimizer leave."""
     weights = [p for p in policy.model.parameters() if p.requires_grad]
     count, each = sum(prod(size(p)) for p in weights), policy.dtype.itemsize
-    held = count * (each + 4 + 8 + (4 if each < 4 else 0) + (each if reference else 0)) * share[0]
+    own = [(prod(size(p)), min(p.element_size(), each)) for p in policy.model.parameters()]
+    every = sum(numbers * width for numbers, width in own)
+    half = max(p.element_size() for p in weights) < 4 or each < 4
+    held = every + count * (4 + 8 + (4 if half else 0)) + (every if reference else 0)
+    held *= share[0]
     total, generation = _total(policy.device), config.generation
     total /= 1 if policy.device.type == "cuda" else share[1]
     if generation.backend == "vllm_colocate" and policy.device.type == "cuda":

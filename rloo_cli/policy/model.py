@@ -211,12 +211,6 @@ def evaluating(model: Any) -> Iterator[None]:
             module.training = training
 
 
-def reference(model: Any, temperature: float, device: torch.device | None = None) -> Policy:
-    """A frozen policy, in eval mode: what the KL is measured to."""
-    model.eval().requires_grad_(False)
-    return Policy(model, temperature, device=device)
-
-
 def size(weight: Any) -> tuple[int, ...]:
     """The shape of a weight, also of one that DeepSpeed keeps elsewhere until it is needed."""
     return tuple(getattr(weight, "ds_shape", weight.shape))

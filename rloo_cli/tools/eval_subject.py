@@ -16,7 +16,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from rloo_cli import compose, config, judge_keys, manifest, paths
+from rloo_cli import adapter_rules, compose, config, judge_keys, manifest, paths
 from rloo_cli.compose import Composed
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.files import read_json
@@ -28,7 +28,7 @@ from rloo_cli.tools import folders
 Values = dict[str, Any]
 USAGE = "rloo eval RUN, rloo eval RUN/checkpoint-N, or rloo eval +recipe=NAME model.path=..."
 # Of a checkpoint these lie in its own folder; a reference is not looked at.
-OWN = {"tokenizer": None, "revision": None, "chat_template": None, "ref_path": None}
+OWN = {"tokenizer": None, "chat_template": None, "ref_path": None, "ref_offload": False}
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def of_run(word: str, words: list[str]) -> Subject:
     folder = checkpoint.parent
     values = _read(folder / "config.yaml")
     if isinstance(values.get("model"), dict):
-        values["model"] = values["model"] | {"path": str(checkpoint)} | OWN
+        values["model"] = _model(values["model"], checkpoint)
     values |= {"resume": "never"} if "resume" in values else {}
     chosen = [w for w in words if w.startswith("judge=")]
     _choose_judge(values, chosen)
@@ -81,6 +81,16 @@ def of_run(word: str, words: list[str]) -> Subject:
     _no_callables(settings)
     place = folder / "eval" / _label(checkpoint.name, words)
     return Subject(settings, place, _about(checkpoint))
+
+
+def _model(section: Values, checkpoint: Path) -> Values:
+    """The section `model` of a run for one of its models: whole, or an adapter over model.path."""
+    if not (checkpoint / adapter_rules.CONFIG).is_file():
+        whole = {"path": str(checkpoint), "revision": None, "lora": None, "quantization": None}
+        return section | OWN | whole
+    keys = section.get("lora")
+    adapter = keys | {"path": str(checkpoint)} if isinstance(keys, dict) else keys
+    return section | OWN | {"tokenizer": str(checkpoint), "lora": adapter}
 
 
 def _choose_judge(values: Values, words: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from rloo_cli.generation.engine import EngineKeys
 from rloo_cli.generation.vllm_server import LOOPBACK
 from rloo_cli.ranks import gpus as gpus
 from rloo_cli.schema import RunConfig
+from rloo_cli.vllm import slot
 
 FLOOR, UNTESTED = (0, 32), (0, 22)  # tried with; has the routes, but nobody tried
 PICKLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
@@ -51,6 +52,7 @@ def engine(run: RunConfig, keys: EngineKeys, seed: int) -> dict[str, Any]:
         "weight_transfer_config": {"backend": f"rloo_{transfer(run, keys)}"},
         "disable_log_stats": True,
         **{name: getattr(keys, name) for name in SAME},
+        **slot.arguments(run),
     }
     if model.lm_head_fp32:
         given["hf_overrides"] = {"head_dtype": "float32"}
@@ -68,7 +70,9 @@ def dtype(run: RunConfig, keys: EngineKeys) -> str:
 
 
 def transfer(run: RunConfig, keys: EngineKeys) -> str:
-    """How weights travel to this engine: gloo, nccl or ipc."""
+    """How weights travel to this engine: gloo, nccl or ipc; an adapter in a way of its own."""
+    if slot.on(run):
+        return slot.KIND
     if keys.transfer != "auto":
         return keys.transfer
     on_gpu = "nccl" if run.generation.backend == "vllm_server" else "ipc"

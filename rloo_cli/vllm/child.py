@@ -5,14 +5,17 @@ arguments) is answered by ("ok", value) or ("error", text); ("complete", asks) b
 answer) each and an ("end",), or by ("error", text). While it draws, ("abort",) ends that early.
 """
 
+import os
 import sys
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
+from rloo_cli.vllm import slot
 from rloo_cli.vllm.engine import Answer, Ask
 
 
@@ -48,6 +51,8 @@ class Engine:
 
     def __init__(self, llm: Any, pipe: Connection):
         self.llm, self.pipe = llm, pipe
+        folder = os.environ.get(slot.VARIABLE)
+        self.adapter = LoRARequest(slot.NAME, slot.NUMBER, folder) if folder else None
         self.drawn = 0
 
     def workers(self) -> int:
@@ -96,7 +101,8 @@ class Engine:
         for i, ask in enumerate(asks):
             params = SamplingParams(**ask.params)
             params.output_kind = RequestOutputKind.FINAL_ONLY
-            core.add_request(str(first + i), TokensPrompt(prompt_token_ids=ask.prompt_ids), params)
+            prompt = TokensPrompt(prompt_token_ids=ask.prompt_ids)
+            core.add_request(str(first + i), prompt, params, lora_request=self.adapter)
         self.drawn += len(asks)
         while core.has_unfinished_requests():
             if self.pipe.poll() and self.pipe.recv() == ("abort",):

@@ -5,6 +5,7 @@ that is not reset answers from the keys and values of old weights, with no error
 """
 
 import contextlib
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from rloo_cli.errors import GenerationError, Problem, Stopped
 from rloo_cli.faults import fault
 from rloo_cli.generation.vllm_colocate import Section
+from rloo_cli.vllm import slot
 from rloo_cli.vllm.engine import Answer, Ask, Lost, Refused
 from rloo_cli.vllm.link import Link, connect
 from rloo_cli.vllm.pipe import CALL_S, Pipe, last_line, last_lines
@@ -132,6 +134,8 @@ class InAChild:
 
     def close(self) -> None:
         self.give_up("the run ends")
+        if slot.VARIABLE in self.environment:
+            shutil.rmtree(self.environment[slot.VARIABLE], ignore_errors=True)
 
     # What an engine does about weights (link.Control).
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rloo_cli.errors import GenerationError, Problem
+from rloo_cli.vllm import slot
 from rloo_cli.vllm.wire import Wire
 
 FLOOR = (0, 32)  # the routes that this was tried with
@@ -54,6 +55,11 @@ class Expected:
             if ours != theirs:
                 what = f"the server at {url} has another {name}"
                 yield Problem(what, "generation.server", f"expected {ours}, found {theirs}", same)
+        ours, theirs = self.transfer, facts.get("transfer", self.transfer)
+        if (ours == slot.KIND) is not (theirs == slot.KIND):
+            what = f"the server at {url} has another transfer"
+            why = f"expected {ours}, found {theirs}: one takes an adapter, the other whole models"
+            yield Problem(what, "model.lora", why, same)
         places = facts.get("max_model_len")
         if places is not None and places < self.places:
             why = f"prompt and completion may take {self.places} tokens, its limit is {places}"

@@ -18,7 +18,7 @@ from rloo_cli.generation import check_lengths, unheard
 from rloo_cli.generation.stopping import StopRule
 from rloo_cli.rollout import Group, Rollout
 from rloo_cli.schema import GenerationConfig, RunConfig
-from rloo_cli.vllm import arguments, asking, facts, parity
+from rloo_cli.vllm import arguments, asking, facts, parity, slot
 from rloo_cli.vllm.colocated import InAChild
 from rloo_cli.vllm.engine import Answer, Ask, Engine, Lost
 from rloo_cli.vllm.expected import Expected
@@ -206,6 +206,9 @@ def in_a_child(
     transfer = _transfer(given)
     if transfer == "ipc":  # handles over our own pipe, to a child that listens nowhere
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    if slot.on(run):
+        environment[slot.VARIABLE] = str(folder / "adapter")
+        slot.blank(folder / "adapter", run)
     if keys.sleep != "none":
         given = given | {"enable_sleep_mode": True}
     latest = folder / "logs" / "latest"

@@ -18,7 +18,8 @@ from rloo_cli.vllm.facts import VARIABLE as FACTS
 TOKEN = "RLOO_SERVER_TOKEN_"  # the environment variable by which the guard gets the token
 # Any call of a worker's method; the whole configuration and environment; a label on weights
 # that are others; code and files of the machine.
-FORBIDDEN = {"collective_rpc", "server_info", "update_weight_version", "load_lora_adapter"}
+FORBIDDEN = {"collective_rpc", "server_info", "update_weight_version", "load_lora_adapter",
+             "unload_lora_adapter"}  # fmt: skip
 CHECKER, CHECKS = "weight_checker", ("checksum", "compare")  # and not `reset`: random weights
 LARGEST = 64 * 2**20  # bytes of a request that is read here: the checksums of a model
 

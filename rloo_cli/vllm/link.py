@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from rloo_cli.errors import GenerationError, Problem
 from rloo_cli.faults import fault
-from rloo_cli.vllm import gloo
+from rloo_cli.vllm import gloo, slot
 from rloo_cli.vllm.gloo import Shape
 from rloo_cli.vllm.source import Whole
 
@@ -43,7 +43,7 @@ def connect(
     kind: str, control: Control, source: Whole, host: str, peer: str, workers: int, limit_s: float
 ) -> Link:
     """Connect with an engine of `workers` processes. `host`: our address, `peer`: theirs."""
-    if kind == "gloo":
+    if kind in ("gloo", slot.KIND):
         return GlooLink(control, source, host, peer, workers, limit_s)
     if kind == "nccl":
         return _nccl(control, source, host, workers)

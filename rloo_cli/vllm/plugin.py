@@ -8,7 +8,9 @@ import os
 
 from rloo_cli.vllm import family
 
-RECEIVERS = {"rloo_gloo": "Gloo", "rloo_nccl": "Nccl", "rloo_ipc": "Ipc"}
+RECEIVERS = {
+    "rloo_gloo": "Gloo", "rloo_nccl": "Nccl", "rloo_ipc": "Ipc", "rloo_adapter": "Adapter",
+}  # fmt: skip
 
 
 def register() -> None:

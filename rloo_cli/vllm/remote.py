@@ -15,7 +15,7 @@ from typing import Any
 from rloo_cli.errors import GenerationError, Problem
 from rloo_cli.faults import fault
 from rloo_cli.generation.vllm_server import Section
-from rloo_cli.vllm import family
+from rloo_cli.vllm import family, slot
 from rloo_cli.vllm.engine import Answer, Ask, Lost, Refused
 from rloo_cli.vllm.expected import Expected
 from rloo_cli.vllm.link import connect
@@ -93,6 +93,7 @@ class OverHttp:
             # Siblings meet on one server, which reads their prompt once.
             server = self.servers[i * len(self.servers) // len(asks)]
             body = {"token_ids": ask.prompt_ids, "sampling_params": ask.params}
+            body |= {"model": slot.NAME} if server.transfer == slot.KIND else {}
             path, limit = "/inference/v1/generate", self.keys.request_timeout_s
             async with gate:
                 fault("gen.request")

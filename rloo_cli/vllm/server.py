@@ -24,7 +24,7 @@ from typing import Any
 from rloo_cli import config, pids, server_file
 from rloo_cli.errors import ConfigError, GenerationError, MachineError, Problem, RunError
 from rloo_cli.files import write_text
-from rloo_cli.vllm import arguments, facts, family, guard, ports
+from rloo_cli.vllm import arguments, facts, family, guard, ports, slot
 
 EXTERNAL = "RLOO_SERVER_TOKEN"  # a token that somebody chose; else one is made
 DOCS = "RLOO_SERVER_DOCS"  # 1: show the list of routes (with the token), for tests
@@ -86,6 +86,9 @@ def _serve(folder: Path, by: str, run: Any) -> None:
     if os.environ.get(SCRATCH):
         os.environ["VLLM_RPC_BASE_PATH"] = os.environ["TMPDIR"] = os.environ[SCRATCH]
     given = arguments.engine(run, keys, run.seed)
+    if slot.on(run):
+        os.environ[slot.VARIABLE] = str(Path(os.environ.get(SCRATCH) or folder) / "adapter")
+        slot.blank(Path(os.environ[slot.VARIABLE]), run)
     os.environ[facts.VARIABLE] = json.dumps(_facts(run, keys, given))
     shown = f"[{host}]" if ":" in host else host
     server = server_file.Server(
@@ -169,6 +172,9 @@ def _namespace(given: dict[str, Any], keys: Any, host: str, port: int) -> Namesp
         "log_error_stack": False,
         "data_parallel_size": keys.data_parallel_size,
     }
+    if slot.VARIABLE in os.environ:  # which the server has from its start, so that it has a name
+        module = importlib.import_module("vllm.entrypoints.openai.models.protocol").LoRAModulePath
+        ours["lora_modules"] = [module(name=slot.NAME, path=os.environ[slot.VARIABLE])]
     for name, value in (given | ours).items():
         if not hasattr(args, name):
             key = f"generation.server.extra.{name}"

@@ -2,17 +2,36 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from rloo_cli.errors import GenerationError, Problem
 from rloo_cli.generation import tolerance
+from rloo_cli.policy import lora
+from rloo_cli.vllm.adapter import Adapter
 from rloo_cli.vllm.engine import Answer, Engine, Lost, Refused
-from rloo_cli.vllm.source import Gathered, Whole
+from rloo_cli.vllm.source import Gathered, Meta, Whole
 
 log = logging.getLogger(__name__)
+
+
+class Counted:
+    """A source of weights that counts the bytes of what it has given."""
+
+    def __init__(self, model: Any, source: Any):
+        self.model, self.source, self.bytes = model, source, 0
+
+    def metadata(self) -> list[Meta]:
+        """What iteration brings, in the same order."""
+        found: list[Meta] = self.source.metadata()
+        return found
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.source:
+            self.bytes += tensor.nbytes
+            yield name, tensor
 
 
 class Supply:
@@ -35,6 +54,7 @@ class Supply:
         self.connected = self.checked = False
         self.synced: str | None = None  # the label that the engine said it has
         self.facts: dict[str, float] = {"vllm/restarts": 0.0}
+        self.source: Counted | None = None
         self.tolerance = tolerance(str(dtype))
 
     @property
@@ -62,16 +82,27 @@ class Supply:
             self.facts["vllm/restarts"] = float(self.engine.restarts)
         if self.synced == self.label:
             return
-        found = self.engine.sync(self._source(), self.label)
+        source = self._source()
+        found = self.engine.sync(source, self.label)
         if found != self.label:
             raise GenerationError(_other_weights(found, self.label))
         self.synced = self.label
+        self.facts["vllm/synced_bytes"] = float(source.bytes)
 
-    def _source(self) -> Whole:
-        units = getattr(self.policy, "pieces", None)  # where no process has all weights
-        if units is None:
-            return Whole(self.policy.model, self.dtype)
-        return Gathered(self.policy.model, self.dtype, units)
+    def _source(self) -> "Counted":
+        """What is sent of the policy's weights: the same object each time, which a link keeps."""
+        model = self.policy.model
+        if self.source is None or self.source.model is not model:
+            self.source = Counted(model, self._kind(model))
+        self.source.bytes = 0
+        return self.source
+
+    def _kind(self, model: Any) -> Any:
+        if lora.on(model):
+            return Adapter(model, self.dtype)
+        if getattr(self.policy, "pieces", None) is None:
+            return Whole(model, self.dtype)
+        return Gathered(model, self.dtype, lambda: self.policy.pieces())  # of whoever asks then
 
     def rest(self) -> None:
         """The engine may let go of memory; of its weights too, and they are then sent again."""

@@ -1,0 +1,296 @@
+"""Adapters (LoRA, DoRA) inside a causal language model, by peft. The base under them never changes.
+
+peft puts its layers in place of the linear ones; class, backbone and output embedding of the model
+stay what they were, so packing, attention and head know nothing of it. Only adapters, and whole
+copies of the layers in `modules_to_save`, get gradients. Adapters are float32 whatever the dtype of
+the base: they are small, and need no masters.
+
+Two adapters may be there: `default`, which is trained, and `reference`, which is not. `using` says
+which of them computes; with none, the numbers are the base's own, bit for bit.
+"""
+
+import copy
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from rloo_cli.errors import ConfigError, MachineError, Problem
+from rloo_cli.model_keys import LoraConfig, ModelConfig
+from rloo_cli.policy import load, quantized
+
+TRAINED, REFERENCE = "default", "reference"
+PREFIX = "base_model.model."  # of every name in an adapter's file
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+HALF = (torch.bfloat16, torch.float16)
+
+
+def model(config: ModelConfig, checkpoint: Path | None, device: torch.device, seed: int) -> Any:
+    """The model that learns, in full or by an adapter; `checkpoint`: where it goes on.
+
+    Of an adapter's checkpoint only the adapter is read, the base is model.path's. Raises
+    ConfigError for an adapter that does not fit, MachineError for a package that is not here.
+    """
+    if config.lora is None:
+        return load.model(config, str(checkpoint or config.path), device)
+    loaded = load.model(config, config.path, device)
+    add(loaded, config.lora, seed)
+    folder = checkpoint or config.lora.path
+    if folder is not None:
+        read(loaded, Path(folder))
+    if config.disable_dropout:
+        load.without_dropout(loaded)
+    return loaded
+
+
+def add(model: Any, keys: LoraConfig, seed: int, name: str = TRAINED) -> None:
+    """Freeze the base and put a new adapter in, which changes nothing yet.
+
+    Its random half is drawn from `seed` alone, so it is the same on every rank, and torch's own
+    state is left as it was. Raises ConfigError where it cannot be put in.
+    """
+    peft = package()
+    before = [model.get_input_embeddings(), model.get_output_embeddings()]
+    model.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model.add_adapter(peft.LoraConfig(**_arguments(keys)), name)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise ConfigError(
+                Problem("the adapter does not fit the model", "model.lora", _first(error))
+            ) from None
+    model.set_adapter(TRAINED)  # of two adapters, the first one learns
+    after = [model.get_input_embeddings(), model.get_output_embeddings()]
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    if tied and any(a is not b for a, b in zip(before, after, strict=True)):
+        why = "its input and output embeddings are one tensor, and the adapter would part them"
+        fix = "leave both out of model.lora.target_modules and model.lora.modules_to_save"
+        raise ConfigError(Problem("the model ties its embeddings", "model.lora", why, fix))
+    for part, weight in model.named_parameters():
+        if "lora_" in part and weight.dtype in HALF:
+            weight.data = weight.data.float()
+    if getattr(model, "is_gradient_checkpointing", False):
+        model.enable_input_require_grads()  # where nothing before the first adapter has a gradient
+
+
+def package() -> Any:
+    """peft itself. Raises MachineError where it is not installed."""
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        why, fix = str(error), "pip install 'rloo-cli[peft]'"
+        raise MachineError(Problem("model.lora needs peft", "model.lora", why, fix)) from None
+
+
+def on(model: Any) -> bool:
+    """Whether the model has an adapter."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def named(model: Any, name: str = TRAINED) -> dict[str, Tensor]:
+    """An adapter's tensors by the names of peft's files. They are the live ones, without gradient.
+
+    Whole layers that are trained (`modules_to_save`) are among them.
+    """
+    utils = importlib.import_module("peft.utils")
+    found: dict[str, Tensor] = utils.get_peft_model_state_dict(
+        model, adapter_name=name, save_embedding_layers=False
+    )
+    return {PREFIX + part: tensor for part, tensor in found.items()}
+
+
+def adapter_state(
+    model: Any, name: str = TRAINED, gather: Callable[[Tensor], Tensor] = Tensor.contiguous
+) -> dict[str, Tensor]:
+    """`named`, each tensor whole: `gather` makes a sharded one so, on every rank at once."""
+    return {part: gather(tensor) for part, tensor in named(model, name).items()}
+
+
+def save(model: Any, folder: Path, gather: Callable[[Tensor], Tensor] = Tensor.contiguous) -> None:
+    """Write the trained adapter as peft does: its config, which names the base, and its tensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = copy.copy(model.peft_config[TRAINED])
+    config.inference_mode = True  # as peft saves it: whoever loads it next may only want to look
+    for part in ("target_modules", "exclude_modules", "modules_to_save"):
+        if isinstance(getattr(config, part), set | list):  # a set has another order each time
+            setattr(config, part, sorted(getattr(config, part)))
+    config.save_pretrained(str(folder))
+    tensors = {n: t.detach().cpu() for n, t in adapter_state(model, gather=gather).items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def read(model: Any, folder: Path, name: str = TRAINED) -> None:
+    """Give an adapter the values of a folder that `save` or peft wrote.
+
+    Raises ConfigError where the two do not have the same tensors.
+    """
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except Exception as error:  # safetensors has errors of its own
+        why = f"{folder / WEIGHTS}: {_first(error)}"
+        raise ConfigError(Problem("the adapter cannot be read", "model.lora.path", why)) from None
+    put(model, tensors, name, str(folder))
+
+
+@torch.no_grad()
+def put(model: Any, tensors: dict[str, Tensor], name: str, source: str) -> None:
+    """Copy these tensors, by the names of peft's files, into an adapter. Raises ConfigError."""
+    own = named(model, name)
+    sizes = {n: tuple(t.shape) for n, t in own.items()}
+    found = {n: tuple(t.shape) for n, t in tensors.items()}
+    if sizes != found:
+        odd = sorted(n for n in {**sizes, **found} if sizes.get(n) != found.get(n))
+        told = (f"{n}: {found.get(n, 'missing')}, expected {sizes.get(n, 'none')}" for n in odd)
+        why = f"{len(odd)} tensors differ: {'; '.join([*told][:3])}"
+        what = f"the adapter in {source} is not the one that model.lora describes"
+        raise ConfigError(Problem(what, "model.lora", why))
+    for part, tensor in own.items():
+        tensor.copy_(tensors[part])
+
+
+def kept(model: Any) -> list[Tensor]:
+    """What a checkpoint of the model holds: every parameter, or the trained adapter's alone."""
+    return list(named(model).values()) if on(model) else list(model.parameters())
+
+
+def layers(model: Any) -> list[Any]:
+    """The modules that compute by one adapter, another, or none."""
+    tuners = importlib.import_module("peft.tuners.tuners_utils")
+    other = importlib.import_module("peft.utils.other")
+    kinds = (tuners.BaseTunerLayer, other.AuxiliaryTrainingWrapper)
+    return [module for module in model.modules() if isinstance(module, kinds)]
+
+
+def scales(model: Any) -> dict[str, float]:
+    """Name of each adapted layer -> what the trained adapter's product is multiplied by."""
+    kind = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]
+    return {name: float(module.scaling[TRAINED]) for name, module in modules}
+
+
+@contextmanager
+def using(chosen: list[Any], name: str | None) -> Iterator[None]:
+    """These `layers` compute by this adapter inside, or by none; then as before.
+
+    peft's own switches set `requires_grad` too, of parameters that an optimizer and an engine for
+    many devices already know; this sets nothing but the switch.
+    """
+    before = [(layer, layer._disable_adapters, layer._active_adapter) for layer in chosen]
+    for layer in chosen:
+        layer._disable_adapters = name is None
+        if name is not None:
+            layer._active_adapter = [name]
+    try:
+        yield
+    finally:
+        for layer, disabled, active in before:
+            layer._disable_adapters, layer._active_adapter = disabled, active
+
+
+# The model that base and adapter are together.
+
+
+@torch.no_grad()
+def merged(model: Any) -> Any:
+    """A model of the same class whose weights have the trained adapter in them.
+
+    The live one is left as it is: an adapted layer is merged in a copy, all others are shared.
+    Quantised weights come back in the dtype that the model computes in.
+    """
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        whole = type(model)(config)
+    whole.load_state_dict(_merged_state(model), assign=True, strict=False)
+    whole.tie_weights()
+    for name, module in whole.named_modules():
+        for part, tensor in module.named_buffers(recurse=False):
+            if tensor.is_meta:  # one that no file holds, such as the frequencies of positions
+                module._buffers[part] = model.get_submodule(name).get_buffer(part)
+    empty = [n for n, p in whole.named_parameters() if p.is_meta]
+    if empty:
+        raise RuntimeError(f"the merged model has no {', '.join(empty[:5])}")
+    whole.generation_config = model.generation_config
+    whole.requires_grad_(False)
+    return whole.eval()
+
+
+def _merged_state(model: Any) -> dict[str, Tensor]:
+    """Name of each tensor of a plain model -> its value with the adapter."""
+    kinds = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
+    wrapper = importlib.import_module("peft.utils.other").ModulesToSaveWrapper
+    state: dict[str, Tensor] = {}
+    done: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if name.startswith(done):
+            continue
+        if isinstance(module, wrapper):
+            inner = module.modules_to_save[TRAINED]
+        elif isinstance(module, kinds):
+            inner = _merge(module)
+        elif quantized.is_(module):
+            inner = quantized.plain(module)
+        else:
+            state |= {
+                f"{name}.{part}" if name else part: tensor
+                for part, tensor in (
+                    *module.named_parameters(recurse=False),
+                    *((b, t) for b, t in module.named_buffers(recurse=False)
+                      if b not in module._non_persistent_buffers_set),
+                )
+            }  # fmt: skip
+            continue
+        done = (*done, f"{name}.")
+        state |= {f"{name}.{part}": tensor.detach() for part, tensor in inner.state_dict().items()}
+    return state
+
+
+def _merge(layer: Any) -> nn.Module:
+    """A copy of an adapted layer's own layer, with its adapter in it."""
+    if quantized.is_(layer.base_layer):
+        return quantized.merged(layer, TRAINED)
+    alone = copy.deepcopy(layer)
+    alone.merge(adapter_names=[TRAINED])
+    inner: nn.Module = alone.base_layer
+    return inner
+
+
+def save_merged(model: Any, folder: Path) -> None:
+    """Write the merged model as `from_pretrained` and vLLM load it."""
+    merged(model).save_pretrained(folder)
+
+
+def described(folder: Path) -> dict[str, Any]:
+    """What an adapter's folder says of it; {} for none. Raises ValueError."""
+    path = folder / CONFIG
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
+
+
+def _arguments(keys: LoraConfig) -> dict[str, Any]:
+    """Of peft.LoraConfig."""
+    return {
+        "r": keys.r,
+        "lora_alpha": keys.alpha,
+        "lora_dropout": keys.dropout,
+        "target_modules": keys.target_modules,
+        "exclude_modules": keys.exclude_modules or None,
+        "modules_to_save": keys.modules_to_save or None,
+        "bias": keys.bias,
+        "use_rslora": keys.use_rslora,
+        "use_dora": keys.use_dora,
+        "task_type": "CAUSAL_LM",
+    }
+
+
+def _first(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__

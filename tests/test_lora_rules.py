@@ -1,0 +1,118 @@
+"""What adapters, quantised weights and references that move rule out, before torch is there."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_cases import Rloo, rloo, rloo_without_torch
+
+from rloo_cli import adapter_rules, config, machine, paths
+from rloo_cli.compose import compose
+from rloo_cli.errors import ConfigError, MachineError
+
+__all__ = ["rloo", "rloo_without_torch"]  # fixtures
+SMOKE = ("+recipe=smoke",)
+SERVER, COLOCATE = "generation=vllm_server", "generation=vllm_colocate"
+REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
+    "dropout that is turned off": (
+        ("lora=default", "model.lora.dropout=0.1"), "model.disable_dropout=false"),
+    "biases of the reference": (("lora=default", "model.lora.bias=all"), "leaves no reference"),
+    "DoRA in vLLM": (("lora=dora", SERVER), "generation=transformers"),
+    "whole layers in vLLM": (
+        ("lora=default", COLOCATE, "model.lora.modules_to_save=[lm_head]"), "modules_to_save=[]"),
+    "biases in vLLM": (
+        ("lora=default", SERVER, "model.lora.bias=all", "algorithm.beta=0"), "no biases"),
+    "a rank that vLLM has no room for": (
+        ("lora=default", SERVER, "model.lora.r=600"), "model.lora.r=512"),
+    "a transfer of whole models": (
+        ("lora=default", SERVER, "generation.server.transfer=nccl"), "server.transfer=auto"),
+    "few bits that would be trained": (("quantization=4bit",), "lora=default"),
+    "few bits in vLLM": (("quantization=4bit", "lora=default", SERVER), "model.quantization=null"),
+    "few bits that would be moved": (
+        ("quantization=8bit", "lora=default", "model.ref_path=make:tiny",
+         "model.ref_offload=true"), "model.ref_offload=false"),
+    "a second model that is not there": (
+        ("lora=default", "model.ref_offload=true"), "there is no second model"),
+    "a model that follows an adapter": (
+        ("lora=default", "model.ref_path=make:tiny", "model.ref_sync.every=1"),
+        "model.ref_sync.every=0"),
+    "no adapter": (("lora=default", "model.lora.path=./nothing"), "is no adapter"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "says"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_refused_with_what_to_change(words: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.check(compose([*SMOKE, *words]))
+    assert says in caught.value.render()
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize("words", [
+    ("lora=default", "algorithm.beta=0", "model.ref_offload=true"), ("lora=default", SERVER),
+    ("lora=dora", "model.ref_sync.every=5"), ("model.ref_sync.every=5", "model.ref_offload=true"),
+    ("lora=default", "model.lora.dropout=0.1", "model.disable_dropout=false"),
+    ("quantization=4bit", "lora=default"), ("lora=default", "+debug=cpu"),
+])  # fmt: skip
+def test_what_can_be_is_taken(words: tuple[str, ...]) -> None:
+    config.check(compose([*SMOKE, *words]))
+
+
+def adapter(folder: Path, **changes: Any) -> str:
+    """The config of an adapter that lora=default fits, with changes."""
+    about = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "use_dora": False} | changes
+    (folder / adapter_rules.CONFIG).write_text(json.dumps(about))
+    return f"model.lora.path={folder}"
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"r": 8}, "model.lora.r=8"), ({"lora_alpha": 16}, "model.lora.alpha=16"),
+    ({"use_dora": True}, "model.lora.use_dora=true"),
+    ({"use_rslora": True}, "model.lora.use_rslora=true"), ({"peft_type": "IA3"}, "IA3"),
+])  # fmt: skip
+def test_keys_that_are_not_the_adapters_are_refused(
+    tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    config.check(compose([*SMOKE, "lora=default", adapter(tmp_path)]))
+    with pytest.raises(ConfigError) as caught:
+        config.check(compose([*SMOKE, "lora=default", adapter(tmp_path, **changes)]))
+    assert says in caught.value.render()
+
+
+def test_a_debug_run_does_not_take_the_adapter_of_another_model(tmp_path: Path) -> None:
+    run = config.check(compose([*SMOKE, "lora=default", adapter(tmp_path), "+debug=cpu"]))
+    assert run.model.lora is not None and run.model.lora.path is None
+
+
+@pytest.mark.parametrize(("package", "words", "extra"), [
+    ("peft", ("lora=default",), "peft"),
+    ("bitsandbytes", ("lora=default", "quantization=4bit"), "quantization"),
+])  # fmt: skip
+def test_a_package_that_is_not_here_is_named_with_how_to_get_it(
+    package: str, words: tuple[str, ...], extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        adapter_rules, "find_spec", lambda name: None if name == package else found("os")
+    )
+    with pytest.raises(MachineError) as caught:
+        machine.check(config.check(compose([*SMOKE, *words])))
+    assert f"pip install 'rloo-cli[{extra}]'" in caught.value.render()
+
+
+@pytest.mark.parametrize("group", ["lora", "quantization"])
+def test_a_choice_has_a_value_for_every_key(group: str) -> None:
+    for choice in paths.group_choices([])[group]:
+        more = ["lora=default"] if group == "quantization" else []
+        run = config.check(compose([*SMOKE, f"{group}={choice}", *more]))
+        assert getattr(run.model, group) is not None
+
+
+def test_a_training_of_whole_models_does_not_leave_an_adapter_out_silently(
+    rloo_without_torch: Rloo,
+) -> None:
+    ended = rloo_without_torch("sft", "+recipe=smoke", "lora=default")
+    said = ended.err
+    assert ended.code == 2 and "model.lora is not for sft" in said and "model.lora=null" in said

@@ -1,0 +1,124 @@
+"""Adapters into a real vLLM server: only their bytes cross, and its base stays what it was."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm_cases
+from loop_cases import make
+from lora_cases import frozen, same
+from vllm_cases import Real
+
+from rloo_cli.errors import GenerationError
+from rloo_cli.packing import whole
+from rloo_cli.parts import Run
+from rloo_cli.policy import lora
+from rloo_cli.train import train
+from rloo_cli.vllm import asking, gloo
+
+pytestmark = pytest.mark.vllm
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def adapting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
+    """A server with a place for an adapter."""
+    base = tmp_path_factory.getbasetemp()
+    with vllm_cases.serving(tmp_path_factory.mktemp("adapting"), base, "lora=default") as real:
+        yield real
+
+
+@pytest.fixture
+def run(adapting: Real, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """A run in this process that trains an adapter and samples there."""
+    monkeypatch.setenv("RLOO_SERVER_TOKEN", adapting.token)
+    words = (
+        *vllm_cases.WORDS, f"generation.server.base_url={adapting.url}", "lora=default",
+        f"max_steps={STEPS}", "train.learning_rate=0.01", "data.eval_split=null",
+        "checkpoint.every=1000", "generation.server.reconnect_timeout_s=5",
+    )  # fmt: skip
+    found = make(tmp_path, *words, noise=0.0)
+    yield found
+    found.generator.close()
+
+
+def base_says(run: Run, adapting: Real) -> list[Any]:
+    """Tokens and log-probabilities of the engine's base: requests that name no adapter."""
+    engine, rule = run.generator.engine, run.generator.rule  # type: ignore[attr-defined]
+    params = asking.plain(run.config.generation, rule.ids, 7, 12)
+    said = []
+    for prompt in vllm_cases.PROMPTS:
+        body = {"token_ids": prompt, "sampling_params": params}
+        path = "/inference/v1/generate"
+        choice = engine.wire.post(adapting.url, path, adapting.token, body, 60)["choices"][0]
+        said.append([choice["token_ids"], [e["logprob"] for e in choice["logprobs"]["content"]]])
+    return said
+
+
+def test_only_the_adapter_crosses_and_neither_base_changes_over_twenty_syncs(
+    run: Run, adapting: Real, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crossed: list[int] = []
+    broadcast = gloo.broadcast
+    monkeypatch.setattr(
+        gloo, "broadcast", lambda group, b: (crossed.append(b.nbytes), broadcast(group, b))
+    )
+    model = run.policy.model
+    own = sum(tensor.nbytes for tensor in lora.named(model).values())
+    ours, groups = frozen(model), vllm_cases.groups()
+    run.generator.load(run.policy, 0)
+    theirs = base_says(run, adapting)
+    run.generator.generate(groups, vllm_cases.SEEDS)
+    micro = run.policy.pack(groups, whole(groups, range(len(groups))))
+    assert run.reference is not None
+    reference = run.reference.frozen_logp(micro).logp
+    crossed.clear()
+    train(run)
+    assert run.state.updates == STEPS
+    rows = [row for row in run.log.rows if "step_time" in row]
+    assert len(crossed) == STEPS and set(crossed) == {own}  # and none for weights it has
+    assert {row["vllm/synced_bytes"] for row in rows} == {float(own)}
+    assert own < sum(tensor.nbytes for tensor in ours.values())
+    assert same(frozen(model), ours)
+    assert base_says(run, adapting) == theirs
+    assert torch.equal(run.reference.frozen_logp(micro).logp, reference)
+    # Under one number and one name, each version's files were what answered.
+    assert max(row["sampling/logp_diff_max"] for row in rows) < 1e-4
+    assert (run.policy.frozen_logp(micro).logp - reference).abs().max() > 0.1
+    assert run.generator.facts["vllm/weight_version"] == STEPS
+
+
+def test_half_an_adapter_or_one_of_other_layers_is_refused_by_name(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = lora.named
+
+    def but(change: Any) -> None:
+        monkeypatch.setattr(lora, "named", lambda *given: change(every(*given)))
+
+    but(lambda named: dict(list(named.items())[1:]))
+    with pytest.raises(GenerationError, match=r"self_attn\.\w+ \(one factor of two\)"):
+        run.generator.load(run.policy, 1)
+    name = "base_model.model.model.layers.0.surplus.lora_A.weight"
+    but(lambda named: named | {name: torch.zeros(16, 32)})
+    with pytest.raises(GenerationError, match=r"surplus \(not a layer that vLLM adapts\)"):
+        run.generator.load(run.policy, 1)
+    but(lambda named: {n: t.new_zeros(32, 32) for n, t in named.items()})
+    with pytest.raises(GenerationError, match=r"all of rank 32 \(there is room for 16\)"):
+        run.generator.load(run.policy, 1)
+    monkeypatch.setattr(lora, "named", every)
+    run.generator.load(run.policy, 1)
+    groups = vllm_cases.groups()
+    run.generator.generate(groups, vllm_cases.SEEDS)
+
+
+def test_a_trainer_of_whole_models_is_refused_by_a_server_for_an_adapter(
+    adapting: Real, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLOO_SERVER_TOKEN", adapting.token)
+    sampler = vllm_cases.sampler(vllm_cases.config(adapting.url), tmp_path)
+    with pytest.raises(GenerationError, match="has another transfer"):
+        sampler.load(vllm_cases.policy(), 1)
+    sampler.close()
