@@ -23,6 +23,7 @@ verbs:
   vllm-serve   serve completions for a run from GPUs or a node of their own
   eval         score what is held out: RUN, RUN/checkpoint-N, or +recipe=NAME model.path=...
   fetch        download what a run loads: +recipe=NAME, for machines without network
+  plan         tell memory, disk and time of a run beforehand: +recipe=NAME --gpu 80GiB
   recipes      list recipes; recipes show NAME; recipes copy NAME my.yaml
   config       list every key; config explain KEY; config --json
   samples      show what a run wrote: --step N --worst; --eval
@@ -246,6 +247,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "vllm-serve": serve,
     "eval": _tool("eval"),
     "fetch": _tool("fetch"),
+    "plan": _tool("plan"),
     "recipes": _tool("recipes"),
     "config": _tool("config"),
     "samples": _tool("samples"),

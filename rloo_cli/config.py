@@ -83,8 +83,8 @@ def merged(values: dict[str, Any], sources: Sources | None = None) -> dict[str, 
     values = dict(values)
     common, debug = values.pop("reward_defaults", {}), values.get("debug") or {}
     rewards = values.get("reward") or {}
+    words = [w.lstrip("+") for w in sources.overrides] if sources is not None else []
     if isinstance(rewards, dict):
-        words = [w.lstrip("+") for w in sources.overrides] if sources is not None else []
         if any(w.startswith("reward=") for w in words):
             rewards = {
                 n: e
@@ -95,6 +95,7 @@ def merged(values: dict[str, Any], sources: Sources | None = None) -> dict[str, 
             }
         entries = {n: common | e if isinstance(e, dict) else e for n, e in rewards.items()}
         values["reward"] = stand_ins.rewards(entries, debug)
+    values["generation"] = stand_ins.generation(values.get("generation"), debug, words)
     values["data"] = stand_ins.data(values.get("data"), debug)
     values["model"] = stand_ins.model(values.get("model"), debug)
     return _with_sets(judge_keys.merged(_with_mixture(values), common))

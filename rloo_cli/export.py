@@ -22,7 +22,7 @@ Write = Callable[[Path], None]
 
 
 def whole(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a model that this process has, or of an adapted one the adapter alone; its tokenizer."""
+    """Write a model that this process has (of an adapted one the adapter) and its tokenizer."""
     if lora.on(model):
         lora.save(model, folder)
     else:

@@ -3,10 +3,14 @@
 Pure arithmetic on lengths, the same on every rank: ranks need exchange nothing but these.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rloo_cli.packing import Part
+if TYPE_CHECKING:  # a plan asks what a forward costs, and imports no torch
+    from rloo_cli.packing import Part
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ OF_ITS_OWN: dict[str, Any] = {  # keys of a reward model that would not fit anot
     "offload": False,
 }  # fmt: skip
 
+SECTIONS = {"transformers": "transformers", "vllm_server": "server", "vllm_colocate": "colocate"}
+
 
 def rewards(entries: dict[str, Any], debug: dict[str, Any]) -> dict[str, Any]:
     """The entries of `reward` as a debug run has them; as they are where debug says nothing."""
@@ -32,6 +34,19 @@ def model(section: Any, debug: dict[str, Any]) -> Any:
     if not (isinstance(keys, dict) and debug.get("own_columns")):
         return section
     return section | {"lora": keys | {"path": None}}
+
+
+def generation(section: Any, debug: dict[str, Any], said: list[str]) -> Any:
+    """The section `generation`, without what a recipe says of a backend that debug has replaced.
+
+    `said`: words of the command line; what they say of one stays, and is refused.
+    """
+    if not isinstance(section, dict) or not debug.get("own_columns"):
+        return section
+    own = SECTIONS.get(str(section.get("backend")))
+    others = [n for n in SECTIONS.values() if n != own]
+    gone = [n for n in others if not any(w.startswith(f"generation.{n}") for w in said)]
+    return {k: v for k, v in section.items() if k not in gone}
 
 
 def data(section: Any, debug: dict[str, Any]) -> Any:

@@ -24,6 +24,7 @@ from rloo_cli import (
     curves,
     export,
     faults,
+    footprint,
     outcome,
     redact,
     resume,
@@ -77,10 +78,11 @@ def work(
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     rng.seed(settings.seed)  # the same for all ranks: what is drawn to build a model is alike
+    before = footprint.begin()
     run = make(settings, folder, functions, start)
     stop.wait_for_checks()
     try:
-        return _whole(run)
+        return _whole(run, before)
     except SAVED as error:
         if is_lost(error):
             found = error.problems[0]
@@ -130,7 +132,7 @@ def _rescue(run: Run, error: RunError) -> None:
         run.log.note(f"saved {target}{after}")
 
 
-def _whole(run: Run) -> Row:
+def _whole(run: Run, before: float) -> Row:
     for note in run.algorithm.warnings(run.config):
         run.log.note(f"warning: {note}")
     if run.log.display is not None:
@@ -160,6 +162,7 @@ def _whole(run: Run) -> Row:
         "final": str(final),
     }
     write_json(run.folder / "summary.json", summary)
+    update_json(run.folder / "run.json", memory=footprint.compare(run, before))
     run.log.close()
     outcome.report(run)
     return summary

@@ -27,8 +27,9 @@ FLOORS = [  # each may import from itself and from those before it
     "algorithms rewards data prompts choosing mixture lengths",
     "policy generation vllm distributed crew optim checkpoint restoring export updates measures"
     " cycle rng log panel display curves advice rollouts parts minibatches ledger splits"
-    " held_out perf",
-    "train advantages pauses evaluate outcome guards judges ending fit sft reward_model examples",
+    " held_out perf planning",
+    "train advantages pauses evaluate outcome guards judges ending fit sft reward_model examples"
+    " footprint",
     "run assemble begin worker evaluator trainer",
     "launch processes api machine tools managed serving serve rendezvous meeting following leaving",
     "cli __main__",
@@ -213,7 +214,7 @@ def test_every_recipe_builds(recipe: str, debug: list[str], code: Path) -> None:
 def test_every_choice_of_a_group_builds(group: str, choice: str, code: Path) -> None:
     words = ["+recipe=smoke", f"{group}={choice}", "data.max_prompt_length=32"]
     chosen = {"code_tests": ["reward.code_tests.sandbox=bwrap"]}  # it is refused without one
-    chosen |= dict.fromkeys(("4bit", "8bit"), ["lora=default"])  # and these without an adapter
+    chosen |= {bits: ["lora=default"] for bits in ("4bit", "8bit")}  # and these without an adapter
     built([*words, *chosen.get(choice, [])], code)
 
 

@@ -32,6 +32,7 @@ VERBS = (
     "vllm-serve",
     "eval",
     "fetch",
+    "plan",
     "recipes",
     "config",
     "samples",

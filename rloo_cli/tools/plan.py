@@ -1,15 +1,105 @@
-"""`rloo train --dry-run`: what would be done, from a config that was checked."""
+"""`rloo plan +recipe=NAME`: memory, disk, tokens, steps and time of a run, before it is started.
 
+Needs neither a GPU nor weights nor torch. `rloo train --dry-run` prints its head, and the resolved
+config, for what a machine would do at once.
+"""
+
+import argparse
+import json
 import math
+from typing import NoReturn
 
 import yaml
 
-from rloo_cli import config
+from rloo_cli import compose, config, hub, made
+from rloo_cli.errors import ConfigError, MachineError, Problem, RunError
+from rloo_cli.planning import device, plan, words
+from rloo_cli.planning.plan import Asked, Plan
 from rloo_cli.schema import RunConfig
+
+USAGE = (
+    "rloo plan +recipe=NAME [key=value ...] [--gpu H100-80GB|80GiB|cpu] [--gpus N] "
+    "[--prompts N] [--prompt-tokens N] [--completion-tokens N] [--json]"
+)
+
+
+class Flags(argparse.ArgumentParser):
+    """Reads the verb's flags; what it cannot read is a ConfigError (exit 2)."""
+
+    def __init__(self) -> None:
+        super().__init__(prog="rloo plan", usage=USAGE, add_help=False, allow_abbrev=False)
+        self.add_argument("--gpu")
+        self.add_argument("--json", action="store_true")
+        for name in ("--gpus", "--prompts", "--prompt-tokens", "--completion-tokens"):
+            self.add_argument(name, type=_count)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ConfigError."""
+        raise ConfigError(Problem(f"{self.prog}: {message}", "command line", fix=USAGE))
+
+
+def _count(word: str) -> int:
+    """A positive number. Raises ValueError."""
+    if not 0 < int(word) <= 10**12:
+        raise ValueError
+    return int(word)
+
+
+_count.__name__ = "count"  # as argparse names it in its message
+
+
+def run(given: list[str]) -> int:
+    """The verb. Raises MachineError for a run that cannot fit, with the two keys to change."""
+    flags, rest = Flags().parse_known_args(given)
+    if not rest:
+        raise ConfigError(Problem("rloo plan takes a recipe and keys", "command line", fix=USAGE))
+    composed = compose.compose(rest)
+    settings = config.check(composed)
+    with hub.remembered(composed.words):
+        asked = Asked(flags.gpus, flags.prompts, flags.prompt_tokens, flags.completion_tokens)
+        found = planned(settings, flags.gpu, asked)
+    if flags.json:
+        print(json.dumps(words.values(found), indent=2))
+    else:
+        print(words.of(found))
+    if not found.fits:
+        raise refusal(found)
+    return 0
+
+
+def planned(settings: RunConfig, gpu: str | None = None, asked: Asked | None = None) -> Plan:
+    """The plan of a run, on the GPUs that are named, that are here, or that are assumed."""
+    asked = asked or Asked()
+    if asked.gpus and asked.gpus > 1 and settings.distributed.engine == "single":
+        why, fix = "distributed.engine = single is one process", "distributed=ddp, zero2 or zero3"
+        raise ConfigError(Problem(f"--gpus {asked.gpus}: there is one", "command line", why, fix))
+    small = settings.model.path.startswith(made.MADE)
+    return plan.make(settings, device.of(gpu, small), asked)
+
+
+def refusal(found: Plan) -> MachineError:
+    """What does not fit, and the two keys that would bring most."""
+    case, needs = found.case, plan.needs(found.case, found.memory, found.sampler)
+    worst = max(needs, key=lambda name: needs[name])
+    phase = f"in the phase {worst!r}" if worst != "server" else "on the server's GPU"
+    why = f"{words.gib(found.need)} {phase}, {words.gib(case.device.usable)} are usable of each"
+    engine = found.sampler
+    if engine is not None and engine.cache < engine.least:
+        left = words.gib(max(engine.cache, 0.0))
+        why += (
+            f"\nvLLM has {left} for keys and values; one sequence needs {words.gib(engine.least)}"
+        )
+    lines = [f"{key}   ({words.gib(need)})" for key, need in plan.remedies(found)]
+    fewest = plan.smallest(found)
+    if fewest is not None:
+        lines.append(f"or {fewest} GPUs of this kind: --gpus {fewest}")
+    fix = "\n".join(lines) or "a smaller model, or GPUs with more memory: --gpu 141GiB"
+    what = f"{case.run.name or case.model.name} does not fit on {case.ranks} x {case.device.name}"
+    return MachineError(Problem(what, "memory", why, fix))
 
 
 def text(run: RunConfig) -> str:
-    """The batch arithmetic, the length of the run, and the resolved config."""
+    """The batch arithmetic, the length of the run, its plan, and the resolved config."""
     k, p = run.algorithm.num_generations, run.train.prompts_per_step
     rows = run.episodes_per_step
     size, places = run.train.micro_batch_size, run.train.micro_batch_tokens
@@ -34,6 +124,16 @@ def text(run: RunConfig) -> str:
         f"steps      {steps}",
         f"rewards    {', '.join(f'{n} x {c.weight:g}' for n, c in run.rewards.items())}",
         "",
+        *_head(run),
+        "",
         yaml.safe_dump(config.dump(run), sort_keys=False),
     ]
     return "\n".join(lines)
+
+
+def _head(run: RunConfig) -> list[str]:
+    """The plan in short. What it lacks is no reason to refuse a dry run."""
+    try:
+        return [*words.summary(planned(run)), "plan       rloo plan tells it part by part"]
+    except RunError as error:
+        return [f"plan       {error.problems[0].what}: {error.problems[0].why}"]

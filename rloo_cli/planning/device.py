@@ -1,0 +1,124 @@
+"""What the ranks compute on: memory, speed, and how fast they talk to each other.
+
+Speeds are what was reached, not what data sheets say: of one H200 788 TFLOP/s and 4.3 TB/s were
+measured (SPEED 1), of the others four fifths and nine tenths of their sheets are taken.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rloo_cli import ranks
+from rloo_cli.errors import ConfigError, Problem
+
+GIB = 2**30
+CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU, or one process's share of a CPU's time and all of its memory."""
+
+    name: str
+    memory: float  # bytes
+    flops: float  # of matrix products in the weights' dtype, a second
+    bytes_per_s: float  # of its memory
+    inside: float = 450e9  # bytes a second between GPUs of one machine
+    between: float = 50e9  # and of different machines, per GPU: 400 Gb/s
+    kind: str = "cuda"
+    source: str = ""
+
+    @property
+    def reserve(self) -> float:
+        """Bytes that are not for tensors: CUDA's and NCCL's own, and what lies in pieces."""
+        return 1.5 * GIB + 0.05 * self.memory if self.kind == "cuda" else 0.1 * self.memory
+
+    @property
+    def usable(self) -> float:
+        """Bytes for tensors."""
+        return self.memory - self.reserve
+
+
+def _gpu(name: str, gib: float, tflops: float, tb_per_s: float, inside: float = 450e9) -> Device:
+    return Device(name, gib * GIB, tflops * 1e12, tb_per_s * 1e12, inside)
+
+
+PCIE = 25e9
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("B200", 178, 1800, 7.2), _gpu("H200", 139, 788, 4.3), _gpu("H100-80GB", 80, 788, 3.0),
+        _gpu("A100-80GB", 80, 250, 1.8, 300e9), _gpu("A100-40GB", 40, 250, 1.4, 300e9),
+        _gpu("L40S-48GB", 48, 290, 0.78, PCIE), _gpu("RTX4090-24GB", 24, 132, 0.9, PCIE),
+        _gpu("A10-24GB", 24, 100, 0.54, PCIE), _gpu("L4-24GB", 24, 97, 0.27, PCIE),
+    )
+}  # fmt: skip
+ASSUMED = GPUS["H100-80GB"]
+CORE = 40e9  # FLOP/s of a CPU's core in float32
+
+
+def cpu() -> Device:
+    """This machine without a GPU."""
+    cores, total = os.cpu_count() or 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = CGROUP.read_text().strip() if CGROUP.is_file() else "max"
+    memory = min(total, int(limit) if limit.isdigit() else total)
+    name, source = f"CPU with {cores} cores", "this machine, which shows no GPU"
+    return Device(name, float(memory), cores * CORE, 2e10, 1e10, 1e9, "cpu", source)
+
+
+def of(word: str | None, small: bool = False) -> Device:
+    """The device to plan for: `word` (a name, 80GiB, cpu), else this machine's, else one assumed.
+
+    `small`: without a GPU and without a word, this machine's CPU. Raises ConfigError.
+    """
+    if word is None:
+        found = _here()
+        if found is not None:
+            return found
+        assumed = "assumed: this machine shows no GPU; say --gpu NAME, --gpu 80GiB or --gpu cpu"
+        return cpu() if small else replace(ASSUMED, source=assumed)
+    if word.lower() == "cpu":
+        return cpu()
+    if found := _named(word):
+        return replace(found, source="--gpu")
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|GB)", word, re.IGNORECASE)
+    if size is None or float(size[1]) <= 0:
+        fix = f"--gpu 80GiB, --gpu cpu, or one of: {', '.join(GPUS)}"
+        raise ConfigError(Problem(f"--gpu {word}: not understood", "command line", fix=fix))
+    memory = float(size[1]) * (GIB if size[2].lower() == "gib" else 1e9)
+    source = f"--gpu; speed assumed to be that of {ASSUMED.name}"
+    return replace(ASSUMED, name=f"GPU of {word}", memory=memory, source=source)
+
+
+def of_rank(kind: str, memory: float) -> Device:
+    """The device of a run that is at work. `memory` counts for a GPU."""
+    if kind != "cuda":
+        return cpu()
+    return replace(ASSUMED, name="this GPU", memory=memory, source="this machine")
+
+
+def _named(word: str) -> Device | None:
+    plain = re.sub(r"[\s_-]", "", word).lower()
+    fits = [g for n, g in GPUS.items() if re.sub("-", "", n).lower() == plain]
+    fits = fits or [g for n, g in GPUS.items() if n.partition("-")[0].lower() == plain]
+    return fits[0] if fits else None
+
+
+def _here() -> Device | None:
+    """The first GPU of this machine, as nvidia-smi tells of it."""
+    if not ranks.gpus() or shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout
+        name, _, megabytes = said.splitlines()[0].rpartition(",")
+        memory = float(megabytes) * 2**20
+    except (OSError, subprocess.TimeoutExpired, IndexError, ValueError):
+        return None
+    like = next((g for n, g in GPUS.items() if n.partition("-")[0] in name.replace(" ", "")), None)
+    speed = like or ASSUMED
+    source = "this machine" if like else f"this machine; speed assumed to be that of {speed.name}"
+    return replace(speed, name=name.strip(), memory=memory, source=source)

@@ -1,0 +1,179 @@
+"""Shapes of the tensors in one layer of a language model, by its `model_type`.
+
+From the keys of a config.json to the linear maps of a layer, its biases and norms, and to what
+autograd keeps of one row of it. What is kept was read in transformers 5.19 and compared with what
+`saved_tensors_hooks` counts (tests/test_plan_facts.py).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+Linear = tuple[str, int, int]  # name, in, out
+
+
+class Sizes(NamedTuple):
+    """The numbers of a config.json, by one name each."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocabulary: int
+    positions: int  # rows of a learned table of positions; 0 = none
+    experts: int  # 0 = no mixture
+    chosen: int  # experts that a token goes to
+    shared: int  # width of the expert that every token goes to; 0 = none
+
+    @property
+    def q(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv(self) -> int:
+        return self.kv_heads * self.head_dim
+
+
+class Family(NamedTuple):
+    """How the models of some `model_type` are built."""
+
+    linears: Callable[[Sizes], list[Linear]]  # of the attention and of the dense MLP
+    bias: tuple[str, ...] = ()  # linears with one; ("all",) = every one
+    norms: int = 2  # of a layer, over the hidden size
+    centred: bool = False  # LayerNorm (a weight and a bias) instead of RMSNorm
+    qk_norm: str = ""  # "head": over a head; "whole": over all heads together
+    tied: bool = False  # where config.json does not say
+    layout: str = "shared"  # the fastest that gives the model's own numbers (SPEED 2.3)
+    gated: bool = True
+    kept: float = 0.0  # further hidden-sized tensors that autograd keeps of a row
+    act: int = 2  # tensors of the MLP's width around its activation, that are kept
+    wide_norms: bool = False  # computed in float32 up to the weight
+
+
+def _llama(s: Sizes) -> list[Linear]:
+    return [
+        ("q_proj", s.hidden, s.q), ("k_proj", s.hidden, s.kv), ("v_proj", s.hidden, s.kv),
+        ("o_proj", s.q, s.hidden), ("gate_proj", s.hidden, s.mlp), ("up_proj", s.hidden, s.mlp),
+        ("down_proj", s.mlp, s.hidden),
+    ]  # fmt: skip
+
+
+def _phi3(s: Sizes) -> list[Linear]:
+    return [
+        ("qkv_proj", s.hidden, s.q + 2 * s.kv), ("o_proj", s.q, s.hidden),
+        ("gate_up_proj", s.hidden, 2 * s.mlp), ("down_proj", s.mlp, s.hidden),
+    ]  # fmt: skip
+
+
+def _neox(s: Sizes) -> list[Linear]:
+    return [
+        ("query_key_value", s.hidden, 3 * s.q), ("dense", s.q, s.hidden),
+        ("dense_h_to_4h", s.hidden, s.mlp), ("dense_4h_to_h", s.mlp, s.hidden),
+    ]  # fmt: skip
+
+
+def _gpt2(s: Sizes) -> list[Linear]:
+    return [
+        ("c_attn", s.hidden, 3 * s.q), ("c_proj", s.q, s.hidden),
+        ("c_fc", s.hidden, s.mlp), ("mlp.c_proj", s.mlp, s.hidden),
+    ]  # fmt: skip
+
+
+LLAMA = Family(_llama)
+FAMILIES = {
+    "llama": LLAMA, "mistral": LLAMA, "granite": LLAMA, "mixtral": LLAMA,
+    "smollm3": Family(_llama, tied=True),
+    "qwen2": Family(_llama, bias=("q_proj", "k_proj", "v_proj")),
+    "qwen2_moe": Family(_llama, bias=("q_proj", "k_proj", "v_proj")),
+    "qwen3": Family(_llama, qk_norm="head"), "qwen3_moe": Family(_llama, qk_norm="head"),
+    "gemma": Family(_llama, tied=True, wide_norms=True),
+    "gemma2": Family(_llama, norms=4, tied=True, layout="packed", wide_norms=True),
+    "olmo2": Family(_llama, qk_norm="whole", wide_norms=True),
+    "phi3": Family(_phi3, kept=1.0),
+    "gpt_neox": Family(
+        _neox, ("all",), centred=True, gated=False, kept=1.0
+    ),
+    "gpt2": Family(
+        _gpt2, ("all",), centred=True, tied=True, layout="packed", gated=False, kept=0.5, act=5
+    ),
+}  # fmt: skip
+FUSED = ("query_key_value", "qkv_proj")  # whose whole output is kept alive by its values
+
+
+def sizes(values: dict[str, Any]) -> Sizes:
+    """The numbers of a config.json. Raises KeyError for one that it lacks."""
+    text = values.get("text_config")
+    c = {**values, **text} if isinstance(text, dict) else values
+
+    def get(*names: str, default: int | None = None) -> int:
+        for name in names:
+            if isinstance(c.get(name), int) and not isinstance(c.get(name), bool):
+                return int(c[name])
+        if default is None:
+            raise KeyError(names[0])
+        return default
+
+    hidden, heads = get("hidden_size", "n_embd"), get("num_attention_heads", "n_head")
+    experts = get("num_local_experts", "num_experts", default=0)
+    mlp = get("intermediate_size", "n_inner", default=4 * hidden)
+    learned = c.get("model_type") in ("gpt2", "opt")
+    return Sizes(
+        layers=get("num_hidden_layers", "n_layer"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=get("num_key_value_heads", default=heads),
+        head_dim=get("head_dim", default=hidden // heads),
+        mlp=get("moe_intermediate_size", default=mlp) if experts else mlp,
+        vocabulary=get("vocab_size"),
+        positions=get("max_position_embeddings", "n_positions", default=1024) if learned else 0,
+        experts=experts,
+        chosen=get("num_experts_per_tok", default=2) if experts else 0,
+        shared=get("shared_expert_intermediate_size", default=0) if experts else 0,
+    )
+
+
+def layer(family: Family, s: Sizes, attention_bias: bool, mlp_bias: bool) -> tuple[int, int]:
+    """Parameters of one layer: all, and those that one token goes through."""
+    linears = family.linears(s)
+    outer = [x for x in linears if not s.experts or "o_proj" in x[0] or x[2] in (s.q, s.kv)]
+    dense = [x for x in linears if not s.experts] or outer[:4]
+    biased = set(family.bias)
+    biased |= {"q_proj", "k_proj", "v_proj", "o_proj"} if attention_bias else set()
+    biased |= {"gate_proj", "up_proj", "down_proj"} if mlp_bias else set()
+    count = sum(i * o + (o if {name, "all"} & biased else 0) for name, i, o in dense)
+    count += family.norms * s.hidden * (2 if family.centred else 1)
+    count += {"head": 2 * s.head_dim, "whole": s.q + s.kv}.get(family.qk_norm, 0)
+    if not s.experts:
+        return count, count
+    one, router = 3 * s.hidden * s.mlp, s.hidden * s.experts
+    always = router + (3 * s.hidden * s.shared + s.hidden if s.shared else 0)
+    return count + always + s.experts * one, count + always + s.chosen * one
+
+
+def kept(family: Family, s: Sizes, size: int) -> float:
+    """Bytes that autograd keeps of one row of a layer, with weights of `size` bytes a number.
+
+    RMSNorm in half precision keeps its input in float32, its result before and after the weight.
+    """
+    wide = 4 * (2 if family.wide_norms else 1) + size * (1 if family.wide_norms else 2)
+    norm = 2.0 * size if family.centred else 12 if size == 4 else wide
+    found = norm * s.hidden * family.norms
+    if family.centred and "query_key_value" in {x[0] for x in family.linears(s)}:
+        found -= size * s.hidden  # both norms are of the same input
+    fused = any(name in FUSED for name, _, _ in family.linears(s))
+    found += size * (2 * s.q + 2 * s.kv + (s.q + s.kv if fused else 0))
+    found += size * family.kept * s.hidden + 4 * s.heads  # a log-sum-exp for each head
+    if family.qk_norm:
+        found += (8 if size == 4 or family.wide_norms else 6) * (s.q + s.kv)
+    mlp = 1.0 * size * (4 if family.gated else family.act) * s.mlp
+    if s.experts:
+        mlp = s.chosen * (size * 2 * s.hidden + mlp) + size * 6 * s.experts
+        mlp += size * 4 * s.shared
+    return found + mlp
+
+
+def passing(family: Family, s: Sizes, size: int) -> float:
+    """Bytes that a layer holds of one row while it computes, beside what it keeps."""
+    width = max(s.mlp, s.shared) * (s.chosen or 1)
+    return size * ((3 if family.gated else 2) * width + 2 * s.hidden)

@@ -1,0 +1,57 @@
+"""Runs of the smoke recipe as a plan sees them, with a model whose every number is known."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from rloo_cli import config
+from rloo_cli.compose import compose
+from rloo_cli.planning import device, facts
+from rloo_cli.planning.case import Case
+from rloo_cli.planning.device import GIB, Device
+from rloo_cli.schema import RunConfig
+
+# 3 layers of: attention 4 * 64 * 64, MLP 3 * 64 * 128, norms 2 * 64; tables of 1000 * 64.
+SMALL: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
+    "num_hidden_layers": 3, "vocab_size": 1000, "max_position_embeddings": 256,
+}  # fmt: skip
+LAYER = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+TABLE = 1000 * 64
+COUNT = 2 * TABLE + 3 * LAYER + 64
+GPU = device.of("80GiB")
+ENGINES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp2")
+ADAPTER = (
+    "model.lora={r: 8, alpha: 16, dropout: 0.0, target_modules: TARGETS, exclude_modules: [],"
+    " modules_to_save: [], bias: none, use_rslora: false, use_dora: false, path: null}"
+)
+
+
+@functools.cache
+def checked(*words: str) -> RunConfig:
+    """The smoke recipe's config with `words`."""
+    return config.check(compose(["+recipe=smoke", *words]))
+
+
+def lora(targets: str = "all-linear") -> str:
+    """The word that trains adapters of rank 8 alone."""
+    return ADAPTER.replace("TARGETS", targets)
+
+
+def case(*words: str, ranks: int = 1, gpu: Device = GPU, values: Any = None, **more: Any) -> Case:
+    """A run of a model with these values of a config.json (SMALL) on `ranks` GPUs."""
+    run = checked(*words)
+    model = facts.read(values or SMALL, "small", "the test")
+    beta = getattr(run.algorithm, "beta", 0.0) > 0 and run.model.lora is None
+    given = {"longest": 20, "reference": model if beta else None} | more
+    return Case(run=run, model=model, device=gpu, ranks=ranks, **given)
+
+
+def large(name: str = "Qwen/Qwen2.5-7B", *words: str, ranks: int = 8, **more: Any) -> Case:
+    """The same for a well-known model."""
+    found = case(*words, ranks=ranks, **more)
+    model = facts.of(name)
+    return Case(**{**vars(found), "model": model, "reference": found.reference and model})
+
+
+__all__ = ["GIB", "Path"]

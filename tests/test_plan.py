@@ -1,0 +1,218 @@
+"""`rloo plan`: what it prints, what it refuses, and that it needs neither torch nor weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_cases import Rloo, rloo, rloo_without_torch
+from plan_cases import checked, lora
+
+from rloo_cli import cli
+from rloo_cli.errors import ConfigError, MachineError
+from rloo_cli.planning import device, plan
+from rloo_cli.tools import plan as verb
+
+__all__ = ["rloo", "rloo_without_torch"]  # fixtures
+GPU = "--gpu=80GiB"
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """What `rloo plan --json` says."""
+    assert verb.run([*words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_plan_imports_no_torch_and_leaves_nothing(rloo_without_torch: Rloo) -> None:
+    ended = rloo_without_torch("plan", "+recipe=qwen2_5_72b", GPU)
+    assert (ended.code, ended.err) == (0, "")
+    for word in ("72.71 B parameters (built in)", "32 processes on 4 machines, zero3", "fits",
+                 "8 GPUs of their own, 8 for a copy", "gpu_memory_utilization=", "+0.05 or +0.1",
+                 "disk", "assumed", "float32 masters", "gradient checkpointing"):  # fmt: skip
+        assert word in ended.out, word
+    assert rloo_without_torch.left() == []
+
+
+def test_the_layout_for_72_b_fits_4_x_8_x_80_gib_and_one_machine_does_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = told(capsys, "+recipe=qwen2_5_72b", GPU)
+    assert found["fits"] and found["ranks"] == 32 and found["engine"] == "zero3"
+    states = {"weights": 2, "optimizer": 12, "gradients": 4}  # bytes a number
+    update, count = found["phases_bytes"]["update"], found["model"]["parameters"]
+    for part, each in states.items():
+        assert update[part] == pytest.approx(each * count / 32)
+    assert found["vllm"]["gpus"] == 8 and found["vllm"]["tensor_parallel_size"] == 8
+    assert found["smallest_gpus"] <= 32
+    with pytest.raises(MachineError, match="does not fit on 8 x GPU of 80GiB"):
+        verb.run(["+recipe=qwen2_5_72b", GPU, "--gpus", "8"])
+
+
+RECIPES = {"qwen2_5_7b_lora": [], "tldr_1b": ["--gpus=8"], "tldr_6_9b": []}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_for_gpus_fit_80_gib(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, f"+recipe={recipe}", GPU, *RECIPES[recipe])
+    assert found["fits"], found["phases_bytes"]
+
+
+# Refusals.
+
+
+def refused(*words: str) -> MachineError:
+    with pytest.raises(MachineError) as error:
+        verb.run(["+recipe=smoke", "model.path=Qwen/Qwen2.5-7B", *words])
+    assert error.value.code == 3
+    return error.value
+
+
+def test_a_run_that_cannot_fit_is_refused_with_two_keys_that_bring_most() -> None:
+    error = refused("--gpu=24GiB").problems[0]
+    assert "does not fit on 1 x GPU of 24GiB" in error.what and "GiB are usable" in error.why
+    keys = [line for line in error.fix.splitlines() if "=" in line and "--gpus" not in line]
+    assert 1 <= len(keys) <= 2
+    for line in keys:
+        assert checked(line.split()[0]).name == "smoke"  # a word that composes
+
+
+def test_a_key_that_would_do_is_named_and_does() -> None:
+    words = ("generation=vllm_server", "train.micro_batch_tokens=65536",
+             "train.prompts_per_step=512", "distributed=zero3")  # fmt: skip
+    error = refused(*words, "--gpu=80GiB", "--gpus=8", "model.gradient_checkpointing=false",
+                    "generation.max_completion_length=512").problems[0]  # fmt: skip
+    first = error.fix.split()[0]
+    assert first.startswith(("model.gradient_checkpointing=true", "train.micro_batch_tokens="))
+    given = [w for w in words if w.partition("=")[0] != first.partition("=")[0]]
+    assert verb.run(["+recipe=smoke", "model.path=Qwen/Qwen2.5-7B", *given, first, "--gpu=80GiB",
+                     "--gpus=8", "generation.max_completion_length=512"]) == 0  # fmt: skip
+
+
+def test_a_sharded_engine_says_on_how_many_gpus_it_would_fit() -> None:
+    words = ("distributed=zero3", "generation=vllm_server", "--gpu=80GiB")
+    error = refused(*words, "--gpus=1").problems[0]
+    count = int(error.fix.rpartition("--gpus ")[2])
+    base = ["+recipe=smoke", "model.path=Qwen/Qwen2.5-7B", *words]
+    assert count > 1 and verb.run([*base, f"--gpus={count}"]) == 0
+
+
+def test_vllm_without_room_for_a_sequence_is_named() -> None:
+    words = ("generation=vllm_colocate", "generation.colocate.gpu_memory_utilization=0.1")
+    error = refused(*words, lora(), "--gpu=80GiB").problems[0]
+    assert "vLLM has 0 MiB for keys and values; one sequence needs" in error.why
+
+
+WRONG = {
+    "--gpu=H1000": "--gpu H1000: not understood",
+    "--gpu=0GiB": "--gpu 0GiB: not understood",
+    "--gpus=0": "invalid count value",
+    "--gpus=two": "invalid count value",
+    "--gpus=4": "there is one",
+    "--prompts=-1": "invalid count value",
+    "--gpuu=4": "not understood|is not",
+}
+
+
+@pytest.mark.parametrize("flag", WRONG)
+def test_a_flag_that_is_wrong_is_a_mistake_of_the_command_line(flag: str) -> None:
+    with pytest.raises(ConfigError, match=WRONG[flag]):
+        verb.run(["+recipe=smoke", flag])
+
+
+def test_a_plan_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="takes a recipe"):
+        verb.run(["--json"])
+
+
+def test_a_model_that_is_not_here_says_how_to_get_its_config() -> None:
+    with pytest.raises(MachineError, match="of some/model is not") as error:
+        verb.run(["+recipe=smoke", "model.path=some/model"])
+    fix = error.value.problems[0].fix
+    assert "rloo fetch +recipe=smoke model.path=some/model" in fix
+
+
+# Steps, tokens, disk, time.
+
+
+def test_steps_tokens_and_disk_are_the_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["+recipe=smoke", "max_steps=null", "train.epochs=2", GPU, "model.dtype=bfloat16"]
+    found = told(capsys, *words, "--prompts=64", "--prompt-tokens=10", "--completion-tokens=8")
+    assert found["steps"] == 2 * 64 / 4
+    assert found["tokens_per_step"] == 4 * (10 + 4 * 8)
+    count = found["model"]["parameters"]
+    assert found["checkpoint_bytes"] == count * (2 + 4 + 8)
+    assert found["disk_bytes"] == 3 * found["checkpoint_bytes"]
+    assert told(capsys, *words)["steps"] is None
+
+
+def test_an_adapters_checkpoint_is_the_adapter_and_its_moments() -> None:
+    made = plan.make(checked(lora(), "model.dtype=bfloat16"), device.of("80GiB"))
+    (_, adapter) = plan.trained(made.case)
+    assert made.checkpoint == 12 * adapter
+
+
+def test_a_faster_gpu_and_more_of_them_take_less_time(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["+recipe=tldr_1b", "distributed=zero2"]
+    seconds = [
+        told(capsys, *words, f"--gpu={gpu}", f"--gpus={count}")["step_seconds"]
+        for gpu, count in (("A100-80GB", 1), ("H100", 1), ("H100", 8))
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_the_cost_model_gives_its_own_example(capsys: pytest.CaptureFixture[str]) -> None:
+    """Pythia-1B, 128 x 4, prompts of 380, completions of 53, one H200: 2.5 s of which updates are
+    most (SPEED 1), here with nothing dropped."""
+    words = ["+recipe=tldr_1b", "train.prompts_per_step=128", "algorithm.num_generations=4",
+             "algorithm.num_iterations=1", "algorithm.num_minibatches=1", "distributed=single",
+             "generation=vllm_colocate", "--gpu=H200"]  # fmt: skip
+    found = told(capsys, *words, "--prompt-tokens=380", "--completion-tokens=53")
+    assert found["step_seconds"] == pytest.approx(2.5, rel=0.2)
+
+
+# Beside the other verbs.
+
+
+def test_a_dry_run_has_the_plan_in_short(capsys: pytest.CaptureFixture[str]) -> None:
+    text = verb.text(checked())
+    for word in ("\nmodel      make:tiny", "\nmemory     ", ": fits\n", "\ndisk       "):
+        assert word in text
+    lost = verb.text(checked("model.path=some/model"))
+    assert "the config.json of some/model is not to be had" in lost and "\nalgorithm:" in lost
+
+
+def test_made_models_are_planned_for_this_machines_cpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "_here", lambda: None)
+    assert "CPU with" in told(capsys, "+recipe=smoke")["device"]["name"]
+    found = told(capsys, "+recipe=gsm8k")["device"]
+    assert found["name"] == "H100-80GB" and found["source"].startswith("assumed: ")
+
+
+def test_this_machines_gpu_is_taken_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "#!/bin/sh\necho 'NVIDIA H200, 143771'\n"
+    (tmp_path / "nvidia-smi").write_text(said)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(device.ranks, "gpus", lambda: ["0"])
+    found = device.of(None)
+    assert found.name == "NVIDIA H200" and found.memory == 143771 * 2**20
+    assert found.flops == device.GPUS["H200"].flops and found.source == "this machine"
+
+
+def test_plan_is_a_verb_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.dispatch(["plan", "+recipe=smoke"]) == 0
+    assert "memory     " in capsys.readouterr().out
+
+
+def test_debug_drops_a_recipes_other_backend_and_not_the_command_lines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["+recipe=qwen2_5_72b", "+debug=cpu"]
+    assert verb.run(words) == 0
+    with pytest.raises(ConfigError, match=r"generation\.server is not a key"):
+        verb.run([*words, "generation.server.port=5"])

@@ -1,0 +1,170 @@
+"""Parameters counted from config.json, and what autograd keeps of a row, against torch's own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rloo_cli import hub, made
+from rloo_cli.errors import MachineError
+from rloo_cli.packing import whole
+from rloo_cli.planning import facts, known
+from rloo_cli.policy import levels
+from rloo_cli.policy.model import Policy
+
+COMMON = {
+    "vocab_size": 320, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "max_position_embeddings": 512,
+}  # fmt: skip
+TWO = {"num_key_value_heads": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **COMMON, **TWO},
+    "llama with biases": {"model_type": "llama", **COMMON, **TWO, "attention_bias": True,
+                          "mlp_bias": True},
+    "llama, wide heads, tied": {"model_type": "llama", **COMMON, **TWO, "head_dim": 32,
+                                "tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", **COMMON, **TWO},
+    "qwen2": {"model_type": "qwen2", **COMMON, **TWO},
+    "qwen3": {"model_type": "qwen3", **COMMON, **TWO, "head_dim": 16},
+    "gemma": {"model_type": "gemma", **COMMON, **TWO, "head_dim": 16},
+    "gemma2": {"model_type": "gemma2", **COMMON, **TWO, "head_dim": 16},
+    "phi3": {"model_type": "phi3", **COMMON, **TWO, "pad_token_id": 0},
+    "olmo2": {"model_type": "olmo2", **COMMON, **TWO},
+    "smollm3": {"model_type": "smollm3", **COMMON, **TWO, "pad_token_id": 0},
+    "granite": {"model_type": "granite", **COMMON, **TWO},
+    "mixtral": {"model_type": "mixtral", **COMMON, **TWO, "num_local_experts": 4,
+                "num_experts_per_tok": 2},
+    "qwen3_moe": {"model_type": "qwen3_moe", **COMMON, **TWO, "head_dim": 16, "num_experts": 4,
+                  "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "qwen2_moe": {"model_type": "qwen2_moe", **COMMON, **TWO, "num_experts": 4,
+                  "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+                  "shared_expert_intermediate_size": 80},
+    "gpt_neox": {"model_type": "gpt_neox", **COMMON},
+    "gpt2": {"model_type": "gpt2", "vocab_size": 320, "n_embd": 96, "n_layer": 3, "n_head": 6,
+             "n_positions": 512},
+}  # fmt: skip
+KEPT = ("llama", "qwen2", "qwen3", "gpt_neox", "gpt2", "mixtral", "gemma", "phi3", "olmo2")
+
+
+def build(values: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+    config = AutoConfig.for_model(**values)
+    with torch.device("meta" if dtype is torch.float32 else "cpu"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def written(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """config.json as transformers saves it, which leaves defaults out."""
+    AutoConfig.for_model(**values).save_pretrained(folder)
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parameters_are_those_that_torch_counts(name: str, tmp_path: Path) -> None:
+    counted = sum(p.numel() for p in build(FAMILIES[name]).parameters())
+    for values in (FAMILIES[name], written(FAMILIES[name], tmp_path)):
+        found = facts.read(values, name, "here")
+        assert found.total == counted and not found.guessed
+        assert found.embedding + found.head + found.body == found.total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", KEPT)
+def test_what_a_layer_keeps_of_a_row_is_what_autograd_saves(name: str, dtype: torch.dtype) -> None:
+    held = [_saved(FAMILIES[name] | {_depth(name): n}, dtype) for n in (3, 4)]
+    found = facts.read(FAMILIES[name], name, "here").kept(dtype.itemsize)
+    assert found == pytest.approx(held[1] - held[0], rel=0.05)
+
+
+def _depth(name: str) -> str:
+    return "n_layer" if name == "gpt2" else "num_hidden_layers"
+
+
+def _saved(values: dict[str, Any], dtype: torch.dtype) -> float:
+    """Bytes a row that a training forward leaves for its backward pass, weights not counted."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values), dtype=dtype).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    policy = Policy(model, 1.0)
+    levels.settle(policy, "auto", 64)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    held: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    groups = levels.probes(policy)
+    micro = policy.pack(groups, whole(groups, range(len(groups))))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        policy.scorer(micro, [1.0], False)
+    return sum(held.values()) / micro.input_ids.numel()
+
+
+# Where facts come from.
+
+
+@pytest.mark.parametrize("name", sorted(known.MADE))
+def test_made_models_are_what_the_plan_takes_them_for(name: str) -> None:
+    from rloo_cli.made import addition, tiny, tldr
+
+    shape, tokens = {
+        "tiny": (tiny.SHAPE, tiny.tokenizer), "addition": (addition.SHAPE, addition.tokenizer),
+        "tldr": (tldr.SHAPE, tldr.tokenizer),
+    }[name.partition("_")[0]]  # fmt: skip
+    own = known.MADE[name]
+    assert shape | own == shape | own | {k: v for k, v in shape.items() if k in own}
+    assert own["vocab_size"] == len(tokens()) and name in made.MODELS
+
+
+def test_well_known_models_have_as_many_parameters_as_their_names_say() -> None:
+    sizes = {n: facts.of(n).total / 1e9 for n in known.MODELS}
+    assert sizes["Qwen/Qwen2.5-72B"] == pytest.approx(72.706, abs=1e-3)
+    assert sizes["Qwen/Qwen2.5-7B"] == pytest.approx(7.6156, abs=1e-3)
+    assert sizes["Qwen/Qwen2.5-1.5B"] == pytest.approx(1.5437, abs=1e-3)
+    assert sizes["Qwen/Qwen2.5-0.5B"] == pytest.approx(0.4940, abs=1e-3)
+    assert sizes["EleutherAI/pythia-1b"] == pytest.approx(1.0118, abs=1e-3)
+    assert sizes["EleutherAI/pythia-6.9b"] == pytest.approx(6.857, abs=1e-2)
+    assert sizes["meta-llama/Llama-3.1-8B"] == pytest.approx(8.0303, abs=1e-3)
+    assert sizes["meta-llama/Llama-3.1-70B"] == pytest.approx(70.554, abs=1e-2)
+
+
+def test_a_folder_comes_before_what_is_built_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    name = "Qwen/Qwen2.5-72B"
+    assert facts.of(name).source == "built in"
+    snapshot = tmp_path / "hub" / "models--Qwen--Qwen2.5-72B" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    (snapshot / "config.json").write_text(json.dumps(FAMILIES["qwen2"]))
+    assert hub.cached(name, None, "model")
+    found = facts.of(name)
+    assert found.source == "config.json in the hub's cache" and found.total < 1e6
+    written(FAMILIES["llama"], tmp_path / "mine")
+    assert facts.of(str(tmp_path / "mine")).source == f"config.json in {tmp_path / 'mine'}"
+
+
+def test_a_model_nobody_knows_is_refused_with_the_command_that_fetches_it() -> None:
+    with pytest.raises(MachineError, match="of some/model is not to be had") as e:
+        facts.of("some/model", None, "reward.rm.path")
+    assert "rloo fetch" in e.value.problems[0].fix and "reward.rm.path" in e.value.problems[0].where
+
+
+def test_an_unknown_family_is_counted_from_the_heads_of_its_weights(tmp_path: Path) -> None:
+    values = FAMILIES["llama"] | {"model_type": "brand_new"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    guess = facts.of(str(tmp_path))
+    assert guess.guessed and guess.total == facts.read(FAMILIES["llama"], "", "").total
+    save_file({"a": torch.zeros(guess.total + 300)}, tmp_path / "model.safetensors")
+    assert facts.of(str(tmp_path)).total == guess.total + 300
