@@ -40,13 +40,26 @@ $(VENV)/tried-bwrap: $(VENV)/installed-test
 	rm -rf $(VENV)/bwrap $(VENV)/bubblewrap_*.deb
 	touch $@
 
+# Slurm, for the tests marked so: Debian's packages and the libraries they need, unpacked into
+# .venv/slurm and never installed. One that is in PATH is taken instead.
+SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins libhwloc15 libnuma1 libjson-c5 \
+	liblz4-1 libreadline8 libyaml-0-2 libmunge2 libdbus-1-3 liblua5.1-0
+
+$(VENV)/tried-slurm: $(VENV)/installed-test
+	command -v slurmctld || ( mkdir -p $(VENV)/slurm-packages && cd $(VENV)/slurm-packages \
+		&& timeout 120 apt-get -qq download $(SLURM) \
+		&& for package in *.deb; do dpkg -x $$package ../slurm || exit 1; done ) \
+		|| { echo "no Slurm: its tests are skipped"; rm -rf $(VENV)/slurm; }
+	rm -rf $(VENV)/slurm-packages
+	touch $@
+
 quickstart: $(VENV)/installed
 	$(BIN)/rloo train +recipe=quickstart
 
-test: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap lint
+test: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap $(VENV)/tried-slurm lint
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow and not gpu'
 
-test-all: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap lint
+test-all: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap $(VENV)/tried-slurm lint
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not gpu'
 
 lint: $(VENV)/installed-test
@@ -55,7 +68,7 @@ lint: $(VENV)/installed-test
 	$(BIN)/mypy rloo_cli
 
 # Each guard is taken out once, and its test must fail: tests/mutants.yaml.
-mutants: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap
+mutants: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap $(VENV)/tried-slurm
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/mutants.py
 
 # The pictures of the README, from a run made now.

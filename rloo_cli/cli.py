@@ -6,7 +6,6 @@ half a second. Every refusal ends here, in one place, as an error block and an e
 
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +27,7 @@ verbs:
   config       list every key; config explain KEY; config --json
   samples      show what a run wrote: --step N --worst; --eval
   ledger       what became of every prompt of a run, and whether it adds up
+  slurm        a recipe as a batch job: render or submit [KIND] +recipe=NAME
   migrate      turn a TRL or ms-swift command line or config into a recipe
   completion   print the shell's completion script: bash, zsh or fish
 
@@ -129,29 +129,33 @@ def train(words: list[str]) -> int:
     dry = "--dry-run" in words
     codes: list[int] = []
 
-    def job(composed: Any, multirun: bool) -> None:
+    def job(composed: Any, multirun: bool) -> int:
         if codes and codes[-1] in STOPPED:  # a sweep that was asked to stop
-            return
+            return 0
         try:
             with hub.remembered(composed.words):
                 codes.append(launch.train(composed, multirun=multirun, dry_run=dry))
         except RunError as error:  # not raised: a failed job does not stop a sweep
             codes.append(report(error))
+        return codes[-1]
 
-    _hydra([w for w in words if w != "--dry-run"], job)
+    codes += _hydra([w for w in words if w != "--dry-run"], job)
     if len(codes) > 1:
         failed = sum(code != 0 for code in codes)
         print(f"{len(codes)} jobs, {failed} failed")
     return next((code for code in codes if code), 0)
 
 
-def _hydra(words: list[str], job: Callable[[Any, bool], None]) -> None:
-    """Run `job` under Hydra: its grammar, groups, sweeps and flags, but our errors."""
+def _hydra(words: list[str], job: Callable[[Any, bool], int]) -> list[int]:
+    """Run `job` under Hydra: its grammar, groups, sweeps and flags, but our errors.
+
+    Returns the codes of jobs that ran in processes of Hydra's launcher.
+    """
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from rloo_cli import compose, own
+    from rloo_cli import compose, own, sweeps
 
     flags, overrides = split_flags(words)
     flags, dirs = compose.split_dirs(flags)
@@ -159,31 +163,38 @@ def _hydra(words: list[str], job: Callable[[Any, bool], None]) -> None:
     overrides = compose.rewrite(overrides, dirs)
 
     refused: list[Exception] = []
-
-    def task(cfg: Any) -> None:
-        config: Any = HydraConfig.get()
-        try:
-            job(compose.gather(cfg.copy(), config, dirs), config.mode == RunMode.MULTIRUN)
-        except Exception as error:  # raised once Hydra is done, which would put its own line first
-            refused.append(error)
-
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to our own report
-    with tempfile.TemporaryDirectory(prefix="rloo-sweep-") as sweep:
-        ours = [*compose.search_path(dirs), f"hydra.sweep.dir={sweep}"]
-        sys.argv = ["rloo train", *flags, *overrides, *ours]
+    with sweeps.place(overrides) as (sweep, keys):
+        elsewhere = sweeps.Elsewhere(sweep)
+
+        def task(cfg: Any) -> None:
+            config: Any = HydraConfig.get()
+            with elsewhere.job(config) as note:
+                try:
+                    composed = compose.gather(cfg.copy(), config, dirs)
+                    note(job(composed, config.mode == RunMode.MULTIRUN))
+                except Exception as error:  # raised when Hydra, which puts its own line first, ends
+                    refused.append(error)
+                    note(report(error) if isinstance(error, RunError) else 1)
+
+        sys.argv = ["rloo train", *flags, *compose.search_path(dirs), *keys, *overrides]
         try:
             hydra.main(version_base="1.3", config_path=str(paths.CONF), config_name="config")(
                 task
             )()
         except compose.BROKEN as error:
             raise ConfigError(compose.from_hydra(error, overrides)) from None
+        except RuntimeError as error:
+            raise sweeps.refusal(error) or error from None
         finally:
             os.environ.pop("HYDRA_FULL_ERROR")
             if before is not None:
                 os.environ["HYDRA_FULL_ERROR"] = before
+        found = elsewhere.codes()
     if refused:
         raise refused[0]
+    return found
 
 
 def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
@@ -252,6 +263,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "config": _tool("config"),
     "samples": _tool("samples"),
     "ledger": _tool("ledger"),
+    "slurm": _tool("slurm"),
     "migrate": _tool("migrate"),
     "completion": _tool("completion"),
 }

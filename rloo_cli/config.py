@@ -32,11 +32,12 @@ from rloo_cli.sources import Sources
 FREE = (
     "root", "name", "resume", "resume_allow_changes", "logging", "checkpoint", "eval", "max_steps",
     "total_episodes", "train.epochs", "sft", "reward_model", "distributed",
+    "slurm",
 )  # fmt: skip
 # Where and how an engine runs, not what it computes: such a key makes no other run of it.
 ENGINES = ("generation.server", "generation.colocate")
 OF_PLACE = (
-    "base_url", "api_key_env", "host", "port", "allow_remote", "data_parallel_size",
+    "base_url", "num_nodes", "api_key_env", "host", "port", "allow_remote", "data_parallel_size",
     "max_in_flight", "ready_timeout_s", "init_timeout_s", "sync_timeout_s", "request_timeout_s",
     "reconnect_timeout_s", "retries", "max_restarts", "tensor_parallel_size",
     "gpu_memory_utilization", "kv_cache_gb", "max_model_len", "max_num_seqs",

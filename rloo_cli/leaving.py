@@ -29,7 +29,7 @@ def _clear(folder: Path) -> None:
     if server_file.live(folder) is None:
         shutil.rmtree(folder)
         return
-    kept = {folder / server_file.NAME, folder / serving.LOGS, folder / serving.LOGS.parent}
+    kept = {*server_file.places(folder), folder / serving.LOGS, folder / serving.LOGS.parent}
     for entry in [*folder.iterdir(), *(folder / serving.LOGS.parent).iterdir()]:
         if entry in kept:
             continue

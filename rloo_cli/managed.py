@@ -1,7 +1,8 @@
 """The rollout server that belongs to a run: started beside its worker, watched, started again when
 it dies, ended with the run. Imports no torch.
 
-A server that `rloo vllm-serve` started for the same run is used instead, and left as it is.
+A server that `rloo vllm-serve` started for the same run is used instead, and left as it is; where
+nodes of their own serve (`generation.server.num_nodes`), the trainer waits for theirs.
 """
 
 import contextlib
@@ -38,6 +39,9 @@ def server(
         yield lambda: None, {}
         return
     there, gpus = server_file.live(folder), arguments.gpus()
+    if keys.server.num_nodes:
+        yield lambda: None, apart(gpus, there) if there is not None else {}
+        return
     if there is not None and there.by != "train":
         note(f"samples with the server at {there.url} (process {there.pid} on {there.host})")
         yield lambda: None, apart(gpus, there, here)
@@ -184,14 +188,7 @@ class Watched:
     def _give_up(self, error: RunError, log: Path) -> None:
         """Tell the trainer, which waits for server.json, that none will come."""
         self.failed = True
-        problem = error.problems[0]
-        said = [problem.what, problem.why, problem.fix and f"fix: {problem.fix}"]
-        nobody = server_file.Server(
-            url="", token="", pid=0, group=0, pid_started="", host="", by="train", model="",
-            dtype="", vllm="", transfer="", devices=[], log=str(log),
-            failed="\n".join(part for part in said if part),
-        )  # fmt: skip
-        server_file.write(self.folder, nobody)
+        server_file.write_failure(self.folder, "train", error, log)
 
     def end(self) -> None:
         """End it with all it started, and its server.json."""
@@ -203,4 +200,4 @@ class Watched:
         last = server_file.read(self.folder)
         if last is not None and last.by == "train":
             with contextlib.suppress(OSError):
-                os.unlink(self.folder / server_file.NAME)
+                os.unlink(server_file.place(self.folder))

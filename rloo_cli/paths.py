@@ -1,4 +1,6 @@
-"""Where the YAML lives (beside the package in a checkout, inside it in a wheel) and the cache."""
+"""Where YAML and batch scripts lie (beside the package in a checkout, inside it in a wheel); the
+cache.
+"""
 
 import os
 from pathlib import Path
@@ -9,6 +11,7 @@ ROOT = PACKAGED if PACKAGED.is_dir() else PACKAGE.parent
 
 CONF = ROOT / "conf"
 RECIPES = ROOT / "recipes"
+SLURM = ROOT / "scripts" / "slurm"
 
 
 def cache() -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from rloo_cli import complaints, config, made, manifest, paths
+from rloo_cli import complaints, config, made, manifest, paths, server_file
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.files import read_json
 from rloo_cli.rules import model_facts
@@ -25,6 +25,7 @@ FREE = (
     "distributed", "data.eval_split", "train.micro_batch_size", "train.micro_batch_tokens",
     "train.layout", "train.old_logp", "train.forward_all", "train.keep_logits_gb",
     "train.no_grad_batch_size", "generation.transformers", "sft", "reward_model",
+    "slurm",
 )  # fmt: skip
 OF_REWARDS = ("timeout_s", "retries", "batch_size")
 WITHOUT_LENGTH = ("constant", "constant_with_warmup")  # schedules that do not know the run's end
@@ -85,7 +86,8 @@ def plan(folder: Path, run: RunConfig) -> Start:
 
 def _hardly_begun(folder: Path, facts: dict[str, Any]) -> bool:
     """Whether a launcher was killed while it made this folder: run.json is what it writes last."""
-    first = {"logs", "config.yaml", "overrides.txt", "env.json", "server.json"}
+    first = {"logs", "config.yaml", "overrides.txt", "env.json"}
+    first |= {p.name for p in server_file.places(folder)}
     found = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
     return not facts and found <= first
 

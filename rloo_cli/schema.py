@@ -17,6 +17,7 @@ from rloo_cli.keys import Positive as Positive
 from rloo_cli.keys import Text as Text
 from rloo_cli.keys import key as key
 from rloo_cli.model_keys import ModelConfig as ModelConfig
+from rloo_cli.slurm_keys import SlurmConfig
 from rloo_cli.trainings import RewardModelConfig, SftConfig
 
 
@@ -248,6 +249,7 @@ class RunConfig(Frozen):
     debug: DebugConfig
     sft: SftConfig
     reward_model: RewardModelConfig
+    slurm: SlurmConfig
 
     @property
     def rewards(self) -> dict[str, RewardConfig]:

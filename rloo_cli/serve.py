@@ -5,10 +5,12 @@ folder and nothing else, so the run can begin there later. Imports neither torch
 """
 
 import contextlib
+import http.client
 import shlex
 import signal
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 
 from rloo_cli import config, hub, machine, server_file, serving
 from rloo_cli.compose import Composed, compose
-from rloo_cli.errors import ConfigError, GenerationError, MachineError, Problem
+from rloo_cli.errors import ConfigError, GenerationError, MachineError, Problem, RunError
 from rloo_cli.generation.vllm_server import LOOPBACK
 from rloo_cli.schema import RunConfig
 
@@ -35,17 +37,20 @@ def run(words: list[str]) -> int:
         what, why = f"{BACKEND} does not hold", f"the backend is {settings.generation.backend!r}"
         raise ConfigError(Problem(what, "generation", why, "a recipe that leaves it open"))
     with hub.remembered(composed.words):
-        machine.check_server(settings)
-        return _serve(settings, composed)
+        folder = Path(settings.root, str(settings.name))
+        _alone(folder)
+        try:
+            machine.check_server(settings)
+            return _serve(settings, composed)
+        except RunError as error:
+            keys: Any = settings.generation
+            if keys.server.num_nodes:  # the trainer on another node waits for this one
+                server_file.write_failure(folder, "vllm-serve", error, folder / serving.LOGS)
+            raise
 
 
 def _serve(settings: RunConfig, composed: Composed) -> int:
     folder = Path(settings.root, str(settings.name))
-    there = server_file.live(folder)
-    if there is not None:
-        why = f"process {there.pid} on {there.host}, at {there.url}, started by {there.by}"
-        fix = f"kill {there.pid}, or name=OTHER"
-        raise ConfigError(Problem(f"{folder} has a server already", "name", why, fix))
     made = [p for p in (folder, *folder.parents) if not p.exists()]
     keys: Any = settings.generation
     if keys.server.host not in LOOPBACK:
@@ -77,13 +82,29 @@ def _serve(settings: RunConfig, composed: Composed) -> int:
     return 0
 
 
+def _alone(folder: Path) -> None:
+    """Raises ConfigError where this run has a server."""
+    there = server_file.live(folder)
+    if there is not None and (there.alive() or _answers(there.url)):
+        why = f"process {there.pid} on {there.host}, at {there.url}, started by {there.by}"
+        fix = f"kill {there.pid}, or name=OTHER"
+        raise ConfigError(Problem(f"{folder} has a server already", "name", why, fix))
+
+
+def _answers(url: str) -> bool:
+    """Whether the server of another machine is there: a node that went down leaves its file."""
+    with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+        return urllib.request.urlopen(f"{url}/health", timeout=5).status == 200
+    return False
+
+
 def _where(server: server_file.Server, folder: Path, composed: Composed) -> str:
     said = [w for w in composed.words if not w.startswith("hydra.")]
     train = shlex.join(["rloo", "train", *[w for w in said if w != BACKEND], BACKEND])
     lines = [
         f"{server.url}: answers",
         f"  model    {server.model} ({server.dtype}, vLLM {server.vllm})",
-        f"  token    in {folder / server_file.NAME}, which you alone can read",
+        f"  token    in {server_file.place(folder)}, which you alone can read",
         f"  train    {train}",
         "  end      Ctrl-C",
     ]
@@ -103,7 +124,7 @@ def _leave_nothing(process: serving.Process, made: list[Path]) -> None:
 
 @contextmanager
 def _listening() -> Iterator[list[int]]:
-    """While inside, INT and TERM are only noted."""
+    """While inside, INT and TERM are only noted, USR1 and USR2 are not heard."""
     heard: list[int] = []
 
     def hear(number: int, frame: Any) -> None:
@@ -112,6 +133,9 @@ def _listening() -> Iterator[list[int]]:
         heard.append(number)
 
     before = {n: signal.signal(n, hear) for n in (signal.SIGINT, signal.SIGTERM)}
+    # Slurm's early warning reaches every step of a job: it is the trainer's, which needs us yet.
+    early = (signal.SIGUSR1, signal.SIGUSR2)
+    before |= {n: signal.signal(n, signal.SIG_IGN) for n in early}
     try:
         yield heard
     finally:

@@ -56,13 +56,15 @@ def start(folder: Path, run: RunConfig, by: str, env: Mapping[str, str] | None =
     """
     logs = folder / LOGS
     logs.mkdir(parents=True, exist_ok=True)
-    given = logs / "config.yaml"
+    node = server_file.number()
+    own = f"node_{node}_" if node > 1 else ""
+    given = logs / f"{own}config.yaml"
     write_text(given, yaml.safe_dump(config.dump(run), sort_keys=False))
-    number = 1 + sum(1 for _ in logs.glob("server_*.log"))
-    log = logs / f"server_{number}.log"
+    number = 1 + sum(1 for _ in logs.glob(f"{own}server_*.log"))
+    log = logs / f"{own}server_{number}.log"
     stale = server_file.read(folder)
-    if stale is not None and stale.alive() is False:
-        (folder / server_file.NAME).unlink(missing_ok=True)
+    if stale is not None and (stale.failed or stale.alive() is False):
+        server_file.place(folder).unlink(missing_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=temporary()))  # ours alone: mode 0700
     inside = {"RLOO_SERVER_SCRATCH": str(scratch), "RLOO_SERVER_LOG": str(log.absolute())}
     boot = BOOT.format(package="rloo_cli.", module="vllm.server")
@@ -167,7 +169,7 @@ def stop(process: Process, patience: float = PATIENCE_S) -> list[int]:
     left = _left(child.pid, 10)
     mine = server_file.read(process.folder)
     if mine is not None and mine.pid == child.pid:
-        (process.folder / server_file.NAME).unlink(missing_ok=True)
+        server_file.place(process.folder).unlink(missing_ok=True)
     shutil.rmtree(process.scratch, ignore_errors=True)
     return left
 

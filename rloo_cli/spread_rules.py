@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from rloo_cli.errors import Problem
 from rloo_cli.schema import RunConfig
 
+SHARDS = ("zero3", "fsdp2")  # of weights
 OFFLOADS = {"optimizer": ("zero1", "zero2", "zero3"), "parameters": ("zero3", "fsdp2")}
 
 
@@ -31,6 +32,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
             f"distributed.engine = {given.engine}; it needs one of: {', '.join(can)}",
             f"distributed={can[-1]} distributed.offload={given.offload}",
         )
+    yield from _shards(run)
     if given.rdzv is not None and address(given.rdzv) is None:
         yield Problem(
             f"distributed.rdzv = {given.rdzv!r} is not host:port",
@@ -38,6 +40,24 @@ def problems(run: RunConfig) -> Iterator[Problem]:
             "the port is a number from 0 (any that is free) to 65535",
             "distributed.rdzv=null, or distributed.rdzv=HOST:29500",
         )
+
+
+def _shards(run: RunConfig) -> Iterator[Problem]:
+    """What is done with whole weights alone."""
+    engine, model = run.distributed.engine, run.model
+    if engine not in SHARDS:
+        return
+    whole = {
+        "model.lora": (model.lora is not None, "model.lora=null, or distributed=zero2"),
+        "model.quantization": (model.quantization is not None, "distributed=ddp"),
+        "model.ref_sync.every": (model.ref_sync.every > 0, "distributed=zero2"),
+        "model.ref_offload": (model.ref_offload, "model.ref_offload=false: it is in shards"),
+    }
+    for key, (wanted, fix) in whole.items():
+        if wanted:
+            what = f"{key} and distributed.engine = {engine} do not go together"
+            why = f"{engine} keeps the weights in shards, and this needs them whole on each process"
+            yield Problem(what, key, why, fix)
 
 
 def enough_prompts(run: RunConfig, processes: int) -> Iterator[Problem]:

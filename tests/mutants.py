@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("rloo_cli", "conf", "recipes")
+COPIED = ("rloo_cli", "conf", "recipes", "scripts")
 
 
 def run(copy: Path, tests: list[str]) -> bool:

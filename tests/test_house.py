@@ -22,7 +22,7 @@ FLOORS = [  # each may import from itself and from those before it
     "__init__ errors paths files schema registry config compose complaints sources names rules"
     " effects seeds made order stop faults manifest resume rewind redact hub own places pids"
     " server_file data_rules adapter_rules endpoint fill chat judge_keys keys model_keys ranks"
-    " trainings stages stand_ins spread_rules surroundings",
+    " trainings stages stand_ins spread_rules surroundings slurm_keys",
     "rollout tensors clock packing schedule",
     "algorithms rewards data prompts choosing mixture lengths",
     "policy generation vllm distributed crew optim checkpoint restoring export updates measures"
@@ -31,7 +31,8 @@ FLOORS = [  # each may import from itself and from those before it
     "train advantages pauses evaluate outcome guards judges ending fit sft reward_model examples"
     " footprint",
     "run assemble begin worker evaluator trainer",
-    "launch processes api machine tools managed serving serve rendezvous meeting following leaving",
+    "launch processes api machine tools managed serving serve rendezvous meeting following leaving"
+    " sweeps",
     "cli __main__",
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}

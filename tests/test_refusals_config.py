@@ -27,7 +27,7 @@ SCORECARD: dict[str, Case] = {
     ),
     "BC-3 a recipe with a slip": Case(
         ["train", "+recipe=tldr_1B"],
-        ["no recipe 'tldr_1B'", "quickstart, smoke, ", "fix      +recipe=tldr_1b"],
+        ["no recipe 'tldr_1B'", "multitask, quickstart, ", "fix      +recipe=tldr_1b"],
     ),
     "BC-5 a key as a flag": train("--algorithm.beta=0.1", says=["fix      algorithm.beta=0.1"]),
     "BC-6 a word for a number": train("algorithm.beta=abc", says=["valid number, got 'abc'"]),
@@ -104,6 +104,16 @@ SCORECARD: dict[str, Case] = {
     "weights kept where zero2 has none": train(
         "distributed=zero2", "distributed.offload=parameters",
         says=["engine = zero2; it needs one of: zero3, fsdp2", "fix      distributed=fsdp2"],
+    ),
+    "an adapter over shards": train(
+        "distributed=fsdp2", "lora=default",
+        says=["model.lora and distributed.engine = fsdp2 do not go together", "distributed=zero2"],
+    ),
+    "a moving reference in shards": train(
+        "distributed=zero3", "model.ref_sync.every=5", says=["model.ref_sync.every and", "zero2"]
+    ),
+    "a trainer that cuts sequences": train(
+        "distributed.context_parallel_size=2", says=["a sequence is on one device"]
     ),
     "a meeting place that is none": train(
         "distributed=ddp", "distributed.rdzv=node1:x", says=["'node1:x' is not host:port"]

@@ -24,6 +24,10 @@ class Section(EngineKeys):
     base_url: Text | list[Text] | None = key(
         "Servers that run already, e.g. http://node7:8000; null = the run's own"
     )
+    num_nodes: int = key(
+        "Nodes with a server each, that rloo vllm-serve starts; 0 = rloo train starts its own",
+        ge=0, le=1024,
+    )  # fmt: skip
     api_key_env: Text = key("Environment variable that holds the token of base_url's servers")
     host: Text = key("Address that a server listens on, and that weights are sent from")
     port: int = key("Its port; 0 = a free one", ge=0, lt=65536)
@@ -69,6 +73,13 @@ def rules(run: Any) -> Iterator[Problem]:
             "generation.server.host",
             "also those that face the internet",
             "generation.server.host=ADDRESS of the cluster's interface",
+        )
+    if server.num_nodes and server.base_url is not None:
+        yield Problem(
+            "generation.server.num_nodes and base_url are both set",
+            "generation.server.num_nodes",
+            "servers with an address are found by it, those of this run by their server.json",
+            "generation.server.num_nodes=0",
         )
     for url in [server.base_url] if isinstance(server.base_url, str) else server.base_url or []:
         if not url.startswith(("http://", "https://")):

@@ -7,7 +7,7 @@ from rloo_cli.planning import plan as planning
 from rloo_cli.planning.case import SHARDED, Case
 from rloo_cli.planning.facts import Facts
 from rloo_cli.planning.plan import MORE, Plan
-from rloo_cli.planning.training import trained
+from rloo_cli.planning.training import MOMENTS, trained
 
 GIB = 2**30
 NAMES = {"single": "one process", "ddp": "a copy in each", "fsdp2": "torch's fully_shard"}
@@ -152,7 +152,7 @@ def assumed(plan: Plan) -> Iterator[str]:
     )
     if plan.asked.prompt_tokens is None or plan.asked.completion_tokens is None:
         yield "  (half of what they may be; --prompt-tokens N, --completion-tokens N say better)"
-    if run.train.optimizer not in planning.MOMENTS:
+    if run.train.optimizer not in MOMENTS:
         yield f"  train.optimizer={run.train.optimizer} keeps as much as AdamW"
 
 

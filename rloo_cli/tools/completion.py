@@ -37,6 +37,7 @@ VERBS = (
     "config",
     "samples",
     "ledger",
+    "slurm",
     "migrate",
     "completion",
 )

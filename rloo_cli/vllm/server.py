@@ -63,7 +63,7 @@ def main() -> None:
 def _clear(folder: Path, scratch: str | None) -> None:
     mine = server_file.read(folder)
     if mine is not None and mine.pid == os.getpid() and mine.alive():
-        (folder / server_file.NAME).unlink(missing_ok=True)
+        server_file.place(folder).unlink(missing_ok=True)
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -105,6 +105,7 @@ def _serve(folder: Path, by: str, run: Any) -> None:
         transfer=arguments.transfer(run, keys),
         devices=arguments.gpus(),
         log=os.environ.get(LOG, ""),
+        job=server_file.job(),
     )
     threading.Thread(target=_tell, args=(folder, server, host, port), daemon=True).start()
     _run(bound, _namespace(given, keys, host, port), server.url)

@@ -47,19 +47,21 @@ class Finder:
         """All of them, once they answer; `again`: they were lost. Raises GenerationError."""
         urls = self.keys.base_url
         if urls is None:
-            return [self._own(again)]
+            return [self._own(n, again) for n in range(1, max(1, self.keys.num_nodes) + 1)]
         given = [urls] if isinstance(urls, str) else urls
         secret = os.environ.get(self.keys.api_key_env, "")
         limit = self.keys.reconnect_timeout_s if again else self.keys.ready_timeout_s
         return [self._answering(self._reachable(url), secret, limit) for url in given]
 
-    def _own(self, again: bool) -> Server:
-        """The server of the run's own server.json, once it answers."""
-        last = server_file.read(self.folder)
+    def _own(self, number: int, again: bool) -> Server:
+        """The server of the run's own server.json (of its n-th node), once it answers."""
+        last = server_file.read(self.folder, number)
         external = last is not None and last.by != "train" and not last.failed
 
         def found() -> Server | None:
-            there = server_file.read(self.folder)
+            there = server_file.read(self.folder, number)
+            if self.keys.num_nodes and there is not None and there.stale():
+                return None  # what a job before this one left
             if there is not None and there.failed:
                 raise GenerationError(
                     Problem("the rollout server cannot be had", there.log, there.failed)
@@ -74,12 +76,14 @@ class Finder:
 
         limit = self.keys.reconnect_timeout_s if again and external else self._patience()
         try:
-            return until(limit, f"a server in {self.folder / server_file.NAME}", found)
+            return until(limit, f"a server in {server_file.place(self.folder, number)}", found)
         except Lost as lost:  # the whole patience is used up: no second wait
             raise GenerationError(Problem("no rollout server answers", "", str(lost))) from None
 
     def _patience(self) -> float:
         """The launcher keeps each start's deadline, and says in server.json when it gives up."""
+        if self.keys.num_nodes:  # nobody starts it again
+            return self.keys.ready_timeout_s + 60
         return self.keys.ready_timeout_s * (self.keys.max_restarts + 1) + 60
 
     def _answering(self, url: str, token: str, limit_s: float) -> Server:

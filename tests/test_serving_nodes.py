@@ -1,0 +1,129 @@
+"""Servers on nodes of their own: whose file is whose, and what a trainer does that waits."""
+
+import os
+import platform
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import vllm_cases
+from fake_server import Fake
+from vllm_cases import fake
+
+from rloo_cli import managed, pids, serve, server_file
+from rloo_cli.errors import ConfigError, GenerationError, MachineError, Problem
+from rloo_cli.vllm.servers import Finder
+from rloo_cli.vllm.wire import Wire
+
+__all__ = ["fake"]  # a fixture
+
+HERE = server_file.Server(
+    url="http://127.0.0.1:1", token="t" * 32, pid=1, group=1, pid_started=pids.started(1),
+    host=platform.node(), by="vllm-serve", model="make:tiny", dtype="float32",
+    vllm="0.32.0", transfer="gloo", devices=[], log="",
+)  # fmt: skip
+REFUSED = MachineError(Problem("the port is taken", "generation.server.port", "by somebody"))
+
+
+def finder(folder: Path, nodes: int) -> Finder:
+    keys = vllm_cases.config(base_url=None, num_nodes=nodes, ready_timeout_s=1.0).generation.server  # type: ignore[attr-defined]
+    made = Finder(keys, folder, Wire(4, keys.api_key_env), lambda text: None)
+    made._patience = lambda: 1.0  # type: ignore[method-assign]
+    return made
+
+
+def serving(folder: Path, fake: Fake, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLOO_SERVER_NUMBER", str(number))
+    server_file.write(folder, replace(HERE, url=fake.url, token=fake.token))
+    monkeypatch.delenv("RLOO_SERVER_NUMBER")
+
+
+def test_each_serving_node_has_a_file_of_its_own_and_all_are_found(
+    tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving(tmp_path, fake, 1, monkeypatch)
+    with pytest.raises(GenerationError, match="no rollout server answers"):
+        finder(tmp_path, 2).find(again=False)  # one of two is not enough
+    serving(tmp_path, fake, 2, monkeypatch)
+    found = {p.name for p in server_file.places(tmp_path)}
+    assert found == {"server.json", "server_2.json"}
+    assert [s.url for s in finder(tmp_path, 2).find(again=False)] == [fake.url] * 2
+    assert all(p.stat().st_mode & 0o777 == 0o600 for p in server_file.places(tmp_path))
+
+
+def test_a_failed_server_stops_the_trainer_with_its_words(tmp_path: Path) -> None:
+    server_file.write_failure(tmp_path, "vllm-serve", REFUSED, tmp_path / "logs")
+    with pytest.raises(GenerationError) as caught:
+        finder(tmp_path, 1).find(again=False)
+    said = caught.value.render()
+    assert "the port is taken\n           by somebody" in said and str(tmp_path / "logs") in said
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "failed", "stale"),
+    [
+        (("7", "0"), ("7", "0"), "x", False),
+        (("7", "0"), ("7", "1"), "x", True),
+        (("7", "0"), ("7", "1"), "", True),
+        (("7", "0"), ("8", "0"), "x", True),
+        (("7", "0"), ("8", "0"), "", False),  # a server in a job of its own is still one
+        (None, ("8", "0"), "x", True),
+        (None, None, "x", False),
+    ],
+)
+def test_what_an_earlier_attempt_left_is_not_believed(
+    theirs: tuple[str, str] | None,
+    ours: tuple[str, str] | None,
+    failed: str,
+    stale: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def inside(job: tuple[str, str] | None) -> None:
+        for name, value in zip(("SLURM_JOB_ID", "SLURM_RESTART_COUNT"), job or (), strict=False):
+            monkeypatch.setenv(name, value)
+
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    inside(theirs)
+    left = replace(HERE, failed=failed, job=server_file.job())
+    inside(ours)
+    assert left.stale() is stale
+
+
+def test_a_stale_failure_is_waited_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    server_file.write_failure(tmp_path, "vllm-serve", REFUSED, tmp_path)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with pytest.raises(GenerationError, match="no rollout server answers"):
+        finder(tmp_path, 1).find(again=False)
+
+
+def test_a_server_does_not_hear_the_trainers_early_warning() -> None:
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: pytest.fail("it was heard"))
+    try:
+        with serve._listening() as heard:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.05)
+        assert heard == []
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_trainer_with_serving_nodes_starts_no_server_itself(tmp_path: Path) -> None:
+    run = vllm_cases.config(base_url=None, num_nodes=1)
+    with managed.server(tmp_path, run, pytest.fail) as (look, env):
+        look()
+        assert env == {}
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_server_of_a_node_that_went_down_does_not_keep_the_next_one_out(
+    tmp_path: Path, fake: Fake
+) -> None:
+    server_file.write(tmp_path, replace(HERE, host="gone", url="http://127.0.0.1:9"))
+    serve._alone(tmp_path)
+    server_file.write(tmp_path, replace(HERE, host="there", url=fake.url))
+    with pytest.raises(ConfigError, match="has a server already"):
+        serve._alone(tmp_path)
