@@ -183,14 +183,14 @@ def idle(run: Run, batch: Batch, grad: bool = False, last: bool = True, refer: b
     )  # fmt: skip
     nothing = [replace(group, prompt_ids=group.prompt_ids[:1], rollouts=[rollout], old_logp=None,
                        kl_logp=None, ref_logp=None)]  # fmt: skip
+    micro = run.policy.pack(nothing, [(0, (0,))])
+    if not grad:  # in the order of a real one: ranks that gather different weights would mix them
+        run.policy.frozen_logp(micro)
     if run.reference is not None and refer:
         run.reference.frozen_logp(run.reference.pack(nothing, [(0, (0,))]))
-    micro = run.policy.pack(nothing, [(0, (0,))])
-    if not grad:
-        run.policy.frozen_logp(micro)
-        return
-    now = run.policy.logp(micro, want_entropy=run.log.due(run.state.step + 1, run.steps))
-    run.engine.backward(now.logp.sum() * 0.0, last)
+    if grad:
+        now = run.policy.logp(micro, want_entropy=run.log.due(run.state.step + 1, run.steps))
+        run.engine.backward(now.logp.sum() * 0.0, last)
 
 
 def _table(found: Pass, shape: Sequence[int]) -> Tensor:

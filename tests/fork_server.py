@@ -52,6 +52,7 @@ def ranks(count: int) -> list[dict]:  # type: ignore[type-arg]
     all_of = {
         "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",  # ranks that meet in another order are an error
     }  # fmt: skip
     return [{"RANK": n, "LOCAL_RANK": n, **all_of} for n in range(count)]
 

@@ -80,6 +80,15 @@ def test_two_ranks_make_the_update_of_one_process(single, pair):
     assert rates(pair) == rates(single)
 
 
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_a_rank_with_nothing_left_asks_policy_and_reference_as_the_others_do(home, single, engine):
+    # Padded rows part a group: the sampler's log-probabilities have a pass of their own, in which
+    # one rank has a micro-batch less.
+    words = [*WORDS, "train.layout=padded", f"name=padded_{engine}", *spread(engine)]
+    assert home(*words, ranks=2) == 0, home.said()
+    assert update_apart(single, home.folder / "runs" / f"padded_{engine}") < 1e-4
+
+
 def test_the_metrics_of_two_ranks_are_those_of_one(single, pair):
     for one, two in zip(
         strict(single / "metrics.jsonl"), strict(pair / "metrics.jsonl"), strict=True

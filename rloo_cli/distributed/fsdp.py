@@ -8,11 +8,13 @@ gradients are summed in float32.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -47,7 +49,10 @@ class Sharded(Engine):
 
     def freeze(self, frozen: Policy) -> None:
         """Shard a policy that is never trained, in its own dtype."""
-        self._shard(frozen, None)
+        # In a group of its own: ranks that asked two models in another order would get each other's
+        # weights in one, and wait for each other in two.
+        group = dist.new_group(timeout=timedelta(seconds=self.config.distributed.timeout_s))
+        self._shard(frozen, None, DeviceMesh.from_group(group, self.world.device.type))
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Shards of gradients are averaged in every backward, and add up."""
@@ -58,7 +63,9 @@ class Sharded(Engine):
         """Gathered, a copy on each rank."""
         yield [whole(p.detach()) for p in parameters]
 
-    def _shard(self, policy: Policy, stored: torch.dtype | None) -> None:
+    def _shard(
+        self, policy: Policy, stored: torch.dtype | None, mesh: DeviceMesh | None = None
+    ) -> None:
         """`stored`: dtype of the shards; None = that of the weights."""
         scorer, dtype = policy.scorer, policy.dtype
         offload: OffloadPolicy = OffloadPolicy()
@@ -67,7 +74,11 @@ class Sharded(Engine):
         mixed = MixedPrecisionPolicy()
         if dtype in HALF and stored is not None:
             mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        given: dict[str, Any] = {"mesh": self.mesh, "mp_policy": mixed, "offload_policy": offload}
+        given: dict[str, Any] = {
+            "mesh": mesh or self.mesh,
+            "mp_policy": mixed,
+            "offload_policy": offload,
+        }
         for unit in (*pieces.layers(policy.model), scorer):
             pieces.fill(unit, policy.source, self.world, stored if dtype in HALF else None)
             fully_shard(unit, **given)
