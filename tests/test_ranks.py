@@ -111,3 +111,10 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_with_two(home, pair, ran
     assert drawn(found) == drawn(pair)[3:]
     if ranks == 2 and pair.name == "ddp":
         assert [k for k in differing(left(pair), left(found)) if k.startswith(("opt", "rng"))] == []
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1", "zero3"])
+def test_an_engine_with_one_process_does_the_same(home, single, engine):
+    words = [*WORDS, f"distributed={engine}", f"name=one_{engine}"]
+    assert home(*words) == 0, home.said()
+    assert update_apart(single, home.folder / "runs" / f"one_{engine}") < 1e-4

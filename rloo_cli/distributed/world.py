@@ -145,13 +145,15 @@ def join(run: RunConfig) -> World:
     if torch.cuda.is_available():
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    elif here > 1 and "OMP_NUM_THREADS" not in os.environ:  # each would take all cores
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
     limit = timedelta(seconds=config.timeout_s)
     kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
         _meet("all ranks at the start", lambda: _open(kind, rank, size, limit))
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if size == 1:
         return World(0, 1, device)
     patience = timedelta(seconds=config.timeout_s + CARE * _generation_s(run))
