@@ -96,9 +96,11 @@ def merged(values: dict[str, Any], sources: Sources | None = None) -> dict[str, 
             }
         entries = {n: common | e if isinstance(e, dict) else e for n, e in rewards.items()}
         values["reward"] = stand_ins.rewards(entries, debug)
-    values["generation"] = stand_ins.generation(values.get("generation"), debug, words)
+    if "generation" in values:
+        values["generation"] = stand_ins.generation(values["generation"], debug, words)
     values["data"] = stand_ins.data(values.get("data"), debug)
-    values["model"] = stand_ins.model(values.get("model"), debug)
+    if "model" in values:
+        values["model"] = stand_ins.model(values["model"], debug)
     return _with_sets(judge_keys.merged(_with_mixture(values), common))
 
 

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 
-from rloo_cli import config, ending, faults, made, outcome, places, registry, splits
+from rloo_cli import config, ending, faults, made, outcome, places, quiet, registry, splits
 from rloo_cli.distributed.world import World, alone
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.evaluate import Answered, answers, judge_all, of_all, others_of
@@ -57,8 +56,7 @@ def work(folder: Path) -> Row:
 
     Writes metrics.json and one file of samples per set into `folder`.
     """
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    quiet.libraries()
     settings = config.read(folder / "config.yaml")
     torch.manual_seed(settings.seed)
     about = read_json(folder / "about.json")

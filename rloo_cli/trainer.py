@@ -14,9 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import transformers
-
-from rloo_cli import config, data, ending, examples, reward_model, rng, sft
+from rloo_cli import config, data, ending, examples, quiet, reward_model, rng, sft
 from rloo_cli.distributed.world import World, alone
 from rloo_cli.errors import DataError, Problem, RunError
 from rloo_cli.examples import Kept
@@ -35,8 +33,7 @@ def work(folder: Path, section: str) -> Line:
 
     Data is looked at before any weights load.
     """
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    quiet.libraries()
     run = config.read(folder / "training" / "config.yaml")
     settings: TrainingConfig = getattr(run, section)
     rng.seed(run.seed)

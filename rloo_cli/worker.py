@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from rloo_cli import (
     checkpoint,
@@ -26,6 +25,7 @@ from rloo_cli import (
     faults,
     footprint,
     outcome,
+    quiet,
     redact,
     resume,
     rng,
@@ -75,8 +75,7 @@ def work(
     `functions`: rewards given as Python callables, by the name of their config entry. `start`:
     where it goes on.
     """
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    quiet.libraries()
     rng.seed(settings.seed)  # the same for all ranks: what is drawn to build a model is alike
     before = footprint.begin()
     run = make(settings, folder, functions, start)

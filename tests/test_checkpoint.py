@@ -186,7 +186,7 @@ def test_a_run_that_should_have_done_steps_and_did_none_is_a_bug(
 ) -> None:
     monkeypatch.setattr(worker, "train", lambda run: None)
     with pytest.raises(RuntimeError, match="no step was done, and 9 were due"):
-        worker._whole(alone(tmp_path, *EVERY))
+        worker._whole(alone(tmp_path, *EVERY), 0.0)
 
 
 def test_only_what_is_provably_ours_is_removed(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ FLOORS = [  # each may import from itself and from those before it
     " trainings stages stand_ins spread_rules surroundings slurm_keys",
     "rollout tensors clock packing schedule",
     "algorithms rewards data prompts choosing mixture lengths",
-    "policy generation vllm distributed crew optim checkpoint restoring export updates measures"
-    " cycle rng log panel display curves advice rollouts parts minibatches ledger splits"
+    "policy quiet generation vllm distributed crew optim checkpoint restoring export updates"
+    " measures cycle rng log panel display curves advice rollouts parts minibatches ledger splits"
     " held_out perf planning",
     "train advantages pauses evaluate outcome guards judges ending fit sft reward_model examples"
     " footprint",

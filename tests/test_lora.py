@@ -19,7 +19,7 @@ from resume_cases import attempt, differing, left
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rloo_cli import checkpoint, config, evaluator
+from rloo_cli import config, evaluator, export
 from rloo_cli.errors import ConfigError
 from rloo_cli.files import write_json, write_text
 from rloo_cli.packing import whole
@@ -251,7 +251,7 @@ def test_checkpoints_hold_the_adapter_alone_and_the_end_both(tmp_path: Path) -> 
     assert len(load_file(saved / lora.WEIGHTS)) == 28  # two factors of seven layers of two
     about = json.loads((saved / lora.CONFIG).read_text())
     assert about["base_model_name_or_path"]
-    final = checkpoint.save_final(run.policy.model, run.tokenizer, run.folder)
+    final = export.save_final(run.policy.model, run.tokenizer, run.folder)
     found = AutoModelForCausalLM.from_pretrained(final)
     run.policy.model.eval()
     with levels.attention.native(run.policy.model):

@@ -6,11 +6,11 @@ import pytest
 import torch
 from policy_cases import FAMILIES, alone, each_alone, fresh, groups, make, packed
 
+from rloo_cli.assemble import same_vocabulary
 from rloo_cli.errors import ConfigError
 from rloo_cli.policy import load
 from rloo_cli.policy.model import Policy
 from rloo_cli.policy.reference import Reference
-from rloo_cli.run import same_vocabulary
 
 family = pytest.mark.parametrize("name", FAMILIES)
 

@@ -228,8 +228,13 @@ def test_config_json_is_a_json_schema_that_takes_our_configs_and_recipes_and_no_
     beta = definitions[schema["properties"]["algorithm"]["$ref"].rpartition("/")[2]]
     assert beta["properties"]["beta"]["description"].startswith("Weight of KL")
 
+    of_backend = {}  # a backend has keys of its own
     for recipe in paths.recipe_files():
         values = config.dump(config.check(compose([f"+recipe={recipe}"])))
+        backend = values["generation"]["backend"]
+        if backend not in of_backend:
+            of_backend[backend] = json.loads(ask("config", "--json", f"generation={backend}"))
+        schema, definitions = of_backend[backend], of_backend[backend]["$defs"]
         assert valid(values, schema, definitions), recipe
         for key, wrong in (("seed", -1), ("max_steps", "two"), ("nonsense", 1), ("model", None)):
             assert not valid(values | {key: wrong}, schema, definitions), key

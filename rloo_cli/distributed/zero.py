@@ -102,8 +102,6 @@ class Zero(Engine):
 def _deepspeed() -> Any:
     """DeepSpeed, quiet, and without the helper in shared memory that it would compile for a CPU."""
     os.environ.setdefault("LOCAL_RANK", "0")  # of one process, which nobody has numbered
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would look for others, and say so
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

@@ -104,7 +104,7 @@ def run(args: list[str]) -> int:
 def convert(given: Given, name: str, world: int) -> str:
     """Old settings -> the text of a recipe."""
     dialect = DIALECTS[name]
-    recipe = Recipe(given.flags, given.said_as, notes=given.notes)
+    recipe = Recipe(given.flags, given.said_as, notes=given.notes, launcher=given.processes_from)
     _which_algorithm(recipe, given)
     size = sizes(recipe, dialect, world)
     steps = duration(recipe, dialect, size)

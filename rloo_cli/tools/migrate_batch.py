@@ -90,7 +90,22 @@ def sizes(recipe: Recipe, dialect: Dialect, world: int) -> Sizes:
     if world > 1:
         why = f"{world} processes; the batch above is for all of them, on any number"
         recipe.put("distributed.num_processes", world, why)
+        engine, from_ = _engine(recipe)
+        recipe.put("distributed.engine", engine, from_)
     return Sizes(k, prompts * k, passes * parts)
+
+
+def _engine(recipe: Recipe) -> tuple[str, str]:
+    """How several processes shared the model there, and what says so."""
+    told = f"{recipe.launcher} {recipe.flags.get('deepspeed', '')} {recipe.flags.get('fsdp', '')}"
+    stages = [engine for engine in ("zero3", "zero2", "zero1") if engine in told]
+    if stages:
+        return stages[0], told.strip()
+    if recipe.flags.get("deepspeed"):
+        return "zero2", f"{told.strip()}: its stage is in that file"
+    if "fsdp" in told:
+        return "fsdp2", told.strip()
+    return "ddp", "a copy of the model in each"
 
 
 def _forwards(recipe: Recipe, k: int, b: int) -> None:

@@ -97,6 +97,7 @@ class Recipe:
     later: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    launcher: str = ""  # what the launcher was told, its file too
     groups: dict[str, tuple[Any, str]] = field(default_factory=dict)  # choices of config groups
 
     def __post_init__(self) -> None:

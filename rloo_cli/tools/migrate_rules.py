@@ -264,7 +264,6 @@ def housekeeping(recipe: Recipe) -> None:
         recipe.drop(name, "eval.every, checkpoint.every and logging.every count steps")
     for name in ("deepspeed", "fsdp"):
         if recipe.flags.get(name):
-            recipe.put("distributed.engine", name, recipe.said(name))
             recipe.take(name)
 
 
