@@ -19,7 +19,7 @@ from resume_cases import attempt, differing, left
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rloo_cli import config, evaluator, export
+from rloo_cli import checkpoint, config, evaluator, export
 from rloo_cli.errors import ConfigError
 from rloo_cli.files import write_json, write_text
 from rloo_cli.packing import whole

@@ -89,7 +89,9 @@ def sizes(recipe: Recipe, dialect: Dialect, world: int) -> Sizes:
     _forwards(recipe, k, b)
     if world > 1:
         why = f"{world} processes; the batch above is for all of them, on any number"
-        recipe.put("distributed.num_processes", world, why)
+        if prompts < world:
+            why = f"there {world}: a prompt's completions stay on one process here"
+        recipe.put("distributed.num_processes", min(world, prompts), why)
         engine, from_ = _engine(recipe)
         recipe.put("distributed.engine", engine, from_)
     return Sizes(k, prompts * k, passes * parts)
