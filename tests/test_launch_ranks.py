@@ -157,6 +157,7 @@ def test_under_torchrun_each_process_is_one_rank_of_the_same_run(launchers: Laun
     assert tidy(launchers) == ["smoke"]
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_code_and_the_signals_are_ours(launchers: Launchers) -> None:
     first, second = ranks_of_torchrun(launchers, plans={0: "wait", 1: "exit:7:1.5"})
     assert (first.code(20), second.code(20)) == (7, 7), first.said() + second.said()

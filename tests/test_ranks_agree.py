@@ -23,7 +23,7 @@ def reward(folder, what: str) -> list[str]:
     return ["reward=function", "reward.function.path=mine.py:score"]
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero3"])
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_a_reward_that_raises_on_one_rank_ends_all_with_its_error_said_once(forked, engine):
     own = reward(forked.folder, "raise KeyError('it is mine')")
     assert forked(*WORDS, *SHORT, *own, *spread(engine), "name=r", ranks=2) == 5
@@ -33,7 +33,7 @@ def test_a_reward_that_raises_on_one_rank_ends_all_with_its_error_said_once(fork
     assert manifest.problem(run / "checkpoint-1") is None  # what was done is kept, by all ranks
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_signal_to_one_rank_stops_and_saves_all_at_the_same_step(forked, engine):
     own = reward(forked.folder, "os.kill(os.getpid(), signal.SIGUSR1)")
     assert forked(*WORDS, *SHORT, *own, *spread(engine), "name=s", ranks=2) == 75, forked.said()

@@ -68,11 +68,11 @@ def steps(run: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("training", "more"),
     [
-        pytest.param(1, [], marks=served, id="one node trains"),
+        pytest.param(1, [], marks=[*served, pytest.mark.slow], id="one node trains"),
         pytest.param(
             2,
             ["distributed=ddp", "distributed.num_processes=1"],
-            marks=[*served, pytest.mark.slow],
+            marks=served,
             id="two nodes train",
         ),
     ],
@@ -107,6 +107,7 @@ def test_a_trainer_that_fails_ends_the_job_with_its_code_and_the_server(
     assert not server_file.places(tmp_path / "runs" / "smoke")
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.skipif(bool(NO_VLLM), reason=NO_VLLM)
 def test_a_server_that_dies_at_its_start_ends_the_trainer_with_6_and_its_words(
