@@ -33,7 +33,10 @@ from rloo_cli import (
 )
 from rloo_cli.distributed.world import elsewhere, everywhere, is_lost, lost
 from rloo_cli.errors import (
+    ConfigError,
+    DataError,
     GenerationError,
+    NumbersError,
     OutOfMemory,
     Problem,
     RewardError,
@@ -184,7 +187,7 @@ def main() -> None:
     except RunError as error:
         log.error("%s", traceback.format_exc())
         _keep_detail(folder, error)
-        if not isinstance(error, Stopped) and not elsewhere(error):
+        if not isinstance(error, Stopped) and not elsewhere(error) and not _alike(error, rank):
             print(_text(error), file=sys.stderr)
         code = error.code
         state = "stopped" if isinstance(error, Stopped) else "failed"
@@ -198,6 +201,11 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a reward thread that hangs must not keep the process
+
+
+def _alike(error: RunError, rank: int) -> bool:
+    """Whether this is one of many that say the same: what all ranks compute, they all find."""
+    return rank > 0 and isinstance(error, ConfigError | DataError | NumbersError)
 
 
 def _text(error: RunError) -> str:

@@ -80,6 +80,23 @@ def test_two_ranks_make_the_update_of_one_process(single, pair):
     assert rates(pair) == rates(single)
 
 
+# Adam forgets how large a gradient was, and clipping too: plain descent does not.
+PLAIN = (*WORDS, "train.optimizer=torch.optim:SGD", "train.max_grad_norm=null", "max_steps=2")
+
+
+@pytest.fixture(scope="module")
+def plain(home):
+    """One process, by plain gradient descent."""
+    assert home(*PLAIN, "name=plain") == 0, home.said()
+    return home.folder / "runs" / "plain"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_of_two_ranks_are_as_large_as_those_of_one_process(home, plain, engine):
+    assert home(*PLAIN, f"name=plain_{engine}", *spread(engine), ranks=2) == 0, home.said()
+    assert update_apart(plain, home.folder / "runs" / f"plain_{engine}") < 1e-4
+
+
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
 def test_a_rank_with_nothing_left_asks_policy_and_reference_as_the_others_do(home, single, engine):
     # Padded rows part a group: the sampler's log-probabilities have a pass of their own, in which

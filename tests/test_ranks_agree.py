@@ -55,3 +55,10 @@ def test_a_save_that_fails_on_one_rank_is_no_checkpoint_and_the_run_goes_on(fork
     run = forked.folder / "runs" / "f"
     assert [p.name for p in manifest.checkpoints(run)] == ["checkpoint-3"]
     assert not list(run.glob(".tmp*"))
+
+
+def test_a_number_that_is_none_on_one_rank_stops_all_before_anything_is_updated(forked):
+    words = [*WORDS, *SHORT, *spread("fsdp2"), "name=n"]
+    assert forked(*words, faults="loss@3=nan#1", ranks=2) == 7, forked.said()
+    said = forked.said()
+    assert said.count("error: non-finite numbers") == 1 and "nothing was updated" in said
