@@ -79,7 +79,9 @@ class Zero(Engine):
     def _settings(self, dtype: torch.dtype) -> dict[str, Any]:
         """DeepSpeed's own config."""
         config, on_gpu = self.config.distributed, self.world.device.type == "cuda"
-        zero: dict[str, Any] = {"stage": self.stage, "overlap_comm": on_gpu}
+        # In half precision stage 1 is another optimizer of DeepSpeed; 2 gives the same numbers.
+        stage = 2 if self.stage == 1 and dtype in HALF else self.stage
+        zero: dict[str, Any] = {"stage": stage, "overlap_comm": on_gpu}
         if config.offload != "none":
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
         if config.offload == "parameters":
