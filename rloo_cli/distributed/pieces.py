@@ -53,28 +53,31 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def fill(unit: nn.Module, source: Any, world: World, dtype: torch.dtype | None) -> None:
     """Give the shell of a unit its weights, on this rank's device. `source`: see `Shells`.
 
-    Trained weights are stored in `dtype` where one is given. What was filled before stays.
+    Trained weights are stored in `dtype` where one is given. What was filled before stays. Nothing
+    of the unit is held here afterwards: its owner keeps a share and lets the rest go.
     """
     if source is None:
         return
+    filled: dict[int, Tensor] = {}  # of this unit: a tied weight stays one
+    shells = []  # their ids must not be another's meanwhile
     for path, module in source.within(unit):
         for name, shell in list(_own(module)):
             if not shell.is_meta:
                 continue
-            known = source.filled.get(id(shell))
+            known = filled.get(id(shell))
             if known is None:
                 known = _sent(source.real, f"{path}.{name}".lstrip("."), shell, world)
                 if isinstance(shell, nn.Parameter):
                     own = dtype if dtype and shell.requires_grad else known.dtype
                     known = nn.Parameter(known.to(own), requires_grad=shell.requires_grad)
-                source.filled[id(shell)] = known
-                source.kept.append(shell)  # its id must not be another's meanwhile
+                filled[id(shell)] = known
+                shells.append(shell)
             _put(module, name, known)
 
 
 def _sent(real: Source, name: str, shell: Tensor, world: World) -> Tensor:
     if real is not None:
-        known = real[name].detach().to(world.device)
+        known = real.pop(name).detach().to(world.device)  # sent once
         if known.shape != shell.shape:
             raise RuntimeError(f"{name} is {tuple(known.shape)}, its shell {tuple(shell.shape)}")
         known = known.to(shell.dtype).contiguous()
@@ -101,8 +104,6 @@ class Shells:
             id(module): path for path, module in shell.named_modules(remove_duplicate=False)
         }
         self.real = None if real is None else tensors(real)
-        self.filled: dict[int, Tensor] = {}
-        self.kept: list[Tensor] = []
 
     def within(self, unit: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """The modules of a unit by their path in the model; those around the model have none."""
