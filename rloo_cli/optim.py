@@ -54,6 +54,7 @@ class Optimizer:
         self.inner = build(self.masters, config)
         self.schedule = schedule(self.inner, config, updates)
         self.reduce: Callable[[Sequence[Tensor]], None] = _alone
+        self.shards_are_masters = False  # float32 shards of a model that computes in less
 
     @property
     def learning_rate(self) -> float:
@@ -121,7 +122,7 @@ class Optimizer:
         for number, (name, weight, master) in rows:
             if weight is not master:
                 saved.add(number, f"master/{name}", master)
-            elif _is_shard(master):  # the weights' file has them in the model's own dtype
+            elif self.shards_are_masters:  # the weights' file has them in the model's own dtype
                 saved.add(number, f"master/{name}", whole(master.detach()))
             for what, value in self.inner.state.get(master, {}).items():
                 if isinstance(value, Tensor):
@@ -176,7 +177,7 @@ class Saved:
     def add(self, number: int, name: str, value: Tensor) -> None:
         """State of parameter `number`."""
         if number % self.size == self.rank:
-            self.tensors[name] = value.detach().cpu().clone().contiguous()
+            self.tensors[name] = value.detach().cpu().contiguous()
 
 
 def named_groups(inner: torch.optim.Optimizer, names: Sequence[list[str]]) -> list[dict[str, Any]]:
@@ -209,10 +210,6 @@ def put_facts(inner: Any, schedule: Any, facts: Mapping[str, Any], rated: Rated)
         raise ConfigError(
             Problem("the learning rate is not what it was", "train.learning_rate", why)
         )
-
-
-def _is_shard(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -45,7 +45,9 @@ class Sharded(Engine):
         """Shard the policy, whose weights come from rank 0 unit by unit; its optimizer."""
         keep = self.config.distributed.master_weights == "float32"
         self._shard(policy, torch.float32 if keep else None)
-        return Optimizer(policy.model, self.config.train, updates, self.config.distributed)
+        found = Optimizer(policy.model, self.config.train, updates, self.config.distributed)
+        found.shards_are_masters = keep and policy.dtype in HALF
+        return found
 
     def freeze(self, frozen: Policy) -> None:
         """Shard a policy that is never trained, in its own dtype."""
