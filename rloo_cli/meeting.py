@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rloo_cli.errors import GenerationError, Problem, RunError
 from rloo_cli.files import read_json, write_json
@@ -24,6 +24,7 @@ POLL_S = 0.2
 PART_S = 15.0  # the first one waits so long for the others to have heard how it ended
 HARMLESS = (0, 75)  # all of them end so together
 Word = dict[str, Any]
+P = TypeVar("P", "Leader", "Follower")
 
 
 def go_file(root: Path, name: str, key: str) -> Path:
@@ -98,18 +99,24 @@ class Leader:
 
 
 @contextmanager
-def leading(root: Path, name: str, place: Place) -> Iterator[Leader]:
-    """While inside, the others can hear us; they are told if it ends in a refusal."""
-    leader = Leader(root, name, place)
+def _told(party: P) -> Iterator[P]:
+    """The others hear with which code this one parts, or that an error of ours ended it."""
     code = 1
     try:
-        yield leader
-        code = leader.code
+        yield party
+        code = party.code
     except RunError as error:
         code = error.code
         raise
     finally:
-        leader.part(code)
+        party.part(code)
+
+
+@contextmanager
+def leading(root: Path, name: str, place: Place) -> Iterator[Leader]:
+    """While inside, the others can hear us; they are told if it ends in a refusal."""
+    with _told(Leader(root, name, place)) as leader:
+        yield leader
 
 
 class Follower:
@@ -163,13 +170,5 @@ class Follower:
 @contextmanager
 def following(root: Path, name: str, place: Place) -> Iterator[Follower]:
     """While inside, rank 0's launcher knows of us; it is told if we are refused."""
-    follower = Follower(root, name, place)
-    code = 1
-    try:
+    with _told(Follower(root, name, place)) as follower:
         yield follower
-        code = follower.code
-    except RunError as error:
-        code = error.code
-        raise
-    finally:
-        follower.part(code)

@@ -115,5 +115,5 @@ class Shells:
 def of_units(engine: Any, model: Any) -> Iterator[dict[str, Tensor]]:
     """All weights, whole, unit by unit; each is gone when the next one comes."""
     for unit in groups(model):
-        with engine.whole(list(unit.values())) as tensors_:
-            yield dict(zip(unit, tensors_, strict=True))
+        with engine.whole(list(unit.values())) as found:
+            yield dict(zip(unit, found, strict=True))

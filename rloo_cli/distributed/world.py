@@ -1,8 +1,8 @@
 """How ranks talk: a handful of calls, each with a deadline, each made by all of them in one order.
 
 An error is everybody's: what a rank does between two meetings is told at the second one, and all
-leave with the first failing rank's error (PROMISES 7). Plain objects travel pickled, between
-processes of one run that share its token-less, job-private group and nothing else.
+leave with the first failing rank's error. Plain objects travel pickled, between processes of one
+run and nobody else.
 """
 
 import os

@@ -1,6 +1,6 @@
 """The optimizer of a DeepSpeed engine, as the loop and the checkpoints know one."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ class ZeroOptimizer:
             for what in self.state.kinds():
                 saved.add(number, f"{what}/{name}", self.state.get(weight, what))
             for what, value in counters.items():
-                saved.add(number, f"{what}/{name}", value)
+                saved.add(number, f"{what}/{name}", value.clone())  # one for all there
         groups = named_groups(self.inner, [self.names])
         facts = {"state": {}, "groups": groups, "schedule": self.schedule.state_dict()}
         return saved.tensors, facts | {"learning_rate": self.learning_rate}
@@ -106,7 +106,8 @@ class ZeroOptimizer:
         """Put back what `dump` gave, of any engine and number of ranks. Raises ConfigError."""
         there(self.names, tensors, facts)
         counters: dict[str, Tensor] = {}
-        self.state.make_state()
+        one = {k.partition("/")[0]: tensors[k] for k in tensors if k.endswith(f"/{self.names[0]}")}
+        self.state.make_state([k for k, v in one.items() if k != "master" and v.dim()])
         weights = dict(zip(self.names, self.weights, strict=True))
         for key in tensors:
             what, _, name = key.partition("/")
@@ -143,10 +144,10 @@ class State:
         state: Any = next(iter(self.inner.state.values()), {})
         return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim() == 0}
 
-    def make_state(self) -> None:
-        """The optimizer makes its state at its first step; a step of 0 makes it, and moves nothing.
+    def make_state(self, kinds: Sequence[str]) -> None:
+        """Room for state of these names, which the optimizer itself makes at its first step only.
 
-        Stages 1 and 2 have done so at their start.
+        Stages 1 and 2 have let it do so at their start.
         """
         flats = (
             self.zero.fp32_partitioned_groups_flat
@@ -155,11 +156,7 @@ class State:
         )
         for flat in flats:
             if not self.inner.state.get(flat):
-                self.inner.state[flat] = {
-                    "step": torch.zeros(()),
-                    "exp_avg": torch.zeros_like(flat),
-                    "exp_avg_sq": torch.zeros_like(flat),
-                }
+                self.inner.state[flat] = {kind: torch.zeros_like(flat) for kind in kinds}
         if not self.stage3:  # what finds a parameter's share of it
             self.zero._lazy_init_hp_params_optimizer_state()
 
