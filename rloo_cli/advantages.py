@@ -7,12 +7,15 @@ advantages, and `finish` keeps what was found, once per update, with one transfe
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rloo_cli import by_token
+from rloo_cli.algorithms.advantage import Known
 from rloo_cli.minibatches import cut
-from rloo_cli.packing import Micro, Part, unpack
+from rloo_cli.packing import COLUMNS, Micro, Part, unpack
 from rloo_cli.parts import Run
 from rloo_cli.rollout import Batch
 from rloo_cli.updates import Updates
@@ -94,6 +97,7 @@ def measure(run: Run, micro: Micro, updates: Updates) -> Tensor | None:
 def of_micro(run: Run, batch: Batch, found: Pass) -> tuple[Tensor, Tensor]:
     """Advantage and usable of a micro-batch's completions. -> (S,), (S,) bool, on the device
 
+    Where every token has an advantage of its own, those: (N,).
     From the batch's table where that is known. Else from the micro-batch's own whole groups, not
     normalised: `finish` says by what factor that would change the gradient.
     """
@@ -105,14 +109,17 @@ def of_micro(run: Run, batch: Batch, found: Pass) -> tuple[Tensor, Tensor]:
         score = batch.shaped[micro.index].to(device, non_blocking=True)
         scorable = batch.scorable[micro.index].to(device, non_blocking=True)
         kl = None if found.kl is None else _table(found, score.shape)
-        told = run.algorithm.advantages(score, kl, scorable, settings)
+        told = run.algorithm.advantages(
+            score, kl, scorable, settings, known(run, batch, micro.index)
+        )
         value, usable = told.advantage, told.usable
     else:
         assert batch.usable is not None
         value = batch.advantage[micro.index].to(device, non_blocking=True)
         usable = batch.usable[micro.index].to(device, non_blocking=True)
     rows = micro.rows
-    return value.reshape(-1)[rows].to(micro.mask.dtype), usable.reshape(-1)[rows]
+    value = value.reshape(-1)[rows] if micro.advantage is None else micro.advantage
+    return value.to(micro.mask.dtype), usable.reshape(-1)[rows]
 
 
 @torch.no_grad()
@@ -126,10 +133,31 @@ def finish(run: Run, batch: Batch, passes: Sequence[Pass]) -> float:
         return 1.0
     index, settings = batch.active, run.config.algorithm
     kl = None if batch.kl is None else batch.kl[index]
-    found = run.algorithm.advantages(batch.shaped[index], kl, batch.scorable[index], settings)
+    found = run.algorithm.advantages(
+        batch.shaped[index], kl, batch.scorable[index], settings, known(run, batch, index, True)
+    )
     batch.settle(index, found)
+    if settings.by_token:
+        by_token.settle(run, batch)
     factor: float = found.factor
     return factor
+
+
+def known(run: Run, batch: Batch, index: Sequence[int], on_cpu: bool = False) -> Known:
+    """What advantages of the groups `index` need beside their rewards."""
+    if batch.greedy is None:
+        return Known(run.state.memory)
+    greedy = batch.greedy[list(index)]
+    return Known(run.state.memory, greedy if on_cpu else greedy.to(run.world.device))
+
+
+def remember(run: Run, batch: Batch) -> None:
+    """What the algorithm is to know of this step in later ones."""
+    if batch.reward is not None and batch.usable is not None:
+        settings, index = run.config.algorithm, batch.active
+        run.state.memory = run.algorithm.remember(
+            batch.reward[index], batch.usable[index], settings, run.state.memory
+        )
 
 
 def keep(run: Run, batch: Batch, passes: Sequence[Pass]) -> None:
@@ -153,7 +181,7 @@ class Found:
 def _found(passes: Sequence[Pass], batch: Batch) -> list[Found]:
     """The passes of this rank, with one transfer from the device for each column."""
     found = [Found(list(p.micro.parts), {}, None) for p in passes]
-    for name in ("old_logp", "kl_logp", "ref_logp"):
+    for name in ("old_logp", "kl_logp", "ref_logp", "value"):
         columns = [c for p in passes if (c := getattr(p.micro, name)) is not None]
         if columns:
             parts = torch.cat(columns).cpu().split([len(c) for c in columns])
@@ -181,8 +209,8 @@ def idle(run: Run, batch: Batch, grad: bool = False, last: bool = True, refer: b
         group.rollouts[0], completion_ids=group.rollouts[0].completion_ids[:1], mask=None,
         behaviour_logp=None,
     )  # fmt: skip
-    nothing = [replace(group, prompt_ids=group.prompt_ids[:1], rollouts=[rollout], old_logp=None,
-                       kl_logp=None, ref_logp=None)]  # fmt: skip
+    blank: dict[str, Any] = dict.fromkeys(COLUMNS)
+    nothing = [replace(group, prompt_ids=group.prompt_ids[:1], rollouts=[rollout], **blank)]
     micro = run.policy.pack(nothing, [(0, (0,))])
     if not grad:  # in the order of a real one: ranks that gather different weights would mix them
         run.policy.frozen_logp(micro)

@@ -1,6 +1,7 @@
 """The second half of building a run: the model, spread over the ranks, and what needs it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -49,7 +50,7 @@ def with_model(
 ) -> Run:
     """Weights, and what needs them. Raises RunError."""
     log.phase("loading the model")
-    algorithm = registry.module("algorithms", config.algorithm.name)
+    algorithm = registry.algorithm(config.algorithm.name)
     settings = algorithm.resolved(config.algorithm, config.generation.backend)
     config = config.model_copy(update={"algorithm": settings})
     fault("load")
@@ -173,6 +174,11 @@ def _layouts(
     for model in (policy, frozen) if frozen is not None else (policy,):
         model.scorer.float32 = config.model.lm_head_fp32
     level = levels.settle(policy, wanted, longest)
+    if (
+        getattr(config.algorithm, "entropy_coef", 0.0) > 0
+    ):  # the fused head's entropy has no gradient
+        policy.scorer.fused, policy.scorer.entropy_grad = False, True
+        level = replace(level, head="model", why=f"{level.why}; entropy bonus".lstrip("; "))
     if frozen is not None and config.model.ref_path is None:
         levels.follow(frozen, policy)
     elif frozen is not None:

@@ -129,7 +129,7 @@ def _unregistered(values: dict[str, Any]) -> Iterator[Problem]:
     ]
     for key, room, name in picks:
         known = registry.names(room)
-        if not isinstance(name, str) or name not in known:
+        if not isinstance(name, str) or not (name in known or registry.own_file(room, name)):
             close = nearest(str(name), known)
             yield Problem(
                 f"{key} = {name!r}: there is no such {registry.ROOMS[room]}",

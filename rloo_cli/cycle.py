@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rloo_cli.packing import COLUMNS
 from rloo_cli.prompts import Prompts
 from rloo_cli.rng import States, take
 from rloo_cli.rollout import Batch, Rollout
@@ -17,7 +18,7 @@ from rloo_cli.updates import Updates
 
 TABLES = ("raw", "score", "shaped", "scorable", "masked")  # of a batch, always there
 FOUND = ("kl", "reward", "advantage", "usable")  # there once advantages are known
-COLUMNS = ("old_logp", "kl_logp", "ref_logp")  # of a group
+OPTIONAL = ("greedy",)  # of a batch, where its algorithm has it
 OF_ROLLOUT = ("text", "finish_reason", "terminated", "seed", "weight_version")
 
 
@@ -46,6 +47,7 @@ def dump(cycle: Cycle, safe: Updates | None = None) -> tuple[dict[str, Tensor], 
     """A cycle as of its last mark, as tensors and plain values. `safe`: those of all ranks."""
     batch, safe = cycle.batch, safe or cycle.safe
     tensors = {f"batch/{name}": getattr(batch, name) for name in TABLES}
+    tensors |= {f"batch/{n}": t for n in OPTIONAL if (t := getattr(batch, n)) is not None}
     rollouts = [r for g in batch.groups for r in g.rollouts]
     tensors["ids"] = torch.tensor([i for r in rollouts for i in r.completion_ids])
     said = [r.behaviour_logp for r in rollouts]
@@ -118,7 +120,7 @@ def load(tensors: dict[str, Tensor], plain: dict[str, Any], prompts: Prompts) ->
             for p in having:
                 setattr(groups[p], name, [next(parts) for _ in range(k)])
     tables: dict[str, Any] = {n: tensors[f"batch/{n}"] for n in TABLES}
-    tables |= {n: tensors.get(f"batch/{n}") for n in FOUND}
+    tables |= {n: tensors.get(f"batch/{n}") for n in (*FOUND, *OPTIONAL)}
     batch = Batch(groups=groups, **tables, **values)
     updates = Updates.of(
         {n.partition("/")[2]: t for n, t in tensors.items() if n.startswith("updates/")},

@@ -160,7 +160,7 @@ def _parts(settings: RunConfig, world: World, folder: Path) -> tuple[Parts, Poli
     where = registry.module("generation", settings.generation.backend).IMPLEMENTATION
     generator = registry.load_code(where)(model, tokenizer, settings, context, folder, print)
     policy = Policy(model, settings.generation.temperature)
-    algorithm = registry.module("algorithms", settings.algorithm.name)
+    algorithm = registry.algorithm(settings.algorithm.name)
     return Parts(settings, algorithm, generator, rewards, sets, judge, world), policy
 
 

@@ -25,6 +25,7 @@ class Plan:
     rank: int
     groups: list[int]  # trained on, forwarded or not
     tokens: int  # unmasked tokens of rows that have an advantage; 0 = nothing to learn from
+    all_tokens: int  # unmasked tokens of every row, at least 1
     denominator: float  # what the summed loss is divided by (OBJECTIVE 2.11)
 
     @property
@@ -52,8 +53,7 @@ def plan_updates(run: Run, batch: Batch, iteration: int) -> list[Plan]:
     active = set(batch.active)
     lengths = batch.table("length") * ~batch.masked
     # A masked row still is its siblings' baseline: only what has no score leaves a row alone.
-    enough = min(2, settings.num_generations)
-    valid = batch.scorable & (batch.scorable.sum(1, keepdim=True) >= enough) & ~batch.masked
+    valid = run.algorithm.usable(batch.scorable, settings) & ~batch.masked
     everything = getattr(settings, "loss_denominator", "all") == "all"
     counted = torch.ones_like(valid) if everything else valid
     plans = []
@@ -69,7 +69,8 @@ def plan_updates(run: Run, batch: Batch, iteration: int) -> list[Plan]:
             run.config.generation.max_completion_length,
         )
         tokens = int((lengths * valid)[used].sum())
-        plans.append(Plan(ranks, run.world.rank, used, tokens, denominator))
+        every = max(int(lengths[used].sum()), 1)
+        plans.append(Plan(ranks, run.world.rank, used, tokens, every, denominator))
     return plans
 
 

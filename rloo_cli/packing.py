@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rloo_cli.rollout import Group, Rollout
 
+COLUMNS = ("old_logp", "kl_logp", "ref_logp", "value", "advantage", "returns")  # of a group, (N,)
 LAYOUTS = ("shared", "packed", "padded")
 
 Part = tuple[int, tuple[int, ...]]  # a group's place in the step, and which of its completions
@@ -67,6 +68,9 @@ class Micro:
     old_logp: Tensor | None = None  # (N,)
     kl_logp: Tensor | None = None  # (N,) old_logp at the KL's temperature; None = the same
     ref_logp: Tensor | None = None  # (N,)
+    value: Tensor | None = None  # (N,) the value model's at rollout time
+    advantage: Tensor | None = None  # (N,) where every token has its own
+    returns: Tensor | None = None  # (N,) what the value model is fitted to
 
     @property
     def index(self) -> list[int]:
@@ -140,9 +144,7 @@ def pack(
         ],
         shared=shared,
         behaviour_logp=_behaviour(pairs),
-        old_logp=_column([(groups[i].old_logp, ks) for i, ks in parts]),
-        kl_logp=_column([(groups[i].kl_logp, ks) for i, ks in parts]),
-        ref_logp=_column([(groups[i].ref_logp, ks) for i, ks in parts]),
+        **{n: _column([(getattr(groups[i], n), ks) for i, ks in parts]) for n in COLUMNS},
     )
     return _to(micro, device)
 

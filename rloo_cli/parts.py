@@ -40,6 +40,9 @@ class State:
     empty: int = 0  # updates in a row with nothing to learn from
     nonfinite: int = 0  # updates in a row that were skipped
     evaluated: int = -1  # the step at which the held-out prompts were last answered
+    memory: dict[str, float] = field(
+        default_factory=dict
+    )  # what an algorithm knows of earlier steps
 
     def advance(self, batch: Batch) -> None:
         """Count a finished step."""
@@ -71,7 +74,7 @@ class State:
             log_history=history,
         )
 
-    def dump(self) -> dict[str, int]:
+    def dump(self) -> dict[str, Any]:
         """Plain values, for run.json."""
         return asdict(self)
 

@@ -34,6 +34,8 @@ def group_choices(config_dirs: list[Path]) -> dict[str, dict[str, Path]]:
     groups: dict[str, dict[str, Path]] = {"recipe": dict(recipe_files())}
     for root in [CONF, *config_dirs]:
         for path in sorted(root.glob("*/**/*.yaml")):
-            group, _, choice = str(path.relative_to(root).with_suffix("")).partition("/")
-            groups.setdefault("recipe" if group == "recipes" else group, {})[choice] = path
+            name = str(path.relative_to(root).with_suffix(""))
+            of_recipes = name.partition("/")[0] in ("recipe", "recipes")
+            group, _, choice = name.partition("/") if of_recipes else name.rpartition("/")
+            groups.setdefault("recipe" if of_recipes else group, {})[choice] = path
     return groups

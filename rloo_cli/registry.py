@@ -11,7 +11,7 @@ import pkgutil
 import sys
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from rloo_cli.errors import ConfigError, Problem
@@ -33,13 +33,29 @@ def names(room: str) -> dict[str, str]:
 
 
 def module(room: str, name: str) -> ModuleType:
-    """The module behind a registry name. Raises KeyError for an unknown one."""
+    """The module behind a registry name; for an algorithm also a file of the user's own.
+
+    Raises KeyError for an unknown one, ConfigError for a file that is not there.
+    """
+    if own_file(room, name):
+        return _file(Path(name))
     return importlib.import_module(names(room)[name])
+
+
+def own_file(room: str, name: str) -> bool:
+    """Whether this names a Python file instead of one of ours."""
+    return room == "algorithms" and name.endswith(".py")
 
 
 def config_class(room: str, name: str) -> Any:
     """The `Config` of a registry name."""
     return module(room, name).Config
+
+
+def algorithm(name: str) -> SimpleNamespace:
+    """What an algorithm's file does; what that file leaves out is as in rloo.py."""
+    base, own = module("algorithms", "rloo"), module("algorithms", name)
+    return SimpleNamespace(**{n: getattr(own, n, getattr(base, n)) for n in base.__all__})
 
 
 def split_code(spec: str) -> tuple[str, str]:

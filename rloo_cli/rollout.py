@@ -45,6 +45,9 @@ class Group:
     old_logp: list[Tensor] | None = None  # K of (T,), the policy at rollout time
     kl_logp: list[Tensor] | None = None  # K of (T,), the same at the KL's own temperature
     ref_logp: list[Tensor] | None = None  # K of (T,), the reference
+    value: list[Tensor] | None = None  # K of (T,), the value model at rollout time
+    advantage: list[Tensor] | None = None  # K of (T,), where every token has its own
+    returns: list[Tensor] | None = None  # K of (T,), what the value model is fitted to
 
 
 @dataclass
@@ -68,6 +71,7 @@ class Batch:
     reward: Tensor | None = None  # (P, K) float64, score minus beta * KL
     advantage: Tensor | None = None  # (P, K) float64
     usable: Tensor | None = None  # (P, K) bool, rows that have an advantage
+    greedy: Tensor | None = None  # (P,) float64, shaped score of each prompt's greedy completion
     norm_skipped: bool = False
     updated: list[int] = field(default_factory=list)  # the groups of updates that were made
 

@@ -4,7 +4,7 @@ What a row is worth before any KL is settled here, in the order of OBJECTIVE 2.2
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -79,7 +79,29 @@ class Rollouts:
             lambda own: Stage(self.rewards, own, context, k), self.clock,
         )  # fmt: skip
         scores.raw = poison("reward", scores.raw)
-        return self._batch(step, groups, scores)
+        batch = self._batch(step, groups, scores)
+        if self.config.algorithm.greedy:
+            self._add_greedy(batch, seeds, context)
+        return batch
+
+    def _add_greedy(self, batch: Batch, seeds: list[list[int]], context: Context) -> None:
+        """Answer each prompt once more, greedily; a group whose answer has no score has none."""
+        others = [replace(group, rollouts=[]) for group in batch.groups]
+
+        def sample(places: range, arrived: Callable[[int], None] = unheard) -> None:
+            mine = [others[i] for i in places]
+            own = [seeds[i][:1] for i in places]
+            self.generator.generate(mine, own, greedy=True, arrived=arrived)
+
+        scores = crew.answer(
+            self.world, self.generator, others, sample,
+            lambda own: Stage(self.rewards, own, context, 1), self.clock,
+        )  # fmt: skip
+        found = self._batch(batch.step, others, scores)
+        batch.greedy = found.shaped.masked_fill(~found.scorable, float("nan")).squeeze(1)
+        batch.scorable = batch.scorable & found.scorable
+        if found.scorable.any():
+            batch.facts["objective/greedy_scores"] = float(found.shaped[found.scorable].mean())
 
     def _batch(self, step: int, groups: list[Group], scores: Scores) -> Batch:
         settings = self.config.algorithm
@@ -153,6 +175,7 @@ def _spread(batch: Batch, i: int) -> bool:
 def _only(batch: Batch, kept: list[int]) -> Batch:
     rows: dict[str, Any] = {"raw": batch.raw[:, kept]}
     rows |= {n: getattr(batch, n)[kept] for n in ("score", "shaped", "scorable", "masked")}
+    rows["greedy"] = None if batch.greedy is None else batch.greedy[kept]
     k = batch.score.shape[1]
     places = [i * k + j for i in kept for j in range(k)]
     extras = {name: [column[p] for p in places] for name, column in batch.extras.items()}
@@ -169,6 +192,8 @@ def _join(parts: list[Batch], drawn: int) -> Batch:
     columns: dict[str, Any] = {"raw": torch.cat([p.raw for p in parts], dim=1)}
     for name in ("score", "shaped", "scorable", "masked"):
         columns[name] = torch.cat([getattr(p, name) for p in parts])
+    greedy = [p.greedy for p in parts if p.greedy is not None]
+    columns["greedy"] = torch.cat(greedy) if greedy else None
     facts: dict[str, float] = {}
     for name in {n for p in parts for n in p.facts}:  # the mean over the rounds of drawing
         found = [p.facts[name] for p in parts if name in p.facts]

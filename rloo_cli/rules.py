@@ -44,7 +44,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from _length(run)
     yield from _batch(run)
     yield from spread_rules.problems(run)
-    yield from registry.module("algorithms", run.algorithm.name).problems(run)
+    yield from registry.algorithm(run.algorithm.name).problems(run)
     yield from getattr(registry.module("generation", run.generation.backend), "rules", _none)(run)
     yield from places.problems(run)
     yield from data_rules.problems(run)

@@ -126,6 +126,16 @@ class AlgorithmConfig(Frozen):
     num_iterations: Positive = key("Passes over each step's completions")
     num_minibatches: Positive = key("Optimizer steps per pass")
 
+    @property
+    def by_token(self) -> bool:
+        """Every token has an advantage of its own, which needs the whole step (`token_table`)."""
+        return False
+
+    @property
+    def greedy(self) -> bool:
+        """Each prompt is answered once more, greedily, for its baseline."""
+        return False
+
 
 class DistributedConfig(Frozen):
     engine: Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"] = key(

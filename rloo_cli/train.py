@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rloo_cli import guards, rng
-from rloo_cli.advantages import Pass, finish, idle, measure, of_micro, prepare, refer
+from rloo_cli.advantages import Pass, finish, idle, measure, of_micro, prepare, refer, remember
 from rloo_cli.cycle import Cycle
 from rloo_cli.faults import fault, poison
 from rloo_cli.minibatches import Plan, plan_updates, together
@@ -37,6 +37,7 @@ def train(run: Run) -> None:
         if run.world.is_main:
             run.ledger.step(cycle.batch, state.place, cycle.updates.made, cycle.batch.updated)
         state.advance(cycle.batch)
+        remember(run, cycle.batch)
         run.log.step(run, cycle.batch, together_updates(cycle.updates, run.world))
         run.cycle, run.rng = None, rng.take()
 
@@ -89,8 +90,9 @@ def backward(
         value, usable = of_micro(run, batch, found)
         value = algorithm.token_advantages(value, usable, micro.kl_old, ref, micro, settings)
         loss = algorithm.loss(
-            now.logp, old, ref, micro, value, settings, plan.denominator, now.kl_logp
-        )
+            now.logp, old, ref, micro, value, settings, plan.denominator, now.kl_logp,
+            now.entropy, plan.all_tokens,
+        )  # fmt: skip
         run.engine.backward(poison("loss", loss.total), last)
         updates.micro(loss, micro, now.entropy)
         updates.did(micro, run.limits.shape, 3, training=True)

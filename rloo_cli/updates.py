@@ -100,6 +100,8 @@ class Updates:
         self.extreme(units, ratio=loss.ratio, ratio_min=-loss.ratio)
         self.extreme(_rows(micro), low=-loss.row_low, high=loss.row_high)
         self.add(policy_loss=loss.policy, kl_loss=loss.kl)
+        if loss.capped is not None:
+            self.add(capped=(loss.capped & units).sum())
         if entropy is not None:
             self.add(entropy=(entropy * micro.mask).sum(), entropy_tokens=micro.mask.sum())
         if loss.weight is not None:
@@ -221,6 +223,7 @@ def _clips(s: Row, top: Row) -> Row:
         "clip_ratio/low_min": -top["low"],
         "clip_ratio/high_max": top["high"],
         "delta_ratio": s["delta"] / n,
+        **({"cispo_clip_ratio": s["capped"] / n} if "capped" in s else {}),
         "policy/approxkl_avg": s["approx_kl"] / n,
         "policy/clipfrac_avg": (s["low"] + s["high"]) / n,
         "val/ratio": mean,

@@ -71,6 +71,11 @@ TO_GO = {"kl_credit": "to_go", "kl_in_baseline": False, "ratio_level": "token"}
         ({"reward_clip_range": [1.0, 1.0]}, "reward_clip_range", "below the second"),
         ({"missing_eos_penalty": -1.0}, "missing_eos_penalty", "subtracted"),
         ({"correction": {"floor": 4.0}}, "correction.floor", "floor 4 is above cap 3"),
+        ({"baseline": "greedy"}, "baseline", "what remax is"),
+        ({"baseline": "value"}, "baseline", "what ppo is"),
+        ({"policy_loss": None}, "policy_loss", "so is algorithm.loss_type"),
+        ({"policy_loss": "cispo"}, "epsilon_high", "every weight of 1 and more"),
+        ({"policy_loss": "luspo", "ratio_level": "token"}, "ratio_level", "one ratio by its length"),
     ],
 )
 def test_a_conflict_is_named_with_its_arithmetic(
@@ -219,7 +224,7 @@ def test_old_logp_has_a_pass_of_its_own_where_the_training_forward_is_not_it(
         {"epsilon": -0.1},
         {"log_ratio_clamp": 0.0},
         {"reward_clip_range": [1.0]},
-        {"baseline": "greedy"},
+        {"baseline": "median"},
         {"mask_truncated_completions": "maybe"},
         {"missing_eos_penalty": "1"},
         {"betta": 1.0},

@@ -28,8 +28,8 @@ FLOORS = [  # each may import from itself and from those before it
     "policy quiet generation vllm distributed crew optim checkpoint restoring export updates"
     " measures cycle rng log panel display curves advice rollouts parts minibatches ledger splits"
     " held_out perf planning",
-    "train advantages pauses evaluate outcome guards judges ending fit sft reward_model examples"
-    " footprint",
+    "train advantages by_token pauses evaluate outcome guards judges ending fit sft reward_model"
+    " examples footprint",
     "run assemble begin worker evaluator trainer",
     "launch processes api machine tools managed serving serve rendezvous meeting following leaving"
     " sweeps",

@@ -6,4 +6,7 @@ without torch. Scores and advantages are (P, K) float64; everything per token is
 (N,) of a `packing.Micro`.
 """
 
-PARTS = ("shaping", "kl", "advantage", "ratio", "aggregate", "correction", "passes", "rules")
+PARTS = (
+    "shaping", "kl", "advantage", "ratio", "aggregate", "correction", "passes", "rules", "dialect",
+    "losses", "choices", "objective", "switches", "tokens",
+)  # fmt: skip

@@ -7,10 +7,12 @@ dividing by it makes a gradient out of rounding (test vectors EQ and LOO-STD).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from rloo_cli.schema import Frozen, Positive, key
+from rloo_cli.algorithms import dialect
+from rloo_cli.schema import Positive, key
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,9 +21,13 @@ SCALE_EPS = 1e-4  # TRL's, for group and batch std and for normalize_advantages
 LOO_STD_EPS = 1e-6  # NeMo RL's
 
 
-class Config(Frozen):
-    baseline: Literal["loo", "group_mean", "batch_mean", "none"] = key(
-        "Subtracted from a reward: mean of its siblings, of its group, of the step, or 0"
+EMA = 0.9  # what the moving average keeps of itself in a step
+
+
+class Config(dialect.Config):
+    baseline: Literal["loo", "group_mean", "batch_mean", "ema", "greedy", "value", "none"] = key(
+        "Subtracted from a reward: mean of its siblings, of its group, of the step; moving average"
+        " of earlier steps; score of the greedy completion (remax); value model (ppo); 0"
     )
     advantage_scale: Literal["none", "group", "batch", "loo_std"] = key(
         "Divide advantages by the std of scores: of the group, the step, or the siblings"
@@ -31,6 +37,14 @@ class Config(Frozen):
         "Groups whose scores are all equal: train on them, leave them out, or draw new prompts"
     )
     max_resample: Positive = key("Most rounds of new draws per step with zero_std_groups=resample")
+
+
+@dataclass(frozen=True)
+class Known:
+    """What advantages may need beside a step's own rewards."""
+
+    memory: Mapping[str, float] = field(default_factory=dict)  # of `remember`, of earlier steps
+    greedy: Tensor | None = None  # (P,) float64 score of each prompt's greedy completion, NaN none
 
 
 @dataclass(frozen=True)
@@ -74,15 +88,37 @@ def usable(scorable: Tensor, config: Config) -> Tensor:
     return scorable
 
 
-def centred(values: Tensor, scorable: Tensor, config: Config) -> Tensor:
+def remember(
+    reward: Tensor, scorable: Tensor, config: Config, memory: Mapping[str, float]
+) -> dict[str, float]:
+    """What later steps are to know of this one: baseline=ema's average, and the weight in it.
+
+    b <- .9 b + .1 mean reward, from 0; w <- .9 w + .1 says how much of b is not that 0.
+    (P, K), (P, K) ->
+    """
+    if config.baseline != "ema" or not bool(scorable.any()):
+        return dict(memory)
+    mean = float(reward[scorable].mean())
+    b, w = memory.get("ema", 0.0), memory.get("ema_weight", 0.0)
+    return {"ema": EMA * b + (1 - EMA) * mean, "ema_weight": EMA * w + (1 - EMA)}
+
+
+def centred(values: Tensor, scorable: Tensor, config: Config, known: Known) -> Tensor:
     """Values minus their baseline, 0 outside `usable`. (P, K), (P, K) -> (P, K)
 
     loo: A_i = r_i - mean of the n-1 others = n/(n-1) * (r_i - group mean), in the second form
     (RLOO, arXiv 2402.14740; Kool et al. 2019). group_mean gives (n-1)/n of it.
     """
     rows = usable(scorable, config)
-    if config.baseline == "none":
+    if config.baseline in ("none", "value"):
         return values.masked_fill(~rows, 0.0)
+    if config.baseline == "ema":  # known before the step, so it has no part in its own gradient
+        weight = known.memory.get("ema_weight", 0.0)
+        b = known.memory["ema"] / weight if weight else 0.0
+        return (values - b).masked_fill(~rows, 0.0)
+    if config.baseline == "greedy":
+        assert known.greedy is not None
+        return (values - known.greedy[:, None]).masked_fill(~rows, 0.0)
     pool, pool_rows = _pool(values, rows, config)
     out = values - mean(pool, pool_rows)
     if config.baseline == "loo":
@@ -111,6 +147,14 @@ def scaled(advantage: Tensor, score: Tensor, rows: Tensor, config: Config) -> Te
     return advantage / (divisor.squeeze(-1) if config.advantage_scale == "loo_std" else divisor)
 
 
+def limited(advantage: Tensor, config: Config) -> Tensor:
+    """Advantages as they are, or in [low, high] of reward_clip_range where a dialect clips them."""
+    limits = getattr(config, "reward_clip_range", None)
+    if limits is None or config.dialect not in dialect.CLIPS_ADVANTAGES:
+        return advantage
+    return advantage.clamp(*limits)
+
+
 def normalized(
     reward: Tensor, advantage: Tensor, score: Tensor, rows: Tensor, config: Config
 ) -> Advantages:
@@ -123,9 +167,10 @@ def normalized(
         return Advantages(reward, advantage, rows, False, 1.0)
     flat, flat_rows = advantage.reshape(1, -1), rows.reshape(1, -1)
     telling = bool(differs(*_pool(score, rows, config)).any())
-    if not telling or not bool(differs(flat, flat_rows)):
+    guarded = config.dialect not in dialect.UNGUARDED and not telling
+    if guarded or not bool(differs(flat, flat_rows)):
         return Advantages(reward, advantage, rows, True, 1.0)
-    divisor = std(flat, flat_rows) + SCALE_EPS
+    divisor = std(flat, flat_rows) + dialect.NORM_EPS.get(str(config.dialect), SCALE_EPS)
     moved = ((flat - mean(flat, flat_rows)) / divisor).masked_fill(~flat_rows, 0.0)
     return Advantages(reward, moved.view_as(advantage), rows, False, 1 / float(divisor))
 

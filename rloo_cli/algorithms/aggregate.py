@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 
 class Config(Frozen):
-    loss_agg: Literal[
-        "sequence_sum", "sequence_mean", "token_mean", "constant", "token_mean_local"
-    ] = key(
+    loss_agg: (
+        Literal["sequence_sum", "sequence_mean", "token_mean", "constant", "token_mean_local"]
+        | None
+    ) = key(
         "Mean over completions of token sums or of token means; mean over tokens; token sum over"
-        " N * max_completion_length; mean over micro-batches of token means (to compare only)"
+        " N * max_completion_length; mean over micro-batches of token means (to compare only);"
+        " null = by loss_type"
     )
+    entropy_coef: float = key("Weight of the tokens' mean entropy, subtracted from the loss", ge=0)
     loss_denominator: Literal["all", "valid"] = key(
         "Completions counted in N: every one, or those of scorable groups that are not masked"
     )
@@ -63,4 +66,4 @@ def denominator(
         "constant": sequences * max_completion_length,
         "token_mean_local": micros,
     }
-    return float(max(by_agg[config.loss_agg], 1))
+    return float(max(by_agg[str(config.loss_agg)], 1))

@@ -78,7 +78,7 @@ def weights(old: Tensor, micro: Micro, config: Config) -> Weights | None:
         raise ValueError("correction.mode is auto: train with resolved(config, backend)")
     if rule.mode in ("none", "bypass"):
         return None
-    behaviour = _behaviour(old, micro)
+    behaviour = sampled(old, micro)
     delta = micro.mask * (old - behaviour).detach()
     level = "token" if rule.mode == "filter" else rule.level
     raw = _level(delta, micro, level).clamp(-LARGEST, LARGEST).exp()
@@ -93,10 +93,11 @@ def weights(old: Tensor, micro: Micro, config: Config) -> Weights | None:
 
 def ratio_base(old: Tensor, micro: Micro, config: Config) -> Tensor:
     """What the ratio divides by: old_logp; with bypass the sampler's own, where it said. (N,)"""
-    return _behaviour(old, micro) if config.correction.mode == "bypass" else old
+    return sampled(old, micro) if config.correction.mode == "bypass" else old
 
 
-def _behaviour(old: Tensor, micro: Micro) -> Tensor:
+def sampled(old: Tensor, micro: Micro) -> Tensor:
+    """The sampler's own log-probabilities, old_logp where it did not say. (N,)"""
     if micro.behaviour_logp is None:
         return old
     behaviour = micro.behaviour_logp.to(old.dtype)

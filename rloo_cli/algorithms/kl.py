@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from rloo_cli.schema import Frozen, key
+from rloo_cli.algorithms import dialect
+from rloo_cli.schema import key
 from rloo_cli.tensors import row_sum
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 LARGEST = 20.0  # exponents are clamped to +-20
 
 
-class Config(Frozen):
+class Config(dialect.Config):
     beta: float = key("Weight of KL(policy || reference); 0 = no reference is loaded", ge=0)
     kl_in: Literal["reward", "loss", "none"] = key(
         "Subtracted from the score, added to the loss, or only logged"
@@ -41,11 +42,15 @@ class Config(Frozen):
 
 def estimate(d: Tensor, config: Config) -> Tensor:
     """k1, k2 or k3 of d = log p - log q at samples of p, in nats. (N,) -> (N,)"""
-    if config.kl_estimator == "k1":
-        return d
+    if config.dialect in dialect.SCORE_FUNCTION_KL:
+        d = d.clamp(-LARGEST, LARGEST)
+    found = d
     if config.kl_estimator == "k2":
-        return d.square() / 2
-    return (-d).clamp(-LARGEST, LARGEST).expm1() + d
+        found = d.square() / 2
+    elif config.kl_estimator == "k3":
+        found = (-d).clamp(-LARGEST, LARGEST).expm1() + d
+    limit = dialect.TOKEN_KL_LIMIT.get(str(config.dialect))
+    return found if limit is None else found.clamp(-limit, limit)
 
 
 def sequence_kl(old: Tensor, ref: Tensor, micro: Micro, config: Config) -> Tensor:
@@ -64,8 +69,9 @@ def in_reward(config: Config) -> bool:
 
 
 def to_go(config: Config) -> bool:
-    """Whether each token gets its own advantage."""
-    return in_reward(config) and config.kl_credit == "to_go"
+    """Whether each token gets its own advantage by the KL that comes after it."""
+    own = getattr(config, "by_token", False)  # then `token_table` has charged it already
+    return in_reward(config) and config.kl_credit == "to_go" and not own
 
 
 def token_advantages(
@@ -98,6 +104,8 @@ def loss_term(logp: Tensor, ref: Tensor, log_ratio: Tensor, micro: Micro, config
     token's logp - old_logp: exact for k1 and k3, wrong for k2. (N,), (N,), (N,) -> (N,)
     """
     k = estimate(logp - ref, config)
+    if config.dialect in dialect.SCORE_FUNCTION_KL:  # a factor of 1 with the gradient of logp
+        k = k * (logp - logp.detach()).exp()
     if config.kl_ratio_weighted:
         k = k * log_ratio.clamp(-LARGEST, LARGEST).exp()
     return config.beta * k

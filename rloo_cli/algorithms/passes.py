@@ -10,13 +10,13 @@ from rloo_cli.algorithms.advantage import differs, usable
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rloo_cli.algorithms.rules import Switches
+    from rloo_cli.algorithms.switches import Switches
     from rloo_cli.schema import RunConfig
 
 
 def early(config: Switches) -> bool:
     """Whether advantages need no log-probability: no KL is in the reward."""
-    return not kl.in_reward(config)
+    return not kl.in_reward(config) and not config.by_token
 
 
 def one_factor(config: Switches) -> bool:
@@ -38,6 +38,8 @@ def why_separate(run: RunConfig, config: Switches) -> str | None:
     group's completions share a micro-batch (C2) depends on their lengths: `train` looks at each
     step. The sampler correction never forbids it: it only reads old_logp.
     """
+    if config.by_token:
+        return "every token's advantage needs the whole step first"
     if run.train.old_logp == "separate":
         return "train.old_logp=separate"
     if config.num_minibatches > 1:
@@ -59,6 +61,7 @@ def forwarded(score: Tensor, scorable: Tensor, masked: Tensor, config: Switches)
     """
     rows = ~masked
     pulled = config.kl_in == "loss" and config.beta > 0  # every row is pulled, advantage or none
+    pulled = pulled or config.entropy_coef > 0
     if pulled or config.loss_agg == "token_mean_local":  # a mean over what a micro-batch holds
         return rows
     rows = rows & usable(scorable, config)

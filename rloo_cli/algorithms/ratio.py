@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from rloo_cli.algorithms import losses
 from rloo_cli.algorithms.correction import Weights
 from rloo_cli.schema import Frozen, key
 from rloo_cli.tensors import row_mean, row_sum
@@ -21,22 +22,42 @@ if TYPE_CHECKING:
 
 
 class Config(Frozen):
-    policy_loss: Literal["clip", "reinforce"] = key(
-        "PPO's clipped ratio, or log-probability times advantage (equal gradients on-policy)"
+    policy_loss: Literal["clip", "reinforce", "cispo", "sapo", "luspo", "vespo"] | None = key(
+        "PPO's clipped ratio; log-probability times advantage (equal gradients on-policy); CISPO's"
+        " capped weight, SAPO's soft gate, LUSPO's clip times length, VESPO's; null = by loss_type"
     )
-    ratio_level: Literal["sequence", "token", "geometric"] = key(
-        "One ratio per completion, per token, or per completion to the power 1/length"
+    ratio_level: Literal["sequence", "token", "geometric"] | None = key(
+        "One ratio per completion, per token, or per completion to the power 1/length; null = by"
+        " loss_type"
     )
     epsilon: float = key("Clip the ratio below 1 - epsilon", ge=0)
-    epsilon_high: float | None = key("Clip it above 1 + epsilon_high; null = epsilon", ge=0)
+    epsilon_high: float | None = key(
+        "Clip it above 1 + epsilon_high; null = epsilon. With policy_loss=cispo the cap itself",
+        ge=0,
+    )
     delta: float | None = key("Bounds the ratio for A<0, above 1 + epsilon_high; null = off", gt=1)
     log_ratio_clamp: float = key("Log-ratios are clamped to +- this, so exp is finite", gt=0)
     allow_stale: bool = key("Let policy_loss=reinforce make several updates per step")
+    off_policy_threshold: float | None = key(
+        "Leave completions with A<0 out of the policy term whose tokens' log-probabilities fell by"
+        " more than this on average since they were sampled; null = never",
+        gt=0,
+    )
 
     @property
     def upper(self) -> float:
         """1 + epsilon_high, epsilon where it is null."""
         return 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+
+    @property
+    def cap(self) -> float:
+        """CISPO's largest weight, epsilon_high itself; infinite where it is null."""
+        return float("inf") if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def clips(self) -> bool:
+        """Whether ratios outside the clip range lose their gradient."""
+        return self.policy_loss in ("clip", "luspo")
 
 
 @dataclass(frozen=True)
@@ -56,6 +77,8 @@ class Loss:
     log_ratio_sq: Tensor  # (U,) square of the row's summed (or the token's) logp - old_logp
     weight: Tensor | None = None  # (N,) or (S,) correction weights; None = no correction
     raw_weight: Tensor | None = None  # the same before the correction's mode
+    capped: Tensor | None = None  # (U,) bool, cispo: ratio > cap and A > 0
+    bonus: Tensor | None = None  # () detached, entropy_coef * entropy, which is subtracted
 
 
 def ratios(
@@ -94,20 +117,49 @@ def policy_term(
     micro: Micro,
     config: Config,
     weights: Weights | None,
+    log_ratio: Tensor | None = None,
 ) -> Tensor:
-    """The policy's loss per unit; reinforce: -w A logp per token. (N,), (U,), (S,) -> (U,) or (N,)
+    """The policy's loss per unit, or per token where its gradient is log-probability's.
 
     `advantage` may be (N,) where terms are per token. Weights that `ratios` has used up do not
-    multiply again.
+    multiply again; `log_ratio` (N,) is logp - old_logp, which only vespo asks for.
+    (N,), (U,), (S,) -> (U,) or (N,)
     """
-    tokens = config.policy_loss == "reinforce" or config.ratio_level == "token"
+    kind = config.policy_loss
+    tokens = kind in ("reinforce", "cispo", "vespo") or config.ratio_level == "token"
     a = _to_tokens(advantage, micro) if tokens else advantage
-    term = -a * logp if config.policy_loss == "reinforce" else clipped(rho, a, config)
+    if kind == "vespo":  # its w has the correction in it
+        return losses.vespo(logp, logp if log_ratio is None else log_ratio, a, micro, weights)
+    if kind == "reinforce":
+        term = -a * logp
+    elif kind == "cispo":
+        term = losses.cispo(logp, _to_tokens(rho, micro), a, config.cap)
+    elif kind == "sapo":
+        term = losses.sapo(rho, a)
+    else:
+        term = clipped(rho, a, config)
+    if kind == "luspo":  # as if it stood at each of its tokens
+        term = term * row_sum(micro.mask, micro.sequence, micro.sequences)
     if weights is None:
         return term
     if tokens:
         return term * _to_tokens(weights.weight, micro)
     return term if weights.by_token else term * weights.weight
+
+
+def kept(
+    logp: Tensor, base: Tensor, advantage: Tensor, micro: Micro, config: Config
+) -> Tensor | None:
+    """What off_policy_threshold leaves in the policy term: DeepSeek-V3.2's sequence mask.
+
+    base: the sampler's own log-probabilities where it said, else old_logp. With an advantage per
+    token each token answers for itself. (N,), (N,), (S,) or (N,) -> as advantage, bool; None = all
+    """
+    if config.off_policy_threshold is None:
+        return None
+    fell = row_mean((base - logp).detach(), micro.mask, micro.sequence, micro.sequences)
+    near = fell <= config.off_policy_threshold
+    return (near if near.shape == advantage.shape else near[micro.sequence]) | (advantage >= 0)
 
 
 def measured(
@@ -119,8 +171,9 @@ def measured(
     micro: Micro,
     config: Config,
     weights: Weights | None,
+    bonus: Tensor | None = None,
 ) -> Loss:
-    """The `Loss` of two scalars with gradient, (U,) ratios, (N,) log-ratios, (S,) or (N,) A."""
+    """The `Loss` of its scalars with gradient, (U,) ratios, (N,) log-ratios, (S,) or (N,) A."""
     rho, d = rho.detach(), (micro.mask * log_ratio).detach()
     unit = micro.mask
     if config.ratio_level == "token":
@@ -128,13 +181,14 @@ def measured(
     else:
         d = row_sum(d, micro.sequence, micro.sequences)
         unit = row_sum(unit, micro.sequence, micro.sequences)
-    clips = (unit > 0) & (config.policy_loss == "clip")
+    counted = unit > 0
     if advantage.shape != unit.shape:  # kl_credit=to_go needs reinforce here: nothing clips
-        advantage, clips = rho.new_zeros(unit.shape), clips & False
+        advantage, counted = rho.new_zeros(unit.shape), counted & False
+    clips = counted & config.clips
     low = clips & (rho < 1 - config.epsilon) & (advantage < 0)
     high = clips & (rho > config.upper) & (advantage > 0)
     return Loss(
-        total=policy + kl,
+        total=policy + kl if bonus is None else policy + kl - bonus,
         policy=policy.detach(),
         kl=kl.detach(),
         ratio=rho,
@@ -147,6 +201,10 @@ def measured(
         log_ratio_sq=d.square(),
         weight=None if weights is None else weights.weight,
         raw_weight=None if weights is None else weights.raw,
+        capped=counted & (rho > config.cap) & (advantage > 0)
+        if config.policy_loss == "cispo"
+        else None,
+        bonus=None if bonus is None else bonus.detach(),
     )
 
 

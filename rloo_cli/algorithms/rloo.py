@@ -7,31 +7,32 @@ A completion is one action. For the K completions y_i of a prompt, with scores s
     loss = -1/N sum_i min(rho_i A_i, clip(rho_i) A_i)        rho_i = pi(y_i) / pi_old(y_i)
 
 over the N completions of an update; on-policy, where rho is 1, its gradient is REINFORCE's. The
-other switches stand in the files beside this one.
+other switches stand in the files beside this one, and so does the loss (`objective`). What another
+algorithm's file does not say is as it is here.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from rloo_cli.algorithms import advantage, aggregate, correction, ratio
-from rloo_cli.algorithms.advantage import Advantages, needs_whole_step
+from rloo_cli.algorithms import advantage
+from rloo_cli.algorithms.advantage import Advantages, Known, needs_whole_step, remember, usable
 from rloo_cli.algorithms.aggregate import denominator
-from rloo_cli.algorithms.correction import resolved
-from rloo_cli.algorithms.kl import in_reward, loss_term, sequence_kl, to_go, token_advantages
+from rloo_cli.algorithms.kl import in_reward, sequence_kl, to_go, token_advantages
+from rloo_cli.algorithms.objective import loss
 from rloo_cli.algorithms.passes import early, forwarded, one_factor
-from rloo_cli.algorithms.rules import Switches, problems, warnings, why_separate
+from rloo_cli.algorithms.rules import Switches, problems, resolved, warnings, why_separate
 from rloo_cli.algorithms.shaping import combine, shape, truncation
+from rloo_cli.algorithms.tokens import token_table
 from rloo_cli.schema import key
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rloo_cli.packing import Micro
-
 __all__ = ["Config", "advantages", "combine", "denominator", "early", "forwarded", "loss"]
-__all__ += ["needs_whole_step", "one_factor", "problems", "resolved", "sequence_kl", "shape"]
-__all__ += ["token_advantages", "truncation", "warnings", "why_separate"]
+__all__ += ["needs_whole_step", "one_factor", "problems", "remember", "resolved", "sequence_kl"]
+__all__ += ["shape", "token_advantages", "token_table", "truncation", "usable", "warnings"]
+__all__ += ["why_separate"]
 
 
 class Config(Switches):
@@ -39,42 +40,18 @@ class Config(Switches):
     num_generations: int = key("Completions per prompt, at least 2 for a leave-one-out", ge=2)
 
 
-def advantages(score: Tensor, kl: Tensor | None, scorable: Tensor, config: Config) -> Advantages:
+def advantages(
+    score: Tensor, kl: Tensor | None, scorable: Tensor, config: Switches, known: Known | None = None
+) -> Advantages:
     """Rewards and advantages of whole groups, or of the whole step if `needs_whole_step`, from
     shaped scores and `sequence_kl` in float64, scorable bool: (P, K) each, and so back.
     """
     pull = config.beta * kl if kl is not None and in_reward(config) else score * 0.0
     reward = (score - pull).masked_fill(~scorable, 0.0)
-    a = advantage.centred(reward if config.kl_in_baseline else score, scorable, config)
-    a = advantage.scaled(a, score, scorable, config)
+    compared = reward if config.kl_in_baseline else score
+    a = advantage.centred(compared, scorable, config, known or Known())
+    a = advantage.limited(advantage.scaled(a, score, scorable, config), config)
     rows = advantage.usable(scorable, config)
     if not config.kl_in_baseline and not to_go(config):  # to_go: token_advantages does it
         a = (a - pull).masked_fill(~rows, 0.0)
     return advantage.normalized(reward, a, score, rows, config)
-
-
-def loss(
-    logp: Tensor,
-    old: Tensor,
-    ref: Tensor | None,
-    micro: Micro,
-    advantage: Tensor,
-    config: Config,
-    denominator: float,
-    kl_logp: Tensor | None = None,
-) -> ratio.Loss:
-    """A micro-batch's share of the update's loss: the `total`s and their gradients add up to it.
-
-    logp (N,) with gradient, old and ref (N,) without; advantage (S,), or (N,) of
-    `token_advantages`; kl_logp (N,) is logp at the temperature of the KL, if that differs.
-    """
-    weights = correction.weights(old, micro, config)
-    base = correction.ratio_base(old, micro, config)
-    rho = ratio.ratios(logp, base, micro, config, weights)
-    term = ratio.policy_term(logp, rho, advantage, micro, config, weights)
-    policy = aggregate.total(term, micro, config) / denominator
-    penalty = policy.detach() * 0.0
-    if ref is not None and config.kl_in == "loss":
-        k = loss_term(logp if kl_logp is None else kl_logp, ref, logp - base, micro, config)
-        penalty = aggregate.total(k, micro, config) / denominator
-    return ratio.measured(policy, penalty, rho, logp - base, advantage, micro, config, weights)

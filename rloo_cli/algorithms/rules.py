@@ -9,29 +9,22 @@ from collections.abc import Iterator
 from math import inf, log, sqrt
 from statistics import NormalDist
 
-from rloo_cli.algorithms import advantage, aggregate, correction, kl, passes, ratio, shaping
+from rloo_cli.algorithms import choices, correction, dialect, passes, ratio
+from rloo_cli.algorithms.switches import Switches, resolved, switches, updates
 from rloo_cli.errors import Problem
-from rloo_cli.schema import AlgorithmConfig, GenerationConfig, RunConfig
+from rloo_cli.schema import GenerationConfig, RunConfig
+
+__all__ = ["Switches", "problems", "resolved", "switches", "updates", "warnings", "why_separate"]
 
 TOKEN_NOISE = 0.01  # log-ratio per token that kernels and one small update make
 CLIPPED_SHARE = 0.1  # predicted share of completions clipped by that noise alone: warn above
 
 
-class Switches(
-    shaping.Config,
-    kl.Config,
-    advantage.Config,
-    ratio.Config,
-    aggregate.Config,
-    correction.Config,
-    AlgorithmConfig,
-):
-    """Every switch that algorithms share (OBJECTIVE 2)."""
-
-
 def problems(run: RunConfig) -> Iterator[Problem]:
     """Conflicts between keys; `where` is the dotted key."""
     config = switches(run)
+    yield from dialect.problems(run, config)
+    yield from choices.problems(config)
     yield from _kl_problems(config)
     yield from _ratio_problems(config)
     yield from _shaping_problems(config)
@@ -42,6 +35,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
 def warnings(run: RunConfig) -> Iterator[str]:
     """What is allowed and seldom meant, one sentence each."""
     config, generation = switches(run), run.generation
+    yield from dialect.differing(run, config)
     yield from _kl_warnings(config)
     filters = _filters(generation)
     if filters and correction.mode(config, generation.backend) == "none":
@@ -66,18 +60,6 @@ def warnings(run: RunConfig) -> Iterator[str]:
 def why_separate(run: RunConfig) -> str | None:
     """Why old_logp cannot be the training forward's own; None where it is (`passes`)."""
     return passes.why_separate(run, switches(run))
-
-
-def switches(run: RunConfig) -> Switches:
-    """The run's algorithm section, as one that has every shared switch."""
-    if not isinstance(run.algorithm, Switches):
-        raise TypeError(f"{type(run.algorithm).__name__} is not made of the shared switches")
-    return run.algorithm
-
-
-def updates(config: AlgorithmConfig) -> int:
-    """Optimizer steps per rollout batch."""
-    return config.num_iterations * config.num_minibatches
 
 
 def clipped_by_noise(config: ratio.Config, tokens: int) -> float:

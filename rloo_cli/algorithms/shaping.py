@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from rloo_cli.algorithms import dialect
 from rloo_cli.algorithms.advantage import differs, mean, std
 from rloo_cli.schema import Frozen, Positive, key
 
@@ -36,7 +37,7 @@ class OverlongPenalty(Frozen):
     weight: float = key("Score units, the size of the whole penalty", ge=0)
 
 
-class Config(Frozen):
+class Config(dialect.Config):
     multi_reward: Literal["sum", "normalize_then_sum"] = key(
         "Weighted sum, or GDPO: each reward normalised in its group, then the sum over the step"
     )
@@ -70,6 +71,8 @@ def combine(raw: Tensor, weights: Sequence[float], config: Config) -> tuple[Tens
     (F, P, K), F -> (P, K), (P, K)
     """
     given = ~raw.isnan()
+    if config.dialect in dialect.NONE_IS_ZERO:
+        raw, given = raw.nan_to_num(0.0), given | True
     factor = raw.new_tensor(list(weights))[:, None, None]
     value = raw.masked_fill(~given, 0.0)
     scorable = (given & (factor != 0)).any(0)
@@ -104,7 +107,7 @@ def shape(
         score = score.where(
             ~differs(batch, rows), _normalized(batch, rows, NORM_EPS).view_as(score)
         )
-    if config.reward_clip_range is not None:
+    if config.reward_clip_range is not None and config.dialect not in dialect.CLIPS_ADVANTAGES:
         low, high = config.reward_clip_range
         score = score.clamp(low, high)
     return score.masked_fill(~scorable, 0.0)

@@ -62,7 +62,7 @@ def of(case: Case, means: Lengths, sampler: Engine | None, micros: int, again: b
     k, groups = settings.num_generations, run.train.prompts_per_step
     unit = groups * shape(case.model).group(round(p), [round(c)] * k)
     speed = device.flops * case.ranks
-    algorithm = registry.module("algorithms", settings.name)
+    algorithm = registry.algorithm(settings.name)
     separate = algorithm.why_separate(run) is not None
     parts = _generation(case, means, sampler)
     without = (case.reference is not None or _adapter_off(case)) + separate

@@ -42,6 +42,7 @@ class Scorer(nn.Module):
         self.model = model
         self.fused, self.keep_bytes, self.scale = False, 0, 1.0
         self.float32 = False  # `model.lm_head_fp32`
+        self.entropy_grad = False  # the loss has an entropy bonus: never with a fused head
         self.head: nn.Module = model.get_output_embeddings()
         self.names_positions, self.takes_positions = positions(model)
 
@@ -58,6 +59,8 @@ class Scorer(nn.Module):
         if not self.fused:
             logits = self.logits(micro)
             found = [tensors.target_logp(logits, micro.target, t) for t in temperatures]
+            if self.entropy_grad and torch.is_grad_enabled():
+                return found, tensors.entropy(logits, temperatures[0])
             if not want_entropy:
                 return found, None
             with torch.no_grad():

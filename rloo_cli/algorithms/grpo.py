@@ -1,0 +1,22 @@
+"""GRPO, group-relative policy optimisation (arXiv 2402.03300), and its kin by their loss types.
+
+    A_i  = (s_i - group mean) / (group std + 1e-4)        equal scores: exactly 0
+    l_t  = -min(rho_t A_i, clip(rho_t) A_i) + beta * k3_t     rho_t = pi(y_t) / pi_old(y_t)
+    loss = as `loss_type` puts the l_t together (losses.TRIPLES)
+
+advantage_scale: group, batch (std of the step's scores) or none (Dr. GRPO). The mean of each
+completion's tokens (loss_type=grpo) favours short right and long wrong completions, because a
+token of a long completion weighs less; dapo and dr_grpo do not.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rloo_cli.algorithms.rules import Switches
+from rloo_cli.schema import key
+
+
+class Config(Switches):
+    name: Literal["grpo"] = key("Group-relative policy optimisation")
+    num_generations: int = key("Completions per prompt, at least 2 to compare", ge=2)

@@ -1,0 +1,19 @@
+"""REINFORCE with a plain baseline, or with none (Williams 1992): what RLOO is measured against.
+
+    A_i  = r_i - b                             b = mean of r over the step, itself included
+    loss = -1/N sum_i A_i sum_t logp_t         r_i = s_i - beta * KL_i
+
+b is `batch_mean`, `ema` (a moving average of earlier steps' means) or `none`. The step's mean has a
+part in each of its own rewards, so it shrinks the gradient by (B-1)/B; no siblings are needed.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rloo_cli.algorithms.rules import Switches
+from rloo_cli.schema import key
+
+
+class Config(Switches):
+    name: Literal["reinforce"] = key("REINFORCE with the step's mean, a moving average, or nothing")

@@ -1,0 +1,71 @@
+"""REINFORCE++ (arXiv 2501.03262): PPO's token rewards and clipping without a value model.
+
+    e_t  = -beta * k1_t + [t = T] s_i                    token reward
+    G_t  = sum_{u >= t} gamma^(u-t) e_u                  return to go
+    A_t  = (G_t - mean) / sqrt(var + 1e-8)               over all trained tokens of the step
+    loss = -mean_t min(rho_t A_t, clip(rho_t) A_t)       rho_t = pi(y_t) / pi_old(y_t)
+
+minus_group_mean: G_t = s_i - group mean on every token, whitened alike, and the KL (k2) in the
+loss. A step in which no two scores differ is not whitened: that would blow up its KL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from rloo_cli.algorithms import kl, rules
+from rloo_cli.algorithms.rules import Switches
+from rloo_cli.algorithms.tokens import Grid, StepTokens, TokenTable, to_go, whitened
+from rloo_cli.errors import Problem
+from rloo_cli.schema import RunConfig, key
+
+
+class Config(Switches):
+    name: Literal["reinforce_pp"] = key("REINFORCE++")
+    gamma: float = key("Discount per token of what comes later", gt=0, le=1)
+    minus_group_mean: bool = key("Score minus its group's mean on every token; KL in the loss")
+
+    @property
+    def by_token(self) -> bool:
+        """Every token has an advantage of its own, which needs the whole step."""
+        return True
+
+
+def token_table(step: StepTokens, config: Config) -> TokenTable:
+    """Returns to go of every token, whitened over the step. (N,) -> (N,)"""
+    grid = Grid(step)
+    if config.minus_group_mean:
+        n = int(step.group.max()) + 1 if len(step.group) else 0
+        count = step.score.new_zeros(n).index_add(0, step.group, step.score * 0.0 + 1.0)
+        total = step.score.new_zeros(n).index_add(0, step.group, step.score)
+        gain = (step.score - (total / count.clamp(min=1))[step.group])[step.sequence]
+    else:
+        earned = grid.at_end(step.score)
+        if step.ref is not None and kl.in_reward(config):
+            earned = earned - config.beta * grid.rows(kl.estimate(step.old - step.ref, config))
+        gain = grid.flat(to_go(earned, config.gamma))
+    if len(step.score) == 0 or bool(step.score.max() == step.score.min()):
+        return TokenTable(gain * step.mask, norm_skipped=True)
+    return TokenTable(whitened(gain, step.mask))
+
+
+def problems(run: RunConfig) -> Iterator[Problem]:
+    """Conflicts between keys."""
+    yield from rules.problems(run)
+    config = run.algorithm
+    assert isinstance(config, Config)
+    if config.minus_group_mean and kl.in_reward(config):
+        yield Problem(
+            "minus_group_mean leaves no token a reward of its own",
+            "algorithm.minus_group_mean",
+            "kl_in=reward charges every token for its KL",
+            "algorithm.kl_in=loss algorithm.kl_estimator=k2 algorithm.kl_credit=sequence",
+        )
+    if config.minus_group_mean and config.num_generations < 2:
+        yield Problem(
+            "a group's mean needs siblings",
+            "algorithm.num_generations",
+            f"minus_group_mean=true, num_generations={config.num_generations}",
+            "algorithm.num_generations=4",
+        )

@@ -1,0 +1,67 @@
+"""Advantages of a step's single tokens, for algorithms whose Config says `by_token`."""
+
+import torch
+from torch import Tensor
+
+from rloo_cli.algorithms.tokens import StepTokens
+from rloo_cli.minibatches import forwarded
+from rloo_cli.parts import Run
+from rloo_cli.rollout import Batch
+
+Row = tuple[int, int]  # a group's place in the step, a completion's in the group
+
+
+@torch.no_grad()
+def settle(run: Run, batch: Batch) -> None:
+    """Ask the algorithm for every token's advantage, and keep it on the groups.
+
+    On the CPU and on every rank alike, since every rank knows the whole step.
+    `batch.advantage` becomes the mean over each row's tokens.
+    """
+    assert batch.usable is not None and batch.advantage is not None
+    rows = [(i, k) for i, k in forwarded(run, batch).nonzero().tolist() if batch.usable[i, k]]
+    step, lengths = _tokens(batch, rows)
+    table = run.algorithm.token_table(step, run.config.algorithm)
+    batch.norm_skipped = table.norm_skipped
+    for name in ("advantage", "returns"):
+        values = getattr(table, name)
+        if values is None:
+            continue
+        for i in batch.active:  # other rows that are forwarded have none
+            blank = [torch.zeros(len(r.completion_ids)) for r in batch.groups[i].rollouts]
+            setattr(batch.groups[i], name, blank)
+        for (i, k), own in zip(rows, values.float().split(lengths), strict=True):
+            getattr(batch.groups[i], name)[k] = own
+    parts = zip(rows, table.advantage.split(lengths), step.mask.split(lengths), strict=True)
+    for (i, k), own, kept in parts:
+        batch.advantage[i, k] = (own * kept).sum() / kept.sum().clamp(min=1)
+
+
+def _tokens(batch: Batch, rows: list[Row]) -> tuple[StepTokens, list[int]]:
+    """Flat columns of these rows, and how many tokens each has."""
+    groups = batch.groups
+    rollouts = [groups[i].rollouts[k] for i, k in rows]
+    lengths = [len(r.completion_ids) for r in rollouts]
+
+    def column(name: str) -> Tensor | None:
+        if not rows or getattr(groups[rows[0][0]], name) is None:
+            return None
+        return torch.cat([getattr(groups[i], name)[k] for i, k in rows]).double()
+
+    sequence = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths).long())
+    mask = torch.tensor(
+        [float(m) for r in rollouts for m in (r.mask or [1] * len(r.completion_ids))]
+    )
+    out = torch.tensor([bool(batch.masked[i, k]) for i, k in rows], dtype=torch.bool)
+    old = column("kl_logp")
+    old = column("old_logp") if old is None else old
+    step = StepTokens(
+        score=torch.tensor([float(batch.shaped[i, k]) for i, k in rows], dtype=torch.float64),
+        group=torch.tensor([i for i, _ in rows]).long(),
+        sequence=sequence,
+        mask=mask.double() * (~out)[sequence],
+        old=torch.zeros(0, dtype=torch.float64) if old is None else old,
+        ref=column("ref_logp"),
+        value=column("value"),
+    )
+    return step, lengths
