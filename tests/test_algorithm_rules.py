@@ -75,7 +75,7 @@ TO_GO = {"kl_credit": "to_go", "kl_in_baseline": False, "ratio_level": "token"}
         ({"baseline": "value"}, "baseline", "what ppo is"),
         ({"policy_loss": None}, "policy_loss", "so is algorithm.loss_type"),
         ({"policy_loss": "cispo"}, "epsilon_high", "every weight of 1 and more"),
-        ({"policy_loss": "luspo", "ratio_level": "token"}, "ratio_level", "one ratio by its length"),
+        ({"policy_loss": "luspo", "ratio_level": "token"}, "ratio_level", "with policy_loss=luspo"),
     ],
 )
 def test_a_conflict_is_named_with_its_arithmetic(
