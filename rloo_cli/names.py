@@ -125,7 +125,8 @@ vllm_importance_sampling_correction, vllm_importance_sampling_mode | algorithm.c
 vllm_importance_sampling_cap, vllm_importance_sampling_clip_max | algorithm.correction.cap |
 vllm_importance_sampling_clip_min | algorithm.correction.floor |
 scale_rewards | algorithm.advantage_scale | true = group, false = none
-loss_type | algorithm.loss_agg | grpo = sequence_mean, dapo = token_mean, dr_grpo = constant
+loss_type | algorithm.loss_type | of algorithm=grpo; elsewhere policy_loss, ratio_level, loss_agg
+entropy_coef | algorithm.entropy_coef |
 importance_sampling_level | algorithm.ratio_level | its "sequence" is our geometric
 sync_ref_model, ref_model_sync_steps | model.ref_sync.every |
 ref_model_mixup_alpha | model.ref_sync.alpha |

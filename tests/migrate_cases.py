@@ -60,7 +60,7 @@ def check(text: str, found: Migrated, folder: Path) -> None:
     words = ["+recipe=my.yaml"]
     words += [] if "model.path" in found.keys else ["model.path=org/model"]
     words += [] if "data.path" in found.keys else ["data.path=org/data"]
-    if "reward" not in found.recipe and not found.groups:
+    if "reward" not in found.recipe and "override /reward" not in found.groups:
         words.append("reward=length_tokens")
     config.check(compose(words))
 

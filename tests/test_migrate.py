@@ -181,17 +181,19 @@ def test_a_python_script_is_read_and_not_run(migrate):
     assert "move the reward to a file of its own" in " ".join(found.text.replace("#", "").split())
 
 
-def test_a_script_of_grpo_becomes_rloo_and_says_so(migrate):
+def test_a_script_of_grpo_becomes_grpo_and_says_so(migrate):
     Path("g.py").write_text(
         "GRPOTrainer(model='org/m', reward_funcs=['org/rm', trl.rewards.accuracy_reward],\n"
-        "    args=GRPOConfig('out', per_device_train_batch_size=8))"
+        "    args=GRPOConfig('out', per_device_train_batch_size=8, loss_type='dr_grpo'))"
     )
     found = migrate("g.py")
+    assert found.keys["algorithm.loss_type"] == "dr_grpo"
     assert "the old run was GRPO" in found.text
     assert found.keys["algorithm.num_generations"] == 8
+    assert found.keys["train.prompts_per_step"] == 1  # 8 completions: one prompt
     assert found.keys["algorithm.beta"] == 0.0
     assert found.keys["name"] == "out"
-    assert found.groups == {"override /reward": ["accuracy"]}
+    assert found.groups == {"override /reward": ["accuracy"], "override /algorithm": "grpo"}
 
 
 def test_a_reward_the_script_imports_is_named(migrate):

@@ -9,6 +9,7 @@ The output is a recipe; everything that is not YAML is a comment, so `> my.yaml`
 old tool's defaults are written out where they differ from ours, with what was corrected.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from rloo_cli.errors import ConfigError, Problem
@@ -56,7 +57,8 @@ SWIFT: dict[str, Any] = NEW | {
     "train.weight_decay": 0.1,
     "train.optimizer_kwargs": {"betas": [0.9, 0.95]},
 }
-GRPO = {"algorithm.num_generations": 8, "algorithm.beta": 0.0}  # TRL's; it was not RLOO
+GRPO = {"algorithm.num_generations": 8, "algorithm.beta": 0.0}  # TRL's
+ESTIMATORS = {"grpo": "grpo", "reinforce_plus_plus": "reinforce_pp"}
 TRL_REWARDS = {
     "accuracy_reward": "accuracy",
     "reasoning_accuracy_reward": "reasoning_accuracy",
@@ -104,6 +106,8 @@ def run(args: list[str]) -> int:
 def convert(given: Given, name: str, world: int) -> str:
     """Old settings -> the text of a recipe."""
     dialect = DIALECTS[name]
+    if given.tool == "grpo":
+        dialect = replace(dialect, defaults=dialect.defaults | GRPO)
     recipe = Recipe(given.flags, given.said_as, notes=given.notes, launcher=given.processes_from)
     _which_algorithm(recipe, given)
     size = sizes(recipe, dialect, world)
@@ -117,7 +121,7 @@ def convert(given: Given, name: str, world: int) -> str:
     objective.objective(recipe, dialect)
     rules.housekeeping(recipe)
     unknown = recipe.rest()
-    for key, value in _defaults(dialect, given, recipe.given).items():
+    for key, value in _defaults(dialect, recipe.given).items():
         recipe.default(key, value, dialect.title)
     per = f"{size.updates} update{'s' if size.updates > 1 else ''} per step"
     title = f"Migrated from {dialect.title}: {size.batch} completions per step, {per}."
@@ -170,22 +174,26 @@ def _detect(given: Given) -> str:
 
 
 def _which_algorithm(recipe: Recipe, given: Given) -> None:
-    """Say so when the old run was no RLOO; the recipe is."""
+    """Choose the algorithm that the old run was; say so where it was no RLOO."""
     estimator = recipe.take("advantage_estimator", "grpo")
     was_grpo = given.tool == "grpo" or recipe.take("rlhf_type") == "grpo"
     if given.script.startswith("ppo") or {"vf_coef", "cliprange_value"} & set(recipe.given):
         recipe.notes.append("the old run was PPO; this recipe is RLOO: no value model, K >= 2")
-    if estimator != "rloo" and (was_grpo or "advantage_estimator" in recipe.given):
-        what = "GRPO" if estimator == "grpo" else estimator
+    if estimator == "rloo" or not (was_grpo or "advantage_estimator" in recipe.given):
+        return
+    what = "GRPO" if estimator == "grpo" else estimator
+    if estimator in ESTIMATORS:
+        recipe.groups["algorithm"] = (ESTIMATORS[estimator], f"the old run was {what}")
+    else:
         recipe.notes.append(
             f"the old run was {what}; this recipe is RLOO: the baseline is the mean of the other"
             " completions, KL is in the reward, and no std divides the advantage"
         )
 
 
-def _defaults(dialect: Dialect, given: Given, flags: dict[str, Any]) -> dict[str, Any]:
+def _defaults(dialect: Dialect, flags: dict[str, Any]) -> dict[str, Any]:
     """What the old tool assumed where the command says nothing."""
-    found = dialect.defaults | (GRPO if given.tool == "grpo" else {})
+    found = dialect.defaults
     if "full" in (flags.get("train_type"), flags.get("tuner_type")):
         found = found | {"train.learning_rate": 1e-5}
     return found

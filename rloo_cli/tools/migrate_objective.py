@@ -52,7 +52,9 @@ def objective(recipe: Recipe, dialect: Dialect) -> None:
         recipe.put("algorithm.kl_in", "loss", said)
         recipe.put("algorithm.kl_estimator", "k3", f"{said}: k1 has no gradient in the loss")
     said, loss = recipe.said("loss_type"), recipe.take("loss_type")
-    if loss in LOSS_AGG:
+    if loss and "algorithm" in recipe.groups:  # its own switches are open, for loss_type to fill
+        recipe.put("algorithm.loss_type", loss, said)
+    elif loss in LOSS_AGG:
         recipe.put("algorithm.loss_agg", LOSS_AGG[loss], said)
     elif loss:
         recipe.put("algorithm.loss_type", loss, said)
