@@ -52,6 +52,12 @@ IDLE = (
          "generation.temperature is 1: both temperatures are the same"),
     Idle(("algorithm.allow_stale",), lambda v: v("algorithm.policy_loss") != "reinforce",
          "only algorithm.policy_loss=reinforce is refused with several updates per step"),
+    Idle(("algorithm.loss_type",),
+         lambda v: v("algorithm.loss_type") is not None and None not in (
+             v("algorithm.policy_loss"), v("algorithm.ratio_level"), v("algorithm.loss_agg")),
+         "algorithm.policy_loss, ratio_level and loss_agg are all set"),
+    Idle(("algorithm.gamma",), lambda v: bool(v("algorithm.minus_group_mean")),
+         "algorithm.minus_group_mean: every token has its completion's score"),
     Idle(("algorithm.max_resample",), lambda v: v("algorithm.zero_std_groups") != "resample",
          "algorithm.zero_std_groups is not resample"),
     Idle(("algorithm.missing_eos_penalty.value",),

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
+import traceback
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -38,13 +39,33 @@ def module(room: str, name: str) -> ModuleType:
     Raises KeyError for an unknown one, ConfigError for a file that is not there.
     """
     if own_file(room, name):
-        return _file(Path(name))
+        return _algorithm_file(name)
     return importlib.import_module(names(room)[name])
 
 
 def own_file(room: str, name: str) -> bool:
     """Whether this names a Python file instead of one of ours."""
     return room == "algorithms" and name.endswith(".py")
+
+
+def _algorithm_file(name: str) -> ModuleType:
+    try:
+        loaded = _file(Path(name))
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # whatever a file does when it is read
+        line = traceback.extract_tb(error.__traceback__)[-1].lineno
+        why = f"{type(error).__name__}: {error}, at line {line}"
+        raise ConfigError(Problem(f"{name} cannot be read", "algorithm.name", why)) from error
+    config = getattr(loaded, "Config", None)
+    if not isinstance(config, type) or not hasattr(config, "model_fields"):
+        why = "an algorithm's file has a class Config(Switches)"
+        raise ConfigError(
+            Problem(
+                f"{name} is no algorithm", "algorithm.name", why, more="docs/ADD_AN_ALGORITHM.md"
+            )
+        )
+    return loaded
 
 
 def config_class(room: str, name: str) -> Any:

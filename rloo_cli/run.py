@@ -128,6 +128,8 @@ def code_notes(config: RunConfig) -> list[str]:
     codes = {f"reward.{n}": getattr(e, "path", "") for n, e in config.rewards.items()
              if e.type == "function"}  # fmt: skip
     codes |= data_rules.filters(config)
+    if registry.own_file("algorithms", config.algorithm.name):
+        codes["algorithm.name"] = f"{config.algorithm.name}:Config"
     judge: Any = config.eval.judge
     if judge is not None and judge.type == "reward" and judge.reward.type == "function":
         codes["eval.judge.reward"] = judge.reward.path

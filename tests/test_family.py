@@ -285,6 +285,9 @@ def test_a_run_stopped_inside_a_step_goes_on_with_the_same_advantages(tmp_path, 
         (["algorithm=remax", f"{A}baseline=loo"], "algorithm.baseline", "what remax is"),
         (["algorithm=reinforce", f"{A}num_iterations=2"], "policy_loss", "off-policy"),
         (["algorithm=nothing.py"], "algorithm", "nothing.py"),
+        ([PP, f"{A}normalize_advantages=true"], "normalize_advantages", "it would do nothing"),
+        ([PP, f"{A}baseline=loo"], "algorithm.baseline", "mean of its tokens"),
+        ([f"{A}name=nothing.py"], "nothing.py", "is not a file"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused(tmp_path, given, where, told):
@@ -292,6 +295,17 @@ def test_what_does_not_go_together_is_refused(tmp_path, given, where, told):
         make(tmp_path, *given)
     said = refused.value.render()
     assert where in said and told in said
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("1 / 0\n", "ZeroDivisionError"), ("x = 1\n", "is no algorithm"), ("def\n", "SyntaxError")],
+)
+def test_a_file_that_is_no_algorithm_is_refused(tmp_path, text, told):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        make(tmp_path, f"{A}name={tmp_path}/mine.py")
+    assert told in refused.value.render() and "mine.py" in refused.value.render()
 
 
 def test_a_key_set_beside_a_dialect_wins_and_is_told(tmp_path):

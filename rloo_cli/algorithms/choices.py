@@ -17,6 +17,20 @@ def problems(config: Switches) -> Iterator[Problem]:
     yield from _baseline_problems(config)
 
 
+def whitened_alone(config: Switches) -> Iterator[Problem]:
+    """Of an algorithm that whitens all tokens' advantages: what else would centre or divide."""
+    plain = {"advantage_scale": "none", "normalize_advantages": False, "kl_in_baseline": False}
+    for name, value in plain.items():
+        found = getattr(config, name)
+        if found != value:
+            yield Problem(
+                f"{config.name} whitens the advantages of the step's tokens, and nothing else does",
+                f"algorithm.{name}",
+                f"found {str(found).lower()}; it would do nothing",
+                f"algorithm.{name}={str(value).lower()}",
+            )
+
+
 def _loss_problems(config: Switches) -> Iterator[Problem]:
     for part in losses.PARTS:
         if getattr(config, part) is None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from rloo_cli.algorithms import kl, rules
+from rloo_cli.algorithms import choices, kl, rules
 from rloo_cli.algorithms.rules import Switches
 from rloo_cli.algorithms.tokens import Grid, StepTokens, TokenTable, to_go, whitened
 from rloo_cli.errors import Problem
@@ -55,6 +55,14 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from rules.problems(run)
     config = run.algorithm
     assert isinstance(config, Config)
+    yield from choices.whitened_alone(config)
+    if config.baseline != "none":
+        yield Problem(
+            "REINFORCE++ has no baseline but the mean of its tokens",
+            "algorithm.baseline",
+            f"found {config.baseline}",
+            "algorithm.baseline=none, or algorithm.minus_group_mean=true",
+        )
     if config.minus_group_mean and kl.in_reward(config):
         yield Problem(
             "minus_group_mean leaves no token a reward of its own",
