@@ -187,7 +187,7 @@ def test_a_step_of_equal_scores_is_not_whitened(tmp_path):
 
 
 def test_masked_completions_have_no_part_in_the_whitening(tmp_path):
-    kind = ["algorithm=reinforce_pp", f"{A}mask_truncated_completions=true", f"{A}beta=0"]
+    kind = [PP, f"{A}mask_truncated_completions=true", f"{A}beta=0", "train.forward_all=true"]
     run = alone(tmp_path, *PLAIN, ENDS, *kind)
     batch = sampled(run)
     ended = batch.table("terminated")
@@ -254,6 +254,16 @@ def test_an_entropy_bonus_adds_the_gradient_of_the_tokens_mean_entropy(tmp_path)
     moved = [step(run)[0] for run in (plain, bonus)]
     assert bonus.level.head == "model" and "entropy" in bonus.level.why
     assert apart((moved[1] - moved[0]) / 0.01, expected) < 1e-3
+
+
+def test_an_entropy_bonus_is_of_rows_without_an_advantage_too(tmp_path):
+    def same(prompts, **_):
+        return [1.0] * len(prompts)
+
+    words = [f"{A}entropy_coef=0.5", f"{A}beta=0"]
+    run = alone(tmp_path, *PLAIN, ENDS, *words, rewards={"same": same})
+    moved, row, _ = step(run)
+    assert float(moved.norm()) > 0 and row["loss"] == pytest.approx(-0.5 * row["entropy"], rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["reinforce_pp", "remax", "grpo"])
