@@ -27,6 +27,7 @@ verbs:
   config       list every key; config explain KEY; config --json
   samples      show what a run wrote: --step N --worst; --eval
   ledger       what became of every prompt of a run, and whether it adds up
+  compare      runs side by side: curves, tables, who is ahead and how sure that is
   slurm        a recipe as a batch job: render or submit [KIND] +recipe=NAME
   migrate      turn a TRL or ms-swift command line or config into a recipe
   completion   print the shell's completion script: bash, zsh or fish
@@ -263,6 +264,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "config": _tool("config"),
     "samples": _tool("samples"),
     "ledger": _tool("ledger"),
+    "compare": _tool("compare"),
     "slurm": _tool("slurm"),
     "migrate": _tool("migrate"),
     "completion": _tool("completion"),

@@ -40,6 +40,7 @@ class Composed:
     sources: Sources
     recipe: str | None = None
     words: tuple[str, ...] = ()  # that compose it again, as a person writes them
+    swept: tuple[str, ...] = ()  # keys that the recipe's own sweep goes over
 
 
 def rewrite(words: Iterable[str], config_dirs: Sequence[Path] = ()) -> list[str]:
@@ -248,7 +249,9 @@ def gather(cfg: DictConfig, hydra: DictConfig, config_dirs: Sequence[Path] = ())
     recipe = choices.get("recipe")
     label = FILES[recipe].stem if recipe in FILES else recipe
     words = (*[f"--config-dir={d}" for d in config_dirs], *[_plain(w) for w in overrides])
-    return Composed({str(k): v for k, v in values.items()}, sources, label, words)
+    swept = [str(key).lstrip("+") for key in hydra.sweeper.get("params") or ()]
+    plain = {str(k): v for k, v in values.items()}
+    return Composed(plain, sources, label, words, tuple(swept))
 
 
 def _same_choices(values: dict[Any, Any], choices: dict[str, Any], sources: Sources) -> None:

@@ -94,6 +94,7 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def frame(axis: Any, name: str, unit: str) -> None:
+    """A small picture's title, unit and quiet axes; whole numbers below."""
     axis.set_title(name, loc="left", fontsize=10.5, fontweight="bold", color="#222222")
     axis.set_ylabel(unit, fontsize=9, color="#444444")
     axis.grid(True, color=GRID, linewidth=0.8)
@@ -107,6 +108,7 @@ def frame(axis: Any, name: str, unit: str) -> None:
 
 
 def no_data(axis: Any) -> None:
+    """Grey, and said to be empty."""
     axis.text(0.5, 0.5, "no data", transform=axis.transAxes, ha="center", va="center", color=GREY)
     axis.set_facecolor("#f6f7f8")
     axis.set_yticks([])

@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import re
 import shlex
 import time
 from collections.abc import Iterator
@@ -49,6 +50,7 @@ from rloo_cli.tools import plan
 PACKAGES = ("rloo-cli", "torch", "transformers", "datasets", "hydra-core", "omegaconf", "pydantic")
 REFUSED = (2, 3, 4, 5)
 LEFT_S = 10.0  # ranks that lost their launcher end by themselves, or are ended then
+GROUPS = ("model", "data", "reward", "algorithm", "generation", "distributed")  # named by choice
 # Words that do not make a job of a sweep another one.
 SAME_JOB = ("resume", "resume_allow_changes", "root", "logging", "checkpoint", "hydra")
 
@@ -195,13 +197,21 @@ def _busy(folder: Path, pid: Any) -> Problem:
 
 
 def _apart(composed: Composed) -> Composed:
-    """In a sweep, jobs with one name get a name each: the hash of their own overrides."""
+    """In a sweep, jobs with one name get a name each: the hash of their own overrides.
+
+    What the recipe's own sweep goes over stands in it as it is, `compare-ppo-seed-3`: without
+    words beside these there is no hash.
+    """
     name = composed.values.get("name")
     if name is None:
         return composed
     words = [w for w in _words(composed) if _key(w).partition(".")[0] not in SAME_JOB]
-    tail = hashlib.sha256("\n".join(sorted(words)).encode()).hexdigest()[:6]
-    return replace(composed, values=composed.values | {"name": f"{name}-{tail}"})
+    own = {_key(w): w.partition("=")[2] for w in words if _key(w) in composed.swept}
+    tails = [v if k in GROUPS else f"{k.rpartition('.')[2]}-{v}" for k, v in own.items()]
+    beside = [w for w in words if _key(w) not in (*own, "recipe", "name")]
+    if beside or not own or not all(re.fullmatch(r"[\w.+-]{1,60}", tail) for tail in tails):
+        tails.append(hashlib.sha256("\n".join(sorted(words)).encode()).hexdigest()[:6])
+    return replace(composed, values=composed.values | {"name": "-".join([str(name), *tails])})
 
 
 def _key(word: str) -> str:

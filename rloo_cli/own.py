@@ -123,13 +123,34 @@ def _wrong(path: Path, root: yaml.Node | None) -> Iterator[Problem]:
     for key, value in root.value:
         where = f"{path}:{key.start_mark.line + 1}"
         if str(key.value).partition(".")[0] == "hydra":
-            yield Problem("hydra is not a key of rloo", where, HYDRAS, "leave it out; root=FOLDER")
+            yield from _wrong_sweep(key.value, value, where)
         elif key.value == "reward" and isinstance(value, yaml.SequenceNode):
             fix = f"defaults: [override /reward: [{', '.join(str(n.value) for n in value.value)}]]"
             why = "its entries have names; a list is for choosing shipped ones"
             yield Problem("reward is not a mapping of entries", where, why, fix)
         elif key.value == "defaults":
             yield from _wrong_defaults(value, where)
+
+
+def _wrong_sweep(name: str, node: yaml.Node, where: str) -> Iterator[Problem]:
+    """What is wrong with the only thing of Hydra's that a file may say: what -m sweeps over."""
+    for inner in ("sweeper", "params"):
+        held = node.value if isinstance(node, yaml.MappingNode) else []
+        node = held[0][1] if [key.value for key, _ in held] == [inner] else yaml.ScalarNode("", "")
+    if name != "hydra" or not isinstance(node, yaml.MappingNode):
+        fix = "leave it out, but for hydra: {sweeper: {params: ...}}; root=FOLDER"
+        yield Problem("hydra is not a key of rloo", where, HYDRAS, fix)
+        return
+    groups = paths.group_choices([])
+    for key, value in node.value:
+        bare = str(key.value).removeprefix("++")
+        if not re.fullmatch(r"[\w.]+", bare) or re.match(r"hydra\b|_target_", bare):
+            yield Problem(f"{key.value!r} is no key to sweep over", where, HYDRAS)
+        elif not isinstance(value, yaml.ScalarNode):
+            yield Problem(f"{bare} is swept over a text", where, fix=f'{key.value}: "a,b"')
+        elif bare == key.value and bare not in groups:
+            why = "without ++ a word of the command line would not take its place"
+            yield Problem(f"{bare} is swept as ++{bare}", where, why, f"++{bare}: {value.value}")
 
 
 def _wrong_defaults(node: yaml.Node, where: str) -> Iterator[Problem]:

@@ -32,7 +32,7 @@ FLOORS = [  # each may import from itself and from those before it
     " examples footprint",
     "run assemble begin worker evaluator trainer",
     "launch processes api machine tools managed serving serve rendezvous meeting following leaving"
-    " sweeps",
+    " sweeps comparing",
     "cli __main__",
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}

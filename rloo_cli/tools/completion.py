@@ -37,6 +37,7 @@ VERBS = (
     "config",
     "samples",
     "ledger",
+    "compare",
     "slurm",
     "migrate",
     "completion",
@@ -68,7 +69,7 @@ def answers(typed: list[str]) -> list[str]:
     if before[0] == "recipes":
         choices = ["list", "show", "copy"] if len(before) == 1 else list(paths.recipe_files())
         return [c for c in choices if c.startswith(word)]
-    if before[0] in ("samples", "ledger"):
+    if before[0] in ("samples", "ledger", "compare"):
         return [name for name in folders.names() if name.startswith(word)]
     if before[0] == "completion":
         return [s for s in SCRIPTS if s.startswith(word)]

@@ -1,0 +1,72 @@
+"""Runs as they would lie in a folder, written by hand: for the tests of `rloo compare`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+KEYS: dict[str, Any] = {
+    "max_steps": 4,
+    "model": {"path": "make:tiny", "lora": None},
+    "data": {"path": "make:tiny", "eval_split": "test"},
+    "reward": {"exact_match": {"type": "exact_match", "weight": 1.0, "timeout_s": 9.0}},
+    "generation": {"backend": "transformers", "max_completion_length": 8},
+    "algorithm": {"name": "rloo", "num_generations": 4, "beta": 0.05},
+    "train": {"prompts_per_step": 2, "learning_rate": 1e-4, "layout": "auto"},
+    "eval": {"every": 2, "sets": {}, "max_samples": None},
+    "logging": {"every": 1},
+}
+SCORES = (0.0, 0.5, 1.0)  # of the evaluations at steps 0, 2, 4
+
+
+def write(
+    root: Path,
+    name: str,
+    seed: int = 1,
+    scores: tuple[float, ...] = SCORES,
+    state: str = "finished",
+    steps: int = 4,
+    fingerprint: str = "f1",
+    second: float = 1.0,
+    **keys: Any,
+) -> Path:
+    """A run's folder. `keys`: dotted key (with __ for the dot) -> value."""
+    config = json.loads(json.dumps(KEYS)) | {"name": name, "root": str(root), "seed": seed}
+    for key, value in keys.items():
+        *sections, last = key.split("__")
+        place = config
+        for section in sections:
+            place = place[section]
+        place[last] = value
+    folder = root / name
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    facts: dict[str, Any] = {
+        "name": name, "state": state, "fingerprint": fingerprint, "host": "here",
+        "recipe": "compare", "progress": {"step": steps}, "memory": {"measured_bytes": 2**30},
+    }  # fmt: skip
+    if state != "finished":
+        facts |= {"code": 7, "ended": {"why": "ended with 7"}}
+    (folder / "run.json").write_text(json.dumps(facts))
+    size = config["train"]["prompts_per_step"] * config["algorithm"]["num_generations"]
+    rows: list[dict[str, Any]] = [
+        {"step": 2 * i, "eval_reward": score, "eval_reward/exact_match/mean": score}
+        for i, score in enumerate(scores)
+        if 2 * i <= steps
+    ]
+    for step in range(1, steps + 1):
+        told = {"reward": 0.1 * step + 0.01 * seed, "objective/kl": 0.2 * step, "updates": step}
+        rows.append({"step": step, "step_time": second, "episode": step * size, **told})
+    rows.sort(key=lambda row: (row["step"], "step_time" not in row))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def judged(folder: Path, rate: float) -> None:
+    """A judge's result beside the run."""
+    told = {"rate": rate, "low": rate - 0.1, "high": rate + 0.1}
+    place = folder / "eval" / "final"
+    place.mkdir(parents=True)
+    said = {"keys": {"against": "reference"}, "sets": {"held out": told}}
+    (place / "judge.json").write_text(json.dumps(said))

@@ -1,0 +1,377 @@
+"""`rloo compare`: runs of several seeds are one configuration, and what is said of it is so."""
+
+import csv
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from cli_cases import Rloo, rloo, rloo_without_torch
+from compare_cases import judged, write
+
+from rloo_cli.comparing import charts, grouping, outcomes, reading, statistics
+from rloo_cli.errors import ConfigError
+from rloo_cli.tools import compare
+
+__all__ = ["rloo", "rloo_without_torch"]  # fixtures
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(request, tmp_path, monkeypatch):
+    """Without pictures, which take a second, but where a test says `pictures`."""
+    monkeypatch.chdir(tmp_path)
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr(charts, "draw", lambda told, out, title: out)
+
+
+@pytest.fixture
+def pictures():
+    """They are drawn."""
+
+
+def two(**keys) -> Path:
+    """rloo and grpo, three seeds each, in runs/; `keys` are those of grpo's."""
+    root = Path("runs")
+    for seed in (1, 2, 3):
+        write(root, f"rloo-{seed}", seed, (0.0, 0.5, 0.9 + 0.01 * seed))
+        write(root, f"grpo-{seed}", seed, (0.0, 0.4, 0.8), algorithm__name="grpo", **keys)
+    return root
+
+
+def groups(*folders: Path, unfinished: bool = False) -> list[grouping.Configuration]:
+    return grouping.configurations([reading.read(f) for f in folders], unfinished)
+
+
+def said(capsys, *words: str) -> str:
+    assert compare.run(list(words)) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        compare.run(list(words))
+    return error.value.render()
+
+
+# Intervals.
+
+
+@pytest.mark.parametrize(
+    ("freedom", "t"),
+    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (9, 2.2622), (10, 2.2281), (99, 1.9842)],
+)
+def test_students_quantile_is_that_of_the_tables(freedom, t):
+    assert statistics.quantile(freedom) == pytest.approx(t, abs=1e-4)
+
+
+def test_the_interval_of_three_known_numbers():
+    told = statistics.estimate([1.0, 2.0, 3.0])
+    assert (told.mean, told.n) == (2.0, 3)
+    assert told.half == pytest.approx(4.302653 / math.sqrt(3))
+    assert told.text() == "2.000 ± 2.484"
+
+
+def test_one_seed_has_no_interval_and_none_has_no_mean():
+    told = statistics.estimate([1.5])
+    assert told.half is None and told.low == told.high == 1.5 and told.text() == "1.500"
+    assert statistics.estimate([]) is None
+
+
+def test_a_difference_is_taken_seed_by_seed_over_those_that_both_have():
+    ours, theirs = {1: 1.0, 2: 5.0, 3: 9.0, 4: 99.0}, {1: 0.9, 2: 4.8, 3: 8.7, 5: -99.0}
+    told = statistics.paired(ours, theirs)
+    assert told.n == 3 and told.mean == pytest.approx(0.2)
+    assert told.half == pytest.approx(4.302653 * 0.1 / math.sqrt(3))
+    assert statistics.verdict(told) == "not told apart"
+    assert statistics.paired({1: 1.0}, {2: 1.0}) is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "words"),
+    [
+        ([1.0, 1.01, 0.99], "higher"),
+        ([-1.0, -1.01, -0.99], "lower"),
+        ([1.0, -1.0, 0.5], "not told apart"),
+        ([0.0, 0.0, 0.0], "the same, seed by seed"),
+        ([3.0], "one seed, which says nothing"),
+    ],
+)
+def test_the_words_for_a_difference(ours, words):
+    told = statistics.paired(dict(enumerate(ours)), dict.fromkeys(range(9), 0.0))
+    assert statistics.verdict(told) == words
+    assert statistics.verdict(None) == "no seed in common"
+
+
+# Finding and grouping.
+
+
+def test_runs_are_found_by_folder_name_pattern_and_in_folders(tmp_path):
+    root = two()
+    (root / "notes").mkdir()
+    names = [p.name for p in reading.find(["runs/rloo-1", "rloo-2", "grpo-*", "runs"])]
+    assert names == ["rloo-1", "rloo-2", "grpo-1", "grpo-2", "grpo-3", "rloo-3"]
+    assert reading.find([str(tmp_path / "runs" / "rloo-*")])[0].name == "rloo-1"
+
+
+def test_a_word_that_names_no_run_is_refused_with_a_near_one():
+    two()
+    told = refused("rloo-1", "grpo-11")
+    assert "there is no run 'grpo-11'" in told and "rloo compare grpo-1" in told
+    assert "there is no run 'nothing-*'" in refused("nothing-*")
+
+
+def test_one_run_is_too_few():
+    two()
+    assert "two runs or more" in refused("rloo-1")
+    assert "two runs or more" in refused()
+
+
+def test_runs_that_differ_in_seed_and_free_keys_are_one_configuration():
+    root = two(train__learning_rate=2e-4)
+    write(root, "rloo-4", 4, logging__every=5, reward__exact_match__timeout_s=1.0)
+    found = groups(*reading.find(["runs"]))
+    assert [(one.label, one.seeds) for one in found] == [
+        ("rloo learning_rate=0.0001", [1, 2, 3, 4]),
+        ("grpo learning_rate=0.0002", [1, 2, 3]),
+    ]
+
+
+def test_a_label_says_what_most_do_not_have():
+    root = Path("runs")
+    for i, beta in enumerate((0.05, 0.05, 0.1, 0.2)):
+        write(root, f"run-{i}", algorithm__beta=beta, train__learning_rate=1e-4 * (1 + (i == 1)))
+    found = groups(*reading.find(["runs"]))
+    labels = {run.name: one.label for one in found for run in one.runs}
+    assert labels["run-1"] == "rloo beta=0.05 learning_rate=0.0002"
+    assert labels["run-2"] == "rloo beta=0.1" and len({*labels.values()}) == 4
+
+
+def test_a_path_with_the_seed_in_it_is_the_same_for_all_seeds():
+    root = Path("runs")
+    one, other = (write(root, f"a-{s}", s, model__path=f"m/sft-seed-{s}/final") for s in (1, 2))
+    assert len(groups(one, other)) == 1
+    wrong = write(root, "a-3", 3, model__path="m/sft-seed-2/final")
+    assert len(groups(one, other, wrong)) == 2
+
+
+def test_a_seed_twice_in_one_configuration_is_refused_and_names_both():
+    write(Path("runs"), "a")
+    write(Path("runs"), "b")
+    told = refused("a", "b")
+    assert "seed 1 is there twice" in told and "runs/a" in told and "runs/b" in told
+
+
+def test_runs_that_differ_only_in_how_they_ran_are_told_apart_by_that():
+    found = groups(write(Path("runs"), "a"), write(Path("runs"), "b", train__layout="padded"))
+    assert [one.label for one in found] == ["rloo layout=auto", "rloo layout=padded"]
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"fingerprint": "f2"}, "data"),
+        ({"fingerprint": "f2", "data__path": "other.jsonl"}, "data.path"),
+        ({"reward__exact_match__weight": 2.0}, "reward.exact_match.weight"),
+        ({"model__path": "make:other"}, "model.path"),
+        ({"generation__max_completion_length": 9}, "generation.max_completion_length"),
+        ({"eval__max_samples": 5}, "eval.max_samples"),
+    ],
+    ids=str,
+)
+def test_runs_of_something_else_are_refused_by_the_key(keys, key, capsys):
+    two(**keys)
+    told = refused("rloo-*", "grpo-*")
+    assert "are not comparable" in told and f"where    {key}\n" in told and "--anyway" in told
+    assert not Path("runs/comparison").exists()
+    assert "mind: the runs are not comparable" in said(capsys, "rloo-*", "grpo-*", "--anyway")
+
+
+def test_another_budget_machine_or_missing_seed_is_said(capsys):
+    root = two(max_steps=6)
+    write(root, "rloo-4", 4)
+    facts = json.loads((root / "grpo-1" / "run.json").read_text())
+    (root / "grpo-1" / "run.json").write_text(json.dumps(facts | {"host": "there"}))
+    told = said(capsys, "runs")
+    assert "not the same budget: max_steps differ" in told
+    assert "not on the same machine" in told
+    assert "grpo max_steps=6: no run with seed 4, which others have" in told
+
+
+def test_a_run_that_is_not_finished_is_named_and_does_not_count(capsys):
+    root = two()
+    write(root, "grpo-4", 4, (0.0,), "failed", 1, algorithm__name="grpo")
+    told = said(capsys, "runs")
+    why = "does not count: grpo, seed 4 (runs/grpo-4): failed (exit 7) at step 1 of 4: ended with 7"
+    assert why in told and "those that failed might have been the worst" in told
+    table = json.loads((root / "comparison" / "table.json").read_text())
+    grpo = table["configurations"][1]
+    assert grpo["seeds"] == [1, 2, 3] and grpo["left_out"][0]["run"] == "runs/grpo-4"
+    assert "3 (1 left out)" in (root / "comparison" / "table.md").read_text()
+    assert "runs/grpo-4" in (root / "comparison" / "table.md").read_text()
+
+
+def test_runs_that_are_not_finished_count_where_it_is_asked(capsys):
+    for name in ("rloo", "grpo"):
+        write(Path("runs"), name, state="training", steps=2, algorithm__name=name)
+    told = refused("rloo", "grpo")
+    assert "none of the runs is finished" in told and "runs/grpo: training" in told
+    told = said(capsys, "rloo", "grpo", "--unfinished")
+    assert "0.500" in told
+    assert "mind: grpo, seed 1 counts as far as it is: training" in told
+
+
+def test_a_metric_or_configuration_that_is_not_there_is_refused_with_those_that_are():
+    two()
+    assert "--metric eval_reward" in refused("runs", "--metric", "eval_rewards")
+    assert "configurations: rloo, grpo" in refused("runs", "--against", "ppo")
+
+
+def test_a_folder_that_is_no_run_of_training_is_refused():
+    folder = write(Path("runs"), "a")
+    (folder / "config.yaml").write_text("[]")
+    with pytest.raises(ConfigError, match="no run of training"):
+        reading.read(folder)
+
+
+# Figures.
+
+
+def figures(**keys) -> outcomes.Comparison:
+    two(**keys)
+    found = groups(*reading.find(["runs"]))
+    return outcomes.compare(found, "eval_reward", 0, [])
+
+
+def test_the_figures_of_a_configuration():
+    told = figures(second=3.0)
+    rloo, grpo = told.outcomes
+    assert rloo.of("final").mean == pytest.approx(0.92) and grpo.of("final").mean == 0.8
+    assert rloo.of("kl").mean == pytest.approx(0.8)  # the last of four steps
+    assert rloo.of("reward").mean == pytest.approx(0.42)
+    assert (rloo.of("step_s").mean, grpo.of("step_s").mean) == (1.0, 3.0)
+    assert rloo.of("peak_gib").mean == 1.0 and rloo.of("updates").mean == 4
+    assert [x for x, _ in rloo.curves["held_out"]] == [0.0, 16.0, 32.0]
+    assert told.differences["grpo"].mean == pytest.approx(-0.12)
+    assert outcomes.verdicts(told) == ["grpo minus rloo: -0.120 (-0.145 to -0.095), 3 seeds: lower"]
+
+
+def test_the_threshold_lies_between_the_start_and_the_best_end():
+    told = figures()
+    assert told.threshold == pytest.approx(0.9 * 0.92)
+    rloo, grpo = told.outcomes
+    assert rloo.figures["reached"] == {1: 32.0, 2: 32.0, 3: 32.0} and not grpo.figures["reached"]
+
+
+def test_a_threshold_below_zero_is_still_reached_from_below():
+    root = Path("runs")
+    for name, last in (("rloo", -1.0), ("grpo", -2.0)):
+        write(root, name, scores=(-6.0, -3.0, last), algorithm__name=name)
+    told = outcomes.compare(groups(*reading.find(["runs"])), "eval_reward", 0, [])
+    assert told.threshold == pytest.approx(-1.5)
+    assert [o.figures["reached"] for o in told.outcomes] == [{1: 32.0}, {}]
+
+
+def test_without_evaluations_the_training_reward_is_compared_and_called_so(capsys):
+    for name in ("rloo", "grpo"):
+        write(Path("runs"), name, scores=(), algorithm__name=name)
+    told = said(capsys, "rloo", "grpo")
+    assert "No evaluation has a score that all runs have" in told and "held-out" not in told
+
+
+def test_a_judges_win_rate_is_a_mean_over_seeds_or_has_the_judges_own_interval(capsys, pictures):
+    root = two()
+    for seed, rate in ((1, 0.5), (2, 0.6), (3, 0.7)):
+        judged(root / f"rloo-{seed}", rate)
+    judged(root / "grpo-1", 0.4)
+    table, head = root / "comparison" / "table.md", "| win rate against reference |"
+    told = said(capsys, "runs")
+    assert "grpo minus rloo, win rate against reference: -0.100: one seed, which says" in told
+    assert "| 60.0% ± 24.8 |" in table.read_text() and head in table.read_text()
+    said(capsys, "rloo-1", "grpo-1")
+    assert "| 50.0% (40.0% to 60.0% over pairs) |" in table.read_text()
+    assert "<!-- Win rate -->" in (root / "comparison" / "curves.svg").read_text()
+
+
+# What is written.
+
+
+def test_charts_and_tables_are_written_and_hold_the_labels(capsys, pictures):
+    root = two()
+    said(capsys, "runs", "--out", "there")
+    out = Path("there")
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    svg = (out / "curves.svg").read_text()
+    for words in ("rloo (n = 3)", "grpo (n = 3)", "Reward against KL", "Held-out score", "Memory"):
+        assert f"<!-- {words} -->" in svg
+    assert "no data" not in svg
+    table = (out / "table.md").read_text()
+    assert table.startswith("| configuration | seeds | held-out score, final |")
+    assert "| rloo | 3 | 0.920 ± 0.025 |" in table and "| grpo | 3 | 0.800 ± 0.000 |" in table
+    assert "- grpo minus rloo: -0.120 (-0.145 to -0.095), 3 seeds: lower" in table
+    rows = [*csv.DictReader(io.StringIO((out / "table.csv").read_text()))]
+    final = next(r for r in rows if r["configuration"] == "rloo" and r["figure"] == "final")
+    assert float(final["mean"]) == pytest.approx(0.92) and final["n"] == "3"
+    told = json.loads((out / "table.json").read_text())
+    assert told["configurations"][0]["figures"]["final"]["by_seed"]["3"] == pytest.approx(0.93)
+    assert told["differences"]["grpo"]["verdict"] == "lower" and root.is_dir()
+
+
+def test_the_same_runs_make_the_same_files(capsys, pictures):
+    two()
+    written = []
+    for out in ("a", "b"):
+        said(capsys, "runs", "--out", out)
+        written.append({p.name: p.read_bytes() for p in Path(out).iterdir()})
+    assert written[0] == written[1] and len(written[0]) == 5
+
+
+def test_two_runs_also_say_what_differs_in_their_configs(capsys):
+    write(Path("runs"), "a", 1)
+    write(Path("runs"), "b", 2, algorithm__beta=0.1)
+    told = said(capsys, "a", "b")
+    assert "a -> b seed: 1 -> 2 algorithm.beta: 0.05 -> 0.1" in told
+    assert "no seed in common" in told
+
+
+def test_keys_that_differ_are_shown_side_by_side(capsys):
+    two(algorithm__beta=0.04)
+    assert "algorithm.beta 0.05 0.04" in said(capsys, "runs")
+
+
+def test_all_figures_can_be_had_as_json(capsys):
+    two()
+    told = json.loads(said(capsys, "runs", "--json"))
+    assert told["against"] == "rloo" and told["score"] == "eval_reward"
+    assert said(capsys, "runs", "--against", "grpo").count("rloo minus grpo") == 1
+
+
+def test_a_run_without_some_metrics_has_dashes_and_pictures_without_data(capsys, pictures):
+    root = two()
+    for path in root.glob("grpo-*/metrics.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        kept = [{k: v for k, v in row.items() if k != "objective/kl"} for row in rows]
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    for path in root.glob("grpo-*/run.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"memory": {}}))
+    said(capsys, "runs")
+    line = next(
+        text
+        for text in Path("runs/comparison/table.md").read_text().splitlines()
+        if text.startswith("| grpo")
+    )
+    assert line.count("–") == 2
+    assert "no data" in Path("runs/comparison/curves.svg").read_text()
+
+
+def test_the_verb_imports_no_torch(rloo_without_torch: Rloo):
+    write(Path("runs"), "a", 1)
+    write(Path("runs"), "b", 2)
+    ended = rloo_without_torch("compare", "runs")
+    assert ended.code == 0, ended.said
+    assert "written to runs/comparison" in ended.out
+    refused = rloo_without_torch("compare", "c", "--errors=json")
+    assert refused.code == 2 and json.loads(refused.err)[0]["where"] == "command line"
