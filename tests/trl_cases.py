@@ -1,4 +1,4 @@
-"""The same step through `rloo` and through the RLOOTrainer of TRL 1.16.0.
+"""The same step through `rloo` and through the RLOOTrainer or GRPOTrainer of TRL 1.16.0.
 
 `rloo` samples. TRL's trainer is given a copy of the weights, the same prompts, the completions
 and the reward functions, and its settings are read off the run's config. From the completions on
@@ -97,6 +97,7 @@ def both(
     completions: Sequence[Sequence[int]] | None = None,
     steps: int = 1,
     optimizer: bool = False,
+    trainer: str = "RLOO",
     **theirs: Any,
 ) -> tuple[Ours, Theirs]:
     """`steps` steps of a run made from `words`, through both.
@@ -114,8 +115,10 @@ def both(
         model = copy.deepcopy(run.policy.model)
     del model.rloo_native
     ours = go(run)
-    args = settings(run, steps) | {"output_dir": str(folder / "trl")} | theirs
-    return ours, trained(ours, model, told or rewards or {"digits": digits}, args, optimizer)
+    args = settings(run, steps) | (of_rloo if trainer == "RLOO" else of_grpo)(run)
+    args |= {"output_dir": str(folder / "trl")} | theirs
+    told = told or rewards or {"digits": digits}
+    return ours, trained(ours, model, told, args, optimizer, trainer)
 
 
 def go(run: Run) -> Ours:
@@ -169,8 +172,6 @@ def settings(run: Run, steps: int) -> dict[str, Any]:
         "beta": a.beta,
         "epsilon": a.epsilon,
         "epsilon_high": a.epsilon_high,
-        "normalize_advantages": a.normalize_advantages,
-        "reward_clip_range": a.reward_clip_range,
         "mask_truncated_completions": a.mask_truncated_completions,
         "reward_weights": [r.config.weight for r in run.rewards],
         "temperature": g.temperature,
@@ -185,6 +186,31 @@ def settings(run: Run, steps: int) -> dict[str, Any]:
     }
 
 
+def of_rloo(run: Run) -> dict[str, Any]:
+    """Those that only RLOOConfig has."""
+    a = run.config.algorithm
+    return {
+        "normalize_advantages": a.normalize_advantages,
+        "reward_clip_range": a.reward_clip_range,
+    }
+
+
+def of_grpo(run: Run) -> dict[str, Any]:
+    """Those that only GRPOConfig has."""
+    a = run.config.algorithm
+    several = {"sum": "sum_then_normalize", "normalize_then_sum": "normalize_then_sum"}
+    return {
+        "loss_type": "grpo" if a.loss_type == "gspo" else a.loss_type,
+        "importance_sampling_level": {"token": "token", "geometric": "sequence"}[a.ratio_level],
+        "scale_rewards": a.advantage_scale,
+        "multi_objective_aggregation": several[a.multi_reward],
+        "delta": a.delta,
+        "use_bias_correction_kl": a.kl_ratio_weighted,
+        "entropy_coef": a.entropy_coef,
+        "off_policy_mask_threshold": a.off_policy_threshold,
+    }
+
+
 class Watch(TrainerCallback):
     """Copies the gradient as the optimizer is about to see it."""
 
@@ -196,11 +222,16 @@ class Watch(TrainerCallback):
 
 
 def trained(
-    ours: Ours, model: Any, rewards: Mapping[str, Reward], args: dict[str, Any], optimizer: bool
+    ours: Ours,
+    model: Any,
+    rewards: Mapping[str, Reward],
+    args: dict[str, Any],
+    optimizer: bool,
+    kind: str,
 ) -> Theirs:
     """Train `model` with TRL on what `ours` sampled."""
+    import trl
     from datasets import Dataset
-    from trl import RLOOConfig, RLOOTrainer
 
     run, theirs = ours.run, Theirs()
     model.generation_config.eos_token_id = sorted(run.generator.rule.ids)
@@ -209,10 +240,10 @@ def trained(
     sgd = torch.optim.SGD(model.parameters(), lr=args["learning_rate"])
     constant = torch.optim.lr_scheduler.LambdaLR(sgd, lambda _: 1.0)
     with mock.patch.dict(os.environ, CI="1"):  # or it reports its use over the network
-        trainer = RLOOTrainer(
+        trainer = getattr(trl, f"{kind}Trainer")(
             model=model,
             reward_funcs=functions,
-            args=RLOOConfig(**args),
+            args=getattr(trl, f"{kind}Config")(**args),
             train_dataset=Dataset.from_list([{"prompt": g.prompt, **g.row} for g in groups]),
             processing_class=run.tokenizer,
             callbacks=[Watch(theirs.gradients)],
@@ -220,12 +251,12 @@ def trained(
         )
     theirs.trainer = trainer
     watch(trainer, theirs, [r.completion_ids for g in groups for r in g.rollouts])
-    with ordered(ours):
+    with ordered(ours, kind):
         trainer.train()
     return theirs
 
 
-def ordered(ours: Ours) -> AbstractContextManager[Any]:
+def ordered(ours: Ours, kind: str) -> AbstractContextManager[Any]:
     """Lets TRL cut a step into our mini-batches."""
     algorithm = ours.run.config.algorithm
     if algorithm.num_minibatches == 1:
@@ -234,8 +265,10 @@ def ordered(ours: Ours) -> AbstractContextManager[Any]:
     order = [p for plan in plans for index in plan.micros for p, _ in index]
     rows = [p * k + j for p in order for j in range(k)]
     return mock.patch(
-        "trl.trainer.rloo_trainer.shuffle_sequence_dict",
-        lambda columns: {name: column[rows] for name, column in columns.items()},
+        f"trl.trainer.{kind.lower()}_trainer.shuffle_sequence_dict",
+        lambda columns: {
+            n: column[rows] if column.ndim else column for n, column in columns.items()
+        },
     )
 
 
@@ -244,9 +277,10 @@ def watch(trainer: Any, theirs: Theirs, said: Iterable[list[int]]) -> None:
     said = iter(said)
     score, loss = trainer._generate_and_score_completions, trainer.compute_loss
 
-    def generated(prompt_ids: list[list[int]], *_: Any) -> list[list[int]]:
+    def generated(prompt_ids: list[list[int]], *_: Any) -> Any:
         theirs.prompts += prompt_ids
-        return [next(said) for _ in prompt_ids]
+        found = [next(said) for _ in prompt_ids]
+        return (found, None) if "GRPO" in type(trainer).__name__ else found  # no logprobs
 
     def scored(inputs: Any) -> Any:
         theirs.scored.append(score(inputs))

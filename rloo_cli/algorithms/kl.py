@@ -104,8 +104,9 @@ def loss_term(logp: Tensor, ref: Tensor, log_ratio: Tensor, micro: Micro, config
     token's logp - old_logp: exact for k1 and k3, wrong for k2. (N,), (N,), (N,) -> (N,)
     """
     k = estimate(logp - ref, config)
-    if config.dialect in dialect.SCORE_FUNCTION_KL:  # a factor of 1 with the gradient of logp
-        k = k * (logp - logp.detach()).exp()
+    if config.dialect in dialect.SCORE_FUNCTION_KL:  # a factor of 1 with the gradient of logp,
+        free = k.abs() < dialect.TOKEN_KL_LIMIT[str(config.dialect)]  # but where a clamp acted
+        k = (k * (logp - logp.detach()).exp()).where(free, k)
     if config.kl_ratio_weighted:
         k = k * log_ratio.clamp(-LARGEST, LARGEST).exp()
     return config.beta * k

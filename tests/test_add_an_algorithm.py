@@ -1,0 +1,72 @@
+"""docs/ADD_AN_ALGORITHM.md does what it says: its two files, put where it says, train."""
+
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from loop_cases import EXACT, alone, apart, cache, leave_one_out, step
+from test_docs import PAGES, of_rloo, shown_files, table_rows
+
+from rloo_cli.algorithms import rloo
+
+PAGE = "ADD_AN_ALGORITHM.md"
+MEDIAN = ("--config-dir=my_conf", "algorithm=median")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the page's files, as its reader has one."""
+    shown_files(tmp_path, PAGES[PAGE])
+    monkeypatch.chdir(tmp_path)
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.*")) == [
+        "median.py", "my_conf/algorithm/median.yaml",
+    ]  # fmt: skip
+    return tmp_path
+
+
+def test_the_page_names_everything_that_a_file_may_define() -> None:
+    names = {w for row in table_rows(PAGES[PAGE]) for w in re.findall(r"`(\w+)`", row[0])}
+    assert set(rloo.__all__) <= names
+
+
+def by_hand(rewards: list[list[float]], limit: float) -> list[list[float]]:
+    found = []
+    for group in rewards:
+        medians = [statistics.median(group[:k] + group[k + 1 :]) for k in range(len(group))]
+        found.append([max(-limit, min(limit, r - m)) for r, m in zip(group, medians, strict=True)])
+    return found
+
+
+def test_the_advantages_of_a_step_are_those_of_the_siblings_median(place: Path) -> None:
+    run = alone(place, *MEDIAN, "algorithm.limit=1.5", "algorithm.beta=0.3")
+    moved, row, batch = step(run)
+    assert batch.reward is not None and batch.advantage is not None
+    wanted = by_hand(batch.reward.tolist(), 1.5)
+    assert batch.advantage.tolist() == [pytest.approx(group) for group in wanted]
+    assert {1.5, -1.5} <= {round(a, 9) for group in wanted for a in group}
+    assert batch.advantage.tolist() != leave_one_out(batch.reward.tolist())
+    assert float(moved.norm()) > 0 and row["grad_norm"] > 0
+
+
+def test_without_a_limit_that_acts_two_siblings_have_the_gradient_of_rloo(place: Path) -> None:
+    words = ("algorithm.num_generations=2", "train.optimizer=torch.optim:SGD")  # median = mean
+    own = step(alone(place, *MEDIAN, "algorithm.limit=1e9", "name=own", *words))[0]
+    other = step(alone(place, "name=rloo", *words))[0]
+    assert float(other.norm()) > 0 and apart(own, other) < EXACT
+
+
+def test_the_command_of_the_page_trains(place: Path) -> None:
+    command = next(c.text for c in of_rloo(PAGE) if "+debug=cpu" in c.text)
+    words = [sys.executable, "-P", "-m", "rloo_cli", *shlex.split(command)[1:]]
+    done = subprocess.run(
+        words, capture_output=True, text=True, env=os.environ | {"RLOO_CACHE": cache()}
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((place / "runs/debug/smoke/summary.json").read_text())
+    assert summary["final"] and "median.py" in (place / "runs/debug/smoke/config.yaml").read_text()
