@@ -50,6 +50,7 @@ def prepare(run: Run, batch: Batch, updates: Updates, fused: bool) -> None:
             updates.did(micro, run.limits.shape)
         micro.old_logp, micro.kl_logp = found.logp, found.kl_logp
         refer(run, batch, micro, updates)
+        by_token.appraise(run, batch, micro, updates)
         passes.append(Pass(micro, measure(run, micro, updates)))
     finish(run, batch, passes)
 

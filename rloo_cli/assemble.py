@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rloo_cli import registry
+from rloo_cli import hub, made, registry, value_start
 from rloo_cli.clock import Clock
 from rloo_cli.distributed import pieces
 from rloo_cli.distributed.engine import Copies, Engine
@@ -21,10 +21,11 @@ from rloo_cli.generation.replica import Replica
 from rloo_cli.ledger import Ledger
 from rloo_cli.log import Log
 from rloo_cli.parts import Run
-from rloo_cli.policy import levels, load, lora, memory, reference
+from rloo_cli.policy import levels, load, lora, memory, reference, value
 from rloo_cli.policy.levels import Level
 from rloo_cli.policy.model import Policy
 from rloo_cli.policy.reference import Reference
+from rloo_cli.policy.value import Critic
 from rloo_cli.prompts import Prompts
 from rloo_cli.resume import Start
 from rloo_cli.rewards.build import Reward
@@ -53,16 +54,15 @@ def with_model(
     algorithm = registry.algorithm(config.algorithm.name)
     settings = algorithm.resolved(config.algorithm, config.generation.backend)
     config = config.model_copy(update={"algorithm": settings})
-    fault("load")
-    engine = ENGINES[config.distributed.engine](world, config)
+    engine = _engine(world, config)
     policy, frozen = _policies(config, engine, start)
+    critic = _critic(config, engine, policy, rewards, tokenizer, log)
     optimizer = engine.spread(policy, steps * config.updates_per_step)
     if frozen is not None:
         engine.freeze(frozen)
     generator = _generator(config, engine, policy, tokenizer, context, start, log)
-    prompts = prepared[None]
-    level, limits = _layouts(config, engine, policy, frozen, prompts, log)
-    clock = Clock(log.phase)
+    prompts, clock = prepared[None], Clock(log.phase)
+    level, limits = _layouts(config, engine, policy, frozen, critic, prompts, log)
     return Run(
         config=config,
         folder=start.folder,
@@ -74,6 +74,7 @@ def with_model(
         sets={name: held_out for name, held_out in prepared.items() if name is not None},
         policy=policy,
         reference=frozen,
+        critic=critic,
         generator=generator,
         rewards=rewards,
         rollouts=Rollouts(config, algorithm, prompts, generator, rewards, clock, world),
@@ -87,6 +88,11 @@ def with_model(
         ledger=Ledger(start.folder),
         attempt=start.attempt,
     )
+
+
+def _engine(world: World, config: RunConfig) -> Engine:
+    fault("load")
+    return ENGINES[config.distributed.engine](world, config)
 
 
 def _policies(config: RunConfig, engine: Engine, start: Start) -> tuple[Policy, Reference | None]:
@@ -113,6 +119,31 @@ def _policies(config: RunConfig, engine: Engine, start: Start) -> tuple[Policy, 
         frozen = reference.build(config.model, policy, device, kl_temperature, config.seed)
     same_vocabulary(policy, frozen)
     return policy, frozen
+
+
+def _critic(
+    config: RunConfig,
+    engine: Engine,
+    policy: Policy,
+    rewards: list[Reward],
+    tokenizer: Any,
+    log: Log,
+) -> Critic | None:
+    """The value model, where the algorithm has one; the engine learns of it before it spreads."""
+    if not value_start.wanted(config):
+        return None
+
+    def read(path: str, revision: str | None) -> dict[str, Any]:
+        return hub.config(made.folder(path), revision)
+
+    readers = [r.code.reader for r in rewards if r.config.type == "model"]  # type: ignore[attr-defined]
+    alike = all(same_words(tokenizer, reader.own) for reader in readers)
+    start = value_start.beginning(config, read, alike)
+    critic = value.build(config.model, start, policy.words, engine.world.device)
+    head = "a head of zeros" if critic.new else "its head"
+    log.note(f"the value model begins as {start.path} ({start.why}), with {head}")
+    engine.beside = critic.model
+    return critic
 
 
 def _load(config: RunConfig, engine: Engine, path: str) -> tuple[Any, Any]:
@@ -164,6 +195,7 @@ def _layouts(
     engine: Engine,
     policy: Policy,
     frozen: Reference | None,
+    critic: Critic | None,
     prompts: Prompts,
     log: Log,
 ) -> tuple[Level, Limits]:
@@ -187,7 +219,11 @@ def _layouts(
     completions = [length] * config.algorithm.num_generations
     group = rows_of(prompts.longest, completions, level.layout)
     second = frozen is not None and frozen.own and not frozen.offloaded
-    own = memory.limits(policy, config, group, second, _share(engine))
+    if critic is not None and (reason := critic.settle(wanted, longest)):
+        log.note(f"the value model's rows are {critic.layout} ({reason})")
+    if critic is not None:
+        critic.wide = rows_of(prompts.longest, completions, critic.layout) / group
+    own = memory.limits(policy, config, group, second, _share(engine), critic)
     found = min(engine.world.gather(own), key=lambda limits: limits.rows)
     size = f"{found.rows} rows" if found.completions is None else f"{found.completions} completions"
     again = ", recomputed in backward" if policy.model.is_gradient_checkpointing else ""
@@ -199,6 +235,12 @@ def _share(engine: Engine) -> tuple[float, int]:
     """What part of weights and optimizer a rank holds, and how many ranks share its memory."""
     world = engine.world
     return (1 / world.size if engine.sharded else 1.0), world.local
+
+
+def same_words(ours: Any, theirs: Any) -> bool:
+    """Whether two tokenizers give one id to each word that is no special token of the first."""
+    own, other = ours.get_vocab(), theirs.get_vocab()
+    return all(other.get(w) == i for w, i in own.items() if w not in ours.get_added_vocab())
 
 
 def same_vocabulary(policy: Policy, frozen: Policy) -> None:

@@ -1,12 +1,15 @@
-"""Advantages of a step's single tokens, for algorithms whose Config says `by_token`."""
+"""Advantages of a step's single tokens, for algorithms whose Config says `by_token`; and values."""
 
 import torch
 from torch import Tensor
 
 from rloo_cli.algorithms.tokens import StepTokens
+from rloo_cli.faults import poison
 from rloo_cli.minibatches import forwarded
+from rloo_cli.packing import Micro
 from rloo_cli.parts import Run
 from rloo_cli.rollout import Batch
+from rloo_cli.updates import Updates, valued
 
 Row = tuple[int, int]  # a group's place in the step, a completion's in the group
 
@@ -27,14 +30,53 @@ def settle(run: Run, batch: Batch) -> None:
         values = getattr(table, name)
         if values is None:
             continue
+        none = 0.0 if name == "advantage" else float("nan")
         for i in batch.active:  # other rows that are forwarded have none
-            blank = [torch.zeros(len(r.completion_ids)) for r in batch.groups[i].rollouts]
+            blank = [torch.full((len(r.completion_ids),), none) for r in batch.groups[i].rollouts]
             setattr(batch.groups[i], name, blank)
         for (i, k), own in zip(rows, values.float().split(lengths), strict=True):
             getattr(batch.groups[i], name)[k] = own
     parts = zip(rows, table.advantage.split(lengths), step.mask.split(lengths), strict=True)
     for (i, k), own, kept in parts:
         batch.advantage[i, k] = (own * kept).sum() / kept.sum().clamp(min=1)
+
+
+@torch.no_grad()
+def appraise(run: Run, batch: Batch, micro: Micro, updates: Updates) -> None:
+    """Give a micro-batch the value model's values, where there is one to ask."""
+    if run.critic is None:
+        return
+    with run.clock.phase("value"):
+        own = _own(run, batch, micro)
+        micro.value = run.critic.frozen_values(own)
+        updates.did(own, run.critic.shape)
+
+
+def fit_value(
+    run: Run, batch: Batch, micro: Micro, tokens: int, updates: Updates
+) -> Tensor | float:
+    """Forward and backward of the value model on one micro-batch; its share of the loss, ().
+
+    A backward pass of its own: what its forward keeps is gone before the policy's is kept.
+    """
+    if run.critic is None:
+        return 0.0
+    own = _own(run, batch, micro)
+    values = run.critic.values(own)
+    told = run.algorithm.value_loss(values, micro, run.config.algorithm, max(tokens, 1))
+    run.engine.backward(poison("value_loss", told.total), False)
+    valued(updates, told, micro)
+    updates.did(own, run.critic.shape, 3)
+    total: Tensor = told.total.detach().double()
+    return total
+
+
+def _own(run: Run, batch: Batch, micro: Micro) -> Micro:
+    """The micro-batch as the value model takes it."""
+    assert run.critic is not None
+    if run.critic.layout == run.policy.layout:
+        return micro
+    return run.critic.pack(batch.groups, micro.parts, batch.masked)
 
 
 def _tokens(batch: Batch, rows: list[Row]) -> tuple[StepTokens, list[int]]:

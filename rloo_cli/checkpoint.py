@@ -9,7 +9,7 @@ and nothing here is a pickle.
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from math import prod
@@ -34,6 +34,7 @@ from rloo_cli.updates import Updates, together
 PACKAGES = ("rloo-cli", "torch", "transformers", "safetensors")
 RNG, ROLLOUTS = "rng", "rollouts"
 REFERENCE = "reference"  # one that moves
+VALUE = "value"
 
 
 def save(run: Run, must: bool = False) -> Path | None:
@@ -132,6 +133,8 @@ def _write(run: Run, folder: Path, state: Gathered) -> None:
     writers: list[Callable[[], Any]] = []
     if run.world.is_main and run.reference is not None and run.reference.moves:
         parts.append((REFERENCE, run.reference.state()))
+    if run.world.is_main and run.critic is not None:
+        parts.append((VALUE, run.critic.state()))
     if run.world.is_main:
         if run.cycle is not None:
             rollouts, plain = cycle.dump(run.cycle, state.updates)
@@ -190,18 +193,24 @@ def _values(run: Run, state: Gathered) -> dict[str, Any]:
 
 def _look(run: Run, folder: Path) -> None:
     """Open the weights' headers again: nothing may be missing or of size 0."""
-    found = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  (it is no mapping)
-                shape = file.get_slice(name).get_shape()
-                if not (count := prod(shape)):
-                    raise StorageError(f"{path.name} holds {name} with shape {shape}")
-                found += count
     # A tied head is one parameter; fused or split tensors have as many elements as before.
-    wanted = sum(prod(size(p)) for p in lora.kept(run.policy.model))
+    _there(folder.glob("*.safetensors"), lora.kept(run.policy.model), "the model")
+    if run.critic is not None:
+        own = folder / "trainer" / f"{VALUE}.safetensors"
+        _there([own], run.critic.model.parameters(), "the value model")
+
+
+def _there(paths: Iterable[Path], parameters: Iterable[Tensor], name: str) -> None:
+    found, wanted = 0, sum(prod(size(p)) for p in parameters)
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            for tensor in file.keys():  # noqa: SIM118  (it is no mapping)
+                shape = file.get_slice(tensor).get_shape()
+                if not (count := prod(shape)):
+                    raise StorageError(f"{path.name} holds {tensor} with shape {shape}")
+                found += count
     if found < wanted:
-        raise StorageError(f"the written weights have {found} elements, the model has {wanted}")
+        raise StorageError(f"the written weights have {found} elements, {name} has {wanted}")
 
 
 def _facts(run: Run, place: manifest.Place) -> dict[str, Any]:
@@ -241,6 +250,7 @@ def estimate(run: Run) -> int:
     kept = lora.kept(run.policy.model)
     own = run.policy.dtype.itemsize  # shards may be held in another dtype than they are saved in
     weights = sum(prod(size(p)) * (4 if lora.on(run.policy.model) else own) for p in kept)
+    weights += 0 if run.critic is None else sum(p.nbytes for p in run.critic.model.parameters())
     return weights + run.optimizer.masters_bytes + 2 * 4 * run.optimizer.count
 
 

@@ -62,6 +62,7 @@ def of(run: Run) -> Case:
         ranks=run.world.size,
         longest=run.prompts.longest,
         reference=None if run.reference is None else case.reference_of(settings, model),
+        value=case.value_of(settings),
         rewards={n: facts.of(e.path, e.revision) for n, e in entries.items()},
         budget=run.limits.rows,
         recompute=bool(run.policy.model.is_gradient_checkpointing),

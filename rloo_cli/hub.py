@@ -78,6 +78,9 @@ def revision_of(run: Any, key: str) -> str | None:
     if parts[:2] == ["eval", "judge"]:
         of_judge: str | None = run.eval.judge.reward.revision
         return of_judge
+    if parts == ["model", "value"]:
+        of_value: str | None = run.model.value.revision
+        return of_value
     held = run.held_out[parts[2]] if parts[:2] == ["eval", "sets"] else None
     held = run.data.sources[parts[2]] if parts[:2] == ["data", "mixture"] else held
     owner = held or (run.rewards[parts[1]] if parts[0] == "reward" else getattr(run, parts[0]))

@@ -30,10 +30,12 @@ OVER = {  # a count of `measures.counts` -> the means that were taken over it
     "groups": "reward_std frac_reward_zero_std",
     "usable": "advantages/mean advantages/std advantages/zero_frac",
     "trained": "objective/scores objective/kl objective/non_score_reward objective/rlhf_reward",
-    "updates": "loss policy_loss loss/policy_avg kl_loss grad_norm grad_clip_fraction",
+    "updates": "loss policy_loss loss/policy_avg loss/value_avg kl_loss grad_norm"
+    " grad_clip_fraction",
     "units": "clip_ratio/low_mean clip_ratio/high_mean clip_ratio/region_mean delta_ratio"
     " policy/approxkl_avg policy/clipfrac_avg val/ratio val/ratio_var",
     "tokens": "kl sampling/missing_frac",
+    "value_tokens": "val/clipfrac_avg value/explained_variance",
     "entropy_tokens": "entropy policy/entropy_avg",
     "sequences": "objective/entropy sampling/kl",
     "gap_tokens": "sampling/logp_diff_mean sampling/logp_diff_rms",

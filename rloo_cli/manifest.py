@@ -100,8 +100,10 @@ def _state_problem(folder: Path) -> str | None:
     """The shape of trainer/state.json, of which much is used before the worker looks at it."""
     try:
         values = state(folder)
-        counts = {*values["state"].values(), *values["journals"].values(), values["steps"]}
+        known = dict(values["state"])
         sections = [values[n] for n in ("config", "optimizer", "rng", "log")]
+        sections.append(known.pop("memory", {}))  # an algorithm's; older ones have none
+        counts = {*known.values(), *values["journals"].values(), values["steps"]}
         texts = [values["fingerprint"]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "its trainer/state.json is not one of a run"

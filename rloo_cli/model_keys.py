@@ -39,6 +39,16 @@ class QuantizationConfig(Frozen):
     double_quant: bool = key("Quantise the scales of 4-bit numbers too")
 
 
+class ValueConfig(Frozen):
+    """The value model of algorithm=ppo (`value_start`)."""
+
+    path: Text | None = key(
+        "Hub name or folder of a reward or language model that the value model begins as; null ="
+        " the one reward model whose backbone is the policy's, else the policy with a new head"
+    )
+    revision: Text | None = key("Branch, tag or commit of a hub model; null = its main branch")
+
+
 class ModelConfig(Frozen):
     path: Text = key("Hub name or folder of a causal language model, or make:NAME (made here)")
     tokenizer: Text | None = key("Hub name or folder of the tokenizer; null = model.path")
@@ -59,6 +69,7 @@ class ModelConfig(Frozen):
     )
     ref_offload: bool = key("Keep the reference in the CPU's memory between its passes")
     ref_sync: RefSyncConfig
+    value: ValueConfig
     lora: LoraConfig | None = key("Train adapters only; null = all weights")
     quantization: QuantizationConfig | None = key(
         "Frozen weights in 8 or 4 bits; null = as they are"

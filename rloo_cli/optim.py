@@ -30,7 +30,7 @@ class Optimizer:
     """AdamW (or the user's), schedule and clipping over a model's trainable parameters.
 
     Sharded weights (DTensors) are updated shard by shard. `reduce` sums gradients over ranks that
-    have a copy each.
+    have a copy each. `beside`: a second model that learns with it; its names get a prefix.
     """
 
     def __init__(
@@ -39,8 +39,12 @@ class Optimizer:
         config: TrainConfig,
         updates: int,
         spread: DistributedConfig | None = None,
+        beside: nn.Module | None = None,
     ):
-        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        found = [*model.named_parameters()]
+        if beside is not None:
+            found += [(f"value.{n}", p) for n, p in beside.named_parameters()]
+        named = {n: p for n, p in found if p.requires_grad}
         self.names, self.weights = list(named), list(named.values())
         kept = spread is None or spread.master_weights == "float32"
         self.masters = [

@@ -18,6 +18,7 @@ from rloo_cli.optim import Optimizer
 from rloo_cli.policy.levels import Level
 from rloo_cli.policy.model import Policy
 from rloo_cli.policy.reference import Reference
+from rloo_cli.policy.value import Critic
 from rloo_cli.prompts import Prompts
 from rloo_cli.rewards.arguments import TrainerState
 from rloo_cli.rewards.build import Reward
@@ -93,6 +94,7 @@ class Run:
     sets: dict[str, Prompts]  # held out, by name; "" = the one of data.eval_split
     policy: Policy
     reference: Reference | None
+    critic: Critic | None  # the value model, which learns with the policy
     generator: Generator
     rewards: Sequence[Reward]
     rollouts: Rollouts

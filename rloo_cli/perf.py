@@ -20,7 +20,7 @@ PEAK = {
     "B200": 2250e12, "H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12,
     "A800": 312e12, "L40S": 362e12, "L4": 121e12, "A10": 125e12, "RTX 4090": 165e12,
 }  # fmt: skip
-TRAINED = ("update", "reference", "old_logp")  # phases whose FLOP `Updates.did` counts
+TRAINED = ("update", "reference", "old_logp", "value")  # phases whose FLOP `Updates.did` counts
 
 
 def speed(run: Run, batch: Batch, updates: Updates, row: Row) -> Row:

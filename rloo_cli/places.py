@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import hub, made
+from rloo_cli import hub, made, value_start
 from rloo_cli.errors import Problem
 from rloo_cli.names import nearest
 from rloo_cli.schema import RunConfig
 
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
-OF_MODELS = ("model.path", "model.ref_path", "sft.path", "reward_model.path")
+OF_MODELS = ("model.path", "model.ref_path", "model.value.path", "sft.path", "reward_model.path")
 Named = list[tuple[str, str, dict[str, str]]]  # key, path, what rloo makes of this kind
 
 
@@ -41,6 +41,8 @@ def named(run: RunConfig) -> Named:
     found: Named = []
     for key in ("path", "tokenizer", "ref_path"):
         found.append((f"model.{key}", getattr(run.model, key) or "", made.MODELS))
+    if value_start.wanted(run):
+        found.append(("model.value.path", run.model.value.path or "", made.MODELS))
     found.append(("data.path", run.data.path or "", made.DATA))
     sources = run.data.sources.items()
     found += [(f"data.mixture.{n}.path", s.path or "", made.DATA) for n, s in sources]

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rloo_cli import cycle, manifest, rng
-from rloo_cli.checkpoint import REFERENCE, RNG, ROLLOUTS
+from rloo_cli.checkpoint import REFERENCE, RNG, ROLLOUTS, VALUE
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.files import read_json
 from rloo_cli.parts import Run, State
@@ -29,6 +29,8 @@ def restore(run: Run, checkpoint: Path) -> None:
         states = _states(run, checkpoint, values)
         if run.reference is not None and run.reference.moves:
             run.reference.restore(load_file(trainer / f"{REFERENCE}.safetensors"))
+        if run.critic is not None:
+            run.critic.restore(load_file(trainer / f"{VALUE}.safetensors"))
         if (trainer / f"{ROLLOUTS}.json").is_file():
             rollouts = load_file(trainer / f"{ROLLOUTS}.safetensors")
             plain = read_json(trainer / f"{ROLLOUTS}.json")

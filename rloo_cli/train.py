@@ -8,7 +8,7 @@ what the algorithm counts over the whole update, never averaged over micro-batch
 import torch
 from torch import Tensor
 
-from rloo_cli import guards, rng
+from rloo_cli import by_token, guards, rng
 from rloo_cli.advantages import Pass, finish, idle, measure, of_micro, prepare, refer, remember
 from rloo_cli.cycle import Cycle
 from rloo_cli.faults import fault, poison
@@ -81,6 +81,7 @@ def backward(
     with run.clock.phase("update"):
         micro = run.policy.pack(batch.groups, parts, batch.masked)
         refer(run, batch, micro, updates)
+        fitted = by_token.fit_value(run, batch, micro, plan.tokens, updates)
         now = run.policy.logp(micro, want_entropy=run.log.due(run.state.step + 1, run.steps))
         if micro.old_logp is None:  # the policy still is the sampler: its numbers are the old ones
             micro.old_logp = now.logp.detach()
@@ -96,7 +97,7 @@ def backward(
         run.engine.backward(poison("loss", loss.total), last)
         updates.micro(loss, micro, now.entropy)
         updates.did(micro, run.limits.shape, 3, training=True)
-    total: Tensor = loss.total.detach().double()
+    total: Tensor = loss.total.detach().double() + fitted
     return total, found
 
 

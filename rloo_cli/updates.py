@@ -147,6 +147,8 @@ class Updates:
             row["lr"] = row["learning_rate"]
         if s.get("units"):
             row |= _clips(s, top)
+        if s.get("value_tokens"):
+            row |= {"loss/value_avg": s["value_loss"] / max(self.made, 1)} | _values(s, top)
         if s.get("entropy_tokens"):
             row["entropy"] = row["policy/entropy_avg"] = s["entropy"] / s["entropy_tokens"]
         if s.get("tokens") and "kl" in s:
@@ -176,6 +178,20 @@ def together(updates: Updates, world: World) -> Updates:
             whole.work[name] += amount
         whole.scalars = other.scalars
     return whole
+
+
+def valued(updates: Updates, told: Any, micro: Micro) -> None:
+    """Take in one micro-batch's value loss (`ppo.ValueLoss`), of one update."""
+    assert micro.returns is not None and micro.value is not None
+    among = told.counted
+    wanted = micro.returns.double().where(among, 0.0)
+    missed = (wanted - micro.value.double()).where(among, 0.0)
+    updates.add(
+        value_loss=told.value, value_tokens=among.sum(), value_clipped=told.clipped.sum(),
+        returns=wanted.sum(), returns_sq=wanted.square().sum(),
+        missed=missed.sum(), missed_sq=missed.square().sum(),
+    )  # fmt: skip
+    updates.extreme(among, returns=wanted, returns_min=-wanted)
 
 
 def scalars_alone(updates: Updates) -> Updates:
@@ -231,6 +247,17 @@ def _clips(s: Row, top: Row) -> Row:
         "ratio/min": -top["ratio_min"],
         "ratio/max": top["ratio"],
     }
+
+
+def _values(s: Row, top: Row) -> Row:
+    """Explained variance: of the returns, by the values that the step began with."""
+    n = s["value_tokens"]
+    row = {"val/clipfrac_avg": s["value_clipped"] / n}
+    if top["returns"] > -top["returns_min"]:  # else there is no variance to explain
+        left = s["missed_sq"] / n - (s["missed"] / n) ** 2
+        there = s["returns_sq"] / n - (s["returns"] / n) ** 2
+        row["value/explained_variance"] = 1 - left / there
+    return row
 
 
 def _gaps(s: Row, top: Row) -> Row:

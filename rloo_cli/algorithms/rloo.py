@@ -23,7 +23,7 @@ from rloo_cli.algorithms.objective import loss
 from rloo_cli.algorithms.passes import early, forwarded, one_factor
 from rloo_cli.algorithms.rules import Switches, problems, resolved, warnings, why_separate
 from rloo_cli.algorithms.shaping import combine, shape, truncation
-from rloo_cli.algorithms.tokens import token_table
+from rloo_cli.algorithms.tokens import token_table, value_loss
 from rloo_cli.schema import key
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Config", "advantages", "combine", "denominator", "early", "forwarded", "loss"]
 __all__ += ["needs_whole_step", "one_factor", "problems", "remember", "resolved", "sequence_kl"]
-__all__ += ["shape", "token_advantages", "token_table", "truncation", "usable", "warnings"]
-__all__ += ["why_separate"]
+__all__ += ["shape", "token_advantages", "token_table", "truncation", "usable", "value_loss"]
+__all__ += ["warnings", "why_separate"]
 
 
 class Config(Switches):

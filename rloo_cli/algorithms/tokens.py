@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rloo_cli.packing import Micro
+
 WHITE_EPS = 1e-8  # added to the variance
 
 
@@ -39,6 +41,11 @@ class TokenTable:
 def token_table(step: StepTokens, config: Any) -> TokenTable:
     """Raises TypeError: an algorithm whose Config says `by_token` has its own."""
     raise TypeError(f"{config.name} gives its tokens no advantages of their own")
+
+
+def value_loss(values: Tensor, micro: Micro, config: Any, tokens: float) -> Any:
+    """Raises TypeError: only an algorithm with a value model fits one."""
+    raise TypeError(f"{config.name} has no value model")
 
 
 class Grid:

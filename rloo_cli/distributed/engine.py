@@ -27,12 +27,15 @@ class Engine:
     lockstep = False  # ranks meet in every forward and backward: they make equally many
     sharded = False  # no rank holds all weights
 
+    beside: Any = None  # a second model that learns with the policy; whole on every rank
+
     def __init__(self, world: World, config: RunConfig):
         self.world, self.config = world, config
 
     def spread(self, policy: Policy, updates: int) -> Any:
         """Spread the policy over the ranks; its optimizer. `updates`: those of the whole run."""
-        return Optimizer(policy.model, self.config.train, updates, self.config.distributed)
+        given = self.config.train, updates, self.config.distributed
+        return Optimizer(policy.model, *given, self.beside)
 
     def freeze(self, frozen: Policy) -> None:
         """Spread a policy that is never trained."""
@@ -59,9 +62,10 @@ class Copies(Engine):
     def spread(self, policy: Policy, updates: int) -> Any:
         """The same weights everywhere, rank 0's, and an optimizer that sums gradients."""
         with torch.no_grad():
-            for tensor in (*policy.model.parameters(), *policy.model.buffers()):
-                if self.world.size > 1:
-                    dist.broadcast(tensor, 0)
+            for model in (policy.model, *([] if self.beside is None else [self.beside])):
+                for tensor in (*model.parameters(), *model.buffers()):
+                    if self.world.size > 1:
+                        dist.broadcast(tensor, 0)
         optimizer: Optimizer = super().spread(policy, updates)
         if self.world.size > 1:
             optimizer.reduce = self._reduce

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rloo_cli import ranks
+from rloo_cli import ranks, value_start
 from rloo_cli.planning import facts
 from rloo_cli.planning.device import Device
 from rloo_cli.planning.facts import Facts
@@ -27,6 +27,7 @@ class Case:
     ranks: int  # processes that train, over all machines
     longest: int  # tokens of the longest prompt
     reference: Facts | None = None  # a second model in memory; None = there is none
+    value: Facts | None = None  # a value model, which learns too
     rewards: dict[str, Facts] = field(default_factory=dict)
     budget: int | None = None  # rows of a forward, where a run has settled them
     recompute: bool | None = None  # likewise gradient checkpointing
@@ -104,6 +105,7 @@ def of(run: RunConfig, device: Device, count: int | None = None) -> Case:
         ranks=count or ranks.total(run),
         longest=max(longest, 1),
         reference=reference_of(run, model),
+        value=value_of(run),
         rewards={n: _reward(n, entry) for n, entry in judged.items()},
     )
 
@@ -119,6 +121,14 @@ def reference_of(run: RunConfig, model: Facts) -> Facts | None:
     if own.lora is not None and not own.ref_sync.every:
         return None
     return model
+
+
+def value_of(run: RunConfig) -> Facts | None:
+    """The value model that learns beside the policy; None for algorithms that have none."""
+    if not value_start.wanted(run):
+        return None
+    start = value_start.beginning(run, facts.values)
+    return facts.of(start.path, start.revision, start.key)
 
 
 def _reward(name: str, entry: Any) -> Facts:

@@ -8,13 +8,13 @@ weights or gradients are in parts.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rloo_cli import registry
 from rloo_cli.planning.case import SHARDED, Case
 from rloo_cli.planning.engine import Engine
 from rloo_cli.planning.facts import Facts
-from rloo_cli.planning.training import trained
+from rloo_cli.planning.training import learned, trained
 from rloo_cli.schedule import Shape
 
 DECODE, NO_GRAD, GRAD = 0.60, 0.55, 0.45  # of the device's speed that is reached
@@ -70,6 +70,10 @@ def of(case: Case, means: Lengths, sampler: Engine | None, micros: int, again: b
     # An adapter's backward pass makes no gradients of the weights under it.
     each = (2 if run.model.lora else 3) + (1 if again else 0)
     parts["update"] = settings.num_iterations * each * unit / (GRAD * speed)
+    if case.value is not None:
+        alone = groups * replace(shape(case.value), vocabulary=1).group(round(p), [round(c)] * k)
+        parts["reference and old_logp"] += alone / (NO_GRAD * speed)
+        parts["update"] += settings.num_iterations * each * alone / (GRAD * speed)
     parts["reward models"] = sum(
         groups * shape(m).group(round(p), [round(c)] * k) / (NO_GRAD * speed)
         for m in case.rewards.values()
@@ -113,7 +117,7 @@ def _network(case: Case, micros: int) -> float:
         return 0.0
     device, run = case.device, case.run
     speed = device.between if run.distributed.num_nodes > 1 else device.inside
-    gradients = 2.0 * case.size * sum(trained(case))
+    gradients = 2.0 * case.size * (sum(trained(case)) + learned(case))
     weights = 3.0 * case.size * case.model.total * micros if case.engine in SHARDED else 0.0
     return run.updates_per_step * (gradients + weights) / speed
 

@@ -110,6 +110,11 @@ def read(values: dict[str, Any], name: str, source: str, folder: Path | None = N
     return found
 
 
+def values(path: str, revision: str | None = None) -> dict[str, Any]:
+    """A model's config.json, wherever it is known from. Raises MachineError, ConfigError."""
+    return _values(path, revision, "model.path")[0]
+
+
 def _values(path: str, revision: str | None, key: str) -> tuple[dict[str, Any], str]:
     if path.startswith(made.MADE):
         return _of_made(path)

@@ -11,7 +11,7 @@ from rloo_cli.planning.case import Case
 from rloo_cli.planning.device import Device
 from rloo_cli.planning.duration import Duration
 from rloo_cli.planning.engine import Engine
-from rloo_cli.planning.training import MASTER, MOMENTS, trained
+from rloo_cli.planning.training import MASTER, MOMENTS, learned, trained
 from rloo_cli.planning.working import Memory
 from rloo_cli.schema import RunConfig
 
@@ -95,7 +95,7 @@ def checkpoint(case: Case) -> float:
     whole, adapter = trained(case)
     masters = MASTER if case.size < 4 and not adapter and _masters(case) else 0
     each = (4 if adapter else case.size) + masters + MOMENTS.get(case.run.train.optimizer, 8)
-    return float(each * (whole + adapter))
+    return float(each * (whole + adapter + learned(case)))
 
 
 def _masters(case: Case) -> bool:

@@ -33,6 +33,7 @@ class States:
     gradients: float
     optimizer: float  # moments and float32 masters
     reference: float
+    value: float  # weights of the value model
     rewards: float
     buffers: float  # of communication
     gathered: float  # weights of other ranks, while a layer computes
@@ -41,7 +42,8 @@ class States:
     @property
     def resting(self) -> float:
         """What lies there in every phase."""
-        return self.weights + self.optimizer + self.reference + self.rewards + self.buffers
+        others = self.reference + self.value + self.rewards
+        return self.weights + self.optimizer + others + self.buffers
 
 
 def trained(case: Case) -> tuple[int, int]:
@@ -58,6 +60,11 @@ def trained(case: Case) -> tuple[int, int]:
         if name in lora.modules_to_save
     )  # fmt: skip
     return 0, count + whole
+
+
+def learned(case: Case) -> int:
+    """Numbers of a value model, all of which are trained; 0 without one."""
+    return 0 if case.value is None else case.value.total - case.value.head + case.value.sizes.hidden
 
 
 def targeted(case: Case) -> list[tuple[str, int, int]]:
@@ -97,22 +104,24 @@ def states(case: Case) -> States:
     of_optimizer = n if engine in ("zero1", "zero2", *SHARDED) else 1
     of_gradients = n if engine in ("zero2", *SHARDED) else 1
     masters = MASTER if held < 4 and run.distributed.master_weights == "float32" else 0
-    optimizer = (masters + MOMENTS.get(run.train.optimizer, 8)) * count / of_optimizer
+    every = count + learned(case)  # a value model's whole state is on every rank, as ddp has it
+    optimizer = (masters + MOMENTS.get(run.train.optimizer, 8)) * every / of_optimizer
     own = (base + 4 * adapter) / case.shards
     reference = 0.0
     if case.reference is not None:
         reference = case.size * case.reference.total / case.shards
     rewards, host = _rewards(case)
-    gathered, buffers = _communication(case, count, held)
+    gathered, buffers = _communication(case, every, held)
     host += optimizer if offload != "none" else 0.0
     host += own if offload == "parameters" else 0.0
     host += reference if run.model.ref_offload else 0.0
     accumulate = GRADIENT if masters or held == 4 else held
     return States(
         weights=0.0 if offload == "parameters" else own,
-        gradients=accumulate * count / of_gradients,
+        gradients=accumulate * every / of_gradients,
         optimizer=0.0 if offload != "none" else optimizer,
         reference=0.0 if run.model.ref_offload else reference,
+        value=case.size * learned(case),
         rewards=rewards,
         buffers=buffers,
         gathered=gathered,

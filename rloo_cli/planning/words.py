@@ -7,7 +7,7 @@ from rloo_cli.planning import plan as planning
 from rloo_cli.planning.case import SHARDED, Case
 from rloo_cli.planning.facts import Facts
 from rloo_cli.planning.plan import MORE, Plan
-from rloo_cli.planning.training import MOMENTS, trained
+from rloo_cli.planning.training import MOMENTS, learned, trained
 
 GIB = 2**30
 NAMES = {"single": "one process", "ddp": "a copy in each", "fsdp2": "torch's fully_shard"}
@@ -137,6 +137,9 @@ def assumed(plan: Plan) -> Iterator[str]:
         where = "in the CPU's memory" if run.model.ref_offload else "beside it"
         parts = f", in {case.ranks} parts" if case.engine in SHARDED and case.ranks > 1 else ""
         yield f"  a reference of {case.reference.total / 1e9:.4g} B parameters {where}{parts}"
+    if case.value is not None:
+        size = f"{learned(case) / 1e9:.4g} B numbers ({case.value.name})"
+        yield f"  a value model of {size}, trained too"
     for name, model in case.rewards.items():
         size = f"{model.total / 1e9:.4g} B parameters ({model.source})"
         yield f"  reward.{name}: {size}, whole on each rank"
@@ -167,7 +170,7 @@ def values(plan: Plan) -> dict[str, Any]:
                    "source": case.device.source},
         "model": {"path": case.model.name, "parameters": case.model.total,
                   "source": case.model.source, "guessed": case.model.guessed},
-        "trained": sum(trained(case)),
+        "trained": sum(trained(case)) + learned(case),
         "ranks": case.ranks,
         "engine": case.engine,
         "smallest_gpus": planning.smallest(plan),

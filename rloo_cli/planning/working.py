@@ -8,7 +8,7 @@ place of measured ones.
 from dataclasses import dataclass, field
 
 from rloo_cli.planning.case import MOST, SHARDED, TILE, Case
-from rloo_cli.planning.training import GRADIENT, States, states, targeted, trained
+from rloo_cli.planning.training import GRADIENT, States, learned, states, targeted, trained
 
 SHARE = 0.5  # of what weights and optimizer leave, that rows may take: as `policy.memory`
 FIRST = 64  # places for completions that decoding begins with
@@ -61,7 +61,7 @@ def of(case: Case) -> Memory:
     cut = forward(case, held)
     resting = {
         "weights": held.weights, "optimizer": held.optimizer, "reference": held.reference,
-        "reward models": held.rewards, "buffers": held.buffers,
+        "value model": held.value, "reward models": held.rewards, "buffers": held.buffers,
         "libraries": LATER if case.device.kind == "cpu" else 0.0,
     }  # fmt: skip
     phases = {"rollout": resting | _rollout(case, held)}
@@ -160,7 +160,8 @@ def _update(case: Case, held: States, cut: Forward) -> Parts:
     adapter = trained(case)[1]
     table = 0.0 if adapter else float(case.size * case.model.table)
     begin: Parts = {
-        "gradients": held.gradients if cut.micros > 1 else 0.0,
+        # A value model's backward pass comes first: its gradients are there by then.
+        "gradients": held.gradients if cut.micros > 1 else GRADIENT * float(learned(case)),
         "gathered": held.gathered,
         "activations": cut.layers + cut.one,
         "kept logits": cut.kept,
@@ -181,7 +182,7 @@ def _step(case: Case, held: States) -> Parts:
     """Clipping and Adam: on a GPU square roots of all second moments at once, on a CPU of one."""
     if case.run.distributed.offload != "none":
         return {"gradients": held.gradients}
-    count = sum(trained(case))
+    count = sum(trained(case)) + learned(case)
     parts = case.ranks if case.engine.startswith("zero") or case.engine in SHARDED else 1
     widest = case.model.table if not trained(case)[1] else case.model.sizes.hidden**2
     extra = GRADIENT * count / parts if case.device.kind == "cuda" else 2.0 * GRADIENT * widest

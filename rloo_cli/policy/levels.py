@@ -45,7 +45,19 @@ def settle(policy: Policy, wanted: str, longest: int | None) -> Level:
     layout that is wanted would give other numbers than the model.
     """
     probe = Probe(policy)
-    reasons = []
+    reasons = find(policy, wanted, longest, probe)
+    reason = _fuse(policy, probe)
+    reasons += [] if reason is None else [f"no fused head: {reason}"]
+    head = "fused" if policy.scorer.fused else "model"
+    return Level(policy.layout, head, "; ".join(reasons))
+
+
+def find(policy: Any, wanted: str, longest: int | None, probe: "Probe") -> list[str]:
+    """Set a policy (or a value model) up for the best layout; why it has none of the better ones.
+
+    Raises ConfigError where the layout that is wanted would give other numbers than the model.
+    """
+    reasons: list[str] = []
     for layout in LAYOUTS if wanted == "auto" else (wanted,):
         reason = attempt(policy, layout, longest, probe)
         if reason is None:
@@ -60,10 +72,7 @@ def settle(policy: Policy, wanted: str, longest: int | None) -> Level:
                     "train.layout=auto" if wanted != "auto" else "another model",
                 )
             )
-    reason = _fuse(policy, probe)
-    reasons += [] if reason is None else [f"no fused head: {reason}"]
-    head = "fused" if policy.scorer.fused else "model"
-    return Level(policy.layout, head, "; ".join(reasons))
+    return reasons
 
 
 def follow(policy: Policy, other: Policy) -> None:

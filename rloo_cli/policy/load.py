@@ -1,5 +1,8 @@
 """Any causal language model and its tokenizer, from a hub name, a folder, or made here."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +99,15 @@ def _bits(config: ModelConfig, device: torch.device) -> dict[str, Any]:
 
 
 def scorer(config: ModelConfig, path: str, device: torch.device) -> Any:
-    """A language model as a sequence classifier with one label, whose head is new.
+    """A language model as a sequence classifier with one label, whose head may be new.
 
     Raises ConfigError where there is no such class for it, or the rest of the weights is missing.
     """
+    return classifier(config, path, device)[0]
+
+
+def classifier(config: ModelConfig, path: str, device: torch.device) -> tuple[Any, bool]:
+    """The same, and whether its head is new: the files are a language model's."""
     kind = AutoModelForSequenceClassification
     loaded, lacking = _weights(kind, config, path, device, num_labels=1)
     missing = [name for name in lacking if name != "score.weight"]
@@ -111,7 +119,18 @@ def scorer(config: ModelConfig, path: str, device: torch.device) -> Any:
         without_dropout(loaded)
     if config.gradient_checkpointing is True:
         recompute(loaded)
-    return loaded.to(device)
+    return loaded.to(device), bool(lacking)
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Errors inside that name model.path name this key instead, which said what to load."""
+    try:
+        yield
+    except RunError as error:
+        told = [replace(p, where=where if p.where == "model.path" else p.where)
+                for p in error.problems]  # fmt: skip
+        raise type(error)(*told) from None
 
 
 def _weights(

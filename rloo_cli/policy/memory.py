@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rloo_cli.packing import whole
+from rloo_cli.packing import Micro, whole
 from rloo_cli.policy.levels import probes
 from rloo_cli.policy.load import recompute
 from rloo_cli.policy.model import Policy, size
+from rloo_cli.policy.value import Critic
 from rloo_cli.schedule import Limits, Shape
 from rloo_cli.schema import RunConfig
 
@@ -50,19 +51,23 @@ def limits(
     longest: int,
     reference: bool,
     share: tuple[float, int] = (1.0, 1),
+    critic: Critic | None = None,
 ) -> Limits:
     """The budget of a forward pass; sets the policy up to keep and recompute accordingly.
 
     `longest`: rows of the largest group there can be. `reference`: a second model is held.
     `share`: part of weights and optimizer that this process holds; processes with one memory.
+    `critic`: a value model that learns too, whose backward pass comes apart from the policy's.
     """
     train, shape = config.train, shape_of(policy.model)
-    room = SHARE * _left(policy, config, reference, share)
-    each = bytes_per_row(policy)
+    room = SHARE * _left(policy, config, reference, share, critic)
+    each = _each(policy, critic)
     auto = config.model.gradient_checkpointing == "auto" and can_recompute(policy.model)
     if auto and room / each < longest:
         recompute(policy.model)
-        each = bytes_per_row(policy)
+        if critic is not None:
+            recompute(critic.model)
+        each = _each(policy, critic)
     most = MOST.get(policy.device.type, MOST["cuda"])
     rows = train.micro_batch_tokens or _budget(most, longest, room / each)
     policy.scorer.keep_bytes = int(min(train.keep_logits_gb * 1e9, room / 4))
@@ -76,7 +81,13 @@ def can_recompute(model: Any) -> bool:
     return bool(getattr(model, "supports_gradient_checkpointing", False))
 
 
-def bytes_per_row(policy: Policy) -> float:
+def _each(policy: Policy, critic: Critic | None) -> float:
+    """Bytes for each of the policy's rows, of whichever model keeps more."""
+    found = bytes_per_row(policy)
+    return found if critic is None else max(found, critic.wide * bytes_per_row(critic))
+
+
+def bytes_per_row(policy: Policy | Critic) -> float:
     """What autograd keeps of one row of a training forward, weights not counted."""
     held: dict[int, int] = {}
     weights: set[int] = set()
@@ -94,20 +105,34 @@ def bytes_per_row(policy: Policy) -> float:
 
     groups = probes(policy)
     micro = policy.pack(groups, whole(groups, range(len(groups))))
-    keep, policy.scorer.keep_bytes = policy.scorer.keep_bytes, 0
     hooks = [m.register_forward_pre_hook(seen) for m in policy.model.modules()]
     try:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            policy.call(micro, [policy.temperature], False)
+            if isinstance(policy, Critic):
+                policy.values(micro)
+            else:
+                _forward(policy, micro)
     finally:
-        policy.scorer.keep_bytes = keep
         for hook in hooks:
             hook.remove()
     return sum(held.values()) / micro.input_ids.numel()
 
 
+def _forward(policy: Policy, micro: Micro) -> None:
+    """A training forward that keeps no logits: they have a share of their own."""
+    keep, policy.scorer.keep_bytes = policy.scorer.keep_bytes, 0
+    try:
+        policy.call(micro, [policy.temperature], False)
+    finally:
+        policy.scorer.keep_bytes = keep
+
+
 def _left(
-    policy: Policy, config: RunConfig, reference: bool, share: tuple[float, int] = (1.0, 1)
+    policy: Policy,
+    config: RunConfig,
+    reference: bool,
+    share: tuple[float, int] = (1.0, 1),
+    critic: Critic | None = None,
 ) -> float:
     """Bytes of the device that weights, gradients, masters and optimizer leave."""
     weights = [p for p in policy.model.parameters() if p.requires_grad]
@@ -116,6 +141,9 @@ def _left(
     every = sum(numbers * width for numbers, width in own)
     half = max(p.element_size() for p in weights) < 4 or each < 4
     held = every + count * (4 + 8 + (4 if half else 0)) + (every if reference else 0)
+    if critic is not None:
+        learned = sum(p.numel() for p in critic.model.parameters())
+        held += learned * (critic.dtype.itemsize + 4 + 8 + (4 if half else 0))
     held *= share[0]
     total, generation = _total(policy.device), config.generation
     total /= 1 if policy.device.type == "cuda" else share[1]

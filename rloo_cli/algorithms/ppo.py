@@ -1,0 +1,118 @@
+"""PPO: an advantage for every token from a learned value (arXiv 1707.06347, 1506.02438).
+
+A token is one action. For the trained tokens t = 1..T of a completion with score s, and the value
+V_t that the value model gave the text before token t when the step began,
+
+    e_t  = -beta * k_t + [t = T] s                    token reward: KL everywhere, score at the end
+    D_t  = e_t + gamma V_{t+1} - V_t,  V_{T+1} = 0
+    A_t  = sum_l (gamma lam)^l D_{t+l}                generalised advantage estimation
+    R_t  = A_t + V_t                                  return: what the value is fitted to
+    loss = mean_t -min(rho_t A'_t, clip(rho_t) A'_t)  rho_t = pi(y_t) / pi_old(y_t)
+           + vf_coef/2 mean_t max((V - R_t)^2, (clip(V, V_t +- epsilon_value) - R_t)^2)
+
+with A' = (A - mean) / sqrt(var + 1e-8) over all trained tokens of the step. Masked tokens are in
+none of it: a row goes on at its next own token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from rloo_cli.algorithms import choices, kl, rules
+from rloo_cli.algorithms.rules import Switches
+from rloo_cli.algorithms.tokens import Grid, StepTokens, TokenTable, to_go, whitened
+from rloo_cli.errors import Problem
+from rloo_cli.schema import RunConfig, key
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rloo_cli.packing import Micro
+
+WHOLE = ("single", "ddp")  # engines that leave each process its whole models
+
+
+class Config(Switches):
+    name: Literal["ppo"] = key("PPO with a value model and generalised advantage estimation")
+    gamma: float = key("Discount per token of what comes later", gt=0, le=1)
+    lam: float = key("GAE's lambda: 1 = whole returns, 0 = the next value alone", ge=0, le=1)
+    vf_coef: float = key("Weight of the value model's loss", ge=0)
+    epsilon_value: float = key("Moving a value further than this gains no loss", gt=0)
+    whiten_rewards: bool = key("Divide token rewards by their std over the step; their mean stays")
+
+    @property
+    def by_token(self) -> bool:
+        """Every token has an advantage of its own, which needs the whole step."""
+        return True
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """One micro-batch's share of an update's value loss, and what is measured of it."""
+
+    total: Tensor  # () with gradient, vf_coef included
+    value: Tensor  # () detached, without vf_coef
+    clipped: Tensor  # (N,) bool, the clipped value's loss is the larger one
+    counted: Tensor  # (N,) bool, trained tokens that have a return
+
+
+def token_table(step: StepTokens, config: Config) -> TokenTable:
+    """Advantages of every token by GAE (1506.02438, eq. 16), whitened over the step, and returns.
+
+    (N,), (N,) -> (N,), (N,)
+    """
+    if step.value is None:  # not one row of the step is usable
+        assert not len(step.score), "ppo needs values"
+        return TokenTable(step.mask, step.mask)
+    grid = Grid(step)
+    e, v = grid.at_end(step.score), grid.rows(step.value)
+    if step.ref is not None and kl.in_reward(config):
+        e = e - config.beta * grid.rows(kl.estimate(step.old - step.ref, config))
+    if config.whiten_rewards:
+        e = grid.rows(whitened(grid.flat(e), step.mask, centre=False))
+    later = v * 0.0
+    later[:, :-1] = v[:, 1:]
+    a = to_go(e + config.gamma * later - v, config.gamma * config.lam)
+    return TokenTable(whitened(grid.flat(a), step.mask), grid.flat(a + v))
+
+
+def value_loss(values: Tensor, micro: Micro, config: Config, tokens: float) -> ValueLoss:
+    """A micro-batch's share of the value loss: shares add up to the mean over `tokens`, those of
+    the whole update. `values` (N,) with gradient; a token without a return has no part in it.
+    """
+    assert micro.returns is not None and micro.value is not None
+    counted = (micro.mask > 0) & ~micro.returns.isnan()
+    target = micro.returns.to(values.dtype).where(counted, values.detach())
+    before = micro.value.to(values.dtype).where(counted, values.detach())
+    near = before + (values - before).clamp(-config.epsilon_value, config.epsilon_value)
+    plain, clipped = (values - target).square(), (near - target).square()
+    mean = 0.5 * plain.maximum(clipped).where(counted, 0.0).sum() / tokens
+    more = (clipped > plain).detach() & counted
+    return ValueLoss(config.vf_coef * mean, mean.detach(), more, counted)
+
+
+def problems(run: RunConfig) -> Iterator[Problem]:
+    """What PPO cannot do, beside the conflicts that every algorithm has."""
+    yield from rules.problems(run)
+    config, of_run = rules.switches(run), "model and value model learn together"
+    yield from choices.whitened_alone(config)
+    gae = "GAE gives every token its advantage, which is whitened over the step"
+    alone = config.num_generations == 1 and config.zero_std_groups != "keep"
+    whole = f"{of_run}, each whole on its process"
+    refused = {  # key -> whether it is odd, why, the way out
+        "algorithm.kl_credit": (
+            kl.in_reward(config) and config.kl_credit == "sequence", gae, "to_go"
+        ),
+        "algorithm.ratio_level": (config.ratio_level != "token", gae, "token"),
+        "algorithm.zero_std_groups": (
+            alone, "a prompt's only completion has no sibling whose score could differ", "keep"
+        ),
+        "distributed.engine": (run.distributed.engine not in WHOLE, whole, "ddp"),
+        "model.lora": (run.model.lora is not None, f"{of_run}, all weights of both", "null"),
+    }  # fmt: skip
+    for where, (odd, why, fix) in refused.items():
+        if odd:
+            fix = f"distributed={fix}" if where.startswith("distributed") else f"{where}={fix}"
+            yield Problem(f"{where} does not go with algorithm=ppo", where, why, fix)

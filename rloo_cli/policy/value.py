@@ -1,0 +1,153 @@
+"""The value model: a backbone with one number per place, what the rest of a completion will earn.
+
+V_t is read where the policy's logits for token t are, at the places that predict a completion's
+tokens, so a micro-batch of the policy serves it too: `shared`, `packed` and `padded` rows and our
+attention alike. Which of them gives the backbone's own numbers is found as for a reward model, by
+comparing hidden states, here at every one of these places.
+
+It begins as a reward model, head and all, where there is one that fits; else as the policy with a
+head of zeros. So V is 0 at first, whatever the seed, and a step's returns are plain sums of token
+rewards until it has learned. The head is float32 whatever the rest is: V is compared with
+returns, of which it must tell small differences.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloo_cli import packing
+from rloo_cli.errors import ConfigError, Problem
+from rloo_cli.faults import poison
+from rloo_cli.packing import Micro, Part, whole
+from rloo_cli.policy import attention, levels, load
+from rloo_cli.policy.model import evaluating, inputs, positions, size
+from rloo_cli.rollout import Group
+from rloo_cli.schedule import Shape
+from rloo_cli.schema import ModelConfig
+from rloo_cli.value_start import Beginning
+
+
+class Critic:
+    """A sequence classifier with one label, asked at every place. `device`: where it computes."""
+
+    def __init__(self, model: Any, device: torch.device, new: bool = False):
+        self.model, self.device, self.new = model, device, new  # new: the head's beginning
+        self.head: torch.nn.Linear = model.score.float()
+        self.names_positions, self.takes_positions = positions(model.base_model)
+        self.layout = "padded"  # until `settle` found a better one
+        self.wide = 1.0  # rows of a forward for each of the policy's, whose layout may be another
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, the head's aside."""
+        found: torch.dtype = next(self.model.base_model.parameters()).dtype
+        return found
+
+    @property
+    def words(self) -> int:
+        """V, the words that it knows."""
+        return size(self.model.get_input_embeddings().weight)[0]
+
+    @property
+    def shape(self) -> Shape:
+        """What a forward pass costs: that of its backbone, with a head of one number."""
+        config = self.model.config.get_text_config()
+        heads = getattr(config, "num_attention_heads", 0) or 0
+        width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+        table = self.model.get_input_embeddings().weight
+        body = sum(p.numel() for p in self.model.parameters()) - table.numel()
+        return Shape(body, config.num_hidden_layers, heads * width, config.hidden_size, 1)
+
+    def settle(self, wanted: str, longest: int | None) -> str:
+        """Find the layout; what kept it from better ones. `wanted`, `longest`: as for a policy.
+
+        Raises ConfigError where the layout that is wanted would give other numbers.
+        """
+        return "; ".join(levels.find(self, wanted, longest, Probe(self)))
+
+    def pack(
+        self, groups: Sequence[Group], parts: Sequence[Part], masked: Tensor | None = None
+    ) -> Micro:
+        """These completions laid out as this model takes them, on its device."""
+        return packing.pack(groups, parts, masked, self.device, self.layout)
+
+    def hidden(self, micro: Micro) -> Tensor:
+        """Hidden states of the places that predict a completion token. -> (N, h)"""
+        states = self.model.base_model(**inputs(micro, self.takes_positions))[0]
+        found: Tensor = states.reshape(-1, states.shape[-1]).index_select(0, micro.source)
+        return found
+
+    def values(self, micro: Micro) -> Tensor:
+        """V before each completion token, with gradient, in float32. -> (N,)"""
+        found: Tensor = self.head(self.hidden(micro).float()).squeeze(-1)
+        poisoned: Tensor = poison("value", found)
+        return poisoned
+
+    @torch.no_grad()
+    def frozen_values(self, micro: Micro) -> Tensor:
+        """The same in eval mode and without gradient: as a step begins. -> (N,)"""
+        with evaluating(self.model):
+            return self.values(micro)
+
+    def state(self) -> dict[str, Tensor]:
+        """All weights, for a checkpoint."""
+        return {n: p.detach().contiguous() for n, p in self.model.named_parameters()}
+
+    @torch.no_grad()
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Take `state` back. Raises KeyError, RuntimeError for another model's."""
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(tensors[name])
+
+
+class Probe(levels.Probe):
+    """The backbone's hidden states at the places that predict the probe's completions. (N, h)"""
+
+    off = "hidden states are off by {:.2g}"
+
+    @torch.no_grad()
+    def alone(self, name: str | None = None) -> Tensor:
+        """Each row by itself, through the plain backbone; `name`: by that attention. -> (N, h)"""
+        model, found = self.policy.model, []
+        with evaluating(model), attention.native(model, name):
+            for group in self.groups:
+                for rollout in group.rollouts:
+                    row = torch.tensor([group.prompt_ids + rollout.completion_ids])
+                    states = model.base_model(input_ids=row.to(self.policy.device), use_cache=False)
+                    found.append(states[0][0, len(group.prompt_ids) - 1 : -1])
+        return torch.cat(found).double()
+
+    @torch.no_grad()
+    def sums(self, layout: str) -> Tensor:
+        """The same in rows of this layout. -> (N, h)"""
+        critic: Critic = self.policy
+        parts = whole(self.groups, range(len(self.groups)))
+        micro = packing.pack(self.groups, parts, device=critic.device, layout=layout)
+        with evaluating(critic.model):
+            found = critic.hidden(micro).double()
+        levels.count_calls(critic.model, micro)
+        return found
+
+    def gap(self, found: Tensor) -> Tensor:
+        """Distance from the truth, relative to its length. -> (N,)"""
+        return (found - self.truth).norm(dim=-1) / self.truth.norm(dim=-1).clamp_min(1e-12)
+
+
+def build(keys: ModelConfig, start: Beginning, words: int, device: torch.device) -> Critic:
+    """The value model from where it begins, to be trained. `words`: those that the policy knows.
+
+    Raises ConfigError, MachineError, with the key that named it.
+    """
+    given = {"path": start.path, "revision": start.revision, "trust_remote_code": start.trusted}
+    with load.naming(start.key):
+        model, new = load.classifier(keys.model_copy(update=given), start.path, device)
+    if new:
+        with torch.no_grad():
+            model.score.weight.zero_()
+    critic = Critic(model.train().requires_grad_(True), device, new)
+    if critic.words != words:
+        why = f"the policy knows {words} tokens, the value model {critic.words}"
+        raise ConfigError(Problem("policy and value model differ in vocabulary", start.key, why))
+    return critic
