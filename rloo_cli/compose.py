@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from rloo_cli import paths, redact
+from rloo_cli import group_keys, paths, redact
 from rloo_cli.complaints import walk
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.names import nearest
@@ -27,7 +27,6 @@ from rloo_cli.sources import COMMAND_LINE, Sources
 
 # Hydra's keys that are the user's: how a sweep is cut into jobs, and where these run.
 SWEEPS = re.compile(r"hydra(/(launcher|sweeper)|\.(launcher|sweeper)\.[\w.]+)")
-GROUPS = {"algorithm.dialect": "algorithm/dialect"}  # keys whose value takes up a file of others
 # What Hydra raises for words and files that do not compose; some of it is plain Python's.
 BROKEN = (HydraException, OmegaConfBaseException, ValueError, TypeError, RecursionError)
 
@@ -98,7 +97,7 @@ def _rewrite_one(word: str, groups: dict[str, dict[str, Path]]) -> tuple[int, st
         raise ConfigError(Problem(f"{word!r} is not key=value", where, fix=fix))
     if bare.startswith("hydra/"):
         return 1, f"{bare}={value}"
-    bare = GROUPS.get(bare, bare)
+    bare = group_keys.GROUPS.get(bare, bare)
     if bare not in groups:
         return 1, f"++{bare}={value}"
     return _rewrite_choice(bare, value, groups, where)
@@ -226,13 +225,14 @@ def gather(cfg: DictConfig, hydra: DictConfig, config_dirs: Sequence[Path] = ())
     groups = paths.group_choices(list(config_dirs))
     groups["recipe"] |= FILES
     files: list[tuple[Path, str]] = []
-    first = ("debug", "recipe", *GROUPS.values())
+    first = ("debug", "recipe", *group_keys.GROUPS.values())
     for group in (*first, *[g for g in choices if g not in first]):
         path = groups.get(group, {}).get(str(choices.get(group)))
         if path:
             mount = "eval.judge" if group == "judge" else group.partition("/")[0]
             files.append((path, "" if group in first else mount))
-    files += [(path, "algorithm") for path in _bases(groups["algorithm"])]
+    chosen = str(choices.get("algorithm"))
+    files += [(path, "algorithm") for path in group_keys.bases(groups["algorithm"], chosen)]
     files += [(path, "reward") for path in groups["reward"].values()]
     files += [(groups[g]["default"], g) for g in ("model", "data")]
     files.append((paths.CONF / "config.yaml", ""))
@@ -245,30 +245,13 @@ def gather(cfg: DictConfig, hydra: DictConfig, config_dirs: Sequence[Path] = ())
         key = str(getattr(error, "full_key", "") or "")
         raise ConfigError(_unresolved(error, key, cfg, sources)) from None
     assert isinstance(values, dict)
-    _same_choices(values, choices, sources)
+    group_keys.same_choices(values, choices, sources)
     recipe = choices.get("recipe")
     label = FILES[recipe].stem if recipe in FILES else recipe
     words = (*[f"--config-dir={d}" for d in config_dirs], *[_plain(w) for w in overrides])
     swept = [str(key).lstrip("+") for key in hydra.sweeper.get("params") or ()]
     plain = {str(k): v for k, v in values.items()}
     return Composed(plain, sources, label, words, tuple(swept))
-
-
-def _same_choices(values: dict[Any, Any], choices: dict[str, Any], sources: Sources) -> None:
-    """Raises ConfigError for a recipe that sets the name of a file of keys without taking it up."""
-    for key, group in GROUPS.items():
-        section, _, leaf = key.partition(".")
-        inside = values.get(section)
-        value = inside.get(leaf) if isinstance(inside, dict) else None
-        if value is not None and value != choices.get(group):
-            why = f"{key} is only the name of a file of keys, which would not be read"
-            fix = f"defaults: [override /{group}: {value}] at the recipe's head"
-            raise ConfigError(Problem(f"{key} is set as a plain key", sources.where(key), why, fix))
-
-
-def _bases(choices: dict[str, Path]) -> list[Path]:
-    """What other algorithms' files begin with."""
-    return [choices[name] for name in ("grpo", "reinforce_pp", "rloo")]
 
 
 def _plain(word: str) -> str:

@@ -21,6 +21,7 @@ from loop_cases import (
 )
 from resume_cases import attempt, differing, left
 
+from rloo_cli import manifest
 from rloo_cli.advantages import remember
 from rloo_cli.compose import compose
 from rloo_cli.cycle import Cycle, dump, load
@@ -300,6 +301,7 @@ def test_a_run_stopped_inside_a_step_goes_on_with_the_same_advantages(tmp_path, 
     ):
         stops += 1
     assert stops > 2
+    assert manifest.newest(tmp_path / "cut" / "smoke")[1] == []  # none was passed over
     assert not differing(left(tmp_path / "whole" / "smoke"), left(tmp_path / "cut" / "smoke"))
 
 

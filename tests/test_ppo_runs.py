@@ -140,6 +140,7 @@ RANKS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_ranks_make_the_update_of_one_process(fork_server: Any, tmp_path: Path) -> None:
     home = Forked(fork_server, tmp_path)
     assert home(*RANKS, "name=one") == 0, home.said()
