@@ -17,6 +17,7 @@ USAGE = """usage: rloo VERB [+recipe=NAME] [key=value ...]
 
 verbs:
   train        train a policy
+  sweep        train several configurations side by side, in turns: +recipe=NAME key=a,b
   sft          fine-tune a model on completions, before RLOO
   reward-model train a reward model on preferences
   vllm-serve   serve completions for a run from GPUs or a node of their own
@@ -245,6 +246,23 @@ def _training(section: str) -> Callable[[list[str]], int]:
     return verb
 
 
+def sweep(words: list[str]) -> int:
+    """`rloo sweep`: several configurations side by side; its commands for other terminals."""
+    from rloo_cli.tools import sweep
+
+    def jobs(given: list[str]) -> list[Any]:
+        found: list[Any] = []
+
+        def job(composed: Any, multirun: bool) -> int:
+            found.append(composed)
+            return 0
+
+        _hydra(["--multirun", *given], job)
+        return found
+
+    return sweep.run(words, jobs)
+
+
 def serve(words: list[str]) -> int:
     """`rloo vllm-serve`: a rollout server, until it is asked to end."""
     from rloo_cli import serve
@@ -254,6 +272,7 @@ def serve(words: list[str]) -> int:
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
+    "sweep": sweep,
     "sft": _training("sft"),
     "reward-model": _training("reward_model"),
     "vllm-serve": serve,

@@ -58,7 +58,7 @@ SAME_JOB = ("resume", "resume_allow_changes", "root", "logging", "checkpoint", "
 def train(composed: Composed, multirun: bool = False, dry_run: bool = False) -> int:
     """One experiment, from its composed config to its end; the exit code. Raises RunError."""
     faults.check()
-    run = config.check(_apart(composed) if multirun else composed)
+    run = config.check(apart(composed) if multirun else composed)
     if dry_run:
         machine.check(run, downloads=False)
         print(plan.text(run))
@@ -196,7 +196,7 @@ def _busy(folder: Path, pid: Any) -> Problem:
     return Problem(f"{folder} is being trained by process {pid}", "name", fix="name=OTHER")
 
 
-def _apart(composed: Composed) -> Composed:
+def apart(composed: Composed) -> Composed:
     """In a sweep, jobs with one name get a name each: the hash of their own overrides.
 
     What the recipe's own sweep goes over stands in it as it is, `compare-ppo-seed-3`: without

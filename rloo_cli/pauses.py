@@ -1,8 +1,12 @@
 """What happens between two steps: evaluation, checkpoints, and the question whether to go on."""
 
-from rloo_cli import checkpoint
+from typing import Any
+
+from rloo_cli import checkpoint, manifest, turns
 from rloo_cli.evaluate import evaluate
+from rloo_cli.files import read_json
 from rloo_cli.parts import Run
+from rloo_cli.policy import parked
 
 
 def pause(run: Run) -> bool:
@@ -17,8 +21,37 @@ def pause(run: Run) -> bool:
         with run.clock.phase("save"):
             checkpoint.save(run)
     run.world.check_stop()
+    if turns.taken() and not last:
+        _wait(run)
     return not last
 
 
 def _at(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
+
+
+def _wait(run: Run) -> None:
+    """Until it is this member's turn; what a run costs does not count what others take."""
+    judge = getattr(run.judge, "reward", None)
+    codes = [getattr(reward, "code", None) for reward in (*run.rewards, judge)]
+    scores: list[Any] = [getattr(code, "model", None) for code in codes]
+    models = [run.policy.model, *([run.reference.model] if run.reference is not None else [])]
+    models += [score.model for score in scores if hasattr(score, "by_class")]
+    moved: list[Any] = []
+
+    def away() -> None:
+        tensors = [*parked.of_models(models), *parked.of_optimizer(run.optimizer)]
+        moved.extend(parked.away(tensors))
+
+    hooks = turns.Hooks(lambda: _saved(run), away, lambda: parked.back(moved), run.world.check_stop)
+    run.clock.leave_out(turns.wait(run.state.step, hooks))
+
+
+def _saved(run: Run) -> str | None:
+    """A checkpoint of this very place, for a clone; None where there is none, or it failed."""
+    checkpoint.save(run)
+    if run.saved != run.place:
+        return None
+    own = run.folder / manifest.name(run.place)
+    came: str | None = read_json(run.folder / "run.json").get("came_from")
+    return str(own.absolute()) if own.is_dir() else came

@@ -86,7 +86,7 @@ def run(
                 env={**CALM, **os.environ, **start.env},
                 pass_fds=start.files,
                 start_new_session=True,  # a Ctrl-C reaches it once, from us
-                preexec_fn=_die_with_parent(),
+                preexec_fn=die_with_parent(),
             )
             children.append(child)
             for number, _ in list(heard):  # it came before this one was there
@@ -245,7 +245,7 @@ def _passing_signals_on(
             child.wait()
 
 
-def _die_with_parent() -> Callable[[], None] | None:
+def die_with_parent() -> Callable[[], None] | None:
     """For the child: be killed when the process that started us dies (Linux)."""
     if sys.platform != "linux":
         return None

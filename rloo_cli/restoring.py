@@ -13,6 +13,7 @@ from rloo_cli.checkpoint import REFERENCE, RNG, ROLLOUTS, VALUE
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.files import read_json
 from rloo_cli.parts import Run, State
+from rloo_cli.schema import TrainConfig
 from rloo_cli.updates import scalars_alone
 
 
@@ -26,6 +27,7 @@ def restore(run: Run, checkpoint: Path) -> None:
     try:
         run.state = State(**values["state"])
         run.optimizer.restore(Tensors(trainer), values["optimizer"])
+        _take_up(run.optimizer, run.config.train, values["config"]["train"])
         states = _states(run, checkpoint, values)
         if run.reference is not None and run.reference.moves:
             run.reference.restore(load_file(trainer / f"{REFERENCE}.safetensors"))
@@ -49,6 +51,31 @@ def restore(run: Run, checkpoint: Path) -> None:
             Problem(f"{checkpoint} cannot be restored", "resume", why, "an older checkpoint")
         ) from error
     run.saved = run.place
+
+
+def _take_up(optimizer: Any, now: TrainConfig, before: Mapping[str, Any]) -> None:
+    """What the config has otherwise than the checkpoint's run had (`before`, its section train)
+    holds from here on. Without this a changed learning rate would be recorded, and not used.
+    """
+    inner, schedule = optimizer.inner, optimizer.schedule
+    old = {"weight_decay": before.get("weight_decay"), **(before.get("optimizer_kwargs") or {})}
+    new = {"weight_decay": now.weight_decay, **now.optimizer_kwargs}
+    changed = {k: v for k, v in new.items() if old.get(k) != v}
+    for group in inner.param_groups:
+        group |= {k: tuple(v) if isinstance(v, list) else v for k, v in changed.items()}
+    keys = ("learning_rate", "lr_scheduler", "warmup_steps", "lr_scheduler_kwargs")
+    if all(before.get(key) == getattr(now, key) for key in keys):
+        return
+    shapes = getattr(schedule, "lr_lambdas", None)
+    for number, group in enumerate(inner.param_groups):
+        was, given = group["initial_lr"], before.get("learning_rate")
+        rate = now.learning_rate if was == given or not given else was * now.learning_rate / given
+        # A schedule of the user's own: what it made of the rate before.
+        share = shapes[number](schedule.last_epoch) if shapes else group["lr"] / was if was else 1.0
+        group |= {"initial_lr": rate, "lr": rate * share}
+        if hasattr(schedule, "base_lrs"):
+            schedule.base_lrs[number] = rate
+    schedule._last_lr = [group["lr"] for group in inner.param_groups]
 
 
 def _states(run: Run, checkpoint: Path, values: dict[str, Any]) -> rng.States:

@@ -24,7 +24,6 @@ SAME = ("reward", "model.path", "generation.max_completion_length")
 HELD_OUT = ("data.eval_split", "eval.sets", "eval.max_samples")
 BUDGET = ("max_steps", "total_episodes", "train.epochs", "train.prompts_per_step",
           "algorithm.num_generations")  # fmt: skip
-NO_KEY = {"no": "key"}  # not null, which is a value
 SHOWN = 3  # keys in a label
 Keys = dict[str, Any]
 
@@ -142,8 +141,8 @@ def _name(found: list[Configuration]) -> None:
 
 def _usual(key: str, one: Configuration, among: Sequence[Configuration]) -> bool:
     """Whether more than half of these have its value: it is then not worth a word."""
-    own = _text(one.keys.get(key, NO_KEY))
-    return 2 * sum(_text(other.keys.get(key, NO_KEY)) == own for other in among) > len(among)
+    own = _text(one.keys.get(key))
+    return 2 * sum(_text(other.keys.get(key)) == own for other in among) > len(among)
 
 
 def differing(found: Sequence[Configuration]) -> list[str]:
@@ -155,7 +154,7 @@ def differing(found: Sequence[Configuration]) -> list[str]:
     shared = [
         k for k in keys if not k.startswith("algorithm.") or all(k in one.keys for one in found)
     ]
-    differ = [k for k in shared if len({_text(one.keys.get(k, NO_KEY)) for one in found}) > 1]
+    differ = [k for k in shared if len({_text(one.keys.get(k)) for one in found}) > 1]
     return [k for k in differ if k != "algorithm.name"]
 
 
@@ -202,7 +201,8 @@ def warnings(found: Sequence[Configuration]) -> Iterator[str]:
     keys = [key for key in differing(found) if key in BUDGET]
     if keys:
         yield f"not the same budget: {', '.join(keys)} differ"
-    elsewhere = {one.label: sorted({str(r.facts.get("host")) for r in one.runs}) for one in found}
+    there = [one for one in found if one.runs]
+    elsewhere = {one.label: sorted({str(r.facts.get("host")) for r in one.runs}) for one in there}
     if len({tuple(hosts) for hosts in elsewhere.values()}) > 1:
         yield "not on the same machine: seconds and memory say little"
     seeds = sorted({seed for one in found for seed in one.seeds})

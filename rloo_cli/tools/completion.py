@@ -27,6 +27,7 @@ FISH = """complete -c rloo -f -a '(rloo completion query (commandline -opc)[2..]
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 VERBS = (
     "train",
+    "sweep",
     "sft",
     "reward-model",
     "vllm-serve",

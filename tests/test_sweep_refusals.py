@@ -1,0 +1,258 @@
+"""What a sweep refuses, before anything starts and while it runs; turns and rungs by themselves."""
+
+import contextlib
+import json
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from rloo_cli import cli, pids, turns
+from rloo_cli.clock import Clock
+from rloo_cli.errors import ConfigError, Stopped
+from rloo_cli.files import write_json
+from rloo_cli.side import book, fair, rules, rungs
+from rloo_cli.side.book import Book, Member, Rung
+from rloo_cli.side.fair import Turns
+from rloo_cli.side.table import Curve
+
+HOOKS = turns.Hooks(lambda: None, lambda: None, lambda: None, lambda: None)
+
+
+def refused(*words: str) -> str:
+    """What is said to `rloo sweep WORDS`, which is refused as a config is."""
+    with pytest.raises(ConfigError) as error:
+        cli.dispatch(["sweep", *words])
+    return error.value.render()
+
+
+# Turns and rungs by themselves.
+
+
+def test_a_share_is_kept_over_many_turns() -> None:
+    given = [Turns(1), Turns(2, share=3), Turns(3, share=2)]
+    for _ in range(60):
+        fair.next_ones(given, [1])[0].take()
+    assert [round(turns.had * turns.share) for turns in given] == [10, 30, 20]
+
+
+def test_members_are_spread_over_devices_and_each_has_its_own_room() -> None:
+    assert fair.places(3, 2) == [2, 1] and fair.places(1, 1) == [1]
+    given: list[Turns] = []
+    for number in range(4):
+        given.append(Turns(number, device=fair.spread(given, jobs=2, devices=8)))
+    assert [turns.device for turns in given] == [0, 1, 0, 1]
+    assert fair.spread([], jobs=4, devices=0) == 0
+    assert [turns.number for turns in fair.next_ones(given, [1, 0])] == [0]
+
+
+def test_one_that_was_let_in_has_its_chunk_before_the_others() -> None:
+    late = Turns(9, had=5.0, due=True)
+    assert fair.next_ones([Turns(1), late], [1]) == [late]
+    late.take()
+    assert late.had == 5.0 and not late.due
+
+
+def test_chunks_end_at_multiples_and_at_the_rung() -> None:
+    rung = Rung(2, 15)
+    assert [rungs.until(s, 10, rung) for s in (0, 3, 10, 15, 20)] == [10, 10, 15, 20, 30]
+    assert rungs.until(10, 10, None) == 20
+
+
+def test_a_worth_is_the_mean_of_the_last_chunk_and_an_unknown_one_is_the_worst() -> None:
+    rows = [{"step": step, "reward": float(step), "kl": 0.1} for step in range(1, 9)]
+    assert rungs.worth(rows, Rung(1, 6), 4) == 4.5
+    assert rungs.worth(rows, Rung(1, 6, "kl:min"), 4) == pytest.approx(-0.1)
+    assert rungs.worth(rows[:2], Rung(1, 6), 3) == 2.0  # logged seldom: the last there is
+    assert rungs.sorted_out({1: float("nan"), 2: 1.0, 3: 2.0, 4: 2.0}, Rung(2, 6)) == [2, 1]
+
+
+# What is refused.
+
+
+def test_each_rung_has_a_number_a_step_and_a_metric() -> None:
+    assert rules.asked([4, 2], [5, 9], [], []) == [Rung(4, 5), Rung(2, 9)]
+    assert rules.asked([4, 2], [5, 9], ["kl:min"], [Rung(4, 5, "kl:min", True)]) == [
+        Rung(4, 5, "kl:min", True), Rung(2, 9, "kl:min"),
+    ]  # fmt: skip
+    for keep, at, by in (([1], [], []), ([1], [2], ["kl", "reward"])):
+        with pytest.raises(ConfigError, match="each --keep has its --at"):
+            rules.asked(keep, at, by, [])
+
+
+def test_rungs_that_stop_nobody_come_too_late_or_in_the_wrong_order_are_refused() -> None:
+    def said(*found: Rung) -> list[str]:
+        return [problem.what for problem in rules.rungs(found, 4, [None, 8])]
+
+    assert not said(Rung(2, 3), Rung(1, 5))
+    assert said(Rung(4, 3)) == ["--keep 4 --at 3 stops nobody"]
+    assert said(Rung(2, 8)) == ["--keep 2 --at 8 is too late"]
+    assert said(Rung(3, 5), Rung(1, 5)) == ["--keep 1 --at 5 does not come later"]
+    assert said(Rung(2, 3, ":min")) == ["--by takes the name of a metric"]
+
+
+SMOKE = "+recipe=smoke"
+REFUSED = {
+    ("train.seed=1,2", "algorithm.beta=abc,0.1"): ["train.seed is not a key", "'abc'"],
+    ("generation=vllm_server",): ["generation.backend = vllm_server is not for a sweep"],
+    ("generation=vllm_colocate",): ["generation.backend = vllm_colocate"],
+    ("distributed=ddp",): ["a member of a sweep is one process"],
+    ("checkpoint.every=1,2",): ["two members would be the run smoke-", "name=a,b"],
+    ("root=a,b",): ["two members"],
+    ("seed=1,2", "--chunk", "0"): ["--chunk: invalid count value"],
+    ("seed=1,2", "hydra/launcher=joblib"): ["a sweep has no launcher"],
+    ("seed=1,2", "--cfg", "job"): ["--cfg is no flag of sweep"],
+    ("seed=1,2", "--chunks", "4"): ["--chunks"],
+}
+
+
+@pytest.mark.parametrize(("words", "said"), REFUSED.items(), ids=lambda v: " ".join(v)[:40])
+def test_a_sweep_that_cannot_be_is_refused_before_anything_starts(
+    words: tuple[str, ...], said: list[str], tmp_path: Path
+) -> None:
+    with contextlib.chdir(tmp_path):
+        text = refused(SMOKE, *words)
+    for part in said:
+        assert part in text
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_sweep_among_ranks_that_others_started_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "unset RANK WORLD_SIZE" in refused(SMOKE, "seed=1,2")
+
+
+@pytest.fixture
+def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Book:
+    """A sweep of two members that does not run: runs/s, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    words = [SMOKE, "seed=1,2"]
+    members = [Member(i, f"smoke-{i}a2b3c", [SMOKE, f"seed={i}"]) for i in (1, 2)]
+    made = Book(Path("runs/s"), words, str(tmp_path), members=members, state="stopped")
+    made.save()
+    return made
+
+
+def test_a_sweep_that_does_not_run_takes_no_orders_and_says_what_to_do(idle: Book) -> None:
+    assert "nothing: it does not train" in refused("stop", "s", "1")
+    assert "rloo sweep resume runs/s" in refused("promote", "runs/s", "1")
+    said = refused("clone", "s", "2", "seed=3")
+    assert "resume=runs/smoke-2a2b3c/checkpoint-STEP resume_allow_changes=true" in said
+    assert f"{SMOKE} seed=3 name=OTHER" in said
+    assert "rloo sweep stop s" in refused("stop", "t", "1")
+    assert "rloo sweep stop SWEEP MEMBER" in refused("stop", "s")
+    assert "key=value" in refused("clone", "s", "1")
+
+
+def test_a_member_is_named_by_number_name_or_a_piece_that_no_other_has(idle: Book) -> None:
+    names = [idle.find(word).number for word in ("2", "smoke-1a2b3c", "2a2b")]
+    assert names == [2, 1, 2]
+    assert "no member of runs/s" in refused("stop", "s", "3")
+    assert "more than one member" in refused("stop", "s", "smoke")
+
+
+def test_a_folder_that_is_another_sweep_or_none_is_not_taken(idle: Book) -> None:
+    said = refused(SMOKE, "seed=3,4", "--name", "s")
+    assert "runs/s is a sweep of other words" in said and "+recipe=smoke seed=1,2" in said
+    Path("runs/other").mkdir()
+    assert "it is not a sweep" in refused(SMOKE, "seed=3,4", "--name", "other")
+
+
+def test_a_sweep_that_runs_is_not_started_twice(idle: Book) -> None:
+    idle.state = "training"
+    idle.save()
+    assert book.running(idle.folder)
+    for words in ((SMOKE, "seed=1,2", "--name", "s"), ("resume", "s")):
+        assert f"is being run by process {os.getpid()}" in refused(*words)
+
+
+def test_a_member_whose_run_is_trained_by_somebody_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.dispatch(["sweep", SMOKE, "seed=1,2", "--dry-run"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    name = next(row[1] for row in rows if row[:1] == ["2"])
+    assert not [*tmp_path.iterdir()]
+    me = os.getpid()
+    facts = {"state": "training", "pid": me, "pid_started": pids.started(me)}
+    write_json(Path("runs", name, "run.json"), facts)
+    assert f"is being trained by process {me}" in refused(SMOKE, "seed=1,2")
+
+
+def test_a_place_that_is_none_in_a_sweep_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_member", [])
+    monkeypatch.setenv(turns.PLACE, "/nowhere/turns:1")
+    with pytest.raises(ConfigError, match="no place in a sweep"):
+        turns.wait(0, HOOKS)
+
+
+def test_a_member_whose_sweep_is_gone_saves_and_stops() -> None:
+    with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"{place}/turns")
+        listening.listen()
+        member = turns.Member(f"{place}/turns:1")
+        line = turns.Line(listening.accept()[0])
+        line.send(do="go", until=3)
+        assert member.wait(0, HOOKS) > 0.0 and member.wait(2, HOOKS) == 0.0
+        assert line.receive() == [{"member": 1, "step": 0}]
+        line.end.shutdown(socket.SHUT_WR)  # while it waits
+        with pytest.raises(Stopped, match="is gone"):
+            member.wait(3, HOOKS)
+        line.end.close()  # before
+        with pytest.raises(Stopped, match="is gone"):
+            member.wait(3, HOOKS)
+
+
+def test_a_member_does_as_it_is_told_while_it_waits() -> None:
+    done: list[str] = []
+    hooks = turns.Hooks(
+        lambda: "here", lambda: done.append("away"), lambda: done.append("back"), lambda: None
+    )
+    with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"{place}/turns")
+        listening.listen()
+        member = turns.Member(f"{place}/turns:2")
+        line = turns.Line(listening.accept()[0])
+        for order in ({"do": "save"}, {"do": "park"}, {"do": "go", "until": 5}):
+            line.send(**order)
+        member.wait(4, hooks)
+        assert done == ["away", "back"]
+        said = [{"step": 4}, {"saved": "here"}, {"parked": True}]
+        assert line.receive() == [{"member": 2, **values} for values in said]
+        line.send(do="stop", why="rloo sweep stop")
+        with pytest.raises(Stopped, match="stopped by rloo sweep stop"):
+            member.wait(5, hooks)
+
+
+def test_what_a_member_waits_is_not_counted_as_its_own() -> None:
+    clock = Clock()
+    clock.began -= 5.0
+    clock.step_began -= 5.0
+    clock.leave_out(4.0)
+    assert 1.0 <= clock.elapsed() < 4.0 and 1.0 <= clock.lap()["step_time"] < 4.0
+
+
+def test_a_curve_follows_a_file_that_is_cut_back_and_grows_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+
+    def lines(*steps: int) -> str:
+        rows = [{"step": 0, "eval_reward": 1.0}, *({"step": s, "step_time": 0.1} for s in steps)]
+        return "".join(json.dumps(row) + "\n" for row in rows)
+
+    curve = Curve(path)
+    assert curve.read() == []
+    path.write_text(lines(1, 2, 3) + '{"step": 4, "ste')
+    assert [row["step"] for row in curve.read()] == [1, 2, 3]
+    path.write_text(lines(1))
+    assert [row["step"] for row in curve.read()] == [1]
+    path.write_text(lines(1, 2, 3, 4))
+    curve.read()
+    path.write_text(lines(1, 2, 3).replace("0.1", "0.25") + lines(4, 5, 6))  # longer than before
+    curve.read()
+    assert [row["step"] for row in curve.read()] == [1, 2, 3, 4, 5, 6]
