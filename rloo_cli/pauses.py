@@ -35,7 +35,7 @@ def _wait(run: Run) -> None:
     judge = getattr(run.judge, "reward", None)
     codes = [getattr(reward, "code", None) for reward in (*run.rewards, judge)]
     scores: list[Any] = [getattr(code, "model", None) for code in codes]
-    models = [run.policy.model, *([run.reference.model] if run.reference is not None else [])]
+    models = [p.model for p in (run.policy, run.reference, run.critic) if p is not None]
     models += [score.model for score in scores if hasattr(score, "by_class")]
     moved: list[Any] = []
 
