@@ -36,6 +36,7 @@ import results
 HERE = Path(__file__).resolve().parents[1]
 DOCS, ROOT, RAW = HERE / "docs", Path("runs/compare"), Path(__file__).with_name("compare.jsonl")
 ALGORITHMS = ("rloo", "grpo", "reinforce", "reinforce_pp", "ppo")
+PASSES = {"rloo": 4, "ppo": 1}  # each with the other's number
 GIB = 2**30
 JUDGED = ("judge=tldr_mini", "data.eval_split=test", "eval.max_samples=500")
 JUDGED_1B = (  # as recipes/tldr_judge.yaml, of a run
@@ -109,6 +110,9 @@ def stages(name: str, given: argparse.Namespace) -> Iterator[list[Chain]]:
         yield [[Command(("train", "-m", f"+recipe={task.recipe}", *sweep, *words))]]
     jobs = [(algorithm, seed) for seed in seeds for algorithm in given.algorithms]
     yield [run(name, *job, words) for job in jobs]
+    if name == "quickstart":  # PPO makes four passes: what of it is that?
+        passes = [(a, s, n) for s in seeds for a, n in PASSES.items() if a in given.algorithms]
+        yield [run(name, a, s, (*words, f"algorithm.num_iterations={n}")) for a, s, n in passes]
 
 
 def models(task: Task, root: Path, seed: int) -> Chain:
