@@ -2,7 +2,7 @@
 
     python bench/compare.py                     all of it: quickstart, TL;DR in miniature, memory
     python bench/compare.py --jobs 2            so many runs side by side, with one thread each
-    python bench/compare.py --tasks quickstart  this task alone; tldr, memory, tldr_1b
+    python bench/compare.py --tasks quickstart  this task alone; tldr, seconds, memory, tldr_1b
     python bench/compare.py --seeds 1 2 --algorithms rloo ppo --words max_steps=10   a part of it
     python bench/compare.py --page              only write the page from what is there
     python bench/compare.py --dry-run           only print the commands
@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import results
@@ -82,7 +82,9 @@ TASKS = {
     "quickstart": Task(
         "compare", "Two-digit addition, the quickstart's task", (1, 2, 3, 4, 5),
         says="A tiny model that was warm-started on addition learns from exact match alone. The\n"
-        "held-out score is the share of 500 sums it gets right, greedily.",
+        "held-out score is the share of 500 sums it gets right, greedily. PPO goes over each\n"
+        "step's completions four times unless told otherwise, the others once: PPO with one pass\n"
+        "and RLOO with four tell what of it is that.",
     ),
     "tldr": Task(
         "compare_tldr", "TL;DR in miniature", (1, 2, 3), "eval_reward/tldr_mini_gold/mean",
@@ -206,8 +208,8 @@ def memory(rounds: int) -> None:
             for algorithm in ("rloo", "ppo"):
                 name = f"{algorithm}-{number}"
                 row = one_peak([f"algorithm={algorithm}", *words, f"name={name}"], folder / name)
-                row |= {"algorithm": algorithm, "began": began, "torch": torch.__version__,
-                        "machine": machine()}  # fmt: skip
+                row |= {"kind": "memory", "algorithm": algorithm, "began": began,
+                        "torch": torch.__version__, "machine": machine()}  # fmt: skip
                 results.append([row], RAW)
                 print(f"{name}: {row['process_bytes'] / GIB:.2f} GiB", flush=True)
     finally:
@@ -234,6 +236,26 @@ def one_peak(words: Sequence[str], folder: Path) -> results.Row:
             "step_s": step_s}  # fmt: skip
 
 
+def seconds(rounds: int) -> None:
+    """A dozen steps of the quickstart's task in turn; the median step, to bench/compare.jsonl."""
+    began = time.strftime("%Y-%m-%dT%H:%M:%S")
+    jobs = [(a, 4 if a == "ppo" else 1) for a in ALGORITHMS] + [*PASSES.items()]
+    with tempfile.TemporaryDirectory(prefix="rloo-compare-") as folder:
+        for number in range(rounds):
+            for algorithm, passes in jobs:
+                name = f"{algorithm}-{passes}-{number}"
+                words = ("train", "+recipe=compare", f"algorithm={algorithm}", f"name={name}",
+                         f"algorithm.num_iterations={passes}", f"root={folder}", "max_steps=12",
+                         "data.eval_split=null", "resume=never")  # fmt: skip
+                if failed := do([Command(words)], 0):
+                    raise SystemExit(failed[0])
+                lines = Path(folder, name, "metrics.jsonl").read_text().splitlines()
+                steps = [json.loads(line)["step_time"] for line in lines][2:]
+                row = {"kind": "seconds", "algorithm": algorithm, "passes": passes,
+                       "step_s": median(steps), "began": began, "machine": machine()}  # fmt: skip
+                results.append([row], RAW)
+
+
 # The page.
 
 
@@ -253,12 +275,13 @@ def page(names: Sequence[str]) -> str:
         "",
         "One task with one set of settings says who is ahead there, and not who is better: no",
         "learning rate was looked for, of anybody.",
-        f"All runs: {machine()}; seconds are those of a machine that did other runs too.",
+        f"All runs: {machine()}. Seconds in these two tables are of a machine that did other work",
+        "at the same time; the table of seconds further down is not.",
     ]
     for name in names:
         lines += section(name)
-    rows = results.read(RAW)
-    lines += in_memory([row for row in rows if row["began"] == rows[-1]["began"]])
+    lines += in_time(latest("seconds"))
+    lines += in_memory(latest("memory"))
     lines += [
         "",
         "## With Pythia 1B",
@@ -293,6 +316,32 @@ def share(path: Path) -> str:
     """A judge's win rate."""
     told = next(iter(json.loads(path.read_text())["sets"].values()))
     return f"{told['rate']:.1%}"
+
+
+def latest(kind: str) -> list[results.Row]:
+    """The rows of the last bench of a kind."""
+    rows = [row for row in results.read(RAW) if row["kind"] == kind] if RAW.is_file() else []
+    return [row for row in rows if row["began"] == rows[-1]["began"]]
+
+
+def in_time(rows: Sequence[results.Row]) -> list[str]:
+    """The table of seconds per step, in turn on a machine that did nothing else."""
+    if not rows:
+        return []
+    lines = [
+        "",
+        "## Seconds per step, in turn",
+        "",
+        "A dozen steps of the quickstart's task each, one after the other and again; the median of",
+        f"steps 3 to 12. {rows[-1]['machine']}; `python bench/compare.py --tasks seconds`.",
+        "",
+        "| algorithm | passes over a step's completions | seconds per step |",
+        "|---|---|---|",
+    ]
+    for job in dict.fromkeys((row["algorithm"], row["passes"]) for row in rows):
+        own = [row["step_s"] for row in rows if (row["algorithm"], row["passes"]) == job]
+        lines.append(f"| {job[0]} | {job[1]} | {', '.join(f'{s:.3f}' for s in own)} |")
+    return lines
 
 
 def in_memory(rows: Sequence[results.Row]) -> list[str]:
@@ -332,11 +381,14 @@ def machine() -> str:
     return f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}"
 
 
+MEASURED = {"seconds": seconds, "memory": memory}
+
+
 def main() -> None:
     """Do what is missing, then write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tasks", nargs="+", default=["quickstart", "tldr", "memory"],
-                        choices=[*TASKS, "memory"])  # fmt: skip
+    parser.add_argument("--tasks", nargs="+", default=["quickstart", "tldr", *MEASURED],
+                        choices=[*TASKS, *MEASURED])  # fmt: skip
     parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--algorithms", nargs="+", default=ALGORITHMS)
     parser.add_argument("--words", nargs="+", default=[], help="key=value for every training")
@@ -347,10 +399,10 @@ def main() -> None:
     given = parser.parse_args()
     failed: list[Any] = []
     for name in [] if given.page else given.tasks:
-        if name != "memory":
+        if name not in MEASURED:
             failed += work(name, given)
         elif not given.dry_run:
-            memory(given.rounds)
+            MEASURED[name](given.rounds)
     if given.dry_run:
         return
     (DOCS / "compare.md").write_text(page([*TASKS]), encoding="utf-8")
