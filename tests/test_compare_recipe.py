@@ -25,7 +25,7 @@ def jobs(monkeypatch):
 
     def job(composed, multirun, dry_run):
         assert multirun
-        found.append(str(launch._apart(composed).values["name"]))
+        found.append(str(launch.apart(composed).values["name"]))
         return 0
 
     def names(*words: str) -> list[str]:
@@ -69,7 +69,7 @@ def apart(*words: str, name: str = "compare") -> str:
     composed = compose.compose(["+recipe=quickstart"])
     values = composed.values | {"name": name}
     given = replace(composed, values=values, words=words, swept=SWEPT)
-    return str(launch._apart(given).values["name"])
+    return str(launch.apart(given).values["name"])
 
 
 def test_a_word_beside_the_sweeps_own_makes_another_run_of_it():

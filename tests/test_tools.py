@@ -228,19 +228,20 @@ def test_config_json_is_a_json_schema_that_takes_our_configs_and_recipes_and_no_
     beta = definitions[schema["properties"]["algorithm"]["$ref"].rpartition("/")[2]]
     assert beta["properties"]["beta"]["description"].startswith("Weight of KL")
 
-    of_backend = {}  # a backend has keys of its own
+    of_kind = {}  # a backend has keys of its own, and an algorithm
     for recipe in paths.recipe_files():
         values = config.dump(config.check(compose([f"+recipe={recipe}"])))
-        backend = values["generation"]["backend"]
-        if backend not in of_backend:
-            of_backend[backend] = json.loads(ask("config", "--json", f"generation={backend}"))
-        schema, definitions = of_backend[backend], of_backend[backend]["$defs"]
+        kind = (f"generation={values['generation']['backend']}",
+                f"algorithm={values['algorithm']['name']}")  # fmt: skip
+        if kind not in of_kind:
+            of_kind[kind] = json.loads(ask("config", "--json", *kind))
+        schema, definitions = of_kind[kind], of_kind[kind]["$defs"]
         assert valid(values, schema, definitions), recipe
         for key, wrong in (("seed", -1), ("max_steps", "two"), ("nonsense", 1), ("model", None)):
             assert not valid(values | {key: wrong}, schema, definitions), key
         recipe_itself = yaml.safe_load(paths.recipe_files()[recipe].read_text())
         assert valid(recipe_itself, schema, definitions), recipe
-        broken = values | {"algorithm": values["algorithm"] | {"num_generations": 1}}
+        broken = values | {"algorithm": values["algorithm"] | {"num_generations": 0}}
         assert not valid(broken, schema, definitions)
 
 

@@ -52,7 +52,13 @@ def schema(words: list[str]) -> dict[str, Any]:
         part = found["$defs"][named]
         part["additionalProperties"] = part["properties"].pop("NAME")
     found["properties"]["defaults"] = {"type": "array", "description": "Choices of groups"}
+    found["properties"]["hydra"] = _only("sweeper", _only("params", {"type": "object"}))
     return found
+
+
+def _only(name: str, inside: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a mapping with this one key: of Hydra a recipe may have its own sweep."""
+    return {"type": "object", "additionalProperties": False, "properties": {name: inside}}
 
 
 def explain(key: str, words: list[str]) -> str:
