@@ -4,14 +4,15 @@
 key, the file and line or the command line, what was found, and what would be right.
 """
 
+import copy
 import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import yaml
-from pydantic import ValidationError, create_model
+from pydantic import BaseModel, ValidationError, create_model
 
 from rloo_cli import complaints, judge_keys, registry, rules, stand_ins
 from rloo_cli.compose import Composed
@@ -186,11 +187,67 @@ def dump(run: RunConfig) -> dict[str, Any]:
     return run.model_dump(mode="json")
 
 
+def with_newer_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """The config of a run, with the keys that its version did not have yet: as before.
+
+    Raises KeyError where a section is missing that every version has written.
+    """
+    filled: dict[str, Any] = _filled(model_class(values), values)
+    return filled
+
+
+def _filled(model: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
+    values = dict(values)
+    for name, info in model.model_fields.items():
+        extra = info.json_schema_extra
+        if name not in values and isinstance(extra, dict) and "since" in extra:
+            values[name] = copy.deepcopy(extra["before"])
+        inside = values.get(name)
+        section = _section(info.annotation)
+        if section is not None and isinstance(inside, dict):
+            values[name] = _filled(section, inside)
+    return values
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, also one that may be null."""
+    parts = [annotation, *get_args(annotation)]
+    return next((p for p in parts if isinstance(p, type) and issubclass(p, BaseModel)), None)
+
+
+def as_first_written(values: dict[str, Any]) -> dict[str, Any]:
+    """A run's plain values as the first version would have written them, for hash and comparison:
+    without the keys that came later and say "as before", and with the defaults that were changed.
+    """
+    values = with_newer_keys(values)
+    return _as_first_written(model_class(values), values)
+
+
+def _as_first_written(model: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
+    kept = {}
+    for name, value in values.items():
+        info = model.model_fields.get(name)
+        extra = info.json_schema_extra if info is not None else None
+        extra = extra if isinstance(extra, dict) else {}
+        if "since" in extra and value == extra["before"]:
+            continue
+        if "default_was" in extra:
+            now, earlier = cast(list[Any], extra["default_was"])
+            value = earlier if value == now else value
+        section = _section(info.annotation) if info is not None else None
+        if section is not None and isinstance(value, dict):
+            value = _as_first_written(section, value)
+        kept[name] = value
+    return kept
+
+
 def read(path: Path) -> RunConfig:
-    """Load a config.yaml written by a run: safe YAML, no interpolation, the same check."""
+    """Load a config.yaml written by a run, also by an earlier version: safe YAML, no interpolation,
+    the same check.
+    """
     values = yaml.safe_load(path.read_text())
     try:
-        return build(values)
+        return build(with_newer_keys(values))
     except (ValidationError, KeyError) as error:
         raise ConfigError(
             Problem(f"{path} is not a config of this version", why=str(error))
@@ -199,7 +256,7 @@ def read(path: Path) -> RunConfig:
 
 def config_hash(run: RunConfig) -> str:
     """6 hex digits of what makes the experiment what it is; where it is kept is left out."""
-    values = dump(run)
+    values = as_first_written(dump(run))
     for key in FREE:
         section, _, leaf = key.partition(".")
         (values[section] if leaf else values).pop(leaf or section, None)

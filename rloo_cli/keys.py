@@ -11,9 +11,30 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def key(meaning: str, **limits: Any) -> Any:
-    """A key: its one line of meaning, and its limits (`ge`, `gt`, `le`, `lt`, `min_length`)."""
-    return Field(description=meaning, **limits)
+def key(
+    meaning: str,
+    *,
+    since: str | None = None,
+    before: Any = None,
+    default_was: tuple[Any, Any] | None = None,
+    **limits: Any,
+) -> Any:
+    """A key: its one line of meaning, and its limits (`ge`, `gt`, `le`, `lt`, `min_length`).
+
+    A key that came later names the version that brought it (`since="0.2"`) and the value that means
+    "as before" (`before=VALUE`). A config.yaml that an earlier version wrote is read with that
+    value, and a run's hash leaves the key out while it has it: an experiment keeps its name.
+
+    `default_was=(NOW, EARLIER)`: the default in conf/ was EARLIER and is NOW. The two count as one
+    value in a run's hash and where a resumed run's config is compared; only for a key whose effect
+    on the run is checked otherwise (what it does to the data is in the data's fingerprint).
+    """
+    extra: dict[str, Any] = {}
+    if since is not None:
+        extra |= {"since": since, "before": before}
+    if default_was is not None:
+        extra |= {"default_was": list(default_was)}
+    return Field(description=meaning, json_schema_extra=extra or None, **limits)
 
 
 Positive = Annotated[int, Field(ge=1)]

@@ -115,8 +115,11 @@ def _from_path(folder: Path, run: RunConfig, source: Path, attempt: int) -> Star
 
 
 def differences(before: dict[str, Any], run: RunConfig) -> dict[str, list[Any]]:
-    """Keys whose values differ: key -> [before, now]; where a run is kept is no difference."""
-    old, new = dict(complaints.walk(before)), dict(complaints.walk(config.dump(run)))
+    """Keys whose values differ: key -> [before, now]; where a run is kept is no difference, nor a
+    key that `before` did not have yet and that says "as before".
+    """
+    was, now = config.as_first_written(before), config.as_first_written(config.dump(run))
+    old, new = dict(complaints.walk(was)), dict(complaints.walk(now))
     leaves = [k for k in {**old, **new} if not isinstance(old.get(k, new.get(k)), dict)]
     ours = ("root", "name", "resume", "resume_allow_changes")
     return {

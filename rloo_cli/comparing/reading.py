@@ -1,6 +1,6 @@
 """The runs that are compared: finding their folders, and what each of them has written.
 
-Read as they lie there, whatever version wrote them: nothing is checked against a schema.
+Read as they lie there, whatever version wrote them: nothing is checked.
 """
 
 import json
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import curves, held_out, resume
+from rloo_cli import config, curves, held_out, resume
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.files import read_json
 from rloo_cli.tools import folders
@@ -120,19 +120,29 @@ def _is_run(folder: Path) -> bool:
 
 def read(folder: Path) -> Told:
     """Everything of one run. Raises ConfigError for a folder that cannot be read as one."""
-    config = resume.written(folder)
-    if config is None or not {"seed", "algorithm", "train"} <= set(config):
+    values = resume.written(folder)
+    if values is None or not {"seed", "algorithm", "train"} <= set(values):
         raise ConfigError(Problem(f"{folder} is no run of training", str(folder / "config.yaml")))
     path = folder / "metrics.jsonl"
     rows = curves.read_rows(path) if path.is_file() else []
     return Told(
         folder,
         read_json(folder / "run.json"),
-        config,
+        _comparable(values),
         [row for row in rows if "step_time" in row],
         [row for row in rows if held_out.is_evaluation(row)],
         _verdicts(folder),
     )
+
+
+def _comparable(values: Row) -> Row:
+    """A config in the words of the first version, so that runs of two versions compare; as it lies
+    there where today's schema does not know what it chose (an algorithm's file that is gone).
+    """
+    try:
+        return config.as_first_written(values)
+    except (ConfigError, KeyError, TypeError):
+        return values
 
 
 def _verdicts(folder: Path) -> dict[str, Row]:

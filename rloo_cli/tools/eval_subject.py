@@ -4,6 +4,7 @@ RUN/config.yaml is read as data: safe YAML, nothing in it is resolved, the same 
 label of the results names the model and, where there are other words, their hash.
 """
 
+import contextlib
 import hashlib
 import math
 import re
@@ -67,6 +68,8 @@ def of_run(word: str, words: list[str]) -> Subject:
     checkpoint = _checkpoint(word)
     folder = checkpoint.parent
     values = _read(folder / "config.yaml")
+    with contextlib.suppress(KeyError, TypeError):  # sections are missing: the check below says so
+        values = config.with_newer_keys(values)
     if isinstance(values.get("model"), dict):
         values["model"] = _model(values["model"], checkpoint)
     values |= {"resume": "never"} if "resume" in values else {}

@@ -76,7 +76,9 @@ def _done(place: Path, settings: RunConfig, section: str) -> bool:
         return False
     written = place / "training" / "config.yaml"
     before = yaml.safe_load(written.read_text()) if written.is_file() else None
-    now = config.dump(settings)
+    if isinstance(before, dict):
+        before = config.as_first_written(before)
+    now = config.as_first_written(config.dump(settings))
     parts = ("seed", "model", "data", section)
     if isinstance(before, dict) and all(before.get(p) == now[p] for p in parts):
         return True
