@@ -1,4 +1,4 @@
-"""`rloo train` with its worker forked from a process that is ready: for tests that need many."""
+"""`rloo` with its worker forked from a process that is ready: for tests that need many."""
 
 import contextlib
 import io
@@ -32,9 +32,9 @@ class Forked:
         armed = {"RLOO_FAULTS": faults, "RLOO_ALLOW_FAULTS": "1"} | (env or {})
 
         def run(module: str, words: list[str], *looked_after: object) -> int:
-            assert module == "worker"
             out = str(self.folder / "out")
             job = {
+                "module": module,
                 "words": words,
                 "cwd": str(self.folder),
                 "env": armed,

@@ -1,7 +1,7 @@
 """Runs workers as children of a process that has imported torch already: a second less each.
 
-Reads one JSON line per run on its stdin ({"words", "cwd", "env", "out", "ranks"}), forks as many
-ranks, and answers with a line that has the exit code (-N: killed by signal N) of the one that ended
+Reads one JSON line per run on its stdin ({"module", "words", "cwd", "env", "out", "ranks"}), forks
+as many ranks, and answers with a line that has the exit code (-N: killed by signal N) of the one that ended
 first of those that did not end with 0. It has no thread but its own.
 """
 
@@ -12,19 +12,21 @@ import sys
 
 import torch
 
-from rloo_cli import worker
+from rloo_cli import evaluator, trainer, worker
+
+MODULES = {"worker": worker, "evaluator": evaluator, "trainer": trainer}
 
 
 def child(job: dict, rank: dict) -> None:  # type: ignore[type-arg]
-    """Be that worker."""
+    """Be that process."""
     out = os.open(job["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.chdir(job["cwd"])
     os.environ.update(job["env"])
     os.environ.update({k: str(v) for k, v in rank.items()})
-    sys.argv = ["worker", *job["words"]]
-    worker.main()
+    sys.argv = [job["module"], *job["words"]]
+    MODULES[job["module"]].main()
 
 
 def main() -> None:

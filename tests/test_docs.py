@@ -240,3 +240,13 @@ def test_a_row_of_the_loss_types_has_the_numbers_of_its_vector(name: str) -> Non
     case, (_, at_old, at_new) = VECTORS["LOSS-GRPO"][name], named_rows()[name]
     assert float(at_old) == pytest.approx(case["at_old"], abs=1e-6)
     assert float(at_new) == pytest.approx(case["at_new"], abs=1e-6)
+
+
+def test_the_readme_has_every_recipe_algorithm_verb_and_page() -> None:
+    readme = PAGES["README.md"].read_text()
+    recipes = readme.partition("## Recipes")[2].partition("\n## ")[0]
+    assert not [name for name in paths.recipe_files() if f"`{name}`" not in recipes]
+    algorithms = {p.stem for p in (paths.CONF / "algorithm").glob("*.yaml")}
+    assert not [name for name in algorithms if f"`{name}`" not in readme]
+    assert not [verb for verb in cli.VERBS if f"rloo {verb}" not in readme]
+    assert not [page for page in PAGES if page != "README.md" and page not in readme]
