@@ -5,7 +5,7 @@ pydantic's errors into ours, `placed` turns a key into a file and line.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -98,13 +98,44 @@ def _beyond(values: dict[str, Any]) -> Iterator[Problem]:
 
 def _missing(values: dict[str, Any]) -> Iterator[Problem]:
     for key, value in walk(values):
-        if value == "???":
+        if value == "???" and (meant := _misspelt(key, values)):
+            said = _clipped(meant[1]) if isinstance(meant[1], dict | list) else meant[1]
+            why = f"{key}, which it is near, has no value and no default"
+            yield Problem(f"{meant[0]} is not a key", meant[0], why, f"{key}={said}")
+        elif value == "???":
             yield Problem(
                 f"{key} has no value",
                 key,
                 "it has no default",
                 f"{key}=VALUE, or a recipe that has it: +recipe=quickstart",
             )
+
+
+def _misspelt(missing: str, values: dict[str, Any]) -> tuple[str, Any] | None:
+    """The unknown key, and its value, that was meant to be this one, which has none."""
+    section, _, leaf = missing.rpartition(".")
+    inside: Any = values
+    for part in section.split("."):
+        inside = inside[part] if isinstance(inside, dict) else {}
+    known = set(_fields_of(section, inside)) | {leaf}
+    near = {f"{section}.{k}": v for k, v in inside.items() if k not in known}
+    for name, value in values.items():
+        if name not in (*RunConfig.model_fields, "reward_defaults"):
+            near |= {k: v for k, v in walk({name: value}) if not isinstance(v, dict)}
+    return next(((k, v) for k, v in near.items() if nearest(k, [missing])), None)
+
+
+def _fields_of(section: str, inside: dict[str, Any]) -> Iterable[str]:
+    """The keys that this section has, where that is known by its name or its type."""
+    top, _, rest = section.partition(".")
+    kind = inside.get("type")
+    if top == "reward" and kind in registry.names("rewards"):
+        found: Iterable[str] = registry.config_class("rewards", kind).model_fields
+        return found
+    info = RunConfig.model_fields.get(top)
+    of = info.annotation if info is not None and not rest else None
+    known = isinstance(of, type) and issubclass(of, BaseModel)
+    return of.model_fields if known else inside  # type: ignore[union-attr]
 
 
 def _unregistered(values: dict[str, Any]) -> Iterator[Problem]:
