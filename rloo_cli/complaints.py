@@ -5,18 +5,20 @@ pydantic's errors into ours, `placed` turns a key into a file and line.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from rloo_cli import judge_keys, redact, registry
 from rloo_cli.errors import Problem
-from rloo_cli.names import nearest, old_name
+from rloo_cli.names import Old, nearest, old_name
 from rloo_cli.schema import RunConfig
 from rloo_cli.sources import Sources
 
 LARGEST = 2**63 - 1
+# Sections that are null until a choice of their group is made.
+OPTIONAL = {"model.lora": "lora=default", "model.quantization": "quantization=4bit"}
 PICKS = {"algorithm": ("algorithms", "name"), "generation": ("generation", "backend")}
 
 
@@ -96,13 +98,44 @@ def _beyond(values: dict[str, Any]) -> Iterator[Problem]:
 
 def _missing(values: dict[str, Any]) -> Iterator[Problem]:
     for key, value in walk(values):
-        if value == "???":
+        if value == "???" and (meant := _misspelt(key, values)):
+            said = _clipped(meant[1]) if isinstance(meant[1], dict | list) else meant[1]
+            why = f"{key}, which it is near, has no value and no default"
+            yield Problem(f"{meant[0]} is not a key", meant[0], why, f"{key}={said}")
+        elif value == "???":
             yield Problem(
                 f"{key} has no value",
                 key,
                 "it has no default",
                 f"{key}=VALUE, or a recipe that has it: +recipe=quickstart",
             )
+
+
+def _misspelt(missing: str, values: dict[str, Any]) -> tuple[str, Any] | None:
+    """The unknown key, and its value, that was meant to be this one, which has none."""
+    section, _, leaf = missing.rpartition(".")
+    inside: Any = values
+    for part in section.split("."):
+        inside = inside[part] if isinstance(inside, dict) else {}
+    known = set(_fields_of(section, inside)) | {leaf}
+    near = {f"{section}.{k}": v for k, v in inside.items() if k not in known}
+    for name, value in values.items():
+        if name not in (*RunConfig.model_fields, "reward_defaults"):
+            near |= {k: v for k, v in walk({name: value}) if not isinstance(v, dict)}
+    return next(((k, v) for k, v in near.items() if nearest(k, [missing])), None)
+
+
+def _fields_of(section: str, inside: dict[str, Any]) -> Iterable[str]:
+    """The keys that this section has, where that is known by its name or its type."""
+    top, _, rest = section.partition(".")
+    kind = inside.get("type")
+    if top == "reward" and kind in registry.names("rewards"):
+        found: Iterable[str] = registry.config_class("rewards", kind).model_fields
+        return found
+    info = RunConfig.model_fields.get(top)
+    of = info.annotation if info is not None and not rest else None
+    known = isinstance(of, type) and issubclass(of, BaseModel)
+    return of.model_fields if known else inside  # type: ignore[union-attr]
 
 
 def _unregistered(values: dict[str, Any]) -> Iterator[Problem]:
@@ -170,6 +203,13 @@ def of_types(
             found[key] = unknown_key(key, known)
         elif item["type"] == "missing":
             found[key] = Problem(f"{key} has no value", key, "it has no default", f"{key}=VALUE")
+            section = next((s for s in OPTIONAL if key.startswith(f"{s}.")), None)
+            if section is not None:  # `model.lora.r=8` alone: all the others have no value
+                found.pop(key)
+                why = f"some of {section} is set, and {OPTIONAL[section]} gives the rest its values"
+                what = f"{section} is not whole"
+                where = next(k for k, _ in walk(values) if k.startswith(f"{section}."))
+                found[section] = Problem(what, where, why, OPTIONAL[section])
         else:
             before = found[key].why.partition(", got")[0] + "; or " if key in found else ""
             said = item["msg"].replace("Input should be", "should be").replace("Value error, ", "")
@@ -199,17 +239,12 @@ def unknown_key(key: str, known: dict[str, str]) -> Problem:
         whole = key.replace(".", ": {") + ": VALUE" + "}" * key.count(".")
         return Problem(f"{key} is not a key of a file", key, "a file nests its sections", whole)
     why = f'the schema has no such key under "{section}"' if section else "there is no such key"
+    if choice := choice_with(key):
+        fix = f"{choice}, or leave {key} out"
+        return Problem(f"{key} is not a key", key, f"only {choice} has it", fix, "rloo config")
     old = old_name(key)
-    if old is not None:
-        today = old.new or "nothing in rloo"
-        fix = f"write {old.new} instead" if old.new else f"leave {key} out"
-        return Problem(
-            f"{key} is not a key",
-            key,
-            f"{old.source} calls it so; here it is {today}. {old.note}".rstrip(),
-            fix,
-            more=f"rloo config explain {old.new}" if old.new in known else "rloo config",
-        )
+    if old is not None and old.new != key:
+        return _of_another_trainer(key, old, known)
     leaves = [k for k in known if not any(other.startswith(f"{k}.") for other in known)]
     close = nearest(key, leaves)
     fix = f"did you mean {' or '.join(close)}?" if close else ""
@@ -219,6 +254,33 @@ def unknown_key(key: str, known: dict[str, str]) -> Problem:
     return Problem(
         f"{key} is not a key", key, why, fix, f"rloo config explain {(close or [key])[0]}"
     )
+
+
+def choice_with(key: str) -> str:
+    """`algorithm=ppo` for a key that only this choice of its group has; "" where every choice has
+    the key, or none.
+    """
+    section, _, rest = key.partition(".")
+    if section not in PICKS:
+        return ""
+    room, _ = PICKS[section]
+    names = registry.names(room)
+    having = [n for n in names if rest in known_keys(registry.config_class(room, n))]
+    return " or ".join(f"{section}={n}" for n in having) if len(having) < len(names) else ""
+
+
+def _of_another_trainer(key: str, old: Old, known: dict[str, str]) -> Problem:
+    """What to say of a key as another trainer spelt it: today's name, or that there is none."""
+    what, note = f"{key} is not a key", f": {old.note}" if old.note else ""
+    if old.new is None:
+        why = f"{old.source} calls it so; there is nothing for it in rloo yet{note}"
+        return Problem(what, key, why, f"leave {key} out", "rloo config")
+    optional = next((c for s, c in OPTIONAL.items() if old.new.startswith(f"{s}.")), "")
+    choice = optional or ("" if old.new in known else choice_with(old.new))
+    fix = old.fix or f"write {old.new} instead" + (f", with {choice}" if choice else "")
+    more = f"rloo config explain {old.new}" if old.new in known else "rloo config"
+    why = f"{old.source} calls it so; here it is {old.new}{note}"
+    return Problem(what, key, why, fix.replace("<name>", "NAME"), more)
 
 
 def _key(loc: tuple[int | str, ...], values: Any, kind: str) -> str:

@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from rloo_cli import group_keys, paths, redact
+from rloo_cli import group_keys, mistakes, paths, redact
 from rloo_cli.complaints import walk
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.names import nearest
@@ -51,9 +51,14 @@ def rewrite(words: Iterable[str], config_dirs: Sequence[Path] = ()) -> list[str]
     groups = paths.group_choices(list(config_dirs))
     problems: list[Problem] = []
     done: list[tuple[int, str]] = []
-    for word in words:
+    words = list(words)
+    for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
         try:
-            done.append(_rewrite_one(word, groups))
+            if mistakes.is_flags_value(before, word):  # that was said with its flag
+                _refuse_secrets(word, word)
+                continue
+            value = after if mistakes.is_flags_value(word, after) else None
+            done.append(_rewrite_one(word, groups, value))
         except ConfigError as error:
             problems += error.problems
     recipes = [word for order, word in done if order == 0]
@@ -75,15 +80,19 @@ def rewrite(words: Iterable[str], config_dirs: Sequence[Path] = ()) -> list[str]
     return words
 
 
-def _rewrite_one(word: str, groups: dict[str, dict[str, Path]]) -> tuple[int, str]:
+def _rewrite_one(
+    word: str, groups: dict[str, dict[str, Path]], after: str | None = None
+) -> tuple[int, str]:
+    """A word -> its rank in the order and as Hydra takes it; `after` is the value of a flag."""
     name, equals, value = word.partition("=")
     bare = name.lstrip("+~")
     where = f"{COMMAND_LINE}: {word}"
     _refuse_secrets(name.lstrip("+~-"), word)
-    if name.startswith("--"):
-        fix = word.lstrip("-") if equals else f"{word.lstrip('-')}=VALUE"
-        why = "keys are set without dashes"
-        raise ConfigError(Problem(f"{name} is not a flag of rloo", where, why, fix if bare else ""))
+    if name.startswith("-"):
+        fix = mistakes.fix_of_flag(name, value if equals else after, groups["recipe"])
+        why = "" if fix.startswith(("-", "+")) else "keys are set without dashes"
+        where += f" {after}" if after is not None else ""
+        raise ConfigError(Problem(f"{name} is not a flag of rloo", where, why, fix))
     if (bare == "hydra" or bare.startswith(("hydra.", "hydra/"))) and (
         not SWEEPS.fullmatch(bare) or name.startswith("~") or "_target_" in word
     ):
@@ -93,7 +102,8 @@ def _rewrite_one(word: str, groups: dict[str, dict[str, Path]]) -> tuple[int, st
     if name.startswith("~") and bare:
         return 1, word
     if not equals or not bare or "@" in bare:
-        fix = f"{word}=VALUE" if bare and not equals else "key=VALUE"
+        plain = bare and not equals
+        fix = mistakes.fix_of_bare_word(word, groups["recipe"]) if plain else "key=VALUE"
         raise ConfigError(Problem(f"{word!r} is not key=value", where, fix=fix))
     if bare.startswith("hydra/"):
         return 1, f"{bare}={value}"
@@ -115,7 +125,7 @@ def _rewrite_choice(
     value = "[]" if value in ("", "null") else value
     for choice in [] if "$" in value else re.split(r"[,\[\]\s]+", value):
         if choice and choice not in groups[group]:
-            raise ConfigError(unknown_choice(group, choice, groups[group], where))
+            raise ConfigError(unknown_choice(group, choice, groups[group], where, value))
     order = 2 if group == "debug" else 1
     return order, f"{'+' if group in APPENDED else ''}{group}={value}"
 

@@ -3,6 +3,7 @@
 `old_name` answers the names of other trainers with today's key and what to mind when moving a
 value (TRL changed its RLOO names once, in 0.22); `nearest` guesses at spelling. The table is the
 one `rloo migrate` works from. `<name>` in a key stands for a name of the user's own.
+Every key of the table is one of today's schema; tests/test_names.py walks it.
 """
 
 from collections.abc import Iterable
@@ -19,8 +20,9 @@ class Old:
 
     names: tuple[str, ...]
     source: str  # which tool, which versions
-    new: str | None  # today's key; None = there is none, the note says why
+    new: str | None  # today's key; None = rloo has nothing for it (yet), the note says what else
     note: str = ""  # conversion or correction, one line
+    fix: str = ""  # what to write, where that is not `new` with another value: a group's choice
 
 
 def old_name(key: str) -> Old | None:
@@ -51,7 +53,7 @@ def _alike(a: str, b: str) -> float:
     return SequenceMatcher(None, a.lower(), b.lower(), autojunk=False).ratio()
 
 
-# source -> one line per row: old names | today's key (- = none) | note
+# source -> one line per row: old names | today's key (- = none) | note, or "fix: what to write"
 _TABLE = {
     "TRL <=0.21": """
 rloo_k | algorithm.num_generations | completions per prompt; its default was 2
@@ -67,7 +69,7 @@ missing_eos_penalty | algorithm.missing_eos_penalty | 0.11-0.21: {mode: subtract
 non_eos_penalty, penalty_reward_value | algorithm.missing_eos_penalty | {mode: replace, value: -1}
 total_episodes | total_episodes | it stands at the top; TRL >=0.22 has max_steps, in updates
 local_rollout_forward_batch_size | train.no_grad_batch_size | a matter of memory only
-num_sample_generations | eval.samples_every | max(1, steps // n)
+num_sample_generations | logging.samples_every | max(1, steps // n)
 stop_token | generation.stop_token_ids | not needed: every EOS id ends a completion
 stop_token_id | generation.stop_token_ids | [id], beside every EOS id
 token_level_kl | algorithm.kl_credit | did nothing in old RLOO (the same sum); to_go is a real one
@@ -95,7 +97,8 @@ reward_clip_range | algorithm.reward_clip_range | [low, high]; <=0.21: x, only w
 mask_truncated_completions | algorithm.mask_truncated_completions | drop is advised over true
 steps_per_generation | algorithm.num_minibatches | divide it by gradient_accumulation_steps
 generation_batch_size | train.prompts_per_step | divide it by num_generations
-reward_funcs, reward_model, reward_model_name_or_path | reward.<name> | give type and path
+reward_funcs | reward.<name> | fix: reward=function reward.function.path=file.py:name
+reward_model, reward_model_name_or_path | reward.<name>.path | with type: model
 reward_weights | reward.<name>.weight | each reward has its own weight
 reward_processing_classes | reward.<name>.tokenizer |
 max_completion_length | generation.max_completion_length | its default was 256, later 512
@@ -106,11 +109,10 @@ top_k | generation.top_k | 0 = off
 min_p | generation.min_p |
 repetition_penalty | generation.repetition_penalty |
 chat_template_kwargs | generation.chat_template_kwargs |
-generation_kwargs | generation.extra |
-cache_implementation | generation.transformers.cache_implementation |
-ds3_gather_for_generation | generation.transformers.gather_for_generation |
-use_vllm | generation | a group: generation=vllm_server or generation=vllm_colocate
-vllm_mode | generation | a group: generation=vllm_server or generation=vllm_colocate
+generation_kwargs | generation | fix: generation.KEY=VALUE for each of its entries
+cache_implementation | - | the transformers backend has a cache of its own
+ds3_gather_for_generation | - | with zero3 each rank samples with a whole copy of the weights
+use_vllm, vllm_mode | generation | fix: generation=vllm_server or generation=vllm_colocate
 vllm_server_base_url | generation.server.base_url |
 vllm_server_host, vllm_server_port | generation.server.base_url | http://HOST:PORT
 vllm_server_timeout | generation.server.ready_timeout_s |
@@ -120,7 +122,8 @@ vllm_tensor_parallel_size | generation.colocate.tensor_parallel_size |
 vllm_max_model_length, vllm_max_model_len | generation.colocate.max_model_len |
 vllm_enable_sleep_mode, sleep_level | generation.colocate.sleep | none, kv or weights
 vllm_model_impl | generation.colocate.model_impl |
-vllm_structured_outputs_regex, vllm_guided_decoding_regex | generation.structured_regex |
+vllm_structured_outputs_regex, vllm_guided_decoding_regex | - | a completion may have any \
+form; reward=regex scores the form
 vllm_importance_sampling_correction, vllm_importance_sampling_mode | algorithm.correction.mode |
 vllm_importance_sampling_cap, vllm_importance_sampling_clip_max | algorithm.correction.cap |
 vllm_importance_sampling_clip_min | algorithm.correction.floor |
@@ -134,21 +137,19 @@ num_generations_eval | eval.num_generations |
 off_policy_mask_threshold | algorithm.off_policy_threshold |
 use_bias_correction_kl | algorithm.kl_ratio_weighted |
 cast_lm_head_to_fp32 | model.lm_head_fp32 |
-top_entropy_quantile | algorithm.top_entropy_quantile |
-router_aux_loss_coef | algorithm.router_aux_loss_coef |
+top_entropy_quantile | - | every token of a completion is trained on
+router_aux_loss_coef | - | a router has no loss of its own here
 log_completions, num_completions_to_print | logging.samples | how many are printed
 disable_dropout | model.disable_dropout |
 shuffle_dataset, dataset_shuffle | data.shuffle |
-model_init_kwargs | model.dtype | its entries are keys of model
-tools | agent.tools |
-rollout_func, multi_turn_scheduler | agent.rollout |
-environment_factory | agent.environment |
-max_tool_calling_iterations, max_turns | agent.max_turns |
+model_init_kwargs | model | fix: model.KEY=VALUE for each of its entries
+tools, rollout_func, multi_turn_scheduler, environment_factory | - | a completion is one answer
+max_tool_calling_iterations, max_turns | - | a completion is one answer
 """,
     "ms-swift": """
 model | model.path | model is a section here; ms-swift reads ModelScope unless use_hf is true
 ref_model | model.ref_path | null = a frozen copy of model.path
-advantage_estimator, rlhf_type | algorithm | a group: algorithm=rloo
+advantage_estimator, rlhf_type | algorithm | fix: algorithm=rloo
 kl_in_reward | algorithm.kl_in | true = reward, false = loss
 overlong_filter | algorithm.mask_truncated_completions | drop is advised over true
 dynamic_sample | algorithm.zero_std_groups | true = resample
@@ -159,19 +160,19 @@ rollout_importance_sampling_mode | algorithm.correction.mode | token_mask = leve
 rollout_importance_sampling_threshold | algorithm.correction.cap | its default was 2.0
 external_plugins | reward.<name>.path | type: function, path: plugin.py:name
 dataset | data.path | path:subset#n = path, name and max_samples
-val_dataset | eval.sets |
+val_dataset | eval.sets | fix: eval.sets.NAME={path: PATH, split: SPLIT}
 max_length | data.max_prompt_length | it meant the prompt in GRPO
 truncation_strategy | data.overlong | delete = filter, left = truncate_left
 system | data.system |
 stop_words | generation.stop |
 attn_impl | model.attn_implementation |
-train_type, tuner_type | model.lora | its default was lora
+train_type, tuner_type | model.lora | fix: lora=default, for its default, lora
 lora_rank, lora_r | model.lora.r |
 lora_alpha | model.lora.alpha |
 lora_dropout | model.lora.dropout |
 target_modules, lora_target_modules | model.lora.target_modules |
-offload_optimizer | generation.colocate.offload_optimizer |
-offload_model | generation.colocate.offload_model |
+offload_optimizer, offload_model | - | nothing of the trainer is moved while vLLM samples; \
+generation.colocate.sleep lets go of vLLM's memory while the trainer trains
 split_dataset_ratio | data.eval_split | name a split instead
 use_hf, load_from_cache_file, padding_free, add_version, async_generate | - | no counterpart
 """,
@@ -200,7 +201,7 @@ eval_on_start | eval.at_start |
 per_device_eval_batch_size | eval.batch_size | completions made at once
 output_dir | root | runs are written under root/name
 run_name | name |
-report_to | logging.trackers |
+report_to | - | metrics.jsonl and curves.png are always written, and nothing is sent anywhere
 seed | seed | it stands at the top
 data_seed | seed | there is one seed
 bf16, fp16, dtype, torch_dtype | model.dtype | bfloat16, float16, float32 or auto
@@ -216,7 +217,7 @@ weights by zero3 or fsdp2; generation.server.tensor_parallel_size is the sampler
 lora_modules_to_save | model.lora.modules_to_save |
 use_rslora | model.lora.use_rslora |
 use_dora | model.lora.use_dora |
-torch_compile | train.compile |
+torch_compile | - | the model runs as it is
 resume_from_checkpoint | resume |
 model_name_or_path | model.path |
 model_revision | model.revision |
@@ -227,8 +228,8 @@ dataset_config, dataset_config_name | data.name |
 dataset_train_split | data.split |
 dataset_test_split | data.eval_split |
 dataset_streaming | data.streaming |
-use_peft, lora_task_type | model.lora |
-load_in_4bit, load_in_8bit | model.quantization |
+use_peft, lora_task_type | model.lora | fix: lora=default
+load_in_4bit, load_in_8bit | model.quantization | fix: quantization=4bit or quantization=8bit
 push_to_hub, hub_model_id, hub_token, hub_strategy | - | a separate step, never part of a run
 use_liger_kernel, remove_unused_columns, pad_to_multiple_of | - | no counterpart
 gradient_checkpointing_kwargs, tf32, ddp_find_unused_parameters | - | no counterpart
@@ -245,7 +246,8 @@ def _parse() -> tuple[Old, ...]:
         for line in text.strip().splitlines():
             names, new, note = (part.strip() for part in line.split("|"))
             key = None if new == "-" else new
-            rows.append(Old(tuple(names.split(", ")), source, key, note))
+            fix = note.removeprefix("fix: ") if note.startswith("fix: ") else ""
+            rows.append(Old(tuple(names.split(", ")), source, key, "" if fix else note, fix))
     return tuple(rows)
 
 

@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rloo_cli import paths
+from rloo_cli import mistakes, paths
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.names import nearest
 from rloo_cli.sources import broken, readable
@@ -67,14 +67,19 @@ def register_file(path: Path, where: str, groups: Groups) -> str:
     return name
 
 
-def unknown_choice(group: str, choice: str, known: Iterable[str], where: str) -> Problem:
-    """What to say of `group=choice` where the group has no such choice."""
+def unknown_choice(
+    group: str, choice: str, known: Iterable[str], where: str, value: str = ""
+) -> Problem:
+    """What to say of `group=choice`, or of `group=value` with it, where the group has it not."""
     close = nearest(choice, known)
+    near = f"{'+' if group in APPENDED else ''}{group}={close[0]}" if close else ""
+    if not near and group in ("model", "data"):
+        near = f"{group}.path={choice}, for a name on the hub or a folder"
     return Problem(
         f"{group}={choice}: there is no {group} {choice!r}",
         where,
         f"{group} is one of: {', '.join(sorted(known))}",
-        f"{'+' if group in APPENDED else ''}{group}={close[0]}" if close else "",
+        mistakes.fix_of_choice(group, choice, value or choice) or near,
         more="rloo recipes" if group == "recipe" else "rloo config",
     )
 

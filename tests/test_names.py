@@ -1,10 +1,36 @@
 """The names of other trainers, and misspelt ones."""
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 
-from rloo_cli import names, registry, schema
+import rloo_cli
+from rloo_cli import complaints, config, names, registry
+from rloo_cli.tools.config import _all_keys, fields
 from rloo_cli.tools.migrate import SWIFT_REWARDS, TRL_REWARDS
 from rloo_cli.tools.migrate_recipe import ours
+
+PACKAGE = Path(rloo_cli.__file__).parent
+# A dotted key in a sentence: not a part of a path, an address, a file's name or a call.
+DOTTED = re.compile(r"(?<![\w./])[a-z][a-z_0-9]*(?:\.[a-z][a-z_0-9]*)+(?![\w(/*]|\.\w)")
+
+NO_KEYS = ("py", "json", "safetensors", "generate")  # train.py, transformers' model.generate
+
+
+def _keys_in(text: str, known: dict[str, str]) -> list[str]:
+    """What in a text looks like a key of a section."""
+    sections = {key.partition(".")[0] for key in known if "." in key}
+    found = [key for key in DOTTED.findall(text) if key.partition(".")[0] in sections]
+    return [key for key in found if key.rpartition(".")[2] not in NO_KEYS]
+
+
+def _is_named(key: str, known: dict[str, str]) -> bool:
+    """Whether a key, with any name of the user's own in it, is one of these."""
+    section, _, rest = key.partition(".")
+    own = {f"reward.<name>.{rest.partition('.')[2]}", f"reward.<name>.{rest}"}
+    return key in known or (section == "reward" and bool(own & set(known)))
 
 
 def test_every_old_name_has_one_row():
@@ -12,21 +38,52 @@ def test_every_old_name_has_one_row():
     assert len(listed) == len(set(listed)) > 200
 
 
-def test_every_key_of_the_table_has_a_section_of_the_schema_or_of_the_plan():
-    planned = {"checkpoint", "agent", "resume"}  # not in this version
-    for row in names.ROWS:
-        section = (row.new or "seed").partition(".")[0]
-        assert section in {*schema.RunConfig.model_fields, *planned}, row
+@pytest.fixture(scope="module")
+def known() -> dict[str, str]:
+    """Every key that some choice of algorithm, backend, judge and rewards has; NAME is a user's."""
+    found: dict[str, str] = {}
+    words = [f"algorithm={name}" for name in registry.names("algorithms")]
+    words += [f"generation={name}" for name in registry.names("generation")]
+    for word in [*words, "judge=openai", "judge=reward_model", "judge=rule"]:
+        found |= dict.fromkeys(fields(_all_keys([word])[1]), "")
+    for name in registry.names("rewards"):
+        keys = complaints.known_keys(registry.config_class("rewards", name))
+        found |= {f"reward.<name>.{key}": "" for key in keys}
+    return found | {"reward.<name>": ""}
 
 
-def test_rows_for_keys_of_the_algorithm_name_real_ones():
-    later = ["loss_type", "off_policy_threshold", "top_entropy_quantile", "router_aux_loss_coef"]
-    later += ["whiten_rewards", "gamma", "lam", "vf_coef", "epsilon_value"]  # PPO's and GRPO's
+def test_every_row_of_the_table_leads_to_a_key_of_today_or_says_that_there_is_none(known):
+    assert {row.new for row in names.ROWS if row.new is not None} <= set(known)
     for row in names.ROWS:
-        section, _, key = (row.new or "").partition(".")
-        if section == "algorithm" and key and key not in later:
-            top = key.partition(".")[0]
-            assert f"algorithm.{top}" in ours(), row
+        assert row.new or row.note, f"{row.names}: there is nothing for it, and no word on why"
+        for key in _keys_in(f"{row.note} {row.fix}", known):
+            assert _is_named(key, known), f"{row.names}: {key} is not a key"
+
+
+def test_no_answer_to_an_old_name_is_that_name_or_a_key_that_the_run_has_not(known):
+    plain = complaints.known_keys(config.model_class(_all_keys([])[0].values))
+    for row in names.ROWS:
+        section = (row.new or "train").rpartition(".")[0]
+        for name in row.names:
+            for key in {name, f"{section}.{name}".lstrip("."), f"train.{name}"} - set(plain):
+                said = complaints.unknown_key(key, plain)
+                assert key not in said.fix.replace(f"leave {key} out", "").split(), said
+                if row.new is None:
+                    assert "there is nothing for it in rloo yet" in said.why
+                    assert said.fix == f"leave {key} out"
+                elif row.new not in plain and "<" not in row.new:
+                    assert "=" in said.fix, f"{said.fix}: which choice has {row.new}?"
+
+
+def test_every_key_that_the_package_names_in_a_message_is_a_key(known):
+    unknown = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                keys = _keys_in(node.value, known)
+                wrong = [key for key in keys if not _is_named(key, known)]
+                unknown += [f"{path.name}:{node.lineno}: {key}" for key in wrong]
+    assert not unknown, "\n".join(unknown)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from refusal_cases import MINE, Answer, Case, ask, is_clean, recipe, train
+from refusal_cases import MINE, SMOKE, Answer, Case, ask, is_clean, recipe, train
 from transformers import SchedulerType
 
 from rloo_cli import made, rules
@@ -287,6 +287,50 @@ DIRS = {
     "a shipped name": ("own/model/tiny.yaml", "path: x\n", "'tiny' is taken"),
     "a shipped recipe's name": ("own/recipes/smoke.yaml", "seed: 1\n", "'smoke' is taken"),
 }
+# Words that somebody writes on the first day, what else is in the folder, and what they are told.
+FIRST: dict[str, tuple[list[str], str]] = {
+    "a recipe's file as it is": (["my.yaml"], "+recipe=my.yaml"),
+    "a recipe's name as it is": (["quickstart"], "+recipe=quickstart"),
+    "a flag for it": (["--config", "my.yaml"], "+recipe=my.yaml"),
+    "a flag for it with =": (["--config=my.yaml"], "+recipe=my.yaml"),
+    "a flag for a recipe of ours": (["--recipe", "smoke"], "+recipe=smoke"),
+    "a recipe's file without its end": (["+recipe=my"], "+recipe=my.yaml"),
+    "a flag with _": ([SMOKE, "--dry_run"], "--dry-run"),
+    "a flag with one dash": ([SMOKE, "-dry-run"], "--dry-run"),
+    "another trainer's flag": ([SMOKE, "--learning_rate", "1e-6"], "train.learning_rate=1e-6"),
+    "a key as a flag": ([SMOKE, "--algorithm.beta=0.1"], "algorithm.beta=0.1"),
+    "a model of the hub": ([SMOKE, "model=org/name"], "model.path=org/name"),
+    "one without /": ([SMOKE, "model=gpt2"], "model.path=gpt2, for a name on the hub or a folder"),
+    "a near model": ([SMOKE, "model=tny"], "model=tiny"),
+    "data of the hub": ([SMOKE, "data=org/name"], "data.path=org/name"),
+    "data in a file": ([SMOKE, "data=rows.jsonl"], "data.path=rows.jsonl"),
+    "a reward in a file": (
+        [SMOKE, "reward=my.py:f"], "reward=function reward.function.path=my.py:f"
+    ),
+    "a reward in a file among others": (
+        [SMOKE, "reward=[accuracy,my.py:f]"],
+        "reward=[accuracy,function] reward.function.path=my.py:f",
+    ),
+    "a reward model": ([SMOKE, "reward=org/rm"], "reward=model reward.model.path=org/rm"),
+    "an algorithm in a file": ([SMOKE, "algorithm=my.py"], "algorithm.name=my.py"),
+    "a key of an adapter alone": ([SMOKE, "model.lora.r=8"], "lora=default"),
+    "PPO's key without PPO": (
+        [SMOKE, "algorithm.vf_coef=0.1"], "algorithm=ppo, or leave algorithm.vf_coef out"
+    ),
+    "what there is nothing for": ([SMOKE, "report_to=wandb"], "leave report_to out"),
+}  # fmt: skip
+MISSPELT = {  # a key without which nothing runs: its misspelling is named, not what it lacks
+    "on the command line": train("model=default", "model.pth=x", says=["fix      model.path=x"]),
+    "at the top": train("model=default", "model_path=x", says=["model_path is not a key"]),
+    "in a section that is none": train("model=default", "modle.path=x", says=["modle.path is not"]),
+    "in a recipe": recipe(
+        MINE.replace("model: tiny", "model: default") + "model:\n  pth: x\n",
+        "model.pth is not a key", "my.yaml:7", "fix      model.path=x",
+    ),
+    "of a reward": train(
+        "reward=function", "reward.function.pth=my.py:f", says=["reward.function.path=my.py:f"]
+    ),
+}  # fmt: skip
 CASES = SCORECARD | {f"word: {name}": train(word, says=[said], files={"afile": ""})
                      for name, (word, said) in WORDS.items()}  # fmt: skip
 CASES |= {f"recipe: {name}": case for name, case in RECIPES.items()}
@@ -298,6 +342,11 @@ CASES |= {
     f"config-dir: {name}": train("--config-dir=own", "model=a", files={path: text}, says=[said])
     for name, (path, text, said) in DIRS.items()
 }
+CASES |= {
+    f"first: {name}": Case(["train", *words], [f"  fix      {fix}\n"], files={"my.yaml": MINE})
+    for name, (words, fix) in FIRST.items()
+}
+CASES |= {f"misspelt: {name}": case for name, case in MISSPELT.items()}
 CASES |= {
     "config-dir: not there": train("--config-dir", "nowhere", says=["nowhere is not a folder"]),
     "config-dir: a reward's list": train(
@@ -316,6 +365,14 @@ def test_it_is_refused_cleanly_with_a_reason(name: str, answers: dict[str, Answe
     case, answer = CASES[name], answers[name]
     says = [part.replace("HERE", answer.folder) for part in case.says]
     is_clean(Case(case.words, says, case.code), answer)
+
+
+@pytest.mark.parametrize("name", [f"misspelt: {name}" for name in MISSPELT])
+def test_a_misspelt_key_that_nothing_runs_without_is_one_story(
+    name: str, answers: dict[str, Answer]
+) -> None:
+    assert answers[name].err.count("error: ") == 1
+    assert " has no value\n  where" not in answers[name].err
 
 
 @pytest.mark.parametrize("name", SCORECARD)

@@ -15,7 +15,7 @@ SPOKEN_FOR = {
     "model": "model.path",
     "tokenizer": "model.tokenizer",
     "revision": "model.revision",
-    "dtype": "generation.dtype of the section",
+    "dtype": "generation.*.dtype",
     "seed": "seed",
     "trust_remote_code": "model.trust_remote_code",
     "host": "generation.server.host",

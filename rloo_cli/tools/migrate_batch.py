@@ -251,9 +251,11 @@ def schedule(recipe: Recipe, dialect: Dialect, size: Sizes, steps: int | None) -
     if shown := number(recipe, "num_sample_generations"):
         said = recipe.said("num_sample_generations")
         if steps and shown > 0:
-            recipe.put("eval.samples_every", max(1, int(steps // shown)), f"{steps} steps; {said}")
+            recipe.put(
+                "logging.samples_every", max(1, int(steps // shown)), f"{steps} steps; {said}"
+            )
         else:
-            recipe.dropped.append(f"{said}: set eval.samples_every, in steps")
+            recipe.dropped.append(f"{said}: set logging.samples_every, in steps")
 
 
 def _never(recipe: Recipe) -> bool:
