@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from rloo_cli import checkpoint, manifest, restoring, resume, rewind
+from rloo_cli import checkpoint, manifest, paths, restoring, resume, rewind
 from rloo_cli.errors import DataError, Problem
 from rloo_cli.files import update_json, write_text
 from rloo_cli.parts import Run
@@ -21,7 +21,8 @@ def begin(run: Run, start: Start) -> None:
     run.renames = run.world.first(lambda: _folder(run, start))
     if start.checkpoint is not None:
         run.world.each(lambda: restoring.restore(run, Path(str(start.checkpoint))))
-        run.log.note(f"goes on from {start.checkpoint}, step {run.state.step} of {run.steps}")
+        came = paths.shown(start.checkpoint)
+        run.log.note(f"goes on from {came}, step {run.state.step} of {run.steps}")
     if run.world.is_main:
         run.ledger.open(run.prompts, run.config, run.state.place, run.state.step)
 

@@ -1,14 +1,21 @@
 """Writing files so that a reader never sees half of one, and a crash leaves it as it was."""
 
+import contextlib
+import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file, or none: temporary name, fsync, rename."""
+    """Write a whole file, or none: temporary name, fsync, rename. Its folder is made.
+
+    Raises FileNotFoundError below a folder that is `held` and gone: it is not made again.
+    """
+    check_present(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -33,7 +40,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def update_json(path: Path, **values: Any) -> None:
-    """Add keys to a JSON file."""
+    """Add keys to a JSON file that is there. Raises FileNotFoundError where it is not."""
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     write_json(path, read_json(path) | values)
 
 
@@ -44,6 +53,39 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+_held: dict[Path, int] = {}  # a folder -> its inode
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """While inside, nothing makes this folder again once somebody has taken it away."""
+    handle = os.open(folder, os.O_RDONLY)  # open, so that no other folder gets its number
+    _held[folder] = os.fstat(handle).st_ino
+    try:
+        yield
+    finally:
+        _held.pop(folder, None)
+        with contextlib.suppress(OSError):  # a reward may close what is not its own
+            os.close(handle)
+
+
+def check_present(path: Path) -> None:
+    """Raises FileNotFoundError for a path below a folder that is `held` and gone."""
+    for folder in _held:
+        if path.is_relative_to(folder) and is_gone(folder):
+            raise FileNotFoundError(errno.ENOENT, "the folder is gone", str(folder))
+
+
+def is_gone(folder: Path) -> bool:
+    """Whether a folder that is `held` was removed or moved; another one of its name is not it."""
+    try:
+        return folder in _held and folder.stat().st_ino != _held[folder]
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:  # a network's file system that does not answer for a moment
+        return False
 
 
 def free_name(path: Path) -> Path:

@@ -35,6 +35,7 @@ from rloo_cli import (
     processes,
     rendezvous,
     resume,
+    run_folder,
     spread_rules,
     surroundings,
 )
@@ -89,6 +90,7 @@ def _placed(run: RunConfig, composed: Composed) -> tuple[Place, RunConfig]:
 def _lead(run: RunConfig, composed: Composed, place: Place, leader: Leader) -> int:
     """What rank 0's launcher does: make the folder, train, say how it ended; the exit code."""
     folder = Path(run.root, str(run.name))
+    run_folder.check_free(folder)
     _alone(folder)
     with contextlib.ExitStack() as held:
         if folder.exists():
@@ -97,7 +99,7 @@ def _lead(run: RunConfig, composed: Composed, place: Place, leader: Leader) -> i
         if start.done:
             print(start.done)
             return 0
-        before, new_root = read_json(folder / "run.json"), not folder.parent.exists()
+        before = leaving.remember(start)
         if not folder.exists():
             folder.mkdir(parents=True)
             held.enter_context(locked(folder))
@@ -107,10 +109,10 @@ def _lead(run: RunConfig, composed: Composed, place: Place, leader: Leader) -> i
             code = _train(start, run, place, leader, died)
         except RunError as error:
             if error.code in REFUSED and not _begun(start):
-                leaving.take_back(start, before, new_root)
+                leaving.take_back(start, before)
             raise
         if code in REFUSED and not _begun(start):
-            leaving.take_back(start, before, new_root)
+            leaving.take_back(start, before)
         else:
             leaving.say_end(start, code, _again(composed, run), died)
     return code
@@ -144,7 +146,10 @@ def _train(start: Start, run: RunConfig, place: Place, leader: Leader, died: lis
 
 
 def _begun(start: Start) -> bool:
-    """Whether this attempt came to train: its worker then wrote which checkpoint it is from."""
+    """Whether this attempt came to train: its worker then wrote which checkpoint it is from. A
+    folder that somebody took away meanwhile is nothing to take back either."""
+    if not (start.folder / "run.json").exists():
+        return True
     facts = read_json(start.folder / "run.json")
     return facts.get("began") == start.attempt
 
@@ -161,7 +166,7 @@ def begin(run: RunConfig) -> Start:
 
 def _alone(folder: Path) -> None:
     """Raises ConfigError when this folder's run is alive; ends a rank that lost its launcher."""
-    facts = read_json(folder / "run.json")
+    facts = run_folder.facts_of(folder)
     if facts.get("host", platform.node()) != platform.node():
         return
     if facts.get("state") in ("starting", "training") and pids.alive(facts):
@@ -231,13 +236,17 @@ def _again(composed: Composed, run: RunConfig) -> str:
 
 
 def prepare(start: Start, run: RunConfig, composed: Composed) -> None:
-    """Make the folder of an attempt: its config (what ranks read), environment, run.json."""
+    """Make the folder of an attempt: run.json, its config (what ranks read), environment.
+
+    run.json is the first: where this is cut short, it says whose folder it is.
+    """
     folder = start.folder
+    _write_facts(start, run, composed)
     given = resume.config_file(folder, start.attempt)
     given.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(config.dump(run), sort_keys=False)
     write_text(given, text)
-    if start.attempt == 1:
+    if not (folder / "config.yaml").exists():
         write_text(folder / "config.yaml", text)
     words = [w for w in _words(composed) if _key(w) != "resume"]
     write_text(folder / "overrides.txt", "".join(f"{w}\n" for w in words))
@@ -251,7 +260,11 @@ def prepare(start: Start, run: RunConfig, composed: Composed) -> None:
             versions[name] = metadata.version(name)
     machine_facts = {"python": platform.python_version(), "platform": platform.platform()}
     write_json(folder / "env.json", {**machine_facts, "cpus": os.cpu_count(), "packages": versions})
-    facts = read_json(folder / "run.json")
+
+
+def _write_facts(start: Start, run: RunConfig, composed: Composed) -> None:
+    folder = start.folder
+    facts = run_folder.facts_of(folder)
     changes = [{"attempt": start.attempt, **start.changes}] if start.changes else []
     write_json(
         folder / "run.json",

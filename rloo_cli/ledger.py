@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloo_cli.errors import DataError, Problem
+from rloo_cli.files import check_present
 
 if TYPE_CHECKING:
     from rloo_cli.prompts import Prompts
@@ -159,6 +160,7 @@ class Ledger:
 
     def _write(self, row: Row) -> None:
         self.seal = sealed(row, self.seal)
+        check_present(self.path)
         with self.path.open("ab") as file:
             file.write((json.dumps(row | {"check": self.seal}) + "\n").encode("ascii"))
 

@@ -15,7 +15,7 @@ from rloo_cli import measures, perf
 from rloo_cli.advice import Advisor
 from rloo_cli.display import KEPT, Display
 from rloo_cli.faults import fault
-from rloo_cli.files import write_text
+from rloo_cli.files import check_present, write_text
 from rloo_cli.rollout import Batch, Group
 from rloo_cli.updates import Updates
 
@@ -159,6 +159,7 @@ class Log:
             self.keep(row)
             return row
         fault("metrics")
+        check_present(self.folder)
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
         self.keep(row)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rloo_cli import held_out
+from rloo_cli import held_out, paths
 from rloo_cli.panel import before_after, clean, number
 from rloo_cli.parts import Run
 
@@ -46,7 +46,7 @@ def report(run: Run) -> None:
         console.print(table(last, list(run.sets)))
     for name in KEPT:
         if (run.folder / name).exists():
-            console.print(f"{name:<14} {run.folder / name}", highlight=False)
+            console.print(f"{name:<14} {paths.shown(run.folder / name)}", highlight=False)
 
 
 def table(row: Row, names: Sequence[str]) -> Table:

@@ -20,6 +20,25 @@ def cache() -> Path:
     return Path(os.environ.get("RLOO_CACHE") or Path(home, "rloo"))
 
 
+_given: dict[Path, Path] = {}  # what `settled` made absolute -> as it was given
+
+
+def settled(path: Path) -> Path:
+    """An absolute path, which stays what it is when code of a user's changes the current folder."""
+    whole = path.absolute()
+    if not path.is_absolute():
+        _given[whole] = path
+    return whole
+
+
+def shown(path: Path) -> Path:
+    """A path as the user wrote it, where it or a folder above it is one that was `settled`."""
+    for whole, given in _given.items():
+        if path.is_relative_to(whole):
+            return given / path.relative_to(whole)
+    return path
+
+
 def recipe_files() -> dict[str, Path]:
     """Name of every shipped recipe -> its file; `a/b` for recipes/a/b.yaml."""
     files = sorted(RECIPES.rglob("*.yaml"))

@@ -12,9 +12,8 @@ from typing import Any
 
 import yaml
 
-from rloo_cli import complaints, config, made, manifest, paths, server_file
+from rloo_cli import complaints, config, made, manifest, paths, run_folder
 from rloo_cli.errors import ConfigError, Problem
-from rloo_cli.files import read_json
 from rloo_cli.rules import model_facts
 from rloo_cli.schema import RunConfig
 
@@ -45,17 +44,18 @@ class Start:
 
 def plan(folder: Path, run: RunConfig) -> Start:
     """Decide where this attempt begins. Raises ConfigError (exit 2); changes nothing."""
-    facts = read_json(folder / "run.json")
+    run_folder.check_free(folder)
+    facts = run_folder.facts_of(folder)
     mode = run.resume
     if mode == "never" and int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0:
         mode = "auto"  # a requeued job
     attempt = int(facts.get("attempt", 0)) + 1
     if mode not in ("auto", "never"):
         return _from_path(folder, run, Path(mode).expanduser(), attempt)
-    if not folder.exists():
+    if not facts:
         return Start(folder)
-    if _hardly_begun(folder, facts):
-        return Start(folder)
+    if run_folder.nothing_trained(folder, facts):
+        return Start(folder, attempt, notes=_anew(folder, facts))
     before = written(folder)
     if before is None:
         raise ConfigError(_taken(folder, None, run))
@@ -63,8 +63,6 @@ def plan(folder: Path, run: RunConfig) -> Start:
     if facts.get("state") == "finished" and same and _same_length(before, run):
         why = f"{folder} is finished: nothing to do (name=... for another run of it)"
         return Start(folder, done=why)
-    if facts.get("fingerprint") is None and same:  # it ended before it began
-        return Start(folder, attempt)
     if mode == "never":
         raise ConfigError(_unfinished(folder, facts) if same else _taken(folder, before, run))
     checkpoint, passed = manifest.newest(folder)
@@ -72,7 +70,9 @@ def plan(folder: Path, run: RunConfig) -> Start:
         checkpoint = Path(facts["came_from"])
         if (wrong := manifest.problem(checkpoint)) is not None:
             raise ConfigError(Problem(f"{checkpoint} cannot be used", "resume", wrong))
-    if checkpoint is not None:
+    if checkpoint is None:
+        passed = _without_checkpoint(folder, facts, passed)
+    else:
         before = manifest.state(checkpoint)["config"]
     changes = differences(before, run)
     _refuse(changes, run)
@@ -84,12 +84,35 @@ def plan(folder: Path, run: RunConfig) -> Start:
     return Start(folder, attempt, checkpoint, notes=passed, changes=changes)
 
 
-def _hardly_begun(folder: Path, facts: dict[str, Any]) -> bool:
-    """Whether a launcher was killed while it made this folder: run.json is what it writes last."""
-    first = {"logs", "config.yaml", "overrides.txt", "env.json"}
-    first |= {p.name for p in server_file.places(folder)}
-    found = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
-    return not facts and found <= first
+def _anew(folder: Path, facts: dict[str, Any]) -> list[str]:
+    """What is said of a name that is free again; nothing where its run never began."""
+    if facts.get("began") is None:
+        return []
+    last = facts["began"]
+    return [
+        f"{folder}: attempt {last} ended before its first update, so this one begins anew;"
+        f" what it left is in logs/attempt_{last} and in files named *.attempt{last}.*"
+    ]
+
+
+def _without_checkpoint(folder: Path, facts: dict[str, Any], passed: list[str]) -> list[str]:
+    """What is said of a run that goes on and has no checkpoint yet: it begins anew.
+
+    Raises ConfigError where it had one: what was trained is not thrown away unasked.
+    """
+    saved = facts.get("checkpoint")
+    whole = [p for p in manifest.checkpoints(folder) if (p / manifest.FILE).exists()]
+    if saved is None and not whole:
+        return [*passed, f"{folder} has no checkpoint yet: it begins anew"]
+    lost = passed or [f"{saved}, the last one that was saved, is not there any more"]
+    raise ConfigError(
+        Problem(
+            f"{folder} cannot go on: none of its checkpoints is whole",
+            "resume",
+            "\n".join(lost),
+            f"put a whole one back; or begin anew: mv {folder} {folder}.old, then the same command",
+        )
+    )
 
 
 def _from_path(folder: Path, run: RunConfig, source: Path, attempt: int) -> Start:
@@ -109,9 +132,13 @@ def _from_path(folder: Path, run: RunConfig, source: Path, attempt: int) -> Star
     _same_size(source, run)
     changes = differences(before, run)
     _refuse(changes, run)
-    if folder.exists() and source.resolve().parent != folder.resolve():
+    facts = run_folder.facts_of(folder)
+    own = folder.exists() and source.resolve().parent == folder.resolve()
+    if not facts or own:
+        return Start(folder, attempt, source.absolute(), changes=changes)
+    if not run_folder.nothing_trained(folder, facts):
         raise ConfigError(_taken(folder, written(folder), run))
-    return Start(folder, attempt, source.absolute(), changes=changes)
+    return Start(folder, attempt, source.absolute(), notes=_anew(folder, facts), changes=changes)
 
 
 def differences(before: dict[str, Any], run: RunConfig) -> dict[str, list[Any]]:
@@ -206,7 +233,8 @@ def _taken(folder: Path, before: dict[str, Any] | None, run: RunConfig) -> Probl
     lines = [f"{k}: {old!r} -> {new!r}" for k, (old, new) in changes.items()]
     shown = "\n".join(["it is another config:", *lines[:10], *_more(lines)])
     choices = f"name=OTHER, or root=OTHER, or move it away: mv {folder} {folder}.old"
-    return Problem(f"{folder} exists", "name", shown if before else "it is not a run", choices)
+    unread = "it is a run whose config.yaml is missing or cannot be read"
+    return Problem(f"{folder} exists", "name", shown if before else unread, choices)
 
 
 def config_file(folder: Path, attempt: int) -> Path:

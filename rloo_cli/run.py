@@ -85,7 +85,7 @@ def plan(config: RunConfig, folder: Path) -> dict[str, Any]:
         "model": config.model.path,
         "algorithm": f"{a.name} K={a.num_generations} · P={config.train.prompts_per_step}{beta}",
         "max_steps": config.max_steps,
-        "folder": str(folder),
+        "folder": str(paths.shown(folder)),
         "recipe": read_json(folder / "run.json").get("recipe"),
     }
 

@@ -20,6 +20,7 @@ from rloo_cli import config, hub, machine, server_file, serving
 from rloo_cli.compose import Composed, compose
 from rloo_cli.errors import ConfigError, GenerationError, MachineError, Problem, RunError
 from rloo_cli.generation.vllm_server import LOOPBACK
+from rloo_cli.run_folder import SERVER_LOGS, check_free
 from rloo_cli.schema import RunConfig
 
 BACKEND = "generation=vllm_server"
@@ -38,6 +39,7 @@ def run(words: list[str]) -> int:
         raise ConfigError(Problem(what, "generation", why, "a recipe that leaves it open"))
     with hub.remembered(composed.words):
         folder = Path(settings.root, str(settings.name))
+        check_free(folder)
         _alone(folder)
         try:
             machine.check_server(settings)
@@ -45,13 +47,13 @@ def run(words: list[str]) -> int:
         except RunError as error:
             keys: Any = settings.generation
             if keys.server.num_nodes:  # the trainer on another node waits for this one
-                server_file.write_failure(folder, "vllm-serve", error, folder / serving.LOGS)
+                server_file.write_failure(folder, "vllm-serve", error, folder / SERVER_LOGS)
             raise
 
 
 def _serve(settings: RunConfig, composed: Composed) -> int:
     folder = Path(settings.root, str(settings.name))
-    made = [p for p in (folder, *folder.parents) if not p.exists()]
+    made = [p for p in (folder / SERVER_LOGS, *(folder / SERVER_LOGS).parents) if not p.exists()]
     keys: Any = settings.generation
     if keys.server.host not in LOOPBACK:
         what = "its weights can be replaced, and it can be asked, by whoever has the token"
@@ -115,9 +117,10 @@ def _leave_nothing(process: serving.Process, made: list[Path]) -> None:
     """After a refusal: take away its log, and the folders that were made for it."""
     logs = process.log.parent
     process.log.unlink(missing_ok=True)
-    if not [*logs.glob("server_*.log")]:
-        (logs / "config.yaml").unlink(missing_ok=True)
-    for folder in (logs, logs.parent, *made):
+    if logs in made and not [*logs.glob("*server_*.log")]:
+        for given in logs.glob("*config.yaml"):
+            given.unlink(missing_ok=True)
+    for folder in made:
         with contextlib.suppress(OSError):  # there is something in it
             folder.rmdir()
 

@@ -23,11 +23,11 @@ from rloo_cli import config, server_file
 from rloo_cli.errors import ConfigError, GenerationError, MachineError, Problem, RunError
 from rloo_cli.files import write_text
 from rloo_cli.processes import BOOT, CALM, kill
+from rloo_cli.run_folder import SERVER_LOGS
 from rloo_cli.schema import RunConfig
 from rloo_cli.server_file import Server
 from rloo_cli.vllm import family
 
-LOGS = Path("logs", "server")
 SCRATCH = "rloo-server-"  # how the names of its temporary folders begin
 ERROR = "error.json"  # in the scratch folder, by the server that could not start
 PATIENCE_S = 20.0  # from TERM to KILL
@@ -54,7 +54,7 @@ def start(folder: Path, run: RunConfig, by: str, env: Mapping[str, str] | None =
 
     The kernel ends the server when the thread that started it is gone. `by`: train, vllm-serve.
     """
-    logs = folder / LOGS
+    logs = folder / SERVER_LOGS
     logs.mkdir(parents=True, exist_ok=True)
     node = server_file.number()
     own = f"node_{node}_" if node > 1 else ""

@@ -11,7 +11,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,15 @@ from rloo_cli import (
     curves,
     export,
     faults,
+    files,
     footprint,
     outcome,
+    paths,
     quiet,
     redact,
     resume,
     rng,
+    run_folder,
     stop,
 )
 from rloo_cli.distributed.world import elsewhere, everywhere, is_lost, lost
@@ -78,6 +82,31 @@ def work(
     `functions`: rewards given as Python callables, by the name of their config entry. `start`:
     where it goes on.
     """
+    folder = paths.settled(folder)
+    start = start or Start(folder)
+    came = None if start.checkpoint is None else paths.settled(start.checkpoint)
+    with _present(folder):
+        return _work(settings, folder, functions, replace(start, folder=folder, checkpoint=came))
+
+
+@contextlib.contextmanager
+def _present(folder: Path) -> Iterator[None]:
+    """While inside, a failure because somebody took the run's folder away says so (exit 8)."""
+    with files.held(folder):
+        try:
+            yield
+        except Exception as error:
+            if files.is_gone(folder):
+                raise run_folder.of_removed(paths.shown(folder)) from error
+            raise
+
+
+def _work(
+    settings: RunConfig,
+    folder: Path,
+    functions: Mapping[str, Callable[..., Any]] | None,
+    start: Start,
+) -> Row:
     quiet.libraries()
     rng.seed(settings.seed)  # the same for all ranks: what is drawn to build a model is alike
     before = footprint.begin()
@@ -112,9 +141,16 @@ def work(
     finally:
         with contextlib.suppress(OSError):
             if run.world.is_main:
-                update_json(folder / "run.json", progress=run.state.dump())
+                _say_progress(run)
                 run.log.close()
         run.generator.close()
+
+
+def _say_progress(run: Run) -> None:
+    """How far it came; and that nothing was trained, where that is so: its name is then free."""
+    untouched = not run.state.updates and run.place <= (0, 0)
+    untrained = run.attempt if untouched else None
+    update_json(run.folder / "run.json", progress=run.state.dump(), untrained=untrained)
 
 
 def _rescue(run: Run, error: RunError) -> None:
@@ -131,7 +167,7 @@ def _rescue(run: Run, error: RunError) -> None:
         return
     if target is not None:
         after = f" {time.monotonic() - asked:.1f} s after the signal" if asked else ""
-        run.log.note(f"saved {target}{after}")
+        run.log.note(f"saved {paths.shown(target)}{after}")
 
 
 def _whole(run: Run, before: float) -> Row:
@@ -161,7 +197,7 @@ def _whole(run: Run, before: float) -> Row:
         "seconds": round(seconds, 2),
         "steps": run.state.step,
         "updates": run.state.updates,
-        "final": str(final),
+        "final": str(paths.shown(final)),
     }
     write_json(run.folder / "summary.json", summary)
     update_json(run.folder / "run.json", memory=footprint.compare(run, before))
@@ -172,7 +208,7 @@ def _whole(run: Run, before: float) -> Row:
 
 def main() -> None:
     """The process that `launch` starts. Exits with the code of what stopped it."""
-    folder, attempt, where = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    folder, attempt, where = paths.settled(Path(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
     facts, rank = folder / "run.json", int(os.environ.get("RANK", 0))
     given = resume.config_file(folder, attempt)
     logging.basicConfig(filename=given.parent / f"rank_{rank}.log", level=logging.INFO)
@@ -181,7 +217,7 @@ def main() -> None:
     code, state = 1, "failed"
     try:
         faults.check()
-        start = Start(folder, attempt, Path(where) if where else None)
+        start = Start(folder, attempt, paths.settled(Path(where)) if where else None)
         work(config.read(given), folder, start=start)
         code, state = 0, "finished"
     except RunError as error:
@@ -197,7 +233,8 @@ def main() -> None:
         print(f"error: this is a bug in rloo; the log is in {given.parent}", file=sys.stderr)
     finally:
         if rank == 0:
-            update_json(facts, state=state, code=code)
+            with contextlib.suppress(FileNotFoundError):  # the folder was taken away
+                update_json(facts, state=state, code=code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a reward thread that hangs must not keep the process
@@ -217,7 +254,7 @@ def _text(error: RunError) -> str:
 def _keep_detail(folder: Path, error: RunError) -> None:
     """What a reward error knows beyond its message: the call, its arguments, the trace."""
     detail = getattr(error, "detail", None)
-    if detail:
+    if detail and folder.is_dir():
         (folder / "debug").mkdir(exist_ok=True)
         text = json.dumps(detail, indent=2, default=str)
         (folder / "debug" / "reward_error.json").write_text(text)

@@ -1,15 +1,19 @@
 """Which runs go on, and from where: nothing left to do, older checkpoints, sweeps, requeues."""
 
+import contextlib
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from cli_cases import Rloo, surroundings
 from fork_cases import Forked, fork_server, forked
 from resume_cases import WORDS, copy, state, stopped
 
-from rloo_cli import manifest
+from rloo_cli import config, launch, manifest
+from rloo_cli.compose import compose
 from rloo_cli.files import read_json
+from rloo_cli.resume import Start
 
 __all__ = ["copy", "fork_server", "forked", "stopped"]  # fixtures
 
@@ -58,8 +62,17 @@ def test_a_launcher_that_was_killed_while_it_made_the_folder_is_no_obstacle(
     forked: Forked,
 ) -> None:
     run = forked.folder / "runs" / "smoke"
-    (run / "logs" / "attempt_1").mkdir(parents=True)
-    (run / "config.yaml").write_text("half: ")
+    run.mkdir(parents=True)
+    (run / ".run.json.77.tmp").write_text('{"half')
+    with (
+        contextlib.chdir(forked.folder),
+        mock.patch.object(launch, "write_text", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):  # run.json is there by then, and nothing else
+        composed = compose(list(WORDS[1:]))
+        launch.prepare(Start(run), config.check(composed), composed)
+    left = [p.name for p in run.iterdir() if p.is_file()]
+    assert sorted(left) == [".run.json.77.tmp", "run.json"]
     assert forked(*WORDS, "resume=auto") == 0, forked.said()
 
 

@@ -1,0 +1,301 @@
+"""The folder that a run takes: what was there before is never changed, and never taken away."""
+
+import json
+import os
+import random
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_cases import Rloo, rloo, rloo_without_torch
+from fork_cases import Forked, fork_server, forked
+from resume_cases import WORDS, copy, stopped
+
+from rloo_cli import manifest, run_folder
+from rloo_cli.files import read_json
+
+__all__ = ["copy", "fork_server", "forked", "rloo", "rloo_without_torch", "stopped"]  # fixtures
+
+RUN = ("train", "+recipe=smoke", "max_steps=1", "eval.at_start=false", "data.eval_split=null",
+       "logging.samples=0", "logging.samples_every=100")  # fmt: skip
+REFUSED = "data.path=bad.jsonl"
+RAISES = ("reward=function", "reward.function.path=bad.py:score")
+# What a user may have in a folder, much of it by names that a run of ours uses too.
+FILES = [
+    ".env", ".git/HEAD", ".hidden/deep/er", "notes.txt", "config.yaml", "overrides.txt", "env.json",
+    "run.json", "server.json", "server_2.json", "logs/old.log", "logs/server/server_1.log",
+    "logs/server/config.yaml", "logs/attempt_1/config.yaml", "logs/attempt_1/rank_0.log",
+    "metrics.jsonl", "samples/step_000001.jsonl", "final/model.safetensors", "latest",
+    "checkpoint-1/MANIFEST.json", "checkpoint-7/mine", ".tmp-final-a1/file",
+    ".trash-checkpoint-1-a1/file", "debug/reward_error.json", "adapter/file",
+]  # fmt: skip
+FOLDERS = ["logs", "samples", ".git", "final", "empty/inner", "checkpoint-2", "debug", "adapter"]
+TEXTS = ("", "mine\n", "{}", "[]", "null", '{"state": "finished"}', '{"attempt": 1, "state": 5}')
+
+
+def wreckage(root: Path) -> None:
+    """What makes a run be refused, and what makes one fail."""
+    (root / "bad.jsonl").write_text('{"prompt": null}\n')
+    (root / "bad.py").write_text("def score(completions):\n    raise ValueError('no')\n")
+
+
+def fill(folder: Path, outside: Path, draw: random.Random) -> None:
+    """Put anything into a folder: files, folders, links to things in and outside of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in draw.sample(FILES, draw.choice([0, 1, 1, 2, 5])):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(draw.choice(TEXTS))
+        path.chmod(draw.choice([0o644, 0o600, 0o400]))
+        os.utime(path, (1e9, 1e9 + draw.randrange(10**6)))
+    for name in draw.sample(FOLDERS, draw.choice([0, 0, 1, 2])):
+        if not (folder / name).exists():
+            (folder / name).mkdir(parents=True)
+    targets = [outside / "file", outside / "folder", outside / "nowhere", folder]
+    for name in draw.sample([*FOLDERS, *FILES], draw.choice([0, 0, 1, 2])):
+        path = folder / name
+        if path.parent.is_dir() and not path.exists() and not path.is_symlink():
+            path.symlink_to(draw.choice(targets))
+
+
+def seen(root: Path) -> dict[str, Any]:
+    """Every file, folder and link below a folder: what it holds, its mode, when it was changed."""
+    found: dict[str, Any] = {}
+    for path in sorted(root.rglob("*")):
+        facts = path.lstat()
+        if path.is_symlink():
+            found[str(path)] = ("link", os.readlink(path), facts.st_mtime_ns)
+        elif path.is_dir():
+            found[str(path)] = ("folder", facts.st_mode)
+        else:
+            held = path.read_bytes() if facts.st_mode & stat.S_IRUSR else b""
+            found[str(path)] = ("file", facts.st_mode, facts.st_mtime_ns, held)
+    return found
+
+
+# How a run is aimed at the folder `mine`, which somebody has filled.
+AIMS = {
+    "at it": ("root=.", "name=mine"),
+    "at it by its path": ("root=elsewhere/..", "name=./mine"),
+    "at the one above": ("root=.", "name=."),
+    "below it": ("root=mine", "name=new"),
+    "far below it": ("root=mine/a", "name=b/c"),
+    "beside it": ("root=.", "name=other"),
+    "through a link": ("root=.", "name=link"),
+}
+ENDS = {
+    "refused": ((REFUSED,), ""),
+    "fails": (RAISES, ""),
+    "killed": ((), "gen.request@1=kill9"),
+    "killed later": ((), "ckpt.rename@1=kill9"),
+    "finishes": ((), ""),
+}
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_nothing_that_was_there_before_a_run_is_changed_or_gone(part: int, forked: Forked) -> None:
+    for seed in range(8 * part, 8 * part + 8):
+        draw, root = random.Random(seed), forked.folder / str(seed)
+        outside = root / "outside"
+        (outside / "folder").mkdir(parents=True)
+        (outside / "file").write_text("theirs")
+        (outside / "folder" / "inside").write_text("theirs")
+        (root / "elsewhere").mkdir()
+        fill(root / "mine", outside, draw)
+        (root / "link").symlink_to(root / "mine")
+        wreckage(root)
+        before = seen(root)
+        aim, end = draw.choice([*AIMS]), draw.choice([*ENDS])
+        words, faults = ENDS[end]
+        code = Forked(forked.server, root)(*RUN, *AIMS[aim], *words, faults=faults)
+        said, after = (root / "out").read_text(), seen(root)
+        changed = [p for p, facts in before.items() if after.get(p) != facts]
+        assert not changed, (seed, aim, end, code, said)
+        assert "Traceback" not in said.replace("bad.py", "") or end == "fails", (seed, said)
+        if code in (2, 4):
+            assert {*after} - {*before} == {str(root / "out")}, (seed, aim, end, said)
+
+
+# What is refused, and what is not.
+
+MINE = ({".env": "SECRET=1"}, {"logs/old.log": "old"}, {".git/HEAD": "ref", "logs/x": ""},
+        {"config.yaml": "mine: 1"}, {"server.json": "{}"}, {"run.json": "{}"},
+        {"run.json": "not json"}, {"logs/server/server_1.log": "mine"},
+        {"logs/server/config.yaml": "a: 1"})  # fmt: skip
+
+
+def test_a_folder_that_is_no_run_of_ours_is_refused_whatever_it_holds(tmp_path: Path) -> None:
+    for number, files in enumerate(MINE):
+        folder = tmp_path / str(number)
+        for name, text in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        assert "it is not a run" in (run_folder.foreign(folder) or ""), files
+    (tmp_path / "empty").mkdir()
+    assert run_folder.foreign(tmp_path / "empty") is None
+    (tmp_path / "logs").mkdir()
+    assert run_folder.foreign(tmp_path) is not None
+
+
+def test_a_server_waits_in_no_folder_of_somebody_else(rloo_without_torch: Rloo) -> None:
+    mine = rloo_without_torch.folder / "runs" / "smoke"
+    mine.mkdir(parents=True)
+    (mine / "server.json").write_text('{"mine": 1}')
+    ended = rloo_without_torch("vllm-serve", "+recipe=smoke")
+    assert ended.code == 2 and "runs/smoke exists" in ended.err, ended.said
+    assert rloo_without_torch.left() == ["runs", "runs/smoke", "runs/smoke/server.json"]
+
+
+def test_a_refused_attempt_leaves_a_run_as_it_was(copy: Path, forked: Forked) -> None:
+    wreckage(forked.folder)
+    before = seen(copy)
+    words = (*WORDS, "resume=auto", "resume_allow_changes=true", REFUSED)
+    assert forked(*words) == 4, forked.said()
+    after = seen(copy)
+    untimed = {p: f for p, f in after.items() if Path(p).name not in ("run.json", "overrides.txt",
+               "env.json", "latest", "config.yaml")}  # fmt: skip
+    assert {*after} == {*before} and untimed.items() <= before.items()
+    assert {p: f[-1] for p, f in after.items() if f[0] == "file"} == {
+        p: f[-1] for p, f in before.items() if f[0] == "file"
+    }
+    assert os.readlink(copy / "logs" / "latest") == "attempt_1"
+    assert forked(*WORDS, "resume=auto") == 0, forked.said()
+
+
+def test_a_path_that_can_be_no_folder_is_one_clear_error(rloo_without_torch: Rloo) -> None:
+    here = rloo_without_torch.folder
+    (here / "file").write_text("mine")
+    (here / "loop").symlink_to("loop")
+    (here / "dangling").symlink_to("nowhere/at/all")
+    before = seen(here)
+    for words, why in (
+        (("root=.", "name=file"), "it is a file"),
+        (("root=.", "name=loop"), "leads to no file"),
+        (("root=.", "name=dangling"), "dangling is a link to nowhere/at/all, which leads"),
+        (("root=loop", "name=x"), "loop is a link to loop, which leads to no file"),
+        (("root=file/below", "name=x"), "file is a file"),
+        (("root=dangling", "name=x"), "dangling is a link"),
+        (("root=" + "x" * 300, "name=x"), "File name too long"),
+    ):
+        ended = rloo_without_torch("train", "+recipe=smoke", *words)
+        assert ended.code == 2 and why in ended.err and "Traceback" not in ended.said, ended.said
+        assert ended.err.count("error: ") == 1, ended.err
+    assert seen(here) == before
+
+
+# A name that is free again.
+
+
+def test_a_run_that_failed_before_its_first_update_frees_its_name(forked: Forked) -> None:
+    wreckage(forked.folder)
+    run = forked.folder / "runs" / "smoke"
+    assert forked(*RUN, *RAISES) == 5
+    forked.said()
+    (forked.folder / "good.py").write_text("def score(completions):\n    return [1.0] * 16\n")
+    assert forked(*RUN, "reward=function", "reward.function.path=good.py:score") == 0, forked.said()
+    said = forked.said()
+    assert said.count("attempt 1 ended before its first update, so this one begins anew") == 1
+    assert read_json(run / "run.json")["attempt"] == 2
+    assert "good.py" in (run / "config.yaml").read_text()
+    assert "bad.py" in (run / "logs" / "attempt_1" / "config.yaml").read_text()
+    assert "ValueError" in (run / "logs" / "attempt_1" / "rank_0.log").read_text()
+    assert forked(*RUN, "max_steps=1", "algorithm.beta=0.3") == 2  # it is trained now
+    assert "it is another config" in forked.said()
+
+
+def test_the_same_command_again_begins_anew_where_nothing_was_trained(forked: Forked) -> None:
+    for faults, code in (("gen.request@1=raise", 1), ("load@1=kill9", 6)):
+        assert forked(*RUN, faults=faults) == code
+    assert forked(*RUN) == 0, forked.said()
+
+
+@pytest.mark.parametrize("faults", ["gen.request@3=raise", "step@1=kill9", "ckpt.write@1=kill9"])
+def test_what_was_trained_is_never_begun_anew_unasked(faults: str, forked: Forked) -> None:
+    words = (*RUN, "max_steps=3", "checkpoint.every=0")
+    assert forked(*words, faults=faults) in (1, 6), forked.said()
+    before = seen(forked.folder / "runs")
+    assert forked(*words) == 2 and "fix      resume=auto" in forked.said()
+    assert forked(*words, "algorithm.beta=0.3") == 2
+    assert seen(forked.folder / "runs") == before
+    assert forked(*words, "resume=auto") == 0, forked.said()
+
+
+# Where every checkpoint is damaged.
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew_unasked(
+    copy: Path, forked: Forked
+) -> None:
+    for checkpoint in manifest.checkpoints(copy):
+        (checkpoint / "model.safetensors").write_bytes(b"x")
+    before = seen(copy)
+    assert forked(*WORDS, "resume=auto") == 2
+    said = forked.said()
+    for part in ("none of its checkpoints is whole", "checkpoint-1 is passed over", "checkpoint-2"):
+        assert part in said
+    assert "mv runs/smoke runs/smoke.old" in said and seen(copy) == before
+    for checkpoint in manifest.checkpoints(copy):
+        checkpoint.rename(copy.parent / checkpoint.name)
+    assert forked(*WORDS, "resume=auto") == 2
+    assert "checkpoint-2, the last one that was saved, is not there" in forked.said()
+
+
+def test_a_run_without_a_checkpoint_begins_anew_and_says_so(forked: Forked) -> None:
+    assert forked(*RUN, "max_steps=3", "checkpoint.every=0", faults="step@2=kill9") == 6
+    assert forked(*RUN, "max_steps=3", "checkpoint.every=0", "resume=auto") == 0
+    assert "runs/smoke has no checkpoint yet: it begins anew" in forked.said()
+
+
+# While it runs.
+
+REMOVES = """
+import os, shutil
+def score(completions, trainer_state):
+    if trainer_state.step == 1 and os.path.exists({folder!r}):
+        {what}
+    return [float(len(c)) for c in completions]
+"""
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["shutil.rmtree({folder!r})", "os.rename({folder!r}, {folder!r} + '-moved')",
+     "shutil.rmtree({folder!r}); os.mkdir({folder!r})"],
+)  # fmt: skip
+def test_a_run_whose_folder_is_removed_while_it_runs_ends_with_8(what: str, forked: Forked) -> None:
+    run = forked.folder / "runs" / "smoke"
+    text = REMOVES.format(folder=str(run), what=what.format(folder=str(run)))
+    (forked.folder / "mine.py").write_text(text)
+    words = (*RUN, "max_steps=4", "checkpoint.every=1", "reward=function")
+    assert forked(*words, "reward.function.path=mine.py:score") == 8
+    said = forked.said()
+    assert "the run's folder is gone: runs/smoke" in said and "a bug in rloo" not in said
+    assert not run.exists() or not [*run.iterdir()]
+
+
+MOVES = """
+import os
+def score(completions, trainer_state):
+    os.chdir({elsewhere!r})
+    return [float(len(c)) for c in completions]
+"""
+
+
+def test_a_reward_that_changes_the_working_folder_moves_nothing_of_the_run(
+    forked: Forked,
+) -> None:
+    elsewhere = forked.folder / "elsewhere"
+    elsewhere.mkdir()
+    (forked.folder / "mine.py").write_text(MOVES.format(elsewhere=str(elsewhere)))
+    words = (*RUN, "max_steps=3", "checkpoint.every=1", "reward=function", "root=runs",
+             "reward.function.path=mine.py:score")  # fmt: skip
+    assert forked(*words, faults="gen.request@3=term") == 75, forked.said()
+    assert forked(*words, "resume=auto") == 0
+    said, run = forked.said(), forked.folder / "runs" / "smoke"
+    assert "goes on from runs/smoke/checkpoint-2, step 2 of 3" in said
+    assert "final          runs/smoke/final\n" in said
+    assert (run / "final").is_dir() and not [*elsewhere.iterdir()]
+    assert "root: runs\n" in (run / "config.yaml").read_text()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
