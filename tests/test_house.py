@@ -19,9 +19,9 @@ __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rloo_cli"
 FLOORS = [  # each may import from itself and from those before it
-    "__init__ errors paths files schema registry config compose complaints sources names rules"
-    " effects seeds made order stop faults manifest resume rewind redact hub own places pids"
-    " server_file data_rules adapter_rules endpoint fill chat judge_keys keys model_keys ranks"
+    "__init__ console errors paths files schema hooks registry config compose complaints sources"
+    " names rules effects seeds made order stop faults manifest resume rewind redact hub own places"
+    " pids server_file data_rules adapter_rules endpoint fill chat judge_keys keys model_keys ranks"
     " trainings stages stand_ins spread_rules surroundings slurm_keys group_keys value_start turns",
     "rollout tensors clock packing schedule",
     "algorithms rewards data prompts choosing mixture lengths",
