@@ -6,12 +6,11 @@ half a second. Every refusal ends here, in one place, as an error block and an e
 
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
-from rloo_cli import hub, paths, redact
-from rloo_cli.errors import ConfigError, Problem, RunError
+from rloo_cli import console, hub, paths, redact
+from rloo_cli.errors import ConfigError, Problem, RunError, StorageError, print_bug, print_error
 
 USAGE = """usage: rloo VERB [+recipe=NAME] [key=value ...]
 
@@ -47,14 +46,30 @@ try: rloo train +recipe=quickstart
 """
 TAKES_VALUE = ("--config-dir", "-cd", "--cfg", "-c", "--package", "-p")
 STOPPED = (75, 130)  # exit codes of a run that was asked to end
+PRINTS = (  # verbs that write no file
+    "plan", "recipes", "config", "samples", "ledger", "compare", "migrate", "completion",
+)  # fmt: skip
 HYDRA_FLAGS = (*TAKES_VALUE, "--multirun", "-m", "--resolve")
 
 
 def main() -> None:
     """The console script. Exits with the code of the first cause (PROMISES 2)."""
+    console.open_descriptors()
+    console.prepare_environment()
     with redact.everywhere():
         code = _main()
+        code = code or _unwritten()
     sys.exit(code)
+
+
+def _unwritten() -> int:
+    """The code of a verb whose whole work is what it prints, where that could not be printed."""
+    sys.stdout.flush()
+    lost: Exception | None = getattr(sys.stdout, "lost", None)
+    if lost is None or isinstance(lost, BrokenPipeError) or not {*PRINTS} & {*sys.argv[1:2]}:
+        return 0
+    why = "what this verb prints is all that it does"
+    return print_error(StorageError(Problem(f"stdout takes nothing more: {lost}", "stdout", why)))
 
 
 def _main() -> int:
@@ -68,27 +83,12 @@ def _main() -> int:
     try:
         code = dispatch([w for w in words if w not in flags])
     except RunError as error:
-        code = report(error)
+        code = print_error(error)
     except KeyboardInterrupt:
         code = 130
-    except BrokenPipeError:  # `rloo config | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
     except Exception:
-        traceback.print_exc()
-        print(
-            "error: this is a bug in rloo; please report it with the lines above", file=sys.stderr
-        )
-        code = 1
+        code = print_bug("please report it with the lines above")
     return code
-
-
-def report(error: RunError) -> int:
-    """Print a refusal; its exit code."""
-    if os.environ.get("RLOO_DEBUG"):
-        traceback.print_exception(error)
-    print(error.render(as_json=os.environ.get("RLOO_ERRORS") == "json"), file=sys.stderr)
-    return error.code
 
 
 def dispatch(words: list[str]) -> int:
@@ -138,7 +138,7 @@ def train(words: list[str]) -> int:
             with hub.remembered(composed.words):
                 codes.append(launch.train(composed, multirun=multirun, dry_run=dry))
         except RunError as error:  # not raised: a failed job does not stop a sweep
-            codes.append(report(error))
+            codes.append(print_error(error))
         return codes[-1]
 
     codes += _hydra([w for w in words if w != "--dry-run"], job)
@@ -178,7 +178,7 @@ def _hydra(words: list[str], job: Callable[[Any, bool], int]) -> list[int]:
                     note(job(composed, config.mode == RunMode.MULTIRUN))
                 except Exception as error:  # raised when Hydra, which puts its own line first, ends
                     refused.append(error)
-                    note(report(error) if isinstance(error, RunError) else 1)
+                    note(print_error(error) if isinstance(error, RunError) else 1)
 
         sys.argv = ["rloo train", *flags, *compose.search_path(dirs), *keys, *overrides]
         try:

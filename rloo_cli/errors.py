@@ -6,9 +6,13 @@ reaches `main` is a bug in rloo and exits with 1.
 
 import errno
 import json
+import os
+import sys
+import traceback
 from dataclasses import asdict, astuple, dataclass
 
 from rloo_cli import redact
+from rloo_cli.console import visible
 
 SHOWN = 20  # problems printed at once; the rest is counted
 
@@ -24,12 +28,13 @@ class Problem:
     more: str = ""
 
     def render(self) -> str:
+        """The block that is printed: no control characters, whoever wrote what is quoted."""
         lines = [f"error: {self.what}"]
         for part in ("where", "why", "fix", "more"):
             text = getattr(self, part)
             if text:
                 lines.append(f"  {part:<8} " + text.replace("\n", "\n" + " " * 11))
-        return "\n".join(lines)
+        return visible("\n".join(lines))
 
 
 class RunError(Exception):
@@ -114,3 +119,18 @@ class Stopped(RunError):
     """Stopped early on request."""
 
     code = 75
+
+
+def print_error(error: RunError) -> int:
+    """Print a refusal, as JSON or with its traceback where that is asked for; its exit code."""
+    if os.environ.get("RLOO_DEBUG"):
+        print(visible("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+    print(error.render(as_json=os.environ.get("RLOO_ERRORS") == "json"), file=sys.stderr)
+    return error.code
+
+
+def print_bug(advice: str) -> int:
+    """Print the exception that is being handled, which is none of ours; its exit code."""
+    print(visible(traceback.format_exc()), end="", file=sys.stderr)
+    print(f"error: this is a bug in rloo; {advice}", file=sys.stderr)
+    return 1

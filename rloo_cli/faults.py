@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rloo_cli.errors import ConfigError, Problem
+from rloo_cli.surroundings import environment_number
 
 ACTIONS = ("kill9", "term", "raise", "hang", "nan", "oom", "enospc", "exit", "skip")
 
@@ -64,7 +65,7 @@ def fault(name: str) -> str | None:
         if not fnmatch.fnmatch(name, armed.name):
             continue
         armed.passed += 1
-        if armed.passed == armed.at and armed.rank == int(os.environ.get("RANK", "0")):
+        if armed.passed == armed.at and armed.rank == environment_number("RANK", 0):
             return _do(name, armed)
     return None
 

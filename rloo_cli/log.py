@@ -134,7 +134,7 @@ class Log:
         """What `dump` gave; and metrics.jsonl as it is now, for whoever looks back."""
         self.pending, self.counts = saved["pending"], saved["counts"]
         path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         self.rows, self.history = [], []
         for row in map(json.loads, lines):
             self.keep(row)
@@ -160,7 +160,7 @@ class Log:
             return row
         fault("metrics")
         check_present(self.folder)
-        with (self.folder / "metrics.jsonl").open("a") as file:
+        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
         self.keep(row)
         return row
@@ -188,8 +188,12 @@ class Log:
 
 
 def lines_of(samples: list[Row]) -> str:
-    """Samples as the text of their file: one line of JSON each."""
-    return "".join(json.dumps(s, ensure_ascii=False, default=str) + "\n" for s in samples)
+    """Samples as the text of their file: one line of JSON each.
+
+    Half a surrogate pair, which UTF-8 does not have, is written as JSON's own escape.
+    """
+    lines = [json.dumps(s, ensure_ascii=False, default=str) + "\n" for s in samples]
+    return "".join(lines).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def merge(rows: list[Row], counts: list[Row]) -> Row:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from rloo_cli import adapter_rules, hub, made, places, ranks, registry, stages
+from rloo_cli import adapter_rules, hub, made, paths, places, ranks, registry, stages
 from rloo_cli.errors import MachineError, Problem
 from rloo_cli.schema import RunConfig
 from rloo_cli.vllm import arguments
@@ -29,14 +29,14 @@ def check(run: RunConfig, downloads: bool = True, here: int = 1) -> None:
             problems += [replace(p, where=f"reward.{name}") for p in error.problems]
     problems += [*(_downloads(run) if downloads else ()), *_packages(run)]
     problems += [*(_engine(run) if downloads else ()), *_devices(here)]
-    problems += [*(arguments.problems(run) if downloads else ()), *_root(run)]
+    problems += [*(arguments.problems(run) if downloads else ()), *_root(run), *_cache(run)]
     if problems:
         raise MachineError(*problems)
 
 
 def check_training(run: RunConfig, section: str) -> None:
     """Raises MachineError for what `rloo sft` or `rloo reward-model` lacks."""
-    if problems := [*stages.downloads(run, section), *_packages(run), *_root(run)]:
+    if problems := [*stages.downloads(run, section), *_packages(run), *_root(run), *_cache(run)]:
         raise MachineError(*problems)
 
 
@@ -58,6 +58,16 @@ def _root(run: RunConfig) -> Iterator[Problem]:
     elif (disk := shutil.disk_usage(above)).free < 100e6:
         what = "has under 100 MB free" if disk.total else "is no place for files"
         yield Problem(f"{above} {what}", "root", fix="root=FOLDER on another disk")
+
+
+def _cache(run: RunConfig) -> Iterator[Problem]:
+    """A cache that is needed and cannot be made; one that can only be read may have everything."""
+    cache = paths.cache()
+    needed = any(path.startswith(made.MADE) for _, path, _ in places.named(run))
+    if needed and not cache.is_dir():
+        above = next(p for p in cache.absolute().parents if os.path.exists(p))
+        if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)) or above == Path("/proc"):
+            yield paths.unusable_cache(f"no folder can be made in {above}")
 
 
 def _downloads(run: RunConfig) -> Iterator[Problem]:

@@ -21,6 +21,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from rloo_cli.console import visible
 from rloo_cli.errors import ConfigError, Problem, RunError
 from rloo_cli.held_out import headline, is_evaluation
 
@@ -44,13 +45,11 @@ METRICS = {  # label: metric; a % marks a share
 }
 PLAIN = {"reward": "reward"}
 PLAIN |= {label.lower(): METRICS[label] for label in ("KL", "entropy", "length", "truncated %")}
-SIGNS = {i: 0x2400 + i for i in range(32)} | str.maketrans("\t\xa0\u3000", "   ") | {10: "⏎ "}
 
 
 def clean(text: Any) -> str:
     """One line in which newlines, control and invisible characters are visible signs."""
-    shown = str(text).replace("\r\n", "\n").translate(SIGNS)
-    return "".join(c if c.isprintable() else "�" for c in shown)
+    return visible(str(text)).replace("\n", "⏎ ")
 
 
 def history(rows: Rows, name: str) -> list[float]:

@@ -5,6 +5,8 @@ cache.
 import os
 from pathlib import Path
 
+from rloo_cli.errors import Problem
+
 PACKAGE = Path(__file__).resolve().parent
 PACKAGED = PACKAGE / "_yaml"
 ROOT = PACKAGED if PACKAGED.is_dir() else PACKAGE.parent
@@ -16,7 +18,7 @@ SLURM = ROOT / "scripts" / "slurm"
 
 def cache() -> Path:
     """The folder for things made once and used again: `$RLOO_CACHE`, else `~/.cache/rloo`."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     return Path(os.environ.get("RLOO_CACHE") or Path(home, "rloo"))
 
 
@@ -37,6 +39,13 @@ def shown(path: Path) -> Path:
         if path.is_relative_to(whole):
             return given / path.relative_to(whole)
     return path
+
+
+def unusable_cache(why: str) -> Problem:
+    """What to say of a cache that cannot be made or written."""
+    where = "RLOO_CACHE" if os.environ.get("RLOO_CACHE") else "XDG_CACHE_HOME, HOME"
+    what = f"the cache {cache()} cannot be made or written"
+    return Problem(what, f"environment: {where}", why, "export RLOO_CACHE=/a/folder/of/yours")
 
 
 def recipe_files() -> dict[str, Path]:

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
+from pathlib import Path
 from typing import Any
 
-from rloo_cli.errors import GenerationError, Problem
+from rloo_cli.errors import GenerationError, Problem, print_error
 from rloo_cli.stop import AGAIN_S, SIGNALS
 
 # Threads that spin long while they wait for each other make a machine that is shared many times
@@ -28,6 +29,7 @@ MOMENT_S = 0.5  # after a first wrong end: one that says why may be on its way
 PATIENCE_S = 8.0  # after a first wrong end the others are killed: gone within 10 s
 SAVING_S = 60.0  # the same while a save is being written
 STOPPED, LOST = 75, 6
+FAMILY = "RLOO_FAMILY"  # marks all that the processes of one run have started
 # Until the worker can say how it ended, an interrupt ends it without a traceback.
 BOOT = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); " \
     "from {package}{module} import main; main()"  # fmt: skip
@@ -47,8 +49,7 @@ class Start:
 
 def say(why: str) -> None:
     """Print that a process was killed, as an error."""
-    error = GenerationError(Problem(why, why="nobody asked it to end"))
-    print(error.render(as_json=os.environ.get("RLOO_ERRORS") == "json"), file=sys.stderr)
+    print_error(GenerationError(Problem(why, why="nobody asked it to end")))
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,13 @@ def run(
     """
     boot = BOOT.format(module=module, package=package)
     children: list[subprocess.Popen[bytes]] = []
-    with _passing_signals_on(children) as heard:
+    family = f"{os.getpid()}.{time.time_ns()}"  # what they start has it in its environment, too
+    with _passing_signals_on(children, family) as heard:
         for start in starts:
             child = subprocess.Popen(
                 # -P: no file in the current folder can pass for a package.
                 [sys.executable, "-P", "-c", boot, *words],
-                env={**CALM, **os.environ, **start.env},
+                env={**CALM, **os.environ, **start.env, FAMILY: family},
                 pass_fds=start.files,
                 start_new_session=True,  # a Ctrl-C reaches it once, from us
                 preexec_fn=die_with_parent(),
@@ -92,8 +94,8 @@ def run(
             for number, _ in list(heard):  # it came before this one was there
                 _send(child, number)
         watch.started([child.pid for child in children])
-        family = _Family(children, [start.rank for start in starts], heard, watch)
-        return family.end()
+        ranks = [start.rank for start in starts]
+        return _Family(children, ranks, heard, watch).end()
 
 
 class _Family:
@@ -220,6 +222,7 @@ def _send(child: subprocess.Popen[bytes], number: int) -> None:
 @contextmanager
 def _passing_signals_on(
     children: list[subprocess.Popen[bytes]],
+    family: str,
 ) -> Iterator[list[tuple[int, float]]]:
     """While inside, signals go to the children; afterwards nothing that they started is left."""
     heard: list[tuple[int, float]] = []  # signal, when
@@ -243,6 +246,31 @@ def _passing_signals_on(
         for child in children:
             kill(child.pid)  # whatever it started and left
             child.wait()
+        end_family(family)
+
+
+def end_family(family: str) -> None:
+    """Kill every process with this mark in its environment: what left the group by setsid, too."""
+    mark = f"{FAMILY}={family}".encode()
+    for _ in range(3):  # one that was just being forked is there at the second look
+        found = [
+            int(entry.name)
+            for entry in Path("/proc").glob("[0-9]*")
+            if mark in _environment(entry).split(b"\0") and entry.name != str(os.getpid())
+        ]
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not found:
+            return
+
+
+def _environment(process: Path) -> bytes:
+    """The environment that a process began with; empty where it is gone or somebody else's."""
+    try:
+        return (process / "environ").read_bytes()
+    except OSError:
+        return b""
 
 
 def die_with_parent() -> Callable[[], None] | None:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from rloo_cli import console
+
 MASK = "[secret]"
 SHORTEST = 8  # a shorter value of a variable (1, true, none) would be masked in every sentence
 KEY = re.compile(r"(^|[._])(api_?key|password|passwd|secret|(hf|auth|access|wandb)_token)$", re.I)
@@ -55,16 +57,16 @@ def tree(values: Any) -> Any:
 
 
 class Formatter(logging.Formatter):
-    """A log's lines, tracebacks included, with their secrets masked."""
+    """A log's lines, tracebacks included: secrets masked, no control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return text(super().format(record))
+        return console.visible(text(super().format(record)))
 
 
 class Stream:
     """A text stream that masks what goes through it."""
 
-    def __init__(self, inner: TextIO):
+    def __init__(self, inner: TextIO | console.Console):
         self.inner = inner
 
     def write(self, said: str) -> int:
@@ -80,8 +82,13 @@ class Stream:
 
 
 def start() -> None:
-    """From now on stdout, stderr and the log files that are open by now hold no secret."""
-    sys.stdout, sys.stderr = Stream(sys.stdout), Stream(sys.stderr)
+    """From now on stdout, stderr and the log files that are open by now hold no secret.
+
+    What is printed cannot fail from now on (`console`).
+    """
+    out, err = console.guarded(sys.stdout), console.guarded(sys.stderr)
+    sys.stdout, sys.stderr = Stream(out), Stream(err)
+    console.keep_streams()
     for handler in logging.getLogger().handlers:
         handler.setFormatter(Formatter(logging.BASIC_FORMAT))
 
@@ -94,4 +101,6 @@ def everywhere() -> Iterator[None]:
     try:
         yield
     finally:
+        sys.stdout.flush()
         sys.stdout, sys.stderr = before
+        console.forget_streams()

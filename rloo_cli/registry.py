@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from rloo_cli.errors import ConfigError, Problem
+from rloo_cli.hooks import user_hook
 
 ROOMS = {"rewards": "reward", "algorithms": "algorithm", "generation": "generation"}
 
@@ -74,8 +75,14 @@ def config_class(room: str, name: str) -> Any:
 
 
 def algorithm(name: str) -> SimpleNamespace:
-    """What an algorithm's file does; what that file leaves out is as in rloo.py."""
+    """What an algorithm's file does; what that file leaves out is as in rloo.py.
+
+    Raises ConfigError for a name in a user's own file that looks like a hook and is not one.
+    """
     base, own = module("algorithms", "rloo"), module("algorithms", name)
+    if own_file("algorithms", name):
+        hooks = {n: user_hook(own, n, getattr(base, n)) for n in base.__all__ if n != "Config"}
+        return SimpleNamespace(**hooks, Config=own.Config)
     return SimpleNamespace(**{n: getattr(own, n, getattr(base, n)) for n in base.__all__})
 
 

@@ -17,6 +17,7 @@ from rloo_cli.spread_rules import address
 from rloo_cli.surroundings import OURS, Place
 
 LOOPBACK = "127.0.0.1"
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 STORE = "RLOO_STORE_FD"
 
 
@@ -80,12 +81,14 @@ def _own_addresses() -> Iterator[str]:
 
 
 def starts(place: Place, host: str, port: int, listening: socket.socket | None) -> list[Start]:
-    """The processes to start: who each of them is, and where all meet. One alone is told nothing.
+    """The processes to start: who each of them is, and where all meet. One alone needs nothing.
 
     host, port: of the store. `listening`: its socket, for rank 0.
     """
     if place.total == 1:
-        return [Start({OURS: str(os.getpid())})] if place.by else [Start()]
+        # What another program left in the environment must not make it one of many.
+        stray = {name: value for name, value in ALONE.items() if name in os.environ}
+        return [Start(stray | ({OURS: str(os.getpid())} if place.by else {}))]
     env = {
         "WORLD_SIZE": str(place.total),
         "LOCAL_WORLD_SIZE": str(place.on_node),

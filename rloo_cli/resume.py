@@ -5,7 +5,6 @@ worker knows that data and rewards fit.
 """
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from rloo_cli import complaints, config, made, manifest, paths, run_folder
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.rules import model_facts
 from rloo_cli.schema import RunConfig
+from rloo_cli.surroundings import environment_number
 
 LENGTH = ("max_steps", "total_episodes", "train.epochs")
 # What may change in the middle of a run: none of it changes what is computed, but for rounding.
@@ -47,7 +47,7 @@ def plan(folder: Path, run: RunConfig) -> Start:
     run_folder.check_free(folder)
     facts = run_folder.facts_of(folder)
     mode = run.resume
-    if mode == "never" and int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0:
+    if mode == "never" and environment_number("SLURM_RESTART_COUNT", 0) > 0:
         mode = "auto"  # a requeued job
     attempt = int(facts.get("attempt", 0)) + 1
     if mode not in ("auto", "never"):

@@ -149,7 +149,7 @@ def code_problems(key: str, spec: str) -> Iterator[Problem]:
         yield Problem(f"{key}: {where} does not exist", key, f"looked at {path.absolute()}")
         return
     try:
-        tree = ast.parse(path.read_text(), str(path))
+        tree = ast.parse(path.read_bytes(), str(path))  # bytes: in the coding that the file says
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", 1)
         yield Problem(f"{key}: {where} is not valid Python", f"{where}:{line}", str(error))

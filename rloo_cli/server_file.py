@@ -17,6 +17,7 @@ from typing import Any
 from rloo_cli import pids
 from rloo_cli.errors import RunError
 from rloo_cli.files import write_text
+from rloo_cli.surroundings import environment_number
 
 NAME = "server.json"
 NUMBER = "RLOO_SERVER_NUMBER"
@@ -57,7 +58,7 @@ class Server:
 
 def number() -> int:
     """Which of a run's serving nodes this is; 1 where nobody says so."""
-    return int(os.environ.get(NUMBER) or 1)
+    return environment_number(NUMBER, 1)
 
 
 def job() -> str:

@@ -16,6 +16,7 @@ AGAIN_S = 5.0  # a second Ctrl-C within these seconds means now
 
 _heard: list[tuple[int, float]] = []  # signal, when
 _at_once = [False]
+_forks_reset: list[bool] = []  # holds one entry once `_reset_signals` is called at forks
 
 
 def listen(at_once: bool = False) -> None:
@@ -23,6 +24,20 @@ def listen(at_once: bool = False) -> None:
     _at_once[0] = at_once
     for number in SIGNALS:
         signal.signal(number, _hear)
+    if not _forks_reset:
+        _forks_reset.append(True)
+        os.register_at_fork(after_in_child=_reset_signals)
+
+
+def _reset_signals() -> None:
+    """In a forked child: a signal does what it does in any process.
+
+    A pool that a reward makes with multiprocessing ends its children by SIGTERM and waits for them;
+    with our handler they would live on, and the reward would wait until its time is over.
+    """
+    for number in SIGNALS:
+        if signal.getsignal(number) is _hear:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def wait_for_checks() -> None:

@@ -7,7 +7,6 @@ Python. A signal only sets a flag (`stop`): what is done is saved before the end
 import contextlib
 import json
 import logging
-import os
 import sys
 import time
 import traceback
@@ -21,6 +20,7 @@ import torch
 from rloo_cli import (
     checkpoint,
     config,
+    console,
     curves,
     export,
     faults,
@@ -48,12 +48,15 @@ from rloo_cli.errors import (
     Stopped,
     StorageError,
     of_disk,
+    print_bug,
+    print_error,
 )
 from rloo_cli.files import update_json, write_json
 from rloo_cli.parts import Run
 from rloo_cli.resume import Start
 from rloo_cli.run import make
 from rloo_cli.schema import RunConfig
+from rloo_cli.surroundings import environment_number
 from rloo_cli.train import train
 
 log = logging.getLogger("rloo")
@@ -209,9 +212,13 @@ def _whole(run: Run, before: float) -> Row:
 def main() -> None:
     """The process that `launch` starts. Exits with the code of what stopped it."""
     folder, attempt, where = paths.settled(Path(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
-    facts, rank = folder / "run.json", int(os.environ.get("RANK", 0))
+    facts, rank = folder / "run.json", environment_number("RANK", 0)
     given = resume.config_file(folder, attempt)
-    logging.basicConfig(filename=given.parent / f"rank_{rank}.log", level=logging.INFO)
+    logging.basicConfig(
+        filename=given.parent / f"rank_{rank}.log", level=logging.INFO, encoding="utf-8",
+        errors="backslashreplace",
+    )  # fmt: skip
+    console.open_descriptors()
     redact.start()
     stop.listen(at_once=True)
     code, state = 1, "failed"
@@ -224,31 +231,22 @@ def main() -> None:
         log.error("%s", traceback.format_exc())
         _keep_detail(folder, error)
         if not isinstance(error, Stopped) and not elsewhere(error) and not _alike(error, rank):
-            print(_text(error), file=sys.stderr)
+            print_error(error)
         code = error.code
         state = "stopped" if isinstance(error, Stopped) else "failed"
     except Exception:
         log.error("%s", traceback.format_exc())
-        traceback.print_exc()
-        print(f"error: this is a bug in rloo; the log is in {given.parent}", file=sys.stderr)
+        print_bug(f"the log is in {given.parent}")
     finally:
-        if rank == 0:
-            with contextlib.suppress(FileNotFoundError):  # the folder was taken away
+        with contextlib.suppress(OSError):  # the code says how it ended; there may be no disk
+            if rank == 0:
                 update_json(facts, state=state, code=code)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # a reward thread that hangs must not keep the process
+    console.end_process(code)
 
 
 def _alike(error: RunError, rank: int) -> bool:
     """Whether this is one of many that say the same: what all ranks compute, they all find."""
     return rank > 0 and isinstance(error, ConfigError | DataError | NumbersError)
-
-
-def _text(error: RunError) -> str:
-    if os.environ.get("RLOO_DEBUG"):
-        return traceback.format_exc() + error.render()
-    return error.render(as_json=os.environ.get("RLOO_ERRORS") == "json")
 
 
 def _keep_detail(folder: Path, error: RunError) -> None:
@@ -257,7 +255,7 @@ def _keep_detail(folder: Path, error: RunError) -> None:
     if detail and folder.is_dir():
         (folder / "debug").mkdir(exist_ok=True)
         text = json.dumps(detail, indent=2, default=str)
-        (folder / "debug" / "reward_error.json").write_text(text)
+        (folder / "debug" / "reward_error.json").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

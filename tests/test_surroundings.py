@@ -114,7 +114,7 @@ def test_numbers_that_the_surroundings_change_are_said() -> None:
         (step(3, 3), ("distributed.num_nodes=2",), "= 2, and this Slurm step has 3"),
         (step(1, 2), ("distributed=single", "distributed.num_processes=1"), "Slurm started 2"),
         (TORCHRUN, ("distributed=single", "distributed.num_processes=1"), "distributed=zero2"),
-        (TORCHRUN | {"RANK": "x"}, (), "RANK = 'x' is no number"),
+        (TORCHRUN | {"RANK": "x"}, (), "RANK = 'x' is not a number"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, (), "MASTER_PORT is not set"),
     ],
 )

@@ -20,6 +20,7 @@ from torch import Tensor
 from rloo_cli import errors, stop
 from rloo_cli.errors import GenerationError, Problem, RunError, Stopped
 from rloo_cli.schema import DistributedConfig, RunConfig
+from rloo_cli.surroundings import environment_number
 
 T = TypeVar("T")
 CARE = 4.0  # times a generation's own deadlines that the others wait for a rank that leads
@@ -137,15 +138,15 @@ def join(run: RunConfig) -> World:
     where they do not all come within distributed.timeout_s.
     """
     config = run.distributed
-    size = int(os.environ.get("WORLD_SIZE", 1))
+    size = environment_number("WORLD_SIZE", 1)
     if config.engine == "single" and size == 1:
         return alone(config)
-    rank, local = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    rank, local = environment_number("RANK", 0), environment_number("LOCAL_RANK", 0)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    here = environment_number("LOCAL_WORLD_SIZE", 1)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     elif here > 1 and "OMP_NUM_THREADS" not in os.environ:  # each would take all cores
@@ -171,7 +172,7 @@ def _open(kind: str, rank: int, size: int, limit: timedelta) -> None:
     if handle is None and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has a store already
         dist.init_process_group(kind, timeout=limit)
         return
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = os.environ["MASTER_ADDR"], environment_number("MASTER_PORT", 0)
     given: dict[str, Any] = {}
     if rank == 0 and handle is not None:
         given = {"master_listen_fd": socket.socket(fileno=int(handle)).detach()}

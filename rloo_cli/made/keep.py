@@ -10,17 +10,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rloo_cli import paths
+from rloo_cli.errors import MachineError
 
 
 def kept(name: str, recipe: str, make: Callable[[Path], None]) -> Path:
     """The cache folder `name`-<hash of `recipe`>; `make` fills it the first time.
 
     It gets its name only when it is whole, so a run that is killed meanwhile leaves no half.
+    Raises MachineError where the cache cannot be written.
     """
     folder = paths.cache() / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
-    if not folder.is_dir():
-        with _alone(folder):
-            _make(folder, make)
+    try:
+        if not folder.is_dir():
+            with _alone(folder):
+                _make(folder, make)
+    except OSError as error:
+        raise MachineError(paths.unusable_cache(str(error))) from error
     return folder
 
 

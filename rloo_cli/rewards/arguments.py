@@ -5,6 +5,7 @@ reward that changes its arguments changes neither the rollouts nor what other re
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,29 @@ KWARGS = frozenset(
         "log_metric",
     }
 )
+# What a run logs itself, and what a reward may therefore not call its own numbers.
+METRICS = frozenset((
+    "step", "updates", "episode", "epoch", "eps", "num_tokens", "learning_rate", "lr",
+    "step_time", "reward", "reward_std", "reward_std_batch", "frac_reward_zero_std", "kl",
+    "kl_loss", "entropy", "loss", "policy_loss", "grad_norm", "grad_clip_fraction",
+    "delta_ratio",
+))  # fmt: skip
+METRIC_FAMILIES = (
+    "advantages/", "clip_ratio/", "completions/", "data/", "eval_", "groups/", "loss/", "memory/",
+    "objective/", "perf/", "policy/", "ratio/", "sampling/", "staleness/", "time/", "val/",
+    "value/",
+)  # fmt: skip
+OF_REWARDS = re.compile(r"rewards?/(valid_frac|.+/(mean|std|none_frac|error_rate|time))")
+SAMPLE_FIELDS = frozenset((
+    "draw", "k", "prompt", "completion", "finish_reason", "terminated", "prompt_length",
+    "completion_length", "seed", "weight_version", "score", "shaped", "kl", "reward",
+    "advantage", "rewards",
+))  # fmt: skip
+
+
+def _taken(function: str, name: str, whose: str) -> str:
+    """Why a name is refused, and one that is free."""
+    return f"{function}({name!r}): {whose} of this name already; call it {'my_' + name!r}"
 
 
 @dataclass(frozen=True)
@@ -65,12 +89,16 @@ class Log:
     metrics: list[tuple[str, float]] = field(default_factory=list)
 
     def extra(self, column: str, values: Sequence[Any]) -> None:
+        if column in SAMPLE_FIELDS:
+            raise ValueError(_taken("log_extra", column, "every sample has a field"))
         values = list(values)
         if len(values) != self.rows:
             raise ValueError(f"log_extra({column!r}) got {len(values)} values, not {self.rows}")
         self.extras[column] = values
 
     def metric(self, name: str, value: float) -> None:
+        if name in METRICS or name.startswith(METRIC_FAMILIES) or OF_REWARDS.fullmatch(name):
+            raise ValueError(_taken("log_metric", name, "the run has a metric"))
         if not math.isfinite(value):
             raise ValueError(f"log_metric({name!r}) got {value}")
         self.metrics.append((name, float(value)))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
+from rloo_cli import console
 from rloo_cli.rewards.arguments import Log
 from rloo_cli.rewards.build import Reward
 from rloo_cli.rewards.exits import refuse_exits
@@ -133,6 +134,7 @@ def finish(runners: Sequence[Runner], poll: Callable[[], None] | None = None) ->
         waiting = [item for item in waiting if not item[2].done()]
     if blocked:
         _Loop.abandon()
+    console.restore_streams()
 
 
 def _settle(

@@ -1,0 +1,173 @@
+"""stdout and stderr that no character, no full disk and no closed terminal can make fail.
+
+What a run prints is also in its folder. So a console that takes nothing more (a closed pipe,
+/dev/full, a reward that closed file descriptor 1) is written to no longer, and the run goes on.
+"""
+
+import contextlib
+import errno
+import fcntl
+import locale
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, TextIO
+
+SIGNS = {i: 0x2400 + i for i in range(32)} | str.maketrans("\t\xa0\u3000", "   ")
+SPARE_FROM = 64  # copies of the console's descriptors have at least this number: out of the way
+_spare: dict[int, int] = {}  # 1 and 2 -> a copy of what they were when `open_descriptors` ran
+_kept: dict[str, Any] = {}  # stdout and stderr -> the streams that `keep_streams` found
+
+
+def visible(text: str) -> str:
+    """The same lines, with a visible sign for each control and invisible character.
+
+    What a model, a server or a data set wrote could otherwise command the terminal.
+    """
+    return "\n".join(_visible_line(line) for line in text.replace("\r\n", "\n").split("\n"))
+
+
+def _visible_line(line: str) -> str:
+    shown = line.translate(SIGNS)
+    return shown if shown.isprintable() else "".join(c if c.isprintable() else "�" for c in shown)
+
+
+class Console:
+    """A text stream whose writes never raise. `lost`: why nothing is written any more, or None."""
+
+    def __init__(self, inner: TextIO):
+        self.inner = inner
+        self.lost: Exception | None = None
+        with contextlib.suppress(Exception):  # a stream of the caller's may have no such method
+            inner.reconfigure(errors="backslashreplace")  # type: ignore[attr-defined]
+
+    def write(self, text: str) -> int:
+        """Write a text, with an escape for each character that the console cannot show."""
+        try:
+            self.inner.write(text)
+        except UnicodeEncodeError:
+            encoding = getattr(self.inner, "encoding", None) or "ascii"
+            shown = text.encode(encoding, "backslashreplace").decode(encoding)
+            self._again(lambda: self.inner.write(shown))
+        except (OSError, ValueError) as error:
+            self._recover(error)
+            self._again(lambda: self.inner.write(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write each of these texts."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Send what is buffered."""
+        try:
+            self.inner.flush()
+        except (OSError, ValueError) as error:
+            self._recover(error)
+            self._again(self.inner.flush)
+
+    def close(self) -> None:
+        """Only flush: a reward that closes sys.stdout must not close the run's."""
+        self.flush()
+
+    def _again(self, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except (OSError, ValueError) as error:
+            self._give_up(error)
+
+    def _recover(self, error: Exception) -> None:
+        """Open the console again where user code closed it; else give it up."""
+        if isinstance(error, OSError) and error.errno != errno.EBADF:
+            self._give_up(error)
+            return
+        restore_descriptors()
+        if getattr(self.inner, "closed", False):
+            number = 2 if self.inner is sys.__stderr__ else 1
+            with contextlib.suppress(OSError):
+                self.inner = open(number, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+
+    def _give_up(self, error: Exception) -> None:
+        """Send everything to /dev/null: what is buffered must not fail again at Python's end."""
+        self.lost = self.lost or error
+        with contextlib.suppress(OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.inner.fileno())
+            os.close(null)
+            self.inner.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def guarded(stream: TextIO | None) -> Console:
+    """This stream as one that never fails; None (it was closed when Python began) takes it all."""
+    if isinstance(stream, Console):
+        return stream
+    return Console(open(os.devnull, "w", encoding="utf-8") if stream is None else stream)
+
+
+def open_descriptors() -> None:
+    """Descriptors 0 to 2 are open from now on, and copies of 1 and 2 are kept.
+
+    Else the next file that is opened would get the number 1, and what a library prints with it.
+    """
+    while (null := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(null, True)
+    os.close(null)
+    for number in (1, 2):
+        if number not in _spare:
+            _spare[number] = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, SPARE_FROM)
+
+
+def restore_descriptors() -> None:
+    """Open descriptors 1 and 2 again where a reward has closed them."""
+    for number, copy in _spare.items():
+        try:
+            os.fstat(number)
+        except OSError:
+            with contextlib.suppress(OSError):  # it has closed the copy as well
+                os.dup2(copy, number)
+
+
+def keep_streams() -> None:
+    """Remember sys.stdout and sys.stderr as they are, for `restore_streams`."""
+    _kept.update(stdout=sys.stdout, stderr=sys.stderr)
+
+
+def restore_streams() -> None:
+    """Undo what user code did to the console: streams that it replaced, descriptors it closed."""
+    restore_descriptors()
+    for name, stream in _kept.items():
+        setattr(sys, name, stream)
+
+
+def forget_streams() -> None:
+    """Undo `keep_streams`: the console is somebody else's again."""
+    _kept.clear()
+
+
+def end_process(code: int) -> NoReturn:
+    """End at once, with everything printed: a reward's thread that hangs must not keep us."""
+    restore_streams()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+def prepare_environment() -> None:
+    """Set what our processes inherit: UTF-8 files, a console that takes every character, asserts.
+
+    A process whose locale has no UTF-8 begins anew in Python's UTF-8 mode: libraries open files
+    in the locale's encoding.
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    os.environ["PYTHONIOENCODING"] = f"{encoding}:backslashreplace"
+    os.environ.pop("PYTHONOPTIMIZE", None)  # transformers cannot be imported without docstrings
+    began_anew = os.environ.get("PYTHONUTF8") == "1"
+    os.environ["PYTHONUTF8"] = "1"
+    known = (sys.getfilesystemencoding(), locale.getpreferredencoding(False))
+    if not began_anew and any(name.lower().replace("-", "") != "utf8" for name in known):
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
