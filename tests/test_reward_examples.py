@@ -188,7 +188,7 @@ def test_a_math_process_that_ends_by_itself_is_a_failure_and_not_a_zero(monkeypa
     broken = "import sys; sys.stdin.readline(); sys.exit(3)"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     child = subprocess.Popen([sys.executable, "-c", broken], **pipes)
-    monkeypatch.setattr(mathematics, "_child", child)
+    monkeypatch.setattr(mathematics, "_idle", [child])
     with pytest.raises(RewardFailed, match="math-verify process ended by itself with 3"):
         values(shipped("accuracy"), group(r"\boxed{2}", solution="2"))
     assert values(shipped("accuracy"), group(r"\boxed{2}", solution="2")) == [1.0]
