@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rloo_cli.errors import ConfigError, DataError, Problem
 from rloo_cli.names import nearest
 from rloo_cli.registry import load_code
+from rloo_cli.rewards.frames import said, user_frames
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -101,14 +102,14 @@ def _function(spec: str) -> Callable[[int, Row], bool]:
 
     def passes(number: int, row: Row) -> bool:
         try:
-            said = code(row)
+            passed = code(row)
         except Exception as error:
-            what, why = f"data.filter failed at row {number}", f"{type(error).__name__}: {error}"
+            what, why = f"data.filter failed at row {number}", f"{user_frames(error)}{said(error)}"
             raise DataError(Problem(what, f"data.filter={spec}", why)) from None
-        if said is not True and said is not False:
-            what = f"data.filter said {said!r:.80} of row {number}"
+        if passed is not True and passed is not False:
+            what = f"data.filter said {passed!r:.80} of row {number}"
             raise DataError(Problem(what, f"data.filter={spec}", "True or False was expected"))
-        return bool(said)
+        return bool(passed)
 
     return passes
 

@@ -4,13 +4,15 @@ Needs no tokenizer and no torch, so that a wrong column or split is found before
 touched. `prompts` turns the rows into token ids.
 """
 
+import ast
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rloo_cli import choosing, hub, made
+from rloo_cli import choosing, hub, made, mapping
 from rloo_cli.errors import DataError, MachineError, Problem
 from rloo_cli.names import nearest
 from rloo_cli.schema import DataConfig
@@ -48,12 +50,21 @@ def opened(config: DataConfig, split: str) -> Opened:
         with _said_well(config, split):
             rows = _renamed_rows(_open(config, split), config.columns)
             assert config.max_samples is not None  # data_rules
+            if config.map is not None:
+                rows = mapping.map_rows(rows, config.map)
             found = Opened(*choosing.streamed(rows, config.filter, config.max_samples))
         _check_prompts(found.rows, config, split)
         return found
     with _said_well(config, split):
         data = _open(config, split)
+        if len(data) and Path(config.path or "").suffix in (".json", ".jsonl"):
+            # Arrow takes any bytes for text: it would fail where a value is first looked at.
+            data.data.table.validate(full=True)
     data = _renamed(data, config.columns)
+    if config.map is not None and len(data):
+        if config.filter is None and config.max_samples is not None:
+            data = data.select(range(min(config.max_samples, len(data))))
+        data = mapping.map_data(data, config.map)
     _check_prompts(data, config, split)
     return Opened(*choosing.chosen(data, config.filter, config.max_samples))
 
@@ -63,7 +74,7 @@ def _check_prompts(data: "Dataset", config: DataConfig, split: str) -> None:
     if not len(data) and not data.column_names:
         raise _no_rows(config, split)
     if column not in data.column_names:
-        strings = [c for c in data.column_names if c in _likely(data)]
+        strings = [c for c in data.column_names if c in likely_columns(data)]
         close = nearest(column, data.column_names) or strings or data.column_names
         raise DataError(
             Problem(
@@ -75,6 +86,21 @@ def _check_prompts(data: "Dataset", config: DataConfig, split: str) -> None:
         )
     if not len(data):
         raise _no_rows(config, split)
+    _refuse_images(data, config, split)
+
+
+def _refuse_images(data: "Dataset", config: DataConfig, split: str) -> None:
+    """A column of pictures means that prompts are to be asked about them."""
+    for name in ("image", "images"):
+        if name != config.prompt_column and name in data.column_names and data[0][name]:
+            raise DataError(
+                Problem(
+                    "images in prompts are not supported yet",
+                    f"data.path={config.path} [{split}], column {name!r}",
+                    "the model would be asked without the picture",
+                    f"where the prompts stand without it: data.columns={{{name}: picture}}",
+                )
+            )
 
 
 def _no_rows(config: DataConfig, split: str) -> DataError:
@@ -107,9 +133,9 @@ def _check_names(found: list[str], new: dict[str, str]) -> None:
         raise DataError(Problem(what, "data.columns", columns))
 
 
-def _likely(data: "Dataset") -> list[str]:
-    """Columns that could be prompts: strings, or lists of messages."""
-    first = data[0] if len(data) else {}
+def likely_columns(data: "Dataset") -> list[str]:
+    """Names of the columns that could be prompts: strings, or lists of messages."""
+    first = {column: data[column][0] for column in data.column_names} if len(data) else {}
     return [c for c, v in first.items() if isinstance(v, str) or is_messages(v)]
 
 
@@ -157,11 +183,38 @@ def _said_well(config: DataConfig, split: str) -> Iterator[None]:
             raise DataError(
                 Problem(f"no split {split!r} in {config.path}", "data.split", str(error))
             ) from None
+        _refuse_broken(config.path)
         raise DataError(
             Problem(f"{config.path} cannot be read", "data.path", _short(error))
         ) from None
     except (OSError, exceptions.DatasetGenerationError) as error:
+        _refuse_broken(config.path)
         raise _unreachable(config.path, Path(config.path).expanduser(), error) from None
+
+
+def _refuse_broken(name: str) -> None:
+    """Raises DataError with the line of a JSON file that is not UTF-8, or not JSON."""
+    path = Path(name).expanduser()
+    if not path.is_file() or READERS.get(path.suffix) != "json":
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            where, what = f"data.path, {path}:{number}", f"{path} cannot be read"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if path.suffix == ".jsonl" and text.strip():
+                    json.loads(text)
+            except UnicodeDecodeError as error:
+                byte = f"byte {error.start + 1} of line {number} is 0x{line[error.start]:02x}"
+                why = f"it is not UTF-8: {byte}, in {line[:80]!r}"
+                fix = f"if it is latin-1: iconv -f latin1 -t utf-8 {path} > utf8{path.suffix}"
+                raise DataError(Problem(f"{what}: it is not UTF-8", where, why, fix)) from None
+            except json.JSONDecodeError as error:
+                why = f"{error.msg} at column {error.colno}: {text.strip()[:80]!r}"
+                problem = Problem(f"{what}: line {number} is not JSON", where, why)
+                raise DataError(problem) from None
+            except RecursionError:
+                return
 
 
 def _of_made(path: str, split: str) -> "Dataset":
@@ -208,6 +261,19 @@ def _unreachable(name: str, path: Path, error: Exception) -> DataError | Machine
 
 def _short(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1][:300]
+
+
+def written_messages(text: str) -> bool:
+    """Whether a string is a whole conversation, written as JSON or as Python shows it."""
+    if not text.lstrip().startswith("[{"):
+        return False
+    for read in (json.loads, ast.literal_eval):
+        try:
+            if is_messages(read(text)):
+                return True
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return False
 
 
 def is_messages(value: Any) -> bool:

@@ -5,7 +5,7 @@ No data is opened here, and no code of the user's is run.
 
 from collections.abc import Iterator
 
-from rloo_cli import made
+from rloo_cli import fill, made
 from rloo_cli.errors import Problem
 from rloo_cli.schema import DataConfig, RunConfig
 
@@ -30,6 +30,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
         )
     for key, source in read(run).items():
         yield from _streaming(key, source)
+        yield from _template(key, source)
 
 
 def _streaming(key: str, source: DataConfig) -> Iterator[Problem]:
@@ -47,9 +48,18 @@ def _streaming(key: str, source: DataConfig) -> Iterator[Problem]:
         yield Problem(f"{key}.streaming is set", f"{key}.streaming", why, f"{key}.streaming=false")
 
 
-def filters(run: RunConfig) -> dict[str, str]:
-    """Key -> file.py:name of every filter that is code of the user's, the same one once."""
-    found = {f"{key}.filter": s.filter for key, s in read(run).items() if isinstance(s.filter, str)}
+def _template(key: str, source: DataConfig) -> Iterator[Problem]:
+    try:
+        list(fill.split_template(source.template or ""))
+    except ValueError as error:
+        fix = "{column} for a column, {{ and }} for braces"
+        yield Problem(f"{key}.template cannot be read", f"{key}.template", str(error), fix)
+
+
+def user_code(run: RunConfig) -> dict[str, str]:
+    """Key -> file.py:name of every filter and map that is the user's code, the same one once."""
+    given = {f"{key}.{k}": getattr(s, k) for key, s in read(run).items() for k in ("filter", "map")}
+    found = {key: spec for key, spec in given.items() if isinstance(spec, str)}
     return {key: spec for n, (key, spec) in enumerate(found.items())
             if spec not in [*found.values()][:n]}  # fmt: skip
 

@@ -1,4 +1,7 @@
-"""Templates of questions: `{name}` is filled in, `{{` and `}}` are braces, nothing else happens."""
+"""Templates of prompts and of questions: `{name}` is filled in, `{{` and `}}` are braces.
+
+Nothing else happens: a conversion (`{name!r}`) or a format (`{name:>5}`) is refused.
+"""
 
 import string
 from collections.abc import Iterator, Mapping
@@ -14,15 +17,28 @@ def names(template: str) -> list[str]:
 
 
 def fill(template: str, values: Mapping[str, Any]) -> str:
-    """The template with its values: text as it is, anything else as str() shows it."""
+    """The template with its values: text as it is, anything else as str() shows it.
+
+    Raises ValueError for a template that cannot be read, KeyError for a name without a value.
+    """
     return "".join(
-        text + ("" if name is None else str(values[name])) for text, name in _parts(template)
+        text + ("" if name is None else str(values[name]))
+        for text, name in split_template(template)
     )
 
 
-def _parts(template: str) -> Iterator[tuple[str, str | None]]:
+def split_template(template: str) -> Iterator[tuple[str, str | None]]:
+    """Text, and the name after it, if any. Raises ValueError for one that cannot be read."""
     for text, name, form, conversion in string.Formatter().parse(template):
-        if form or conversion or (name is not None and not name.isidentifier()):
+        if form or conversion:
+            more = (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
+            raise ValueError(f"{{{name}{more}}}: a column is filled in as it is, without {more}")
+        yield text, name
+
+
+def _parts(template: str) -> Iterator[tuple[str, str | None]]:
+    for text, name in split_template(template):
+        if name is not None and not name.isidentifier():
             raise ValueError(f"{{{name}}} is not the name of a column")
         yield text, name
 

@@ -5,12 +5,11 @@ once. Nothing is dropped silently: what `data.overlong` filtered is counted, and
 """
 
 import hashlib
-import string
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rloo_cli import order
-from rloo_cli.data import is_messages
+from rloo_cli import fill, order, registry
+from rloo_cli.data import is_messages, likely_columns, written_messages
 from rloo_cli.errors import DataError, Problem
 from rloo_cli.rollout import Group, Prompt
 from rloo_cli.schema import DataConfig
@@ -86,61 +85,112 @@ def prepare(
     """
     values = data[config.prompt_column]
     conversational = is_messages(values[0])
-    for row, value in enumerate(values):
-        if not (is_messages(value) if conversational else isinstance(value, str)):
-            kind = "a list of messages" if conversational else "a string"
-            raise DataError(
-                Problem(
-                    f"prompt {row} is not {kind}" + (", as prompt 0 is" if row else ""),
-                    f"data.prompt_column={config.prompt_column}, row {row}",
-                    f"found {type(value).__name__}: {str(value)[:80]!r}",
-                )
-            )
-    idle = "template" if conversational else "system"
-    if getattr(config, idle) is not None:
-        kind = "conversations" if conversational else "plain text"
-        why = f"the prompts are {kind}: the key would do nothing"
-        raise DataError(Problem(f"data.{idle} is set", f"data.{idle}", why, f"data.{idle}=null"))
+    _check_values(data, values, config)
+    _refuse_idle_keys(conversational, config)
     others = [c for c in data.column_names if c not in (config.prompt_column, *NOT_FOR_REWARDS)]
     rows = data.select_columns(others).to_list() if others else [{} for _ in values]
     prompts: list[Prompt] = [_render(v, row, config) for v, row in zip(values, rows, strict=True)]
+    conversational = conversational or config.chat
     ids = _tokenise(prompts, conversational, tokenizer, template_kwargs)
     _refuse_two_beginnings(ids, tokenizer)
     bos = tokenizer.bos_token_id
     return _fit(prompts, ids, rows, conversational, config, longest, seed, bos)
 
 
+def _check_values(data: "Dataset", values: Any, config: DataConfig) -> None:
+    """Every prompt is of the first one's kind, and of a kind that we read. Raises DataError."""
+    conversational = is_messages(values[0])
+    where = f"data.prompt_column={config.prompt_column}, row "
+    for row, value in enumerate(values):
+        if not (is_messages(value) if conversational else isinstance(value, str)):
+            kind = "a list of messages" if conversational else "a string"
+            strings = [c for c in likely_columns(data) if c != config.prompt_column]
+            fix = f"data.prompt_column={strings[0]}" if strings and not row else ""
+            column = f"the column is of type {data.features[config.prompt_column]}"[:200]
+            raise DataError(
+                Problem(
+                    f"prompt {row} is not {kind}" + (", as prompt 0 is" if row else ""),
+                    f"{where}{row}",
+                    f"found {type(value).__name__}: {str(value)[:80]!r}; {column}",
+                    fix,
+                    f"columns of strings or messages: {', '.join(strings) or 'none'}",
+                )
+            )
+        if conversational:
+            _refuse_other_parts(value, f"{where}{row}")
+    if not conversational and written_messages(values[0]):
+        raise DataError(
+            Problem(
+                "prompt 0 is a conversation that is written as one string",
+                f"{where}0",
+                f"the model would be given its brackets and quotes: {values[0][:80]!r}",
+                "data.map=file.py:name, with row['prompt'] = json.loads(row['prompt']) in it",
+            )
+        )
+
+
+def _refuse_other_parts(messages: list[dict[str, Any]], where: str) -> None:
+    """Raises DataError for a message that has parts which are not text."""
+    for message in messages:
+        parts = message["content"] if isinstance(message.get("content"), list) else []
+        for part in parts:
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if kind == "text" and isinstance(part.get("text"), str):
+                continue
+            what = f"a message has a part of type {kind!r}"
+            if "image" in str(kind):
+                what = "images in prompts are not supported yet"
+            why = f"found {str(part)[:80]!r} in a message of role {message['role']!r}"
+            fix = "parts of text alone: {type: text, text: ...}, or a string"
+            raise DataError(Problem(what, where, why, fix))
+
+
+def _refuse_idle_keys(conversational: bool, config: DataConfig) -> None:
+    """Raises DataError for a key that would do nothing with prompts of this kind."""
+    idle = [k for k in ("template", "chat") if getattr(config, k)] if conversational else []
+    if not conversational and not config.chat and config.system is not None:
+        idle = ["system"]
+    for key in idle:
+        kind = "conversations" if conversational else "plain text"
+        why = f"the prompts are {kind}: the key would do nothing"
+        off = f"data.{key}={'false' if key == 'chat' else 'null'}"
+        more = "data.chat=true makes a user's message of each" if key == "system" else ""
+        raise DataError(Problem(f"data.{key} is set", f"data.{key}", why, off, more))
+
+
 def _render(value: Any, row: dict[str, Any], config: DataConfig) -> Prompt:
-    if not isinstance(value, str):
-        has_one = value[0]["role"] == "system"  # the row's own says more than the key
-        system = [{"role": "system", "content": config.system}] if config.system else []
-        messages: list[dict[str, Any]] = value if has_one else [*system, *value]
-        return messages
-    if config.template is None:
-        return value
+    """The prompt as it goes to the tokenizer, or to its chat template."""
+    if isinstance(value, str):
+        text = value if config.template is None else _filled(value, row, config)
+        if not config.chat:
+            return text
+        value = [{"role": "user", "content": text}]
+    has_one = value[0]["role"] == "system"  # the row's own says more than the key
+    system = [{"role": "system", "content": config.system}] if config.system else []
+    messages = [_with_text(message) for message in value]
+    return messages if has_one else [*system, *messages]
+
+
+def _filled(value: str, row: dict[str, Any], config: DataConfig) -> str:
     fields = row | {config.prompt_column: value, "prompt": value}
-    return "".join(
-        text + (str(fields[_plain(name, fields)]) if name is not None else "")
-        for text, name in _parts(config.template)
-    )
-
-
-def _parts(template: str) -> list[tuple[str, str | None]]:
+    assert config.template is not None
     try:
-        return [(text, name) for text, name, _, _ in string.Formatter().parse(template)]
+        return fill.fill(config.template, fields)
+    except KeyError as error:
+        what = f"data.template names {{{error.args[0]}}}, which is no column"
+        why = f"columns: {', '.join(fields)}"
+        raise DataError(Problem(what, "data.template", why)) from None
     except ValueError as error:
         fix = "{column} for a column, {{ and }} for braces"
-        raise DataError(
-            Problem("data.template cannot be read", "data.template", str(error), fix)
-        ) from None
+        what = "data.template cannot be read"
+        raise DataError(Problem(what, "data.template", str(error), fix)) from None
 
 
-def _plain(name: str, fields: dict[str, Any]) -> str:
-    """A template names columns, and nothing inside them."""
-    if name not in fields:
-        why = f"columns: {', '.join(fields)}"
-        raise DataError(Problem(f"data.template names {{{name}}}, which is no column", why=why))
-    return name
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose parts of text are one string: few chat templates know parts."""
+    if not isinstance(message.get("content"), list):
+        return message
+    return message | {"content": "".join(part["text"] for part in message["content"])}
 
 
 def _tokenise(
@@ -224,6 +274,8 @@ def _fit(
         ids = [_cut_left(x, longest, bos) for x in ids]
     keep = [i for i in range(len(ids)) if not (over[i] and config.overlong == "filter")]
     digest = hashlib.blake2b(digest_size=16)
+    if config.map is not None:
+        digest.update(f"map {registry.fingerprint(config.map)}".encode())
     for i in keep:
         digest.update(repr((ids[i], rows[i])).encode())
     return Prompts(

@@ -120,7 +120,7 @@ def _rewards(run: RunConfig) -> Iterator[Problem]:
         for k in ("optimizer", "lr_scheduler")
         if ":" in (v := getattr(run.train, k))
     }
-    for key, spec in (codes | data_rules.filters(run)).items():
+    for key, spec in (codes | data_rules.user_code(run)).items():
         yield from code_problems(key, spec)
     for key, known in (("optimizer", ("adamw",)), ("lr_scheduler", SCHEDULES)):
         value = getattr(run.train, key)

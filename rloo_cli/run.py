@@ -62,6 +62,8 @@ def make(
     prompts = prepared[None]
     for note in [note for name in prepared for note in splits.notes(name, prepared[name])]:
         log.note(note)
+    for note in splits.shown_prompt(prompts, tokenizer):
+        log.note(note)
     steps = count_steps(config, len(prompts))  # raises before any weights load
     held = {name: found for name, found in prepared.items() if name is not None}
     judge = judging.make(config, held, tokenizer, training=True)
@@ -127,7 +129,7 @@ def code_notes(config: RunConfig) -> list[str]:
     """Code that is not ours, with the hash of its file: what a reader of the log must know."""
     codes = {f"reward.{n}": getattr(e, "path", "") for n, e in config.rewards.items()
              if e.type == "function"}  # fmt: skip
-    codes |= data_rules.filters(config)
+    codes |= data_rules.user_code(config)
     if registry.own_file("algorithms", config.algorithm.name):
         codes["algorithm.name"] = f"{config.algorithm.name}:Config"
     judge: Any = config.eval.judge

@@ -31,6 +31,14 @@ class RowsConfig(Frozen):
     template: str | None = key("Text around a plain prompt; {prompt} and {column} are filled in")
     columns: dict[str, str] = key("Renames columns: {old: new}")
     system: str | None = key("System message put before every conversational prompt")
+    chat: bool = key(
+        "A prompt that is a string becomes a user's message", since="0.2", before=False
+    )
+    map: Text | None = key(
+        "file.py:name, row (a dict) -> row, before prompts and columns are looked at; null = none",
+        since="0.2",
+        before=None,
+    )
     filter: dict[str, Any] | Text | None = key(
         "Rows to use: {column: value or [values]}, or file.py:name, row -> bool; null = all"
     )

@@ -20,6 +20,7 @@ from rloo_cli.schema import DataConfig, RunConfig, SetConfig
 
 Found = TypeVar("Found")
 MIXTURE = "data.mixture."
+SHOWN_TEXT, SHOWN_TOKENS = 300, 5  # characters and tokens of each end of a prompt
 KEYS = re.compile(rf"\bdata\.(?=(?:{'|'.join(SetConfig.model_fields)})\b)")
 
 
@@ -92,7 +93,7 @@ def notes(name: str | None, prompts: Prompts) -> list[str]:
     if name is not None:
         said = [f"held out{f', {name}' if name else ''}: {told}"]
     else:
-        said = [f"{told}; first: {str(prompts.prompts[0])[-120:]!r}"]
+        said = [told]
         said += mixture.notes(prompts.mix) if prompts.mix else []
         said += [lengths.line(prompts.lengths, prompts.limits)]
     where = "" if name is None else f" of {name or 'those held out'}"
@@ -104,6 +105,20 @@ def notes(name: str | None, prompts: Prompts) -> list[str]:
     if name is None and len(prompts) > 100 and len({tuple(i) for i in prompts.ids}) == 1:
         said.append("warning: all prompts are the same")
     return said
+
+
+def shown_prompt(prompts: Prompts, tokenizer: Any) -> list[str]:
+    """The first prompt as the model reads it: its text, marks and ends of lines visible; tokens."""
+    ids = prompts.ids[0]
+    text = repr(tokenizer.decode(ids, skip_special_tokens=False))
+    if len(text) > 2 * SHOWN_TEXT:
+        text = f"{text[:SHOWN_TEXT]} ... {text[-SHOWN_TEXT:]}"
+    names = tokenizer.convert_ids_to_tokens(ids)
+    pairs = [f"{i} {name!r}" for i, name in zip(ids, names, strict=True)]
+    if len(pairs) > 2 * SHOWN_TOKENS:
+        pairs = [*pairs[:SHOWN_TOKENS], "...", *pairs[-SHOWN_TOKENS:]]
+    kind = "a conversation, by the chat template" if prompts.conversational else "plain text"
+    return [f"prompt 0 is {kind}: {text}", f"its {len(ids)} tokens: {', '.join(pairs)}"]
 
 
 def _sources(config: RunConfig, training: bool) -> dict[str | None, DataConfig]:

@@ -43,6 +43,7 @@ def data_of(run: RunConfig, section: str) -> DataConfig:
             "max_samples": None,
             "mixture": None,
             "filter": None,
+            "map": None,
             "streaming": False,
         }
         given = plain | given

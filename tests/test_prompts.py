@@ -58,6 +58,7 @@ def mixed(*values):
 
     class Rows(dict):
         column_names = ("prompt",)
+        features = {"prompt": "mixed"}  # noqa: RUF012
 
     return prompts.prepare(Rows(prompt=list(values)), config(), tokenizer(), {}, None, 1)
 

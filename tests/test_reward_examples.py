@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rloo_cli.rewards import mathematics
 from rloo_cli.rewards.arguments import KWARGS, NOT_PASSED, Context
 from rloo_cli.rewards.build import build, check_columns
 from rloo_cli.rewards.scoring import RewardFailed, score
+from rloo_cli.rewards.text import boxed
 from rloo_cli.rollout import Group, Rollout
 
 CONF = Path(__file__).parents[1] / "conf" / "reward"
@@ -188,7 +190,7 @@ def test_a_math_process_that_ends_by_itself_is_a_failure_and_not_a_zero(monkeypa
     broken = "import sys; sys.stdin.readline(); sys.exit(3)"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     child = subprocess.Popen([sys.executable, "-c", broken], **pipes)
-    monkeypatch.setattr(mathematics, "_child", child)
+    monkeypatch.setattr(mathematics, "_idle", [child])
     with pytest.raises(RewardFailed, match="math-verify process ended by itself with 3"):
         values(shipped("accuracy"), group(r"\boxed{2}", solution="2"))
     assert values(shipped("accuracy"), group(r"\boxed{2}", solution="2")) == [1.0]
@@ -256,12 +258,31 @@ def test_regex_looks_where_it_is_told_and_refuses_what_does_not_compile() -> Non
         ("last_number", "first 7, then 1,234.", "1234", 1.0),
         ("last_number", "it is 1, 2", ["2", "3"], 1.0),
         ("last_number", "nothing", "2", 0.0),
+        ("last_number", "it is .5", "0.5", 1.0),
+        ("last_number", "it is 1/2", "1/2", 1.0),
+        ("last_number", "it is 1/2", "2", 0.0),
+        ("last_number", "it is 1e5.", "1e5", 1.0),
+        ("last_number", "it is 1 234", "1,234", 1.0),
+        ("last_number", "5-3", "3", 1.0),
+        ("last_number", "5-3", "-3", 0.0),
+        ("last_number", "it is \N{MINUS SIGN}5", "-5", 1.0),
+        ("last_number", "x=-3.5e-2", "-3.5e-2", 1.0),
+        ("last_number", "48/2 = 24", "24", 1.0),
+        ("last_number", "12 apples, 100 pears", "100", 1.0),
         ("boxed", r"\boxed{2}", None, None),
     ],
 )
 def test_exact_match_extracts(extract: str, text: str, gold: Any, expected: float | None) -> None:
     reward = shipped("exact_match", extract=extract, column="answer")
     assert values(reward, group(text, answer=gold)) == [expected]
+
+
+def test_the_last_box_is_found_in_one_pass() -> None:
+    assert boxed(r"\boxed{1} \boxed{a {\boxed{2}} \} b") == "2"
+    assert boxed(r"\boxed{1} } \\boxed{3} \boxed{\}") == "3"
+    start = time.process_time()
+    assert boxed("\\boxed{" * 20_000) is None  # by the second that took 600 s
+    assert time.process_time() - start < 5
 
 
 def test_exact_match_reads_the_gold_answer_out_of_a_solution() -> None:

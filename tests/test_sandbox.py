@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rloo_cli.errors import MachineError
-from rloo_cli.rewards import sandbox
+from rloo_cli.rewards import harness, sandbox
 from rloo_cli.rewards.sandbox import Limits
 
 LIMITS = Limits(seconds=9.0, memory_mb=96, processes=6, file_mb=2, open_files=32)
@@ -373,3 +373,34 @@ def test_without_a_sandbox_there_are_limits_and_an_empty_environment(monkeypatch
     left = f"import subprocess\nsubprocess.Popen(['sleep', '{mark}'], start_new_session=True)"
     assert why(f"{left}\ndef f(x): return 4", mode=unsafe) == ""
     assert living(mark) == []
+
+
+def test_memory_files_without_a_name_are_counted_once() -> None:
+    code = (
+        "import os, sys\n"
+        "held = [os.memfd_create('x') for _ in range(3)]\n"
+        "for file in held + [os.dup(held[0])]:\n"
+        "    os.pwrite(file, bytes(1 << 20), 0)\n"
+        "print('written', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-I", "-c", code], **pipes) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"written\n"
+        assert harness.nameless([child.pid, os.getpid()]) == 3 << 20
+        child.kill()
+    assert harness.nameless([child.pid]) == 0
+
+
+@contained
+def test_memory_files_without_a_name_count_as_memory() -> None:
+    code = (
+        "import os, time\n"
+        "held = [os.memfd_create('x') for _ in range(20)]\n"
+        "for file in held:\n"
+        "    os.write(file, bytes(2_000_000))\n"
+        "time.sleep(0.5)\n"
+        "def f(x): return 2 * x\n"
+    )
+    assert why(code, dataclasses.replace(LIMITS, memory_mb=48)) == "memory"
+    assert why(code.replace("range(20)", "range(2)")) == ""

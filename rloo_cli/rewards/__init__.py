@@ -19,6 +19,7 @@ PARTS = (
     "frames",
     "harness",
     "mathematics",
+    "math_gold",
     "math_worker",
     "outcomes",
     "reading",

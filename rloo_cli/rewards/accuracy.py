@@ -1,9 +1,10 @@
 """1.0 if the answer is mathematically equal to the gold one, else 0.0 (math-verify).
 
-The answer has to be in \\boxed{} or announced. Where the gold answer cannot be parsed the reward
-does not apply (None).
+The answer has to be in \\boxed{} or announced. The gold one may be bare LaTeX. Where it cannot be
+read whole, or not at all, the reward does not apply (None).
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from rloo_cli.rewards import mathematics
@@ -27,9 +28,12 @@ def preflight(config: Config) -> None:
 
 
 def score(
-    completions: list[Completion], columns: dict[str, list[Any]], config: Config
+    completions: list[Completion],
+    columns: dict[str, list[Any]],
+    config: Config,
+    log_metric: Callable[[str, float], None] | None = None,
 ) -> list[float | None]:
     """(B,) of 1.0, 0.0 or None."""
     golds = columns[config.column]
-    right = mathematics.correct(list(texts(completions)), golds, config.answer_timeout_s)
+    right = mathematics.correct(list(texts(completions)), golds, config, log_metric)
     return [None if r is None else float(r) for r in right]

@@ -1,10 +1,11 @@
 """Right answers are worth more the shorter they are, wrong ones cost more the shorter they are.
 
 Half a cosine from 0 to `max_length` tokens, then flat (arXiv 2502.03373, appendix C.1). Right is
-what `accuracy` calls right; None where the gold answer cannot be parsed.
+what `accuracy` calls right; None where the gold answer cannot be read.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 from rloo_cli.rewards import mathematics
@@ -43,10 +44,11 @@ def score(
     completion_ids: list[list[int]],
     columns: dict[str, list[Any]],
     config: Config,
+    log_metric: Callable[[str, float], None] | None = None,
 ) -> list[float | None]:
     """(B,) of floats or None."""
     golds = columns[config.column]
-    right = mathematics.correct(list(texts(completions)), golds, config.answer_timeout_s)
+    right = mathematics.correct(list(texts(completions)), golds, config, log_metric)
     ends = {
         True: (config.correct_short, config.correct_long),
         False: (config.wrong_short, config.wrong_long),

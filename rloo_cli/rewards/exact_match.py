@@ -2,7 +2,9 @@
 that can be read.
 
 The column holds one gold answer or a list of accepted ones. White space around answers does not
-count. A completion without an answer to extract (no \\boxed{}, no number) gets 0.0.
+count. A completion without an answer to extract (no \\boxed{}, no number) gets 0.0. A number may be
+.5, 1/2, 1e5, 1,234 or 1 234; it is compared as it is written, but for the marks between thousands,
+the kind of minus, and the 0 before the point.
 """
 
 import re
@@ -12,7 +14,13 @@ from rloo_cli.rewards.text import Completion, boxed, texts
 from rloo_cli.schema import RewardConfig, key
 
 TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+GROUPS = r"\d{1,3}(?:,\d{3})+(?!\d)|(?<!\d)\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?!\d)"
+# A - after a digit, a letter or a bracket is a minus between two numbers: 5-3 ends in 3.
+NUMBER = re.compile(
+    r"(?:(?<![\w.)\]}])[-\u2212])?"
+    rf"(?:(?<!\d)\.\d+|(?:{GROUPS}|\d+)(?:/\d+|(?:\.\d+)?))"
+    r"(?:[eE][-+]?\d+(?!\w))?"
+)
 
 
 class Config(RewardConfig):
@@ -71,5 +79,6 @@ def _equal(answer: str | None, gold: Any, config: Config) -> float | None:
 
 def _plain(answer: str, config: Config) -> str:
     if config.extract == "last_number":
-        answer = answer.replace(",", "")  # 1,234 is 1234
+        answer = re.sub(r"[,\s]", "", answer).replace("\u2212", "-").lower()  # 1,234 is 1234
+        answer = re.sub(r"^(-?)\.", r"\g<1>0.", answer)  # .5 is 0.5
     return answer.strip().casefold() if config.ignore_case else answer.strip()

@@ -25,6 +25,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from typing import Any
 
 TICK = 0.02  # seconds between two looks at the processes
@@ -167,12 +168,31 @@ def watch(job: Job, pid: int, out: int, deadline: float, ask: Any) -> tuple[str,
 
 def too_much(job: Job, deadline: float) -> str:
     """What the test has too much of, or ""."""
-    found = descendants().values()
-    if sum(threads for threads, _ in found) > job["processes"]:
+    found = descendants()
+    if sum(threads for threads, _ in found.values()) > job["processes"]:
         return "processes"
-    if sum(pages for _, pages in found) * PAGE > job["memory"]:
+    used = sum(pages for _, pages in found.values()) * PAGE
+    if used + nameless(found) > job["memory"]:
         return "memory"
     return "time" if time.monotonic() > deadline else ""
+
+
+def nameless(pids: Iterable[int]) -> int:
+    """Bytes in the memory files (memfd) that these processes hold open: no mapping shows them."""
+    sizes = {}
+    for pid in pids:
+        try:
+            paths = [f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")]
+        except OSError:
+            continue  # it ended
+        for path in paths:
+            try:
+                if os.readlink(path).startswith("/memfd:"):
+                    facts = os.stat(path)
+                    sizes[facts.st_ino] = facts.st_blocks * 512
+            except OSError:
+                continue  # it was closed
+    return sum(sizes.values())
 
 
 def reaped() -> dict[int, int]:

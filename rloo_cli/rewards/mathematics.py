@@ -1,8 +1,12 @@
 """Is an answer mathematically equal to the gold one? Asked of math-verify, in a child process.
 
-A model may write \\boxed{9^{9^{9^9}}}: sympy then computes for hours inside one C call that holds
+A model may write \boxed{9^{9^{9^9}}}: sympy then computes for hours inside one C call that holds
 Python's lock, so that no deadline of this process could fire. The child gives itself an alarm
-that ends it (see math_worker); we take its end for "not shown to be equal" and start another.
+(see math_worker); what the alarm ends counts as "not shown to be equal", and is counted.
+
+Such answers may not add up to the time that the reward's whole call has, for that would stop the
+run: a question may take a twentieth of what is left of the call's budget, and once nothing is left
+the rest of the answers count as too slow.
 """
 
 import atexit
@@ -13,15 +17,28 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rloo_cli.errors import MachineError, Problem
 
-# How a child ends when an answer is too much for it: the alarm, no memory (GMP), no stack.
-TOO_MUCH = {-signal.SIGALRM, -signal.SIGABRT, -signal.SIGSEGV}
-_lock = threading.Lock()  # one question at a time; accuracy and cosine_length share the child
-_child: subprocess.Popen[str] | None = None
+BUDGET = 0.8  # of a call's timeout_s; the rest is for what is not in our hands
+SHARE = 0.05  # of the time that is left, for one question
+_lock = threading.Lock()  # of the list below
+_idle: list["subprocess.Popen[str]"] = []  # children that wait for a question
+
+
+@dataclass
+class Comparison:
+    """What came of comparing answers with gold ones."""
+
+    right: list[bool | None] = field(default_factory=list)  # (B,) None: there is no gold answer
+    slow: int = 0  # answers that took too long; they count as not equal
+    unread: int = 0  # rows whose gold answer cannot be read
 
 
 def require() -> None:
@@ -36,61 +53,104 @@ def require() -> None:
         )
 
 
-def correct(texts: list[str | None], golds: list[Any], seconds: int) -> list[bool | None]:
+def correct(
+    texts: list[str | None],
+    golds: list[Any],
+    config: Any,
+    log_metric: Callable[[str, float], None] | None,
+) -> list[bool | None]:
+    """`compare` as a reward's config says, its counts logged as shares of the rows.
+
+    `config` has type, answer_timeout_s and timeout_s. Raises RuntimeError if the child fails.
+    """
+    found = compare(texts, golds, config.answer_timeout_s, BUDGET * config.timeout_s)
+    if log_metric is not None and texts:
+        log_metric(f"{config.type}/timeout_frac", found.slow / len(texts))
+        log_metric(f"{config.type}/gold_unread_frac", found.unread / len(texts))
+    return found.right
+
+
+def compare(texts: list[str | None], golds: list[Any], seconds: float, budget: float) -> Comparison:
     """Whether each text's answer equals its gold one.
 
-    None where the gold answer is None or cannot be parsed. False for a text that is None and
-    for a comparison that takes longer than `seconds`. Raises RuntimeError if the child fails.
+    None where the gold answer is None or cannot be read. False for a text that is None and for a
+    comparison that takes longer than `seconds`, or than all of them together may (`budget`
+    seconds). Raises RuntimeError if the child fails.
     """
-    return [_one(text, gold, seconds) for text, gold in zip(texts, golds, strict=True)]
+    found = Comparison()
+    child: subprocess.Popen[str] | None = None
+    deadline = time.monotonic() + budget
+    try:
+        for text, gold in zip(texts, golds, strict=True):
+            said = "none"
+            if gold is not None:
+                child = child or _take_child()
+                left = deadline - time.monotonic()
+                said = "slow" if left <= 0 else _ask(child, text, gold, min(seconds, SHARE * left))
+            found.right.append({"yes": True, "no": False, "slow": False}.get(said))
+            found.slow += said == "slow"
+            found.unread += said in ("no gold", "slow gold")
+    except BaseException:
+        if child is not None:
+            _end_child(child)
+        raise
+    if child is not None:
+        with _lock:
+            _idle.append(child)
+    return found
 
 
-def _one(text: str | None, gold: Any, seconds: int) -> bool | None:
-    if gold is None:
-        return None
-    question = json.dumps({"text": text or "", "gold": str(gold), "seconds": seconds})
+def _ask(child: "subprocess.Popen[str]", text: str | None, gold: Any, seconds: float) -> str:
+    assert child.stdin is not None and child.stdout is not None
+    question = {"text": text or "", "gold": str(gold), "seconds": max(seconds, 1e-3)}
+    try:
+        child.stdin.write(json.dumps(question) + "\n")
+        child.stdin.flush()
+    except BrokenPipeError as error:
+        raise RuntimeError(_ended(child)) from error
+    said = child.stdout.readline().strip()
+    if not said:
+        raise RuntimeError(_ended(child))
+    return said
+
+
+def _take_child() -> "subprocess.Popen[str]":
+    """One that waits, or a new one. A call has a child of its own, so that none waits for another.
+
+    Raises RuntimeError when it does not start.
+    """
     with _lock:
-        child = _start()
-        assert child.stdin is not None and child.stdout is not None
-        try:
-            child.stdin.write(question + "\n")
-            child.stdin.flush()
-        except BrokenPipeError as error:
-            raise RuntimeError(_ended(child)) from error
-        parsed = child.stdout.readline()
-        if parsed == "no gold\n":
-            return None
-        answer = child.stdout.readline() if parsed else ""
-        if answer:
-            return answer == "yes\n"
-        if child.wait() not in TOO_MUCH:
-            raise RuntimeError(_ended(child))
-        return False if parsed else None  # with no "gold" line it was the gold that took too long
+        while _idle:
+            if (child := _idle.pop()).poll() is None:
+                return child
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-m", "rloo_cli.rewards.math_worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,  # a Ctrl-C is ours to handle; it ends when its stdin closes
+    )
+    assert child.stdout is not None
+    if child.stdout.readline() != "ready\n":
+        raise RuntimeError(_ended(child))
+    return child
 
 
-def _start() -> subprocess.Popen[str]:
-    global _child
-    if _child is None or _child.poll() is not None:
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        _child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rloo_cli.rewards.math_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # a Ctrl-C is ours to handle; it ends when its stdin closes
-        )
-    return _child
-
-
-def _ended(child: subprocess.Popen[str]) -> str:
+def _ended(child: "subprocess.Popen[str]") -> str:
     return f"the math-verify process ended by itself with {child.wait()}"
+
+
+def _end_child(child: "subprocess.Popen[str]") -> None:
+    with suppress(OSError):  # its group is gone
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 @atexit.register
 def _stop() -> None:
-    if _child is not None and _child.poll() is None:
-        _child.kill()
-        _child.wait()
+    for child in _idle:
+        _end_child(child)

@@ -6,11 +6,15 @@ same chat template, which is asked of them token by token and by encoding real p
 conversation goes through the reward model's own chat template, plain text is tokenised as one
 string, and special tokens come once.
 
+A completion's text is encoded as text: where it spells a special token, `<|im_end|>`, the reward
+model is fed the characters and not the token, or a policy could write turns of the user's.
+
 A completion that ended by itself keeps the EOS that such models were trained on (`keep_eos`); in a
 conversation the chat template says how a turn ends. What stopped it otherwise, a stop string or
 another id, is nothing that the model knows: such a row has its text in place of its ids.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,6 +27,7 @@ if TYPE_CHECKING:  # both import torch
 
 PROBED = 8  # prompts that are encoded by both tokenizers
 WORD = "Yes"
+PRIVATE = 0xF0000  # from here on no character of Unicode has a meaning
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,14 @@ class Reader:
         self.own, self.policy, self.wanted = own, policy, wanted
         self.keep_eos, self.max_length = keep_eos, max_length
         self.known = frozenset(own.get_vocab().values())
+        special = {str(t) for t in own.added_tokens_decoder.values() if t.special}
+        named = sorted({*special, *own.all_special_tokens}, key=len, reverse=True)
+        self.marks_of = {token: chr(PRIVATE + n) for n, token in enumerate(named)}
+        self.special_of = {mark: token for token, mark in self.marks_of.items()}
+        self.marks = frozenset(self.special_of)
+        # What matches nothing, where a tokenizer has no special tokens.
+        self.spelled = re.compile("|".join(map(re.escape, named)) or "(?!)")
+        self.split = re.compile(f"([{''.join(self.marks)}])" if named else "(?!)")
         self.tail: list[int] = []  # what the chat template puts after an assistant's words
         self.why: dict[bool, str | None] = {}
 
@@ -76,7 +89,7 @@ class Reader:
         stopped = row.finish_reason == "stop"
         body = ids[:-1] if at_eos else list(ids)
         if (stopped and not at_eos) or not self.known.issuperset(body):
-            body = self._encode(texts([row.completion])[0])
+            body = self._encode_marked(self._mark(texts([row.completion])[0]))
         if row.conversational and self.wanted != "ids":
             return [*row.prompt_ids, *body, *self.tail]
         ends = (stopped or at_eos) and self.keep_eos and eos is not None
@@ -85,20 +98,58 @@ class Reader:
     def _by_text(self, row: Row) -> list[int]:
         if isinstance(row.prompt, list):
             assert isinstance(row.completion, list)
-            return self._rendered([*row.prompt, *row.completion])
-        ids = list(self.own(row.prompt + texts([row.completion])[0])["input_ids"])
-        eos, last = self.own.eos_token_id, self.policy.eos_token_id
-        ended = row.finish_reason == "stop" or row.completion_ids[-1:] == [last]
+            said = [
+                m | {"content": self._mark(str(m.get("content") or ""))} for m in row.completion
+            ]
+            return self._rendered([*row.prompt, *said])
+        marked = self._mark(texts([row.completion])[0])
+        if self.marks.isdisjoint(marked):
+            ids = list(self.own(row.prompt + marked)["input_ids"])
+        else:
+            first, last = self._around()
+            ids = [*first, *self._encode_marked(row.prompt + marked), *last]
+        eos, last_id = self.own.eos_token_id, self.policy.eos_token_id
+        ended = row.finish_reason == "stop" or row.completion_ids[-1:] == [last_id]
         # A tokenizer that ends every text by itself has done so.
         ends = ended and self.keep_eos and eos is not None and ids[-1:] != [eos]
         return self._once([*ids, *([eos] if ends else [])])
 
     def _rendered(self, messages: list[dict[str, Any]]) -> list[int]:
         text = self.own.apply_chat_template(messages, tokenize=False)
-        return self._once(self._encode(text))
+        return self._once(self._encode_marked(text))
 
     def _encode(self, text: str) -> list[int]:
         return list(self.own(text, add_special_tokens=False)["input_ids"])
+
+    def _mark(self, text: str) -> str:
+        """A completion's text with a letter of no alphabet for each special token it spells.
+
+        It would else end its own turn and write the user's: `_encode_marked` reads these letters
+        as the characters that were spelled.
+        """
+        return self.spelled.sub(lambda found: self.marks_of[found[0]], text)
+
+    def _marked(self, message: dict[str, Any]) -> dict[str, Any]:
+        content = message.get("content")
+        return message | {"content": self._mark(content)} if isinstance(content, str) else message
+
+    def _encode_marked(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for part in self.split.split(text):
+            special = self.special_of.get(part)
+            if special is None:
+                ids += self._encode(part) if part else []
+            else:
+                keys = {"add_special_tokens": False, "split_special_tokens": True}
+                ids += self.own(special, **keys)["input_ids"]
+        return ids
+
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer puts before and after a text."""
+        whole, bare = list(self.own(WORD)["input_ids"]), self._encode(WORD)
+        starts = range(len(whole) - len(bare) + 1)
+        at = next((i for i in starts if whole[i : i + len(bare)] == bare), 0)
+        return whole[:at], whole[at + len(bare) :]
 
     def _once(self, ids: list[int]) -> list[int]:
         """One beginning of text, where a prompt brings its own beside the tokenizer's."""

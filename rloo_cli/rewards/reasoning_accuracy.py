@@ -3,6 +3,7 @@
 A completion whose reasoning never ends has not answered: 0.0, whatever the gold answer is.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from rloo_cli.rewards import mathematics
@@ -27,14 +28,17 @@ def preflight(config: Config) -> None:
 
 
 def score(
-    completions: list[Completion], columns: dict[str, list[Any]], config: Config
+    completions: list[Completion],
+    columns: dict[str, list[Any]],
+    config: Config,
+    log_metric: Callable[[str, float], None] | None = None,
 ) -> list[float | None]:
     """(B,) of 1.0, 0.0 or None."""
     answers = [after(text, config.delimiter) for text in texts(completions)]
     golds = columns[config.column]
     ended = [i for i, answer in enumerate(answers) if answer is not None]
     right = mathematics.correct(
-        [answers[i] for i in ended], [golds[i] for i in ended], config.answer_timeout_s
+        [answers[i] for i in ended], [golds[i] for i in ended], config, log_metric
     )
     scores: list[float | None] = [0.0] * len(answers)
     for i, r in zip(ended, right, strict=True):

@@ -1,7 +1,10 @@
 """What rewards read in a completion: its text, the last \\boxed{}, what follows a delimiter."""
 
+import re
 from typing import Any
 
+BOXED = re.compile(r"\\boxed\{")
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \\{ and \\} are printed braces and need not balance
 Completion = str | list[dict[str, Any]]
 
 
@@ -21,27 +24,21 @@ def _said(messages: list[dict[str, Any]]) -> str:
 
 
 def boxed(text: str) -> str | None:
-    """Content of the last closed \\boxed{...}, braces matched; None when there is none."""
-    start = len(text)
-    while (start := text.rfind("\\boxed{", 0, start)) >= 0:
-        begin = start + len("\\boxed{")
-        end = _closing(text, begin)
-        if end is not None:
-            return text[begin:end]
-    return None
+    """Content of the last closed \\boxed{...}, braces matched; None when there is none.
 
-
-def _closing(text: str, begin: int) -> int | None:
-    depth, place = 1, begin
-    while place < len(text):
-        if text[place] == "\\":  # \{ and \} are printed braces and need not balance
-            place += 2
-            continue
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return place
-        place += 1
-    return None
+    One pass: a model that repeats \\boxed{ without end does not hold the step up.
+    """
+    starts = {found.end() for found in BOXED.finditer(text)}
+    opened: list[int] = []  # where the content of each open brace begins
+    last: tuple[int, int] | None = None
+    for found in BRACE.finditer(text):
+        if found[0] == "{":
+            opened.append(found.end())
+        elif found[0] == "}" and opened:
+            begin = opened.pop()
+            if begin in starts and (last is None or begin > last[0]):
+                last = begin, found.start()
+    return text[last[0] : last[1]] if last is not None else None
 
 
 def after(text: str, delimiter: str) -> str | None:
