@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rloo_cli import hub, made, registry, value_start
+from rloo_cli import adapter_rules, hub, made, registry, value_start
 from rloo_cli.clock import Clock
 from rloo_cli.distributed import pieces
 from rloo_cli.distributed.engine import Copies, Engine
@@ -56,6 +56,7 @@ def with_model(
     config = config.model_copy(update={"algorithm": settings})
     engine = _engine(world, config)
     policy, frozen = _policies(config, engine, start)
+    _check_adapter(config, policy, log)
     critic = _critic(config, engine, policy, rewards, tokenizer, log)
     optimizer = engine.spread(policy, steps * config.updates_per_step)
     if frozen is not None:
@@ -119,6 +120,25 @@ def _policies(config: RunConfig, engine: Engine, start: Start) -> tuple[Policy, 
         frozen = reference.build(config.model, policy, device, kl_temperature, config.seed)
     same_vocabulary(policy, frozen)
     return policy, frozen
+
+
+def _check_adapter(config: RunConfig, policy: Policy, log: Log) -> None:
+    """Say where an adapter reaches the experts of a mixture. Raises ConfigError where the engine
+    that samples cannot apply that."""
+    parts = lora.adapted_parameters(policy.model) if lora.on(policy.model) else []
+    if not parts:
+        return
+    kinds = ", ".join(sorted({".".join(name.split(".")[-2:]) for name in parts}))
+    linear = ",".join(lora.linear_targets(policy.model))
+    if config.generation.backend in adapter_rules.ENGINES:
+        why = f"adapted parameters that are no linear layers: {kinds}; vLLM does not take those"
+        fix = f"model.lora.target_modules=[{linear}], or generation=transformers"
+        what = f"this adapter cannot be sampled by {config.generation.backend}"
+        raise ConfigError(Problem(what, "model.lora.target_modules", why, fix))
+    log.note(
+        f"the adapter is in {kinds} of {len(parts)} layers, besides the linear layers;"
+        f" without them: model.lora.target_modules=[{linear}]"
+    )
 
 
 def _critic(

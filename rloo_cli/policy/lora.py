@@ -12,6 +12,7 @@ which of them computes; with none, the numbers are the base's own, bit for bit.
 import copy
 import importlib
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,7 @@ def model(config: ModelConfig, checkpoint: Path | None, device: torch.device, se
         return load.model(config, str(checkpoint or config.path), device)
     loaded = load.model(config, config.path, device)
     add(loaded, config.lora, seed)
+    check_savable(loaded)
     folder = checkpoint or config.lora.path
     if folder is not None:
         read(loaded, Path(folder))
@@ -58,7 +60,9 @@ def add(model: Any, keys: LoraConfig, seed: int, name: str = TRAINED) -> None:
     peft = package()
     before = [model.get_input_embeddings(), model.get_output_embeddings()]
     model.requires_grad_(False)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # peft says of the experts' own rank that it matches no module: they are parameters.
+        warnings.filterwarnings("ignore", message=".*pattern keys did not match")
         torch.manual_seed(seed)
         try:
             model.add_adapter(peft.LoraConfig(**_arguments(keys)), name)
@@ -205,11 +209,7 @@ def merged(model: Any) -> Any:
     The live one is left as it is: an adapted layer is merged in a copy, all others are shared.
     Quantised weights come back in the dtype that the model computes in.
     """
-    config = copy.deepcopy(model.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        whole = type(model)(config)
+    whole = _empty_plain(model)
     whole.load_state_dict(_merged_state(model), assign=True, strict=False)
     whole.tie_weights()
     for name, module in whole.named_modules():
@@ -224,11 +224,57 @@ def merged(model: Any) -> Any:
     return whole.eval()
 
 
-def _merged_state(model: Any) -> dict[str, Tensor]:
-    """Name of each tensor of a plain model -> its value with the adapter."""
+def check_savable(model: Any) -> None:
+    """Compare the names that merging will give with those of a plain model, without merging.
+
+    What cannot be merged would be found out by the final save alone, after the training. Raises
+    ConfigError with the layers that can be adapted.
+    """
+    given = {f"{name}.{part}" for name, _, plain in _plain_layers(model)
+             for part, _ in plain.named_parameters()}  # fmt: skip
+    given |= {n for n, _ in model.named_parameters() if ".lora_" not in n}
+    missing = [n for n, _ in _empty_plain(model).named_parameters() if n not in given]
+    if missing:
+        why = f"merged into the model it would leave {', '.join(missing[:3])} without values"
+        fix = f"model.lora.target_modules=[{','.join(linear_targets(model))}]"
+        raise ConfigError(Problem("this adapter could not be saved", "model.lora", why, fix))
+
+
+def adapted_parameters(model: Any) -> list[str]:
+    """Names of the parameters that are adapted themselves and belong to no linear layer, such as
+    the experts of a mixture, whose weights are one tensor."""
+    kind = _parameter_wrapper()
+    found = [(n, m) for n, m in model.named_modules() if isinstance(m, kind)]
+    return [f"{n.replace('.base_layer', '')}.{m.parameter_name}" for n, m in found]
+
+
+def linear_targets(model: Any) -> list[str]:
+    """Last names of the linear layers that are adapted: what `target_modules` can list."""
+    kind = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
+    skipped = _parameter_wrapper()
+    found = ((n, m) for n, m in model.named_modules() if isinstance(m, kind))
+    return sorted({n.rpartition(".")[2] for n, m in found if not isinstance(m, skipped)})
+
+
+def _parameter_wrapper() -> Any:
+    """peft's layer around one parameter of a module; several of them are nested."""
+    return importlib.import_module("peft.tuners.lora.layer").ParamWrapper
+
+
+def _empty_plain(model: Any) -> Any:
+    """A plain model of the same class, on torch's `meta` device."""
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        return type(model)(config)
+
+
+def _plain_layers(model: Any) -> Iterator[tuple[str, Any, nn.Module]]:
+    """(name, layer, plain layer) of every layer that peft or bitsandbytes put in a plain one's
+    place. The plain one's values are the base's, until `_merge`."""
     kinds = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
     wrapper = importlib.import_module("peft.utils.other").ModulesToSaveWrapper
-    state: dict[str, Tensor] = {}
     done: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if name.startswith(done):
@@ -236,21 +282,37 @@ def _merged_state(model: Any) -> dict[str, Tensor]:
         if isinstance(module, wrapper):
             inner = module.modules_to_save[TRAINED]
         elif isinstance(module, kinds):
-            inner = _merge(module)
+            inner = module.get_base_layer()
         elif quantized.is_(module):
-            inner = quantized.plain(module)
+            inner = module
         else:
-            state |= {
-                f"{name}.{part}" if name else part: tensor
-                for part, tensor in (
-                    *module.named_parameters(recurse=False),
-                    *((b, t) for b, t in module.named_buffers(recurse=False)
-                      if b not in module._non_persistent_buffers_set),
-                )
-            }  # fmt: skip
             continue
         done = (*done, f"{name}.")
-        state |= {f"{name}.{part}": tensor.detach() for part, tensor in inner.state_dict().items()}
+        yield name, module, inner
+
+
+def _merged_state(model: Any) -> dict[str, Tensor]:
+    """Name of each tensor of a plain model -> its value with the adapter."""
+    adapted = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
+    state: dict[str, Tensor] = {}
+    done: tuple[str, ...] = ()
+    for name, module, plain in _plain_layers(model):
+        if isinstance(module, adapted):
+            plain = _merge(module)
+        elif quantized.is_(module):
+            plain = quantized.plain(module)
+        state |= {f"{name}.{part}": tensor.detach() for part, tensor in plain.state_dict().items()}
+        done = (*done, f"{name}.")
+    others = (m for m in model.named_modules() if not f"{m[0]}.".startswith(done))
+    for name, module in others:
+        state |= {
+            f"{name}.{part}" if name else part: tensor
+            for part, tensor in (
+                *module.named_parameters(recurse=False),
+                *((b, t) for b, t in module.named_buffers(recurse=False)
+                  if b not in module._non_persistent_buffers_set),
+            )
+        }  # fmt: skip
     return state
 
 
@@ -259,8 +321,10 @@ def _merge(layer: Any) -> nn.Module:
     if quantized.is_(layer.base_layer):
         return quantized.merged(layer, TRAINED)
     alone = copy.deepcopy(layer)
-    alone.merge(adapter_names=[TRAINED])
-    inner: nn.Module = alone.base_layer
+    while isinstance(alone, type(layer)):  # one inside the other: a layer per adapted parameter
+        alone.merge(adapter_names=[TRAINED])
+        alone = alone.base_layer
+    inner: nn.Module = alone
     return inner
 
 
