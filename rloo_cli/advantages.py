@@ -17,6 +17,7 @@ from rloo_cli.algorithms.advantage import Known
 from rloo_cli.minibatches import cut
 from rloo_cli.packing import COLUMNS, Micro, Part, unpack
 from rloo_cli.parts import Run
+from rloo_cli.policy.model import LogProbs
 from rloo_cli.rollout import Batch
 from rloo_cli.updates import Updates
 
@@ -219,7 +220,21 @@ def idle(run: Run, batch: Batch, grad: bool = False, last: bool = True, refer: b
         run.reference.frozen_logp(run.reference.pack(nothing, [(0, (0,))]))
     if grad:
         now = run.policy.logp(micro, want_entropy=run.log.due(run.state.step + 1, run.steps))
-        run.engine.backward(now.logp.sum() * 0.0, last)
+        run.engine.backward(zero_loss(run, now), last)
+
+
+def zero_loss(run: Run, now: LogProbs) -> Tensor:
+    """A loss of 0 whose gradient comes through the same outputs as that of `objective.loss`. ()
+
+    ZeRO-3 counts the outputs by which a backward pass enters the model. Ranks that count
+    differently wait for each other for ever, so this takes neither fewer outputs nor more.
+    """
+    outputs = [now.logp]
+    if now.kl_logp is not None and getattr(run.config.algorithm, "kl_in", "") == "loss":
+        outputs.append(now.kl_logp)
+    if now.entropy is not None and now.entropy.requires_grad:
+        outputs.append(now.entropy)
+    return torch.stack([out.sum() * 0.0 for out in outputs]).sum()
 
 
 def _table(found: Pass, shape: Sequence[int]) -> Tensor:

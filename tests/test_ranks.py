@@ -135,3 +135,34 @@ def test_an_engine_with_one_process_does_the_same(home, single, engine):
     words = [*WORDS, f"distributed={engine}", f"name=one_{engine}"]
     assert home(*words) == 0, home.said()
     assert update_apart(single, home.folder / "runs" / f"one_{engine}") < 1e-4
+
+
+# What else of a forward pass has a gradient. Five groups, each a micro-batch of its own: three for
+# one rank, and for the other two and one of nothing.
+OUTPUTS = {
+    "entropy": ("algorithm.beta=0", "algorithm.entropy_coef=0.05"),
+    "KL": (
+        "algorithm.kl_in=loss", "algorithm.kl_estimator=k3", "algorithm.kl_temperature=one",
+        "generation.temperature=0.7",
+    ),
+    "neither": ("algorithm.kl_temperature=one", "generation.temperature=0.7"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("output", "engine"),
+    [
+        ("entropy", "zero3"),
+        ("KL", "zero3"),
+        pytest.param("neither", "zero3", marks=pytest.mark.slow),
+        pytest.param("entropy", "fsdp2", marks=pytest.mark.slow),
+        pytest.param("KL", "fsdp2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_with_nothing_left_has_a_gradient_wherever_the_others_have_one(home, output, engine):
+    own = ("eval.at_start=false", "data.eval_split=null", "distributed.timeout_s=60")
+    words = [*WORDS, *own, *OUTPUTS[output], "train.micro_batch_size=4", "max_steps=3"]
+    assert home(*words, f"name={output}") == 0, home.said()
+    two = f"{output}_{engine}"
+    assert home(*words, f"name={two}", *spread(engine), ranks=2) == 0, home.said()
+    assert update_apart(home.folder / "runs" / output, home.folder / "runs" / two) < 1e-4
