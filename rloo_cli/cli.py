@@ -10,41 +10,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from rloo_cli import hub, paths, redact
+from rloo_cli import hub, paths, redact, verb_help
 from rloo_cli.errors import ConfigError, Problem, RunError
 
-USAGE = """usage: rloo VERB [+recipe=NAME] [key=value ...]
-
-verbs:
-  train        train a policy
-  sweep        train several configurations side by side, in turns: +recipe=NAME key=a,b
-  sft          fine-tune a model on completions, before RLOO
-  reward-model train a reward model on preferences
-  vllm-serve   serve completions for a run from GPUs or a node of their own
-  eval         score what is held out: RUN, RUN/checkpoint-N, or +recipe=NAME model.path=...
-  fetch        download what a run loads: +recipe=NAME, for machines without network
-  plan         tell memory, disk and time of a run beforehand: +recipe=NAME --gpu 80GiB
-  recipes      list recipes; recipes show NAME; recipes copy NAME my.yaml
-  config       list every key; config explain KEY; config --json
-  samples      show what a run wrote: --step N --worst; --eval
-  ledger       what became of every prompt of a run, and whether it adds up
-  compare      runs side by side: curves, tables, who is ahead and how sure that is
-  slurm        a recipe as a batch job: render or submit [KIND] +recipe=NAME
-  migrate      turn a TRL or ms-swift command line or config into a recipe
-  completion   print the shell's completion script: bash, zsh or fish
-
-recipes:
-{recipes}
-
-flags of train:
-  --dry-run             check everything, print the plan, train nothing
-  --multirun, -m        one run per combination of key=a,b
-  --cfg job             print the composed config
-  --config-dir DIR      your own groups and recipes
-  --debug               tracebacks; --errors=json for tools
-
-try: rloo train +recipe=quickstart
-"""
 TAKES_VALUE = ("--config-dir", "-cd", "--cfg", "-c", "--package", "-p")
 STOPPED = (75, 130)  # exit codes of a run that was asked to end
 HYDRA_FLAGS = (*TAKES_VALUE, "--multirun", "-m", "--resolve")
@@ -95,7 +63,7 @@ def dispatch(words: list[str]) -> int:
     """Run one verb; its exit code."""
     verb, *rest = words or ["--help"]
     if verb in ("--help", "-h", "help"):
-        print(usage())
+        print(verb_help.of_verb(rest[0]) if rest and rest[0] in VERBS else verb_help.overview())
         return 0
     if verb == "--version":
         from rloo_cli import __version__
@@ -103,7 +71,7 @@ def dispatch(words: list[str]) -> int:
         print(__version__)
         return 0
     if verb in VERBS and verb != "migrate" and {"--help", "-h"} & {*rest}:
-        print(usage())
+        print(verb_help.of_verb(verb))
         return 0
     if verb not in VERBS:
         from rloo_cli.names import nearest
@@ -113,15 +81,6 @@ def dispatch(words: list[str]) -> int:
         why = f"verbs: {', '.join(VERBS)}"
         raise ConfigError(Problem(f"rloo has no verb {verb!r}", "command line", why, fix))
     return VERBS[verb](rest)
-
-
-def usage() -> str:
-    """The text of `rloo --help`."""
-    lines = []
-    for name, path in paths.recipe_files().items():
-        first = path.read_text().partition("\n")[0].lstrip("# ")
-        lines.append(f"  {name:<12} {first}")
-    return USAGE.format(recipes="\n".join(lines)).rstrip()
 
 
 def train(words: list[str]) -> int:
@@ -283,6 +242,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "config": _tool("config"),
     "samples": _tool("samples"),
     "ledger": _tool("ledger"),
+    "curves": _tool("curves"),
     "compare": _tool("compare"),
     "slurm": _tool("slurm"),
     "migrate": _tool("migrate"),

@@ -20,7 +20,6 @@ import torch
 from rloo_cli import (
     checkpoint,
     config,
-    curves,
     export,
     faults,
     footprint,
@@ -114,6 +113,7 @@ def work(
             if run.world.is_main:
                 update_json(folder / "run.json", progress=run.state.dump())
                 run.log.close()
+                run.log.draw_curves()
         run.generator.close()
 
 
@@ -155,7 +155,7 @@ def _whole(run: Run, before: float) -> Row:
     )  # fmt: skip
     if not run.world.is_main:
         return {}
-    curves.draw(run.folder / "metrics.jsonl", run.folder / "curves.png", run.config.name or "")
+    run.log.draw_curves()
     summary = {
         **outcome.summary(run),
         "seconds": round(seconds, 2),
