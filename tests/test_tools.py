@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rloo_cli import cli, complaints, config, paths
+from rloo_cli import cli, complaints, config, paths, verb_help
 from rloo_cli.compose import compose
 from rloo_cli.errors import ConfigError
 from rloo_cli.tools import completion
@@ -345,7 +345,8 @@ def test_a_half_typed_word_is_completed(typed: list[str], some: set[str], ask) -
 
 
 def test_every_verb_is_completed() -> None:
-    assert set(completion.VERBS) == set(cli.VERBS)
+    assert set(verb_help.VERBS) == set(cli.VERBS)
+    assert set(completion.answers([""])) == set(cli.VERBS)
 
 
 def test_completion_without_a_shell_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
