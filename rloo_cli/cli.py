@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from rloo_cli import hub, paths, redact, verb_help
@@ -85,36 +86,45 @@ def dispatch(words: list[str]) -> int:
 
 def train(words: list[str]) -> int:
     """`rloo train`: compose, check, then run or plan, once per job of a sweep."""
-    from rloo_cli import launch
+    from rloo_cli import config, launch, sweeps
 
     dry = "--dry-run" in words
     codes: list[int] = []
 
-    def job(composed: Any, multirun: bool) -> int:
+    def job(composed: Any, multirun: bool) -> tuple[int, float | None]:
         if codes and codes[-1] in STOPPED:  # a sweep that was asked to stop
-            return 0
+            return 0, None
+        value = None
         try:
             with hub.remembered(composed.words):
-                codes.append(launch.train(composed, multirun=multirun, dry_run=dry))
+                code = launch.train(composed, multirun=multirun, dry_run=dry)
+            if multirun and code == 0 and not dry:
+                value = sweeps.objective(config.check(launch.apart(composed)))
         except RunError as error:  # not raised: a failed job does not stop a sweep
-            codes.append(report(error))
-        return codes[-1]
+            code = report(error)
+        codes.append(code)
+        return code, value
 
-    codes += _hydra([w for w in words if w != "--dry-run"], job)
-    if len(codes) > 1:
+    try:
+        codes += _hydra([w for w in words if w != "--dry-run"], job)
+    except ConfigError as error:
+        if not codes:
+            raise
+        what, why = f"Hydra's sweeper gave up after {len(codes)} jobs", error.problems[0].what
+        codes.append(report(ConfigError(Problem(what, "hydra/sweeper", why))))
+    if len(codes) > 1:  # jobs, and what a sweeper of Hydra's said
         failed = sum(code != 0 for code in codes)
         print(f"{len(codes)} jobs, {failed} failed")
     return next((code for code in codes if code), 0)
 
 
-def _hydra(words: list[str], job: Callable[[Any, bool], int]) -> list[int]:
+def _hydra(words: list[str], job: Callable[[Any, bool], tuple[int, float | None]]) -> list[int]:
     """Run `job` under Hydra: its grammar, groups, sweeps and flags, but our errors.
 
-    Returns the codes of jobs that ran in processes of Hydra's launcher.
+    `job` returns its exit code, and what it is worth to Hydra's sweeper. Returns the codes of jobs
+    that ran in processes of Hydra's launcher.
     """
     import hydra
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
 
     from rloo_cli import compose, own, sweeps
 
@@ -128,17 +138,7 @@ def _hydra(words: list[str], job: Callable[[Any, bool], int]) -> list[int]:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to our own report
     with sweeps.place(overrides) as (sweep, keys):
         elsewhere = sweeps.Elsewhere(sweep)
-
-        def task(cfg: Any) -> None:
-            config: Any = HydraConfig.get()
-            with elsewhere.job(config) as note:
-                try:
-                    composed = compose.gather(cfg.copy(), config, dirs)
-                    note(job(composed, config.mode == RunMode.MULTIRUN))
-                except Exception as error:  # raised when Hydra, which puts its own line first, ends
-                    refused.append(error)
-                    note(report(error) if isinstance(error, RunError) else 1)
-
+        task = _task(job, elsewhere, dirs, sweeps.swept_keys(overrides), refused)
         sys.argv = ["rloo train", *flags, *compose.search_path(dirs), *keys, *overrides]
         try:
             hydra.main(version_base="1.3", config_path=str(paths.CONF), config_name="config")(
@@ -156,6 +156,36 @@ def _hydra(words: list[str], job: Callable[[Any, bool], int]) -> list[int]:
     if refused:
         raise refused[0]
     return found
+
+
+def _task(
+    job: Callable[[Any, bool], tuple[int, float | None]],
+    elsewhere: Any,
+    dirs: list[Any],
+    swept: tuple[str, ...],
+    refused: list[Exception],
+) -> Callable[[Any], float | None]:
+    """What Hydra calls with each composed config. Its errors go to `refused`: they are raised when
+    Hydra, which puts a line of its own first, has ended."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    from rloo_cli import compose
+
+    def task(cfg: Any) -> float | None:
+        config: Any = HydraConfig.get()
+        value = None
+        with elsewhere.job(config) as note:
+            try:
+                composed = replace(compose.gather(cfg.copy(), config, dirs), swept_here=swept)
+                code, value = job(composed, config.mode == RunMode.MULTIRUN)
+                note(code)
+            except Exception as error:
+                refused.append(error)
+                note(report(error) if isinstance(error, RunError) else 1)
+        return value
+
+    return task
 
 
 def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
@@ -212,9 +242,9 @@ def sweep(words: list[str]) -> int:
     def jobs(given: list[str]) -> list[Any]:
         found: list[Any] = []
 
-        def job(composed: Any, multirun: bool) -> int:
+        def job(composed: Any, multirun: bool) -> tuple[int, None]:
             found.append(composed)
-            return 0
+            return 0, None
 
         _hydra(["--multirun", *given], job)
         return found

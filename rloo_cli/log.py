@@ -85,6 +85,11 @@ class Log:
         if self.display is not None:
             self.display.phase(name)
 
+    def progress(self, text: str) -> None:
+        """How far that has come, where it takes long."""
+        if self.display is not None:
+            self.display.progress(text)
+
     def step(self, run: "Run", batch: Batch, updates: Updates) -> None:
         """Take in one finished step; write a line when it is due, and its samples."""
         for note in batch.notes:

@@ -271,10 +271,8 @@ def of_verb(name: str) -> str:
     starts = ["usage: ", *["       "] * len(verb.usage)]
     lines = [f"{start}{line}" for start, line in zip(starts, verb.usage, strict=False)]
     lines += ["", f"{name}: {verb.line}", *verb.more.splitlines()]
-    return "\n".join(
-        [*lines, "", "flags:", *aligned(verb.flags | EVERY)]
-        + ["", "examples:", *[f"  {example}" for example in verb.examples]]
-    )
+    lines += ["", "flags:", *aligned(verb.flags | EVERY)]
+    return "\n".join([*lines, "", "examples:", *[f"  {example}" for example in verb.examples]])
 
 
 def flags_of(name: str) -> list[str]:

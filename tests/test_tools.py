@@ -271,7 +271,7 @@ COMPLETED = {  # what is typed before TAB -> what stands there after it
     "rloo train tra": "rloo train train.",
     "rloo train --dr": "rloo train --dry-run ",
     "rloo train --cfg j": "rloo train --cfg job ",
-    "rloo train -m +recipe=smoke algorithm=rloo,gr": "rloo train -m +recipe=smoke algorithm=rloo,grpo ",
+    "rloo train -m algorithm=rloo,gr": "rloo train -m algorithm=rloo,grpo ",
     "rloo samples --wo": "rloo samples --worst ",
     "rloo eval mi": "rloo eval mine ",
     "rloo ledger m": "rloo ledger mine ",
