@@ -5,12 +5,16 @@ import re
 from pathlib import Path
 
 import pytest
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.plugins import Plugins
 
 from rloo_cli import cli, config, launch, sweeps
 from rloo_cli.compose import compose
 from rloo_cli.errors import ConfigError, DataError, Problem
 
+# As Hydra itself has loaded it: not what an import of its module would give.
+Sweeper = Plugins.instance().class_name_to_class[
+    "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+]
 ROWS = [{"step": 0, "eval_reward": 0.1}, {"step": 1, "reward": 0.3, "kl": 0.2}]
 
 
@@ -36,7 +40,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return 0
 
-    sweep = BasicSweeper.sweep
+    sweep = Sweeper.sweep
 
     def kept(self, arguments):
         found = sweep(self, arguments)
@@ -44,7 +48,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         return found
 
     monkeypatch.setattr(launch, "train", train)
-    monkeypatch.setattr(BasicSweeper, "sweep", kept)
+    monkeypatch.setattr(Sweeper, "sweep", kept)
 
     def run(*words: str) -> tuple[int, list[str], list[float | None]]:
         names.clear(), results.clear()
@@ -87,7 +91,6 @@ def test_a_job_returns_its_held_out_score_or_the_metric_that_is_asked_for(jobs, 
     assert "logging.objective=eval_reward" in capsys.readouterr().err
     code, _, found = jobs("-m", "+recipe=smoke", "algorithm.beta=0.5,0.05")
     assert code == 4 and found == [None, 0.05]  # a job that failed has no value
-    assert jobs("+recipe=smoke", "algorithm.beta=0.01")[:2] == (0, ["smoke"])
 
 
 def test_a_sweeper_that_gives_up_is_said_to_and_not_taken_for_a_wrong_config(
@@ -97,8 +100,8 @@ def test_a_sweeper_that_gives_up_is_said_to_and_not_taken_for_a_wrong_config(
         self.launcher.launch([[*map(str, arguments)]], initial_job_idx=0)
         raise ValueError("No trials are completed yet.")
 
-    monkeypatch.setattr(BasicSweeper, "sweep", optuna)
-    code, names, _ = jobs("-m", "+recipe=smoke", "algorithm.beta=0.5")
+    monkeypatch.setattr(Sweeper, "sweep", optuna)
+    code, names, _ = jobs("-m", "+recipe=smoke", "name=beta-0.5", "seed=1")
     said = capsys.readouterr().err
     assert code == 4 and len(names) == 1 and "no such rows" in said
     assert "Hydra's sweeper gave up after 1 jobs" in said and "No trials are completed" in said
