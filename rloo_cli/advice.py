@@ -6,7 +6,9 @@ anything; a metric that is absent (no data) makes its rules silent.
 
 import math
 from collections.abc import Callable, Mapping
-from statistics import fmean, variance
+from itertools import pairwise
+from operator import mul
+from statistics import fmean, linear_regression, variance
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -14,6 +16,10 @@ Row = Mapping[str, Any]
 RECENT = 5  # rows averaged for a share: with few prompts per step one row may be 1.0 by luck
 FLAT_STEPS = 50  # shorter, and a slow but healthy rise still hides in the noise
 FLAT_NOISE = 1.0  # standard errors between the window's halves: a real rise soon leaves 1 behind
+FALL_NOISE = 4.0  # standard errors of a fall that is more than noise: rare in a thousand steps
+SWINGS, SWING_POINTS = 4, 20  # crossings of the mean, and points that it takes to count them
+QUARTER_NOISE = 4.5  # standard errors between quarters of the window: more, and it is not level
+PATTERN = 0.6  # autocorrelation of some lag: 50 points of noise stay below 0.45
 CLIP_SHARE = 0.2  # above it a fifth of the completions give no gradient: the policy moved too far
 KL_STEPS, KL_FACTOR = 20, 3.0  # beta holds a drift this fast only after the damage
 KL_FLOOR = 0.1  # nats per token; below it, tripling is only the way up from 0
@@ -79,13 +85,90 @@ class History:
         return [value for at, value in points if at > self.step - steps]
 
 
+def _rise(values: list[float]) -> tuple[float, float, float]:
+    """The means of the first and the second half, and the standard error of their difference."""
+    early, late = values[: len(values) // 2], values[len(values) // 2 :]
+    noise = math.sqrt(variance(early) / len(early) + variance(late) / len(late))
+    return fmean(early), fmean(late), noise
+
+
+def _patterned(values: list[float]) -> bool:
+    """Whether values follow each other as those of a wave, a hump or a slope do, not as noise."""
+    middle, count = fmean(values), len(values)
+    gaps = [value - middle for value in values]
+    whole = sum(gap * gap for gap in gaps)
+    if count < SWING_POINTS or whole <= 0:
+        return False
+    lags = (sum(map(mul, gaps, gaps[lag:])) for lag in range(1, count // 2))
+    return any(abs(found) > PATTERN * whole for found in lags)
+
+
+def _level(values: list[float]) -> bool:
+    """Whether the quarters of a window have one mean, as far as noise lets one see."""
+    count = len(values) // 4
+    if count < SWING_POINTS // 4:
+        return True
+    quarters = [values[i * count : (i + 1) * count] for i in range(4)]
+    means = [fmean(quarter) for quarter in quarters]
+    noise = math.sqrt(fmean(variance(quarter) for quarter in quarters) / count)
+    return max(means) - min(means) <= QUARTER_NOISE * noise
+
+
+def _swings(values: list[float]) -> bool:
+    """Whether values go up and down again and again, and not as noise does, nor around a slope."""
+    steps = range(len(values))
+    slope, start = linear_regression(steps, values)
+    around = [value - slope * step - start for step, value in zip(steps, values, strict=True)]
+    crossings = sum((a < 0) != (b < 0) for a, b in pairwise(around))
+    return crossings >= SWINGS and _patterned(around)
+
+
+def _falls(past: History) -> tuple[float, float] | None:
+    """From where to where the reward fell, over the last steps or twice as many of them."""
+    for steps in (FLAT_STEPS, 2 * FLAT_STEPS):
+        values = past.over("reward", steps)
+        if values is None or len(values) < 4:
+            return None
+        early, late, noise = _rise(values)
+        if early - late > FALL_NOISE * noise:
+            return early, late
+    return None
+
+
+def reward_falling(past: History) -> str | None:
+    found = _falls(past)
+    if found is None:
+        return None
+    return (
+        f"reward fell from {found[0]:.3g} to {found[1]:.3g}: the updates make the policy worse, "
+        "unless the prompts have become harder. Lower train.learning_rate, or raise "
+        "algorithm.beta, which holds the policy where it began; look at the samples, and compare "
+        "with what is held out."
+    )
+
+
+def reward_swinging(past: History) -> str | None:
+    values = past.over("reward", FLAT_STEPS)
+    if values is None or len(values) < 4 or not _swings(values):
+        return None
+    early, late, noise = _rise(values)
+    if late - early > FLAT_NOISE * noise:  # it rises all the same
+        return None
+    return (
+        f"reward swings between {min(values):.3g} and {max(values):.3g} over {FLAT_STEPS} steps "
+        "and gets no better: the updates overshoot. Lower train.learning_rate, or raise "
+        "train.prompts_per_step or algorithm.beta."
+    )
+
+
 def reward_flat(past: History) -> str | None:
     values = past.over("reward", FLAT_STEPS)
     if values is None or len(values) < 4:
         return None
-    early, late = values[: len(values) // 2], values[len(values) // 2 :]
-    noise = math.sqrt(variance(early) / len(early) + variance(late) / len(late))
-    if abs(fmean(late) - fmean(early)) > FLAT_NOISE * noise:
+    if _falls(past) or _patterned(values) or not _level(values):
+        return None  # where it falls or swings, larger updates would do harm
+    early, late, noise = _rise(values)
+    if abs(late - early) > FLAT_NOISE * noise:
         return None
     return (
         f"reward is flat at {fmean(values):.3g} over {FLAT_STEPS} steps: updates too small, or "
@@ -195,6 +278,8 @@ def every_update_clipped(past: History) -> str | None:
 
 
 RULES: dict[Callable[[History], str | None], tuple[str, ...]] = {
+    reward_falling: ("reward",),
+    reward_swinging: ("reward",),
     reward_flat: ("reward",),
     policy_clipping: ("clip_ratio/region_mean",),
     kl_rising: ("kl",),
@@ -208,6 +293,10 @@ RULES: dict[Callable[[History], str | None], tuple[str, ...]] = {
 }
 
 
+# Who has heard the first does not hear the second, which says the opposite.
+OPPOSITES = {reward_falling: reward_flat, reward_swinging: reward_flat}
+
+
 class Advisor:
     """Looks at each logged row; returns the advice that is new."""
 
@@ -219,5 +308,6 @@ class Advisor:
         """The advice of every rule that fires on this row for the first time in the run."""
         self.past.add(row, tuple({name for names in RULES.values() for name in names}))
         found = {rule: text for rule in self.open if (text := rule(self.past))}
-        self.open = [rule for rule in self.open if rule not in found]
+        silent = [*found, *[OPPOSITES[rule] for rule in found if rule in OPPOSITES]]
+        self.open = [rule for rule in self.open if rule not in silent]
         return list(found.values())

@@ -61,6 +61,8 @@ def with_model(
     optimizer = engine.spread(policy, steps * config.updates_per_step)
     if frozen is not None:
         engine.freeze(frozen)
+    if config.generation.backend != "transformers":  # an engine of its own takes a minute to start
+        log.phase(f"waiting for the sampler ({config.generation.backend}) to answer")
     generator = _generator(config, engine, policy, tokenizer, context, start, log)
     prompts, clock = prepared[None], Clock(log.phase)
     level, limits = _layouts(config, engine, policy, frozen, critic, prompts, log)

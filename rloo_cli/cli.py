@@ -7,43 +7,12 @@ half a second. Every refusal ends here, in one place, as an error block and an e
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from rloo_cli import console, hub, paths, redact
+from rloo_cli import console, hub, paths, redact, verb_help
 from rloo_cli.errors import ConfigError, Problem, RunError, StorageError, print_bug, print_error
 
-USAGE = """usage: rloo VERB [+recipe=NAME] [key=value ...]
-
-verbs:
-  train        train a policy
-  sweep        train several configurations side by side, in turns: +recipe=NAME key=a,b
-  sft          fine-tune a model on completions, before RLOO
-  reward-model train a reward model on preferences
-  vllm-serve   serve completions for a run from GPUs or a node of their own
-  eval         score what is held out: RUN, RUN/checkpoint-N, or +recipe=NAME model.path=...
-  fetch        download what a run loads: +recipe=NAME, for machines without network
-  plan         tell memory, disk and time of a run beforehand: +recipe=NAME --gpu 80GiB
-  recipes      list recipes; recipes show NAME; recipes copy NAME my.yaml
-  config       list every key; config explain KEY; config --json
-  samples      show what a run wrote: --step N --worst; --eval
-  ledger       what became of every prompt of a run, and whether it adds up
-  compare      runs side by side: curves, tables, who is ahead and how sure that is
-  slurm        a recipe as a batch job: render or submit [KIND] +recipe=NAME
-  migrate      turn a TRL or ms-swift command line or config into a recipe
-  completion   print the shell's completion script: bash, zsh or fish
-
-recipes:
-{recipes}
-
-flags of train:
-  --dry-run             check everything, print the plan, train nothing
-  --multirun, -m        one run per combination of key=a,b
-  --cfg job             print the composed config
-  --config-dir DIR      your own groups and recipes
-  --debug               tracebacks; --errors=json for tools
-
-try: rloo train +recipe=quickstart
-"""
 TAKES_VALUE = ("--config-dir", "-cd", "--cfg", "-c", "--package", "-p")
 STOPPED = (75, 130)  # exit codes of a run that was asked to end
 PRINTS = (  # verbs that write no file
@@ -95,7 +64,7 @@ def dispatch(words: list[str]) -> int:
     """Run one verb; its exit code."""
     verb, *rest = words or ["--help"]
     if verb in ("--help", "-h", "help"):
-        print(usage())
+        print(verb_help.of_verb(rest[0]) if rest and rest[0] in VERBS else verb_help.overview())
         return 0
     if verb == "--version":
         from rloo_cli import __version__
@@ -103,7 +72,7 @@ def dispatch(words: list[str]) -> int:
         print(__version__)
         return 0
     if verb in VERBS and verb != "migrate" and {"--help", "-h"} & {*rest}:
-        print(usage())
+        print(verb_help.of_verb(verb))
         return 0
     if verb not in VERBS:
         from rloo_cli.names import nearest
@@ -115,47 +84,47 @@ def dispatch(words: list[str]) -> int:
     return VERBS[verb](rest)
 
 
-def usage() -> str:
-    """The text of `rloo --help`."""
-    lines = []
-    for name, path in paths.recipe_files().items():
-        first = path.read_text().partition("\n")[0].lstrip("# ")
-        lines.append(f"  {name:<12} {first}")
-    return USAGE.format(recipes="\n".join(lines)).rstrip()
-
-
 def train(words: list[str]) -> int:
     """`rloo train`: compose, check, then run or plan, once per job of a sweep."""
-    from rloo_cli import launch
+    from rloo_cli import config, launch, sweeps
 
     dry = "--dry-run" in words
     codes: list[int] = []
 
-    def job(composed: Any, multirun: bool) -> int:
+    def job(composed: Any, multirun: bool) -> tuple[int, float | None]:
         if codes and codes[-1] in STOPPED:  # a sweep that was asked to stop
-            return 0
+            return 0, None
+        value = None
         try:
             with hub.remembered(composed.words):
-                codes.append(launch.train(composed, multirun=multirun, dry_run=dry))
+                code = launch.train(composed, multirun=multirun, dry_run=dry)
+            if multirun and code == 0 and not dry:
+                value = sweeps.objective(config.check(launch.apart(composed)))
         except RunError as error:  # not raised: a failed job does not stop a sweep
-            codes.append(print_error(error))
-        return codes[-1]
+            code = print_error(error)
+        codes.append(code)
+        return code, value
 
-    codes += _hydra([w for w in words if w != "--dry-run"], job)
-    if len(codes) > 1:
+    try:
+        codes += _hydra([w for w in words if w != "--dry-run"], job)
+    except ConfigError as error:
+        if not codes:
+            raise
+        what, why = f"Hydra's sweeper gave up after {len(codes)} jobs", error.problems[0].what
+        codes.append(print_error(ConfigError(Problem(what, "hydra/sweeper", why))))
+    if len(codes) > 1:  # jobs, and what a sweeper of Hydra's said
         failed = sum(code != 0 for code in codes)
         print(f"{len(codes)} jobs, {failed} failed")
     return next((code for code in codes if code), 0)
 
 
-def _hydra(words: list[str], job: Callable[[Any, bool], int]) -> list[int]:
+def _hydra(words: list[str], job: Callable[[Any, bool], tuple[int, float | None]]) -> list[int]:
     """Run `job` under Hydra: its grammar, groups, sweeps and flags, but our errors.
 
-    Returns the codes of jobs that ran in processes of Hydra's launcher.
+    `job` returns its exit code, and what it is worth to Hydra's sweeper. Returns the codes of jobs
+    that ran in processes of Hydra's launcher.
     """
     import hydra
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
 
     from rloo_cli import compose, own, sweeps
 
@@ -169,17 +138,7 @@ def _hydra(words: list[str], job: Callable[[Any, bool], int]) -> list[int]:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to our own report
     with sweeps.place(overrides) as (sweep, keys):
         elsewhere = sweeps.Elsewhere(sweep)
-
-        def task(cfg: Any) -> None:
-            config: Any = HydraConfig.get()
-            with elsewhere.job(config) as note:
-                try:
-                    composed = compose.gather(cfg.copy(), config, dirs)
-                    note(job(composed, config.mode == RunMode.MULTIRUN))
-                except Exception as error:  # raised when Hydra, which puts its own line first, ends
-                    refused.append(error)
-                    note(print_error(error) if isinstance(error, RunError) else 1)
-
+        task = _task(job, elsewhere, dirs, sweeps.swept_keys(overrides), refused)
         sys.argv = ["rloo train", *flags, *compose.search_path(dirs), *keys, *overrides]
         try:
             hydra.main(version_base="1.3", config_path=str(paths.CONF), config_name="config")(
@@ -197,6 +156,36 @@ def _hydra(words: list[str], job: Callable[[Any, bool], int]) -> list[int]:
     if refused:
         raise refused[0]
     return found
+
+
+def _task(
+    job: Callable[[Any, bool], tuple[int, float | None]],
+    elsewhere: Any,
+    dirs: list[Any],
+    swept: tuple[str, ...],
+    refused: list[Exception],
+) -> Callable[[Any], float | None]:
+    """What Hydra calls with each composed config. Its errors go to `refused`: they are raised when
+    Hydra, which puts a line of its own first, has ended."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    from rloo_cli import compose
+
+    def task(cfg: Any) -> float | None:
+        config: Any = HydraConfig.get()
+        value = None
+        with elsewhere.job(config) as note:
+            try:
+                composed = replace(compose.gather(cfg.copy(), config, dirs), swept_here=swept)
+                code, value = job(composed, config.mode == RunMode.MULTIRUN)
+                note(code)
+            except Exception as error:
+                refused.append(error)
+                note(print_error(error) if isinstance(error, RunError) else 1)
+        return value
+
+    return task
 
 
 def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
@@ -253,9 +242,9 @@ def sweep(words: list[str]) -> int:
     def jobs(given: list[str]) -> list[Any]:
         found: list[Any] = []
 
-        def job(composed: Any, multirun: bool) -> int:
+        def job(composed: Any, multirun: bool) -> tuple[int, None]:
             found.append(composed)
-            return 0
+            return 0, None
 
         _hydra(["--multirun", *given], job)
         return found
@@ -283,6 +272,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "config": _tool("config"),
     "samples": _tool("samples"),
     "ledger": _tool("ledger"),
+    "curves": _tool("curves"),
     "compare": _tool("compare"),
     "slurm": _tool("slurm"),
     "migrate": _tool("migrate"),

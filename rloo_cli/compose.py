@@ -40,6 +40,7 @@ class Composed:
     recipe: str | None = None
     words: tuple[str, ...] = ()  # that compose it again, as a person writes them
     swept: tuple[str, ...] = ()  # keys that the recipe's own sweep goes over
+    swept_here: tuple[str, ...] = ()  # keys that the command line's sweep goes over
 
 
 def rewrite(words: Iterable[str], config_dirs: Sequence[Path] = ()) -> list[str]:

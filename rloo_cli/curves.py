@@ -6,7 +6,9 @@ figure is built without pyplot, so a user's own matplotlib state is never touche
 
 import json
 import math
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,40 @@ GREY, GRID = "#8a8f98", "#e6e8eb"
 BLUE, ORANGE, GREEN, RED = "#2563eb", "#ea580c", "#15803d", "#dc2626"
 PURPLE, TEAL, BROWN = "#7c3aed", "#0d9488", "#92400e"
 
+SHARE = 0.02  # of a run's time that its drawings may take
+SPENT = 1.0  # seconds that a drawing is taken to need before one was made
+LEAST = 2  # lines of metrics; before the second one there is no curve
+
 Points = tuple[list[float], list[float]]
+
+
+class Drawer:
+    """Draws the curves of a run while it goes on, into its own folder.
+
+    One that is drawn `now_and_then` waits until all drawings are a small share of the time.
+    A drawing that fails is a warning, said once.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.last, self.spent = time.monotonic(), SPENT
+        self.drawn, self.failed = 0, False  # lines that the last picture has
+
+    def draw(self, lines: int, note: Callable[[str], None], now_and_then: bool = False) -> None:
+        """Draw curves.png, where the run has `lines` lines of metrics. Never raises."""
+        began = time.monotonic()
+        early = now_and_then and SHARE * (began - self.last) < self.spent
+        if lines < LEAST or lines == self.drawn or early:
+            return
+        self.drawn = lines
+        try:
+            draw(self.folder / "metrics.jsonl", self.folder / "curves.png", self.folder.name)
+        except Exception as error:  # a picture must not end a run, whatever matplotlib raises
+            if not self.failed:
+                note(f"warning: curves.png cannot be drawn: {type(error).__name__}: {error}")
+            self.failed = True
+        self.last = time.monotonic()
+        self.spent = self.last - began
 
 
 def draw(metrics_path: str | Path, out_png: str | Path, title: str) -> Path:
@@ -25,7 +60,7 @@ def draw(metrics_path: str | Path, out_png: str | Path, title: str) -> Path:
 
     Raises ConfigError where there are no metrics.
     """
-    from matplotlib.figure import Figure  # 0.3 s that only a run's end pays
+    from matplotlib.figure import Figure  # 0.3 s, only where one is drawn
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     rows = read_rows(Path(metrics_path))
@@ -41,7 +76,12 @@ def draw(metrics_path: str | Path, out_png: str | Path, title: str) -> Path:
         axis.set_xlabel("step", fontsize=9, color="#444444")
     out = Path(out_png)
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, format="svg" if out.suffix.lower() == ".svg" else "png")
+    whole = out.with_name(f".{out.name}.{os.getpid()}.tmp")  # a reader never sees half of it
+    try:
+        figure.savefig(whole, format="svg" if out.suffix.lower() == ".svg" else "png")
+        whole.replace(out)
+    finally:
+        whole.unlink(missing_ok=True)
     return out
 
 

@@ -13,7 +13,7 @@ import platform
 import re
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
@@ -104,6 +104,7 @@ def _lead(run: RunConfig, composed: Composed, place: Place, leader: Leader) -> i
             folder.mkdir(parents=True)
             held.enter_context(locked(folder))
         prepare(start, run, composed)
+        print(_opening(run, composed, start), flush=True)
         died: list[str] = []
         try:
             code = _train(start, run, place, leader, died)
@@ -116,6 +117,16 @@ def _lead(run: RunConfig, composed: Composed, place: Place, leader: Leader) -> i
         else:
             leaving.say_end(start, code, _again(composed, run), died)
     return code
+
+
+def _opening(run: RunConfig, composed: Composed, start: Start) -> str:
+    """What a run says first: what is trained, where; and what it now waits for."""
+    of = f" (recipe {composed.recipe})" if composed.recipe else ""
+    how = f", from {start.checkpoint.name}" if start.checkpoint else ""
+    return (
+        f"training {run.name}{of}: {run.model.path} with {run.algorithm.name}, "
+        f"into {start.folder}{how}\nstarting: torch and transformers are imported first ..."
+    )
 
 
 def _train(start: Start, run: RunConfig, place: Place, leader: Leader, died: list[str]) -> int:
@@ -202,21 +213,38 @@ def _busy(folder: Path, pid: Any) -> Problem:
 
 
 def apart(composed: Composed) -> Composed:
-    """In a sweep, jobs with one name get a name each: the hash of their own overrides.
+    """In a sweep, jobs with one name get a name each, of the keys that the sweep goes over.
 
-    What the recipe's own sweep goes over stands in it as it is, `compare-ppo-seed-3`: without
-    words beside these there is no hash.
+    `x-beta-0.01`. Other words that make it another experiment are told by their hash behind it. A
+    job whose folder has the name that an earlier version gave it (the hash alone for what the
+    command line sweeps over) keeps that name.
     """
     name = composed.values.get("name")
     if name is None:
         return composed
+    root = Path(str(composed.values.get("root")))
+    before = "-".join([str(name), *_tails(composed, composed.swept)])
+    if not (root / before).is_dir():
+        keys = (*composed.swept, *composed.swept_here)
+        before = "-".join([str(name), *_tails(composed, keys)])
+    return replace(composed, values=composed.values | {"name": before})
+
+
+def _tails(composed: Composed, keys: Sequence[str]) -> list[str]:
+    """What the name of a job of a sweep over these keys ends in.
+
+    What the sweep goes over stands there as it is, `compare-ppo-seed-3`: without words beside
+    these there is no hash of all the words.
+    """
     words = [w for w in _words(composed) if _key(w).partition(".")[0] not in SAME_JOB]
-    own = {_key(w): w.partition("=")[2] for w in words if _key(w) in composed.swept}
+    own = {_key(w): w.partition("=")[2] for w in words if _key(w) in keys}
     tails = [v if k in GROUPS else f"{k.rpartition('.')[2]}-{v}" for k, v in own.items()]
     beside = [w for w in words if _key(w) not in (*own, "recipe", "name")]
-    if beside or not own or not all(re.fullmatch(r"[\w.+-]{1,60}", tail) for tail in tails):
-        tails.append(hashlib.sha256("\n".join(sorted(words)).encode()).hexdigest()[:6])
-    return replace(composed, values=composed.values | {"name": "-".join([str(name), *tails])})
+    plain = [tail for tail in tails if re.fullmatch(r"[\w.+-]{1,60}", tail, re.ASCII)]
+    plain = plain if len("".join(plain)) <= 100 else []
+    if beside or not own or plain != tails:
+        plain.append(hashlib.sha256("\n".join(sorted(words)).encode()).hexdigest()[:6])
+    return plain
 
 
 def _key(word: str) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rloo_cli import measures, perf
 from rloo_cli.advice import Advisor
+from rloo_cli.curves import Drawer
 from rloo_cli.display import KEPT, Display
 from rloo_cli.faults import fault
 from rloo_cli.files import check_present, write_text
@@ -66,6 +67,7 @@ class Log:
         self.same: Callable[[Row], Row] = dict  # rank 0's line, on every rank
         self.now = "the start"  # the phase
         self.advisor = Advisor()
+        self.drawer = Drawer(folder)
         self.said: set[str] = set()
 
     def due(self, step: int, steps: int) -> bool:
@@ -82,6 +84,11 @@ class Log:
         self.now = name
         if self.display is not None:
             self.display.phase(name)
+
+    def progress(self, text: str) -> None:
+        """How far that has come, where it takes long."""
+        if self.display is not None:
+            self.display.progress(text)
 
     def step(self, run: "Run", batch: Batch, updates: Updates) -> None:
         """Take in one finished step; write a line when it is due, and its samples."""
@@ -176,6 +183,11 @@ class Log:
         if not self.writes:
             return
         write_text(self.folder / "samples" / f"{name}.jsonl", lines_of(samples))
+
+    def draw_curves(self, now_and_then: bool = False) -> None:
+        """Draw curves.png from the lines so far; a failure is a warning."""
+        if self.writes:
+            self.drawer.draw(len(self.rows), self.note, now_and_then)
 
     def close(self) -> None:
         """Write what is not written yet, and give the terminal back."""

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rloo_cli import held_out, paths
-from rloo_cli.panel import before_after, clean, number
+from rloo_cli.panel import before_after, clean, last_message, number
 from rloo_cli.parts import Run
 
 Row = dict[str, Any]
@@ -74,7 +74,7 @@ def _problems(folder: Path, name: str, steps: tuple[int, int]) -> list[Row]:
     chosen = sorted(both, key=lambda draw: before[draw]["score"] == after[draw]["score"])[:3]
     return [
         {
-            "prompt": before[draw]["prompt"],
+            "prompt": last_message(before[draw]["prompt"]),
             "answer": _answer(before[draw]["row"]),
             "before": before[draw]["completion"],
             "after": after[draw]["completion"],

@@ -7,6 +7,7 @@ import argparse
 import io
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, zip_longest
@@ -30,6 +31,7 @@ Rows = Sequence[Row]
 
 RECENT = 20  # steps behind the time left and the split: enough to be steady, few enough for now
 SETS = 4  # held-out sets in the panel
+PARTS = 6  # rewards in it, where there are several
 BARS = "▁▂▃▄▅▆▇█"
 PHASES = {"generation": "cyan", "reward": "yellow", "reference": "magenta", "update": "green"}
 ALSO = {"reference": "old_logp", "update": "optimizer"}  # counted there; what is left is "other"
@@ -82,6 +84,14 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BARS[int((v - low) * scale) if scale else 3] for v in values)
 
 
+def last_message(prompt: Any) -> str:
+    """Plain text as it is; of a conversation the last message that is the user's."""
+    if not isinstance(prompt, list) or not all(isinstance(m, dict) for m in prompt) or not prompt:
+        return str(prompt)
+    asked = [m for m in prompt if m.get("role") == "user"] or prompt
+    return str(asked[-1].get("content", ""))
+
+
 def wrapped(text: Any, width: int, lines: int, end: bool = False) -> list[str]:
     """The first `lines` lines of a text (with `end` the last), and … where it was cut."""
     whole, room = clean(text).strip(), (lines + 1) * width
@@ -93,6 +103,13 @@ def wrapped(text: Any, width: int, lines: int, end: bool = False) -> list[str]:
     elif len(kept) < len(found):
         kept[-1] = set_cell_size(kept[-1], min(cell_len(kept[-1]), width - 1)) + "…"
     return kept
+
+
+def reward_means(rows: Rows) -> dict[str, str]:
+    """Name of each reward -> the metric of its mean; {} where the score is one reward's alone."""
+    found = (re.fullmatch(r"reward/(.+)/mean", key) for row in rows[-1:] for key in row)
+    means = {match[1]: match[0] for match in found if match}
+    return means if len(means) > 1 else {}
 
 
 def time_left(rows: Rows, plan: Row) -> float | None:
@@ -148,20 +165,23 @@ def figures(rows: Rows, width: int) -> list[Text]:
             line = Text.assemble((f"{label:<{19 - len(value)}}{value} ", "bold"))
             line.append(f"{since[:21]:<22}", "green" if change > 0 else "red" if change < 0 else "")
             lines.append(line.append(sparkline(values, width - len(line)), "green"))
-    for label, name in METRICS.items():
+    trained = [row for row in rows if "reward" in row]
+    parts = {f"· {clean(n)[:13]}": key for n, key in [*reward_means(trained).items()][:PARTS]}
+    for label, name in (METRICS | parts).items():
         values = history(rows, name)
         value = number(values[-1], label) if values else "–"
         head = (f"{label.removesuffix(' %'):<{19 - len(value)}}", "bright_black")
         bars = f"{sparkline(values, half - 20):<{half - 20}}"
         cells.append(Text.assemble(head, (value, "bold"), " ", (bars, "cyan")))
-    return lines + [Text("  ").join(pair) for pair in zip(cells[::2], cells[1::2], strict=True)]
+    return lines + [Text("  ").join(cells[i : i + 2]) for i in range(0, len(cells), 2)]
 
 
 def example(sample: Row, width: int) -> list[Text]:
     """The prompt's end, the completion, and its score with the parts by reward."""
     lines = []
     for name, count in (("prompt", 2), ("completion", 4)):
-        texts = wrapped(sample.get(name, ""), width - 11, count, end=name == "prompt")
+        said = last_message(sample.get(name, "")) if name == "prompt" else sample.get(name, "")
+        texts = wrapped(said, width - 11, count, end=name == "prompt")
         for head, text in zip_longest([name], texts, fillvalue=""):
             style = "bold" if name == "completion" else ""
             lines.append(Text.assemble((f"{head:<11}", "bright_black"), (text, style)))

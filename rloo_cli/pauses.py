@@ -20,6 +20,8 @@ def pause(run: Run) -> bool:
     if state.step and (last or _at(state.step, config.checkpoint.every)):
         with run.clock.phase("save"):
             checkpoint.save(run)
+            if not last:
+                run.log.draw_curves(now_and_then=True)
     run.world.check_stop()
     if turns.taken() and not last:
         _wait(run)

@@ -17,6 +17,7 @@ from rloo_cli.errors import DataError, Problem
 from rloo_cli.files import read_json
 from rloo_cli.judges import judge as judging
 from rloo_cli.log import Log
+from rloo_cli.made.keep import heard
 from rloo_cli.parts import Run
 from rloo_cli.policy import load
 from rloo_cli.resume import Start
@@ -54,7 +55,8 @@ def make(
     splits.check(config, opened, rewards)
     for path in places.made_models(config):
         log.phase(f"finding or making {path} in {paths.cache()}")
-        world.first(lambda path=path: made.folder(path))  # type: ignore[misc]
+        with heard(log.progress):
+            world.first(lambda path=path: made.folder(path))  # type: ignore[misc]
     log.phase("loading the tokenizer")
     tokenizer = load.tokenizer(config.model)
     context = load.context_length(config.model)

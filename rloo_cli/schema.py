@@ -232,6 +232,10 @@ class LoggingConfig(Frozen):
     samples_every: Positive = key("Steps per file of samples")
     trl_aliases: bool = key("Also write TRL's spelling of a metric, where it differs")
     console: Literal["auto", "panel", "plain"] = key("auto = a live panel on a terminal")
+    objective: str | None = key(
+        "Metric a job returns to Hydra's sweeper; null = the held-out score, else the reward",
+        since="0.2",
+    )
 
 
 class DebugConfig(Frozen):

@@ -1,10 +1,13 @@
-"""Jobs of a sweep that run elsewhere: in processes of a launcher of Hydra's (submitit, joblib).
+"""What Hydra's sweeps need of us: names of what is swept, a value for each job, jobs elsewhere.
+
+Jobs elsewhere run in processes of a launcher of Hydra's (submitit, joblib).
 
 Such a job's function is pickled with everything it holds, and what it keeps there is lost. So each
 job leaves its exit code in the sweep's folder, which the one that asked for the sweep reads.
 """
 
 import contextlib
+import json
 import os
 import subprocess
 import tempfile
@@ -14,9 +17,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import own, redact
-from rloo_cli.errors import GenerationError, MachineError, Problem, RunError
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from rloo_cli import held_out, own, redact
+from rloo_cli.errors import ConfigError, GenerationError, MachineError, Problem, RunError
 from rloo_cli.files import write_text
+from rloo_cli.names import nearest
+from rloo_cli.schema import RunConfig
 
 STOPPED = 75
 SUBMITIT = "hydra/launcher=submitit"
@@ -39,6 +47,41 @@ def place(words: Sequence[str]) -> Iterator[tuple[Path, list[str]]]:
         keys.append(f"hydra.launcher.submitit_folder={_quoted(f'{shared}/%j')}")
     with tempfile.TemporaryDirectory(prefix="rloo-sweep-", dir=shared) as sweep:
         yield Path(sweep), [*keys, f"hydra.sweep.dir={_quoted(sweep)}"]
+
+
+def swept_keys(words: Sequence[str]) -> tuple[str, ...]:
+    """The keys among these overrides that have several values; () where they do not parse."""
+    try:
+        parsed = OverridesParser.create().parse_overrides([*words])
+    except HydraException:  # Hydra itself says so when it composes
+        return ()
+    return tuple(o.key_or_group for o in parsed if o.is_sweep_override())
+
+
+def objective(run: RunConfig) -> float | None:
+    """What a finished run is worth to a sweeper that optimizes: the last value of a metric.
+
+    Of logging.objective, else the mean held-out score of the first set, else the reward in
+    training; None where these were never known. Whether more of it is better is for the sweeper to
+    know. Raises ConfigError where no line has logging.objective.
+    """
+    path = Path(run.root, str(run.name), "metrics.jsonl")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    rows = [json.loads(line) for line in lines]
+    scores = [held_out.prefix(name) + "reward" for name in run.held_out]
+    wanted = [run.logging.objective] if run.logging.objective else [*scores[:1], "reward"]
+    for name in wanted:
+        values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
+        if values:
+            return float(values[-1])
+    if not run.logging.objective:
+        return None
+    known = list(dict.fromkeys(name for row in rows for name in row))
+    close = nearest(wanted[0], known)
+    why = f"metrics are: {', '.join(known)}" if known else "it has no lines"
+    fix = f"logging.objective={close[0]}" if close else ""
+    what = f"no line of {path} has {wanted[0]!r}"
+    raise ConfigError(Problem(what, "logging.objective", why, fix))
 
 
 def _quoted(path: str) -> str:

@@ -21,7 +21,6 @@ from rloo_cli import (
     checkpoint,
     config,
     console,
-    curves,
     export,
     faults,
     files,
@@ -146,6 +145,7 @@ def _work(
             if run.world.is_main:
                 _say_progress(run)
                 run.log.close()
+                run.log.draw_curves()
         run.generator.close()
 
 
@@ -194,7 +194,7 @@ def _whole(run: Run, before: float) -> Row:
     )  # fmt: skip
     if not run.world.is_main:
         return {}
-    curves.draw(run.folder / "metrics.jsonl", run.folder / "curves.png", run.config.name or "")
+    run.log.draw_curves()
     summary = {
         **outcome.summary(run),
         "seconds": round(seconds, 2),

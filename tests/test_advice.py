@@ -1,5 +1,7 @@
 """Each health rule fires once, only when it should, and names keys that exist."""
 
+import math
+import random
 import re
 
 import pytest
@@ -65,7 +67,8 @@ def test_no_learning_signal_is_said_after_twenty_steps_beside_the_zero_spread_ru
 
 
 def test_every_rule_has_a_case_here():
-    assert len(CASES) + 1 == len(RULES)
+    falling_and_swinging, no_signal = 2, 1  # have tests of their own
+    assert len(CASES) + falling_and_swinging + no_signal == len(RULES)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +145,54 @@ def test_every_advice_names_a_key_that_exists():
     everything_wrong = {key: bad for _, wrong in CASES.values() for key, bad in wrong.items()}
     everything_wrong["frac_reward_zero_std"] = 1.0
     texts = said(healthy(s) | (everything_wrong if s > 30 else {}) for s in range(1, 120))
-    assert len(texts) == len(RULES)
+    texts += said(noisy(lambda s: 0.8 - 0.004 * s))
+    texts += said(noisy(lambda s: 0.5 + 0.3 * math.cos(s)))
+    assert len(set(texts)) == len(RULES)
     for text in texts:
         named = re.findall(r"\b(train|algorithm|generation|model|data)\.(\w+)", text)
         assert named, text
         for section, key in named:
             assert key in keys_of(section), f"{section}.{key}"
+
+
+def noisy(level, seed=0, size=0.05):
+    """Rows whose reward is `level(step)` with noise."""
+    dice = random.Random(seed)
+    return [healthy(s) | {"reward": level(s) + dice.gauss(0, size)} for s in range(1, 151)]
+
+
+UPWARD = "raise train.learning_rate"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_falling_reward_hears_to_lower_the_learning_rate_and_never_to_raise_it(seed):
+    for level in (
+        lambda s: 0.8 - 0.004 * s,  # from the start
+        lambda s: 0.8 - 0.0015 * s,  # slowly
+        lambda s: 0.01 * s if s < 70 else 0.7 - 0.01 * (s - 70),  # after a rise
+        lambda s: 0.7 if s < 30 else 0.1,  # at once
+    ):
+        found = said(noisy(level, seed))
+        assert [text for text in found if text.startswith("reward fell from")]
+        assert "Lower train.learning_rate" in found[0] and "algorithm.beta" in found[0]
+        assert UPWARD not in " ".join(found)
+
+
+@pytest.mark.parametrize("period", [2, 5, 8, 12, 20])
+def test_an_oscillating_reward_hears_that_updates_overshoot_and_not_to_raise_anything(period):
+    for seed in range(3):
+        found = said(noisy(lambda s: 0.5 + 0.3 * math.cos(2 * math.pi * s / period), seed))
+        assert len(found) == 1 and found[0].startswith("reward swings between"), found
+        assert "Lower train.learning_rate" in found[0] and UPWARD not in found[0]
+
+
+def test_noise_around_a_level_is_flat_and_neither_falls_nor_swings():
+    for seed in range(20):
+        found = said(noisy(lambda s: 0.5, seed))
+        assert len(found) == 1 and UPWARD in found[0], (seed, found)
+
+
+def test_a_rise_that_wavers_hears_nothing_of_its_reward():
+    for seed in range(5):
+        rise = noisy(lambda s: 0.01 * s + 0.05 * math.cos(s), seed, size=0.03)
+        assert said(rise) == []

@@ -68,14 +68,16 @@ def test_help_lists_verbs_and_recipes_at_once_and_without_torch(rloo_without_tor
     ended = rloo_without_torch("--help")
     assert time.monotonic() - start < 2
     assert ended.code == 0 and ended.out.startswith("usage: rloo VERB")
-    for word in (*cli.VERBS, *paths.recipe_files(), "--dry-run", "--multirun"):
+    for word in (*cli.VERBS, *paths.recipe_files()):
         assert f"  {word} " in ended.out.replace(",", " ")
 
 
-@pytest.mark.parametrize("words", [[], ["-h"], ["help"], ["train", "--help"], ["config", "-h"]])
+@pytest.mark.parametrize("words", [[], ["-h"], ["help"], ["train", "--help"], ["config", "-h"],
+                                   ["help", "config"]])  # fmt: skip
 def test_help_is_never_far(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.dispatch(words) == 0
-    assert capsys.readouterr().out.startswith("usage: rloo VERB")
+    verb = next((word for word in words if word in ("train", "config")), "VERB")
+    assert capsys.readouterr().out.startswith(f"usage: rloo {verb}")
 
 
 def test_an_unknown_verb_is_answered_with_the_nearest(rloo: Rloo) -> None:

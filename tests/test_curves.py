@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from rloo_cli import cli, curves
 from rloo_cli.curves import draw, points, read_rows, smooth
 from rloo_cli.errors import ConfigError
 
@@ -104,3 +105,52 @@ def test_smoothing_keeps_a_straight_line_straight():
     straight = [2.0 * i for i in range(100)]
     assert smooth(straight) == pytest.approx(straight)
     assert len(smooth([1.0])) == 1
+
+
+def test_a_run_that_goes_on_is_drawn_now_and_then_and_a_failure_is_one_warning(
+    tmp_path, monkeypatch
+):
+    clock, notes = [1000.0], []
+    monkeypatch.setattr(curves.time, "monotonic", lambda: clock[0])
+    write(tmp_path / "metrics.jsonl", run_rows(5))
+    drawer, picture = curves.Drawer(tmp_path), tmp_path / "curves.png"
+
+    drawer.draw(1, notes.append)  # one line is no curve
+    clock[0] += 40
+    drawer.draw(3, notes.append, now_and_then=True)  # a second is more than 2 % of 40
+    assert not picture.exists()
+    clock[0] += 20
+    drawer.draw(4, notes.append, now_and_then=True)
+    assert picture.read_bytes().startswith(b"\x89PNG") and [*tmp_path.iterdir()] != [picture]
+    picture.unlink()
+    drawer.draw(4, notes.append)  # nothing new since
+    assert not picture.exists() and not notes
+    drawer.draw(5, notes.append)  # an end waits for nothing
+    assert picture.exists()
+
+    def broken(*given):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(curves, "draw", broken)
+    drawer.draw(6, notes.append)
+    drawer.draw(7, notes.append)
+    assert notes == ["warning: curves.png cannot be drawn: RuntimeError: no fonts"]
+
+
+def test_the_verb_draws_a_run_in_any_state(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text('{"state": "training"}')
+    for words, said in ([], "needs a run"), (["mne"], "rloo curves mine"), (["mine"], "to draw"):
+        with pytest.raises(ConfigError, match=said):
+            cli.dispatch(["curves", *words])
+    text = write(run / "metrics.jsonl", run_rows(4)).read_text()
+    (run / "metrics.jsonl").write_text(text + '{"step": 5, "rew')  # a line that is being written
+    assert cli.dispatch(["curves", "mine"]) == 0
+    assert cli.dispatch(["curves", "runs/mine", "a/c.svg"]) == 0
+    assert capsys.readouterr().out.split() == ["runs/mine/curves.png", "a/c.svg"]
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "a" / "c.svg").read_text()
+    with pytest.raises(ConfigError, match=r"neither in .png nor in .svg"):
+        cli.dispatch(["curves", "mine", "c.jpeg"])

@@ -1,10 +1,9 @@
 """Every `rloo` command of the pages runs as printed, without a network.
 
 The commands of a page run one after the other in a folder that holds the files the pages show.
-Where a model or data set would be fetched, `+debug=cpu` stands behind the words, with `root=runs` so
-that later commands find the run. SHORTER has what else differs from the printed words, and why; what
-takes minutes runs whole as `slow`. Servers of vLLM, Slurm and several processes have tests of
-their own (WHERE).
+Where a model or data set would be fetched, `+debug=cpu` stands behind the words, with `root=runs`
+so that later commands find the run. SHORTER has what else differs from the printed words, and why.
+Servers of vLLM, Slurm and several processes have tests of their own (WHERE).
 """
 
 import os

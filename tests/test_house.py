@@ -38,7 +38,8 @@ FLOORS = [  # each may import from itself and from those before it
     "train advantages by_token pauses evaluate outcome guards judges ending fit sft reward_model"
     " examples footprint",
     "run assemble begin worker evaluator trainer",
-    "launch processes api machine tools managed serving serve rendezvous meeting following leaving"
+    "verb_help launch processes api machine tools managed serving serve rendezvous meeting"
+    " following leaving"
     " sweeps comparing side",
     "cli __main__",
 ]

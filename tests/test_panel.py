@@ -15,6 +15,7 @@ from rloo_cli.panel import (
     before_after,
     clean,
     duration,
+    last_message,
     main,
     number,
     picture,
@@ -368,3 +369,56 @@ def test_a_folder_that_is_no_run_is_named_and_exits_with_2(tmp_path, capsys):
         main([str(tmp_path / "nothing"), str(tmp_path / "panel.svg")])
     assert stop.value.code == 2
     assert "nothing" in capsys.readouterr().err
+
+
+def test_several_rewards_have_their_own_means_in_the_panel_and_in_plain_lines():
+    parts = {"reward/right/mean": 0.25, "reward/length/mean": -0.5, "reward/right/std": 0.1}
+    row = {"step": 1, "reward": 0.125, "step_time": 1.0} | parts
+    said = shown(render([row], [], {}, 80))
+    assert "· right        0.25" in said and "· length       -0.5" in said
+    assert max(map(len, said.splitlines())) <= 80
+    file = io.StringIO()
+    Display({"max_steps": 3}, "plain", file=file).step(row)
+    assert "reward 0.125 (right 0.25, length -0.5)" in file.getvalue()
+    alone = {k: v for k, v in row.items() if "length" not in k}  # one reward is the score itself
+    assert "right" not in shown(render([alone], [], {}, 80))
+
+
+def test_a_conversation_is_shown_by_its_last_question():
+    asked = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 2+2?"},
+        {"role": "assistant", "content": "The answer is"},
+    ]
+    said = shown(render([{"step": 1}], [{"prompt": asked, "completion": "4"}], {}, 80))
+    assert "prompt     What is 2+2?" in said and "role" not in said
+    assert last_message("plain") == "plain" and last_message([]) == "[]"
+    assert last_message([{"role": "system", "content": "hm"}]) == "hm"
+
+
+def test_a_start_says_what_took_long_and_how_far_it_has_come(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("rloo_cli.display.time.monotonic", lambda: clock[0])
+    file = io.StringIO()
+    display = Display({}, "plain", file=file)
+    display.phase("loading data")
+    clock[0] += 1
+    display.phase("making make:addition")
+    for seconds in (3, 3, 3, 7):  # said every few seconds, not every time
+        clock[0] += seconds
+        display.progress(f"about {clock[0]:.0f}%")
+    display.phase("loading the model")
+    display.phase("generation")
+    display.step({"step": 1, "reward": 0.0})
+    clock[0] += 60
+    display.phase("update")
+    said = file.getvalue().splitlines()
+    assert said[:-1] == [
+        "loading data ...",
+        "making make:addition ...",
+        "  6s: about 7%",
+        "  16s: about 17%",
+        "making make:addition: 16s",
+        "loading the model ...",
+    ]
+    assert said[-1].startswith("step 1/?")

@@ -46,12 +46,26 @@ def rendered(*given: str) -> str:
 
 def test_a_recipe_fills_a_script_without_torch_or_slurm(rloo_without_torch: Rloo) -> None:
     ended = rloo_without_torch("slurm", "render", "+recipe=smoke", "algorithm.beta=0.1")
-    assert ended.code == 0 and ended.err == "", ended.said
+    assert ended.code == 0, ended.said
     assert words(ended.out) == ["smoke", "algorithm.beta=0.1", "$@"]
     given = options(ended.out)
     assert given["job-name"] == "smoke" and given["nodes"] == "1"
     assert given["output"] == "runs/slurm/%x-%j.log" and given["signal"] == f"USR1@{LEAD_S}"
-    assert rloo_without_torch.left() == []
+    # Slurm opens the log before the script begins: its folder has to be there.
+    assert rloo_without_torch.left() == ["runs", "runs/slurm"]
+    assert ended.err.startswith("runs/slurm was made for the job's log")
+
+
+def test_a_log_folder_that_cannot_be_made_or_is_there_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    verb.make_log_folder(verb.made(["+recipe=smoke", "slurm.output=logs/%x/%j.log"]))
+    verb.make_log_folder(verb.made(["+recipe=smoke", "slurm.output=%j.log"]))
+    assert [*tmp_path.iterdir()] == [] and capsys.readouterr().err == ""
+    (tmp_path / "file").touch()
+    verb.make_log_folder(verb.made(["+recipe=smoke", "slurm.output=file/logs/%j.log"]))
+    assert "mkdir -p file/logs" in capsys.readouterr().err
 
 
 def test_what_the_config_says_of_the_job_is_in_its_head() -> None:

@@ -1,15 +1,21 @@
 """The verbs that only read: recipes, config, completion."""
 
 import json
+import os
+import pty
 import re
+import select
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from rloo_cli import cli, complaints, config, paths
+from rloo_cli import cli, complaints, config, paths, verb_help
 from rloo_cli.compose import compose
 from rloo_cli.errors import ConfigError
 from rloo_cli.tools import completion
@@ -256,20 +262,66 @@ def test_the_script_of_a_shell_asks_for_answers(shell: str, ask) -> None:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
-def test_bash_completes_a_word_with_the_script(ask, tmp_path: Path) -> None:
-    (tmp_path / "rloo").write_text('#!/bin/sh\n[ "$4" = alg ] && echo algorithm.beta=\n')
-    (tmp_path / "rloo").chmod(0o755)
-    test = ask("completion", "bash") + (
-        "compopt() { echo no space; }\n"
-        "COMP_WORDS=(rloo train alg) COMP_CWORD=2; _rloo; echo ${COMPREPLY[@]}"
-    )
-    said = subprocess.run(
-        ["bash", "-c", test],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-    )
-    assert said.stdout == "no space\nalgorithm.beta=\n", said.stderr
+COMPLETED = {  # what is typed before TAB -> what stands there after it
+    "rloo train +recipe=qu": "rloo train +recipe=quickstart ",
+    "rloo train +recipe=smoke algorithm=gr": "rloo train +recipe=smoke algorithm=grpo ",
+    "rloo train algorithm.kl_in=l": "rloo train algorithm.kl_in=loss ",
+    "rloo train train.forward_all=f": "rloo train train.forward_all=false ",
+    "rloo train algorithm.be": "rloo train algorithm.beta=",
+    "rloo train tra": "rloo train train.",
+    "rloo train --dr": "rloo train --dry-run ",
+    "rloo train --cfg j": "rloo train --cfg job ",
+    "rloo train -m algorithm=rloo,gr": "rloo train -m algorithm=rloo,grpo ",
+    "rloo samples --wo": "rloo samples --worst ",
+    "rloo eval mi": "rloo eval mine ",
+    "rloo ledger m": "rloo ledger mine ",
+    "rloo compare mine ot": "rloo compare mine other ",
+    "rloo curves mi": "rloo curves mine ",
+    "rloo slurm render sw": "rloo slurm render sweep ",
+    "rloo train +recipe=my": "rloo train +recipe=my.yaml ",
+    "rloo curves mine cur": "rloo curves mine curves.svg ",  # the shell's own, of files
+}
+
+
+def test_tab_in_a_real_bash_completes_behind_an_equals_sign(tmp_path: Path, ask) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "rloo").write_text(f'#!/bin/sh\nexec {sys.executable} -m rloo_cli "$@"\n')
+    (tmp_path / "bin" / "rloo").chmod(0o755)
+    for name in ("mine", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.json").write_text("{}")
+    (tmp_path / "my.yaml").write_text("# Mine.\n")
+    (tmp_path / "curves.svg").touch()
+    (tmp_path / "script").write_text(ask("completion", "bash"))
+    words = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "TERM": "dumb", "PS1": "$ "}
+    words |= {"RLOO_CACHE": str(tmp_path / "cache"), "HOME": str(tmp_path), "INPUTRC": "/dev/null"}
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execve("/bin/bash", ["bash", "--norc", "--noprofile", "-i"], words)
+    try:
+        os.write(terminal, b"bind 'set bell-style none'; stty cols 200; source ./script\n")
+        for typed, whole in COMPLETED.items():
+            os.write(terminal, f"{typed}\t".encode())
+            said = heard(terminal, whole)
+            assert said.endswith(whole), (typed, said[-200:])
+            os.write(terminal, b"\x15")  # Ctrl-U: the line is empty again
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(terminal)
+
+
+def heard(terminal: int, wanted: str, wait_s: float = 30.0) -> str:
+    """What a terminal says until it ends as wanted and falls silent, or for so long."""
+    said, limit = "", time.monotonic() + wait_s
+    while time.monotonic() < limit:
+        ready = select.select([terminal], [], [], 0.3)[0]
+        if ready:
+            said += os.read(terminal, 4096).decode(errors="replace").replace("\a", "")
+        elif said.endswith(wanted):
+            break
+    return said
 
 
 @pytest.mark.parametrize(
@@ -293,7 +345,8 @@ def test_a_half_typed_word_is_completed(typed: list[str], some: set[str], ask) -
 
 
 def test_every_verb_is_completed() -> None:
-    assert set(completion.VERBS) == set(cli.VERBS)
+    assert set(verb_help.VERBS) == set(cli.VERBS)
+    assert set(completion.answers([""])) == set(cli.VERBS)
 
 
 def test_completion_without_a_shell_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:

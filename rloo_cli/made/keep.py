@@ -12,6 +12,25 @@ from pathlib import Path
 from rloo_cli import paths
 from rloo_cli.errors import MachineError
 
+Say = Callable[[str], None]
+_listeners: list[Say] = []
+
+
+@contextmanager
+def heard(say: Say) -> Iterator[None]:
+    """While inside, what is being made tells `say` how far it has come."""
+    _listeners.append(say)
+    try:
+        yield
+    finally:
+        _listeners.remove(say)
+
+
+def tell(text: str) -> None:
+    """How far the making has come, for whoever waits for it."""
+    for say in _listeners:
+        say(text)
+
 
 def kept(name: str, recipe: str, make: Callable[[Path], None]) -> Path:
     """The cache folder `name`-<hash of `recipe`>; `make` fills it the first time.

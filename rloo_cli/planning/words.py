@@ -18,6 +18,14 @@ def gib(count: float) -> str:
     return f"{count / GIB:.3g} GiB" if count >= 0.01 * GIB else f"{count / 2**20:.3g} MiB"
 
 
+def count(number: float) -> str:
+    """Parameters as billions, millions or thousands."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{number / size:.4g} {unit}"
+    return f"{number:.0f}"
+
+
 def of(plan: Plan) -> str:
     """The whole plan."""
     return "\n".join([*summary(plan), "", *_table(plan), "", *assumed(plan)])
@@ -49,7 +57,7 @@ def _gpus(count: int) -> str:
 
 def _model(model: Facts) -> str:
     guessed = ", counted as a Llama: its family is not known" if model.guessed else ""
-    return f"{model.name}, {model.total / 1e9:.4g} B parameters ({model.source}{guessed})"
+    return f"{model.name}, {count(model.total)} parameters ({model.source}{guessed})"
 
 
 def _ranks(case: Case) -> str:
@@ -80,6 +88,8 @@ def _engine(plan: Plan) -> Iterator[str]:
 
 
 def _time(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms" if seconds >= 0.001 else "less than 1 ms"
     if seconds < 120:
         return f"{seconds:.3g} s"
     return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
@@ -108,7 +118,8 @@ def _table(plan: Plan) -> Iterator[str]:
     yield f"  {'together':<20}" + "".join(f"{needs[phase] / GIB:>16.3f}" for phase in phases)
     yield ""
     yield f"{'one step, seconds':<22}" + "".join(
-        f"\n  {name:<20}{seconds:>16.3g}" for name, seconds in plan.duration.parts.items()
+        f"\n  {name:<20}{f'{seconds:.3g}' if seconds >= 0.001 else '< 0.001':>16}"
+        for name, seconds in plan.duration.parts.items()
     )
 
 
@@ -121,7 +132,7 @@ def assumed(plan: Plan) -> Iterator[str]:
     size = {4: "float32", 2: "half precision"}[case.size]
     masters = case.size < 4 and run.distributed.master_weights == "float32"
     kept = "float32 masters, " if masters and not adapter else ""
-    yield f"  {(whole or adapter) / 1e9:.4g} B numbers are trained; weights in {size}, {kept}"
+    yield f"  {count(whole or adapter)} numbers are trained; weights in {size}, {kept}"
     yield "  two float32 moments, gradients added up in float32"
     if adapter:
         yield "  adapters in float32; the model under them has no gradient"
@@ -136,12 +147,12 @@ def assumed(plan: Plan) -> Iterator[str]:
     if case.reference is not None:
         where = "in the CPU's memory" if run.model.ref_offload else "beside it"
         parts = f", in {case.ranks} parts" if case.engine in SHARDED and case.ranks > 1 else ""
-        yield f"  a reference of {case.reference.total / 1e9:.4g} B parameters {where}{parts}"
+        yield f"  a reference of {count(case.reference.total)} parameters {where}{parts}"
     if case.value is not None:
-        size = f"{learned(case) / 1e9:.4g} B numbers ({case.value.name})"
+        size = f"{count(learned(case))} numbers ({case.value.name})"
         yield f"  a value model of {size}, trained too"
     for name, model in case.rewards.items():
-        size = f"{model.total / 1e9:.4g} B parameters ({model.source})"
+        size = f"{count(model.total)} parameters ({model.source})"
         yield f"  reward.{name}: {size}, whole on each rank"
     if device.kind == "cuda":
         yield f"  {gib(device.reserve)} of each GPU are CUDA's, NCCL's, and lost between tensors"

@@ -111,10 +111,14 @@ def fields(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
     return found
 
 
+def all_fields() -> dict[str, FieldInfo]:
+    """Every dotted key there is, sections too -> its field."""
+    return fields(_all_keys([])[1])
+
+
 def leaves() -> list[str]:
     """Every key that takes a value."""
-    _, model = _all_keys([])
-    return [key for key, field in fields(model).items() if kind_of(field) != "section"]
+    return [key for key, field in all_fields().items() if kind_of(field) != "section"]
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

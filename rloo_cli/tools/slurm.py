@@ -10,6 +10,7 @@ takes a run: `rloo slurm render eval runs/NAME`.
 
 import itertools
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def run(words: list[str]) -> int:
     job = made(rest)
     if verb == "render":
         print(fill(job), end="")
+        make_log_folder(job)
         return 0
     slurm_facts.check(job)
     print("\n".join(submit(job)))
@@ -127,10 +129,25 @@ def _shell(word: str) -> str:
     return '"' + word.replace('"', '"\\""') + '"' if set(word) & set(" \t'\"\\") else word
 
 
+def make_log_folder(job: Job) -> None:
+    """Make the folder of the job's log where it is missing, and say so on stderr.
+
+    Slurm opens the log before the script begins, and where its folder is missing the log is lost.
+    """
+    folder = Path(job.log).parent
+    if "%" in str(folder) or folder.is_dir():  # of a job's number: Slurm makes none of these
+        return
+    try:
+        folder.mkdir(parents=True)
+        said = f"{folder} was made for the job's log: sbatch the script from this folder"
+    except OSError as error:
+        said = f"warning: the job's log needs the folder {folder}: mkdir -p {folder} ({error})"
+    print(said, file=sys.stderr)
+
+
 def submit(job: Job) -> list[str]:
     """Send it; lines that say where it is. Raises MachineError with what sbatch says."""
-    if job.config.slurm.output is None:
-        Path(job.config.root, "slurm").mkdir(parents=True, exist_ok=True)
+    make_log_folder(job)
     ended = subprocess.run(
         ["sbatch", "--parsable"], input=fill(job), capture_output=True, text=True, timeout=SEND_S
     )

@@ -1,0 +1,110 @@
+"""`rloo VERB --help`: it has every flag that the verb's code reads, and its examples work."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rloo_cli import cli, compose, config, paths, verb_help
+from rloo_cli.errors import ConfigError
+from rloo_cli.tools import migrate
+
+PACKAGE = Path(cli.__file__).parent
+# Where a verb reads its flags. Words that are other programs' are left out below.
+CODE = {
+    "train": ["cli.py", "compose.py"],
+    "sweep": ["tools/sweep.py", "compose.py"],
+    "sft": ["tools/training.py", "compose.py"],
+    "reward-model": ["tools/training.py", "compose.py"],
+    "vllm-serve": ["serve.py", "compose.py"],
+    "slurm": ["tools/slurm.py", "compose.py"],
+    "plan": ["tools/plan.py", "compose.py"],
+    "fetch": ["tools/fetch.py", "compose.py"],
+    "config": ["tools/config.py", "compose.py"],
+    "completion": [],  # it reads none, and has those of others as answers
+}
+OF_OTHERS = {"--parsable", "--version", "--errors", "--help", "-h"}
+FLAG = re.compile(r"--?[a-z]([a-z-]*[a-z])?")
+COMPOSE = ("train", "sft", "reward-model", "vllm-serve", "fetch", "plan")
+# What an example says where there is nothing it could work on: the words themselves were read.
+NOTHING_HERE = {
+    "eval": "there is no",
+    "samples": "there is no run",
+    "ledger": "there is no run",
+    "curves": "there is no run",
+    "compare": "no run",
+}
+
+
+def flags_in(name: str) -> set[str]:
+    """Every flag that a file has as a text of its own."""
+    tree = ast.parse((PACKAGE / name).read_text())
+    texts = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)}
+    return {t for t in texts if isinstance(t, str) and FLAG.fullmatch(t)} - OF_OTHERS
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_help_has_every_flag_that_the_verb_reads_and_two_examples(verb: str, capsys) -> None:
+    assert cli.dispatch([verb, "--help"]) == 0
+    said = capsys.readouterr().out
+    if verb == "migrate":  # which has help of its own
+        assert said.strip() == str(migrate.__doc__).strip()
+    else:
+        assert said.startswith(f"usage: rloo {verb}")
+        assert len(verb_help.VERBS[verb].examples) >= 2
+        assert max(map(len, said.splitlines())) <= 100
+    given = CODE.get(verb, [f"tools/{verb}.py"])
+    read = set().union(*(flags_in(name) for name in given))
+    assert not {flag for flag in read if not re.search(rf"(?<![\w-]){flag}(?![\w-])", said)}
+
+
+def test_flags_of_a_verb_are_known_with_the_values_they_take() -> None:
+    assert {"--worst", "-n", "--json", "--debug"} <= {*verb_help.flags_of("samples")}
+    assert {"--multirun", "-m", "--cfg", "-c"} <= {*verb_help.flags_of("train")}
+    assert verb_help.values_of("train", "--cfg") == ["job", "hydra", "all"]
+    assert verb_help.values_of("samples", "-n") == [] == verb_help.values_of("train", "-cd")
+    assert verb_help.values_of("samples", "--worst") is None
+    assert verb_help.flags_of("nonsense") == []
+
+
+def test_every_example_of_help_is_read_as_it_stands(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    for verb, texts in verb_help.VERBS.items():
+        for example in texts.examples:
+            if verb == "completion":
+                assert re.search(r"rloo completion (bash|zsh)", example)
+                continue
+            rloo, said, *words = shlex.split(example)
+            assert (rloo, said) == ("rloo", verb)
+            plain = [w for w in words if w not in ("--multirun", "--dry-run")]
+            if verb == "sweep" or "--multirun" in words:
+                plain = [re.sub(r",.*", "", w) for w in plain]
+            if verb == "sweep":
+                plain = plain[: next((i for i, w in enumerate(plain) if w[0] == "-"), None)]
+            if verb == "plan":
+                assert cli.dispatch(["plan", *words]) == 0
+            elif verb in (*COMPOSE, "sweep"):
+                plain += ["generation=vllm_server"] * (verb == "vllm-serve")  # as the verb does
+                config.check(compose.compose(plain))
+            elif verb == "migrate":
+                assert ">" in words
+            elif verb in NOTHING_HERE and not words[0].startswith("+"):
+                with pytest.raises(ConfigError, match=NOTHING_HERE[verb]):
+                    cli.dispatch([verb, *words])
+            elif verb == "eval":
+                config.check(compose.compose(words))
+            else:
+                assert cli.dispatch([verb, *words]) == 0
+    capsys.readouterr()
+
+
+def test_the_overview_is_one_screen_and_its_columns_stand_below_each_other() -> None:
+    lines = verb_help.overview().splitlines()
+    assert len(lines) <= 50 and max(map(len, lines)) <= 140
+    at = lines.index("recipes:")
+    for names, part in ((verb_help.VERBS, lines[:at]), (paths.recipe_files(), lines[at:])):
+        rows = [next(line for line in part if line.startswith(f"  {name} ")) for name in names]
+        starts = {re.match(r"  \S+ +", row).end() for row in rows}  # type: ignore[union-attr]
+        assert len(starts) == 1

@@ -1,0 +1,115 @@
+"""`rloo train --multirun`: what a job is called, and what it returns to Hydra's sweeper."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hydra.core.plugins import Plugins
+
+from rloo_cli import cli, config, launch, sweeps
+from rloo_cli.compose import compose
+from rloo_cli.errors import ConfigError, DataError, Problem
+
+# As Hydra itself has loaded it: not what an import of its module would give.
+Sweeper = Plugins.instance().class_name_to_class[
+    "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+]
+ROWS = [{"step": 0, "eval_reward": 0.1}, {"step": 1, "reward": 0.3, "kl": 0.2}]
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """`jobs(*words)`: the names of the runs, and what each returned to Hydra; nothing trains.
+
+    A run whose name has `beta-0.5` in it fails.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["rloo"])
+    names: list[str] = []
+    results: list[float | None] = []
+
+    def train(composed, multirun, dry_run):
+        run = config.check(launch.apart(composed))
+        names.append(str(run.name))
+        if "beta-0.5" in names[-1]:
+            raise DataError(Problem("no such rows"))
+        folder = Path(run.root, str(run.name))
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = [*ROWS, {"step": 1, "eval_reward": run.algorithm.beta}]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return 0
+
+    sweep = Sweeper.sweep
+
+    def kept(self, arguments):
+        found = sweep(self, arguments)
+        results.extend(job.return_value for batch in found for job in batch)
+        return found
+
+    monkeypatch.setattr(launch, "train", train)
+    monkeypatch.setattr(Sweeper, "sweep", kept)
+
+    def run(*words: str) -> tuple[int, list[str], list[float | None]]:
+        names.clear(), results.clear()
+        return cli.train([*words]), [*names], [*results]
+
+    return run
+
+
+def test_jobs_are_named_by_the_keys_that_the_command_line_sweeps_over(jobs) -> None:
+    code, names, _ = jobs("-m", "+recipe=smoke", "algorithm.beta=0.01,0.05", "seed=1,2")
+    ends = ["beta-0.01-seed-1", "beta-0.01-seed-2", "beta-0.05-seed-1", "beta-0.05-seed-2"]
+    assert code == 0 and names == [f"smoke-{end}" for end in ends]
+    _, names, _ = jobs("-m", "+recipe=smoke", "algorithm=rloo,grpo", "name=x", "logging.every=2")
+    assert names == ["x-rloo", "x-grpo"]  # a choice of a group needs no key before it
+
+    for word in ("max_steps=3", "data.path='make:tiny','./make:tiny'"):
+        _, names, _ = jobs(
+            "-m", "+recipe=smoke", "seed=1,2", word
+        )  # what no name can hold, or tell
+        assert all(re.fullmatch(r"smoke-seed-[12]-[0-9a-f]{6}", name) for name in names)
+        assert len({*names}) == len(names) >= 2
+
+
+def test_a_job_that_an_earlier_version_began_keeps_its_folder(jobs, tmp_path: Path) -> None:
+    words = ("+recipe=smoke", "algorithm.beta=0.01")
+    earlier = str(launch.apart(compose([*words])).values["name"])
+    assert re.fullmatch(r"smoke-[0-9a-f]{6}", earlier)
+    (tmp_path / "runs" / earlier).mkdir(parents=True)
+    _, names, _ = jobs("-m", "+recipe=smoke", "algorithm.beta=0.01,0.05")
+    assert names == [earlier, "smoke-beta-0.05"]
+
+
+def test_a_job_returns_its_held_out_score_or_the_metric_that_is_asked_for(jobs, capsys) -> None:
+    words = ("-m", "+recipe=smoke", "algorithm.beta=0.01,0.05")
+    assert jobs(*words)[2] == [0.01, 0.05]
+    assert jobs(*words, "logging.objective=kl")[2] == [0.2, 0.2]
+    assert jobs(*words, "data.eval_split=null")[2] == [0.3, 0.3]  # nothing held out: the reward
+    code, _, found = jobs(*words, "logging.objective=eval_rewards")
+    assert code == 2 and found == [None, None]
+    assert "logging.objective=eval_reward" in capsys.readouterr().err
+    code, _, found = jobs("-m", "+recipe=smoke", "algorithm.beta=0.5,0.05")
+    assert code == 4 and found == [None, 0.05]  # a job that failed has no value
+
+
+def test_a_sweeper_that_gives_up_is_said_to_and_not_taken_for_a_wrong_config(
+    jobs, monkeypatch, capsys
+) -> None:
+    def optuna(self, arguments):
+        self.launcher.launch([[*map(str, arguments)]], initial_job_idx=0)
+        raise ValueError("No trials are completed yet.")
+
+    monkeypatch.setattr(Sweeper, "sweep", optuna)
+    code, names, _ = jobs("-m", "+recipe=smoke", "name=beta-0.5", "seed=1")
+    said = capsys.readouterr().err
+    assert code == 4 and len(names) == 1 and "no such rows" in said
+    assert "Hydra's sweeper gave up after 1 jobs" in said and "No trials are completed" in said
+
+
+def test_a_run_without_any_metric_has_no_value(tmp_path: Path) -> None:
+    run = config.check(compose(["+recipe=smoke", f"root={tmp_path}"]))
+    assert sweeps.objective(run) is None
+    named = config.check(compose(["+recipe=smoke", f"root={tmp_path}", "logging.objective=kl"]))
+    with pytest.raises(ConfigError, match="it has no lines"):
+        sweeps.objective(named)
