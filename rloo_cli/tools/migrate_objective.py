@@ -55,6 +55,8 @@ def objective(recipe: Recipe, dialect: Dialect) -> None:
         why = ": the mean over tokens, as in GSPO" if mine != level else ""
         recipe.put("algorithm.ratio_level", mine, said + why)
     said, scale = recipe.said("scale_rewards"), recipe.take("scale_rewards")
+    if scale is None and "scale_rewards" in recipe.given:
+        scale = "none"  # the word, which reads as null
     if recipe.take("multi_objective_aggregation") == "normalize_then_sum":
         why = recipe.said("multi_objective_aggregation")
         recipe.put("algorithm.multi_reward", "normalize_then_sum", why)

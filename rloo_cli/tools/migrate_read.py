@@ -20,6 +20,7 @@ from rloo_cli.tools.migrate_python import read_python
 from rloo_cli.tools.migrate_shell import simple_commands
 
 ENDS = {"&", "&&", "|", "||", ";", ">", ">>", "2>&1", "2>"}  # shell words that end a command
+STARTERS = ("accelerate", "torchrun", "python", "python3", "deepspeed")
 TOOLS = ("swift", "trl", "rloo", "grpo")
 
 
@@ -71,7 +72,9 @@ def read_script(text: str, where: str) -> Given:
         except ConfigError as error:
             foreign.append(error)
             continue
-        if known or (scripts and words[0] in ("accelerate", "torchrun", "python", "python3")):
+        trains = scripts or any(w in TOOLS or w.endswith(".py") for w in words)
+        trains = trains or words[0].startswith("--") or any("trl.scripts." in w for w in words)
+        if (known and trains) or (scripts and words[0] in STARTERS):
             for name in ("NNODES", "NPROC_PER_NODE"):
                 if name in variables:
                     words = [f"{name}={' '.join(variables[name])}", *words]
@@ -81,21 +84,19 @@ def read_script(text: str, where: str) -> Given:
     if not found:
         refuse_foreign([text], {})
         raise ConfigError(Problem(f"no training command in {where}", why="none has known flags"))
-    given = _first_of(found)
+    found.sort(key=_trains_otherwise)  # SFT first, then RLOO: the second is the one
+    given = read_command(found[0])
     if len(found) > 1:
         given.notes.append(f"{len(found)} training commands in {where}: this is the first of them")
     return given
 
 
-def _first_of(found: list[list[str]]) -> Given:
-    """The first command that is migrated. Raises the first's error where none is."""
-    errors = []
-    for words in found:
-        try:
-            return read_command(words)
-        except ConfigError as error:
-            errors.append(error)
-    raise errors[0]
+def _trains_otherwise(words: list[str]) -> bool:
+    """Whether a command is another method's: `trl sft`, `swift pt`, dpo.py."""
+    scripts = {Path(w).stem for w in words if w.endswith(".py")}
+    tools = [w for w in TOOLS if w in words]
+    methods = {words[words.index(t) + 1] for t in tools if words.index(t) + 1 < len(words)}
+    return bool((scripts | methods) & tables.OTHER_METHODS)
 
 
 def read_command(words: list[str]) -> Given:

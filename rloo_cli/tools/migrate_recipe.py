@@ -44,11 +44,12 @@ def ours(algorithm: str = "rloo") -> dict[str, Any]:
     return found
 
 
+@cache
 def _algorithm_defaults(choice: str) -> dict[str, Any]:
     """The keys of a choice of the group `algorithm`, with those of the one it begins with."""
     values = yaml.safe_load((paths.CONF / "algorithm" / f"{choice}.yaml").read_text()) or {}
     found: dict[str, Any] = {}
-    for base in values.pop("defaults", []):
+    for base in values.pop("defaults", ()):
         found |= _algorithm_defaults(base)
     return found | values
 

@@ -80,7 +80,9 @@ def _limits(recipe: Recipe, dialect: Dialect) -> None:
         recipe.put("data.max_prompt_length", int(number(recipe, limit)), said)
         if limit == "max_prompt_length":
             recipe.put("data.overlong", "truncate_left", f"{said}: TRL kept the last tokens")
-    elif not dialect.old and not dialect.swift and "0.2" not in dialect.title:
+    elif dialect.old and "data.max_prompt_length" not in recipe.lines:
+        recipe.put("data.max_prompt_length", None, f"{dialect.title} had no limit")
+    elif not dialect.old and not dialect.swift and not re.search(r"0\.[12]", dialect.title):
         recipe.put("data.max_prompt_length", None, "TRL has no limit from 0.29 on; it kept the"
                    " last 512 tokens up to 0.26")  # fmt: skip
     elif not dialect.old and not dialect.swift:
@@ -160,8 +162,11 @@ def rewards(recipe: Recipe, dialect: Dialect) -> None:
     found: list[tuple[str, Any, str]] = []  # name, {type, path}, as it was said
     for flag in ("reward_model_path", "reward_model_name_or_path", "reward_model"):
         if flag in recipe.flags:
-            entry = {"type": "model", "path": recipe.take(flag)}
-            found.append(("reward_model", entry, recipe.said(flag)))
+            said, paths_given = recipe.said(flag), recipe.take(flag)
+            several = isinstance(paths_given, list) and len(paths_given) > 1
+            for path in paths_given if isinstance(paths_given, list) else [paths_given]:
+                name = _reward(str(path), dialect, "")[0] if several else "reward_model"
+                found.append((name, {"type": "model", "path": path}, said))
     said, funcs = recipe.said("reward_funcs"), recipe.take("reward_funcs", [])
     plugins = recipe.take("external_plugins", "rewards.py")
     plugin = str(plugins[0] if isinstance(plugins, list) else plugins)
@@ -170,7 +175,7 @@ def rewards(recipe: Recipe, dialect: Dialect) -> None:
         if found[-1][1].get("path") == f"{plugin}:{spec}":
             recipe.notes.append(f"reward {spec} is code: make it a function {plugin}:{spec}")
     if dialect.swift:  # it puts the reward model last, TRL first
-        found.sort(key=lambda reward: reward[0] == "reward_model")
+        found.sort(key=lambda reward: reward[1]["type"] == "model" and reward[2] != said)
     said, weights = recipe.said("reward_weights"), recipe.take("reward_weights")
     weights = weights if isinstance(weights, list | tuple) else [weights] if weights else []
     if weights and len(weights) != len(found):
