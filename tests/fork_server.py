@@ -1,8 +1,8 @@
 """Runs workers as children of a process that has imported torch already: a second less each.
 
 Reads one JSON line per run on its stdin ({"module", "words", "cwd", "env", "out", "ranks"}), forks
-as many ranks, and answers with a line that has the exit code (-N: killed by signal N) of the one that ended
-first of those that did not end with 0. It has no thread but its own.
+as many ranks, and answers with a line that has the exit code (-N: killed by signal N) of the one
+that ended first of those that did not end with 0. It has no thread but its own.
 """
 
 import json

@@ -1,90 +1,49 @@
-"""`rloo migrate`: an old RLOO command or config -> a recipe of ours that means the same.
+"""`rloo migrate`: an old RLOO or GRPO command or config -> a recipe of ours that means the same.
 
     rloo migrate accelerate launch ... rloo_tldr.py --rloo_k 2 ...     the old command itself
     rloo migrate run.sh | config.yaml | config.json | train.py         or the file it is in
     --world-size N     processes the old run had, where its command does not say
-    --from DIALECT     trl_0_9 (<=0.10), trl_0_21 (0.11-0.21), trl (>=0.22) or ms_swift
+    --from TRAINER     rloo or grpo (TRL's), swift; or a version of TRL: trl_0_9 (<=0.10),
+                       trl_0_21 (0.11-0.21), trl_0_28 (0.22-0.28), grpo_0_16 (0.14-0.16),
+                       grpo_0_28 (0.22-0.28); trl: RLOO or GRPO as its settings say
 
 The output is a recipe; everything that is not YAML is a comment, so `> my.yaml` keeps it all. The
-old tool's defaults are written out where they differ from ours, with what was corrected.
+old tool's defaults are written out where they differ from ours, with what was corrected. Where
+nothing says whether the old run was RLOO or GRPO, --from has to. OpenRLHF, verl and Megatron are
+recognised and refused: algorithm.dialect=openrlhf and verl compute RLOO as they do.
 """
 
+import re
 from dataclasses import replace
 from typing import Any
 
 from rloo_cli.errors import ConfigError, Problem
+from rloo_cli.tools import migrate_model, migrate_tables
 from rloo_cli.tools import migrate_objective as objective
 from rloo_cli.tools import migrate_rules as rules
 from rloo_cli.tools.migrate_batch import Dialect, duration, schedule, sizes
-from rloo_cli.tools.migrate_read import Given, read
+from rloo_cli.tools.migrate_foreign import refuse_foreign
+from rloo_cli.tools.migrate_given import Given
+from rloo_cli.tools.migrate_read import read
 from rloo_cli.tools.migrate_recipe import Recipe
+from rloo_cli.tools.migrate_tables import SWIFT_REWARDS, TRL_REWARDS
 
-OLD: dict[str, Any] = {
-    "algorithm.num_generations": 2,
-    "algorithm.beta": 0.05,
-    "algorithm.epsilon": 0.2,
-    "algorithm.num_iterations": 4,
-    "generation.temperature": 0.7,
-    "generation.max_completion_length": 53,
-    "train.learning_rate": 5e-5,
-    "train.lr_scheduler": "linear",
-    "train.weight_decay": 0.0,
-    "train.max_grad_norm": None,  # its loop never clipped
-}
-NEW: dict[str, Any] = {
-    "algorithm.num_generations": 2,
-    "algorithm.beta": 0.05,
-    "algorithm.epsilon": 0.2,
-    "algorithm.num_iterations": 1,
-    "generation.temperature": 1.0,
-    "generation.max_completion_length": 256,
-    "train.learning_rate": 1e-6,
-    "train.lr_scheduler": "linear",
-    "train.weight_decay": 0.0,
-    "train.max_grad_norm": 1.0,
-}
-SWIFT: dict[str, Any] = NEW | {
-    "algorithm.num_generations": 8,
-    "algorithm.beta": 0.04,
-    "algorithm.ratio_level": "token",
-    "algorithm.loss_agg": "sequence_mean",
-    "generation.temperature": 0.9,
-    "generation.max_completion_length": 512,
-    "data.overlong": "truncate_left",
-    "data.max_prompt_length": None,
-    "train.learning_rate": 1e-4,
-    "train.lr_scheduler": "cosine",
-    "train.weight_decay": 0.1,
-    "train.optimizer_kwargs": {"betas": [0.9, 0.95]},
-}
-GRPO = {"algorithm.num_generations": 8, "algorithm.beta": 0.0}  # TRL's
-ESTIMATORS = {"grpo": "grpo", "reinforce_plus_plus": "reinforce_pp"}
-TRL_REWARDS = {
-    "accuracy_reward": "accuracy",
-    "reasoning_accuracy_reward": "reasoning_accuracy",
-    "think_format_reward": "think_format",
-    "get_soft_overlong_punishment": "overlong",
-}
-SWIFT_REWARDS = {
-    "accuracy": "accuracy",
-    "format": "answer_tags",
-    "cosine": "cosine_length",
-    "repetition": "repetition",
-    "soft_overlong": "overlong",
-}
 DIALECTS = {
-    "trl_0_9": Dialect("TRL <=0.10", True, OLD),
-    "trl_0_21": Dialect("TRL 0.11-0.21", True, OLD),
-    "trl": Dialect("TRL >=0.22", False, NEW, rewards=TRL_REWARDS),
-    "ms_swift": Dialect("ms-swift", False, SWIFT, device_batch=1, rewards=SWIFT_REWARDS),
-}
-ONLY_0_9 = {"non_eos_penalty", "penalty_reward_value"}
-ONLY_OLD = {"rloo_k", "num_ppo_epochs", "kl_coef", "cliprange", "num_mini_batches"} | ONLY_0_9
-ONLY_OLD |= {"response_length", "total_episodes", "sft_model_path", "missing_eos_penalty"}
-ONLY_OLD |= {"local_rollout_forward_batch_size", "stop_token", "normalize_reward", "token_level_kl"}
-ONLY_NEW = {"num_generations", "beta", "epsilon", "steps_per_generation", "reward_funcs"}
-ONLY_NEW |= {"max_completion_length", "num_iterations", "generation_batch_size"}
-ONLY_SWIFT = {"advantage_estimator", "rlhf_type", "kl_in_reward", "train_type", "tuner_type"}
+    name: Dialect(
+        title, old, defaults, vllm_mode=mode, correction=correction,
+        rewards={} if old else TRL_REWARDS,
+    )
+    for name, (title, old, _, defaults, mode, correction) in migrate_tables.TRL_VERSIONS.items()
+}  # fmt: skip
+DIALECTS["ms_swift"] = Dialect(
+    "ms-swift", False, migrate_tables.SWIFT, 1, SWIFT_REWARDS, True,
+    correction=migrate_tables.NO_CORRECTION,
+)  # fmt: skip
+FROM = [*DIALECTS, "swift", "rloo", "openrlhf", "verl"]
+ASK = (
+    "rloo migrate --from rloo ... or --from grpo ..., as it was (also: --from swift; a version of"
+    " TRL: rloo migrate --help)"
+)
 
 
 def run(args: list[str]) -> int:
@@ -93,27 +52,29 @@ def run(args: list[str]) -> int:
     if "--help" in options or not words:
         print(__doc__)
         return 0 if "--help" in options else 2
+    if (chosen := options.get("--from")) and chosen not in FROM:
+        why = f"one of {', '.join(FROM)}"
+        raise ConfigError(Problem(f"--from {chosen}: no such trainer", why=why))
+    if chosen in migrate_tables.FOREIGN_TITLES:
+        refuse_foreign(words, {}, chosen)
     given = read(words)
     world = _world(options, given)
-    name = options.get("--from") or _detect(given)
-    if name not in DIALECTS:
-        choices = ", ".join(DIALECTS)
-        raise ConfigError(Problem(f"--from {name}: no such dialect", why=f"one of {choices}"))
-    print(convert(given, name, world), end="")
+    print(convert(given, _dialect_of(given, chosen or ""), world), end="")
     return 0
 
 
 def convert(given: Given, name: str, world: int) -> str:
     """Old settings -> the text of a recipe."""
     dialect = DIALECTS[name]
-    if given.tool == "grpo":
-        dialect = replace(dialect, defaults=dialect.defaults | GRPO)
-    recipe = Recipe(given.flags, given.said_as, notes=given.notes, launcher=given.processes_from)
-    _which_algorithm(recipe, given)
+    recipe = Recipe(
+        given.flags, given.said_as, notes=given.notes, launcher_file=given.launcher_file
+    )
+    dialect = _which_algorithm(recipe, given, dialect, name)
+    _spread_kwargs(recipe)
     size = sizes(recipe, dialect, world)
     steps = duration(recipe, dialect, size)
     schedule(recipe, dialect, size, steps)
-    rules.model(recipe, dialect)
+    migrate_model.model(recipe, dialect)
     rules.data(recipe, dialect, given.script)
     rules.rewards(recipe, dialect)
     rules.generation(recipe, dialect)
@@ -121,8 +82,10 @@ def convert(given: Given, name: str, world: int) -> str:
     objective.objective(recipe, dialect)
     rules.housekeeping(recipe)
     unknown = recipe.rest()
+    _say_what_changed(recipe, name)
     for key, value in _defaults(dialect, recipe.given).items():
         recipe.default(key, value, dialect.title)
+    migrate_model.make_fit(recipe)
     per = f"{size.updates} update{'s' if size.updates > 1 else ''} per step"
     title = f"Migrated from {dialect.title}: {size.batch} completions per step, {per}."
     return recipe.render(title, unknown)
@@ -163,37 +126,131 @@ def _world(options: dict[str, str], given: Given) -> int:
     return given.processes
 
 
-def _detect(given: Given) -> str:
-    """The dialect, by the command's tool and the names in it."""
+def _dialect_of(given: Given, chosen: str) -> str:
+    """Which tool and version this was. Raises ConfigError for another method than RLOO or GRPO,
+    and where nothing says which of the two.
+    """
     names = set(given.flags)
-    if given.tool == "swift" or names & ONLY_SWIFT:
+    if chosen in ("swift", "ms_swift") or (
+        not chosen and (given.tool == "swift" or names & migrate_tables.ONLY_SWIFT)
+    ):
+        _refuse_other_swift(given)
         return "ms_swift"
-    if names & ONLY_OLD and len(names & ONLY_OLD) >= len(names & ONLY_NEW):
-        return "trl_0_9" if names & ONLY_0_9 else "trl_0_21"
-    return "trl"
+    if chosen in DIALECTS and chosen not in ("trl", "grpo"):
+        return chosen
+    kind = chosen if chosen in ("rloo", "grpo") else _kind(given)
+    if kind == "grpo":
+        if names & migrate_tables.ONLY_0_16:
+            return "grpo_0_16"
+        return "grpo_0_28" if names & migrate_tables.UP_TO_0_28 else "grpo"
+    only_old, only_new = migrate_tables.ONLY_OLD, migrate_tables.ONLY_NEW
+    if chosen != "trl" and names & only_old and len(names & only_old) >= len(names & only_new):
+        return "trl_0_9" if names & migrate_tables.ONLY_0_9 else "trl_0_21"
+    return "trl_0_28" if names & migrate_tables.UP_TO_0_28 else "trl"
 
 
-def _which_algorithm(recipe: Recipe, given: Given) -> None:
-    """Choose the algorithm that the old run was; say so where it was no RLOO."""
-    estimator = recipe.take("advantage_estimator", "grpo")
-    was_grpo = given.tool == "grpo" or recipe.take("rlhf_type") == "grpo"
+def _refuse_other_swift(given: Given) -> None:
+    """ms-swift without rlhf_type is DPO; with another command it is not RLHF at all."""
+    method = str(given.flags.get("rlhf_type") or "")
+    if not method and "advantage_estimator" not in given.flags and given.tool == "swift":
+        method = given.method if given.method != "rlhf" else "dpo, which swift rlhf is by default"
+    elif not method:
+        method = "grpo"
+    if method != "grpo":
+        raise _other_method(method)
+
+
+def _kind(given: Given) -> str:
+    """rloo or grpo, by the first thing that says it: command, class, script, settings, names."""
+    method = given.method if given.tool == "trl" else ""
+    stem = given.script.removesuffix(".py")
+    if method in migrate_tables.OTHER_METHODS or (
+        stem in migrate_tables.OTHER_METHODS and not given.kind
+    ):
+        raise _other_method(method or stem)
+    names = set(given.flags)
+    by_setting = {
+        "grpo": names & migrate_tables.ONLY_GRPO,
+        "rloo": names & migrate_tables.ONLY_RLOO,
+    }
+    run_names = " ".join(str(given.flags.get(n) or "") for n in migrate_tables.NAMING)
+    hints = (
+        {k for k in ("rloo", "grpo") if k in (given.kind, given.tool, method)},
+        _by_name(stem),
+        {kind for kind, found in by_setting.items() if found},
+        _by_name(run_names),
+        _by_name(given.file),
+    )
+    for hint in hints:
+        if len(hint) == 1:
+            return hint.pop()
+    why = "nothing in it says: no command or class, no name, no setting that only one of them has"
+    raise ConfigError(Problem("is the old run RLOO or GRPO?", "the old run", why, ASK))
+
+
+def _by_name(text: str) -> set[str]:
+    """The method that the words of a name say."""
+    words = set(re.split(r"[^a-z]+", text.lower()))
+    known = {"grpo": migrate_tables.GRPO_WORDS, "rloo": migrate_tables.RLOO_WORDS}
+    return {kind for kind, of in known.items() if words & of}
+
+
+def _other_method(method: str) -> ConfigError:
+    what = f"the old run was {method}: rloo migrate converts RLOO and GRPO"
+    fix = "--from rloo or --from grpo, if it was one of them nevertheless"
+    return ConfigError(Problem(what, "the old run", fix=fix))
+
+
+def _which_algorithm(recipe: Recipe, given: Given, dialect: Dialect, name: str) -> Dialect:
+    """Choose the algorithm that the old run was, and with it its defaults."""
+    recipe.take("rlhf_type")
     if given.script.startswith("ppo") or {"vf_coef", "cliprange_value"} & set(recipe.given):
         recipe.notes.append("the old run was PPO; this recipe is RLOO: no value model, K >= 2")
-    if estimator == "rloo" or not (was_grpo or "advantage_estimator" in recipe.given):
+    estimator = "rloo"
+    if dialect.swift:
+        estimator = str(recipe.take("advantage_estimator", "grpo"))
+        if estimator not in migrate_tables.SWIFT_ESTIMATORS:
+            what = f"advantage_estimator {estimator} is not known"
+            why = f"one of {', '.join(migrate_tables.SWIFT_ESTIMATORS)}"
+            raise ConfigError(Problem(what, "the old run", why))
+        recipe.algorithm, more = migrate_tables.SWIFT_ESTIMATORS[estimator]
+        dialect = replace(dialect, defaults=dialect.defaults | more)
+    elif migrate_tables.TRL_VERSIONS[name][2] == "grpo":
+        recipe.algorithm = estimator = "grpo"
+    if recipe.algorithm != "rloo":
+        what = "GRPO" if estimator == "grpo" else estimator
+        recipe.groups["algorithm"] = (recipe.algorithm, f"the old run was {what}")
+    return dialect
+
+
+def _spread_kwargs(recipe: Recipe) -> None:
+    """`generation_kwargs: {top_p: 0.9}` -> top_p; what is no setting of a sampler stays named."""
+    values = recipe.flags.get("generation_kwargs")
+    if not isinstance(values, dict):
         return
-    what = "GRPO" if estimator == "grpo" else estimator
-    if estimator in ESTIMATORS:
-        recipe.groups["algorithm"] = (ESTIMATORS[estimator], f"the old run was {what}")
-    else:
-        recipe.notes.append(
-            f"the old run was {what}; this recipe is RLOO: the baseline is the mean of the other"
-            " completions, KL is in the reward, and no std divides the advantage"
-        )
+    recipe.take("generation_kwargs")
+    for name, value in values.items():
+        known = name in migrate_tables.SAMPLERS
+        recipe.flags.setdefault(name if known else f"generation_kwargs.{name}", value)
+        recipe.given.setdefault(name if known else f"generation_kwargs.{name}", value)
+
+
+def _say_what_changed(recipe: Recipe, name: str) -> None:
+    """Defaults that are used and that other versions of TRL had otherwise."""
+    changed = {
+        "trl": migrate_tables.CHANGED,
+        "grpo": migrate_tables.CHANGED_GRPO,
+        "grpo_0_28": migrate_tables.CHANGED_GRPO,
+    }
+    for flag, text in changed.get(name, {}).items():
+        silent = flag not in recipe.given
+        if silent and (flag != "vllm_mode" or recipe.given.get("use_vllm")):
+            recipe.notes.append(f"{flag} is TRL's default, which was {text}")
 
 
 def _defaults(dialect: Dialect, flags: dict[str, Any]) -> dict[str, Any]:
     """What the old tool assumed where the command says nothing."""
     found = dialect.defaults
     if "full" in (flags.get("train_type"), flags.get("tuner_type")):
-        found = found | {"train.learning_rate": 1e-5}
+        found = found | {"train.learning_rate": migrate_tables.SWIFT_FULL_LEARNING_RATE}
     return found

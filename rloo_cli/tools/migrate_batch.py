@@ -13,6 +13,7 @@ from typing import Any
 
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.tools.migrate_recipe import Recipe, ours
+from rloo_cli.tools.migrate_tables import SWIFT_ROWS
 
 OLD_NAMES = ("rloo_k", "num_ppo_epochs", "num_mini_batches")  # K, passes, mini-batches
 NEW_NAMES = ("num_generations", "num_iterations", "steps_per_generation", "generation_batch_size")
@@ -30,6 +31,9 @@ class Dialect:
     defaults: dict[str, Any]
     device_batch: int = 8
     rewards: dict[str, str] = field(default_factory=dict)  # its reward names -> ours
+    swift: bool = False
+    vllm_mode: str = "server"
+    correction: dict[str, Any] = field(default_factory=dict)  # where vLLM samples
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,14 @@ def sizes(recipe: Recipe, dialect: Dialect, world: int) -> Sizes:
     k = whole(recipe, k_name, dialect.defaults["algorithm.num_generations"])
     passes = whole(recipe, passes_name, dialect.defaults["algorithm.num_iterations"])
     b = whole(recipe, "per_device_train_batch_size", dialect.device_batch)
-    ga = whole(recipe, "gradient_accumulation_steps", 1)
+    ga = whole(recipe, "gradient_accumulation_steps")
+    if ga is None:
+        ga = max(1, -(-SWIFT_ROWS // (b * world))) if dialect.swift else 1
+        if ga > 1:
+            recipe.notes.append(
+                f"gradient_accumulation_steps is not said: ms-swift takes {ga}, which makes"
+                f" {SWIFT_ROWS} rows of {b} on {world} process{'es' if world > 1 else ''}"
+            )
     rule = _old_batch if dialect.old else _new_batch
     batch, parts, how = rule(recipe, b, ga, world, passes)
     if batch % k:
@@ -99,14 +110,16 @@ def sizes(recipe: Recipe, dialect: Dialect, world: int) -> Sizes:
 
 def _engine(recipe: Recipe) -> tuple[str, str]:
     """How several processes shared the model there, and what says so."""
-    told = f"{recipe.launcher} {recipe.flags.get('deepspeed', '')} {recipe.flags.get('fsdp', '')}"
-    stages = [engine for engine in ("zero3", "zero2", "zero1") if engine in told]
-    if stages:
-        return stages[0], told.strip()
-    if recipe.flags.get("deepspeed"):
-        return "zero2", f"{told.strip()}: its stage is in that file"
-    if "fsdp" in told:
-        return "fsdp2", told.strip()
+    deepspeed, fsdp = (str(recipe.flags.get(name) or "") for name in ("deepspeed", "fsdp"))
+    file = recipe.launcher_file
+    for said in (deepspeed, file):
+        for engine in ("zero3", "zero2", "zero1"):
+            if engine in said.replace("zero_", "zero").replace("stage", "zero"):
+                return engine, said
+    if deepspeed:
+        return "zero2", f"{deepspeed}: its stage is in that file"
+    if fsdp or "fsdp" in file:
+        return "fsdp2", fsdp or file
     return "ddp", "a copy of the model in each"
 
 

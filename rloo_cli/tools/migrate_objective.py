@@ -5,12 +5,9 @@ One rule for each value that does not keep its meaning under a new name (OBJECTI
 
 import re
 
+from rloo_cli.tools import migrate_tables as tables
 from rloo_cli.tools.migrate_batch import Dialect, number
 from rloo_cli.tools.migrate_recipe import Recipe, ours
-
-LOSS_AGG = {"grpo": "sequence_mean", "dapo": "token_mean", "dr_grpo": "constant"}
-LOSS_AGG |= {"bnpo": "token_mean_local"}
-SCALE = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
 
 
 def shaping(recipe: Recipe, dialect: Dialect) -> None:
@@ -51,32 +48,49 @@ def objective(recipe: Recipe, dialect: Dialect) -> None:
         said = recipe.said("kl_in_reward")
         recipe.put("algorithm.kl_in", "loss", said)
         recipe.put("algorithm.kl_estimator", "k3", f"{said}: k1 has no gradient in the loss")
-    said, loss = recipe.said("loss_type"), recipe.take("loss_type")
-    if loss and "algorithm" in recipe.groups:  # its own switches are open, for loss_type to fill
-        recipe.put("algorithm.loss_type", loss, said)
-    elif loss in LOSS_AGG:
-        recipe.put("algorithm.loss_agg", LOSS_AGG[loss], said)
-    elif loss:
-        recipe.put("algorithm.loss_type", loss, said)
+    _loss(recipe)
     said, level = recipe.said("importance_sampling_level"), recipe.take("importance_sampling_level")
     if level:
-        mine = {"sequence": "geometric"}.get(level, level)
+        mine = tables.RATIO_LEVELS.get(level, level)
         why = ": the mean over tokens, as in GSPO" if mine != level else ""
         recipe.put("algorithm.ratio_level", mine, said + why)
     said, scale = recipe.said("scale_rewards"), recipe.take("scale_rewards")
+    if scale is None and "scale_rewards" in recipe.given:
+        scale = "none"  # the word, which reads as null
+    if recipe.take("multi_objective_aggregation") == "normalize_then_sum":
+        why = recipe.said("multi_objective_aggregation")
+        recipe.put("algorithm.multi_reward", "normalize_then_sum", why)
     if scale == "gdpo":
         recipe.put("algorithm.multi_reward", "normalize_then_sum", said)
     elif scale is not None:
-        recipe.put("algorithm.advantage_scale", SCALE.get(scale, scale), said)
+        recipe.put("algorithm.advantage_scale", tables.SCALE.get(scale, scale), said)
     if recipe.take("dynamic_sample"):
         recipe.put("algorithm.zero_std_groups", "resample", recipe.said("dynamic_sample"))
     if recipe.take("overlong_filter"):
         why = f"{recipe.said('overlong_filter')}; drop is advised over true"
         recipe.put("algorithm.mask_truncated_completions", True, why)
-    _correction(recipe)
+    _correction(recipe, dialect)
 
 
-def _correction(recipe: Recipe) -> None:
+def _loss(recipe: Recipe) -> None:
+    """`loss_type` of GRPO fills its own switches, which are open; RLOO's are not."""
+    said, loss = recipe.said("loss_type"), recipe.take("loss_type")
+    if isinstance(loss, list) and len(loss) == 1:
+        loss = loss[0]
+    if not loss:
+        return
+    if recipe.algorithm != "rloo":
+        recipe.put("algorithm.loss_type", loss, said)
+    elif loss in tables.LOSS_AGG:
+        recipe.put("algorithm.loss_agg", tables.LOSS_AGG[loss], said)
+    else:
+        recipe.put("algorithm.loss_type", loss, said)
+        if "algorithm.loss_type" in recipe.lines:
+            for key in ("policy_loss", "ratio_level", "loss_agg"):
+                recipe.put(f"algorithm.{key}", None, "loss_type says it")
+
+
+def _correction(recipe: Recipe, dialect: Dialect) -> None:
     """Importance weights against the sampler: `sequence_mask` -> level sequence, mode mask."""
     on = recipe.take("vllm_importance_sampling_correction")
     mode = cap = floor = None
@@ -99,3 +113,11 @@ def _correction(recipe: Recipe) -> None:
         new = {"mode": how, "level": level, "cap": float(cap or (2.0 if is_swift else 3.0))}
         new["floor"] = float(floor or 0.0)
         recipe.put("algorithm.correction", whole | new, ", ".join(said))
+    elif "generation" in recipe.groups and dialect.correction and not said:
+        said_by = f"{dialect.title}'s default, where vLLM samples"
+        recipe.put("algorithm.correction", whole | dialect.correction, said_by)
+    elif "generation" in recipe.groups and on is True and dialect.correction:
+        chosen = dialect.correction
+        if chosen["mode"] == "none":
+            chosen = chosen | {"mode": "truncate"}
+        recipe.put("algorithm.correction", whole | chosen, ", ".join(said))

@@ -1,14 +1,11 @@
 """What `rloo migrate` is given -> the old settings, by name.
 
 A command line (typed, or in a shell script), a YAML or JSON config, or a Python script whose
-`RLOOConfig(...)` holds literals. Nothing is ever executed or imported.
+`RLOOConfig(...)` holds literals (`migrate_python`). Nothing is ever executed or imported.
 """
 
-import ast
 import json
 import re
-import shlex
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +13,22 @@ import yaml
 
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.names import old_name
+from rloo_cli.tools import migrate_tables as tables
+from rloo_cli.tools.migrate_foreign import refuse_foreign
+from rloo_cli.tools.migrate_given import Given
+from rloo_cli.tools.migrate_python import read_python
+from rloo_cli.tools.migrate_shell import simple_commands
 
-COUNTS = ("num_processes", "nproc_per_node", "num_gpus")  # processes, as launchers call them
-LAUNCHER = {*COUNTS, "nnodes", "num_machines", "config_file", "accelerate_config"}
 ENDS = {"&", "&&", "|", "||", ";", ">", ">>", "2>&1", "2>"}  # shell words that end a command
-CONFIGS = {"RLOOConfig", "GRPOConfig"}
-TRAINERS = {"RLOOTrainer", "GRPOTrainer"}
-# TRL's own launcher files; each says 8 processes except the first.
-EIGHT = "multi_gpu deepspeed_zero1 deepspeed_zero2 deepspeed_zero3 fsdp1 fsdp2 zero1 zero2 zero3"
-TRL_LAUNCHERS = {"single_gpu": 1} | dict.fromkeys(EIGHT.split(), 8)
-
-
-@dataclass
-class Given:
-    """Old settings by name, and how they were launched."""
-
-    flags: dict[str, Any]
-    tool: str = ""  # trl, grpo or swift where the command or class says so
-    script: str = ""  # file name of the training script
-    said_as: str = "--{} {}"
-    processes: int | None = None
-    processes_from: str = ""
-    notes: list[str] = field(default_factory=list)
+STARTERS = ("accelerate", "torchrun", "python", "python3", "deepspeed")
+TOOLS = ("swift", "trl", "rloo", "grpo")
 
 
 def read(words: list[str]) -> Given:
     """The words after `rloo migrate`: one file, or an old command.
 
-    Raises ConfigError for a file that is missing or holds nothing to migrate.
+    Raises ConfigError for a file that is missing or holds nothing to migrate, and for a trainer
+    that is not migrated.
     """
     if len(words) == 1 and re.search(r"\s", words[0].strip()):
         return read_script(words[0], "the command")
@@ -54,184 +39,179 @@ def read(words: list[str]) -> Given:
         raise _missing(path)
     text = path.read_text(errors="replace")
     if path.suffix in (".yaml", ".yml", ".json"):
-        return Given(_mapping(path), said_as="{}: {}")
+        return _read_config(path)
     if path.suffix == ".py":
         return read_python(text, str(path))
     return read_script(text, str(path))
 
 
+def _read_config(path: Path) -> Given:
+    """A YAML or JSON file of settings; the launcher's may be among them."""
+    given = Given(mapping(path), said_as="{}: {}", file=path.name)
+    if "config" in given.flags:
+        given.flags.pop("config")
+    refuse_foreign([], given.flags)
+    _processes(given)
+    if not any(old_name(name) for name in given.flags):
+        why = f"none of its names is known: {', '.join(list(given.flags)[:5]) or 'there are none'}"
+        raise ConfigError(Problem(f"{path} holds no settings of a training", why=why))
+    return given
+
+
 def read_script(text: str, where: str) -> Given:
     """The first training command of a shell script, its variables filled in."""
-    variables: dict[str, str] = {}
-    found = []
-    for line in re.sub(r"\\\r?\n", " ", text).splitlines():
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError:  # an open quote: prose, or a string over several lines
+    found, foreign = [], []
+    for words, variables in simple_commands(text):
+        flags = [w[2:].partition("=")[0].replace("-", "_") for w in words if w.startswith("--")]
+        known = [f for f in flags if f == "config" or (old_name(f) and f not in tables.LAUNCHER)]
+        scripts = [w for w in words if w.endswith(".py") and Path(w).is_file()]
+        if tables.SERVES & set(words):
             continue
-        words = [_fill(word, variables) for word in words]
-        plain = [re.fullmatch(r"(\w+)=(.*)", w) for w in words if w != "export"]
-        if plain and all(plain):
-            variables |= {m[1]: m[2] for m in plain if m}
-        flags = [w[2:].partition("=")[0] for w in words if w.startswith("--")]
-        if per_node := variables.get("NPROC_PER_NODE"):
-            words = [f"NPROC_PER_NODE={per_node}", *words]
-        serves = {"vllm-serve", "rollout", "eval"} & set(words)
-        known = [f for f in flags if f == "config" or (old_name(f) and f not in LAUNCHER)]
-        if known and not serves:
+        try:
+            refuse_foreign(words, dict.fromkeys(flags))
+        except ConfigError as error:
+            foreign.append(error)
+            continue
+        trains = scripts or any(w in TOOLS or w.endswith(".py") for w in words)
+        trains = trains or words[0].startswith("--") or any("trl.scripts." in w for w in words)
+        if (known and trains) or (scripts and words[0] in STARTERS):
+            for name in ("NNODES", "NPROC_PER_NODE"):
+                if name in variables:
+                    words = [f"{name}={' '.join(variables[name])}", *words]
             found.append(words)
+    if not found and foreign:
+        raise foreign[0]
     if not found:
+        refuse_foreign([text], {})
         raise ConfigError(Problem(f"no training command in {where}", why="none has known flags"))
+    found.sort(key=_trains_otherwise)  # SFT first, then RLOO: the second is the one
     given = read_command(found[0])
     if len(found) > 1:
         given.notes.append(f"{len(found)} training commands in {where}: this is the first of them")
     return given
 
 
+def _trains_otherwise(words: list[str]) -> bool:
+    """Whether a command is another method's: `trl sft`, `swift pt`, dpo.py."""
+    scripts = {Path(w).stem for w in words if w.endswith(".py")}
+    tools = [w for w in TOOLS if w in words]
+    methods = {words[words.index(t) + 1] for t in tools if words.index(t) + 1 < len(words)}
+    return bool((scripts | methods) & tables.OTHER_METHODS)
+
+
 def read_command(words: list[str]) -> Given:
     """An old command line, from its launcher (or its first flag) on."""
-    given = Given({})
     stop = next((i for i, w in enumerate(words) if w in ENDS), len(words))
-    name = ""
-    for word in words[:stop]:
+    words = words[:stop]
+    given = Given({})
+    script = _take_words(given, words)
+    refuse_foreign(words, given.flags)
+    given.flags = {k: _values(v) for k, v in given.flags.items()}
+    _processes(given)
+    if script.is_file() and given.tool != "swift":
+        given = _with_script(given, script)
+    elif not given.flags:
+        what = f"{script} is not a file here" if given.script else "no flags in this command"
+        why = " ".join(words)[:200]
+        raise ConfigError(Problem(what, why=why, fix="rloo migrate FILE, where the file is"))
+    elif given.script and given.script != "-":
+        given.notes.append(
+            f"{script} is not a file here: what it sets by itself (data, rewards, defaults of its"
+            " own) is not in this recipe"
+        )
+    if config := given.flags.pop("config", None):
+        path = Path(str(config))
+        if not path.is_file():
+            raise _missing(path, "named by --config")
+        inside = Given(mapping(path), said_as="{}: {}")
+        _processes(inside)
+        given.flags = inside.flags | given.flags
+        given.file = path.name
+        if given.processes is None:
+            given.processes, given.processes_from = inside.processes, inside.processes_from
+            given.launcher_file = given.launcher_file or inside.launcher_file
+    return given
+
+
+def _take_words(given: Given, words: list[str]) -> Path:
+    """Sort words into flags, the tool, its method and the script; returns the script's path."""
+    name, script, extras = "", Path("-"), []
+    for word in words:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
             given.flags[name] = [value] if equals else []
         elif word.endswith(".py") and not given.script and given.tool != "swift":
-            given.script, name = Path(word).name, ""
+            script = Path(word)
+            given.script, name = script.name, ""
+            _drop_launcher_flags(given)
+        elif word.startswith("trl.scripts.") and not given.script:
+            given.script, name = f"{word.rpartition('.')[2]}.py", ""
             _drop_launcher_flags(given)
         elif name:
-            given.flags[name].append(word)
+            given.flags[name].append(word.rstrip(",") if word.endswith('",') else word)
         elif variable := re.fullmatch(r"([A-Z_]+)=(.*)", word):
-            if variable[1] == "NPROC_PER_NODE":
-                given.flags["nproc_per_node"] = [variable[2]]
-        elif word in ("swift", "trl", "rloo", "grpo"):
-            given.tool = word if word != "rloo" else given.tool or "trl"
-    if not given.flags:
-        raise ConfigError(
-            Problem("no flags in this command", why=" ".join(words), fix="rloo migrate FILE")
-        )
-    given.flags = {k: _values(v) for k, v in given.flags.items()}
-    _processes(given)
-    if config := given.flags.pop("config", None):
-        if not Path(str(config)).is_file():
-            raise _missing(Path(str(config)), "named by --config")
-        given.flags = _mapping(Path(str(config))) | given.flags
-    return given
+            if variable[1] in ("NPROC_PER_NODE", "NNODES"):
+                given.flags[variable[1].lower()] = [variable[2]]
+        elif word in TOOLS and not given.tool:
+            given.tool = word
+        elif given.tool and not given.method and not given.flags.keys() - tables.LAUNCHER:
+            given.method = word
+        else:
+            extras.append(word)
+    if unread := [w for w in extras if w.startswith("$")]:
+        given.notes.append(f"{' '.join(unread)} is not filled in: what it stands for is not read")
+    for name, values in given.flags.items():
+        if rest := [w for w in values[1:] if re.fullmatch(r"\$\{?\w+(\[[@*]\])?\}?", w)]:
+            values[:] = [w for w in values if w not in rest]
+            said = " ".join(rest)
+            given.notes.append(f"{said} after --{name} is not filled in: it is not read")
+    return script
+
+
+def _with_script(given: Given, script: Path) -> Given:
+    """A command whose script is here: what the script says, and the flags before that."""
+    inside = read_python(script.read_text(errors="replace"), str(script), given.flags)
+    inside.processes, inside.processes_from = given.processes, given.processes_from
+    inside.launcher_file = given.launcher_file
+    inside.notes = given.notes + inside.notes
+    return inside
 
 
 def _drop_launcher_flags(given: Given) -> None:
     """Flags before the script are the launcher's own; only the number of processes matters."""
-    others = [name for name in given.flags if name not in LAUNCHER]
+    others = [name for name in given.flags if name not in tables.LAUNCHER]
     precision = given.flags.get("mixed_precision") or [""]
-    given.flags = {k: v for k, v in given.flags.items() if k in LAUNCHER}
+    given.flags = {k: v for k, v in given.flags.items() if k in tables.LAUNCHER}
     if precision[0] in ("bf16", "fp16"):
         given.flags[precision[0]] = []
     if others:
         given.notes.append(f"the launcher's own flags: --{', --'.join(others)}")
 
 
-def read_python(text: str, where: str) -> Given:
-    """Literal settings of the first RLOOConfig or GRPOConfig, and what is literal around it."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        raise ConfigError(Problem(f"{where} is not Python", f"{where}:{error.lineno}")) from None
-    given = Given({}, "trl", Path(where).name, "{}={}")
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    configs = [call for call in calls if _called(call) in CONFIGS]
-    if not configs:
-        raise ConfigError(Problem(f"no RLOOConfig(...) or GRPOConfig(...) in {where}"))
-    given.tool = "grpo" if _called(configs[0]) == "GRPOConfig" else "trl"
-    _keywords(configs[0], given)
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    functions = {n.name for n in tree.body if isinstance(n, kinds)}
-    inner = {n.name for n in ast.walk(tree) if isinstance(n, kinds)} - functions
-    for call in calls:
-        _surroundings(call, given, functions | inner, where)
-    for reward in given.flags.get("reward_funcs") or []:
-        if ":" in reward:
-            inside = ", out of the function it is defined in" * (reward.rpartition(":")[2] in inner)
-            given.notes.append(
-                f"{reward}: importing the training script may start the training; move the reward"
-                f" to a file of its own{inside}"
-            )
-    for name, value in (given.flags.pop("model_init_kwargs", None) or {}).items():
-        given.flags.setdefault(name, value)
-    return given
-
-
-def _keywords(call: ast.Call, given: Given) -> None:
-    """`f(a=1, b=args.b)` -> {a: 1}, and a note about b."""
-    if call.args and isinstance(call.args[0], ast.Constant):
-        given.flags["output_dir"] = call.args[0].value  # the only one people give by position
-    for keyword in call.keywords:
-        try:
-            given.flags[str(keyword.arg)] = ast.literal_eval(keyword.value)
-        except ValueError:
-            value = ast.unparse(keyword.value)
-            given.notes.append(f"{keyword.arg}={value} is not a literal: set it yourself")
-
-
-def _surroundings(call: ast.Call, given: Given, functions: set[str], where: str) -> None:
-    """Model, data set and rewards, where the script names them by a literal."""
-    name = _called(call)
-    first = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
-    keywords = {k.arg: k.value for k in call.keywords}
-    if name == "AutoModelForCausalLM.from_pretrained" and first:
-        given.flags.setdefault("model_name_or_path", first)
-    elif name == "AutoModelForSequenceClassification.from_pretrained" and first:
-        given.flags.setdefault("reward_model_path", first)
-    elif name == "load_dataset" and first:
-        given.flags.setdefault("dataset_name", first)
-        if isinstance(split := keywords.get("split"), ast.Constant):
-            given.flags.setdefault("dataset_train_split", split.value)
-    elif name in TRAINERS:
-        if isinstance(model := keywords.get("model"), ast.Constant):
-            given.flags["model_name_or_path"] = model.value
-        funcs = keywords.get("reward_funcs")
-        items = funcs.elts if isinstance(funcs, ast.List | ast.Tuple) else [funcs] if funcs else []
-        rewards = [_reward(item, functions, where) for item in items]
-        given.flags |= {"reward_funcs": [r for r in rewards if r]} if any(rewards) else {}
-        for item, reward in zip(items, rewards, strict=True):
-            if reward is None and "reward_model_path" not in given.flags:
-                what = ast.unparse(item)
-                given.notes.append(f"reward {what}: add it, type function with path module:{what}")
-
-
-def _reward(node: ast.expr, functions: set[str], where: str) -> str | None:
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    name = ast.unparse(node)
-    return f"{where}:{name}" if name in functions else name if name.endswith("_reward") else None
-
-
-def _called(call: ast.Call) -> str:
-    """`trl.RLOOConfig(...)` -> RLOOConfig; `X.from_pretrained(...)` keeps its class."""
-    parts = ast.unparse(call.func).split(".")
-    return ".".join(parts[-2:] if parts[-1] == "from_pretrained" else parts[-1:])
-
-
 def _processes(given: Given) -> None:
     """How many processes the launcher started, by its flags or its file."""
-    launcher = {k: given.flags.pop(k) for k in LAUNCHER if k in given.flags}
+    launcher = {k: given.flags.pop(k) for k in tables.LAUNCHER if k in given.flags}
     file = str(launcher.get("config_file") or launcher.get("accelerate_config") or "")
-    count, whence = next(((launcher[k], f"--{k}") for k in COUNTS if k in launcher), (None, ""))
+    as_flag = given.said_as.startswith("--")
+    prefix = "--" if as_flag else ""
+    counts = ((launcher[k], prefix + k) for k in tables.COUNTS if k in launcher)
+    count, whence = next(counts, (None, ""))
+    given.launcher_file = file
     if count is None and file and Path(file).is_file():
-        count, whence = _mapping(Path(file)).get("num_processes"), file
-    if count is None and Path(file).stem in TRL_LAUNCHERS:
-        count, whence = TRL_LAUNCHERS[Path(file).stem], f"TRL's {file}"
+        count, whence = mapping(Path(file)).get("num_processes"), file
+    if count is None and Path(file).stem in tables.TRL_LAUNCHERS:
+        count, whence = tables.TRL_LAUNCHERS[Path(file).stem], f"TRL's {file}"
     if count is None:
         return
-    nodes = launcher.get("nnodes", 1) if whence == "--nproc_per_node" else 1
+    nodes = launcher.get("nnodes", 1) if whence == f"{prefix}nproc_per_node" else 1
     if not isinstance(count, int) or not isinstance(nodes, int):
         given.notes.append(f"{whence} {count} is not a number of processes")
         return
     given.processes, given.processes_from = count * nodes, whence
 
 
-def _mapping(path: Path) -> dict[str, Any]:
+def mapping(path: Path) -> dict[str, Any]:
     """A YAML or JSON file that must be a mapping of names to values."""
     try:
         values = yaml.safe_load(path.read_text())  # JSON is YAML
@@ -265,12 +245,6 @@ def _value(word: str) -> Any:
         except ValueError:
             return word
     return word
-
-
-def _fill(word: str, variables: dict[str, str]) -> str:
-    """$NAME, ${NAME} and ${NAME:-default}; what the script does not set stays as it is."""
-    pattern = r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))"
-    return re.sub(pattern, lambda m: variables.get(m[1] or m[3], m[2] or m[0]), word)
 
 
 def _missing(path: Path, why: str = "") -> ConfigError:

@@ -8,27 +8,30 @@ comment too, so `rloo migrate ... > my.yaml` is a recipe.
 import textwrap
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rloo_cli import paths, registry, schema
 from rloo_cli.names import old_name
 
-UNKNOWN = "not yet in this version"
+UNKNOWN = "not in this version"
 LONG = 24  # characters of an old value that a comment repeats
 
 
+ENGINES = ("server", "colocate")  # sections of the vLLM backends
+
+
 @cache
-def ours() -> dict[str, Any]:
+def ours(algorithm: str = "rloo") -> dict[str, Any]:
     """Dotted key -> our default, as far as conf/ gives one. An algorithm's mappings stay whole."""
-    files = {"": paths.CONF / "config.yaml", "algorithm": paths.CONF / "algorithm/rloo.yaml"}
+    files = {"": paths.CONF / "config.yaml"}
     for group in ("model", "data"):
         files[group] = paths.CONF / group / "default.yaml"
     files["generation"] = paths.CONF / "generation/transformers.yaml"
     files["distributed"] = paths.CONF / "distributed/single.yaml"
-    found: dict[str, Any] = {}
+    found = {f"algorithm.{k}": v for k, v in _algorithm_defaults(algorithm).items()}
     for section, path in files.items():
         values = yaml.safe_load(path.read_text()) if path.is_file() else None
         for name, value in (values or {}).items():
@@ -41,10 +44,23 @@ def ours() -> dict[str, Any]:
     return found
 
 
-ENGINES = ("server", "colocate")  # sections of the vLLM backends
+@cache
+def _algorithm_defaults(choice: str) -> dict[str, Any]:
+    """The keys of a choice of the group `algorithm`, with those of the one it begins with."""
+    values = yaml.safe_load((paths.CONF / "algorithm" / f"{choice}.yaml").read_text()) or {}
+    found: dict[str, Any] = {}
+    for base in values.pop("defaults", ()):
+        found |= _algorithm_defaults(base)
+    return found | values
 
 
-def refusal(key: str, value: Any) -> str | None:
+TABLES = {  # keys whose value is a table of named entries, each of this form
+    "data.mixture": schema.SourceConfig,
+    "eval.sets": schema.SetConfig,
+}
+
+
+def refusal(key: str, value: Any, algorithm: str = "rloo") -> str | None:
     """Why this version would not take `key: value`; None when it would."""
     section, _, name = key.partition(".")
     if section == "reward":
@@ -52,14 +68,13 @@ def refusal(key: str, value: Any) -> str | None:
         if kind == "type" and value not in registry.names("rewards"):
             return UNKNOWN
         return None
-    if section == "algorithm" and key not in ours():
-        return UNKNOWN
-    if section == "generation" and (name in ENGINES or "." in name):
-        leaves = [f"{name}.{leaf}" for leaf in value] if name in ENGINES else [name]
-        return None if all(map(_engine_field, leaves)) else UNKNOWN
-    info = _fields(section).get(name) if name else schema.RunConfig.model_fields.get(section)
+    if key in TABLES and isinstance(value, dict):
+        entries = [f"{key}.{n}.{k}" for n, entry in value.items() for k in entry
+                   if k not in TABLES[key].model_fields]  # fmt: skip
+        return f"{entries[0]} is not a key" if entries else None
+    info = schema_field(key, algorithm)
     if info is None:
-        return None if section == "algorithm" else UNKNOWN
+        return UNKNOWN
     try:
         TypeAdapter(info.rebuild_annotation()).validate_python(value, strict=True)
     except ValidationError as error:
@@ -67,24 +82,36 @@ def refusal(key: str, value: Any) -> str | None:
     return None
 
 
-def _engine_field(name: str) -> Any:
-    """The field of `server.NAME` or `colocate.NAME`; None where there is none."""
-    part, _, leaf = name.partition(".")
-    backend = f"vllm_{part}"
-    if backend not in registry.names("generation"):
-        return None
-    section: Any = registry.config_class("generation", backend).model_fields[part].annotation
-    return section.model_fields.get(leaf)
+def schema_field(key: str, algorithm: str = "rloo") -> Any:
+    """The schema's field of a dotted key; None where there is none."""
+    section, *inner = key.split(".")
+    if not inner:
+        return schema.RunConfig.model_fields.get(section)
+    models = _models(section, inner[0], algorithm)
+    for depth, name in enumerate(inner):
+        info = next((m.model_fields[name] for m in models if name in m.model_fields), None)
+        if info is None or depth == len(inner) - 1:
+            return info
+        models = _sections_of(info.annotation)
+    return None
 
 
-def _fields(section: str) -> dict[str, Any]:
-    """Keys of a section and their limits; an algorithm's own where its file is there."""
-    if section == "algorithm" and "rloo" in registry.names("algorithms"):
-        return dict(registry.config_class("algorithms", "rloo").model_fields)
-    classes = {"generation": schema.GenerationConfig, "algorithm": schema.AlgorithmConfig}
+def _models(section: str, leaf: str, algorithm: str) -> list[Any]:
+    """The classes whose fields are the keys of a section."""
+    if section == "algorithm":
+        name = _algorithm_defaults(algorithm).get("name", algorithm)
+        return [registry.config_class("algorithms", name)]
+    if section == "generation":
+        backend = f"vllm_{leaf}" if leaf in ENGINES else "transformers"
+        return [registry.config_class("generation", backend)]
     info = schema.RunConfig.model_fields.get(section)
-    found = classes.get(section) or (info.annotation if info else None)
-    return dict(getattr(found, "model_fields", {}))
+    return _sections_of(info.annotation) if info else []
+
+
+def _sections_of(annotation: Any) -> list[Any]:
+    """The sections that an annotation allows, also one that may be null."""
+    parts = [annotation, *get_args(annotation)]
+    return [p for p in parts if isinstance(p, type) and issubclass(p, BaseModel)]
 
 
 @dataclass
@@ -97,7 +124,8 @@ class Recipe:
     later: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    launcher: str = ""  # what the launcher was told, its file too
+    launcher_file: str = ""  # accelerate's config, which names the engine
+    algorithm: str = "rloo"  # the choice of that group
     groups: dict[str, tuple[Any, str]] = field(default_factory=dict)  # choices of config groups
 
     def __post_init__(self) -> None:
@@ -117,7 +145,7 @@ class Recipe:
 
     def put(self, key: str, value: Any, why: str, later: bool = True) -> None:
         """A line of the recipe, or of what this version lacks when the schema refuses it."""
-        reason = refusal(key, value)
+        reason = refusal(key, value, self.algorithm)
         if reason is None:
             self.lines[key] = (value, why)
         elif later:
@@ -140,15 +168,24 @@ class Recipe:
 
     def default(self, key: str, value: Any, tool: str) -> None:
         """The old tool's own default, written out only where ours differs."""
-        if key not in self.lines and (key not in ours() or ours()[key] != value):
-            mine = f"; ours is {_flow(ours()[key])}" if key in ours() else ""
+        known = ours(self.algorithm)
+        if key not in self.lines and (key not in known or known[key] != value):
+            mine = f"; ours is {_flow(known[key])}" if key in known else ""
             self.put(key, value, f"{tool}'s default{mine}")
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """What the recipe says of a key so far."""
+        return self.lines[key][0] if key in self.lines else default
 
     def drop(self, name: str, why: str) -> None:
         """An old flag without a line here."""
         if name in self.flags:
+            said = self.said(name)
             self.take(name)
-            self.dropped.append(f"{self.said(name)}: {why}")
+            self.dropped.append(f"{said}: {why}")
+
+    def _refused(self, key: str, value: Any) -> bool:
+        return refusal(key, value, self.algorithm) is not None
 
     def rest(self) -> list[str]:
         """Deal with what no rule took: plain renames by the table. Returns unknown flags."""
@@ -158,7 +195,9 @@ class Recipe:
             value = self.flags.pop(name)
             if row is None:
                 unknown.append(said)
-            elif value is None or (value is False and row.new and refusal(row.new, value)):
+            elif value is None or (
+                value is False and row.new and refusal(row.new, value, self.algorithm)
+            ):
                 self.dropped.append(f"{said}: off, as here")
             elif row.new is None or "<" in row.new:
                 self.dropped.append(f"{said}: {row.note or row.new}")

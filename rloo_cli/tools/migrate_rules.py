@@ -1,4 +1,4 @@
-"""What an old run worked on: model, data, rewards, generation, folders.
+"""What an old run worked on: data, rewards, generation, folders.
 
 One rule for each value that does not keep its meaning under a new name. Plain renames need none:
 `names` has the whole table.
@@ -9,71 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.errors import ConfigError, Problem
+from rloo_cli.tools import migrate_tables as tables
 from rloo_cli.tools.migrate_batch import Dialect, number
 from rloo_cli.tools.migrate_recipe import Recipe, refusal
-
-TLDR = "trl-internal-testing/tldr-preference-sft-trl-style"
-# The text that TRL's TL;DR scripts put around a post.
-TLDR_TEMPLATES = {"TRL <=0.10": " {prompt}", "TRL 0.11-0.21": "User: {prompt}\n\nAssistant:"}
-
-
-def model(recipe: Recipe, dialect: Dialect) -> None:
-    """Policy, tokenizer, dtype. Old scripts began at sft_model_path, policy and reference both."""
-    names = ("sft_model_path", "policy", "model_name_or_path", "model", "base_model")
-    given = [(name, recipe.take(name)) for name in names if recipe.flags.get(name)]
-    if given:
-        name, path = given[0]
-        both = ": policy and reference" if name == "sft_model_path" else ""
-        recipe.put("model.path", path, recipe.said(name) + both)
-        for name, other in given[1:2]:
-            if other != path:
-                recipe.put("model.tokenizer", other, f"{recipe.said(name)}: its tokenizer alone")
-    else:
-        recipe.notes.append("no model is named in the old settings: set model.path")
-    wanted = [n for n in ("torch_dtype", "dtype") if recipe.flags.get(n)]
-    asked = [(recipe.said(n), str(recipe.take(n))) for n in wanted]
-    for flag, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if recipe.take(flag):
-            asked.insert(0, (recipe.said(flag), dtype))
-    if asked:
-        recipe.put("model.dtype", asked[0][1].removeprefix("torch."), asked[0][0])
-    _lora(recipe, dialect)
-
-
-def _lora(recipe: Recipe, dialect: Dialect) -> None:
-    """ms-swift trains LoRA unless told not to, TRL only with use_peft."""
-    kinds = [n for n in ("train_type", "tuner_type", "use_peft") if n in recipe.given]
-    why = recipe.said(kinds[0]) if kinds else "ms-swift's default"
-    kind = [recipe.take(name) for name in kinds]
-    if kind[:1] == ["full"]:
-        recipe.dropped.append(f"{why}: every weight is trained")
-    elif any(kind) or (not kinds and dialect.title == "ms-swift"):
-        recipe.put("model.lora", kind[0] if kind else "lora", why)
-        if "model.lora" not in recipe.lines:
-            recipe.notes.append(
-                "the old run trained a LoRA; this version trains every weight: its learning rate"
-                " is too high for that (ms-swift uses a tenth of it)"
-            )
 
 
 def data(recipe: Recipe, dialect: Dialect, script: str) -> None:
     """Where the prompts come from, and what happens to long ones."""
-    said, found = recipe.said("dataset"), recipe.take("dataset")
-    if isinstance(found, list):
-        recipe.later.append(f"data.mixture: {found[1:]}  ({said}; the first alone is written)")
-        found = found[0]
-    if found:
-        path, _, rows = str(found).partition("#")
-        path, _, subset = path.partition(":")
-        recipe.put("data.path", path, said)
-        if subset:
-            recipe.put("data.name", subset, said)
-        if rows.isdigit():
-            recipe.put("data.max_samples", int(rows), said)
+    name = "dataset" if "dataset" in recipe.flags else "datasets"
+    said, found = recipe.said(name), recipe.take(name)
+    sources = [_source(one) for one in (found if isinstance(found, list) else [found]) if one]
+    if len(sources) > 1:
+        _mixture(recipe, sources, said)
+    elif sources:
+        for key, value in sources[0].items():
+            note = "; its n rows were drawn at random" * (key == "max_samples")
+            recipe.put(f"data.{key}", value, said + note)
     elif "_tldr" in script and dialect.old and not recipe.flags.get("dataset_name"):
-        recipe.put("data.path", TLDR, f"{script} had it built in")
-    if "_tldr" in script and dialect.title in TLDR_TEMPLATES:
-        template = TLDR_TEMPLATES[dialect.title]
+        recipe.put("data.path", tables.TLDR, f"{script} had it built in")
+    if "_tldr" in script and dialect.title in tables.TLDR_TEMPLATES:
+        template = tables.TLDR_TEMPLATES[dialect.title]
         recipe.put("data.template", template, f"{script} put this around a post", later=False)
         recipe.put("data.max_prompt_length", 512, f"{script} left longer ones out")
     _limits(recipe, dialect)
@@ -87,19 +42,51 @@ def data(recipe: Recipe, dialect: Dialect, script: str) -> None:
             recipe.notes.append(f"{said} is a file: set data.system to its text")
 
 
+def _source(given: Any) -> dict[str, Any]:
+    """`path:subset#n`, or an entry of TRL's `datasets`, by the keys of a source here."""
+    if isinstance(given, dict):
+        found = {k: given.get(k) for k in ("path", "name", "split")}
+        return {k: v for k, v in found.items() if v is not None}
+    path, _, rows = str(given).partition("#")
+    path, _, subset = path.partition(":")
+    found = {"path": path, "name": subset or None}
+    found["max_samples"] = int(rows) if rows.isdigit() else None
+    return {k: v for k, v in found.items() if v is not None}
+
+
+def _mixture(recipe: Recipe, sources: list[dict[str, Any]], said: str) -> None:
+    """Several data sets, which the old tool put one after the other: weights as their rows."""
+    rows = [source.get("max_samples") for source in sources]
+    known = None not in rows
+    table: dict[str, dict[str, Any]] = {}
+    for source, count in zip(sources, rows, strict=True):
+        base = _slug(Path(str(source["path"])).stem).replace(".", "_").replace("-", "_")
+        name = base if base not in table else f"{base}_{len(table) + 1}"
+        table[name] = source | {"weight": float(count or 1)}
+    recipe.put("data.mixture", table, said)
+    recipe.put("data.path", None, "data.mixture says where the rows come from")
+    if not known:
+        recipe.notes.append(
+            f"{said}: the old tool put the data sets one after the other, so that each counted by"
+            " its rows; data.mixture draws by weight: set the weights to the numbers of rows"
+        )
+
+
 def _limits(recipe: Recipe, dialect: Dialect) -> None:
     """How long a prompt may be, and what happens to longer ones."""
-    limit = "max_length" if dialect.title == "ms-swift" else "max_prompt_length"
+    limit = "max_length" if dialect.swift else "max_prompt_length"
     if recipe.flags.get(limit):
         said = recipe.said(limit)
         recipe.put("data.max_prompt_length", int(number(recipe, limit)), said)
         if limit == "max_prompt_length":
             recipe.put("data.overlong", "truncate_left", f"{said}: TRL kept the last tokens")
-    elif not dialect.old and dialect.title != "ms-swift":
-        recipe.notes.append(
-            "prompts: TRL 0.22-0.26 kept their last 512 tokens, 0.29 has no limit; ours leaves out"
-            " those above data.max_prompt_length"
-        )
+    elif dialect.old and "data.max_prompt_length" not in recipe.lines:
+        recipe.put("data.max_prompt_length", None, f"{dialect.title} had no limit")
+    elif not dialect.old and not dialect.swift and not re.search(r"0\.[12]", dialect.title):
+        recipe.put("data.max_prompt_length", None, "TRL has no limit from 0.29 on; it kept the"
+                   " last 512 tokens up to 0.26")  # fmt: skip
+    elif not dialect.old and not dialect.swift:
+        recipe.put("data.overlong", "truncate_left", "TRL kept the last 512 tokens")
     said, how = recipe.said("truncation_strategy"), recipe.take("truncation_strategy")
     if how:
         mine = {"delete": "filter", "left": "truncate_left"}.get(how, how)
@@ -123,21 +110,12 @@ def generation(recipe: Recipe, dialect: Dialect) -> None:
         recipe.put("generation.stop", value, recipe.said("stop_words"))
     if (top_k := recipe.take("top_k")) is not None:
         recipe.put("generation.top_k", max(0, top_k), recipe.said("top_k"))
-    if dialect.title == "ms-swift" and not {"top_p", "top_k"} & set(recipe.given):
+    if dialect.swift and not {"top_p", "top_k"} & set(recipe.given):
         recipe.notes.append("top_p, top_k: ms-swift may have read them from generation_config.json")
-    _engine(recipe)
+    _engine(recipe, dialect)
 
 
-COLOCATED = {
-    "vllm_gpu_memory_utilization": "gpu_memory_utilization",
-    "vllm_tensor_parallel_size": "tensor_parallel_size",
-    "vllm_max_model_length": "max_model_len",
-    "vllm_max_model_len": "max_model_len",
-    "vllm_model_impl": "model_impl",
-}
-
-
-def _engine(recipe: Recipe) -> None:
+def _engine(recipe: Recipe, dialect: Dialect) -> None:
     """vLLM, beside the trainer or as a server that the old run called."""
     mode, on = recipe.take("vllm_mode"), recipe.take("use_vllm")
     engine = [n for n in recipe.flags if n.startswith("vllm_") and "importance" not in n]
@@ -145,16 +123,15 @@ def _engine(recipe: Recipe) -> None:
         for name in engine:
             recipe.drop(name, "use_vllm was off")
         return
-    if not mode:
-        recipe.notes.append("vllm_mode was server up to TRL 0.29 and colocate from 1.0")
-    backend = f"vllm_{mode or 'server'}"
-    recipe.groups["generation"] = (backend, "use_vllm")
+    backend = f"vllm_{mode or dialect.vllm_mode}"
+    why = recipe.said("vllm_mode") if mode else f"use_vllm, {dialect.title}'s default"
+    recipe.groups["generation"] = (backend, why)
     if backend == "vllm_server":
         _served(recipe)
-        for name in [*COLOCATED, "vllm_enable_sleep_mode", "sleep_level"]:
+        for name in [*tables.COLOCATED, "vllm_enable_sleep_mode", "sleep_level"]:
             recipe.drop(name, "it was the colocated engine's")
         return
-    for name, key in COLOCATED.items():
+    for name, key in tables.COLOCATED.items():
         if (value := recipe.take(name)) is not None:
             recipe.put(f"generation.colocate.{key}", value, recipe.said(name))
     for name in ("vllm_enable_sleep_mode", "sleep_level"):
@@ -185,8 +162,11 @@ def rewards(recipe: Recipe, dialect: Dialect) -> None:
     found: list[tuple[str, Any, str]] = []  # name, {type, path}, as it was said
     for flag in ("reward_model_path", "reward_model_name_or_path", "reward_model"):
         if flag in recipe.flags:
-            entry = {"type": "model", "path": recipe.take(flag)}
-            found.append(("reward_model", entry, recipe.said(flag)))
+            said, paths_given = recipe.said(flag), recipe.take(flag)
+            several = isinstance(paths_given, list) and len(paths_given) > 1
+            for path in paths_given if isinstance(paths_given, list) else [paths_given]:
+                name = _reward(str(path), dialect, "")[0] if several else "reward_model"
+                found.append((name, {"type": "model", "path": path}, said))
     said, funcs = recipe.said("reward_funcs"), recipe.take("reward_funcs", [])
     plugins = recipe.take("external_plugins", "rewards.py")
     plugin = str(plugins[0] if isinstance(plugins, list) else plugins)
@@ -194,8 +174,8 @@ def rewards(recipe: Recipe, dialect: Dialect) -> None:
         found.append((*_reward(str(spec), dialect, plugin), said))
         if found[-1][1].get("path") == f"{plugin}:{spec}":
             recipe.notes.append(f"reward {spec} is code: make it a function {plugin}:{spec}")
-    if dialect.title == "ms-swift":  # it puts the reward model last, TRL first
-        found.sort(key=lambda reward: reward[0] == "reward_model")
+    if dialect.swift:  # it puts the reward model last, TRL first
+        found.sort(key=lambda reward: reward[1]["type"] == "model" and reward[2] != said)
     said, weights = recipe.said("reward_weights"), recipe.take("reward_weights")
     weights = weights if isinstance(weights, list | tuple) else [weights] if weights else []
     if weights and len(weights) != len(found):
@@ -264,7 +244,12 @@ def housekeeping(recipe: Recipe) -> None:
         recipe.drop(name, "eval.every, checkpoint.every and logging.every count steps")
     for name in ("deepspeed", "fsdp"):
         if recipe.flags.get(name):
+            said = recipe.said(name)
             recipe.take(name)
+            if "distributed.engine" not in recipe.lines:
+                recipe.dropped.append(f"{said}: one process has nothing to share")
+    for name, why in tables.DOES_NOTHING.items():
+        recipe.drop(name, why)
 
 
 def _slug(name: str) -> str:

@@ -1,0 +1,21 @@
+"""What was read of an old run, before any of it is converted."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Given:
+    """Old settings by name, and how they were launched."""
+
+    flags: dict[str, Any]
+    tool: str = ""  # trl, swift, or grpo and rloo where the command says only that
+    method: str = ""  # the word after the tool: rloo, grpo, rlhf, sft ...
+    script: str = ""  # file name of the training script
+    file: str = ""  # file name of the config
+    kind: str = ""  # rloo or grpo, where a class says so
+    said_as: str = "--{} {}"
+    processes: int | None = None
+    processes_from: str = ""
+    launcher_file: str = ""  # accelerate's config, which names the engine
+    notes: list[str] = field(default_factory=list)

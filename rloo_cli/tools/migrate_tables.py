@@ -1,0 +1,306 @@
+"""Other trainers in plain tables: their defaults by version, their names, and who is who.
+
+TRL's defaults are those of `RLOOConfig` and `GRPOConfig` in 0.9.6, 0.14, 0.16, 0.21, 0.24, 0.26,
+1.0, 1.8 and 1.16, ms-swift's those of 4.6, peft's those of 0.17. A key that is not listed has the
+same default as here.
+"""
+
+from typing import Any
+
+
+def _names(text: str) -> set[str]:
+    return set(text.split())
+
+
+# Defaults by dialect, as keys of ours ------------------------------------------------------------
+RLOO_OLD: dict[str, Any] = {
+    "algorithm.num_generations": 2,
+    "algorithm.beta": 0.05,
+    "algorithm.epsilon": 0.2,
+    "algorithm.num_iterations": 4,
+    "generation.temperature": 0.7,
+    "generation.max_completion_length": 53,
+    "train.learning_rate": 5e-5,
+    "train.lr_scheduler": "linear",
+    "train.weight_decay": 0.0,
+    "train.max_grad_norm": None,  # its loop never clipped
+}
+RLOO: dict[str, Any] = {
+    "algorithm.num_generations": 2,
+    "algorithm.beta": 0.05,
+    "algorithm.epsilon": 0.2,
+    "algorithm.num_iterations": 1,
+    "generation.temperature": 1.0,
+    "generation.max_completion_length": 512,
+    "train.learning_rate": 1e-6,
+    "train.lr_scheduler": "linear",
+    "train.weight_decay": 0.0,
+    "train.max_grad_norm": 1.0,
+}
+RLOO_0_28 = RLOO | {"generation.max_completion_length": 256}
+GRPO: dict[str, Any] = RLOO | {
+    "algorithm.num_generations": 8,
+    "algorithm.beta": 0.0,
+    "algorithm.loss_type": "dapo",
+    "algorithm.advantage_scale": "group",
+}
+GRPO_0_28 = GRPO | {"generation.max_completion_length": 256}
+GRPO_0_16 = GRPO_0_28 | {
+    "algorithm.beta": 0.04,
+    "algorithm.loss_type": "bnpo",  # 0.16; 0.14 and 0.15 had what is now called grpo
+    "generation.temperature": 0.9,
+}
+SWIFT: dict[str, Any] = RLOO | {
+    "algorithm.num_generations": 8,
+    "algorithm.beta": 0.04,
+    "generation.temperature": 0.9,
+    "data.overlong": "truncate_left",
+    "data.max_prompt_length": None,
+    "train.learning_rate": 1e-4,  # of a LoRA
+    "train.lr_scheduler": "cosine",
+    "train.weight_decay": 0.1,
+    "train.optimizer_kwargs": {"betas": [0.9, 0.95]},
+}
+SWIFT_FULL_LEARNING_RATE = 1e-5
+SWIFT_ROWS = 16  # per update, which gradient_accumulation_steps makes up to where it is not said
+# What an estimator of ms-swift adds: its algorithm here, and its own defaults.
+SWIFT_ESTIMATORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "rloo": ("rloo", {"algorithm.ratio_level": "token", "algorithm.loss_agg": "sequence_mean"}),
+    "grpo": ("grpo", {"algorithm.loss_type": "grpo", "algorithm.advantage_scale": "group"}),
+    "reinforce_plus_plus": ("reinforce_pp", {"algorithm.loss_agg": "sequence_mean"}),
+}
+# The sampler's correction where vLLM samples and the old command does not say: mode, level, cap.
+NO_CORRECTION = {"mode": "none", "level": "sequence", "cap": 3.0, "floor": 0.0}
+GRPO_CORRECTION = NO_CORRECTION | {"mode": "mask"}
+
+# name -> title, old trainer?, kind, defaults, vllm_mode, correction
+TRL_VERSIONS: dict[str, tuple[str, bool, str, dict[str, Any], str, dict[str, Any]]] = {
+    "trl_0_9": ("TRL <=0.10", True, "rloo", RLOO_OLD, "server", NO_CORRECTION),
+    "trl_0_21": ("TRL 0.11-0.21", True, "rloo", RLOO_OLD, "server", NO_CORRECTION),
+    "trl_0_28": ("TRL 0.22-0.28", False, "rloo", RLOO_0_28, "server", NO_CORRECTION),
+    "trl": ("TRL 1.16", False, "rloo", RLOO, "colocate", NO_CORRECTION),
+    "grpo_0_16": ("TRL 0.14-0.16, GRPO", False, "grpo", GRPO_0_16, "colocate", NO_CORRECTION),
+    "grpo_0_28": ("TRL 0.22-0.28, GRPO", False, "grpo", GRPO_0_28, "server", GRPO_CORRECTION),
+    "grpo": ("TRL 1.16, GRPO", False, "grpo", GRPO, "colocate", GRPO_CORRECTION),
+}
+# What other versions assumed, said where the default was used and the version is not known.
+CHANGED = {
+    "max_completion_length": "256 up to TRL 1.8, 512 in 1.16",
+    "vllm_mode": "server up to TRL 0.29, colocate from 1.0",
+}
+CHANGED_GRPO = CHANGED | {
+    "beta": "0.04 up to TRL 0.17, 0.0 from 0.18",
+    "loss_type": "bnpo in TRL 0.16-0.21, dapo from 0.22",
+    "temperature": "0.9 up to TRL 0.16, 1.0 from 0.17",
+}
+
+# Which version, by names that only it had --------------------------------------------------------
+ONLY_0_9 = _names("non_eos_penalty penalty_reward_value")
+ONLY_OLD = ONLY_0_9 | _names(
+    """rloo_k num_ppo_epochs kl_coef cliprange num_mini_batches response_length total_episodes
+    sft_model_path missing_eos_penalty local_rollout_forward_batch_size stop_token
+    normalize_reward token_level_kl"""
+)
+ONLY_NEW = _names(
+    """num_generations beta epsilon steps_per_generation reward_funcs max_completion_length
+    num_iterations generation_batch_size"""
+)
+ONLY_0_16 = {"vllm_device", "vllm_dtype", "vllm_enable_prefix_caching"}
+UP_TO_0_28 = _names(
+    """max_prompt_length vllm_guided_decoding_regex wandb_log_unique_prompts use_liger_loss
+    use_transformers_paged"""
+)
+ONLY_SWIFT = {"advantage_estimator", "rlhf_type", "kl_in_reward", "train_type", "tuner_type"}
+
+# RLOO or GRPO ------------------------------------------------------------------------------------
+ONLY_GRPO = _names(
+    """cast_lm_head_to_fp32 delta entropy_coef importance_sampling_level
+    log_completions_hub_repo loss_type max_tool_calling_iterations
+    multi_objective_aggregation off_policy_mask_threshold sapo_temperature_neg
+    sapo_temperature_pos scale_rewards top_entropy_quantile use_adaptive_entropy
+    use_bias_correction_kl use_liger_loss vllm_device vllm_dtype vllm_enable_prefix_caching
+    vllm_importance_sampling_cap vllm_importance_sampling_clip_max
+    vllm_importance_sampling_clip_min vllm_importance_sampling_correction
+    vllm_importance_sampling_mode vllm_max_model_len"""
+)
+ONLY_RLOO = ONLY_OLD | {"normalize_advantages", "reward_clip_range"}
+GRPO_WORDS = {"grpo", "gspo", "dapo"}  # in the name of a script, a file, a run
+RLOO_WORDS = {"rloo", "ppo"}
+NAMING = ("output_dir", "run_name", "hub_model_id", "exp_name")  # settings that name a run
+
+# Methods and tools that are not migrated ---------------------------------------------------------
+OTHER_METHODS = _names(
+    """sft dpo kto orpo cpo simpo bco gkd gold xpo rm reward reward_modeling online_dpo
+    dpo_online nash_md prm distillation async_grpo pt pretrain sdft dpo_vlm sft_vlm
+    online_dpo_vlm kto_vlm mpo_vlm"""
+)
+# Words of commands that train nothing.
+SERVES = _names(
+    """vllm-serve rollout eval infer export deploy merge-lora app web-ui sample chat env skills"""
+)
+FOREIGN_WORDS = {
+    "openrlhf": r"\bopenrlhf\.(cli|trainer)|\btrain_ppo_ray\b|\btrain_ppo_llama",
+    "verl": r"\bverl\.trainer\b|\bmain_ppo\b|\bactor_rollout_ref\.|\brecipe\.\w+\.main_",
+    "megatron": r"(^|\s)megatron\s+(rlhf|sft|pt)\b",
+}
+FOREIGN_NAMES = {  # two of these flags are enough
+    "openrlhf": _names(
+        """pretrain prompt_data init_kl_coef n_samples_per_prompt rollout_batch_size
+    micro_rollout_batch_size micro_train_batch_size actor_learning_rate prompt_max_len
+    generate_max_len reward_pretrain remote_rm_url critic_learning_rate
+    actor_num_gpus_per_node colocate_all_models"""
+    ),
+    "verl": set(),
+    "megatron": {"micro_batch_size", "global_batch_size", "tensor_model_parallel_size"},
+}
+FOREIGN_TITLES = {"openrlhf": "OpenRLHF", "verl": "verl", "megatron": "ms-swift's Megatron"}
+# Their settings whose value means the same under a name of ours.
+FOREIGN_SAME = {
+    "openrlhf": {
+        "n_samples_per_prompt": "algorithm.num_generations",
+        "rollout_batch_size": "train.prompts_per_step",
+        "init_kl_coef": "algorithm.beta",
+        "actor_learning_rate": "train.learning_rate",
+        "prompt_max_len": "data.max_prompt_length",
+        "generate_max_len": "generation.max_completion_length",
+        "pretrain": "model.path",
+        "prompt_data": "data.path",
+        "input_key": "data.prompt_column",
+    },
+    "verl": {
+        "actor_rollout_ref.rollout.n": "algorithm.num_generations",
+        "data.train_batch_size": "train.prompts_per_step",
+        "actor_rollout_ref.actor.optim.lr": "train.learning_rate",
+        "data.max_prompt_length": "data.max_prompt_length",
+        "data.max_response_length": "generation.max_completion_length",
+        "actor_rollout_ref.model.path": "model.path",
+        "data.train_files": "data.path",
+        "trainer.total_epochs": "train.epochs",
+    },
+    "megatron": {
+        "model": "model.path",
+        "num_generations": "algorithm.num_generations",
+        "beta": "algorithm.beta",
+        "lr": "train.learning_rate",
+        "max_completion_length": "generation.max_completion_length",
+    },
+}
+# Their estimators -> what computes it here.
+FOREIGN_ESTIMATORS = {
+    "openrlhf": {
+        "rloo": "algorithm=rloo algorithm.dialect=openrlhf",
+        "reinforce": "algorithm=reinforce_pp",
+        "reinforce_baseline": "algorithm=reinforce_pp_baseline",
+        "group_norm": "algorithm=grpo",
+        "dr_grpo": "algorithm=dr_grpo",
+        "gae": "algorithm=ppo",
+    },
+    "verl": {
+        "rloo": "algorithm=rloo algorithm.dialect=verl",
+        "reinforce_plus_plus": "algorithm=reinforce_pp",
+        "reinforce_plus_plus_baseline": "algorithm=reinforce_pp_baseline",
+        "remax": "algorithm=remax",
+        "grpo": "algorithm=grpo",
+        "gae": "algorithm=ppo",
+    },
+    "megatron": {
+        "rloo": "algorithm=rloo algorithm.dialect=ms_swift",
+        "grpo": "algorithm=grpo",
+        "reinforce_plus_plus": "algorithm=reinforce_pp",
+    },
+}
+
+# Launchers ---------------------------------------------------------------------------------------
+COUNTS = ("num_processes", "nproc_per_node", "num_gpus")  # processes, as launchers call them
+LAUNCHER = {*COUNTS, "nnodes", "num_machines", "config_file", "accelerate_config"}
+# TRL's own launcher files; each says 8 processes except the first.
+EIGHT = "multi_gpu deepspeed_zero1 deepspeed_zero2 deepspeed_zero3 fsdp1 fsdp2 zero1 zero2 zero3"
+TRL_LAUNCHERS = {"single_gpu": 1} | dict.fromkeys(EIGHT.split(), 8)
+
+# Rewards -----------------------------------------------------------------------------------------
+TRL_REWARDS = {
+    "accuracy_reward": "accuracy",
+    "reasoning_accuracy_reward": "reasoning_accuracy",
+    "think_format_reward": "think_format",
+    "get_soft_overlong_punishment": "overlong",
+}
+SWIFT_REWARDS = {
+    "accuracy": "accuracy",
+    "format": "answer_tags",
+    "cosine": "cosine_length",
+    "repetition": "repetition",
+    "soft_overlong": "overlong",
+}
+
+# Adapters: name there -> key of model.lora -------------------------------------------------------
+LORA_NAMES = {
+    "lora_r": "r",
+    "lora_rank": "r",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "lora_target_modules": "target_modules",
+    "target_modules": "target_modules",
+    "exclude_modules": "exclude_modules",
+    "lora_modules_to_save": "modules_to_save",
+    "modules_to_save": "modules_to_save",
+    "lora_bias": "bias",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+}
+LORA_TRL = {"r": 16, "alpha": 32.0, "dropout": 0.05, "target_modules": None}
+LORA_SWIFT = {"r": 8, "alpha": 32.0, "dropout": 0.05, "target_modules": "all-linear"}
+LORA_PEFT = {"r": 8, "alpha": 8.0, "dropout": 0.0, "target_modules": None}  # of LoraConfig()
+# The layers that peft chooses where none are named, by a word in the model's name.
+PEFT_LAYERS = {word: ["query_key_value"] for word in ("pythia", "neox", "falcon", "bloom")}
+PEFT_LAYERS |= {"phi-3": ["qkv_proj"], "phi-4": ["qkv_proj"]}
+PEFT_LAYERS |= {"gpt2": ["c_attn"], "": ["q_proj", "v_proj"]}
+FULL = ("full",)  # kinds of training that train every weight
+ADAPTERS = ("lora", "dora", True)
+
+# Other values ------------------------------------------------------------------------------------
+LOSS_AGG = {"grpo": "sequence_mean", "dapo": "token_mean", "dr_grpo": "constant"}
+LOSS_AGG |= {"bnpo": "token_mean_local"}
+SCALE = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
+RATIO_LEVELS = {"sequence": "geometric", "sequence_token": "geometric"}
+SAMPLERS = ("top_p", "top_k", "min_p", "temperature", "repetition_penalty")  # of generation_kwargs
+TLDR = "trl-internal-testing/tldr-preference-sft-trl-style"
+# The text that TRL's TL;DR scripts put around a post.
+TLDR_TEMPLATES = {"TRL <=0.10": " {prompt}", "TRL 0.11-0.21": "User: {prompt}\n\nAssistant:"}
+# Of ours, by the name that vLLM's settings have in TRL and ms-swift.
+COLOCATED = {
+    "vllm_gpu_memory_utilization": "gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "tensor_parallel_size",
+    "vllm_max_model_length": "max_model_len",
+    "vllm_max_model_len": "max_model_len",
+    "vllm_model_impl": "model_impl",
+    "vllm_enforce_eager": "enforce_eager",
+    "vllm_max_num_seqs": "max_num_seqs",
+}
+DOES_NOTHING = {  # flags without a line here, and why
+    "vllm_enable_lora": "an adapter is handed to vLLM anyway",
+    "vllm_limit_mm_per_prompt": "prompts are text here",
+    "vllm_enable_prefix_caching": "it is on here, and changes no number",
+    "dataset_num_proc": "was unused; preparing prompts needs no setting",
+    "lora_task_type": "a causal language model is trained anyway",
+    "num_sample_generations": "samples are written every logging.samples_every steps",
+    "log_multimodal": "prompts are text here",
+    "log_unique_prompts": "the prompt ledger lists every prompt",
+    "move_model_batches": "weights are moved as they fit",
+}
+
+# In a Python script ------------------------------------------------------------------------------
+CONFIGS = {"RLOOConfig": "rloo", "GRPOConfig": "grpo"}
+TRAINERS = {"RLOOTrainer": "rloo", "GRPOTrainer": "grpo"}
+PARSERS = {"HfArgumentParser", "TrlParser"}
+# The order of a trainer's arguments: TRL >=0.22, and <=0.21's RLOOTrainer.
+POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")
+OLD_POSITIONS = (
+    "config", "processing_class", "policy", "ref_policy", "reward_model", "train_dataset",
+    "data_collator", "eval_dataset",
+)  # fmt: skip
+# Methods of a data set that change its rows; what is not among them leaves them as they are.
+CHANGES = _names(
+    """map filter select take skip shuffle train_test_split rename_column rename_columns
+    remove_columns select_columns add_column cast cast_column sort flatten batch
+    with_transform set_transform"""
+)
