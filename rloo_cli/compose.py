@@ -209,7 +209,7 @@ def from_hydra(error: Exception, words: Sequence[str] = ()) -> Problem:
     if isinstance(error, RecursionError):
         why = "lists of defaults take up each other, or a value is nested too deep"
         return Problem("the config does not compose: it has no end", where, why)
-    if "LexerNoViableAlt" in text:
+    if re.search("LexerNoViableAlt|^mismatched input|^extraneous input", text):
         name, _, value = word.partition("=")
         why = "a key is letters, digits, _ and dots; a value with anything else stands in quotes"
         fix = f"'{name}=\"{value}\"'" if re.fullmatch(r"[\w.]+", name, re.ASCII) else ""

@@ -74,7 +74,8 @@ def check(composed: Composed) -> RunConfig:
 
 
 def merged(values: dict[str, Any], sources: Sources | None = None) -> dict[str, Any]:
-    """Put the defaults common to all rewards under every entry, and debug's reward model in.
+    """Put the defaults common to all rewards, and those of its type, under every entry of `reward`,
+    and debug's reward model in.
 
     `reward=...` on the command line replaces a recipe's rewards: what the recipe says about those
     that are gone goes with them. Raises ConfigError for a section that is none (`train: 5`).
@@ -95,7 +96,10 @@ def merged(values: dict[str, Any], sources: Sources | None = None) -> dict[str, 
                 or "type" in e
                 or any(w.startswith(f"reward.{n}.") for w in words)
             }
-        entries = {n: common | e if isinstance(e, dict) else e for n, e in rewards.items()}
+        entries = {
+            n: common | judge_keys.defaults_of_type(e) | e if isinstance(e, dict) else e
+            for n, e in rewards.items()
+        }
         values["reward"] = stand_ins.rewards(entries, debug)
     if "generation" in values:
         values["generation"] = stand_ins.generation(values["generation"], debug, words)
@@ -120,7 +124,8 @@ def _with_mixture(values: dict[str, Any]) -> dict[str, Any]:
 
 def _with_sets(values: dict[str, Any]) -> dict[str, Any]:
     """What a held-out set leaves out is as in `data`; where it has a path of its own, not what
-    only says where data.path is.
+    only says where data.path is. Its split, left out, is data.eval_split or test; of data of its
+    own, test, and a single file's only one, train.
     """
     evaluation, data = values.get("eval"), values.get("data")
     if not isinstance(evaluation, dict) or not isinstance(data, dict):
@@ -137,7 +142,10 @@ def _with_sets(values: dict[str, Any]) -> dict[str, Any]:
         elif stand_in and data.get("eval_split"):
             whole[name] = common | {"split": data["eval_split"]}
         else:
-            other = {"name": None, "revision": None} if "path" in entry else {}
+            other: dict[str, Any] = {"split": data.get("eval_split") or "test"}
+            if "path" in entry:
+                is_file = str(entry["path"]).endswith((".jsonl", ".json", ".csv", ".parquet"))
+                other = {"split": "train" if is_file else "test", "name": None, "revision": None}
             whole[name] = common | other | entry
     return values | {"eval": evaluation | {"sets": whole}}
 

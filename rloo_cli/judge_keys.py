@@ -6,6 +6,7 @@ torch; the judging itself is in `judges/`.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, Literal
 
 import yaml
@@ -94,8 +95,27 @@ def merged(values: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
         judge = choice("reward_model")
         judge["reward"] = judge["reward"] | {"path": model}
     if isinstance(judge.get("reward"), dict):
-        judge = judge | {"reward": common | judge["reward"]}
+        entry = judge["reward"]
+        judge = judge | {"reward": common | defaults_of_type(entry) | entry}
     return values | {"eval": section | {"judge": judge}}
+
+
+def defaults_of_type(entry: dict[str, Any]) -> dict[str, Any]:
+    """The values of conf/reward/TYPE.yaml for an entry of that type; {} for a type we do not have.
+
+    What the user leaves out of `reward.two={type: function, path: my.py:score}` is as there.
+    """
+    kind = entry.get("type")
+    if not isinstance(kind, str) or kind not in registry.names("rewards"):
+        return {}
+    return dict(_of_type(kind))
+
+
+@cache
+def _of_type(kind: str) -> dict[str, Any]:
+    path = paths.CONF / "reward" / f"{kind}.yaml"
+    found: dict[str, Any] = yaml.safe_load(path.read_text())[kind] if path.is_file() else {}
+    return found
 
 
 def choice(name: str) -> dict[str, Any]:

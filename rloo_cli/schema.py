@@ -26,7 +26,10 @@ class RowsConfig(Frozen):
 
     name: Text | None = key("Configuration of a hub data set")
     revision: Text | None = key("Branch, tag or commit of a hub data set")
-    split: Text = key("Split to use, e.g. test or train[:200]")
+    split: Text = key(
+        "Split to use, e.g. train[:200]; left out in eval.sets: data.eval_split, or test; of a file"
+        " of its own: train"
+    )
     prompt_column: Text = key("Column that holds the prompt: a string, or a list of messages")
     template: str | None = key("Text around a plain prompt; {prompt} and {column} are filled in")
     columns: dict[str, str] = key("Renames columns: {old: new}")

@@ -25,6 +25,7 @@ from rloo_cli.schema import DataConfig, ModelConfig, RunConfig
 from rloo_cli.stages import data_of, model_of
 from rloo_cli.trainings import TrainingConfig
 
+MOST_MEASURED = 200  # rows, where eval_rows is null
 SAY_S = 2.0  # seconds between two lines of progress on the terminal
 
 
@@ -56,10 +57,12 @@ def work(folder: Path, section: str) -> Line:
 
 def _open(source: DataConfig, settings: TrainingConfig, section: str) -> list[Any]:
     """The rows to train on and, where there are any, those to measure on."""
-    rows, count = data.load(source, source.split), settings.eval_rows
-    if source.eval_split is not None and count:
+    rows, asked = data.load(source, source.split), settings.eval_rows
+    if source.eval_split is not None and asked != 0:
         measured = data.load(source, source.eval_split)
-        return [rows, measured.select(range(min(count, len(measured))))]
+        most = MOST_MEASURED if asked is None else asked
+        return [rows, measured.select(range(min(most, len(measured))))]
+    count = min(MOST_MEASURED, len(rows) // 10) if asked is None else asked
     if not count:
         return [rows]
     if len(rows) <= count:

@@ -35,8 +35,12 @@ class TrainingConfig(Frozen):
     max_length: Positive | None = key(
         "Most tokens of a row, end included; longer ones are left out; null = the model's context"
     )
-    eval_rows: int = key("Rows to measure on: the first of data.eval_split, or the split's last",
-                         ge=0)  # fmt: skip
+    eval_rows: int | None = key(
+        "Rows to measure on: the first of data.eval_split, or the split's last; null = at most 200,"
+        " of the split itself a tenth",
+        default_was=(None, 200),  # a training that is done stays done
+        ge=0,
+    )
     log_every: Positive = key("Optimizer steps per line of metrics")
 
 

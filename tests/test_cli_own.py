@@ -174,6 +174,28 @@ def test_a_reward_without_its_path_is_asked_for_it() -> None:
     assert "reward.function.path has no value" in text and "reward.function.path=VALUE" in text
 
 
+def test_what_an_entry_of_a_reward_leaves_out_is_as_in_the_file_of_its_type(here: Path) -> None:
+    (here / "rw.py").write_text("def first(x): ...\ndef second(x): ...\n")
+    words = ["+recipe=smoke", "reward=function", "reward.function.path=rw.py:first"]
+    two = "+reward.two={type: function, path: rw.py:second, weight: 0.5}"
+    run = config.check(compose.compose([*words, two]))
+    first, second = run.rewards["function"], run.rewards["two"]
+    assert (second.path, second.weight, second.kwargs) == ("rw.py:second", 0.5, {})
+    assert second == first.model_copy(update={"path": "rw.py:second", "weight": 0.5})
+    judge = "+reward.two={type: judge, model: x}"  # scope is row in conf/reward/judge.yaml
+    assert config.check(compose.compose([*words, judge])).rewards["two"].scope == "row"
+    (here / "my.yaml").write_text(
+        "defaults: [smoke]\neval:\n  judge: {type: reward, against: reference, max_pairs: null,\n"
+        "    reference_column: answer, reward: {type: function, path: 'rw.py:first'}}\n"
+    )
+    judge_of_eval = config.check(compose.compose(["+recipe=my.yaml"])).eval.judge
+    assert judge_of_eval.reward.kwargs == {}
+    text = refusal(*words, "+reward.two={type: function}")
+    assert "reward.two.path has no value" in text and text.count("error: ") == 1
+    text = refusal(*words, "+reward.two={type: function, path: rw.py:second, kwarg: {a: 1}}")
+    assert "reward.two.kwarg is not a key" in text and text.count("error: ") == 1
+
+
 # A run's name that is taken. A run is made up here: its files, without the training.
 
 

@@ -51,6 +51,23 @@ def test_a_set_of_another_path_does_not_inherit_where_the_first_one_is(tmp_path)
     assert (same.path, same.name, same.revision) == ("org/name", "main", "abc")
 
 
+def test_a_set_that_names_no_split_has_the_one_that_is_held_out(tmp_path):
+    (tmp_path / "hard.jsonl").write_text("")
+
+    def split_of(*words):
+        return held_out(*words)["hard"].split
+
+    same = "+eval.sets.hard={max_samples: 3}"
+    assert split_of(same) == "test"  # smoke's data.eval_split
+    assert split_of(same, "data.eval_split='train[:4]'") == "train[:4]"
+    assert split_of(same, "data.eval_split=null") == "test"
+    other = "data.eval_split=validation"
+    assert split_of("+eval.sets.hard={path: other/name}", other) == "test"
+    assert (
+        split_of(f"+eval.sets.hard={{path: '{tmp_path}/hard.jsonl'}}", other) == "train"
+    )  # its only one
+
+
 def test_what_is_read_back_from_a_run_has_the_same_sets(tmp_path):
     import yaml
 

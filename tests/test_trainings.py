@@ -217,6 +217,25 @@ def test_data_that_does_not_fit_is_refused_before_weights_load(
     assert left(place) == (["mine.jsonl"] if columns else [])
 
 
+def test_a_small_data_set_is_trained_on_and_a_tenth_of_it_is_held_out() -> None:
+    def counts(section: str, n: int, *given: str) -> list[int]:
+        words = " ".join(given).split()
+        run = config.check(
+            compose([*SFT, "data.path=make:addition", f"data.max_samples={n}", *words])
+        )
+        source = data_of(run, section)
+        return [len(rows) for rows in trainer._open(source, getattr(run, section), section)]
+
+    for section in ("sft", "reward_model"):
+        own = f"data.eval_split=null {section}.data.eval_split=null"
+        assert counts(section, 250, own) == [225, 25]
+        assert counts(section, 5000, own) == [4800, 200]
+        assert counts(section, 9, own) == [9]
+        assert counts(section, 250, own, f"{section}.eval_rows=200") == [50, 200]
+        assert counts(section, 250, own, f"{section}.eval_rows=0") == [250]
+    assert counts("sft", 300, "data.eval_split=test") == [300, 200]
+
+
 def test_rows_that_are_empty_or_too_long_are_left_out_and_counted(place: Path) -> None:
     texts = ["fine"] * 6 + ["", "x" * 90, "y" * 60]
     rows = [{"prompt": "ab", "completion": text} for text in texts]
