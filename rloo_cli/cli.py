@@ -5,6 +5,7 @@ half a second. Every refusal ends here, in one place, as an error block and an e
 """
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -54,6 +55,8 @@ def main() -> None:
     """The console script. Exits with the code of the first cause (PROMISES 2)."""
     with redact.everywhere():
         code = _main()
+    if code == STOPPED[0]:  # asked again while Python ends, we would end with 143 instead
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(code)
 
 
