@@ -11,13 +11,14 @@ The configuration is the command line's: a recipe and `key=value` words. What ru
 worker, in this process.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import config, launch, machine, managed
+from rloo_cli import config, launch, machine, managed, paths
 from rloo_cli.compose import Composed, compose
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.files import read_json, update_json
@@ -46,7 +47,8 @@ def train(
     settings = config.check(_with(composed, rewards or {}))
     _in_one_process(settings)
     machine.check(settings)
-    folder = Path(settings.root, str(settings.name))
+    given = Path(settings.root, str(settings.name))
+    folder = paths.settled(given)  # a reward may change the current folder
     start = launch.begin(settings)
     if not start.done:
         launch.prepare(start, settings, composed)
@@ -56,8 +58,9 @@ def train(
                 work(settings, folder, rewards, start)
             state = "finished"
         finally:
-            update_json(folder / "run.json", state=state)
-    return read_json(folder / "summary.json") | {"folder": str(folder)}
+            with contextlib.suppress(FileNotFoundError):  # somebody took the folder away
+                update_json(folder / "run.json", state=state)
+    return read_json(folder / "summary.json") | {"folder": str(given)}
 
 
 def _with(composed: Composed, rewards: Mapping[str, Reward]) -> Composed:

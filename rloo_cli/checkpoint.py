@@ -234,8 +234,13 @@ def _point(run: Run, target: Path) -> None:
 
 
 def _prune(run: Run) -> None:
-    """Remove the oldest complete checkpoints; keep_last of them stay."""
-    for old in manifest.checkpoints(run.folder)[run.config.checkpoint.keep_last :]:
+    """Remove the oldest complete checkpoints; keep_last of them stay.
+
+    A folder without our manifest, or a link to one, is not ours to remove, nor counted.
+    """
+    found = manifest.checkpoints(run.folder)
+    whole = [p for p in found if not p.is_symlink() and (p / manifest.FILE).is_file()]
+    for old in whole[run.config.checkpoint.keep_last :]:
         fault("ckpt.prune")
         trash = old.with_name(f".trash-{old.name}-a{run.attempt}")
         shutil.rmtree(trash, ignore_errors=True)

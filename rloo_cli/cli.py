@@ -5,6 +5,7 @@ half a second. Every refusal ends here, in one place, as an error block and an e
 """
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +29,8 @@ def main() -> None:
     with redact.everywhere():
         code = _main()
         code = code or _unwritten()
+    if code == STOPPED[0]:  # asked again while Python ends, we would end with 143 instead
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(code)
 
 

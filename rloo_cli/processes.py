@@ -242,7 +242,9 @@ def _passing_signals_on(
         yield heard
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # Who asked once was heard: a scheduler that asks again must not end us while we say so.
+            deaf = heard and handler == signal.SIG_DFL
+            signal.signal(number, _ignore if deaf else handler)
         for child in children:
             kill(child.pid)  # whatever it started and left
             child.wait()
@@ -271,6 +273,10 @@ def _environment(process: Path) -> bytes:
         return (process / "environ").read_bytes()
     except OSError:
         return b""
+
+
+def _ignore(number: int, frame: Any) -> None:
+    """In place of SIG_IGN, which a process that is started later would inherit."""
 
 
 def die_with_parent() -> Callable[[], None] | None:

@@ -19,7 +19,10 @@ from rloo_cli.schema import CheckpointConfig
 
 JOURNALS = ("metrics.jsonl", "ledger.jsonl")  # appended to, and cut back to a checkpoint's length
 TEMPORARY = re.compile(
-    r"\.(tmp|trash)-(final|try|checkpoint-[\d-]+)-a(?P<attempt>\d+)|\.[\w.-]+\.\d+\.tmp"
+    r"\.(tmp|trash)-(final|try|checkpoint-[\d-]+)-a(?P<attempt>\d+)"
+    r"|\.(run|env|server(_\d+)?|summary|state|MANIFEST|rollouts|rng-\d+)\.json\.\d+\.tmp"
+    r"|\.(config\.yaml|overrides\.txt|latest)\.\d+\.tmp"
+    r"|\.(step|eval|pairs)_[\w.-]+\.jsonl\.\d+\.tmp|\.\w+\.attempt\d+\.tail\.jsonl\.\d+\.tmp"
 )
 
 
@@ -41,7 +44,10 @@ def take(start: Start) -> list[str]:
     place = (manifest.place(start.checkpoint) if same and start.checkpoint else None) or (-1, -1)
     said = []
     for path in [p for p in folder.rglob(".*") if _is_ours(p, start.attempt)]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
         said.append(f"removed {path.relative_to(folder)}, left by a save that was cut short")
     later = [p for p in manifest.checkpoints(folder) if (manifest.place(p) or place) > place]
     if later:

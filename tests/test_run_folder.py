@@ -3,8 +3,12 @@
 import json
 import os
 import random
+import shutil
 import stat
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +16,11 @@ from cli_cases import Rloo, rloo, rloo_without_torch
 from fork_cases import Forked, fork_server, forked
 from resume_cases import WORDS, copy, stopped
 
-from rloo_cli import manifest, run_folder
+from rloo_cli import checkpoint, manifest, rewind, run_folder
+from rloo_cli.errors import ConfigError
 from rloo_cli.files import read_json
+from rloo_cli.resume import Start
+from rloo_cli.tools import eval as evaluation
 
 __all__ = ["copy", "fork_server", "forked", "rloo", "rloo_without_torch", "stopped"]  # fixtures
 
@@ -227,16 +234,16 @@ def test_what_was_trained_is_never_begun_anew_unasked(faults: str, forked: Forke
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew_unasked(
     copy: Path, forked: Forked
 ) -> None:
-    for checkpoint in manifest.checkpoints(copy):
-        (checkpoint / "model.safetensors").write_bytes(b"x")
+    for folder in manifest.checkpoints(copy):
+        (folder / "model.safetensors").write_bytes(b"x")
     before = seen(copy)
     assert forked(*WORDS, "resume=auto") == 2
     said = forked.said()
     for part in ("none of its checkpoints is whole", "checkpoint-1 is passed over", "checkpoint-2"):
         assert part in said
     assert "mv runs/smoke runs/smoke.old" in said and seen(copy) == before
-    for checkpoint in manifest.checkpoints(copy):
-        checkpoint.rename(copy.parent / checkpoint.name)
+    for folder in manifest.checkpoints(copy):
+        folder.rename(copy.parent / folder.name)
     assert forked(*WORDS, "resume=auto") == 2
     assert "checkpoint-2, the last one that was saved, is not there" in forked.said()
 
@@ -299,3 +306,72 @@ def test_a_reward_that_changes_the_working_folder_moves_nothing_of_the_run(
     assert "root: runs\n" in (run / "config.yaml").read_text()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     assert [row["step"] for row in rows] == [1, 2, 3]
+
+
+# What is taken away in a run's own folder.
+
+
+def test_only_temporary_files_of_ours_are_taken_away(copy: Path) -> None:
+    mine = [".notes.12.tmp", ".git/.tmp-final-a1x", ".tmp-mine", "samples/.draft.3.tmp"]
+    ours = [".run.json.12.tmp", ".tmp-checkpoint-9-a1", "samples/.step_000003.jsonl.3.tmp",
+            "logs/attempt_1/.config.yaml.9.tmp", ".metrics.attempt1.tail.jsonl.5.tmp"]  # fmt: skip
+    for name in (*mine, *ours):
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_text("")
+    (copy / ".trash-final-a1").symlink_to(copy / "samples")
+    before = seen(copy / "samples")
+    rewind.take(Start(copy, 2, copy / "checkpoint-2"))
+    assert [n for n in mine if (copy / n).exists()] == mine
+    assert not [n for n in ours if (copy / n).exists()]
+    assert not (copy / ".trash-final-a1").is_symlink() and {*seen(copy / "samples")} <= {*before}
+
+
+def test_what_is_no_checkpoint_of_ours_is_never_pruned(copy: Path, tmp_path: Path) -> None:
+    (copy / "checkpoint-0").mkdir()
+    (copy / "checkpoint-0" / "mine").write_text("mine")
+    (copy / "checkpoint-1").rename(tmp_path / "kept")
+    (copy / "checkpoint-1").symlink_to(tmp_path / "kept")
+    shutil.copytree(copy / "checkpoint-2", copy / "checkpoint-3")
+    keep = SimpleNamespace(checkpoint=SimpleNamespace(keep_last=1))
+    checkpoint._prune(SimpleNamespace(folder=copy, config=keep, attempt=2))  # type: ignore[arg-type]
+    assert [p.name for p in manifest.checkpoints(copy)] == [
+        "checkpoint-3", "checkpoint-1", "checkpoint-0",
+    ]  # fmt: skip
+
+
+def test_results_take_the_place_of_nothing_but_results(tmp_path: Path) -> None:
+    place = tmp_path / "eval" / "final"
+    place.mkdir(parents=True)
+    evaluation._check_place(place)
+    (place / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="it is not the results of an evaluation"):
+        evaluation._check_place(place)
+    (place / "about.json").write_text("{}")
+    evaluation._check_place(place)
+    mine = [place.with_name(".tmp-final-mine"), place.with_name(".tmp-final-99999999")]
+    for folder in mine:
+        folder.mkdir()
+        (folder / "file").write_text("")
+    with evaluation.temporary(place) as folder:
+        assert folder.is_dir()
+    assert all((folder / "file").exists() for folder in mine)
+
+
+# An end that is asked for again and again.
+
+AGAIN = """
+import atexit, os, signal
+from rloo_cli import cli, processes
+def run(words):
+    with processes._passing_signals_on([]):
+        os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return 75
+cli.dispatch = run
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))
+cli.main()
+"""
+
+
+def test_a_launcher_that_is_asked_to_end_three_times_ends_with_75() -> None:
+    assert subprocess.run([sys.executable, "-c", AGAIN], check=False).returncode == 75

@@ -56,7 +56,7 @@ FISH = """complete -c rloo -a '(rloo completion query (commandline -opc)[2..] (c
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 APPENDED = ("recipe", "debug")  # groups that are chosen with a +
 OF_RUNS = ("samples", "ledger", "compare", "curves", "eval")
-FIRST = {  # verbs whose first word is one of these
+FIRST: dict[str, tuple[str, ...]] = {  # verbs whose first word is one of these
     "recipes": ("list", "show", "copy"),
     "config": ("explain",),
     "completion": tuple(SCRIPTS),
@@ -65,7 +65,7 @@ FIRST = {  # verbs whose first word is one of these
     "help": tuple(verb_help.VERBS),
 }
 KINDS = ("train", "train_and_serve", "sweep", "eval")  # of a batch job
-CONFIGURED = ("train", "sweep", "sft", "reward-model", "vllm-serve", "eval", "fetch", "plan")
+CONFIGURED: tuple[str, ...] = ("train", "sweep", "sft", "reward-model", "vllm-serve", "eval", "fetch", "plan")
 CONFIGURED += ("config", "slurm")  # verbs that take keys
 
 

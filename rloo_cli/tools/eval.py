@@ -60,6 +60,7 @@ def _flags(words: list[str]) -> tuple[list[Path], list[str]]:
 def _evaluate(subject: Subject) -> int:
     """Do it in a process of its own; its exit code. Results appear whole, or not at all."""
     place = subject.place
+    _check_place(place)
     try:
         with temporary(place) as folder:
             settings = yaml.safe_dump(config.dump(subject.config), sort_keys=False)
@@ -80,12 +81,25 @@ def _evaluate(subject: Subject) -> int:
     return code
 
 
+def _check_place(place: Path) -> None:
+    """Raises ConfigError where something lies that is not the results of an evaluation."""
+    if place.is_dir() and ((place / "about.json").is_file() or not [*place.iterdir()]):
+        return
+    if place.exists() or place.is_symlink():
+        why, fix = "it is not the results of an evaluation", f"mv {place} {place}.old"
+        raise ConfigError(Problem(f"{place} exists", "name", why, fix))
+
+
 @contextlib.contextmanager
 def temporary(place: Path) -> Iterator[Path]:
     """A folder beside `place`, gone in the end, as are the folders above it if they stay empty."""
     new = [p for p in place.parents if not p.exists()]
     for left in place.parent.glob(f".tmp-{place.name}-*"):  # of a process that was killed
-        if not pids.started(int(left.name.rpartition("-")[2])):
+        number = left.name.rpartition("-")[2]
+        ours = number.isdigit() and (
+            (left / "config.yaml").exists() or (left / "training").exists()
+        )
+        if ours and not pids.started(int(number)):
             shutil.rmtree(left, ignore_errors=True)
     folder = place.with_name(f".tmp-{place.name}-{os.getpid()}")
     folder.mkdir(parents=True)
