@@ -115,6 +115,9 @@ def test_numbers_that_the_surroundings_change_are_said() -> None:
         (step(1, 2), ("distributed=single", "distributed.num_processes=1"), "Slurm started 2"),
         (TORCHRUN, ("distributed=single", "distributed.num_processes=1"), "distributed=zero2"),
         (TORCHRUN | {"RANK": "x"}, (), "RANK = 'x' is not a number"),
+        ({"RANK": "abc"}, (), "RANK = 'abc' is not a number"),
+        ({"LOCAL_RANK": "²"}, (), "LOCAL_RANK = '²' is not a number"),
+        ({"SLURM_RESTART_COUNT": "abc"}, (), "SLURM_RESTART_COUNT = 'abc' is not a number"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, (), "MASTER_PORT is not set"),
     ],
 )
