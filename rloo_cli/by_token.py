@@ -5,7 +5,6 @@ from torch import Tensor
 
 from rloo_cli.algorithms.tokens import StepTokens
 from rloo_cli.faults import poison
-from rloo_cli.minibatches import forwarded
 from rloo_cli.packing import Micro
 from rloo_cli.parts import Run
 from rloo_cli.rollout import Batch
@@ -22,7 +21,9 @@ def settle(run: Run, batch: Batch) -> None:
     `batch.advantage` becomes the mean over each row's tokens.
     """
     assert batch.usable is not None and batch.advantage is not None
-    rows = [(i, k) for i, k in forwarded(run, batch).nonzero().tolist() if batch.usable[i, k]]
+    # Truncated rows that are masked out need no forward, but their siblings are compared with them.
+    active = set(batch.active)
+    rows = [(i, k) for i, k in batch.usable.nonzero().tolist() if i in active]
     step, lengths = _tokens(batch, rows)
     table = run.algorithm.token_table(step, run.config.algorithm)
     batch.norm_skipped = table.norm_skipped
@@ -31,7 +32,7 @@ def settle(run: Run, batch: Batch) -> None:
         if values is None:
             continue
         none = 0.0 if name == "advantage" else float("nan")
-        for i in batch.active:  # other rows that are forwarded have none
+        for i in batch.active:  # rows that are forwarded and not usable have none
             blank = [torch.full((len(r.completion_ids),), none) for r in batch.groups[i].rollouts]
             setattr(batch.groups[i], name, blank)
         for (i, k), own in zip(rows, values.float().split(lengths), strict=True):
@@ -86,9 +87,15 @@ def _tokens(batch: Batch, rows: list[Row]) -> tuple[StepTokens, list[int]]:
     lengths = [len(r.completion_ids) for r in rollouts]
 
     def column(name: str) -> Tensor | None:
-        if not rows or getattr(groups[rows[0][0]], name) is None:
+        """A completion that was not forwarded has NaN, and a mask of 0."""
+        given = [getattr(groups[i], name) for i, _ in rows]
+        if all(values is None for values in given):
             return None
-        return torch.cat([getattr(groups[i], name)[k] for i, k in rows]).double()
+        parts = [
+            torch.full((length,), float("nan")) if values is None else values[k]
+            for values, (_, k), length in zip(given, rows, lengths, strict=True)
+        ]
+        return torch.cat(parts).double()
 
     sequence = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths).long())
     mask = torch.tensor(

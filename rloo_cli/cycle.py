@@ -18,7 +18,7 @@ from rloo_cli.updates import Updates
 
 TABLES = ("raw", "score", "shaped", "scorable", "masked")  # of a batch, always there
 FOUND = ("kl", "reward", "advantage", "usable")  # there once advantages are known
-OPTIONAL = ("greedy",)  # of a batch, where its algorithm has it
+OPTIONAL = ("greedy", "plain")  # of a batch, where its algorithm has it
 OF_ROLLOUT = ("text", "finish_reason", "terminated", "seed", "weight_version")
 
 

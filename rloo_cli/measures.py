@@ -51,7 +51,9 @@ def _scores(batch: Batch) -> Row:
         said = values[~values.isnan()]
         row[f"reward/{name}/none_frac"] = 1 - said.numel() / values.numel()
         row |= {f"reward/{name}/{k}": v for k, v in _mean_std(said).items()}
-    score, rows = batch.score, batch.scorable
+    # With normalize_then_sum, what is trained on has the mean 0 in every step: `reward` does not.
+    trained, rows = batch.score, batch.scorable
+    score = trained if batch.plain is None else batch.plain
     if rows.any():
         row["reward"] = float(score[rows].mean())
     if rows.sum() > 1:
@@ -60,7 +62,8 @@ def _scores(batch: Batch) -> Row:
     row["groups/unscorable"] = len(score) - len(groups)
     if groups:
         row["reward_std"] = float(torch.stack([g.std() for g in groups]).mean())
-        flat = [bool(g.max() == g.min()) for g in groups]
+        alike = [trained[i][rows[i]] for i in range(len(score)) if rows[i].sum() >= 2]
+        flat = [bool(g.max() == g.min()) for g in alike]
         row["frac_reward_zero_std"] = sum(flat) / len(flat)
     return row
 
@@ -73,7 +76,8 @@ def _mean_std(values: Tensor) -> Row:
 def of_advantages(batch: Batch, beta: float) -> Row:
     """Advantages over valid rows; scores and KL per sequence over the rows that were trained on.
 
-    `objective/rlhf_reward` is their sum wherever the KL goes, reward or loss.
+    `objective/rlhf_reward` is their sum wherever the KL goes, reward or loss. With
+    normalize_then_sum the scores are the rewards' weighted sum, before anything is normalised.
     """
     row: Row = {}
     if batch.advantage is not None and batch.usable is not None and batch.usable.any():
@@ -84,7 +88,8 @@ def of_advantages(batch: Batch, beta: float) -> Row:
         row["advantages/norm_skipped"] = float(batch.norm_skipped)
     rows = _trained(batch)
     if rows.any():
-        row["objective/scores"] = row["objective/rlhf_reward"] = float(batch.shaped[rows].mean())
+        score = batch.shaped if batch.plain is None else batch.plain
+        row["objective/scores"] = row["objective/rlhf_reward"] = float(score[rows].mean())
     if rows.any() and batch.kl is not None:
         kl = float(batch.kl[rows].mean())
         row["objective/kl"] = kl

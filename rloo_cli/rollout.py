@@ -72,6 +72,10 @@ class Batch:
     advantage: Tensor | None = None  # (P, K) float64
     usable: Tensor | None = None  # (P, K) bool, rows that have an advantage
     greedy: Tensor | None = None  # (P,) float64, shaped score of each prompt's greedy completion
+    weights: Tensor | None = None  # (F,) float64, of the rewards
+    # (P, K) float64, the weighted sum of what the rewards said, where `score` is another number
+    # (multi_reward=normalize_then_sum): what metrics show.
+    plain: Tensor | None = None
     norm_skipped: bool = False
     updated: list[int] = field(default_factory=list)  # the groups of updates that were made
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rloo_cli import crew, stop
 from rloo_cli.clock import Clock
@@ -123,6 +124,8 @@ class Rollouts:
             facts=facts | scores.metrics,
             extras=dict(scores.extras),
             notes=list(scores.warnings),
+            weights=scores.weights,
+            plain=plain_scores(scores.raw, scores.weights, settings),
         )
         ended = batch.table("terminated")
         batch.scorable, batch.masked = self.algorithm.truncation(scorable, ended, settings)
@@ -132,8 +135,13 @@ class Rollouts:
         return batch
 
     def _settle(self, batch: Batch, drawn: int) -> None:
-        """Shape once more over the whole step, and decide which groups are trained on."""
+        """Combine and shape once more over the whole step, and decide which groups are trained on.
+
+        What is normalised over the step was normalised over one round of draws until now.
+        """
         settings: Any = self.config.algorithm
+        if batch.plain is not None and batch.weights is not None:
+            batch.score, _ = self.algorithm.combine(batch.raw, batch.weights, settings)
         batch.shaped = self.algorithm.shape(
             batch.score, batch.scorable, batch.table("length"), batch.table("terminated"), settings
         )
@@ -151,6 +159,16 @@ class Rollouts:
         batch.active = [i for i in range(len(batch.groups)) if i not in dropped]
         batch.facts["groups/dropped"] = len(dropped)
         batch.facts["groups/resampled"] = drawn - len(batch.groups)
+
+
+def plain_scores(raw: Tensor, weights: Tensor, settings: Any) -> Tensor | None:
+    """The rewards' weighted sum, where what is trained on is not that sum but a normalised one.
+
+    (F, P, K), (F,) -> (P, K), 0 for what a reward said nothing of
+    """
+    if getattr(settings, "multi_reward", "sum") == "sum":
+        return None
+    return (raw.nan_to_num(0.0) * weights[:, None, None]).sum(0)
 
 
 def _shares(batch: Batch) -> str:
@@ -175,14 +193,16 @@ def _spread(batch: Batch, i: int) -> bool:
 def _only(batch: Batch, kept: list[int]) -> Batch:
     rows: dict[str, Any] = {"raw": batch.raw[:, kept]}
     rows |= {n: getattr(batch, n)[kept] for n in ("score", "shaped", "scorable", "masked")}
-    rows["greedy"] = None if batch.greedy is None else batch.greedy[kept]
+    for name in ("greedy", "plain"):
+        column = getattr(batch, name)
+        rows[name] = None if column is None else column[kept]
     k = batch.score.shape[1]
     places = [i * k + j for i in kept for j in range(k)]
     extras = {name: [column[p] for p in places] for name, column in batch.extras.items()}
     groups = [batch.groups[i] for i in kept]
     return Batch(
         batch.step, groups, batch.names, active=[], draws=batch.draws, facts=batch.facts,
-        extras=extras, notes=batch.notes, **rows,
+        extras=extras, notes=batch.notes, weights=batch.weights, **rows,
     )  # fmt: skip
 
 
@@ -192,12 +212,13 @@ def _join(parts: list[Batch], drawn: int) -> Batch:
     columns: dict[str, Any] = {"raw": torch.cat([p.raw for p in parts], dim=1)}
     for name in ("score", "shaped", "scorable", "masked"):
         columns[name] = torch.cat([getattr(p, name) for p in parts])
-    greedy = [p.greedy for p in parts if p.greedy is not None]
-    columns["greedy"] = torch.cat(greedy) if greedy else None
+    for name in ("greedy", "plain"):
+        found = [own for p in parts if (own := getattr(p, name)) is not None]
+        columns[name] = torch.cat(found) if found else None
     facts: dict[str, float] = {}
     for name in {n for p in parts for n in p.facts}:  # the mean over the rounds of drawing
-        found = [p.facts[name] for p in parts if name in p.facts]
-        facts[name] = sum(found) / (1 if name.endswith("/time") else len(found))
+        said = [p.facts[name] for p in parts if name in p.facts]
+        facts[name] = sum(said) / (1 if name.endswith("/time") else len(said))
     names = {n for p in parts for n in p.extras}
     extras = {
         n: [v for p in parts for v in p.extras.get(n, [None] * p.score.numel())] for n in names
@@ -205,5 +226,5 @@ def _join(parts: list[Batch], drawn: int) -> Batch:
     return Batch(
         parts[0].step, [g for p in parts for g in p.groups], parts[0].names, active=[],
         draws=drawn, facts=facts, extras=extras,
-        notes=[n for p in parts for n in p.notes], **columns,
+        notes=[n for p in parts for n in p.notes], weights=parts[0].weights, **columns,
     )  # fmt: skip

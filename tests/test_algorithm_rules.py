@@ -10,16 +10,25 @@ import yaml
 from algorithm_cases import YAML
 from pydantic import ValidationError
 
-from rloo_cli import algorithms
+from rloo_cli import algorithms, config
 from rloo_cli.algorithms import rloo, rules
+from rloo_cli.compose import compose
+from rloo_cli.errors import ConfigError
 from rloo_cli.registry import names
 
 GENERATION = {"backend": "transformers", "max_completion_length": 256, "top_p": 1.0, "top_k": 0}
-GENERATION |= {"min_p": None, "repetition_penalty": 1.0}
+GENERATION |= {"min_p": None, "repetition_penalty": 1.0, "min_tokens": 0, "ignore_eos": False}
+GENERATION |= {"stop_token_ids": []}
 CORRECTION = {"mode": "auto", "level": "sequence", "cap": 3.0, "floor": 0.0}
 
 
-def a_run(prompts: int = 16, dropout: bool = True, correction: Any = None, **keys: Any) -> Any:
+def a_run(
+    prompts: int = 16,
+    dropout: bool = True,
+    correction: Any = None,
+    rewards: Any = None,
+    **keys: Any,
+) -> Any:
     """A stand-in for RunConfig: keys of generation go there, the rest to the algorithm."""
     generation = GENERATION | {k: keys.pop(k) for k in list(keys) if k in GENERATION}
     values = (
@@ -30,6 +39,7 @@ def a_run(prompts: int = 16, dropout: bool = True, correction: Any = None, **key
         generation=SimpleNamespace(**generation),
         train=SimpleNamespace(prompts_per_step=prompts, old_logp="auto"),
         model=SimpleNamespace(disable_dropout=dropout),
+        rewards={name: SimpleNamespace(weight=weight) for name, weight in (rewards or {}).items()},
     )
 
 
@@ -108,6 +118,7 @@ def test_what_is_no_conflict_is_let_through(keys: dict[str, Any]) -> None:
 
 
 FILTERS = [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}, {"repetition_penalty": 1.1}]
+FILTERS += [{"min_tokens": 5}]  # without a stop id among the tokens, every other one is likelier
 
 
 @pytest.mark.parametrize("mode", ["truncate", "mask", "filter", "bypass"])
@@ -128,6 +139,75 @@ def test_auto_correction_follows_the_backend() -> None:
     (problem,) = found(top_p=0.9, backend="vllm_server")
     assert "auto (truncate with vllm_server)" in problem.why
     assert found(top_p=0.9, backend="vllm_colocate", correction={"mode": "none"}) == []
+
+
+def test_min_tokens_that_ban_no_stop_id_leave_the_sampler_as_it_is() -> None:
+    assert "min_tokens=5" in warned(min_tokens=5)
+    assert warned(min_tokens=5, ignore_eos=True) == ""
+    assert "min_tokens=5" in warned(min_tokens=5, ignore_eos=True, stop_token_ids=[7])
+    assert found(min_tokens=5, ignore_eos=True, backend="vllm_server") == []
+
+
+def of(*words: str) -> list[Any]:
+    """The problems of a whole config, as the command finds them; [] where it is accepted."""
+    try:
+        config.check(compose(["+recipe=smoke", *words]))
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+A = "algorithm."
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "fix"),
+    [
+        ("reinforce_pp_baseline ratio_level=sequence", "ratio_level", "ratio_level=token"),
+        ("reinforce_pp_baseline ratio_level=geometric", "ratio_level", "ratio_level=token"),
+        (
+            "reinforce_pp ratio_level=sequence policy_loss=sapo kl_in=none kl_credit=sequence",
+            "ratio_level",
+            "ratio_level=token",
+        ),
+        ("reinforce_pp kl_credit=sequence", "kl_credit", "kl_credit=to_go"),
+        ("reinforce_pp ratio_level=sequence", "ratio_level", "ratio_level=token"),
+        (
+            "reinforce num_generations=1 multi_reward=normalize_then_sum",
+            "multi_reward",
+            "multi_reward=sum",
+        ),
+        ("reinforce num_generations=1 zero_std_groups=drop", "zero_std_groups", "=keep"),
+        ("remax num_generations=1 zero_std_groups=resample", "zero_std_groups", "=keep"),
+        ("reinforce_pp num_generations=1 zero_std_groups=drop", "zero_std_groups", "=keep"),
+        ("reinforce num_generations=1 advantage_scale=group", "advantage_scale", "=batch"),
+    ],
+)
+def test_what_would_crash_or_mean_nothing_is_refused(words: str, where: str, fix: str) -> None:
+    name, *keys = words.split()
+    problems = of(f"algorithm={name}", *(f"{A}{key}" for key in keys))
+    (problem,) = [p for p in problems if f"{A}{where}" in p.where]
+    assert problem.fix.endswith(fix)
+    assert not any("kl_credit=sequence" in p.fix for p in problems)
+    # No way out leads into another refusal.
+    assert of(f"algorithm={name}", *(f"{A}{key}" for key in keys), *fixes(problems)) == []
+
+
+def fixes(problems: list[Any]) -> list[str]:
+    return [word for p in problems for word in p.fix.partition(", or")[0].split()]
+
+
+def test_rewards_that_are_all_of_weight_0_are_warned_of() -> None:
+    assert "weight 0 (one, two)" in warned(rewards={"one": 0.0, "two": 0.0})
+    assert warned(rewards={"one": 0.0, "two": 0.5}) == ""
+
+
+def test_groups_left_out_although_they_have_advantages_are_warned_of() -> None:
+    for key, least in (("drop", "leaves out groups"), ("resample", "leaves out groups")):
+        assert least in warned(zero_std_groups=key, baseline="batch_mean")
+        assert least not in warned(zero_std_groups=key)
+    assert "divides nothing" in warned(advantage_scale="loo_std", num_generations=2)
+    assert warned(advantage_scale="loo_std") == ""
 
 
 @pytest.mark.parametrize(

@@ -8,5 +8,5 @@ without torch. Scores and advantages are (P, K) float64; everything per token is
 
 PARTS = (
     "shaping", "kl", "advantage", "ratio", "aggregate", "correction", "passes", "rules", "dialect",
-    "losses", "choices", "objective", "switches", "tokens",
+    "losses", "choices", "objective", "siblings", "switches", "tokens",
 )  # fmt: skip

@@ -147,12 +147,21 @@ def scaled(advantage: Tensor, score: Tensor, rows: Tensor, config: Config) -> Te
     return advantage / (divisor.squeeze(-1) if config.advantage_scale == "loo_std" else divisor)
 
 
-def limited(advantage: Tensor, config: Config) -> Tensor:
-    """Advantages as they are, or in [low, high] of reward_clip_range where a dialect clips them."""
+def clips(config: Config) -> bool:
+    """Whether reward_clip_range is that of advantages: their mean over a group is then not 0."""
     limits = getattr(config, "reward_clip_range", None)
-    if limits is None or config.dialect not in dialect.CLIPS_ADVANTAGES:
+    return limits is not None and config.dialect in dialect.CLIPS_ADVANTAGES
+
+
+def limited(advantage: Tensor, rows: Tensor, config: Config) -> Tensor:
+    """Advantages as they are, or in [low, high] of reward_clip_range where a dialect clips them.
+
+    Exactly 0 outside `rows`, also where 0 is not in the range. (P, K), (P, K) bool -> (P, K)
+    """
+    if not clips(config):
         return advantage
-    return advantage.clamp(*limits)
+    limits: list[float] = config.reward_clip_range  # type: ignore[attr-defined]
+    return advantage.clamp(*limits).masked_fill(~rows, 0.0)
 
 
 def normalized(

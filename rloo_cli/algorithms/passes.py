@@ -24,11 +24,13 @@ def one_factor(config: Switches) -> bool:
 
     The mean of whole groups' leave-one-out advantages is exactly 0, so (A - mean) / (std + eps) is
     A times one factor (C3). Not so with a baseline from outside the group, with KL beside the
-    baseline, or with divisors that differ between siblings.
+    baseline, with divisors that differ between siblings, or where advantages are clipped. And the
+    factor is that of advantages alone: an entropy bonus must not be multiplied by it.
     """
     grouped = config.baseline in ("loo", "group_mean") and config.kl_in_baseline
-    alike = config.advantage_scale in ("none", "group")
-    return config.normalize_advantages and grouped and alike
+    alike = config.advantage_scale in ("none", "group") and not advantage.clips(config)
+    alone = config.entropy_coef == 0
+    return config.normalize_advantages and grouped and alike and alone
 
 
 def why_separate(run: RunConfig, config: Switches) -> str | None:
@@ -55,8 +57,9 @@ def forwarded(score: Tensor, scorable: Tensor, masked: Tensor, config: Switches)
     """Rows whose log-probabilities the update depends on; of the others it exactly does not.
 
     Masked rows have neither loss nor KL. Rows without a score, or without a sibling that has one,
-    have no advantage; nor has a group of equal scores, where no KL is in the reward. (Decided from
-    the scores: a computed A of 0 may be off by a rounding, which normalising divides by 1e-4.)
+    have no advantage; nor has a group of equal scores, where no KL is in the reward and neither
+    clipping nor normalising moves its advantages away from 0. (Decided from the scores: a computed
+    A of 0 may be off by a rounding, which normalising divides by 1e-4.)
     (P, K), (P, K) bool, (P, K) bool -> (P, K) bool
     """
     rows = ~masked
@@ -66,7 +69,9 @@ def forwarded(score: Tensor, scorable: Tensor, masked: Tensor, config: Switches)
         return rows
     rows = rows & usable(scorable, config)
     grouped = config.baseline in ("loo", "group_mean")
-    moved = config.normalize_advantages and config.advantage_scale == "loo_std"  # by their mean
+    # Where the mean of advantages is not 0, normalising moves those of equal scores too.
+    moved = config.normalize_advantages and config.advantage_scale == "loo_std"
+    moved = moved or advantage.clips(config)  # to a range that 0 need not be in
     logged = config.kl_in == "none" and config.beta > 0  # whoever only logs the KL wants it of all
     if grouped and early(config) and not moved and not logged:
         rows = rows & differs(score, scorable)

@@ -99,16 +99,12 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     config, of_run = rules.switches(run), "model and value model learn together"
     yield from choices.whitened_alone(config)
     gae = "GAE gives every token its advantage, which is whitened over the step"
-    alone = config.num_generations == 1 and config.zero_std_groups != "keep"
     whole = f"{of_run}, each whole on its process"
     refused = {  # key -> whether it is odd, why, the way out
         "algorithm.kl_credit": (
             kl.in_reward(config) and config.kl_credit == "sequence", gae, "to_go"
         ),
         "algorithm.ratio_level": (config.ratio_level != "token", gae, "token"),
-        "algorithm.zero_std_groups": (
-            alone, "a prompt's only completion has no sibling whose score could differ", "keep"
-        ),
         "distributed.engine": (run.distributed.engine not in WHOLE, whole, "ddp"),
         "model.lora": (run.model.lora is not None, f"{of_run}, all weights of both", "null"),
     }  # fmt: skip

@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from rloo_cli.algorithms import choices, kl, rules
+from rloo_cli.algorithms import choices, kl, losses, rules
 from rloo_cli.algorithms.rules import Switches
 from rloo_cli.algorithms.tokens import Grid, StepTokens, TokenTable, to_go, whitened
 from rloo_cli.errors import Problem
 from rloo_cli.schema import RunConfig, key
+
+BY_TOKEN = ("reinforce", "cispo", "vespo")  # policy losses with a term for every token
 
 
 class Config(Switches):
@@ -50,6 +52,25 @@ def token_table(step: StepTokens, config: Config) -> TokenTable:
     return TokenTable(whitened(gain, step.mask))
 
 
+def _level_problems(config: Config) -> Iterator[Problem]:
+    """Every token has an advantage, and answers for its own KL."""
+    switches = losses.resolved(config)
+    if switches.ratio_level != "token" and switches.policy_loss not in BY_TOKEN:
+        yield Problem(
+            "REINFORCE++ gives every token an advantage, which a completion's one ratio has not",
+            "algorithm.ratio_level",
+            f"ratio_level={switches.ratio_level} with policy_loss={switches.policy_loss}",
+            "algorithm.ratio_level=token",
+        )
+    if kl.in_reward(config) and config.kl_credit == "sequence":
+        yield Problem(
+            "REINFORCE++ charges every token for its own KL and what comes after it",
+            "algorithm.kl_credit",
+            "kl_credit=sequence with kl_in=reward would change nothing",
+            "algorithm.kl_credit=to_go",
+        )
+
+
 def problems(run: RunConfig) -> Iterator[Problem]:
     """Conflicts between keys."""
     yield from rules.problems(run)
@@ -70,6 +91,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
             "kl_in=reward charges every token for its KL",
             "algorithm.kl_in=loss algorithm.kl_estimator=k2 algorithm.kl_credit=sequence",
         )
+    yield from _level_problems(config)
     if config.minus_group_mean and config.num_generations < 2:
         yield Problem(
             "a group's mean needs siblings",

@@ -50,8 +50,8 @@ def advantages(
     reward = (score - pull).masked_fill(~scorable, 0.0)
     compared = reward if config.kl_in_baseline else score
     a = advantage.centred(compared, scorable, config, known or Known())
-    a = advantage.limited(advantage.scaled(a, score, scorable, config), config)
     rows = advantage.usable(scorable, config)
+    a = advantage.limited(advantage.scaled(a, score, scorable, config), rows, config)
     if not config.kl_in_baseline and not to_go(config):  # to_go: token_advantages does it
         a = (a - pull).masked_fill(~rows, 0.0)
     return advantage.normalized(reward, a, score, rows, config)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from math import inf, log, sqrt
 from statistics import NormalDist
 
-from rloo_cli.algorithms import choices, correction, dialect, passes, ratio
+from rloo_cli.algorithms import choices, correction, dialect, passes, ratio, siblings
 from rloo_cli.algorithms.switches import Switches, resolved, switches, updates
 from rloo_cli.errors import Problem
 from rloo_cli.schema import GenerationConfig, RunConfig
@@ -25,6 +25,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     config = switches(run)
     yield from dialect.problems(run, config)
     yield from choices.problems(config)
+    yield from siblings.problems(config)
     yield from _kl_problems(config)
     yield from _ratio_problems(config)
     yield from _shaping_problems(config)
@@ -37,6 +38,7 @@ def warnings(run: RunConfig) -> Iterator[str]:
     config, generation = switches(run), run.generation
     yield from dialect.differing(run, config)
     yield from _kl_warnings(config)
+    yield from siblings.warnings(config)
     filters = _filters(generation)
     if filters and correction.mode(config, generation.backend) == "none":
         yield f"generation.{', '.join(filters)}: logp does not describe what is sampled then"
@@ -52,6 +54,11 @@ def warnings(run: RunConfig) -> Iterator[str]:
         yield (
             f"algorithm.overlong_penalty starts above {rule.max_length - rule.cache} tokens, and"
             f" generation.max_completion_length={generation.max_completion_length}: never charged"
+        )
+    if run.rewards and all(reward.weight == 0 for reward in run.rewards.values()):
+        yield (
+            f"every reward has the weight 0 ({', '.join(run.rewards)}): each is only a metric, no"
+            " completion has a score, and nothing is learned"
         )
     if config.loss_agg == "token_mean_local":
         yield "algorithm.loss_agg=token_mean_local: the loss depends on the micro-batch size"
@@ -103,7 +110,8 @@ def _kl_problems(config: Switches) -> Iterator[Problem]:
             "kl_credit=to_go gives every token an advantage of its own",
             "algorithm.kl_credit",
             f"to_go needs {' and '.join(missing)}",
-            f"{' '.join(m.split()[0] for m in missing)}, or algorithm.kl_credit=sequence",
+            " ".join(m.split()[0] for m in missing)
+            + ("" if config.by_token else ", or algorithm.kl_credit=sequence"),
         )
 
 
@@ -165,6 +173,7 @@ def _correction_problems(config: Switches, generation: GenerationConfig) -> Iter
     if mode == "none" or not filters:
         return
     off = {"top_p": "1.0", "top_k": "0", "min_p": "null", "repetition_penalty": "1.0"}
+    off |= {"min_tokens": "0"}
     shown = rule.mode if rule.mode == mode else f"{rule.mode} ({mode} with {generation.backend})"
     yield Problem(
         "the sampler's log-probabilities cannot be corrected",
@@ -214,11 +223,16 @@ def _kl_warnings(config: Switches) -> Iterator[str]:
 
 
 def _filters(generation: GenerationConfig) -> list[str]:
-    """Sampling switches after which logp no longer describes the sampler, as `key=value`."""
+    """Sampling switches after which logp no longer describes the sampler, as `key=value`.
+
+    min_tokens is one: no stop id can be sampled before, so every other token is likelier.
+    """
+    stops = bool(generation.stop_token_ids) or not generation.ignore_eos
     found = {
         "top_p": generation.top_p < 1,
         "top_k": generation.top_k > 0,
         "min_p": bool(generation.min_p),
         "repetition_penalty": generation.repetition_penalty != 1,
+        "min_tokens": generation.min_tokens > 0 and stops,
     }
     return [f"{name}={getattr(generation, name):g}" for name, on in found.items() if on]
