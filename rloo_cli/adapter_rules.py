@@ -38,7 +38,7 @@ def _adapter(run: RunConfig, keys: LoraConfig) -> Iterator[Problem]:
             "one asks for dropout, the other for none",
             "model.lora.dropout=0, or model.disable_dropout=false",
         )
-    if keys.bias != "none" and run.model.ref_path is None and _measured(run):
+    if keys.bias != "none" and run.model.ref_path is None and has_reference(run):
         yield Problem(
             f"model.lora.bias = {keys.bias} leaves no reference",
             "model.lora.bias",
@@ -123,7 +123,7 @@ def _quantized(run: RunConfig) -> Iterator[Problem]:
 
 def _reference(run: RunConfig) -> Iterator[Problem]:
     model = run.model
-    if model.lora is None or not _measured(run):
+    if model.lora is None or not has_reference(run):
         return
     if model.ref_offload and model.ref_path is None:
         key, why = "model.ref_offload", "the reference is the model itself, without its adapter"
@@ -135,8 +135,8 @@ def _reference(run: RunConfig) -> Iterator[Problem]:
         yield Problem(f"{key} = {model.ref_sync.every} and an adapter", key, why, fix)
 
 
-def _measured(run: RunConfig) -> bool:
-    """Whether there is a reference at all."""
+def has_reference(run: RunConfig) -> bool:
+    """Whether the run has a reference at all: a KL is measured."""
     settings = run.algorithm
     return getattr(settings, "beta", 0.0) > 0 or getattr(settings, "kl_in", "") == "none"
 

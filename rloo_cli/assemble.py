@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rloo_cli import adapter_rules, hub, made, registry, value_start
+from rloo_cli import adapter_rules, hub, made, registry, value_start, vocabulary
 from rloo_cli.clock import Clock
 from rloo_cli.distributed import pieces
 from rloo_cli.distributed.engine import Copies, Engine
@@ -18,6 +18,7 @@ from rloo_cli.faults import fault
 from rloo_cli.generation import Generator
 from rloo_cli.generation.led import Led
 from rloo_cli.generation.replica import Replica
+from rloo_cli.generation.stopping import stop_ids
 from rloo_cli.ledger import Ledger
 from rloo_cli.log import Log
 from rloo_cli.parts import Run
@@ -56,7 +57,6 @@ def with_model(
     config = config.model_copy(update={"algorithm": settings})
     engine = _engine(world, config)
     policy, frozen = _policies(config, engine, start)
-    _check_adapter(config, policy, log)
     critic = _critic(config, engine, policy, rewards, tokenizer, log)
     optimizer = engine.spread(policy, steps * config.updates_per_step)
     if frozen is not None:
@@ -159,7 +159,7 @@ def _critic(
         return hub.config(made.folder(path), revision)
 
     readers = [r.code.reader for r in rewards if r.config.type == "model"]  # type: ignore[attr-defined]
-    alike = all(same_words(tokenizer, reader.own) for reader in readers)
+    alike = all(vocabulary.same_words(tokenizer, reader.own) for reader in readers)
     start = value_start.beginning(config, read, alike)
     critic = value.build(config.model, start, policy.words, engine.world.device)
     head = "a head of zeros" if critic.new else "its head"
@@ -186,6 +186,9 @@ def _generator(
     start: Start, log: Log,
 ) -> Generator:  # fmt: skip
     """Who samples, here or for all ranks."""
+    _check_adapter(config, policy, log)
+    ends = stop_ids(tokenizer, policy.model, config.generation)
+    vocabulary.check_endings(ends, policy.words, config.generation)
     name, world = config.generation.backend, engine.world
     backend = registry.load_code(registry.module("generation", name).IMPLEMENTATION)
 
@@ -257,12 +260,6 @@ def _share(engine: Engine) -> tuple[float, int]:
     """What part of weights and optimizer a rank holds, and how many ranks share its memory."""
     world = engine.world
     return (1 / world.size if engine.sharded else 1.0), world.local
-
-
-def same_words(ours: Any, theirs: Any) -> bool:
-    """Whether two tokenizers give one id to each word that is no special token of the first."""
-    own, other = ours.get_vocab(), theirs.get_vocab()
-    return all(other.get(w) == i for w, i in own.items() if w not in ours.get_added_vocab())
 
 
 def same_vocabulary(policy: Policy, frozen: Policy) -> None:

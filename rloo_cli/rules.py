@@ -17,6 +17,7 @@ from rloo_cli import (
     hub,
     judge_keys,
     made,
+    model_rules,
     places,
     registry,
     spread_rules,
@@ -47,6 +48,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from registry.algorithm(run.algorithm.name).problems(run)
     yield from getattr(registry.module("generation", run.generation.backend), "rules", _none)(run)
     yield from places.problems(run)
+    yield from model_rules.problems(run)
     yield from data_rules.problems(run)
     yield from _rewards(run)
     yield from _context(run)

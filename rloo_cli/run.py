@@ -8,7 +8,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import data_rules, made, paths, places, registry, splits
+from rloo_cli import (
+    adapter_rules,
+    data_rules,
+    made,
+    model_rules,
+    paths,
+    places,
+    registry,
+    splits,
+    vocabulary,
+)
 from rloo_cli.assemble import with_model
 from rloo_cli.begin import begin, same_data
 from rloo_cli.display import Display
@@ -20,6 +30,7 @@ from rloo_cli.log import Log
 from rloo_cli.made.keep import heard
 from rloo_cli.parts import Run
 from rloo_cli.policy import load
+from rloo_cli.prompts import Prompts
 from rloo_cli.resume import Start
 from rloo_cli.rewards import workers
 from rloo_cli.rewards.build import Reward, build, from_callable
@@ -50,7 +61,7 @@ def make(
     log.phase("loading data")
     opened = splits.load(config)
     rewards = rewards_of(config, functions or {})
-    for note in code_notes(config):
+    for note in [*code_notes(config), *model_rules.notes(config)]:
         log.note(note)
     splits.check(config, opened, rewards)
     for path in places.made_models(config):
@@ -62,7 +73,8 @@ def make(
     context = load.context_length(config.model)
     prepared = splits.tokenised(config, opened, tokenizer, context)
     prompts = prepared[None]
-    for note in [note for name in prepared for note in splits.notes(name, prepared[name])]:
+    told = [note for name in prepared for note in splits.notes(name, prepared[name])]
+    for note in [*_check_tokens(config, tokenizer, prepared), *told]:
         log.note(note)
     for note in splits.shown_prompt(prompts, tokenizer):
         log.note(note)
@@ -78,6 +90,17 @@ def make(
     run.judge = judge
     begin(run, start)
     return run
+
+
+def _check_tokens(
+    config: RunConfig, tokenizer: Any, prepared: Mapping[str | None, Prompts]
+) -> list[str]:
+    """Tokenizer, data, model and reference speak of the same tokens; notes. Raises ConfigError."""
+    used = adapter_rules.has_reference(config)
+    reference = load.reference_tokenizer(config.model) if used else None
+    if reference is not None:
+        vocabulary.check_reference(tokenizer, reference)
+    return vocabulary.check_prompt_ids(tokenizer, load.vocabulary_size(config.model), prepared)
 
 
 def plan(config: RunConfig, folder: Path) -> dict[str, Any]:

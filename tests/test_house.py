@@ -29,9 +29,12 @@ FLOORS = [  # each may import from itself and from those before it
     "__init__ console errors paths files schema hooks registry config compose complaints sources"
     " names rules effects seeds made order stop faults manifest resume rewind redact hub own places"
     " pids server_file data_rules adapter_rules endpoint fill chat judge_keys keys model_keys ranks"
-    " trainings stages stand_ins spread_rules surroundings slurm_keys group_keys value_start turns",
+    " trainings stages stand_ins spread_rules surroundings slurm_keys group_keys value_start turns"
+    "rollout tensors clock packing schedule"
+    "algorithms rewards data prompts choosing mapping mixture lengths"
+    " model_rules",
     "rollout tensors clock packing schedule",
-    "algorithms rewards data prompts choosing mapping mixture lengths",
+    "algorithms rewards data prompts vocabulary choosing mixture lengths",
     "policy quiet generation vllm distributed crew optim checkpoint restoring export updates"
     " measures cycle rng log panel display curves advice rollouts parts minibatches ledger splits"
     " held_out perf planning",

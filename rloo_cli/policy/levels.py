@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rloo_cli import tensors
-from rloo_cli.errors import ConfigError, Problem
+from rloo_cli.errors import ConfigError, NumbersError, Problem
 from rloo_cli.packing import LAYOUTS, Micro, pack, whole
 from rloo_cli.policy import attention
 from rloo_cli.policy.model import Policy, evaluating, size
@@ -92,6 +92,7 @@ class Probe:
         self.groups = probes(policy)
         self.policy = policy
         self.truth = self.alone()
+        check_finite(policy.model, self.truth)
         own = getattr(policy, "dtype", None) or next(policy.model.parameters()).dtype
         self.exact = own is torch.float32
         self.usual = 0.0 if self.exact else self._noise()
@@ -139,6 +140,18 @@ class Probe:
         if not self.exact:
             worst, most = float(gap.mean()), ROUNDED[0] * self.usual + ROUNDED[1]
         return None if worst <= most else self.off.format(worst)
+
+
+def check_finite(model: Any, found: Tensor) -> None:
+    """Raises NumbersError where what a model says at its loaded weights is not a number."""
+    if not bool(found.isnan().any()):
+        return
+    bad = [n for n, p in model.named_parameters() if p.numel() and not bool(p.isfinite().all())]
+    why = f"{len(bad)} of its tensors hold NaN or inf: {', '.join(bad[:3])}" if bad else ""
+    why = why or "its tensors are finite: they overflow in this dtype"
+    name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+    what = f"{name} says nothing but NaN before any training"
+    raise NumbersError(Problem(what, "model.path", why, "other weights, or model.dtype=float32"))
 
 
 def count_calls(model: Any, micro: Micro) -> None:

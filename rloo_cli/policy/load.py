@@ -1,5 +1,6 @@
 """Any causal language model and its tokenizer, from a hub name, a folder, or made here."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,10 +17,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rloo_cli import hub, made, places
+from rloo_cli import hub, made, model_rules, places
 from rloo_cli.errors import ConfigError, MachineError, Problem, RunError
 from rloo_cli.policy import quantized
 from rloo_cli.schema import ModelConfig
+
+log = logging.getLogger(__name__)
 
 
 def tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -41,6 +44,24 @@ def context_length(config: ModelConfig) -> int | None:
     text = found.get_text_config()
     length = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     return int(length) if length else None
+
+
+def vocabulary_size(config: ModelConfig) -> int | None:
+    """Rows of the model's embedding, read from its config before any weights load."""
+    found = _reach(AutoConfig.from_pretrained, config.path, made.folder(config.path), config)
+    size = getattr(found.get_text_config(), "vocab_size", None)
+    return size if isinstance(size, int) else None
+
+
+def reference_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of model.ref_path; None where it has none."""
+    if config.ref_path is None or config.ref_path == config.path:
+        return None
+    changes = {"path": config.ref_path, "tokenizer": None, "revision": None, "chat_template": None}
+    try:
+        return tokenizer(config.model_copy(update=changes))
+    except (ConfigError, MachineError):  # a folder of weights alone is enough for a reference
+        return None
 
 
 def model(
@@ -137,7 +158,7 @@ def _weights(
     kind: Any, config: ModelConfig, path: str, device: torch.device, **more: Any
 ) -> tuple[Any, list[str]]:
     """A model of this Auto class, and the names of its tensors that the files lack."""
-    _refuse_odd(path, config)
+    _refuse_odd(path, config, kind)
     options: dict[str, Any] = {"dtype": dtype(config.dtype, device), "use_safetensors": True} | more
     if config.attn_implementation is not None:
         options["attn_implementation"] = config.attn_implementation
@@ -149,7 +170,20 @@ def _weights(
         output_loading_info=True,
         **options,
     )
+    _check_unused(path, loaded, sorted(info["unexpected_keys"]))
     return loaded, sorted(info["missing_keys"])
+
+
+def _check_unused(path: str, loaded: Any, unused: list[str]) -> None:
+    """Tensors of the files that the model has no use for are said in the log. Raises ConfigError
+    for whole layers: without them it would be another model."""
+    if layers := model_rules.layers_left_out(loaded.config.to_dict(), unused):
+        why = f"its config.json leaves out {len(layers)} tensors: {', '.join(layers[:5])}"
+        what = f"{path} has more layers in its weights than in its config.json"
+        fix = "correct num_hidden_layers in its config.json"
+        raise ConfigError(Problem(what, "model.path", why, fix))
+    if unused:
+        log.warning("%s: %d tensors are not used: %s", path, len(unused), ", ".join(unused[:5]))
 
 
 def dtype(name: str, device: torch.device) -> torch.dtype:
@@ -206,11 +240,14 @@ def without_dropout(model: nn.Module) -> None:
                     setattr(holder, name, 0.0)
 
 
-def _refuse_odd(path: str, config: ModelConfig) -> None:
-    """Before anything is built: a config.json that asks for what would fill the memory."""
+def _refuse_odd(path: str, config: ModelConfig, kind: Any) -> None:
+    """Before anything is built: a config.json that asks for what would fill the memory, or that
+    is of weights with another head."""
     try:
         values = hub.config(made.folder(path), config.revision if path == config.path else None)
         why = hub.odd(values)
+        if kind is AutoModelForCausalLM:
+            why = why or model_rules.other_head(values)
     except ValueError as error:
         why = str(error)
     if why:

@@ -1,0 +1,126 @@
+"""Models, references and tokenizers that do not fit are refused before the training."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop_cases import checked, make
+from policy_cases import FAMILIES
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rloo_cli.errors import ConfigError, NumbersError
+from rloo_cli.made import tiny
+
+WORDS = 258  # of make:tiny's tokenizer
+BETA = "algorithm.beta=0.1"
+
+
+def saved(folder: Path, kind: Any = AutoModelForCausalLM, **changes: Any) -> Path:
+    """A folder with a random Qwen3 and the tokenizer of make:tiny."""
+    config = FAMILIES["qwen3"]()
+    for key, value in ({"vocab_size": WORDS, "max_position_embeddings": 1024} | changes).items():
+        setattr(config, key, value)
+    torch.manual_seed(0)
+    kind.from_config(config).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+def change(file: Path, **values: Any) -> None:
+    """Other values in a JSON file; None takes a key out."""
+    found = json.loads(file.read_text()) | values
+    file.write_text(json.dumps({k: v for k, v in found.items() if v is not None}))
+
+
+def test_weights_with_another_head_and_a_reference_of_another_size_are_refused_in_the_launcher(
+    tmp_path: Path,
+) -> None:
+    other = saved(
+        tmp_path / "c", AutoModelForSequenceClassification, num_labels=1, tie_word_embeddings=True
+    )
+    small = saved(tmp_path / "s", vocab_size=200)
+    plain = saved(tmp_path / "p")
+    bare = saved(tmp_path / "b")
+    for path in bare.glob("tokenizer*"):
+        path.unlink()
+    refused = {
+        (f"model.path={other}",): "Qwen3ForSequenceClassification",
+        (f"model.path={plain}", f"model.ref_path={other}", BETA): "is not a language model",
+        (f"model.path={plain}", f"model.ref_path={small}", BETA): "knows 258 tokens, the reference",
+        (f"model.path={bare}",): "has no tokenizer",
+    }
+    for words, says in refused.items():
+        with pytest.raises(ConfigError, match=says):
+            checked(("digits",), words)
+    checked(("digits",), (f"model.path={plain}", f"model.ref_path={plain}", BETA))
+    checked(("digits",), (f"model.path={bare}", f"model.tokenizer={plain}"))
+
+
+def test_layers_that_the_config_does_not_count_are_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "m", num_hidden_layers=2)
+    change(folder / "config.json", num_hidden_layers=1, layer_types=["full_attention"])
+    with pytest.raises(ConfigError, match=r"more layers in its weights") as caught:
+        make(tmp_path, f"model.path={folder}")
+    assert "model.layers.1.input_layernorm.weight" in str(caught.value)
+    change(folder / "config.json", num_nextn_predict_layers=1)  # the layer is one of these
+    make(tmp_path, f"model.path={folder}")
+
+
+def test_tokens_of_the_prompts_that_the_embedding_lacks_are_refused_before_any_weights_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = saved(tmp_path / "few", vocab_size=50)
+    (few / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"tokens of the prompts are unknown to the model"):
+        make(tmp_path, f"model.path={few}")
+    more = saved(tmp_path / "more")
+    tokens = tiny.tokenizer()
+    tokens.add_tokens(["<never seen>"])
+    tokens.save_pretrained(more)
+    make(tmp_path, f"model.path={more}")
+    assert "the tokenizer has 259 tokens, the model 258" in capsys.readouterr().out
+
+
+def test_a_reference_whose_tokenizer_gives_words_other_ids_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "other")
+    tokens = json.loads((folder / "tokenizer.json").read_text())
+    ids = tokens["model"]["vocab"]
+    a, b = list(ids)[-2:]
+    ids[a], ids[b] = ids[b], ids[a]
+    (folder / "tokenizer.json").write_text(json.dumps(tokens))
+    policy = saved(tmp_path / "policy")
+    with pytest.raises(ConfigError, match=r"2 tokens have another id in the reference"):
+        make(tmp_path, f"model.path={policy}", f"model.ref_path={folder}", BETA)
+
+
+def test_a_model_for_which_no_token_ends_a_completion_is_refused_unless_that_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    folder = saved(tmp_path / "m", eos_token_id=None, pad_token_id=None)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    change(folder / "tokenizer_config.json", eos_token=None, pad_token=None)
+    with pytest.raises(ConfigError, match=r"no token ends a completion") as caught:
+        make(tmp_path, f"model.path={folder}")
+    assert "generation.stop_token_ids=[ID]" in str(caught.value)
+    make(tmp_path, f"model.path={folder}", "generation.ignore_eos=true")
+
+
+def test_weights_that_are_not_numbers_end_with_the_exit_code_for_numbers(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "m")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    model.save_pretrained(folder)
+    with pytest.raises(NumbersError, match=r"layers\.0\.mlp\.up_proj\.weight"):
+        make(tmp_path, f"model.path={folder}")
+
+
+def test_code_of_a_folder_that_is_not_used_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved(tmp_path / "m")
+    change(folder / "config.json", auto_map={"AutoModelForCausalLM": "mine.M"})
+    make(tmp_path, f"model.path={folder}")
+    assert "brings Python code of its own (auto_map), which is not used" in capsys.readouterr().out
