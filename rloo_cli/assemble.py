@@ -60,8 +60,6 @@ def with_model(
     optimizer = engine.spread(policy, steps * config.updates_per_step)
     if frozen is not None:
         engine.freeze(frozen)
-    if config.generation.backend != "transformers":  # an engine of its own takes a minute to start
-        log.phase(f"waiting for the sampler ({config.generation.backend}) to answer")
     generator = _generator(config, engine, policy, tokenizer, context, start, log)
     prompts, clock = prepared[None], Clock(log.phase)
     level, limits = _layouts(config, engine, policy, frozen, critic, prompts, log)
@@ -167,6 +165,8 @@ def _generator(
 ) -> Generator:  # fmt: skip
     """Who samples, here or for all ranks."""
     name, world = config.generation.backend, engine.world
+    if name != "transformers":  # an engine of its own takes a minute to start
+        log.phase(f"waiting for the sampler ({name}) to answer")
     backend = registry.load_code(registry.module("generation", name).IMPLEMENTATION)
 
     def units() -> Iterator[dict[str, Tensor]]:
