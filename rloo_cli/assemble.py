@@ -61,8 +61,6 @@ def with_model(
     optimizer = engine.spread(policy, steps * config.updates_per_step)
     if frozen is not None:
         engine.freeze(frozen)
-    if config.generation.backend != "transformers":  # an engine of its own takes a minute to start
-        log.phase(f"waiting for the sampler ({config.generation.backend}) to answer")
     generator = _generator(config, engine, policy, tokenizer, context, start, log)
     prompts, clock = prepared[None], Clock(log.phase)
     level, limits = _layouts(config, engine, policy, frozen, critic, prompts, log)
@@ -190,6 +188,8 @@ def _generator(
     ends = stop_ids(tokenizer, policy.model, config.generation)
     vocabulary.check_endings(ends, policy.words, config.generation)
     name, world = config.generation.backend, engine.world
+    if name != "transformers":  # an engine of its own takes a minute to start
+        log.phase(f"waiting for the sampler ({name}) to answer")
     backend = registry.load_code(registry.module("generation", name).IMPLEMENTATION)
 
     def units() -> Iterator[dict[str, Tensor]]:

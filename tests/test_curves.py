@@ -3,12 +3,14 @@
 import json
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 
-from rloo_cli import cli, curves
+from rloo_cli import cli, curves, pauses, worker
+from rloo_cli.clock import Clock
 from rloo_cli.curves import draw, points, read_rows, smooth
-from rloo_cli.errors import ConfigError
+from rloo_cli.errors import ConfigError, Problem, RewardError, Stopped
 
 
 def write(path, rows):
@@ -154,3 +156,55 @@ def test_the_verb_draws_a_run_in_any_state(tmp_path, monkeypatch, capsys):
     assert "<svg" in (tmp_path / "a" / "c.svg").read_text()
     with pytest.raises(ConfigError, match=r"neither in .png nor in .svg"):
         cli.dispatch(["curves", "mine", "c.jpeg"])
+
+
+@pytest.mark.parametrize("error", [None, Stopped, RewardError, ZeroDivisionError])
+def test_every_end_of_a_run_draws_it_after_its_last_line(error, tmp_path, monkeypatch):
+    did = []
+    log = SimpleNamespace(
+        close=lambda: did.append("close"), draw_curves=lambda: did.append("draw"), now="update"
+    )
+    run = SimpleNamespace(
+        log=log,
+        world=SimpleNamespace(size=1, is_main=True),
+        state=SimpleNamespace(dump=dict, step=3),
+        generator=SimpleNamespace(close=lambda: did.append("generator")),
+    )
+
+    def ends(*given):
+        if error is not None:
+            raise error(Problem("it ends")) if error is not ZeroDivisionError else error
+        return {}
+
+    monkeypatch.setattr(worker, "make", lambda *given: run)
+    monkeypatch.setattr(worker, "_whole", ends)
+    monkeypatch.setattr(worker, "_rescue", lambda run, error: did.append("save"))
+    monkeypatch.setattr(worker.stop, "wait_for_checks", lambda: None)
+    if error is None:
+        assert worker.work(SimpleNamespace(seed=1), tmp_path) == {}
+    else:
+        with pytest.raises(error):
+            worker.work(SimpleNamespace(seed=1), tmp_path)
+    saved = ["save"] if error in (Stopped, RewardError) else []
+    assert did == [*saved, "close", "draw", "generator"]
+
+
+def test_a_checkpoint_draws_the_run_so_far_and_the_last_step_leaves_it_to_the_end(monkeypatch):
+    did = []
+    run = SimpleNamespace(
+        steps=4,
+        state=SimpleNamespace(step=2, evaluated=2),
+        config=SimpleNamespace(
+            eval=SimpleNamespace(at_start=False, every=0), checkpoint=SimpleNamespace(every=2)
+        ),
+        cycle=None,
+        clock=Clock(),
+        world=SimpleNamespace(check_stop=lambda: None),
+        log=SimpleNamespace(draw_curves=lambda now_and_then: did.append(now_and_then)),
+    )
+    monkeypatch.setattr(pauses.checkpoint, "save", lambda run: None)
+    assert pauses.pause(run) and did == [True]
+    run.state.step = 3
+    assert pauses.pause(run) and did == [True]
+    run.state.step = run.state.evaluated = 4
+    assert not pauses.pause(run) and did == [True]

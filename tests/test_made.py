@@ -179,3 +179,15 @@ def test_a_folder_that_cannot_get_its_name_is_an_error(cache, monkeypatch):
     with pytest.raises(OSError, match="read-only"):
         keep.kept("x", "a", put("1"))
     assert os.listdir(cache) == []
+
+
+def test_a_model_that_is_being_made_tells_how_far_it_has_come(cache, monkeypatch):
+    monkeypatch.setattr(addition, "LONGEST", 20)
+    heard = []
+    with keep.heard(heard.append):
+        addition.model()
+    assert [text.partition(", ")[2] for text in heard] == ["step 10", "step 20"]
+    shares = [int(text.removeprefix("about ").partition("%")[0]) for text in heard]
+    assert 0 <= shares[0] <= shares[1] <= 100
+    keep.tell("nobody listens now")
+    assert len(heard) == 2

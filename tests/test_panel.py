@@ -4,6 +4,7 @@ import io
 import json
 import math
 import random
+import re
 
 import pytest
 from rich.cells import cell_len
@@ -422,3 +423,43 @@ def test_a_start_says_what_took_long_and_how_far_it_has_come(monkeypatch):
         "loading the model ...",
     ]
     assert said[-1].startswith("step 1/?")
+
+
+def screen_of(stream, width):
+    """What a terminal shows of a stream: text that wraps at its width, and rich's few orders."""
+    lines, at, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]", stream):
+        if part == "\n":
+            at, column = at + 1, 0
+        elif part == "\r":
+            column = 0
+        elif part.endswith("A") and part[0] == "\x1b":
+            at -= int(part[2:-1] or 1)
+        elif part == "\x1b[2K":
+            lines[at] = ""
+        elif part[0] != "\x1b":
+            if column == width:  # only what follows the last cell goes on in the next line
+                at, column = at + 1, 0
+            lines += [""] * (at + 1 - len(lines))
+            lines[at] = f"{lines[at]:<{column}}"[:column] + part + lines[at][column + 1 :]
+            column += 1
+        lines += [""] * (at + 1 - len(lines))
+    return lines
+
+
+def test_the_c_that_a_terminal_writes_for_ctrl_c_leaves_no_part_of_a_frame(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("LINES", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    file = Terminal()
+    display = Display({"max_steps": 3}, file=file)
+    display.step({"step": 1, "reward": 0.5, "step_time": 1.0})
+    display.live.refresh()
+    file.write("^C")
+    display.live.refresh()
+    display.note("saved checkpoint-1")
+    display.close()
+    said = screen_of(file.getvalue(), 60)
+    assert [line for line in said if "saved" in line] == ["saved checkpoint-1"]
+    frames = [line for line in said if line.startswith("╭")]
+    assert len(frames) == 1 and said.index(frames[0]) > said.index("saved checkpoint-1")

@@ -38,6 +38,9 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Rloo, Ended]:
 def test_a_run_ends_well_and_says_where_things_are(smoke: tuple[Rloo, Ended]) -> None:
     rloo, ended = smoke
     assert ended.code == 0 and ended.err == "", ended.said
+    first, then, *_ = ended.out.splitlines()  # before anything that takes long
+    assert first == "training smoke (recipe smoke): make:tiny with rloo, into runs/smoke"
+    assert then.startswith("starting: ")
     for line in ("step 1/2  reward", "step 2/2  reward", "held out", "  prompt  "):
         assert line in ended.out
     assert "\r" not in ended.out and "\x1b" not in ended.out  # not a terminal

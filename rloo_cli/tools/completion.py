@@ -65,7 +65,16 @@ FIRST: dict[str, tuple[str, ...]] = {  # verbs whose first word is one of these
     "help": tuple(verb_help.VERBS),
 }
 KINDS = ("train", "train_and_serve", "sweep", "eval")  # of a batch job
-CONFIGURED: tuple[str, ...] = ("train", "sweep", "sft", "reward-model", "vllm-serve", "eval", "fetch", "plan")
+CONFIGURED: tuple[str, ...] = (
+    "train",
+    "sweep",
+    "sft",
+    "reward-model",
+    "vllm-serve",
+    "eval",
+    "fetch",
+    "plan",
+)
 CONFIGURED += ("config", "slurm")  # verbs that take keys
 
 

@@ -39,7 +39,8 @@ def run(words: list[str]) -> int:
     job = made(rest)
     if verb == "render":
         print(fill(job), end="")
-        make_log_folder(job)
+        if note := make_log_folder(job):
+            print(note, file=sys.stderr)
         return 0
     slurm_facts.check(job)
     print("\n".join(submit(job)))
@@ -129,20 +130,19 @@ def _shell(word: str) -> str:
     return '"' + word.replace('"', '"\\""') + '"' if set(word) & set(" \t'\"\\") else word
 
 
-def make_log_folder(job: Job) -> None:
-    """Make the folder of the job's log where it is missing, and say so on stderr.
+def make_log_folder(job: Job) -> str:
+    """Make the folder of the job's log where it is missing; what is to be said of it, or "".
 
     Slurm opens the log before the script begins, and where its folder is missing the log is lost.
     """
     folder = Path(job.log).parent
     if "%" in str(folder) or folder.is_dir():  # of a job's number: Slurm makes none of these
-        return
+        return ""
     try:
         folder.mkdir(parents=True)
-        said = f"{folder} was made for the job's log: sbatch the script from this folder"
+        return f"{folder} was made for the job's log: sbatch the script from this folder"
     except OSError as error:
-        said = f"warning: the job's log needs the folder {folder}: mkdir -p {folder} ({error})"
-    print(said, file=sys.stderr)
+        return f"warning: the job's log needs the folder {folder}: mkdir -p {folder} ({error})"
 
 
 def submit(job: Job) -> list[str]:
