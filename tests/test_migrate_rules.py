@@ -193,3 +193,16 @@ def test_ms_swifts_lora_is_a_lora_with_its_own_defaults(migrate):
     assert found.groups["override /lora"] == "default"
     assert found.keys["model.disable_dropout"] is False  # its dropout would be refused
     assert "the old run was GRPO" in found.text  # its default estimator
+
+
+def test_a_run_that_says_neither_rloo_nor_grpo_is_asked_about():
+    with pytest.raises(ConfigError, match="RLOO or GRPO") as error:
+        run(["python", "train.py", "--num_generations", "4"])
+    assert "--from rloo" in error.value.problems[0].fix
+
+
+def test_a_run_of_openrlhf_is_refused_by_its_name():
+    words = "python -m openrlhf.cli.train_ppo_ray --num_generations 4 --advantage_estimator rloo"
+    with pytest.raises(ConfigError, match="a run of OpenRLHF") as error:
+        run(words.split())
+    assert "algorithm.dialect=openrlhf" in error.value.problems[0].fix
