@@ -317,7 +317,8 @@ def test_trls_server_and_its_colocated_engine_become_backends(migrate):
     assert server.keys["generation.server"] == kept
     assert "it was the colocated engine's" in server.text
     beside = migrate(
-        "--from", "rloo", "--use_vllm", "--vllm_mode", "colocate", "--vllm_enable_sleep_mode", "true",
+        "--from", "rloo", "--use_vllm", "--vllm_mode", "colocate",
+        "--vllm_enable_sleep_mode", "true",
         "--vllm_tensor_parallel_size", "2", "--vllm_max_model_length", "2048",
         "--model_name_or_path", "org/model", composes=False,
     )  # fmt: skip

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from migrate_cases import checked, migrate
 
+from rloo_cli.compose import compose
 from rloo_cli.errors import ConfigError
 from rloo_cli.tools.migrate import run
 
@@ -35,6 +36,7 @@ def facts(run, text) -> dict:
         "schedule": run.train.lr_scheduler,
         "beta": algorithm.beta,
         "kl_in": algorithm.kl_in,
+        "kl_weighted": algorithm.kl_ratio_weighted,
         "epsilon": algorithm.epsilon,
         "loss": algorithm.loss_type,
         "ratio": algorithm.ratio_level,
@@ -57,6 +59,8 @@ def facts(run, text) -> dict:
         "eval_split": run.data.eval_split,
         "rows": run.data.max_samples,
         "system": run.data.system,
+        "columns": run.data.columns,
+        "template": generation.chat_template_kwargs,
         "rewards": [reward_fact(n, r) for n, r in run.rewards.items() if n != "stand_in"],
         "weights": [r.weight for r in run.rewards.values()],
         "model": model.path,
@@ -123,6 +127,8 @@ def test_every_command_of_the_corpus_means_what_it_meant_or_is_refused(
     capsys, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
+    compose()  # the shipped recipes are registered once, and not for each case
+    monkeypatch.setattr("rloo_cli.compose.register", lambda folders: None)
     assert len(CORPUS["cases"]) >= 120
     found = {case["is"]: wrong(case, capsys, tmp_path) for case in CORPUS["cases"]}
     assert len(found) == len(CORPUS["cases"])  # every name is another

@@ -130,7 +130,8 @@ def test_unknown_and_dropped_flags_are_listed_with_the_reason(migrate):
     assert "--frobnicate 3" in unknown
     assert "--token_level_kl: did nothing" in found.text
     assert "--dataset_num_proc 4: was unused" in found.text
-    assert "lora.r" in found.text
+    assert found.groups["override /lora"] == "default"
+    assert found.keys["model.lora.r"] == 8
 
 
 def test_the_dialect_may_be_said(migrate):
@@ -182,9 +183,25 @@ def test_an_old_ppo_run_is_said_to_be_one(migrate):
     assert "the old run was PPO" in found.text
 
 
-def test_ms_swifts_lora_default_is_said_when_it_cannot_be_kept(migrate):
+def test_ms_swifts_lora_is_a_lora_with_its_own_defaults(migrate):
     command = "swift rlhf --rlhf_type grpo --model org/m --per_device_train_batch_size 8"
     found = migrate(*flags(command))
     assert found.keys["train.learning_rate"] == 1e-4
-    assert "model.lora" in found.text
+    lora = {k.rpartition(".")[2]: v for k, v in found.keys.items() if k.startswith("model.lora.")}
+    assert lora == {"r": 8, "alpha": 32.0, "dropout": 0.05, "target_modules": "all-linear"}
+    assert found.groups["override /lora"] == "default"
+    assert found.keys["model.disable_dropout"] is False  # its dropout would be refused
     assert "the old run was GRPO" in found.text  # its default estimator
+
+
+def test_a_run_that_says_neither_rloo_nor_grpo_is_asked_about():
+    with pytest.raises(ConfigError, match="RLOO or GRPO") as error:
+        run(["python", "train.py", "--num_generations", "4"])
+    assert "--from rloo" in error.value.problems[0].fix
+
+
+def test_a_run_of_openrlhf_is_refused_by_its_name():
+    words = "python -m openrlhf.cli.train_ppo_ray --num_generations 4 --advantage_estimator rloo"
+    with pytest.raises(ConfigError, match="a run of OpenRLHF") as error:
+        run(words.split())
+    assert "algorithm.dialect=openrlhf" in error.value.problems[0].fix

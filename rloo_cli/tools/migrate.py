@@ -244,7 +244,8 @@ def _say_what_changed(recipe: Recipe, name: str) -> None:
     }
     for flag, text in changed.get(name, {}).items():
         silent = flag not in recipe.given
-        if silent and (flag != "vllm_mode" or recipe.given.get("use_vllm")):
+        needed = {"vllm_mode": "use_vllm", "use_bias_correction_kl": "beta"}.get(flag)
+        if silent and (needed is None or recipe.given.get(needed)):
             recipe.notes.append(f"{flag} is TRL's default, which was {text}")
 
 

@@ -169,7 +169,9 @@ def _no_engine(recipe: Recipe, quantized: bool) -> None:
     if not backend or not (quantized or odd):
         return
     del recipe.groups["generation"]
-    for key in [k for k in recipe.lines if k.startswith(("generation.server.", "generation.col"))]:
+    for key in [
+        k for k in recipe.lines if k.startswith(("generation.server.", "generation.colocate."))
+    ]:
         del recipe.lines[key]
     what = "model.quantization" if quantized else f"model.lora.{odd[0]}"
     recipe.notes.append(f"{backend} cannot sample with {what}: transformers does, more slowly")

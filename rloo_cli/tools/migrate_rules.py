@@ -32,6 +32,12 @@ def data(recipe: Recipe, dialect: Dialect, script: str) -> None:
         recipe.put("data.template", template, f"{script} put this around a post", later=False)
         recipe.put("data.max_prompt_length", 512, f"{script} left longer ones out")
     _limits(recipe, dialect)
+    if isinstance(recipe.flags.get("columns"), dict):
+        said = recipe.said("columns")
+        recipe.put("data.columns", recipe.take("columns"), said)
+    if "enable_thinking" in recipe.flags:
+        said, on = recipe.said("enable_thinking"), recipe.take("enable_thinking")
+        recipe.put("generation.chat_template_kwargs", {"enable_thinking": bool(on)}, said)
     system = str(recipe.flags.get("system") or "")
     if system.endswith(".txt"):  # ms-swift takes a file here
         said = recipe.said("system")

@@ -43,8 +43,12 @@ GRPO: dict[str, Any] = RLOO | {
     "algorithm.beta": 0.0,
     "algorithm.loss_type": "dapo",
     "algorithm.advantage_scale": "group",
+    "algorithm.kl_ratio_weighted": True,  # use_bias_correction_kl
 }
-GRPO_0_28 = GRPO | {"generation.max_completion_length": 256}
+GRPO_0_28 = GRPO | {
+    "generation.max_completion_length": 256,
+    "algorithm.kl_ratio_weighted": False,
+}
 GRPO_0_16 = GRPO_0_28 | {
     "algorithm.beta": 0.04,
     "algorithm.loss_type": "bnpo",  # 0.16; 0.14 and 0.15 had what is now called grpo
@@ -90,6 +94,7 @@ CHANGED = {
 }
 CHANGED_GRPO = CHANGED | {
     "beta": "0.04 up to TRL 0.17, 0.0 from 0.18",
+    "use_bias_correction_kl": "false up to TRL 1.0, true in 1.16",
     "loss_type": "bnpo in TRL 0.16-0.21, dapo from 0.22",
     "temperature": "0.9 up to TRL 0.16, 1.0 from 0.17",
 }
