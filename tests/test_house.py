@@ -19,31 +19,21 @@ __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rloo_cli"
 FLOORS = [  # each may import from itself and from those before it
-    "__init__ errors paths files schema registry config compose complaints sources names rules"
-    " effects seeds made order stop faults manifest resume rewind redact hub own places pids"
-    " server_file data_rules adapter_rules endpoint fill chat judge_keys keys model_keys ranks"
-    " trainings stages stand_ins spread_rules surroundings slurm_keys group_keys value_start turns"
-    " metric_names"
-    " mistakes"
-    " run_folder"
-    "__init__ console errors paths files schema hooks registry config compose complaints sources"
-    " names rules effects seeds made order stop faults manifest resume rewind redact hub own places"
-    " pids server_file data_rules adapter_rules endpoint fill chat judge_keys keys model_keys ranks"
-    " trainings stages stand_ins spread_rules surroundings slurm_keys group_keys value_start turns"
-    "rollout tensors clock packing schedule"
-    "algorithms rewards data prompts choosing mapping mixture lengths"
-    " model_rules",
+    "__init__ errors paths files schema registry config compose complaints sources names"
+    " rules effects seeds made order stop faults manifest resume rewind redact hub own places"
+    " pids server_file data_rules adapter_rules endpoint fill chat judge_keys keys model_keys"
+    " ranks trainings stages stand_ins spread_rules surroundings slurm_keys group_keys"
+    " value_start turns mistakes run_folder console hooks model_rules metric_names",
     "rollout tensors clock packing schedule",
-    "algorithms rewards data prompts vocabulary choosing mixture lengths",
+    "algorithms rewards data prompts choosing mixture lengths mapping vocabulary",
     "policy quiet generation vllm distributed crew optim checkpoint restoring export updates"
-    " measures cycle rng log panel display curves advice rollouts parts minibatches ledger splits"
-    " held_out perf planning",
-    "train advantages by_token pauses evaluate outcome guards judges ending fit sft reward_model"
-    " examples footprint",
+    " measures cycle rng log panel display curves advice rollouts parts minibatches ledger"
+    " splits held_out perf planning",
+    "train advantages by_token pauses evaluate outcome guards judges ending fit sft"
+    " reward_model examples footprint",
     "run assemble begin worker evaluator trainer",
-    "verb_help launch processes api machine tools managed serving serve rendezvous meeting"
-    " following leaving"
-    " sweeps comparing side",
+    "launch processes api machine tools managed serving serve rendezvous meeting following"
+    " leaving sweeps comparing side verb_help",
     "cli __main__",
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
