@@ -41,6 +41,7 @@ class Composed:
     words: tuple[str, ...] = ()  # that compose it again, as a person writes them
     swept: tuple[str, ...] = ()  # keys that the recipe's own sweep goes over
     swept_here: tuple[str, ...] = ()  # keys that the command line's sweep goes over
+    written: tuple[str, ...] = ()  # keys that the user's words or the recipe set to another value
 
 
 def rewrite(words: Iterable[str], config_dirs: Sequence[Path] = ()) -> list[str]:
@@ -262,7 +263,8 @@ def gather(cfg: DictConfig, hydra: DictConfig, config_dirs: Sequence[Path] = ())
     words = (*[f"--config-dir={d}" for d in config_dirs], *[_plain(w) for w in overrides])
     swept = [str(key).lstrip("+") for key in hydra.sweeper.get("params") or ()]
     plain = {str(k): v for k, v in values.items()}
-    return Composed(plain, sources, label, words, tuple(swept))
+    written = sources.set_by_user(groups["recipe"].get(str(recipe)))
+    return Composed(plain, sources, label, words, tuple(swept), written=tuple(written))
 
 
 def _plain(word: str) -> str:

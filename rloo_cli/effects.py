@@ -1,6 +1,6 @@
 """Keys that do nothing at other keys' values, and why: what `rloo config explain` says of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +114,12 @@ IDLE = (
          lambda v: str(v("data.path")).startswith(("make:", ".", "/")),
          "data.path is not on the hub"),
 )  # fmt: skip
+
+
+def idle_notes(keys: Iterable[str], values: Values) -> list[str]:
+    """A line for each of these keys that has no effect on a run with these values."""
+    found = {key: why_idle(key, values) for key in keys}
+    return [f"note: {key} has no effect: {why[0]}" for key, why in found.items() if why]
 
 
 def why_idle(key: str, values: Values) -> list[str]:

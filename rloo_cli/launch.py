@@ -40,6 +40,7 @@ from rloo_cli import (
     surroundings,
 )
 from rloo_cli.compose import Composed
+from rloo_cli.effects import idle_notes
 from rloo_cli.errors import ConfigError, Problem, RunError
 from rloo_cli.files import read_json, update_json, write_json, write_text
 from rloo_cli.meeting import Leader
@@ -63,6 +64,9 @@ def train(composed: Composed, multirun: bool = False, dry_run: bool = False) -> 
     if dry_run:
         machine.check(run, downloads=False)
         print(plan.text(run))
+        print(
+            "".join(f"{note}\n" for note in idle_notes(composed.written, config.dump(run))), end=""
+        )
         return 0
     place, run = _placed(run, composed)
     if not place.leads:
@@ -105,6 +109,9 @@ def _lead(run: RunConfig, composed: Composed, place: Place, leader: Leader) -> i
             held.enter_context(locked(folder))
         prepare(start, run, composed)
         print(_opening(run, composed, start), flush=True)
+        print(
+            "".join(f"{note}\n" for note in idle_notes(composed.written, config.dump(run))), end=""
+        )
         died: list[str] = []
         try:
             code = _train(start, run, place, leader, died)

@@ -72,11 +72,9 @@ def make(
     tokenizer = load.tokenizer(config.model)
     context = load.context_length(config.model)
     prepared = splits.tokenised(config, opened, tokenizer, context)
-    prompts = prepared[None]
     told = [note for name in prepared for note in splits.notes(name, prepared[name])]
+    told += splits.shown_prompt(prompts := prepared[None], tokenizer)
     for note in [*_check_tokens(config, tokenizer, prepared), *told]:
-        log.note(note)
-    for note in splits.shown_prompt(prompts, tokenizer):
         log.note(note)
     steps = count_steps(config, len(prompts))  # raises before any weights load
     held = {name: found for name, found in prepared.items() if name is not None}

@@ -40,6 +40,19 @@ class Sources:
     def __post_init__(self) -> None:
         self.places = [positions(path, mount) for path, mount in self.files]
 
+    def set_by_user(self, recipe: Path | None) -> list[str]:
+        """Keys that the command line or this recipe's file sets to another value than they would
+        have without it; in the order in which they were written.
+        """
+        words = [word.lstrip("+~").partition("=") for word in self.overrides]
+        keys = [name for name, _, value in words if not value.startswith("{")]
+        value_of = {name: yaml_value(value) for name, _, value in words}
+        for path, places in zip((p for p, _ in self.files), self.places, strict=True):
+            if path == recipe:
+                keys += [name for name in places if name not in keys]
+                value_of = {name: place.value for name, place in places.items()} | value_of
+        return [key for key in keys if self.below(key) != value_of[key]]
+
     def where(self, key: str) -> str:
         """`my.yaml:7`, `command line: key=value`, or the nearest thing around the key."""
         return self._find(key)[1]
@@ -181,6 +194,14 @@ def positions(path: Path, mount: str = "") -> dict[str, Place]:
 def _plain(node: yaml.ScalarNode) -> Any:
     """A scalar's value; text is itself, whatever else it would be as YAML."""
     return node.value if node.tag.endswith(":str") else yaml.safe_load(node.value)
+
+
+def yaml_value(text: str) -> Any:
+    """A word's value as YAML reads it; the text itself where that is not YAML."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
 
 
 def _spellings(key: str) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cli_cases import Ended, Rloo, rloo, rloo_without_torch
 
-from rloo_cli import cli, paths
+from rloo_cli import cli, launch, paths
 from rloo_cli.errors import RunError
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
@@ -282,6 +282,36 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(rloo_without_torch: Rloo) 
     assert "2 iterations x 2 mini-batches = 4 per step" in ended.out
     assert "\nalgorithm:\n  name: rloo\n" in ended.out
     assert rloo_without_torch.left() == []
+
+
+IDLE = "note: algorithm.loss_type has no effect: algorithm.policy_loss, ratio_level and loss_agg"
+
+
+def test_a_key_that_does_nothing_is_told_before_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.yaml").write_text("defaults: [smoke]\nalgorithm: {loss_type: sapo}\n")
+    asked = {
+        ("+recipe=smoke", "algorithm.loss_type=sapo"): 1,
+        ("+recipe=my.yaml",): 1,
+        ("+recipe=smoke", "algorithm=grpo", "algorithm.loss_type=sapo"): 0,
+        ("+recipe=smoke", "algorithm.loss_type=null"): 0,
+        ("+recipe=smoke", "algorithm.epsilon=0.2"): 0,  # what it is anyway
+        ("+recipe=smoke", "algorithm.epsilon=0.3"): 1,
+    }
+    for words, count in asked.items():
+        assert cli.dispatch(["train", "--dry-run", *words]) == 0
+        assert capsys.readouterr().out.count("note: algorithm.") == count, words
+
+
+def test_a_run_begins_with_what_has_no_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "_train", lambda *_: print("training") or 0)
+    assert cli.dispatch(["train", "+recipe=smoke", "algorithm.loss_type=sapo"]) == 0
+    assert IDLE in capsys.readouterr().out.partition("training")[0]
 
 
 def test_a_sweep_checks_every_job_and_ends_with_the_first_bad_code(rloo: Rloo) -> None:

@@ -20,7 +20,7 @@ from rloo_cli.errors import RunError
 
 __all__ = ["fork_server", "forked", "serve"]  # fixtures
 
-VERBS = ("train", "eval", "sft", "reward-model", "fetch")  # that would load a model
+VERBS = ("train", "eval", "sft", "reward-model")  # that would load a model
 # What is run in place of printed words: runs of +debug=cpu have two steps, and names are stand-ins.
 SHORTER = {
     "checkpoint-200": "checkpoint-2",
@@ -28,6 +28,7 @@ SHORTER = {
     "ORG/NAME": "make:tiny",
     "--multirun +recipe=compare": "--multirun +recipe=compare algorithm=rloo,grpo seed=1",
     "algorithm=rloo,grpo,reinforce,remax seed=1,2,3": "algorithm=rloo,remax seed=1",
+    "data.path=openai/gsm8k data.name=main data.prompt_column=question": "data.path=make:tiny",
     "algorithm=dapo": "algorithm=dapo algorithm.zero_std_groups=keep",  # a random model scores 0
     "'runs/compare/quickstart/compare-*' --out runs/compare/quickstart/comparison": "'compare-*'",
 }
@@ -36,6 +37,7 @@ WHERE = {
     "vllm": "test_vllm_quickstart.py, test_vllm_serve.py, test_managed.py: real servers",
     "slurm submit": "test_slurm_runs.py: a real Slurm",
     "submitit": "test_slurm_runs.py",
+    "rloo fetch": "test_fetch.py: it is for machines with a network",
     "rloo sweep": "test_sweep.py: members are processes of their own",
     "distributed.num_processes=2": "test_ranks_command.py: two ranks",
     "tldr_mini": "test_tldr_mini.py: the whole pipeline takes minutes",
@@ -56,7 +58,7 @@ def words_of(command: Command) -> list[str]:
         text = text.replace(printed, shorter)
     words = shlex.split(text)[1:]
     verb = words[0]
-    planned = "--dry-run" in words or verb == "fetch"
+    planned = "--dry-run" in words
     named = any(w.startswith("+recipe=") for w in words)
     if verb in VERBS and named and not planned and "+debug=cpu" not in words:
         words += ["+debug=cpu", "root=runs"]

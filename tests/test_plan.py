@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from cli_cases import Rloo, rloo, rloo_without_torch
-from plan_cases import checked, lora
+from plan_cases import SMALL, checked, lora
 
-from rloo_cli import cli
+from rloo_cli import cli, config
 from rloo_cli.errors import ConfigError, MachineError
 from rloo_cli.planning import device, plan
 from rloo_cli.tools import plan as verb
@@ -180,6 +181,30 @@ def test_a_dry_run_has_the_plan_in_short(capsys: pytest.CaptureFixture[str]) -> 
         assert word in text
     lost = verb.text(checked("model.path=some/model"))
     assert "the config.json of some/model is not to be had" in lost and "\nalgorithm:" in lost
+
+
+def test_a_dry_run_without_a_gpu_plans_for_this_machine_where_the_run_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "_here", lambda: None)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    (tmp_path / "large").mkdir()
+    words = ("data.max_prompt_length=32",)
+    text = verb.text(checked(f"model.path={tmp_path}", *words))
+    assert "\ndevice     CPU with" in text and "for a GPU: --gpu NAME" in text
+    large = json.dumps(SMALL | {"num_hidden_layers": 900, "hidden_size": 8192})
+    (tmp_path / "large" / "config.json").write_text(large)
+    text = verb.text(checked(f"model.path={tmp_path}/large", *words))
+    assert "\ndevice     H100-80GB" in text
+
+
+def test_a_dry_run_shows_what_a_run_reads() -> None:
+    shown = yaml.safe_load(verb.text(checked()).rpartition("\n\n")[2])
+    run = checked()
+    whole = config.dump(run)
+    assert {k: v for k, v in whole.items() if k not in shown} == {
+        k: whole[k] for k in ("sft", "reward_model", "slurm")
+    }
 
 
 def test_made_models_are_planned_for_this_machines_cpu(

@@ -23,6 +23,11 @@ USAGE = (
 )
 
 
+# Sections that no training run reads.
+NOT_OF_A_RUN = ("sft", "reward_model", "slurm")
+AND_MORE = "sft, reward_model and slurm, which a run does not read,"
+
+
 class Flags(argparse.ArgumentParser):
     """Reads the verb's flags; what it cannot read is a ConfigError (exit 2)."""
 
@@ -77,6 +82,18 @@ def planned(settings: RunConfig, gpu: str | None = None, asked: Asked | None = N
     return plan.make(settings, device.of(gpu, small), asked)
 
 
+def plan_for_here(run: RunConfig) -> Plan:
+    """The plan of a run on this machine, also on its CPU where it has no GPU and the run fits; else
+    on the GPUs that `planned` assumes.
+    """
+    here = device.of(None, small=True)
+    if here.kind == "cpu" and run.generation.backend == "transformers":
+        found = plan.make(run, here, Asked())
+        if found.fits:
+            return found
+    return planned(run)
+
+
 def refusal(found: Plan) -> MachineError:
     """What does not fit, and the two keys that would bring most."""
     case, needs = found.case, plan.needs(found.case, found.memory, found.sampler)
@@ -100,6 +117,7 @@ def refusal(found: Plan) -> MachineError:
 
 def text(run: RunConfig) -> str:
     """The batch arithmetic, the length of the run, its plan, and the resolved config."""
+    shown = {k: v for k, v in config.dump(run).items() if k not in NOT_OF_A_RUN}
     k, p = run.algorithm.num_generations, run.train.prompts_per_step
     rows = run.episodes_per_step
     size, places = run.train.micro_batch_size, run.train.micro_batch_tokens
@@ -126,7 +144,7 @@ def text(run: RunConfig) -> str:
         "",
         *_head(run),
         "",
-        yaml.safe_dump(config.dump(run), sort_keys=False),
+        yaml.safe_dump(shown, sort_keys=False) + f"# {AND_MORE} are not shown: --cfg job has all",
     ]
     return "\n".join(lines)
 
@@ -134,6 +152,8 @@ def text(run: RunConfig) -> str:
 def _head(run: RunConfig) -> list[str]:
     """The plan in short. What it lacks is no reason to refuse a dry run."""
     try:
-        return [*words.summary(planned(run)), "plan       rloo plan tells it part by part"]
+        found = plan_for_here(run)
+        other = " (for a GPU: --gpu NAME)" if found.case.device.kind == "cpu" else ""
+        return [*words.summary(found), f"plan       rloo plan tells it part by part{other}"]
     except RunError as error:
         return [f"plan       {error.problems[0].what}: {error.problems[0].why}"]
