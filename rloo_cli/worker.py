@@ -232,9 +232,8 @@ def main() -> None:
         traceback.print_exc()
         print(f"error: this is a bug in rloo; the log is in {given.parent}", file=sys.stderr)
     finally:
-        if rank == 0:
-            with contextlib.suppress(FileNotFoundError):  # the folder was taken away
-                update_json(facts, state=state, code=code)
+        if rank == 0 and facts.exists():  # else the folder was taken away
+            update_json(facts, state=state, code=code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a reward thread that hangs must not keep the process
