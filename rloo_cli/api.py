@@ -11,7 +11,6 @@ The configuration is the command line's: a recipe and `key=value` words. What ru
 worker, in this process.
 """
 
-import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -58,7 +57,7 @@ def train(
                 work(settings, folder, rewards, start)
             state = "finished"
         finally:
-            with contextlib.suppress(FileNotFoundError):  # somebody took the folder away
+            if (folder / "run.json").exists():  # else somebody took the folder away
                 update_json(folder / "run.json", state=state)
     return read_json(folder / "summary.json") | {"folder": str(given)}
 

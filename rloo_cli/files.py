@@ -40,8 +40,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def update_json(path: Path, **values: Any) -> None:
-    """Add keys to a JSON file that is there. Raises FileNotFoundError where it is not."""
-    if not path.is_file():
+    """Add keys to a JSON file. Raises FileNotFoundError where its folder is not there."""
+    if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     write_json(path, read_json(path) | values)
 

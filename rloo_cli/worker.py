@@ -239,7 +239,7 @@ def main() -> None:
         print_bug(f"the log is in {given.parent}")
     finally:
         with contextlib.suppress(OSError):  # the code says how it ended; there may be no disk
-            if rank == 0:
+            if rank == 0 and facts.exists():  # else the folder was taken away
                 update_json(facts, state=state, code=code)
     console.end_process(code)
 

@@ -121,12 +121,12 @@ def test_other_words_have_results_of_their_own_and_replace_only_those(
 def test_results_that_do_not_come_to_their_end_leave_the_old_ones(trained: Rloo, run: Path) -> None:
     place = run / "eval" / "checkpoint-2"
     place.mkdir(parents=True)
-    (place / "metrics.json").write_text("{}")
+    (place / "about.json").write_text("{}")
     faults = {"RLOO_ALLOW_FAULTS": "1"}
     for action, code in (("kill9", 6), ("term", 75), ("raise", 1)):
         ended = trained("eval", "runs/smoke/checkpoint-2", RLOO_FAULTS=f"eval@2={action}", **faults)
         assert ended.code == code, ended.said
-        assert [p.name for p in place.iterdir()] == ["metrics.json"]
+        assert [p.name for p in place.iterdir()] == ["about.json"]
         assert [p.name for p in (run / "eval").iterdir() if p.name.startswith(".")] == []
     wrong = trained("eval", "runs/smoke/checkpoint-2", "eval.sets.hard.split=nothing")
     assert wrong.code == 4 and "eval.sets.hard.split" in wrong.err, wrong.said

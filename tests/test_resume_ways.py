@@ -12,7 +12,7 @@ from resume_cases import WORDS, copy, state, stopped
 
 from rloo_cli import config, launch, manifest
 from rloo_cli.compose import compose
-from rloo_cli.files import read_json
+from rloo_cli.files import read_json, update_json
 from rloo_cli.resume import Start
 
 __all__ = ["copy", "fork_server", "forked", "stopped"]  # fixtures
@@ -73,6 +73,7 @@ def test_a_launcher_that_was_killed_while_it_made_the_folder_is_no_obstacle(
         launch.prepare(Start(run), config.check(composed), composed)
     left = [p.name for p in run.iterdir() if p.is_file()]
     assert sorted(left) == [".run.json.77.tmp", "run.json"]
+    update_json(run / "run.json", pid_started="0")  # it was this process, which lives
     assert forked(*WORDS, "resume=auto") == 0, forked.said()
 
 
