@@ -1,5 +1,6 @@
 """The second half of building a run: the model, spread over the ranks, and what needs it."""
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -141,6 +142,17 @@ def _check_adapter(config: RunConfig, policy: Policy, log: Log) -> None:
     )
 
 
+def _check_cache(config: RunConfig, model: Any) -> None:
+    """Raises ConfigError for a model whose state our own decoding cannot hand on."""
+    taken = inspect.signature(model.forward).parameters
+    other = [name for name in ("cache_params", "state") if name in taken]
+    if config.generation.backend == "transformers" and other and "past_key_values" not in taken:
+        name = type(model).__name__
+        why = f"it keeps a state of its own ({other[0]}), and no past_key_values"
+        what = f"{name} cannot be sampled by generation=transformers"
+        raise ConfigError(Problem(what, "generation", why, "generation=vllm_server"))
+
+
 def _critic(
     config: RunConfig,
     engine: Engine,
@@ -185,6 +197,7 @@ def _generator(
 ) -> Generator:  # fmt: skip
     """Who samples, here or for all ranks."""
     _check_adapter(config, policy, log)
+    _check_cache(config, policy.model)
     ends = stop_ids(tokenizer, policy.model, config.generation)
     vocabulary.check_endings(ends, policy.words, config.generation)
     name, world = config.generation.backend, engine.world

@@ -73,9 +73,19 @@ def sampler(run: Run, batch: Batch, index: list[int]) -> None:
                 f"log-probabilities differ by {rms:.4g} nats (rms of {count} tokens), expected at"
                 f" most {run.generator.tolerance:g}; most in {worst[1]}: {worst[0]:.4g}; the"
                 f" completions say they are of version {', '.join(map(str, versions))}",
-                "somebody else may have changed the server's weights",
+                _why_apart(generation.backend),
             )
         )
+
+
+def _why_apart(backend: str) -> str:
+    """What a person can do about a sampler that differs, which is no server with every backend."""
+    if backend == "transformers":
+        return (
+            "there is no server: this model's decoding with a cache differs from its forward pass;"
+            " generation=vllm_server, or another model"
+        )
+    return "somebody else may have changed the server's weights"
 
 
 def nothing_to_learn(run: Run, batch: Batch) -> None:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from loop_cases import checked, make
+from loop_cases import checked, make, sampled
 from policy_cases import FAMILIES
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rloo_cli.errors import ConfigError, NumbersError
+from rloo_cli import guards
+from rloo_cli.errors import ConfigError, GenerationError, NumbersError
 from rloo_cli.made import tiny
 
 WORDS = 258  # of make:tiny's tokenizer
@@ -124,3 +125,23 @@ def test_code_of_a_folder_that_is_not_used_is_named(
     change(folder / "config.json", auto_map={"AutoModelForCausalLM": "mine.M"})
     make(tmp_path, f"model.path={folder}")
     assert "brings Python code of its own (auto_map), which is not used" in capsys.readouterr().out
+
+
+def test_a_model_with_a_state_of_its_own_is_refused_before_it_samples(tmp_path: Path) -> None:
+    config = FAMILIES["mamba"]()
+    config.vocab_size, config.eos_token_id = WORDS, 1
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
+    tiny.tokenizer().save_pretrained(tmp_path / "m")
+    with pytest.raises(ConfigError, match=r"MambaForCausalLM cannot be sampled") as caught:
+        make(tmp_path, f"model.path={tmp_path / 'm'}")
+    assert "generation=vllm_server" in str(caught.value)
+
+
+def test_advice_about_a_sampler_that_differs_fits_the_backend(tmp_path: Path) -> None:
+    run = make(tmp_path, f"model.path={saved(tmp_path / 'm')}")
+    chosen = sampled(run)
+    group = chosen.groups[0]
+    group.old_logp = [torch.zeros(len(r.completion_ids)) for r in group.rollouts]
+    with pytest.raises(GenerationError) as caught:
+        guards.sampler(run, chosen, [0])
+    assert "there is no server" in str(caught.value)
