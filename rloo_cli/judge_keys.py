@@ -103,7 +103,7 @@ def merged(values: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
 def defaults_of_type(entry: dict[str, Any]) -> dict[str, Any]:
     """The values of conf/reward/TYPE.yaml for an entry of that type; {} for a type we do not have.
 
-    What the user leaves out of `reward.two={type: function, path: my.py:score}` is as there.
+    What the user leaves out of `two: {type: function, path: my.py:score}` is as there.
     """
     kind = entry.get("type")
     if not isinstance(kind, str) or kind not in registry.names("rewards"):

@@ -93,7 +93,6 @@ def test_sets_do_not_make_a_run_another_experiment():
 
 REFUSED = {
     "eval.sets.hard={split: test, pathh: x}": ["eval.sets.hard.pathh is not a key", "hard.path"],
-    "eval.sets.hard={path: make:tiny}": ["eval.sets.hard.split has no value"],
     "eval.sets.hard=test": ["eval.sets.hard = 'test' is not valid"],
     "eval.sets.hard={split: test, shuffle: true}": ["eval.sets.hard.shuffle is not a key"],
     "eval.sets.json={split: test}": ["cannot have this name"],
