@@ -309,9 +309,9 @@ def test_a_run_begins_with_what_has_no_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "_train", lambda *_: print("training") or 0)
+    monkeypatch.setattr(launch, "_train", lambda *_: print("the ranks run") or 0)
     assert cli.dispatch(["train", "+recipe=smoke", "algorithm.loss_type=sapo"]) == 0
-    assert IDLE in capsys.readouterr().out.partition("training")[0]
+    assert IDLE in capsys.readouterr().out.partition("the ranks run")[0]
 
 
 def test_a_sweep_checks_every_job_and_ends_with_the_first_bad_code(rloo: Rloo) -> None:
