@@ -169,6 +169,8 @@ def test_every_end_of_a_run_draws_it_after_its_last_line(error, tmp_path, monkey
         world=SimpleNamespace(size=1, is_main=True),
         state=SimpleNamespace(dump=dict, step=3, updates=3),
         place=(3, 0),
+        attempt=1,
+        folder=tmp_path,
         generator=SimpleNamespace(close=lambda: did.append("generator")),
     )
 
