@@ -137,7 +137,7 @@ def _check_adapter(config: RunConfig, policy: Policy, log: Log) -> None:
         what = f"this adapter cannot be sampled by {config.generation.backend}"
         raise ConfigError(Problem(what, "model.lora.target_modules", why, fix))
     log.note(
-        f"the adapter is in {kinds} of {len(parts)} layers, besides the linear layers;"
+        f"the adapter is in {kinds} ({len(parts)} parameters) besides the linear layers;"
         f" without them: model.lora.target_modules=[{linear}]"
     )
 
