@@ -62,8 +62,8 @@ class Forked:
     def said(self) -> str:
         """Everything that was said since the last time this was asked."""
         path = self.folder / "out"
-        text = path.read_text()
-        path.unlink()
+        text = path.read_text() if path.exists() else ""
+        path.unlink(missing_ok=True)
         return text
 
 

@@ -341,7 +341,8 @@ def a_run(folder: Path) -> Path:
     (place / "config.yaml").write_text(yaml.safe_dump(config.dump(checked((), ()))))
     facts = {"progress": {"step": 2, "updates": 2}, "plan": {"max_steps": 2}, "prompts": 64}
     (place / "run.json").write_text(json.dumps(facts))
-    (place / "final" / "config.json").write_text("{}")
+    for name in ("config.json", "tokenizer.json"):
+        (place / "final" / name).write_text("{}")
     return place
 
 
