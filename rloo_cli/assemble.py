@@ -146,10 +146,14 @@ def _check_cache(config: RunConfig, model: Any) -> None:
     """Raises ConfigError for a model whose state our own decoding cannot hand on."""
     taken = inspect.signature(model.forward).parameters
     other = [name for name in ("cache_params", "state") if name in taken]
-    if config.generation.backend == "transformers" and other and "past_key_values" not in taken:
-        name = type(model).__name__
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
+    why = ""
+    if other and "past_key_values" not in taken:
         why = f"it keeps a state of its own ({other[0]}), and no past_key_values"
-        what = f"{name} cannot be sampled by generation=transformers"
+    elif not any(k.endswith("attention") and k != "linear_attention" for k in kinds):
+        why = f"no layer of it has keys and values to keep: {', '.join(dict.fromkeys(kinds))}"
+    if why and config.generation.backend == "transformers":
+        what = f"{type(model).__name__} cannot be sampled by generation=transformers"
         raise ConfigError(Problem(what, "generation", why, "generation=vllm_server"))
 
 

@@ -127,12 +127,17 @@ def test_code_of_a_folder_that_is_not_used_is_named(
     assert "brings Python code of its own (auto_map), which is not used" in capsys.readouterr().out
 
 
-def test_a_model_with_a_state_of_its_own_is_refused_before_it_samples(tmp_path: Path) -> None:
-    config = FAMILIES["mamba"]()
+@pytest.mark.parametrize("family", ["mamba", "qwen3_next"])
+def test_a_model_with_a_state_of_its_own_is_refused_before_it_samples(
+    family: str, tmp_path: Path
+) -> None:
+    config = FAMILIES[family]()
     config.vocab_size, config.eos_token_id = WORDS, 1
+    if family == "qwen3_next":  # with attention in no layer
+        config.layer_types = ["linear_attention"] * config.num_hidden_layers
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
     tiny.tokenizer().save_pretrained(tmp_path / "m")
-    with pytest.raises(ConfigError, match=r"MambaForCausalLM cannot be sampled") as caught:
+    with pytest.raises(ConfigError, match=r"ForCausalLM cannot be sampled") as caught:
         make(tmp_path, f"model.path={tmp_path / 'm'}")
     assert "generation=vllm_server" in str(caught.value)
 
