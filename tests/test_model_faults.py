@@ -8,6 +8,7 @@ import pytest
 import torch
 from loop_cases import checked, make, sampled
 from policy_cases import FAMILIES
+from test_lora_experts import FAMILIES as MIXTURES
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rloo_cli import guards
@@ -131,7 +132,7 @@ def test_code_of_a_folder_that_is_not_used_is_named(
 def test_a_model_with_a_state_of_its_own_is_refused_before_it_samples(
     family: str, tmp_path: Path
 ) -> None:
-    config = FAMILIES[family]()
+    config = (FAMILIES | MIXTURES)[family]()
     config.vocab_size, config.eos_token_id = WORDS, 1
     if family == "qwen3_next":  # with attention in no layer
         config.layer_types = ["linear_attention"] * config.num_hidden_layers
