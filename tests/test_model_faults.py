@@ -134,6 +134,7 @@ def test_a_model_with_a_state_of_its_own_is_refused_before_it_samples(
 ) -> None:
     config = (FAMILIES | MIXTURES)[family]()
     config.vocab_size, config.eos_token_id = WORDS, 1
+    config.max_position_embeddings = 1024
     if family == "qwen3_next":  # with attention in no layer
         config.layer_types = ["linear_attention"] * config.num_hidden_layers
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
