@@ -60,14 +60,18 @@ def same_data(start: Start, prompts: Prompts, config: RunConfig) -> None:
     """Raises DataError when the data is not what the checkpoint's order was made of."""
     if start.checkpoint is None or config.resume_allow_changes:
         return
-    before = manifest.state(start.checkpoint)["fingerprint"]
+    state = manifest.state(start.checkpoint)
+    before, limit = state["fingerprint"], state["config"]["data"]["max_prompt_length"]
     if before != prompts.fingerprint:
         why = f"{len(prompts)} prompts, fingerprint {prompts.fingerprint}; it was {before}"
+        as_it_was = "the data as it was"
+        if limit is not None and config.data.max_prompt_length is None:
+            as_it_was = f"data.max_prompt_length={limit}, as it was, and {as_it_was}"
         raise DataError(
             Problem(
                 "the data changed since the checkpoint: prompts would be skipped or repeated",
                 f"data.path, {start.checkpoint}",
                 why,
-                "the data as it was, or resume_allow_changes=true (it is recorded)",
+                f"{as_it_was}, or resume_allow_changes=true (it is recorded)",
             )
         )

@@ -91,8 +91,6 @@ IDLE = (
          "train.lr_scheduler=constant has no warm-up (constant_with_warmup has)"),
     Idle(("generation.top_k", "generation.top_p", "generation.min_p"),
          lambda v: v("generation.temperature") == 0, "generation.temperature is 0"),
-    Idle(("data.overlong",), lambda v: v("data.max_prompt_length") is None,
-         "data.max_prompt_length is null: only the model's context limits a prompt"),
     Idle(("logging.samples",), lambda v: v("logging.console") == "panel",
          "the panel always shows one sample"),
     Idle(("algorithm.kl_in_baseline", "algorithm.advantage_scale",

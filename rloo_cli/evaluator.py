@@ -149,7 +149,7 @@ def _parts(settings: RunConfig, world: World, folder: Path) -> tuple[Parts, Poli
     tokenizer, context = load.tokenizer(settings.model), load.context_length(settings.model)
     prepared = splits.tokenised(settings, opened, tokenizer, context)
     sets = {name: prompts for name, prompts in prepared.items() if name is not None}
-    for note in [note for name in sets for note in splits.notes(name, sets[name])]:
+    for note in splits.all_notes(settings, prepared, context):
         print(note)
     length = settings.generation.max_completion_length
     judge = make(settings, sets, tokenizer, training=False)

@@ -14,6 +14,7 @@ from rloo_cli import prompts
 from rloo_cli.data import is_messages
 from rloo_cli.errors import DataError, Problem
 from rloo_cli.names import nearest
+from rloo_cli.prompt_limit import MOST_BY_DEFAULT
 from rloo_cli.prompts import Prompts
 from rloo_cli.reward_model import Pair, pair
 from rloo_cli.schema import DataConfig, RunConfig
@@ -112,7 +113,7 @@ def _column(data: Any, name: str, key: str) -> Any:
 
 def _prepared(data: Any, source: DataConfig, tokenizer: Any, run: RunConfig, limit: int) -> Prompts:
     # One place at least is the completion's.
-    longest = min(limit - 1, source.max_prompt_length or limit)
+    longest = min(limit - 1, source.max_prompt_length or MOST_BY_DEFAULT)
     kwargs = run.generation.chat_template_kwargs
     return prompts.prepare(data, source, tokenizer, kwargs, longest, run.seed)
 

@@ -77,8 +77,10 @@ def prepare(
     template_kwargs: dict[str, Any],
     longest: int | None,
     seed: int,
+    room: int | None = None,
 ) -> Prompts:
     """Render and tokenise every prompt once. `longest`: most tokens a prompt may have.
+    `room`: tokens beyond which no data.max_prompt_length helps; None = not known.
 
     Raises DataError: a prompt of another kind than the first, no chat template, two beginnings
     of text, too many prompts over the limit.
@@ -94,7 +96,7 @@ def prepare(
     ids = _tokenise(prompts, conversational, tokenizer, template_kwargs)
     _refuse_two_beginnings(ids, tokenizer)
     bos = tokenizer.bos_token_id
-    return _fit(prompts, ids, rows, conversational, config, longest, seed, bos)
+    return _fit(prompts, ids, rows, conversational, config, longest, seed, bos, room)
 
 
 def _check_values(data: "Dataset", values: Any, config: DataConfig) -> None:
@@ -254,6 +256,7 @@ def _fit(
     longest: int | None,
     seed: int,
     bos: int | None,
+    room: int | None,
 ) -> Prompts:
     """Apply data.overlong, and fingerprint what is left."""
     lengths = [len(x) for x in ids]
@@ -262,14 +265,7 @@ def _fit(
         raise DataError(Problem(f"prompt {at} has no tokens", f"data.prompt_column, row {at}"))
     over = [longest is not None and n > longest for n in lengths]
     if any(over) and (config.overlong == "error" or sum(over) > len(over) / 2):
-        raise DataError(
-            Problem(
-                f"{sum(over)} of {len(over)} prompts are longer than {longest} tokens",
-                "data.max_prompt_length",
-                f"the longest has {max(lengths)}, the first of them is row {over.index(True)}",
-                f"data.max_prompt_length={max(lengths)}, or data.overlong=truncate_left",
-            )
-        )
+        raise DataError(_too_long(lengths, over, longest, room))
     if config.overlong == "truncate_left":
         ids = [_cut_left(x, longest, bos) for x in ids]
     keep = [i for i in range(len(ids)) if not (over[i] and config.overlong == "filter")]
@@ -292,6 +288,20 @@ def _fit(
         numbers=keep,
         filtered=sorted({*range(len(ids))} - {*keep}),
         limits=[longest] if longest is not None else [],
+    )
+
+
+def _too_long(
+    lengths: list[int], over: list[bool], longest: int | None, room: int | None
+) -> Problem:
+    fits = room is None or max(lengths) <= room
+    larger = f"data.max_prompt_length={max(lengths)}"
+    shorter = f"a smaller generation.max_completion_length (a prompt may have {room} tokens now)"
+    return Problem(
+        f"{sum(over)} of {len(over)} prompts are longer than {longest} tokens",
+        "data.max_prompt_length",
+        f"the longest has {max(lengths)}, the first of them is row {over.index(True)}",
+        f"{larger if fits else shorter}, or data.overlong=truncate_left",
     )
 
 

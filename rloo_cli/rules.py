@@ -16,9 +16,9 @@ from rloo_cli import (
     data_rules,
     hub,
     judge_keys,
-    made,
     model_rules,
     places,
+    prompt_limit,
     registry,
     spread_rules,
 )
@@ -206,22 +206,21 @@ def _context(run: RunConfig) -> Iterator[Problem]:
     path, key = run.model.path, "generation.max_completion_length"
     try:
         values = hub.config(path, run.model.revision)
-        limit, odd = hub.context(values), hub.odd(values)
+        limit, odd = prompt_limit.context_of(run.model), hub.odd(values)
     except ValueError as error:
         limit, odd = None, str(error)
     if odd:
         yield Problem(f"model.path = {path!r} cannot be loaded", "model.path", odd)
         return
-    if path.startswith(made.MADE):
-        limit = made.CONTEXT.get(path.removeprefix(made.MADE))
     answer, prompt = run.generation.max_completion_length, run.data.max_prompt_length or 1
     if limit is None or answer + prompt <= limit:
         return
     prompts = f"data.max_prompt_length={limit - answer}"
+    needed = f"max_prompt_length {prompt}" if run.data.max_prompt_length else "a prompt of 1 token"
     yield Problem(
         f"prompt and completion do not fit the model's context of {limit} tokens",
         "data.max_prompt_length" if limit > answer else key,
-        f"max_prompt_length {prompt} + max_completion_length {answer} = {answer + prompt}",
+        f"{needed} + max_completion_length {answer} = {answer + prompt}",
         prompts if limit > answer else f"{key}={max(1, limit // 2)}",
     )
 

@@ -72,7 +72,7 @@ def make(
     tokenizer = load.tokenizer(config.model)
     context = load.context_length(config.model)
     prepared = splits.tokenised(config, opened, tokenizer, context)
-    told = [note for name in prepared for note in splits.notes(name, prepared[name])]
+    told = splits.all_notes(config, prepared, context)
     told += splits.shown_prompt(prompts := prepared[None], tokenizer)
     for note in [*_check_tokens(config, tokenizer, prepared), *told]:
         log.note(note)

@@ -47,7 +47,11 @@ class RowsConfig(Frozen):
     )
     max_samples: Positive | None = key("Use only the first n rows (that pass); null = all")
     streaming: bool = key("Read row by row and no further than max_samples, keeping nothing else")
-    max_prompt_length: Positive | None = key("Tokens; null = context - max_completion_length")
+    max_prompt_length: Positive | None = key(
+        "Tokens; null = what max_completion_length leaves of the model's context and of the"
+        " engine's max_model_len, at most 4096",
+        default_was=(None, 512),  # which prompts there are is in the data's fingerprint
+    )
     overlong: Literal["filter", "error", "truncate_left"] = key("What happens to longer prompts")
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from rloo_cli import data, lengths, mixture
 from rloo_cli.data import Opened
 from rloo_cli.errors import ConfigError, Problem, RunError
+from rloo_cli.prompt_limit import describe_default, longest_prompt, room_for_prompt
 from rloo_cli.prompts import Prompts, prepare
 from rloo_cli.rewards.build import Reward, check_columns
 from rloo_cli.schema import DataConfig, RunConfig, SetConfig
@@ -55,18 +56,17 @@ def tokenised(
 
     Raises ConfigError when completions leave no room, DataError for prompts that do not fit.
     """
-    room = None if context is None else context - config.generation.max_completion_length
-    if context is not None and room is not None and room < 1:
+    if context is not None and context <= config.generation.max_completion_length:
         raise ConfigError(_no_room(config, context))
+    keys, room = config.generation, room_for_prompt(config, context)
     prompts: dict[str | None, Prompts] = {}
     for name, source in _sources(config, training=True).items():
         if name not in found:
             continue
-        limits = [n for n in (source.max_prompt_length, room) if n is not None]
-        longest, kwargs = min(limits, default=None), config.generation.chat_template_kwargs
+        longest, kwargs = longest_prompt(config, [source], context), keys.chat_template_kwargs
         with _said_of(name, source):
             rows = found[name].rows
-            prompts[name] = prepare(rows, source, tokenizer, kwargs, longest, config.seed)
+            prompts[name] = prepare(rows, source, tokenizer, kwargs, longest, config.seed, room)
             prompts[name].left_out = found[name].left_out
     parts = _of_mixture(prompts)
     if parts:
@@ -101,10 +101,26 @@ def notes(name: str | None, prompts: Prompts) -> list[str]:
         said.append(f"{prompts.left_out} rows{where} were left out (data.filter)")
     for count, what in ((prompts.dropped, "left out"), (prompts.truncated, "cut on the left")):
         if count:
-            said.append(f"{count} prompts{where} were too long and {what} (data.overlong)")
+            limit = f"more than {' or '.join(map(str, prompts.limits))} tokens"
+            said.append(
+                f"{count} prompts{where} were too long and {what} (data.overlong): {limit}"
+                " (data.max_prompt_length)"
+            )
     if name is None and len(prompts) > 100 and len({tuple(i) for i in prompts.ids}) == 1:
         said.append("warning: all prompts are the same")
     return said
+
+
+def all_notes(
+    config: RunConfig, prompts: Mapping[str | None, Prompts], context: int | None
+) -> list[str]:
+    """What a reader of the log should know of these splits, and of how long a prompt may be where
+    data.max_prompt_length leaves it open.
+    """
+    sources = _sources(config, training=None in prompts).values()
+    is_open = any(source.max_prompt_length is None for source in sources)
+    first = [describe_default(config, context)] if is_open else []
+    return first + [note for name in prompts for note in notes(name, prompts[name])]
 
 
 def shown_prompt(prompts: Prompts, tokenizer: Any) -> list[str]:

@@ -23,7 +23,7 @@ FLOORS = [  # each may import from itself and from those before it
     " rules effects seeds made order stop faults manifest resume rewind redact hub own places"
     " pids server_file data_rules adapter_rules endpoint fill chat judge_keys keys model_keys"
     " ranks trainings stages stand_ins spread_rules surroundings slurm_keys group_keys"
-    " value_start turns mistakes run_folder console hooks model_rules metric_names",
+    " value_start prompt_limit turns mistakes run_folder console hooks model_rules metric_names",
     "rollout tensors clock packing schedule",
     "algorithms rewards data prompts choosing mixture lengths mapping vocabulary",
     "policy quiet generation vllm distributed crew optim checkpoint restoring export updates"

@@ -147,7 +147,6 @@ IDLE = {
     "algorithm.correction.cap": ([], "samples with the trainer's own weights"),
     "eval.every": (["data.eval_split=null"], "nothing is held out"),
     "train.warmup_steps": (["train.lr_scheduler=constant"], "has no warm-up"),
-    "data.overlong": (["data.max_prompt_length=null"], "only the model's context"),
     "model.revision": ([], "is not on the hub"),
 }
 

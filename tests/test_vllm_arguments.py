@@ -75,6 +75,7 @@ def tmp_path_model(folder: Path, context: int = 2048) -> Path:
     path = folder / "model"
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(f'{{"max_position_embeddings": {context}}}')
+    (path / "tokenizer.json").touch()
     return path
 
 

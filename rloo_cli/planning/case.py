@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rloo_cli import ranks, value_start
+from rloo_cli import prompt_limit, ranks, value_start
 from rloo_cli.planning import facts
 from rloo_cli.planning.device import Device
 from rloo_cli.planning.facts import Facts
@@ -11,7 +11,6 @@ from rloo_cli.schema import RunConfig
 
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHARDED = ("zero3", "fsdp2")  # engines that keep a part of the weights on each rank
-FULL_CONTEXT = 4096  # tokens of a prompt where neither the config nor the model has a limit
 MOST = {"cpu": 1024, "cuda": 32768}  # rows of a forward: as `policy.memory`
 TILE = {"cpu": 2**20, "cuda": 2**25}  # logits at once: as `policy.head`
 AGAIN = 4  # times as many rows in a pass without gradient: as `policy.memory`
@@ -91,19 +90,14 @@ def of(run: RunConfig, device: Device, count: int | None = None) -> Case:
     Raises MachineError where the facts of a model are not to be had.
     """
     model = facts.of(run.model.path, run.model.revision)
-    context = model.context
     training = [*run.data.sources.values()] or [run.data]
-    limits = [read.max_prompt_length for read in training]
-    length = run.generation.max_completion_length
-    room = (context or FULL_CONTEXT) - length
-    longest = room if None in limits else min(max(n for n in limits if n is not None), room)
     judged = {name: e for name, e in run.rewards.items() if e.type == "model"}
     return Case(
         run=run,
         model=model,
         device=device,
         ranks=count or ranks.total(run),
-        longest=max(longest, 1),
+        longest=prompt_limit.longest_prompt(run, training, model.context),
         reference=reference_of(run, model),
         value=value_of(run),
         rewards={n: _reward(n, entry) for n, entry in judged.items()},

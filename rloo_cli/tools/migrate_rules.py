@@ -13,6 +13,8 @@ from rloo_cli.tools import migrate_tables as tables
 from rloo_cli.tools.migrate_batch import Dialect, number
 from rloo_cli.tools.migrate_recipe import Recipe, refusal
 
+NULL = "here null is what the context leaves, at most 4096"
+
 
 def data(recipe: Recipe, dialect: Dialect, script: str) -> None:
     """Where the prompts come from, and what happens to long ones."""
@@ -87,11 +89,12 @@ def _limits(recipe: Recipe, dialect: Dialect) -> None:
         if limit == "max_prompt_length":
             recipe.put("data.overlong", "truncate_left", f"{said}: TRL kept the last tokens")
     elif dialect.old and "data.max_prompt_length" not in recipe.lines:
-        recipe.put("data.max_prompt_length", None, f"{dialect.title} had no limit")
+        recipe.put("data.max_prompt_length", None, f"{dialect.title} had no limit; {NULL}")
     elif not dialect.old and not dialect.swift and not re.search(r"0\.[12]", dialect.title):
         recipe.put("data.max_prompt_length", None, "TRL has no limit from 0.29 on; it kept the"
-                   " last 512 tokens up to 0.26")  # fmt: skip
+                   f" last 512 tokens up to 0.26; {NULL}")  # fmt: skip
     elif not dialect.old and not dialect.swift:
+        recipe.put("data.max_prompt_length", 512, "TRL kept the last 512 tokens")
         recipe.put("data.overlong", "truncate_left", "TRL kept the last 512 tokens")
     said, how = recipe.said("truncation_strategy"), recipe.take("truncation_strategy")
     if how:

@@ -11,17 +11,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import hub, made, paths
+from rloo_cli import made, paths
 from rloo_cli.errors import Problem
 from rloo_cli.generation.engine import EngineKeys
 from rloo_cli.generation.vllm_server import LOOPBACK
+from rloo_cli.prompt_limit import BACKENDS, context_of, longest_prompt
 from rloo_cli.ranks import gpus as gpus
 from rloo_cli.schema import RunConfig
 from rloo_cli.vllm import slot
 
 FLOOR, UNTESTED = (0, 32), (0, 22)  # tried with; has the routes, but nobody tried
 PICKLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
-BACKENDS = {"vllm_server": "server", "vllm_colocate": "colocate"}  # backend -> its section
 # Keys that are vLLM's own arguments, by the same name; null leaves vLLM's choice.
 SAME = (
     "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype",
@@ -80,22 +80,18 @@ def transfer(run: RunConfig, keys: EngineKeys) -> str:
 
 
 def longest(run: RunConfig, keys: EngineKeys) -> int | None:
-    """Most tokens of a prompt and its completion; None where the model does not say its context.
+    """Most tokens of a prompt and its completion.
 
-    A held-out set may take longer prompts than training does.
+    A held-out set may take longer prompts than training does. None where the model does not say its
+    context and data.max_prompt_length is null: it may have less than the default is cut to.
     """
     if keys.max_model_len is not None:
         return keys.max_model_len
-    model = run.model.path
-    if model.startswith(made.MADE):
-        context = made.CONTEXT.get(model.removeprefix(made.MADE))
-    else:
-        context = hub.context(hub.config(model, run.model.revision))
-    training = [*run.data.sources.values()] or [run.data]
-    prompts = [read.max_prompt_length for read in (*training, *run.held_out.values())]
-    if None in prompts:
-        return context
-    need = max(p for p in prompts if p is not None) + run.generation.max_completion_length
+    context = context_of(run.model)
+    sources = [*(run.data.sources.values() or [run.data]), *run.held_out.values()]
+    if context is None and any(source.max_prompt_length is None for source in sources):
+        return None
+    need = longest_prompt(run, sources, context) + run.generation.max_completion_length
     return need if context is None else min(need, context)
 
 

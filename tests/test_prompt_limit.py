@@ -1,0 +1,176 @@
+"""How long a prompt may be where nothing says it: data, engine and plan have one answer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fork_cases import Forked, fork_server, forked
+from loop_cases import checked, make
+from policy_cases import fresh
+from transformers import PreTrainedTokenizerBase
+
+from rloo_cli import compose, config, prompt_limit, splits
+from rloo_cli.errors import DataError
+from rloo_cli.examples import MOST_BY_DEFAULT as MOST_OF_EXAMPLES
+from rloo_cli.made import tiny
+from rloo_cli.planning import case, device
+from rloo_cli.schema import RunConfig
+from rloo_cli.train import train
+from rloo_cli.vllm import arguments
+
+__all__ = ["fork_server", "forked"]  # fixtures
+COMPLETION = 16  # of the smoke recipe
+SERVER = "generation=vllm_server"
+BOUND = "generation.server.max_model_len"
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerBase:
+    return tiny.tokenizer()
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """Prompts of 10, 100, 1000 and 10,000 tokens, thrice the shortest."""
+    path = tmp_path / "rows.jsonl"
+    prompts = ["x" * n for n in (10, 10, 10, 100, 1000, 10_000)]
+    path.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    return path
+
+
+def model(folder: Path, context: int | None) -> str:
+    """What `model.path` is for a model of this context, as far as a config and a plan look."""
+    folder = folder / f"model-{context}"
+    folder.mkdir(exist_ok=True)
+    shape = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 300}
+    shape |= {"intermediate_size": 128, "num_hidden_layers": 2}
+    shape |= {"max_position_embeddings": context} if context else {}
+    (folder / "config.json").write_text(json.dumps(shape))
+    (folder / "tokenizer.json").touch()
+    return f"model.path={folder}"
+
+
+def three_limits(run: RunConfig, context: int | None, rows: int, tokenizer: Any) -> list[int]:
+    """Tokens of the longest prompt: of the data, of a vLLM engine, of a plan."""
+    prompts = splits.tokenised(run, splits.load(run), tokenizer, context)[None]
+    assert len(prompts) == rows, "the data keeps what fits, and counts the rest"
+    keys = run.generation.server  # type: ignore[attr-defined]
+    engine = arguments.longest(run, keys)
+    plan = case.of(run, device.of("80GiB"), 1).longest
+    assert prompts.dropped == 6 - rows
+    return [*prompts.limits, (engine or 0) - COMPLETION, plan]
+
+
+@pytest.mark.parametrize(
+    ("context", "words", "limit", "kept"),
+    [
+        (512, [], 512 - COMPLETION, 4),
+        (2048, [], 2048 - COMPLETION, 5),
+        (131_072, [], prompt_limit.MOST_BY_DEFAULT, 5),
+        (131_072, ["data.max_prompt_length=20000"], 20_000, 6),  # said, it may be larger
+        (2048, ["data.max_prompt_length=50"], 50, 3),
+        (131_072, [f"{BOUND}=116"], 100, 4),  # vLLM would refuse what is longer
+        (64, [f"{BOUND}=300"], 48, 3),
+    ],
+)
+def test_data_engine_and_plan_take_the_same_longest_prompt(
+    tmp_path: Path, rows: Path, tokenizer: Any, context: int, words: list[str], limit: int,
+    kept: int,
+) -> None:  # fmt: skip
+    more = (SERVER, model(tmp_path, context), f"data.path={rows}", "data.eval_split=null")
+    run = checked((), (*more, *words))
+    data, engine, plan = three_limits(run, context, kept, tokenizer)
+    assert data == plan == limit
+    assert engine == (run.generation.server.max_model_len or limit + COMPLETION) - COMPLETION  # type: ignore[attr-defined]
+
+
+def test_a_held_out_set_is_bounded_by_the_engine_too(rows: Path, tokenizer: Any) -> None:
+    long = f"eval.sets={{long: {{path: {rows}, split: train, max_prompt_length: 1000}}}}"
+    run = checked((), (SERVER, f"{BOUND}=200", "data.max_prompt_length=150", long))
+    found = splits.tokenised(run, splits.load(run), tokenizer, 2048)["long"]
+    assert (len(found), found.dropped, found.limits) == (4, 2, [200 - COMPLETION])
+
+
+def test_a_context_nobody_knows_leaves_the_default_limit(tmp_path: Path, tokenizer: Any) -> None:
+    run = checked((), (SERVER, model(tmp_path, None), "data.path=make:tiny"))
+    assert case.of(run, device.of("80GiB"), 1).longest == prompt_limit.MOST_BY_DEFAULT
+    assert splits.tokenised(run, splits.load(run), tokenizer, None)[None].limits == [4096]
+    # An engine may know of a shorter one, and would refuse a longer one than it knows.
+    assert arguments.longest(run, run.generation.server) is None  # type: ignore[attr-defined]
+    assert MOST_OF_EXAMPLES == 4096
+
+
+@pytest.mark.parametrize(
+    ("words", "context", "says"),
+    [
+        ((), 512, "of up to 496 tokens: data.max_prompt_length is null, and the model's context of"
+         " 512 leaves no more beside generation.max_completion_length = 16"),
+        ((SERVER, f"{BOUND}=116"), 512, "of up to 100 tokens: data.max_prompt_length is null, and"
+         " generation.server.max_model_len = 116 leaves"),
+        ((), 131_072, "of up to 4096 tokens: the most while data.max_prompt_length is null"),
+        ((), None, "of up to 4096 tokens: the most while data.max_prompt_length is null"),
+    ],
+)  # fmt: skip
+def test_the_log_says_what_null_became(
+    words: tuple[str, ...], context: int | None, says: str, tokenizer: Any
+) -> None:
+    run = checked((), words)
+    prompts = splits.tokenised(run, splits.load(run), tokenizer, context)
+    first = splits.all_notes(run, prompts, context)[0]
+    assert first.startswith("prompts ") and says in first
+    said = checked((), (*words, "data.max_prompt_length=90"))
+    assert "of up to" not in "".join(splits.all_notes(said, prompts, context))
+
+
+def test_a_longer_prompt_than_the_room_is_answered_with_what_helps(
+    rows: Path, tokenizer: Any
+) -> None:
+    run = checked((), (f"data.path={rows}", "data.eval_split=null", "data.overlong=error"))
+    with pytest.raises(DataError) as caught:
+        splits.tokenised(run, splits.load(run), tokenizer, 512)
+    fix = caught.value.problems[0].fix
+    assert "a smaller generation.max_completion_length" in fix and "496" in fix
+    assert "data.max_prompt_length=" not in fix
+    with pytest.raises(DataError) as caught:
+        splits.tokenised(run, splits.load(run), tokenizer, 131_072)
+    assert caught.value.problems[0].fix.startswith("data.max_prompt_length=10000")
+
+
+def test_a_model_of_512_tokens_trains_with_the_default_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fresh(vocab_size=len(tiny.tokenizer()), max_position_embeddings=512).save_pretrained(
+        tmp_path / "m"
+    )
+    tiny.tokenizer().save_pretrained(tmp_path / "m")
+    run = make(tmp_path, f"model.path={tmp_path}/m", "max_steps=1", "data.eval_split=null")
+    train(run)
+    assert run.state.step == 1
+    assert "prompts of up to 496 tokens: " in capsys.readouterr().out
+
+
+def test_the_former_default_and_null_are_one_run_by_name() -> None:
+    names = {
+        config.check(compose.compose(["+recipe=smoke", "name=null", *words])).name
+        for words in ([], ["data.max_prompt_length=512"], ["data.max_prompt_length=null"])
+    }
+    assert len(names) == 1
+    other = config.check(
+        compose.compose(["+recipe=smoke", "name=null", "data.max_prompt_length=9"])
+    )
+    assert other.name not in names
+
+
+def test_a_run_that_left_out_prompts_over_512_is_told_how_to_go_on(forked: Forked) -> None:
+    prompts = ["Say 1", "Say 2", "Say 3", "Say 4", "x" * 600]
+    data = forked.folder / "mine.jsonl"
+    data.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    words = ("+recipe=smoke", "logging.console=plain", "data.path=mine.jsonl")
+    words = (*words, "data.eval_split=null", "checkpoint.every=1", "model.dtype=float32")
+    words = (*words, "train.lr_scheduler=constant")
+    assert forked("train", *words, "max_steps=1", "data.max_prompt_length=512") == 0, forked.said()
+    more = (*words, "max_steps=2", "resume=auto")
+    assert forked("train", *more) == 4
+    assert "data.max_prompt_length=512, as it was" in forked.said()
+    assert forked("train", *more, "data.max_prompt_length=512") == 0, forked.said()
