@@ -4,6 +4,7 @@
 pydantic's errors into ours, `placed` turns a key into a file and line.
 """
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,8 +18,11 @@ from rloo_cli.schema import RunConfig
 from rloo_cli.sources import Sources
 
 LARGEST = 2**63 - 1
+LEAST = math.ulp(0.0)
 # Sections that are null until a choice of their group is made.
 OPTIONAL = {"model.lora": "lora=default", "model.quantization": "quantization=4bit"}
+# A number with an exponent, as it is written: its digits before the exponent in a group.
+EXPONENT = re.compile(r"(?<![\w.])[+-]?([\d_]*\.?[\d_]*)[eE][+-]?\d+(?![\w.])")
 PICKS = {"algorithm": ("algorithms", "name"), "generation": ("generation", "backend")}
 
 
@@ -94,6 +98,18 @@ def _beyond(values: dict[str, Any]) -> Iterator[Problem]:
         if isinstance(value, int) and abs(value) > LARGEST:
             why = f"{str(value)[:20]}... is beyond {LARGEST}, what 64 bits hold"
             yield Problem(f"{key} is too large a number", key, why)
+
+
+def underflows(values: dict[str, Any], sources: Sources) -> Iterator[Problem]:
+    """Numbers that are written as something other than 0, and are 0 for a computer."""
+    for key, value in walk(values):
+        if not isinstance(value, float) or value != 0:
+            continue
+        for written in EXPONENT.finditer(sources.text_of(key)):
+            if re.search("[1-9]", written[1]) and float(written[0]) == 0:
+                why = f"it is nearer to 0 than the least number that 64 bits hold, {LEAST:g}"
+                yield Problem(f"{key} = {written[0]} would be 0", key, why)
+                break
 
 
 def _missing(values: dict[str, Any]) -> Iterator[Problem]:
@@ -215,10 +231,26 @@ def of_types(
             said = item["msg"].replace("Input should be", "should be").replace("Value error, ", "")
             value = _clipped(item["input"])
             why = f"{before}{said}, got {value}"
-            found[key] = Problem(f"{key} = {value} is not valid", key, why)
+            why, fix = _with_quotes(item, key, why) if key not in found else (why, "")
+            found[key] = Problem(f"{key} = {value} is not valid", key, why, fix)
     # A union complains about itself beside the one key inside it that is wrong.
     deepest = [k for k in found if not any(other.startswith(f"{k}.") for other in found)]
     return [_with_meaning(found[key], known) for key in deepest]
+
+
+def _with_quotes(item: Any, key: str, why: str) -> tuple[str, str]:
+    """Why, and what to write, where a list of texts has one that YAML reads as something else."""
+    whole, _, last = key.rpartition(".")
+    value = item["input"]
+    if item["type"] != "string_type" or not last.isdigit() or not isinstance(value, int | float):
+        return why, ""
+    in_file = in_word = str(value).lower()
+    if isinstance(value, bool):
+        in_file = "yes" if value else "no"
+        bare = "yes, on and true" if value else "no, off and false"
+        why += f"\nwithout quotes, {bare} are read as {value} in a file; it is a text in quotes"
+    leaf = whole.rpartition(".")[2]
+    return why, f'{leaf}: ["{in_file}"] in a file, \'{whole}=["{in_word}"]\' on the command line'
 
 
 def _clipped(value: Any) -> str:

@@ -6,14 +6,16 @@ advice to add a +) answers an unknown key; recipes are a group that may also be 
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -63,6 +65,7 @@ def rewrite(words: Iterable[str], config_dirs: Sequence[Path] = ()) -> list[str]
             done.append(_rewrite_one(word, groups, value))
         except ConfigError as error:
             problems += error.problems
+    problems += _unknown_plugin_keys(words)
     recipes = [word for order, word in done if order == 0]
     if len(recipes) > 1:
         what, why = (
@@ -80,6 +83,31 @@ def rewrite(words: Iterable[str], config_dirs: Sequence[Path] = ()) -> list[str]
     if small and not any(word.startswith("generation=") for word in words):
         words.insert(0, "generation=transformers")  # needs nothing, whatever the recipe takes
     return words
+
+
+def _unknown_plugin_keys(words: Sequence[str]) -> Iterator[Problem]:
+    """Keys of `hydra.sweeper` and `hydra.launcher` that the chosen sweeper or launcher does not
+    have. Hydra itself takes them in, and finds out when it starts the jobs, or never.
+    """
+    for word in words:
+        bare = word.partition("=")[0].lstrip("+")
+        if not SWEEPS.fullmatch(bare) or "/" in bare:
+            continue
+        _, part, name, *_ = bare.split(".")
+        chosen = [w.partition("=")[2] for w in words if w.startswith(f"hydra/{part}=")]
+        choice = (chosen or ["basic"])[-1]
+        Plugins.instance()  # the import of a plugin declares its keys
+        try:
+            declared = ConfigStore.instance().load(f"hydra/{part}/{choice}.yaml").node
+        except HydraException:
+            continue  # Hydra says that there is no such plugin; one in YAML declares no keys
+        known = [str(key) for key in declared if key != "_target_"]
+        if name not in known:
+            key, close = f"hydra.{part}.{name}", nearest(name, known)
+            meant = " or ".join(f"hydra.{part}.{near}" for near in close)
+            why = f"hydra/{part}={choice} has {', '.join(known) if known else 'no keys'}"
+            fix = f"did you mean {meant}?" if close else f"leave {key} out"
+            yield Problem(f"{key} is not a key", f"{COMMAND_LINE}: {word}", why, fix)
 
 
 def _rewrite_one(

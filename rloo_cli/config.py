@@ -67,6 +67,7 @@ def check(composed: Composed) -> RunConfig:
                 named = values | {"name": default_name(run, composed.recipe)}
                 run = build(named)
             problems = list(rules.problems(run))
+    problems += complaints.underflows(values, sources)
     if problems:
         problems.sort(key=lambda p: sources.order(p.where))  # as they were written
         raise ConfigError(*[complaints.placed(p, sources) for p in problems])

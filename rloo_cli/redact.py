@@ -18,6 +18,12 @@ MASK = "[secret]"
 SHORTEST = 8  # a shorter value of a variable (1, true, none) would be masked in every sentence
 KEY = re.compile(r"(^|[._])(api_?key|password|passwd|secret|(hf|auth|access|wandb)_token)$", re.I)
 VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_\w{20,})")
+# What many a word of a command line holds and no secret is: a few lower-case words, a path of such
+# words, a short number. It is masked in what is printed, and is no reason to refuse a command.
+PLAIN = re.compile(
+    r"[a-z]{1,15}([ ._-][a-z]{1,15}){0,2}|[0-9.]{1,11}"
+    r"|~?[a-z._-]{0,20}[0-9]{0,4}(/[a-z._-]{0,20}[0-9]{0,4})+"
+)
 VARIABLE = re.compile(
     r"(^|_)(TOKENS?|SECRETS?|PASS(WORD|WD|PHRASE)?|(API|ACCESS|PRIVATE|SECRET)_?KEY(_ID)?"
     r"|CREDENTIALS?)(_|$)(?!.*(PATH|FILE|DIR)$)",
@@ -32,9 +38,12 @@ def of_environment() -> dict[str, str]:
 
 
 def found(text: str) -> str:
-    """What in a text is a secret: a variable's name, or the pattern's first letters; "" = none."""
+    """What in a text is a secret: a variable's name, or the pattern's first letters; "" = none.
+
+    A variable that is named like a secret and holds plain words, or a path that exists, is none.
+    """
     for value, name in of_environment().items():
-        if value in text:
+        if value in text and not PLAIN.fullmatch(value) and not os.path.exists(value):
             return name
     match = VALUE.search(text)
     return f"{match[0][:3]}..." if match else ""

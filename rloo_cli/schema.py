@@ -177,7 +177,7 @@ class DistributedConfig(Frozen):
 class TrainConfig(Frozen):
     prompts_per_step: Positive = key("Prompts per step over all processes, P")
     epochs: float | None = key("Passes over the prompts", gt=0, le=1e9)
-    learning_rate: float = key("Peak learning rate", ge=0)
+    learning_rate: float = key("Peak learning rate", ge=0, le=10)
     lr_scheduler: str = key("transformers' schedule name, or file.py:name")
     lr_scheduler_kwargs: dict[str, Any] = key("Passed to the schedule")
     warmup_steps: int = key("Optimizer updates of linear warm-up", ge=0)

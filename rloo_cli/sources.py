@@ -25,6 +25,7 @@ class Place:
     path: Path
     line: int
     value: Any
+    text: str = ""  # as it is written; of a list: its plain values, blanks between them
 
     def __str__(self) -> str:
         return f"{_short(self.path)}:{self.line}"
@@ -81,6 +82,16 @@ class Sources:
 
     def _said(self, i: int) -> str:
         return f"{COMMAND_LINE}: {self.overrides[i].lstrip('+')}"
+
+    def text_of(self, key: str) -> str:
+        """The text that gives `key` its value, as it was written: a word's value, or a file's."""
+        (rank, at), _ = self._find(key)
+        if rank == 0:
+            return self.overrides[at].partition("=")[2]
+        places = self.places[rank - 1] if rank <= len(self.places) else {}
+        found = [places[name].text for name in _spellings(key) if name in places]
+        parent = key.rpartition(".")[0]
+        return found[0] if found or not parent else self.text_of(parent)
 
     def below(self, key: str) -> Any:
         """The value `key` would have without the one that is wrong: what stands below it.
@@ -184,7 +195,7 @@ def positions(path: Path, mount: str = "") -> dict[str, Place]:
         for key, value in node.value:
             name = f"{prefix}.{key.value}" if prefix else str(key.value)
             plain = _plain(value) if isinstance(value, yaml.ScalarNode) else None
-            found[name] = Place(path, key.start_mark.line + 1, plain)
+            found[name] = Place(path, key.start_mark.line + 1, plain, _text(value))
             walk(value, name)
 
     walk(root, mount)
@@ -194,6 +205,12 @@ def positions(path: Path, mount: str = "") -> dict[str, Place]:
 def _plain(node: yaml.ScalarNode) -> Any:
     """A scalar's value; text is itself, whatever else it would be as YAML."""
     return node.value if node.tag.endswith(":str") else yaml.safe_load(node.value)
+
+
+def _text(node: yaml.Node) -> str:
+    """A scalar as it is written, or the scalars of a list with blanks between them; else ""."""
+    parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    return " ".join(part.value for part in parts if isinstance(part, yaml.ScalarNode))
 
 
 def yaml_value(text: str) -> Any:

@@ -53,7 +53,7 @@ def swept_keys(words: Sequence[str]) -> tuple[str, ...]:
     """The keys among these overrides that have several values; () where they do not parse."""
     try:
         parsed = OverridesParser.create().parse_overrides([*words])
-    except HydraException:  # Hydra itself says so when it composes
+    except (HydraException, ValueError, RecursionError):  # Hydra says so when it composes
         return ()
     return tuple(o.key_or_group for o in parsed if o.is_sweep_override())
 

@@ -28,7 +28,7 @@ class TrainingConfig(Frozen):
     epochs: float = key("Passes over the rows", gt=0, le=1e6)
     batch_size: Positive = key("Rows per optimizer step (of reward_model: pairs)")
     micro_batch_size: Positive | None = key("Rows per forward pass; null = batch_size")
-    learning_rate: float = key("Peak learning rate; it falls linearly to 0", ge=0)
+    learning_rate: float = key("Peak learning rate; it falls linearly to 0", ge=0, le=10)
     warmup_steps: int = key("Optimizer steps of linear warm-up", ge=0)
     weight_decay: float = key("AdamW's decoupled weight decay", ge=0)
     max_grad_norm: float | None = key("Clip the gradient's norm to this; null = never", gt=0)

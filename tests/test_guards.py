@@ -106,7 +106,7 @@ def states(run):
 
 
 def test_weights_that_overflowed_stop_the_run_at_the_next_sample(tmp_path):
-    run = make(tmp_path, "train.learning_rate=1e30", "max_steps=3")
+    run = make(tmp_path, "train.optimizer_kwargs={lr: 1e30}", "max_steps=3")
     with pytest.raises(NumbersError) as caught:
         loop.train(run)
     assert caught.value.code == 7 and run.state.step == 1

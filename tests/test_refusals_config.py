@@ -224,6 +224,22 @@ WORDS: dict[str, tuple[str, str]] = {
     "an optimizer that is none": ("train.optimizer=adam", "fix      train.optimizer=adamw"),
     "Python's own optimizer": ("train.optimizer=os:system", "os comes with Python or with rloo"),
     "a schedule that is none": ("train.lr_scheduler=linar", "fix      train.lr_scheduler=linear"),
+    "a rate that is 0 for a computer": ("train.learning_rate=1e-400", "learning_rate = 1e-400 wou"),
+    "one in a list": ("train.optimizer_kwargs={betas:[1e-400,0.9]}", "kwargs.betas.0 = 1e-400"),
+    "a rate that no run survives": ("train.learning_rate=1e6", "less than or equal to 10, got 100"),
+    "sft's rate": ("sft.learning_rate=11", "less than or equal to 10, got 11"),
+    "a reward model's": ("reward_model.learning_rate=11", "less than or equal to 10, got 11"),
+    "a stop that is no text": (
+        "generation.stop=[false]",
+        "'generation.stop=[\"false\"]' on the comm",
+    ),
+    "a stop that is a number": (
+        "generation.stop=[5]",
+        'fix      stop: ["5"] in a file, \'generation.',
+    ),
+    "a key that no sweeper has": ("hydra.sweeper.x=1", "hydra/sweeper=basic has max_batch_size, p"),
+    "one that is near": ("hydra.sweeper.max_batch=1", "mean hydra.sweeper.max_batch_size?"),
+    "a key that no launcher has": ("hydra.launcher.x=1", "hydra/launcher=basic has no keys"),
     "a deadline without end": ("reward.length_tokens.timeout_s=1e20", "less than or equal to"),
     "a reward's key for all": ("reward_defaults.foo=1", "command line: reward_defaults.foo=1"),
     "a threadbare machine": ("distributed.threads=100000", "less than or equal to 4096"),
@@ -266,6 +282,19 @@ RECIPES: dict[str, Case] = {
     "a root with a line's end": recipe(MINE + 'root: "a\\nb"\n', "root = 'a\\nb' is not valid"),
     "a folder": Case(["train", "+recipe=d.yaml"], ["d.yaml is a folder"], files={"d.yaml/x": ""}),
     "a device": Case(["train", "+recipe=/dev/null.yaml"], ["does not exist"]),
+    "a rate that is 0 for a computer": recipe(
+        MINE + "train:\n  learning_rate: 1e-400\n", "learning_rate = 1e-400 would be", "my.yaml:7"
+    ),
+    "one in a list": recipe(
+        MINE + "train: {optimizer_kwargs: {betas: [1.0e-400, 0.9]}}\n", "betas.0 = 1.0e-400 would"
+    ),
+    "a word that YAML reads as false": recipe(
+        MINE + "generation:\n  stop: [no]\n",
+        "generation.stop.0 = False is",
+        "where    my.yaml:7",
+        "without quotes, no, off and false are read as False",
+        'fix      stop: ["no"] in a file',
+    ),
     "an address": Case(["train", "+recipe=https://x.y/z.yaml"], ["does not exist"]),
 }
 MODELS = {
@@ -346,6 +375,15 @@ CASES |= {
     f"first: {name}": Case(["train", *words], [f"  fix      {fix}\n"], files={"my.yaml": MINE})
     for name, (words, fix) in FIRST.items()
 }
+CASES |= {
+    "a sweep's key that its launcher lacks": train(
+        "--multirun", "seed=1,2", "hydra/launcher=submitit_slurm", "hydra.launcher.partiton=x",
+        says=["submitit_slurm has submitit_folder, ", "mean hydra.launcher.partition?"],
+    ),
+    "one that joblib lacks": train(
+        "-m", "hydra/launcher=joblib", "hydra.launcher.jobs=2", says=["joblib has n_jobs, "]
+    ),
+}  # fmt: skip
 CASES |= {f"misspelt: {name}": case for name, case in MISSPELT.items()}
 CASES |= {
     "config-dir: not there": train("--config-dir", "nowhere", says=["nowhere is not a folder"]),
@@ -402,6 +440,15 @@ def test_what_is_unusual_and_right_is_taken(tmp_path: Path) -> None:
         "a recipe on top of another": recipe("defaults: [smoke]\nseed: 5\n"),
         "a blank in its name": Case(["train", "+recipe=a b.yaml"], files={"a b.yaml": MINE}),
         "quotes": train("data.template='\"Ünï: {prompt}\"'"),
+        "0 for a rate": train("train.learning_rate=0"),
+        "0 with an exponent": train("train.learning_rate=0.0e-9"),
+        "a text like a number": train("data.template='\"{prompt} 1e-400\"'", "algorithm.beta=0.0"),
+        "a word that is no in YAML 1.1": train("generation.stop=[no]"),
+        "a key of a launcher": train(
+            "hydra/launcher=submitit_slurm",
+            "hydra.launcher.timeout_min=720",
+            "+hydra.launcher.additional_parameters.reservation=x",
+        ),
         "folders of one's own": train(*dirs, "model=a", "data=b", files=own),
     }
     found = ask(

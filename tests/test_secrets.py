@@ -187,6 +187,30 @@ def test_other_variables_are_left_alone(name: str, environment) -> None:
     assert redact.found("a some-value-1, b") == ""
 
 
+def test_plain_words_and_paths_refuse_no_command_and_tokens_do(environment, tmp_path: Path) -> None:
+    (tmp_path / "Runs-7Q").mkdir()
+    plain = (
+        "tmp/some/runs",
+        "/data/run12/best",
+        "~/my_runs/",
+        "quickstart",
+        "my big-model",
+        "20261122",
+    )
+    for value in (*plain, str(tmp_path / "Runs-7Q")):
+        environment.setenv("MY_SECRET", value)
+        assert redact.found(f"root={value}") == "", value
+        assert redact.text(f"root={value}") == "root=[secret]"  # masked as before
+    tokens = (
+        *PLANTED.values(), "Passw0rd", "hunter2-hunter2", "0123456789ab", "deadbeefdeadbeefcafe",
+        "correct horse battery staple", "planted/aws+0123456789abcdef", "tmp/some/Runs-7Q",
+        "f3a9/0c1d2e3f4a5b6c7d",
+    )  # fmt: skip
+    for value in tokens:
+        environment.setenv("MY_SECRET", value)
+        assert redact.found(f"root={value}") == "MY_SECRET", value
+
+
 def test_a_short_value_masks_no_sentence(environment) -> None:
     environment.setenv("MY_TOKEN", "true")
     assert redact.text("it is true") == "it is true"
