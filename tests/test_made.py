@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from rloo_cli import made
+from rloo_cli.errors import MachineError
 from rloo_cli.made import addition, keep, tiny, tldr
 
 MODELS = sorted(made.MODELS)
@@ -176,7 +177,7 @@ def test_a_folder_that_cannot_get_its_name_is_an_error(cache, monkeypatch):
         raise OSError("read-only")
 
     monkeypatch.setattr("pathlib.Path.rename", refuse)
-    with pytest.raises(OSError, match="read-only"):
+    with pytest.raises(MachineError, match="read-only"):
         keep.kept("x", "a", put("1"))
     assert os.listdir(cache) == []
 

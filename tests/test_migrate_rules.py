@@ -15,27 +15,27 @@ __all__ = ["migrate"]  # a fixture
 
 
 def test_max_steps_counted_updates(migrate):
-    command = "python x.py --num_generations 4 --steps_per_generation 4 --num_iterations 3"
+    command = "python rloo.py --num_generations 4 --steps_per_generation 4 --num_iterations 3"
     found = migrate(*flags(command), *flags("--gradient_accumulation_steps 2 --max_steps 600"))
     assert found.keys["algorithm.num_minibatches"] == 2
     assert found.keys["max_steps"] == 100
 
 
 def test_a_generation_batch_shorter_than_an_update_is_one_larger_batch(migrate):
-    command = "python x.py --num_generations 4 --steps_per_generation 1"
+    command = "python rloo.py --num_generations 4 --steps_per_generation 1"
     found = migrate(*flags(command), *flags("--gradient_accumulation_steps 4"))
     assert found.keys["train.prompts_per_step"] == 8  # 8 * 4 / 4
     assert found.effective("algorithm.num_minibatches") == 1
 
 
 def test_a_cycle_that_ends_inside_a_batch_is_said_to_have_no_equal(migrate):
-    command = "python x.py --num_generations 4 --steps_per_generation 3"
+    command = "python rloo.py --num_generations 4 --steps_per_generation 3"
     found = migrate(*flags(command), *flags("--gradient_accumulation_steps 2"))
     assert "= 3/2 is not whole" in found.text
 
 
 def test_generation_batch_size_is_the_batch(migrate):
-    found = migrate(*flags("python x.py --num_generations 4 --generation_batch_size 32"))
+    found = migrate(*flags("python rloo.py --num_generations 4 --generation_batch_size 32"))
     assert found.keys["train.prompts_per_step"] == 8
     assert found.keys["algorithm.num_minibatches"] == 4
 
@@ -49,7 +49,7 @@ def test_old_epochs_counted_completions(migrate):
 
 
 def test_a_batch_that_k_does_not_divide_names_the_two_nearest(migrate):
-    command = "python x.py --num_generations 6 --per_device_train_batch_size 8"
+    command = "python rloo.py --num_generations 6 --per_device_train_batch_size 8"
     with pytest.raises(ConfigError) as error:
         migrate(*flags(command))
     assert error.value.code == 2
@@ -94,14 +94,14 @@ def test_old_runs_without_a_stop_token_trained_past_eos(migrate):
 
 
 def test_clocks_are_converted(migrate):
-    new = "python x.py --num_generations 2 --num_iterations 4 --logging_steps 8 --warmup_steps 8"
+    new = "python rloo.py --num_generations 2 --num_iterations 4 --logging_steps 8 --warmup_steps 8"
     found = migrate(*flags(new))
     assert (found.keys["logging.every"], found.keys["train.warmup_steps"]) == (2, 8)
     old = "python x.py --rloo_k 2 --num_ppo_epochs 4 --logging_steps 8 --warmup_steps 8"
     found = migrate(*flags(old))
     assert (found.keys["logging.every"], found.keys["train.warmup_steps"]) == (8, 32)
     found = migrate(*flags("python x.py --rloo_k 2 --total_episodes 80 --num_sample_generations 2"))
-    assert "logging.samples_every: 5" in found.text or found.keys.get("logging.samples_every") == 5
+    assert found.keys["logging.samples_every"] == 5
 
 
 def test_kl_in_the_loss_gets_an_estimator_with_a_gradient(migrate):
@@ -112,7 +112,7 @@ def test_kl_in_the_loss_gets_an_estimator_with_a_gradient(migrate):
 
 
 def test_names_that_kept_their_word_and_changed_their_meaning(migrate):
-    command = "python x.py --num_generations 2 --importance_sampling_level sequence"
+    command = "python rloo.py --num_generations 2 --importance_sampling_level sequence"
     found = migrate(*flags(command), *flags("--scale_rewards true --loss_type dr_grpo --top_k -1"))
     assert found.keys["algorithm.ratio_level"] == "geometric"
     assert found.keys["algorithm.advantage_scale"] == "group"
@@ -136,7 +136,7 @@ def test_unknown_and_dropped_flags_are_listed_with_the_reason(migrate):
 
 def test_the_dialect_may_be_said(migrate):
     command = "python x.py --per_device_train_batch_size 8"
-    old, new = (migrate("--from", d, *flags(command)) for d in ("trl_0_21", "trl"))
+    old, new = (migrate("--from", d, *flags(command)) for d in ("trl_0_21", "rloo"))
     assert old.keys["generation.temperature"] == 0.7
     assert new.effective("generation.temperature") == 1.0
     assert migrate("--from=ms_swift", *flags(command)).keys["generation.temperature"] == 0.9
@@ -152,13 +152,14 @@ def test_the_dialect_may_be_said(migrate):
         (["broken.py"], "not Python"),
         (["notes.sh"], "no training command"),
         (["accelerate", "launch"], "no flags"),
-        (["--from", "verl", "x.py", "--rloo_k", "2"], "no such dialect"),
+        (["--from", "vrel", "x.py", "--rloo_k", "2"], "no such trainer"),
+        (["--from", "verl", "x.py", "--rloo_k", "2"], "a run of verl"),
         (["--world-size", "none", "x.py", "--rloo_k", "2"], "whole number"),
         (["--world-size"], "needs a value"),
         (["trl", "rloo", "--config", "gone.yaml"], "not a file"),
         (["x.py", "--rloo_k", "two"], "a number is expected"),
         (["x.py", "--rloo_k", "0"], "not a whole number"),
-        (["x.py", "--reward_funcs", "a", "b", "--reward_weights", "1"], "does not fit"),
+        (["rloo.py", "--reward_funcs", "a", "b", "--reward_weights", "1"], "does not fit"),
     ],
 )
 def test_bad_input_is_a_config_error(migrate, words, said):

@@ -77,7 +77,8 @@ def test_no_answer_to_an_old_name_is_that_name_or_a_key_that_the_run_has_not(kno
 
 def test_every_key_that_the_package_names_in_a_message_is_a_key(known):
     unknown = []
-    for path in sorted(PACKAGE.rglob("*.py")):
+    others = ("migrate_foreign.py", "migrate_tables.py")  # keys of other trainers
+    for path in sorted(p for p in PACKAGE.rglob("*.py") if p.name not in others):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 keys = _keys_in(node.value, known)

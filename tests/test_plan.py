@@ -189,7 +189,7 @@ def test_a_dry_run_without_a_gpu_plans_for_this_machine_where_the_run_fits(
     monkeypatch.setattr(device, "_here", lambda: None)
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     (tmp_path / "large").mkdir()
-    words = ("data.max_prompt_length=32",)
+    words = ("data.max_prompt_length=32", "model.tokenizer=make:tiny")
     text = verb.text(checked(f"model.path={tmp_path}", *words))
     assert "\ndevice     CPU with" in text and "for a GPU: --gpu NAME" in text
     large = json.dumps(SMALL | {"num_hidden_layers": 900, "hidden_size": 8192})
