@@ -259,7 +259,7 @@ def test_the_plan_of_the_tldr_recipe_names_four_models() -> None:
         config.check(compose(["+recipe=tldr_1b_ppo"])), device.of("80GiB"), plan.Asked(gpus=8)
     )
     text = words.of(found)
-    assert "a value model of 0.9088 B numbers (cleanrl/EleutherAI_pythia-1b" in text
+    assert "a value model of 908.8 M numbers (cleanrl/EleutherAI_pythia-1b" in text
     assert {"reference", "value model", "reward models"} <= set(found.memory.phases["update"])
     assert found.steps == 1954 and found.fits
     settings = found.case.run.algorithm
