@@ -113,6 +113,7 @@ def other_model(folder: Path) -> Path:
     """A model of another size than the run's."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"hidden_size": 4096, "vocab_size": 258}))
+    (folder / "tokenizer.json").write_text("{}")
     return folder
 
 

@@ -24,7 +24,7 @@ import ctypes, os, signal, sys, threading, time
 
 def length(completions, trainer_state, log_extra, log_metric, factor=1.0):
     log_extra("pid", [os.getpid()] * len(completions))
-    log_metric("step", trainer_state.step)
+    log_metric("seen_step", trainer_state.step)
     print("said by a reward")
     return [factor * len(c) for c in completions]
 
@@ -91,7 +91,7 @@ def test_a_worker_gives_what_a_thread_gives_and_lives_on(made, capfd) -> None:
     first, second = run(one, "a", "bcd"), run(one, "a", "bcd")
     assert first.raw.flatten().tolist() == second.raw.flatten().tolist() == [2.0, 6.0]
     assert first.extras == second.extras and first.extras["pid"][0] != os.getpid()
-    assert first.metrics == {"step": STATE.step}
+    assert first.metrics == {"seen_step": STATE.step}
     told = capfd.readouterr()
     assert "said by a reward" in told.err and "said" not in told.out
 
