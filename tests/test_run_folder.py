@@ -363,7 +363,7 @@ AGAIN = """
 import atexit, os, signal
 from rloo_cli import cli, processes
 def run(words):
-    with processes._passing_signals_on([]):
+    with processes._passing_signals_on([], "none"):
         os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)
     return 75
