@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import config, launch, machine, managed, paths
+from rloo_cli import config, faults, launch, machine, managed, paths
 from rloo_cli.compose import Composed, compose
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.files import read_json, update_json
@@ -41,6 +41,7 @@ def train(
 
     Raises RunError (its `code` is the exit status the command would have had).
     """
+    faults.check()  # also: none of an earlier run in this process are armed any more
     words = [f"+recipe={recipe}"] if recipe is not None else []
     composed = compose([*words, *(["reward=[]"] if rewards else []), *overrides], [*config_dirs])
     settings = config.check(_with(composed, rewards or {}))

@@ -227,8 +227,12 @@ def _section(annotation: Any) -> type[BaseModel] | None:
 def as_first_written(values: dict[str, Any]) -> dict[str, Any]:
     """A run's plain values as the first version would have written them, for hash and comparison:
     without the keys that came later and say "as before", and with the defaults that were changed.
+    As they are where a section is missing that every version has written: somebody changed them.
     """
-    values = with_newer_keys(values)
+    try:
+        values = with_newer_keys(values)
+    except (KeyError, TypeError):
+        return values
     return _as_first_written(model_class(values), values)
 
 

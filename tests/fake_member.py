@@ -29,6 +29,7 @@ def main(words: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     attempt = read_json(folder / "run.json").get("attempt", 0) + 1
     facts: dict[str, Any] = {"attempt": attempt, "pid": os.getpid(), "plan": {"max_steps": steps}}
+    facts |= {"state": "training", "hash": "none"}
     (folder / "config.yaml").write_text("{}\n")
     write_json(folder / "run.json", facts | {"words": words})
     done = len(metrics.read_text().splitlines()) if metrics.exists() else 0

@@ -8,7 +8,7 @@ import yaml
 from cli_cases import Ended, Rloo, rloo, strict, surroundings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rloo_cli import config
+from rloo_cli import config, faults
 from rloo_cli.api import train
 from rloo_cli.compose import compose
 from rloo_cli.errors import RewardError
@@ -161,6 +161,8 @@ def test_python_trains_with_rewards_of_its_own(here: Path) -> None:
         return [1.0 for _ in prompts]
 
     words = ["reward.constant.weight=0.5", "max_steps=1", "logging.samples=0"]
+    # An earlier run of this process was to break; this one is not.
+    faults._armed.append(faults._Fault("load", 1, "raise", "", 0))
     summary = train("smoke", rewards={"brevity": brevity, "constant": constant}, overrides=words)
     assert summary["steps"] == 1 and summary["folder"] == "runs/smoke"
     assert calls == [16, 16, 16]  # held out before, one step of 4 x 4, held out after

@@ -141,7 +141,7 @@ def _comparable(values: Row) -> Row:
     """
     try:
         return config.as_first_written(values)
-    except (ConfigError, KeyError, TypeError):
+    except ConfigError:
         return values
 
 
