@@ -374,4 +374,4 @@ cli.main()
 
 
 def test_a_launcher_that_is_asked_to_end_three_times_ends_with_75() -> None:
-    assert subprocess.run([sys.executable, "-c", AGAIN], check=False).returncode == 75
+    assert subprocess.run([sys.executable, "-P", "-c", AGAIN], check=False).returncode == 75
