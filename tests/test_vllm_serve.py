@@ -23,7 +23,7 @@ from test_vllm_guard import FORBIDDEN
 from rloo_cli import server_file, serving
 from rloo_cli.pids import started
 from rloo_cli.server_file import Server
-from rloo_cli.vllm import facts, family, guard, ports
+from rloo_cli.vllm import facts, family, ports
 
 __all__ = ["rloo"]  # a fixture
 
