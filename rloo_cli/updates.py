@@ -230,6 +230,9 @@ def fetch(values: dict[str, Tensor]) -> Row:
 
 
 def _clips(s: Row, top: Row) -> Row:
+    """Over the completions (or tokens) that were forwarded, so `train.forward_all` changes them: it
+    adds those on which no update depends, whose ratio is 1 on-policy and which never clip.
+    """
     n = s["units"]
     mean = s["ratio"] / n
     return {

@@ -205,6 +205,12 @@ def test_top_k_1_is_greedy(model, shared):
         ({"top_k": 5}, transformers.TopKLogitsWarper(5)),
         ({"top_p": 0.6}, transformers.TopPLogitsWarper(0.6)),
         ({"min_p": 0.2}, transformers.MinPLogitsWarper(0.2)),
+        (  # the nucleus is of the five likeliest, as in transformers and vLLM
+            {"top_k": 5, "top_p": 0.7},
+            transformers.LogitsProcessorList(
+                [transformers.TopKLogitsWarper(5), transformers.TopPLogitsWarper(0.7)]
+            ),
+        ),
     ],
 )
 @both

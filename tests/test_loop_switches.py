@@ -248,6 +248,24 @@ def test_resampling_draws_on_until_every_group_differs_and_the_place_moves_along
     assert run.state.episodes == 32
 
 
+def test_scores_normalised_over_a_step_are_so_over_all_rounds_and_reward_is_their_plain_sum(
+    tmp_path,
+):
+    words = [f"{A}zero_std_groups=resample", f"{A}max_resample=20", f"{A}normalize_advantages=true"]
+    words += [f"{A}multi_reward=normalize_then_sum"]
+    run = make(tmp_path, ENDS, *words, rewards={"flat": flat_on_names})
+    batch = sampled(run)
+    assert batch.facts["groups/resampled"] > 0 and batch.scorable.all()
+    (raw,) = batch.raw
+    centred = (raw - raw.mean(1, keepdim=True)) / (raw.std(1, keepdim=True) + 1e-4)
+    assert torch.allclose(batch.score, centred / (centred.std() + 1e-4), atol=1e-12)
+    _, row, _ = step(run, batch)
+    plain = float(raw.mean())
+    assert abs(plain) > 0.1 and row["reward"] == pytest.approx(plain)
+    assert row["objective/scores"] == pytest.approx(plain)
+    assert row["reward_std_batch"] == pytest.approx(float(raw.std()))
+
+
 def test_resampling_is_bounded_and_what_is_still_flat_is_dropped(tmp_path):
     def rarely(prompts, completion_ids, **_):
         return [

@@ -157,7 +157,14 @@ def test_the_token_opens_everything_else(behind: Behind, method: str) -> None:
     assert behind.bodies == [b"x" * 10]
 
 
-@pytest.mark.parametrize("route", sorted(guard.FORBIDDEN))
+# Written out: a route that is taken out of the guard's own list is still asked for here.
+FORBIDDEN = (
+    "collective_rpc", "load_lora_adapter", "server_info", "unload_lora_adapter",
+    "update_weight_version",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("route", FORBIDDEN)
 @pytest.mark.parametrize(
     "form",
     [

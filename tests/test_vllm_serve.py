@@ -18,11 +18,12 @@ from urllib.parse import urlsplit
 
 import pytest
 from cli_cases import Rloo, children, rloo, surroundings
+from test_vllm_guard import FORBIDDEN
 
 from rloo_cli import server_file, serving
 from rloo_cli.pids import started
 from rloo_cli.server_file import Server
-from rloo_cli.vllm import facts, family, guard, ports
+from rloo_cli.vllm import facts, family, ports
 
 __all__ = ["rloo"]  # a fixture
 
@@ -177,7 +178,7 @@ def test_a_second_header_or_a_socket_does_not_pass(server: Server) -> None:
 def test_arbitrary_calls_and_the_whole_configuration_are_refused_with_the_token(
     server: Server,
 ) -> None:
-    for path in guard.FORBIDDEN:
+    for path in FORBIDDEN:
         for form in (f"/{path}", f"//{path}/", f"/{path.upper()}", f"/v1/{path}"):
             for method in ("GET", "POST"):
                 assert ask(server, form, method, {"method": "reset_weights"})[0] == 403, form
