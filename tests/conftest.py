@@ -22,7 +22,8 @@ ONE_SERVER = (
 LONGEST = (
     "test_slurm_runs.py", "test_ranks.py", "test_faults.py", "test_vllm_contract.py",
     "test_trl.py", "test_lora_vllm.py", "test_run_ends.py", "test_docs_run.py",
-    "test_vllm_kills.py", "test_resume.py", "test_eval_verb.py", "test_vllm_weights.py", "test_signals.py",
+    "test_vllm_kills.py", "test_resume.py", "test_eval_verb.py", "test_vllm_weights.py",
+    "test_signals.py",
     "test_vllm_serve.py", "test_run_folder.py", "test_house.py", "test_resume_ways.py",
     "test_refusals_config.py", "test_fetch.py", "test_reward_model.py", "test_secrets.py",
     "test_slurm.py",
