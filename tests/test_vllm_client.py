@@ -494,7 +494,7 @@ def test_no_connection_is_used_twice(fake, make):
 
 
 def test_a_wire_takes_no_answer_from_a_redirect(fake):
-    wire = Wire(1)
+    wire = Wire()
     try:
         fake.page = 302
         with pytest.raises(GenerationError, match="no rollout server"):

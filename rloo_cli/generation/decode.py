@@ -47,7 +47,9 @@ class TransformersGenerator:
         self.rule = StopRule(tokenizer, model, config)
         self.version = 0
         self.facts: dict[str, float] = {}
-        self.tolerance = tolerance(str(next(model.parameters()).dtype))
+        own = next(model.parameters()).dtype
+        by_dtype = tolerance(str(own), coarse=own != torch.float32)
+        self.tolerance = config.logp_tolerance or by_dtype
         self.plain, self.shared = Plain(model), Shared(model)
         self.told: set[str] = set()
 
