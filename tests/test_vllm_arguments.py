@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rloo_cli import config, machine
+from rloo_cli import config, machine, ranks
 from rloo_cli.compose import compose
 from rloo_cli.errors import MachineError
 from rloo_cli.schema import RunConfig

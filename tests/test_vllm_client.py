@@ -487,10 +487,16 @@ def test_the_token_is_in_no_error(fake, client):
     assert fake.token not in repr(client().servers)
 
 
-def test_no_connection_is_used_twice(fake, make):
+def test_a_connection_is_used_again_but_not_one_that_was_idle(fake, make, monkeypatch):
+    monkeypatch.setattr("rloo_cli.vllm.wire.IDLE_S", 0.3)
+    generator = make()
+    draw(generator)
+    count, used = len(fake.callers), set(fake.callers)
+    assert len(used) < count == len(fake.asked)
+    time.sleep(0.6)
     # One that the server closes meanwhile would look like a server that died.
-    draw(make())
-    assert len(fake.callers) == len(fake.asked) == len(set(fake.callers))
+    draw(generator)
+    assert not used & {*fake.callers[count:]}
 
 
 def test_a_wire_takes_no_answer_from_a_redirect(fake):
@@ -508,4 +514,4 @@ def test_a_policy_in_another_dtype_loosens_parity(fake, make):
     assert generator.tolerance == 0.02
     half = Policy(copy.deepcopy(policy().model).to(torch.bfloat16), 1.0)
     generator.load(half, 1)
-    assert generator.tolerance == 0.4
+    assert generator.tolerance == 0.1
