@@ -78,7 +78,8 @@ def sampler(run: Run, batch: Batch, index: list[int]) -> None:
                 f"step {batch.step + 1}: the sampler had other weights than the trainer",
                 "nothing was updated",
                 f"log-probabilities differ by {rms:.4g} nats (rms of {count} tokens), expected at"
-                f" most {run.generator.tolerance:g}; most in {worst}; the completions say they are of version {', '.join(map(str, versions))}",
+                f" most {run.generator.tolerance:g}; most in {worst}; the completions say they are"
+                f" of version {', '.join(map(str, versions))}",
                 _why_apart(generation.backend),
             )
         )

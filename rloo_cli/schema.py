@@ -222,8 +222,8 @@ class TrainConfig(Frozen):
         ge=0,
     )
     compile: bool = key(
-        "Compile each decoder layer (torch.compile): fewer, larger kernels on a GPU, a minute more at"
-        " the start",
+        "Compile each decoder layer (torch.compile): fewer, larger kernels on a GPU, a minute more"
+        " at the start",
         since="0.2",
         before=False,
     )

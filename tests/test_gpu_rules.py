@@ -1,7 +1,9 @@
 """Whose GPU is whose, and what is refused until a GPU has shown it. No GPU is needed here."""
 
+import asyncio
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from rloo_cli.schema import RunConfig
 from rloo_cli.tools import slurm_fill, sweep
 from rloo_cli.vllm import arguments, generator
 from rloo_cli.vllm.engine import Ask
-from rloo_cli.vllm.remote import HttpControl, dealt, meeting
+from rloo_cli.vllm.remote import Gate, HttpControl, OverHttp, grouped, meeting
 from rloo_cli.vllm.servers import Server
 
 EIGHT = [f"GPU-{n}" for n in range(8)]
@@ -152,9 +154,7 @@ def test_a_colocated_engine_on_two_gpus_is_not_sent_handles_of_one(eight: None) 
     assert not [*arguments.problems(run_of(CHILD, two, "generation.colocate.transfer=gloo"))]
 
 
-def test_a_mixture_of_experts_over_several_gpus_is_refused(
-    eight: None, tmp_path: Path
-) -> None:
+def test_a_mixture_of_experts_over_several_gpus_is_refused(eight: None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 8}')
     (tmp_path / "tokenizer.json").write_text("{}")
     words = (SERVER, "generation.server.tensor_parallel_size=2", f"model.path={tmp_path}")
@@ -204,28 +204,50 @@ def asks(*counts: int) -> list[Ask]:
 
 
 def test_groups_go_round_the_servers_and_siblings_stay_together() -> None:
-    assert dealt(asks(2, 3, 1, 2), 3) == [0, 0, 1, 1, 1, 2, 0, 0]
-    assert dealt(asks(4, 4), 1) == [0] * 8
-    assert dealt([], 2) == []
+    assert grouped(asks(2, 3, 1)) == [[0, 1], [2, 3, 4], [5]]
+    assert grouped([]) == []
+    there = SimpleNamespace(servers=[Server("a", "", groups=True), Server("b", "")])
+    calls = OverHttp._calls(there, asks(2, 3, 1))  # type: ignore[arg-type]
+    assert [(call.server, call.places) for call in calls] == [
+        (0, [0, 1]), (1, [2]), (1, [3]), (1, [4]), (0, [5]),
+    ]  # fmt: skip
+
+
+def test_groups_that_wait_for_room_never_wait_for_each_other() -> None:
+    gate, most, inside = Gate(4), [0], [0]
+
+    async def one(count: int) -> None:
+        async with gate.room(count):
+            inside[0] += min(count, 4)
+            most[0] = max(most[0], *inside)
+            await asyncio.sleep(0)
+            inside[0] -= min(count, 4)
+
+    async def all_of_them() -> None:
+        await asyncio.wait_for(asyncio.gather(*map(one, (3, 3, 9, 2, 4, 1))), 20)
+
+    asyncio.run(all_of_them())
+    assert most == [4] and inside == [0]
 
 
 def test_each_servers_processes_come_after_those_before_it() -> None:
-    class Engine:
-        servers = [Server("http://a", "", workers=2), Server("http://b", "", workers=3),
-                   Server("http://c", "", workers=1)]  # fmt: skip
-        keys: Any = run_of(SERVER).generation.server  # type: ignore[attr-defined]
-        told: list[Any] = []
+    told: list[tuple[str, dict[str, Any]]] = []
 
-        def ask_all(self, asked: Any, limit_s: float) -> None:
-            self.told += [(server.url, path, body["init_info"]) for _, server, path, body in asked]
+    def ask_all(asked: Any, limit_s: float) -> None:
+        told.extend((server.url, body["init_info"]) for _, server, _, body in asked)
 
-    engine: Any = Engine()
+    counts = {"http://a": 2, "http://b": 3, "http://c": 1}
+    engine: Any = SimpleNamespace(
+        servers=[Server(url, "", workers=count) for url, count in counts.items()],
+        keys=run_of(SERVER).generation.server,  # type: ignore[attr-defined]
+        ask_all=ask_all,
+    )
     control = HttpControl(engine, ["p1", "p2", "p3"])
     control.init_weight_transfer_engine({"rank_offset": 1, "world_size": 7, "own_host": "x"})
-    assert [(url, info["rank_offset"], info["own_host"]) for url, _, info in engine.told] == [
+    assert [(url, info["rank_offset"], info["own_host"]) for url, info in told] == [
         ("http://a", 1, "p1"), ("http://b", 3, "p2"), ("http://c", 6, "p3"),
     ]  # fmt: skip
-    assert {info["world_size"] for *_, info in engine.told} == {7}
+    assert {info["world_size"] for _, info in told} == {7}
 
 
 def test_a_server_beside_the_trainer_and_one_elsewhere_meet_at_one_address() -> None:

@@ -107,9 +107,7 @@ def test_a_batch_that_is_still_on_its_way_is_taken_in_before_sleep() -> None:
     def step() -> None:
         steps.append(queue.pop())
 
-    core = SimpleNamespace(
-        scheduler=SimpleNamespace(has_requests=lambda: False), batch_queue=queue
-    )
+    core = SimpleNamespace(scheduler=SimpleNamespace(has_requests=lambda: False), batch_queue=queue)
     engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core), step=step)
     child().drain(engine)
     assert len(steps) == 2 and not queue
@@ -120,9 +118,7 @@ def test_a_batch_that_is_still_on_its_way_is_taken_in_before_sleep() -> None:
 def test_weights_that_are_sent_only_once_survive_sleep(adapter: Any, level: int) -> None:
     """Of a base under an adapter only the adapter is sent again."""
     slept: list[int] = []
-    core = SimpleNamespace(
-        scheduler=SimpleNamespace(has_requests=lambda: False), batch_queue=None
-    )
+    core = SimpleNamespace(scheduler=SimpleNamespace(has_requests=lambda: False), batch_queue=None)
     llm = SimpleNamespace(
         sleep=lambda level: slept.append(level),
         llm_engine=SimpleNamespace(engine_core=SimpleNamespace(engine_core=core)),

@@ -61,7 +61,9 @@ class Led:
             groups[place].rollouts = rollouts
             arrived(place)
 
-        self._together(lambda inner: inner.generate(groups, seeds, greedy, temperature, heard), given)
+        self._together(
+            lambda inner: inner.generate(groups, seeds, greedy, temperature, heard), given
+        )
 
     def close(self) -> None:
         """Let go of the sampler."""

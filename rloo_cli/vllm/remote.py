@@ -6,17 +6,20 @@ what is lost is connected to anew, which first asks the server for its state.
 """
 
 import asyncio
+import base64
 import contextlib
 import logging
+import struct
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rloo_cli.errors import GenerationError, Problem
 from rloo_cli.faults import fault
 from rloo_cli.generation.vllm_server import LOOPBACK, Section
-from rloo_cli.vllm import family, slot
+from rloo_cli.vllm import facts, family, slot
 from rloo_cli.vllm.engine import Answer, Ask, Lost, Refused
 from rloo_cli.vllm.expected import Expected
 from rloo_cli.vllm.link import Link, connect
@@ -27,6 +30,14 @@ from rloo_cli.vllm.wire import Wire
 log = logging.getLogger(__name__)
 IN_FLIGHT = 1024  # completions under way on one engine: more than it decodes at once
 Request = tuple[str, Server, str, Any]  # method, server, path, body
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request: which server, and the completions that it brings, by their places."""
+
+    server: int
+    places: list[int]
 
 
 class OverHttp:
@@ -51,7 +62,9 @@ class OverHttp:
         again = bool(self.servers)
         self.servers = self.finder.find(again)
         for server in self.servers:
-            server.transfer = self.expected.check(self.wire, server.url, server.token)
+            server.transfer, server.groups = self.expected.check(
+                self.wire, server.url, server.token
+            )
             undo(self.wire, server)
             answer = self.wire.get(server.url, "/get_world_size", server.token, CALL_S)
             server.workers = int(answer["world_size"])
@@ -119,22 +132,20 @@ class OverHttp:
         return self.wire.run(everything(), limit_s + 5)
 
     def complete(self, asks: Sequence[Ask], done: Callable[[int, Answer], None]) -> None:
-        chosen = dealt(asks, len(self.servers))
         most = self.keys.max_in_flight or IN_FLIGHT * self.keys.data_parallel_size
-        gates = [asyncio.Semaphore(most) for _ in self.servers]
+        calls = self._calls(asks)
+        gates = [Gate(most) for _ in self.servers]
 
-        async def one(i: int, ask: Ask) -> None:
-            server = self.servers[chosen[i]]
-            body = {"token_ids": ask.prompt_ids, "sampling_params": ask.params}
-            body |= {"model": slot.NAME} if server.transfer == slot.KIND else {}
-            path, limit = "/inference/v1/generate", self.keys.request_timeout_s
-            async with gates[chosen[i]]:
-                fault("gen.request")
-                said = await self.wire.ask("POST", server.url, path, server.token, body, limit)
-            done(i, answer(said, server.url))
+        async def one(call: Call) -> None:
+            async with gates[call.server].room(len(call.places)):
+                for _ in call.places:
+                    fault("gen.request")
+                found = await self._ask(call, asks)
+            for place, completion in zip(call.places, found, strict=True):
+                done(place, completion)
 
         async def everything() -> None:
-            tasks = [asyncio.create_task(one(i, ask)) for i, ask in enumerate(asks)]
+            tasks = [asyncio.create_task(one(call)) for call in calls]
             try:
                 await asyncio.gather(*tasks)
             finally:  # one failed: the others are closed, and the server aborts them
@@ -142,9 +153,35 @@ class OverHttp:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-        busiest = max(Counter(chosen).values(), default=0)
-        limit = -(-busiest // most) * self.keys.request_timeout_s + CALL_S
+        count = Counter(call.server for call in calls for _ in call.places)
+        rounds = -(-max(count.values(), default=0) // most)
+        limit = rounds * self.keys.request_timeout_s + CALL_S
         self.wire.run(everything(), limit, interruptible=True)
+
+    def _calls(self, asks: Sequence[Ask]) -> list[Call]:
+        """The requests that bring these completions: one for a whole group where the server has
+        the route for that, else one each."""
+        found = []
+        for number, places in enumerate(grouped(asks)):
+            server = number % len(self.servers)
+            parts = [places] if self.servers[server].groups else [[i] for i in places]
+            found += [Call(server, part) for part in parts]
+        return found
+
+    async def _ask(self, call: Call, asks: Sequence[Ask]) -> list[Answer]:
+        server, limit = self.servers[call.server], self.keys.request_timeout_s
+        chosen = [asks[i] for i in call.places]
+        body: dict[str, Any] = {"token_ids": chosen[0].prompt_ids}
+        path = facts.GROUP if server.groups else "/inference/v1/generate"
+        if server.groups:
+            body |= {"sampling_params": [ask.params for ask in chosen]}
+        else:
+            body |= {"sampling_params": chosen[0].params}
+            body |= {"model": slot.NAME} if server.transfer == slot.KIND else {}
+        said = await self.wire.ask("POST", server.url, path, server.token, body, limit)
+        if server.groups:
+            return group_answers(said, server.url, len(chosen))
+        return [answer(said, server.url)]
 
     def well(self) -> bool:
         try:
@@ -216,13 +253,35 @@ class HttpControl:
         self._post("/finish_weight_update", CLEAR_S, [body] * len(self.peers))
 
 
-def dealt(asks: Sequence[Ask], servers: int) -> list[int]:
-    """The server of each completion, by its number: groups go round, siblings stay together,
-    for their server then reads their prompt once."""
-    found, group = [], -1
+class Gate:
+    """At most `most` completions are under way on one server."""
+
+    def __init__(self, most: int):
+        self.most, self.free, self.turn = most, asyncio.Semaphore(most), asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def room(self, count: int) -> AsyncIterator[None]:
+        """While inside, `count` of them are ours; a group larger than the gate has all of it."""
+        taken = 0
+        try:
+            async with self.turn:  # two that have half of what they need would wait for ever
+                while taken < min(count, self.most):
+                    await self.free.acquire()
+                    taken += 1
+            yield
+        finally:
+            for _ in range(taken):
+                self.free.release()
+
+
+def grouped(asks: Sequence[Ask]) -> list[list[int]]:
+    """The places of siblings, group by group: they share a prompt, which a server reads once."""
+    found: list[list[int]] = []
     for i, ask in enumerate(asks):
-        group += i == 0 or ask.prompt_ids is not asks[i - 1].prompt_ids
-        found.append(group % servers)
+        if i and ask.prompt_ids is asks[i - 1].prompt_ids:
+            found[-1].append(i)
+        else:
+            found.append([i])
     return found
 
 
@@ -238,6 +297,30 @@ def meeting(servers: Sequence[Server], keys: Section) -> tuple[str, list[str]]:
     return outside[0], [peer if own not in LOOPBACK else outside[0] for own, peer in found]
 
 
+def group_answers(said: Any, url: str, count: int) -> list[Answer]:
+    """A group's JSON (`group_route`) as its Answers, in order. Raises as `answer`."""
+    try:
+        rows = said["completions"]
+        if len(rows) != count:
+            raise ValueError(f"{len(rows)} completions for {count}")
+        found = [
+            Answer(
+                unpacked(row["ids"], "i"), unpacked(row["logp"], "f"), str(row["finish_reason"]),
+                [str(version) for version in row["versions"]],
+            )
+            for row in rows
+        ]  # fmt: skip
+    except (KeyError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}, in {str(said)[:200]}"
+        raise GenerationError(Problem(f"{url} answered in another form", why=why)) from None
+    return [_ended(one, url) for one in found]
+
+
+def unpacked(text: str, kind: str) -> list[Any]:
+    """Numbers of 4 bytes (`kind` i or f) out of the base64 of their little-endian bytes."""
+    return [value for (value,) in struct.iter_unpack(f"<{kind}", base64.b64decode(text))]
+
+
 def answer(said: Any, url: str) -> Answer:
     """A generate call's JSON as an Answer. Raises Lost where it was aborted, GenerationError."""
     try:
@@ -249,6 +332,11 @@ def answer(said: Any, url: str) -> Answer:
     except (KeyError, IndexError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}, in {str(said)[:200]}"
         raise GenerationError(Problem(f"{url} answered in another form", why=why)) from None
+    return _ended(found, url)
+
+
+def _ended(found: Answer, url: str) -> Answer:
+    """Raises Lost for a completion that was aborted."""
     if found.finish_reason not in ("stop", "length"):
         raise Lost(f"{url}: a request ended with {found.finish_reason}")
     return found

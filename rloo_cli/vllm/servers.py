@@ -32,6 +32,7 @@ class Server:
     transfer: str = "gloo"
     found: server_file.Server | None = None  # what its server.json said, if it has one
     workers: int = 0
+    groups: bool = False  # it has the route for the completions of a whole group
 
 
 class Finder:
