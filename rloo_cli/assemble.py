@@ -287,6 +287,8 @@ def _layouts(
         log.note(f"the value model's rows are {critic.layout} ({reason})")
     if critic is not None:
         critic.wide = rows_of(prompts.longest, completions, critic.layout) / group
+    if config.train.compile:
+        _compile(policy, frozen, log)
     least = longest if frozen is None else group  # a group with a KL should not be cut
     own = memory.limits(policy, config, group, second, _share(engine), critic, least, others)
     found = min(engine.world.gather(own), key=lambda limits: limits.rows)
@@ -294,6 +296,15 @@ def _layouts(
     again = ", recomputed in backward" if policy.model.is_gradient_checkpointing else ""
     log.note(f"rows are {level}; at most {size} a forward{again}")
     return level, found
+
+
+def _compile(policy: Policy, frozen: Reference | None, log: Log) -> None:
+    """Compile each decoder layer by itself, for rows of any number: one compilation serves all
+    layers, and weights may be sharded or replaced."""
+    models = [policy.model, *([frozen.model] if frozen is not None and frozen.own else [])]
+    for layer in (layer for model in models for layer in pieces.layers(model)):
+        layer.compile(dynamic=True)
+    log.note("decoder layers are compiled at their first use, which takes a minute")
 
 
 def _share(engine: Engine) -> tuple[float, int]:

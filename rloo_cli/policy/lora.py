@@ -102,7 +102,7 @@ def multiply_as_base(model: Any) -> None:
         module.cast_input_dtype_enabled = False
         for part in (*module.lora_A.values(), *module.lora_B.values()):
             if type(part) is nn.Linear:
-                part.forward = MethodType(_linear_as_input, part)
+                part.forward = MethodType(_linear_as_input, part)  # type: ignore[method-assign]
 
 
 def _linear_as_input(layer: nn.Linear, x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from rloo_cli.schema import RunConfig
 SHARE = 0.5  # of what weights and optimizer leave: the rest is for the sampler, and for error
 MOST = {"cpu": 1024, "cuda": 32768}  # rows beyond which nothing gets faster
 MASKED = 4096  # rows of a mask of rows by rows: 16 million of its entries
-CONTEXT = 1.5e9  # bytes of a GPU that are CUDA's, its libraries', and the backward's own buffers
+CONTEXT = 0.02  # of a GPU: CUDA's own, its libraries', and buffers of the backward pass
 NO_GRAD = 4  # times as many rows where nothing is kept
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
@@ -180,7 +180,7 @@ def _left(
         engine: Any = generation.colocate  # type: ignore[attr-defined]
         total *= 1 - (0.0 if engine.sleep == "weights" else engine.gpu_memory_utilization)
     if policy.device.type == "cuda":
-        total -= CONTEXT
+        total *= 1 - CONTEXT
     return max(total - held, 0.0)
 
 
@@ -188,8 +188,8 @@ def _leave_room(generation: Any, held: float, total: float) -> None:
     """Raises OutOfMemory where an engine that sleeps could not wake up: what the trainer keeps
     between two updates stays while it samples."""
     share = generation.colocate.gpu_memory_utilization
-    if held + CONTEXT > total * (1 - share):
-        fits = (total - held - CONTEXT) / total
+    fits = 1 - CONTEXT - held / total
+    if share > fits:
         raise OutOfMemory(
             Problem(
                 "trainer and sampler do not fit on one GPU",

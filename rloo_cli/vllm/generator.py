@@ -18,6 +18,7 @@ import torch
 from rloo_cli.errors import GenerationError, Problem
 from rloo_cli.generation import check_lengths, tolerance, unheard
 from rloo_cli.generation.stopping import StopRule
+from rloo_cli.prompt_limit import BACKENDS
 from rloo_cli.ranks import gpus
 from rloo_cli.rollout import Group, Rollout
 from rloo_cli.schema import GenerationConfig, RunConfig
@@ -248,7 +249,7 @@ def allowed(run: RunConfig) -> Callable[..., float]:
     config: Any = run.generation
     if (fixed := config.logp_tolerance) is not None:
         return lambda *dtypes: float(fixed)
-    keys = getattr(config, arguments.BACKENDS[config.backend])
+    keys = getattr(config, BACKENDS[config.backend])
     cache = keys.kv_cache_dtype not in (None, "auto", "bfloat16", "float16")
     coarse = bool(keys.quantization or cache or arguments.count_experts(run))
     return partial(tolerance, on_gpu=bool(gpus()), coarse=coarse)
