@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rloo_cli import config, machine, managed, ranks
+from rloo_cli import config, machine, managed, ranks, worker
 from rloo_cli.compose import compose
 from rloo_cli.distributed import world
 from rloo_cli.errors import ConfigError, MachineError, OutOfMemory
@@ -271,6 +271,26 @@ def test_a_trainer_that_leaves_a_sleeping_engine_no_room_is_refused_before_it_tr
     with pytest.raises(OutOfMemory) as refused:
         memory._leave_room(keys, 79e9, 80e9)
     assert "generation=vllm_server" in refused.value.problems[0].fix
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [((), "generation.transformers.batch_tokens"),
+     ((CHILD,), "generation.colocate.gpu_memory_utilization")],
+)  # fmt: skip
+def test_memory_that_runs_out_while_a_run_is_built_ends_it_with_9(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], key: str
+) -> None:
+    def make(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+
+    monkeypatch.setattr(worker, "make", make)
+    with pytest.raises(OutOfMemory) as refused:
+        worker.work(run_of(*words), tmp_path)
+    assert refused.value.code == 9
+    problem = refused.value.problems[0]
+    assert "while the run was built" in problem.what and key in problem.fix
+    assert problem.why == "CUDA out of memory. Tried to allocate 2 GiB"
 
 
 def test_nvidia_smi_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
