@@ -13,7 +13,7 @@ from rloo_cli import config, machine, managed, ranks, worker
 from rloo_cli.compose import compose
 from rloo_cli.distributed import world
 from rloo_cli.errors import ConfigError, MachineError, OutOfMemory
-from rloo_cli.generation import COARSE, EXACT, EXACT_ON_GPU, HALF, tolerance
+from rloo_cli.generation import COARSE, EXACT, EXACT_ON_GPU, HALF, rows, tolerance
 from rloo_cli.policy import memory
 from rloo_cli.schema import RunConfig
 from rloo_cli.tools import slurm_fill, sweep
@@ -291,6 +291,26 @@ def test_memory_that_runs_out_while_a_run_is_built_ends_it_with_9(
     problem = refused.value.problems[0]
     assert "while the run was built" in problem.what and key in problem.fix
     assert problem.why == "CUDA out of memory. Tried to allocate 2 GiB"
+
+
+def test_a_batch_of_our_own_sampler_fits_a_quarter_of_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = SimpleNamespace(
+        num_attention_heads=8, num_key_value_heads=2, hidden_size=512, num_hidden_layers=4
+    )
+    model = SimpleNamespace(
+        config=SimpleNamespace(get_text_config=lambda: shape),
+        parameters=lambda: iter([torch.zeros(1, dtype=torch.bfloat16)]),
+    )
+    there = SimpleNamespace(total_memory=4 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: there)
+    keys: Any = run_of().generation
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert rows.places_that_fit(keys, model, gpu) == 2**30 // (2 * 4 * 2 * 64 * 2)
+    assert rows.places_that_fit(keys, model, cpu) is None
+    few: Any = run_of("generation.transformers.batch_tokens=100").generation
+    assert rows.places_that_fit(few, model, gpu) == rows.places_that_fit(few, model, cpu) == 100
 
 
 def test_nvidia_smi_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
