@@ -252,7 +252,7 @@ def test_how_the_optimizer_is_computed_is_this_machines_whatever_the_checkpoint_
     _, first = optimizer()
     tensors, facts = first.dump()
     assert facts["groups"][0]["fused"] is None
-    model, second = optimizer()
+    _, second = optimizer()
     second.inner.param_groups[0]["fused"] = True  # as on a GPU
     second.restore(tensors, facts)
     assert second.inner.param_groups[0]["fused"] is True
