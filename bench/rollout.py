@@ -2,6 +2,7 @@
 
     python bench/rollout.py                      sizes 1, 6 and 25 M parameters, 3 rounds
     python bench/rollout.py --sizes 1 6 --prompts 8 --length 24
+    python bench/rollout.py --sizes 1 --servers 2 --prompts 64      one batch over two servers
 
 Two engines are loaded for each size, and compile for their first batch: minutes on two cores.
 
@@ -21,7 +22,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from rloo_cli import __version__, config, made, managed, registry
+from rloo_cli import __version__, config, made, managed, registry, serving
 from rloo_cli.compose import compose
 from rloo_cli.policy.model import Policy
 from rloo_cli.rollout import Group
@@ -78,15 +79,43 @@ def prompts(count: int) -> list[list[int]]:
 
 
 @contextmanager
-def ours(backend: str, folder: Path, trained: Any, args: Any) -> Iterator[tuple[Sample, Any]]:
-    """Our generator of one backend: what samples one batch, and what sends new weights."""
-    place = folder / f"run-{backend}"
+def several(count: int, folder: Path, args: Any) -> Iterator[list[str]]:
+    """Words of a run that samples with `count` servers, which are there meanwhile."""
+    os.environ["RLOO_SERVER_TOKEN"] = "a token for the bench"
+    started = []
+    try:
+        for number in range(1, count + 1):
+            place = folder / f"server-{number}"
+            place.mkdir()
+            started.append(
+                serving.start(place, run_of("vllm_server", folder, place, args), "bench")
+            )
+        run = run_of("vllm_server", folder, folder / "none", args)
+        there = [serving.wait(process, run) for process in started]
+        urls = ",".join(f"'{server.url}'" for server in there if server is not None)
+        yield [f"generation.server.base_url=[{urls}]"]
+    finally:
+        for process in started:
+            serving.stop(process)
+
+
+def run_of(backend: str, folder: Path, place: Path, args: Any, *more: str) -> Any:
+    """The config of a run in `place`."""
     words = [
         "+recipe=smoke", f"generation={backend}", f"model.path={folder}", f"root={place.parent}",
         f"name={place.name}", f"generation.max_completion_length={args.length}",
-        "generation.ignore_eos=true", "data.max_prompt_length=256",
+        "generation.ignore_eos=true", "data.max_prompt_length=256", *more,
     ]  # fmt: skip
-    run = config.check(compose(words))
+    return config.check(compose(words))
+
+
+@contextmanager
+def ours(
+    backend: str, folder: Path, trained: Any, args: Any, more: Sequence[str] = ()
+) -> Iterator[tuple[Sample, Any]]:
+    """Our generator of one backend: what samples one batch, and what sends new weights."""
+    place = folder / f"run-{backend}"
+    run = run_of(backend, folder, place, args, *more)
     place.mkdir(parents=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     build = registry.load_code(registry.module("generation", backend).IMPLEMENTATION)
@@ -148,22 +177,33 @@ def measure(size: int, args: Any) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="rloo-bench-") as place, ExitStack() as held:
         folder = Path(place) / "model"
         trained = model(size, folder)
+        if args.servers:
+            words = held.enter_context(several(args.servers, folder, args))
+            tools = {"vllm_server": held.enter_context(
+                ours("vllm_server", folder, trained, args, words)
+            )}  # fmt: skip
+            return timed(tools, trained, args)
         backends = [b for b in BACKENDS if b != "vllm_server" or len(arguments.gpus()) != 1]
         tools = {b: held.enter_context(ours(b, folder, trained, args)) for b in backends}
         tools["trl"] = held.enter_context(trl(folder, trained, args))
-        seconds: dict[str, list[float]] = {name: [] for name in tools}
-        syncs: dict[str, list[float]] = {name: [] for name in tools}
-        for number in range(args.rounds + 1):
-            for name, (sample, sync) in tools.items():
-                if sync is not None:
-                    began = time.perf_counter()
-                    sync()
-                    syncs[name].append(time.perf_counter() - began)
+        return timed(tools, trained, args)
+
+
+def timed(tools: dict[str, tuple[Sample, Any]], trained: Any, args: Any) -> list[dict[str, Any]]:
+    """Each in turn, round after round; a row each."""
+    seconds: dict[str, list[float]] = {name: [] for name in tools}
+    syncs: dict[str, list[float]] = {name: [] for name in tools}
+    for number in range(args.rounds + 1):
+        for name, (sample, sync) in tools.items():
+            if sync is not None:
                 began = time.perf_counter()
-                sample(number)
-                seconds[name].append(time.perf_counter() - began)
-        parameters = sum(p.numel() for p in trained.parameters())
-        return [row(name, parameters, seconds[name][1:], syncs[name][1:], args) for name in tools]
+                sync()
+                syncs[name].append(time.perf_counter() - began)
+            began = time.perf_counter()
+            sample(number)
+            seconds[name].append(time.perf_counter() - began)
+    parameters = sum(p.numel() for p in trained.parameters())
+    return [row(name, parameters, seconds[name][1:], syncs[name][1:], args) for name in tools]
 
 
 def row(
@@ -184,6 +224,7 @@ def row(
         "K": args.k,
         "B": count,
         "length": args.length,
+        "servers": args.servers or 1,
         "threads": torch.get_num_threads(),
         "rounds": len(seconds),
         "s_batch": middle,
@@ -220,12 +261,15 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--length", type=int, default=48)
+    parser.add_argument("--servers", type=int, default=0, help="only vllm_server, over so many")
+    parser.add_argument("--keep", action="store_true", help="append to bench/results.jsonl")
     args = parser.parse_args()
     every = []
     for size in args.sizes:
         rows = measure(size, args)
-        with RESULTS.open("a") as file:
-            file.writelines(json.dumps(r) + "\n" for r in rows)
+        if args.keep or not args.servers:
+            with RESULTS.open("a") as file:
+                file.writelines(json.dumps(r) + "\n" for r in rows)
         every += rows
     show(every)
 

@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rloo_cli import adapter_rules, hub, made, registry, value_start, vocabulary
 from rloo_cli.clock import Clock
+from rloo_cli.device_waits import wait_for_device
 from rloo_cli.distributed import pieces
 from rloo_cli.distributed.engine import Copies, Engine
 from rloo_cli.distributed.fsdp import Sharded
@@ -28,12 +30,14 @@ from rloo_cli.policy.levels import Level
 from rloo_cli.policy.model import Policy
 from rloo_cli.policy.reference import Reference
 from rloo_cli.policy.value import Critic
+from rloo_cli.prompt_limit import BACKENDS
 from rloo_cli.prompts import Prompts
 from rloo_cli.resume import Start
 from rloo_cli.rewards.build import Reward
 from rloo_cli.rollouts import Rollouts
 from rloo_cli.schedule import Limits, rows_of
 from rloo_cli.schema import RunConfig
+from rloo_cli.vllm import arguments
 
 ENGINES: dict[str, type[Engine]] = {
     "single": Engine, "ddp": Copies, "fsdp2": Sharded, "zero1": Zero, "zero2": Zero, "zero3": Zero,
@@ -56,15 +60,15 @@ def with_model(
     algorithm = registry.algorithm(config.algorithm.name)
     settings = algorithm.resolved(config.algorithm, config.generation.backend)
     config = config.model_copy(update={"algorithm": settings})
-    engine = _engine(world, config)
+    engine, others = _engine(world, config), memory.held_now(world.device)
     policy, frozen = _policies(config, engine, start)
     critic = _critic(config, engine, policy, rewards, tokenizer, log)
     optimizer = engine.spread(policy, steps * config.updates_per_step)
     if frozen is not None:
         engine.freeze(frozen)
     generator = _generator(config, engine, policy, tokenizer, context, start, log)
-    prompts, clock = prepared[None], Clock(log.phase)
-    level, limits = _layouts(config, engine, policy, frozen, critic, prompts, log)
+    prompts, clock = prepared[None], Clock(log.phase, wait_for_device)
+    level, limits = _layouts(config, engine, policy, frozen, critic, prompts, others, log)
     return Run(
         config=config,
         folder=start.folder,
@@ -210,7 +214,7 @@ def _generator(
     backend = registry.load_code(registry.module("generation", name).IMPLEMENTATION)
 
     def units() -> Iterator[dict[str, Tensor]]:
-        return pieces.of_units(engine, policy.model)
+        return pieces.of_units(engine, policy.model, _sampled_in(config, policy))
 
     def build(model: Any = policy.model) -> Generator:
         found: Generator = backend(model, tokenizer, config, context, start.folder, log.note)
@@ -219,14 +223,30 @@ def _generator(
     if name == "vllm_server" and (world.size > 1 or engine.sharded):
         return Led(world, policy, units, build)
     if not engine.sharded:
-        return build()
+        return _never_alone(build(), world)
     if name == "transformers":
         path = config.model.path  # its weights are replaced before it samples
         copy = load.model(config.model, path, world.device)
         return Replica(build(copy.eval().requires_grad_(False)), copy, units)
     policy.pieces = units
-    generator: Any = build()
-    if world.size > 1:  # nobody can be sent weights alone
+    return _never_alone(build(), world)
+
+
+def _sampled_in(config: RunConfig, policy: Policy) -> torch.dtype:
+    """The dtype that the sampler computes in: shards are cast to it before they travel."""
+    section = BACKENDS.get(config.generation.backend)
+    if section is None:
+        return policy.dtype
+    found: torch.dtype = getattr(
+        torch, arguments.dtype(config, getattr(config.generation, section))
+    )
+    return found
+
+
+def _never_alone(generator: Any, world: World) -> Generator:
+    """With several ranks an engine that is lost is not started again: no rank can be sent weights
+    alone, since all ranks gather them, or exchange the handles of their memory."""
+    if world.size > 1 and hasattr(generator, "lost_most"):
         generator.lost_most = 0
     found: Generator = generator
     return found
@@ -239,9 +259,11 @@ def _layouts(
     frozen: Reference | None,
     critic: Critic | None,
     prompts: Prompts,
+    others: float,
     log: Log,
 ) -> tuple[Level, Limits]:
-    """How rows are laid out for each model, and how many a forward pass may have."""
+    """How rows are laid out for each model, and how many a forward pass may have. `others`: bytes
+    of the device that reward models have."""
     log.phase("checking layouts")
     length, wanted = config.generation.max_completion_length, config.train.layout
     longest = prompts.longest + length
@@ -265,12 +287,24 @@ def _layouts(
         log.note(f"the value model's rows are {critic.layout} ({reason})")
     if critic is not None:
         critic.wide = rows_of(prompts.longest, completions, critic.layout) / group
-    own = memory.limits(policy, config, group, second, _share(engine), critic)
+    if config.train.compile:
+        _compile(policy, frozen, log)
+    least = longest if frozen is None else group  # a group with a KL should not be cut
+    own = memory.limits(policy, config, group, second, _share(engine), critic, least, others)
     found = min(engine.world.gather(own), key=lambda limits: limits.rows)
     size = f"{found.rows} rows" if found.completions is None else f"{found.completions} completions"
     again = ", recomputed in backward" if policy.model.is_gradient_checkpointing else ""
     log.note(f"rows are {level}; at most {size} a forward{again}")
     return level, found
+
+
+def _compile(policy: Policy, frozen: Reference | None, log: Log) -> None:
+    """Compile each decoder layer by itself, for rows of any number: one compilation serves all
+    layers, and weights may be sharded or replaced."""
+    models = [policy.model, *([frozen.model] if frozen is not None and frozen.own else [])]
+    for layer in (layer for model in models for layer in pieces.layers(model)):
+        layer.compile(dynamic=True)
+    log.note("decoder layers are compiled at their first use, which takes a minute")
 
 
 def _share(engine: Engine) -> tuple[float, int]:

@@ -7,11 +7,19 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Seconds per phase of a step. `on_phase` hears the name of each phase as it begins."""
+    """Seconds per phase of a step. `on_phase` hears the name of each phase as it begins.
 
-    def __init__(self, on_phase: Callable[[str], None] = lambda name: None):
+    `wait` returns once the device has done what was asked of it: a GPU's work is only queued by the
+    call that starts it, and would otherwise be counted to whichever phase waits for it first.
+    """
+
+    def __init__(
+        self,
+        on_phase: Callable[[str], None] = lambda name: None,
+        wait: Callable[[], None] = lambda: None,
+    ):
         self.seconds: dict[str, float] = defaultdict(float)
-        self.on_phase = on_phase
+        self.on_phase, self.wait = on_phase, wait
         self.began = self.step_began = time.perf_counter()
 
     @contextmanager
@@ -22,6 +30,7 @@ class Clock:
         try:
             yield
         finally:
+            self.wait()
             spent = time.perf_counter() - start
             self.seconds[name] += spent - (sum(self.seconds.values()) - inside)
 

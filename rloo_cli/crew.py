@@ -32,15 +32,15 @@ def answer(
     `stage` makes the scoring of some of the groups. Raises RewardError and GenerationError on all
     ranks where it arises on one.
     """
-    if getattr(generator, "led", False) and world.size > 1:
-        with clock.phase("generation"):
-            sample(range(len(groups)))
-        mine = [groups[i] for i in world.part(len(groups))]
-        with clock.phase("reward"):
-            parts = world.each(lambda: _scored(mine, stage))
-        return joined([p for p in parts if p is not None])
     places = world.part(len(groups))
     mine = [groups[i] for i in places]
+    if getattr(generator, "led", False) and world.size > 1:
+        scoring = stage(mine) if mine else None
+        with clock.phase("generation"):
+            _sample_for_all(len(groups), places, sample, scoring)
+        with clock.phase("reward"):
+            parts = world.each(lambda: None if scoring is None else scoring.finish())
+        return joined([p for p in parts if p is not None])
     if world.size == 1:
         _, scores = _drawn_and_scored(mine, places, sample, stage, clock)
         return joined([scores] if scores is not None else [])
@@ -68,13 +68,19 @@ def _drawn_and_scored(
         return [g.rollouts for g in mine], scoring.finish()
 
 
-def _scored(mine: Sequence[Group], stage: Callable[..., Stage]) -> Scores | None:
-    if not mine:
-        return None
-    scoring = stage(mine)
-    for place in range(len(mine)):
-        scoring.arrived(place)
-    return scoring.finish()
+def _sample_for_all(count: int, places: range, sample: Sample, scoring: Stage | None) -> None:
+    """Draw all groups; `scoring`, of those at `places`, begins with each as soon as it is whole."""
+
+    def arrived(place: int) -> None:
+        if scoring is not None and place in places:
+            scoring.arrived(place - places.start)
+
+    try:
+        sample(range(count), arrived=arrived)
+    except BaseException:
+        if scoring is not None:
+            scoring.abandon()
+        raise
 
 
 def joined(parts: Sequence[Scores]) -> Scores:

@@ -25,7 +25,9 @@ def begin() -> float:
     """Bytes that this process holds now; from here on its peak is counted anew."""
     with contextlib.suppress(OSError):
         CLEAR.write_text("5")  # VmHWM is then what is held now
-    if torch.cuda.is_available():
+    # A new process has no peak yet; and before it has chosen its GPU, whatever asks CUDA makes a
+    # context on the first one, half a gigabyte that every rank would then hold there.
+    if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
     return _status("VmRSS")
 

@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from rloo_cli.errors import GenerationError, NumbersError, Problem
@@ -53,26 +54,32 @@ def sampler(run: Run, batch: Batch, index: list[int]) -> None:
     bent = generation.top_p < 1 or generation.top_k or generation.min_p
     if bent or generation.repetition_penalty != 1 or generation.min_tokens:
         return
-    square, count, worst = 0.0, 0, (0.0, "")
-    for group in (batch.groups[i] for i in index):
-        for k, (old, rollout) in enumerate(zip(group.old_logp or [], group.rollouts, strict=False)):
-            if rollout.behaviour_logp is None:
-                continue
-            gap = (old.double() - old.new_tensor(rollout.behaviour_logp).double()).abs()
-            gap = gap[~gap.isnan()]
-            square, count = square + float(gap.square().sum()), count + gap.numel()
-            if gap.numel() and float(gap.max()) > worst[0]:
-                worst = float(gap.max()), f"completion {k} of draw {group.draw}"
-    rms = math.sqrt(square / count) if count else 0.0
+    compared = [
+        (group.draw, k, old, rollout.behaviour_logp)
+        for group in (batch.groups[i] for i in index)
+        for k, (old, rollout) in enumerate(zip(group.old_logp or [], group.rollouts, strict=False))
+        if rollout.behaviour_logp is not None
+    ]
+    if not compared:
+        return
+    # All at once: one completion after the other takes longer than the update on a GPU.
+    ours = torch.cat([old for _, _, old, _ in compared]).double()
+    theirs = torch.tensor([x for *_, logp in compared for x in logp], dtype=torch.float64)
+    gap = (ours - theirs.to(ours.device)).abs().nan_to_num(0.0)
+    count = int((~ours.isnan() & ~theirs.to(ours.device).isnan()).sum())
+    rms = math.sqrt(float(gap.square().sum()) / count) if count else 0.0
     if rms > run.generator.tolerance:
+        lengths = torch.tensor([len(logp) for *_, logp in compared])
+        at = int(torch.searchsorted(lengths.cumsum(0), int(gap.argmax()), right=True))
+        worst = f"completion {compared[at][1]} of draw {compared[at][0]}: {float(gap.max()):.4g}"
         versions = sorted({r.weight_version for i in index for r in batch.groups[i].rollouts})
         raise GenerationError(
             Problem(
                 f"step {batch.step + 1}: the sampler had other weights than the trainer",
                 "nothing was updated",
                 f"log-probabilities differ by {rms:.4g} nats (rms of {count} tokens), expected at"
-                f" most {run.generator.tolerance:g}; most in {worst[1]}: {worst[0]:.4g}; the"
-                f" completions say they are of version {', '.join(map(str, versions))}",
+                f" most {run.generator.tolerance:g}; most in {worst}; the completions say they are"
+                f" of version {', '.join(map(str, versions))}",
                 _why_apart(generation.backend),
             )
         )

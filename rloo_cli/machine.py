@@ -29,7 +29,11 @@ def check(run: RunConfig, downloads: bool = True, here: int = 1) -> None:
             problems += [replace(p, where=f"reward.{name}") for p in error.problems]
     problems += [*(_downloads(run) if downloads else ()), *_packages(run)]
     problems += [*(_engine(run) if downloads else ()), *_devices(here)]
-    problems += [*(arguments.problems(run) if downloads else ()), *_root(run), *_cache(run)]
+    problems += [
+        *(arguments.problems(run, here=here) if downloads else ()),
+        *_root(run),
+        *_cache(run),
+    ]
     if problems:
         raise MachineError(*problems)
 

@@ -17,10 +17,10 @@ from typing import Any
 from rloo_cli import pids, server_file, serving
 from rloo_cli.errors import ConfigError, MachineError, Problem, RunError
 from rloo_cli.files import update_json
+from rloo_cli.ranks import VISIBLE, wanted_by_server
 from rloo_cli.schema import RunConfig
 from rloo_cli.vllm import arguments
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 Environment = dict[str, str]
 
 
@@ -46,7 +46,7 @@ def server(
         note(f"samples with the server at {there.url} (process {there.pid} on {there.host})")
         yield lambda: None, apart(gpus, there, here)
         return
-    ours, theirs = share(gpus, here, wanted(run))
+    ours, theirs = share(gpus, here, wanted_by_server(run))
     watched = Watched(folder, run, theirs, note)
     try:
         watched.look()
@@ -75,13 +75,6 @@ def in_background(folder: Path, run: RunConfig) -> Iterator[None]:
             thread.join()
 
 
-def wanted(run: RunConfig) -> int:
-    """GPUs that a run's server takes."""
-    keys: Any = run.generation
-    size: int = keys.server.tensor_parallel_size * keys.server.data_parallel_size
-    return size
-
-
 def share(gpus: list[str], ranks: int, wanted: int) -> tuple[Environment, Environment]:
     """Which GPUs the trainer sees, and which its server: the first `ranks`, and the next ones.
 
@@ -90,12 +83,14 @@ def share(gpus: list[str], ranks: int, wanted: int) -> tuple[Environment, Enviro
     if not gpus:
         return {}, {}
     if len(gpus) < ranks + wanted:
+        left = len(gpus) - wanted
+        alone = "generation=vllm_colocate" + (" distributed=single" if ranks > 1 else "")
         raise MachineError(
             Problem(
                 f"server and trainer would share a GPU: there are {len(gpus)}",
                 "generation.backend",
                 f"the trainer takes {ranks}, a server {wanted}; each would take the other's memory",
-                "generation=vllm_colocate",
+                f"distributed.num_processes={left}" if left > 0 else alone,
             )
         )
     ours, theirs = gpus[:ranks], gpus[ranks : ranks + wanted]

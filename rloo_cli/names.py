@@ -217,7 +217,7 @@ weights by zero3 or fsdp2; generation.server.tensor_parallel_size is the sampler
 lora_modules_to_save | model.lora.modules_to_save |
 use_rslora | model.lora.use_rslora |
 use_dora | model.lora.use_dora |
-torch_compile | - | the model runs as it is
+torch_compile | train.compile | each decoder layer by itself; not with generation=transformers
 resume_from_checkpoint | resume |
 model_name_or_path | model.path |
 model_revision | model.revision |

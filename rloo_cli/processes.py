@@ -23,7 +23,11 @@ from rloo_cli.stop import AGAIN_S, SIGNALS
 
 # Threads that spin long while they wait for each other make a machine that is shared many times
 # slower.
-CALM = {"GOMP_SPINCOUNT": "1000", "TOKENIZERS_PARALLELISM": "false"}
+CALM = {
+    "GOMP_SPINCOUNT": "1000",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else each rank starts a pool of compilers
+}
 LIMIT_S = 600.0  # after a signal: code that holds Python's lock would never let a run end
 MOMENT_S = 0.5  # after a first wrong end: one that says why may be on its way
 PATIENCE_S = 8.0  # after a first wrong end the others are killed: gone within 10 s

@@ -52,6 +52,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from data_rules.problems(run)
     yield from _rewards(run)
     yield from _context(run)
+    yield from _compiled(run)
     yield from _sampling(run)
     yield from _attention(run)
     yield from adapter_rules.problems(run)
@@ -200,6 +201,13 @@ def _evaluation(run: RunConfig) -> Iterator[Problem]:
             f"rewards: {', '.join(run.rewards)}",
             f"eval.pass_reward={close[0]}" if close else "",
         )
+
+
+def _compiled(run: RunConfig) -> Iterator[Problem]:
+    if run.train.compile and run.generation.backend == "transformers":
+        why = "the same layers sample, one token at a time, and would be compiled for that anew"
+        fix = "train.compile=false, or generation=vllm_server"
+        yield Problem("train.compile needs a sampler of its own", "train.compile", why, fix)
 
 
 def _context(run: RunConfig) -> Iterator[Problem]:

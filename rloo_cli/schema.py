@@ -111,6 +111,14 @@ class GenerationConfig(Frozen):
     stop_token_ids: list[TokenId] = key("More ids that end a completion, beside every EOS id")
     ignore_eos: bool = key("Sample on after EOS, to max_completion_length")
     chat_template_kwargs: dict[str, Any] = key("Passed to the chat template")
+    logp_tolerance: float | None = key(
+        "Rms nats per token by which sampler and trainer may differ before the run stops; null = by"
+        " dtype: 0.02 for float32, 0.1 for half precision, 0.4 for fp8 or a mixture of experts",
+        since="0.2",
+        before=None,
+        gt=0,
+        le=100,
+    )
 
 
 class RewardConfig(Frozen):
@@ -164,6 +172,12 @@ class DistributedConfig(Frozen):
     rdzv: Text | None = key(
         "host:port where rank 0 waits for the others; null = found at the start"
     )
+    reduce: Literal["each", "last"] = key(
+        "fsdp2: gradients travel with each micro-batch, or once, with the update's last; last holds"
+        " whole gradients in between, 4 bytes for each parameter on each GPU",
+        since="0.2",
+        before="each",
+    )
     offload: Literal["none", "optimizer", "parameters"] = key(
         "What is kept in the CPU's memory: optimizer state (zero), or weights too (zero3, fsdp2)"
     )
@@ -201,8 +215,17 @@ class TrainConfig(Frozen):
         "The sampler's log-probabilities: from the training forward where exact, or a pass apart"
     )
     forward_all: bool = key("Forward completions too on which nothing depends, for their metrics")
-    keep_logits_gb: float = key(
-        "Keep logits up to this size for the backward pass, which else makes them again", ge=0
+    keep_logits_gb: float | None = key(
+        "Keep logits up to this size for the backward pass, which else makes them again; null = 2,"
+        " on a GPU a tenth of its memory",
+        default_was=(None, 2.0),
+        ge=0,
+    )
+    compile: bool = key(
+        "Compile each decoder layer (torch.compile): fewer, larger kernels on a GPU, a minute more"
+        " at the start",
+        since="0.2",
+        before=False,
     )
     on_nonfinite: Literal["stop", "skip"] = key("A non-finite loss or gradient: stop, or skip it")
 

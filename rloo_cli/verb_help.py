@@ -62,7 +62,7 @@ VERBS: dict[str, Verb] = {
         ),
         {
             "--chunk N": "steps that a member trains in one turn (10)",
-            "--jobs N": "members that train at the same time (1)",
+            "--jobs N": "members that train at the same time (one on each GPU; 1 without)",
             "--name NAME": "the sweep's folder, root/NAME",
             "--keep N": "go on with the best N members only ...",
             "--at STEP": "... from this step on; --keep and --at may be repeated in pairs",

@@ -112,7 +112,10 @@ def _work(
     quiet.libraries()
     rng.seed(settings.seed)  # the same for all ranks: what is drawn to build a model is alike
     before = footprint.begin()
-    run = make(settings, folder, functions, start)
+    try:
+        run = make(settings, folder, functions, start)
+    except torch.OutOfMemoryError as error:
+        raise _out_of_memory(error, "while the run was built", settings) from error
     stop.wait_for_checks()
     try:
         return _whole(run, before)
@@ -127,14 +130,8 @@ def _work(
     except OSError as error:  # metrics, samples: what the checkpoints hold is safe
         raise of_disk(error) from error
     except torch.OutOfMemoryError as error:
-        raise OutOfMemory(
-            Problem(
-                f"out of memory in step {run.state.step + 1}",
-                str(run.world.device),
-                str(error).splitlines()[0],
-                "lower train.micro_batch_tokens or generation.max_completion_length",
-            )
-        ) from error
+        when = f"in step {run.state.step + 1}, {run.log.now}"
+        raise _out_of_memory(error, when, settings) from error
     except RuntimeError as error:
         if run.world.size == 1 or not any(word in str(error) for word in TORN):
             raise
@@ -147,6 +144,18 @@ def _work(
                 run.log.close()
                 run.log.draw_curves()
         run.generator.close()
+
+
+def _out_of_memory(error: Exception, when: str, settings: RunConfig) -> OutOfMemory:
+    """The error of a GPU that is full, with the keys that this run's backend reads."""
+    smaller = "lower train.micro_batch_tokens or generation.max_completion_length"
+    keys: Any = settings.generation
+    if keys.backend == "vllm_colocate":
+        smaller += ", or generation.colocate.gpu_memory_utilization"
+    elif keys.backend == "transformers":
+        smaller += ", or set generation.transformers.batch_tokens"
+    why = str(error).splitlines()[0]
+    return OutOfMemory(Problem(f"out of memory {when}", "the GPU", why, smaller))
 
 
 def _say_progress(run: Run) -> None:

@@ -4,16 +4,18 @@
 tokens depend on prompt and seed alone; each has probability 1/V, as a model's whose head is zero.
 """
 
+import base64
 import json
 import math
 import random
+import struct
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-GENERATE = "/inference/v1/generate"
+GENERATE, GROUP = "/inference/v1/generate", "/rloo/generate"
 PAGE = "<!DOCTYPE html><html><body>Welcome to nginx!</body></html>"
 
 
@@ -63,6 +65,7 @@ class Fake:
             "/shutdown_weight_transfer_engine": self.connection, "/update_weights": self.update,
             "/finish_weight_update": self.update, "/reset_prefix_cache": self.reset,
         }  # fmt: skip
+        changes |= {GROUP: self.group} if GROUP in (self.facts or {}).get("routes", ()) else {}
         if path not in told | changes or (method == "GET") != (path in told):
             return error(405 if path in told | changes else 404, "it has no such route")
         with self.lock:
@@ -107,13 +110,32 @@ class Fake:
         chance = random.Random(f"{prompt}/{given['seed'] if given['temperature'] else 'greedy'}")
         while len(ids) < given["max_tokens"] and not {*ids[-1:]} & {*given["stop_token_ids"]}:
             ids.append(chance.randrange(self.vocabulary))
-        logp = self.shift - math.log(self.vocabulary)
+        (logp,) = struct.unpack("f", struct.pack("f", self.shift - math.log(self.vocabulary)))
         content = [{"token_id": i, "logprob": logp, "rank": 1, "top_logprobs": []} for i in ids]
         span = {"version": self.says or self.label, "start": 0, "end": len(ids)}
         choice = {"index": 0, "token_ids": ids, "weight_versions": [span]}
         choice["finish_reason"] = "stop" if ids[-1] in given["stop_token_ids"] else "length"
         choice["logprobs"] = {"content": content} if self.tells_logp else None
         return 200, {"request_id": str(number), "choices": [choice]}
+
+    def group(self, path: str, body: Any) -> tuple[int, Any]:
+        """The completions of one prompt, each as its own request would bring it."""
+        rows = []
+        for params in body["sampling_params"]:
+            status, said = self.generate(path, body | {"sampling_params": params})
+            if status != 200:
+                return status, said
+            choice = said["choices"][0]
+            content = (choice["logprobs"] or {"content": []})["content"]
+            logp = [entry["logprob"] for entry in content]
+            ids = choice["token_ids"]
+            rows.append({
+                "ids": base64.b64encode(struct.pack(f"<{len(ids)}i", *ids)).decode(),
+                "logp": base64.b64encode(struct.pack(f"<{len(logp)}f", *logp)).decode(),
+                "finish_reason": choice["finish_reason"],
+                "versions": [span["version"] for span in choice["weight_versions"]],
+            })  # fmt: skip
+        return 200, {"completions": rows}
 
 
 def error(status: int, message: str) -> tuple[int, Any]:

@@ -118,6 +118,21 @@ def test_adapters_over_a_base_of_half_precision_are_float32_and_learn(
     assert all(p.grad is not None and p.grad.isfinite().all() for p in learns)
 
 
+def test_an_adapter_multiplies_in_the_dtype_of_the_layers_beside_it() -> None:
+    seen: list[torch.dtype] = []
+    model, chosen = adapted(dtype=torch.bfloat16), groups()
+    parts = [m for n, m in model.named_modules() if n.endswith("lora_A.default")]
+    assert parts and all(part.weight.dtype is torch.float32 for part in parts)
+    for part in parts:
+        part.register_forward_hook(lambda _, given, out: seen.extend([given[0].dtype, out.dtype]))
+    policy = Policy(model, 1.0)
+    policy.logp(policy.pack(chosen, whole(chosen, range(len(chosen))))).logp.sum().backward()
+    assert {*seen} == {torch.bfloat16}
+    learned = [p for n, p in model.named_parameters() if "lora_B" in n]
+    assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in learned)
+    assert any(bool(p.grad.abs().sum() > 0) for p in learned if p.grad is not None)
+
+
 @pytest.mark.parametrize("name", ["the output embedding", "a layer trained whole"])
 def test_an_output_embedding_that_learns_is_computed_by_the_model_itself(name: str) -> None:
     policy, chosen = Policy(adapted(**KINDS[name]), 0.7), groups()

@@ -1,6 +1,7 @@
 """The optimizer, its schedule and the step."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import yaml
 from torch import nn
 
 from rloo_cli.errors import ConfigError
-from rloo_cli.optim import Optimizer
+from rloo_cli.optim import Optimizer, fusible
 from rloo_cli.schema import TrainConfig
 
 YAML = Path(__file__).parent.parent / "conf/config.yaml"
@@ -245,3 +246,23 @@ def test_a_step_forgets_its_gradients(dtype):
     model, found = optimizer(dtype=dtype)
     step(model, found, [1.0, 1.0])
     assert model.free.grad is None and found.masters[0].grad is None
+
+
+def test_how_the_optimizer_is_computed_is_this_machines_whatever_the_checkpoint_says():
+    _, first = optimizer()
+    tensors, facts = first.dump()
+    assert facts["groups"][0]["fused"] is None
+    _, second = optimizer()
+    second.inner.param_groups[0]["fused"] = True  # as on a GPU
+    second.restore(tensors, facts)
+    assert second.inner.param_groups[0]["fused"] is True
+    assert second.inner.param_groups[0]["lr"] == first.inner.param_groups[0]["lr"]
+
+
+def test_torchs_fused_adamw_is_for_weights_that_are_all_on_gpus():
+    def weight(cuda, floating=True):
+        return SimpleNamespace(is_cuda=cuda, is_floating_point=lambda: floating)
+
+    assert fusible([weight(True), weight(True)])
+    assert not fusible([weight(True), weight(False)]) and not fusible([])
+    assert not fusible([weight(True, floating=False)])

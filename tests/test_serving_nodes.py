@@ -29,7 +29,7 @@ REFUSED = MachineError(Problem("the port is taken", "generation.server.port", "b
 
 def finder(folder: Path, nodes: int) -> Finder:
     keys = vllm_cases.config(base_url=None, num_nodes=nodes, ready_timeout_s=1.0).generation.server  # type: ignore[attr-defined]
-    made = Finder(keys, folder, Wire(4, keys.api_key_env), lambda text: None)
+    made = Finder(keys, folder, Wire(keys.api_key_env), lambda text: None)
     made._patience = lambda: 1.0  # type: ignore[method-assign]
     return made
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rloo_cli import config, machine
+from rloo_cli import config, machine, ranks
 from rloo_cli.compose import compose
 from rloo_cli.errors import MachineError
 from rloo_cli.schema import RunConfig
@@ -310,6 +310,7 @@ def test_gpus_are_those_that_nvidia_smi_lists(
     ):
         tool.write_text(f"#!/bin/sh\n{script}\n")
         tool.chmod(0o755)
+        ranks._of_nvidia_smi.cache_clear()  # asked once in a process
         assert GPUS() == found
 
 

@@ -204,7 +204,7 @@ def test_what_is_not_open_cannot_be_closed(ready, there):
 
 def test_a_finish_without_a_label_leaves_the_label(ready, there):
     ready.label = ""  # as the fault sync.version=skip does
-    ready.servers[0].link.send_weights()
+    ready.link.send_weights()
     assert raw(there, "GET", "/weight_info") == (200, {"weight_version": "run:1"})
 
 

@@ -45,8 +45,13 @@ class Engine:
         loss.backward()
 
     @contextmanager
-    def whole(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor]]:
-        """These weights as if they were not spread. All ranks enter and leave it together."""
+    def whole(
+        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None
+    ) -> Iterator[list[Tensor]]:
+        """These weights as if they were not spread. All ranks enter and leave it together.
+
+        `dtype`: what they may be cast to before they travel; None = as they are.
+        """
         yield [p.detach() for p in parameters]
 
 

@@ -40,11 +40,13 @@ class Sharded(Engine):
     def __init__(self, world: World, config: RunConfig):
         super().__init__(world, config)
         self.mesh = init_device_mesh(world.device.type, (world.size,))
+        self.trained: Any = None  # the outermost module of the policy, once it is sharded
 
     def spread(self, policy: Policy, updates: int) -> Any:
         """Shard the policy, whose weights come from rank 0 unit by unit; its optimizer."""
         keep = self.config.distributed.master_weights == "float32"
         self._shard(policy, torch.float32 if keep else None)
+        self.trained = policy.scorer
         found = Optimizer(policy.model, self.config.train, updates, self.config.distributed)
         found.shards_are_masters = keep and policy.dtype in HALF
         return found
@@ -57,13 +59,18 @@ class Sharded(Engine):
         self._shard(frozen, None, DeviceMesh.from_group(group, self.world.device.type))
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Shards of gradients are averaged in every backward, and add up."""
+        """Gradients are averaged, in every backward or in the update's last one alone: then they
+        need not travel for each micro-batch, and are held whole until it comes."""
+        if self.config.distributed.reduce == "last":
+            self.trained.set_requires_gradient_sync(last)
         (loss * self.world.size).backward()
 
     @contextmanager
-    def whole(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor]]:
+    def whole(
+        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None
+    ) -> Iterator[list[Tensor]]:
         """Gathered, a copy on each rank."""
-        yield [whole(p.detach()) for p in parameters]
+        yield [whole(p.detach() if dtype is None else p.detach().to(dtype)) for p in parameters]
 
     def _shard(
         self, policy: Policy, stored: torch.dtype | None, mesh: DeviceMesh | None = None

@@ -112,8 +112,11 @@ class Shells:
                 yield self.paths[id(module)], module
 
 
-def of_units(engine: Any, model: Any) -> Iterator[dict[str, Tensor]]:
-    """All weights, whole, unit by unit; each is gone when the next one comes."""
+def of_units(
+    engine: Any, model: Any, dtype: torch.dtype | None = None
+) -> Iterator[dict[str, Tensor]]:
+    """All weights, whole, unit by unit; each is gone when the next one comes. `dtype`: they may be
+    cast to it before they travel."""
     for unit in groups(model):
-        with engine.whole(list(unit.values())) as found:
+        with engine.whole(list(unit.values()), dtype) as found:
             yield dict(zip(unit, found, strict=True))

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rloo_cli import errors, stop
-from rloo_cli.errors import GenerationError, Problem, RunError, Stopped
+from rloo_cli import errors, ranks, stop
+from rloo_cli.errors import GenerationError, MachineError, Problem, RunError, Stopped
 from rloo_cli.schema import DistributedConfig, RunConfig
 from rloo_cli.surroundings import environment_number
 
@@ -119,9 +119,10 @@ class World:
 
 
 def alone(config: DistributedConfig) -> World:
-    """One process and its device."""
+    """One process and its device. Raises MachineError for a GPU that torch does not see."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    check_devices()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     return World(rank=0, size=1, device=device)
 
@@ -142,9 +143,11 @@ def join(run: RunConfig) -> World:
     if config.engine == "single" and size == 1:
         return alone(config)
     rank, local = environment_number("RANK", 0), environment_number("LOCAL_RANK", 0)
+    check_devices()
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", local)
+        # A task that is shown one GPU alone (srun --gpu-bind) has it as its first.
+        device = torch.device("cuda", local if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
     here = environment_number("LOCAL_WORLD_SIZE", 1)
     if config.threads is not None:
@@ -161,6 +164,22 @@ def join(run: RunConfig) -> World:
     group = dist.new_group(backend="gloo", timeout=limit)
     patient = dist.new_group(backend="gloo", timeout=patience)
     return World(rank, size, device, here, group, patient)
+
+
+def check_devices() -> None:
+    """Raises MachineError where the machine has GPUs and torch sees none: it would train on the
+    CPU, a hundred times slower, without a word."""
+    why = "" if torch.cuda.is_available() else ranks.hidden_gpus()
+    if why:
+        raise MachineError(
+            Problem(
+                "this machine has GPUs, and torch sees none of them",
+                "distributed",
+                f"{why}; torch {torch.__version__}, CUDA {torch.version.cuda or 'not built in'}",
+                "a torch with CUDA; in Slurm srun --gpus-per-node=N (slurm.gpus_per_node=N);"
+                " to train on the CPU: CUDA_VISIBLE_DEVICES= rloo ...",
+            )
+        )
 
 
 def _open(kind: str, rank: int, size: int, limit: timedelta) -> None:

@@ -68,8 +68,10 @@ class Zero(Engine):
         self.engine.backward(loss * self.world.size)
 
     @contextmanager
-    def whole(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor]]:
-        """Gathered for as long as this lasts."""
+    def whole(
+        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None
+    ) -> Iterator[list[Tensor]]:
+        """Gathered for as long as this lasts, in the dtype that DeepSpeed keeps them in."""
         if self.stage < 3:
             yield [p.detach() for p in parameters]
             return

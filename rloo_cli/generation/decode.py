@@ -21,7 +21,7 @@ from rloo_cli.errors import GenerationError, NumbersError, Problem
 from rloo_cli.faults import fault
 from rloo_cli.generation import check_lengths, sampling, tolerance, unheard
 from rloo_cli.generation.plain import Plain, selectable
-from rloo_cli.generation.rows import Row, split
+from rloo_cli.generation.rows import Row, places_that_fit, split
 from rloo_cli.generation.shared import Shared
 from rloo_cli.generation.stopping import StopRule
 from rloo_cli.generation.transformers import Config
@@ -47,7 +47,9 @@ class TransformersGenerator:
         self.rule = StopRule(tokenizer, model, config)
         self.version = 0
         self.facts: dict[str, float] = {}
-        self.tolerance = tolerance(str(next(model.parameters()).dtype))
+        own = next(model.parameters()).dtype
+        by_dtype = tolerance(str(own), coarse=own != torch.float32)
+        self.tolerance = config.logp_tolerance or by_dtype
         self.plain, self.shared = Plain(model), Shared(model)
         self.told: set[str] = set()
 
@@ -89,7 +91,8 @@ class TransformersGenerator:
         # no_grad and not inference_mode: a model may keep a buffer it computes here (rotary
         # frequencies of a long prompt), and an inference tensor breaks the backward pass later.
         with evaluating(self.model), native(self.model), torch.no_grad():
-            for batch in split(rows, self.config):
+            most = places_that_fit(self.config, self.model, next(self.model.parameters()).device)
+            for batch in split(rows, self.config, most):
                 fault("gen.request")
                 way = self._way(batch)
                 with way.holding():

@@ -51,22 +51,30 @@ class Led:
     ) -> None:
         """Fill every group's rollouts, on every rank. All ranks give the same groups."""
 
-        def draw(inner: Generator) -> list[Any]:
-            inner.generate(groups, seeds, greedy, temperature)
-            return [group.rollouts for group in groups]
+        def heard(place: int) -> None:
+            """Rank 0: a group is whole. The others have it now, so that all can score it while the
+            rest is being drawn."""
+            self.world.say(("group", (place, groups[place].rollouts)))
+            arrived(place)
 
-        drawn = self._together(draw)
-        for place, rollouts in enumerate(drawn):
+        def given(place: int, rollouts: Any) -> None:
             groups[place].rollouts = rollouts
             arrived(place)
+
+        self._together(
+            lambda inner: inner.generate(groups, seeds, greedy, temperature, heard), given
+        )
 
     def close(self) -> None:
         """Let go of the sampler."""
         if self.inner is not None:
             self.inner.close()
 
-    def _together(self, work: Callable[[Generator], Any]) -> Any:
-        """Rank 0 works; the others do what it asks until it is done."""
+    def _together(
+        self, work: Callable[[Generator], Any], given: Callable[[int, Any], None] | None = None
+    ) -> Any:
+        """Rank 0 works; the others do what it asks until it is done. `given`: what they do with
+        the completions of a group."""
 
         def lead() -> Any:
             try:
@@ -76,20 +84,25 @@ class Led:
                 self.world.say(("done", None))
 
         if not self.world.is_main:
-            self._follow()
+            self._follow(given)
         found, self.facts, self.tolerance = self.world.first(lead)
         return found
 
-    def _follow(self) -> None:
-        name, given = self.world.say(None)
+    def _follow(self, given: Callable[[int, Any], None] | None) -> None:
+        """What rank 0 says, until it is done: gather weights, compute log-probabilities of these
+        groups, take the completions of this group."""
+        name, said = self.world.say(None)
         while name != "done":
             if name == "weights":
                 for _ in self.pieces():
                     pass
+            elif name == "group":
+                assert given is not None
+                given(*said)
             else:
-                groups, parts = given
+                groups, parts = said
                 self.policy.frozen_logp(self.policy.pack(groups, parts))
-            name, given = self.world.say(None)
+            name, said = self.world.say(None)
 
     def weights(self) -> Iterator[dict[str, Any]]:
         """Rank 0: all weights, gathered by all ranks, unit by unit."""

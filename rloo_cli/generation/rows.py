@@ -14,6 +14,8 @@ from torch import Tensor
 from rloo_cli.generation.sampling import uniforms
 from rloo_cli.generation.transformers import Config
 
+SHARE = 0.25  # of a GPU's memory, for keys and values
+
 
 @dataclass
 class Row:
@@ -75,13 +77,30 @@ def firsts(rows: list[Row]) -> list[int]:
     return [r for r, row in enumerate(rows) if r == 0 or row.group != rows[r - 1].group]
 
 
-def split(rows: list[Row], config: Config) -> Iterator[list[Row]]:
-    """Batches of at most `batch_tokens` padded places, siblings together where they fit.
+def places_that_fit(config: Config, model: Any, device: torch.device) -> int | None:
+    """Places of a batch whose keys and values are decoded at once: as the key says, on a GPU else
+    as many as a quarter of its memory holds; None = no limit.
+
+    Of the GPU's whole memory, not of what is free: a run that is resumed has the same batches.
+    """
+    given = config.transformers.batch_tokens
+    of_model = model.config.get_text_config()
+    heads = getattr(of_model, "num_attention_heads", None)
+    if given is not None or device.type != "cuda" or not heads:
+        return given
+    width = getattr(of_model, "head_dim", None) or of_model.hidden_size // heads
+    kept = 2 * of_model.num_hidden_layers * width
+    kept *= getattr(of_model, "num_key_value_heads", None) or heads
+    each = kept * next(model.parameters()).element_size()
+    return int(SHARE * torch.cuda.get_device_properties(device).total_memory / each)
+
+
+def split(rows: list[Row], config: Config, most: int | None) -> Iterator[list[Row]]:
+    """Batches of at most `most` padded places, siblings together where they fit.
 
     Longest prompts first, so that equal lengths meet and memory peaks at the start. A row that is
     too long for any batch has its own.
     """
-    most = config.transformers.batch_tokens
     batch: list[Row] = []
     for row in sorted(rows, key=lambda row: -len(row.prompt)):  # stable: siblings stay together
         width = len(batch[0].prompt if batch else row.prompt)

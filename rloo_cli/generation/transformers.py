@@ -12,7 +12,8 @@ IMPLEMENTATION = "rloo_cli.generation.decode:build"
 
 class Section(Frozen):
     batch_tokens: Positive | None = key(
-        "Most places (rows x prompt + completion) decoded at once; null = everything"
+        "Most places (rows x prompt + completion) decoded at once; null = everything, on a GPU what"
+        " a quarter of its memory holds"
     )
     shared_prompt: Literal["auto", False] = key(
         "Keys of a prompt are kept once for its K completions, by attention of our own; auto = "

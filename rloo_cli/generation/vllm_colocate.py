@@ -20,6 +20,12 @@ class Section(EngineKeys):
     sleep: Literal["none", "kv", "weights"] = key(
         "What the engine lets go of while the trainer trains: nothing, its KV cache, all (GPUs)"
     )
+    core_process: bool | None = key(
+        "vLLM's scheduler and model in a process apart from what feeds them; null = on GPUs, where"
+        " that would wait for Python",
+        since="0.2",
+        before=None,
+    )
     ready_timeout_s: float = key("Until the engine is loaded", gt=0, le=1e6)
     sync_timeout_s: float = key("One weight update", gt=0, le=1e6)
     request_timeout_s: float = key("Without a token from the engine", gt=0, le=1e6)
@@ -28,7 +34,9 @@ class Section(EngineKeys):
 
 class Config(GenerationConfig):
     backend: Literal["vllm_colocate"] = key("Who samples: vLLM on the trainer's device")
-    allow_untested: bool = key("Use a vLLM below 0.32, which nobody tried with this")
+    allow_untested: bool = key(
+        "Use what nobody has tried: a vLLM below 0.32, or on GPUs what is refused until it was"
+    )
     colocate: Section
 
 

@@ -33,7 +33,10 @@ class Section(EngineKeys):
     port: int = key("Its port; 0 = a free one", ge=0, lt=65536)
     allow_remote: bool = key("Listen on an address that other machines reach")
     data_parallel_size: Positive = key("Copies of the model in one server")
-    max_in_flight: Positive = key("Most requests under way at once")
+    max_in_flight: Positive | None = key(
+        "Most requests under way at once on each server; null = 1024 for each copy of the model",
+        default_was=(None, 512),  # changes no completion
+    )
     ready_timeout_s: float = key("Until a server answers", gt=0, le=1e6)
     init_timeout_s: float = key("Until trainer and server are connected for weights", gt=0, le=1e6)
     sync_timeout_s: float = key("One weight update", gt=0, le=1e6)
@@ -45,7 +48,9 @@ class Section(EngineKeys):
 
 class Config(GenerationConfig):
     backend: Literal["vllm_server"] = key("Who samples: vLLM servers")
-    allow_untested: bool = key("Use a vLLM below 0.32, which nobody tried with this")
+    allow_untested: bool = key(
+        "Use what nobody has tried: a vLLM below 0.32, or on GPUs what is refused until it was"
+    )
     server: Section
 
 

@@ -94,11 +94,18 @@ def forward(case: Case, held: States) -> Forward:
     kept = model.sizes.layers * rows * (size * model.sizes.hidden if recompute else layer(case))
     one = rows * model.passing(size) + (rows * layer(case) if recompute else 0.0)
     whole = targets * model.sizes.vocabulary * (4 if run.model.lm_head_fp32 else size)
-    keep = min(run.train.keep_logits_gb * 1e9, room / 4)
+    keep = min(_logits_kept(case), room / 4)
     return Forward(
         rows, targets, micros, recompute, kept, one, float(whole if whole <= keep else 0),
         head=_head(case, rows, targets),
     )  # fmt: skip
+
+
+def _logits_kept(case: Case) -> float:
+    """Bytes of logits that the head may keep, as `policy.memory` has it."""
+    if (given := case.run.train.keep_logits_gb) is not None:
+        return given * 1e9
+    return 0.1 * case.device.memory if case.device.kind == "cuda" else 2e9
 
 
 def layer(case: Case) -> float:

@@ -33,6 +33,7 @@ class NotShared(RuntimeError):
     """This model asks its attention for something that shared rows do not have."""
 
 
+@torch.compiler.disable  # the plan is another one for each micro-batch
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
 ) -> tuple[Tensor, None]:

@@ -67,7 +67,9 @@ def token_logp(
     tile: logits computed at once, at least 64; None = what the device likes.
     keep_bytes: up to this size the (N, V) exponentials are kept for backward, in hidden's dtype;
         that saves a quarter of the head's work. Never without gradient.
-    float32: multiply in float32 even where hidden and weight are of less precision.
+    float32: keep and multiply float32 even where hidden and weight are of less precision. On a GPU
+        the products still take both as they are: of half precision each product is exact, and they
+        are added up in float32, 15 times as fast as from float32.
 
     The entropy is in nats, has no gradient, and is None unless asked for. A target outside the
     vocabulary makes its logp NaN.
@@ -83,7 +85,7 @@ def token_logp(
     plan = Plan(
         rows, words, scale / temperature,
         # a product of half precision with a float32 result exists on CUDA only
-        work=narrow if hidden.is_cuda else torch.float32,
+        work=hidden.dtype if hidden.is_cuda and half else torch.float32,
         keep=narrow if trained and 0 < size <= keep_bytes else None,
         entropy=want_entropy,
     )  # fmt: skip

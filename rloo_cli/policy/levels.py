@@ -7,6 +7,8 @@ model's own forward. falcon_h1 passes the first two and is wrong; opt is right s
 packed.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from rloo_cli.policy.model import Policy, evaluating, size
 from rloo_cli.policy.static import why_not_shared
 from rloo_cli.rollout import Group, Rollout
 
+HALF = (torch.bfloat16, torch.float16)
 CLOSE = 1e-3  # nats per completion, in float32
 ROUNDED = 1.5, 0.02  # in half precision: times what other kernels show on rows alone, plus this
 PROMPTS, COMPLETIONS = (7, 4), ((5, 1, 3), (2, 6, 4))  # lengths of the probe
@@ -222,6 +225,23 @@ def probes(policy: Any) -> list[Group]:
     ]
 
 
+@contextmanager
+def _exact_head(model: Any) -> Iterator[None]:
+    """While inside, a head of half precision multiplies in float32: logits that are rounded to
+    bfloat16 are further from the truth than what is compared with them."""
+    head = model.get_output_embeddings()
+    if type(head) is not torch.nn.Linear or head.weight.dtype not in HALF:
+        yield
+        return
+    head.forward = lambda x: torch.nn.functional.linear(
+        x.float(), head.weight.float(), None if head.bias is None else head.bias.float()
+    )
+    try:
+        yield
+    finally:
+        del head.forward
+
+
 @torch.no_grad()
 def _alone(policy: Policy, groups: list[Group], name: str | None = None) -> Tensor:
     """Each completion in a row of its own, by the model's plain forward and head. -> (S,)
@@ -229,7 +249,7 @@ def _alone(policy: Policy, groups: list[Group], name: str | None = None) -> Tens
     `name`: of another attention than the model's own.
     """
     model, found = policy.model, []
-    with evaluating(model), attention.native(model, name):
+    with evaluating(model), attention.native(model, name), _exact_head(model):
         for group in groups:
             for rollout in group.rollouts:
                 ids = group.prompt_ids + rollout.completion_ids

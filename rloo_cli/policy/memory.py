@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rloo_cli.errors import OutOfMemory, Problem
 from rloo_cli.packing import Micro, whole
 from rloo_cli.policy.levels import probes
 from rloo_cli.policy.load import recompute
@@ -23,6 +24,8 @@ from rloo_cli.schema import RunConfig
 
 SHARE = 0.5  # of what weights and optimizer leave: the rest is for the sampler, and for error
 MOST = {"cpu": 1024, "cuda": 32768}  # rows beyond which nothing gets faster
+MASKED = 4096  # rows of a mask of rows by rows: 16 million of its entries
+CONTEXT = 0.02  # of a GPU: CUDA's own, its libraries', and buffers of the backward pass
 NO_GRAD = 4  # times as many rows where nothing is kept
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
@@ -52,28 +55,52 @@ def limits(
     reference: bool,
     share: tuple[float, int] = (1.0, 1),
     critic: Critic | None = None,
+    least: int | None = None,
+    others: float = 0.0,
 ) -> Limits:
     """The budget of a forward pass; sets the policy up to keep and recompute accordingly.
 
     `longest`: rows of the largest group there can be. `reference`: a second model is held.
     `share`: part of weights and optimizer that this process holds; processes with one memory.
     `critic`: a value model that learns too, whose backward pass comes apart from the policy's.
+    `least`: rows that have to fit without recomputing; None = those of the largest group. To cut a
+    group where that costs nothing is better than to compute everything once more.
+    `others`: bytes of the device that other models have.
     """
     train, shape = config.train, shape_of(policy.model)
-    room = SHARE * _left(policy, config, reference, share, critic)
+    room = SHARE * max(_left(policy, config, reference, share, critic) - others, 0.0)
     each = _each(policy, critic)
     auto = config.model.gradient_checkpointing == "auto" and can_recompute(policy.model)
-    if auto and room / each < longest:
+    if auto and room / each < (longest if least is None else least):
         recompute(policy.model)
         if critic is not None:
             recompute(critic.model)
         each = _each(policy, critic)
-    most = MOST.get(policy.device.type, MOST["cuda"])
+    most = MASKED if has_masks(policy) else MOST.get(policy.device.type, MOST["cuda"])
     rows = train.micro_batch_tokens or _budget(most, longest, room / each)
-    policy.scorer.keep_bytes = int(min(train.keep_logits_gb * 1e9, room / 4))
+    policy.scorer.keep_bytes = int(min(_logits_kept(policy, train.keep_logits_gb), room / 4))
     size = train.micro_batch_size
     again = train.no_grad_batch_size or (None if size is None else 2 * size)
     return Limits(shape, rows, NO_GRAD * rows, size, again)
+
+
+def has_masks(policy: Policy) -> bool:
+    """Whether attention makes a mask of rows by rows: packed rows by a model's own attention on a
+    GPU, unless that is flash attention, which is told the documents' lengths."""
+    own = str(getattr(policy.model.config, "_attn_implementation", ""))
+    return policy.device.type == "cuda" and policy.layout == "packed" and "flash" not in own
+
+
+def _logits_kept(policy: Policy, given: float | None) -> float:
+    """Bytes of logits that the head may keep: as the key says, else a tenth of a GPU."""
+    if given is not None:
+        return given * 1e9
+    return 0.1 * _total(policy.device) if policy.device.type == "cuda" else 2e9
+
+
+def held_now(device: torch.device) -> float:
+    """Bytes of tensors on a GPU so far; 0 on a CPU, where nobody counts them."""
+    return float(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0.0
 
 
 def can_recompute(model: Any) -> bool:
@@ -146,11 +173,34 @@ def _left(
         held += learned * (critic.dtype.itemsize + 4 + 8 + (4 if half else 0))
     held *= share[0]
     total, generation = _total(policy.device), config.generation
+    if generation.backend == "vllm_colocate" and policy.device.type == "cuda":
+        _leave_room(generation, held, total)
     total /= 1 if policy.device.type == "cuda" else share[1]
     if generation.backend == "vllm_colocate" and policy.device.type == "cuda":
         engine: Any = generation.colocate  # type: ignore[attr-defined]
         total *= 1 - (0.0 if engine.sleep == "weights" else engine.gpu_memory_utilization)
+    if policy.device.type == "cuda":
+        total *= 1 - CONTEXT
     return max(total - held, 0.0)
+
+
+def _leave_room(generation: Any, held: float, total: float) -> None:
+    """Raises OutOfMemory where an engine that sleeps could not wake up: what the trainer keeps
+    between two updates stays while it samples."""
+    share = generation.colocate.gpu_memory_utilization
+    fits = 1 - CONTEXT - held / total
+    if share > fits:
+        raise OutOfMemory(
+            Problem(
+                "trainer and sampler do not fit on one GPU",
+                "generation.colocate.gpu_memory_utilization",
+                f"weights, optimizer and reference keep {held / 1e9:.1f} GB of"
+                f" {total / 1e9:.1f}, the engine wants {share:.0%}",
+                f"generation.colocate.gpu_memory_utilization={max(fits, 0.0):.2f}"
+                if fits > 0.05
+                else "model.lora, distributed=zero2 with more GPUs, or generation=vllm_server",
+            )
+        )
 
 
 def _total(device: torch.device) -> float:

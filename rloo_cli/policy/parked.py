@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rloo_cli.device_waits import wait_for_device
+
 CPU = torch.device("cpu")
 
 
@@ -40,14 +42,23 @@ def away(tensors: Iterable[Tensor]) -> list[tuple[Tensor, torch.device]]:
     for tensor in tensors:
         if tensor.device != CPU:
             moved.append((tensor, tensor.device))
-            tensor.data = tensor.data.to(CPU)
+            kept = _page_locked(tensor)
+            kept.copy_(tensor.data, non_blocking=True)
+            tensor.data = kept
     if moved:
+        wait_for_device()  # the copies are under way, and their sources are let go of
         torch.cuda.empty_cache()
     return moved
+
+
+def _page_locked(like: Tensor) -> Tensor:
+    """Room for a tensor in memory that a GPU reads and writes by itself, several times as fast."""
+    return torch.empty_like(like.data, device=CPU, pin_memory=like.is_cuda)
 
 
 @torch.no_grad()
 def back(moved: Iterable[tuple[Tensor, torch.device]]) -> None:
     """Put back what `away` moved."""
     for tensor, device in moved:
-        tensor.data = tensor.data.to(device)
+        tensor.data = tensor.data.to(device, non_blocking=True)
+    wait_for_device()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import paths
+from rloo_cli import paths, ranks
 from rloo_cli.files import read_json
 from rloo_cli.schema import RunConfig
 
@@ -52,11 +52,17 @@ class Job:
         spread, asked = self.config.distributed, self.config.slurm
         if asked.gpus_per_node is not None:
             return asked.gpus_per_node or None
-        server: Any = getattr(self.config.generation, "server", None)
-        theirs = server.tensor_parallel_size * server.data_parallel_size if self.serving else 1
         if spread.engine == "single":
-            return None if asked.exclusive else theirs
-        return max(spread.num_processes, theirs) if spread.num_processes else None
+            ours = 1
+        elif spread.num_processes:
+            ours = spread.num_processes
+        else:
+            return None
+        if self.serving:  # on other nodes, which are asked for alike
+            ours = max(ours, ranks.wanted_by_server(self.config))
+        else:
+            ours += ranks.server_gpus(self.config)
+        return None if asked.exclusive and ours == 1 else ours
 
     @property
     def lead(self) -> int:

@@ -29,7 +29,7 @@ from rloo_cli.side.table import Show
 
 USAGE = "rloo sweep +recipe=NAME key=a,b [--chunk N] [--jobs N] [--name NAME] [--keep N --at STEP]"
 Compose = Callable[[list[str]], list[Composed]]
-CHUNK, JOBS = 10, 1  # steps of a turn; members that train at the same time
+CHUNK = 10  # steps of a turn
 OURS = ("name", "resume")  # keys that the sweep gives to its members
 
 
@@ -83,9 +83,22 @@ def _begin(words: list[str], composed: Compose) -> int:
     ]
     place = _place(given.name, rest, jobs)
     found = _known(place, rest, members)
-    found.chunk, found.jobs = given.chunk or CHUNK, given.jobs or JOBS
+    found.chunk, found.jobs = given.chunk or CHUNK, given.jobs or default_jobs()
     found.rungs = rules.asked(given.keep, given.at, given.by, found.rungs)
     return _go(found, dict(zip(names, runs, strict=True)), given.dry_run)
+
+
+def default_jobs() -> int:
+    """Members that train at the same time where nobody says: one on each GPU, one without."""
+    return max(1, len(ranks.gpus()))
+
+
+def _check_jobs(jobs: int, gpus: Sequence[str]) -> None:
+    """Raises ConfigError for more members at a time than GPUs: each plans for a whole one."""
+    if gpus and jobs > len(gpus):
+        why = f"{len(gpus)} GPUs are visible, and each member takes one with all its memory"
+        what = f"{jobs} members cannot train at the same time"
+        raise ConfigError(Problem(what, "--jobs", why, f"--jobs {len(gpus)}"))
 
 
 def _pace(flags: Flags) -> Flags:
@@ -137,6 +150,7 @@ def _known(place: Path, words: list[str], members: list[Member]) -> Book:
 def _go(found: Book, known: dict[str, RunConfig], dry: bool = False) -> int:
     """Check every member that is to go on, then run the sweep; its exit code. `known`: configs."""
     _not_running(found.folder)
+    _check_jobs(found.jobs, ranks.gpus())
     left = [m for m in found.members if m.state in (*OPEN, "failed")]
     others = [m for m in left if m.name not in known]  # of earlier, clones too
     jobs = [compose.compose([*m.words, f"name={book.quoted(m.name)}"]) for m in others]

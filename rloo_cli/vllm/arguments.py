@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import made, paths
+from rloo_cli import hub, made, paths
 from rloo_cli.errors import Problem
 from rloo_cli.generation.engine import EngineKeys
 from rloo_cli.generation.vllm_server import LOOPBACK
@@ -129,10 +129,10 @@ def installed() -> str:
     return ""
 
 
-def problems(run: RunConfig, local: bool = False) -> Iterator[Problem]:
+def problems(run: RunConfig, local: bool = False, here: int = 1) -> Iterator[Problem]:
     """What keeps this machine from running the vLLM engine that a run's backend asks for.
 
-    `local`: an engine is started here, whatever base_url says.
+    `local`: an engine is started here, whatever base_url says. `here`: processes that train here.
     """
     backend = run.generation.backend
     if backend not in BACKENDS:
@@ -149,6 +149,41 @@ def problems(run: RunConfig, local: bool = False) -> Iterator[Problem]:
         return
     yield from _version(run)
     yield from _without_gpu(f"generation.{BACKENDS[backend]}", keys)
+    if gpus() and not getattr(run.generation, "allow_untested", False):
+        yield from _unproven(run, keys, here)
+
+
+def _unproven(run: RunConfig, keys: Any, here: int) -> Iterator[Problem]:
+    """What was written for GPUs and never ran on any. `make gpu-proof` has a row for each."""
+    section = f"generation.{BACKENDS[run.generation.backend]}"
+    why = "nobody has run this on GPUs yet: a reading of vLLM found faults that only they can show"
+    untested = ", or generation.allow_untested=true to be the first"
+    beside = run.generation.backend == "vllm_colocate"
+    if beside and here > 1:
+        what = f"an engine beside each of {here} processes was never tried"
+        fix = f"generation=vllm_server distributed.num_processes={max(1, here - 1)}{untested}"
+        yield Problem(what, "generation.backend", why, fix)
+    size, key = keys.tensor_parallel_size, f"{section}.tensor_parallel_size"
+    if beside and size > 1 and transfer(run, keys) == "ipc":
+        why_not = "handles of one GPU's memory mean nothing to an engine's process on another GPU"
+        fix = f"{section}.transfer=gloo, or {key}=1, or generation=vllm_server"
+        yield Problem(f"{key} = {size} cannot be sent weights by ipc", key, why_not, fix)
+    if size > 1 and (name := count_experts(run)):
+        what = f"{key} = {size} was never tried with a mixture of experts"
+        fix = f"{key}=1 (generation.server.data_parallel_size=N for more GPUs){untested}"
+        yield Problem(what, key, f"{why} ({name} in the model's config.json)", fix)
+
+
+def count_experts(run: RunConfig) -> str:
+    """The key of the model's config.json that counts its experts; "" = it has none."""
+    try:
+        values = hub.config(run.model.path, run.model.revision)
+    except ValueError:
+        return ""
+    inner = values.get("text_config")
+    known = inner if isinstance(inner, dict) else values
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return next((n for n in names if isinstance(known.get(n), int) and known[n] > 1), "")
 
 
 def _version(run: RunConfig) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ arguments) is answered by ("ok", value) or ("error", text); ("complete", asks) b
 answer) each and an ("end",), or by ("error", text). While it draws, ("abort",) ends that early.
 """
 
+import gc
 import os
 import sys
 import traceback
@@ -26,6 +27,8 @@ def main() -> None:
     assert kind == "start"
     try:
         engine = Engine(LLM(**arguments), pipe)
+        gc.collect()
+        gc.freeze()  # what was loaded stays: no need to look through it again and again
         pipe.send(("ok", engine.workers()))
     except Exception:
         pipe.send(("error", traceback.format_exc()))
@@ -82,9 +85,12 @@ class Engine:
 
     def sleep(self, what: str) -> None:
         """Let go of the KV cache (`kv`), or of everything (`weights`: they will be sent anew).
-        Never level 1, which keeps a copy of weights that are about to be overwritten."""
+
+        Level 1 keeps a copy of the weights: only with an adapter, since then they are sent once.
+        """
+        drain(self.llm.llm_engine)
         if what == "weights":
-            self.llm.sleep(level=2)
+            self.llm.sleep(level=1 if self.adapter else 2)
         else:
             self.llm.sleep(level=0)
             self.llm.release_kv_cache_memory()
@@ -100,6 +106,7 @@ class Engine:
         core, label, first = self.llm.llm_engine, self.version(), self.drawn
         for i, ask in enumerate(asks):
             params = SamplingParams(**ask.params)
+            params.flat_logprobs = True  # three lists, not an object for each token
             params.output_kind = RequestOutputKind.FINAL_ONLY
             prompt = TokensPrompt(prompt_token_ids=ask.prompt_ids)
             core.add_request(str(first + i), prompt, params, lora_request=self.adapter)
@@ -117,11 +124,27 @@ class Engine:
             raise RuntimeError(f"the weights changed from {label} to {self.version()} on the way")
 
 
+def drain(engine: Any) -> None:
+    """Let the scheduler forget the requests that are finished, and take in the last batch.
+
+    It does so in its next step, and with asynchronous scheduling a batch is on its way when the
+    last completion is there; until then vLLM refuses to let go of the KV cache. A core in a process
+    of its own (`core_process`) does this when it pauses.
+    """
+    core = getattr(engine.engine_core, "engine_core", None)
+    while core is not None and (core.scheduler.has_requests() or core.batch_queue):
+        engine.step()
+
+
 def _answer(output: Any, label: str) -> Answer:
-    logp = [
-        entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)
-    ]
-    return Answer(list(output.token_ids), logp, str(output.finish_reason), [label])
+    """A finished completion. Of each position the sampled token comes first, and alone where
+    `logprobs` is 0."""
+    told, ids = output.logprobs, list(output.token_ids)
+    firsts = told.start_indices
+    if [told.token_ids[i] for i in firsts] != ids:
+        raise RuntimeError("log-probabilities are of other tokens than those that were sampled")
+    logp = [told.logprobs[i] for i in firsts]
+    return Answer(ids, logp, str(output.finish_reason), [label])
 
 
 if __name__ == "__main__":

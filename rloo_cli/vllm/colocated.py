@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rloo_cli.device_waits import release_cached_memory
 from rloo_cli.errors import GenerationError, Problem, Stopped
 from rloo_cli.faults import fault
 from rloo_cli.generation.vllm_colocate import Section
@@ -56,6 +57,7 @@ class InAChild:
                 )
             )
         self.restarts += 1
+        release_cached_memory()
         if self.restarts:
             time.sleep(2.0 ** (self.restarts - 1))  # what killed it may take a moment to pass
         self.pipe = Pipe(self.environment, self.log)
@@ -68,6 +70,7 @@ class InAChild:
             return label
         self.label = "" if fault("sync.version") == "skip" else label
         if self.asleep == "weights":
+            release_cached_memory()  # vLLM maps its memory anew, and cannot map what torch keeps
             self.call("wake", "weights")
         limit = self.keys.sync_timeout_s
         if self.link is None:
@@ -88,6 +91,7 @@ class InAChild:
 
     def _wake_cache(self) -> None:
         if self.asleep:
+            release_cached_memory()
             self.call("wake", "kv")
             self.asleep = ""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from rloo_cli.errors import GenerationError, Problem
 from rloo_cli.vllm import slot
+from rloo_cli.vllm.facts import GROUP
 from rloo_cli.vllm.wire import Wire
 
 FLOOR = (0, 32)  # the routes that this was tried with
@@ -27,8 +28,11 @@ class Expected:
     transfer: str  # gloo, nccl: where a server does not say
     allow_untested: bool
 
-    def check(self, wire: Wire, url: str, token: str) -> str:
-        """How this server takes weights. Raises GenerationError with everything that differs."""
+    def check(self, wire: Wire, url: str, token: str) -> tuple[str, bool]:
+        """How this server takes weights, and whether it has a route for whole groups.
+
+        Raises GenerationError with everything that differs.
+        """
         try:
             facts: dict[str, Any] = wire.get(url, "/rloo", token, CALL_S)
         except GenerationError as error:
@@ -38,7 +42,7 @@ class Expected:
         problems = [*self._differences(facts, url)]
         if problems:
             raise GenerationError(*problems)
-        return str(facts.get("transfer", self.transfer))
+        return str(facts.get("transfer", self.transfer)), GROUP in facts.get("routes", ())
 
     def _plain(self, wire: Wire, url: str, token: str) -> dict[str, Any]:
         """A vLLM that `rloo vllm-serve` did not start."""

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 PROTOCOL = 1  # of rloo's own routes and facts
+GROUP = "/rloo/generate"  # the route of `group_route`, where a server says that it has it
 VARIABLE = "RLOO_SERVER_FACTS"  # the environment variable by which the guard gets them
 TEXTS = (
     "What is 17 + 25?", " leading and  double  spaces\n\nnew lines\t", "naïve café 東京 🙂",

@@ -8,14 +8,18 @@ seeds: a completion depends on its prompt, its seed and the weights, so nothing 
 
 import secrets
 from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rloo_cli.errors import GenerationError, Problem
-from rloo_cli.generation import check_lengths, unheard
+from rloo_cli.generation import check_lengths, tolerance, unheard
 from rloo_cli.generation.stopping import StopRule
+from rloo_cli.prompt_limit import BACKENDS
+from rloo_cli.ranks import gpus
 from rloo_cli.rollout import Group, Rollout
 from rloo_cli.schema import GenerationConfig, RunConfig
 from rloo_cli.vllm import arguments, asking, facts, parity, slot
@@ -88,7 +92,7 @@ class VllmGenerator:
             )
             for g, k in places
         ]
-        first = [places.index((g, 0)) for g in range(len(groups))]
+        first = list(accumulate(map(len, seeds), initial=0))
         answers: dict[int, Answer] = {}
 
         def heard(place: int) -> None:
@@ -202,7 +206,9 @@ def in_a_child(
     config: Any = run.generation
     keys = config.colocate
     given = arguments.engine(run, keys, run.seed)
-    environment = arguments.environment(run, keys) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    apart = bool(gpus()) if keys.core_process is None else keys.core_process
+    environment = arguments.environment(run, keys)
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(apart))}
     transfer = _transfer(given)
     if transfer == "ipc":  # handles over our own pipe, to a child that listens nowhere
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
@@ -211,6 +217,7 @@ def in_a_child(
         slot.blank(folder / "adapter", run)
     if keys.sleep != "none":
         given = given | {"enable_sleep_mode": True}
+    environment |= visible_to_child(next(model.parameters()).device, keys.tensor_parallel_size)
     latest = folder / "logs" / "latest"
     log_file = (latest if latest.exists() else folder) / "engine.log"
     engine = InAChild(keys, given, environment, log_file, transfer)
@@ -218,14 +225,34 @@ def in_a_child(
     return _generator(engine, model, tokenizer, run, context, given["dtype"], most, note)
 
 
+def visible_to_child(device: torch.device, count: int) -> dict[str, str]:
+    """The environment of an engine that is to use the trainer's own GPU: else it takes the first,
+    whichever rank this is. `count`: GPUs that the engine is spread over."""
+    if device.type != "cuda":
+        return {}
+    first = device.index or 0
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus()[first : first + count])}
+
+
 def _generator(
     engine: Engine, model: Any, tokenizer: Any, run: RunConfig, context: int | None,
     dtype: str, lost_most: int, note: Any,
 ) -> VllmGenerator:  # fmt: skip
     run_id = f"{run.name}.{secrets.token_hex(4)}"
-    supply = Supply(engine, getattr(torch, dtype), run_id, note)
+    supply = Supply(engine, getattr(torch, dtype), run_id, note, allowed(run))
     rule = StopRule(tokenizer, model, run.generation)
     return VllmGenerator(supply, rule, run.generation, context, lost_most)
+
+
+def allowed(run: RunConfig) -> Callable[..., float]:
+    """What trainer and engine of a run may differ by, as a function of their dtypes."""
+    config: Any = run.generation
+    if (fixed := config.logp_tolerance) is not None:
+        return lambda *dtypes: float(fixed)
+    keys = getattr(config, BACKENDS[config.backend])
+    cache = keys.kv_cache_dtype not in (None, "auto", "bfloat16", "float16")
+    coarse = bool(keys.quantization or cache or arguments.count_experts(run))
+    return partial(tolerance, on_gpu=bool(gpus()), coarse=coarse)
 
 
 def _transfer(given: dict[str, Any]) -> str:

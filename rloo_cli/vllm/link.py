@@ -7,13 +7,17 @@ caller puts it on a thread and keeps the deadline (`waiting`).
 
 import importlib
 import threading
+from math import prod
 from typing import Any, Protocol
 
+from rloo_cli.device_waits import current_gpu, use_gpu
 from rloo_cli.errors import GenerationError, Problem
 from rloo_cli.faults import fault
 from rloo_cli.vllm import gloo, slot
 from rloo_cli.vllm.gloo import Shape
 from rloo_cli.vllm.source import Whole
+
+LEAST_BUFFER = 256 * 2**20  # bytes; a smaller one would be sent in many small messages
 
 
 class Control(Protocol):
@@ -114,11 +118,13 @@ class _Beside:
 
     def __init__(self, work: Any):
         self.error: BaseException | None = None
+        self.gpu = current_gpu()
         self.thread = threading.Thread(target=self._run, args=(work,), daemon=True)
         self.thread.start()
 
     def _run(self, work: Any) -> None:
         try:
+            use_gpu(self.gpu)
             work()
         except BaseException as error:
             self.error = error
@@ -130,13 +136,25 @@ class _Beside:
             raise self.error
 
 
+def packed_bytes(source: Whole) -> int:
+    """Bytes of the buffer that tensors are packed into: no tensor may be larger, and both sides
+    hold one or two of it, beside models that fill the GPU."""
+    sizes = (prod(m.shape) * m.dtype.itemsize for m in source.metadata())
+    return max(LEAST_BUFFER, *sizes, 0)
+
+
 def _nccl(control: Control, source: Whole, host: str, workers: int) -> Link:
     """vLLM's own sender over NCCL, packed."""
     factory, engine = _vllms("factory"), _vllms("nccl_engine")
     with gloo.listen(host) as free:  # NCCL takes a number, not a socket
         port = free.getsockname()[1]
     info = engine.NCCLTrainerInitInfo(
-        rank=0, master_address=host, master_port=port, world_size=workers + 1, packed=True
+        rank=0,
+        master_address=host,
+        master_port=port,
+        world_size=workers + 1,
+        packed=True,
+        packed_buffer_size_bytes=packed_bytes(source),
     )
     trainer = factory.WeightTransferTrainerFactory
     link: Link = trainer.trainer_init(info, client=control, source=source)
@@ -146,7 +164,9 @@ def _nccl(control: Control, source: Whole, host: str, workers: int) -> Link:
 def _ipc(control: Control, source: Whole) -> Link:
     """vLLM's own sender of CUDA IPC handles, packed, to a child on the same GPU."""
     factory, engine = _vllms("factory"), _vllms("ipc_engine")
-    info = engine.IPCTrainerInitInfo(rank=0, packed=True)
+    info = engine.IPCTrainerInitInfo(
+        rank=0, packed=True, packed_buffer_size_bytes=packed_bytes(source)
+    )
     trainer = factory.WeightTransferTrainerFactory
     link: Link = trainer.trainer_init(info, client=control, source=source)
     return link

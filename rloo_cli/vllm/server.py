@@ -153,6 +153,7 @@ def _facts(run: Any, keys: Any, given: dict[str, Any]) -> dict[str, Any]:
         "logprobs_mode": given["logprobs_mode"],
         "transfer": arguments.transfer(run, keys),
         "devices": arguments.gpus(),
+        "routes": [facts.GROUP],
     }
 
 
@@ -196,6 +197,7 @@ def _run(bound: socket.socket, args: Namespace, url: str) -> None:
         if app.user_middleware[0].cls is not guard.Guard:
             what = f"{app.user_middleware[0].cls} stands before the guard"
             raise GenerationError(Problem(what, more="a middleware that SageMaker's hooks added"))
+        importlib.import_module("rloo_cli.vllm.group_route").attach(app)
         return app
 
     entry.build_app = guarded

@@ -16,7 +16,6 @@ from rloo_cli import server_file
 from rloo_cli.errors import GenerationError, Problem
 from rloo_cli.generation.vllm_server import EVERYWHERE, LOOPBACK, Section
 from rloo_cli.vllm.engine import Lost, Refused
-from rloo_cli.vllm.link import Link
 from rloo_cli.vllm.waiting import until
 from rloo_cli.vllm.wire import Wire
 
@@ -26,14 +25,14 @@ CLEAR_S = 60.0  # emptying a cache, aborting what is under way
 
 @dataclass
 class Server:
-    """One server, and the connection that weights take to it."""
+    """One server."""
 
     url: str
     token: str = field(repr=False)
     transfer: str = "gloo"
     found: server_file.Server | None = None  # what its server.json said, if it has one
     workers: int = 0
-    link: Link | None = None
+    groups: bool = False  # it has the route for the completions of a whole group
 
 
 class Finder:

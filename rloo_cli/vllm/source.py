@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
+from rloo_cli.device_waits import wait_for_device, wait_for_stream
 from rloo_cli.distributed import pieces
 from rloo_cli.policy.model import size
 
@@ -36,19 +37,28 @@ class Whole:
         self.dtype = dtype
 
     def metadata(self) -> list[Meta]:
-        """What iteration brings, in the same order."""
-        return [Meta(name, self.dtype, tuple(t.shape)) for name, t in self._named()]
+        """What iteration brings, in the same order. Of shapes alone: experts that are taken apart
+        would else be made twice."""
+        blank = {
+            n: torch.empty(size(p), dtype=p.dtype, device="meta")
+            for n, p in self.model.named_parameters()
+        }
+        return [Meta(n, self.dtype, tuple(t.shape)) for n, t in self._named_of(blank)]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._named():
+        named = self._named()
+        wait_for_stream()  # experts that were taken apart are packed on other streams too
+        for name, tensor in named:
             yield name, tensor.detach().to(self.dtype).contiguous()
 
     def _named(self) -> list[tuple[str, Tensor]]:
         """Parameters under the names that a checkpoint gives them. Experts that transformers
         fuses are taken apart again."""
-        named: dict[str, Any] = {n: p.detach() for n, p in self.model.named_parameters()}
+        return self._named_of({n: p.detach() for n, p in self.model.named_parameters()})
+
+    def _named_of(self, given: dict[str, Any]) -> list[tuple[str, Tensor]]:
         with torch.no_grad():
-            return list(revert_weight_conversion(self.model, named).items())
+            return list(revert_weight_conversion(self.model, given).items())
 
 
 class Gathered(Whole):
@@ -73,9 +83,16 @@ class Gathered(Whole):
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for unit in self.units():
-            for name, tensor in self._named_of(unit):
-                yield name, tensor.to(self.dtype).contiguous()
+            # It was gathered on whichever of the engine's packing streams was the current one, and
+            # its last tensors may be packed on the next. So they wait for it, each is copied on
+            # the stream that packs it, and the unit's memory is free once all copies are made.
+            named = self._named_of(unit)
+            wait_for_stream()
+            for name, tensor in named:
+                yield name, _copied(tensor, self.dtype)
+            wait_for_device()
 
-    def _named_of(self, unit: dict[str, Any]) -> list[tuple[str, Tensor]]:
-        with torch.no_grad():
-            return list(revert_weight_conversion(self.model, unit).items())
+
+def _copied(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """In this dtype; on a GPU always memory of its own, which the current stream owns."""
+    return tensor.to(dtype, copy=tensor.is_cuda).contiguous()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rloo_cli.device_waits import wait_for_device
 from rloo_cli.errors import GenerationError, Problem
 from rloo_cli.generation import tolerance
 from rloo_cli.policy import lora
@@ -22,13 +23,18 @@ class Counted:
 
     def __init__(self, model: Any, source: Any):
         self.model, self.source, self.bytes = model, source, 0
+        self.known: list[Meta] | None = None
 
     def metadata(self) -> list[Meta]:
-        """What iteration brings, in the same order."""
-        found: list[Meta] = self.source.metadata()
-        return found
+        """What iteration brings, in the same order; the same at every update."""
+        if self.known is None:
+            self.known = list(self.source.metadata())
+        return self.known
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        # An engine packs on streams of its own, which do not wait for the optimizer's: without
+        # this it could read weights that the last update has not written yet.
+        wait_for_device()
         for name, tensor in self.source:
             self.bytes += tensor.nbytes
             yield name, tensor
@@ -38,7 +44,7 @@ class Supply:
     """Keeps `engine`, which computes in `dtype`, at the trainer's weights.
 
     `run_id` begins the label of each version, so that no other run's weights are taken for ours.
-    `note` prints a line for the user.
+    `note` prints a line for the user. `tolerance`: of dtypes, as `generation.tolerance` has it.
     """
 
     def __init__(
@@ -47,7 +53,9 @@ class Supply:
         dtype: torch.dtype,
         run_id: str,
         note: Callable[[str], None] = log.warning,
+        tolerance: Callable[..., float] = tolerance,
     ):
+        self.allowed = tolerance
         self.engine, self.dtype, self.run_id, self.note = engine, dtype, run_id, note
         self.policy: Any = None
         self.version = -1  # of the weights that the engine should have
@@ -66,7 +74,7 @@ class Supply:
         """From now on it should have these weights. Sends nothing."""
         self.policy, self.version = policy, version
         own = getattr(policy, "dtype", None) or next(policy.model.parameters()).dtype
-        self.tolerance = tolerance(str(self.dtype), str(own))
+        self.tolerance = self.allowed(str(self.dtype), str(own))
         self.facts["vllm/weight_version"] = float(version)
 
     def current(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from rloo_cli import stop
+from rloo_cli.device_waits import current_gpu, use_gpu
 from rloo_cli.vllm.engine import Lost
 
 T = TypeVar("T")
@@ -19,9 +20,11 @@ def within(limit_s: float, what: str, work: Callable[[], T]) -> T:
     """
     found: list[T] = []
     failed: list[BaseException] = []
+    gpu = current_gpu()
 
     def run() -> None:
         try:
+            use_gpu(gpu)  # a new thread's is number 0, whichever rank this is
             found.append(work())
         except BaseException as error:
             failed.append(error)

@@ -20,25 +20,25 @@ from rloo_cli.errors import GenerationError, Problem
 from rloo_cli.vllm.engine import Lost, Refused
 
 T = TypeVar("T")
+IDLE_S = 2.0
 SHOWN = 300  # characters of an answer in an error
 
 
 class Wire:
-    """One event loop and its open connections. `in_flight`: most requests at once; `variable`: the
-    environment variable that has the servers' token, for errors."""
+    """One event loop and its open connections. `variable`: the environment variable that has the
+    servers' token, for errors."""
 
-    def __init__(self, in_flight: int, variable: str = "RLOO_SERVER_TOKEN"):
+    def __init__(self, variable: str = "RLOO_SERVER_TOKEN"):
         self.variable = variable
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True, name="http")
         self.thread.start()
-        self.in_flight = in_flight
         self.session = self.run(self._open(), 30)
 
     async def _open(self) -> aiohttp.ClientSession:
-        # A connection each. Servers hang up after an error of 500 and on connections that were idle
-        # for 5 s: the next request on one would look like a server that died.
-        connector = aiohttp.TCPConnector(limit=self.in_flight, force_close=True)
+        # Connections are kept and used again, but not one that was idle for long: servers hang up
+        # after 5 s, and the next request on it would look like a server that died.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
         return aiohttp.ClientSession(
             connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=False
         )

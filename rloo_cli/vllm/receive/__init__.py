@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
 SHOWN = 20  # names in one message
@@ -45,12 +46,24 @@ def unfinished(model: Any) -> list[tuple[str, int, int]]:
         if not info.can_load() or is_deferred_attention_layer(layer):
             continue  # complete; or scales, which no checkpoint of ours has
         # Buffers are made, not sent.
-        expected = sum(p.numel() for p in layer.parameters(recurse=False))
+        expected = sum(
+            p.numel()
+            for own, p in layer.named_parameters(recurse=False)
+            if own not in SKIP_LOAD_TENSORS  # vLLM's loader does not count what arrives for them
+        )
         if isinstance(layer, VocabParallelEmbedding):
-            expected = expected * layer.org_vocab_size // layer.num_embeddings_padded
+            expected = expected * sent_rows(layer) // layer.num_embeddings_per_partition
         if info.load_numel < expected and not _tied_head(model, layer):
             found.append((name or "(model)", info.load_numel, expected))
     return found
+
+
+def sent_rows(layer: VocabParallelEmbedding) -> int:
+    """Rows of this process's share of a vocabulary that a checkpoint has: padding is all in the
+    last shares, so they have fewer, or none."""
+    shard = layer.shard_indices
+    rows: int = shard.org_vocab_end_index - shard.org_vocab_start_index
+    return rows
 
 
 def _tied_head(model: Any, layer: Any) -> bool:

@@ -1,0 +1,36 @@
+"""Waiting for what a GPU still has to do, and telling a thread which GPU is ours.
+
+Kernels are only queued by the call that starts them, and the current device belongs to a thread.
+Without a GPU, or before CUDA was asked for anything, nothing here does anything.
+"""
+
+import torch
+
+
+def wait_for_device() -> None:
+    """Return once everything that was queued on the current GPU, on any stream, is done."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def wait_for_stream() -> None:
+    """Return once everything that was queued on the current stream of this thread is done."""
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+
+
+def current_gpu() -> int | None:
+    """The number of this thread's GPU; None where CUDA is not in use."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+def use_gpu(number: int | None) -> None:
+    """Make a GPU the current one of this thread, whose own begins as number 0."""
+    if number is not None:
+        torch.cuda.set_device(number)
+
+
+def release_cached_memory() -> None:
+    """Give back what torch keeps of freed tensors: another process cannot use it otherwise."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

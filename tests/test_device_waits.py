@@ -1,0 +1,118 @@
+"""What a GPU would still be doing: waits in the right order, and a thread's own GPU.
+
+CUDA is a stand-in here that records what it is asked for.
+"""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rloo_cli.clock import Clock
+from rloo_cli.vllm import waiting
+from rloo_cli.vllm.link import LEAST_BUFFER, _Beside, packed_bytes
+from rloo_cli.vllm.source import Gathered, Whole
+from rloo_cli.vllm.supply import Counted
+
+
+class Gpu:
+    """Stands in for torch.cuda: `log` has the waits, and whatever a test adds."""
+
+    def __init__(self, number: int = 0):
+        self.log: list[str] = []
+        self.number = number  # of the thread that a test runs in
+        self.set: list[int] = []
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def synchronize(self, *_: Any) -> None:
+        self.log.append("device")
+
+    def current_stream(self) -> "Gpu":
+        return self
+
+    def current_device(self) -> int:
+        return self.number
+
+    def set_device(self, number: int) -> None:
+        self.set.append(number)
+
+
+class Stream(Gpu):
+    def synchronize(self, *_: Any) -> None:
+        self.log.append("stream")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """A stand-in for CUDA, with its waits recorded."""
+    found = Gpu(3)
+    stream = Stream()
+    stream.log = found.log
+    for name in ("is_initialized", "synchronize", "current_device", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, getattr(found, name))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    return found
+
+
+def test_the_device_is_waited_for_before_any_weight_is_read(gpu: Gpu) -> None:
+    class Source:
+        def metadata(self) -> list[Any]:
+            return []
+
+        def __iter__(self) -> Any:
+            gpu.log.append("read")
+            yield "weight", torch.zeros(1)
+
+    assert [name for name, _ in Counted(None, Source())] == ["weight"]
+    assert gpu.log == ["device", "read"]
+
+
+def test_a_gathered_unit_is_waited_for_before_it_is_read_and_before_it_is_let_go(gpu: Gpu) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    names = [name for name, _ in model.named_parameters()]
+
+    def units() -> Any:
+        for half in (names[:2], names[2:]):
+            gpu.log.append("gathered")
+            yield {name: torch.zeros(2) for name in half}
+            gpu.log.append("let go")
+
+    for _ in Gathered(model, torch.float32, units):
+        gpu.log.append("packed")
+    unit = ["gathered", "stream", "packed", "packed", "device", "let go"]
+    assert gpu.log == [*unit, *unit]
+
+
+def test_weights_are_waited_for_that_were_taken_apart_on_another_stream(gpu: Gpu) -> None:
+    for _ in Whole(nn.Linear(2, 2), torch.float32):
+        gpu.log.append("packed")
+    assert gpu.log == ["stream", "packed", "packed"]
+
+
+def test_a_phase_ends_when_the_device_has_done_what_it_was_asked_for() -> None:
+    log: list[str] = []
+    clock = Clock(wait=lambda: log.append("waited"))
+    with contextlib.suppress(ValueError), clock.phase("update"):
+        log.append("queued")
+        raise ValueError
+    assert log == ["queued", "waited"]
+
+
+def test_a_thread_that_sends_weights_has_the_gpu_of_its_rank(gpu: Gpu) -> None:
+    assert waiting.within(5, "work", lambda: 7) == 7
+    _Beside(lambda: None).result()
+    assert gpu.set == [3, 3]
+
+
+def test_a_buffer_holds_the_largest_tensor_and_is_no_larger_than_it_must() -> None:
+    small, large = nn.Linear(4, 4), nn.Module()
+    assert packed_bytes(Whole(small, torch.bfloat16)) == LEAST_BUFFER
+    with torch.device("meta"):
+        large.embedding = nn.Embedding(152064, 3584)  # Qwen2.5-7B's: above 1 GiB
+        large.head = nn.Linear(8, 8)
+    found = packed_bytes(Whole(large, torch.bfloat16))
+    assert found == 152064 * 3584 * 2 > 2**30

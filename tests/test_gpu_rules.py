@@ -1,0 +1,323 @@
+"""Whose GPU is whose, and what is refused until a GPU has shown it. No GPU is needed here."""
+
+import asyncio
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rloo_cli import config, machine, managed, ranks, worker
+from rloo_cli.compose import compose
+from rloo_cli.distributed import world
+from rloo_cli.errors import ConfigError, MachineError, OutOfMemory
+from rloo_cli.generation import COARSE, EXACT, EXACT_ON_GPU, HALF, rows, tolerance
+from rloo_cli.policy import memory
+from rloo_cli.schema import RunConfig
+from rloo_cli.tools import slurm_fill, sweep
+from rloo_cli.vllm import arguments, generator
+from rloo_cli.vllm.engine import Ask
+from rloo_cli.vllm.remote import Gate, HttpControl, OverHttp, grouped, meeting
+from rloo_cli.vllm.servers import Server
+
+EIGHT = [f"GPU-{n}" for n in range(8)]
+SERVER, CHILD = "generation=vllm_server", "generation=vllm_colocate"
+UNTRIED = "generation.allow_untested=true"
+
+
+def run_of(*words: str) -> RunConfig:
+    return config.check(compose(["+recipe=smoke", *words]))
+
+
+@pytest.fixture
+def eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight GPUs, as far as anybody asks."""
+    for module in (ranks, arguments, generator):
+        monkeypatch.setattr(module, "gpus", lambda: EIGHT)
+    monkeypatch.setattr(arguments, "installed", lambda: "0.32.0")
+
+
+# How many train, and which of them sees which GPU.
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        (["distributed=ddp"], 8),
+        (["distributed=ddp", SERVER], 7),
+        (["distributed=ddp", SERVER, "generation.server.tensor_parallel_size=2",
+          "generation.server.data_parallel_size=2"], 4),
+        (["distributed=ddp", SERVER, "generation.server.base_url=http://b:1"], 8),
+        (["distributed=ddp", SERVER, "generation.server.num_nodes=1"], 8),
+        (["distributed=ddp", SERVER, "distributed.num_processes=2"], 2),
+        (["distributed=single", SERVER], 1),
+    ],
+)  # fmt: skip
+def test_a_server_of_the_runs_own_has_its_gpus_before_ranks_are_counted(
+    eight: None, words: list[str], count: int
+) -> None:
+    run = run_of("train.prompts_per_step=8", *words)
+    assert ranks.here(run) == count
+    if ranks.server_gpus(run):
+        ours, theirs = managed.share(EIGHT, count, ranks.server_gpus(run))
+        assert not {*ours.values()} & {*theirs.values()}
+
+
+def test_where_all_gpus_are_asked_for_the_advice_is_a_number_that_fits() -> None:
+    with pytest.raises(MachineError) as refused:
+        managed.share(EIGHT, 8, 2)
+    assert refused.value.problems[0].fix == "distributed.num_processes=6"
+    managed.share(EIGHT, 6, 2)
+
+
+def test_a_batch_job_asks_for_the_gpus_of_the_server_that_the_run_starts() -> None:
+    words = ("slurm.exclusive=false", SERVER, "generation.server.tensor_parallel_size=2")
+    spread = ("distributed=ddp", "distributed.num_processes=4", "train.prompts_per_step=8")
+
+    def gpus(kind: str, *more: str) -> int | None:
+        return slurm_fill.Job(kind, run_of(*words, *more), "smoke", ()).gpus
+
+    assert gpus("train") == 3 and gpus("train", *spread) == 6
+    assert gpus("train_and_serve", *spread) == 4  # the server has nodes of its own
+    assert gpus("train", "slurm.exclusive=true") == 3
+
+
+def test_an_engine_beside_a_rank_sees_that_ranks_gpu_alone(eight: None) -> None:
+    assert generator.visible_to_child(torch.device("cuda", 5), 1) == {
+        "CUDA_VISIBLE_DEVICES": "GPU-5"
+    }
+    assert generator.visible_to_child(torch.device("cuda", 0), 2) == {
+        "CUDA_VISIBLE_DEVICES": "GPU-0,GPU-1"
+    }
+    assert generator.visible_to_child(torch.device("cpu"), 1) == {}
+
+
+def test_the_words_of_older_slurms_are_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")
+    assert ranks.gpus() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert ranks.gpus() == ["0", "1"]
+
+
+def test_gpus_that_torch_does_not_see_stop_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for enter in (world.join, lambda run: world.alone(run.distributed)):
+        with pytest.raises(MachineError) as refused:
+            enter(run_of())
+    problem = refused.value.problems[0]
+    assert "SLURM_GPUS_ON_NODE=8" in problem.why and "srun --gpus-per-node" in problem.fix
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
+    assert world.alone(run_of().distributed).device.type == "cpu"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE")
+    world.check_devices() if not Path("/dev/nvidiactl").exists() else None
+
+
+def test_the_scripts_ask_each_step_for_the_nodes_gpus() -> None:
+    for path in sorted(Path(machine.paths.SLURM).glob("*.sbatch")):
+        text = path.read_text().replace("\\\n", "")
+        steps = [line for line in text.splitlines() if line.startswith("srun ")]
+        assert steps and all(line.startswith('srun "${gpus[@]}" ') for line in steps), path
+        assert 'gpus=("--gpus-per-node=$SLURM_GPUS_ON_NODE")' in text
+
+
+def test_more_members_of_a_sweep_than_gpus_are_refused(eight: None) -> None:
+    assert sweep.default_jobs() == 8
+    sweep._check_jobs(8, EIGHT)
+    sweep._check_jobs(9, [])
+    with pytest.raises(ConfigError) as refused:
+        sweep._check_jobs(9, EIGHT)
+    assert refused.value.problems[0].fix == "--jobs 8"
+
+
+# What is refused until a GPU has shown it.
+
+
+def test_an_engine_beside_each_of_several_ranks_is_refused_with_two_ways_out(eight: None) -> None:
+    (problem,) = arguments.problems(run_of(CHILD), here=2)
+    assert "beside each of 2 processes" in problem.what
+    assert SERVER in problem.fix and UNTRIED in problem.fix
+    assert not [*arguments.problems(run_of(CHILD, UNTRIED), here=2)]
+    assert not [*arguments.problems(run_of(CHILD), here=1)]
+
+
+def test_a_colocated_engine_on_two_gpus_is_not_sent_handles_of_one(eight: None) -> None:
+    two = "generation.colocate.tensor_parallel_size=2"
+    (problem,) = arguments.problems(run_of(CHILD, two))
+    assert "cannot be sent weights by ipc" in problem.what
+    assert "generation.colocate.transfer=gloo" in problem.fix
+    assert not [*arguments.problems(run_of(CHILD, two, "generation.colocate.transfer=gloo"))]
+
+
+def test_a_mixture_of_experts_over_several_gpus_is_refused(eight: None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 8}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    words = (SERVER, "generation.server.tensor_parallel_size=2", f"model.path={tmp_path}")
+    (problem,) = arguments.problems(run_of(*words))
+    assert "mixture of experts" in problem.what and "num_experts" in problem.why
+    assert not [*arguments.problems(run_of(*words, UNTRIED))]
+    assert not [*arguments.problems(run_of(*words[:2]))]
+
+
+def test_nothing_of_this_is_said_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "gpus", list)
+    monkeypatch.setattr(arguments, "installed", lambda: "0.32.0")
+    assert not [*arguments.problems(run_of(CHILD), here=2)]
+
+
+# What trainer and engine may differ by.
+
+
+def test_what_may_differ_depends_on_dtype_device_and_kind() -> None:
+    assert tolerance("float32", "torch.float32") == EXACT
+    assert tolerance("float32", on_gpu=True) == EXACT_ON_GPU
+    assert tolerance("bfloat16", "torch.float32") == HALF
+    assert tolerance("float32", coarse=True) == COARSE
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], HALF),
+        (["generation.server.quantization=fp8"], COARSE),
+        (["generation.server.kv_cache_dtype=fp8"], COARSE),
+        (["generation.logp_tolerance=0.7"], 0.7),
+    ],
+)
+def test_a_quantized_engine_or_the_key_allows_more(words: list[str], expected: float) -> None:
+    allowed = generator.allowed(run_of(SERVER, *words))
+    assert allowed("torch.bfloat16", "torch.bfloat16") == expected
+
+
+# Several servers.
+
+
+def asks(*counts: int) -> list[Ask]:
+    prompts: list[list[int]] = [[n] for n in range(len(counts))]
+    pairs = zip(prompts, counts, strict=True)
+    return [Ask(prompt, {}) for prompt, count in pairs for _ in range(count)]
+
+
+def test_groups_go_round_the_servers_and_siblings_stay_together() -> None:
+    assert grouped(asks(2, 3, 1)) == [[0, 1], [2, 3, 4], [5]]
+    assert grouped([]) == []
+    there = SimpleNamespace(servers=[Server("a", "", groups=True), Server("b", "")])
+    calls = OverHttp._calls(there, asks(2, 3, 1))  # type: ignore[arg-type]
+    assert [(call.server, call.places) for call in calls] == [
+        (0, [0, 1]), (1, [2]), (1, [3]), (1, [4]), (0, [5]),
+    ]  # fmt: skip
+
+
+def test_groups_that_wait_for_room_never_wait_for_each_other() -> None:
+    gate, most, inside = Gate(4), [0], [0]
+
+    async def one(count: int) -> None:
+        async with gate.room(count):
+            inside[0] += min(count, 4)
+            most[0] = max(most[0], *inside)
+            await asyncio.sleep(0)
+            inside[0] -= min(count, 4)
+
+    async def all_of_them() -> None:
+        await asyncio.wait_for(asyncio.gather(*map(one, (3, 3, 9, 2, 4, 1))), 20)
+
+    asyncio.run(all_of_them())
+    assert most == [4] and inside == [0]
+
+
+def test_each_servers_processes_come_after_those_before_it() -> None:
+    told: list[tuple[str, dict[str, Any]]] = []
+
+    def ask_all(asked: Any, limit_s: float) -> None:
+        told.extend((server.url, body["init_info"]) for _, server, _, body in asked)
+
+    counts = {"http://a": 2, "http://b": 3, "http://c": 1}
+    engine: Any = SimpleNamespace(
+        servers=[Server(url, "", workers=count) for url, count in counts.items()],
+        keys=run_of(SERVER).generation.server,  # type: ignore[attr-defined]
+        ask_all=ask_all,
+    )
+    control = HttpControl(engine, ["p1", "p2", "p3"])
+    control.init_weight_transfer_engine({"rank_offset": 1, "world_size": 7, "own_host": "x"})
+    assert [(url, info["rank_offset"], info["own_host"]) for url, info in told] == [
+        ("http://a", 1, "p1"), ("http://b", 3, "p2"), ("http://c", 6, "p3"),
+    ]  # fmt: skip
+    assert {info["world_size"] for _, info in told} == {7}
+
+
+def test_a_server_beside_the_trainer_and_one_elsewhere_meet_at_one_address() -> None:
+    words = (SERVER, "generation.server.host=10.0.0.1", "generation.server.allow_remote=true")
+    keys: Any = run_of(*words).generation.server  # type: ignore[attr-defined]
+    both = [Server("http://127.0.0.1:1", ""), Server("http://10.0.0.2:1", "")]
+    assert meeting(both, keys) == ("10.0.0.1", ["10.0.0.1", "10.0.0.2"])
+    assert meeting(both[:1], keys) == ("127.0.0.1", ["127.0.0.1"])
+
+
+# Memory.
+
+
+def test_a_trainer_that_leaves_a_sleeping_engine_no_room_is_refused_before_it_trains() -> None:
+    keys = run_of(CHILD, "generation.colocate.gpu_memory_utilization=0.6").generation
+    memory._leave_room(keys, 20e9, 80e9)
+    with pytest.raises(OutOfMemory) as refused:
+        memory._leave_room(keys, 40e9, 80e9)
+    assert refused.value.code == 9
+    assert refused.value.problems[0].fix == "generation.colocate.gpu_memory_utilization=0.48"
+    with pytest.raises(OutOfMemory) as refused:
+        memory._leave_room(keys, 79e9, 80e9)
+    assert "generation=vllm_server" in refused.value.problems[0].fix
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [((), "generation.transformers.batch_tokens"),
+     ((CHILD,), "generation.colocate.gpu_memory_utilization")],
+)  # fmt: skip
+def test_memory_that_runs_out_while_a_run_is_built_ends_it_with_9(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], key: str
+) -> None:
+    def make(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+
+    monkeypatch.setattr(worker, "make", make)
+    with pytest.raises(OutOfMemory) as refused:
+        worker.work(run_of(*words), tmp_path)
+    assert refused.value.code == 9
+    problem = refused.value.problems[0]
+    assert "while the run was built" in problem.what and key in problem.fix
+    assert problem.why == "CUDA out of memory. Tried to allocate 2 GiB"
+
+
+def test_a_batch_of_our_own_sampler_fits_a_quarter_of_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = SimpleNamespace(
+        num_attention_heads=8, num_key_value_heads=2, hidden_size=512, num_hidden_layers=4
+    )
+    model = SimpleNamespace(
+        config=SimpleNamespace(get_text_config=lambda: shape),
+        parameters=lambda: iter([torch.zeros(1, dtype=torch.bfloat16)]),
+    )
+    there = SimpleNamespace(total_memory=4 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: there)
+    keys: Any = run_of().generation
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert rows.places_that_fit(keys, model, gpu) == 2**30 // (2 * 4 * 2 * 64 * 2)
+    assert rows.places_that_fit(keys, model, cpu) is None
+    few: Any = run_of("generation.transformers.batch_tokens=100").generation
+    assert rows.places_that_fit(few, model, gpu) == rows.places_that_fit(few, model, cpu) == 100
+
+
+def test_nvidia_smi_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    smi, log = tmp_path / "nvidia-smi", tmp_path / "log"
+    smi.write_text(f"#!/bin/sh\necho x >> {log}\necho GPU-a\necho GPU-b\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert ranks.gpus() == ranks.gpus() == ["GPU-a", "GPU-b"]
+    assert log.read_text() == "x\n"

@@ -1,0 +1,128 @@
+"""What runs inside the process of a colocated engine, with vLLM's real engine core in it."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+# One process for all that needs vLLM here: its imports and its engine take most of the time.
+SCRIPT = """
+import json, sys
+from types import SimpleNamespace
+from rloo_cli import config
+from rloo_cli.compose import compose
+from rloo_cli.vllm import arguments
+
+run = config.check(compose(["+recipe=smoke", "generation=vllm_colocate", "model.path=make:tiny"]))
+keys = run.generation.colocate
+import os
+os.environ.update(arguments.environment(run, keys))
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+from vllm import LLM
+from rloo_cli.vllm import child
+from rloo_cli.vllm.engine import Ask
+
+given = arguments.engine(run, keys, 0) | {"weight_transfer_config": {"backend": "rloo_gloo"}}
+llm = LLM(**given)
+sent = []
+pipe = SimpleNamespace(send=sent.append, poll=lambda: False)
+engine = child.Engine(llm, pipe)
+params = {"seed": 1, "temperature": 1.0, "max_tokens": 4, "logprobs": 0, "detokenize": False,
+          "ignore_eos": True}
+engine.complete([Ask([5, 6, 7], params), Ask([8, 9], params | {"max_tokens": 2})])
+scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+before = scheduler.has_requests()
+child.drain(llm.llm_engine)
+after = scheduler.has_requests()
+answers = {m[1]: m[2] for m in sent if m[0] == "done"}
+
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from rloo_cli.vllm.receive import sent_rows, unfinished
+import torch
+from vllm.config import set_current_vllm_config
+
+def shares(vocabulary, size):
+    found = []
+    with set_current_vllm_config(llm.llm_engine.vllm_config):
+        for rank in range(size):
+            group = SimpleNamespace(rank_in_group=rank, world_size=size)
+            layer = VocabParallelEmbedding(vocabulary, 8, parallel_group=group)
+            found.append([sent_rows(layer), layer.num_embeddings_per_partition])
+    return found
+
+print("FOUND " + json.dumps({
+    "before": before, "after": after,
+    "lengths": [len(answers[i].ids) for i in (0, 1)],
+    "finite": all(-50 < x <= 0 for a in answers.values() for x in a.logp),
+    "same": all(len(a.ids) == len(a.logp) for a in answers.values()),
+    "shares": {str(v): shares(v, 2) for v in (50257, 49155, 128, 130)},
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """What the script found in its process."""
+    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=env, timeout=300
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
+    values: dict[str, Any] = json.loads(lines[0].removeprefix("FOUND "))
+    return values
+
+
+def test_a_scheduler_remembers_finished_requests_until_it_is_drained(found: Any) -> None:
+    assert found["before"] is True and found["after"] is False
+
+
+def test_log_probabilities_come_in_plain_lists_one_for_each_token(found: Any) -> None:
+    assert found["lengths"] == [4, 2] and found["same"] and found["finite"]
+
+
+def test_the_padding_of_a_vocabulary_is_all_in_the_last_share(found: Any) -> None:
+    for vocabulary, shares in found["shares"].items():
+        assert sum(sent for sent, _ in shares) == int(vocabulary)
+    assert found["shares"]["50257"] == [[25152, 25152], [25105, 25152]]
+    assert found["shares"]["130"] == [[96, 96], [34, 96]]
+
+
+def child() -> Any:
+    import rloo_cli.vllm.child as module
+
+    return module
+
+
+def test_a_batch_that_is_still_on_its_way_is_taken_in_before_sleep() -> None:
+    """With asynchronous scheduling, which no CPU has."""
+    queue, steps = ["batch", "batch"], []
+
+    def step() -> None:
+        steps.append(queue.pop())
+
+    core = SimpleNamespace(scheduler=SimpleNamespace(has_requests=lambda: False), batch_queue=queue)
+    engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core), step=step)
+    child().drain(engine)
+    assert len(steps) == 2 and not queue
+    child().drain(SimpleNamespace(engine_core=SimpleNamespace()))  # a core of its own drains itself
+
+
+@pytest.mark.parametrize(("adapter", "level"), [("a LoRA", 1), (None, 2)])
+def test_weights_that_are_sent_only_once_survive_sleep(adapter: Any, level: int) -> None:
+    """Of a base under an adapter only the adapter is sent again."""
+    slept: list[int] = []
+    core = SimpleNamespace(scheduler=SimpleNamespace(has_requests=lambda: False), batch_queue=None)
+    llm = SimpleNamespace(
+        sleep=lambda level: slept.append(level),
+        llm_engine=SimpleNamespace(engine_core=SimpleNamespace(engine_core=core)),
+    )
+    engine = SimpleNamespace(llm=llm, adapter=adapter)
+    child().Engine.sleep(engine, "weights")
+    assert slept == [level]
