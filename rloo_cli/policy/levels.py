@@ -233,9 +233,12 @@ def _exact_head(model: Any) -> Iterator[None]:
     if type(head) is not torch.nn.Linear or head.weight.dtype not in HALF:
         yield
         return
-    head.forward = lambda x: torch.nn.functional.linear(
-        x.float(), head.weight.float(), None if head.bias is None else head.bias.float()
-    )
+
+    def exact(input: Tensor) -> Tensor:
+        bias = None if head.bias is None else head.bias.float()
+        return torch.nn.functional.linear(input.float(), head.weight.float(), bias)
+
+    head.forward = exact  # type: ignore[method-assign]
     try:
         yield
     finally:
