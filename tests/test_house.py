@@ -24,7 +24,7 @@ FLOORS = [  # each may import from itself and from those before it
     " pids server_file data_rules adapter_rules endpoint fill chat judge_keys keys model_keys"
     " ranks trainings stages stand_ins spread_rules surroundings slurm_keys group_keys"
     " value_start prompt_limit turns mistakes run_folder console hooks model_rules metric_names",
-    "rollout tensors clock packing schedule",
+    "rollout tensors clock packing schedule device_waits",
     "algorithms rewards data prompts choosing mixture lengths mapping vocabulary",
     "policy quiet generation vllm distributed crew optim checkpoint restoring export updates"
     " measures cycle rng log panel display curves advice rollouts parts minibatches ledger"
