@@ -157,7 +157,7 @@ def test_batches_stay_under_batch_tokens_and_siblings_together():
         (35, [[6], [3, 3], [1]]),
         (1, [[6], [3], [3], [1]]),
     ):
-        batches = rows.split(made, config(batch_tokens=most))
+        batches = rows.split(made, config(), most)
         assert [[len(row.prompt) for row in batch] for batch in batches] == lengths
 
 
