@@ -308,6 +308,24 @@ def test_an_update_that_is_refused_stays_open_until_it_is_closed_and_has_no_labe
     assert worker.rloo_weights() == versions.REFUSED
 
 
+def test_an_update_that_fails_on_the_way_is_closed_with_its_layers() -> None:
+    calls: list[str] = []
+
+    def broken(info: Any) -> None:
+        raise ValueError("no weight of this name")
+
+    worker = Worker(SimpleNamespace(
+        start_weight_update=lambda: calls.append("start"), parse_update_info=dict,
+        receive_weights=broken, finish_weight_update=lambda: calls.append("finish"),
+    ))  # fmt: skip
+    for _ in range(2):
+        worker.rloo_start()
+        with pytest.raises(ValueError, match="no weight of this name"):
+            worker.rloo_update({})
+        assert worker.rloo_weights() == versions.REFUSED
+    assert calls == ["start", "finish"] * 2
+
+
 def test_layers_and_names_are_told_by_whichever_vllm_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -21,6 +21,7 @@ import importlib
 import json
 import re
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -73,6 +74,11 @@ def module(name: str) -> Any:
         if not new.startswith(str(error.name)):
             raise  # the module is there, and something that it needs is not
         return importlib.import_module(old)
+
+
+def _ours(name: str) -> Any:
+    """A module of this folder that imports torch, for what runs where torch is."""
+    return importlib.import_module(f"rloo_cli.vllm.{name}")
 
 
 def engine_arguments(version: str) -> dict[str, Any]:
@@ -140,12 +146,19 @@ class WorkerCalls:
         self.rloo_open = True
 
     def rloo_update(self, update_info: dict[str, Any]) -> None:
-        """Take one part; it is on the device when this returns."""
+        """Take one part; it is on the device when this returns. One that fails closes the update,
+        as in 0.32, and its layers too: the next update would count what this one left in them."""
         self._rloo_must_be_open()
         engine = self.weight_transfer_engine
-        with self._rloo_surroundings():
-            engine.receive_weights(engine.parse_update_info(update_info))
-        self._rloo_wait()
+        try:
+            with self._rloo_surroundings():
+                engine.receive_weights(engine.parse_update_info(update_info))
+            self._rloo_wait()
+        except BaseException:
+            self.rloo_open, self.rloo_label = False, REFUSED
+            with suppress(Exception), self._rloo_surroundings():
+                engine.finish_weight_update()
+            raise
 
     def rloo_finish(self, label: str | None = None) -> None:
         """The weights are `label` from here on; without one they keep theirs, as in 0.32. An
@@ -259,8 +272,7 @@ class HandleReceiver(Shape):
 
     def receive_weights(self, update_info: Chunk) -> None:
         """Raises ValueError where the buffer lies on another GPU."""
-        from rloo_cli.vllm import gloo  # lazy: torch
-
+        gloo = _ours("gloo")
         rows = zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True)
         shapes = [gloo.Shape(name, dtype, tuple(size)) for name, dtype, size in rows]
         parts = gloo.unpack(self._buffer(update_info.handle), shapes)
@@ -453,21 +465,19 @@ class NcclSender:
     """Weights by NCCL, one broadcast a tensor and all on one stream."""
 
     def __init__(self, control: Any, source: Any, where: dict[str, Any]):
-        from rloo_cli.vllm.waiting import Beside  # lazy: torch
-
         self.control, self.source = control, source
         engine = importlib.import_module(f"{TRANSFER}.nccl_engine").NCCLWeightTransferEngine
         # The engine's call returns only once both sides have met.
-        call = Beside(lambda: control.init_weight_transfer_engine(where | {"rank_offset": 1}))
+        call = _ours("waiting").Beside(
+            lambda: control.init_weight_transfer_engine(where | {"rank_offset": 1})
+        )
         self.group = engine.trainer_init(where)
         call.result()
 
     def send_weights(self) -> None:
         """One whole update."""
-        from rloo_cli.vllm.waiting import Beside  # lazy: torch
-
         self.control.start_weight_update()
-        sent = Beside(self._broadcast)
+        sent = _ours("waiting").Beside(self._broadcast)
         self.control.update_weights(_about(self.source.metadata(), "dtype_names"))
         sent.result()
         self.control.finish_weight_update()
@@ -493,8 +503,7 @@ class HandleSender:
 
     def send_weights(self) -> None:
         """One whole update; the buffer is filled again once the engine has taken what is in it."""
-        from rloo_cli.vllm import gloo  # lazy: torch
-
+        gloo = _ours("gloo")
         torch = importlib.import_module("torch")
         reductions = importlib.import_module("torch.multiprocessing.reductions")
         buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8, device="cuda")
