@@ -443,6 +443,8 @@ def test_an_older_server_answers_todays_routes() -> None:
         assert app.state.rloo_label == "run:1"
         found.append(await answer(app, "POST", "/shutdown_weight_transfer_engine"))
         assert {status for status, _ in found} == {200}
+        status, said = await answer(app, "POST", "/update_weights", {})
+        assert status == said["error"]["code"] == 500 and "update_info" in said["error"]["message"]
         return [
             await answer(app, "GET", "/weight_info"),
             await answer(app, "POST", "/reset_prefix_cache"),

@@ -401,7 +401,11 @@ def attach_routes(app: Any, version: str | None = None) -> None:
 
     def route(path: str, method: str, work: Answering) -> Any:
         async def endpoint(request: Any) -> Any:
-            return answered(await work(request))
+            try:
+                return answered(await work(request))
+            except Exception as error:  # the server would close the connection, not only answer
+                why = {"message": str(error), "type": type(error).__name__, "code": 500}
+                return answered({"error": why}, status_code=500)
 
         return starlette.Route(path, endpoint, methods=[method])
 
