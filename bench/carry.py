@@ -7,8 +7,9 @@
 
 `pack` asks pip what a fresh environment would take, fetches of that what the machine lacks, and
 cuts it. `--have` is what the machine has: a requirement, or a file of `pip freeze` of its own. The
-versions there stay, and what only they need is not fetched. For a machine unlike this one give
-`--python-version 3.12 --platform manylinux_2_28_x86_64` as to pip, and verify it over there.
+versions there stay where they can (torch always), and what only they need is not fetched. For a
+machine unlike this one give `--python-version 3.12 --platform manylinux_2_28_x86_64` as to pip, and
+verify it over there.
 
 All files are one stream, cut at `--part-mb` (millions of bytes): part-000, part-001, ... and a
 manifest.json with the sha256 of every part and every file. `join` needs nothing but Python and the
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST, PART_MB, BLOCK = "manifest.json", 60, 2**20
+KEPT = {"torch", "triton"}  # what a GPU machine's driver and builds decide: never another version
 
 
 class Wrong(Exception):
@@ -239,7 +241,9 @@ def pip(words: list[str], own_settings: bool = True, **more: Any) -> str:
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, **more)
     if ended.returncode:
         errors = [line for line in ended.stderr.splitlines() if line.startswith("ERROR")]
-        said = "; ".join(errors[:3]) or ended.stderr.strip()[-300:]
+        if conflict := re.search(r"(?s)The conflict is caused by:\n(.*?)\n\s*\n", ended.stdout):
+            errors = [line.strip() for line in conflict[1].splitlines()]
+        said = "; ".join(errors[:8]) or ended.stderr.strip()[-300:]
         verb = next(word for word in words if word in ("install", "download"))
         raise Wrong(f"pip {verb} failed: {said}")
     return ended.stdout
@@ -248,16 +252,31 @@ def pip(words: list[str], own_settings: bool = True, **more: Any) -> str:
 def fetch(requirements: list[str], there: dict[str, str], target: list[str], dest: Path) -> None:
     """Download the wheels of `requirements` that the machine lacks. `target`: pip's options for
     another machine."""
-    with tempfile.TemporaryDirectory() as scratch:
-        pins = Path(scratch, "have.txt")
-        pins.write_text("".join(f"{line}\n" for line in there.values()))
-        options = ["--ignore-installed", "--only-binary=:all:", "--target", scratch, *target]
-        report = Path(scratch, "report.json")
-        asked = ["install", "--dry-run", "--quiet", "--report", str(report), *options]
-        pip([*asked, "--constraint", str(pins), *requirements])
-        lacking = missing(json.loads(report.read_text()), there)
-    for one in lacking:
+    for one in missing(resolve(requirements, there, target), there):
         pip(["download", "--no-deps", "--only-binary=:all:", *target, "--dest", str(dest), one])
+
+
+def resolve(requirements: list[str], there: dict[str, str], target: list[str]) -> dict[str, Any]:
+    """pip's report on a fresh environment with the versions of `there`. One that `requirements`
+    cannot have is left out of it: another version is then carried. Raises Wrong.
+    """
+    options = ["--ignore-installed", "--only-binary=:all:", *target]
+    while True:
+        with tempfile.TemporaryDirectory() as scratch:
+            pins, report = Path(scratch, "have.txt"), Path(scratch, "report.json")
+            pins.write_text("".join(f"{line}\n" for line in there.values()))
+            asked = ["install", "--dry-run", "--report", str(report), "--target", scratch]
+            try:
+                pip([*asked, *options, "--constraint", str(pins), *requirements])
+                found: dict[str, Any] = json.loads(report.read_text())
+                return found
+            except Wrong as wrong:
+                names = re.findall(r"The user requested \(constraint\) ([\w.-]+)", str(wrong))
+                barred = [n for n in map(plain, names) if n in there and n not in KEPT]
+                if not barred:
+                    raise
+                for name in barred:
+                    print(f"carry: another {name} than {there.pop(name)} is carried: {wrong}")
 
 
 # Trying it.

@@ -228,6 +228,26 @@ def test_packing_fetches_what_is_lacking_and_cuts_it(
     ]
 
 
+def test_a_version_that_cannot_stay_is_carried_in_another_and_torch_never(
+    carry: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wheel(tmp_path / "index", "carried_small", 2_000)
+    wheel(tmp_path / "index", "torch", 10)
+    wheel(tmp_path / "index", "carried_top", 10, ("carried_small==1.0", "torch==1.0"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    words = ["pack", str(tmp_path / "parts"), "carried_top", "--have"]
+    assert carry.main([*words, "carried_small==0.9", "--have", "torch==1.0"]) == 0
+    said = capsys.readouterr().out
+    assert "another carried-small than carried_small==0.9 is carried" in said
+    manifest = json.loads((tmp_path / "parts" / "manifest.json").read_text())
+    assert [f["name"].partition("-")[0] for f in manifest["files"]] == [
+        "carried_small", "carried_top",
+    ]  # fmt: skip
+    assert carry.main([*words[:1], str(tmp_path / "more"), *words[2:], "torch==0.9"]) == 1
+    assert "(constraint) torch==0.9" in capsys.readouterr().err
+
+
 def test_it_is_a_program() -> None:
     ended = subprocess.run(
         [sys.executable, ROOT / "bench" / "carry.py", "join", "nowhere", "x"],
