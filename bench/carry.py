@@ -8,8 +8,8 @@
 `pack` asks pip what a fresh environment would take, fetches of that what the machine lacks, and
 cuts it. `--have` is what the machine has: a requirement, or a file of `pip freeze` of its own. The
 versions there stay where they can (torch always), and what only they need is not fetched. For a
-machine unlike this one give `--python-version 3.12 --platform manylinux_2_28_x86_64` as to pip, and
-verify it over there.
+machine unlike this one give `--python-version 3.12 --platform manylinux_2_35_x86_64` (2.35 is its
+glibc), and verify it over there.
 
 All files are one stream, cut at `--part-mb` (millions of bytes): part-000, part-001, ... and a
 manifest.json with the sha256 of every part and every file. `join` needs nothing but Python and the
@@ -212,6 +212,20 @@ def had(given: list[str]) -> dict[str, str]:
     return found
 
 
+def tags(platform: str) -> list[str]:
+    """Every older manylinux that a machine of this one takes too: pip looks for each by name."""
+    match = re.fullmatch(r"manylinux_2_(\d+)_(\w+)", platform)
+    if match is None:
+        return [platform]
+    number, machine = int(match[1]), match[2]
+    older = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
+    found = []
+    for n in range(number, 4, -1):
+        names = [f"manylinux_2_{n}", older[n]] if n in older else [f"manylinux_2_{n}"]
+        found += [f"{name}_{machine}" for name in names]
+    return found
+
+
 def missing(report: dict[str, Any], there: dict[str, str]) -> list[str]:
     """Of pip's report on a fresh environment: NAME==VERSION of what the machine lacks.
 
@@ -324,7 +338,7 @@ def main(words: list[str]) -> int:
 
 def _pack(args: argparse.Namespace) -> str:
     there = had(args.have)
-    target = [w for one in args.platform for w in ("--platform", one)]
+    target = [w for one in args.platform for name in tags(one) for w in ("--platform", name)]
     target += ["--python-version", args.python_version] if args.python_version else []
     with tempfile.TemporaryDirectory() as scratch:
         fetch(args.requirements, there, target, Path(scratch))

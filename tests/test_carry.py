@@ -248,6 +248,13 @@ def test_a_version_that_cannot_stay_is_carried_in_another_and_torch_never(
     assert "(constraint) torch==0.9" in capsys.readouterr().err
 
 
+def test_a_platform_takes_the_wheels_of_every_older_one(carry: Any) -> None:
+    found = carry.tags("manylinux_2_18_x86_64")
+    assert found[:3] == ["manylinux_2_18_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"]
+    assert found[-1] == "manylinux1_x86_64" and "manylinux_2_19_x86_64" not in found
+    assert carry.tags("any") == ["any"]
+
+
 def test_it_is_a_program() -> None:
     ended = subprocess.run(
         [sys.executable, ROOT / "bench" / "carry.py", "join", "nowhere", "x"],
