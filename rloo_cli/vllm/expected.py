@@ -48,9 +48,12 @@ class Expected:
         """A vLLM that `rloo vllm-serve` did not start."""
         version = wire.get(url, "/version", token, CALL_S)
         models = wire.get(url, "/v1/models", token, CALL_S)
-        if versions.is_old(str(version["version"])):
-            raise GenerationError(versions.not_ours(url, str(version["version"])))
-        wire.get(url, "/weight_info", token, CALL_S)  # 404 where it has no such routes
+        try:
+            wire.get(url, "/weight_info", token, CALL_S)  # 404 where it has no such routes
+        except GenerationError:
+            if not versions.is_old(number := str(version["version"])):
+                raise
+            raise GenerationError(versions.not_ours(url, number)) from None
         first = models["data"][0]
         return {"vllm": version["version"], "max_model_len": first.get("max_model_len")}
 
