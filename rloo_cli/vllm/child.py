@@ -16,7 +16,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
-from rloo_cli.vllm import slot
+from rloo_cli.vllm import slot, versions
 from rloo_cli.vllm.engine import Answer, Ask
 
 
@@ -54,6 +54,7 @@ class Engine:
 
     def __init__(self, llm: Any, pipe: Connection):
         self.llm, self.pipe = llm, pipe
+        self.weights = versions.with_labels(llm)
         folder = os.environ.get(slot.VARIABLE)
         self.adapter = LoRARequest(slot.NAME, slot.NUMBER, folder) if folder else None
         self.drawn = 0
@@ -64,23 +65,23 @@ class Engine:
         return size
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.llm.init_weight_transfer_engine({"init_info": init_info})
+        self.weights.init_weight_transfer_engine({"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        self.llm.start_weight_update()
+        self.weights.start_weight_update()
 
     def update_weights(self, update_info: Any) -> None:
-        self.llm.update_weights({"update_info": update_info})
+        self.weights.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None) -> None:
-        self.llm.finish_weight_update(weight_version)
+        self.weights.finish_weight_update(weight_version)
 
     def reset_prefix_cache(self) -> bool:
         done: bool = self.llm.reset_prefix_cache()
         return done
 
     def version(self) -> str:
-        label: str = self.llm.get_weight_version()
+        label: str = self.weights.get_weight_version()
         return label
 
     def sleep(self, what: str) -> None:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rloo_cli.errors import GenerationError, Problem
-from rloo_cli.vllm import slot
+from rloo_cli.vllm import slot, versions
 from rloo_cli.vllm.facts import GROUP
+from rloo_cli.vllm.versions import FLOOR
 from rloo_cli.vllm.wire import Wire
 
-FLOOR = (0, 32)  # the routes that this was tried with
 CALL_S = 30.0
 
 
@@ -48,7 +48,12 @@ class Expected:
         """A vLLM that `rloo vllm-serve` did not start."""
         version = wire.get(url, "/version", token, CALL_S)
         models = wire.get(url, "/v1/models", token, CALL_S)
-        wire.get(url, "/weight_info", token, CALL_S)  # 404 where it has no such routes
+        try:
+            wire.get(url, "/weight_info", token, CALL_S)  # 404 where it has no such routes
+        except GenerationError:
+            if not versions.is_old(number := str(version["version"])):
+                raise
+            raise GenerationError(versions.not_ours(url, number)) from None
         first = models["data"][0]
         return {"vllm": version["version"], "max_model_len": first.get("max_model_len")}
 
@@ -72,8 +77,7 @@ class Expected:
             why = f"expected processed_logprobs, found {facts['logprobs_mode']}"
             yield Problem(f"the server at {url} tells raw log-probabilities", "generation", why)
         version = str(facts.get("vllm", "0"))
-        numbers = tuple(int(p) for p in version.split(".")[:2] if p.isdigit())
-        if numbers < FLOOR and not self.allow_untested:
+        if versions.numbers(version) < FLOOR and not self.allow_untested:
             yield Problem(
                 f"the server at {url} is vLLM {version}",
                 "generation.allow_untested",

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from rloo_cli.vllm import slot
+from rloo_cli.vllm import slot, versions
 from rloo_cli.vllm.facts import GROUP
 
 
@@ -34,7 +33,7 @@ async def _group(raw_request: Request) -> JSONResponse:
     return found
 
 
-@with_cancellation
+@versions.module("api_utils").with_cancellation
 async def _cancellable(body: dict[str, Any], raw_request: Request) -> JSONResponse:
     """All completions at once; those under way are aborted when whoever asked is gone."""
     state = raw_request.app.state
@@ -45,7 +44,7 @@ async def _cancellable(body: dict[str, Any], raw_request: Request) -> JSONRespon
     number = uuid.uuid4().hex
     outputs = await asyncio.gather(
         *(
-            _completion(state.engine_client, prompt, params, f"rloo-{number}-{i}", adapter)
+            _completion(state, prompt, params, f"rloo-{number}-{i}", adapter)
             for i, params in enumerate(body["sampling_params"])
         )
     )
@@ -53,23 +52,23 @@ async def _cancellable(body: dict[str, Any], raw_request: Request) -> JSONRespon
 
 
 async def _completion(
-    engine: Any, prompt: TokensPrompt, given: dict[str, Any], name: str, adapter: Any
+    state: Any, prompt: TokensPrompt, given: dict[str, Any], name: str, adapter: Any
 ) -> dict[str, Any]:
     params = SamplingParams(**given)
     params.output_kind = RequestOutputKind.FINAL_ONLY
     params.flat_logprobs = True  # three lists, not an object for each token
+    engine, before = state.engine_client, state.rloo_label
     outputs = [o async for o in engine.generate(prompt, params, name, lora_request=adapter)]
     output = outputs[-1].outputs[0]
     told, ids = output.logprobs, list(output.token_ids)
     firsts = told.start_indices if told is not None else []
     if [told.token_ids[i] for i in firsts] != ids:
         raise RuntimeError("log-probabilities are of other tokens than those that were sampled")
-    spans = output.weight_versions or []
     return {
         "ids": packed(ids, np.int32),
         "logp": packed([told.logprobs[i] for i in firsts], np.float32),
         "finish_reason": str(output.finish_reason),
-        "versions": sorted({str(span.version) for span in spans}),
+        "versions": versions.spans_of(output, before, state.rloo_label),
     }
 
 

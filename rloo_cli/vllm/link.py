@@ -6,16 +6,15 @@ caller puts it on a thread and keeps the deadline (`waiting`).
 """
 
 import importlib
-import threading
 from math import prod
 from typing import Any, Protocol
 
-from rloo_cli.device_waits import current_gpu, use_gpu
 from rloo_cli.errors import GenerationError, Problem
 from rloo_cli.faults import fault
-from rloo_cli.vllm import gloo, slot
+from rloo_cli.vllm import gloo, slot, versions
 from rloo_cli.vllm.gloo import Shape
 from rloo_cli.vllm.source import Whole
+from rloo_cli.vllm.waiting import Beside
 
 LEAST_BUFFER = 256 * 2**20  # bytes; a smaller one would be sent in many small messages
 
@@ -75,7 +74,7 @@ class GlooLink:
             "timeout_s": limit_s,
         }
         # The engine's call returns only once both sides have met.
-        call = _Beside(lambda: control.init_weight_transfer_engine(init))
+        call = Beside(lambda: control.init_weight_transfer_engine(init))
         self.group = gloo.join(host, port, 0, workers + 1, limit_s, host, listening)
         call.result()
 
@@ -95,7 +94,7 @@ class GlooLink:
             }
             # A broadcast has no end of its own when the other side is gone: the engine's call,
             # which has one, stands in front.
-            sent = _Beside(lambda: self._broadcast(shapes))
+            sent = Beside(lambda: self._broadcast(shapes))
             self.control.update_weights(info)
             sent.result()
         if fault("sync.finish") != "skip":
@@ -113,29 +112,6 @@ class GlooLink:
         self.group = None
 
 
-class _Beside:
-    """A call on a thread of its own, which never holds the process back."""
-
-    def __init__(self, work: Any):
-        self.error: BaseException | None = None
-        self.gpu = current_gpu()
-        self.thread = threading.Thread(target=self._run, args=(work,), daemon=True)
-        self.thread.start()
-
-    def _run(self, work: Any) -> None:
-        try:
-            use_gpu(self.gpu)
-            work()
-        except BaseException as error:
-            self.error = error
-
-    def result(self) -> None:
-        """Wait for it; raises what it raised."""
-        self.thread.join()
-        if self.error is not None:
-            raise self.error
-
-
 def packed_bytes(source: Whole) -> int:
     """Bytes of the buffer that tensors are packed into: no tensor may be larger, and both sides
     hold one or two of it, beside models that fill the GPU."""
@@ -148,11 +124,12 @@ def _nccl(control: Control, source: Whole, host: str, workers: int) -> Link:
     factory, engine = _vllms("factory"), _vllms("nccl_engine")
     with gloo.listen(host) as free:  # NCCL takes a number, not a socket
         port = free.getsockname()[1]
+    where = {"master_address": host, "master_port": port, "world_size": workers + 1}
+    if versions.is_old():
+        return versions.NcclSender(control, source, where)
     info = engine.NCCLTrainerInitInfo(
         rank=0,
-        master_address=host,
-        master_port=port,
-        world_size=workers + 1,
+        **where,
         packed=True,
         packed_buffer_size_bytes=packed_bytes(source),
     )
@@ -163,6 +140,8 @@ def _nccl(control: Control, source: Whole, host: str, workers: int) -> Link:
 
 def _ipc(control: Control, source: Whole) -> Link:
     """vLLM's own sender of CUDA IPC handles, packed, to a child on the same GPU."""
+    if versions.is_old():
+        return versions.HandleSender(control, source, packed_bytes(source))
     factory, engine = _vllms("factory"), _vllms("ipc_engine")
     info = engine.IPCTrainerInitInfo(
         rank=0, packed=True, packed_buffer_size_bytes=packed_bytes(source)

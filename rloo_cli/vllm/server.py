@@ -24,7 +24,7 @@ from typing import Any
 from rloo_cli import config, pids, server_file
 from rloo_cli.errors import ConfigError, GenerationError, MachineError, Problem, RunError
 from rloo_cli.files import write_text
-from rloo_cli.vllm import arguments, facts, family, guard, ports, slot
+from rloo_cli.vllm import arguments, facts, family, guard, ports, slot, versions
 
 EXTERNAL = "RLOO_SERVER_TOKEN"  # a token that somebody chose; else one is made
 DOCS = "RLOO_SERVER_DOCS"  # 1: show the list of routes (with the token), for tests
@@ -159,7 +159,7 @@ def _facts(run: Any, keys: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 def _namespace(given: dict[str, Any], keys: Any, host: str, port: int) -> Namespace:
     """vLLM's own arguments: its parser's defaults, the engine's, and ours."""
-    cli_args = importlib.import_module("vllm.entrypoints.launchers.cli_args")
+    cli_args = versions.module("cli_args")
     argparse_utils = importlib.import_module("vllm.utils.argparse_utils")
     parser = cli_args.make_arg_parser(argparse_utils.FlexibleArgumentParser())
     args: Namespace = parser.parse_args([])
@@ -177,7 +177,7 @@ def _namespace(given: dict[str, Any], keys: Any, host: str, port: int) -> Namesp
     if slot.VARIABLE in os.environ:  # which the server has from its start, so that it has a name
         module = importlib.import_module("vllm.entrypoints.openai.models.protocol").LoRAModulePath
         ours["lora_modules"] = [module(name=slot.NAME, path=os.environ[slot.VARIABLE])]
-    for name, value in (given | ours).items():
+    for name, value in (given | versions.server_arguments(ours)).items():
         if not hasattr(args, name):
             key = f"generation.server.extra.{name}"
             raise ConfigError(Problem(f"{key}: vLLM has no such argument", key))
@@ -187,7 +187,7 @@ def _namespace(given: dict[str, Any], keys: Any, host: str, port: int) -> Namesp
 
 
 def _run(bound: socket.socket, args: Namespace, url: str) -> None:
-    entry: Any = importlib.import_module("vllm.entrypoints.launchers.api_server.entry")
+    entry = versions.module("entry")
     importlib.import_module("vllm.utils.system_utils").set_ulimit()
     build = entry.build_app
 
@@ -198,6 +198,7 @@ def _run(bound: socket.socket, args: Namespace, url: str) -> None:
             what = f"{app.user_middleware[0].cls} stands before the guard"
             raise GenerationError(Problem(what, more="a middleware that SageMaker's hooks added"))
         importlib.import_module("rloo_cli.vllm.group_route").attach(app)
+        versions.attach_routes(app)
         return app
 
     entry.build_app = guarded

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rloo_cli import stop
 from rloo_cli.device_waits import current_gpu, use_gpu
@@ -51,3 +51,26 @@ def until(limit_s: float, what: str, found: Callable[[], T | None], every_s: flo
             raise Lost(f"{what}: not within {limit_s:g} s")
         time.sleep(every_s)
     return value
+
+
+class Beside:
+    """A call on a thread of its own, which never holds the process back."""
+
+    def __init__(self, work: Any):
+        self.error: BaseException | None = None
+        self.gpu = current_gpu()
+        self.thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self.thread.start()
+
+    def _run(self, work: Any) -> None:
+        try:
+            use_gpu(self.gpu)
+            work()
+        except BaseException as error:
+            self.error = error
+
+    def result(self) -> None:
+        """Wait for it; raises what it raised."""
+        self.thread.join()
+        if self.error is not None:
+            raise self.error

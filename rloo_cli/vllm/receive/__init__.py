@@ -7,11 +7,11 @@ that received half with whatever was in memory.
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
+
+from rloo_cli.vllm import versions
 
 SHOWN = 20  # names in one message
 
@@ -40,16 +40,14 @@ def unfinished(model: Any) -> list[tuple[str, int, int]]:
 
     Embeddings may be padded to a round number of rows, which nobody sends.
     """
-    found = []
+    found, not_counted = [], versions.not_counted()
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        if not info.can_load() or is_deferred_attention_layer(layer):
+        if not info.can_load() or versions.is_deferred(layer):
             continue  # complete; or scales, which no checkpoint of ours has
         # Buffers are made, not sent.
         expected = sum(
-            p.numel()
-            for own, p in layer.named_parameters(recurse=False)
-            if own not in SKIP_LOAD_TENSORS  # vLLM's loader does not count what arrives for them
+            p.numel() for own, p in layer.named_parameters(recurse=False) if own not in not_counted
         )
         if isinstance(layer, VocabParallelEmbedding):
             expected = expected * sent_rows(layer) // layer.num_embeddings_per_partition

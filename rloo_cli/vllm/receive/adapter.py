@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
-from rloo_cli.vllm import slot
+from rloo_cli.vllm import slot, versions
 from rloo_cli.vllm.receive import SHOWN
 from rloo_cli.vllm.receive.gloo import Receiver, What
 
@@ -57,7 +57,7 @@ def unfit(manager: Any, tensors: dict[str, Tensor]) -> list[str]:
     if not tensors:
         return ["all of the adapter"]
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-    mapper = None if mapper is None else mapper.get_rename_mapper()
+    mapper = None if mapper is None else versions.renames(mapper)
     packed = {part for parts in manager.packed_modules.values() for part in parts}
     halves: dict[str, set[bool]] = {}
     for name in tensors:

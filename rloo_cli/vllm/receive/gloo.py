@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,14 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from rloo_cli.vllm import gloo
+from rloo_cli.vllm import gloo, versions
 from rloo_cli.vllm.gloo import Shape
 from rloo_cli.vllm.receive import Accounted
+
+if TYPE_CHECKING:
+    Base = object
+else:
+    Base = versions.shape()
 
 
 @dataclass
@@ -43,7 +48,7 @@ class What(WeightTransferUpdateInfo):
     buffer_bytes: int
 
 
-class Receiver(WeightTransferEngine[Where, What]):
+class Receiver(Base, WeightTransferEngine[Where, What]):
     """Takes each buffer as it comes and gives its tensors to the model."""
 
     init_info_cls = Where

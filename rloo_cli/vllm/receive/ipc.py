@@ -1,9 +1,15 @@
-"""vLLM's CUDA IPC receiver, accounted."""
+"""The CUDA IPC receiver, accounted: vLLM's, or ours where that one needs ray."""
 
-from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from typing import TYPE_CHECKING, Any
 
+from rloo_cli.vllm import versions
 from rloo_cli.vllm.receive import Accounted
 
+if TYPE_CHECKING:
+    Base = Any
+else:
+    Base = versions.ipc_engine()
 
-class Ipc(Accounted, IPCWeightTransferEngine):
+
+class Ipc(Accounted, Base):
     """Registered as `rloo_ipc`."""

@@ -1,13 +1,19 @@
 """vLLM's NCCL receiver, accounted."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
+from rloo_cli.vllm import versions
 from rloo_cli.vllm.receive import Accounted
 
+if TYPE_CHECKING:
+    Base = object
+else:
+    Base = versions.shape()
 
-class Nccl(Accounted, NCCLWeightTransferEngine):
+
+class Nccl(Accounted, Base, NCCLWeightTransferEngine):
     """Registered as `rloo_nccl`."""
 
     def init_transfer_engine(self, init_info: Any) -> None:
