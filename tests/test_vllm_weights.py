@@ -140,9 +140,11 @@ def test_weights_that_do_not_all_arrive_are_refused_with_their_names(
     from rloo_cli.vllm import source
 
     name = next(n for n, _ in pair.model.named_parameters() if "layers.1." in n and "norm" in n)
-    every = source.Whole._named
+    every = source.Whole._named_of
     monkeypatch.setattr(
-        source.Whole, "_named", lambda self: [row for row in every(self) if row[0] != name]
+        source.Whole,
+        "_named_of",
+        lambda self, given: [row for row in every(self, given) if row[0] != name],
     )
     with pytest.raises(GenerationError, match=r"weights are missing: .*layers\.1"):
         pair.load()
@@ -156,9 +158,9 @@ def test_a_tensor_that_the_engine_does_not_know_is_refused_by_name(
 ) -> None:
     from rloo_cli.vllm import source
 
-    every = source.Whole._named
+    every = source.Whole._named_of
     more = ("model.layers.0.surplus.weight", torch.zeros(4, 4))
-    monkeypatch.setattr(source.Whole, "_named", lambda self: [*every(self), more])
+    monkeypatch.setattr(source.Whole, "_named_of", lambda self, given: [*every(self, given), more])
     with pytest.raises(GenerationError, match="surplus"):
         pair.load()
     monkeypatch.undo()

@@ -118,7 +118,9 @@ class Led:
             self.units = None
 
     def frozen_logp(self, groups: list[Group], parts: Any) -> Any:
-        """Rank 0: log-probabilities by all ranks."""
+        """Rank 0: log-probabilities by all ranks. A layer that is still gathered here, the last one
+        that was sent, would be gathered by the others alone."""
+        self._drain()
         self.world.say(("logp", (groups, parts)))
         return self.policy.frozen_logp(self.policy.pack(groups, parts))
 

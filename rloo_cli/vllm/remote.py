@@ -178,7 +178,7 @@ class OverHttp:
         else:
             body |= {"sampling_params": chosen[0].params}
             body |= {"model": slot.NAME} if server.transfer == slot.KIND else {}
-        said = await self.wire.ask("POST", server.url, path, server.token, body, limit)
+        said = await self.wire.ask("POST", server.url, path, server.token, body, limit, keep=True)
         if server.groups:
             return group_answers(said, server.url, len(chosen))
         return [answer(said, server.url)]

@@ -33,14 +33,16 @@ class Wire:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True, name="http")
         self.thread.start()
-        self.session = self.run(self._open(), 30)
+        # Servers hang up after an error of 500, and on connections that were idle for 5 s: the next
+        # request on one would look like a server that died. Only completions keep theirs.
+        self.kept = self.run(self._open(keepalive_timeout=IDLE_S), 30)
+        self.fresh = self.run(self._open(force_close=True), 30)
 
-    async def _open(self) -> aiohttp.ClientSession:
-        # Connections are kept and used again, but not one that was idle for long: servers hang up
-        # after 5 s, and the next request on it would look like a server that died.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
+    async def _open(self, **given: Any) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=False
+            connector=aiohttp.TCPConnector(limit=0, **given),
+            timeout=aiohttp.ClientTimeout(total=None),
+            trust_env=False,
         )
 
     def run(self, work: Coroutine[Any, Any, T], limit_s: float, interruptible: bool = False) -> T:
@@ -71,12 +73,16 @@ class Wire:
         return self.run(self.ask("POST", url, path, token, body, limit_s), limit_s + 5)
 
     async def ask(
-        self, method: str, url: str, path: str, token: str, body: Any, limit_s: float
-    ) -> Any:
-        """One request, on the loop. Raises Lost, GenerationError."""
+        self, method: str, url: str, path: str, token: str, body: Any, limit_s: float,
+        keep: bool = False,
+    ) -> Any:  # fmt: skip
+        """One request, on the loop. `keep`: on a connection that others used before, and will.
+
+        Raises Lost, GenerationError.
+        """
         where = url.rstrip("/") + path
         try:
-            async with self.session.request(
+            async with (self.kept if keep else self.fresh).request(
                 method,
                 where,
                 json=body,
@@ -85,6 +91,8 @@ class Wire:
                 allow_redirects=False,
             ) as response:
                 text = await response.text(errors="replace")
+                if response.status != 200:
+                    response.close()  # and with it the connection
                 return read(where, response.status, text, self.variable)
         except aiohttp.ConnectionTimeoutError:
             raise Lost(f"{where}: no connection within {min(limit_s, 10):g} s") from None
@@ -98,7 +106,8 @@ class Wire:
     def close(self) -> None:
         """Close every connection and end the thread."""
         if self.loop.is_running():
-            asyncio.run_coroutine_threadsafe(self.session.close(), self.loop)
+            for session in (self.kept, self.fresh):
+                asyncio.run_coroutine_threadsafe(session.close(), self.loop)
             self.loop.call_soon_threadsafe(self.loop.call_later, 0.1, self.loop.stop)
             self.thread.join(5)
             if not self.thread.is_alive():
