@@ -146,8 +146,8 @@ def head(device: str, dtype: str, sizes: Facts) -> Facts:
 def groups(longest: int, words: int) -> list[Group]:
     """Groups of unequal lengths, with completions of one token and with one completion alone."""
     drawn = torch.Generator().manual_seed(SEED)
-    lengths = [(longest, (longest - 3, 1, longest // 2)), (7, (5, longest, 4)), (longest // 3, (9,)),
-               (4, (1, 1))]  # fmt: skip
+    some = (longest - 3, 1, longest // 2)
+    lengths = [(longest, some), (7, (5, longest, 4)), (longest // 3, (9,)), (4, (1, 1))]
 
     def ids(count: int) -> list[int]:
         return torch.randint(2, words, (count,), generator=drawn).tolist()

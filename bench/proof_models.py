@@ -66,7 +66,8 @@ def write(model: Any, words: int, folder: Path, prompts: Sequence[Sequence[int]]
 def words_of(folder: Path, length: int) -> list[str]:
     """The command line of a run on what `write` wrote. Completions have `length` tokens."""
     return [
-        "+recipe=smoke", f"model.path={folder / 'model'}", f"model.tokenizer={folder / 'tokenizer'}",
+        "+recipe=smoke",
+        f"model.path={folder / 'model'}", f"model.tokenizer={folder / 'tokenizer'}",
         f"data.path={folder / 'prompts.jsonl'}", "data.eval_split=null", f"root={folder}",
         "name=run", "generation.ignore_eos=true", f"generation.max_completion_length={length}",
         "logging.console=plain", "logging.samples=0", "train.forward_all=true",

@@ -104,7 +104,13 @@ def refusals(rows: Sequence[ProofRow], latest: dict[str, Result]) -> list[str]:
 def facts_line(facts: dict[str, Any]) -> str:
     """The plain facts of a row; tables come later."""
     kept = {n: v for n, v in facts.items() if not isinstance(v, list | dict) and v is not None}
-    return ", ".join(f"{name} {number(value)}" for name, value in kept.items())
+    return ", ".join(f"{name} {number(v)}{mark(name, v)}" for name, v in kept.items())
+
+
+def mark(name: str, value: Any) -> str:
+    """Marks a ratio of TRL's seconds, or memory, by `rloo`'s that is below 1."""
+    ratio = "ratio" in name and isinstance(value, int | float)
+    return f" {LOSES}" if ratio and value < 1 else ""
 
 
 def facts_table(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -115,8 +121,7 @@ def facts_table(rows: Sequence[dict[str, Any]]) -> list[str]:
         cells = []
         for name in names:
             value = row.get(name)
-            loses = name.startswith("ratio") and isinstance(value, int | float) and value < 1
-            cells.append(cell(number(value)) + (f" {LOSES}" if loses else ""))
+            cells.append(cell(number(value)) + mark(name, value))
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
