@@ -23,6 +23,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -326,6 +327,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         kept = args.raw is not None or not args.rehearse
         args.raw = args.raw or (RAW if kept else Path(nowhere, "raw.jsonl"))
         proof = Proof(place, args)
+        # Also where a time limit ends this program: what it started ends with it.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
             proof.run(rows)
         finally:

@@ -13,6 +13,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -71,12 +72,21 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def serve(listing: str, names: Sequence[str], rehearse: bool, folder: Path) -> None:
     """The child: its rows one after the other, `NUMBER.json` of each as it is done."""
+    threading.Thread(target=end_with_starter, daemon=True).start()
     rows = {row.name: row for row in importlib.import_module(listing).ROWS}
     for number, name in enumerate(names):
         found = json.dumps(run_row(rows[name], rehearse), default=str)
         part = folder / f"{number}.part"
         part.write_text(found, encoding="utf-8")
         part.replace(folder / f"{number}.json")
+
+
+def end_with_starter() -> None:
+    """End this process and all of its session once whoever started it is gone."""
+    with contextlib.suppress(OSError):
+        while os.read(0, 1):
+            pass
+    os.killpg(os.getpid(), signal.SIGKILL)
 
 
 class Child:
@@ -91,7 +101,7 @@ class Child:
         self.out = folder / "said.txt"
         with self.out.open("w") as out:
             self.process = subprocess.Popen(
-                words, cwd=folder, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                words, cwd=folder, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.PIPE,
                 env=surroundings(rehearse) | {MARK: self.mark}, start_new_session=True,
             )  # fmt: skip
 
@@ -124,6 +134,8 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         for pid in marked(self.mark):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from proof_rows import ProofRow
+from proof_rows import FINDINGS, ProofRow
 
 Result = dict[str, Any]
 LOSES = "**`rloo` loses**"
@@ -42,7 +42,7 @@ def page(rows: Sequence[ProofRow], results: Sequence[Result]) -> str:
         parts.append(
             "## Not yet run\n\nNo GPU has run any of it: every line below is not yet run.\n"
         )
-        parts.append(table(rows, {}))
+        parts.append("\n".join([table(rows, {}), *refusals(rows, {}), *findings(rows, {})]) + "\n")
     for machine in machines:
         mine = [result for result in results if result["machine"] == machine]
         parts.append(section(rows, machine, mine))
@@ -60,7 +60,7 @@ def section(rows: Sequence[ProofRow], machine: str, results: Sequence[Result]) -
     commits = ", ".join(sorted({result["commit"] for result in latest.values()}))
     dates = sorted(result["date"][:10] for result in latest.values())
     lines = [f"## {machine}", "", f"{told}; commit {commits}; {dates[0]} to {dates[-1]}.", ""]
-    lines += [table(rows, latest), *refusals(rows, latest)]
+    lines += [table(rows, latest), *refusals(rows, latest), *findings(rows, latest)]
     for row in rows:
         if row.name in latest and latest[row.name].get("facts", {}).get("table"):
             lines += ["", f"### {row.name}", "", *facts_table(latest[row.name]["facts"]["table"])]
@@ -95,10 +95,24 @@ def refusals(rows: Sequence[ProofRow], latest: dict[str, Result]) -> list[str]:
     lines = ["", "Refused without `generation.allow_untested=true` until its row is confirmed:", ""]
     for row in rows:
         if row.refusal:
-            found = latest.get(row.name, {})
-            told = found.get("verdict") or found.get("why") or NOT_YET
+            told = outcome(latest[row.name]) if row.name in latest else NOT_YET
             lines.append(f"- {row.name}: {told}")
     return lines
+
+
+def findings(rows: Sequence[ProofRow], latest: dict[str, Result]) -> list[str]:
+    """What was expected by reading, and what came of it in the rows about it."""
+    lines = ["", "What was expected before a GPU was there, by the rows about it:", ""]
+    for name, says in FINDINGS.items():
+        about = [row.name for row in rows if name in row.findings]
+        said = [f"{n}: {outcome(latest[n])}" for n in about if n in latest]
+        lines.append(f"- {name}, {says}: {'; '.join(said) or NOT_YET}")
+    return lines
+
+
+def outcome(result: Result) -> str:
+    """A row's in a word or two."""
+    return str(result.get("verdict") or result.get("why") or result["status"])
 
 
 def facts_line(facts: dict[str, Any]) -> str:

@@ -40,6 +40,31 @@ class ProofRow:
 
 
 LEAST_VLLM = "0.22"
+# What a reading of the sources expected of a GPU, before there was one: what had to be mended, or
+# could only be guessed.
+FINDINGS = {
+    "S1": "weights are sent only after the optimizer's kernels have written them",
+    "S5": "float32 in the engine is float32, or the tolerance allows for TF32",
+    "C1": "each process's engine is on its own GPU",
+    "C2": "the buffer holds the largest tensor",
+    "C3": "the KV cache can be let go of: the engine is drained first",
+    "C4": "base weights under an adapter survive sleep",
+    "C5": "there is room to wake up in",
+    "C6": "one engine over several GPUs beside the trainer gets its weights",
+    "C9": "a vocabulary that does not divide among GPUs arrives whole",
+    "P2": "an engine in a process of its own does not wait for Python",
+    "P4": "answers cost the engine little",
+    "P5": "AdamW in one kernel takes half the time",
+    "P6": "compiling each decoder layer makes a step faster",
+    "P7": "the head's products in half precision are as exact, and many times as fast",
+    "P8": "keeping logits saves a tenth of a step",
+    "P10": "adapters multiply as fast as their base",
+    "P15": "an update of 1B travels in well under half a second",
+    "P16": "reducing once an update is faster than with each micro-batch",
+    "P20": "the plan's memory is the GPU's",
+    "P21": "checkpointing comes on only where a row needs it",
+    "P28": "the fused head is within rounding of the model's own",
+}
 IPC = "by gloo: a CPU has no CUDA IPC"
 AWAKE = f"without sleep, {IPC}"
 
