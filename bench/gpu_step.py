@@ -105,7 +105,7 @@ def started(
     """
     if not (folder / "model").exists():
         write(shape, folder, seed, tiny)
-    place = folder / "rloo"
+    place = folder / f"rloo-{len(list(folder.glob('rloo-*'))) + 1}"
     words = [
         f"generation={sampler}", *(["generation.allow_untested=true"] * ("vllm" in sampler)),
         "generation.ignore_eos=true", "data.shuffle=false",
@@ -118,7 +118,7 @@ def started(
         f"generation.max_completion_length={shape.completion[1]}", *more,
     ]  # fmt: skip
     checked = config.check(compose(words))
-    place.mkdir(exist_ok=True)
+    place.mkdir()
     with managed.in_background(place, checked):
         run = make(checked, place, {"digits": digits})
         run.log.display = None

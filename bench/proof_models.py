@@ -10,7 +10,14 @@ import gpu_parts
 import torch
 import toys
 from shapes import MATH, PYTHIA_1B, Shape
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, logging
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    logging,
+)
 
 SEED = 1
 SMALL = {"architecture": "qwen3", "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2,
@@ -53,12 +60,23 @@ def build(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device, dtype)
 
 
+def with_unknown(size: int) -> PreTrainedTokenizerFast:
+    """`toys.tokenizer`, but the last id is any unknown word: a server is asked about some texts."""
+    words = {"<pad>": toys.PAD, "<eos>": toys.EOS}
+    words |= {f"t{i}": i for i in range(toys.FIRST, size - 1)} | {"<unk>": size - 1}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
 def write(model: Any, words: int, folder: Path, prompts: Sequence[Sequence[int]]) -> None:
     """Model, tokenizer and prompts to a folder, where `words_of` finds them."""
     logging.disable_progress_bar()
     model.save_pretrained(folder / "model")
     # in a folder of its own: beside a Qwen2, transformers would read it as Qwen2's
-    toys.tokenizer(words).save_pretrained(folder / "tokenizer")
+    with_unknown(words).save_pretrained(folder / "tokenizer")
     lines = [{"prompt": " ".join(f"t{i}" for i in ids)} for ids in prompts]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 

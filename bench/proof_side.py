@@ -70,11 +70,21 @@ class Steps:
         self.answers.append(values)
 
 
+def with_tokenizer(folder: Path) -> None:
+    """Model and tokenizer in one folder, where TRL's vLLM looks for both."""
+    place = folder / "with_tokenizer"
+    place.mkdir(exist_ok=True)
+    for path in [*(folder / "model").iterdir(), *(folder / "tokenizer").iterdir()]:
+        if not (place / path.name).exists():
+            (place / path.name).symlink_to(path)
+
+
 def trl(spec: Spec, folder: Path) -> Answer:
     """TRL's turn: its RLOOTrainer, with the largest micro-batch that fits and no checkpointing."""
     import side_trl
 
     share = SHARE if spec["sampler"] == "vllm" else None
+    with_tokenizer(folder)
     orders: Any = Steps(spec["steps"] + 1)
     with side_trl.compact_head(True):
         trainer = side_trl.build(

@@ -129,11 +129,14 @@ def switch(device: str, dtype: str, sizes: Facts) -> Facts:
             lines = (folder / f"run-{number}" / "metrics.jsonl").read_text().splitlines()
             rows = [row for row in map(json.loads, lines) if "step_time" in row]
             seconds[name] += [update_seconds(row) for row in rows[1:]]  # the first one compiles
+            level = str(run.level)
+            del run  # before the next one plans its memory
+            gpu.clear()
     middle = {name: statistics.median(each) for name, each in seconds.items()}
     return {
         "verdict": "measured", "word": sizes["word"], "s_without": middle["without"],
         "s_with": middle["with"], "times_as_fast": middle["without"] / middle["with"],
-        "level": str(run.level),
+        "level": level,
     }  # fmt: skip
 
 

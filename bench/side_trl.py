@@ -120,7 +120,8 @@ def build(
         report_to="none",
         disable_tqdm=True,
     )
-    path, tokens = str(folder / "model"), folder / "tokenizer"
+    both, tokens = folder / "with_tokenizer", folder / "tokenizer"
+    path = str(both if both.exists() else folder / "model")
     lines = (folder / "prompts.jsonl").read_text().splitlines()
     trainer = RLOOTrainer(
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),

@@ -65,7 +65,7 @@ ROWS = [
     row("first", "good", {"number": 1}),
     row("raises", "raises"),
     row("crashes", "crashes"),
-    row("hangs", "hangs", {"pid": PID}, seconds=2),
+    row("hangs", "hangs", {"pid": PID}, seconds=int(os.environ.get("PROOF_FAKES_LIMIT", 4))),
     row("full", "full"),
     row("cannot", "cannot"),
     row("two GPUs", "good", gpus=2),
