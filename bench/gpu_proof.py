@@ -258,7 +258,8 @@ class Proof:
             append(self.args.raw, result)
         told = found.get("verdict") or found["status"]
         why = f": {found['why']}" if found.get("why") else f" in {found['seconds']} s"
-        print(f"{row.name}: {told}{why}", flush=True)
+        half = self.place.rehearse and found["status"] == "done" and row.rehearsal
+        print(f"{row.name}: {told}{why}{f' ({half})' if half else ''}", flush=True)
         if self.place.rehearse and found["status"] not in ("done", "cannot"):
             print(found.get("tail", ""), flush=True)
 

@@ -163,7 +163,8 @@ def whole_steps() -> list[ProofRow]:
             {"workload": name, "tiny": False, "turns": 2, "steps": 3, "sampler": "vllm"},
             {"workload": name, "tiny": True, "turns": 1, "steps": 1, "sampler": "vllm"},
             vllm=LEAST_VLLM, packages=("trl",), seconds=590, findings=("P2", "P15"),
-            rehearsal=IPC,
+            rehearsal=f"{IPC}; TRL's side, if its vLLM is there, ends at its first weights, which"
+            " vLLM's CPU build keeps packed",
         ) for name in ("W8", "W9", "W10")
     ]  # fmt: skip
     return plain + with_vllm

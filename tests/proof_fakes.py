@@ -62,7 +62,7 @@ def row(name: str, work: str, sizes: Facts | None = None, **more: Any) -> ProofR
 
 PID = os.environ.get("PROOF_FAKES_PID", "pid")
 ROWS = [
-    row("first", "good", {"number": 1}),
+    row("first", "good", {"number": 1}, rehearsal="without what a CPU lacks"),
     row("raises", "raises"),
     row("crashes", "crashes"),
     row("hangs", "hangs", {"pid": PID}, seconds=int(os.environ.get("PROOF_FAKES_LIMIT", 4))),

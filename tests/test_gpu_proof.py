@@ -82,6 +82,11 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+def test_a_rehearsal_says_what_a_cpu_leaves_out(fakes):
+    _, ended = fakes
+    assert re.search(r"^first: measured in .* s \(without what a CPU lacks\)$", ended.stdout, re.M)
+
+
 def test_a_row_that_cannot_run_says_why_and_is_no_failure(fakes):
     folder, _ = fakes
     found = results(folder)
