@@ -252,6 +252,8 @@ class Proof:
     def keep(self, row: ProofRow, found: Result) -> None:
         """A result to the file and to the screen."""
         key = self.place.key(row)
+        if row.refusal and found["status"] not in ("done", "cannot"):
+            found = found | {"verdict": "stays refused"}
         result = key | found | {"date": time.strftime("%Y-%m-%dT%H:%M:%S")}
         self.new.append(result)
         if found["status"] != "cannot" or not is_known(self.known, key | found):
@@ -271,7 +273,10 @@ def hung(row: ProofRow, child: Child) -> Result:
 
 
 def is_bad(result: Result) -> bool:
-    """Whether a result is a failure. Tiny shapes in a rehearsal refute nothing."""
+    """Whether a result is a failure. Tiny shapes in a rehearsal refute nothing; what is refused
+    until it works may fail on a GPU."""
+    if result.get("verdict") == "stays refused" and not result["rehearsed"]:
+        return False
     if result["status"] == "done":
         return result["verdict"] == "refuted" and not result["rehearsed"]
     return result["status"] != "cannot"
@@ -343,6 +348,8 @@ def report(proof: Proof) -> int:
     if proof.left:
         print(f"no time for {len(proof.left)} rows: {', '.join(proof.left)}; start it again")
     bad = [result["row"] for result in proof.new if is_bad(result)]
+    if not proof.place.rehearse:
+        print(f"written: {proof.args.page}")
     done = sum(result["status"] == "done" for result in proof.new)
     print(f"{done} rows ran, {len(bad)} failed or were refuted{': ' * bool(bad)}{', '.join(bad)}")
     return int(bool(bad))

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,7 @@ def rollout(device: str, dtype: str, sizes: Facts) -> Facts:
     """Tokens per second of a step's sampling, by our engine and by vLLM's LLM alone."""
     shape, beta = gpu_step.STEPS[sizes["workload"]]
     shape = gpu_step.smaller(shape) if sizes["tiny"] else shape
+    shape = replace(shape, prompts=sizes["prompts"] or shape.prompts)
     ids = proof_models.prompts(shape, shape.prompts)
     seconds, given = [], {}
     with (

@@ -120,7 +120,7 @@ def training() -> list[ProofRow]:
              "words": ["train.prompts_per_step=16", "train.micro_batch_tokens=8192"]},
             {"setting": name, "model": SMALL, "prompt": 16, "within": None,
              "words": ["train.prompts_per_step=2", "generation.max_completion_length=4"]},
-            "bfloat16" if name == "bfloat16" else "float32",
+            "bfloat16" if name == "bfloat16" else "float32", seconds=200,
             packages=("peft",) * (name == "lora"), findings=("P20", "P21"),
         ) for name in SETTINGS
     ]  # fmt: skip
@@ -134,7 +134,7 @@ def training() -> list[ProofRow]:
             f"switch: {name}", f"A step with `{word}` and without, A B A B", "proof_train:switch",
             {"word": word, "model": LARGE, "steps": 4, "prompts": 16, "length": 128},
             {"word": word, "model": SMALL, "steps": 1, "prompts": 2, "length": 4},
-            seconds=240, findings=(finding,), slow=True,
+            seconds=300, findings=(finding,), slow=True,
         ) for name, (finding, word) in switches.items()
     ]  # fmt: skip
     rows.append(ProofRow(
@@ -145,29 +145,32 @@ def training() -> list[ProofRow]:
     return rows
 
 
+def whole(name: str, sampler: str, prompts: int | None, steps: int, **more: Any) -> ProofRow:
+    """Whole steps of one workload. `prompts`: of a step, where the workload's would take long."""
+    by = "transformers" if sampler != "vllm" else "vLLM beside the trainer"
+    given: Sizes = {"workload": name, "tiny": False, "turns": 2, "steps": steps, "prompts": prompts,
+                    "sampler": sampler, "enough_s": 300}  # fmt: skip
+    tiny = given | {"tiny": True, "turns": 1, "steps": 1, "prompts": None}
+    does = f"A step of `rloo` and of TRL's RLOOTrainer, both with {by}"
+    title = f"whole step {name}" + (", no vLLM" if sampler != "vllm" else "")
+    return ProofRow(title, does, "proof_steps:whole", given, tiny, packages=("trl",), seconds=590,
+                    **more)  # fmt: skip
+
+
 def whole_steps() -> list[ProofRow]:
     """Whole steps against TRL's real RLOOTrainer, A B A B, each turn in a process of its own."""
-    plain = [
-        ProofRow(
-            f"whole step {name}, no vLLM", "A step of `rloo` and of TRL's RLOOTrainer, both with"
-            " transformers", "proof_steps:whole",
-            {"workload": name, "tiny": False, "turns": 2, "steps": 3, "sampler": "transformers"},
-            {"workload": name, "tiny": True, "turns": 1, "steps": 1, "sampler": "transformers"},
-            packages=("trl",), seconds=500,
-        ) for name in ("W5", "W7")
-    ]  # fmt: skip
-    with_vllm = [
-        ProofRow(
-            f"whole step {name}", "A step of `rloo` and of TRL's RLOOTrainer, both with vLLM beside"
-            " the trainer", "proof_steps:whole",
-            {"workload": name, "tiny": False, "turns": 2, "steps": 3, "sampler": "vllm"},
-            {"workload": name, "tiny": True, "turns": 1, "steps": 1, "sampler": "vllm"},
-            vllm=LEAST_VLLM, packages=("trl",), seconds=590, findings=("P2", "P15"),
-            rehearsal=f"{IPC}; TRL's side, if its vLLM is there, ends at its first weights, which"
-            " vLLM's CPU build keeps packed",
-        ) for name in ("W8", "W9", "W10")
-    ]  # fmt: skip
-    return plain + with_vllm
+    told = (
+        f"{IPC}; TRL's side, if its vLLM is there, ends at its first weights, which vLLM's build"
+        " for CPUs keeps packed"
+    )
+    more: dict[str, Any] = {"vllm": LEAST_VLLM, "findings": ("P2", "P15"), "rehearsal": told}
+    return [
+        whole("W5", "transformers", None, 3),
+        whole("W7", "transformers", None, 1),
+        whole("W8", "vllm", None, 3, **more),
+        whole("W9", "vllm", None, 3, **more),
+        whole("W10", "vllm", 32, 1, **more),
+    ]
 
 
 def tests() -> list[ProofRow]:
@@ -232,10 +235,11 @@ def engines() -> list[ProofRow]:
     rows += [
         ProofRow(
             f"rollout {name}", "Completion tokens per second, against vLLM alone",
-            "proof_engines:rollout", {"workload": name, "tiny": False, "rounds": 2},
-            {"workload": name, "tiny": True, "rounds": 1}, vllm=LEAST_VLLM, seconds=500,
-            findings=("P2", "P4"),
-        ) for name in ("W8", "W10")
+            "proof_engines:rollout",
+            {"workload": name, "tiny": False, "rounds": rounds, "prompts": prompts},
+            {"workload": name, "tiny": True, "rounds": 1, "prompts": None},
+            vllm=LEAST_VLLM, seconds=500, findings=("P2", "P4"),
+        ) for name, prompts, rounds in (("W8", None, 3), ("W10", 64, 1))
     ]  # fmt: skip
     rows.append(served("server, gloo, one GPU", "A server and a trainer on one GPU", "gloo"))
     return rows

@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -36,7 +37,9 @@ WITHOUT = {  # whole steps that transformers samples
     "W5": (replace(SHAPES["W5"], completion=(53, 53)), BETA),
     "W7": (replace(SHAPES["W7"], completion=(512, 512)), 0.0),
 }
-PARTS = (1, 2, 4, 8, 16, 32)  # TRL's micro-batches, of a step
+# Positions of a padded micro-batch of TRL's above which none was tried: without checkpointing, 16
+# layers of 2048 keep about 2 MB for each.
+POSITIONS = 20_000
 
 
 class Full(Exception):
@@ -75,11 +78,11 @@ def why_no_trl(sampler: str) -> str:
 class Trl:
     """TRL's turns, with settings that fit."""
 
-    def __init__(self, spec: Facts, batch: int, k: int):
-        sizes = [batch // parts for parts in PARTS if batch % parts == 0]
-        sizes = [size for size in sizes if size % k == 0] or [batch]
-        tried = [(size, False) for size in sizes] + [(sizes[-1], True)]
-        self.spec, self.tried = spec, tried
+    def __init__(self, spec: Facts, shape: Shape):
+        most = POSITIONS // (shape.prompt[1] + shape.completion[1])
+        halves = [shape.batch >> i for i in range(12) if shape.batch % 2**i == 0]
+        sizes = [size for size in halves if size <= most and size % shape.k == 0] or [shape.k]
+        self.spec, self.tried = spec, [(s, False) for s in sizes[:3]] + [(sizes[0], True)]
 
     def turn(self, folder: Path) -> Facts:
         """The next turn; what does not fit is not tried again."""
@@ -98,15 +101,19 @@ def whole(device: str, dtype: str, sizes: Facts) -> Facts:
     without = sizes["sampler"] != "vllm"
     shape, beta = (WITHOUT if without else gpu_step.STEPS)[sizes["workload"]]
     shape = gpu_step.smaller(shape) if sizes["tiny"] else shape
+    shape = replace(shape, prompts=sizes["prompts"] or shape.prompts)
     spec = {"shape": asdict(shape), "beta": beta, "tiny": sizes["tiny"], "steps": sizes["steps"],
             "sampler": sizes["sampler"]}  # fmt: skip
     missing, found = why_no_trl(sizes["sampler"]), {"rloo": [], "trl": []}
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rloo-proof-") as place:
         folder = Path(place)
         gpu_step.write(shape, folder, SEED, sizes["tiny"])
         gpu.clear()  # the turns need it all
-        theirs = Trl(spec, shape.batch, shape.k)
-        for _ in range(sizes["turns"]):
+        theirs = Trl(spec, shape)
+        for number in range(sizes["turns"]):
+            if number and time.monotonic() - began > sizes["enough_s"]:
+                break  # what there is is kept: the row's own limit would lose it
             found["rloo"].append(turn("rloo", spec, folder))
             if not missing:
                 try:
@@ -136,7 +143,8 @@ def told(shape: Shape, beta: float, found: dict[str, list[Facts]], missing: str)
     ]  # fmt: skip
     both = "trl" in middle
     return {
-        "verdict": "measured", "s_step": middle["rloo"], "roofline_s": floor,
+        "verdict": "measured", "completions": shape.batch, "turns": len(found["rloo"]),
+        "s_step": middle["rloo"], "roofline_s": floor,
         "s_step_trl": middle.get("trl"),
         "ratio": middle["trl"] / middle["rloo"] if both else None, "trl": missing or None,
         "tflops_in_a_product": first["peak_flops"] / 1e12, "gb_per_s": first["bandwidth"] / 1e9,

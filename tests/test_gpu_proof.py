@@ -264,6 +264,14 @@ def test_the_page_has_every_row_its_losses_and_what_was_not_run():
     assert "| trl | 0.8 **`rloo` loses** |" in text
 
 
+def test_what_fails_and_is_refused_until_it_works_is_no_failure_on_a_gpu():
+    failed = {"status": "failed", "verdict": "stays refused", "rehearsed": False}
+    assert not gpu_proof.is_bad(failed)
+    assert gpu_proof.is_bad(failed | {"rehearsed": True})
+    assert gpu_proof.is_bad({"status": "failed", "rehearsed": False})
+    assert gpu_proof.is_bad({"status": "done", "verdict": "refuted", "rehearsed": False})
+
+
 def test_an_error_that_wraps_a_full_gpu_is_out_of_memory():
     try:
         try:
