@@ -97,9 +97,36 @@ def build(
 
     `share`: of a GPU's memory for vLLM beside the trainer; None = transformers samples.
     """
+    both, tokens = folder / "with_tokenizer", folder / "tokenizer"
+    path = str(both if both.exists() else folder / "model")
+    lines = (folder / "prompts.jsonl").read_text().splitlines()
+    trainer = RLOOTrainer(
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+        reward_funcs=digits,
+        args=settings(shape, folder, seed, checkpointing, micro, beta, share),
+        train_dataset=Dataset.from_list([json.loads(line) for line in lines]),
+        processing_class=AutoTokenizer.from_pretrained(tokens if tokens.exists() else path),
+    )
+    assert trainer.model.dtype == torch.float32
+    assert trainer.ref_model is None or trainer.ref_model.dtype == torch.float32
+    trainer.remove_callback(PrinterCallback)
+    disturb(trainer.model)
+    return trainer
+
+
+def settings(
+    shape: Shape,
+    folder: Path,
+    seed: int,
+    checkpointing: bool,
+    micro: int,
+    beta: float,
+    share: float | None,
+) -> RLOOConfig:
+    """The trainer's arguments; see `build`."""
     parts, cuda = shape.batch // micro, torch.cuda.is_available()
     length = shape.completion[1]
-    settings = RLOOConfig(
+    return RLOOConfig(
         output_dir=str(folder / "trl"),
         seed=seed,
         num_generations=shape.k,
@@ -120,21 +147,6 @@ def build(
         report_to="none",
         disable_tqdm=True,
     )
-    both, tokens = folder / "with_tokenizer", folder / "tokenizer"
-    path = str(both if both.exists() else folder / "model")
-    lines = (folder / "prompts.jsonl").read_text().splitlines()
-    trainer = RLOOTrainer(
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
-        reward_funcs=digits,
-        args=settings,
-        train_dataset=Dataset.from_list([json.loads(line) for line in lines]),
-        processing_class=AutoTokenizer.from_pretrained(tokens if tokens.exists() else path),
-    )
-    assert trainer.model.dtype == torch.float32
-    assert trainer.ref_model is None or trainer.ref_model.dtype == torch.float32
-    trainer.remove_callback(PrinterCallback)
-    disturb(trainer.model)
-    return trainer
 
 
 def sampler(length: int, longest: int, share: float | None) -> dict[str, Any]:

@@ -72,5 +72,6 @@ ROWS = [
     row("a later vLLM", "good", vllm="99.0", lacks="it has no labels"),
     row("another package", "good", packages=("no-such-package",)),
     row("refuted", "refuted"),
+    row("untried", "raises", refusal="was never tried"),
     row("last", "good", {"number": 2}),
 ]

@@ -64,12 +64,13 @@ def test_a_row_that_crashes_hangs_or_is_out_of_memory_costs_no_other_row_anythin
     assert status == {
         "first": "done", "raises": "failed", "crashes": "crashed", "hangs": "hung",
         "full": "out of memory", "cannot": "cannot", "two GPUs": "done", "a later vLLM": "cannot",
-        "another package": "cannot", "refuted": "done", "last": "done",
+        "another package": "cannot", "refuted": "done",
+        "untried": "failed", "last": "done",
     }  # fmt: skip
     assert found["last"]["facts"]["number"] == 2 and found["last"]["verdict"] == "measured"
     assert found["raises"]["why"] == "ValueError: of its own"
     assert "SIGSEGV" in found["crashes"]["why"] and "a last word" in found["crashes"]["tail"]
-    assert "4 failed or were refuted: raises, crashes, hangs, full" in ended.stdout
+    assert "5 failed or were refuted: raises, crashes, hangs, full, untried" in ended.stdout
 
 
 def test_what_a_row_left_running_is_ended_with_it(fakes):
@@ -103,7 +104,7 @@ def test_a_second_start_does_nothing_again_and_again_does(fakes):
     before = (folder / "raw.jsonl").read_text()
     ended = run(folder, "--rehearse")
     assert (folder / "raw.jsonl").read_text() == before
-    assert ended.returncode == 0 and ended.stdout.count("is known already") == 9, ended.stdout
+    assert ended.returncode == 0 and ended.stdout.count("is known already") == 10, ended.stdout
     assert run(folder, "--rehearse", "--again", "--rows", "first").returncode == 0
     lines = (folder / "raw.jsonl").read_text().splitlines()
     assert sum(json.loads(line)["row"] == "first" for line in lines) == 2
@@ -164,6 +165,34 @@ def test_without_a_gpu_it_says_so_and_exits_3(tmp_path):
     assert ended.returncode == 3 and not ended.stdout
     assert ended.stderr == gpu_proof.NO_GPU + "\n"
     assert not (tmp_path / "raw.jsonl").exists() and not (tmp_path / "gpu.md").exists()
+
+
+def test_with_a_gpu_its_rows_are_kept_and_the_page_is_written(tmp_path, monkeypatch, capfd):
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(gpu_proof, "gpus", lambda: ["GPU-1"])
+    monkeypatch.setattr(gpu_proof, "gpu_name", lambda: "H100")
+    monkeypatch.setattr(gpu_proof.signal, "signal", lambda *_: None)
+    words = ["--listing", "proof_fakes", "--raw", str(tmp_path / "raw.jsonl")]
+    words += [
+        "--page",
+        str(tmp_path / "gpu.md"),
+        "--rows",
+        "first",
+        "raises",
+        "two GPUs",
+        "untried",
+    ]
+    assert gpu_proof.main(words) == 1
+    found = results(tmp_path)
+    assert found["first"]["facts"] == {"device": "cuda", "dtype": "bfloat16", "number": 1}
+    assert found["first"]["machine"] == "1 x H100" and not found["first"]["rehearsed"]
+    assert found["two GPUs"]["why"] == "needs 2 GPUs"
+    assert "1 failed or were refuted: raises" in capfd.readouterr().out
+    page = (tmp_path / "gpu.md").read_text()
+    assert "## 1 x H100" in page and "| first |  | **measured** | 0 |" in page
+    assert "- untried: stays refused" in page
+    assert gpu_proof.main(words) == 0 and "raises: is known already" in capfd.readouterr().out
 
 
 def test_a_rehearsal_calls_the_function_of_the_proof_with_the_same_keys():
