@@ -76,6 +76,17 @@ class Pair:
         apart = self.policy.frozen_logp(micro).logp - micro.behaviour_logp
         return float(apart.square().mean().sqrt()), float(apart.abs().max())
 
+    def hold_freed_memory(self) -> None:
+        """Let torch keep most of a GPU that the sleeping engine has left: it must be given back
+        before the engine can wake up."""
+        keys: Any = self.run.generation
+        if (
+            torch.cuda.is_available()
+            and getattr(getattr(keys, "colocate", None), "sleep", "none") != "none"
+        ):
+            free, _ = torch.cuda.mem_get_info()
+            torch.empty(int(0.9 * free), dtype=torch.uint8, device="cuda")
+
     @torch.no_grad()
     def change(self) -> None:
         """Move every weight that is trained by a tenth of its spread."""
@@ -122,6 +133,7 @@ def rounds(pair: Pair, updates: int) -> list[Facts]:
     found = []
     for update in range(updates):
         pair.change()
+        pair.hold_freed_memory()
         sync = pair.load()
         for again in (False, True):
             groups, seconds = pair.sample(2 * update + again)

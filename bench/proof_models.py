@@ -29,6 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "kernel": SMALL | {"hidden": 256, "layers": 4, "heads": 8, "head_dim": 64, "mlp": 512},
     "0.1B": SMALL | {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 4, "head_dim": 64,
                      "mlp": 2304, "vocabulary": 32768},
+    "odd": SMALL | {"hidden": 256, "layers": 4, "vocabulary": 32771},  # padded on two GPUs
     "1B": PYTHIA_1B,
     "1.5B": MATH,
     "7B": QWEN_7B,
