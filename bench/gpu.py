@@ -1,6 +1,7 @@
 """The train phase of W5, W6 and W7 on one GPU: TRL's order of work against `rloo`'s; W8 to W10.
 
-    python bench/gpu.py                              W5, W6, W7, three rounds
+    python bench/gpu.py                              W5, W7, W6 in 80 GB: 8 layers, and LoRA
+    python bench/gpu.py --workloads W6               all of it, in float32 83 GB of weights alone
     python bench/gpu.py --workloads W5 --truth       also against a gradient in float32
     python bench/gpu.py --workloads W8               whole steps of `rloo` with vLLM (gpu_step.py)
     python bench/gpu.py --tiny                       the same program on a CPU, its shapes made tiny
@@ -48,7 +49,7 @@ from gpu_parts import DEFAULT, VARIANTS, Phase, Variant
 from shapes import SHAPES, Shape
 from torch import Tensor
 
-PHASES, SEED, GROUPS = ("W5", "W6", "W7"), 1, 8
+PHASES, SEED, GROUPS = ("W5", "W7", "W6-8L", "W6-lora", "W6"), 1, 8
 BASE, TRUTH = "trl_nogc", "fp32"
 NEEDS = "bench/gpu.py needs a CUDA GPU, and torch sees none here; --tiny tries it on the CPU"
 
@@ -67,6 +68,7 @@ class Found:
     logp: Tensor | None = None  # (B,)
     gradient: dict[str, float] = field(default_factory=dict)  # distance to each base
     shape: Any = None  # schedule.Shape
+    adapters: bool = False  # nothing else is trained
 
 
 class Bench:
@@ -75,7 +77,7 @@ class Bench:
     def __init__(self, shape: Shape, names: Sequence[str], device: torch.device):
         self.shape, self.device = shape, device
         self.case = gpu_parts.case(shape, SEED)
-        self.found = {name: Found(VARIANTS[name]) for name in names}
+        self.found = {name: Found(VARIANTS[name], adapters=shape.lora > 0) for name in names}
         self.bases: dict[str, dict[str, Tensor]] = {}  # gradients, on the CPU in float32
 
     def run(self, rounds: int) -> dict[str, Found]:
@@ -216,7 +218,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--workloads", nargs="+", default=list(PHASES), choices=[*PHASES, *gpu_step.STEPS]
+        "--workloads", nargs="+", default=list(PHASES[:-1]), choices=[*PHASES, *gpu_step.STEPS]
     )
     parser.add_argument("--variants", nargs="+", default=DEFAULT, choices=list(VARIANTS))
     parser.add_argument("--rounds", type=int, default=3)

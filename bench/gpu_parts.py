@@ -9,6 +9,7 @@ of them exact in bfloat16, so that gradients differ by their computation alone.
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,10 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rloo_cli import tensors
+from rloo_cli.model_keys import LoraConfig
 from rloo_cli.packing import Part, whole
-from rloo_cli.policy import levels
+from rloo_cli.policy import levels, lora
 from rloo_cli.policy.model import Policy
-from rloo_cli.policy.reference import Reference
+from rloo_cli.policy.reference import OfPolicy, Reference
 from rloo_cli.rollout import Group, Rollout
 
 try:
@@ -134,6 +136,22 @@ def build(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int, noi
     return model
 
 
+def adapt(model: Any, shape: Shape, seed: int) -> LoraConfig:
+    """Put adapters in, of which only those are trained; moved, so that they change something."""
+    keys = LoraConfig(
+        r=shape.lora, alpha=2.0 * shape.lora, dropout=0.0, target_modules="all-linear",
+        exclude_modules=[], modules_to_save=[], bias="none", use_rslora=False, use_dora=False,
+        path=None,
+    )  # fmt: skip
+    lora.add(model, keys, seed)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(0.01 * torch.randn(weight.shape).to(weight))
+    return keys
+
+
 def advantages(score: Tensor, kl: Tensor) -> Tensor:
     """Leave-one-out over rewards. (P, K), (P, K) -> (P, K)"""
     reward = score - BETA * kl
@@ -157,9 +175,10 @@ class Phase:
         self.level = "padded"
 
     def prepare(self, model: Any, frozen: Any) -> None:
-        """What all variants need of their models."""
+        """What all variants need of their models. `frozen`: None under an adapter."""
         self.model: Any = model.train()
-        frozen.eval().requires_grad_(False)
+        if frozen is not None:
+            frozen.eval().requires_grad_(False)
         if self.variant.gc:
             model.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -180,11 +199,22 @@ class Trl(Phase):
         super().__init__(variant, case, device)
         self.half = variant.autocast and device.type == "cuda"
         model = build(shape, device, torch.float32, seed, 0.0)
-        self.frozen = build(shape, device, torch.float32, seed, NOISE)
+        self.frozen = None if shape.lora else build(shape, device, torch.float32, seed, NOISE)
+        if shape.lora:
+            adapt(model, shape, seed)
+        self.layers = lora.layers(model) if shape.lora else []
         self.prepare(model, self.frozen)
         if add_fused_lm_head is not None:
             add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))
-            add_fused_lm_head(self.frozen, temperature=1.0)
+            if self.frozen is not None:
+                add_fused_lm_head(self.frozen, temperature=1.0)
+
+    def reference(self, rows: slice) -> Tensor:
+        """Of the frozen model, or of the policy without its adapter. -> (b, c)"""
+        if self.frozen is not None:
+            return self.logp(self.frozen, rows)
+        with lora.using(self.layers, None):
+            return self.logp(self.model, rows)
 
     def pad(self) -> None:
         """The whole batch once: prompts on the left, completions on the right. (B, p), (B, c)"""
@@ -216,7 +246,7 @@ class Trl(Phase):
             self.pad()
             with torch.no_grad():
                 old = torch.cat([self.logp(self.model, rows) for rows in spans])
-                ref = torch.cat([self.logp(self.frozen, rows) for rows in spans])
+                ref = torch.cat([self.reference(rows) for rows in spans])
             kl, old = (old - ref).sum(1), old.sum(1)
             value = advantages(self.score, kl.view_as(self.score)).flatten()
             found = []
@@ -234,19 +264,30 @@ class Rloo(Phase):
         super().__init__(variant, case, device)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.policy = Policy(build(shape, device, dtype, seed, 0.0), 1.0)
-        self.frozen = Reference(build(shape, device, dtype, seed, NOISE), 1.0)
-        self.prepare(self.policy.model, self.frozen.model)
+        keys = adapt(self.policy.model, shape, seed) if shape.lora else None
+        self.prepare(self.policy.model, None)
         longest = shape.prompt[1] + shape.completion[1]
-        for policy in (self.policy, self.frozen):
-            found = levels.settle(policy, variant.layout, longest)
-        self.level = str(found)
+        self.level = str(levels.settle(self.policy, variant.layout, longest))
+        self.frozen = self.reference(shape, dtype, seed, keys, longest)
         self.policy.scorer.keep_bytes = variant.keep
-        self.masters = [
-            w.detach().float() for w in self.model.parameters() if w.dtype != torch.float32
-        ]
-        for weight in self.model.parameters():
+        trained = [w for w in self.model.parameters() if w.requires_grad]
+        self.masters = [w.detach().float() for w in trained if w.dtype != torch.float32]
+        for weight in trained:
             if weight.dtype != torch.float32:
                 weight.grad_dtype = torch.float32  # as `optim.Optimizer`
+
+    def reference(
+        self, shape: Shape, dtype: torch.dtype, seed: int, keys: LoraConfig | None, longest: int
+    ) -> Reference:
+        """A model of its own, or the policy without its adapter."""
+        if keys is not None:
+            given: Any = SimpleNamespace(lora=keys, ref_sync=None)
+            found: Reference = OfPolicy(self.policy, 1.0, given, seed)
+            levels.follow(found, self.policy)
+            return found
+        found = Reference(build(shape, self.device, dtype, seed, NOISE), 1.0)
+        levels.settle(found, self.variant.layout, longest)
+        return found
 
     def parts(self, index: range) -> list[Part]:
         """The completions of these groups."""

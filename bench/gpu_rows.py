@@ -51,10 +51,15 @@ def work(cost: Cost, case: Case, variant: Variant) -> tuple[float, float, int]:
     return body, 2.0 * cost.hidden * cost.vocabulary * tokens, rows
 
 
-def done(cost: Cost, case: Case, variant: Variant, size: int) -> tuple[float, float, int]:
-    """FLOP of a train phase, those of it that are recomputing on top, and rows of a forward."""
+def done(
+    cost: Cost, case: Case, variant: Variant, size: int, adapters: bool = False
+) -> tuple[float, float, int]:
+    """FLOP of a train phase, those of it that are recomputing on top, and rows of a forward.
+
+    `adapters`: they alone are trained, so that backward is once and not twice.
+    """
     body, head, rows = work(cost, case, variant)
-    passes = 5 if variant.tool == "trl" else 4  # (old,) reference, forward, backward twice
+    passes = (5 if variant.tool == "trl" else 4) - adapters  # (old,) reference, forward, backward
     tokens = [sum(cs) for _, cs in case.lengths]
     largest = max(sum(tokens[i : i + size]) for i in range(0, len(tokens), size))
     kept = largest * cost.vocabulary * 2 <= variant.keep
@@ -102,7 +107,7 @@ def row_of(
     """One variant's figures."""
     variant, seconds = found.variant, found.seconds
     middle = statistics.median(seconds)
-    flop, again, rows = done(found.shape, case, variant, found.size)
+    flop, again, rows = done(found.shape, case, variant, found.size, found.adapters)
     apart = None if base is None else (found.logp - base).abs()
     gpu = device.type == "cuda"
     return {

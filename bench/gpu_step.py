@@ -1,8 +1,8 @@
 """Whole steps of `rloo` with vLLM on the trainer's own GPU: W8, W9 and W10 of the design's table.
 
 No reward model: the score is `sides.digits`, cheap and different for siblings, so a step's `reward`
-says nothing. Completions have a forced length, since a random model never ends one. TRL has no
-column here yet: `ratio` of these workloads does not exist. `gpu.py` is the command.
+says nothing. Completions have a forced length, since a random model never ends one. `gpu.py` is the
+command; beside TRL's own trainer they run in `gpu_proof.py`.
 """
 
 import importlib.util
@@ -50,12 +50,7 @@ def measure(name: str, rounds: int, tiny: bool, seed: int) -> None:
         print(f"{name}: vLLM cannot be imported here, left out", flush=True)
         return
     shape, beta = STEPS[name]
-    if tiny:
-        shape = replace(
-            shape, hidden=128, layers=2, heads=2, head_dim=64, mlp=256, vocabulary=512,
-            kv_heads=2 if shape.kv_heads == shape.heads else 1, prompt=(6, 12), completion=(8, 8),
-            prompts=4, k=2,
-        )  # fmt: skip
+    shape = smaller(shape) if tiny else shape
     with (
         tempfile.TemporaryDirectory(prefix="rloo-gpu-") as place,
         started(shape, beta, Path(place), seed, tiny) as run,
@@ -73,6 +68,15 @@ def measure(name: str, rounds: int, tiny: bool, seed: int) -> None:
     print(json.dumps(said), flush=True)
 
 
+def smaller(shape: Shape) -> Shape:
+    """The workload for a CPU."""
+    return replace(
+        shape, hidden=128, layers=2, heads=2, head_dim=64, mlp=256, vocabulary=512,
+        kv_heads=2 if shape.kv_heads == shape.heads else 1, prompt=(6, 12), completion=(8, 8),
+        prompts=4, k=2,
+    )  # fmt: skip
+
+
 def write(shape: Shape, folder: Path, seed: int, tiny: bool) -> None:
     """Model, tokenizer and prompts, as `toys.write`: that knows no qwen2 and no long rows."""
     dtype = torch.float32 if tiny else torch.bfloat16
@@ -86,19 +90,32 @@ def write(shape: Shape, folder: Path, seed: int, tiny: bool) -> None:
 
 
 @contextmanager
-def started(shape: Shape, beta: float, folder: Path, seed: int, tiny: bool) -> Iterator[Run]:
-    """A run in `folder`, its engine loaded with the first weights."""
-    write(shape, folder, seed, tiny)
-    place = folder / "rloo"
+def started(
+    shape: Shape,
+    beta: float,
+    folder: Path,
+    seed: int,
+    tiny: bool,
+    sampler: str = "vllm_colocate",
+    *more: str,
+) -> Iterator[Run]:
+    """A run in `folder`, its engine loaded with the first weights; `more`: of its config.
+
+    A model that is in `folder` already is taken.
+    """
+    if not (folder / "model").exists():
+        write(shape, folder, seed, tiny)
+    place = folder / f"rloo-{len(list(folder.glob('rloo-*'))) + 1}"
     words = [
-        "generation=vllm_colocate", "generation.ignore_eos=true", "data.shuffle=false",
+        f"generation={sampler}", *(["generation.allow_untested=true"] * ("vllm" in sampler)),
+        "generation.ignore_eos=true", "data.shuffle=false",
         "logging.console=plain", "reward=[]", f"max_steps={LONG}",
         "+reward.digits={type: function, path: 'python:digits', kwargs: {}}",
         f"model.path={folder / 'model'}", f"model.tokenizer={folder / 'tokenizer'}",
         f"data.path={folder / 'prompts.jsonl'}",
         f"root={folder}", f"name={place.name}", f"seed={seed}", f"algorithm.beta={beta}",
         f"algorithm.num_generations={shape.k}", f"train.prompts_per_step={shape.prompts}",
-        f"generation.max_completion_length={shape.completion[1]}",
+        f"generation.max_completion_length={shape.completion[1]}", *more,
     ]  # fmt: skip
     checked = config.check(compose(words))
     place.mkdir()

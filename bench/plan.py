@@ -40,6 +40,7 @@ QWEN = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 1
         "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 32768}  # fmt: skip
 NEOX = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16,
         "vocab_size": 32768}  # fmt: skip
+ONLY_QWEN = ("num_key_value_heads", "head_dim")  # keys that GPT-NeoX does not have
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "num_hidden_layers": 10, "tie_word_embeddings": True, **QWEN},
     "untied": {"model_type": "qwen3", "num_hidden_layers": 8, "tie_word_embeddings": False, **QWEN},
@@ -172,7 +173,7 @@ def make(setting: Setting, folder: Path) -> None:
 
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    size = QWEN["vocab_size"]
+    size = MODELS[setting.model]["vocab_size"]
     ids = {"<pad>": PAD, "<eos>": EOS} | {f"t{i}": i for i in range(FIRST, size - 1)}
     plain = Tokenizer(models.WordLevel(ids | {"<unk>": size - 1}, unk_token="<unk>"))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -5,7 +5,7 @@ Names and numbers are those of the design's table. Only the ones without `device
 CPU for one of theirs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Shape:
     k: int  # completions per prompt
     prompts: int  # per step
     device: str = "cpu"
+    lora: int = 0  # rank of the adapters that are trained in the place of all weights
 
     @property
     def batch(self) -> int:
@@ -40,11 +41,12 @@ class Shape:
         heads = f"{self.heads} heads"
         if self.kv_heads != self.heads:
             heads += f" ({self.kv_heads} for keys and values)"
+        adapters = f", adapters of rank {self.lora}" if self.lora else ""
         return (
             f"{self.architecture}, {self.layers} layers x {self.hidden}, {heads} of"
             f" {self.head_dim}, MLP {self.mlp}, vocabulary {self.vocabulary},"
-            f" {'tied' if self.tied else 'untied'}; prompts of {p[0]} to {p[1]} tokens, completions"
-            f" of {answer}; K = {self.k}, {self.batch} completions per step"
+            f" {'tied' if self.tied else 'untied'}{adapters}; prompts of {p[0]} to {p[1]} tokens,"
+            f" completions of {answer}; K = {self.k}, {self.batch} completions per step"
         )
 
 
@@ -60,12 +62,15 @@ MATH = {"architecture": "qwen2", "hidden": 1536, "layers": 28, "heads": 12, "kv_
         "head_dim": 128, "mlp": 8960, "vocabulary": 151936, "tied": True}  # fmt: skip
 _SUMMARY = {"prompt": (300, 450), "completion": (53, 53)}
 _SUMMARY_GPU = {"prompt": (250, 500), "completion": (40, 53), "k": 4, "device": "cuda"}
+_W6 = Shape("W6", "TL;DR 6.9B, train phase", **PYTHIA_7B, **_SUMMARY_GPU, prompts=32)
 _ALL = (
     Shape("W1", "toy chat, K = 4", **TOY, prompt=(128, 256), completion=(48, 48), k=4, prompts=4),
     Shape("W2-K4", "TL;DR's shape, K = 4", **TLDR, **_SUMMARY, k=4, prompts=4),
     Shape("W2-K2", "TL;DR's shape, K = 2", **TLDR, **_SUMMARY, k=2, prompts=8),
     Shape("W5", "TL;DR 1B, train phase", **PYTHIA_1B, **_SUMMARY_GPU, prompts=64),
-    Shape("W6", "TL;DR 6.9B, train phase", **PYTHIA_7B, **_SUMMARY_GPU, prompts=32),
+    _W6,  # 83 GB of weights and gradients: no GPU of 80 GB holds it, but the next two
+    replace(_W6, name="W6-8L", title="8 layers of TL;DR 6.9B, train phase", layers=8),
+    replace(_W6, name="W6-lora", title="TL;DR 6.9B with LoRA, train phase", lora=16),
     Shape("W7", "math 1.5B, train phase", **MATH, prompt=(80, 250), completion=(200, 2000), k=8,
           prompts=8, device="cuda"),
 )  # fmt: skip

@@ -84,44 +84,82 @@ class Phases:
         return found
 
 
-def build(shape: Shape, folder: Path, seed: int, checkpointing: bool, micro: int) -> RLOOTrainer:
-    """The trainer: its defaults, but for what must be as in `rloo` and what a CPU cannot do."""
-    parts = shape.batch // micro
-    settings = RLOOConfig(
+def build(
+    shape: Shape,
+    folder: Path,
+    seed: int,
+    checkpointing: bool,
+    micro: int,
+    beta: float = BETA,
+    share: float | None = None,
+) -> RLOOTrainer:
+    """The trainer: its defaults, but for what must be as in `rloo` and what a CPU cannot do.
+
+    `share`: of a GPU's memory for vLLM beside the trainer; None = transformers samples.
+    """
+    both, tokens = folder / "with_tokenizer", folder / "tokenizer"
+    path = str(both if both.exists() else folder / "model")
+    lines = (folder / "prompts.jsonl").read_text().splitlines()
+    trainer = RLOOTrainer(
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+        reward_funcs=digits,
+        args=settings(shape, folder, seed, checkpointing, micro, beta, share),
+        train_dataset=Dataset.from_list([json.loads(line) for line in lines]),
+        processing_class=AutoTokenizer.from_pretrained(tokens if tokens.exists() else path),
+    )
+    assert trainer.model.dtype == torch.float32
+    assert trainer.ref_model is None or trainer.ref_model.dtype == torch.float32
+    trainer.remove_callback(PrinterCallback)
+    disturb(trainer.model)
+    return trainer
+
+
+def settings(
+    shape: Shape,
+    folder: Path,
+    seed: int,
+    checkpointing: bool,
+    micro: int,
+    beta: float,
+    share: float | None,
+) -> RLOOConfig:
+    """The trainer's arguments; see `build`."""
+    parts, cuda = shape.batch // micro, torch.cuda.is_available()
+    length = shape.completion[1]
+    return RLOOConfig(
         output_dir=str(folder / "trl"),
         seed=seed,
         num_generations=shape.k,
         max_completion_length=shape.completion[1],
-        # min_new_tokens keeps EOS from ending a completion: the length is forced.
-        generation_kwargs={"min_new_tokens": shape.completion[1]},
+        **sampler(length, shape.prompt[1] + length, share),
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=parts,
         steps_per_generation=parts,
         gradient_checkpointing=checkpointing,
         max_steps=LONG,
-        beta=BETA,
+        beta=beta,
         learning_rate=RATE,
         max_grad_norm=CLIP,
         shuffle_dataset=False,
-        use_cpu=True,
-        bf16=False,
+        use_cpu=not cuda,
+        bf16=cuda,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
     )
-    path = str(folder / "model")
-    lines = (folder / "prompts.jsonl").read_text().splitlines()
-    trainer = RLOOTrainer(
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
-        reward_funcs=digits,
-        args=settings,
-        train_dataset=Dataset.from_list([json.loads(line) for line in lines]),
-        processing_class=AutoTokenizer.from_pretrained(path),
-    )
-    assert trainer.ref_model.dtype == trainer.model.dtype == torch.float32
-    trainer.remove_callback(PrinterCallback)
-    disturb(trainer.model)
-    return trainer
+
+
+def sampler(length: int, longest: int, share: float | None) -> dict[str, Any]:
+    """The settings of who samples. EOS does not end a completion: the length is forced."""
+    if share is None:
+        return {"generation_kwargs": {"min_new_tokens": length}}
+    return {
+        "generation_kwargs": {"min_tokens": length, "ignore_eos": True},
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": share,
+        "vllm_max_model_length": longest,
+    }
 
 
 class Side(TrainerCallback):

@@ -74,16 +74,24 @@ class Rows:
 
 
 class Watch:
-    """Wall and processor seconds since `start`."""
+    """Wall and processor seconds since `start`, with what a GPU was asked to do."""
 
     def start(self) -> None:
         """From here."""
+        wait()
         self.wall, self.cpu = time.perf_counter(), time.process_time()
 
     def read(self) -> dict[str, float]:
         """To here."""
+        wait()
         wall, cpu = time.perf_counter() - self.wall, time.process_time() - self.cpu
         return {"seconds": wall, "cpu": cpu}
+
+
+def wait() -> None:
+    """Until a GPU has done what was asked of it."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 @torch.no_grad()
@@ -91,7 +99,7 @@ def disturb(model: Any) -> None:
     """The noise between policy and reference: the same draws for the same parameters."""
     drawn = torch.Generator().manual_seed(7)
     for weight in model.parameters():
-        weight += NOISE * torch.randn(weight.shape, generator=drawn)
+        weight += (NOISE * torch.randn(weight.shape, generator=drawn)).to(weight)
 
 
 def keep_gradient(model: Any, path: str) -> None:

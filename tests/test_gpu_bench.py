@@ -161,6 +161,21 @@ def test_what_does_not_fit_is_tried_by_halves_and_left_out_below_one(bench, monk
     assert rows["W5"]["shared"]["gradient_rel_diff"] < 2e-5
 
 
+def test_what_is_run_by_default_fits_80_gb_in_float32_with_reference_and_gradients(bench):
+    from transformers import AutoModelForCausalLM
+
+    def size(name):
+        shape = bench.SHAPES[name]
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(bench.gpu_parts.config(shape))
+        copies = 1 if shape.lora else 3  # weights; and reference and gradients
+        return 4 * copies * sum(w.numel() for w in model.parameters())
+
+    names = bench.parse([]).workloads
+    assert names == ["W5", "W7", "W6-8L", "W6-lora"]
+    assert all(size(name) < 40e9 for name in names) and size("W6") > 80e9
+
+
 def test_without_trl_its_head_is_computed_in_chunks_with_the_same_numbers(bench, monkeypatch):
     rows = tables(bench, monkeypatch)
     monkeypatch.setattr(bench.gpu_parts, "add_fused_lm_head", None)
