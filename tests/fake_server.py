@@ -31,6 +31,7 @@ class Fake:
         self.dies_at: set[int] = set()  # the n-th completion: it is gone, and soon another is there
         self.back = 0.0  # when that is; nobody starts a server between two requests
         self.fails_at: dict[int, int] = {}  # the n-th completion -> this status
+        self.hangs_up = 0  # so many requests get no answer, and their connection is closed
         self.dead, self.locked = False, False  # closes without an answer; 401, whatever the token
         self.keeps_label, self.says = False, ""  # of the weights it had; another on completions
         self.resets, self.tells_logp = True, True  # the prefix cache; of completions
@@ -149,6 +150,10 @@ class _Handler(BaseHTTPRequestHandler):
         fake, path = self.fake, urlsplit(self.path).path
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
         if time.monotonic() < fake.back:
+            self.close_connection = True
+            return
+        if fake.hangs_up:
+            fake.hangs_up -= 1
             self.close_connection = True
             return
         fake.asked.append((path, body))

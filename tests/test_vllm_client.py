@@ -529,6 +529,25 @@ def test_a_connection_is_used_again_but_not_one_that_was_idle(fake, make, monkey
     assert not used & {*fake.callers[count:]}
 
 
+def test_a_completion_is_asked_for_again_where_the_server_hung_up_on_a_kept_connection(fake):
+    wire = Wire()
+    try:
+        body = {"token_ids": [5], "sampling_params": ask(1).params}
+
+        def one(keep):
+            asked = wire.ask("POST", fake.url, GENERATE, fake.token, body, 5, keep=keep)
+            return wire.run(asked, 10)["choices"]
+
+        first = one(True)
+        fake.hangs_up = 1  # once, without an answer
+        assert one(True) == first
+        fake.hangs_up = 1
+        with pytest.raises(Lost):
+            one(False)  # and what changes a server never is
+    finally:
+        wire.close()
+
+
 def test_a_wire_takes_no_answer_from_a_redirect(fake):
     wire = Wire()
     try:

@@ -23,13 +23,11 @@ class Counted:
 
     def __init__(self, model: Any, source: Any):
         self.model, self.source, self.bytes = model, source, 0
-        self.known: list[Meta] | None = None
 
     def metadata(self) -> list[Meta]:
-        """What iteration brings, in the same order; the same at every update."""
-        if self.known is None:
-            self.known = list(self.source.metadata())
-        return self.known
+        """What iteration brings, in the same order."""
+        found: list[Meta] = self.source.metadata()
+        return found
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         # An engine packs on streams of its own, which do not wait for the optimizer's: without

@@ -76,7 +76,8 @@ class Wire:
         self, method: str, url: str, path: str, token: str, body: Any, limit_s: float,
         keep: bool = False,
     ) -> Any:  # fmt: skip
-        """One request, on the loop. `keep`: on a connection that others used before, and will.
+        """One request, on the loop. `keep`: on a connection that others used before, and will; it
+        is asked once more where the server has hung up on that meanwhile, so only what may be.
 
         Raises Lost, GenerationError.
         """
@@ -98,6 +99,10 @@ class Wire:
             raise Lost(f"{where}: no connection within {min(limit_s, 10):g} s") from None
         except TimeoutError:
             raise Lost(f"{where}: no answer within {limit_s:g} s") from None
+        except aiohttp.ServerDisconnectedError as error:
+            if keep:
+                return await self.ask(method, url, path, token, body, limit_s)
+            raise Lost(f"{where}: {error}") from None
         except aiohttp.InvalidURL:
             raise GenerationError(not_a_server(where, "this is no address")) from None
         except (aiohttp.ClientError, OSError) as error:
