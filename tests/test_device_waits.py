@@ -12,7 +12,7 @@ from torch import nn
 
 from rloo_cli.clock import Clock
 from rloo_cli.vllm import waiting
-from rloo_cli.vllm.link import LEAST_BUFFER, _Beside, packed_bytes
+from rloo_cli.vllm.link import LEAST_BUFFER, Beside, packed_bytes
 from rloo_cli.vllm.source import Gathered, Whole
 from rloo_cli.vllm.supply import Counted
 
@@ -104,7 +104,7 @@ def test_a_phase_ends_when_the_device_has_done_what_it_was_asked_for() -> None:
 
 def test_a_thread_that_sends_weights_has_the_gpu_of_its_rank(gpu: Gpu) -> None:
     assert waiting.within(5, "work", lambda: 7) == 7
-    _Beside(lambda: None).result()
+    Beside(lambda: None).result()
     assert gpu.set == [3, 3]
 
 
