@@ -42,7 +42,7 @@ class Supply:
     """Keeps `engine`, which computes in `dtype`, at the trainer's weights.
 
     `run_id` begins the label of each version, so that no other run's weights are taken for ours.
-    `note` prints a line for the user. `tolerance`: of dtypes, as `generation.tolerance` has it.
+    `note` prints a line for the user. `tolerance`: what may differ, by the dtypes of both sides.
     """
 
     def __init__(
