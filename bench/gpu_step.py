@@ -30,6 +30,7 @@ from rloo_cli import config, managed
 from rloo_cli.compose import compose
 from rloo_cli.cycle import Cycle
 from rloo_cli.parts import Run
+from rloo_cli.pauses import log_step
 from rloo_cli.run import make
 from rloo_cli.train import update
 
@@ -141,7 +142,7 @@ def step(run: Run) -> dict[str, float]:
     run.ledger.step(cycle.batch, state.place, cycle.updates.made, cycle.batch.updated)
     state.advance(cycle.batch)
     split = dict(run.clock.seconds)
-    run.log.step(run, cycle.batch, cycle.updates)
+    log_step(run, cycle.batch, cycle.updates)
     if gpu:
         torch.cuda.synchronize()
     return split | {"step": time.perf_counter() - began}

@@ -27,6 +27,7 @@ from rloo_cli import config
 from rloo_cli.compose import compose
 from rloo_cli.cycle import Cycle
 from rloo_cli.parts import Run
+from rloo_cli.pauses import log_step
 from rloo_cli.rollout import Batch, Rollout
 from rloo_cli.run import make
 from rloo_cli.train import update
@@ -92,7 +93,7 @@ class Side:
             run.generator.load(run.policy, state.updates)
         run.ledger.step(cycle.batch, state.place, cycle.updates.made, cycle.batch.updated)
         state.advance(cycle.batch)
-        run.log.step(run, cycle.batch, cycle.updates)
+        log_step(run, cycle.batch, cycle.updates)
         told, logged = self.watch.read(), run.log.rows[-1]
         split = {name[5:]: s for name, s in logged.items() if name.startswith("time/")}
         return told | {"split": split}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rloo_cli.errors import ConfigError, DataError, Problem
 from rloo_cli.names import nearest
 from rloo_cli.registry import load_code
-from rloo_cli.rewards.frames import said, user_frames
+from rloo_cli.user_code import said, user_frames
 
 if TYPE_CHECKING:
     from datasets import Dataset

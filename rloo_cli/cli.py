@@ -90,6 +90,7 @@ def dispatch(words: list[str]) -> int:
 def train(words: list[str]) -> int:
     """`rloo train`: compose, check, then run or plan, once per job of a sweep."""
     from rloo_cli import config, launch, sweeps
+    from rloo_cli.tools.plan import dry_run
 
     dry = "--dry-run" in words
     codes: list[int] = []
@@ -100,7 +101,7 @@ def train(words: list[str]) -> int:
         value = None
         try:
             with hub.remembered(composed.words):
-                code = launch.train(composed, multirun=multirun, dry_run=dry)
+                code = (dry_run if dry else launch.train)(composed, multirun=multirun)
             if multirun and code == 0 and not dry:
                 value = sweeps.objective(config.check(launch.apart(composed)))
         except RunError as error:  # not raised: a failed job does not stop a sweep

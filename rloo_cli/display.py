@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from rloo_cli.held_out import headline
+from rloo_cli.eval_rows import headline
 from rloo_cli.panel import (
     ALSO,
     PHASES,

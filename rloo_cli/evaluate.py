@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from rloo_cli import crew, held_out, rng, stop
+from rloo_cli import crew, eval_rows, held_out, rng, stop
 from rloo_cli.clock import Clock
 from rloo_cli.distributed.world import World
 from rloo_cli.faults import fault
@@ -24,13 +24,13 @@ from rloo_cli.generation import Generator, unheard
 from rloo_cli.judges import judge as judging
 from rloo_cli.judges.judge import Judged, Others
 from rloo_cli.log import sample
-from rloo_cli.minibatches import slices
 from rloo_cli.parts import Run
 from rloo_cli.prompts import Prompts
 from rloo_cli.rewards.arguments import Context, TrainerState
 from rloo_cli.rewards.build import Reward
 from rloo_cli.rewards.scoring import Scores, Stage
 from rloo_cli.rollout import Group, Rollout
+from rloo_cli.schedule import slices
 from rloo_cli.schema import RunConfig
 from rloo_cli.seeds import sampling_seed
 
@@ -77,7 +77,7 @@ def evaluate(run: Run) -> Row:
         rng.put(before)
     step = run.state.step
     for name, answered in found.items():
-        run.log.save_samples(held_out.file_name(name, step), answered.samples)
+        run.log.save_samples(eval_rows.file_name(name, step), answered.samples)
     for note in judged.notes if judged is not None else ():
         run.log.note(note)
     if judged is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from rloo_cli import config, ending, faults, made, outcome, places, quiet, registry, splits
+from rloo_cli import config, ending, faults, made, places, quiet, registry, splits
 from rloo_cli.distributed.world import World, alone
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.evaluate import Answered, answers, judge_all, of_all, others_of
@@ -25,14 +25,16 @@ from rloo_cli.generation import Generator
 from rloo_cli.judge_keys import REFERENCE
 from rloo_cli.judges.judge import Judge, Judged, Others, make, summary, table
 from rloo_cli.log import lines_of
+from rloo_cli.panel import evaluation_table
 from rloo_cli.parts import State
 from rloo_cli.policy import load, lora
 from rloo_cli.policy.model import Policy
 from rloo_cli.prompts import Prompts
 from rloo_cli.rewards.build import Reward
-from rloo_cli.rewards.ready import ready
-from rloo_cli.run import code_notes, rewards_of
+from rloo_cli.rewards.columns import check_splits
+from rloo_cli.rewards.ready import ready, rewards_of
 from rloo_cli.schema import RunConfig
+from rloo_cli.user_code import code_notes
 
 Row = dict[str, Any]
 SAY_S = 10.0  # seconds between two lines of progress
@@ -74,7 +76,7 @@ def work(folder: Path) -> Row:
     row = {"step": state.step, **of_all(parts, found, judged)}
     _write(folder, found, row)
     console = Console(soft_wrap=not sys.stdout.isatty())
-    console.print(outcome.table(row, list(found)))
+    console.print(evaluation_table(row, list(found)))
     if judged is not None and parts.judge is not None:
         _write_judged(folder, parts.judge, judged, console)
     return row
@@ -142,7 +144,7 @@ def _parts(settings: RunConfig, world: World, folder: Path) -> tuple[Parts, Poli
     for note in code_notes(settings):
         if not note.startswith("train."):
             print(note)
-    splits.check(settings, opened, rewards)
+    check_splits(settings, opened, rewards)
     for path in places.made_models(settings):  # a reward's call would have too little time for it
         print(f"finding or making {path} ...", flush=True)
         made.folder(path)

@@ -17,8 +17,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from rloo_cli.environment import environment_number
 from rloo_cli.errors import ConfigError, Problem
-from rloo_cli.surroundings import environment_number
 
 ACTIONS = ("kill9", "term", "raise", "hang", "nan", "oom", "enospc", "exit", "skip")
 

@@ -13,31 +13,15 @@ its prompt's n falls, it is no failure to pass. A prompt with n < k takes no par
 `pass@k/prompts` says how many did. Where nothing has a score, there is no metric.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+from rloo_cli.eval_rows import prefix
 from rloo_cli.schema import EvalConfig
 
 Row = dict[str, Any]
 ROUNDING = 1e-9  # weights such as 0.7 + 0.2 + 0.1 do not add up to 1 in binary
-HEADLINE = re.compile(r"eval_(?:(?P<name>\w+)_)?(?P<what>reward|win_rate|avg@\d+|pass@\d+)")
-
-
-def prefix(name: str) -> str:
-    """What the metrics of the set `name` begin with; "" names the one of data.eval_split."""
-    return f"eval_{name}_" if name else "eval_"
-
-
-def file_name(name: str, step: int) -> str:
-    """Where a set's samples of a step go: `eval_000010`, `eval_<name>_000010`."""
-    return f"{prefix(name)}{step:06d}"
-
-
-def is_evaluation(row: Mapping[str, Any]) -> bool:
-    """Whether a line of metrics.jsonl is an evaluation's, and not a step's."""
-    return "step_time" not in row and any(name.startswith("eval_") for name in row)
 
 
 def metrics(
@@ -115,32 +99,3 @@ def _mean(row: Row, name: str, values: Sequence[float | None]) -> None:
     known = [v for v in values if v is not None]
     if known:
         row[name] = sum(known) / len(known)
-
-
-def by_set(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Row]:
-    """One line of metrics -> the metrics of each set, without what they begin with."""
-    columns: dict[str, Row] = {name: {} for name in names}
-    for key, value in row.items():
-        # eval_a_b_reward is a metric of the set a_b, not of a.
-        mine = [name for name in names if key.startswith(prefix(name))]
-        if mine:
-            name = max(mine, key=len)
-            columns[name][key.removeprefix(prefix(name))] = value
-    return columns
-
-
-def headline(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What is shown of an evaluation while a run goes on: (label, metric), set after set.
-
-    The mean score, greedy and of K, and the pass@k of the largest k.
-    """
-    shown: dict[tuple[str, str], str] = {}
-    for key in row:
-        if found := HEADLINE.fullmatch(key):
-            # Of pass@k the last stays, which has the largest k.
-            shown[found["name"] or "", found["what"].partition("@")[0]] = key
-    labels = {"reward": "held-out {}", "avg": "avg@{}", "pass": "pass@{}", "win_rate": "wins {}"}
-    return [
-        (labels[what].format(key.rpartition("@")[2] if "@" in key else name).strip(), key)
-        for (name, what), key in shown.items()
-    ]

@@ -5,21 +5,39 @@ of ours (a reward model, a rule), which scores both texts. The rest of the confi
 torch; the judging itself is in `judges/`.
 """
 
+import re
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import create_model
+from pydantic import Field, create_model
 
-from rloo_cli import chat, paths, registry
-from rloo_cli.chat import ChatKeys
+from rloo_cli import fill, paths, registry
 from rloo_cli.errors import Problem
 from rloo_cli.names import nearest
 from rloo_cli.schema import Frozen, Positive, RewardConfig, RunConfig, Text, key
 
 REFERENCE = "reference"  # `against` this is against texts of the data; else against a model
 TYPES = ("openai", "reward")
+Address = Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$", max_length=1000)]
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)]
+
+
+class ChatKeys(Frozen):
+    """How a judge model is reached and asked."""
+
+    base_url: Address = key("OpenAI-compatible address, without /chat/completions")
+    model: Text = key("The model's name there")
+    api_key_env: Variable | None = key("Environment variable that holds the key; null = no key")
+    system: str | None = key("System message of each question; null = none")
+    template: str = key("The question; {prompt}, other names and any {column} are filled in")
+    pattern: str = key("Regular expression; its first group is the verdict in the answer")
+    max_tokens: Positive | None = key("Most tokens of an answer; null = not said")
+    temperature: float | None = key("Of the judge; null = not said", ge=0)
+    concurrency: Positive = key("Most requests under way at once")
+    request_timeout_s: float = key("Seconds one request may take", gt=0, le=1e6)
+    extra: dict[str, Any] = key("More of the request's body, e.g. {seed: 1}; it wins")
 
 
 class JudgeKeys(Frozen):
@@ -130,7 +148,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     if judge is None:
         return
     if judge.type == "openai":
-        yield from chat.problems("eval.judge", judge, ("prompt", "a", "b"))
+        yield from chat_problems("eval.judge", judge, ("prompt", "a", "b"))
     else:
         module = registry.module("rewards", judge.reward.type)
         yield from getattr(module, "problems", _nothing)(judge.reward, "eval.judge.reward")
@@ -146,3 +164,17 @@ def problems(run: RunConfig) -> Iterator[Problem]:
 
 def _nothing(entry: Any, where: str) -> Iterator[Problem]:
     yield from ()
+
+
+def chat_problems(where: str, keys: ChatKeys, needs: tuple[str, ...]) -> Iterator[Problem]:
+    """What is wrong with the keys at `where`; the template has to name `needs`."""
+    yield from fill.problems(f"{where}.template", keys.template, needs)
+    place = f"{where}.pattern"
+    try:
+        groups = re.compile(keys.pattern).groups
+    except re.error as error:
+        yield Problem(f"{place} is no regular expression", place, str(error))
+        return
+    if not groups:
+        why, fix = "the first group is what is read in an answer", r"Score:\s*(\d+), in quotes"
+        yield Problem(f"{place} has no group", place, why, fix)

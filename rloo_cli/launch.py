@@ -47,7 +47,6 @@ from rloo_cli.meeting import Leader
 from rloo_cli.resume import Start
 from rloo_cli.schema import RunConfig
 from rloo_cli.surroundings import Place
-from rloo_cli.tools import plan
 
 PACKAGES = ("rloo-cli", "torch", "transformers", "datasets", "hydra-core", "omegaconf", "pydantic")
 REFUSED = (2, 3, 4, 5)
@@ -57,17 +56,10 @@ GROUPS = ("model", "data", "reward", "algorithm", "generation", "distributed")  
 SAME_JOB = ("resume", "resume_allow_changes", "root", "logging", "checkpoint", "hydra")
 
 
-def train(composed: Composed, multirun: bool = False, dry_run: bool = False) -> int:
+def train(composed: Composed, multirun: bool = False) -> int:
     """One experiment, from its composed config to its end; the exit code. Raises RunError."""
     faults.check()
     run = config.check(apart(composed) if multirun else composed)
-    if dry_run:
-        machine.check(run, downloads=False)
-        print(plan.text(run))
-        print(
-            "".join(f"{note}\n" for note in idle_notes(composed.written, config.dump(run))), end=""
-        )
-        return 0
     place, run = _placed(run, composed)
     if not place.leads:
         return following.follow(run, place)

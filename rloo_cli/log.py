@@ -9,19 +9,14 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rloo_cli import measures, perf
 from rloo_cli.advice import Advisor
 from rloo_cli.curves import Drawer
 from rloo_cli.display import KEPT, Display
 from rloo_cli.faults import fault
 from rloo_cli.files import check_present, write_text
 from rloo_cli.rollout import Batch, Group
-from rloo_cli.updates import Updates
-
-if TYPE_CHECKING:
-    from rloo_cli.parts import Run
 
 Row = dict[str, Any]
 COUNTERS = ("step", "updates", "episode", "epoch", "num_tokens", "eps", "learning_rate", "lr")
@@ -90,39 +85,25 @@ class Log:
         if self.display is not None:
             self.display.progress(text)
 
-    def step(self, run: "Run", batch: Batch, updates: Updates) -> None:
-        """Take in one finished step; write a line when it is due, and its samples."""
+    def step(self, row: Row, counts: Row, batch: Batch, steps: int) -> None:
+        """Take in one finished step of `steps`; write a line when it is due, and its samples.
+
+        row: its metrics, `step` among them. counts: what its means were taken over.
+        """
         for note in batch.notes:
             kind = re.sub(r"\d+", "", note)[:40]
             if kind not in self.said:  # once per run, not once per step
                 self.said.add(kind)
                 self.note(note)
-        state, settings = run.state, run.config.algorithm
-        row: Row = measures.of_rollouts(batch, _option(settings, "advantage_scale") == "batch")
-        beta = 0.0 if _option(settings, "kl_in") == "none" else _option(settings, "beta")
-        row |= measures.of_advantages(batch, beta or 0.0) | updates.row()
-        row |= run.clock.lap()
-        row |= perf.speed(run, batch, updates, row) | _staleness(
-            batch, state.updates - updates.made
-        )
-        row |= {
-            "num_tokens": state.tokens,
-            "episode": state.episodes,
-            "eps": state.episodes / run.clock.elapsed(),
-            "epoch": state.place / len(run.prompts),
-            "updates": state.updates,
-            "data/dropped_long": run.prompts.dropped,
-            "data/truncated": run.prompts.truncated,
-        }
-        self.pending.append({"step": state.step} | row)
-        self.counts.append(measures.counts(batch, updates) | {"step_time": row["step_time"]})
-        samples = samples_of(run, batch) if self.writes else []
-        if state.step % self.samples_every == 0:
-            self.save_samples(f"step_{state.step:06d}", samples)
-        if self.due(state.step, run.steps):
+        self.pending.append(row)
+        self.counts.append(counts)
+        samples = samples_of(batch) if self.writes else []
+        if row["step"] % self.samples_every == 0:
+            self.save_samples(f"step_{row['step']:06d}", samples)
+        if self.due(row["step"], steps):
             row = self.flush(self.same)
             if self.display is not None:
-                self.display.step(row, samples[:: max(1, settings.num_generations)])
+                self.display.step(row, samples[:: max(1, batch.score.shape[1])])
             for advice in self.advisor.look(row):
                 self.note(f"advice: {advice}")
 
@@ -234,7 +215,7 @@ def merge(rows: list[Row], counts: list[Row]) -> Row:
     return merged
 
 
-def samples_of(run: "Run", batch: Batch) -> list[Row]:
+def samples_of(batch: Batch) -> list[Row]:
     """Every row of a batch, as kept in samples/."""
     k = batch.score.shape[1]
     before = {"score": batch.score, "shaped": batch.shaped}
@@ -268,12 +249,3 @@ def sample(group: Group, k: int) -> Row:
         "seed": rollout.seed,
         "weight_version": rollout.weight_version,
     }
-
-
-def _option(settings: Any, name: str) -> Any:
-    return getattr(settings, name, None)  # not every algorithm has every switch
-
-
-def _staleness(batch: Batch, now: int) -> Row:
-    ages = [now - r.weight_version for g in batch.groups for r in g.rollouts]
-    return {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages)}

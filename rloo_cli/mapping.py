@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rloo_cli.errors import DataError, Problem
-from rloo_cli.rewards.frames import load_user_code, said, user_frames
+from rloo_cli.user_code import load_user_code, said, user_frames
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,8 +12,6 @@ from rloo_cli.packing import Part
 from rloo_cli.parts import Run
 from rloo_cli.rollout import Batch
 from rloo_cli.schedule import Item
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,11 +29,6 @@ class Plan:
     def micros(self) -> list[list[Part]]:
         """Those of this rank; empty ones where others have more."""
         return self.ranks[self.rank]
-
-
-def slices(index: Sequence[T], size: int) -> list[list[T]]:
-    """Consecutive runs of at most `size`."""
-    return [list(index[i : i + size]) for i in range(0, len(index), size)]
 
 
 def plan_updates(run: Run, batch: Batch, iteration: int) -> list[Plan]:
@@ -102,7 +94,7 @@ def cut(run: Run, batch: Batch, groups: Sequence[int], grad: bool = True) -> lis
     size = limits.completions if grad else limits.no_grad_completions
     if size is not None:
         each = max(1, size // run.config.algorithm.num_generations)
-        return _met(run, schedule.deal([*slices(parts, each)], run.world.size))
+        return _met(run, schedule.deal([*schedule.slices(parts, each)], run.world.size))
     budget = limits.rows if grad else limits.no_grad_rows
     items = [item for part in parts for item in _items(run, batch, part, budget)]
     if run.policy.layout == "padded":

@@ -6,17 +6,13 @@ since its first evaluation.
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from rloo_cli import held_out, paths
-from rloo_cli.panel import before_after, clean, last_message, number
+from rloo_cli import eval_rows, paths
+from rloo_cli.panel import before_after, evaluation_table, last_message
 from rloo_cli.parts import Run
 
 Row = dict[str, Any]
@@ -26,7 +22,7 @@ ANSWERS = ("answer", "ground_truth", "solution")  # columns that may hold the ri
 
 def summary(run: Run) -> Row:
     """`before` and `after`: the mean greedy score of the first held-out set, None = not known."""
-    names = [held_out.prefix(name) + "reward" for name in run.sets] or ["eval_reward"]
+    names = [eval_rows.prefix(name) + "reward" for name in run.sets] or ["eval_reward"]
     first, last = _ends(run)
     return {"before": first.get(names[0]), "after": last.get(names[0])}
 
@@ -43,25 +39,15 @@ def report(run: Run) -> None:
         shown = {n: v for n, v in first.items() if n not in ("step", *same)}
         console.print(before_after(shown, last, problems, f"step {steps[0]}" if steps[0] else ""))
     elif last:
-        console.print(table(last, list(run.sets)))
+        console.print(evaluation_table(last, list(run.sets)))
     for name in KEPT:
         if (run.folder / name).exists():
             console.print(f"{name:<14} {paths.shown(run.folder / name)}", highlight=False)
 
 
-def table(row: Row, names: Sequence[str]) -> Table:
-    """The metrics of one evaluation, with a column for each set."""
-    shown = Table("held out", *names, box=box.SIMPLE_HEAD)
-    columns = held_out.by_set(row, names)
-    for key in dict.fromkeys(key for column in columns.values() for key in column):
-        cells = [number(c[key]) if key in c else "–" for c in columns.values()]
-        shown.add_row(Text(clean(key)), *cells)
-    return shown
-
-
 def _ends(run: Run) -> tuple[Row, Row]:
     """The first and the last evaluation; ({}, it) when there was one, ({}, {}) without any."""
-    rows = [row for row in run.log.rows if held_out.is_evaluation(row)]
+    rows = [row for row in run.log.rows if eval_rows.is_evaluation(row)]
     if not rows:
         return {}, {}
     return (rows[0] if rows[0]["step"] < rows[-1]["step"] else {}), rows[-1]
@@ -89,6 +75,6 @@ def _answer(row: Row) -> str:
 
 def _greedy(folder: Path, name: str, step: int) -> dict[int, Row]:
     """draw -> greedy sample of an evaluation; {} when its file is gone."""
-    path = folder / "samples" / f"{held_out.file_name(name, step)}.jsonl"
+    path = folder / "samples" / f"{eval_rows.file_name(name, step)}.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
     return {row["draw"]: row for row in map(json.loads, lines) if row["greedy"]}

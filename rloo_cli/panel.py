@@ -24,7 +24,7 @@ from rich.text import Text
 
 from rloo_cli.console import visible
 from rloo_cli.errors import ConfigError, Problem, RunError
-from rloo_cli.held_out import headline, is_evaluation
+from rloo_cli.eval_rows import by_set, headline, is_evaluation
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
@@ -253,6 +253,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         picture(**vars(parser.parse_args(arguments)))
     except RunError as error:
         parser.exit(error.code, error.render() + "\n")
+
+
+def evaluation_table(row: Row, names: Sequence[str]) -> Table:
+    """The metrics of one evaluation, with a column for each set."""
+    shown = Table("held out", *names, box=box.SIMPLE_HEAD)
+    columns = by_set(row, names)
+    for key in dict.fromkeys(key for column in columns.values() for key in column):
+        cells = [number(c[key]) if key in c else "–" for c in columns.values()]
+        shown.add_row(Text(clean(key)), *cells)
+    return shown
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from rloo_cli.distributed.world import World
 from rloo_cli.generation import Generator
 from rloo_cli.ledger import Ledger
 from rloo_cli.log import Log
-from rloo_cli.manifest import Place
 from rloo_cli.optim import Optimizer
 from rloo_cli.policy.levels import Level
 from rloo_cli.policy.model import Policy
@@ -27,6 +26,8 @@ from rloo_cli.rollout import Batch
 from rloo_cli.rollouts import Rollouts
 from rloo_cli.schedule import Limits
 from rloo_cli.schema import RunConfig
+
+StepPosition = tuple[int, int]  # steps done; updates done in the next one, -1 = none was begun
 
 
 @dataclass
@@ -111,11 +112,11 @@ class Run:
     rng: States = field(default_factory=take)  # as they were when the last step ended
     attempt: int = 1
     renames: bool = True  # the file system renames folders whole
-    saved: Place | None = (0, -1)  # the last checkpoint's place
+    saved: StepPosition | None = (0, -1)  # the last checkpoint's place
     judge: Any = None  # judges.judge.Judge of the held-out completions; None = nobody judges
 
     @property
-    def place(self) -> Place:
+    def place(self) -> StepPosition:
         """Steps done, and updates done in the next one (-1: none was begun)."""
         if self.cycle is None:
             return self.state.step, -1

@@ -1,12 +1,14 @@
-"""What happens between two steps: evaluation, checkpoints, and the question whether to go on."""
+"""What happens between two steps: its line in the log, evaluation, checkpoints, whether to go on."""
 
 from typing import Any
 
-from rloo_cli import checkpoint, manifest, turns
+from rloo_cli import checkpoint, manifest, measures, perf, turns
 from rloo_cli.evaluate import evaluate
 from rloo_cli.files import read_json
 from rloo_cli.parts import Run
 from rloo_cli.policy import parked
+from rloo_cli.rollout import Batch
+from rloo_cli.updates import Updates
 
 
 def pause(run: Run) -> bool:
@@ -57,3 +59,35 @@ def _saved(run: Run) -> str | None:
     own = run.folder / manifest.name(run.place)
     came: str | None = read_json(run.folder / "run.json").get("came_from")
     return str(own.absolute()) if own.is_dir() else came
+
+
+def log_step(run: Run, batch: Batch, updates: Updates) -> None:
+    """Hand a finished step to the log: its metrics, and what their means were taken over."""
+    state, settings = run.state, run.config.algorithm
+    row: dict[str, Any] = {"step": state.step}
+    row |= measures.of_rollouts(batch, _option(settings, "advantage_scale") == "batch")
+    beta = 0.0 if _option(settings, "kl_in") == "none" else _option(settings, "beta")
+    row |= measures.of_advantages(batch, beta or 0.0) | updates.row()
+    row |= run.clock.lap()
+    row |= perf.speed(batch, updates, row, run.level.layout, settings.num_iterations, run.world)
+    row |= _staleness(batch, state.updates - updates.made)
+    row |= {
+        "num_tokens": state.tokens,
+        "episode": state.episodes,
+        "eps": state.episodes / run.clock.elapsed(),
+        "epoch": state.place / len(run.prompts),
+        "updates": state.updates,
+        "data/dropped_long": run.prompts.dropped,
+        "data/truncated": run.prompts.truncated,
+    }
+    counts = measures.counts(batch, updates) | {"step_time": row["step_time"]}
+    run.log.step(row, counts, batch, run.steps)
+
+
+def _option(settings: Any, name: str) -> Any:
+    return getattr(settings, name, None)  # not every algorithm has every switch
+
+
+def _staleness(batch: Batch, now: int) -> dict[str, float]:
+    ages = [now - r.weight_version for g in batch.groups for r in g.rollouts]
+    return {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages)}

@@ -10,7 +10,7 @@ from rloo_cli.packing import LAYOUTS
 from rloo_cli.rollout import Batch
 
 if TYPE_CHECKING:
-    from rloo_cli.parts import Run
+    from rloo_cli.distributed.world import World
     from rloo_cli.updates import Updates
 
 Row = dict[str, float]
@@ -23,8 +23,10 @@ PEAK = {
 TRAINED = ("update", "reference", "old_logp", "value")  # phases whose FLOP `Updates.did` counts
 
 
-def speed(run: Run, batch: Batch, updates: Updates, row: Row) -> Row:
+def speed(batch: Batch, updates: Updates, row: Row, layout: str, passes: int, world: World) -> Row:
     """Metrics perf/* and memory/* of a step whose seconds `row` has.
+
+    layout: of the policy's forward pass. passes: over the batch (num_iterations).
 
     perf/mfu: FLOP of rows that were really computed, padding and recomputation left out, over
     what the device could have done in the seconds of the train phase.
@@ -37,20 +39,20 @@ def speed(run: Run, batch: Batch, updates: Updates, row: Row) -> Row:
         "perf/completions_per_s": len(rollouts) / seconds,
         "perf/tokens_per_s": tokens / seconds,
         "perf/rollout_wait_frac": waited / seconds,
-        "perf/level": float(LAYOUTS.index(run.level.layout)),
+        "perf/level": float(LAYOUTS.index(layout)),
     }
-    work, passes = updates.work, run.config.algorithm.num_iterations
+    work = updates.work
     if "rows" in work:
         found["perf/rows"] = work["rows"]
         found["perf/padding_frac"] = work["padding"] / work["rows"]
     found["perf/forwarded_frac"] = work.get("completions", 0.0) / (len(rollouts) * passes)
-    if run.world.device.type == "cuda":
-        found["perf/tokens_per_s_per_gpu"] = tokens / seconds / run.world.size
-        found["memory/peak_gb"] = torch.cuda.max_memory_allocated(run.world.device) / 1e9
-        found["memory/reserved_gb"] = torch.cuda.memory_reserved(run.world.device) / 1e9
+    if world.device.type == "cuda":
+        found["perf/tokens_per_s_per_gpu"] = tokens / seconds / world.size
+        found["memory/peak_gb"] = torch.cuda.max_memory_allocated(world.device) / 1e9
+        found["memory/reserved_gb"] = torch.cuda.memory_reserved(world.device) / 1e9
         busy = sum(row.get(f"time/{phase}", 0.0) for phase in TRAINED)
-        if (most := peak(torch.cuda.get_device_name(run.world.device))) and busy:
-            found["perf/mfu"] = work.get("flop", 0.0) / busy / most / run.world.size
+        if (most := peak(torch.cuda.get_device_name(world.device))) and busy:
+            found["perf/mfu"] = work.get("flop", 0.0) / busy / most / world.size
     return found
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 
 from rloo_cli import complaints, config, made, manifest, paths, run_folder
+from rloo_cli.environment import environment_number
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.rules import model_facts
 from rloo_cli.schema import RunConfig
-from rloo_cli.surroundings import environment_number
 
 LENGTH = ("max_steps", "total_episodes", "train.epochs")
 # What may change in the middle of a run: none of it changes what is computed, but for rounding.

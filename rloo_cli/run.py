@@ -10,12 +10,10 @@ from typing import Any
 
 from rloo_cli import (
     adapter_rules,
-    data_rules,
     made,
     model_rules,
     paths,
     places,
-    registry,
     splits,
     vocabulary,
 )
@@ -32,10 +30,10 @@ from rloo_cli.parts import Run
 from rloo_cli.policy import load
 from rloo_cli.prompts import Prompts
 from rloo_cli.resume import Start
-from rloo_cli.rewards import workers
-from rloo_cli.rewards.build import Reward, build, from_callable
-from rloo_cli.rewards.ready import ready
+from rloo_cli.rewards.columns import check_splits
+from rloo_cli.rewards.ready import ready, rewards_of
 from rloo_cli.schema import RunConfig
+from rloo_cli.user_code import code_notes
 
 
 def make(
@@ -63,7 +61,7 @@ def make(
     rewards = rewards_of(config, functions or {})
     for note in [*code_notes(config), *model_rules.notes(config)]:
         log.note(note)
-    splits.check(config, opened, rewards)
+    check_splits(config, opened, rewards)
     for path in places.made_models(config):
         log.phase(f"finding or making {path} in {paths.cache()}")
         with heard(log.progress):
@@ -133,40 +131,3 @@ def count_steps(config: RunConfig, prompts: int) -> int:
         return math.ceil(config.total_episodes / config.episodes_per_step)
     assert config.train.epochs is not None
     return math.ceil(config.train.epochs * prompts / wanted)
-
-
-def rewards_of(config: RunConfig, functions: Mapping[str, Callable[..., Any]]) -> list[Reward]:
-    """The rewards of a config; `functions` are those given as Python callables, by name.
-
-    Raises ConfigError, MachineError.
-    """
-    rewards = [
-        from_callable(name, functions[name], entry) if name in functions else build(name, entry)
-        for name, entry in config.rewards.items()
-    ]
-    workers.start(rewards)
-    return rewards
-
-
-def code_notes(config: RunConfig) -> list[str]:
-    """Code that is not ours, with the hash of its file: what a reader of the log must know."""
-    codes = {f"reward.{n}": getattr(e, "path", "") for n, e in config.rewards.items()
-             if e.type == "function"}  # fmt: skip
-    codes |= data_rules.user_code(config)
-    if registry.own_file("algorithms", config.algorithm.name):
-        codes["algorithm.name"] = f"{config.algorithm.name}:Config"
-    judge: Any = config.eval.judge
-    if judge is not None and judge.type == "reward" and judge.reward.type == "function":
-        codes["eval.judge.reward"] = judge.reward.path
-    codes |= {f"train.{k}": getattr(config.train, k) for k in ("optimizer", "lr_scheduler")}
-    notes = [
-        f"{key} runs {code} (sha256 {registry.fingerprint(code)})"
-        for key, code in codes.items()
-        if ":" in code
-    ]
-    for name, entry in config.rewards.items():
-        said = getattr(registry.module("rewards", entry.type), "notes", None)
-        notes += said(entry, f"reward.{name}") if said else []
-    if config.model.trust_remote_code:
-        notes.append("warning: model.trust_remote_code is on: code that comes with the model runs")
-    return notes

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:  # a plan asks what a forward costs, and imports no torch
     from rloo_cli.packing import Part
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -150,3 +152,8 @@ def _fill(items: Sequence[Item], count: int, budget: int) -> list[list[Part]] | 
         min(fits, key=lambda b: sum(i.cost for i in b)).append(item)
     held.sort(key=lambda b: -sum(i.cost for i in b))
     return [sorted(item.part for item in b) for b in held]
+
+
+def slices(index: Sequence[T], size: int) -> list[list[T]]:
+    """Consecutive runs of at most `size`."""
+    return [list(index[i : i + size]) for i in range(0, len(index), size)]

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli import pids
+from rloo_cli.environment import environment_number
 from rloo_cli.errors import RunError
 from rloo_cli.files import write_text
-from rloo_cli.surroundings import environment_number
 
 NAME = "server.json"
 NUMBER = "RLOO_SERVER_NUMBER"

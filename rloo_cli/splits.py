@@ -6,7 +6,7 @@ is wrong with a set or a source is said of its own keys.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -16,7 +16,6 @@ from rloo_cli.data import Opened
 from rloo_cli.errors import ConfigError, Problem, RunError
 from rloo_cli.prompt_limit import describe_default, longest_prompt, room_for_prompt
 from rloo_cli.prompts import Prompts, prepare
-from rloo_cli.rewards.build import Reward, check_columns
 from rloo_cli.schema import DataConfig, RunConfig, SetConfig
 
 Found = TypeVar("Found")
@@ -28,25 +27,10 @@ KEYS = re.compile(rf"\bdata\.(?=(?:{'|'.join(SetConfig.model_fields)})\b)")
 def load(config: RunConfig, training: bool = True) -> dict[str | None, Opened]:
     """Open every split that the run needs. Raises DataError, MachineError."""
     found: dict[str | None, Opened] = {}
-    for name, source in _sources(config, training).items():
-        with _said_of(name, source):
+    for name, source in sources_of(config, training).items():
+        with said_of(name, source):
             found[name] = data.opened(source, source.split)
     return found
-
-
-def check(config: RunConfig, found: Mapping[str | None, Opened], rewards: Sequence[Reward]) -> None:
-    """Whether every split has the columns the rewards need. Raises ConfigError, DataError.
-
-    Of a mixture one source that has a column is enough: in the others' rows it is None.
-    """
-    mixed = _of_mixture(found)
-    if mixed:
-        check_columns(rewards, mixture.columns(mixed, config.data.sources))
-    for name, source in _sources(config, None in found).items():
-        if name in found and not _in_mixture(name):
-            columns = [c for c in found[name].column_names if c != source.prompt_column]
-            with _said_of(name, source):
-                check_columns(rewards, columns)
 
 
 def tokenised(
@@ -60,27 +44,28 @@ def tokenised(
         raise ConfigError(_no_room(config, context))
     keys, room = config.generation, room_for_prompt(config, context)
     prompts: dict[str | None, Prompts] = {}
-    for name, source in _sources(config, training=True).items():
+    for name, source in sources_of(config, training=True).items():
         if name not in found:
             continue
         longest, kwargs = longest_prompt(config, [source], context), keys.chat_template_kwargs
-        with _said_of(name, source):
+        with said_of(name, source):
             rows = found[name].rows
             prompts[name] = prepare(rows, source, tokenizer, kwargs, longest, config.seed, room)
             prompts[name].left_out = found[name].left_out
-    parts = _of_mixture(prompts)
+    parts = of_mixture(prompts)
     if parts:
         whole = mixture.joined(parts, config.data.weights, config.seed)
-        apart = {k: p for k, p in prompts.items() if not _in_mixture(k)}
+        apart = {k: p for k, p in prompts.items() if not in_mixture(k)}
         return {None: whole, **apart}
     return prompts
 
 
-def _in_mixture(name: str | None) -> bool:
+def in_mixture(name: str | None) -> bool:
+    """Whether this key names a source of data.mixture."""
     return name is not None and name.startswith(MIXTURE)
 
 
-def _of_mixture(found: Mapping[str | None, Found]) -> dict[str, Found]:
+def of_mixture(found: Mapping[str | None, Found]) -> dict[str, Found]:
     """Of the sources of the mixture alone, by their own names."""
     return {k.removeprefix(MIXTURE): v for k, v in found.items() if k and k.startswith(MIXTURE)}
 
@@ -117,7 +102,7 @@ def all_notes(
     """What a reader of the log should know of these splits, and of how long a prompt may be where
     data.max_prompt_length leaves it open.
     """
-    sources = _sources(config, training=None in prompts).values()
+    sources = sources_of(config, training=None in prompts).values()
     is_open = any(source.max_prompt_length is None for source in sources)
     first = [describe_default(config, context)] if is_open else []
     return first + [note for name in prompts for note in notes(name, prompts[name])]
@@ -137,7 +122,8 @@ def shown_prompt(prompts: Prompts, tokenizer: Any) -> list[str]:
     return [f"prompt 0 is {kind}: {text}", f"its {len(ids)} tokens: {', '.join(pairs)}"]
 
 
-def _sources(config: RunConfig, training: bool) -> dict[str | None, DataConfig]:
+def sources_of(config: RunConfig, training: bool) -> dict[str | None, DataConfig]:
+    """The keys of every split: held-out sets, and with `training` what is trained on."""
     sources: dict[str | None, DataConfig] = {}
     if training and config.data.sources:
         sources.update({f"{MIXTURE}{n}": s for n, s in config.data.sources.items()})
@@ -148,7 +134,7 @@ def _sources(config: RunConfig, training: bool) -> dict[str | None, DataConfig]:
 
 
 @contextmanager
-def _said_of(name: str | None, source: DataConfig) -> Iterator[None]:
+def said_of(name: str | None, source: DataConfig) -> Iterator[None]:
     """A refusal inside names the keys of this set, where they are not those of `data`."""
     try:
         yield
@@ -160,7 +146,7 @@ def _said_of(name: str | None, source: DataConfig) -> Iterator[None]:
 
 def _own(problem: Problem, name: str, source: DataConfig) -> Problem:
     def own(text: str) -> str:
-        if _in_mixture(name):
+        if in_mixture(name):
             return KEYS.sub(f"{name}.", text)
         if name:
             return KEYS.sub(f"eval.sets.{name}.", text)
@@ -168,7 +154,7 @@ def _own(problem: Problem, name: str, source: DataConfig) -> Problem:
 
     words = {part: own(getattr(problem, part)) for part in ("what", "where", "why", "fix")}
     mine = f"eval.sets.{name}" if name else "data.eval_split"
-    mine = name if _in_mixture(name) else mine
+    mine = name if in_mixture(name) else mine
     if mine not in words["where"]:
         held_out = mine if name else f"{mine}={source.split}"
         words["where"] = f"{words['where']} ({held_out})" if words["where"] else held_out

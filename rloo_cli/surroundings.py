@@ -4,24 +4,17 @@
 in a Slurm step with one task per node it is that node's launcher, with several it is a rank.
 """
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rloo_cli import ranks
+from rloo_cli.environment import Environment, check_numbers, environment_number
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.schema import DistributedConfig, RunConfig
 
 OURS = "RLOO_LAUNCHER"  # set in the processes that we start: what RANK says there is ours
 # Steps that are none: a batch script, the shell of salloc.
 NO_STEP = ("", "4294967291", "4294967292", "4294967290", "4294967294", "batch", "interactive")
-NUMBERS = (  # variables of which each holds a number where it is set
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT",
-    "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_PROCID",
-    "SLURM_LOCALID", "SLURM_RESTART_COUNT",
-)  # fmt: skip
-Environment = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -50,7 +43,7 @@ def find(env: Environment, run: RunConfig) -> tuple[Place, RunConfig, list[str]]
 
     Raises ConfigError where surroundings and config cannot both be right.
     """
-    _check_numbers(env)
+    check_numbers(env)
     given = run.distributed
     step = "" if OURS in env else env.get("SLURM_STEP_ID", "")
     nodes, tasks = (
@@ -159,34 +152,8 @@ def _per_node(text: str) -> list[int]:
     return counts
 
 
-def environment_number(name: str, without: int, env: Environment | None = None) -> int:
-    """The number that an environment variable holds; `without` where it is not set or empty.
-
-    Raises ConfigError where it holds anything else.
-    """
-    text = (os.environ if env is None else env).get(name) or str(without)
-    if not (text.isascii() and text.isdigit()):
-        why = "torchrun, Slurm and rloo set it to a whole number"
-        raise ConfigError(
-            Problem(f"{name} = {text!r} is not a number", "the environment", why, f"unset {name}")
-        )
-    return int(text)
-
-
 def _number(env: Environment, name: str, without: int) -> int:
     return environment_number(name, without, env)
-
-
-def _check_numbers(env: Environment) -> None:
-    """Raises ConfigError, with every variable that should hold a number and does not."""
-    problems: list[Problem] = []
-    for name in NUMBERS:
-        try:
-            environment_number(name, 0, env)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(*problems)
 
 
 def _single(place: Place) -> Problem:

@@ -20,7 +20,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from rloo_cli import held_out, own, redact
+from rloo_cli import eval_rows, own, redact
 from rloo_cli.errors import ConfigError, GenerationError, MachineError, Problem, RunError
 from rloo_cli.files import write_text
 from rloo_cli.names import nearest
@@ -68,7 +68,7 @@ def objective(run: RunConfig) -> float | None:
     path = Path(run.root, str(run.name), "metrics.jsonl")
     lines = path.read_text().splitlines() if path.is_file() else []
     rows = [json.loads(line) for line in lines]
-    scores = [held_out.prefix(name) + "reward" for name in run.held_out]
+    scores = [eval_rows.prefix(name) + "reward" for name in run.held_out]
     wanted = [run.logging.objective] if run.logging.objective else [*scores[:1], "reward"]
     for name in wanted:
         values = [row[name] for row in rows if isinstance(row.get(name), int | float)]

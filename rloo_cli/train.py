@@ -15,7 +15,7 @@ from rloo_cli.faults import fault, poison
 from rloo_cli.minibatches import Plan, plan_updates, together
 from rloo_cli.packing import Part
 from rloo_cli.parts import Run
-from rloo_cli.pauses import pause
+from rloo_cli.pauses import log_step, pause
 from rloo_cli.rollout import Batch
 from rloo_cli.updates import Updates
 from rloo_cli.updates import together as together_updates
@@ -38,7 +38,7 @@ def train(run: Run) -> None:
             run.ledger.step(cycle.batch, state.place, cycle.updates.made, cycle.batch.updated)
         state.advance(cycle.batch)
         remember(run, cycle.batch)
-        run.log.step(run, cycle.batch, together_updates(cycle.updates, run.world))
+        log_step(run, cycle.batch, together_updates(cycle.updates, run.world))
         run.cycle, run.rng = None, rng.take()
 
 

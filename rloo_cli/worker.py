@@ -35,6 +35,7 @@ from rloo_cli import (
     stop,
 )
 from rloo_cli.distributed.world import elsewhere, everywhere, is_lost, lost
+from rloo_cli.environment import environment_number
 from rloo_cli.errors import (
     ConfigError,
     DataError,
@@ -55,7 +56,6 @@ from rloo_cli.parts import Run
 from rloo_cli.resume import Start
 from rloo_cli.run import make
 from rloo_cli.schema import RunConfig
-from rloo_cli.surroundings import environment_number
 from rloo_cli.train import train
 
 log = logging.getLogger("rloo")

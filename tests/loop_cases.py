@@ -17,6 +17,7 @@ from rloo_cli import config, tensors
 from rloo_cli.compose import compose
 from rloo_cli.cycle import Cycle
 from rloo_cli.parts import Run
+from rloo_cli.pauses import log_step
 from rloo_cli.policy.attention import native
 from rloo_cli.rollout import Batch
 from rloo_cli.run import make as make_run
@@ -111,7 +112,7 @@ def step(run: Run, batch: Batch | None = None) -> tuple[Tensor, dict[str, Any], 
     updates = updated(run, batch)
     moved = flat(run) - before
     run.state.advance(batch)
-    run.log.step(run, batch, updates)
+    log_step(run, batch, updates)
     return moved, run.log.rows[-1], batch
 
 

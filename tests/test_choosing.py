@@ -10,7 +10,7 @@ from prompt_cases import config
 
 from rloo_cli import data, splits
 from rloo_cli.errors import ConfigError, DataError
-from rloo_cli.run import code_notes
+from rloo_cli.user_code import code_notes
 
 ROWS = [{"question": f"p{i}", "level": i % 3, "hard": i > 7, "kind": "ab"[i % 2]} for i in range(9)]
 CODE = """

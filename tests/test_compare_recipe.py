@@ -23,7 +23,7 @@ def jobs(monkeypatch):
     """Words -> the names of the runs; what each would check and plan takes a second."""
     found: list[str] = []
 
-    def job(composed, multirun, dry_run):
+    def job(composed, multirun):
         assert multirun
         found.append(str(launch.apart(composed).values["name"]))
         return 0

@@ -11,7 +11,7 @@ from cli_cases import strict
 from endpoint_cases import chats, in_turn, serve
 from loop_cases import checked, flat, make
 
-from rloo_cli import config, evaluator, held_out
+from rloo_cli import config, eval_rows, evaluator
 from rloo_cli.compose import compose
 from rloo_cli.errors import ConfigError, DataError, RewardError
 from rloo_cli.evaluate import evaluate
@@ -423,7 +423,7 @@ def test_the_rewards_of_a_judge_are_checked_as_all_are() -> None:
 
 def test_a_win_rate_is_shown_while_a_run_goes_on() -> None:
     row = {"eval_hard_win_rate": 0.5, "eval_win_rate": 1.0, "eval_win_rate/wins": 3}
-    assert held_out.headline(row) == [
+    assert eval_rows.headline(row) == [
         ("wins hard", "eval_hard_win_rate"),
         ("wins", "eval_win_rate"),
     ]

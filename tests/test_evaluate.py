@@ -9,7 +9,7 @@ import torch
 from loop_cases import ENDS, digits, flat, make
 from test_loop import timeless
 
-from rloo_cli import held_out, rng, stop
+from rloo_cli import eval_rows, rng, stop
 from rloo_cli import train as loop
 from rloo_cli.errors import RewardError, Stopped
 from rloo_cli.evaluate import answers, evaluate
@@ -37,7 +37,7 @@ def trained(tmp_path, *words, rewards=None):
 
 
 def samples_of(run, name="", step=0):
-    path = run.folder / "samples" / f"{held_out.file_name(name, step)}.jsonl"
+    path = run.folder / "samples" / f"{eval_rows.file_name(name, step)}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -62,9 +62,9 @@ def test_evaluation_changes_nothing_in_the_run_bit_for_bit(tmp_path, words):
     after = rng.take()
     assert torch.equal(flat(asked), flat(without))
     assert torch.equal(after.tensors["cpu"], alone.tensors["cpu"]) and after.plain == alone.plain
-    rows = [timeless(row) for row in asked.log.rows if not held_out.is_evaluation(row)]
+    rows = [timeless(row) for row in asked.log.rows if not eval_rows.is_evaluation(row)]
     assert rows == [timeless(row) for row in without.log.rows]
-    steps = [row["step"] for row in asked.log.rows if held_out.is_evaluation(row)]
+    steps = [row["step"] for row in asked.log.rows if eval_rows.is_evaluation(row)]
     assert steps == [0, 1, 2, 3, 4]
     assert vars(asked.state) | {"evaluated": 0} == vars(without.state) | {"evaluated": 0}
     for k in range(1, 5):
@@ -117,7 +117,7 @@ def test_without_anything_held_out_nothing_is_asked_or_written(tmp_path):
     run = make(tmp_path, NONE, "eval.every=1", "checkpoint.every=0")
     assert evaluate(run) == {}
     loop.train(run)
-    assert not any(held_out.is_evaluation(row) for row in run.log.rows) and len(run.log.rows) == 2
+    assert not any(eval_rows.is_evaluation(row) for row in run.log.rows) and len(run.log.rows) == 2
 
 
 # What is asked.

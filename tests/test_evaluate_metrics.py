@@ -6,7 +6,7 @@ from math import comb
 
 import pytest
 
-from rloo_cli import held_out
+from rloo_cli import eval_rows, held_out
 from rloo_cli.compose import compose
 from rloo_cli.config import check
 from rloo_cli.held_out import metrics, pass_at
@@ -157,32 +157,32 @@ def test_the_names_of_a_set_stand_in_its_metrics_and_files():
     row = metrics("hard", [sample(0, 1.0, None, r=1.0)], settings(), {"r": 0.25})
     assert row["eval_hard_reward"] == 1.0 and row["eval_hard_reward/r/error_rate"] == 0.25
     assert all(name.startswith("eval_hard_") for name in row)
-    assert held_out.file_name("hard", 10) == "eval_hard_000010"
-    assert held_out.file_name("", 10) == "eval_000010"
+    assert eval_rows.file_name("hard", 10) == "eval_hard_000010"
+    assert eval_rows.file_name("", 10) == "eval_000010"
 
 
 def test_a_metric_belongs_to_the_longest_name():
     row = {"step": 3, "eval_a_reward": 1.0, "eval_a_b_reward": 2.0, "eval_a_b_pass@2": 0.5}
-    assert held_out.by_set(row, ["a", "a_b"]) == {
+    assert eval_rows.by_set(row, ["a", "a_b"]) == {
         "a": {"reward": 1.0},
         "a_b": {"reward": 2.0, "pass@2": 0.5},
     }
-    assert held_out.by_set({"step": 1, "eval_reward": 1.0}, [""]) == {"": {"reward": 1.0}}
+    assert eval_rows.by_set({"step": 1, "eval_reward": 1.0}, [""]) == {"": {"reward": 1.0}}
 
 
 def test_an_evaluation_is_told_from_a_step():
-    assert held_out.is_evaluation({"step": 0, "eval_hard_reward": 1.0})
-    assert not held_out.is_evaluation({"step": 1, "reward": 1.0, "step_time": 2.0})
-    assert not held_out.is_evaluation({"step": 1, "reward": 1.0, "step_time": 2.0, "eval_x": 1.0})
+    assert eval_rows.is_evaluation({"step": 0, "eval_hard_reward": 1.0})
+    assert not eval_rows.is_evaluation({"step": 1, "reward": 1.0, "step_time": 2.0})
+    assert not eval_rows.is_evaluation({"step": 1, "reward": 1.0, "step_time": 2.0, "eval_x": 1.0})
 
 
 def test_the_headline_is_each_sets_score_mean_and_largest_pass():
     row = {"step": 1, "eval_reward": 1.0, "eval_reward/r/mean": 1.0, "eval_samples": 3}
-    assert held_out.headline(row) == [("held-out", "eval_reward")]
+    assert eval_rows.headline(row) == [("held-out", "eval_reward")]
     names = ("reward", "avg@8", "pass@1", "pass@8")
     row = {f"eval_{n}_{m}": 0 for n in ("a", "b_c") for m in names}
     row["eval_a_pass@8/prompts"] = 3
-    assert held_out.headline(row) == [
+    assert eval_rows.headline(row) == [
         ("held-out a", "eval_a_reward"),
         ("avg@8", "eval_a_avg@8"),
         ("pass@8", "eval_a_pass@8"),
@@ -190,4 +190,4 @@ def test_the_headline_is_each_sets_score_mean_and_largest_pass():
         ("avg@8", "eval_b_c_avg@8"),
         ("pass@8", "eval_b_c_pass@8"),
     ]
-    assert held_out.headline({"step": 1, "reward": 1.0, "reward_std": 0.1}) == []
+    assert eval_rows.headline({"step": 1, "reward": 1.0, "reward_std": 0.1}) == []

@@ -10,6 +10,7 @@ from test_loop import timeless
 
 from rloo_cli import train as loop
 from rloo_cli.log import Log, merge
+from rloo_cli.pauses import log_step
 
 
 def lines(run):
@@ -83,7 +84,7 @@ def test_what_was_not_written_when_the_run_stopped_is_written_at_the_end(tmp_pat
         batch = sampled(run)
         updates = updated(run, batch)
         run.state.advance(batch)
-        run.log.step(run, batch, updates)
+        log_step(run, batch, updates)
     assert not (run.folder / "metrics.jsonl").exists()
     run.log.close()
     run.log.close()

@@ -17,6 +17,7 @@ from rloo_cli import config, order, splits
 from rloo_cli.compose import compose
 from rloo_cli.errors import ConfigError, DataError
 from rloo_cli.order import Source, at, quotas
+from rloo_cli.rewards.columns import check_splits
 from rloo_cli.tools.ledger import audit
 from rloo_cli.train import train
 
@@ -207,7 +208,7 @@ def test_a_ledger_of_another_mixture_is_noticed(words, tmp_path) -> None:
 def prepared(given: tuple[str, ...]):
     settings = checked((), given)
     opened = splits.load(settings)
-    splits.check(settings, opened, [])
+    check_splits(settings, opened, [])
     return splits.tokenised(settings, opened, tokenizer(), 256)
 
 

@@ -19,8 +19,8 @@ from rloo_cli.errors import ConfigError, DataError, NumbersError
 from rloo_cli.files import read_json
 from rloo_cli.policy import load
 from rloo_cli.rewards.failures import RewardFailed
-from rloo_cli.rewards.frames import load_user_code
 from rloo_cli.train import train
+from rloo_cli.user_code import load_user_code
 
 __all__ = ["rloo"]  # a fixture
 

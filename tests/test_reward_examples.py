@@ -18,7 +18,8 @@ from rloo_cli import registry
 from rloo_cli.errors import MachineError
 from rloo_cli.rewards import mathematics
 from rloo_cli.rewards.arguments import KWARGS, NOT_PASSED, Context
-from rloo_cli.rewards.build import build, check_columns
+from rloo_cli.rewards.build import build
+from rloo_cli.rewards.columns import check_columns
 from rloo_cli.rewards.scoring import RewardFailed, score
 from rloo_cli.rewards.text import boxed
 from rloo_cli.rollout import Group, Rollout

@@ -12,7 +12,8 @@ from rloo_cli import config
 from rloo_cli.compose import compose
 from rloo_cli.errors import ConfigError, DataError
 from rloo_cli.rewards.arguments import Context
-from rloo_cli.rewards.build import build, check_columns, from_callable
+from rloo_cli.rewards.build import build, from_callable
+from rloo_cli.rewards.columns import check_columns
 from rloo_cli.rewards.scoring import RewardFailed, Scores, score
 
 __all__ = ["serve"]  # a fixture

@@ -10,7 +10,8 @@ import torch
 
 from rloo_cli.errors import DataError
 from rloo_cli.rewards.arguments import KWARGS, Context, TrainerState
-from rloo_cli.rewards.build import check_columns, from_callable
+from rloo_cli.rewards.build import from_callable
+from rloo_cli.rewards.columns import check_columns
 from rloo_cli.rewards.scoring import RewardFailed, Scores, score
 from rloo_cli.rollout import Group, Rollout
 from rloo_cli.schema import RewardConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rloo_cli.algorithms import losses
+from rloo_cli.algorithms import switches
 from rloo_cli.algorithms.switches import Switches
 from rloo_cli.errors import Problem
 
@@ -32,7 +32,7 @@ def whitened_alone(config: Switches) -> Iterator[Problem]:
 
 
 def _loss_problems(config: Switches) -> Iterator[Problem]:
-    for part in losses.PARTS:
+    for part in switches.PARTS:
         if getattr(config, part) is None:
             yield Problem(
                 f"{part} is open",

@@ -1,14 +1,12 @@
-"""Other policy terms than the clipped ratio, and the loss types that GRPO's kin are known by.
+"""Other policy terms than the clipped ratio, those of some of the loss types of GRPO's kin.
 
-A loss type is three switches: policy_loss, ratio_level and loss_agg. CISPO: MiniMax-M1 (arXiv
-2506.13585); SAPO: arXiv 2511.20347; GSPO: arXiv 2507.18071; DAPO: arXiv 2503.14476; Dr. GRPO: arXiv
-2503.20783; LUSPO and VESPO as in TRL 1.16.
+CISPO: MiniMax-M1 (arXiv 2506.13585); SAPO: arXiv 2511.20347; VESPO as in TRL 1.16.
 """
 
 from __future__ import annotations
 
 from math import log
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from rloo_cli.tensors import row_sum
 
@@ -16,36 +14,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rloo_cli.algorithms.correction import Weights
-    from rloo_cli.algorithms.switches import Switches
     from rloo_cli.packing import Micro
 
-    C = TypeVar("C", bound=Switches)
-
-# policy_loss, ratio_level, loss_agg
-TRIPLES = {
-    "grpo": ("clip", "token", "sequence_mean"),
-    "dr_grpo": ("clip", "token", "constant"),
-    "bnpo": ("clip", "token", "token_mean_local"),
-    "dapo": ("clip", "token", "token_mean"),
-    "gspo": ("clip", "geometric", "sequence_mean"),
-    "cispo": ("cispo", "token", "token_mean"),
-    "sapo": ("sapo", "token", "sequence_mean"),
-    "luspo": ("luspo", "geometric", "sequence_sum"),
-    "vespo": ("vespo", "token", "token_mean"),
-}
-PARTS = ("policy_loss", "ratio_level", "loss_agg")
 SAPO = {"positive": 1.0, "negative": 1.05}  # temperatures, TRL's defaults
 VESPO = {"positive": (2.0, 3.0), "negative": (3.0, 2.0)}  # k and lambda
 LEAST = log(1e-8)  # of VESPO's log weight
-
-
-def resolved(config: C) -> C:
-    """The config with what `loss_type` says in those of its three switches that are null."""
-    if config.loss_type is None:
-        return config
-    told = zip(PARTS, TRIPLES[config.loss_type], strict=True)
-    found = {part: value for part, value in told if getattr(config, part) is None}
-    return config.model_copy(update=found)
 
 
 def cispo(logp: Tensor, rho: Tensor, advantage: Tensor, cap: float) -> Tensor:

@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from rloo_cli.algorithms import choices, kl, losses, rules
+from rloo_cli.algorithms import choices, kl, rules
 from rloo_cli.algorithms.rules import Switches
+from rloo_cli.algorithms.switches import written_out
 from rloo_cli.algorithms.tokens import Grid, StepTokens, TokenTable, to_go, whitened
 from rloo_cli.errors import Problem
 from rloo_cli.schema import RunConfig, key
@@ -54,7 +55,7 @@ def token_table(step: StepTokens, config: Config) -> TokenTable:
 
 def _level_problems(config: Config) -> Iterator[Problem]:
     """Every token has an advantage, and answers for its own KL."""
-    switches = losses.resolved(config)
+    switches = written_out(config)
     if switches.ratio_level != "token" and switches.policy_loss not in BY_TOKEN:
         yield Problem(
             "REINFORCE++ gives every token an advantage, which a completion's one ratio has not",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import config, curves, held_out, resume
+from rloo_cli import config, curves, eval_rows, held_out, resume
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.files import read_json
 from rloo_cli.tools import folders
@@ -130,7 +130,7 @@ def read(folder: Path) -> Told:
         read_json(folder / "run.json"),
         _comparable(values),
         [row for row in rows if "step_time" in row],
-        [row for row in rows if held_out.is_evaluation(row)],
+        [row for row in rows if eval_rows.is_evaluation(row)],
         _verdicts(folder),
     )
 

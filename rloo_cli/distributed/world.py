@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rloo_cli import errors, ranks, stop
+from rloo_cli.environment import environment_number
 from rloo_cli.errors import GenerationError, MachineError, Problem, RunError, Stopped
 from rloo_cli.schema import DistributedConfig, RunConfig
-from rloo_cli.surroundings import environment_number
 
 T = TypeVar("T")
 CARE = 4.0  # times a generation's own deadlines that the others wait for a rank that leads

@@ -26,7 +26,7 @@ def judge(
     """
 
     async def everything() -> None:
-        async with Client(keys.service, keys.timeout_s) as client:
+        async with Client(chat.service(keys), keys.timeout_s) as client:
             tasks = [asyncio.create_task(_pair(client, keys, pair, seed)) for pair in pairs]
             try:
                 await asyncio.gather(*tasks)
@@ -49,7 +49,7 @@ def knock(keys: OpenaiJudge, columns: Sequence[str]) -> None:
     known = dict.fromkeys(columns, "") | {"prompt": "What is 1 + 1?", "a": "2", "b": "3"}
 
     async def one() -> None:
-        async with Client(keys.service, min(keys.timeout_s, KNOCK_S)) as client:
+        async with Client(chat.service(keys), min(keys.timeout_s, KNOCK_S)) as client:
             await client.post(*chat.request(keys, fill.fill(keys.template, known)))
 
     wait_for(one(), stop.check)

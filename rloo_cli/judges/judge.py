@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from rloo_cli import endpoint, fill, held_out, stop
+from rloo_cli import endpoint, eval_rows, fill, stop
 from rloo_cli.endpoint import EndpointError
 from rloo_cli.errors import ConfigError, DataError, Problem, RewardError
 from rloo_cli.judge_keys import REFERENCE
@@ -20,7 +20,8 @@ from rloo_cli.judges.tally import Tally, tally
 from rloo_cli.panel import clean
 from rloo_cli.prompts import Prompts
 from rloo_cli.rewards.arguments import TrainerState
-from rloo_cli.rewards.build import Reward, build, check_columns
+from rloo_cli.rewards.build import Reward, build
+from rloo_cli.rewards.columns import check_columns
 from rloo_cli.rollout import Rollout
 from rloo_cli.schema import RunConfig
 
@@ -180,7 +181,7 @@ def metrics(found: Judged) -> Row:
     """The metrics of all sets. Rates that nothing was judged for are absent."""
     row: Row = {}
     for name, told in found.tallies.items():
-        start = held_out.prefix(name)
+        start = eval_rows.prefix(name)
         own = {"": told.rate, "/low": told.low, "/high": told.high}
         own |= {"/length_controlled": told.controlled}
         own |= {f"/{n}": getattr(told, n) for n in ("wins", "ties", "losses", "invalid")}

@@ -5,11 +5,11 @@ from typing import Any
 
 from rloo_cli import stop
 from rloo_cli.judges.pairs import Pair, Side
-from rloo_cli.minibatches import slices
 from rloo_cli.rewards.arguments import Context, TrainerState
 from rloo_cli.rewards.build import Reward
 from rloo_cli.rewards.scoring import score
 from rloo_cli.rollout import Group, Rollout
+from rloo_cli.schedule import slices
 
 READERS = ("model", "http")  # rewards that read prompt and completion as one text
 

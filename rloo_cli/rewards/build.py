@@ -1,15 +1,15 @@
 """A reward, ready to be called: its code, its config, and what it wants to be given."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rloo_cli import registry
-from rloo_cli.errors import ConfigError, DataError, Problem
-from rloo_cli.rewards.arguments import KWARGS, NOT_PASSED
-from rloo_cli.rewards.frames import location
+from rloo_cli.errors import ConfigError, Problem
+from rloo_cli.rewards.arguments import KWARGS
 from rloo_cli.schema import RewardConfig
+from rloo_cli.user_code import location
 
 POSITIONAL = inspect.Parameter.POSITIONAL_ONLY
 STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -117,50 +117,3 @@ def _check_signature(
         if not takes_all and given not in named:
             why = f"{location(code)} takes: {', '.join(named) or 'nothing'}"
             raise ConfigError(Problem(f"the reward takes no {given!r}", key, why, f"~{key}"))
-
-
-def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
-    """Whether the data set fits the rewards, before any model is loaded.
-
-    `columns`: the data set's, the prompt's left out. Raises ConfigError for a column that is
-    named like an argument of ours or like one of `kwargs`, DataError for one that is missing.
-    """
-    found = [c for c in columns if c not in NOT_PASSED]
-    rewards = list(rewards)
-    clashes = [_clash(c) for c in found if c in KWARGS]
-    for reward in rewards:
-        if reward.config.type == "function":
-            clashes += [_twice(reward, c) for c in found if c in reward.fixed]
-    if clashes:
-        raise ConfigError(*clashes)
-    missing = [_missing(r, n, found) for r in rewards for n in r.needs if n not in found]
-    if missing:
-        raise DataError(*missing)
-
-
-def _clash(column: str) -> Problem:
-    return Problem(
-        f"the data set has a column named {column!r}",
-        where="data.columns",
-        why=f"rewards are called with {column} of ours; they could not tell the two apart",
-        fix=f"data.columns={{{column}: my_{column}}}",
-    )
-
-
-def _twice(reward: Reward, column: str) -> Problem:
-    return Problem(
-        f"{column!r} is a data column and in kwargs",
-        where=f"reward.{reward.name}.kwargs.{column}",
-        why=f"{reward.location} can be given only one of the two",
-        fix=f"data.columns={{{column}: my_{column}}}, or take it out of kwargs",
-    )
-
-
-def _missing(reward: Reward, column: str, found: list[str]) -> Problem:
-    return Problem(
-        f"reward {reward.name!r} needs the data column {column!r}, which is not there",
-        where=f"reward.{reward.name} ({reward.location})",
-        why=f"columns found: {', '.join(found) or 'none but the prompt'}",
-        fix=f"rename one with data.columns={{old: {column}}}",
-        more=f"rewards also get: {', '.join(sorted(KWARGS))}",
-    )

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from rloo_cli import chat, endpoint, fill
-from rloo_cli.chat import ChatKeys
 from rloo_cli.endpoint import Client
 from rloo_cli.errors import Problem
+from rloo_cli.judge_keys import ChatKeys, chat_problems
 from rloo_cli.rewards.text import Completion, texts
 from rloo_cli.schema import RewardConfig, key
 
@@ -34,7 +34,7 @@ class NoVerdict(ValueError):
 
 def problems(config: Config, where: str) -> Iterator[Problem]:
     """What is wrong with an entry, seen without asking anybody."""
-    yield from chat.problems(where, config, ("completion",))
+    yield from chat_problems(where, config, ("completion",))
     if config.minimum >= config.maximum:
         why = f"{config.minimum:g} is not below {config.maximum:g}"
         yield Problem("the judge's scale has no length", f"{where}.minimum", why)
@@ -62,7 +62,7 @@ async def score(
         | {"prompt": fill.plain(prompt), "completion": text}
         for i, (prompt, text) in enumerate(zip(prompts, texts(completions), strict=True))
     ]
-    async with Client(config.service, config.timeout_s * SPARE) as client:
+    async with Client(chat.service(config), config.timeout_s * SPARE) as client:
         said = await asyncio.gather(
             *(chat.ask(client, config, fill.fill(config.template, row)) for row in asked)
         )

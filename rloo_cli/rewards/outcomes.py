@@ -7,8 +7,8 @@ from typing import Any
 
 from rloo_cli.rewards.arguments import Log
 from rloo_cli.rewards.build import Reward
-from rloo_cli.rewards.frames import running_frames, said, user_frames
 from rloo_cli.rewards.validate import Invalid, Values, validate
+from rloo_cli.user_code import running_frames, said, user_frames
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rloo_cli import registry
-from rloo_cli.rewards.build import Reward
+from rloo_cli.rewards import workers
+from rloo_cli.rewards.build import Reward, build, from_callable
+from rloo_cli.schema import RunConfig
 
 if TYPE_CHECKING:  # it imports torch
     from rloo_cli.prompts import Prompts
@@ -44,3 +46,16 @@ def ready(
         module = registry.module("rewards", reward.config.type)
         if hasattr(module, "ready"):
             module.ready(reward.code, around)
+
+
+def rewards_of(config: RunConfig, functions: Mapping[str, Callable[..., Any]]) -> list[Reward]:
+    """The rewards of a config; `functions` are those given as Python callables, by name.
+
+    Raises ConfigError, MachineError.
+    """
+    rewards = [
+        from_callable(name, functions[name], entry) if name in functions else build(name, entry)
+        for name, entry in config.rewards.items()
+    ]
+    workers.start(rewards)
+    return rewards

@@ -20,9 +20,9 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from rloo_cli import console
+from rloo_cli.exit_guard import refuse_exits
 from rloo_cli.rewards.arguments import Log
 from rloo_cli.rewards.build import Reward
-from rloo_cli.rewards.exits import refuse_exits
 from rloo_cli.rewards.outcomes import Call, Failure, Outcome, judge, raised, timeout
 from rloo_cli.rewards.workers import ask
 

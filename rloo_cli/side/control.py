@@ -9,49 +9,29 @@ import selectors
 import signal
 import socket
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.side import asking, fair, orders, turning
-from rloo_cli.side.book import OPEN, Book, Member
-from rloo_cli.side.fair import Turns
+from rloo_cli.side import asking, orders, turning
+from rloo_cli.side.book import OPEN, Book
 from rloo_cli.side.live import Live, Phase
+from rloo_cli.side.sweep import Sweep
 from rloo_cli.side.table import Show
 from rloo_cli.stop import SIGNALS
 from rloo_cli.turns import Line
 
 TICK_S = 0.05
-SAVE_S = 0.5  # sweep.json is written at most this often for what only shows how it goes
 STOPPED, AT_ONCE = 75, 130
 
 
-class Control:
-    """A sweep that runs. `gpus`: names of the devices that members are spread over."""
+class Control(Sweep):
+    """The loop of a sweep that runs."""
 
     def __init__(self, book: Book, show: Show, gpus: list[str] | None = None):
-        self.book, self.show, self.gpus = book, show, gpus or []
-        self.lives: list[Live] = []
-        self.room = fair.places(book.jobs, max(1, min(book.jobs, len(self.gpus))))
-        self.heard: list[int] = []  # signals
+        super().__init__(book, show, gpus)
         self.selector = selectors.DefaultSelector()
-        self.socket = Path()
-        self.saved = 0.0
-        for member in book.members:
-            if member.state in (*OPEN, "failed"):
-                member.state, member.code, member.why = "waiting", None, ""
-                self.add(member)
-
-    def add(self, member: Member) -> Live:
-        """A member more that is to be trained; its turns count from now on."""
-        known = [live.fair for live in self.lives if live.open]
-        device = fair.spread(known, self.book.jobs, len(self.gpus))
-        had = min((turns.had for turns in known), default=0.0)
-        turns = Turns(member.number, member.share, had, device)
-        self.lives.append(Live(self.book, member, turns))
-        return self.lives[-1]
 
     def run(self) -> int:
         """Until every member has ended; the sweep's exit code."""
@@ -87,12 +67,6 @@ class Control:
             turning.give(self)
         self.save(False)
         self.show.refresh(self.lives)
-
-    def save(self, now: bool = True) -> None:
-        """Write sweep.json, at once or when it is time."""
-        if now or time.monotonic() - self.saved > SAVE_S:
-            self.book.save()
-            self.saved = time.monotonic()
 
     def _pass_on(self) -> None:
         """A signal that came while a member was being started reaches it too."""

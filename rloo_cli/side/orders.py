@@ -7,62 +7,60 @@ import contextlib
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rloo_cli import manifest
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.side.book import Book, Member, setting
 from rloo_cli.side.live import Live, Phase
+from rloo_cli.side.sweep import Sweep
 from rloo_cli.side.table import Show
-
-if TYPE_CHECKING:
-    from rloo_cli.side.control import Control
 
 AT = (Phase.BOUNDARY, Phase.PARKED)
 
 
-def answer(control: "Control", request: dict[str, Any]) -> str:
+def answer(sweep: Sweep, request: dict[str, Any]) -> str:
     """Take one request; what is said to who asked. Raises ConfigError."""
-    member = control.book.find(str(request["member"]))
-    if control.heard:
+    member = sweep.book.find(str(request["member"]))
+    if sweep.heard:
         raise ConfigError(Problem("the sweep is ending", "command line", "it was asked to"))
-    live = next((x for x in control.lives if x.member is member and x.open), None)
+    live = next((x for x in sweep.lives if x.member is member and x.open), None)
     match request["do"]:
         case "stop":
-            return _stop(control, member, live)
+            return _stop(sweep, member, live)
         case "promote":
-            return _promote(control, member, live)
+            return _promote(sweep, member, live)
         case _:
-            return _clone(control, member, live, request)
+            return _clone(sweep, member, live, request)
 
 
-def _stop(control: "Control", member: Member, live: Live | None) -> str:
+def _stop(sweep: Sweep, member: Member, live: Live | None) -> str:
     if live is None or live.ending:
         raise ConfigError(_ended(member, live))
     live.ending = "rloo sweep stop"
     if live.phase == Phase.NEW:
         live.phase, member.state, member.why = Phase.DONE, "stopped", live.ending
-        control.show.ended(live)
-        control.save()
+        sweep.show.ended(live)
+        sweep.save()
         return f"{member.name} is stopped before it began"
     return f"{member.name} saves and stops {_when(live)}"
 
 
-def _promote(control: "Control", member: Member, live: Live | None) -> str:
+def _promote(sweep: Sweep, member: Member, live: Live | None) -> str:
     if live is None or live.ending:
         raise ConfigError(_ended(member, live))
     member.share += 1
     live.fair.share = member.share
-    control.save()
-    control.show.note(f"{member.name} gets {member.share} chunks for each of the others' from here")
+    sweep.save()
+    sweep.show.note(f"{member.name} gets {member.share} chunks for each of the others' from here")
     return f"{member.name} gets {member.share} chunks for each of the others', {_when(live)}"
 
 
-def _clone(control: "Control", member: Member, live: Live | None, request: dict[str, Any]) -> str:
-    taken = {m.name for m in control.book.members}
-    taken |= {clone["name"] for other in control.lives for clone in other.clones}
+def _clone(sweep: Sweep, member: Member, live: Live | None, request: dict[str, Any]) -> str:
+    taken = {m.name for m in sweep.book.members}
+    taken |= {clone["name"] for other in sweep.lives for clone in other.clones}
     names = (f"{request['name']}{f'-{i}' if i > 1 else ''}" for i in range(1, 10**6))
-    root = control.book.root
+    root = sweep.book.root
     name = next(n for n in names if n not in taken and not (root / n).exists())
     clone = {"name": name, "words": request["words"]}
     if live is not None:
@@ -72,11 +70,11 @@ def _clone(control: "Control", member: Member, live: Live | None, request: dict[
             raise ConfigError(Problem(what, "command line", why, "the same, once it has ended"))
         live.clones.append(clone)
         return f"{name} begins where {member.name} stands {_when(live)}"
-    newest, _ = manifest.newest(control.book.place(member))
+    newest, _ = manifest.newest(sweep.book.place(member))
     if newest is None:
         why = "it has no checkpoint"
         raise ConfigError(Problem(f"{member.name} cannot be cloned", "command line", why))
-    _begin(control, member, clone, newest)
+    _begin(sweep, member, clone, newest)
     return f"{name} begins from {newest}"
 
 
@@ -110,13 +108,13 @@ def at_boundary(live: Live, show: Show) -> None:
         live.end()
 
 
-def made(control: "Control", live: Live, path: str | None) -> None:
+def made(sweep: Sweep, live: Live, path: str | None) -> None:
     """The checkpoint for the clones is there: they are members from here on."""
     for clone in live.clones:
         if path is None:
-            control.show.note(f"{clone['name']} is not made: its parent's checkpoint was not saved")
+            sweep.show.note(f"{clone['name']} is not made: its parent's checkpoint was not saved")
         else:
-            _begin(control, live.member, clone, Path(path))
+            _begin(sweep, live.member, clone, Path(path))
     live.clones.clear()
 
 
@@ -127,16 +125,16 @@ def too_late(live: Live, show: Show) -> None:
     live.clones.clear()
 
 
-def _begin(control: "Control", parent: Member, clone: dict[str, Any], checkpoint: Path) -> None:
-    book, name = control.book, str(clone["name"])
+def _begin(sweep: Sweep, parent: Member, clone: dict[str, Any], checkpoint: Path) -> None:
+    book, name = sweep.book, str(clone["name"])
     place = manifest.place(checkpoint) or (parent.step, -1)
     kept = keep(book, name, checkpoint)
     number = max(m.number for m in book.members) + 1
     member = Member(number, name, clone["words"], str(kept), parent.name, place[0], step=place[0])
     book.members.append(member)
-    control.add(member)
-    control.show.note(f"{name} is number {number}, from step {place[0]} of {parent.name}")
-    control.save()
+    sweep.add(member)
+    sweep.show.note(f"{name} is number {number}, from step {place[0]} of {parent.name}")
+    sweep.save()
 
 
 def keep(book: Book, name: str, checkpoint: Path) -> Path:

@@ -11,7 +11,9 @@ from typing import NoReturn
 
 import yaml
 
-from rloo_cli import compose, config, hub, made
+from rloo_cli import compose, config, faults, hub, launch, machine, made
+from rloo_cli.compose import Composed
+from rloo_cli.effects import idle_notes
 from rloo_cli.errors import ConfigError, MachineError, Problem, RunError
 from rloo_cli.planning import device, plan, words
 from rloo_cli.planning.plan import Asked, Plan
@@ -157,3 +159,13 @@ def _head(run: RunConfig) -> list[str]:
         return [*words.summary(found), f"plan       rloo plan tells it part by part{other}"]
     except RunError as error:
         return [f"plan       {error.problems[0].what}: {error.problems[0].why}"]
+
+
+def dry_run(composed: Composed, multirun: bool = False) -> int:
+    """`rloo train --dry-run`: check everything, print the plan, train nothing. Raises RunError."""
+    faults.check()
+    run = config.check(launch.apart(composed) if multirun else composed)
+    machine.check(run, downloads=False)
+    print(text(run))
+    print("".join(f"{note}\n" for note in idle_notes(composed.written, config.dump(run))), end="")
+    return 0

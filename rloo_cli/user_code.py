@@ -12,11 +12,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from rloo_cli import registry
+import rloo_cli
+from rloo_cli import data_rules, registry
 from rloo_cli.errors import ConfigError, Problem
-from rloo_cli.rewards.exits import importing
+from rloo_cli.exit_guard import importing
+from rloo_cli.schema import RunConfig
 
-PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+PACKAGE = os.path.dirname(os.path.abspath(rloo_cli.__file__)) + os.sep
 LIBRARIES = (
     sysconfig.get_paths()["stdlib"],
     *site.getsitepackages(),
@@ -26,8 +28,7 @@ LIBRARIES = (
 CALLERS = tuple(
     PACKAGE + name
     for name in (
-        "rewards/running.py", "rewards/worker.py", "rewards/frames.py", "rewards/exits.py",
-        "registry.py",
+        "rewards/running.py", "rewards/worker.py", "user_code.py", "exit_guard.py", "registry.py",
     )
 )  # fmt: skip
 
@@ -104,3 +105,27 @@ def _chosen(frames: traceback.StackSummary) -> str:
         below = frames[calls[-1] + 1 :] if calls else frames
         own = [f for f in below if not f.filename.startswith("<frozen")]
     return "".join(traceback.format_list(own))
+
+
+def code_notes(config: RunConfig) -> list[str]:
+    """Code that is not ours, with the hash of its file: what a reader of the log must know."""
+    codes = {f"reward.{n}": getattr(e, "path", "") for n, e in config.rewards.items()
+             if e.type == "function"}  # fmt: skip
+    codes |= data_rules.user_code(config)
+    if registry.own_file("algorithms", config.algorithm.name):
+        codes["algorithm.name"] = f"{config.algorithm.name}:Config"
+    judge: Any = config.eval.judge
+    if judge is not None and judge.type == "reward" and judge.reward.type == "function":
+        codes["eval.judge.reward"] = judge.reward.path
+    codes |= {f"train.{k}": getattr(config.train, k) for k in ("optimizer", "lr_scheduler")}
+    notes = [
+        f"{key} runs {code} (sha256 {registry.fingerprint(code)})"
+        for key, code in codes.items()
+        if ":" in code
+    ]
+    for name, entry in config.rewards.items():
+        said = getattr(registry.module("rewards", entry.type), "notes", None)
+        notes += said(entry, f"reward.{name}") if said else []
+    if config.model.trust_remote_code:
+        notes.append("warning: model.trust_remote_code is on: code that comes with the model runs")
+    return notes
