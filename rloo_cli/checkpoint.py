@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rloo_cli import config, cycle, export, manifest, rewind, rng
+from rloo_cli import config, export, manifest, rewind, rng, step_state
 from rloo_cli.distributed.world import is_lost
 from rloo_cli.errors import Problem, RunError, StorageError
 from rloo_cli.faults import fault
@@ -137,7 +137,7 @@ def _write(run: Run, folder: Path, state: Gathered) -> None:
         parts.append((VALUE, run.critic.state()))
     if run.world.is_main:
         if run.cycle is not None:
-            rollouts, plain = cycle.dump(run.cycle, state.updates)
+            rollouts, plain = step_state.dump(run.cycle, state.updates)
             parts.append((ROLLOUTS, rollouts))
             # What a user's reward said of a row may be anything that samples/ can hold, NaN too.
             write_text(trainer / f"{ROLLOUTS}.json", json.dumps(plain, default=str) + "\n")

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rloo_cli import cycle, manifest, rng
+from rloo_cli import manifest, rng, step_state
 from rloo_cli.checkpoint import REFERENCE, RNG, ROLLOUTS, VALUE
 from rloo_cli.errors import ConfigError, Problem
 from rloo_cli.files import read_json
@@ -36,7 +36,7 @@ def restore(run: Run, checkpoint: Path) -> None:
         if (trainer / f"{ROLLOUTS}.json").is_file():
             rollouts = load_file(trainer / f"{ROLLOUTS}.safetensors")
             plain = read_json(trainer / f"{ROLLOUTS}.json")
-            run.cycle = cycle.load(rollouts, plain, run.prompts)
+            run.cycle = step_state.load(rollouts, plain, run.prompts)
             run.cycle.rng = states
             if not run.world.is_main:  # they are summed over ranks
                 run.cycle.updates = scalars_alone(run.cycle.updates)

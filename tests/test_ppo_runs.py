@@ -15,7 +15,7 @@ from resume_cases import attempt, differing, left, temporaries, untimed
 from safetensors.torch import load_file, save_file
 from test_ranks import update_apart
 
-from rloo_cli import checkpoint, config, manifest, value_start
+from rloo_cli import checkpoint, config, manifest, step_state, value_start
 from rloo_cli.algorithms import ppo
 from rloo_cli.compose import compose
 from rloo_cli.cycle import Cycle
@@ -67,7 +67,7 @@ def test_between_two_updates_of_a_step_everything_is_kept(tmp_path: Path) -> Non
     whole = make(tmp_path, *words, *RM, rewards={})
     batch = sampled(whole)
     seen: list[dict[str, torch.Tensor]] = []
-    real = checkpoint.cycle.dump
+    real = step_state.dump
 
     def watch(run: Run) -> None:
         tensors, _ = real(Cycle(batch, prepared=True))
