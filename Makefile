@@ -79,7 +79,7 @@ gpu-proof: $(VENV)/installed-test
 pictures: $(VENV)/installed
 	rm -rf runs/quickstart
 	$(BIN)/rloo train +recipe=quickstart
-	$(BIN)/python -m rloo_cli.panel runs/quickstart docs/panel.svg --step 60
+	$(BIN)/python -m rloo_cli.reporting.panel runs/quickstart docs/panel.svg --step 60
 	cp runs/quickstart/curves.png docs/curves.png
 
 clean:

@@ -21,13 +21,13 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rloo_cli import tensors
-from rloo_cli.model_keys import LoraConfig
-from rloo_cli.packing import Part, whole
-from rloo_cli.policy import levels, lora
+from rloo_cli.data import segments
+from rloo_cli.config.schema_model import LoraConfig
+from rloo_cli.data.packing import Part, whole
+from rloo_cli.policy import layouts, lora
 from rloo_cli.policy.model import Policy
 from rloo_cli.policy.reference import OfPolicy, Reference
-from rloo_cli.rollout import Group, Rollout
+from rloo_cli.data.batch import Group, Rollout
 
 try:
     from trl.trainer.utils import add_fused_lm_head
@@ -267,7 +267,7 @@ class Rloo(Phase):
         keys = adapt(self.policy.model, shape, seed) if shape.lora else None
         self.prepare(self.policy.model, None)
         longest = shape.prompt[1] + shape.completion[1]
-        self.level = str(levels.settle(self.policy, variant.layout, longest))
+        self.level = str(layouts.settle(self.policy, variant.layout, longest))
         self.frozen = self.reference(shape, dtype, seed, keys, longest)
         self.policy.scorer.keep_bytes = variant.keep
         trained = [w for w in self.model.parameters() if w.requires_grad]
@@ -283,10 +283,10 @@ class Rloo(Phase):
         if keys is not None:
             given: Any = SimpleNamespace(lora=keys, ref_sync=None)
             found: Reference = OfPolicy(self.policy, 1.0, given, seed)
-            levels.follow(found, self.policy)
+            layouts.follow(found, self.policy)
             return found
         found = Reference(build(shape, self.device, dtype, seed, NOISE), 1.0)
-        levels.settle(found, self.variant.layout, longest)
+        layouts.settle(found, self.variant.layout, longest)
         return found
 
     def parts(self, index: range) -> list[Part]:
@@ -303,12 +303,12 @@ class Rloo(Phase):
             gap = logp.detach() - ref
             score = self.score[index.start : index.stop]
             kl, of_row = (
-                tensors.row_sum(x, micro.sequence, micro.sequences)
+                segments.row_sum(x, micro.sequence, micro.sequences)
                 for x in (gap, logp - logp.detach())
             )
             value = advantages(score, kl.view_as(score)).flatten()
             loss(of_row, value, self.score.numel()).backward()
-            found.append(tensors.row_sum(logp.detach(), micro.sequence, micro.sequences))
+            found.append(segments.row_sum(logp.detach(), micro.sequence, micro.sequences))
         return torch.cat(found)
 
 

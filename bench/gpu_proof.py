@@ -37,8 +37,8 @@ import proof_page
 from proof_child import Child, Result, serve
 from proof_rows import ProofRow
 
-from rloo_cli.ranks import gpus
-from rloo_cli.vllm.arguments import installed
+from rloo_cli.distributed.device_count import gpus
+from rloo_cli.generation.vllm.arguments import installed
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

@@ -26,13 +26,14 @@ from rich.table import Table
 from shapes import SHAPES, Shape
 from sides import BETA, LONG, digits
 
-from rloo_cli import config, managed
-from rloo_cli.compose import compose
-from rloo_cli.cycle import Cycle
-from rloo_cli.parts import Run
-from rloo_cli.pauses import log_step
-from rloo_cli.run import make
-from rloo_cli.train import update
+from rloo_cli.config import check
+from rloo_cli.launch import rollout_server_managed
+from rloo_cli.config.compose import compose
+from rloo_cli.run_cycle import Cycle
+from rloo_cli.run import Run
+from rloo_cli.train.between_steps import log_step
+from rloo_cli.train.build import make
+from rloo_cli.train.loop import update
 
 _TLDR = {"completion": (53, 53), "device": "cuda"}
 STEPS = {  # shape, and beta
@@ -118,9 +119,9 @@ def started(
         f"algorithm.num_generations={shape.k}", f"train.prompts_per_step={shape.prompts}",
         f"generation.max_completion_length={shape.completion[1]}", *more,
     ]  # fmt: skip
-    checked = config.check(compose(words))
+    checked = check.check(compose(words))
     place.mkdir()
-    with managed.in_background(place, checked):
+    with rollout_server_managed.in_background(place, checked):
         run = make(checked, place, {"digits": digits})
         run.log.display = None
         try:

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rloo_cli import __version__
-from rloo_cli.policy.head import token_logp
+from rloo_cli.policy.fused_head import token_logp
 
 RESULTS = Path(__file__).with_name("results.jsonl")
 NAMES = {

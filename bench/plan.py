@@ -26,11 +26,11 @@ from typing import Any
 
 import results
 
-from rloo_cli import config
-from rloo_cli.compose import compose
-from rloo_cli.planning import device, facts, working
+from rloo_cli.config import check
+from rloo_cli.config.compose import compose
+from rloo_cli.planning import device, model_facts, peak_memory
 from rloo_cli.planning.case import Case
-from rloo_cli.planning.working import Memory
+from rloo_cli.planning.peak_memory import Memory
 
 ROOT = Path(__file__).resolve().parents[1]
 RAW, PAGE = Path(__file__).with_name("plan.jsonl"), ROOT / "docs" / "plan.md"
@@ -144,14 +144,14 @@ def predict(setting: Setting) -> Memory:
     """What the plan says of a configuration, from the config.json that its model will have."""
     folder = Path("make:tiny")  # a path that is one; no file of it is read
     given = [w for w in words(setting, folder) if "/" not in w.partition("=")[2]]
-    run = config.check(compose([*given, "model.path=make:tiny", "data.path=make:tiny", *(
+    run = check.check(compose([*given, "model.path=make:tiny", "data.path=make:tiny", *(
         ["reward.model.path=make:tiny_reward"] if "reward=model" in given else []
     )]))  # fmt: skip
-    model = facts.read(MODELS[setting.model], setting.model, "bench")
-    rewards = {n: facts.read(MODELS["reward"], n, "bench")
+    model = model_facts.read(MODELS[setting.model], setting.model, "bench")
+    rewards = {n: model_facts.read(MODELS["reward"], n, "bench")
                for n, entry in run.rewards.items() if entry.type == "model"}  # fmt: skip
     beta = getattr(run.algorithm, "beta", 0.0) > 0 and run.model.lora is None
-    return working.of(Case(
+    return peak_memory.of(Case(
         run=run, model=model, device=device.cpu(), ranks=run.distributed.num_processes or 1,
         longest=setting.prompt, reference=model if beta else None, rewards=rewards,
         budget=run.train.micro_batch_tokens, recompute=run.model.gradient_checkpointing is True,

@@ -24,16 +24,17 @@ import torch
 from proof_kernels import Facts, passed
 from shapes import Shape
 
-from rloo_cli import config, server_file
-from rloo_cli.compose import compose
-from rloo_cli.packing import whole
+from rloo_cli.config import check
+from rloo_cli.generation.vllm import server_file
+from rloo_cli.config.compose import compose
+from rloo_cli.data.packing import whole
 from rloo_cli.policy import lora
 from rloo_cli.policy.model import Policy
-from rloo_cli.ranks import gpus
-from rloo_cli.rollout import Group
-from rloo_cli.schema import RunConfig
-from rloo_cli.vllm import arguments
-from rloo_cli.vllm.generator import VllmGenerator, in_a_child, over_http
+from rloo_cli.distributed.device_count import gpus
+from rloo_cli.data.batch import Group
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.generation.vllm import arguments
+from rloo_cli.generation.vllm.generator import VllmGenerator, in_a_child, over_http
 
 HERE = Path(__file__).resolve().parent
 LONGEST = 64  # tokens of a prompt, in rows about weights
@@ -116,7 +117,7 @@ def beside(
         prompts = proof_models.prompts(shape, rows)
         proof_models.write(model, shape.vocabulary, folder, prompts)
         given = words(folder, dtype, length, ["generation=vllm_colocate", *more])
-        run = config.check(compose(given))
+        run = check.check(compose(given))
         if run.model.lora is not None:
             lora.add(model, run.model.lora, run.seed)
         pair = Pair(model, run, folder, prompts, server=False)
@@ -280,7 +281,7 @@ def server(device: str, dtype: str, sizes: Facts) -> Facts:
             f"generation.server.tensor_parallel_size={sizes['tp']}",
             f"generation.server.gpu_memory_utilization={0.8 if own else 0.3}",
         ])  # fmt: skip
-        run = config.check(compose(given))
+        run = check.check(compose(given))
         devices = there[1 : 1 + sizes["tp"]] if own else there[:1]
         with serving(given, folder / str(run.name), devices):
             pair = Pair(model, run, folder, prompts, server=True)

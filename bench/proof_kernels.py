@@ -15,12 +15,12 @@ import torch
 from proof_models import shape_of
 from torch import Tensor
 
-from rloo_cli.device_waits import wait_for_device
-from rloo_cli.packing import whole
-from rloo_cli.policy import levels
-from rloo_cli.policy.head import token_logp
+from rloo_cli.utils.device_waits import wait_for_device
+from rloo_cli.data.packing import whole
+from rloo_cli.policy import layouts
+from rloo_cli.policy.fused_head import token_logp
 from rloo_cli.policy.model import Policy
-from rloo_cli.rollout import Group, Rollout
+from rloo_cli.data.batch import Group, Rollout
 
 Facts = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
@@ -167,7 +167,7 @@ def layout(device: str, dtype: str, sizes: Facts) -> Facts:
     exact = alone(gpu_parts.build(shape, here, torch.float64, SEED, 0.0), made)
     base = far(alone(gpu_parts.build(shape, here, kind, SEED, 0.0), made), exact)
     policy = Policy(gpu_parts.build(shape, here, kind, SEED, 0.0), 1.0)
-    level = levels.settle(policy, sizes["layout"], 2 * sizes["longest"])
+    level = layouts.settle(policy, sizes["layout"], 2 * sizes["longest"])
     in_float32(policy.model)
     micro = policy.pack(made, whole(made, range(len(made))))
     logp = policy.logp(micro).logp

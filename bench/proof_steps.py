@@ -27,8 +27,8 @@ from proof_side import SEED
 from shapes import SHAPES, Shape
 from sides import BETA
 
-from rloo_cli.schedule import Shape as Cost
-from rloo_cli.vllm.arguments import installed
+from rloo_cli.data.bin_packing import Shape as Cost
+from rloo_cli.generation.vllm.arguments import installed
 
 HERE = Path(__file__).resolve().parent
 TRL_PYTHON = "RLOO_TRL_PYTHON"

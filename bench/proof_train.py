@@ -18,11 +18,12 @@ import torch
 from proof_kernels import Facts, passed, timed
 from shapes import SHAPES
 
-from rloo_cli import config, footprint
-from rloo_cli.compose import compose
-from rloo_cli.errors import RunError
-from rloo_cli.run import make
-from rloo_cli.train import train
+from rloo_cli.config import check
+from rloo_cli.train import memory_check
+from rloo_cli.config.compose import compose
+from rloo_cli.utils.errors import RunError
+from rloo_cli.train.build import make
+from rloo_cli.train.loop import train
 
 
 def phase(device: str, dtype: str, sizes: Facts) -> Facts:
@@ -75,10 +76,10 @@ def written(setting: plan.Setting, model: Facts) -> Iterator[Path]:
 
 def done(words: list[str], folder: Path) -> tuple[Any, float]:
     """A whole run in this process; the run, and the bytes that were held before it."""
-    settings = config.check(compose(words))
+    settings = check.check(compose(words))
     place = folder / str(settings.name)
     place.mkdir()
-    before = footprint.begin()
+    before = memory_check.begin()
     run = make(settings, place)
     try:
         train(run)
@@ -99,7 +100,7 @@ def memory(device: str, dtype: str, sizes: Facts) -> Facts:
             run, before = done([*words, *given], folder)
         except RunError as error:
             raise RuntimeError(str(error.render())) from error
-        told = footprint.compare(run, before)
+        told = memory_check.compare(run, before)
     if not told:
         raise RuntimeError("the system does not tell what was held at most")
     off = told["predicted_bytes"] / told["measured_bytes"] - 1

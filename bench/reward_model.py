@@ -26,10 +26,10 @@ from rich.table import Table
 from toys import EOS, FIRST, PAD, tokenizer
 
 from rloo_cli import __version__
-from rloo_cli.packing import LAYOUTS
-from rloo_cli.policy import attention
-from rloo_cli.policy.scores import ScoreModel
-from rloo_cli.rewards.reading import Reader, Row
+from rloo_cli.data.packing import LAYOUTS
+from rloo_cli.policy import shared_attention
+from rloo_cli.policy.reward_scores import ScoreModel
+from rloo_cli.rewards.common.model_inputs import Reader, Row
 
 WORDS = 8192
 WAYS = [("text", "padded"), *[("ids", layout) for layout in reversed(LAYOUTS)]]
@@ -86,7 +86,7 @@ def timed(arguments: Any) -> list[tuple[str, str, float, float]]:
     model, reading = scorer(arguments.batch_size), readers()
 
     def score(kind: str, layout: str) -> list[float]:
-        (attention.install if layout == "shared" else attention.uninstall)(model.model)
+        (shared_attention.install if layout == "shared" else shared_attention.uninstall)(model.model)
         model.layout = layout
         return model.score([reading[kind].ids(row) for row in made], owners)
 

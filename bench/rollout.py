@@ -37,11 +37,13 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from rloo_cli import __version__, config, made, managed, registry, serving
-from rloo_cli.compose import compose
+from rloo_cli import __version__
+from rloo_cli.config import check, synthetic, registry
+from rloo_cli.launch import rollout_server_managed, rollout_server
+from rloo_cli.config.compose import compose
 from rloo_cli.policy.model import Policy
-from rloo_cli.rollout import Group
-from rloo_cli.vllm import arguments
+from rloo_cli.data.batch import Group
+from rloo_cli.generation.vllm import arguments
 
 RESULTS = Path(__file__).with_name("results.jsonl")
 SHAPES = {  # millions of parameters -> hidden, layers, heads, MLP
@@ -65,7 +67,7 @@ def model(size: int, folder: Path) -> Any:
         )
     )  # fmt: skip
     made_here.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(made.folder("make:tiny")).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(synthetic.folder("make:tiny")).save_pretrained(folder)
     if torch.cuda.is_available():
         made_here.to("cuda", torch.bfloat16)
     return made_here.eval()
@@ -88,15 +90,15 @@ def several(count: int, folder: Path, args: Any) -> Iterator[list[str]]:
             place = folder / f"server-{number}"
             place.mkdir()
             started.append(
-                serving.start(place, run_of("vllm_server", folder, place, args), "bench")
+                rollout_server.start(place, run_of("vllm_server", folder, place, args), "bench")
             )
         run = run_of("vllm_server", folder, folder / "none", args)
-        there = [serving.wait(process, run) for process in started]
+        there = [rollout_server.wait(process, run) for process in started]
         urls = ",".join(f"'{server.url}'" for server in there if server is not None)
         yield [f"generation.server.base_url=[{urls}]"]
     finally:
         for process in started:
-            serving.stop(process)
+            rollout_server.stop(process)
 
 
 def run_of(backend: str, folder: Path, place: Path, args: Any, *more: str) -> Any:
@@ -106,7 +108,7 @@ def run_of(backend: str, folder: Path, place: Path, args: Any, *more: str) -> An
         f"name={place.name}", f"generation.max_completion_length={args.length}",
         "generation.ignore_eos=true", "data.max_prompt_length=256", *more,
     ]  # fmt: skip
-    return config.check(compose(words))
+    return check.check(compose(words))
 
 
 @contextmanager
@@ -119,7 +121,7 @@ def ours(
     place.mkdir(parents=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     build = registry.load_code(registry.module("generation", backend).IMPLEMENTATION)
-    with managed.in_background(place, run):
+    with rollout_server_managed.in_background(place, run):
         generator = build(trained, tokenizer, run, 1024, place, lambda text: None)
         policy, version = Policy(trained, 1.0), iter(range(10**6))
         ids = prompts(args.prompts)

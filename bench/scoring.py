@@ -18,12 +18,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rloo_cli import compose, config
-from rloo_cli.rewards import workers
-from rloo_cli.rewards.arguments import Context, TrainerState
-from rloo_cli.rewards.build import Reward, build
-from rloo_cli.rewards.scoring import Stage, score
-from rloo_cli.rollout import Group, Rollout
+from rloo_cli.config import compose, check
+from rloo_cli.rewards.engine import process_pool
+from rloo_cli.rewards.engine.arguments import Context, TrainerState
+from rloo_cli.rewards.engine.build import Reward, build
+from rloo_cli.rewards.engine.scoring import Stage, score
+from rloo_cli.data.batch import Group, Rollout
 
 CODE = """
 import asyncio, time
@@ -59,7 +59,7 @@ def reward(path: Path, name: str, **keys: Any) -> Reward:
     """A reward of CODE, its other keys as conf/ has them."""
     words = ["+recipe=smoke", "reward=function", f"reward.function.path={path}:{name}"]
     words += [f"reward.function.{key}={value}" for key, value in keys.items()]
-    return build(name, config.check(compose.compose(words)).rewards["function"])
+    return build(name, check.check(compose.compose(words)).rewards["function"])
 
 
 def beside(one: Reward, rows: int, every: float) -> float:
@@ -112,7 +112,7 @@ def main() -> None:
             "async, scope row (limit: 1.0)": reward(path, "together", scope="row"),
         }
         begun = time.perf_counter()
-        workers.start([*ways.values()])
+        process_pool.start([*ways.values()])
         for one in ways.values():
             if one.config.workers:
                 score([one], groups(len(one.idle) * K), PLAIN)
@@ -124,7 +124,7 @@ def main() -> None:
         show(f"{given.rows} completions, {given.sleep} s each, {given.rounds} rounds", stage)
         print(f"24 workers started and first asked in {warm:.1f} s, once a run")
         _waits(path, given)
-        workers.stop()
+        process_pool.stop()
 
 
 def _waits(path: Path, given: argparse.Namespace) -> None:
@@ -135,7 +135,7 @@ def _waits(path: Path, given: argparse.Namespace) -> None:
         "sync, 1 worker, scope batch": reward(path, "sync", workers=1, timeout_s=600),
         "sync, 8 workers, scope group": reward(path, "sync", workers=8, scope="group"),
     }
-    workers.start([*ways.values()])
+    process_pool.start([*ways.values()])
     for one in ways.values():
         score([one], groups(len(one.idle) * K or K), PLAIN)
     found: dict[str, list[float]] = {name: [] for name in ways}

@@ -23,14 +23,14 @@ from sides import (
     memory,
 )
 
-from rloo_cli import config
-from rloo_cli.compose import compose
-from rloo_cli.cycle import Cycle
-from rloo_cli.parts import Run
-from rloo_cli.pauses import log_step
-from rloo_cli.rollout import Batch, Rollout
-from rloo_cli.run import make
-from rloo_cli.train import update
+from rloo_cli.config import check
+from rloo_cli.config.compose import compose
+from rloo_cli.run_cycle import Cycle
+from rloo_cli.run import Run
+from rloo_cli.train.between_steps import log_step
+from rloo_cli.data.batch import Batch, Rollout
+from rloo_cli.train.build import make
+from rloo_cli.train.loop import update
 
 # Every key that is not the package's own default, in one list.
 OURS = (
@@ -62,7 +62,7 @@ def build(shape: Shape, folder: Path, seed: int) -> Run:
         f"train.prompts_per_step={shape.prompts}",
         f"generation.max_completion_length={shape.completion[1]}",
     ]
-    run = make(config.check(compose(words)), place, {"digits": digits})
+    run = make(check.check(compose(words)), place, {"digits": digits})
     run.log.display = None
     disturb(run.policy.model)
     run.generator.load(run.policy, run.state.updates)

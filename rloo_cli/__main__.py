@@ -1,5 +1,5 @@
 """`python -m rloo_cli` is `rloo`."""
 
-from rloo_cli.cli import main
+from rloo_cli.cli.main import main
 
 main()

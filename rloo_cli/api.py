@@ -17,12 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import config, faults, launch, machine, managed, paths
-from rloo_cli.compose import Composed, compose
-from rloo_cli.errors import ConfigError, Problem
-from rloo_cli.files import read_json, update_json
-from rloo_cli.schema import RunConfig
-from rloo_cli.worker import work
+from rloo_cli.config import check
+from rloo_cli.utils import fault_injection, paths
+from rloo_cli.launch import launcher, preflight, rollout_server_managed
+from rloo_cli.config.compose import Composed, compose
+from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import read_json, update_json
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.train.worker import work
 
 Reward = Callable[..., Any]
 
@@ -41,20 +43,20 @@ def train(
 
     Raises RunError (its `code` is the exit status the command would have had).
     """
-    faults.check()  # also: none of an earlier run in this process are armed any more
+    fault_injection.check()  # also: none of an earlier run in this process are armed any more
     words = [f"+recipe={recipe}"] if recipe is not None else []
     composed = compose([*words, *(["reward=[]"] if rewards else []), *overrides], [*config_dirs])
-    settings = config.check(_with(composed, rewards or {}))
+    settings = check.check(_with(composed, rewards or {}))
     _in_one_process(settings)
-    machine.check(settings)
+    preflight.check(settings)
     given = Path(settings.root, str(settings.name))
     folder = paths.settled(given)  # a reward may change the current folder
-    start = launch.begin(settings)
+    start = launcher.begin(settings)
     if not start.done:
-        launch.prepare(start, settings, composed)
+        launcher.prepare(start, settings, composed)
         state = "failed"
         try:
-            with managed.in_background(folder, settings):
+            with rollout_server_managed.in_background(folder, settings):
                 work(settings, folder, rewards, start)
             state = "finished"
         finally:

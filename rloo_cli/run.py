@@ -1,133 +1,124 @@
-"""A config -> a `Run`: every part built once, in the order in which mistakes are cheapest.
-
-Data and rewards are looked at before any weights load.
-"""
+"""The parts of a run, once. `run.py` builds them, the loop uses them, this holds them."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import (
-    adapter_rules,
-    made,
-    model_rules,
-    paths,
-    places,
-    splits,
-    vocabulary,
-)
-from rloo_cli.assemble import with_model
-from rloo_cli.begin import begin, same_data
-from rloo_cli.display import Display
-from rloo_cli.distributed.world import join
-from rloo_cli.errors import DataError, Problem
-from rloo_cli.files import read_json
-from rloo_cli.judges import judge as judging
-from rloo_cli.log import Log
-from rloo_cli.made.keep import heard
-from rloo_cli.parts import Run
-from rloo_cli.policy import load
-from rloo_cli.prompts import Prompts
-from rloo_cli.resume import Start
-from rloo_cli.rewards.columns import check_splits
-from rloo_cli.rewards.ready import ready, rewards_of
-from rloo_cli.schema import RunConfig
-from rloo_cli.user_code import code_notes
+from rloo_cli.utils.timers import Clock
+from rloo_cli.run_cycle import Cycle
+from rloo_cli.distributed.engine import Engine
+from rloo_cli.distributed.world import World
+from rloo_cli.generation import Generator
+from rloo_cli.reporting.prompt_ledger import Ledger
+from rloo_cli.reporting.log import Log
+from rloo_cli.distributed.optimizer import Optimizer
+from rloo_cli.policy.layouts import Level
+from rloo_cli.policy.model import Policy
+from rloo_cli.policy.reference import Reference
+from rloo_cli.policy.value import Critic
+from rloo_cli.data.prompts import Prompts
+from rloo_cli.rewards.engine.arguments import TrainerState
+from rloo_cli.rewards.engine.build import Reward
+from rloo_cli.utils.rng import States, take
+from rloo_cli.data.batch import Batch
+from rloo_cli.generation.common.rollouts import Rollouts
+from rloo_cli.data.bin_packing import Limits
+from rloo_cli.config.schema import RunConfig
+
+StepPosition = tuple[int, int]  # steps done; updates done in the next one, -1 = none was begun
 
 
-def make(
-    config: RunConfig,
-    folder: Path,
-    functions: Mapping[str, Callable[..., Any]] | None = None,
-    start: Start | None = None,
-) -> Run:
-    """Build every part of a run. `functions`: rewards given as Python callables, by name.
+@dataclass
+class State:
+    """Where a run stands: what a checkpoint must hold beside weights and optimizer."""
 
-    `start`: where it goes on; its folder is brought back to there once data and rewards fit.
-    Raises RunError: DataError (4) and ConfigError (2) before any weights load.
-    """
-    start = start or Start(folder)
-    world = join(config)
-    log = Log(
-        folder, config.logging.every, config.logging.samples_every, config.logging.trl_aliases
-    )
-    log.writes, log.same = world.is_main, lambda row: dict(world.say(row))
-    if world.is_main:
-        shown = plan(config, folder)
-        log.display = Display(shown, config.logging.console, config.logging.samples)
-    log.phase("loading data")
-    opened = splits.load(config)
-    rewards = rewards_of(config, functions or {})
-    for note in [*code_notes(config), *model_rules.notes(config)]:
-        log.note(note)
-    check_splits(config, opened, rewards)
-    for path in places.made_models(config):
-        log.phase(f"finding or making {path} in {paths.cache()}")
-        with heard(log.progress):
-            world.first(lambda path=path: made.folder(path))  # type: ignore[misc]
-    log.phase("loading the tokenizer")
-    tokenizer = load.tokenizer(config.model)
-    context = load.context_length(config.model)
-    prepared = splits.tokenised(config, opened, tokenizer, context)
-    told = splits.all_notes(config, prepared, context)
-    told += splits.shown_prompt(prompts := prepared[None], tokenizer)
-    for note in [*_check_tokens(config, tokenizer, prepared), *told]:
-        log.note(note)
-    steps = count_steps(config, len(prompts))  # raises before any weights load
-    held = {name: found for name, found in prepared.items() if name is not None}
-    judge = judging.make(config, held, tokenizer, training=True)
-    same_data(start, prompts, config)
-    log.phase("making rewards ready")
-    length = config.generation.max_completion_length
-    own = [judge.reward] if judge is not None and judge.reward is not None else []
-    ready([*rewards, *own], tokenizer, prepared, length, world.device, log.note)
-    run = with_model(config, start, world, log, tokenizer, context, prepared, rewards, steps)
-    run.judge = judge
-    begin(run, start)
-    return run
+    step: int = 0  # rollout batches done
+    updates: int = 0  # optimizer updates done
+    place: int = 0  # prompts consumed, over all epochs
+    episodes: int = 0  # completions trained on
+    tokens: int = 0  # prompt (K copies) and trained completion tokens
+    empty: int = 0  # updates in a row with nothing to learn from
+    nonfinite: int = 0  # updates in a row that were skipped
+    evaluated: int = -1  # the step at which the held-out prompts were last answered
+    memory: dict[str, float] = field(
+        default_factory=dict
+    )  # what an algorithm knows of earlier steps
 
+    def advance(self, batch: Batch) -> None:
+        """Count a finished step."""
+        self.step += 1
+        self.place += batch.draws
+        rows = [(g, r) for g in batch.groups for r in g.rollouts]
+        self.episodes += len(rows)
+        self.tokens += sum(len(g.prompt_ids) + r.length for g, r in rows)
 
-def _check_tokens(
-    config: RunConfig, tokenizer: Any, prepared: Mapping[str | None, Prompts]
-) -> list[str]:
-    """Tokenizer, data, model and reference speak of the same tokens; notes. Raises ConfigError."""
-    used = adapter_rules.has_reference(config)
-    reference = load.reference_tokenizer(config.model) if used else None
-    if reference is not None:
-        vocabulary.check_reference(tokenizer, reference)
-    return vocabulary.check_prompt_ids(tokenizer, load.vocabulary_size(config.model), prepared)
+    def seen_by_rewards(self, run: "Run") -> TrainerState:
+        """What a reward may know of the training (OBJECTIVE 5), for curricula."""
+        return self.told(run.steps, len(run.prompts), run.config, run.log.history)
 
-
-def plan(config: RunConfig, folder: Path) -> dict[str, Any]:
-    """The lines at the head of the panel."""
-    a = config.algorithm
-    beta = f" · beta {a.beta}" if hasattr(a, "beta") else ""
-    return {
-        "name": config.name,
-        "model": config.model.path,
-        "algorithm": f"{a.name} K={a.num_generations} · P={config.train.prompts_per_step}{beta}",
-        "max_steps": config.max_steps,
-        "folder": str(paths.shown(folder)),
-        "recipe": read_json(folder / "run.json").get("recipe"),
-    }
-
-
-def count_steps(config: RunConfig, prompts: int) -> int:
-    """Rollout batches to do. Raises DataError when a step needs more prompts than there are."""
-    wanted = config.train.prompts_per_step
-    if prompts < wanted:
-        raise DataError(
-            Problem(
-                f"{prompts} prompts are fewer than one step needs",
-                "train.prompts_per_step",
-                f"it asks for {wanted} different prompts per step",
-                f"train.prompts_per_step={prompts}",
-            )
+    def told(
+        self, steps: int, prompts: int, config: RunConfig, history: list[dict[str, Any]]
+    ) -> TrainerState:
+        """The same from plain numbers: steps to do, prompts in the data (0 = not known), lines
+        logged so far. Those of evaluations are left out: they must not change the training.
+        """
+        per_step, size = config.train.prompts_per_step, prompts or math.inf
+        return TrainerState(
+            global_step=self.updates,
+            step=self.step,
+            max_steps=steps,
+            epoch=self.place / size,
+            episode=self.episodes,
+            num_input_tokens_seen=self.tokens,
+            num_train_epochs=steps * per_step / size,
+            log_history=history,
         )
-    if config.max_steps is not None:
-        return config.max_steps
-    if config.total_episodes is not None:
-        return math.ceil(config.total_episodes / config.episodes_per_step)
-    assert config.train.epochs is not None
-    return math.ceil(config.train.epochs * prompts / wanted)
+
+    def dump(self) -> dict[str, Any]:
+        """Plain values, for run.json."""
+        return asdict(self)
+
+
+@dataclass
+class Run:
+    """Every part of one run."""
+
+    config: RunConfig
+    folder: Path
+    world: World
+    engine: Engine
+    algorithm: Any  # the algorithm's module
+    tokenizer: Any
+    prompts: Prompts
+    sets: dict[str, Prompts]  # held out, by name; "" = the one of data.eval_split
+    policy: Policy
+    reference: Reference | None
+    critic: Critic | None  # the value model, which learns with the policy
+    generator: Generator
+    rewards: Sequence[Reward]
+    rollouts: Rollouts
+    optimizer: Optimizer
+    clock: Clock
+    log: Log
+    steps: int  # rollout batches to do
+    separate: str | None  # why old_logp needs a pass of its own; None = it does not
+    limits: Limits  # of one forward pass
+    level: Level  # layout and head of the policy
+    ledger: Ledger
+    state: State = field(default_factory=State)
+    cycle: Cycle | None = None  # the step that is being done, once its batch is there
+    rng: States = field(default_factory=take)  # as they were when the last step ended
+    attempt: int = 1
+    renames: bool = True  # the file system renames folders whole
+    saved: StepPosition | None = (0, -1)  # the last checkpoint's place
+    judge: Any = None  # judges.judge.Judge of the held-out completions; None = nobody judges
+
+    @property
+    def place(self) -> StepPosition:
+        """Steps done, and updates done in the next one (-1: none was begun)."""
+        if self.cycle is None:
+            return self.state.step, -1
+        made = self.cycle.iteration * self.config.algorithm.num_minibatches + self.cycle.done
+        return self.state.step, made

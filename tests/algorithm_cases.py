@@ -9,7 +9,7 @@ import yaml
 from torch import Tensor
 
 from rloo_cli.algorithms import rloo
-from rloo_cli.packing import Micro
+from rloo_cli.data.packing import Micro
 
 YAML = Path(__file__).parent.parent / "conf" / "algorithm" / "rloo.yaml"
 Rows = Sequence[Sequence[float]]

@@ -21,17 +21,18 @@ from loop_cases import alone, flat
 from objective_reference import Completion, Forward, Given, forward
 from torch import Tensor, nn
 
-from rloo_cli import config, crew, registry
-from rloo_cli.compose import Composed, compose
-from rloo_cli.cycle import Cycle
-from rloo_cli.errors import ConfigError
-from rloo_cli.parts import Run, State
-from rloo_cli.paths import CONF
-from rloo_cli.rewards.scoring import Scores
-from rloo_cli.rollout import Group, Rollout
-from rloo_cli.rollouts import Rollouts
-from rloo_cli.schema import RunConfig
-from rloo_cli.train import update
+from rloo_cli.config import check, registry
+from rloo_cli.generation.common import across_ranks
+from rloo_cli.config.compose import Composed, compose
+from rloo_cli.run_cycle import Cycle
+from rloo_cli.utils.errors import ConfigError
+from rloo_cli.run import Run, State
+from rloo_cli.utils.paths import CONF
+from rloo_cli.rewards.engine.scoring import Scores
+from rloo_cli.data.batch import Group, Rollout
+from rloo_cli.generation.common.rollouts import Rollouts
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.train.loop import update
 
 ALGORITHMS = (
     "rloo", "rloo", "rloo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "grpo",
@@ -167,7 +168,7 @@ def checked(words: dict[str, Any]) -> RunConfig:
     values["reward"] = {
         n: values["reward"]["length_tokens"] | {"weight": 1.0} for n in ("one", "two", "three")
     }
-    return config.check(Composed(values, sources, "smoke"))
+    return check.check(Composed(values, sources, "smoke"))
 
 
 def spelled(words: dict[str, Any]) -> str:
@@ -371,7 +372,7 @@ class Bench:
         run = self.prepared(settings, sampled, length)
         run.state.memory = dict(memory)
         sampled.greedy = settings.algorithm.greedy
-        with mock.patch.object(crew, "answer", sampled.answer):
+        with mock.patch.object(across_ranks, "answer", sampled.answer):
             batch = run.rollouts.next(0, 0, run.state.seen_by_rewards(run))
         update(run, Cycle(batch))
         optimizer: Any = run.optimizer

@@ -11,18 +11,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import stop, turns
-from rloo_cli.errors import Stopped
-from rloo_cli.files import read_json, write_json
+from rloo_cli.utils import signals
+from rloo_cli.train import sweep_turns
+from rloo_cli.utils.errors import Stopped
+from rloo_cli.utils.files import read_json, write_json
 
 
 def main(words: list[str]) -> None:
     """Be that run."""
     given = dict(word.partition("=")[::2] for word in words)
     folder = Path(given.get("root", "runs"), given["name"])
-    number = int(os.environ[turns.PLACE].rpartition(":")[2])
+    number = int(os.environ[sweep_turns.PLACE].rpartition(":")[2])
     plan = json.loads(os.environ["FAKE_MEMBERS"]).get(str(number), {})
-    stop.listen()
+    signals.listen()
     if plan.get("deaf"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     steps, metrics = int(given["max_steps"]), folder / "metrics.jsonl"
@@ -36,10 +37,10 @@ def main(words: list[str]) -> None:
     code = 0
     try:
         for step in range(done, steps):
-            turns.wait(step, turns.Hooks(lambda: None, nothing, nothing, stop.check))
+            sweep_turns.wait(step, sweep_turns.Hooks(lambda: None, nothing, nothing, signals.check))
             while plan.get("hold") == step and not Path("go").exists():
                 time.sleep(0.01)
-                stop.check()
+                signals.check()
             if plan.get("fail", [None])[0] == step:
                 print("error: it fails\n  why      it was told to", flush=True)
                 os._exit(plan["fail"][1])

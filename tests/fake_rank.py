@@ -1,4 +1,4 @@
-"""Stands in for `rloo_cli.worker`: a rank that ends as it is told, at once, without torch.
+"""Stands in for `rloo_cli.train.worker`: a rank that ends as it is told, at once, without torch.
 
 FAKE_RANKS is JSON: {"RANK": "wait" | "deaf" | "exit:CODE:SECONDS" | "signals" | "kill:SECONDS"}.
 Each writes who it is to FAKE_FOLDER/rank_R.json. As a program it is a launcher of such ranks.
@@ -63,7 +63,7 @@ def _write(rank: str, facts: dict[str, object]) -> None:
 
 def launcher() -> None:
     """`python fake_rank.py COUNT [limits as JSON]`: start that many, and end as they do."""
-    from rloo_cli import processes
+    from rloo_cli.launch import processes
 
     limits = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
     saving, other = limits.pop("busy", False), limits.pop("elsewhere", None)

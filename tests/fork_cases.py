@@ -14,7 +14,8 @@ from unittest import mock
 import pytest
 from cli_cases import surroundings
 
-from rloo_cli import cli, processes
+from rloo_cli.cli import main
+from rloo_cli.launch import processes
 
 SERVER = Path(__file__).with_name("fork_server.py")
 
@@ -54,7 +55,7 @@ class Forked:
             contextlib.redirect_stdout(io.StringIO()) as said,
             contextlib.redirect_stderr(said),
         ):
-            code = cli.dispatch([*words])
+            code = main.dispatch([*words])
         with (self.folder / "out").open("a") as out:
             out.write(said.getvalue())
         return code

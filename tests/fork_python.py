@@ -17,7 +17,7 @@ import sys
 import time
 
 HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-WORKER = "from rloo_cli.worker import main"
+WORKER = "from rloo_cli.train.worker import main"
 
 
 def stand_in() -> None:
@@ -59,7 +59,7 @@ def _child(job: dict, fds: list[int]) -> None:  # type: ignore[type-arg]
         if job["what"] == "worker":
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             sys.argv = ["-c", *job["words"]]
-            from rloo_cli import worker
+            from rloo_cli.train import worker
 
             worker.main()
         if "FAKE_MEMBERS" in job["env"] and job["words"][:1] == ["train"]:
@@ -67,9 +67,9 @@ def _child(job: dict, fds: list[int]) -> None:  # type: ignore[type-arg]
 
             fake_member.main(job["words"])
         sys.argv = ["rloo", *job["words"]]
-        from rloo_cli import cli
+        from rloo_cli.cli import main as cli_main
 
-        cli.main()
+        cli_main.main()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
     finally:
@@ -105,8 +105,12 @@ def main() -> None:
     import torch
     from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
-    from rloo_cli import cli, curves, launch, registry, worker  # noqa: F401
-    from rloo_cli.tools import sweep  # noqa: F401
+    from rloo_cli.cli import main as cli_main  # noqa: F401
+    from rloo_cli.reporting import curves
+    from rloo_cli.launch import launcher
+    from rloo_cli.config import registry
+    from rloo_cli.train import worker
+    from rloo_cli.cli import sweep  # noqa: F401
 
     for room in registry.ROOMS:
         for name in registry.names(room):

@@ -12,9 +12,11 @@ import sys
 
 import torch
 
-from rloo_cli import evaluator, trainer, worker
+from rloo_cli.evaluation import worker as evaluation_worker
+from rloo_cli.train.supervised import worker as supervised_worker
+from rloo_cli.train import worker
 
-MODULES = {"worker": worker, "evaluator": evaluator, "trainer": trainer}
+MODULES = {"worker": worker, "evaluator": evaluation_worker, "trainer": supervised_worker}
 
 
 def child(job: dict, rank: dict) -> None:  # type: ignore[type-arg]

@@ -3,10 +3,10 @@
 import torch
 from policy_cases import fresh, rollout
 
-from rloo_cli.packing import pack, whole
-from rloo_cli.policy import attention, levels, load
+from rloo_cli.data.packing import pack, whole
+from rloo_cli.policy import shared_attention, layouts, load
 from rloo_cli.policy.model import Policy
-from rloo_cli.rollout import Group
+from rloo_cli.data.batch import Group
 
 # Lengths of a prompt and of its completions: unequal, of a single token, one alone, equal ones.
 SEVERAL = ((7, (5, 1, 3)), (4, (2, 6, 4)), (1, (1, 1)), (9, (20,)), (3, (4, 4, 4)))
@@ -40,14 +40,14 @@ def policy(name, layout, fused=True, checkpointed=False, model=None, temperature
     found = Policy(model, temperature)
     found.layout, found.scorer.fused = layout, fused
     if layout == "shared":
-        attention.install(model)
+        shared_attention.install(model)
     return found
 
 
 def settled(model, wanted="auto", longest=64, temperature=1.0):
     """A policy of this model at the level that was found, and what is said of it."""
     found = Policy(model, temperature)
-    return found, str(levels.settle(found, wanted, longest))
+    return found, str(layouts.settle(found, wanted, longest))
 
 
 def gradients(model):

@@ -13,17 +13,18 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from rloo_cli import config, tensors
-from rloo_cli.compose import compose
-from rloo_cli.cycle import Cycle
-from rloo_cli.parts import Run
-from rloo_cli.pauses import log_step
-from rloo_cli.policy.attention import native
-from rloo_cli.rollout import Batch
-from rloo_cli.run import make as make_run
-from rloo_cli.schema import RunConfig
-from rloo_cli.train import update
-from rloo_cli.updates import Updates
+from rloo_cli.config import check
+from rloo_cli.data import segments
+from rloo_cli.config.compose import compose
+from rloo_cli.run_cycle import Cycle
+from rloo_cli.run import Run
+from rloo_cli.train.between_steps import log_step
+from rloo_cli.policy.shared_attention import native
+from rloo_cli.data.batch import Batch
+from rloo_cli.train.build import make as make_run
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.train.loop import update
+from rloo_cli.reporting.update_metrics import Updates
 
 EXACT = 5e-6  # relative, in float32 (OBJECTIVE 2.11)
 # Every quarter of the byte tokens ends a completion: lengths and ways of ending differ.
@@ -52,7 +53,7 @@ def checked(rewards: tuple[str, ...], words: tuple[str, ...]) -> RunConfig:
     first = ["+recipe=smoke", "distributed.threads=1", "logging.console=plain"]
     entry = "{type: function, path: 'python:NAME', kwargs: {}}"
     named = [f"+reward.{name}={entry.replace('NAME', name)}" for name in rewards]
-    return config.check(compose([*first, *(["reward=[]", *named] if rewards else []), *words]))
+    return check.check(compose([*first, *(["reward=[]", *named] if rewards else []), *words]))
 
 
 def make(
@@ -140,7 +141,7 @@ def row_logp(policy: Any, batch: Batch, p: int, k: int, temperature: float = 1.0
     ids = torch.tensor([group.prompt_ids + completion])
     with native(policy.model):
         logits = policy.model(input_ids=ids).logits[0, len(group.prompt_ids) - 1 : -1]
-    return tensors.target_logp(logits, torch.tensor(completion), temperature)
+    return segments.target_logp(logits, torch.tensor(completion), temperature)
 
 
 @torch.no_grad()

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rloo_cli import config
-from rloo_cli.compose import compose
-from rloo_cli.tools.migrate import run
-from rloo_cli.tools.migrate_recipe import ours, refusal
+from rloo_cli.config import check as config_check
+from rloo_cli.config.compose import compose
+from rloo_cli.cli.migrate import run
+from rloo_cli.cli.migrate.recipe import ours, refusal
 
 
 class Migrated:
@@ -80,7 +80,7 @@ def checked(text: str, folder: Path):
         if entry.get("type") == "function" and where.endswith(".py"):
             with Path(where).open("a") as file:  # a reward is its user's
                 file.write(f"\ndef {name}(completions, **kwargs): ...\n")
-    return config.check(compose(words)), text
+    return config_check.check(compose(words)), text
 
 
 def flags(text: str) -> list[str]:

@@ -4,12 +4,12 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from rloo_cli import config
-from rloo_cli.compose import compose
-from rloo_cli.planning import device, facts
+from rloo_cli.config import check
+from rloo_cli.config.compose import compose
+from rloo_cli.planning import device, model_facts
 from rloo_cli.planning.case import Case
 from rloo_cli.planning.device import GIB, Device
-from rloo_cli.schema import RunConfig
+from rloo_cli.config.schema import RunConfig
 
 # 3 layers of: attention 4 * 64 * 64, MLP 3 * 64 * 128, norms 2 * 64; tables of 1000 * 64.
 SMALL: dict[str, Any] = {
@@ -30,7 +30,7 @@ ADAPTER = (
 @functools.cache
 def checked(*words: str) -> RunConfig:
     """The smoke recipe's config with `words`."""
-    return config.check(compose(["+recipe=smoke", *words]))
+    return check.check(compose(["+recipe=smoke", *words]))
 
 
 def lora(targets: str = "all-linear") -> str:
@@ -41,7 +41,7 @@ def lora(targets: str = "all-linear") -> str:
 def case(*words: str, ranks: int = 1, gpu: Device = GPU, values: Any = None, **more: Any) -> Case:
     """A run of a model with these values of a config.json (SMALL) on `ranks` GPUs."""
     run = checked(*words)
-    model = facts.read(values or SMALL, "small", "the test")
+    model = model_facts.read(values or SMALL, "small", "the test")
     beta = getattr(run.algorithm, "beta", 0.0) > 0 and run.model.lora is None
     given = {"longest": 20, "reference": model if beta else None} | more
     return Case(run=run, model=model, device=gpu, ranks=ranks, **given)
@@ -50,7 +50,7 @@ def case(*words: str, ranks: int = 1, gpu: Device = GPU, values: Any = None, **m
 def large(name: str = "Qwen/Qwen2.5-7B", *words: str, ranks: int = 8, **more: Any) -> Case:
     """The same for a well-known model."""
     found = case(*words, ranks=ranks, **more)
-    model = facts.of(name)
+    model = model_facts.of(name)
     return Case(**{**vars(found), "model": model, "reference": found.reference and model})
 
 

@@ -5,8 +5,8 @@ import functools
 import torch
 import transformers
 
-from rloo_cli.packing import pack, whole
-from rloo_cli.rollout import Group, Rollout
+from rloo_cli.data.packing import pack, whole
+from rloo_cli.data.batch import Group, Rollout
 
 WORDS = 40
 SIZE = {

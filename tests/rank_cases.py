@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from cli_cases import surroundings
 
-from rloo_cli.pids import started
+from rloo_cli.utils.pids import started
 
 HERE = Path(__file__).parent
 # Every process that imports the worker gets the fake one.
 INSTEAD = """
 import sys
 import fake_rank
-sys.modules["rloo_cli.worker"] = fake_rank
+sys.modules["rloo_cli.train.worker"] = fake_rank
 """
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
 

@@ -25,7 +25,7 @@ max_steps: 2
 DRIVER = """
 import contextlib, io, json, os, sys, time
 from pathlib import Path
-from rloo_cli import cli
+from rloo_cli.cli import main as cli
 
 base, cases = Path(sys.argv[1]), json.load(sys.stdin)
 before, answers = dict(os.environ), {}

@@ -17,12 +17,14 @@ from fork_cases import Forked
 from loop_cases import cache, checked
 from safetensors.torch import load_file
 
-from rloo_cli import launch, manifest, stop
-from rloo_cli.compose import Composed
-from rloo_cli.errors import Problem, Stopped
-from rloo_cli.files import update_json
-from rloo_cli.sources import Sources
-from rloo_cli.worker import work
+from rloo_cli.launch import launcher
+from rloo_cli.checkpoint import manifest
+from rloo_cli.utils import signals
+from rloo_cli.config.compose import Composed
+from rloo_cli.utils.errors import Problem, Stopped
+from rloo_cli.utils.files import update_json
+from rloo_cli.config.provenance import Sources
+from rloo_cli.train.worker import work
 
 TIMED = re.compile(r"step_time|eps|(time|perf|memory)/.*|reward/.*/time|eval_.*(time|seconds).*")
 TEMPORARY = (".tmp", ".trash")
@@ -78,10 +80,10 @@ def attempt(
     `functions`: rewards in place of the recipe's. All else is as `rloo train` does it.
     """
     settings = checked(tuple(functions), (f"root={root}", "resume=auto", "max_steps=4", *words))
-    start = launch.begin(settings)
+    start = launcher.begin(settings)
     if start.done:
         return True
-    launch.prepare(start, settings, Composed({}, Sources()))
+    launcher.prepare(start, settings, Composed({}, Sources()))
     looks = [] if looks is None else looks
 
     def look() -> None:
@@ -91,7 +93,7 @@ def attempt(
 
     facts = start.folder / "run.json"
     here = mock.patch.dict(os.environ, RLOO_CACHE=cache())
-    with here, mock.patch.object(stop, "check", look), contextlib.redirect_stdout(io.StringIO()):
+    with here, mock.patch.object(signals, "check", look), contextlib.redirect_stdout(io.StringIO()):
         try:
             work(settings, start.folder, functions, start)
         except Stopped:

@@ -11,12 +11,12 @@ import yaml
 from policy_cases import SIZE
 from tokenizers import processors
 
-from rloo_cli.made import tiny
-from rloo_cli.policy import attention
-from rloo_cli.prompts import Prompts
-from rloo_cli.registry import config_class
-from rloo_cli.rewards.build import build
-from rloo_cli.rewards.ready import Surroundings
+from rloo_cli.data.synthetic import tiny
+from rloo_cli.policy import shared_attention
+from rloo_cli.data.prompts import Prompts
+from rloo_cli.config.registry import config_class
+from rloo_cli.rewards.engine.build import build
+from rloo_cli.rewards.engine.ready import Surroundings
 
 CONF = Path(__file__).parents[1] / "conf"
 WIDE = SIZE | {"vocab_size": 258, "num_labels": 1, "max_position_embeddings": 128}
@@ -168,5 +168,5 @@ def by_class(family, ids):
 
 def force(code, layout):
     """Let a reward model that can have any layout compute in this one."""
-    (attention.install if layout == "shared" else attention.uninstall)(code.model.model)
+    (shared_attention.install if layout == "shared" else shared_attention.uninstall)(code.model.model)
     code.model.layout = layout

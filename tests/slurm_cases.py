@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 from cli_cases import surroundings
 
-from rloo_cli import paths
+from rloo_cli.utils import paths
 
 NODES = ("gpu-node-01", "gpu-node-02", "gpu-node-03")
 UNPACKED = Path(__file__).parents[1] / ".venv" / "slurm"

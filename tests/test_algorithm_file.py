@@ -6,17 +6,17 @@ import pytest
 import torch
 from fork_cases import Forked, fork_server, forked
 
-from rloo_cli import registry
-from rloo_cli.compose import compose
-from rloo_cli.errors import ConfigError, NumbersError
+from rloo_cli.config import registry
+from rloo_cli.config.compose import compose
+from rloo_cli.utils.errors import ConfigError, NumbersError
 
 __all__ = ["fork_server", "forked"]  # fixtures
 HEAD = """import warnings
 from dataclasses import replace
 from rloo_cli.algorithms import rloo
-from rloo_cli.algorithms.rules import Switches
-from rloo_cli.errors import NumbersError
-from rloo_cli.schema import key
+from rloo_cli.algorithms.common.rules import Switches
+from rloo_cli.utils.errors import NumbersError
+from rloo_cli.config.schema import key
 class Config(Switches):
     num_generations: int = key("Completions per prompt", ge=2)
 """
@@ -95,7 +95,7 @@ def test_an_import_does_not_replace_a_hook(tmp_path: Path) -> None:
     base = registry.algorithm("rloo")
     own = algorithm(tmp_path, "", "imports.py")  # its head imports the module `warnings`
     assert own.warnings is base.warnings and own.loss is base.loss
-    same = algorithm(tmp_path, "from rloo_cli.algorithms.advantage import usable\n", "same.py")
+    same = algorithm(tmp_path, "from rloo_cli.algorithms.common.advantage import usable\n", "same.py")
     assert same.usable is base.usable
     with pytest.raises(ConfigError, match=r"it comes from statistics; only functions that the"):
         algorithm(tmp_path, "from statistics import mean as combine\n", "other.py")

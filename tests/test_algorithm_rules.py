@@ -10,11 +10,13 @@ import yaml
 from algorithm_cases import YAML
 from pydantic import ValidationError
 
-from rloo_cli import algorithms, config
-from rloo_cli.algorithms import rloo, rules
-from rloo_cli.compose import compose
-from rloo_cli.errors import ConfigError
-from rloo_cli.registry import names
+from rloo_cli import algorithms
+from rloo_cli.config import check
+from rloo_cli.algorithms import rloo
+from rloo_cli.algorithms.common import rules
+from rloo_cli.config.compose import compose
+from rloo_cli.utils.errors import ConfigError
+from rloo_cli.config.registry import names
 
 GENERATION = {"backend": "transformers", "max_completion_length": 256, "top_p": 1.0, "top_k": 0}
 GENERATION |= {"min_p": None, "repetition_penalty": 1.0, "min_tokens": 0, "ignore_eos": False}
@@ -151,7 +153,7 @@ def test_min_tokens_that_ban_no_stop_id_leave_the_sampler_as_it_is() -> None:
 def of(*words: str) -> list[Any]:
     """The problems of a whole config, as the command finds them; [] where it is accepted."""
     try:
-        config.check(compose(["+recipe=smoke", *words]))
+        check.check(compose(["+recipe=smoke", *words]))
     except ConfigError as error:
         return list(error.problems)
     return []

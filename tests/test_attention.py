@@ -13,9 +13,9 @@ from layout_cases import SEVERAL, gradients, laid, made, policy, worst
 from policy_cases import each_alone, fresh
 from torch.nn.functional import scaled_dot_product_attention as dense
 
-from rloo_cli import packing, tensors
-from rloo_cli.policy import attention, flash
-from rloo_cli.policy.attention import PLAN, Cascade, NotShared
+from rloo_cli.data import packing, segments
+from rloo_cli.policy import shared_attention, flash_kernels
+from rloo_cli.policy.shared_attention import PLAN, Cascade, NotShared
 
 H, G, D = 4, 2, 8
 ROWS = {
@@ -55,12 +55,12 @@ def inputs(rows, dtype):
 
 
 @pytest.mark.parametrize(("dtype", "exact"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("kernels", [flash._Cpu, flash._Plain])
+@pytest.mark.parametrize("kernels", [flash_kernels._Cpu, flash_kernels._Plain])
 @pytest.mark.parametrize("name", ROWS)
 def test_output_and_gradients_are_those_of_dense_attention_under_a_mask(
     monkeypatch, name, kernels, dtype, exact
 ):
-    monkeypatch.setattr(attention, "kernels", lambda q: kernels)
+    monkeypatch.setattr(shared_attention, "kernels", lambda q: kernels)
     mask, scale = visible(ROWS[name]), 0.4
     (q, k, v), grad = inputs(len(mask), dtype)
     out = Cascade.apply(q, k, v, plan_of(ROWS[name]), scale)
@@ -86,7 +86,7 @@ def called(plan, q=None, k=None, mask=None, **given):
     q = torch.randn(1, H, rows, D) if q is None else q
     k = torch.randn(1, G, rows, D) if k is None else k
     given = {"dropout": 0.0, "scaling": D**-0.5} | given | ({} if plan is None else {PLAN: plan})
-    return attention.attention(None, q, k, torch.randn(1, G, rows, D), mask, **given)
+    return shared_attention.attention(None, q, k, torch.randn(1, G, rows, D), mask, **given)
 
 
 def test_a_layers_call_is_answered_and_counted():
@@ -143,34 +143,34 @@ def test_a_window_that_holds_every_row_is_no_window():
 
 
 def names(model):
-    return [c._attn_implementation for c in attention._configs(model)]
+    return [c._attn_implementation for c in shared_attention._configs(model)]
 
 
 def test_a_model_gets_our_attention_and_its_own_back():
     model = fresh()
     before = names(model)
-    attention.uninstall(model)  # it has its own: nothing to do
-    attention.install(model)
-    attention.install(model)  # twice is once
-    assert attention.installed(model) and set(names(model)) == {attention.NAME}
-    attention.uninstall(model)
-    assert names(model) == before and not attention.installed(model)
+    shared_attention.uninstall(model)  # it has its own: nothing to do
+    shared_attention.install(model)
+    shared_attention.install(model)  # twice is once
+    assert shared_attention.installed(model) and set(names(model)) == {shared_attention.NAME}
+    shared_attention.uninstall(model)
+    assert names(model) == before and not shared_attention.installed(model)
 
 
 def test_its_own_attention_is_lent_and_ours_is_back_afterwards_even_after_a_failure():
     model = fresh()
     before = names(model)
-    with attention.native(model):
+    with shared_attention.native(model):
         assert names(model) == before
-    attention.install(model)
-    with attention.native(model):
-        assert names(model) == before and attention.installed(model)
+    shared_attention.install(model)
+    with shared_attention.native(model):
+        assert names(model) == before and shared_attention.installed(model)
         model(torch.tensor([[5, 6, 7]]))
-    assert set(names(model)) == {attention.NAME}
-    with pytest.raises(IndexError), attention.native(model):
+    assert set(names(model)) == {shared_attention.NAME}
+    with pytest.raises(IndexError), shared_attention.native(model):
         model(torch.tensor([[5, 6, 1000]]))
-    assert set(names(model)) == {attention.NAME}
-    attention.uninstall(model)
+    assert set(names(model)) == {shared_attention.NAME}
+    shared_attention.uninstall(model)
     assert names(model) == before
 
 
@@ -179,9 +179,9 @@ def test_what_is_saved_does_not_tell_that_our_attention_was_there(tmp_path, kind
     model = fresh()
     model.set_attn_implementation(kind)
     model.save_pretrained(tmp_path / "before")
-    attention.install(model)
+    shared_attention.install(model)
     model.save_pretrained(tmp_path / "with")
-    attention.uninstall(model)
+    shared_attention.uninstall(model)
     model.save_pretrained(tmp_path / "after")
     first, *others = (
         json.loads((tmp_path / name / "config.json").read_text())
@@ -205,7 +205,7 @@ def test_gradient_checkpointing_at_shared_rows_changes_no_gradient(name, fused):
 
 def wrong_by(ours, micro, chosen):
     """Largest distance of a log-probability from the row alone."""
-    with torch.no_grad(), attention.native(ours.model):
+    with torch.no_grad(), shared_attention.native(ours.model):
         truth = each_alone(ours.model, chosen, ours.temperature)[0]
     return float((ours.frozen_logp(micro).logp.double() - truth).abs().max())
 
@@ -214,7 +214,7 @@ def wrong_by(ours, micro, chosen):
 def test_shared_rows_under_a_stock_attention_would_be_wrong_without_a_word(name):
     chosen, ours = made(), policy(name, "shared")
     assert wrong_by(ours, laid(chosen, "shared"), chosen) <= 1e-4
-    attention.uninstall(ours.model)
+    shared_attention.uninstall(ours.model)
     assert wrong_by(ours, laid(chosen, "shared"), chosen) > 0.1
 
 
@@ -256,7 +256,7 @@ def test_keys_with_gradient_in_a_cache_would_be_lost_where_activations_are_recom
     ).logits
     logits = torch.cat([before[0, -1:], after[0, :-1]])
     truth = each_alone(ours.model.eval(), chosen, 1.0)[0][: len(completion)]
-    found = tensors.target_logp(logits, torch.tensor(completion), 1.0)
+    found = segments.target_logp(logits, torch.tensor(completion), 1.0)
     assert (float((found - truth).detach().abs().max()) > 0.1) is checkpointed
     inputs = [ours.scorer._inputs(laid(chosen, layout)) for layout in packing.LAYOUTS]
     assert not any("past_key_values" in given for given in inputs)
@@ -264,5 +264,5 @@ def test_keys_with_gradient_in_a_cache_would_be_lost_where_activations_are_recom
 
 def test_configs_are_found_once_each():
     model = fresh()
-    assert attention._configs(model) == [model.config]
-    assert attention._configs(SimpleNamespace(modules=lambda: [model, model])) == [model.config]
+    assert shared_attention._configs(model) == [model.config]
+    assert shared_attention._configs(SimpleNamespace(modules=lambda: [model, model])) == [model.config]

@@ -12,10 +12,12 @@ from resume_cases import temporaries
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rloo_cli import checkpoint, faults, manifest, restoring, rewind, worker
-from rloo_cli.errors import ConfigError, MachineError, StorageError
-from rloo_cli.policy.attention import native
-from rloo_cli.resume import Start
+from rloo_cli.checkpoint import save, manifest, restore, rollback
+from rloo_cli.utils import fault_injection
+from rloo_cli.train import worker
+from rloo_cli.utils.errors import ConfigError, MachineError, StorageError
+from rloo_cli.policy.shared_attention import native
+from rloo_cli.checkpoint.resume import Start
 
 EVERY = ("max_steps=9", "train.learning_rate=0.01")
 
@@ -25,7 +27,7 @@ def saved(folder: Path, *words: str, steps: int = 1) -> Any:
     run = alone(folder, *EVERY, *words)
     for _ in range(steps):
         step(run)
-        assert checkpoint.save(run, must=True)
+        assert save.save(run, must=True)
     return run
 
 
@@ -42,7 +44,7 @@ def test_a_save_is_on_the_disk_before_it_gets_its_name_and_prunes_last(
         Path, "rename", lambda a, b: [done.append(("rename", str(b))), rename(a, b)][1]
     )
     step(run)
-    checkpoint.save(run, must=True)
+    save.save(run, must=True)
     named = done.index(("rename", str(run.folder / "checkpoint-3")))
     temporary = run.folder / ".tmp-checkpoint-3-a1"
     files = [p.relative_to(run.folder / "checkpoint-3") for p in
@@ -72,28 +74,28 @@ def test_a_checkpoint_of_the_same_step_is_kept_and_a_damaged_one_is_moved_aside(
     run = saved(tmp_path)
     folder = run.folder / "checkpoint-1"
     before = (folder / manifest.FILE).stat().st_mtime_ns
-    assert checkpoint.save(run) is None  # nothing is new
+    assert save.save(run) is None  # nothing is new
     run.saved = (0, -1)
-    assert checkpoint.save(run) == folder
+    assert save.save(run) == folder
     assert (folder / manifest.FILE).stat().st_mtime_ns == before
     (folder / "model.safetensors").write_bytes(b"x")
     run.saved = (0, -1)
-    assert checkpoint.save(run) == folder and manifest.problem(folder) is None
+    assert save.save(run) == folder and manifest.problem(folder) is None
     assert (run.folder / "checkpoint-1.attempt1").is_dir()
 
 
 def test_without_renames_the_manifest_alone_marks_a_checkpoint(tmp_path: Path) -> None:
     run = alone(tmp_path, *EVERY)
     run.renames = False
-    faults._armed.append(faults._read("ckpt.manifest@1=raise"))
+    fault_injection._armed.append(fault_injection._read("ckpt.manifest@1=raise"))
     try:
         step(run)
-        assert checkpoint.save(run) is None and not manifest.checkpoints(run.folder)
-        assert checkpoint.save(run) and manifest.problem(run.folder / "checkpoint-1") is None
+        assert save.save(run) is None and not manifest.checkpoints(run.folder)
+        assert save.save(run) and manifest.problem(run.folder / "checkpoint-1") is None
     finally:
-        faults._armed.clear()
-    assert rewind.renames(tmp_path, 1) is True and not temporaries(tmp_path)
-    assert rewind.renames(tmp_path / "nothing", 1) is False
+        fault_injection._armed.clear()
+    assert rollback.renames(tmp_path, 1) is True and not temporaries(tmp_path)
+    assert rollback.renames(tmp_path / "nothing", 1) is False
 
 
 def test_weights_that_were_not_all_written_are_no_checkpoint(
@@ -111,7 +113,7 @@ def test_weights_that_were_not_all_written_are_no_checkpoint(
     monkeypatch.setattr(type(run.policy.model), "save_pretrained", lose)
     step(run)
     with pytest.raises(StorageError, match="elements, the model has"):
-        checkpoint.save(run, must=True)
+        save.save(run, must=True)
     assert [p.name for p in manifest.checkpoints(run.folder)] == ["checkpoint-1"]
     assert not temporaries(run.folder)
 
@@ -132,7 +134,7 @@ def test_half_precision_keeps_its_float32_masters(tmp_path: Path) -> None:
     run = saved(tmp_path, *words)
     (tmp_path / "again").mkdir()
     again = alone(tmp_path / "again", *EVERY, *words)
-    restoring.restore(again, run.folder / "checkpoint-1")
+    restore.restore(again, run.folder / "checkpoint-1")
     for one, other in zip(run.optimizer.masters, again.optimizer.masters, strict=True):
         assert torch.equal(one, other) and one.dtype is torch.float32
     again.policy.model.load_state_dict(run.policy.model.state_dict())
@@ -165,20 +167,20 @@ def test_too_little_disk_is_said_before_the_first_step(
     run = alone(tmp_path, *EVERY, f"checkpoint.on_low_disk={how}")
     notes: list[str] = []
     run.log.note = notes.append  # type: ignore[method-assign]
-    need = 3 * checkpoint.estimate(run)
+    need = 3 * save.estimate(run)
     step(run)
-    size = sum(p.stat().st_size for p in checkpoint.save(run).rglob("*"))  # type: ignore[union-attr]
-    assert 0.8 < size / checkpoint.estimate(run) < 1.5
+    size = sum(p.stat().st_size for p in save.save(run).rglob("*"))  # type: ignore[union-attr]
+    assert 0.8 < size / save.estimate(run) < 1.5
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=need - 1))
     if how == "stop":
         with pytest.raises(MachineError, match="GB are free"):
-            checkpoint.check_room(run)
+            save.check_room(run)
         return
-    checkpoint.check_room(run)
+    save.check_room(run)
     assert "GB are free" in notes[0]
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     step(run)
-    assert checkpoint.save(run) is None and "checkpoint-2 was not saved" in notes[1]
+    assert save.save(run) is None and "checkpoint-2 was not saved" in notes[1]
 
 
 def test_a_run_that_should_have_done_steps_and_did_none_is_a_bug(
@@ -194,7 +196,7 @@ def test_only_what_is_provably_ours_is_removed(tmp_path: Path) -> None:
     others = [".tmp-checkpoint-3-a9", ".tmp-mine", ".git", ".notes.tmp", "checkpoint-x"]
     for name in [*ours, *others]:
         (tmp_path / name).mkdir() if "json" not in name else (tmp_path / name).write_text("")
-    rewind.take(Start(tmp_path, attempt=2))
+    rollback.take(Start(tmp_path, attempt=2))
     assert {p.name for p in tmp_path.iterdir()} == {*others}
 
 
@@ -212,7 +214,7 @@ def test_faults_need_a_second_word_and_are_read_strictly(
     monkeypatch.setenv("RLOO_FAULTS", text)
     monkeypatch.setenv("RLOO_ALLOW_FAULTS", allowed)
     with pytest.raises(ConfigError, match=said):
-        faults.check()
+        fault_injection.check()
 
 
 def test_a_fault_strikes_once_at_its_count_and_only_on_its_rank(
@@ -220,12 +222,12 @@ def test_a_fault_strikes_once_at_its_count_and_only_on_its_rank(
 ) -> None:
     monkeypatch.setenv("RLOO_ALLOW_FAULTS", "1")
     monkeypatch.setenv("RLOO_FAULTS", "gen.*@2=skip; loss@1=nan; step@1=raise#1")
-    faults.check()
+    fault_injection.check()
     try:
-        assert [faults.fault(n) for n in ("gen.chunk", "gen.request", "gen.chunk")] == [
+        assert [fault_injection.fault(n) for n in ("gen.chunk", "gen.request", "gen.chunk")] == [
             None, "skip", None,
         ]  # fmt: skip
-        assert faults.poison("loss", 1.0) != 1.0 and faults.poison("loss", 1.0) == 1.0
-        assert faults.fault("step") is None
+        assert fault_injection.poison("loss", 1.0) != 1.0 and fault_injection.poison("loss", 1.0) == 1.0
+        assert fault_injection.fault("step") is None
     finally:
-        faults._armed.clear()
+        fault_injection._armed.clear()

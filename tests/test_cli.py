@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from cli_cases import Ended, Rloo, rloo, rloo_without_torch
 
-from rloo_cli import cli, launch, paths
-from rloo_cli.errors import RunError
+from rloo_cli.cli import main
+from rloo_cli.launch import launcher
+from rloo_cli.utils import paths
+from rloo_cli.utils.errors import RunError
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 
@@ -34,7 +36,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def run(*words: str, recipe: str = "+recipe=smoke", code: int = 2) -> str:
         before = sorted(tmp_path.rglob("*"))
         with pytest.raises(RunError) as error:
-            raise_code(cli.dispatch(["train", *([recipe] if recipe else []), *words]))
+            raise_code(main.dispatch(["train", *([recipe] if recipe else []), *words]))
         assert error.value.code == code
         assert sorted(tmp_path.rglob("*")) == before
         return error.value.render()
@@ -68,14 +70,14 @@ def test_help_lists_verbs_and_recipes_at_once_and_without_torch(rloo_without_tor
     ended = rloo_without_torch("--help")
     assert time.monotonic() - start < 2
     assert ended.code == 0 and ended.out.startswith("usage: rloo VERB")
-    for word in (*cli.VERBS, *paths.recipe_files()):
+    for word in (*main.VERBS, *paths.recipe_files()):
         assert f"  {word} " in ended.out.replace(",", " ")
 
 
 @pytest.mark.parametrize("words", [[], ["-h"], ["help"], ["train", "--help"], ["config", "-h"],
                                    ["help", "config"]])  # fmt: skip
 def test_help_is_never_far(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.dispatch(words) == 0
+    assert main.dispatch(words) == 0
     verb = next((word for word in words if word in ("train", "config")), "VERB")
     assert capsys.readouterr().out.startswith(f"usage: rloo {verb}")
 
@@ -226,7 +228,7 @@ def test_recipe_may_be_written_without_its_plus(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["rloo"])
     for words in (["recipe=smoke"], ["seed=7", "+recipe=smoke"], ["+debug=cpu", "recipe=tldr_1b"]):
-        assert cli.dispatch(["train", "--dry-run", *words]) == 0
+        assert main.dispatch(["train", "--dry-run", *words]) == 0
     out = capsys.readouterr().out
     assert out.count("run        runs/smoke") == 2 and out.count("runs/debug/tldr_1b") == 1
     assert "seed: 7" in out
@@ -243,7 +245,7 @@ def test_flags_may_stand_anywhere(capsys: pytest.CaptureFixture[str], monkeypatc
         ["+recipe=smoke", "--cfg=job", "seed=9"],
         ["seed=9", "+recipe=smoke", "-c", "job"],
     ):
-        assert cli.dispatch(["train", *words]) == 0
+        assert main.dispatch(["train", *words]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] == said[2]
     assert "seed: 9" in said[0] and "path: make:tiny" in said[0]
@@ -252,7 +254,7 @@ def test_flags_may_stand_anywhere(capsys: pytest.CaptureFixture[str], monkeypatc
 @pytest.mark.parametrize("words", [["--cfg"], ["--cfg", "jobs"], ["--config-dir"]])
 def test_a_flag_without_its_value_is_refused(words: list[str]) -> None:
     with pytest.raises(RunError) as error:
-        cli.dispatch(["train", "+recipe=smoke", *words])
+        main.dispatch(["train", "+recipe=smoke", *words])
     assert error.value.code == 2 and words[0] in error.value.render()
 
 
@@ -301,7 +303,7 @@ def test_a_key_that_does_nothing_is_told_before_a_run(
         ("+recipe=smoke", "algorithm.epsilon=0.3"): 1,
     }
     for words, count in asked.items():
-        assert cli.dispatch(["train", "--dry-run", *words]) == 0
+        assert main.dispatch(["train", "--dry-run", *words]) == 0
         assert capsys.readouterr().out.count("note: algorithm.") == count, words
 
 
@@ -309,8 +311,8 @@ def test_a_run_begins_with_what_has_no_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "_train", lambda *_: print("the ranks run") or 0)
-    assert cli.dispatch(["train", "+recipe=smoke", "algorithm.loss_type=sapo"]) == 0
+    monkeypatch.setattr(launcher, "_train", lambda *_: print("the ranks run") or 0)
+    assert main.dispatch(["train", "+recipe=smoke", "algorithm.loss_type=sapo"]) == 0
     assert IDLE in capsys.readouterr().out.partition("the ranks run")[0]
 
 

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 from cli_cases import Rloo, rloo, rloo_without_torch
 
-from rloo_cli import compose, config, launch, pids
-from rloo_cli.errors import ConfigError
-from rloo_cli.files import read_json, update_json
-from rloo_cli.resume import Start
+from rloo_cli.config import compose, check
+from rloo_cli.launch import launcher
+from rloo_cli.utils import pids
+from rloo_cli.utils.errors import ConfigError
+from rloo_cli.utils.files import read_json, update_json
+from rloo_cli.checkpoint.resume import Start
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 
@@ -23,7 +25,7 @@ max_steps: 2
 def refusal(*words: str, dirs: tuple[str, ...] = ()) -> str:
     """What composing and checking these words is refused with."""
     with pytest.raises(ConfigError) as error:
-        config.check(compose.compose(words, dirs))
+        check.check(compose.compose(words, dirs))
     return error.value.render()
 
 
@@ -39,7 +41,7 @@ def test_a_recipe_may_be_a_file(name: str, here: Path) -> None:
     (here / name).parent.mkdir(parents=True, exist_ok=True)
     (here / name).write_text(TINY + "algorithm: {beta: 0.25}\n")
     for path in (name, str(here / name)):
-        run = config.check(compose.compose([f"+recipe={path}", "seed=3"]))
+        run = check.check(compose.compose([f"+recipe={path}", "seed=3"]))
         assert (run.algorithm.beta, run.seed, run.max_steps) == (0.25, 3, 2)
         assert run.name.startswith(Path(name).stem.replace(" ", "-") + "-tiny-")
 
@@ -47,9 +49,9 @@ def test_a_recipe_may_be_a_file(name: str, here: Path) -> None:
 def test_a_copied_recipe_is_the_same_experiment(here: Path, rloo: Rloo) -> None:
     assert rloo("recipes", "copy", "smoke", "mine.yaml").code == 0
     copy, original = (
-        config.check(compose.compose([f"+recipe={name}"])) for name in ("mine.yaml", "smoke")
+        check.check(compose.compose([f"+recipe={name}"])) for name in ("mine.yaml", "smoke")
     )
-    assert config.dump(copy) == config.dump(original)
+    assert check.dump(copy) == check.dump(original)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_anchors_are_welcome_where_they_are_few(here: Path) -> None:
     (here / "my.yaml").write_text(
         TINY + "train: {prompts_per_step: &p 8}\neval: {batch_size: *p}\n"
     )
-    run = config.check(compose.compose(["+recipe=my.yaml"]))
+    run = check.check(compose.compose(["+recipe=my.yaml"]))
     assert run.eval.batch_size == 8
 
 
@@ -122,7 +124,7 @@ def own(here: Path) -> Path:
 
 @pytest.mark.parametrize("recipe", ["one", "two", "own/recipes/one.yaml"])
 def test_config_dir_adds_groups_and_recipes(recipe: str, own: Path) -> None:
-    run = config.check(compose.compose([f"+recipe={recipe}"], [own]))
+    run = check.check(compose.compose([f"+recipe={recipe}"], [own]))
     assert run.model.dtype == "float32"
 
 
@@ -178,17 +180,17 @@ def test_what_an_entry_of_a_reward_leaves_out_is_as_in_the_file_of_its_type(here
     (here / "rw.py").write_text("def first(x): ...\ndef second(x): ...\n")
     words = ["+recipe=smoke", "reward=function", "reward.function.path=rw.py:first"]
     two = "+reward.two={type: function, path: rw.py:second, weight: 0.5}"
-    run = config.check(compose.compose([*words, two]))
+    run = check.check(compose.compose([*words, two]))
     first, second = run.rewards["function"], run.rewards["two"]
     assert (second.path, second.weight, second.kwargs) == ("rw.py:second", 0.5, {})
     assert second == first.model_copy(update={"path": "rw.py:second", "weight": 0.5})
     judge = "+reward.two={type: judge, model: x}"  # scope is row in conf/reward/judge.yaml
-    assert config.check(compose.compose([*words, judge])).rewards["two"].scope == "row"
+    assert check.check(compose.compose([*words, judge])).rewards["two"].scope == "row"
     (here / "my.yaml").write_text(
         "defaults: [smoke]\neval:\n  judge: {type: reward, against: reference, max_pairs: null,\n"
         "    reference_column: answer, reward: {type: function, path: 'rw.py:first'}}\n"
     )
-    judge_of_eval = config.check(compose.compose(["+recipe=my.yaml"])).eval.judge
+    judge_of_eval = check.check(compose.compose(["+recipe=my.yaml"])).eval.judge
     assert judge_of_eval.reward.kwargs == {}
     text = refusal(*words, "+reward.two={type: function}")
     assert "reward.two.path has no value" in text and text.count("error: ") == 1
@@ -201,9 +203,9 @@ def test_what_an_entry_of_a_reward_leaves_out_is_as_in_the_file_of_its_type(here
 
 def make_run(state: str, *words: str, **facts: object) -> Path:
     composed = compose.compose(["+recipe=smoke", *words])
-    run = config.check(composed)
+    run = check.check(composed)
     folder = Path(run.root, run.name)
-    launch.prepare(Start(folder), run, composed)
+    launcher.prepare(Start(folder), run, composed)
     update_json(folder / "run.json", state=state, **facts)
     return folder
 
@@ -248,19 +250,19 @@ def test_a_run_that_ended_before_it_began_is_begun_anew_unasked(here: Path, rloo
 
 def test_two_that_start_at_the_same_moment_do_not_both_get_the_folder(tmp_path: Path) -> None:
     with (
-        launch.locked(tmp_path),
+        launcher.locked(tmp_path),
         pytest.raises(ConfigError, match="is being trained"),
-        launch.locked(tmp_path),
+        launcher.locked(tmp_path),
     ):
         pass
-    with launch.locked(tmp_path):  # free again
+    with launcher.locked(tmp_path):  # free again
         pass
 
 
 def test_a_run_that_is_alive_is_left_alone(here: Path) -> None:
     folder = make_run("training")  # by this process
     with pytest.raises(ConfigError, match="is being trained by process"):
-        launch._alone(folder)
+        launcher._alone(folder)
     update_json(folder / "run.json", pid_started="0")  # another process has the number now
     assert not pids.alive(read_json(folder / "run.json"))
 

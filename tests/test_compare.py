@@ -10,9 +10,9 @@ import pytest
 from cli_cases import Rloo, rloo, rloo_without_torch
 from compare_cases import judged, write
 
-from rloo_cli.comparing import charts, grouping, outcomes, reading, statistics
-from rloo_cli.errors import ConfigError
-from rloo_cli.tools import compare
+from rloo_cli.cli.compare import charts, configurations, results, runs, statistics
+from rloo_cli.utils.errors import ConfigError
+from rloo_cli.cli import compare
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 
@@ -39,8 +39,8 @@ def two(**keys) -> Path:
     return root
 
 
-def groups(*folders: Path, unfinished: bool = False) -> list[grouping.Configuration]:
-    return grouping.configurations([reading.read(f) for f in folders], unfinished)
+def groups(*folders: Path, unfinished: bool = False) -> list[configurations.Configuration]:
+    return configurations.configurations([runs.read(f) for f in folders], unfinished)
 
 
 def said(capsys, *words: str) -> str:
@@ -109,9 +109,9 @@ def test_the_words_for_a_difference(ours, words):
 def test_runs_are_found_by_folder_name_pattern_and_in_folders(tmp_path):
     root = two()
     (root / "notes").mkdir()
-    names = [p.name for p in reading.find(["runs/rloo-1", "rloo-2", "grpo-*", "runs"])]
+    names = [p.name for p in runs.find(["runs/rloo-1", "rloo-2", "grpo-*", "runs"])]
     assert names == ["rloo-1", "rloo-2", "grpo-1", "grpo-2", "grpo-3", "rloo-3"]
-    assert reading.find([str(tmp_path / "runs" / "rloo-*")])[0].name == "rloo-1"
+    assert runs.find([str(tmp_path / "runs" / "rloo-*")])[0].name == "rloo-1"
 
 
 def test_a_word_that_names_no_run_is_refused_with_a_near_one():
@@ -130,7 +130,7 @@ def test_one_run_is_too_few():
 def test_runs_that_differ_in_seed_and_free_keys_are_one_configuration():
     root = two(train__learning_rate=2e-4)
     write(root, "rloo-4", 4, logging__every=5, reward__exact_match__timeout_s=1.0)
-    found = groups(*reading.find(["runs"]))
+    found = groups(*runs.find(["runs"]))
     assert [(one.label, one.seeds) for one in found] == [
         ("rloo learning_rate=0.0001", [1, 2, 3, 4]),
         ("grpo learning_rate=0.0002", [1, 2, 3]),
@@ -141,7 +141,7 @@ def test_a_label_says_what_most_do_not_have():
     root = Path("runs")
     for i, beta in enumerate((0.05, 0.05, 0.1, 0.2)):
         write(root, f"run-{i}", algorithm__beta=beta, train__learning_rate=1e-4 * (1 + (i == 1)))
-    found = groups(*reading.find(["runs"]))
+    found = groups(*runs.find(["runs"]))
     labels = {run.name: one.label for one in found for run in one.runs}
     assert labels["run-1"] == "rloo beta=0.05 learning_rate=0.0002"
     assert labels["run-2"] == "rloo beta=0.1" and len({*labels.values()}) == 4
@@ -234,16 +234,16 @@ def test_a_folder_that_is_no_run_of_training_is_refused():
     folder = write(Path("runs"), "a")
     (folder / "config.yaml").write_text("[]")
     with pytest.raises(ConfigError, match="no run of training"):
-        reading.read(folder)
+        runs.read(folder)
 
 
 # Figures.
 
 
-def figures(**keys) -> outcomes.Comparison:
+def figures(**keys) -> results.Comparison:
     two(**keys)
-    found = groups(*reading.find(["runs"]))
-    return outcomes.compare(found, "eval_reward", 0, [])
+    found = groups(*runs.find(["runs"]))
+    return results.compare(found, "eval_reward", 0, [])
 
 
 def test_the_figures_of_a_configuration():
@@ -256,7 +256,7 @@ def test_the_figures_of_a_configuration():
     assert rloo.of("peak_gib").mean == 1.0 and rloo.of("updates").mean == 4
     assert [x for x, _ in rloo.curves["held_out"]] == [0.0, 16.0, 32.0]
     assert told.differences["grpo"].mean == pytest.approx(-0.12)
-    assert outcomes.verdicts(told) == ["grpo minus rloo: -0.120 (-0.145 to -0.095), 3 seeds: lower"]
+    assert results.verdicts(told) == ["grpo minus rloo: -0.120 (-0.145 to -0.095), 3 seeds: lower"]
 
 
 def test_the_threshold_lies_between_the_start_and_the_best_end():
@@ -270,7 +270,7 @@ def test_a_threshold_below_zero_is_still_reached_from_below():
     root = Path("runs")
     for name, last in (("rloo", -1.0), ("grpo", -2.0)):
         write(root, name, scores=(-6.0, -3.0, last), algorithm__name=name)
-    told = outcomes.compare(groups(*reading.find(["runs"])), "eval_reward", 0, [])
+    told = results.compare(groups(*runs.find(["runs"])), "eval_reward", 0, [])
     assert told.threshold == pytest.approx(-1.5)
     assert [o.figures["reached"] for o in told.outcomes] == [{1: 32.0}, {}]
 

@@ -8,9 +8,12 @@ import pytest
 import yaml
 from cli_cases import Rloo, rloo
 
-from rloo_cli import cli, compose, launch, paths
-from rloo_cli.errors import ConfigError
-from rloo_cli.own import register_file
+from rloo_cli.cli import main
+from rloo_cli.config import compose
+from rloo_cli.launch import launcher
+from rloo_cli.utils import paths
+from rloo_cli.utils.errors import ConfigError
+from rloo_cli.config.user_files import register_file
 
 __all__ = ["rloo"]  # a fixture
 
@@ -25,14 +28,14 @@ def jobs(monkeypatch):
 
     def job(composed, multirun):
         assert multirun
-        found.append(str(launch.apart(composed).values["name"]))
+        found.append(str(launcher.apart(composed).values["name"]))
         return 0
 
     def names(*words: str) -> list[str]:
-        assert cli.train(["--multirun", *words]) == 0
+        assert main.train(["--multirun", *words]) == 0
         return found
 
-    monkeypatch.setattr(launch, "train", job)
+    monkeypatch.setattr(launcher, "train", job)
     monkeypatch.setattr("sys.argv", ["rloo"])
     return names
 
@@ -69,7 +72,7 @@ def apart(*words: str, name: str = "compare") -> str:
     composed = compose.compose(["+recipe=quickstart"])
     values = composed.values | {"name": name}
     given = replace(composed, values=values, words=words, swept=SWEPT)
-    return str(launch.apart(given).values["name"])
+    return str(launcher.apart(given).values["name"])
 
 
 def test_a_word_beside_the_sweeps_own_makes_another_run_of_it():

@@ -5,12 +5,12 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rloo_cli.distributed import pieces
-from rloo_cli.errors import ConfigError
-from rloo_cli.packing import whole
-from rloo_cli.policy import levels
+from rloo_cli.distributed import gather
+from rloo_cli.utils.errors import ConfigError
+from rloo_cli.data.packing import whole
+from rloo_cli.policy import layouts
 from rloo_cli.policy.model import Policy
-from rloo_cli.rollout import Group, Rollout
+from rloo_cli.data.batch import Group, Rollout
 
 
 def groups(more: int) -> list[Group]:
@@ -44,9 +44,9 @@ def test_compiled_layers_have_the_gradients_of_plain_ones_for_rows_of_any_number
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
     )  # fmt: skip
     policy = Policy(Qwen3ForCausalLM(config), 1.0)
-    assert levels.settle(policy, "shared", 64).layout == "shared"
+    assert layouts.settle(policy, "shared", 64).layout == "shared"
     plain = [gradients(policy, more) for more in (0, 3, 9)]
-    for layer in pieces.layers(policy.model):
+    for layer in gather.layers(policy.model):
         layer.compile(dynamic=True)
     for more, expected in zip((0, 3, 9), plain, strict=True):
         for found, known in zip(gradients(policy, more), expected, strict=True):

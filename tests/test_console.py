@@ -13,10 +13,12 @@ import pytest
 from fork_cases import Forked, fork_server, forked
 from loop_cases import checked
 
-from rloo_cli import console, log, machine, redact, rendezvous, surroundings
-from rloo_cli.errors import MachineError, Problem, RewardError
-from rloo_cli.made.keep import kept
-from rloo_cli.rewards.arguments import Log
+from rloo_cli.utils import console, redact
+from rloo_cli.reporting import log
+from rloo_cli.launch import preflight, topology_store, topology
+from rloo_cli.utils.errors import MachineError, Problem, RewardError
+from rloo_cli.data.synthetic.cache import kept
+from rloo_cli.rewards.engine.arguments import Log
 
 __all__ = ["fork_server", "forked"]  # fixtures
 PYTHON = (sys.executable, "-m", "rloo_cli")
@@ -46,7 +48,7 @@ def test_a_console_that_is_full_or_closed_takes_everything_and_says_why() -> Non
 def test_descriptors_and_streams_that_user_code_closed_come_back(tmp_path: Path) -> None:
     code = f"""
 import io, os, sys
-from rloo_cli import console, redact
+from rloo_cli.utils import console, redact
 console.open_descriptors()
 redact.start()
 os.close(1)
@@ -129,7 +131,7 @@ def test_a_cache_that_cannot_be_made_is_the_machines_fault(
         with pytest.raises(MachineError, match=r"/proc/nope.* cannot be made"):
             kept("x", "x", lambda folder: None)
         with pytest.raises(MachineError, match="RLOO_CACHE=/a/folder") as refused:
-            machine.check(checked((), ()))
+            preflight.check(checked((), ()))
         assert variable in refused.value.problems[-1].where
 
 
@@ -137,8 +139,8 @@ def test_a_rank_that_another_program_left_in_the_environment_makes_nobody_one_of
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RANK", "3")
-    place = surroundings.find(os.environ, checked((), ()))[0]
-    assert rendezvous.starts(place, "", 0, None)[0].rank == 0
+    place = topology.find(os.environ, checked((), ()))[0]
+    assert topology_store.starts(place, "", 0, None)[0].rank == 0
 
 
 def test_a_run_goes_on_when_its_console_is_full(forked: Forked) -> None:

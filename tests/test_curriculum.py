@@ -2,7 +2,7 @@
 
 from loop_cases import alone
 
-from rloo_cli.train import train
+from rloo_cli.train.loop import train
 
 
 def test_a_reward_can_change_from_step_to_step(tmp_path) -> None:

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from rloo_cli import cli, curves, pauses, worker
-from rloo_cli.clock import Clock
-from rloo_cli.curves import draw, points, read_rows, smooth
-from rloo_cli.errors import ConfigError, Problem, RewardError, Stopped
+from rloo_cli.cli import main
+from rloo_cli.reporting import curves
+from rloo_cli.train import between_steps, worker
+from rloo_cli.utils.timers import Clock
+from rloo_cli.reporting.curves import draw, points, read_rows, smooth
+from rloo_cli.utils.errors import ConfigError, Problem, RewardError, Stopped
 
 
 def write(path, rows):
@@ -146,16 +148,16 @@ def test_the_verb_draws_a_run_in_any_state(tmp_path, monkeypatch, capsys):
     (run / "run.json").write_text('{"state": "training"}')
     for words, said in ([], "needs a run"), (["mne"], "rloo curves mine"), (["mine"], "to draw"):
         with pytest.raises(ConfigError, match=said):
-            cli.dispatch(["curves", *words])
+            main.dispatch(["curves", *words])
     text = write(run / "metrics.jsonl", run_rows(4)).read_text()
     (run / "metrics.jsonl").write_text(text + '{"step": 5, "rew')  # a line that is being written
-    assert cli.dispatch(["curves", "mine"]) == 0
-    assert cli.dispatch(["curves", "runs/mine", "a/c.svg"]) == 0
+    assert main.dispatch(["curves", "mine"]) == 0
+    assert main.dispatch(["curves", "runs/mine", "a/c.svg"]) == 0
     assert capsys.readouterr().out.split() == ["runs/mine/curves.png", "a/c.svg"]
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "a" / "c.svg").read_text()
     with pytest.raises(ConfigError, match=r"neither in .png nor in .svg"):
-        cli.dispatch(["curves", "mine", "c.jpeg"])
+        main.dispatch(["curves", "mine", "c.jpeg"])
 
 
 @pytest.mark.parametrize("error", [None, Stopped, RewardError, ZeroDivisionError])
@@ -205,9 +207,9 @@ def test_a_checkpoint_draws_the_run_so_far_and_the_last_step_leaves_it_to_the_en
         world=SimpleNamespace(check_stop=lambda: None),
         log=SimpleNamespace(draw_curves=lambda now_and_then: did.append(now_and_then)),
     )
-    monkeypatch.setattr(pauses.checkpoint, "save", lambda run: None)
-    assert pauses.pause(run) and did == [True]
+    monkeypatch.setattr(between_steps.checkpoint, "save", lambda run: None)
+    assert between_steps.pause(run) and did == [True]
     run.state.step = 3
-    assert pauses.pause(run) and did == [True]
+    assert between_steps.pause(run) and did == [True]
     run.state.step = run.state.evaluated = 4
-    assert not pauses.pause(run) and did == [True]
+    assert not between_steps.pause(run) and did == [True]

@@ -9,9 +9,9 @@ import huggingface_hub
 import pytest
 import yaml
 
-from rloo_cli import data
-from rloo_cli.errors import DataError, MachineError
-from rloo_cli.schema import DataConfig
+from rloo_cli.data import dataset
+from rloo_cli.utils.errors import DataError, MachineError
+from rloo_cli.config.schema import DataConfig
 
 YAML = Path(__file__).parent.parent / "conf/data/default.yaml"
 ROWS = [{"prompt": f"p{i}", "answer": str(i)} for i in range(10)]
@@ -30,7 +30,7 @@ def config(path, **changes):
 
 
 def load(path, split="train", **changes):
-    return data.load(config(path, **changes), split)
+    return dataset.load(config(path, **changes), split)
 
 
 def refused(path, split="train", error=DataError, **changes):
@@ -136,7 +136,7 @@ def test_tiny_prompts_are_made_here():
     assert len(load("make:tiny")) == 64
     assert len(load("make:tiny", "train[:10]")) == 10
     assert load("make:tiny", "test")["prompt"][:] == load("make:tiny", "validation")["prompt"][:]
-    assert data.is_messages(load("make:tiny_chat", "test")[0]["prompt"])
+    assert dataset.is_messages(load("make:tiny_chat", "test")[0]["prompt"])
 
 
 @pytest.mark.parametrize("split", ["tset", "test[:x]", "train+test"])
@@ -248,14 +248,14 @@ def test_a_script_beside_the_data_is_not_run(tmp_path):
 
 def test_a_conversation_is_a_list_of_messages():
     message = {"role": "user", "content": "x"}
-    assert data.is_messages([message]) and data.is_messages([message, message])
+    assert dataset.is_messages([message]) and dataset.is_messages([message, message])
     for other in ("x", [], [message, "x"], [{"role": "user"}], [{"content": "x"}], message, None):
-        assert not data.is_messages(other)
+        assert not dataset.is_messages(other)
 
 
 def test_a_message_has_a_role_and_a_text_parts_or_calls():
     good = [{"content": "x"}, {"content": [{"type": "text", "text": "x"}]}]
     good += [{"content": None, "tool_calls": [{"name": "f"}]}, {"content": ""}]
-    assert all(data.is_messages([{"role": "assistant"} | m]) for m in good)
+    assert all(dataset.is_messages([{"role": "assistant"} | m]) for m in good)
     bad = [{"content": None}, {"content": None, "tool_calls": None}, {"content": 3}, {"role": 3}]
-    assert not any(data.is_messages([{"role": "user", "content": None} | m]) for m in bad)
+    assert not any(dataset.is_messages([{"role": "user", "content": None} | m]) for m in bad)

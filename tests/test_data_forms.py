@@ -9,8 +9,9 @@ from prompt_cases import chat, decoded, plain, prepare, refused, tokenizer
 from test_data import load
 from test_data import refused as not_opened
 
-from rloo_cli import registry, splits
-from rloo_cli.errors import ConfigError, DataError
+from rloo_cli.config import registry
+from rloo_cli.data import splits
+from rloo_cli.utils.errors import ConfigError, DataError
 
 PARTS = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 2?"}]
 

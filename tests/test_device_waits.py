@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from rloo_cli.clock import Clock
-from rloo_cli.vllm import waiting
-from rloo_cli.vllm.link import LEAST_BUFFER, Beside, packed_bytes
-from rloo_cli.vllm.source import Gathered, Whole
-from rloo_cli.vllm.supply import Counted
+from rloo_cli.utils.timers import Clock
+from rloo_cli.generation.vllm import deadlines
+from rloo_cli.generation.vllm.transfer_send import LEAST_BUFFER, Beside, packed_bytes
+from rloo_cli.generation.vllm.weights import Gathered, Whole
+from rloo_cli.generation.vllm.weight_sync import Counted
 
 
 class Gpu:
@@ -103,7 +103,7 @@ def test_a_phase_ends_when_the_device_has_done_what_it_was_asked_for() -> None:
 
 
 def test_a_thread_that_sends_weights_has_the_gpu_of_its_rank(gpu: Gpu) -> None:
-    assert waiting.within(5, "work", lambda: 7) == 7
+    assert deadlines.within(5, "work", lambda: 7) == 7
     Beside(lambda: None).result()
     assert gpu.set == [3, 3]
 

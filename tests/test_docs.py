@@ -17,9 +17,11 @@ import pytest
 import yaml
 from loop_cases import cache
 
-from rloo_cli import cli, config, paths
-from rloo_cli.compose import compose
-from rloo_cli.errors import ConfigError
+from rloo_cli.cli import main
+from rloo_cli.config import check
+from rloo_cli.utils import paths
+from rloo_cli.config.compose import compose
+from rloo_cli.utils.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 PAGES = {p.name: p for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
@@ -142,14 +144,14 @@ def of_rloo(name: str) -> list[Command]:
 def test_the_commands_of_a_page_compose_and_pass_the_check(name: str, place: Path) -> None:
     for command in of_rloo(name):
         verb, *words = command.words[1:]
-        assert verb in cli.VERBS, f"{name}:{command.line}: {command.text}"
+        assert verb in main.VERBS, f"{name}:{command.line}: {command.text}"
         if words[:1] == ["explain"]:
             verb, words = "train", words[2:]
         if verb not in COMPOSES or (verb == "sweep" and not words[0].startswith("+")):
             continue  # `rloo sweep stop NAME` and its like compose nothing
         for job in jobs(verb, subject(verb, words)):
             try:
-                config.check(compose(job))
+                check.check(compose(job))
             except ConfigError as error:
                 first = str(error.render()).splitlines()[0]
                 assert command.said == first, f"{name}:{command.line}: {error.render()}"
@@ -248,5 +250,5 @@ def test_the_readme_has_every_recipe_algorithm_verb_and_page() -> None:
     assert not [name for name in paths.recipe_files() if f"`{name}`" not in recipes]
     algorithms = {p.stem for p in (paths.CONF / "algorithm").glob("*.yaml")}
     assert not [name for name in algorithms if f"`{name}`" not in readme]
-    assert not [verb for verb in cli.VERBS if f"rloo {verb}" not in readme]
+    assert not [verb for verb in main.VERBS if f"rloo {verb}" not in readme]
     assert not [page for page in PAGES if page != "README.md" and page not in readme]

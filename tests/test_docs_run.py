@@ -16,7 +16,7 @@ from endpoint_cases import chats, serve
 from fork_cases import Forked, fork_server, forked
 from test_docs import PAGES, Command, of_rloo, shown_files
 
-from rloo_cli.errors import RunError
+from rloo_cli.utils.errors import RunError
 
 __all__ = ["fork_server", "forked", "serve"]  # fixtures
 

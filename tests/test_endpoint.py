@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from endpoint_cases import PAGE, in_turn, serve
 
-from rloo_cli import endpoint
-from rloo_cli.endpoint import Client, EndpointError, Service
-from rloo_cli.errors import ConfigError
+from rloo_cli.rewards.common import http_client
+from rloo_cli.rewards.common.http_client import Client, EndpointError, Service
+from rloo_cli.utils.errors import ConfigError
 
 __all__ = ["serve"]  # a fixture
 OK = (200, {"right": True})
@@ -50,7 +50,7 @@ def test_tries_end_and_the_last_answer_is_said(serve: Any) -> None:
     (error,) = ask(stub.url)
     assert isinstance(error, EndpointError) and not error.final
     assert "503" in str(error) and "5 tries" in str(error) and len(str(error)) < 300
-    assert len(stub.asked) == endpoint.TRIES
+    assert len(stub.asked) == http_client.TRIES
 
 
 def test_a_service_that_says_when_is_asked_then_if_there_is_time(serve: Any) -> None:
@@ -68,8 +68,8 @@ def test_a_service_that_says_when_is_asked_then_if_there_is_time(serve: Any) -> 
     [("2", 2.0), ("-1", 0.0), ("soon", None), (None, None)],
 )
 def test_what_a_retry_after_means(after: str | None, seconds: float | None) -> None:
-    assert endpoint._seconds(after) == seconds
-    assert endpoint._seconds("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
+    assert http_client._seconds(after) == seconds
+    assert http_client._seconds("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
 
 
 def test_a_slow_request_is_repeated_while_there_is_time(serve: Any) -> None:
@@ -154,10 +154,10 @@ def test_a_key_that_is_not_there_is_missed_before_anything_is_asked(
 ) -> None:
     monkeypatch.delenv("MINE", raising=False)
     with pytest.raises(ConfigError, match=r"the environment has no MINE(.|\n)*export MINE="):
-        endpoint.check_key("eval.judge.api_key_env", "MINE")
+        http_client.check_key("eval.judge.api_key_env", "MINE")
     monkeypatch.setenv("MINE", "x")
-    endpoint.check_key("eval.judge.api_key_env", "MINE")
-    endpoint.check_key("eval.judge.api_key_env", None)
+    http_client.check_key("eval.judge.api_key_env", "MINE")
+    http_client.check_key("eval.judge.api_key_env", None)
 
 
 def test_waiting_ends_with_what_the_caller_raises_and_closes_the_request(serve: Any) -> None:
@@ -175,7 +175,7 @@ def test_waiting_ends_with_what_the_caller_raises_and_closes_the_request(serve: 
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        endpoint.wait_for(work(), poll)
+        http_client.wait_for(work(), poll)
     assert cancelled.is_set()
 
 
@@ -185,6 +185,6 @@ def test_waiting_gives_what_came_or_what_was_raised() -> None:
             raise value
         return value
 
-    assert endpoint.wait_for(work(3)) == 3
+    assert http_client.wait_for(work(3)) == 3
     with pytest.raises(ZeroDivisionError):
-        endpoint.wait_for(work(ZeroDivisionError()))
+        http_client.wait_for(work(ZeroDivisionError()))

@@ -11,15 +11,17 @@ from cli_cases import strict
 from endpoint_cases import chats, in_turn, serve
 from loop_cases import checked, flat, make
 
-from rloo_cli import config, eval_rows, evaluator
-from rloo_cli.compose import compose
-from rloo_cli.errors import ConfigError, DataError, RewardError
-from rloo_cli.evaluate import evaluate
-from rloo_cli.files import read_json
-from rloo_cli.judges import asked
-from rloo_cli.judges import judge as judging
-from rloo_cli.judges.tally import tally
-from rloo_cli.tools import eval_subject
+from rloo_cli.config import check
+from rloo_cli.reporting import eval_rows
+from rloo_cli.evaluation import worker
+from rloo_cli.config.compose import compose
+from rloo_cli.utils.errors import ConfigError, DataError, RewardError
+from rloo_cli.evaluation.evaluate import evaluate
+from rloo_cli.utils.files import read_json
+from rloo_cli.evaluation.judges import llm
+from rloo_cli.evaluation.judges import judge as judging
+from rloo_cli.evaluation.judges.win_rate import tally
+from rloo_cli.cli import eval_target
 
 __all__ = ["serve"]  # a fixture
 SMALL = ["eval.max_samples=6"]
@@ -121,9 +123,9 @@ VERDICTS = {
 
 @pytest.mark.parametrize("said", VERDICTS)
 def test_an_answer_is_read_strictly(said: str) -> None:
-    keys = config.check(compose(["+recipe=smoke", *words("http://x")])).eval.judge
+    keys = check.check(compose(["+recipe=smoke", *words("http://x")])).eval.judge
     thought = said.rpartition("</think>")[2]
-    assert asked.read(thought, keys.pattern) == VERDICTS[said]  # type: ignore[union-attr]
+    assert llm.read(thought, keys.pattern) == VERDICTS[said]  # type: ignore[union-attr]
 
 
 def test_what_is_no_verdict_is_asked_for_again_then_left_out_and_counted(
@@ -189,7 +191,7 @@ def test_a_training_goes_on_without_its_judge_and_an_evaluation_does_not(
 
 
 def test_judging_moves_nothing_in_the_run(serve: Any, tmp_path: Path) -> None:
-    from rloo_cli import rng
+    from rloo_cli.utils import rng
 
     run = make(tmp_path, *words(serve(chats(shorter)).url))
     before, weights, state = rng.take(), flat(run), run.state.dump()
@@ -204,7 +206,7 @@ def test_judging_moves_nothing_in_the_run(serve: Any, tmp_path: Path) -> None:
 
 def rows_of(monkeypatch: pytest.MonkeyPatch, column: Any) -> None:
     """The tiny data with a column `told`."""
-    from rloo_cli.made import tiny
+    from rloo_cli.data.synthetic import tiny
 
     plain = tiny.rows
     monkeypatch.setattr(tiny, "rows", lambda split: [r | {"told": column} for r in plain(split)])
@@ -271,11 +273,11 @@ def test_a_rule_that_does_not_apply_leaves_the_pair_out(tmp_path: Path) -> None:
 def test_a_reward_model_reads_both_sides_alike_with_the_end_of_those_that_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rloo_cli.judges import scored
+    from rloo_cli.evaluation.judges import reward
 
     seen: list[Any] = []
-    plain = scored.score
-    monkeypatch.setattr(scored, "score", lambda r, g, c: (seen.extend(g), plain(r, g, c))[1])
+    plain = reward.score
+    monkeypatch.setattr(reward, "score", lambda r, g, c: (seen.extend(g), plain(r, g, c))[1])
     given = ["judge=reward_model", "eval.judge.reward.path=make:tiny_reward", *SMALL]
     row, pairs, run = judged(tmp_path, *given)
     assert row["judge/invalid"] == 0 and len(seen) == 6
@@ -296,10 +298,10 @@ def test_a_reward_model_reads_both_sides_alike_with_the_end_of_those_that_ended(
 def evaluated(tmp_path: Path, *given: str) -> Path:
     """The folder of an evaluation by the process of `rloo eval`, without the process."""
     settings = checked((), tuple(given))
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.dump(settings)))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(check.dump(settings)))
     about = {"source": "x", "run": None, "state": {}, "steps": 2, "prompts": 0}
     (tmp_path / "about.json").write_text(json.dumps(about))
-    evaluator.work(tmp_path)
+    worker.work(tmp_path)
     return tmp_path
 
 
@@ -338,7 +340,7 @@ def a_run(folder: Path) -> Path:
     """The folder of a finished run, as far as an evaluation looks at it."""
     place = folder / "runs" / "smoke"
     (place / "final").mkdir(parents=True)
-    (place / "config.yaml").write_text(yaml.safe_dump(config.dump(checked((), ()))))
+    (place / "config.yaml").write_text(yaml.safe_dump(check.dump(checked((), ()))))
     facts = {"progress": {"step": 2, "updates": 2}, "plan": {"max_steps": 2}, "prompts": 64}
     (place / "run.json").write_text(json.dumps(facts))
     for name in ("config.json", "tokenizer.json"):
@@ -352,21 +354,21 @@ def test_a_run_is_given_a_judge_and_keeps_its_own_config(
     monkeypatch.chdir(tmp_path)
     place = a_run(tmp_path)
     (tmp_path / "mine.py").write_text(RULE)
-    plain = eval_subject.of_run(str(place), [])
+    plain = eval_target.of_run(str(place), [])
     given = ["eval.judge.reward.path=mine.py:digits", "judge=rule"]  # in whatever order
-    subject = eval_subject.of_run(str(place), given)
+    subject = eval_target.of_run(str(place), given)
     judge: Any = subject.config.eval.judge
     assert judge.reward.path == "mine.py:digits" and judge.reward.on_error == "raise"
     assert subject.place != plain.place and plain.config.eval.judge is None
     assert subject.config.reward.model_dump() == plain.config.reward.model_dump()
     again = {"eval.judge.model": "m", "eval.judge.both_orders": "false"}
-    subject = eval_subject.of_run(str(place), ["judge=openai", *map("=".join, again.items())])
+    subject = eval_target.of_run(str(place), ["judge=openai", *map("=".join, again.items())])
     assert subject.config.eval.judge.both_orders is False  # type: ignore[union-attr]
-    assert eval_subject.of_run(str(place), ["judge=null"]).config.eval.judge is None
+    assert eval_target.of_run(str(place), ["judge=null"]).config.eval.judge is None
     wrong = {"judge=opnai": "judge=openai", "judge=rule": "eval.judge.reward.path has no value"}
     for word, said in wrong.items():
         with pytest.raises(ConfigError, match=said):
-            eval_subject.of_run(str(place), [word])
+            eval_target.of_run(str(place), [word])
 
 
 def test_a_training_compares_with_references_only(serve: Any, tmp_path: Path) -> None:
@@ -377,9 +379,9 @@ def test_a_training_compares_with_references_only(serve: Any, tmp_path: Path) ->
 
 def test_the_recipe_of_the_paper_runs_small_without_a_network(tmp_path: Path) -> None:
     given = ["+recipe=tldr_judge", "+debug=cpu", "distributed.threads=1", "eval.max_samples=4"]
-    run = config.check(compose(given))
+    run = check.check(compose(given))
     assert run.eval.judge is not None and run.eval.judge.type == "reward"  # type: ignore[attr-defined]
-    real = config.check(compose(["+recipe=tldr_judge", "eval.judge.model=m"]))
+    real = check.check(compose(["+recipe=tldr_judge", "eval.judge.model=m"]))
     judge: Any = real.eval.judge
     assert (judge.against, judge.both_orders, judge.temperature) == ("reference", True, 0.0)
     assert (real.eval.max_samples, real.generation.max_completion_length) == (1000, 200)
@@ -399,14 +401,14 @@ REFUSED = {
 @pytest.mark.parametrize("word", REFUSED)
 def test_a_key_that_is_wrong_is_named(word: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        config.check(compose(["+recipe=smoke", *words("http://x"), word]))
+        check.check(compose(["+recipe=smoke", *words("http://x"), word]))
     assert REFUSED[word] in str(refused.value)
 
 
 def test_rollout_servers_sample_no_second_model() -> None:
     given = [*words("http://x", "against=make:tiny"), "generation=vllm_server"]
     with pytest.raises(ConfigError, match="rollout servers hold one model"):
-        config.check(compose(["+recipe=smoke", *given]))
+        check.check(compose(["+recipe=smoke", *given]))
 
 
 def test_the_rewards_of_a_judge_are_checked_as_all_are() -> None:
@@ -417,7 +419,7 @@ def test_the_rewards_of_a_judge_are_checked_as_all_are() -> None:
     }.items():
         given = ["judge=rule", "eval.judge.reward.path=math:f", f"eval.judge.reward.{word}"]
         with pytest.raises(ConfigError) as refused:
-            config.check(compose(["+recipe=smoke", *given]))
+            check.check(compose(["+recipe=smoke", *given]))
         assert said in str(refused.value)
 
 

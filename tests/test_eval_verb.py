@@ -9,10 +9,10 @@ import pytest
 import yaml
 from cli_cases import Ended, Rloo, rloo, rloo_without_torch, strict, surroundings
 
-from rloo_cli import cli
-from rloo_cli.errors import ConfigError
-from rloo_cli.files import read_json
-from rloo_cli.tools import eval_subject
+from rloo_cli.cli import main
+from rloo_cli.utils.errors import ConfigError
+from rloo_cli.utils.files import read_json
+from rloo_cli.cli import eval_target
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 
@@ -180,7 +180,7 @@ def here(trained: Rloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 def source(word: str, *words: str) -> str:
-    return str(eval_subject.of_run(word, [*words]).about["source"])
+    return str(eval_target.of_run(word, [*words]).about["source"])
 
 
 def test_a_run_means_its_final_model_or_else_its_newest_whole_checkpoint(
@@ -215,27 +215,27 @@ def test_what_the_checkpoint_has_itself_is_not_looked_for_elsewhere(here: Path) 
     gone = {"path": "./gone", "tokenizer": "./gone", "ref_path": "./gone", "chat_template": "no"}
     values["model"] |= gone
     path.write_text(yaml.safe_dump(values))
-    model = eval_subject.of_run("runs/smoke", []).config.model
+    model = eval_target.of_run("runs/smoke", []).config.model
     assert (model.path, model.tokenizer, model.ref_path) == ("runs/smoke/final", None, None)
 
 
 def test_words_change_keys_as_they_do_elsewhere(here: Path) -> None:
     words = ["eval.sets.more={split: train, max_samples: 4}", "eval.sets.hard={max_samples: 2}"]
     words += ["generation.stop=[a,'b c']", "eval.temperature=0.5", "~eval.sets.sums"]
-    subject = eval_subject.of_run("runs/smoke", words)
+    subject = eval_target.of_run("runs/smoke", words)
     assert {n: s.max_samples for n, s in subject.config.held_out.items()} == {"hard": 2, "more": 4}
     assert subject.config.generation.stop == ["a", "b c"]
     assert subject.config.eval.temperature == 0.5
-    other = eval_subject.of_run("runs/smoke", words[:1])
+    other = eval_target.of_run("runs/smoke", words[:1])
     assert subject.place != other.place and subject.place.parent == Path("runs/smoke/eval")
-    assert eval_subject.of_run("runs/smoke", [*reversed(words)]).place == subject.place
+    assert eval_target.of_run("runs/smoke", [*reversed(words)]).place == subject.place
 
 
 def test_a_run_made_longer_says_of_its_final_model_which_step_it_is_of(here: Path) -> None:
     facts = read_json(here / "run.json")
     facts["progress"]["step"] = 5
     (here / "run.json").write_text(json.dumps(facts))
-    about = eval_subject.of_run("runs/smoke/final", []).about
+    about = eval_target.of_run("runs/smoke/final", []).about
     assert (about["state"]["step"], about["state"]["updates"]) == (3, 3)
 
 
@@ -257,7 +257,7 @@ WRONG = {
 @pytest.mark.parametrize("word", WRONG)
 def test_a_word_that_is_wrong_is_named(here: Path, word: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        eval_subject.of_run("runs/smoke", [word])
+        eval_target.of_run("runs/smoke", [word])
     for part in WRONG[word]:
         assert part in str(refused.value)
 
@@ -278,7 +278,7 @@ HOSTILE = {
 def test_a_config_that_is_none_is_refused(here: Path, text: str) -> None:
     (here / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=HOSTILE[text]):
-        eval_subject.of_run("runs/smoke", [])
+        eval_target.of_run("runs/smoke", [])
     assert not Path("pwned").exists()
 
 
@@ -303,10 +303,10 @@ def test_a_config_is_data_and_checked_like_any_other(
             values[section][leaf] = value
         path.write_text(yaml.safe_dump(values))
         if said is None:
-            assert eval_subject.of_run("runs/smoke", []).config.data.split == value
+            assert eval_target.of_run("runs/smoke", []).config.data.split == value
             continue
         with pytest.raises(ConfigError) as refused:
-            eval_subject.of_run("runs/smoke", [])
+            eval_target.of_run("runs/smoke", [])
         assert said in str(refused.value) and "s3cret" not in str(refused.value)
 
 
@@ -314,15 +314,15 @@ def test_a_state_that_is_none_is_refused(here: Path) -> None:
     (here / "run.json").write_text(json.dumps({"progress": "far"}))
     (here / "summary.json").unlink()
     with pytest.raises(ConfigError, match="at which step"):
-        eval_subject.of_run("runs/smoke/final", [])
+        eval_target.of_run("runs/smoke/final", [])
 
 
 def test_rewards_that_only_the_training_process_had_are_named(here: Path) -> None:
     path = here / "config.yaml"
     path.write_text(path.read_text().replace("mine.py:state", "python:state"))
     with pytest.raises(ConfigError, match=r"reward.state.path=file.py:state"):
-        eval_subject.of_run("runs/smoke", [])
-    eval_subject.of_run("runs/smoke", ["reward.state.path=mine.py:state"])
+        eval_target.of_run("runs/smoke", [])
+    eval_target.of_run("runs/smoke", ["reward.state.path=mine.py:state"])
 
 
 # Refusals cost nothing and leave nothing.
@@ -353,17 +353,17 @@ def test_what_is_missing_is_named_with_both_keys_and_with_a_run_that_is_there(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError) as none:
-        cli.dispatch(["eval", "+recipe=smoke", "data.eval_split=null"])
+        main.dispatch(["eval", "+recipe=smoke", "data.eval_split=null"])
     for key in ("data.eval_split", "eval.sets", "data.eval_split=train"):
         assert key in str(none.value)
     with pytest.raises(ConfigError, match="rloo eval smoke"):
-        cli.dispatch(["eval", "runs/smoek"])
+        main.dispatch(["eval", "runs/smoek"])
     shutil.copytree(here / "final", "model")
     with pytest.raises(ConfigError, match=r"rloo eval \+recipe=NAME model.path=model"):
-        cli.dispatch(["eval", "model"])
+        main.dispatch(["eval", "model"])
     Path("final").mkdir()
     with pytest.raises(ConfigError, match="not in the folder of a run"):
-        cli.dispatch(["eval", "final"])
+        main.dispatch(["eval", "final"])
 
 
 def test_a_refused_data_set_leaves_nothing_at_all(rloo: Rloo) -> None:

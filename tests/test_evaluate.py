@@ -9,12 +9,13 @@ import torch
 from loop_cases import ENDS, digits, flat, make
 from test_loop import timeless
 
-from rloo_cli import eval_rows, rng, stop
-from rloo_cli import train as loop
-from rloo_cli.errors import RewardError, Stopped
-from rloo_cli.evaluate import answers, evaluate
-from rloo_cli.policy.attention import native
-from rloo_cli.rewards import scoring
+from rloo_cli.reporting import eval_rows
+from rloo_cli.utils import rng, signals
+from rloo_cli.train import loop
+from rloo_cli.utils.errors import RewardError, Stopped
+from rloo_cli.evaluation.evaluate import answers, evaluate
+from rloo_cli.policy.shared_attention import native
+from rloo_cli.rewards.engine import scoring
 
 NONE = "data.eval_split=null"
 SETS = ("eval.sets.hard={split: test}", "eval.sets.seen={split: train, max_samples: 20}")
@@ -203,7 +204,7 @@ def test_a_signal_ends_an_evaluation_before_the_next_batch_is_sampled(tmp_path, 
 
     def heard(*arguments):
         wait(*arguments)
-        monkeypatch.setattr(stop, "_heard", [(15, 0.0)])  # when nobody waits for a reward any more
+        monkeypatch.setattr(signals, "_heard", [(15, 0.0)])  # when nobody waits for a reward any more
 
     run, asked, wait = make(tmp_path, "eval.batch_size=4"), [], scoring.finish
     first, run.generator.generate = run.generator.generate, generate
@@ -214,7 +215,7 @@ def test_a_signal_ends_an_evaluation_before_the_next_batch_is_sampled(tmp_path, 
 
 def test_a_signal_ends_an_evaluation_while_a_reward_is_waited_for(tmp_path, monkeypatch):
     def tell(completion_ids, **_):
-        monkeypatch.setattr(stop, "_heard", [(15, 0.0)])
+        monkeypatch.setattr(signals, "_heard", [(15, 0.0)])
         return [0.0] * len(completion_ids)
 
     run = make(tmp_path, rewards={"tell": tell})  # one batch: only the wait can notice

@@ -6,10 +6,11 @@ from math import comb
 
 import pytest
 
-from rloo_cli import eval_rows, held_out
-from rloo_cli.compose import compose
-from rloo_cli.config import check
-from rloo_cli.held_out import metrics, pass_at
+from rloo_cli.reporting import eval_rows
+from rloo_cli.evaluation import metrics as evaluation_metrics
+from rloo_cli.config.compose import compose
+from rloo_cli.config.check import check
+from rloo_cli.evaluation.metrics import metrics, pass_at
 
 
 def settings(*words):
@@ -83,7 +84,7 @@ def test_pass_at_k_is_exact_where_binomials_are_too_large_for_a_float():
     ],
 )
 def test_k_are_powers_of_two_and_all_where_none_are_asked_for(words, ks):
-    assert held_out.pass_ks(settings(*words)) == ks
+    assert evaluation_metrics.pass_ks(settings(*words)) == ks
 
 
 # Means

@@ -9,18 +9,19 @@ from loop_cases import ENDS, checked, make
 from rich.console import Console
 from test_evaluate import SETS, samples_of
 
-from rloo_cli import config, outcome
-from rloo_cli import train as loop
-from rloo_cli.compose import compose
-from rloo_cli.display import Display
-from rloo_cli.errors import ConfigError, DataError, RunError
-from rloo_cli.evaluate import evaluate
-from rloo_cli.panel import render
+from rloo_cli.config import check
+from rloo_cli.train import summary
+from rloo_cli.train import loop
+from rloo_cli.config.compose import compose
+from rloo_cli.reporting.display import Display
+from rloo_cli.utils.errors import ConfigError, DataError, RunError
+from rloo_cli.evaluation.evaluate import evaluate
+from rloo_cli.reporting.panel import render
 from rloo_cli.policy import load
 
 
 def held_out(*words):
-    return config.check(compose(["+recipe=smoke", *words])).held_out
+    return check.check(compose(["+recipe=smoke", *words])).held_out
 
 
 # What a set is.
@@ -71,10 +72,10 @@ def test_a_set_that_names_no_split_has_the_one_that_is_held_out(tmp_path):
 def test_what_is_read_back_from_a_run_has_the_same_sets(tmp_path):
     import yaml
 
-    run = config.check(compose(["+recipe=smoke", *SETS]))
+    run = check.check(compose(["+recipe=smoke", *SETS]))
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(config.dump(run)))
-    assert config.read(path).held_out == run.held_out
+    path.write_text(yaml.safe_dump(check.dump(run)))
+    assert check.read(path).held_out == run.held_out
 
 
 def test_debug_cpu_takes_every_set_from_its_own_data():
@@ -87,8 +88,8 @@ def test_debug_cpu_takes_every_set_from_its_own_data():
 
 
 def test_sets_do_not_make_a_run_another_experiment():
-    plain, more = (config.check(compose(["+recipe=smoke", *w])) for w in ([], SETS))
-    assert config.config_hash(plain) == config.config_hash(more)
+    plain, more = (check.check(compose(["+recipe=smoke", *w])) for w in ([], SETS))
+    assert check.config_hash(plain) == check.config_hash(more)
 
 
 REFUSED = {
@@ -112,7 +113,7 @@ REFUSED = {
 @pytest.mark.parametrize("word", REFUSED)
 def test_what_is_wrong_with_a_set_is_said_of_its_key(word):
     with pytest.raises(ConfigError) as refused:
-        config.check(compose(["+recipe=smoke", word]))
+        check.check(compose(["+recipe=smoke", word]))
     for part in REFUSED[word]:
         assert part in str(refused.value)
 
@@ -193,7 +194,7 @@ def test_sets_may_be_conversations_and_plain_text_side_by_side(tmp_path):
 
 def said(run, capsys):
     capsys.readouterr()
-    outcome.report(run)
+    summary.report(run)
     return capsys.readouterr().out
 
 
@@ -204,7 +205,7 @@ def test_the_end_compares_the_first_evaluation_with_the_last(tmp_path, capsys):
     rows = [r for r in run.log.rows if "eval_reward" in r]
     ends = {"before": rows[0]["eval_reward"], "after": rows[-1]["eval_reward"]}
     assert len(rows) == 4 and ends["before"] != ends["after"]
-    assert outcome.summary(run) == ends
+    assert summary.summary(run) == ends
     text = said(run, capsys)
     for part in ("held out", "before", "after", "reward ", "avg@2", "pass@2", "metrics.jsonl"):
         assert part in text
@@ -236,10 +237,10 @@ def test_the_end_shows_greedy_answers_whose_score_has_changed_first(tmp_path, ca
 def test_the_end_is_told_from_files_and_not_from_memory(tmp_path, capsys):
     run = make(tmp_path, ENDS, "checkpoint.every=0")
     loop.train(run)
-    expected = outcome.summary(run), said(run, capsys)
+    expected = summary.summary(run), said(run, capsys)
     run.log.rows = []
     run.log.restore({"pending": [], "counts": []})  # as a resumed run does
-    assert (outcome.summary(run), said(run, capsys)) == expected and expected[0]["before"]
+    assert (summary.summary(run), said(run, capsys)) == expected and expected[0]["before"]
 
 
 @pytest.mark.parametrize("words", [["data.eval_split=null"], ["eval.at_start=false"], [*SETS]])
@@ -248,7 +249,7 @@ def test_the_end_is_told_without_before_without_anything_and_for_several_sets(
 ):
     run = make(tmp_path, ENDS, "checkpoint.every=0", *words)
     loop.train(run)
-    ends, text = outcome.summary(run), said(run, capsys)
+    ends, text = summary.summary(run), said(run, capsys)
     assert "metrics.jsonl" in text
     if words == ["data.eval_split=null"]:
         assert ends == {"before": None, "after": None} and "held out" not in text
@@ -295,7 +296,7 @@ def test_the_panel_has_a_line_for_every_set():
 
 
 def test_explain_knows_sets_and_says_what_is_idle(capsys):
-    from rloo_cli.tools import config as tool
+    from rloo_cli.cli import config as tool
 
     for words, expected in (
         (["eval.sets.hard.path", *SETS], "make:tiny"),

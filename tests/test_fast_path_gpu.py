@@ -12,11 +12,11 @@ from policy_cases import fresh, rollout
 from test_head import case, error, full, gradients
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rloo_cli.packing import pack, whole
-from rloo_cli.policy import levels
-from rloo_cli.policy.attention import Cascade
+from rloo_cli.data.packing import pack, whole
+from rloo_cli.policy import layouts
+from rloo_cli.policy.shared_attention import Cascade
 from rloo_cli.policy.model import Policy
-from rloo_cli.rollout import Group
+from rloo_cli.data.batch import Group
 
 pytestmark = [
     pytest.mark.gpu,
@@ -156,22 +156,22 @@ def model(dtype=torch.bfloat16, size=64, layers=2, words=512):
 
 def test_a_tiny_qwen3_in_bfloat16_lands_on_shared_rows_and_the_fused_head():
     policy = Policy(fresh("qwen3").bfloat16().to(DEVICE), 1.0)
-    assert levels.settle(policy, "auto", 64) == levels.Level("shared", "fused", "")
+    assert layouts.settle(policy, "auto", 64) == layouts.Level("shared", "fused", "")
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_larger_heads_land_there_too(size):
     policy = Policy(model(size=size), 1.0)
-    assert levels.settle(policy, "auto", 1024) == levels.Level("shared", "fused", "")
+    assert layouts.settle(policy, "auto", 1024) == layouts.Level("shared", "fused", "")
 
 
 def test_float32_lands_on_shared_rows_without_a_flash_kernel():
     policy = Policy(model(torch.float32), 1.0)
-    assert levels.settle(policy, "auto", 1024) == levels.Level("shared", "fused", "")
+    assert layouts.settle(policy, "auto", 1024) == layouts.Level("shared", "fused", "")
 
 
 def test_heads_that_no_kernel_takes_land_on_packed_rows_and_say_so():
-    level = levels.settle(Policy(model(size=288), 1.0), "auto", 1024)
+    level = layouts.settle(Policy(model(size=288), 1.0), "auto", 1024)
     assert (level.layout, level.head) == ("packed", "fused")
     assert "not shared: " in level.why
 
@@ -179,7 +179,7 @@ def test_heads_that_no_kernel_takes_land_on_packed_rows_and_say_so():
 def phase(layout, dtype=torch.bfloat16, gc=False, name="two groups"):
     """Log-probabilities and the gradient of a weighted sum of them, by parameter."""
     policy = Policy(model(dtype), 0.7)
-    level = levels.settle(policy, layout, 1024)
+    level = layouts.settle(policy, layout, 1024)
     assert (level.layout, level.head) == (layout, "fused")
     if gc:
         policy.model.train().gradient_checkpointing_enable({"use_reentrant": False})
@@ -225,7 +225,7 @@ def test_the_fused_head_is_log_softmax_in_float64(dtype, keep, tile, n):
 def peak(layout):
     """The most bytes of a forward and a backward pass above what was there."""
     policy = Policy(model(layers=4, words=4096), 1.0)
-    levels.settle(policy, layout, 1024)
+    layouts.settle(policy, layout, 1024)
     ids = list(range(4, 260))
     each = [Group(i, {}, "", ids, [rollout(ids[:16]) for _ in range(8)]) for i in range(4)]
     micro = policy.pack(each, whole(each, range(len(each))))

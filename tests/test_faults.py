@@ -13,7 +13,7 @@ from cli_cases import Rloo, children, rloo
 from fork_cases import Forked, fork_server, forked
 from resume_cases import differing, left, temporaries
 
-from rloo_cli import manifest
+from rloo_cli.checkpoint import manifest
 
 __all__ = ["fork_server", "forked", "rloo"]  # fixtures
 

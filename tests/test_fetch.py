@@ -10,7 +10,7 @@ from cli_cases import Ended, Rloo, rloo, rloo_without_torch
 from hub_cases import Hub, Repositories, hub
 from policy_cases import fresh
 
-from rloo_cli.made import tiny
+from rloo_cli.data.synthetic import tiny
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 

@@ -24,10 +24,10 @@ from generation_cases import (
 )
 from transformers import cache_utils
 
-from rloo_cli import registry
-from rloo_cli.errors import NumbersError
-from rloo_cli.generation import plain, rows, sampling
-from rloo_cli.rollout import Group
+from rloo_cli.config import registry
+from rloo_cli.utils.errors import NumbersError
+from rloo_cli.generation.hf import plain_prefix, decode_batch, sampling
+from rloo_cli.data.batch import Group
 
 __all__ = ["PAD", "tokenizer"]  # asked for here by test_stopping
 
@@ -147,17 +147,17 @@ def test_a_cache_that_cannot_be_repeated_is_said_once(caplog):
     assert caplog.text.count("cannot be repeated") == 1
     both = cache_utils.DynamicCache()
     both.layers = [cache_utils.LinearAttentionAndFullAttentionLayer()]
-    assert not plain.selectable(both)  # it would repeat keys and values, not the other state
+    assert not plain_prefix.selectable(both)  # it would repeat keys and values, not the other state
 
 
 def test_batches_stay_under_batch_tokens_and_siblings_together():
-    made = [rows.Row(i, [5] * n, 0) for i, n in enumerate([1, 6, 3, 3])]
+    made = [decode_batch.Row(i, [5] * n, 0) for i, n in enumerate([1, 6, 3, 3])]
     for most, lengths in (
         (36, [[6, 3], [3, 1]]),
         (35, [[6], [3, 3], [1]]),
         (1, [[6], [3], [3], [1]]),
     ):
-        batches = rows.split(made, config(), most)
+        batches = decode_batch.split(made, config(), most)
         assert [[len(row.prompt) for row in batch] for batch in batches] == lengths
 
 
@@ -260,7 +260,7 @@ def test_repetition_penalty_is_generates_and_blind_to_padding(name, shared):
 
 def test_padding_is_not_penalised(model):
     # With 0 as padding, id 0 would be penalised in the shorter row, whose own prompt has no 0.
-    state = rows.State.of([rows.Row(0, [5, 6, 7], 0), rows.Row(1, [8], 0)], 2, "cpu")
+    state = decode_batch.State.of([decode_batch.Row(0, [5, 6, 7], 0), decode_batch.Row(1, [8], 0)], 2, "cpu")
     logits = torch.ones(2, WORDS)
     process = sampling.processors(config(repetition_penalty=2.0), {EOS}, 3, greedy=True)
     assert (process(state.seen[:, :3], logits)[1] < 1).nonzero().flatten().tolist() == [8]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rloo_cli.vllm import arguments
+from rloo_cli.generation.vllm import arguments
 
 ROOT = Path(__file__).parents[1]
 BENCH, SCRIPT = ROOT / "bench", ROOT / "bench" / "gpu_proof.py"

@@ -9,18 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from rloo_cli import config, machine, managed, ranks, worker
-from rloo_cli.compose import compose
+from rloo_cli.config import check
+from rloo_cli.launch import preflight, rollout_server_managed
+from rloo_cli.distributed import device_count
+from rloo_cli.train import worker
+from rloo_cli.config.compose import compose
 from rloo_cli.distributed import world
-from rloo_cli.errors import ConfigError, MachineError, OutOfMemory
-from rloo_cli.generation import COARSE, EXACT, EXACT_ON_GPU, HALF, rows, tolerance
+from rloo_cli.utils.errors import ConfigError, MachineError, OutOfMemory
+from rloo_cli.generation import COARSE, EXACT, EXACT_ON_GPU, HALF, tolerance
+from rloo_cli.generation.hf import decode_batch
 from rloo_cli.policy import memory
-from rloo_cli.schema import RunConfig
-from rloo_cli.tools import slurm_fill, sweep
-from rloo_cli.vllm import arguments, generator
-from rloo_cli.vllm.engine import Ask
-from rloo_cli.vllm.remote import Gate, HttpControl, OverHttp, grouped, meeting
-from rloo_cli.vllm.servers import Server
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.cli import slurm_template, sweep
+from rloo_cli.generation.vllm import arguments, generator
+from rloo_cli.generation.vllm.engine import Ask
+from rloo_cli.generation.vllm.http_engine import Gate, HttpControl, OverHttp, grouped, meeting
+from rloo_cli.generation.vllm.discovery import Server
 
 EIGHT = [f"GPU-{n}" for n in range(8)]
 SERVER, CHILD = "generation=vllm_server", "generation=vllm_colocate"
@@ -28,13 +32,13 @@ UNTRIED = "generation.allow_untested=true"
 
 
 def run_of(*words: str) -> RunConfig:
-    return config.check(compose(["+recipe=smoke", *words]))
+    return check.check(compose(["+recipe=smoke", *words]))
 
 
 @pytest.fixture
 def eight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight GPUs, as far as anybody asks."""
-    for module in (ranks, arguments, generator):
+    for module in (device_count, arguments, generator):
         monkeypatch.setattr(module, "gpus", lambda: EIGHT)
     monkeypatch.setattr(arguments, "installed", lambda: "0.32.0")
 
@@ -59,17 +63,17 @@ def test_a_server_of_the_runs_own_has_its_gpus_before_ranks_are_counted(
     eight: None, words: list[str], count: int
 ) -> None:
     run = run_of("train.prompts_per_step=8", *words)
-    assert ranks.here(run) == count
-    if ranks.server_gpus(run):
-        ours, theirs = managed.share(EIGHT, count, ranks.server_gpus(run))
+    assert device_count.here(run) == count
+    if device_count.server_gpus(run):
+        ours, theirs = rollout_server_managed.share(EIGHT, count, device_count.server_gpus(run))
         assert not {*ours.values()} & {*theirs.values()}
 
 
 def test_where_all_gpus_are_asked_for_the_advice_is_a_number_that_fits() -> None:
     with pytest.raises(MachineError) as refused:
-        managed.share(EIGHT, 8, 2)
+        rollout_server_managed.share(EIGHT, 8, 2)
     assert refused.value.problems[0].fix == "distributed.num_processes=6"
-    managed.share(EIGHT, 6, 2)
+    rollout_server_managed.share(EIGHT, 6, 2)
 
 
 def test_a_batch_job_asks_for_the_gpus_of_the_server_that_the_run_starts() -> None:
@@ -77,7 +81,7 @@ def test_a_batch_job_asks_for_the_gpus_of_the_server_that_the_run_starts() -> No
     spread = ("distributed=ddp", "distributed.num_processes=4", "train.prompts_per_step=8")
 
     def gpus(kind: str, *more: str) -> int | None:
-        return slurm_fill.Job(kind, run_of(*words, *more), "smoke", ()).gpus
+        return slurm_template.Job(kind, run_of(*words, *more), "smoke", ()).gpus
 
     assert gpus("train") == 3 and gpus("train", *spread) == 6
     assert gpus("train_and_serve", *spread) == 4  # the server has nodes of its own
@@ -97,9 +101,9 @@ def test_an_engine_beside_a_rank_sees_that_ranks_gpu_alone(eight: None) -> None:
 def test_the_words_of_older_slurms_are_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "exists", lambda path: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")
-    assert ranks.gpus() == []
+    assert device_count.gpus() == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert ranks.gpus() == ["0", "1"]
+    assert device_count.gpus() == ["0", "1"]
 
 
 def test_gpus_that_torch_does_not_see_stop_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +123,7 @@ def test_gpus_that_torch_does_not_see_stop_a_run(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_scripts_ask_each_step_for_the_nodes_gpus() -> None:
-    for path in sorted(Path(machine.paths.SLURM).glob("*.sbatch")):
+    for path in sorted(Path(preflight.paths.SLURM).glob("*.sbatch")):
         text = path.read_text().replace("\\\n", "")
         steps = [line for line in text.splitlines() if line.startswith("srun ")]
         assert steps and all(line.startswith('srun "${gpus[@]}" ') for line in steps), path
@@ -307,10 +311,10 @@ def test_a_batch_of_our_own_sampler_fits_a_quarter_of_the_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: there)
     keys: Any = run_of().generation
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    assert rows.places_that_fit(keys, model, gpu) == 2**30 // (2 * 4 * 2 * 64 * 2)
-    assert rows.places_that_fit(keys, model, cpu) is None
+    assert decode_batch.places_that_fit(keys, model, gpu) == 2**30 // (2 * 4 * 2 * 64 * 2)
+    assert decode_batch.places_that_fit(keys, model, cpu) is None
     few: Any = run_of("generation.transformers.batch_tokens=100").generation
-    assert rows.places_that_fit(few, model, gpu) == rows.places_that_fit(few, model, cpu) == 100
+    assert decode_batch.places_that_fit(few, model, gpu) == decode_batch.places_that_fit(few, model, cpu) == 100
 
 
 def test_nvidia_smi_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -319,5 +323,5 @@ def test_nvidia_smi_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert ranks.gpus() == ranks.gpus() == ["GPU-a", "GPU-b"]
+    assert device_count.gpus() == device_count.gpus() == ["GPU-a", "GPU-b"]
     assert log.read_text() == "x\n"

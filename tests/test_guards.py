@@ -9,9 +9,9 @@ import torch
 from loop_cases import ENDS, digits, flat, sampled, step, updated
 from loop_cases import alone as make
 
-from rloo_cli import guards
-from rloo_cli import train as loop
-from rloo_cli.errors import NumbersError, RunError
+from rloo_cli.train import guards
+from rloo_cli.train import loop
+from rloo_cli.utils.errors import NumbersError, RunError
 
 NAN = float("nan")
 

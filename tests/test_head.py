@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rloo_cli.policy import head
-from rloo_cli.policy.head import token_logp
+from rloo_cli.policy import fused_head
+from rloo_cli.policy.fused_head import token_logp
 
 N, V, H = 37, 300, 24
 ROOM = 2**40
@@ -74,9 +74,9 @@ class Seen(TorchDispatchMode):
 def plans(monkeypatch):
     """Every plan that a call makes from now on."""
     seen = []
-    apply = head.TokenLogp.apply
+    apply = fused_head.TokenLogp.apply
     monkeypatch.setattr(
-        head.TokenLogp, "apply", lambda *args: seen.append(args[-1]) or apply(*args)
+        fused_head.TokenLogp, "apply", lambda *args: seen.append(args[-1]) or apply(*args)
     )
     return seen
 
@@ -109,13 +109,13 @@ def test_scale_and_temperature_are_those_of_the_logits_without_bias_too(words):
 
 
 def test_odd_tiles_divide_neither_rows_nor_words():
-    assert head.shape(N, V, 1) == (1, 64)
+    assert fused_head.shape(N, V, 1) == (1, 64)
     for tile in (1000, 1500):
-        rows, words = head.shape(N, V, tile)
+        rows, words = fused_head.shape(N, V, tile)
         assert N % rows and V % words and rows * words <= tile
-    assert head.shape(0, V, 1000) == (1, V)
-    assert head.shape(10, 40, 2**20) == (10, 40)
-    assert head.shape(10**6, 151936, 2**25) == (5760, 5760)
+    assert fused_head.shape(0, V, 1000) == (1, V)
+    assert fused_head.shape(10, 40, 2**20) == (10, 40)
+    assert fused_head.shape(10**6, 151936, 2**25) == (5760, 5760)
 
 
 @keeping
@@ -137,7 +137,7 @@ def test_what_is_frozen_costs_no_product(frozen, products):
     logp, _ = token_logp(given[0], given[1], given[3], bias=given[2], tile=1000)
     with Seen() as seen:
         (logp * given[4]).sum().backward()
-    rows, words = head.shape(N, V, 1000)
+    rows, words = fused_head.shape(N, V, 1000)
     assert seen.calls["addmm"] == products * -(-N // rows) * -(-V // words)
     expected = full(*given)[2:]
     for index in range(3):
@@ -260,9 +260,9 @@ def test_a_target_outside_the_vocabulary_is_nan_and_spoils_no_other(outside):
 def test_what_is_compiled_says_what_is_done_in_place():
     z, lse = torch.randn(7, 64), torch.randn(7, 1)
     for entropy, keep in ((False, None), (True, torch.bfloat16), (False, torch.float32)):
-        one = head._fold(z, entropy, keep)
-        other = head._fold_in_place(z.clone(), entropy, keep)
+        one = fused_head._fold(z, entropy, keep)
+        other = fused_head._fold_in_place(z.clone(), entropy, keep)
         for a, b in zip(one, other, strict=True):
             assert (a is None and b is None) or torch.equal(a, b)
-    softmax = head._softmax(z, lse, torch.bfloat16)
-    assert torch.equal(softmax, head._softmax_in_place(z.clone(), lse, torch.bfloat16))
+    softmax = fused_head._softmax(z, lse, torch.bfloat16)
+    assert torch.equal(softmax, fused_head._softmax_in_place(z.clone(), lse, torch.bfloat16))

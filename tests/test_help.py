@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from rloo_cli import cli, compose, config, paths, verb_help
-from rloo_cli.errors import ConfigError
-from rloo_cli.tools import migrate
+from rloo_cli.cli import main, verb_help
+from rloo_cli.config import compose, check
+from rloo_cli.utils import paths
+from rloo_cli.utils.errors import ConfigError
+from rloo_cli.cli import migrate
 
-PACKAGE = Path(cli.__file__).parent
+PACKAGE = Path(main.__file__).parent
 # Where a verb reads its flags. Words that are other programs' are left out below.
 CODE = {
     "train": ["cli.py", "compose.py"],
@@ -45,9 +47,9 @@ def flags_in(name: str) -> set[str]:
     return {t for t in texts if isinstance(t, str) and FLAG.fullmatch(t)} - OF_OTHERS
 
 
-@pytest.mark.parametrize("verb", cli.VERBS)
+@pytest.mark.parametrize("verb", main.VERBS)
 def test_help_has_every_flag_that_the_verb_reads_and_two_examples(verb: str, capsys) -> None:
-    assert cli.dispatch([verb, "--help"]) == 0
+    assert main.dispatch([verb, "--help"]) == 0
     said = capsys.readouterr().out
     if verb == "migrate":  # which has help of its own
         assert said.strip() == str(migrate.__doc__).strip()
@@ -84,19 +86,19 @@ def test_every_example_of_help_is_read_as_it_stands(tmp_path: Path, monkeypatch,
             if verb == "sweep":
                 plain = plain[: next((i for i, w in enumerate(plain) if w[0] == "-"), None)]
             if verb == "plan":
-                assert cli.dispatch(["plan", *words]) == 0
+                assert main.dispatch(["plan", *words]) == 0
             elif verb in (*COMPOSE, "sweep"):
                 plain += ["generation=vllm_server"] * (verb == "vllm-serve")  # as the verb does
-                config.check(compose.compose(plain))
+                check.check(compose.compose(plain))
             elif verb == "migrate":
                 assert ">" in words
             elif verb in NOTHING_HERE and not words[0].startswith("+"):
                 with pytest.raises(ConfigError, match=NOTHING_HERE[verb]):
-                    cli.dispatch([verb, *words])
+                    main.dispatch([verb, *words])
             elif verb == "eval":
-                config.check(compose.compose(words))
+                check.check(compose.compose(words))
             else:
-                assert cli.dispatch([verb, *words]) == 0
+                assert main.dispatch([verb, *words]) == 0
     capsys.readouterr()
 
 

@@ -19,19 +19,19 @@ from prompt_cases import config as data_config
 from refusal_cases import MINE, SMOKE, Answer, Case, ask, is_clean, recipe, train
 from test_reward_code import function
 
-from rloo_cli import hub
-from rloo_cli.errors import ConfigError, DataError
-from rloo_cli.made import tiny
+from rloo_cli.config import hf_cache
+from rloo_cli.utils.errors import ConfigError, DataError
+from rloo_cli.data.synthetic import tiny
 from rloo_cli.policy import load
-from rloo_cli.prompts import prepare
-from rloo_cli.schema import ModelConfig
+from rloo_cli.data.prompts import prepare
+from rloo_cli.config.schema import ModelConfig
 
 YAML = Path(__file__).parent.parent / "conf/model/default.yaml"
 
 # Objects named in a config.
 
 TARGETS = ["os.system", "posix.system", "torch.load", "torch.hub.load", "subprocess.Popen"]
-TARGETS += ["builtins.exec", "hydra.utils.call", "rloo_cli.errors.os.system"]
+TARGETS += ["builtins.exec", "hydra.utils.call", "rloo_cli.utils.errors.os.system"]
 PLACES = ["model", "data", "generation", "algorithm", "distributed", "train", "eval", "logging"]
 PLACES += ["checkpoint", "debug", "reward.unique_chars", "reward.mine", "eval.sets.hard"]
 PLACES += ["train.optimizer_kwargs", "train.optimizer_kwargs.a.b", "train.lr_scheduler_kwargs"]
@@ -412,7 +412,7 @@ def test_what_takes_nothing_of_the_completions_is_not_called(
     "name", ["../x", "a/../b", "/etc", "a b", "", ".", "..", "a/b/c", "x" * 99]
 )
 def test_what_is_no_hub_name_is_not_looked_for(name: str) -> None:
-    assert not hub.is_name(name)
+    assert not hf_cache.is_name(name)
 
 
 def test_a_revision_cannot_climb_out_of_the_cache(tmp_path, monkeypatch) -> None:
@@ -422,9 +422,9 @@ def test_a_revision_cannot_climb_out_of_the_cache(tmp_path, monkeypatch) -> None
     (known / "refs").mkdir()
     (known / "refs" / "main").write_text("abc")
     (tmp_path / "config.json").write_text("{}")
-    assert hub.snapshot("org/name") == known / "snapshots" / "abc"
-    assert hub.snapshot("org/name", "abc") == known / "snapshots" / "abc"
+    assert hf_cache.snapshot("org/name") == known / "snapshots" / "abc"
+    assert hf_cache.snapshot("org/name", "abc") == known / "snapshots" / "abc"
     for revision in ("nope", "../../..", "../../../..", "/", str(tmp_path)):
-        assert hub.snapshot("org/name", revision) is None, revision
+        assert hf_cache.snapshot("org/name", revision) is None, revision
     shutil.rmtree(known)
-    assert hub.snapshot("org/name") is None
+    assert hf_cache.snapshot("org/name") is None

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from cli_cases import Rloo, rloo, rloo_without_torch
 
-from rloo_cli import complaints, config, paths, registry
-from rloo_cli.compose import compose
-from rloo_cli.schema import RunConfig
-from rloo_cli.tools.config import fields
+from rloo_cli.config import messages, check, registry
+from rloo_cli.utils import paths
+from rloo_cli.config.compose import compose
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.cli.config import fields
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 
@@ -199,13 +200,13 @@ GROUPS = {
 
 def built(words: list[str], code: Path) -> RunConfig:
     """Compose and check; a key left open (???) gets something of its kind."""
-    open_keys = [k for k, v in complaints.walk(compose(words).values) if v == "???"]
+    open_keys = [k for k, v in messages.walk(compose(words).values) if v == "???"]
     for key in open_keys:
         section, _, name = key.rpartition(".")
         a_path = {"model": "make:tiny", "data": "make:tiny", "reward.function": f"{code}:score"}
         value = a_path.get(section, "make:tiny_reward") if name == "path" else "word"
         words = [*words, f"{key}={value}"]
-    return config.check(compose(words))
+    return check.check(compose(words))
 
 
 @pytest.fixture
@@ -252,9 +253,9 @@ def test_what_the_registry_offers_has_yaml_a_line_of_documentation_and_a_test(ro
 def test_every_key_of_conf_is_in_the_schema_and_has_a_meaning() -> None:
     rewards = ",".join(registry.names("rewards"))
     composed = compose(["+recipe=smoke", f"reward=[{rewards}]", "algorithm.overlong_penalty=null"])
-    values = config.merged(composed.values)
-    known = complaints.known_keys(config.model_class(values))
-    leaves = {k for k, v in complaints.walk(values) if not isinstance(v, dict)}
+    values = check.merged(composed.values)
+    known = messages.known_keys(check.model_class(values))
+    leaves = {k for k, v in messages.walk(values) if not isinstance(v, dict)}
     assert leaves <= set(known)
     sections = {key.rpartition(".")[0] for key in known}
     for key, meaning in known.items():
@@ -264,8 +265,8 @@ def test_every_key_of_conf_is_in_the_schema_and_has_a_meaning() -> None:
 
 def test_every_key_has_its_value_in_yaml_not_in_the_schema() -> None:
     rewards = {name: {"type": name} for name in registry.names("rewards")}
-    values = config.merged(compose(["+recipe=smoke"]).values | {"reward": rewards})
-    for key, field in fields(config.model_class(values)).items():
+    values = check.merged(compose(["+recipe=smoke"]).values | {"reward": rewards})
+    for key, field in fields(check.model_class(values)).items():
         assert field.is_required(), f"{key} has a default in Python"
 
 

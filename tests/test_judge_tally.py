@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rloo_cli.judges.tally import at_equal_lengths, bounds, tally
+from rloo_cli.evaluation.judges.win_rate import at_equal_lengths, bounds, tally
 
 
 def test_invalid_pairs_are_counted_and_in_no_denominator() -> None:

@@ -10,9 +10,9 @@ import vllm_cases
 from loop_cases import make
 from vllm_cases import Real
 
-from rloo_cli import stop
-from rloo_cli.endpoint import Client, EndpointError, Service, wait_for
-from rloo_cli.evaluate import evaluate
+from rloo_cli.utils import signals
+from rloo_cli.rewards.common.http_client import Client, EndpointError, Service, wait_for
+from rloo_cli.evaluation.evaluate import evaluate
 
 pytestmark = vllm_cases.real
 # The server's context has room for 48 tokens, each a byte: short prompts and a short question.
@@ -79,7 +79,7 @@ def test_a_wrong_key_a_wrong_model_and_too_long_a_question_are_told_apart(
                 await client.post("/chat/completions", body)
 
         with pytest.raises(EndpointError) as refused:
-            wait_for(ask(), stop.check)
+            wait_for(ask(), signals.check)
         return refused.value
 
     body = {"model": name(server), "messages": [{"role": "user", "content": "x" * 99}]}

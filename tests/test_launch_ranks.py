@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from rank_cases import Launched, Launchers, gone, launchers
 
-from rloo_cli import meeting
-from rloo_cli.errors import GenerationError
-from rloo_cli.files import read_json, write_json
-from rloo_cli.surroundings import Place
+from rloo_cli.launch import nodes as launch_nodes
+from rloo_cli.utils.errors import GenerationError
+from rloo_cli.utils.files import read_json, write_json
+from rloo_cli.launch.topology import Place
 
 __all__ = ["launchers"]  # a fixture
 TWO = ("distributed=ddp", "distributed.num_processes=2")
@@ -187,23 +187,23 @@ PLACE = Place(by="Slurm", key="7.0.0", first=1, total=2, nodes=2, launchers=2)
 
 
 def test_whoever_waits_for_rank_0_gives_up_at_the_limit_and_says_for_what(tmp_path: Path) -> None:
-    with pytest.raises(GenerationError) as refused, meeting.following(tmp_path, "a", PLACE) as it:
+    with pytest.raises(GenerationError) as refused, launch_nodes.following(tmp_path, "a", PLACE) as it:
         it.wait(0.5)
     text = refused.value.render()
     assert "rank 0 did not begin in 0.5 s (this is the launcher of rank 1)" in text
-    assert str(meeting.go_file(tmp_path, "a", "7.0.0")) in text
+    assert str(launch_nodes.go_file(tmp_path, "a", "7.0.0")) in text
     assert [json.loads(p.read_text())["code"] for p in tmp_path.iterdir()] == [6]
 
 
 def test_the_word_of_a_start_that_was_killed_is_not_believed(tmp_path: Path) -> None:
     old = {"attempt": 1, "checkpoint": "", "code": 5, "answered": ["0123456789abcdef"]}
-    write_json(meeting.go_file(tmp_path, "a", "7.0.0"), old)
-    write_json(tmp_path / f"{meeting.go_file(tmp_path, 'a', '7.0.0').stem}-1.json",
+    write_json(launch_nodes.go_file(tmp_path, "a", "7.0.0"), old)
+    write_json(tmp_path / f"{launch_nodes.go_file(tmp_path, 'a', '7.0.0').stem}-1.json",
                {"nonce": "0123456789abcdef", "code": 7})  # fmt: skip
-    follower = meeting.Follower(tmp_path, "a", PLACE)
+    follower = launch_nodes.Follower(tmp_path, "a", PLACE)
     with pytest.raises(GenerationError):
         follower.wait(0.5)
-    leader = meeting.Leader(tmp_path, "a", Place(key="7.0.0", total=2, launchers=2))
+    leader = launch_nodes.Leader(tmp_path, "a", Place(key="7.0.0", total=2, launchers=2))
     assert leader.heard() is None
     leader.say(attempt=2, checkpoint="")
     assert not [*tmp_path.glob(".go-*-1.json")]  # its own word went with the old ones

@@ -8,10 +8,11 @@ import pytest
 from cli_cases import Rloo, rloo, rloo_without_torch
 from ledger_cases import edit, ended, lines, prompts, write
 
-from rloo_cli import cli, order
-from rloo_cli.errors import ConfigError, DataError
-from rloo_cli.ledger import FATES, NAME
-from rloo_cli.tools.ledger import audit
+from rloo_cli.cli import main
+from rloo_cli.data import order
+from rloo_cli.utils.errors import ConfigError, DataError
+from rloo_cli.reporting.prompt_ledger import FATES, NAME
+from rloo_cli.cli.ledger import audit
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 
@@ -41,7 +42,7 @@ def refused(folder):
 
 
 def test_what_a_right_ledger_adds_up_to_is_shown(run, capsys):
-    assert cli.dispatch(["ledger", str(run)]) == 0
+    assert main.dispatch(["ledger", str(run)]) == 0
     said = capsys.readouterr().out
     assert "8 rows = 6 prompts + 2 filtered as too long; 0 prompts cut" in said
     assert "steps 1 to 4, 3 updates" in said
@@ -56,7 +57,7 @@ def test_what_a_right_ledger_adds_up_to_is_shown(run, capsys):
 
 
 def test_as_json_it_is_plain_values(run, capsys):
-    assert cli.dispatch(["ledger", str(run), "--json"]) == 0
+    assert main.dispatch(["ledger", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["conserved"] is True and found["draws"] == 14 and found["fates"] == DRAWS
     assert found["steps"] == [1, 4] and found["places"] == [0, 14] and found["notes"] == []
@@ -76,7 +77,7 @@ def test_as_json_it_is_plain_values(run, capsys):
 def test_many_epochs_are_not_shown_beside_each_other(tmp_path, capsys):
     write(tmp_path, [["trained"] * 6] * 7)
     (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
-    assert cli.dispatch(["ledger", str(tmp_path)]) == 0
+    assert main.dispatch(["ledger", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "epoch 0" not in said and "conserved: 42 draws = trained 42" in said
 
@@ -84,7 +85,7 @@ def test_many_epochs_are_not_shown_beside_each_other(tmp_path, capsys):
 def test_a_run_before_its_first_step_has_nothing_to_conserve(tmp_path, capsys):
     write(tmp_path, [])
     (tmp_path / "run.json").write_text('{"state": "training"}')
-    assert cli.dispatch(["ledger", str(tmp_path)]) == 0
+    assert main.dispatch(["ledger", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "no step yet" in said and "conserved: 0 draws\n" in said
 
@@ -246,7 +247,7 @@ def test_a_run_that_goes_on_or_was_killed_is_not_compared_with_older_counts(run,
     facts = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps(facts | {"state": state}))
     (run / "metrics.jsonl").write_text('{"step": 2}\n')
-    assert cli.dispatch(["ledger", str(run)]) == 0
+    assert main.dispatch(["ledger", str(run)]) == 0
     said = capsys.readouterr().out
     assert "conserved: 14 draws" in said and "run.json was not compared" in said
 
@@ -271,7 +272,7 @@ def test_a_line_of_metrics_that_is_none_is_named(run):
 
 def said(*words):
     with pytest.raises(ConfigError) as caught:
-        cli.dispatch(["ledger", *words])
+        main.dispatch(["ledger", *words])
     assert caught.value.code == 2
     return caught.value.render()
 
@@ -279,7 +280,7 @@ def said(*words):
 def test_a_run_is_found_by_its_name_or_its_folder(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for word in ("mine", "runs/mine", "runs/mine/", str(run)):
-        assert cli.dispatch(["ledger", word]) == 0
+        assert main.dispatch(["ledger", word]) == 0
         assert "conserved: 14 draws" in capsys.readouterr().out
 
 
@@ -310,7 +311,7 @@ def test_the_command_needs_no_torch_and_exits_with_2_and_4(rloo_without_torch: R
 
 
 def test_every_fate_is_defined_once_in_the_ledgers_own_words():
-    import rloo_cli.ledger
+    import rloo_cli.reporting.prompt_ledger
 
     for fate in FATES:
         assert f"\n    {fate:<10} " in (rloo_cli.ledger.__doc__ or ""), fate

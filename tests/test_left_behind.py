@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from rank_cases import gone
 
-from rloo_cli import processes, rules, stop
+from rloo_cli.launch import processes
+from rloo_cli.config import rules
+from rloo_cli.utils import signals
 
 LEAVES = """
 import subprocess, sys
@@ -35,8 +37,8 @@ def test_a_child_that_left_our_group_by_setsid_ends_with_the_run(
 
 
 def test_a_forked_child_ends_by_the_signals_that_we_only_note() -> None:
-    before = {number: signal.getsignal(number) for number in stop.SIGNALS}
-    stop.listen()
+    before = {number: signal.getsignal(number) for number in signals.SIGNALS}
+    signals.listen()
     try:
         child = os.fork()
         if child == 0:  # as multiprocessing's pools do

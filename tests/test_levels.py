@@ -7,10 +7,10 @@ from family_cases import GROUPED, HEADS, OPT, PASSES, REFUSED, TWO, T
 from layout_cases import gradients, laid, made, settled, worst
 from policy_cases import SHORT, each_alone, fresh
 
-from rloo_cli.errors import ConfigError
-from rloo_cli.packing import LAYOUTS
-from rloo_cli.policy import attention, levels, load
-from rloo_cli.policy.attention import PLAN, NotShared
+from rloo_cli.utils.errors import ConfigError
+from rloo_cli.data.packing import LAYOUTS
+from rloo_cli.policy import shared_attention, layouts, load
+from rloo_cli.policy.shared_attention import PLAN, NotShared
 from rloo_cli.policy.model import Policy
 
 OWN = ["mistral", "mixtral", "phi3", "qwen2", "gemma2", "gemma3", "olmo3", "cohere2", "exaone4"]
@@ -35,7 +35,7 @@ def build(config, dropout=False, spread=0.3):
 def wrong_by(policy, layout):
     """Largest distance of a log-probability from the row alone."""
     chosen = made(((5, (4, 1, 2)), (2, (1, 3))))
-    with torch.no_grad(), attention.native(policy.model):
+    with torch.no_grad(), shared_attention.native(policy.model):
         policy.model.eval()
         truth = each_alone(policy.model, chosen, policy.temperature)[0]
     found = policy.frozen_logp(laid(chosen, layout)).logp.double()
@@ -43,14 +43,14 @@ def wrong_by(policy, layout):
 
 
 def without_static(monkeypatch):
-    monkeypatch.setattr(levels, "why_not_shared", lambda *_: None)
+    monkeypatch.setattr(layouts, "why_not_shared", lambda *_: None)
 
 
 def without_comparison(monkeypatch):
     def counted(self, layout):
         self.sums(layout)
 
-    monkeypatch.setattr(levels.Probe, "differs", counted)
+    monkeypatch.setattr(layouts.Probe, "differs", counted)
 
 
 def test_every_family_that_can_be_read_is_here():
@@ -63,7 +63,7 @@ def test_a_family_lands_on_its_level_and_is_right_there(name):
     config, layout = FOUND[name]
     policy, line = settled(build(config()))
     assert policy.layout == layout and line.startswith(layout)
-    assert attention.installed(policy.model) is (layout == "shared") and policy.model.training
+    assert shared_attention.installed(policy.model) is (layout == "shared") and policy.model.training
     assert wrong_by(policy, layout) <= 5e-4
 
 
@@ -82,12 +82,12 @@ def test_without_the_static_gate_the_attention_itself_refuses_what_it_cannot_do(
 
 def test_without_the_attentions_own_refusal_a_window_is_found_by_comparison(monkeypatch):
     without_static(monkeypatch)
-    inner = attention.attention
+    inner = shared_attention.attention
 
     def careless(*given, sliding_window=None, **named):
         return inner(*given, **named)
 
-    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, attention.NAME, careless)
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, shared_attention.NAME, careless)
     policy, line = settled(build(REFUSED["mistral"][0]()))
     assert policy.layout == "packed" and "not shared: log-probabilities are off by" in line
     without_comparison(monkeypatch)
@@ -163,13 +163,13 @@ def test_shared_rows_asked_for_in_vain_leave_the_model_its_own_attention(monkeyp
     if gate == "run":
         without_static(monkeypatch)
     model = build(REFUSED["gemma2"][0]())
-    before = [c._attn_implementation for c in attention._configs(model)]
+    before = [c._attn_implementation for c in shared_attention._configs(model)]
     with pytest.raises(ConfigError) as caught:
         settled(model, "shared")
     assert "train.layout=auto" in str(caught.value) and model.training
     assert ("a sliding window of 5" if gate == "read" else "NotShared") in str(caught.value)
-    assert not attention.installed(model)
-    assert [c._attn_implementation for c in attention._configs(model)] == before
+    assert not shared_attention.installed(model)
+    assert [c._attn_implementation for c in shared_attention._configs(model)] == before
     model(torch.tensor([[5, 6, 7]]))
 
 
@@ -177,7 +177,7 @@ def test_shared_rows_asked_for_in_vain_leave_the_model_its_own_attention(monkeyp
 def test_a_layout_that_is_asked_for_is_the_one_that_is_used(layout):
     policy, line = settled(build(PASSES["qwen3"]()), layout)
     assert policy.layout == layout and line == f"{layout}, head fused"
-    assert attention.installed(policy.model) is (layout == "shared")
+    assert shared_attention.installed(policy.model) is (layout == "shared")
 
 
 def test_a_model_that_takes_no_positions_is_not_packed():
@@ -218,7 +218,7 @@ def test_a_model_that_is_wrong_even_in_padded_rows_is_no_model_for_us():
     ],
 )
 def test_how_far_off_is_too_far(exact, usual, gaps, right):
-    probe = levels.Probe.__new__(levels.Probe)
+    probe = layouts.Probe.__new__(layouts.Probe)
     probe.truth, probe.exact, probe.usual = torch.full((2,), -50.0).double(), exact, usual
     probe.sums = lambda layout: probe.truth + torch.tensor(gaps).double()
     assert (probe.differs("shared") is None) is right
@@ -234,7 +234,7 @@ def test_half_precision_is_compared_by_what_padding_shows(name):
 
 
 def test_the_probe_has_unequal_completions_and_one_of_a_single_token():
-    groups = levels.probes(Policy(fresh(), 1.0))
+    groups = layouts.probes(Policy(fresh(), 1.0))
     lengths = [[len(r.completion_ids) for r in g.rollouts] for g in groups]
     assert [len(set(own)) for own in lengths] == [3, 3] and 1 in lengths[0]
     assert len({len(g.prompt_ids) for g in groups}) == 2

@@ -18,7 +18,7 @@ from loop_cases import (
 )
 from loop_cases import alone as make
 
-from rloo_cli import train as loop
+from rloo_cli.train import loop
 
 CUTS = [("4", "null"), ("8", "4"), ("16", "8"), ("8", "16")]
 KINDS = {

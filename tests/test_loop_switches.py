@@ -20,8 +20,8 @@ from loop_cases import (
     table,
 )
 
-from rloo_cli import train as loop
-from rloo_cli.errors import NumbersError
+from rloo_cli.train import loop
+from rloo_cli.utils.errors import NumbersError
 
 CLOSE = 5e-5  # an update read off weights of 1, twice rounded
 A = "algorithm."

@@ -19,14 +19,16 @@ from resume_cases import attempt, differing, left
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rloo_cli import checkpoint, config, evaluator, export
-from rloo_cli.errors import ConfigError
-from rloo_cli.files import write_json, write_text
-from rloo_cli.packing import whole
-from rloo_cli.policy import levels, load, lora
+from rloo_cli.checkpoint import save, export
+from rloo_cli.config import check
+from rloo_cli.evaluation import worker
+from rloo_cli.utils.errors import ConfigError
+from rloo_cli.utils.files import write_json, write_text
+from rloo_cli.data.packing import whole
+from rloo_cli.policy import layouts, load, lora
 from rloo_cli.policy.model import Policy
-from rloo_cli.tools import eval_subject
-from rloo_cli.train import train
+from rloo_cli.cli import eval_target
+from rloo_cli.train.loop import train
 
 IDS = torch.arange(5, 25)[None]
 KINDS: dict[str, dict[str, Any]] = {
@@ -75,7 +77,7 @@ def test_only_the_adapter_gets_a_gradient(again: bool) -> None:
     if again:
         load.recompute(model)
     policy = Policy(model, 1.0)
-    levels.settle(policy, "auto", 64)
+    layouts.settle(policy, "auto", 64)
     assert policy.layout == "shared" and policy.scorer.fused
     micro = policy.pack(chosen, whole(chosen, range(len(chosen))))
     policy.logp(micro).logp.sum().backward()
@@ -113,7 +115,7 @@ def test_adapters_over_a_base_of_half_precision_are_float32_and_learn(
     assert {p.dtype for p in learns} == {torch.float32}
     assert next(model.parameters()).dtype is torch.bfloat16
     policy = Policy(model, 1.0)
-    levels.settle(policy, "auto", 64)
+    layouts.settle(policy, "auto", 64)
     policy.logp(policy.pack(chosen, whole(chosen, range(3)))).logp.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in learns)
 
@@ -136,10 +138,10 @@ def test_an_adapter_multiplies_in_the_dtype_of_the_layers_beside_it() -> None:
 @pytest.mark.parametrize("name", ["the output embedding", "a layer trained whole"])
 def test_an_output_embedding_that_learns_is_computed_by_the_model_itself(name: str) -> None:
     policy, chosen = Policy(adapted(**KINDS[name]), 0.7), groups()
-    level = levels.settle(policy, "auto", 64)
+    level = layouts.settle(policy, "auto", 64)
     assert (level.layout, level.head) == ("shared", "model")
     found = policy.logp(policy.pack(chosen, whole(chosen, range(3)))).logp
-    with levels.attention.native(policy.model):
+    with layouts.attention.native(policy.model):
         expected = policy_cases.each_alone(policy.model, chosen, 0.7)[0]
     assert torch.allclose(found.double(), expected, atol=1e-4)
 
@@ -220,7 +222,7 @@ def test_training_moves_the_adapter_and_neither_base_nor_reference(
     micro = run.policy.pack(batch.groups, whole(batch.groups, range(len(batch.groups))))
     told = run.reference.frozen_logp(micro).logp
     plain = Policy(load.model(run.config.model, run.config.model.path, run.world.device), 1.0)
-    levels.follow(plain, run.policy)
+    layouts.follow(plain, run.policy)
     assert torch.equal(plain.frozen_logp(micro).logp, told)
     updated(run, batch)
     for _ in range(3):
@@ -257,7 +259,7 @@ def test_checkpoints_hold_the_adapter_alone_and_the_end_both(tmp_path: Path) -> 
     run = make(tmp_path, "lora=default", *WORDS, "max_steps=1", "checkpoint.every=1", noise=0.0)
     train(run)
     run.saved = (0, -1)
-    saved = checkpoint.save(run, must=True)
+    saved = save.save(run, must=True)
     assert saved is not None
     assert {p.name for p in saved.iterdir() if p.suffix != ".jinja"} == {
         lora.CONFIG, lora.WEIGHTS, "MANIFEST.json", "tokenizer.json", "tokenizer_config.json",
@@ -269,7 +271,7 @@ def test_checkpoints_hold_the_adapter_alone_and_the_end_both(tmp_path: Path) -> 
     final = export.save_final(run.policy.model, run.tokenizer, run.folder)
     found = AutoModelForCausalLM.from_pretrained(final)
     run.policy.model.eval()
-    with levels.attention.native(run.policy.model):
+    with layouts.attention.native(run.policy.model):
         expected = run.policy.model(IDS).logits
     assert torch.allclose(found(IDS).logits, expected, atol=1e-5)
     assert (final / "adapter" / lora.WEIGHTS).read_bytes() == (saved / lora.WEIGHTS).read_bytes()
@@ -282,13 +284,13 @@ def test_a_checkpoint_and_the_end_are_evaluated_as_they_were_in_the_run(tmp_path
     logged = {r["step"]: r for r in strict(run / "metrics.jsonl") if "eval_reward" in r}
     models = []
     for name, number in (("checkpoint-1", 1), ("final", 2)):
-        subject = eval_subject.of_run(str(run / name), [])
+        subject = eval_target.of_run(str(run / name), [])
         models.append((subject.config.model.path, subject.config.model.lora is not None))
         place = tmp_path / name
         place.mkdir()
-        write_text(place / "config.yaml", yaml.safe_dump(config.dump(subject.config)))
+        write_text(place / "config.yaml", yaml.safe_dump(check.dump(subject.config)))
         write_json(place / "about.json", subject.about)
         with mock.patch.dict(os.environ, RLOO_CACHE=cache()):
-            found = evaluator.work(place)
+            found = worker.work(place)
         assert found["eval_reward"] == pytest.approx(logged[number]["eval_reward"], rel=1e-6)
     assert models == [("make:tiny", True), (str(run / "final"), False)]

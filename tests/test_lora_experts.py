@@ -11,11 +11,11 @@ from lora_cases import CPU, frozen, keys, move, same
 from policy_cases import SIZE
 from test_loading import config
 
-from rloo_cli import export
-from rloo_cli.errors import ConfigError
-from rloo_cli.made import tiny
-from rloo_cli.policy import attention, load, lora
-from rloo_cli.train import train
+from rloo_cli.checkpoint import export
+from rloo_cli.utils.errors import ConfigError
+from rloo_cli.data.synthetic import tiny
+from rloo_cli.policy import shared_attention, load, lora
+from rloo_cli.train.loop import train
 
 IDS = torch.arange(5, 25)[None]
 T = transformers
@@ -99,7 +99,7 @@ def test_a_run_that_adapts_experts_ends_with_a_final_model_that_computes_the_sam
     run = make(tmp_path, *words, noise=0.0)
     assert "the adapter is in experts.down_proj, experts.gate_up_proj" in capsys.readouterr().out
     train(run)
-    with attention.native(run.policy.model):
+    with shared_attention.native(run.policy.model):
         expected = says(run.policy.model)
     folder = export.save_final(run.policy.model, run.tokenizer, run.folder)
     final = load.model(config(folder), str(folder), CPU)

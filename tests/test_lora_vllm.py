@@ -11,12 +11,12 @@ from loop_cases import make
 from lora_cases import frozen, same
 from vllm_cases import Real
 
-from rloo_cli.errors import GenerationError
-from rloo_cli.packing import whole
-from rloo_cli.parts import Run
+from rloo_cli.utils.errors import GenerationError
+from rloo_cli.data.packing import whole
+from rloo_cli.run import Run
 from rloo_cli.policy import lora
-from rloo_cli.train import train
-from rloo_cli.vllm import asking, gloo
+from rloo_cli.train.loop import train
+from rloo_cli.generation.vllm import sampling_params, transfer_gloo
 
 pytestmark = pytest.mark.vllm
 STEPS = 20
@@ -47,7 +47,7 @@ def run(adapting: Real, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 def base_says(run: Run, adapting: Real) -> list[Any]:
     """Tokens and log-probabilities of the engine's base: requests that name no adapter."""
     engine, rule = run.generator.engine, run.generator.rule  # type: ignore[attr-defined]
-    params = asking.plain(run.config.generation, rule.ids, 7, 12)
+    params = sampling_params.plain(run.config.generation, rule.ids, 7, 12)
     said = []
     for prompt in vllm_cases.PROMPTS:
         body = {"token_ids": prompt, "sampling_params": params}
@@ -61,9 +61,9 @@ def test_only_the_adapter_crosses_and_neither_base_changes_over_twenty_syncs(
     run: Run, adapting: Real, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crossed: list[int] = []
-    broadcast = gloo.broadcast
+    broadcast = transfer_gloo.broadcast
     monkeypatch.setattr(
-        gloo, "broadcast", lambda group, b: (crossed.append(b.nbytes), broadcast(group, b))
+        transfer_gloo, "broadcast", lambda group, b: (crossed.append(b.nbytes), broadcast(group, b))
     )
     model = run.policy.model
     own = sum(tensor.nbytes for tensor in lora.named(model).values())

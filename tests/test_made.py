@@ -8,11 +8,11 @@ import pytest
 import torch
 import transformers
 
-from rloo_cli import made
-from rloo_cli.errors import MachineError
-from rloo_cli.made import addition, keep, tiny, tldr
+from rloo_cli.config import synthetic
+from rloo_cli.utils.errors import MachineError
+from rloo_cli.data.synthetic import addition, cache as synthetic_cache, tiny, tldr
 
-MODELS = sorted(made.MODELS)
+MODELS = sorted(synthetic.MODELS)
 
 
 @pytest.fixture
@@ -73,16 +73,16 @@ def test_any_text_is_bytes_and_comes_back():
 
 
 def test_tiny_prompts_held_out_are_others():
-    train, test = ({row["prompt"] for row in made.rows("make:tiny", s)} for s in ("train", "test"))
+    train, test = ({row["prompt"] for row in synthetic.rows("make:tiny", s)} for s in ("train", "test"))
     assert len(train) == 64 and len(test) == 16 and not train & test
     for plain, chat in zip(tiny.rows("test"), tiny.chat_rows("test"), strict=True):
         assert chat["prompt"] == [{"role": "user", "content": plain["prompt"]}]
 
 
-@pytest.mark.parametrize("name", sorted(made.DATA))
+@pytest.mark.parametrize("name", sorted(synthetic.DATA))
 def test_data_has_no_other_split(name):
     with pytest.raises(KeyError):
-        made.rows(f"make:{name}", "tset")
+        synthetic.rows(f"make:{name}", "tset")
 
 
 def loaded(folder):
@@ -93,7 +93,7 @@ def loaded(folder):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_made_model_and_its_tokenizer_go_together(name, cache):
-    model, tokens = loaded(made.folder(f"make:{name}"))
+    model, tokens = loaded(synthetic.folder(f"make:{name}"))
     assert model.get_input_embeddings().weight.shape[0] == len(tokens)
     assert model.config.eos_token_id == tokens.eos_token_id == 1
     assert model.config.pad_token_id == tokens.pad_token_id == 0
@@ -102,18 +102,18 @@ def test_a_made_model_and_its_tokenizer_go_together(name, cache):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_made_once(name, cache, monkeypatch):
-    first = made.folder(f"make:{name}")
+    first = synthetic.folder(f"make:{name}")
     assert first.startswith(str(cache)) and os.path.basename(first) in os.listdir(cache)
-    monkeypatch.setattr(keep, "_make", None)
-    assert made.folder(f"make:{name}") == first
+    monkeypatch.setattr(synthetic_cache, "_make", None)
+    assert synthetic.folder(f"make:{name}") == first
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_made_alike_each_time(name, cache, monkeypatch):
-    first = loaded(made.folder(f"make:{name}"))[0].state_dict()
+    first = loaded(synthetic.folder(f"make:{name}"))[0].state_dict()
     monkeypatch.setenv("RLOO_CACHE", f"{cache}-again")
     torch.rand(3)
-    again = loaded(made.folder(f"make:{name}"))[0].state_dict()
+    again = loaded(synthetic.folder(f"make:{name}"))[0].state_dict()
     assert all(torch.equal(first[key], again[key]) for key in first)
 
 
@@ -123,16 +123,16 @@ def test_making_leaves_every_random_state_alone(name, cache):
     random.seed(5)
     np.random.seed(5)
     before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
-    made.folder(f"make:{name}")
+    synthetic.folder(f"make:{name}")
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), str(np.random.get_state())) == before[1:]
 
 
 def test_a_path_that_names_nothing_made_is_left_as_it_is(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    assert made.folder("org/model") == "org/model"
-    assert made.folder("/a/b") == "/a/b"
-    assert made.folder("~/b") == "/home/me/b"
+    assert synthetic.folder("org/model") == "org/model"
+    assert synthetic.folder("/a/b") == "/a/b"
+    assert synthetic.folder("~/b") == "/home/me/b"
 
 
 def put(text):
@@ -140,10 +140,10 @@ def put(text):
 
 
 def test_a_folder_that_is_kept_has_its_own_name_for_each_recipe(cache):
-    one, other = keep.kept("x", "a", put("1")), keep.kept("x", "b", put("2"))
+    one, other = synthetic_cache.kept("x", "a", put("1")), synthetic_cache.kept("x", "b", put("2"))
     assert one != other
     assert (one / "file").read_text() == "1" and (other / "file").read_text() == "2"
-    assert keep.kept("x", "a", put("3")) == one and (one / "file").read_text() == "1"
+    assert synthetic_cache.kept("x", "a", put("3")) == one and (one / "file").read_text() == "1"
 
 
 def test_a_half_made_folder_is_not_used(cache):
@@ -152,9 +152,9 @@ def test_a_half_made_folder_is_not_used(cache):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        keep.kept("x", "a", killed)
+        synthetic_cache.kept("x", "a", killed)
     assert not [name for name in os.listdir(cache) if not name.startswith(".")]
-    assert (keep.kept("x", "a", put("whole")) / "file").read_text() == "whole"
+    assert (synthetic_cache.kept("x", "a", put("whole")) / "file").read_text() == "whole"
     assert len(os.listdir(cache)) == 1  # what this process left half is gone
 
 
@@ -168,7 +168,7 @@ def test_who_is_quicker_is_believed(cache):
             put("quick")(other)
 
     done = []
-    assert (keep.kept("x", "a", slow) / "file").read_text() == "quick"
+    assert (synthetic_cache.kept("x", "a", slow) / "file").read_text() == "quick"
     assert len(os.listdir(cache)) == 1
 
 
@@ -178,17 +178,17 @@ def test_a_folder_that_cannot_get_its_name_is_an_error(cache, monkeypatch):
 
     monkeypatch.setattr("pathlib.Path.rename", refuse)
     with pytest.raises(MachineError, match="read-only"):
-        keep.kept("x", "a", put("1"))
+        synthetic_cache.kept("x", "a", put("1"))
     assert os.listdir(cache) == []
 
 
 def test_a_model_that_is_being_made_tells_how_far_it_has_come(cache, monkeypatch):
     monkeypatch.setattr(addition, "LONGEST", 20)
     heard = []
-    with keep.heard(heard.append):
+    with synthetic_cache.heard(heard.append):
         addition.model()
     assert [text.partition(", ")[2] for text in heard] == ["step 10", "step 20"]
     shares = [int(text.removeprefix("about ").partition("%")[0]) for text in heard]
     assert 0 <= shares[0] <= shares[1] <= 100
-    keep.tell("nobody listens now")
+    synthetic_cache.tell("nobody listens now")
     assert len(heard) == 2

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import vllm_cases
 
-from rloo_cli import config, managed, pids, server_file
-from rloo_cli.compose import compose
-from rloo_cli.errors import ConfigError, GenerationError, MachineError, Problem
+from rloo_cli.config import check
+from rloo_cli.launch import rollout_server_managed
+from rloo_cli.utils import pids
+from rloo_cli.generation.vllm import server_file
+from rloo_cli.config.compose import compose
+from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem
 
 HERE = server_file.Server(
     url="http://127.0.0.1:1", token="t" * 20, pid=1, group=1, pid_started=pids.started(1),
@@ -20,32 +23,32 @@ HERE = server_file.Server(
 
 
 def test_a_trainer_has_the_first_gpus_and_its_server_the_next() -> None:
-    ours, theirs = managed.share(["0", "1", "2", "3"], 2, 2)
+    ours, theirs = rollout_server_managed.share(["0", "1", "2", "3"], 2, 2)
     assert ours == {"CUDA_VISIBLE_DEVICES": "0,1"} and theirs == {"CUDA_VISIBLE_DEVICES": "2,3"}
-    assert managed.share([], 1, 8) == ({}, {})
+    assert rollout_server_managed.share([], 1, 8) == ({}, {})
 
 
 def test_a_server_and_a_trainer_on_one_gpu_are_refused_with_the_line_to_use() -> None:
     with pytest.raises(MachineError) as refused:
-        managed.share(["0"], 1, 1)
+        rollout_server_managed.share(["0"], 1, 1)
     problem = refused.value.problems[0]
     assert "there are 1" in problem.what and problem.fix == "generation=vllm_colocate"
 
 
 def test_a_server_that_runs_already_keeps_its_gpus() -> None:
-    assert managed.apart(["GPU-a", "GPU-b"], HERE) == {"CUDA_VISIBLE_DEVICES": "GPU-a"}
-    assert managed.apart([], HERE) == {}
+    assert rollout_server_managed.apart(["GPU-a", "GPU-b"], HERE) == {"CUDA_VISIBLE_DEVICES": "GPU-a"}
+    assert rollout_server_managed.apart([], HERE) == {}
     elsewhere = replace(HERE, host="another")
-    assert managed.apart(["GPU-b"], elsewhere) == {}
+    assert rollout_server_managed.apart(["GPU-b"], elsewhere) == {}
     with pytest.raises(ConfigError) as refused:
-        managed.apart(["GPU-b"], HERE)
+        rollout_server_managed.apart(["GPU-b"], HERE)
     assert "generation=vllm_colocate" in refused.value.problems[0].fix
 
 
 def test_a_server_that_somebody_started_is_used_and_left(tmp_path: Path) -> None:
     run, said = vllm_cases.config(base_url=None), []
     server_file.write(tmp_path, HERE)
-    with managed.server(tmp_path, run, said.append) as (look, env):
+    with rollout_server_managed.server(tmp_path, run, said.append) as (look, env):
         look()
         assert env == {}
     assert "http://127.0.0.1:1" in said[0]
@@ -54,7 +57,7 @@ def test_a_server_that_somebody_started_is_used_and_left(tmp_path: Path) -> None
 
 def test_without_a_server_backend_nothing_is_started(tmp_path: Path) -> None:
     run = vllm_cases.config("http://127.0.0.1:1")
-    with managed.server(tmp_path, run, pytest.fail) as (look, env):
+    with rollout_server_managed.server(tmp_path, run, pytest.fail) as (look, env):
         look()
         assert env == {}
     assert not [*tmp_path.iterdir()]
@@ -72,13 +75,13 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any) -> tupl
     """A Watched whose servers die at once, of `error`; what it said."""
     said: list[str] = []
     (tmp_path / "run.json").write_text("{}")
-    monkeypatch.setattr(managed.serving, "start", lambda *_: Dies(tmp_path / "log"))
-    monkeypatch.setattr(managed.serving, "stop", lambda *_: [])
-    monkeypatch.setattr(managed.serving, "ready", lambda *_: None)
-    monkeypatch.setattr(managed.serving, "why", lambda *_: error)
-    monkeypatch.setattr(managed.time, "monotonic", iter(range(0, 10**6, 100)).__next__)
+    monkeypatch.setattr(rollout_server_managed.serving, "start", lambda *_: Dies(tmp_path / "log"))
+    monkeypatch.setattr(rollout_server_managed.serving, "stop", lambda *_: [])
+    monkeypatch.setattr(rollout_server_managed.serving, "ready", lambda *_: None)
+    monkeypatch.setattr(rollout_server_managed.serving, "why", lambda *_: error)
+    monkeypatch.setattr(rollout_server_managed.time, "monotonic", iter(range(0, 10**6, 100)).__next__)
     run = vllm_cases.config(base_url=None)
-    return managed.Watched(tmp_path, run, {}, said.append), said
+    return rollout_server_managed.Watched(tmp_path, run, {}, said.append), said
 
 
 def test_restarts_are_counted_and_then_no_server_will_come(
@@ -110,8 +113,8 @@ def test_where_and_how_an_engine_runs_is_no_part_of_a_runs_name() -> None:
     plain = vllm_cases.config(base_url=None)
     moved = vllm_cases.config("http://b:1", max_in_flight=3, gpu_memory_utilization=0.5)
     other = vllm_cases.config(base_url=None, dtype="bfloat16")
-    assert config.config_hash(plain) == config.config_hash(moved)
-    assert config.config_hash(plain) != config.config_hash(other)
+    assert check.config_hash(plain) == check.config_hash(moved)
+    assert check.config_hash(plain) != check.config_hash(other)
 
 
 def test_debug_samples_without_vllm_unless_it_is_asked_for() -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from loop_cases import ENDS, make, sampled, step
 
-from rloo_cli import measures
+from rloo_cli.reporting import step_metrics
 from rloo_cli.algorithms import rloo
-from rloo_cli.clock import Clock
-from rloo_cli.rollout import Batch, Group, Rollout
-from rloo_cli.updates import Updates
+from rloo_cli.utils.timers import Clock
+from rloo_cli.data.batch import Batch, Group, Rollout
+from rloo_cli.reporting.update_metrics import Updates
 
 NAN = float("nan")
 LENGTHS = [[2, 4, 4, 6], [3, 3, 3, 3], [1, 8, 8, 8]]
@@ -53,7 +53,7 @@ def near(expected):
 
 
 def test_lengths_and_ends_of_completions():
-    row = measures.of_rollouts(batch())
+    row = step_metrics.of_rollouts(batch())
     assert row["completions/mean_length"] == near(53 / 12)
     assert (row["completions/min_length"], row["completions/max_length"]) == (1, 8)
     assert row["completions/mean_terminated_length"] == near(23 / 8)
@@ -66,7 +66,7 @@ def test_lengths_and_ends_of_completions():
 
 
 def test_scores_and_their_spread():
-    row = measures.of_rollouts(batch())
+    row = step_metrics.of_rollouts(batch())
     assert row["reward"] == near(33 / 9)
     assert row["reward_std"] == near(math.sqrt(8 / 3) / 2)  # of the two groups with n >= 2
     assert row["reward_std_batch"] == near(float(numbers([1, 3, 3, 5, 5, 5, 5, 5, 1]).std()))
@@ -77,14 +77,14 @@ def test_scores_and_their_spread():
     assert row["reward/first/none_frac"] == near(3 / 12)
     assert row["reward/second/none_frac"] == near(8 / 12)
     assert row["reward/first/time"] == 0.5 and row["groups/dropped"] == 0
-    assert measures.of_rollouts(batch(), std_over_step=True)["reward_std"] == near(
+    assert step_metrics.of_rollouts(batch(), std_over_step=True)["reward_std"] == near(
         row["reward_std_batch"]
     )
 
 
 def test_zero_spread_is_of_scores_and_not_of_rewards_after_kl():
     differing = numbers([[5.0, 5.1, 5.2, 5.3]] * 3)
-    row = measures.of_rollouts(batch(shaped=differing, reward=differing, advantage=differing))
+    row = step_metrics.of_rollouts(batch(shaped=differing, reward=differing, advantage=differing))
     assert row["frac_reward_zero_std"] == 0.5
 
 
@@ -98,7 +98,7 @@ def settled(beta=0.1, **changes):
 
 def test_reward_after_kl_is_score_minus_beta_kl_over_rows_that_have_an_advantage():
     found = settled()
-    row = measures.of_advantages(found, 0.1)
+    row = step_metrics.of_advantages(found, 0.1)
     assert row["objective/scores"] == near((11 + 20) / 8)  # the third's lone row has none
     assert row["objective/kl"] == near((10 + 6) / 8)
     assert row["objective/non_score_reward"] == near(-0.1 * 16 / 8)
@@ -107,14 +107,14 @@ def test_reward_after_kl_is_score_minus_beta_kl_over_rows_that_have_an_advantage
 
 
 def test_reward_after_kl_is_of_the_groups_that_were_trained_on():
-    row = measures.of_advantages(settled(active=[0]), 0.1)
+    row = step_metrics.of_advantages(settled(active=[0]), 0.1)
     assert row["objective/scores"] == near(11 / 4) and row["objective/kl"] == near(2.5)
     assert row["objective/rlhf_reward"] == near(11 / 4 - 0.25)
 
 
 def test_advantages_are_measured_over_the_rows_that_have_one():
     found = settled(beta=0.0)
-    row = measures.of_advantages(found, 0.0)
+    row = step_metrics.of_advantages(found, 0.0)
     value = [-7 / 3, 1 / 3, 1 / 3, 5 / 3, 0, 0, 0, 0]
     assert row["advantages/mean"] == pytest.approx(0, abs=1e-12)
     assert row["advantages/std"] == near(float(numbers(value).std()))
@@ -129,7 +129,7 @@ def test_what_has_no_data_is_absent():
     for group in found.groups:
         for rollout in group.rollouts:
             rollout.terminated = False
-    row = measures.of_rollouts(found) | measures.of_advantages(found, 0.1)
+    row = step_metrics.of_rollouts(found) | step_metrics.of_advantages(found, 0.1)
     row |= Updates().row()
     for name in ("reward", "reward_std", "frac_reward_zero_std", "reward/first/mean", "kl", "loss",
                  "completions/mean_terminated_length", "objective/scores", "advantages/mean",

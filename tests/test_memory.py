@@ -7,16 +7,16 @@ import torch
 from loop_cases import alone
 from policy_cases import fresh
 
-from rloo_cli import packing
-from rloo_cli.packing import pack, whole
-from rloo_cli.policy import levels, memory
+from rloo_cli.data import packing
+from rloo_cli.data.packing import pack, whole
+from rloo_cli.policy import layouts, memory
 from rloo_cli.policy.model import Policy
-from rloo_cli.schedule import rows_of
+from rloo_cli.data.bin_packing import rows_of
 
 
 def policy(name="qwen3", **changes):
     found = Policy(fresh(name, **changes).train(), 1.0)
-    levels.settle(found, "auto", 64)
+    layouts.settle(found, "auto", 64)
     return found
 
 
@@ -46,7 +46,7 @@ def test_more_layers_keep_more_and_weights_are_not_counted():
         for n in (2, 4)
     )
     assert 1.5 < four / two < 2.1
-    rows = levels.probes(policy())
+    rows = layouts.probes(policy())
     micro = pack(rows, whole(rows, [0, 1]), layout="shared")
     assert two * micro.input_ids.numel() > 4 * 32 * micro.input_ids.numel()
 

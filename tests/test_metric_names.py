@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rloo_cli import log, metric_names
+from rloo_cli.reporting import log, metric_names
 
 ROOT = Path(__file__).parents[1]
 # Modules that name metrics, each with the functions (or "" for all of it) where names stand.

@@ -204,7 +204,7 @@ def test_a_reward_the_script_imports_is_named(migrate):
 
 def test_no_torch_is_imported():
     code = (
-        "import sys; from rloo_cli.tools.migrate import run;"
+        "import sys; from rloo_cli.cli.migrate import run;"
         "run(['x.py', '--rloo_k', '2', '--kl_coef', '.1']);"
         "sys.exit('torch' in sys.modules)"
     )

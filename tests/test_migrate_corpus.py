@@ -8,9 +8,9 @@ import pytest
 import yaml
 from migrate_cases import checked, migrate
 
-from rloo_cli.compose import compose
-from rloo_cli.errors import ConfigError
-from rloo_cli.tools.migrate import run
+from rloo_cli.config.compose import compose
+from rloo_cli.utils.errors import ConfigError
+from rloo_cli.cli.migrate import run
 
 __all__ = ["migrate"]  # a fixture
 CORPUS = yaml.safe_load((Path(__file__).parent / "migrate_corpus.yaml").read_text())
@@ -128,7 +128,7 @@ def test_every_command_of_the_corpus_means_what_it_meant_or_is_refused(
 ):
     monkeypatch.chdir(tmp_path)
     compose()  # the shipped recipes are registered once, and not for each case
-    monkeypatch.setattr("rloo_cli.compose.register", lambda folders: None)
+    monkeypatch.setattr("rloo_cli.config.compose.register", lambda folders: None)
     assert len(CORPUS["cases"]) >= 120
     found = {case["is"]: wrong(case, capsys, tmp_path) for case in CORPUS["cases"]}
     assert len(found) == len(CORPUS["cases"])  # every name is another

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from migrate_cases import flags, migrate
 
-from rloo_cli.errors import ConfigError
-from rloo_cli.tools.migrate import run
+from rloo_cli.utils.errors import ConfigError
+from rloo_cli.cli.migrate import run
 
 __all__ = ["migrate"]  # a fixture
 

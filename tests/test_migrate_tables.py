@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rloo_cli import paths, registry
-from rloo_cli.tools import migrate, migrate_tables
-from rloo_cli.tools.migrate_recipe import TABLES, Recipe, ours, refusal, schema_field
+from rloo_cli.utils import paths
+from rloo_cli.config import registry
+from rloo_cli.cli import migrate
+from rloo_cli.cli.migrate import tables
+from rloo_cli.cli.migrate.recipe import TABLES, Recipe, ours, refusal, schema_field
 
 TOOLS = Path(migrate.__file__).parent
 SECTION = "algorithm checkpoint data distributed eval generation logging model train"
@@ -35,28 +37,28 @@ def keys_in_the_code() -> set[str]:
 
 def test_every_key_that_migrate_may_write_is_in_the_schema():
     found = keys_in_the_code()
-    theirs = {name for table in migrate_tables.FOREIGN_SAME.values() for name in table}
+    theirs = {name for table in tables.FOREIGN_SAME.values() for name in table}
     theirs |= {"algorithm.adv_estimator"}
     assert len(found) > 60
     assert [key for key in sorted(found - theirs) if not exists(key) and key not in TABLES] == []
 
 
 def test_keys_that_are_put_together_are_in_the_schema():
-    parts = {f"model.lora.{key}" for key in migrate_tables.LORA_NAMES.values()}
-    for defaults in (migrate_tables.LORA_TRL, migrate_tables.LORA_SWIFT, migrate_tables.LORA_PEFT):
+    parts = {f"model.lora.{key}" for key in tables.LORA_NAMES.values()}
+    for defaults in (tables.LORA_TRL, tables.LORA_SWIFT, tables.LORA_PEFT):
         parts |= {f"model.lora.{key}" for key in defaults}
-    parts |= {f"generation.colocate.{key}" for key in migrate_tables.COLOCATED.values()}
-    parts |= {ours_ for table in migrate_tables.FOREIGN_SAME.values() for ours_ in table.values()}
-    for _, _, _, defaults, _, _ in migrate_tables.TRL_VERSIONS.values():
+    parts |= {f"generation.colocate.{key}" for key in tables.COLOCATED.values()}
+    parts |= {ours_ for table in tables.FOREIGN_SAME.values() for ours_ in table.values()}
+    for _, _, _, defaults, _, _ in tables.TRL_VERSIONS.values():
         parts |= defaults.keys()
-    parts |= migrate_tables.SWIFT.keys()
-    parts |= {k for _, more in migrate_tables.SWIFT_ESTIMATORS.values() for k in more}
+    parts |= tables.SWIFT.keys()
+    parts |= {k for _, more in tables.SWIFT_ESTIMATORS.values() for k in more}
     assert [key for key in sorted(parts) if not exists(key)] == []
 
 
 def test_choices_of_the_tables_are_shipped():
     groups = paths.group_choices([])
-    for table in migrate_tables.FOREIGN_ESTIMATORS.values():
+    for table in tables.FOREIGN_ESTIMATORS.values():
         for text in table.values():
             for word in text.split():
                 group, _, choice = word.replace("algorithm.dialect", "algorithm/dialect").partition(
@@ -65,7 +67,7 @@ def test_choices_of_the_tables_are_shipped():
                 assert choice in groups[group], word
     assert {"default", "dora"} <= groups["lora"].keys()
     assert {"4bit", "8bit"} <= groups["quantization"].keys()
-    wanted = {*migrate_tables.SWIFT_REWARDS.values(), *migrate_tables.TRL_REWARDS.values()}
+    wanted = {*tables.SWIFT_REWARDS.values(), *tables.TRL_REWARDS.values()}
     assert wanted <= set(registry.names("rewards"))
 
 
@@ -76,7 +78,7 @@ def test_what_is_said_to_be_missing_is_missing():
             value = ours().get(key)
             recipe.put(key, value, "a default of ours")
     assert [text for text in recipe.later if "not in this version" in text] == []
-    for name in migrate_tables.DOES_NOTHING:
+    for name in tables.DOES_NOTHING:
         assert schema_field(f"train.{name}") is None and schema_field(f"data.{name}") is None
 
 
@@ -117,7 +119,7 @@ NAMES = {
 @pytest.mark.parametrize(("kind", "version"), [("rloo", "trl"), ("grpo", "grpo")])
 def test_the_newest_defaults_are_those_of_the_trl_that_is_pinned(kind, version):
     theirs = of_the_installed_trl(kind)
-    _, _, _, defaults, mode, correction = migrate_tables.TRL_VERSIONS[version]
+    _, _, _, defaults, mode, correction = tables.TRL_VERSIONS[version]
     for name, key in NAMES.items():
         if name in theirs:
             assert defaults[key] == ast.literal_eval(theirs[name]), name
@@ -129,7 +131,7 @@ def test_the_newest_defaults_are_those_of_the_trl_that_is_pinned(kind, version):
 
 def test_settings_that_tell_rloo_from_grpo_are_those_of_one_of_them():
     rloo, grpo = of_the_installed_trl("rloo").keys(), of_the_installed_trl("grpo").keys()
-    assert not migrate_tables.ONLY_GRPO & rloo
-    assert not migrate_tables.ONLY_RLOO & grpo
-    assert {"loss_type", "scale_rewards"} <= migrate_tables.ONLY_GRPO & grpo
-    assert {"normalize_advantages", "reward_clip_range"} <= migrate_tables.ONLY_RLOO & rloo
+    assert not tables.ONLY_GRPO & rloo
+    assert not tables.ONLY_RLOO & grpo
+    assert {"loss_type", "scale_rewards"} <= tables.ONLY_GRPO & grpo
+    assert {"normalize_advantages", "reward_clip_range"} <= tables.ONLY_RLOO & rloo

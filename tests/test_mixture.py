@@ -13,13 +13,14 @@ from loop_cases import checked, make
 from prompt_cases import tokenizer
 from resume_cases import attempt, differing, left
 
-from rloo_cli import config, order, splits
-from rloo_cli.compose import compose
-from rloo_cli.errors import ConfigError, DataError
-from rloo_cli.order import Source, at, quotas
-from rloo_cli.rewards.columns import check_splits
-from rloo_cli.tools.ledger import audit
-from rloo_cli.train import train
+from rloo_cli.config import check
+from rloo_cli.data import order, splits
+from rloo_cli.config.compose import compose
+from rloo_cli.utils.errors import ConfigError, DataError
+from rloo_cli.data.order import Source, at, quotas
+from rloo_cli.rewards.engine.columns import check_splits
+from rloo_cli.cli.ledger import audit
+from rloo_cli.train.loop import train
 
 NO_SET = "data.eval_split=null"
 
@@ -162,10 +163,10 @@ max_steps: 5
 
 def test_a_recipe_needs_no_null_path_and_debug_trains_on_what_is_made_here(tmp_path) -> None:
     (tmp_path / "my.yaml").write_text(MINE.replace("  streaming: true\n", ""))
-    mine = config.check(compose([f"+recipe={tmp_path}/my.yaml"])).data
+    mine = check.check(compose([f"+recipe={tmp_path}/my.yaml"])).data
     assert mine.path is None and [*mine.weights] == ["sums", "others"]
     (tmp_path / "my.yaml").write_text(MINE)
-    run = config.check(compose([f"+recipe={tmp_path}/my.yaml", "+debug=cpu"]))
+    run = check.check(compose([f"+recipe={tmp_path}/my.yaml", "+debug=cpu"]))
     data = run.data
     assert data.path == "make:tiny" and data.mixture is None and data.filter is None
     assert not data.streaming and run.held_out["sums"].path == "make:tiny"

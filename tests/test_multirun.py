@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from hydra.core.plugins import Plugins
 
-from rloo_cli import cli, config, launch, sweeps
-from rloo_cli.compose import compose
-from rloo_cli.errors import ConfigError, DataError, Problem
+from rloo_cli.cli import main, multirun as cli_multirun
+from rloo_cli.config import check
+from rloo_cli.launch import launcher
+from rloo_cli.config.compose import compose
+from rloo_cli.utils.errors import ConfigError, DataError, Problem
 
 # As Hydra itself has loaded it: not what an import of its module would give.
 Sweeper = Plugins.instance().class_name_to_class[
@@ -30,7 +32,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     results: list[float | None] = []
 
     def train(composed, multirun, dry_run):
-        run = config.check(launch.apart(composed))
+        run = check.check(launcher.apart(composed))
         names.append(str(run.name))
         if "beta-0.5" in names[-1]:
             raise DataError(Problem("no such rows"))
@@ -47,12 +49,12 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         results.extend(job.return_value for batch in found for job in batch)
         return found
 
-    monkeypatch.setattr(launch, "train", train)
+    monkeypatch.setattr(launcher, "train", train)
     monkeypatch.setattr(Sweeper, "sweep", kept)
 
     def run(*words: str) -> tuple[int, list[str], list[float | None]]:
         names.clear(), results.clear()
-        return cli.train([*words]), [*names], [*results]
+        return main.train([*words]), [*names], [*results]
 
     return run
 
@@ -74,7 +76,7 @@ def test_jobs_are_named_by_the_keys_that_the_command_line_sweeps_over(jobs) -> N
 
 def test_a_job_that_an_earlier_version_began_keeps_its_folder(jobs, tmp_path: Path) -> None:
     words = ("+recipe=smoke", "algorithm.beta=0.01")
-    earlier = str(launch.apart(compose([*words])).values["name"])
+    earlier = str(launcher.apart(compose([*words])).values["name"])
     assert re.fullmatch(r"smoke-[0-9a-f]{6}", earlier)
     (tmp_path / "runs" / earlier).mkdir(parents=True)
     _, names, _ = jobs("-m", "+recipe=smoke", "algorithm.beta=0.01,0.05")
@@ -108,8 +110,8 @@ def test_a_sweeper_that_gives_up_is_said_to_and_not_taken_for_a_wrong_config(
 
 
 def test_a_run_without_any_metric_has_no_value(tmp_path: Path) -> None:
-    run = config.check(compose(["+recipe=smoke", f"root={tmp_path}"]))
-    assert sweeps.objective(run) is None
-    named = config.check(compose(["+recipe=smoke", f"root={tmp_path}", "logging.objective=kl"]))
+    run = check.check(compose(["+recipe=smoke", f"root={tmp_path}"]))
+    assert cli_multirun.objective(run) is None
+    named = check.check(compose(["+recipe=smoke", f"root={tmp_path}", "logging.objective=kl"]))
     with pytest.raises(ConfigError, match="it has no lines"):
-        sweeps.objective(named)
+        cli_multirun.objective(named)

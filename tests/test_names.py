@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import rloo_cli
-from rloo_cli import complaints, config, names, registry
-from rloo_cli.tools.config import _all_keys, fields
-from rloo_cli.tools.migrate import SWIFT_REWARDS, TRL_REWARDS
-from rloo_cli.tools.migrate_recipe import ours
+from rloo_cli.config import messages, check, old_names, registry
+from rloo_cli.cli.config import _all_keys, fields
+from rloo_cli.cli.migrate import SWIFT_REWARDS, TRL_REWARDS
+from rloo_cli.cli.migrate.recipe import ours
 
 PACKAGE = Path(rloo_cli.__file__).parent
 # A dotted key in a sentence: not a part of a path, an address, a file's name or a call.
@@ -34,7 +34,7 @@ def _is_named(key: str, known: dict[str, str]) -> bool:
 
 
 def test_every_old_name_has_one_row():
-    listed = [name for row in names.ROWS for name in row.names]
+    listed = [name for row in old_names.ROWS for name in row.names]
     assert len(listed) == len(set(listed)) > 200
 
 
@@ -47,26 +47,26 @@ def known() -> dict[str, str]:
     for word in [*words, "judge=openai", "judge=reward_model", "judge=rule"]:
         found |= dict.fromkeys(fields(_all_keys([word])[1]), "")
     for name in registry.names("rewards"):
-        keys = complaints.known_keys(registry.config_class("rewards", name))
+        keys = messages.known_keys(registry.config_class("rewards", name))
         found |= {f"reward.<name>.{key}": "" for key in keys}
     return found | {"reward.<name>": ""}
 
 
 def test_every_row_of_the_table_leads_to_a_key_of_today_or_says_that_there_is_none(known):
-    assert {row.new for row in names.ROWS if row.new is not None} <= set(known)
-    for row in names.ROWS:
+    assert {row.new for row in old_names.ROWS if row.new is not None} <= set(known)
+    for row in old_names.ROWS:
         assert row.new or row.note, f"{row.names}: there is nothing for it, and no word on why"
         for key in _keys_in(f"{row.note} {row.fix}", known):
             assert _is_named(key, known), f"{row.names}: {key} is not a key"
 
 
 def test_no_answer_to_an_old_name_is_that_name_or_a_key_that_the_run_has_not(known):
-    plain = complaints.known_keys(config.model_class(_all_keys([])[0].values))
-    for row in names.ROWS:
+    plain = messages.known_keys(check.model_class(_all_keys([])[0].values))
+    for row in old_names.ROWS:
         section = (row.new or "train").rpartition(".")[0]
         for name in row.names:
             for key in {name, f"{section}.{name}".lstrip("."), f"train.{name}"} - set(plain):
-                said = complaints.unknown_key(key, plain)
+                said = messages.unknown_key(key, plain)
                 assert key not in said.fix.replace(f"leave {key} out", "").split(), said
                 if row.new is None:
                     assert "there is nothing for it in rloo yet" in said.why
@@ -100,11 +100,11 @@ def test_every_key_that_the_package_names_in_a_message_is_a_key(known):
     ],
 )
 def test_an_old_name_is_answered_with_todays(key, new):
-    assert names.old_name(key).new == new
+    assert old_names.old_name(key).new == new
 
 
 def test_a_name_of_nobodys_is_no_old_name():
-    assert names.old_name("algorithm.frobnicate") is None
+    assert old_names.old_name("algorithm.frobnicate") is None
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_name_of_nobodys_is_no_old_name():
 )
 def test_the_nearest_key_is_guessed(key, best):
     known = [*ours(), "tldr_1b", "tldr_6_9b"]
-    guesses = names.nearest(key, known)
+    guesses = old_names.nearest(key, known)
     assert guesses[:1] == ([best] if best else [])
     assert len(guesses) <= 3
 

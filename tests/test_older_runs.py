@@ -13,8 +13,8 @@ import pytest
 from cli_cases import Rloo, rloo
 from fork_cases import Forked, fork_server, forked
 
-from rloo_cli import complaints, config
-from rloo_cli.compose import compose
+from rloo_cli.config import messages, check
+from rloo_cli.config.compose import compose
 
 __all__ = ["fork_server", "forked", "rloo"]  # fixtures
 
@@ -43,21 +43,21 @@ def older(tmp_path: Path) -> Path:
 def test_a_recipe_keeps_the_name_and_hash_it_had(words: str, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "mine.py").write_text("def score(completions):\n    return []\n")
     monkeypatch.chdir(tmp_path)
-    run = config.check(compose(words.split()))
-    assert {"name": run.name, "hash": config.config_hash(run)} == RECIPES[words]
+    run = check.check(compose(words.split()))
+    assert {"name": run.name, "hash": check.config_hash(run)} == RECIPES[words]
 
 
 def test_the_config_of_an_older_run_is_read(older: Path) -> None:
     for folder in older.iterdir():
-        run = config.read(folder / "config.yaml")
-        assert config.config_hash(run) == json.loads((folder / "run.json").read_text())["hash"]
+        run = check.read(folder / "config.yaml")
+        assert check.config_hash(run) == json.loads((folder / "run.json").read_text())["hash"]
 
 
 def test_every_newer_key_says_what_means_as_before() -> None:
-    run = config.check(compose(STOPPED))
-    written = config.as_first_written(config.dump(run))
+    run = check.check(compose(STOPPED))
+    written = check.as_first_written(check.dump(run))
     older = json.loads((OLDER / "0.1" / "keys.json").read_text())
-    assert sorted(k for k, _ in complaints.walk(written)) == older
+    assert sorted(k for k, _ in messages.walk(written)) == older
 
 
 def test_a_stopped_run_goes_on(older: Path, forked: Forked) -> None:

@@ -6,7 +6,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as some
 
-from rloo_cli import order
+from rloo_cli.data import order
 
 
 @given(seed=some.integers(0, 2**40), epoch=some.integers(0, 99), n=some.integers(1, 300))
@@ -35,6 +35,6 @@ def test_the_order_in_this_version_is_the_order_in_every_version():
 
 
 def test_the_order_needs_no_torch():
-    code = "import sys; import rloo_cli.order; print(*({'torch', 'datasets'} & {*sys.modules}))"
+    code = "import sys; import rloo_cli.data.order; print(*({'torch', 'datasets'} & {*sys.modules}))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "\n"

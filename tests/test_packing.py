@@ -8,7 +8,7 @@ import torch
 from layout_cases import SEVERAL, gradients, laid, made, policy, worst
 from policy_cases import alone, fresh, groups, rollout
 
-from rloo_cli.packing import LAYOUTS, pack, unpack
+from rloo_cli.data.packing import LAYOUTS, pack, unpack
 
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 SOME = [(4, (0, 2)), (0, (1,)), (3, (0,))]  # in this order, and not all of each

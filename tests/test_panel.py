@@ -10,22 +10,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from rloo_cli.display import Display
-from rloo_cli.panel import (
-    BARS,
-    before_after,
-    clean,
-    duration,
-    last_message,
-    main,
-    number,
-    picture,
-    render,
-    sparkline,
-    split,
-    time_left,
-    wrapped,
-)
+from rloo_cli.reporting.display import Display
+from rloo_cli.reporting.panel import BARS, before_after, clean, duration, last_message, main, number, picture, render, sparkline, split, time_left, wrapped
 
 PLAN = {
     "name": "quickstart",
@@ -399,7 +385,7 @@ def test_a_conversation_is_shown_by_its_last_question():
 
 def test_a_start_says_what_took_long_and_how_far_it_has_come(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("rloo_cli.display.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("rloo_cli.reporting.display.time.monotonic", lambda: clock[0])
     file = io.StringIO()
     display = Display({}, "plain", file=file)
     display.phase("loading data")

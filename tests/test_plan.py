@@ -9,10 +9,11 @@ import yaml
 from cli_cases import Rloo, rloo, rloo_without_torch
 from plan_cases import SMALL, checked, lora
 
-from rloo_cli import cli, config
-from rloo_cli.errors import ConfigError, MachineError
+from rloo_cli.cli import main
+from rloo_cli.config import check
+from rloo_cli.utils.errors import ConfigError, MachineError
 from rloo_cli.planning import device, plan
-from rloo_cli.tools import plan as verb
+from rloo_cli.cli import plan as verb
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 GPU = "--gpu=80GiB"
@@ -201,7 +202,7 @@ def test_a_dry_run_without_a_gpu_plans_for_this_machine_where_the_run_fits(
 def test_a_dry_run_shows_what_a_run_reads() -> None:
     shown = yaml.safe_load(verb.text(checked()).rpartition("\n\n")[2])
     run = checked()
-    whole = config.dump(run)
+    whole = check.dump(run)
     assert {k: v for k, v in whole.items() if k not in shown} == {
         k: whole[k] for k in ("sft", "reward_model", "slurm")
     }
@@ -230,7 +231,7 @@ def test_this_machines_gpu_is_taken_where_there_is_one(
 
 
 def test_plan_is_a_verb_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.dispatch(["plan", "+recipe=smoke"]) == 0
+    assert main.dispatch(["plan", "+recipe=smoke"]) == 0
     assert "memory     " in capsys.readouterr().out
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cli_cases import Rloo, rloo
 
-from rloo_cli import footprint
+from rloo_cli.train import memory_check
 
 __all__ = ["rloo"]  # a fixture
 ROOT = Path(__file__).parents[1]
@@ -33,10 +33,10 @@ def test_a_run_says_what_it_took_and_what_was_predicted(rloo: Rloo) -> None:
 
 
 def test_what_a_process_holds_is_read_in_bytes() -> None:
-    before = footprint.begin()
+    before = memory_check.begin()
     block = bytearray(50_000_000)
-    assert footprint._status("VmHWM") - before >= 0.9 * len(block)
-    assert footprint._status("VmNothing") == 0.0
+    assert memory_check._status("VmHWM") - before >= 0.9 * len(block)
+    assert memory_check._status("VmNothing") == 0.0
 
 
 @pytest.mark.slow

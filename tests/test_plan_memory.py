@@ -5,14 +5,14 @@ from itertools import pairwise
 import pytest
 from plan_cases import COUNT, ENGINES, GIB, LAYER, SMALL, TABLE, case, large, lora
 
-from rloo_cli.planning import device, engine, facts, plan, training, working
+from rloo_cli.planning import device, vllm_memory, model_facts, plan, static_memory, peak_memory
 from rloo_cli.planning.case import Case
 
 HALF = ("model.dtype=bfloat16",)
 
 
 def test_a_small_model_is_counted_by_hand() -> None:
-    found = facts.read(SMALL, "small", "here")
+    found = model_facts.read(SMALL, "small", "here")
     assert found.total == COUNT == 251_328
     assert (found.embedding, found.head, found.layer, found.final) == (TABLE, TABLE, LAYER, 64)
 
@@ -28,7 +28,7 @@ STATES = {  # engine -> bytes a number of weights, gradients, masters and moment
 @pytest.mark.parametrize("name", ENGINES)
 def test_states_are_the_engines_share_of_weights_gradients_and_optimizer(name: str) -> None:
     ranks = 1 if name == "single" else 4
-    held = training.states(case(*HALF, f"distributed={name}", ranks=ranks))
+    held = static_memory.states(case(*HALF, f"distributed={name}", ranks=ranks))
     found = held.weights, held.gradients, held.optimizer
     assert found == pytest.approx([each * COUNT for each in STATES[name]])
     assert held.reference == pytest.approx(2 * COUNT / (4 if name in ("zero3", "fsdp2") else 1))
@@ -38,24 +38,24 @@ def test_states_are_the_engines_share_of_weights_gradients_and_optimizer(name: s
 
 
 def test_float32_weights_are_their_own_masters() -> None:
-    held = training.states(case("model.dtype=float32"))
+    held = static_memory.states(case("model.dtype=float32"))
     assert (held.weights, held.gradients, held.optimizer) == (4 * COUNT, 4 * COUNT, 8 * COUNT)
 
 
 def test_without_masters_gradients_and_weights_are_of_half_precision() -> None:
-    held = training.states(case(*HALF, "distributed.master_weights=none"))
+    held = static_memory.states(case(*HALF, "distributed.master_weights=none"))
     assert (held.weights, held.gradients, held.optimizer) == (2 * COUNT, 2 * COUNT, 8 * COUNT)
 
 
 def test_plain_sgd_has_no_moments() -> None:
-    held = training.states(case(*HALF, "train.optimizer=torch.optim:SGD"))
+    held = static_memory.states(case(*HALF, "train.optimizer=torch.optim:SGD"))
     assert held.optimizer == 4 * COUNT
 
 
 @pytest.mark.parametrize(("offload", "weights"), [("optimizer", 0.5), ("parameters", 0.0)])
 def test_what_is_offloaded_is_in_the_cpus_memory(offload: str, weights: float) -> None:
     words = (*HALF, "distributed=zero3", f"distributed.offload={offload}")
-    held = training.states(case(*words, ranks=4))
+    held = static_memory.states(case(*words, ranks=4))
     assert held.optimizer == 0 and held.weights == pytest.approx(weights * COUNT)
     assert held.host == pytest.approx((3 + (0.5 if offload == "parameters" else 0)) * COUNT)
 
@@ -63,15 +63,15 @@ def test_what_is_offloaded_is_in_the_cpus_memory(offload: str, weights: float) -
 def test_an_adapter_alone_has_gradients_and_moments_and_the_model_is_its_own_reference() -> None:
     found = case(*HALF, lora())
     attention, mlp = 4 * 8 * (64 + 64), 2 * 8 * (64 + 128) + 8 * (128 + 64)
-    assert training.trained(found) == (0, 3 * (attention + mlp))
-    held, count = training.states(found), 3 * (attention + mlp)
+    assert static_memory.trained(found) == (0, 3 * (attention + mlp))
+    held, count = static_memory.states(found), 3 * (attention + mlp)
     assert held.weights == 2 * COUNT + 4 * count  # peft's are in float32
     assert (held.gradients, held.optimizer, held.reference) == (4 * count, 8 * count, 0)
 
 
 def test_an_adapter_of_named_layers_counts_these_alone() -> None:
     found = case(*HALF, lora("[q_proj,v_proj]"))
-    assert training.trained(found) == (0, 3 * 2 * 8 * (64 + 64))
+    assert static_memory.trained(found) == (0, 3 * 2 * 8 * (64 + 64))
 
 
 @pytest.mark.parametrize(("bits", "each"), [(8, 1.0), (4, 0.5625)])
@@ -79,14 +79,14 @@ def test_quantised_maps_take_fewer_bytes_and_tables_do_not(bits: int, each: floa
     words = f"model.quantization={{bits: {bits}, quant_type: nf4, double_quant: false}}"
     found = case(*HALF, lora(), words)
     maps = 3 * (4 * 64 * 64 + 3 * 64 * 128)
-    assert training.weights(found, found.model) == each * maps + 2 * (COUNT - maps)
+    assert static_memory.weights(found, found.model) == each * maps + 2 * (COUNT - maps)
 
 
 def test_a_reference_that_is_offloaded_and_one_that_nobody_needs_take_nothing() -> None:
-    assert training.states(case(*HALF, "algorithm.beta=0")).reference == 0
-    held = training.states(case(*HALF, "model.ref_offload=true"))
+    assert static_memory.states(case(*HALF, "algorithm.beta=0")).reference == 0
+    held = static_memory.states(case(*HALF, "model.ref_offload=true"))
     assert held.reference == 0 and held.host == 2 * COUNT
-    memory = working.of(case(*HALF, "model.ref_offload=true"))
+    memory = peak_memory.of(case(*HALF, "model.ref_offload=true"))
     assert memory.phases["reference"]["reference"] == 2 * COUNT
 
 
@@ -94,12 +94,12 @@ REWARD = ("reward=model", "reward.model.path=make:tiny_reward")
 
 
 def test_each_rank_has_a_whole_copy_of_a_reward_model_without_its_head() -> None:
-    model = facts.of("make:tiny_reward")
+    model = model_facts.of("make:tiny_reward")
     size = 2 * (model.total - model.head)
     words = (*HALF, *REWARD, "distributed=zero3")
-    held = training.states(case(*words, ranks=4, rewards={"model": model}))
+    held = static_memory.states(case(*words, ranks=4, rewards={"model": model}))
     assert held.rewards == size
-    away = training.states(case(*words, "reward.model.offload=true", rewards={"model": model}))
+    away = static_memory.states(case(*words, "reward.model.offload=true", rewards={"model": model}))
     assert (away.rewards, away.host) == (0, size)
 
 
@@ -110,12 +110,12 @@ def test_activations_of_a_forward_are_rows_times_what_a_layer_keeps() -> None:
     found = case("model.dtype=float32", "algorithm.num_generations=4", "train.prompts_per_step=2")
     norms, heads = 2 * 12 * 64, 4 * 4
     each = norms + 4 * (4 * 64) + heads + 4 * 4 * 128  # q, k, v, out; log-sum-exps; MLP
-    assert working.layer(found) == each
-    cut = working.of(found).forward
+    assert peak_memory.layer(found) == each
+    cut = peak_memory.of(found).forward
     assert (cut.rows, cut.targets, cut.micros) == (2 * (20 + 4 * 16), 2 * 4 * 16, 1)
     assert cut.layers == 3 * cut.rows * each
     assert cut.kept == 4 * cut.targets * 1000
-    again = working.of(case("model.dtype=float32", "model.gradient_checkpointing=true")).forward
+    again = peak_memory.of(case("model.dtype=float32", "model.gradient_checkpointing=true")).forward
     assert again.layers == 3 * again.rows * 4 * 64 and again.one > cut.one
 
 
@@ -128,20 +128,20 @@ def test_micro_batches_hold_whole_groups_alike_and_a_group_over_the_budget_is_cu
     words = ("train.prompts_per_step=10", "algorithm.num_generations=4")  # groups of 84 rows
     cuts = {}
     for budget in (84, 300, 60):
-        cut = working.of(case(*words, f"train.micro_batch_tokens={budget}")).forward
+        cut = peak_memory.of(case(*words, f"train.micro_batch_tokens={budget}")).forward
         cuts[budget] = cut.rows, cut.micros
     assert cuts == {84: (84, 10), 300: (3 * 84, 4), 60: (60, 20)}
-    cut = working.of(case(*words, "train.micro_batch_size=8")).forward
+    cut = peak_memory.of(case(*words, "train.micro_batch_size=8")).forward
     assert (cut.rows, cut.micros) == (2 * 84, 5)
 
 
 def test_logits_are_kept_up_to_the_size_that_the_key_says() -> None:
-    assert working.of(case("train.keep_logits_gb=0")).forward.kept == 0
-    assert working.of(case("train.keep_logits_gb=1")).forward.kept > 0
+    assert peak_memory.of(case("train.keep_logits_gb=0")).forward.kept == 0
+    assert peak_memory.of(case("train.keep_logits_gb=1")).forward.kept > 0
 
 
 def test_the_transformers_backend_holds_a_whole_copy_beside_its_shard() -> None:
-    parts = working.of(case(*HALF, "distributed=zero3", ranks=4)).phases["rollout"]
+    parts = peak_memory.of(case(*HALF, "distributed=zero3", ranks=4)).phases["rollout"]
     assert parts["weights"] == COUNT / 2 and parts["replica"] == 2 * COUNT
     keys = 2 * 3 * 64 * 2  # of a token, in all layers
     assert parts["KV cache"] == keys * (1 * 20 + 4 * 16)  # one prompt a rank, four completions
@@ -155,13 +155,13 @@ COLOCATE = ("generation=vllm_colocate", *HALF)
 
 def test_a_copy_in_vllm_is_spread_over_its_gpus() -> None:
     words = (*SERVER, "generation.server.tensor_parallel_size=2")
-    found = engine.of(large("Qwen/Qwen2.5-7B", *words))
+    found = vllm_memory.of(large("Qwen/Qwen2.5-7B", *words))
     assert found is not None and found.gpus == 2
-    assert found.weights == 2 * facts.of("Qwen/Qwen2.5-7B").total / 2
+    assert found.weights == 2 * model_facts.of("Qwen/Qwen2.5-7B").total / 2
     assert found.token == 2 * 28 * 2 * 128 * 2  # 2 of 4 heads
     assert found.least == found.token * (20 + 16)
     wider = (*SERVER, "generation.server.tensor_parallel_size=8")
-    more = engine.of(large("Qwen/Qwen2.5-7B", *wider))
+    more = vllm_memory.of(large("Qwen/Qwen2.5-7B", *wider))
     assert more is not None and more.token == 2 * 28 * 1 * 128 * 2  # a head is not cut
 
 
@@ -170,7 +170,7 @@ def test_a_colocated_engine_takes_from_training_what_its_sleep_leaves(
     sleep: str, held: str
 ) -> None:
     found = large("Qwen/Qwen2.5-1.5B", *COLOCATE, f"generation.colocate.sleep={sleep}", ranks=1)
-    sampler, memory = engine.of(found), working.of(found)
+    sampler, memory = vllm_memory.of(found), peak_memory.of(found)
     assert sampler is not None and sampler.gpus == 0
     needs = plan.needs(found, memory, sampler)
     alone = {name: sum(parts.values()) for name, parts in memory.phases.items()}
@@ -195,16 +195,16 @@ def test_an_engine_without_room_for_one_sequence_does_not_fit() -> None:
     for share, enough in (("0.5", True), ("0.05", False)):
         words = (*SERVER, "distributed=zero3", f"generation.server.gpu_memory_utilization={share}")
         found = large("Qwen/Qwen2.5-7B", *words)
-        sampler = engine.of(found)
+        sampler = vllm_memory.of(found)
         assert sampler is not None and (sampler.cache >= sampler.least) is enough
-        assert plan.fits(found, working.of(found), sampler) is enough
+        assert plan.fits(found, peak_memory.of(found), sampler) is enough
 
 
 # What must hold for every run.
 
 
 def peak(found: Case) -> float:
-    return working.of(found).peak
+    return peak_memory.of(found).peak
 
 
 @pytest.mark.parametrize("name", ENGINES[1:])
@@ -212,7 +212,7 @@ def test_more_ranks_never_need_more_of_each(name: str) -> None:
     words = (*HALF, f"distributed={name}", "train.prompts_per_step=64", *SERVER[:1])
     peaks = [peak(large("Qwen/Qwen2.5-7B", *words, ranks=n)) for n in (1, 2, 4, 8, 16, 32, 64)]
     # A first second rank brings buffers to talk through: under ddp they are all that changes.
-    allowed = 2 * training.DDP_BUCKET if name == "ddp" else 0
+    allowed = 2 * static_memory.DDP_BUCKET if name == "ddp" else 0
     assert all(b <= a + allowed for a, b in pairwise(peaks))
 
 

@@ -15,15 +15,16 @@ from resume_cases import attempt, differing, left, temporaries, untimed
 from safetensors.torch import load_file, save_file
 from test_ranks import update_apart
 
-from rloo_cli import checkpoint, config, manifest, step_state, value_start
+from rloo_cli.checkpoint import save, manifest, step_state
+from rloo_cli.config import check, value_model
 from rloo_cli.algorithms import ppo
-from rloo_cli.compose import compose
-from rloo_cli.cycle import Cycle
-from rloo_cli.errors import ConfigError, StorageError
-from rloo_cli.parts import Run
-from rloo_cli.planning import facts, plan, training, words, working
+from rloo_cli.config.compose import compose
+from rloo_cli.run_cycle import Cycle
+from rloo_cli.utils.errors import ConfigError, StorageError
+from rloo_cli.run import Run
+from rloo_cli.planning import model_facts, plan, static_memory, text as planning_text, peak_memory
 from rloo_cli.policy import memory
-from rloo_cli.train import update
+from rloo_cli.train.loop import update
 
 __all__ = ["fork_server"]
 
@@ -101,21 +102,21 @@ def test_what_a_checkpoint_has_and_a_final_model_has_not(tmp_path: Path) -> None
 def test_a_value_model_that_was_not_written_whole_is_no_checkpoint(tmp_path: Path) -> None:
     run = make(tmp_path, "algorithm=ppo")
     assert run.critic is not None
-    checkpoint.export.whole(run.policy.model, run.tokenizer, tmp_path)
+    save.export.whole(run.policy.model, run.tokenizer, tmp_path)
     (tmp_path / "trainer").mkdir()
     file, whole = tmp_path / "trainer" / "value.safetensors", run.critic.state()
     save_file(whole, file)
-    checkpoint._look(run, tmp_path)
+    save._look(run, tmp_path)
     for lame in (
         {n: t for n, t in whole.items() if "layers.1" not in n},
         whole | {"score.weight": torch.zeros(0)},
     ):
         save_file(lame, file)
         with pytest.raises(StorageError, match="value"):
-            checkpoint._look(run, tmp_path)
-    missing = checkpoint.estimate(run)
+            save._look(run, tmp_path)
+    missing = save.estimate(run)
     run.critic = None
-    assert missing > checkpoint.estimate(run)
+    assert missing > save.estimate(run)
 
 
 def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path: Path) -> None:
@@ -184,7 +185,7 @@ REFUSED = {  # all at once: the key that is wrong, and the way out
 def refused(*words: str) -> list[Any]:
     """The problems of a config."""
     with pytest.raises(ConfigError) as caught:
-        config.check(compose(["+recipe=smoke", "algorithm=ppo", *words]))
+        check.check(compose(["+recipe=smoke", "algorithm=ppo", *words]))
     return caught.value.problems
 
 
@@ -199,12 +200,12 @@ def test_what_ppo_cannot_do_is_refused_with_the_way_out() -> None:
 
 def test_no_other_algorithm_has_a_value_as_its_baseline() -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.baseline=loo"):
-        config.check(compose(["+recipe=smoke", "algorithm.baseline=value"]))
+        check.check(compose(["+recipe=smoke", "algorithm.baseline=value"]))
 
 
 def test_several_completions_of_a_prompt_may_be_resampled() -> None:
     words = ["algorithm=ppo", "algorithm.zero_std_groups=resample", "algorithm.num_generations=2"]
-    assert config.check(compose(["+recipe=smoke", *words])).algorithm.name == "ppo"
+    assert check.check(compose(["+recipe=smoke", *words])).algorithm.name == "ppo"
 
 
 # Where it begins, by config.json alone.
@@ -224,7 +225,7 @@ def test_a_reward_model_is_the_beginning_only_where_backbone_and_words_are_the_p
 ) -> None:
     run = checked((), ("algorithm=ppo", *RM))
     values = {run.model.path: SAME, "make:tiny_reward": theirs}
-    found = value_start.beginning(run, lambda path, _: values[path], alike)
+    found = value_model.beginning(run, lambda path, _: values[path], alike)
     assert (found.reward, found.path) == (reward, "make:tiny_reward" if reward else "make:tiny")
     assert why in found.why
 
@@ -233,16 +234,16 @@ def test_a_reward_model_is_the_beginning_only_where_backbone_and_words_are_the_p
 
 
 def test_a_plan_counts_the_value_model() -> None:
-    model = facts.read({**_small(), "model_type": "llama"}, "small", "the test")
+    model = model_facts.read({**_small(), "model_type": "llama"}, "small", "the test")
     three = case("algorithm=ppo", ranks=2)
     four = case("algorithm=ppo", ranks=2, value=model)
     count = model.total - model.head + model.sizes.hidden
-    assert training.learned(four) == count and training.learned(three) == 0
-    one, two = training.states(three), training.states(four)
+    assert static_memory.learned(four) == count and static_memory.learned(three) == 0
+    one, two = static_memory.states(three), static_memory.states(four)
     assert two.value == 2 * count
     assert two.optimizer - one.optimizer == pytest.approx(12 * count)
     assert two.gradients - one.gradients == pytest.approx(4 * count)
-    assert working.of(four).phases["update"]["value model"] == 2 * count
+    assert peak_memory.of(four).phases["update"]["value model"] == 2 * count
     assert plan.checkpoint(four) - plan.checkpoint(three) == pytest.approx(14 * count)
 
 
@@ -256,9 +257,9 @@ def test_the_plan_of_the_tldr_recipe_names_four_models() -> None:
     from rloo_cli.planning import device
 
     found = plan.make(
-        config.check(compose(["+recipe=tldr_1b_ppo"])), device.of("80GiB"), plan.Asked(gpus=8)
+        check.check(compose(["+recipe=tldr_1b_ppo"])), device.of("80GiB"), plan.Asked(gpus=8)
     )
-    text = words.of(found)
+    text = planning_text.of(found)
     assert "a value model of 908.8 M numbers (cleanrl/EleutherAI_pythia-1b" in text
     assert {"reference", "value model", "reward models"} <= set(found.memory.phases["update"])
     assert found.steps == 1954 and found.fits

@@ -3,10 +3,10 @@
 import pytest
 from prompt_cases import LONG, WITH_BOS, chat, config, decoded, plain, prepare, refused, tokenizer
 
-from rloo_cli import prompts
-from rloo_cli.errors import DataError
-from rloo_cli.made import tiny
-from rloo_cli.prompts import _cut_left
+from rloo_cli.data import prompts
+from rloo_cli.utils.errors import DataError
+from rloo_cli.data.synthetic import tiny
+from rloo_cli.data.prompts import _cut_left
 
 
 def test_plain_prompts_are_tokenised_as_they_are():

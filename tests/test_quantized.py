@@ -10,9 +10,9 @@ from loop_cases import make, step
 from lora_cases import CPU, frozen, move, same
 from transformers import AutoModelForCausalLM
 
-from rloo_cli.errors import MachineError
-from rloo_cli.packing import whole
-from rloo_cli.policy import levels, lora, quantized
+from rloo_cli.utils.errors import MachineError
+from rloo_cli.data.packing import whole
+from rloo_cli.policy import layouts, lora, quantization
 
 pytest.importorskip("bitsandbytes")
 WORDS = ("data.eval_split=null", "train.learning_rate=0.01", "train.lr_scheduler=constant")
@@ -28,7 +28,7 @@ def test_an_adapter_over_few_bits_learns_and_is_written_as_a_whole_model(
 ) -> None:
     run = make(tmp_path, *words, *WORDS, noise=0.0)
     model, reference = run.policy.model, run.reference
-    bits = [m for m in model.modules() if quantized.is_(m)]
+    bits = [m for m in model.modules() if quantization.is_(m)]
     assert len(bits) == 14 and all(m.weight.dtype in (torch.uint8, torch.int8) for m in bits)
     learns = {n: p.dtype for n, p in model.named_parameters() if p.requires_grad}
     assert learns and all("lora_" in n for n in learns)
@@ -43,10 +43,10 @@ def test_an_adapter_over_few_bits_learns_and_is_written_as_a_whole_model(
     assert torch.equal(reference.frozen_logp(micro).logp, base)
     move(model, 0.05)
     model.eval()
-    with levels.attention.native(model):
+    with layouts.attention.native(model):
         expected = model(IDS).logits
     merged = lora.merged(model)
-    assert not any(quantized.is_(m) for m in merged.modules())
+    assert not any(quantization.is_(m) for m in merged.modules())
     merged.save_pretrained(tmp_path / "final")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     # 8 bits round what comes in too, which a whole model does not.
@@ -65,6 +65,6 @@ def test_a_package_that_does_not_load_is_an_error_of_the_machine(
     def broken(name: str) -> Any:
         raise OSError("libcudart.so.12: cannot open shared object file")
 
-    monkeypatch.setattr(quantized.importlib, "import_module", broken)
+    monkeypatch.setattr(quantization.importlib, "import_module", broken)
     with pytest.raises(MachineError, match="needs bitsandbytes"):
-        quantized.options(None, torch.float32, CPU)  # type: ignore[arg-type]
+        quantization.options(None, torch.float32, CPU)  # type: ignore[arg-type]

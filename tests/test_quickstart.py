@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from cli_cases import Ended, Rloo, strict, surroundings
 
-from rloo_cli.files import read_json
+from rloo_cli.utils.files import read_json
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from fork_cases import Forked, fork_server
 from resume_cases import differing, left, untimed
 from safetensors.torch import load_file
 
-from rloo_cli import made
+from rloo_cli.config import synthetic
 
 __all__ = ["fork_server"]
 
@@ -58,7 +58,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 def update_apart(one: Path, other: Path) -> float:
     """The largest relative difference of two runs' whole updates, over tensors."""
-    begin = load_file(Path(made.folder("make:tiny")) / "model.safetensors")
+    begin = load_file(Path(synthetic.folder("make:tiny")) / "model.safetensors")
     a, b = weights(one), weights(other)
     assert a.keys() == b.keys()
     return max(float((a[n] - b[n]).norm() / (a[n] - begin[n]).norm()) for n in a)

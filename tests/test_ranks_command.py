@@ -7,7 +7,7 @@ import pytest
 from cli_cases import Rloo, rloo, strict
 from test_ranks_agree import REWARD
 
-from rloo_cli.files import read_json
+from rloo_cli.utils.files import read_json
 
 __all__ = ["rloo"]
 WORDS = (

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from rloo_cli import errors
+from rloo_cli.utils import errors
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "reference.md").read_text()

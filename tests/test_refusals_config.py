@@ -6,8 +6,8 @@ import pytest
 from refusal_cases import MINE, SMOKE, Answer, Case, ask, is_clean, recipe, train
 from transformers import SchedulerType
 
-from rloo_cli import made, rules
-from rloo_cli.made import addition, tiny, tldr
+from rloo_cli.config import synthetic, rules
+from rloo_cli.data.synthetic import addition, tiny, tldr
 
 IMPORTANCE = "algorithm.correction.mode=truncate"
 OLD = {
@@ -482,4 +482,4 @@ def test_what_is_known_without_torch_is_what_the_libraries_say() -> None:
     assert set(rules.SCHEDULES) == {s.value for s in SchedulerType}
     shapes = {"tiny": tiny.SHAPE, "tiny_reward": tiny.SHAPE, "addition": addition.SHAPE}
     shapes |= dict.fromkeys(("tldr_base", "tldr_sft", "tldr_reward"), tldr.SHAPE)
-    assert {n: s["max_position_embeddings"] for n, s in shapes.items()} == made.CONTEXT
+    assert {n: s["max_position_embeddings"] for n, s in shapes.items()} == synthetic.CONTEXT

@@ -13,8 +13,8 @@ from cli_cases import Rloo, rloo
 from loop_cases import make
 from policy_cases import fresh
 
-from rloo_cli.errors import ConfigError, DataError, MachineError, RunError
-from rloo_cli.made import tiny
+from rloo_cli.utils.errors import ConfigError, DataError, MachineError, RunError
+from rloo_cli.data.synthetic import tiny
 from rloo_cli.policy import load
 
 __all__ = ["rloo"]  # a fixture

@@ -14,13 +14,13 @@ import pytest
 from cli_cases import Rloo, rloo
 from loop_cases import flat, make, sampled
 
-from rloo_cli import registry
-from rloo_cli.errors import ConfigError, DataError, NumbersError
-from rloo_cli.files import read_json
+from rloo_cli.config import registry
+from rloo_cli.utils.errors import ConfigError, DataError, NumbersError
+from rloo_cli.utils.files import read_json
 from rloo_cli.policy import load
-from rloo_cli.rewards.failures import RewardFailed
-from rloo_cli.train import train
-from rloo_cli.user_code import load_user_code
+from rloo_cli.rewards.engine.failures import RewardFailed
+from rloo_cli.train.loop import train
+from rloo_cli.config.user_code import load_user_code
 
 __all__ = ["rloo"]  # a fixture
 

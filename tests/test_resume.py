@@ -9,7 +9,7 @@ import pytest
 import torch
 from resume_cases import attempt, differing, left, temporaries
 
-from rloo_cli import manifest
+from rloo_cli.checkpoint import manifest
 
 # Every quarter of the byte tokens ends a completion: lengths and ways of ending differ.
 ENDS = f"generation.stop_token_ids={[*range(10, 258, 16)]}".replace(" ", "")

@@ -14,8 +14,8 @@ from resume_cases import STOP, WORDS, copy, state, stopped
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rloo_cli import manifest
-from rloo_cli.files import read_json
+from rloo_cli.checkpoint import manifest
+from rloo_cli.utils.files import read_json
 
 __all__ = ["copy", "fork_server", "forked", "rloo", "rloo_without_torch", "stopped"]  # fixtures
 

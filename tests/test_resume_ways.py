@@ -10,10 +10,12 @@ from cli_cases import Rloo, surroundings
 from fork_cases import Forked, fork_server, forked
 from resume_cases import WORDS, copy, state, stopped
 
-from rloo_cli import config, launch, manifest
-from rloo_cli.compose import compose
-from rloo_cli.files import read_json, update_json
-from rloo_cli.resume import Start
+from rloo_cli.config import check
+from rloo_cli.launch import launcher
+from rloo_cli.checkpoint import manifest
+from rloo_cli.config.compose import compose
+from rloo_cli.utils.files import read_json, update_json
+from rloo_cli.checkpoint.resume import Start
 
 __all__ = ["copy", "fork_server", "forked", "stopped"]  # fixtures
 
@@ -66,11 +68,11 @@ def test_a_launcher_that_was_killed_while_it_made_the_folder_is_no_obstacle(
     (run / ".run.json.77.tmp").write_text('{"half')
     with (
         contextlib.chdir(forked.folder),
-        mock.patch.object(launch, "write_text", side_effect=KeyboardInterrupt),
+        mock.patch.object(launcher, "write_text", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):  # run.json is there by then, and nothing else
         composed = compose(list(WORDS[1:]))
-        launch.prepare(Start(run), config.check(composed), composed)
+        launcher.prepare(Start(run), check.check(composed), composed)
     left = [p.name for p in run.iterdir() if p.is_file()]
     assert sorted(left) == [".run.json.77.tmp", "run.json"]
     update_json(run / "run.json", pid_started="0")  # it was this process, which lives

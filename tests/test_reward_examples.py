@@ -14,15 +14,15 @@ import yaml
 from test_reward_scoring import CHAT, COMMON, PLAIN
 from test_reward_scoring import reward as reward_of
 
-from rloo_cli import registry
-from rloo_cli.errors import MachineError
-from rloo_cli.rewards import mathematics
-from rloo_cli.rewards.arguments import KWARGS, NOT_PASSED, Context
-from rloo_cli.rewards.build import build
-from rloo_cli.rewards.columns import check_columns
-from rloo_cli.rewards.scoring import RewardFailed, score
-from rloo_cli.rewards.text import boxed
-from rloo_cli.rollout import Group, Rollout
+from rloo_cli.config import registry
+from rloo_cli.utils.errors import MachineError
+from rloo_cli.rewards.common import math_equal
+from rloo_cli.rewards.engine.arguments import KWARGS, NOT_PASSED, Context
+from rloo_cli.rewards.engine.build import build
+from rloo_cli.rewards.engine.columns import check_columns
+from rloo_cli.rewards.engine.scoring import RewardFailed, score
+from rloo_cli.rewards.common.text import boxed
+from rloo_cli.data.batch import Group, Rollout
 
 CONF = Path(__file__).parents[1] / "conf" / "reward"
 
@@ -191,7 +191,7 @@ def test_a_math_process_that_ends_by_itself_is_a_failure_and_not_a_zero(monkeypa
     broken = "import sys; sys.stdin.readline(); sys.exit(3)"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     child = subprocess.Popen([sys.executable, "-c", broken], **pipes)
-    monkeypatch.setattr(mathematics, "_idle", [child])
+    monkeypatch.setattr(math_equal, "_idle", [child])
     with pytest.raises(RewardFailed, match="math-verify process ended by itself with 3"):
         values(shipped("accuracy"), group(r"\boxed{2}", solution="2"))
     assert values(shipped("accuracy"), group(r"\boxed{2}", solution="2")) == [1.0]
@@ -315,7 +315,7 @@ def test_every_reward_has_a_yaml_a_docstring_and_known_columns() -> None:
 
 def test_no_reward_file_needs_torch() -> None:
     code = (
-        "import sys; from rloo_cli import registry; import rloo_cli.rewards.build;"
+        "import sys; from rloo_cli import registry; import rloo_cli.rewards.engine.build;"
         "[registry.module('rewards', n).Config for n in registry.names('rewards')];"
         "sys.exit('torch' in sys.modules or 'math_verify' in sys.modules)"
     )

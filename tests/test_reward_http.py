@@ -6,13 +6,13 @@ import pytest
 from endpoint_cases import PAGE, in_turn, serve
 from test_reward_scoring import CHAT, PLAIN, group
 
-from rloo_cli import config
-from rloo_cli.compose import compose
-from rloo_cli.errors import ConfigError, DataError
-from rloo_cli.rewards.arguments import Context
-from rloo_cli.rewards.build import build
-from rloo_cli.rewards.columns import check_columns
-from rloo_cli.rewards.scoring import RewardFailed, Scores, score
+from rloo_cli.config import check
+from rloo_cli.config.compose import compose
+from rloo_cli.utils.errors import ConfigError, DataError
+from rloo_cli.rewards.engine.arguments import Context
+from rloo_cli.rewards.engine.build import build
+from rloo_cli.rewards.engine.columns import check_columns
+from rloo_cli.rewards.engine.scoring import RewardFailed, Scores, score
 
 __all__ = ["serve"]  # a fixture
 USER = [{"role": "user", "content": "Say"}]
@@ -21,7 +21,7 @@ USER = [{"role": "user", "content": "Say"}]
 def made(*words: str) -> Any:
     """The reward of `reward=http` with these keys."""
     given = [f"reward.http.{word}" for word in words]
-    checked = config.check(compose(["+recipe=smoke", "reward=http", *given]))
+    checked = check.check(compose(["+recipe=smoke", "reward=http", *given]))
     return build("http", checked.rewards["http"])
 
 

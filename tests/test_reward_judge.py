@@ -8,13 +8,13 @@ import pytest
 from endpoint_cases import Stub, chats, in_turn, serve
 from test_reward_scoring import CHAT, PLAIN, group
 
-from rloo_cli import config
-from rloo_cli.compose import compose
-from rloo_cli.errors import ConfigError, DataError
-from rloo_cli.rewards.arguments import Context
-from rloo_cli.rewards.build import build, from_callable
-from rloo_cli.rewards.columns import check_columns
-from rloo_cli.rewards.scoring import RewardFailed, Scores, score
+from rloo_cli.config import check
+from rloo_cli.config.compose import compose
+from rloo_cli.utils.errors import ConfigError, DataError
+from rloo_cli.rewards.engine.arguments import Context
+from rloo_cli.rewards.engine.build import build, from_callable
+from rloo_cli.rewards.engine.columns import check_columns
+from rloo_cli.rewards.engine.scoring import RewardFailed, Scores, score
 
 __all__ = ["serve"]  # a fixture
 
@@ -22,7 +22,7 @@ __all__ = ["serve"]  # a fixture
 def made(*words: str) -> Any:
     """The reward of `reward=judge` with these keys."""
     given = [f"reward.judge.{word}" for word in ("model=m", *words)]
-    checked = config.check(compose(["+recipe=smoke", "reward=judge", *given]))
+    checked = check.check(compose(["+recipe=smoke", "reward=judge", *given]))
     return build("judge", checked.rewards["judge"])
 
 
@@ -120,7 +120,7 @@ def test_answers_in_another_form_and_refusals_say_so(serve: Any) -> None:
 def test_the_judge_is_still_there_after_another_reward_blocked_the_event_loop(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rloo_cli.rewards.running.GRACE", 0.2)
+    monkeypatch.setattr("rloo_cli.rewards.engine.runner.GRACE", 0.2)
     release = threading.Event()
 
     async def blocks(completions: Any) -> list[float]:

@@ -21,13 +21,13 @@ from reward_model_cases import (
     weights,
 )
 
-from rloo_cli.compose import compose
-from rloo_cli.config import merged
-from rloo_cli.errors import ConfigError, MachineError
-from rloo_cli.made import tiny
+from rloo_cli.config.compose import compose
+from rloo_cli.config.check import merged
+from rloo_cli.utils.errors import ConfigError, MachineError
+from rloo_cli.data.synthetic import tiny
 from rloo_cli.policy import load
-from rloo_cli.rewards import reading
-from rloo_cli.rewards.build import build
+from rloo_cli.rewards.common import model_inputs
+from rloo_cli.rewards.engine.build import build
 from rloo_cli.rewards.model import preflight
 
 EOS = 1
@@ -54,7 +54,7 @@ def fed(code, given):
     """The ids the model is fed for these rows."""
     columns = ("prompts", "completions", "prompt_ids", "completion_ids", "finish_reasons")
     columns = zip(*(given[name] for name in columns), strict=True)
-    return [code.reader.ids(reading.Row(*row)) for row in columns]
+    return [code.reader.ids(model_inputs.Row(*row)) for row in columns]
 
 
 # Scores
@@ -283,19 +283,19 @@ def test_a_difference_is_named() -> None:
     ours = tiny.tokenizer()
     more = tokenizer()
     more.add_tokens(["<more>"])
-    assert reading.difference(ours, tokenizer(), True) is None
-    assert "'<more>' is 258 in the reward model's" in reading.difference(ours, more, False)
-    assert "'<more>' is 258 in the policy's" in reading.difference(more, ours, False)
+    assert model_inputs.difference(ours, tokenizer(), True) is None
+    assert "'<more>' is 258 in the reward model's" in model_inputs.difference(ours, more, False)
+    assert "'<more>' is 258 in the policy's" in model_inputs.difference(more, ours, False)
     begins = tokenizer()
     begins.bos_token = "<pad>"
-    assert "bos_token is None for the policy" in reading.difference(ours, begins, False)
+    assert "bos_token is None for the policy" in model_inputs.difference(ours, begins, False)
     padded = tokenizer()
     padded.add_special_tokens({"pad_token": "[PAD]"})  # no such token is sampled or read
-    assert "'<pad>'" in reading.difference(padded, ours, False)  # but its old one is a token
+    assert "'<pad>'" in model_inputs.difference(padded, ours, False)  # but its old one is a token
     other = tokenizer()
     other.chat_template = "x"
-    assert reading.difference(ours, other, False) is None
-    assert reading.difference(ours, other, True) == "their chat templates differ"
+    assert model_inputs.difference(ours, other, False) is None
+    assert model_inputs.difference(ours, other, True) == "their chat templates differ"
 
 
 def test_the_first_row_is_shown_with_its_ids_and_score() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from test_reward_scoring import PLAIN, failure, group, reward, run, values
 
-from rloo_cli.rewards.arguments import Context
-from rloo_cli.rewards.scoring import score
+from rloo_cli.rewards.engine.arguments import Context
+from rloo_cli.rewards.engine.scoring import score
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from test_reward_scoring import COMMON, PLAIN, STATE, failure, group, reward, values
 
-from rloo_cli import pids
-from rloo_cli.errors import ConfigError
-from rloo_cli.rewards import workers
-from rloo_cli.rewards.arguments import Context
-from rloo_cli.rewards.build import Reward, build
+from rloo_cli.utils import pids
+from rloo_cli.utils.errors import ConfigError
+from rloo_cli.rewards.engine import process_pool
+from rloo_cli.rewards.engine.arguments import Context
+from rloo_cli.rewards.engine.build import Reward, build
 from rloo_cli.rewards.function import Config
-from rloo_cli.rewards.scoring import RewardFailed, Scores, Stage, score
+from rloo_cli.rewards.engine.scoring import RewardFailed, Scores, Stage, score
 
 CODE = """
 import ctypes, os, signal, sys, threading, time
@@ -120,7 +120,7 @@ def test_what_a_reward_does_to_its_process_is_a_failure_of_the_call(made, name, 
 
 def test_a_reward_that_never_lets_the_lock_go_is_killed_at_its_deadline(made) -> None:
     one = made("holds_the_lock", timeout_s=2.0)
-    workers.start([one])
+    process_pool.start([one])
     (worker,) = one.idle
     worker.log = int(worker._wait(time.monotonic() + 60))  # it has started: the call alone is late
     pid = worker.process.pid
@@ -146,7 +146,7 @@ def test_code_that_cannot_be_loaded_in_a_worker_fails_as_in_a_thread(made, tmp_p
 def test_a_function_that_no_other_process_finds_is_refused() -> None:
     one = reward(lambda completions: [1.0], workers=1)
     with pytest.raises(ConfigError, match="cannot be sent to a worker process"):
-        workers.start([one])
+        process_pool.start([one])
 
 
 def test_an_async_reward_has_no_workers() -> None:
@@ -163,8 +163,8 @@ def test_workers_end_with_us_however_we_end(tmp_path: Path) -> None:
 import os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_reward_scoring import COMMON
-from rloo_cli.rewards import workers
-from rloo_cli.rewards.build import build
+from rloo_cli.rewards.engine import process_pool as workers
+from rloo_cli.rewards.engine.build import build
 from rloo_cli.rewards.function import Config
 one = build("x", Config(**COMMON | dict(workers=1, kwargs={{}}, path="{tmp_path}/code.py:sleeps")))
 workers.start([one])

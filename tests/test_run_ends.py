@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 from cli_cases import Rloo, children, rloo, strict
 
-from rloo_cli import manifest
-from rloo_cli.files import read_json
-from rloo_cli.pids import started
+from rloo_cli.checkpoint import manifest
+from rloo_cli.utils.files import read_json
+from rloo_cli.utils.pids import started
 
 __all__ = ["rloo"]  # a fixture
 

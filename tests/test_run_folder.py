@@ -16,11 +16,11 @@ from cli_cases import Rloo, rloo, rloo_without_torch
 from fork_cases import Forked, fork_server, forked
 from resume_cases import WORDS, copy, stopped
 
-from rloo_cli import checkpoint, manifest, rewind, run_folder
-from rloo_cli.errors import ConfigError
-from rloo_cli.files import read_json
-from rloo_cli.resume import Start
-from rloo_cli.tools import eval as evaluation
+from rloo_cli.checkpoint import save, manifest, rollback, run_folder
+from rloo_cli.utils.errors import ConfigError
+from rloo_cli.utils.files import read_json
+from rloo_cli.checkpoint.resume import Start
+from rloo_cli.cli import eval as evaluation
 
 __all__ = ["copy", "fork_server", "forked", "rloo", "rloo_without_torch", "stopped"]  # fixtures
 
@@ -320,7 +320,7 @@ def test_only_temporary_files_of_ours_are_taken_away(copy: Path) -> None:
         (copy / name).write_text("")
     (copy / ".trash-final-a1").symlink_to(copy / "samples")
     before = seen(copy / "samples")
-    rewind.take(Start(copy, 2, copy / "checkpoint-2"))
+    rollback.take(Start(copy, 2, copy / "checkpoint-2"))
     assert [n for n in mine if (copy / n).exists()] == mine
     assert not [n for n in ours if (copy / n).exists()]
     assert not (copy / ".trash-final-a1").is_symlink() and {*seen(copy / "samples")} <= {*before}
@@ -333,7 +333,7 @@ def test_what_is_no_checkpoint_of_ours_is_never_pruned(copy: Path, tmp_path: Pat
     (copy / "checkpoint-1").symlink_to(tmp_path / "kept")
     shutil.copytree(copy / "checkpoint-2", copy / "checkpoint-3")
     keep = SimpleNamespace(checkpoint=SimpleNamespace(keep_last=1))
-    checkpoint._prune(SimpleNamespace(folder=copy, config=keep, attempt=2))  # type: ignore[arg-type]
+    save._prune(SimpleNamespace(folder=copy, config=keep, attempt=2))  # type: ignore[arg-type]
     assert [p.name for p in manifest.checkpoints(copy)] == [
         "checkpoint-3", "checkpoint-1", "checkpoint-0",
     ]  # fmt: skip
@@ -361,7 +361,8 @@ def test_results_take_the_place_of_nothing_but_results(tmp_path: Path) -> None:
 
 AGAIN = """
 import atexit, os, signal
-from rloo_cli import cli, processes
+from rloo_cli.cli import main as cli
+from rloo_cli.launch import processes
 def run(words):
     with processes._passing_signals_on([], "none"):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -8,11 +8,12 @@ import yaml
 from cli_cases import Ended, Rloo, rloo, strict, surroundings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rloo_cli import config, faults
+from rloo_cli.config import check
+from rloo_cli.utils import fault_injection
 from rloo_cli.api import train
-from rloo_cli.compose import compose
-from rloo_cli.errors import RewardError
-from rloo_cli.files import read_json
+from rloo_cli.config.compose import compose
+from rloo_cli.utils.errors import RewardError
+from rloo_cli.utils.files import read_json
 
 __all__ = ["rloo"]  # a fixture
 
@@ -61,13 +62,13 @@ def test_a_run_leaves_its_files_and_no_others(smoke: tuple[Rloo, Ended]) -> None
 def test_what_a_run_writes_can_be_read_again(smoke: tuple[Rloo, Ended]) -> None:
     rloo, _ = smoke
     run = rloo.folder / "runs" / "smoke"
-    frozen = config.check(compose(["+recipe=smoke"]))
-    assert config.dump(config.read(run / "config.yaml")) == config.dump(frozen)
+    frozen = check.check(compose(["+recipe=smoke"]))
+    assert check.dump(check.read(run / "config.yaml")) == check.dump(frozen)
     assert yaml.safe_load((run / "config.yaml").read_text())["algorithm"]["beta"] == 0.05
     assert (run / "overrides.txt").read_text() == "+recipe=smoke\n"
     facts = read_json(run / "run.json")
     assert (facts["state"], facts["code"], facts["recipe"]) == ("finished", 0, "smoke")
-    assert facts["hash"] == config.config_hash(frozen) and facts["fingerprint"]
+    assert facts["hash"] == check.config_hash(frozen) and facts["fingerprint"]
     assert facts["progress"]["step"] == 2 and facts["progress"]["episodes"] == 32
     assert {"torch", "transformers", "rloo-cli"} <= set(read_json(run / "env.json")["packages"])
 
@@ -162,7 +163,7 @@ def test_python_trains_with_rewards_of_its_own(here: Path) -> None:
 
     words = ["reward.constant.weight=0.5", "max_steps=1", "logging.samples=0"]
     # An earlier run of this process was to break; this one is not.
-    faults._armed.append(faults._Fault("load", 1, "raise", "", 0))
+    fault_injection._armed.append(fault_injection._Fault("load", 1, "raise", "", 0))
     summary = train("smoke", rewards={"brevity": brevity, "constant": constant}, overrides=words)
     assert summary["steps"] == 1 and summary["folder"] == "runs/smoke"
     assert calls == [16, 16, 16]  # held out before, one step of 4 x 4, held out after

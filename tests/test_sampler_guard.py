@@ -5,7 +5,7 @@ import torch
 from loop_cases import ENDS, flat, sampled, updated
 from loop_cases import alone as make
 
-from rloo_cli.errors import GenerationError
+from rloo_cli.utils.errors import GenerationError
 
 
 def shifted(batch, by, groups=None):

@@ -6,9 +6,9 @@ import pytest
 from cli_cases import Rloo, rloo, rloo_without_torch
 from ledger_cases import six
 
-from rloo_cli import cli
-from rloo_cli.errors import ConfigError, DataError
-from rloo_cli.train import train
+from rloo_cli.cli import main
+from rloo_cli.utils.errors import ConfigError, DataError
+from rloo_cli.train.loop import train
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 
@@ -59,7 +59,7 @@ def run(tmp_path, monkeypatch):
 @pytest.fixture
 def show(run, capsys):
     def ask(*words):
-        assert cli.dispatch(["samples", "mine", *words]) == 0
+        assert main.dispatch(["samples", "mine", *words]) == 0
         return capsys.readouterr().out
 
     return ask
@@ -72,7 +72,7 @@ def answers(text):
 
 def said(*words, kind=ConfigError):
     with pytest.raises(kind) as caught:
-        cli.dispatch(["samples", *words])
+        main.dispatch(["samples", *words])
     return caught.value.render()
 
 
@@ -254,9 +254,9 @@ def test_the_shell_completes_the_names_of_runs(run, capsys):
     (run.parent / "debug" / "smoke").mkdir(parents=True)
     (run.parent / "debug" / "smoke" / "run.json").write_text("{}")
     for verb in ("samples", "ledger"):
-        assert cli.dispatch(["completion", "query", verb, ""]) == 0
+        assert main.dispatch(["completion", "query", verb, ""]) == 0
         assert capsys.readouterr().out.split() == ["debug/smoke", "mine"]
-        assert cli.dispatch(["completion", "query", verb, "m"]) == 0
+        assert main.dispatch(["completion", "query", verb, "m"]) == 0
         assert capsys.readouterr().out.split() == ["mine"]
 
 
@@ -279,13 +279,13 @@ def test_samples_of_a_real_step_are_shown(tmp_path, capsys):
     run = six(tmp_path, steps=1)
     train(run)
     capsys.readouterr()
-    assert cli.dispatch(["samples", str(run.folder), "--best", "-n", "100", "--json"]) == 0
+    assert main.dispatch(["samples", str(run.folder), "--best", "-n", "100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     scores = [r["score"] for r in found]
     assert scores == sorted(scores, reverse=True) and len(scores) == 16
     assert sum(scores) / 16 == pytest.approx(run.log.rows[-1]["reward"])
     assert {r["draw"] for r in found} == {0, 1, 2, 3}
-    assert cli.dispatch(["samples", str(run.folder), "--worst"]) == 0
+    assert main.dispatch(["samples", str(run.folder), "--worst"]) == 0
     assert capsys.readouterr().out.count("completion ") == 5
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from rloo_cli.errors import MachineError
-from rloo_cli.rewards import harness, sandbox
-from rloo_cli.rewards.sandbox import Limits
+from rloo_cli.utils.errors import MachineError
+from rloo_cli.rewards.common import sandbox_harness, sandbox
+from rloo_cli.rewards.common.sandbox import Limits
 
 LIMITS = Limits(seconds=9.0, memory_mb=96, processes=6, file_mb=2, open_files=32)
 SHORT = Limits(seconds=1.0, memory_mb=96, processes=6, file_mb=2, open_files=32)
@@ -387,9 +387,9 @@ def test_memory_files_without_a_name_are_counted_once() -> None:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-I", "-c", code], **pipes) as child:
         assert child.stdout is not None and child.stdout.readline() == b"written\n"
-        assert harness.nameless([child.pid, os.getpid()]) == 3 << 20
+        assert sandbox_harness.nameless([child.pid, os.getpid()]) == 3 << 20
         child.kill()
-    assert harness.nameless([child.pid]) == 0
+    assert sandbox_harness.nameless([child.pid]) == 0
 
 
 @contained

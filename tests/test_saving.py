@@ -13,14 +13,16 @@ import torch
 import transformers
 from policy_cases import fresh
 
-from rloo_cli import config, export, files
-from rloo_cli.clock import Clock
-from rloo_cli.compose import compose
-from rloo_cli.errors import MachineError, Problem, Stopped, StorageError
-from rloo_cli.machine import check
-from rloo_cli.made import tiny
-from rloo_cli.pids import alive, started
-from rloo_cli.seeds import sampling_seed
+from rloo_cli.config import check as config_check
+from rloo_cli.checkpoint import export
+from rloo_cli.utils import files
+from rloo_cli.utils.timers import Clock
+from rloo_cli.config.compose import compose
+from rloo_cli.utils.errors import MachineError, Problem, Stopped, StorageError
+from rloo_cli.launch.preflight import check
+from rloo_cli.data.synthetic import tiny
+from rloo_cli.utils.pids import alive, started
+from rloo_cli.utils.rng_seeds import sampling_seed
 
 
 def model():
@@ -251,7 +253,7 @@ def test_no_two_completions_have_the_same_seed():
 
 def wanted(root, *types):
     rewards = ",".join(types or ["length_tokens"])
-    return config.check(compose(["+recipe=smoke", f"root='{root}'", f"reward=[{rewards}]"]))
+    return config_check.check(compose(["+recipe=smoke", f"root='{root}'", f"reward=[{rewards}]"]))
 
 
 def test_a_machine_that_has_everything_passes(tmp_path):
@@ -298,7 +300,7 @@ def test_a_reward_whose_package_is_missing_is_refused_before_the_run(name, tmp_p
     def require():
         raise missing
 
-    monkeypatch.setattr("rloo_cli.rewards.mathematics.require", require)
+    monkeypatch.setattr("rloo_cli.rewards.common.math_equal.require", require)
     with pytest.raises(MachineError) as caught:
         check(wanted(tmp_path, name))
     assert caught.value.problems[0].where == f"reward.{name}"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rloo_cli.schedule import Item, Shape, bins, rows_of, split, strips
+from rloo_cli.data.bin_packing import Item, Shape, bins, rows_of, split, strips
 
 LAYOUTS = ["shared", "packed", "padded"]
 SHAPE = Shape(body=1000, layers=2, width=8, hidden=4, vocabulary=10)

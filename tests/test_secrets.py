@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from cli_cases import Ended, Rloo, rloo
 
-from rloo_cli import redact
-from rloo_cli.errors import Problem, RunError
+from rloo_cli.utils import redact
+from rloo_cli.utils.errors import Problem, RunError
 
 __all__ = ["rloo"]  # a fixture
 

@@ -7,10 +7,10 @@ import pytest
 from cli_cases import Rloo, rloo
 from test_reward_scoring import CHAT, PLAIN, STATE, group
 
-from rloo_cli import compose, config
-from rloo_cli.rewards.build import build
-from rloo_cli.rewards.scoring import Scores, score
-from rloo_cli.rollout import Group
+from rloo_cli.config import compose, check
+from rloo_cli.rewards.engine.build import build
+from rloo_cli.rewards.engine.scoring import Scores, score
+from rloo_cli.data.batch import Group
 
 __all__ = ["rloo"]  # a fixture
 
@@ -113,7 +113,7 @@ def recipe(file: Path, names: list[str]) -> Path:
 def scored(file: Path, names: list[str], groups: list[Group], chat: bool = False) -> Scores:
     """The step's scores by functions of the file, composed as the command line would."""
     words = [f"+recipe={recipe(file, names)}"]
-    rewards = config.check(compose.compose(words)).rewards
+    rewards = check.check(compose.compose(words)).rewards
     built = [build(name, rewards[name]) for name in names]
     return score(built, groups, CHAT if chat else PLAIN)
 

@@ -12,10 +12,13 @@ import vllm_cases
 from fake_server import Fake
 from vllm_cases import fake
 
-from rloo_cli import managed, pids, serve, server_file
-from rloo_cli.errors import ConfigError, GenerationError, MachineError, Problem
-from rloo_cli.vllm.servers import Finder
-from rloo_cli.vllm.wire import Wire
+from rloo_cli.launch import rollout_server_managed
+from rloo_cli.utils import pids
+from rloo_cli.cli import vllm_serve
+from rloo_cli.generation.vllm import server_file
+from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem
+from rloo_cli.generation.vllm.discovery import Finder
+from rloo_cli.generation.vllm.http import Wire
 
 __all__ = ["fake"]  # a fixture
 
@@ -103,7 +106,7 @@ def test_a_stale_failure_is_waited_past(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_server_does_not_hear_the_trainers_early_warning() -> None:
     before = signal.signal(signal.SIGUSR1, lambda number, frame: pytest.fail("it was heard"))
     try:
-        with serve._listening() as heard:
+        with vllm_serve._listening() as heard:
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.05)
         assert heard == []
@@ -113,7 +116,7 @@ def test_a_server_does_not_hear_the_trainers_early_warning() -> None:
 
 def test_a_trainer_with_serving_nodes_starts_no_server_itself(tmp_path: Path) -> None:
     run = vllm_cases.config(base_url=None, num_nodes=1)
-    with managed.server(tmp_path, run, pytest.fail) as (look, env):
+    with rollout_server_managed.server(tmp_path, run, pytest.fail) as (look, env):
         look()
         assert env == {}
     assert not [*tmp_path.iterdir()]
@@ -123,7 +126,7 @@ def test_a_server_of_a_node_that_went_down_does_not_keep_the_next_one_out(
     tmp_path: Path, fake: Fake
 ) -> None:
     server_file.write(tmp_path, replace(HERE, host="gone", url="http://127.0.0.1:9"))
-    serve._alone(tmp_path)
+    vllm_serve._alone(tmp_path)
     server_file.write(tmp_path, replace(HERE, host="there", url=fake.url))
     with pytest.raises(ConfigError, match="has a server already"):
-        serve._alone(tmp_path)
+        vllm_serve._alone(tmp_path)

@@ -11,9 +11,9 @@ import transformers
 from family_cases import GROUPED, PASSES
 from generation_cases import PROMPTS, SEEDS, WORDS, config, generator, ids, sample
 
-from rloo_cli.generation import kept, sampling
-from rloo_cli.generation.rows import Row
-from rloo_cli.generation.shared import Shared
+from rloo_cli.generation.hf import kv_cache, sampling
+from rloo_cli.generation.hf.decode_batch import Row
+from rloo_cli.generation.hf.shared_prefix import Shared
 
 MODELS = {name: config for name, config in PASSES.items() if name != "nemotron"}
 
@@ -30,8 +30,8 @@ def model():
 
 def spy(monkeypatch):
     """How often our attention is called."""
-    calls, attend = [], kept.Kept.attend
-    monkeypatch.setattr(kept.Kept, "attend", lambda *args: calls.append(args[1]) or attend(*args))
+    calls, attend = [], kv_cache.Kept.attend
+    monkeypatch.setattr(kv_cache.Kept, "attend", lambda *args: calls.append(args[1]) or attend(*args))
     return calls
 
 
@@ -53,12 +53,12 @@ def test_every_family_that_passes_samples_what_the_plain_way_samples(name, monke
 def test_rows_and_groups_may_go_in_any_order_and_keys_grow(model):
     draw = torch.Generator().manual_seed(5)
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12], [13]]
-    length = kept.FIRST + 8
+    length = kv_cache.FIRST + 8
     model.config.max_position_embeddings = 128
     rows = [Row(g, prompts[g], 0) for g in (0, 0, 0, 1, 2, 2)]
     for row in rows:
         row.ids = torch.randint(0, WORDS, (length,), generator=draw).tolist()
-    going = {2: [0, 2, 3, 4, 5], 5: [1, 2, 3, 4], 9: [0, 1, 2], kept.FIRST + 3: [2]}
+    going = {2: [0, 2, 3, 4, 5], 5: [1, 2, 3, 4], 9: [0, 1, 2], kv_cache.FIRST + 3: [2]}
     way = Shared(model)
     with way.holding():
         state, logits = way.prefill(rows, length)
@@ -96,12 +96,12 @@ def test_a_prompts_keys_are_kept_once_and_a_slot_is_free_of_charge_when_all_are_
 def test_the_models_own_attention_is_back_afterwards_whatever_happens(model, monkeypatch):
     before = model.config._attn_implementation
     sample(generator(model), PROMPTS, SEEDS)
-    assert model.config._attn_implementation == before != kept.NAME
+    assert model.config._attn_implementation == before != kv_cache.NAME
     source = generator(model)
     sample(source, PROMPTS, SEEDS)
 
     def fails(_):
-        assert model.config._attn_implementation == kept.NAME
+        assert model.config._attn_implementation == kv_cache.NAME
         raise ZeroDivisionError
 
     monkeypatch.setattr(model.lm_head, "forward", fails)
@@ -152,15 +152,15 @@ def test_a_wrong_number_of_calls_falls_back(model, caplog, monkeypatch):
 
 def test_a_layer_out_of_turn_is_refused():
     x = torch.ones(1, 1, 1, 1)
-    with pytest.raises(kept.UnsharedError, match="layer 1 asked for attention as number 0"):
-        kept.Kept([1], [1], 1, x.device).attend(1, x, x, x, 1.0)
+    with pytest.raises(kv_cache.UnsharedError, match="layer 1 asked for attention as number 0"):
+        kv_cache.Kept([1], [1], 1, x.device).attend(1, x, x, x, 1.0)
 
 
 def test_numbers_that_differ_fall_back(model, caplog, monkeypatch):
-    token = kept.Kept._token
-    monkeypatch.setattr(kept.Kept, "_token", lambda *args: 1.05 * token(*args))
+    token = kv_cache.Kept._token
+    monkeypatch.setattr(kv_cache.Kept, "_token", lambda *args: 1.05 * token(*args))
     assert "log-probabilities differ by" in refusal(model, caplog)
-    monkeypatch.setattr(kept.Kept, "_token", lambda *args: math.nan * token(*args))
+    monkeypatch.setattr(kv_cache.Kept, "_token", lambda *args: math.nan * token(*args))
     assert "log-probabilities differ by nan" in refusal(model, caplog)
 
 
@@ -185,9 +185,9 @@ def test_numbers_are_compared_once(model, monkeypatch):
 )
 def test_our_attention_refuses_what_it_does_not_do(arguments, reason):
     x = torch.ones(1, 1, 1, 1)
-    arguments = {"attention_mask": None, "kept": kept.Kept([1], [1], 1, x.device)} | arguments
-    with pytest.raises(kept.UnsharedError, match=reason):
-        kept.attention(None, x, x, x, **arguments)
+    arguments = {"attention_mask": None, "kept": kv_cache.Kept([1], [1], 1, x.device)} | arguments
+    with pytest.raises(kv_cache.UnsharedError, match=reason):
+        kv_cache.attention(None, x, x, x, **arguments)
 
 
 def test_in_bfloat16_it_is_taken_and_near(model, monkeypatch):

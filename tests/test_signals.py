@@ -7,8 +7,8 @@ import pytest
 from fork_cases import Forked, fork_server, forked
 from resume_cases import differing, left, temporaries
 
-from rloo_cli import manifest
-from rloo_cli.files import read_json
+from rloo_cli.checkpoint import manifest
+from rloo_cli.utils.files import read_json
 
 __all__ = ["fork_server", "forked"]  # fixtures
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from slurm_cases import NODES, Job, Slurm, script, slurm
 
-from rloo_cli import paths
+from rloo_cli.utils import paths
 
 __all__ = ["slurm"]  # a fixture
 

@@ -8,7 +8,7 @@ import transformers
 from family_cases import GROUPED, HEADS, OPT, PASSES, REFUSED, TWO, T
 from policy_cases import SHORT
 
-from rloo_cli.policy import load, static
+from rloo_cli.policy import load, layout_support
 
 
 def make(config, dropout=False):
@@ -22,13 +22,13 @@ def make(config, dropout=False):
 
 @pytest.mark.parametrize("name", PASSES)
 def test_families_of_plain_causal_attention_pass(name):
-    assert static.why_not_shared(make(PASSES[name]())) is None
+    assert layout_support.why_not_shared(make(PASSES[name]())) is None
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_every_other_family_is_refused_and_told_why(name):
     config, reason = REFUSED[name]
-    assert reason in static.why_not_shared(make(config()))
+    assert reason in layout_support.why_not_shared(make(config()))
 
 
 def test_a_window_that_holds_every_row_does_nothing():
@@ -38,27 +38,27 @@ def test_a_window_that_holds_every_row_does_nothing():
         T.Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=12, max_window_layers=1),
     ):
         model = make(config)
-        assert static.why_not_shared(model, 12) is None
-        assert "window of 12" in static.why_not_shared(model, 13)
-        assert "window of 12" in static.why_not_shared(model)
+        assert layout_support.why_not_shared(model, 12) is None
+        assert "window of 12" in layout_support.why_not_shared(model, 13)
+        assert "window of 12" in layout_support.why_not_shared(model)
 
 
 def test_a_window_no_layer_has_does_not_count():
     config = T.Qwen2Config(
         **GROUPED, use_sliding_window=True, sliding_window=5, max_window_layers=2
     )
-    assert static.why_not_shared(make(config)) is None
+    assert layout_support.why_not_shared(make(config)) is None
     plain = make(T.LlamaConfig(**GROUPED))
     plain.config.sliding_window, plain.config.use_sliding_window = 5, False
-    assert static.why_not_shared(plain) is None
+    assert layout_support.why_not_shared(plain) is None
     plain.config.use_sliding_window = True
-    assert "window of 5" in static.why_not_shared(plain)
+    assert "window of 5" in layout_support.why_not_shared(plain)
 
 
 def test_caps_and_sinks_are_found_behind_a_window_that_does_nothing():
-    assert "soft-capped" in static.why_not_shared(make(T.Gemma2Config(**HEADS)), 64)
+    assert "soft-capped" in layout_support.why_not_shared(make(T.Gemma2Config(**HEADS)), 64)
     config = T.GptOssConfig(**HEADS, num_local_experts=2, num_experts_per_tok=1)
-    assert static.why_not_shared(make(config), 64) == "attention sinks"
+    assert layout_support.why_not_shared(make(config), 64) == "attention sinks"
 
 
 @pytest.mark.parametrize(
@@ -71,16 +71,16 @@ def test_caps_and_sinks_are_found_behind_a_window_that_does_nothing():
 )
 def test_dropout_is_refused_until_it_is_set_to_0(config, name):
     model = make(config(), dropout=True)
-    assert name in static.why_not_shared(model)
-    assert static.why_not_shared(model, training=False) is None
+    assert name in layout_support.why_not_shared(model)
+    assert layout_support.why_not_shared(model, training=False) is None
     load.without_dropout(model)
-    assert static.why_not_shared(model) is None
+    assert layout_support.why_not_shared(model) is None
 
 
 def test_a_classifiers_dropout_is_no_language_models():
     model = make(T.LlamaConfig(**GROUPED))
     model.config.classifier_dropout = model.config.summary_first_dropout = 0.1
-    assert static.why_not_shared(model) is None
+    assert layout_support.why_not_shared(model) is None
 
 
 def test_adapters_that_add_to_the_prompt_are_refused_and_others_are_not():
@@ -93,9 +93,9 @@ def test_adapters_that_add_to_the_prompt_are_refused_and_others_are_not():
     }
     for name, adapter in kinds.items():
         model.peft_config = {"default": adapter}
-        assert name in static.why_not_shared(model)
+        assert name in layout_support.why_not_shared(model)
     model.peft_config = {"default": SimpleNamespace(is_prompt_learning=False, peft_type="LORA")}
-    assert static.why_not_shared(model) is None
+    assert layout_support.why_not_shared(model) is None
 
 
 @pytest.mark.parametrize(
@@ -115,16 +115,16 @@ def test_what_a_config_says_of_inputs_and_layers_is_heard(changes, reason):
     model = make(T.LlamaConfig(**GROUPED))
     for key, value in changes.items():
         vars(model.config)[key] = value  # past the checks of transformers, which differ by version
-    assert reason in static.why_not_shared(model)
+    assert reason in layout_support.why_not_shared(model)
 
 
 def test_attention_both_ways_and_what_is_no_transformers_model_are_refused():
     model = make(T.LlamaConfig(**GROUPED))
     model.model.layers[1].self_attn.is_causal = False
-    assert "not causal" in static.why_not_shared(model)
+    assert "not causal" in layout_support.why_not_shared(model)
     plain = torch.nn.Linear(1, 1)
     plain.config = model.config
-    assert "no transformers model" in static.why_not_shared(plain)
+    assert "no transformers model" in layout_support.why_not_shared(plain)
 
 
 def test_image_models_are_refused():
@@ -134,11 +134,11 @@ def test_image_models_are_refused():
     )
     with torch.device("meta"):
         model = T.Qwen2VLForConditionalGeneration(config)
-    assert "parts beside a text model" in static.why_not_shared(model)
+    assert "parts beside a text model" in layout_support.why_not_shared(model)
     load.without_dropout(model)
     language = SimpleNamespace(
         config=model.config.get_text_config(),
         _can_set_attn_implementation=lambda: True,
         _supports_attention_backend=True,
     )
-    assert "mrope" in static.why_not_shared(language)
+    assert "mrope" in layout_support.why_not_shared(language)

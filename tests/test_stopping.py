@@ -18,8 +18,8 @@ from test_generation import (
     tokenizer,
 )
 
-from rloo_cli.errors import ConfigError, GenerationError
-from rloo_cli.generation import stopping
+from rloo_cli.utils.errors import ConfigError, GenerationError
+from rloo_cli.generation.common import stop_rule
 
 __all__ = ["model"]  # a fixture
 
@@ -35,9 +35,9 @@ def free_run(model):
 
 def test_stop_ids_are_the_union_of_all_places(model):
     model.config.eos_token_id, model.generation_config.eos_token_id = 7, [8, 9]
-    assert stopping.stop_ids(tokenizer(), model, config(stop_token_ids=[4])) == {EOS, 7, 8, 9, 4}
+    assert stop_rule.stop_ids(tokenizer(), model, config(stop_token_ids=[4])) == {EOS, 7, 8, 9, 4}
     only = config(stop_token_ids=[4], ignore_eos=True)
-    assert stopping.stop_ids(tokenizer(), model, only) == {4}
+    assert stop_rule.stop_ids(tokenizer(), model, only) == {4}
 
 
 @pytest.mark.parametrize("place", [0, 3, 11])
@@ -120,7 +120,7 @@ def test_the_tail_finds_a_stop_string_exactly_when_the_whole_text_has_it(model):
     spell = transformers.PreTrainedTokenizerFast(tokenizer_object=core)
     special = spell.convert_tokens_to_ids("<|x|>")
     model.config.eos_token_id = model.generation_config.eos_token_id = None
-    rule = stopping.StopRule(spell, model, config(stop=["é🙂a", "bb\n"], max_completion_length=999))
+    rule = stop_rule.StopRule(spell, model, config(stop=["é🙂a", "bb\n"], max_completion_length=999))
     draw, hits = random.Random(0), 0
     for _ in range(40):
         text = "".join(draw.choices("é🙂ab\n", k=60))

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-from rloo_cli import config, machine, ranks, rendezvous, surroundings
-from rloo_cli.compose import compose
-from rloo_cli.errors import ConfigError, MachineError
-from rloo_cli.schema import RunConfig
-from rloo_cli.surroundings import Place
+from rloo_cli.config import check
+from rloo_cli.launch import preflight, topology_store, topology
+from rloo_cli.distributed import device_count
+from rloo_cli.config.compose import compose
+from rloo_cli.utils.errors import ConfigError, MachineError
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.launch.topology import Place
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -79,31 +81,31 @@ PLACES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 def spread(*words: str) -> RunConfig:
     """The smoke recipe in two processes."""
     given = ("+recipe=smoke", "distributed=ddp", "distributed.num_processes=2")
-    return config.check(compose((*given, "train.prompts_per_step=8", *words)))
+    return check.check(compose((*given, "train.prompts_per_step=8", *words)))
 
 
 @pytest.mark.parametrize("name", PLACES)
 def test_a_process_knows_where_it_stands(name: str) -> None:
     env, differs = PLACES[name]
-    place, run, _ = surroundings.find(env, spread())
+    place, run, _ = topology.find(env, spread())
     assert asdict(place) == ALONE | differs
     assert run.distributed.num_processes == place.on_node
     assert run.distributed.num_nodes == place.nodes
 
 
 def test_numbers_that_the_surroundings_change_are_said() -> None:
-    assert surroundings.find(step(3, 3), spread())[2] == [
+    assert topology.find(step(3, 3), spread())[2] == [
         "distributed.num_nodes is 3 here, as Slurm says (the config has 1)"
     ]
     given = spread("distributed.num_processes=4", "distributed.rdzv=h:1")
-    notes = surroundings.find(TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, given)[2]
+    notes = topology.find(TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, given)[2]
     assert [n.partition(",")[0] for n in notes] == [
         "distributed.rdzv is not used: torchrun says n0:29500"
     ]
-    notes = surroundings.find(TORCHRUN, given)[2]
+    notes = topology.find(TORCHRUN, given)[2]
     assert notes[0] == "distributed.num_processes is 2 here, as torchrun says (the config has 4)"
     silent = spread("distributed.num_processes=null")  # one per GPU: no number was said
-    assert len(surroundings.find(step(1, 4), silent)[2]) == 0
+    assert len(topology.find(step(1, 4), silent)[2]) == 0
 
 
 @pytest.mark.parametrize(
@@ -125,56 +127,56 @@ def test_what_cannot_both_be_right_is_refused(
     env: dict[str, str], words: tuple[str, ...], says: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        surroundings.find(env, spread(*words))
+        topology.find(env, spread(*words))
     assert says in refused.value.render()
 
 
 def test_a_task_that_sees_one_gpu_of_its_own_takes_its_first() -> None:
     env = step(1, 4, 0, 3, 3)
-    place, _, _ = surroundings.find(env, spread())
-    assert surroundings.alone_on_gpu(place, env) == place
+    place, _, _ = topology.find(env, spread())
+    assert topology.alone_on_gpu(place, env) == place
     for name, value in {"SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "single:1"}.items():
-        own = surroundings.alone_on_gpu(place, env | {name: value})
+        own = topology.alone_on_gpu(place, env | {name: value})
         assert (own.local, own.on_node, own.first, own.total) == (0, 1, 3, 4)
-    node, _, _ = surroundings.find(step(2, 2), spread())  # this one starts them all itself
-    assert surroundings.alone_on_gpu(node, {"SLURM_GPUS_PER_TASK": "2"}) == node
+    node, _, _ = topology.find(step(2, 2), spread())  # this one starts them all itself
+    assert topology.alone_on_gpu(node, {"SLURM_GPUS_PER_TASK": "2"}) == node
 
 
 def test_bc_20_more_processes_than_gpus_are_refused_with_both_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ranks, "gpus", lambda: ["GPU-a"])
+    monkeypatch.setattr(device_count, "gpus", lambda: ["GPU-a"])
     with pytest.raises(MachineError) as refused:
-        machine.check(spread(), here=2)
+        preflight.check(spread(), here=2)
     problem = refused.value.problems[0]
     assert problem.what == "2 processes are to train here, and there are 1 GPUs"
     assert "GPU-a" in problem.why and problem.fix.startswith("distributed.num_processes=1")
-    machine.check(spread(), here=1)
-    monkeypatch.setattr(ranks, "gpus", list)
-    machine.check(spread(), here=2)  # on the CPU they share the cores
+    preflight.check(spread(), here=1)
+    monkeypatch.setattr(device_count, "gpus", list)
+    preflight.check(spread(), here=2)  # on the CPU they share the cores
 
 
 def test_bc_22_deepspeed_is_refused_with_the_line_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = spread("distributed=zero2")
-    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
     with pytest.raises(MachineError) as refused:
-        machine.check(run)
+        preflight.check(run)
     problem = refused.value.problems[0]
     assert problem.where == "distributed.engine"
     assert "pip install 'rloo-cli[deepspeed]'" in problem.fix
-    machine.check(run, downloads=False)  # a plan installs nothing
+    preflight.check(run, downloads=False)  # a plan installs nothing
 
 
 def test_processes_of_one_machine_meet_on_the_loopback_and_rank_0_gets_the_socket() -> None:
     place = Place(here=2, total=2, on_node=2)
-    listening = rendezvous.listen(spread(), place)
+    listening = topology_store.listen(spread(), place)
     assert listening is not None
     with listening:
         host, port = listening.getsockname()
         assert host == "127.0.0.1" and port > 0
-        first, second = rendezvous.starts(place, host, port, listening)
+        first, second = topology_store.starts(place, host, port, listening)
     assert first.files == (int(first.env["RLOO_STORE_FD"]),) and not second.files
     assert "RLOO_STORE_FD" not in second.env
     assert (first.rank, second.rank) == (0, 1)
@@ -184,23 +186,23 @@ def test_processes_of_one_machine_meet_on_the_loopback_and_rank_0_gets_the_socke
 
 def test_several_nodes_meet_where_others_can_reach_it_or_where_the_config_says() -> None:
     place = Place(here=2, total=4, on_node=2, nodes=2, launchers=2, by="Slurm")
-    listening = rendezvous.listen(spread(), place)
+    listening = topology_store.listen(spread(), place)
     assert listening is not None
     with listening:
         host, port = listening.getsockname()[:2]
-        starts = rendezvous.starts(place, host, port, listening)
+        starts = topology_store.starts(place, host, port, listening)
         assert host != "0.0.0.0" and "GLOO_SOCKET_IFNAME" not in starts[0].env
-    taken = rendezvous.listen(spread("distributed.rdzv=127.0.0.1:0"), place)
+    taken = topology_store.listen(spread("distributed.rdzv=127.0.0.1:0"), place)
     assert taken is not None
     with taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(MachineError) as refused:
-            rendezvous.listen(spread(f"distributed.rdzv={where}"), place)
+            topology_store.listen(spread(f"distributed.rdzv={where}"), place)
     assert where in refused.value.problems[0].what
-    assert rendezvous.listen(spread(), Place(total=2, store="n0:1", by="torchrun")) is None
+    assert topology_store.listen(spread(), Place(total=2, store="n0:1", by="torchrun")) is None
 
 
 def test_a_process_alone_is_told_nothing() -> None:
     place = Place()
-    assert rendezvous.listen(spread(), place) is None
-    assert [dict(s.env) for s in rendezvous.starts(place, "", 0, None)] == [{}]
+    assert topology_store.listen(spread(), place) is None
+    assert [dict(s.env) for s in topology_store.starts(place, "", 0, None)] == [{}]

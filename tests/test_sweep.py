@@ -13,8 +13,8 @@ from cli_cases import Ended, Rloo, strict
 from resume_cases import differing, left, untimed
 from sweep_cases import SMOKE, fast, members, quick, until
 
-from rloo_cli import manifest
-from rloo_cli.files import read_json
+from rloo_cli.checkpoint import manifest
+from rloo_cli.utils.files import read_json
 
 __all__ = ["fast", "quick"]  # fixtures
 

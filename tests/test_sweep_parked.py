@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rloo_cli.policy import parked
+from rloo_cli.policy import offload
 
 
 class Held:
@@ -32,7 +32,7 @@ def model(device: str) -> nn.Module:
 
 
 def tensors(made: nn.Module, held: Held) -> list[torch.Tensor]:
-    return [*parked.of_models([made, made]), *parked.of_optimizer(held)]
+    return [*offload.of_models([made, made]), *offload.of_optimizer(held)]
 
 
 def test_all_that_a_member_holds_is_moved_each_once() -> None:
@@ -45,7 +45,7 @@ def test_all_that_a_member_holds_is_moved_each_once() -> None:
     moments = [s for state in held.inner.state.values() for s in state.values()]
     assert {id(t) for t in found} == wanted | {id(t) for t in moments}
     assert len(found) == len({id(t) for t in found})
-    assert parked.away(found) == []  # on the CPU they are there already
+    assert offload.away(found) == []  # on the CPU they are there already
 
 
 @pytest.mark.gpu
@@ -55,10 +55,10 @@ def test_a_member_leaves_the_gpu_empty_and_goes_on_as_if_it_had_stayed() -> None
         held.step()
     made, held = pair[0]
     before = torch.cuda.memory_allocated()
-    moved = parked.away(tensors(made, held))
+    moved = offload.away(tensors(made, held))
     assert moved and all(t.device.type == "cpu" for t in made.parameters())
     assert torch.cuda.memory_allocated() < 0.6 * before
-    parked.back(moved)
+    offload.back(moved)
     assert torch.cuda.memory_allocated() == before
     for _, other in pair:
         other.step()

@@ -9,22 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from rloo_cli import cli, pids, turns
-from rloo_cli.clock import Clock
-from rloo_cli.errors import ConfigError, Stopped
-from rloo_cli.files import write_json
-from rloo_cli.side import book, fair, rules, rungs
-from rloo_cli.side.book import Book, Member, Rung
-from rloo_cli.side.fair import Turns
-from rloo_cli.side.table import Curve
+from rloo_cli.cli import main
+from rloo_cli.utils import pids
+from rloo_cli.train import sweep_turns
+from rloo_cli.utils.timers import Clock
+from rloo_cli.utils.errors import ConfigError, Stopped
+from rloo_cli.utils.files import write_json
+from rloo_cli.launch.sweep import state, member_turns, rules, turns_rungs
+from rloo_cli.launch.sweep.state import Book, Member, Rung
+from rloo_cli.launch.sweep.member_turns import Turns
+from rloo_cli.launch.sweep.table import Curve
 
-HOOKS = turns.Hooks(lambda: None, lambda: None, lambda: None, lambda: None)
+HOOKS = sweep_turns.Hooks(lambda: None, lambda: None, lambda: None, lambda: None)
 
 
 def refused(*words: str) -> str:
     """What is said to `rloo sweep WORDS`, which is refused as a config is."""
     with pytest.raises(ConfigError) as error:
-        cli.dispatch(["sweep", *words])
+        main.dispatch(["sweep", *words])
     return error.value.render()
 
 
@@ -34,39 +36,39 @@ def refused(*words: str) -> str:
 def test_a_share_is_kept_over_many_turns() -> None:
     given = [Turns(1), Turns(2, share=3), Turns(3, share=2)]
     for _ in range(60):
-        fair.next_ones(given, [1])[0].take()
+        member_turns.next_ones(given, [1])[0].take()
     assert [round(turns.had * turns.share) for turns in given] == [10, 30, 20]
 
 
 def test_members_are_spread_over_devices_and_each_has_its_own_room() -> None:
-    assert fair.places(3, 2) == [2, 1] and fair.places(1, 1) == [1]
+    assert member_turns.places(3, 2) == [2, 1] and member_turns.places(1, 1) == [1]
     given: list[Turns] = []
     for number in range(4):
-        given.append(Turns(number, device=fair.spread(given, jobs=2, devices=8)))
+        given.append(Turns(number, device=member_turns.spread(given, jobs=2, devices=8)))
     assert [turns.device for turns in given] == [0, 1, 0, 1]
-    assert fair.spread([], jobs=4, devices=0) == 0
-    assert [turns.number for turns in fair.next_ones(given, [1, 0])] == [0]
+    assert member_turns.spread([], jobs=4, devices=0) == 0
+    assert [turns.number for turns in member_turns.next_ones(given, [1, 0])] == [0]
 
 
 def test_one_that_was_let_in_has_its_chunk_before_the_others() -> None:
     late = Turns(9, had=5.0, due=True)
-    assert fair.next_ones([Turns(1), late], [1]) == [late]
+    assert member_turns.next_ones([Turns(1), late], [1]) == [late]
     late.take()
     assert late.had == 5.0 and not late.due
 
 
 def test_chunks_end_at_multiples_and_at_the_rung() -> None:
     rung = Rung(2, 15)
-    assert [rungs.until(s, 10, rung) for s in (0, 3, 10, 15, 20)] == [10, 10, 15, 20, 30]
-    assert rungs.until(10, 10, None) == 20
+    assert [turns_rungs.until(s, 10, rung) for s in (0, 3, 10, 15, 20)] == [10, 10, 15, 20, 30]
+    assert turns_rungs.until(10, 10, None) == 20
 
 
 def test_a_worth_is_the_mean_of_the_last_chunk_and_an_unknown_one_is_the_worst() -> None:
     rows = [{"step": step, "reward": float(step), "kl": 0.1} for step in range(1, 9)]
-    assert rungs.worth(rows, Rung(1, 6), 4) == 4.5
-    assert rungs.worth(rows, Rung(1, 6, "kl:min"), 4) == pytest.approx(-0.1)
-    assert rungs.worth(rows[:2], Rung(1, 6), 3) == 2.0  # logged seldom: the last there is
-    assert rungs.sorted_out({1: float("nan"), 2: 1.0, 3: 2.0, 4: 2.0}, Rung(2, 6)) == [2, 1]
+    assert turns_rungs.worth(rows, Rung(1, 6), 4) == 4.5
+    assert turns_rungs.worth(rows, Rung(1, 6, "kl:min"), 4) == pytest.approx(-0.1)
+    assert turns_rungs.worth(rows[:2], Rung(1, 6), 3) == 2.0  # logged seldom: the last there is
+    assert turns_rungs.sorted_out({1: float("nan"), 2: 1.0, 3: 2.0, 4: 2.0}, Rung(2, 6)) == [2, 1]
 
 
 # What is refused.
@@ -166,7 +168,7 @@ def test_a_folder_that_is_another_sweep_or_none_is_not_taken(idle: Book) -> None
 def test_a_sweep_that_runs_is_not_started_twice(idle: Book) -> None:
     idle.state = "training"
     idle.save()
-    assert book.running(idle.folder)
+    assert state.running(idle.folder)
     for words in ((SMOKE, "seed=1,2", "--name", "s"), ("resume", "s")):
         assert f"is being run by process {os.getpid()}" in refused(*words)
 
@@ -175,7 +177,7 @@ def test_a_member_whose_run_is_trained_by_somebody_else_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.dispatch(["sweep", SMOKE, "seed=1,2", "--dry-run"]) == 0
+    assert main.dispatch(["sweep", SMOKE, "seed=1,2", "--dry-run"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     name = next(row[1] for row in rows if row[:1] == ["2"])
     assert not [*tmp_path.iterdir()]
@@ -186,18 +188,18 @@ def test_a_member_whose_run_is_trained_by_somebody_else_is_refused(
 
 
 def test_a_place_that_is_none_in_a_sweep_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_member", [])
-    monkeypatch.setenv(turns.PLACE, "/nowhere/turns:1")
+    monkeypatch.setattr(sweep_turns, "_member", [])
+    monkeypatch.setenv(sweep_turns.PLACE, "/nowhere/turns:1")
     with pytest.raises(ConfigError, match="no place in a sweep"):
-        turns.wait(0, HOOKS)
+        sweep_turns.wait(0, HOOKS)
 
 
 def test_a_member_whose_sweep_is_gone_saves_and_stops() -> None:
     with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{place}/turns")
         listening.listen()
-        member = turns.Member(f"{place}/turns:1")
-        line = turns.Line(listening.accept()[0])
+        member = sweep_turns.Member(f"{place}/turns:1")
+        line = sweep_turns.Line(listening.accept()[0])
         line.send(do="go", until=3)
         assert member.wait(0, HOOKS) > 0.0 and member.wait(2, HOOKS) == 0.0
         assert line.receive() == [{"member": 1, "step": 0}]
@@ -211,14 +213,14 @@ def test_a_member_whose_sweep_is_gone_saves_and_stops() -> None:
 
 def test_a_member_does_as_it_is_told_while_it_waits() -> None:
     done: list[str] = []
-    hooks = turns.Hooks(
+    hooks = sweep_turns.Hooks(
         lambda: "here", lambda: done.append("away"), lambda: done.append("back"), lambda: None
     )
     with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{place}/turns")
         listening.listen()
-        member = turns.Member(f"{place}/turns:2")
-        line = turns.Line(listening.accept()[0])
+        member = sweep_turns.Member(f"{place}/turns:2")
+        line = sweep_turns.Line(listening.accept()[0])
         for order in ({"do": "save"}, {"do": "park"}, {"do": "go", "until": 5}):
             line.send(**order)
         member.wait(4, hooks)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from cli_cases import Rloo, rloo, strict, surroundings
 
-from rloo_cli import config, made
-from rloo_cli.compose import compose
-from rloo_cli.made import tldr
-from rloo_cli.made import tldr_posts as posts
-from rloo_cli.made.tldr_posts import Facts, gold
+from rloo_cli.config import check, synthetic
+from rloo_cli.config.compose import compose
+from rloo_cli.data.synthetic import tldr
+from rloo_cli.data.synthetic import tldr_posts as posts
+from rloo_cli.data.synthetic.tldr_posts import Facts, gold
 
 __all__ = ["rloo"]  # fixture
 
@@ -120,9 +120,9 @@ def test_preferences_are_right_more_often_the_clearer_the_case() -> None:
 
 
 def test_the_hidden_rule_is_no_reward_of_the_recipe() -> None:
-    run = config.check(compose(["+recipe=tldr_mini"]))
+    run = check.check(compose(["+recipe=tldr_mini"]))
     assert run.rewards["tldr_mini_gold"].weight == 0 and run.rewards["tldr_mini_rm"].weight == 1
-    assert {path for path in made.MODELS if "tldr" in path} == {
+    assert {path for path in synthetic.MODELS if "tldr" in path} == {
         "tldr_base",
         "tldr_sft",
         "tldr_reward",
@@ -131,13 +131,13 @@ def test_the_hidden_rule_is_no_reward_of_the_recipe() -> None:
 
 @pytest.mark.parametrize("section", ["sft", "reward_model"])
 def test_what_is_made_is_trained_as_the_recipe_says(section: str) -> None:
-    run = config.check(compose(["+recipe=tldr_mini"]))
+    run = check.check(compose(["+recipe=tldr_mini"]))
     assert tldr.recipe(section) == (getattr(run, section), run.seed)
 
 
 def test_the_shape_of_the_made_models_is_what_is_checked_before_they_are_made() -> None:
-    names = [name for name in made.CONTEXT if name.startswith("tldr")]
-    assert {made.CONTEXT[name] for name in names} == {tldr.SHAPE["max_position_embeddings"]}
+    names = [name for name in synthetic.CONTEXT if name.startswith("tldr")]
+    assert {synthetic.CONTEXT[name] for name in names} == {tldr.SHAPE["max_position_embeddings"]}
 
 
 @pytest.mark.slow

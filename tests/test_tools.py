@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
-from rloo_cli import cli, complaints, config, paths, verb_help
-from rloo_cli.compose import compose
-from rloo_cli.errors import ConfigError
-from rloo_cli.tools import completion
-from rloo_cli.tools.config import leaves
+from rloo_cli.cli import main, verb_help
+from rloo_cli.config import messages, check
+from rloo_cli.utils import paths
+from rloo_cli.config.compose import compose
+from rloo_cli.utils.errors import ConfigError
+from rloo_cli.cli import completion
+from rloo_cli.cli.config import leaves
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str) -> str:
-        assert cli.dispatch([*words]) == 0
+        assert main.dispatch([*words]) == 0
         return capsys.readouterr().out
 
     return run
@@ -36,7 +38,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 def refusal(*words: str) -> str:
     with pytest.raises(ConfigError) as error:
-        cli.dispatch([*words])
+        main.dispatch([*words])
     return error.value.render()
 
 
@@ -99,7 +101,7 @@ def test_config_lists_every_key_with_type_default_and_meaning(ask) -> None:
     assert found["data.columns"][:2] == ("dict[str, str]", "{}")
     composed = compose(["+recipe=smoke"])
     keys = {
-        k for k, v in complaints.walk(config.merged(composed.values)) if not isinstance(v, dict)
+        k for k, v in messages.walk(check.merged(composed.values)) if not isinstance(v, dict)
     }
     assert keys <= set(found)
 
@@ -235,7 +237,7 @@ def test_config_json_is_a_json_schema_that_takes_our_configs_and_recipes_and_no_
 
     of_kind = {}  # a backend has keys of its own, and an algorithm
     for recipe in paths.recipe_files():
-        values = config.dump(config.check(compose([f"+recipe={recipe}"])))
+        values = check.dump(check.check(compose([f"+recipe={recipe}"])))
         kind = (f"generation={values['generation']['backend']}",
                 f"algorithm={values['algorithm']['name']}")  # fmt: skip
         if kind not in of_kind:
@@ -327,7 +329,7 @@ def heard(terminal: int, wanted: str, wait_s: float = 30.0) -> str:
     ("typed", "some"),
     [
         (["tr"], {"train"}),
-        ([""], set(cli.VERBS)),
+        ([""], set(main.VERBS)),
         (["train", "+rec"], {f"+recipe={name}" for name in paths.recipe_files()}),
         (["train", "+debug=c"], {"+debug=cpu"}),
         (["train", "algorithm.be"], {"algorithm.beta="}),
@@ -344,8 +346,8 @@ def test_a_half_typed_word_is_completed(typed: list[str], some: set[str], ask) -
 
 
 def test_every_verb_is_completed() -> None:
-    assert set(verb_help.VERBS) == set(cli.VERBS)
-    assert set(completion.answers([""])) == set(cli.VERBS)
+    assert set(verb_help.VERBS) == set(main.VERBS)
+    assert set(completion.answers([""])) == set(main.VERBS)
 
 
 def test_completion_without_a_shell_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,15 +17,18 @@ from transformers import (
     AutoTokenizer,
 )
 
-from rloo_cli import cli, config, examples, fit, made, resume, reward_model, sft, trainer
-from rloo_cli.compose import compose
-from rloo_cli.errors import ConfigError, DataError, NumbersError, RunError
-from rloo_cli.files import read_json
-from rloo_cli.made import tiny
-from rloo_cli.rewards.build import build
-from rloo_cli.rewards.ready import Surroundings
-from rloo_cli.stages import data_of, model_of
-from rloo_cli.tools import training
+from rloo_cli.cli import main
+from rloo_cli.config import check, synthetic
+from rloo_cli.train.supervised import examples, fit, reward_model, sft, worker
+from rloo_cli.checkpoint import resume
+from rloo_cli.config.compose import compose
+from rloo_cli.utils.errors import ConfigError, DataError, NumbersError, RunError
+from rloo_cli.utils.files import read_json
+from rloo_cli.data.synthetic import tiny
+from rloo_cli.rewards.engine.build import build
+from rloo_cli.rewards.engine.ready import Surroundings
+from rloo_cli.config.supervised import data_of, model_of
+from rloo_cli.cli import supervised
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 
@@ -51,10 +54,10 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(module: str, words: list[str]) -> int:
         assert module == "trainer"
-        trainer.work(Path(words[0]), words[1])
+        worker.work(Path(words[0]), words[1])
         return 0
 
-    monkeypatch.setattr(training.processes, "run", run)
+    monkeypatch.setattr(supervised.processes, "run", run)
 
 
 def left(place: Path) -> list[str]:
@@ -62,7 +65,7 @@ def left(place: Path) -> list[str]:
 
 
 def settings(*words: str) -> Any:
-    return config.check(compose(["+recipe=smoke", *words]))
+    return check.check(compose(["+recipe=smoke", *words]))
 
 
 # What the verbs leave.
@@ -79,7 +82,7 @@ def test_sft_leaves_a_model_that_loads_and_whose_loss_fell(rloo: Rloo, place: Pa
     assert "step 8/8" in ended.out and "model.path=runs/sft/smoke" in ended.out
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokens = AutoTokenizer.from_pretrained(folder)
-    first = AutoModelForCausalLM.from_pretrained(made.folder("make:tiny"))
+    first = AutoModelForCausalLM.from_pretrained(synthetic.folder("make:tiny"))
     assert model.config.to_dict().keys() == first.config.to_dict().keys()
     assert not torch.equal(model.lm_head.weight, first.lm_head.weight)
     assert tokens.chat_template == tiny.TEMPLATE
@@ -87,7 +90,7 @@ def test_sft_leaves_a_model_that_loads_and_whose_loss_fell(rloo: Rloo, place: Pa
 
 
 def test_a_reward_model_has_one_label_and_prefers_what_was_chosen(here: None, place: Path) -> None:
-    assert cli.dispatch(["reward-model", *PAIRS]) == 0
+    assert main.dispatch(["reward-model", *PAIRS]) == 0
     folder = place / "runs" / "reward_model" / "smoke"
     summary = read_json(folder / "training" / "summary.json")
     assert summary["after"]["eval_accuracy"] > 0.9 > summary["before"]["eval_accuracy"]
@@ -111,12 +114,12 @@ def test_a_reward_model_has_one_label_and_prefers_what_was_chosen(here: None, pl
 def test_the_same_training_is_not_done_again_and_another_never_takes_its_place(
     here: None, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.dispatch(["sft", *SFT, "sft.data.max_samples=16"]) == 0
+    assert main.dispatch(["sft", *SFT, "sft.data.max_samples=16"]) == 0
     before = {p: p.stat().st_mtime_ns for p in place.rglob("*") if p.is_file()}
-    assert cli.dispatch(["sft", *SFT, "sft.data.max_samples=16", "max_steps=9"]) == 0
+    assert main.dispatch(["sft", *SFT, "sft.data.max_samples=16", "max_steps=9"]) == 0
     assert "nothing to do" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="another sft"):
-        cli.dispatch(["sft", *SFT, "sft.data.max_samples=8"])
+        main.dispatch(["sft", *SFT, "sft.data.max_samples=8"])
     assert {p: p.stat().st_mtime_ns for p in place.rglob("*") if p.is_file()} == before
 
 
@@ -141,7 +144,7 @@ def test_a_training_that_fails_leaves_nothing(
 
     monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
     with pytest.raises(RunError, match="cannot be written"):
-        cli.dispatch(["sft", *SFT, "sft.data.max_samples=8", "sft.data.eval_split=null",
+        main.dispatch(["sft", *SFT, "sft.data.max_samples=8", "sft.data.eval_split=null",
                       "sft.eval_rows=2"])  # fmt: skip
     assert left(place) == []
 
@@ -209,10 +212,10 @@ def test_data_that_does_not_fit_is_refused_before_weights_load(
         rows = [r | {n: v[i] for n, v in columns.items()} for i, r in enumerate(tiny.rows("train"))]
         (place / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         rest += ["data.path=mine.jsonl"]
-    monkeypatch.setattr(trainer.load, "model", None)
-    monkeypatch.setattr(trainer.load, "scorer", None)
+    monkeypatch.setattr(worker.load, "model", None)
+    monkeypatch.setattr(worker.load, "scorer", None)
     with pytest.raises(DataError) as refused:
-        cli.dispatch([verb, "+recipe=smoke", *rest])
+        main.dispatch([verb, "+recipe=smoke", *rest])
     assert what in str(refused.value) and where in str(refused.value)
     assert left(place) == (["mine.jsonl"] if columns else [])
 
@@ -220,11 +223,11 @@ def test_data_that_does_not_fit_is_refused_before_weights_load(
 def test_a_small_data_set_is_trained_on_and_a_tenth_of_it_is_held_out() -> None:
     def counts(section: str, n: int, *given: str) -> list[int]:
         words = " ".join(given).split()
-        run = config.check(
+        run = check.check(
             compose([*SFT, "data.path=make:addition", f"data.max_samples={n}", *words])
         )
         source = data_of(run, section)
-        return [len(rows) for rows in trainer._open(source, getattr(run, section), section)]
+        return [len(rows) for rows in worker._open(source, getattr(run, section), section)]
 
     for section in ("sft", "reward_model"):
         own = f"data.eval_split=null {section}.data.eval_split=null"
@@ -242,7 +245,7 @@ def test_rows_that_are_empty_or_too_long_are_left_out_and_counted(place: Path) -
     rows.append({"prompt": "p" * 64, "completion": "ok"})
     (place / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = settings("data.path=mine.jsonl")
-    data = trainer.data.load(data_of(run, "sft"), "train")
+    data = worker.data.load(data_of(run, "sft"), "train")
     kept = examples.of_sft(data, data_of(run, "sft"), run.sft, tiny.tokenizer(), run, 63)
     assert (len(kept.rows), kept.long, kept.empty, kept.longest) == (7, 2, 1, 63)
     assert kept.told(63) == (
@@ -262,7 +265,7 @@ def test_a_loss_that_is_no_number_ends_the_training() -> None:
 
 
 def a_model(kind: Any = AutoModelForCausalLM, path: str = "make:tiny") -> Any:
-    return kind.from_pretrained(made.folder(path))
+    return kind.from_pretrained(synthetic.folder(path))
 
 
 ROWS = [
@@ -367,7 +370,7 @@ def test_conversations_are_read_through_the_chat_template(place: Path) -> None:
     (place / "mine.jsonl").write_text(json.dumps(row) + "\n")
     run, tokens = settings("data.path=mine.jsonl"), tiny.tokenizer()
     source = data_of(run, "sft")
-    data = trainer.data.load(source, "train")
+    data = worker.data.load(source, "train")
     (example,) = examples.of_sft(data, source, run.sft, tokens, run, 99).rows
     assert tokens.decode(example.ids[: example.start]) == "<|user|>Hi\n<|assistant|>"
     assert tokens.decode(example.ids[example.start :]) == "Yes\n<eos>"
@@ -383,7 +386,7 @@ def test_a_template_that_rewrites_the_past_is_refused(place: Path) -> None:
     tokens.chat_template = "{{ messages|length }}" + tiny.TEMPLATE
     source = data_of(run, "sft")
     with pytest.raises(DataError, match="changes what came before"):
-        data = trainer.data.load(source, "train")
+        data = worker.data.load(source, "train")
         examples.of_sft(data, source, run.sft, tokens, run, 99)
 
 
@@ -392,8 +395,8 @@ def test_a_template_that_rewrites_the_past_is_refused(place: Path) -> None:
 
 def test_a_run_does_not_depend_on_the_trainings_before_it() -> None:
     one, other = settings(), settings("sft.epochs=3", "reward_model.path=make:tiny")
-    assert config.config_hash(one) == config.config_hash(other)
-    changes = resume.differences(config.dump(one), other)
+    assert check.config_hash(one) == check.config_hash(other)
+    changes = resume.differences(check.dump(one), other)
     assert set(changes) == {"sft.epochs", "reward_model.path"}
     resume._refuse(changes, other)  # such a change is none
 
@@ -410,7 +413,7 @@ def test_what_is_null_is_as_in_model_and_data() -> None:
 
 
 def test_a_model_of_another_kind_becomes_no_reward_model(here: None, place: Path) -> None:
-    shutil.copytree(made.folder("make:tiny"), place / "odd")
+    shutil.copytree(synthetic.folder("make:tiny"), place / "odd")
     (place / "odd" / "model.safetensors").unlink()
     with pytest.raises(RunError, match="odd"):
-        cli.dispatch(["reward-model", *PAIRS, "model.path=./odd"])
+        main.dispatch(["reward-model", *PAIRS, "model.path=./odd"])

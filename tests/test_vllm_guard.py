@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rloo_cli.vllm import facts, guard
-from rloo_cli.vllm.guard import Guard
+from rloo_cli.generation.vllm import handshake_facts, auth
+from rloo_cli.generation.vllm.auth import Guard
 
 SECRET = "7f" * 32
 BEARER = b"Bearer " + SECRET.encode()
@@ -40,8 +40,8 @@ class Behind:
 
 @pytest.fixture
 def behind(monkeypatch: pytest.MonkeyPatch) -> Behind:
-    monkeypatch.setenv(guard.TOKEN, SECRET)
-    monkeypatch.setenv(facts.VARIABLE, '{"protocol": 1}')
+    monkeypatch.setenv(auth.TOKEN, SECRET)
+    monkeypatch.setenv(handshake_facts.VARIABLE, '{"protocol": 1}')
     return Behind()
 
 
@@ -77,10 +77,10 @@ def ask(
 
 @pytest.mark.parametrize("token", ["", " ", "\n"])
 def test_no_guard_stands_without_a_token(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(guard.TOKEN, token)
+    monkeypatch.setenv(auth.TOKEN, token)
     with pytest.raises(ValueError, match="empty"):
         Guard(Behind())
-    monkeypatch.delenv(guard.TOKEN)
+    monkeypatch.delenv(auth.TOKEN)
     with pytest.raises(ValueError, match="empty"):
         Guard(Behind())
 
@@ -228,7 +228,7 @@ def test_a_body_in_pieces_is_read_whole(behind: Behind) -> None:
 def test_a_body_without_end_is_not_read_to_its_end(
     behind: Behind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "LARGEST", 100)
+    monkeypatch.setattr(auth, "LARGEST", 100)
     messages = [{"type": "http.request", "body": b" " * 60, "more_body": True}] * 50
     scope = {"type": "http", "path": "/weight_checker", "method": "POST"}
     sent = send_to(behind, messages, headers=[(b"authorization", BEARER)], **scope)
@@ -286,12 +286,12 @@ class Words:
 
 
 def test_a_fingerprint_is_the_tokenizer_s_and_nothing_else_s() -> None:
-    one = facts.tokenizer(Words({"a": 0, "b": 1}))
-    assert facts.tokenizer(Words({"b": 1, "a": 0})) == one
+    one = handshake_facts.tokenizer(Words({"a": 0, "b": 1}))
+    assert handshake_facts.tokenizer(Words({"b": 1, "a": 0})) == one
     padded = Words({"a": 0, "b": 1})
     padded.pad_token_id = 1
-    assert facts.tokenizer(padded) == one
+    assert handshake_facts.tokenizer(padded) == one
     other = Words({"a": 0, "b": 1})
     other.eos_token_id = 0
     different = [other, Words({"a": 1, "b": 0}), Words({"a": 0}), Words({"a": 0, "b": 1}, 1)]
-    assert one not in map(facts.tokenizer, different)
+    assert one not in map(handshake_facts.tokenizer, different)

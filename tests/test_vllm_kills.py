@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from rloo_cli import pids, server_file
+from rloo_cli.utils import pids
+from rloo_cli.generation.vllm import server_file
 
 pytestmark = pytest.mark.vllm
 slow = pytest.mark.slow
@@ -232,7 +233,7 @@ def test_a_colocated_engine_that_is_killed_is_replaced(tmp_path: Path, alone: Go
     engine = next(
         int(p.name) for p in Path("/proc").iterdir()
         if p.name.isdigit() and f" {rank} " in (p / "stat").read_text()
-        and b"rloo_cli.vllm.child" in (p / "cmdline").read_bytes()
+        and b"rloo_cli.generation.vllm.child_process" in (p / "cmdline").read_bytes()
     )  # fmt: skip
     os.kill(engine, signal.SIGKILL)
     assert run.ends() == 0, run.said

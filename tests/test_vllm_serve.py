@@ -20,10 +20,11 @@ import pytest
 from cli_cases import Rloo, children, rloo, surroundings
 from test_vllm_guard import FORBIDDEN
 
-from rloo_cli import server_file, serving
-from rloo_cli.pids import started
-from rloo_cli.server_file import Server
-from rloo_cli.vllm import facts, family, ports
+from rloo_cli.generation.vllm import server_file
+from rloo_cli.launch import rollout_server
+from rloo_cli.utils.pids import started
+from rloo_cli.generation.vllm.server_file import Server
+from rloo_cli.generation.vllm import handshake_facts, process_group, ports
 
 __all__ = ["rloo"]  # a fixture
 
@@ -121,7 +122,7 @@ def raw(server: Server, *lines: str) -> int:
 
 def group(server: Server) -> list[int]:
     """Everything that belongs to a server; at least its API process, engine and worker."""
-    members = family.members(server.group)
+    members = process_group.members(server.group)
     assert len(members) >= 3
     return members
 
@@ -209,11 +210,11 @@ def test_the_token_is_in_no_command_line_and_no_log(served: Served, server: Serv
 
 
 def test_its_facts_are_those_of_the_trainer(server: Server) -> None:
-    from rloo_cli.made import tiny
+    from rloo_cli.data.synthetic import tiny
 
     told = json.loads(ask(server, "/rloo")[1])
     ours = tiny.tokenizer()
-    assert told["tokenizer"] == facts.tokenizer(ours) and told["vocab_size"] == len(ours)
+    assert told["tokenizer"] == handshake_facts.tokenizer(ours) and told["vocab_size"] == len(ours)
     assert told["max_model_len"] == 48 and told["dtype"] == server.dtype == "float32"
     assert told["protocol"] == 1 and told["logprobs_mode"] == "processed_logprobs"
     assert told["vllm"] == server.vllm and told["transfer"] == "gloo" and told["devices"] == []
@@ -290,9 +291,9 @@ def test_a_temporary_folder_with_a_long_path_is_not_used(
 ) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 60)))
-    assert serving.temporary() == "/tmp"
+    assert rollout_server.temporary() == "/tmp"
     monkeypatch.setattr("tempfile.tempdir", "/var/tmp")
-    assert serving.temporary() == "/var/tmp"
+    assert rollout_server.temporary() == "/var/tmp"
 
 
 def test_a_port_that_is_taken_names_its_holder(rloo: Rloo) -> None:

@@ -12,7 +12,7 @@ from cli_cases import Rloo, surroundings
 from transformers import AutoModelForCausalLM
 from vllm_cases import Real
 
-from rloo_cli.made import tiny
+from rloo_cli.data.synthetic import tiny
 
 pytestmark = pytest.mark.vllm
 STEPS = ("max_steps=3", "eval.max_samples=4")

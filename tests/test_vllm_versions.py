@@ -19,11 +19,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from rloo_cli import config
-from rloo_cli.compose import compose
-from rloo_cli.errors import GenerationError
-from rloo_cli.vllm import arguments, asking, expected, gloo, link, slot, versions
-from rloo_cli.vllm.source import Meta, Whole
+from rloo_cli.config import check
+from rloo_cli.config.compose import compose
+from rloo_cli.utils.errors import GenerationError
+from rloo_cli.generation.vllm import arguments, sampling_params, handshake, transfer_gloo, transfer_send, lora_slot, versions
+from rloo_cli.generation.vllm.weights import Meta, Whole
 
 RECORD = json.loads((Path(__file__).parent / "vllm_0221.json").read_text())
 OLD, NEW = "0.22.1", "0.32.0"
@@ -110,7 +110,7 @@ def test_every_argument_of_an_engine_is_known_to_it(
     monkeypatch.setattr(arguments, "gpus", lambda: gpus)
     words = ["+recipe=smoke", f"generation={backend}", "model.path=make:tiny", "+model/lora=lora"]
     words = words[:-1]
-    run = config.check(compose(words))
+    run = check.check(compose(words))
     keys = getattr(run.generation, arguments.BACKENDS[backend])
     given = arguments.engine(run, keys, 0)
     assert given["worker_extension_cls"] == versions.WORKER_CALLS
@@ -147,8 +147,8 @@ def test_an_argument_of_the_server_that_it_lacks_is_left_out() -> None:
 
 
 def test_every_sampling_parameter_is_known_to_it() -> None:
-    run = config.check(compose(["+recipe=smoke", "generation=vllm_colocate"]))
-    asked = asking.completion(run.generation, [1], 7, False, 0.5)
+    run = check.check(compose(["+recipe=smoke", "generation=vllm_colocate"]))
+    asked = sampling_params.completion(run.generation, [1], 7, False, 0.5)
     known = set(recorded("vllm.sampling_params:SamplingParams") or [])
     assert asked.keys() | {"flat_logprobs", "output_kind"} <= known
     assert "FINAL_ONLY" in (recorded("vllm.sampling_params:RequestOutputKind") or [])
@@ -175,7 +175,7 @@ def test_what_cannot_exist_there_is_refused_with_its_key_and_the_version(
     words: list[str], place: str | None, old: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arguments, "gpus", lambda: [GPU])
-    run = config.check(compose(["+recipe=smoke", "generation.allow_untested=true", *words]))
+    run = check.check(compose(["+recipe=smoke", "generation.allow_untested=true", *words]))
     problems = list(arguments.problems(run))
     assert [p.where for p in problems] == ([] if place is None else [place])
     assert all(OLD in p.why and "0.32" in p.what for p in problems)
@@ -201,7 +201,7 @@ def test_an_older_server_that_is_not_ours_is_told_apart() -> None:
                 return answers[path]
             raise GenerationError(versions.Problem("no", why=f"it answered 404 at {path}"))
 
-    wanted = expected.Expected("m", "float32", "t", 8, "gloo", True)
+    wanted = handshake.Expected("m", "float32", "t", 8, "gloo", True)
     with pytest.raises(GenerationError, match=r"0\.22\.1 has no labels of weights"):
         wanted.check(Wire(), "http://there", "")  # type: ignore[arg-type]
 
@@ -516,7 +516,7 @@ def test_nccl_sends_each_tensor_on_one_stream_to_vllms_own_receiver(
     stream = SimpleNamespace(synchronize=lambda: waited.append(1))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     control, source = Control(), Source()
-    sender = link.connect("nccl", control, source, "127.0.0.1", "127.0.0.1", 2, 5.0)  # type: ignore[arg-type]
+    sender = transfer_send.connect("nccl", control, source, "127.0.0.1", "127.0.0.1", 2, 5.0)  # type: ignore[arg-type]
     where = made.calls[0]["init_info"]  # type: ignore[attr-defined]
     assert where["world_size"] == 3 and where["master_address"] == "127.0.0.1"
     assert control.calls == [("init", where | {"rank_offset": 1})]
@@ -572,7 +572,7 @@ def test_handles_carry_weights_part_by_part_through_one_buffer(
     shared = on_a_pretended_gpu(monkeypatch)
     calls: list[Any] = []
     reload_module(monkeypatch, calls)
-    monkeypatch.setattr(link, "packed_bytes", lambda source: 48)
+    monkeypatch.setattr(transfer_send, "packed_bytes", lambda source: 48)
     stand_in(monkeypatch, "vllm.distributed.weight_transfer.base", WeightTransferEngine=Old)
     loaded: dict[str, torch.Tensor] = {}
     model = SimpleNamespace(load_weights=lambda weights: loaded.update(weights))
@@ -594,7 +594,7 @@ def test_handles_carry_weights_part_by_part_through_one_buffer(
             worker.rloo_finish("run:1")
 
     source = Source()
-    sender = link.connect("ipc", Direct(), source, "", "", 1, 5.0)  # type: ignore[arg-type]
+    sender = transfer_send.connect("ipc", Direct(), source, "", "", 1, 5.0)  # type: ignore[arg-type]
     for _ in range(2):
         sender.send_weights()
         assert all(torch.equal(loaded[n], t) for n, t in source.tensors.items())
@@ -613,6 +613,6 @@ def test_a_buffer_on_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_gloo_and_an_adapter_need_no_sender_of_vllms(old: None) -> None:
     control, source = Control(), Source()
-    for kind in ("gloo", slot.KIND):
-        assert isinstance(link.connect(kind, control, source, "", "", 0, 5.0), link.GlooLink)  # type: ignore[arg-type]
-    assert isinstance(Whole, type) and gloo.BUFFER
+    for kind in ("gloo", lora_slot.KIND):
+        assert isinstance(transfer_send.connect(kind, control, source, "", "", 0, 5.0), transfer_send.GlooLink)  # type: ignore[arg-type]
+    assert isinstance(Whole, type) and transfer_gloo.BUFFER

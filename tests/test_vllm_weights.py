@@ -15,13 +15,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rloo_cli import config, made
-from rloo_cli.compose import compose
-from rloo_cli.errors import GenerationError
-from rloo_cli.packing import whole
+from rloo_cli.config import check, synthetic
+from rloo_cli.config.compose import compose
+from rloo_cli.utils.errors import GenerationError
+from rloo_cli.data.packing import whole
 from rloo_cli.policy.model import Policy
-from rloo_cli.rollout import Group
-from rloo_cli.vllm.generator import VllmGenerator, in_a_child
+from rloo_cli.data.batch import Group
+from rloo_cli.generation.vllm.generator import VllmGenerator, in_a_child
 
 pytestmark = pytest.mark.vllm
 SHAPE: dict[str, Any] = {
@@ -34,7 +34,7 @@ NEOX = "embed_in query_key_value attention.dense h_to_4h 4h_to_h layer_norm lm_h
 
 def build(kind: str, folder: Path) -> Any:
     """A tiny random model in `folder`, with the tokenizer of make:tiny."""
-    tokenizer = AutoTokenizer.from_pretrained(made.folder("make:tiny"))
+    tokenizer = AutoTokenizer.from_pretrained(synthetic.folder("make:tiny"))
     family, tied = kind.split("-")
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     given = SHAPE | ids | {"vocab_size": len(tokenizer), "tie_word_embeddings": tied == "tied"}
@@ -59,7 +59,7 @@ class Pair:
         words = ["+recipe=smoke", "generation=vllm_colocate", f"model.path={folder}"]
         words += ["generation.max_completion_length=8", "generation.temperature=0.7"]
         words += ["data.max_prompt_length=64", *more]
-        self.run = config.check(compose(words))
+        self.run = check.check(compose(words))
         if device != "cpu":
             self.model.to(device, getattr(torch, self.run.model.dtype))
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -137,12 +137,12 @@ def test_an_engine_leaves_the_trainers_random_state_and_threads_alone(pair: Pair
 def test_weights_that_do_not_all_arrive_are_refused_with_their_names(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rloo_cli.vllm import source
+    from rloo_cli.generation.vllm import weights
 
     name = next(n for n, _ in pair.model.named_parameters() if "layers.1." in n and "norm" in n)
-    every = source.Whole._named_of
+    every = weights.Whole._named_of
     monkeypatch.setattr(
-        source.Whole,
+        weights.Whole,
         "_named_of",
         lambda self, given: [row for row in every(self, given) if row[0] != name],
     )
@@ -156,11 +156,11 @@ def test_weights_that_do_not_all_arrive_are_refused_with_their_names(
 def test_a_tensor_that_the_engine_does_not_know_is_refused_by_name(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rloo_cli.vllm import source
+    from rloo_cli.generation.vllm import weights
 
-    every = source.Whole._named_of
+    every = weights.Whole._named_of
     more = ("model.layers.0.surplus.weight", torch.zeros(4, 4))
-    monkeypatch.setattr(source.Whole, "_named_of", lambda self, given: [*every(self, given), more])
+    monkeypatch.setattr(weights.Whole, "_named_of", lambda self, given: [*every(self, given), more])
     with pytest.raises(GenerationError, match="surplus"):
         pair.load()
     monkeypatch.undo()

@@ -12,10 +12,10 @@ import transformers
 from policy_cases import SIZE, fresh
 from safetensors import safe_open
 
-from rloo_cli.vllm import gloo, ports
-from rloo_cli.vllm.gloo import Shape
-from rloo_cli.vllm.link import GlooLink
-from rloo_cli.vllm.source import Whole
+from rloo_cli.generation.vllm import transfer_gloo, ports
+from rloo_cli.generation.vllm.transfer_gloo import Shape
+from rloo_cli.generation.vllm.transfer_send import GlooLink
+from rloo_cli.generation.vllm.weights import Whole
 
 HOST = "127.0.0.1"
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -34,10 +34,10 @@ def shapes_of(named):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_unpacked_is_what_was_packed(dtype):
     named = [(f"t{i}", t) for i, t in enumerate(tensors(dtype))]
-    buffer = gloo.pack([t for _, t in named])
+    buffer = transfer_gloo.pack([t for _, t in named])
     shapes = shapes_of(named)
     assert buffer.dtype == torch.uint8 and len(buffer) == sum(s.room for s in shapes)
-    found = list(gloo.unpack(buffer, shapes))
+    found = list(transfer_gloo.unpack(buffer, shapes))
     assert [name for name, _ in found] == [name for name, _ in named]
     for (_, ours), (_, theirs) in zip(named, found, strict=True):
         assert theirs.dtype == ours.dtype and torch.equal(ours, theirs)
@@ -46,14 +46,14 @@ def test_what_is_unpacked_is_what_was_packed(dtype):
 def test_dtypes_may_be_mixed_and_a_view_is_packed_as_it_looks():
     named = [(f"{d}{i}", t) for d in DTYPES for i, t in enumerate(tensors(d))]
     named += [("turned", torch.arange(15.0).view(3, 5).t()), ("part", torch.arange(9.0)[::2])]
-    found = dict(gloo.unpack(gloo.pack([t for _, t in named]), shapes_of(named)))
+    found = dict(transfer_gloo.unpack(transfer_gloo.pack([t for _, t in named]), shapes_of(named)))
     assert all(torch.equal(t, found[name]) for name, t in named)
 
 
 @pytest.mark.parametrize("limit", [1, 16, 40, 64, 100, 10_000])
 def test_buffers_keep_the_order_and_their_limit(limit):
     shapes = [Shape(f"t{i}", DTYPES[i % 3], s) for i, s in enumerate(SHAPES)]
-    runs = list(gloo.buffers(shapes, limit))
+    runs = list(transfer_gloo.buffers(shapes, limit))
     assert [s for run in runs for s in run] == shapes
     assert all(len(run) == 1 or sum(s.room for s in run) <= limit for run in runs)
     assert all(  # and none is emptier than it must be
@@ -76,7 +76,7 @@ class Engine:
         info = self.init
         rank, world = info["rank_offset"] + index, info["world_size"]
         limit, own = info["timeout_s"], info["own_host"]
-        self.groups[index] = gloo.join(info["host"], info["port"], rank, world, limit, own)
+        self.groups[index] = transfer_gloo.join(info["host"], info["port"], rank, world, limit, own)
 
     def start_weight_update(self):
         self.said.append("start")
@@ -91,10 +91,10 @@ class Engine:
     def _receive(self, index):
         rows = zip(self.info["names"], self.info["dtypes"], self.info["shapes"], strict=True)
         shapes = [Shape(name, dtype, tuple(shape)) for name, dtype, shape in rows]
-        for run in gloo.buffers(shapes, self.info["buffer_bytes"]):
+        for run in transfer_gloo.buffers(shapes, self.info["buffer_bytes"]):
             buffer = torch.empty(sum(s.room for s in run), dtype=torch.uint8)
-            gloo.broadcast(self.groups[index], buffer)
-            self.received[index] |= dict(gloo.unpack(buffer, run))
+            transfer_gloo.broadcast(self.groups[index], buffer)
+            self.received[index] |= dict(transfer_gloo.unpack(buffer, run))
 
     def finish_weight_update(self, weight_version=None):
         self.said.append("finish")
@@ -115,7 +115,7 @@ def link(engine, source, limit=20.0):
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_engine_receives_every_weight_as_it_is_now(dtype, count, monkeypatch):
-    monkeypatch.setattr(gloo, "BUFFER", 5_000)  # several buffers, and tensors larger than one
+    monkeypatch.setattr(transfer_gloo, "BUFFER", 5_000)  # several buffers, and tensors larger than one
     model, engine = fresh("qwen3"), Engine(count)
     sender = link(engine, Whole(model, getattr(torch, dtype)))
     try:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from cli_cases import Rloo, surroundings
 
-from rloo_cli import paths
-from rloo_cli.files import read_json
+from rloo_cli.utils import paths
+from rloo_cli.utils.files import read_json
 
 pytestmark = pytest.mark.slow
 

@@ -20,16 +20,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from rloo_cli.algorithms import choices, kl, rules
-from rloo_cli.algorithms.rules import Switches
-from rloo_cli.algorithms.tokens import Grid, StepTokens, TokenTable, to_go, whitened
-from rloo_cli.errors import Problem
-from rloo_cli.schema import RunConfig, key
+from rloo_cli.algorithms.common import rules_choices, kl, rules
+from rloo_cli.algorithms.common.rules import Switches
+from rloo_cli.algorithms.common.token_advantage import Grid, StepTokens, TokenTable, to_go, whitened
+from rloo_cli.utils.errors import Problem
+from rloo_cli.config.schema import RunConfig, key
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rloo_cli.packing import Micro
+    from rloo_cli.data.packing import Micro
 
 WHOLE = ("single", "ddp")  # engines that leave each process its whole models
 
@@ -97,7 +97,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     """What PPO cannot do, beside the conflicts that every algorithm has."""
     yield from rules.problems(run)
     config, of_run = rules.switches(run), "model and value model learn together"
-    yield from choices.whitened_alone(config)
+    yield from rules_choices.whitened_alone(config)
     gae = "GAE gives every token its advantage, which is whitened over the step"
     whole = f"{of_run}, each whole on its process"
     refused = {  # key -> whether it is odd, why, the way out

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rloo_cli.algorithms.rules import Switches
-from rloo_cli.schema import key
+from rloo_cli.algorithms.common.rules import Switches
+from rloo_cli.config.schema import key
 
 
 class Config(Switches):

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from rloo_cli.algorithms import rules
-from rloo_cli.algorithms.rules import Switches
-from rloo_cli.errors import Problem
-from rloo_cli.schema import RunConfig, key
+from rloo_cli.algorithms.common import rules
+from rloo_cli.algorithms.common.rules import Switches
+from rloo_cli.utils.errors import Problem
+from rloo_cli.config.schema import RunConfig, key
 
 
 class Config(Switches):

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rloo_cli.distributed.world import World
-from rloo_cli.optim import Optimizer
+from rloo_cli.distributed.optimizer import Optimizer
 from rloo_cli.policy.model import Policy
-from rloo_cli.schema import RunConfig
+from rloo_cli.config.schema import RunConfig
 
 BUCKET = 64 * 2**20  # bytes of gradients that are summed at once
 

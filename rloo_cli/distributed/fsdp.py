@@ -22,12 +22,12 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from rloo_cli.distributed import pieces
+from rloo_cli.distributed import gather
 from rloo_cli.distributed.engine import Engine
 from rloo_cli.distributed.world import World
-from rloo_cli.optim import Optimizer, whole
+from rloo_cli.distributed.optimizer import Optimizer, whole
 from rloo_cli.policy.model import Policy
-from rloo_cli.schema import RunConfig
+from rloo_cli.config.schema import RunConfig
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -88,7 +88,7 @@ class Sharded(Engine):
             "mp_policy": mixed,
             "offload_policy": offload,
         }
-        for unit in (*pieces.layers(policy.model), scorer):
-            pieces.fill(unit, policy.source, self.world, stored if dtype in HALF else None)
+        for unit in (*gather.layers(policy.model), scorer):
+            gather.fill(unit, policy.source, self.world, stored if dtype in HALF else None)
             fully_shard(unit, **given)
         policy.source = None

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rloo_cli import errors, ranks, stop
-from rloo_cli.environment import environment_number
-from rloo_cli.errors import GenerationError, MachineError, Problem, RunError, Stopped
-from rloo_cli.schema import DistributedConfig, RunConfig
+from rloo_cli.utils import errors, signals
+from rloo_cli.distributed import device_count
+from rloo_cli.utils.environment import environment_number
+from rloo_cli.utils.errors import GenerationError, MachineError, Problem, RunError, Stopped
+from rloo_cli.config.schema import DistributedConfig, RunConfig
 
 T = TypeVar("T")
 CARE = 4.0  # times a generation's own deadlines that the others wait for a rank that leads
@@ -96,13 +97,13 @@ class World:
     def check_stop(self) -> None:
         """Raises Stopped on every rank when a signal asked any of them to end."""
         if self.size == 1:
-            stop.check()
+            signals.check()
             return
-        asked = self.sum(torch.tensor(float(stop.asked() is not None)))
+        asked = self.sum(torch.tensor(float(signals.asked() is not None)))
         if asked:
             stopped = Stopped(Problem("stopped, as a rank was asked to"))
             try:
-                stop.check()
+                signals.check()
             except Stopped as found:
                 stopped = found
             _everywhere(stopped, elsewhere=False)
@@ -169,7 +170,7 @@ def join(run: RunConfig) -> World:
 def check_devices() -> None:
     """Raises MachineError where the machine has GPUs and torch sees none: it would train on the
     CPU, a hundred times slower, without a word."""
-    why = "" if torch.cuda.is_available() else ranks.hidden_gpus()
+    why = "" if torch.cuda.is_available() else device_count.hidden_gpus()
     if why:
         raise MachineError(
             Problem(

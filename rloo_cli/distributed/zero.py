@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rloo_cli.distributed import pieces
+from rloo_cli.distributed import gather
 from rloo_cli.distributed.engine import Engine
 from rloo_cli.distributed.fsdp import Sharded
-from rloo_cli.distributed.zero_optim import ZeroOptimizer
-from rloo_cli.optim import build
+from rloo_cli.distributed.zero_optimizer import ZeroOptimizer
+from rloo_cli.distributed.optimizer import build
 from rloo_cli.policy.model import Policy
 
 HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -43,8 +43,8 @@ class Zero(Engine):
         deepspeed = _deepspeed()
         settings = self._settings(policy.dtype)
         if self.stage == 3:
-            for unit in (*pieces.layers(policy.model), policy.scorer):
-                pieces.fill(unit, policy.source, self.world, None)
+            for unit in (*gather.layers(policy.model), policy.scorer):
+                gather.fill(unit, policy.source, self.world, None)
                 deepspeed.zero.Init(module=unit, config_dict_or_path=settings, dtype=policy.dtype)
             policy.source = None
         trained = [p for p in policy.model.parameters() if p.requires_grad]

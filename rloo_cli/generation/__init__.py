@@ -10,10 +10,10 @@ prints a line. A file may have `rules(run_config)`, problems of its keys. The lo
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rloo_cli.errors import GenerationError, Problem
+from rloo_cli.utils.errors import GenerationError, Problem
 
 if TYPE_CHECKING:
-    from rloo_cli.rollout import Group
+    from rloo_cli.data.batch import Group
 
 # Shared files, not backends.
 PARTS = (

@@ -5,9 +5,9 @@ is old_logp up to rounding.
 
 from typing import Literal
 
-from rloo_cli.schema import Frozen, GenerationConfig, Positive, key
+from rloo_cli.config.schema import Frozen, GenerationConfig, Positive, key
 
-IMPLEMENTATION = "rloo_cli.generation.decode:build"
+IMPLEMENTATION = "rloo_cli.generation.hf.generator:build"
 
 
 class Section(Frozen):

@@ -7,11 +7,11 @@ weights are handed over by CUDA IPC, which copies nothing twice; without one by 
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from rloo_cli.errors import Problem
-from rloo_cli.generation.engine import EngineKeys, problems
-from rloo_cli.schema import GenerationConfig, key
+from rloo_cli.utils.errors import Problem
+from rloo_cli.generation.vllm.config import EngineKeys, problems
+from rloo_cli.config.schema import GenerationConfig, key
 
-IMPLEMENTATION = "rloo_cli.vllm.generator:in_a_child"
+IMPLEMENTATION = "rloo_cli.generation.vllm.generator:in_a_child"
 
 
 class Section(EngineKeys):

@@ -3,11 +3,12 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rloo_cli import prompt_limit, ranks, value_start
-from rloo_cli.planning import facts
+from rloo_cli.config import prompt_limit, value_model
+from rloo_cli.distributed import device_count
+from rloo_cli.planning import model_facts
 from rloo_cli.planning.device import Device
-from rloo_cli.planning.facts import Facts
-from rloo_cli.schema import RunConfig
+from rloo_cli.planning.model_facts import Facts
+from rloo_cli.config.schema import RunConfig
 
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHARDED = ("zero3", "fsdp2")  # engines that keep a part of the weights on each rank
@@ -89,14 +90,14 @@ def of(run: RunConfig, device: Device, count: int | None = None) -> Case:
 
     Raises MachineError where the facts of a model are not to be had.
     """
-    model = facts.of(run.model.path, run.model.revision)
+    model = model_facts.of(run.model.path, run.model.revision)
     training = [*run.data.sources.values()] or [run.data]
     judged = {name: e for name, e in run.rewards.items() if e.type == "model"}
     return Case(
         run=run,
         model=model,
         device=device,
-        ranks=count or ranks.total(run),
+        ranks=count or device_count.total(run),
         longest=prompt_limit.longest_prompt(run, training, model.context),
         reference=reference_of(run, model),
         value=value_of(run),
@@ -111,7 +112,7 @@ def reference_of(run: RunConfig, model: Facts) -> Facts | None:
     if getattr(settings, "beta", 0.0) <= 0 and getattr(settings, "kl_in", "") != "none":
         return None
     if own.ref_path is not None:
-        return facts.of(own.ref_path, None, "model.ref_path")
+        return model_facts.of(own.ref_path, None, "model.ref_path")
     if own.lora is not None and not own.ref_sync.every:
         return None
     return model
@@ -119,11 +120,11 @@ def reference_of(run: RunConfig, model: Facts) -> Facts | None:
 
 def value_of(run: RunConfig) -> Facts | None:
     """The value model that learns beside the policy; None for algorithms that have none."""
-    if not value_start.wanted(run):
+    if not value_model.wanted(run):
         return None
-    start = value_start.beginning(run, facts.values)
-    return facts.of(start.path, start.revision, start.key)
+    start = value_model.beginning(run, model_facts.values)
+    return model_facts.of(start.path, start.revision, start.key)
 
 
 def _reward(name: str, entry: Any) -> Facts:
-    return facts.of(entry.path, entry.revision, f"reward.{name}.path")
+    return model_facts.of(entry.path, entry.revision, f"reward.{name}.path")

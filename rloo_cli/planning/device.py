@@ -11,8 +11,8 @@ import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rloo_cli import ranks
-from rloo_cli.errors import ConfigError, Problem
+from rloo_cli.distributed import device_count
+from rloo_cli.utils.errors import ConfigError, Problem
 
 GIB = 2**30
 CGROUP = Path("/sys/fs/cgroup/memory.max")
@@ -109,7 +109,7 @@ def _named(word: str) -> Device | None:
 
 def _here() -> Device | None:
     """The first GPU of this machine, as nvidia-smi tells of it."""
-    if not ranks.gpus() or shutil.which("nvidia-smi") is None:
+    if not device_count.gpus() or shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:

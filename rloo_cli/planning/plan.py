@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rloo_cli.planning import case as cases
-from rloo_cli.planning import duration, engine, working
+from rloo_cli.planning import duration, vllm_memory, peak_memory
 from rloo_cli.planning.case import Case
 from rloo_cli.planning.device import Device
 from rloo_cli.planning.duration import Duration
-from rloo_cli.planning.engine import Engine
-from rloo_cli.planning.training import MASTER, MOMENTS, learned, trained
-from rloo_cli.planning.working import Memory
-from rloo_cli.schema import RunConfig
+from rloo_cli.planning.vllm_memory import Engine
+from rloo_cli.planning.static_memory import MASTER, MOMENTS, learned, trained
+from rloo_cli.planning.peak_memory import Memory
+from rloo_cli.config.schema import RunConfig
 
 MOST_GPUS = 4096
 MORE = (0.05, 0.1)  # to be added to a recommended share where vLLM does not start
@@ -63,7 +63,7 @@ def make(run: RunConfig, device: Device, asked: Asked | None = None) -> Plan:
     """The plan of a run on such devices. Raises MachineError where facts are not to be had."""
     asked = asked or Asked()
     found = cases.of(run, device, asked.gpus)
-    memory, sampler = working.of(found), engine.of(found)
+    memory, sampler = peak_memory.of(found), vllm_memory.of(found)
     means = duration.lengths(found, asked.prompt_tokens, asked.completion_tokens)
     cut = memory.forward
     size = checkpoint(found)
@@ -137,7 +137,7 @@ def smallest(plan: Plan) -> int | None:
     count = 1
     while count <= MOST_GPUS:
         other = case.on(count)
-        if fits(other, working.of(other), engine.of(other)):
+        if fits(other, peak_memory.of(other), vllm_memory.of(other)):
             return _fewer(case, count)
         count *= 2
     return None
@@ -147,7 +147,7 @@ def _fewer(case: Case, count: int) -> int:
     """Whole machines between the last power of two that did not fit, and the first that did."""
     for less in range(count // 2 + 8, count, 8) if count >= 16 else ():
         other = case.on(less)
-        if fits(other, working.of(other), engine.of(other)):
+        if fits(other, peak_memory.of(other), vllm_memory.of(other)):
             return less
     return count
 
@@ -174,7 +174,7 @@ def remedies(plan: Plan) -> list[tuple[str, float]]:
     found: list[tuple[str, float]] = []
     for words, change in changes(plan):
         other = cases.of(change(plan.case.run), plan.case.device, plan.case.ranks)
-        memory, sampler = working.of(other), engine.of(other)
+        memory, sampler = peak_memory.of(other), vllm_memory.of(other)
         need = max(needs(other, memory, sampler).values())
         short = sampler is not None and sampler.cache < sampler.least
         if need < 0.98 * plan.need or (short is False and not plan.fits and need <= plan.need):

@@ -17,17 +17,17 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rloo_cli import hub, made, model_rules, places
-from rloo_cli.errors import ConfigError, MachineError, Problem, RunError
-from rloo_cli.policy import quantized
-from rloo_cli.schema import ModelConfig
+from rloo_cli.config import hf_cache, synthetic, rules_model, rules_paths
+from rloo_cli.utils.errors import ConfigError, MachineError, Problem, RunError
+from rloo_cli.policy import quantization
+from rloo_cli.config.schema import ModelConfig
 
 log = logging.getLogger(__name__)
 
 
 def tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer, with a pad token: pad is told from EOS by position, never by id."""
-    path = made.folder(config.tokenizer or config.path)
+    path = synthetic.folder(config.tokenizer or config.path)
     loaded: PreTrainedTokenizerBase = _reach(
         AutoTokenizer.from_pretrained, config.tokenizer or config.path, path, config
     )
@@ -40,7 +40,7 @@ def tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 def context_length(config: ModelConfig) -> int | None:
     """The most positions the model has, read from its config before any weights load."""
-    found = _reach(AutoConfig.from_pretrained, config.path, made.folder(config.path), config)
+    found = _reach(AutoConfig.from_pretrained, config.path, synthetic.folder(config.path), config)
     text = found.get_text_config()
     length = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     return int(length) if length else None
@@ -48,7 +48,7 @@ def context_length(config: ModelConfig) -> int | None:
 
 def vocabulary_size(config: ModelConfig) -> int | None:
     """Rows of the model's embedding, read from its config before any weights load."""
-    found = _reach(AutoConfig.from_pretrained, config.path, made.folder(config.path), config)
+    found = _reach(AutoConfig.from_pretrained, config.path, synthetic.folder(config.path), config)
     size = getattr(found.get_text_config(), "vocab_size", None)
     return size if isinstance(size, int) else None
 
@@ -82,7 +82,7 @@ def model(
         )
     dress(loaded, config)
     if config.quantization is not None:
-        quantized.steady(loaded)
+        quantization.steady(loaded)
         return loaded  # which is where it stays
     return loaded.to(device)
 
@@ -116,7 +116,7 @@ def shell(config: ModelConfig, like: tuple[Any, Any], device: torch.device) -> A
 
 def _bits(config: ModelConfig, device: torch.device) -> dict[str, Any]:
     keys = config.quantization
-    return {} if keys is None else quantized.options(keys, dtype(config.dtype, device), device)
+    return {} if keys is None else quantization.options(keys, dtype(config.dtype, device), device)
 
 
 def scorer(config: ModelConfig, path: str, device: torch.device) -> Any:
@@ -165,7 +165,7 @@ def _weights(
     loaded, info = _reach(
         kind.from_pretrained,
         path,
-        made.folder(path),
+        synthetic.folder(path),
         config,
         output_loading_info=True,
         **options,
@@ -177,7 +177,7 @@ def _weights(
 def _check_unused(path: str, loaded: Any, unused: list[str]) -> None:
     """Tensors of the files that the model has no use for are said in the log. Raises ConfigError
     for whole layers: without them it would be another model."""
-    if layers := model_rules.layers_left_out(loaded.config.to_dict(), unused):
+    if layers := rules_model.layers_left_out(loaded.config.to_dict(), unused):
         why = f"its config.json leaves out {len(layers)} tensors: {', '.join(layers[:5])}"
         what = f"{path} has more layers in its weights than in its config.json"
         fix = "correct num_hidden_layers in its config.json"
@@ -244,10 +244,10 @@ def _refuse_odd(path: str, config: ModelConfig, kind: Any) -> None:
     """Before anything is built: a config.json that asks for what would fill the memory, or that
     is of weights with another head."""
     try:
-        values = hub.config(made.folder(path), config.revision if path == config.path else None)
-        why = hub.odd(values)
+        values = hf_cache.config(synthetic.folder(path), config.revision if path == config.path else None)
+        why = hf_cache.odd(values)
         if kind is AutoModelForCausalLM:
-            why = why or model_rules.other_head(values)
+            why = why or rules_model.other_head(values)
     except ValueError as error:
         why = str(error)
     if why:
@@ -271,9 +271,9 @@ def _reach(load: Any, name: str, path: str, config: ModelConfig, **options: Any)
             ) from None
         if Path(path).exists():
             raise ConfigError(Problem(f"{name} cannot be loaded", "model.path", why)) from None
-        if places.looks_local(path):
+        if rules_paths.looks_local(path):
             looked = f"looked at {Path(path).absolute()}"
             raise ConfigError(Problem(f"{name} does not exist", "model.path", looked)) from None
-        why = f"not a folder here, not in the cache {hub.cache()}, and the hub:\n{why}"
-        fix = f"on a machine with network: {hub.fetch_command()}; or name a local folder"
+        why = f"not a folder here, not in the cache {hf_cache.cache()}, and the hub:\n{why}"
+        fix = f"on a machine with network: {hf_cache.fetch_command()}; or name a local folder"
         raise MachineError(Problem(f"{name!r} is not to be had", "model.path", why, fix)) from None

@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from rloo_cli.errors import ConfigError, MachineError, Problem
-from rloo_cli.model_keys import LoraConfig, ModelConfig
-from rloo_cli.policy import load, quantized
+from rloo_cli.utils.errors import ConfigError, MachineError, Problem
+from rloo_cli.config.schema_model import LoraConfig, ModelConfig
+from rloo_cli.policy import load, quantization
 
 TRAINED, REFERENCE = "default", "reference"
 PREFIX = "base_model.model."  # of every name in an adapter's file
@@ -310,7 +310,7 @@ def _plain_layers(model: Any) -> Iterator[tuple[str, Any, nn.Module]]:
             inner = module.modules_to_save[TRAINED]
         elif isinstance(module, kinds):
             inner = module.get_base_layer()
-        elif quantized.is_(module):
+        elif quantization.is_(module):
             inner = module
         else:
             continue
@@ -326,8 +326,8 @@ def _merged_state(model: Any) -> dict[str, Tensor]:
     for name, module, plain in _plain_layers(model):
         if isinstance(module, adapted):
             plain = _merge(module)
-        elif quantized.is_(module):
-            plain = quantized.plain(module)
+        elif quantization.is_(module):
+            plain = quantization.plain(module)
         state |= {f"{name}.{part}": tensor.detach() for part, tensor in plain.state_dict().items()}
         done = (*done, f"{name}.")
     others = (m for m in model.named_modules() if not f"{m[0]}.".startswith(done))
@@ -345,8 +345,8 @@ def _merged_state(model: Any) -> dict[str, Tensor]:
 
 def _merge(layer: Any) -> nn.Module:
     """A copy of an adapted layer's own layer, with its adapter in it."""
-    if quantized.is_(layer.base_layer):
-        return quantized.merged(layer, TRAINED)
+    if quantization.is_(layer.base_layer):
+        return quantization.merged(layer, TRAINED)
     alone = copy.deepcopy(layer)
     while isinstance(alone, type(layer)):  # one inside the other: a layer per adapted parameter
         alone.merge(adapter_names=[TRAINED])

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rloo_cli import packing, tensors
-from rloo_cli.faults import poison
-from rloo_cli.packing import Micro, Part
-from rloo_cli.policy.attention import PLAN
-from rloo_cli.policy.head import token_logp
-from rloo_cli.rollout import Group
+from rloo_cli.data import packing, segments
+from rloo_cli.utils.fault_injection import poison
+from rloo_cli.data.packing import Micro, Part
+from rloo_cli.policy.shared_attention import PLAN
+from rloo_cli.policy.fused_head import token_logp
+from rloo_cli.data.batch import Group
 
 
 class LogProbs(NamedTuple):
@@ -58,13 +58,13 @@ class Scorer(nn.Module):
             return self.model(input_ids=micro, use_cache=False).logits
         if not self.fused:
             logits = self.logits(micro)
-            found = [tensors.target_logp(logits, micro.target, t) for t in temperatures]
+            found = [segments.target_logp(logits, micro.target, t) for t in temperatures]
             if self.entropy_grad and torch.is_grad_enabled():
-                return found, tensors.entropy(logits, temperatures[0])
+                return found, segments.entropy(logits, temperatures[0])
             if not want_entropy:
                 return found, None
             with torch.no_grad():
-                return found, tensors.entropy(logits.detach(), temperatures[0])
+                return found, segments.entropy(logits.detach(), temperatures[0])
         hidden = self.model.base_model(**self._inputs(micro))[0]
         rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, micro.source)
         head: Any = self.head

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rloo_cli import packing
-from rloo_cli.errors import ConfigError, Problem
-from rloo_cli.faults import poison
-from rloo_cli.packing import Micro, Part, whole
-from rloo_cli.policy import attention, levels, load
+from rloo_cli.data import packing
+from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.fault_injection import poison
+from rloo_cli.data.packing import Micro, Part, whole
+from rloo_cli.policy import shared_attention, layouts, load
 from rloo_cli.policy.model import evaluating, inputs, positions, size
-from rloo_cli.rollout import Group
-from rloo_cli.schedule import Shape
-from rloo_cli.schema import ModelConfig
-from rloo_cli.value_start import Beginning
+from rloo_cli.data.batch import Group
+from rloo_cli.data.bin_packing import Shape
+from rloo_cli.config.schema import ModelConfig
+from rloo_cli.config.value_model import Beginning
 
 
 class Critic:
@@ -65,7 +65,7 @@ class Critic:
 
         Raises ConfigError where the layout that is wanted would give other numbers.
         """
-        return "; ".join(levels.find(self, wanted, longest, Probe(self)))
+        return "; ".join(layouts.find(self, wanted, longest, Probe(self)))
 
     def pack(
         self, groups: Sequence[Group], parts: Sequence[Part], masked: Tensor | None = None
@@ -102,7 +102,7 @@ class Critic:
             parameter.copy_(tensors[name])
 
 
-class Probe(levels.Probe):
+class Probe(layouts.Probe):
     """The backbone's hidden states at the places that predict the probe's completions. (N, h)"""
 
     off = "hidden states are off by {:.2g}"
@@ -111,7 +111,7 @@ class Probe(levels.Probe):
     def alone(self, name: str | None = None) -> Tensor:
         """Each row by itself, through the plain backbone; `name`: by that attention. -> (N, h)"""
         model, found = self.policy.model, []
-        with evaluating(model), attention.native(model, name):
+        with evaluating(model), shared_attention.native(model, name):
             for group in self.groups:
                 for rollout in group.rollouts:
                     row = torch.tensor([group.prompt_ids + rollout.completion_ids])
@@ -127,7 +127,7 @@ class Probe(levels.Probe):
         micro = packing.pack(self.groups, parts, device=critic.device, layout=layout)
         with evaluating(critic.model):
             found = critic.hidden(micro).double()
-        levels.count_calls(critic.model, micro)
+        layouts.count_calls(critic.model, micro)
         return found
 
     def gap(self, found: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ read whole, or not at all, the reward does not apply (None).
 from collections.abc import Callable
 from typing import Any, Literal
 
-from rloo_cli.rewards import mathematics
-from rloo_cli.rewards.text import Completion, texts
-from rloo_cli.schema import Positive, RewardConfig, key
+from rloo_cli.rewards.common import math_equal
+from rloo_cli.rewards.common.text import Completion, texts
+from rloo_cli.config.schema import Positive, RewardConfig, key
 
 
 class Config(RewardConfig):
@@ -24,7 +24,7 @@ def needs(config: Config) -> list[str]:
 
 def preflight(config: Config) -> None:
     """Raises MachineError when math-verify is not installed."""
-    mathematics.require()
+    math_equal.require()
 
 
 def score(
@@ -35,5 +35,5 @@ def score(
 ) -> list[float | None]:
     """(B,) of 1.0, 0.0 or None."""
     golds = columns[config.column]
-    right = mathematics.correct(list(texts(completions)), golds, config, log_metric)
+    right = math_equal.correct(list(texts(completions)), golds, config, log_metric)
     return [None if r is None else float(r) for r in right]

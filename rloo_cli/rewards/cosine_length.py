@@ -8,9 +8,9 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
-from rloo_cli.rewards import mathematics
-from rloo_cli.rewards.text import Completion, texts
-from rloo_cli.schema import Positive, RewardConfig, key
+from rloo_cli.rewards.common import math_equal
+from rloo_cli.rewards.common.text import Completion, texts
+from rloo_cli.config.schema import Positive, RewardConfig, key
 
 
 class Config(RewardConfig):
@@ -30,7 +30,7 @@ def needs(config: Config) -> list[str]:
 
 def preflight(config: Config) -> None:
     """Raises MachineError when math-verify is not installed."""
-    mathematics.require()
+    math_equal.require()
 
 
 def cosine(short: float, long: float, length: int, max_length: int) -> float:
@@ -48,7 +48,7 @@ def score(
 ) -> list[float | None]:
     """(B,) of floats or None."""
     golds = columns[config.column]
-    right = mathematics.correct(list(texts(completions)), golds, config, log_metric)
+    right = math_equal.correct(list(texts(completions)), golds, config, log_metric)
     ends = {
         True: (config.correct_short, config.correct_long),
         False: (config.wrong_short, config.wrong_long),

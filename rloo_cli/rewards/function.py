@@ -8,8 +8,8 @@ column) and the `kwargs` given here, and returns one int, float, bool or None pe
 from collections.abc import Callable
 from typing import Any, Literal
 
-from rloo_cli.schema import RewardConfig, key
-from rloo_cli.user_code import load_user_code
+from rloo_cli.config.schema import RewardConfig, key
+from rloo_cli.config.user_code import load_user_code
 
 
 class Config(RewardConfig):

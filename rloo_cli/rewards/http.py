@@ -14,12 +14,13 @@ import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from rloo_cli import endpoint, fill
-from rloo_cli.chat import Address, Variable
-from rloo_cli.endpoint import Client, EndpointError, Service
-from rloo_cli.errors import Problem
-from rloo_cli.rewards.text import Completion, texts
-from rloo_cli.schema import NotEmpty, Positive, RewardConfig, Text, key
+from rloo_cli.rewards.common import http_client
+from rloo_cli.config import template as config_template
+from rloo_cli.rewards.common.chat_client import Address, Variable
+from rloo_cli.rewards.common.http_client import Client, EndpointError, Service
+from rloo_cli.utils.errors import Problem
+from rloo_cli.rewards.common.text import Completion, texts
+from rloo_cli.config.schema import NotEmpty, Positive, RewardConfig, Text, key
 
 Body = dict[str, Any]
 SPARE = 0.95  # of timeout_s: our own error says more than a call that is cut off
@@ -47,7 +48,7 @@ class Config(RewardConfig):
 def problems(config: Config, where: str) -> Iterator[Problem]:
     """What is wrong with an entry, seen without asking anybody."""
     if config.template is not None:
-        yield from fill.problems(f"{where}.template", config.template, ("completion",))
+        yield from config_template.problems(f"{where}.template", config.template, ("completion",))
     idle = {"rloo": ("template", "eos"), "score": ("columns", "template", "eos")}
     for name in idle.get(config.api, ("columns",)):
         if getattr(config, name):
@@ -60,11 +61,11 @@ def problems(config: Config, where: str) -> Iterator[Problem]:
 
 def preflight(config: Config) -> None:
     """Raises ConfigError when the key is not in the environment."""
-    endpoint.check_key("reward.<name>.api_key_env", config.api_key_env)
+    http_client.check_key("reward.<name>.api_key_env", config.api_key_env)
 
 
 def needs(config: Config) -> list[str]:
-    named = fill.names(config.template) if config.template is not None else []
+    named = config_template.names(config.template) if config.template is not None else []
     return [*config.columns, *(n for n in named if n not in ("prompt", "completion"))]
 
 
@@ -82,7 +83,7 @@ async def score(
         bodies = [_own(prompts, completions, columns, config, s) for s in _parts(rows, size)]
     elif config.api == "score":
         said = texts(completions)
-        pairs = [{"text_1": fill.plain(p), "text_2": c} for p, c in zip(prompts, said, strict=True)]
+        pairs = [{"text_1": config_template.plain(p), "text_2": c} for p, c in zip(prompts, said, strict=True)]
         bodies = [_joined([pairs[i] for i in s]) for s in _parts(rows, size)]
     else:
         ends = [config.eos if r == "stop" and config.eos else "" for r in finish_reasons]
@@ -166,10 +167,10 @@ def _whole(
             for p, c in zip(prompts, said, strict=True)
         ]
     inputs = [
-        fill.fill(
+        config_template.fill(
             config.template or "{prompt}{completion}",
             {name: values[i] for name, values in columns.items()}
-            | {"prompt": fill.plain(prompts[i]), "completion": said[i]},
+            | {"prompt": config_template.plain(prompts[i]), "completion": said[i]},
         )
         for i in range(len(said))
     ]

@@ -11,12 +11,13 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from rloo_cli import chat, endpoint, fill
-from rloo_cli.endpoint import Client
-from rloo_cli.errors import Problem
-from rloo_cli.judge_keys import ChatKeys, chat_problems
-from rloo_cli.rewards.text import Completion, texts
-from rloo_cli.schema import RewardConfig, key
+from rloo_cli.rewards.common import chat_client, http_client
+from rloo_cli.config import template
+from rloo_cli.rewards.common.http_client import Client
+from rloo_cli.utils.errors import Problem
+from rloo_cli.config.judge import ChatKeys, chat_problems
+from rloo_cli.rewards.common.text import Completion, texts
+from rloo_cli.config.schema import RewardConfig, key
 
 SPARE = 0.95  # of timeout_s: our own error says more than a call that is cut off
 
@@ -42,11 +43,11 @@ def problems(config: Config, where: str) -> Iterator[Problem]:
 
 def preflight(config: Config) -> None:
     """Raises ConfigError when the key is not in the environment."""
-    endpoint.check_key("reward.<name>.api_key_env", config.api_key_env)
+    http_client.check_key("reward.<name>.api_key_env", config.api_key_env)
 
 
 def needs(config: Config) -> list[str]:
-    return [n for n in fill.names(config.template) if n not in ("prompt", "completion")]
+    return [n for n in template.names(config.template) if n not in ("prompt", "completion")]
 
 
 async def score(
@@ -59,12 +60,12 @@ async def score(
     """(B,) numbers. Raises NoVerdict, EndpointError."""
     asked = [
         {name: values[i] for name, values in columns.items()}
-        | {"prompt": fill.plain(prompt), "completion": text}
+        | {"prompt": template.plain(prompt), "completion": text}
         for i, (prompt, text) in enumerate(zip(prompts, texts(completions), strict=True))
     ]
-    async with Client(chat.service(config), config.timeout_s * SPARE) as client:
+    async with Client(chat_client.service(config), config.timeout_s * SPARE) as client:
         said = await asyncio.gather(
-            *(chat.ask(client, config, fill.fill(config.template, row)) for row in asked)
+            *(chat_client.ask(client, config, template.fill(config.template, row)) for row in asked)
         )
     log_extra("judge_said", list(said))
     return [_number(answer, config) for answer in said]

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from rloo_cli.schema import RewardConfig, key
+from rloo_cli.config.schema import RewardConfig, key
 
 
 class Config(RewardConfig):

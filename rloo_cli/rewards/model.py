@@ -12,14 +12,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rloo_cli import hub, registry
-from rloo_cli.errors import ConfigError, MachineError, Problem
-from rloo_cli.rewards.reading import Reader, Row
-from rloo_cli.rewards.ready import Surroundings
-from rloo_cli.rewards.text import Completion
-from rloo_cli.schema import Positive, RewardConfig, Text, key
+from rloo_cli.config import hf_cache, registry
+from rloo_cli.utils.errors import ConfigError, MachineError, Problem
+from rloo_cli.rewards.common.model_inputs import Reader, Row
+from rloo_cli.rewards.engine.ready import Surroundings
+from rloo_cli.rewards.common.text import Completion
+from rloo_cli.config.schema import Positive, RewardConfig, Text, key
 
-LOADER = "rloo_cli.policy.score_load"  # imports torch
+LOADER = "rloo_cli.policy.reward_load"  # imports torch
 Device = Annotated[str, Field(pattern=r"^(auto|[a-z]+(:\d+)?)$")]
 # Keys of from_pretrained that are keys of ours, or must not be given at all.
 NOT_GIVEN = ("revision", "dtype", "torch_dtype", "trust_remote_code", "use_safetensors",
@@ -61,8 +61,8 @@ def preflight(config: Config) -> None:
         why = "rloo gives it by a key of its own, or must not: pickled and random weights"
         raise ConfigError(Problem(f"model_kwargs may not hold {given[0]}", "model_kwargs", why))
     try:
-        values = hub.config(config.path, config.revision)
-        why = hub.odd(values) or hub.odd(config.model_kwargs) or _not_one(values, config)
+        values = hf_cache.config(config.path, config.revision)
+        why = hf_cache.odd(values) or hf_cache.odd(config.model_kwargs) or _not_one(values, config)
     except ValueError as error:
         why = str(error)
     if why:

@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from rloo_cli.schema import Positive, RewardConfig, key
+from rloo_cli.config.schema import Positive, RewardConfig, key
 
 
 class Config(RewardConfig):

@@ -6,9 +6,9 @@ A completion whose reasoning never ends has not answered: 0.0, whatever the gold
 from collections.abc import Callable
 from typing import Any, Literal
 
-from rloo_cli.rewards import mathematics
-from rloo_cli.rewards.text import Completion, after, texts
-from rloo_cli.schema import Positive, RewardConfig, key
+from rloo_cli.rewards.common import math_equal
+from rloo_cli.rewards.common.text import Completion, after, texts
+from rloo_cli.config.schema import Positive, RewardConfig, key
 
 
 class Config(RewardConfig):
@@ -24,7 +24,7 @@ def needs(config: Config) -> list[str]:
 
 def preflight(config: Config) -> None:
     """Raises MachineError when math-verify is not installed."""
-    mathematics.require()
+    math_equal.require()
 
 
 def score(
@@ -37,7 +37,7 @@ def score(
     answers = [after(text, config.delimiter) for text in texts(completions)]
     golds = columns[config.column]
     ended = [i for i, answer in enumerate(answers) if answer is not None]
-    right = mathematics.correct(
+    right = math_equal.correct(
         [answers[i] for i in ended], [golds[i] for i in ended], config, log_metric
     )
     scores: list[float | None] = [0.0] * len(answers)

@@ -6,7 +6,7 @@ appendix C.2).
 
 from typing import Literal
 
-from rloo_cli.schema import Positive, RewardConfig, key
+from rloo_cli.config.schema import Positive, RewardConfig, key
 
 
 class Config(RewardConfig):

@@ -1,0 +1,191 @@
+"""From rewards to advantages: baselines, division by a std, normalising (OBJECTIVE 2.5, 2.6).
+
+All in float64 on (P, K), one row of the table per prompt. Before every division by a std the raw
+values are compared with each other: equal floats have a std of about 1e-9 and not of 0, and
+dividing by it makes a gradient out of rounding (test vectors EQ and LOO-STD).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from rloo_cli.algorithms.common import dialect
+from rloo_cli.config.schema import Positive, key
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SCALE_EPS = 1e-4  # TRL's, for group and batch std and for normalize_advantages
+LOO_STD_EPS = 1e-6  # NeMo RL's
+
+
+EMA = 0.9  # what the moving average keeps of itself in a step
+
+
+class Config(dialect.Config):
+    baseline: Literal["loo", "group_mean", "batch_mean", "ema", "greedy", "value", "none"] = key(
+        "Subtracted from a reward: mean of its siblings, of its group, of the step; moving average"
+        " of earlier steps; score of the greedy completion (remax); value model (ppo); 0"
+    )
+    advantage_scale: Literal["none", "group", "batch", "loo_std"] = key(
+        "Divide advantages by the std of scores: of the group, the step, or the siblings"
+    )
+    normalize_advantages: bool = key("Centre the step's advantages and divide them by their std")
+    zero_std_groups: Literal["keep", "drop", "resample"] = key(
+        "Groups whose scores are all equal: train on them, leave them out, or draw new prompts"
+    )
+    max_resample: Positive = key("Most rounds of new draws per step with zero_std_groups=resample")
+
+
+@dataclass(frozen=True)
+class Known:
+    """What advantages may need beside a step's own rewards."""
+
+    memory: Mapping[str, float] = field(default_factory=dict)  # of `remember`, of earlier steps
+    greedy: Tensor | None = None  # (P,) float64 score of each prompt's greedy completion, NaN none
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """What `advantages` gives back."""
+
+    reward: Tensor  # (P, K) float64, score minus beta * KL; 0 where unscorable
+    advantage: Tensor  # (P, K) float64, exactly 0 outside `usable`
+    usable: Tensor  # (P, K) bool, scorable rows whose group has enough of them
+    norm_skipped: bool  # normalize_advantages was on and its guard left the step alone
+    factor: float  # what normalising multiplied by: 1 / (std + 1e-4), or 1
+
+
+def needs_whole_step(config: Config) -> bool:
+    """Whether advantages depend on other groups; if not, any split into groups gives the same."""
+    by_step = config.baseline == "batch_mean" or config.advantage_scale == "batch"
+    return by_step or config.normalize_advantages
+
+
+def differs(values: Tensor, rows: Tensor) -> Tensor:
+    """Whether any two of the chosen values of a line are unequal. (G, K), (G, K) -> (G, 1) bool"""
+    largest = values.masked_fill(~rows, -float("inf")).amax(-1, keepdim=True)
+    return largest > values.masked_fill(~rows, float("inf")).amin(-1, keepdim=True)
+
+
+def mean(values: Tensor, rows: Tensor) -> Tensor:
+    """Mean of the chosen values of each line; 0 when there are none. (G, K), (G, K) -> (G, 1)"""
+    return (values * rows).sum(-1, keepdim=True) / rows.sum(-1, keepdim=True).clamp(min=1)
+
+
+def std(values: Tensor, rows: Tensor) -> Tensor:
+    """Their std with Bessel's correction; 0 for fewer than two. (G, K), (G, K) -> (G, 1)"""
+    square = ((values - mean(values, rows)) * rows).square().sum(-1, keepdim=True)
+    return (square / (rows.sum(-1, keepdim=True) - 1).clamp(min=1)).sqrt()
+
+
+def usable(scorable: Tensor, config: Config) -> Tensor:
+    """Rows that can have an advantage. A baseline of siblings needs one. (P, K) -> (P, K) bool"""
+    if config.baseline in ("loo", "group_mean"):
+        return scorable & (scorable.sum(-1, keepdim=True) >= 2)
+    return scorable
+
+
+def remember(
+    reward: Tensor, scorable: Tensor, config: Config, memory: Mapping[str, float]
+) -> dict[str, float]:
+    """What later steps are to know of this one: baseline=ema's average, and the weight in it.
+
+    b <- .9 b + .1 mean reward, from 0; w <- .9 w + .1 says how much of b is not that 0.
+    (P, K), (P, K) ->
+    """
+    if config.baseline != "ema" or not bool(scorable.any()):
+        return dict(memory)
+    mean = float(reward[scorable].mean())
+    b, w = memory.get("ema", 0.0), memory.get("ema_weight", 0.0)
+    return {"ema": EMA * b + (1 - EMA) * mean, "ema_weight": EMA * w + (1 - EMA)}
+
+
+def centred(values: Tensor, scorable: Tensor, config: Config, known: Known) -> Tensor:
+    """Values minus their baseline, 0 outside `usable`. (P, K), (P, K) -> (P, K)
+
+    loo: A_i = r_i - mean of the n-1 others = n/(n-1) * (r_i - group mean), in the second form
+    (RLOO, arXiv 2402.14740; Kool et al. 2019). group_mean gives (n-1)/n of it.
+    """
+    rows = usable(scorable, config)
+    if config.baseline in ("none", "value"):
+        return values.masked_fill(~rows, 0.0)
+    if config.baseline == "ema":  # known before the step, so it has no part in its own gradient
+        weight = known.memory.get("ema_weight", 0.0)
+        b = known.memory["ema"] / weight if weight else 0.0
+        return (values - b).masked_fill(~rows, 0.0)
+    if config.baseline == "greedy":
+        assert known.greedy is not None
+        return (values - known.greedy[:, None]).masked_fill(~rows, 0.0)
+    pool, pool_rows = _pool(values, rows, config)
+    out = values - mean(pool, pool_rows)
+    if config.baseline == "loo":
+        n = rows.sum(-1, keepdim=True).to(values.dtype)
+        out = out * n / (n - 1).clamp(min=1)
+    return out.masked_fill(~(rows & differs(pool, pool_rows)), 0.0)
+
+
+def scaled(advantage: Tensor, score: Tensor, rows: Tensor, config: Config) -> Tensor:
+    """Advantages divided by a std of scores; left alone where those scores are all equal.
+
+    group, batch: GRPO, arXiv 2402.03300, with Bessel's correction. loo_std: NeMo RL, the std of
+    the other scores; a row with fewer than two others is not divided.
+    (P, K), (P, K), (P, K) -> (P, K)
+    """
+    if config.advantage_scale == "none":
+        return advantage
+    eps = SCALE_EPS
+    if config.advantage_scale == "batch":
+        score, rows = score.reshape(1, -1), rows.reshape(1, -1)
+    elif config.advantage_scale == "loo_std":
+        eps = LOO_STD_EPS
+        own = score.new_ones(score.shape[-1]).diag().bool()
+        score, rows = score[:, None, :].expand(-1, len(own), -1), rows[:, None, :] & ~own
+    divisor = (std(score, rows) + eps).masked_fill(~differs(score, rows), 1.0)
+    return advantage / (divisor.squeeze(-1) if config.advantage_scale == "loo_std" else divisor)
+
+
+def clips(config: Config) -> bool:
+    """Whether reward_clip_range is that of advantages: their mean over a group is then not 0."""
+    limits = getattr(config, "reward_clip_range", None)
+    return limits is not None and config.dialect in dialect.CLIPS_ADVANTAGES
+
+
+def limited(advantage: Tensor, rows: Tensor, config: Config) -> Tensor:
+    """Advantages as they are, or in [low, high] of reward_clip_range where a dialect clips them.
+
+    Exactly 0 outside `rows`, also where 0 is not in the range. (P, K), (P, K) bool -> (P, K)
+    """
+    if not clips(config):
+        return advantage
+    limits: list[float] = config.reward_clip_range  # type: ignore[attr-defined]
+    return advantage.clamp(*limits).masked_fill(~rows, 0.0)
+
+
+def normalized(
+    reward: Tensor, advantage: Tensor, score: Tensor, rows: Tensor, config: Config
+) -> Advantages:
+    """(A - mean) / (std + 1e-4) over the step's usable rows, where that is asked for.
+
+    Guard: where only KL differs between siblings, and no score does, dividing would blow beta * KL
+    up a thousandfold (NORM-KL). (P, K) each
+    """
+    if not config.normalize_advantages:
+        return Advantages(reward, advantage, rows, False, 1.0)
+    flat, flat_rows = advantage.reshape(1, -1), rows.reshape(1, -1)
+    telling = bool(differs(*_pool(score, rows, config)).any())
+    guarded = config.dialect not in dialect.UNGUARDED and not telling
+    if guarded or not bool(differs(flat, flat_rows)):
+        return Advantages(reward, advantage, rows, True, 1.0)
+    divisor = std(flat, flat_rows) + dialect.NORM_EPS.get(str(config.dialect), SCALE_EPS)
+    moved = ((flat - mean(flat, flat_rows)) / divisor).masked_fill(~flat_rows, 0.0)
+    return Advantages(reward, moved.view_as(advantage), rows, False, 1 / float(divisor))
+
+
+def _pool(values: Tensor, rows: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+    """The lines within which rewards are compared: groups, or the whole step as one line."""
+    if config.baseline in ("loo", "group_mean"):
+        return values, rows
+    return values.reshape(1, -1), rows.reshape(1, -1)

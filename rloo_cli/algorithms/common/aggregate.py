@@ -1,0 +1,69 @@
+"""From terms per token or per completion to one number per update (OBJECTIVE 2.11).
+
+A mean over an update is a sum over its micro-batches divided once by a number known beforehand,
+never a mean of means: so the loss and its gradient do not depend on how the update was cut.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from rloo_cli.config.schema import Frozen, key
+from rloo_cli.data.segments import row_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rloo_cli.data.packing import Micro
+
+
+class Config(Frozen):
+    loss_agg: (
+        Literal["sequence_sum", "sequence_mean", "token_mean", "constant", "token_mean_local"]
+        | None
+    ) = key(
+        "Mean over completions of token sums or of token means; mean over tokens; token sum over"
+        " N * max_completion_length; mean over micro-batches of token means (to compare only);"
+        " null = by loss_type"
+    )
+    entropy_coef: float = key("Weight of the tokens' mean entropy, subtracted from the loss", ge=0)
+    loss_denominator: Literal["all", "valid"] = key(
+        "Completions counted in N: every one, or those of scorable groups that are not masked"
+    )
+
+
+def total(term: Tensor, micro: Micro, config: Config) -> Tensor:
+    """A micro-batch's share of the update's sum: divide by `denominator`.
+
+    A row-level term counts once under sequence_sum and sequence_mean, and as if it stood at each
+    of its row's unmasked tokens otherwise; a row without unmasked tokens never counts.
+    (N,) or (S,) -> ()
+    """
+    count = row_sum(micro.mask, micro.sequence, micro.sequences)
+    by_token = term.shape == micro.mask.shape
+    if config.loss_agg == "sequence_sum" and not by_token:
+        return (term * (count > 0)).sum()
+    term = micro.mask * (term if by_token else term[micro.sequence])
+    if config.loss_agg == "sequence_mean":
+        return (term / count.clamp(min=1)[micro.sequence]).sum()
+    if config.loss_agg == "token_mean_local":
+        return term.sum() / count.sum().clamp(min=1)
+    return term.sum()
+
+
+def denominator(
+    config: Config, sequences: int, tokens: int, micros: int, max_completion_length: int
+) -> float:
+    """What the update's sum is divided by; 1 instead of 0.
+
+    `sequences` is N and `tokens` the sum of their T, both over the whole update, all ranks (with
+    loss_denominator=valid the caller counts only rows of scorable groups that are not masked).
+    """
+    by_agg = {
+        "sequence_sum": sequences,
+        "sequence_mean": sequences,
+        "token_mean": tokens,
+        "constant": sequences * max_completion_length,
+        "token_mean_local": micros,
+    }
+    return float(max(by_agg[str(config.loss_agg)], 1))

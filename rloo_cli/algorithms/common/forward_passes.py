@@ -1,0 +1,78 @@
+"""Which forward passes an update can do without, exactly (OBJECTIVE 2.12, SPEED 2.7 and 2.8)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rloo_cli.algorithms.common import advantage, kl
+from rloo_cli.algorithms.common.advantage import differs, usable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rloo_cli.algorithms.common.config import Switches
+    from rloo_cli.config.schema import RunConfig
+
+
+def early(config: Switches) -> bool:
+    """Whether advantages need no log-probability: no KL is in the reward."""
+    return not kl.in_reward(config) and not config.by_token
+
+
+def one_factor(config: Switches) -> bool:
+    """Whether normalising is one number on the whole gradient, known once all KLs are.
+
+    The mean of whole groups' leave-one-out advantages is exactly 0, so (A - mean) / (std + eps) is
+    A times one factor (C3). Not so with a baseline from outside the group, with KL beside the
+    baseline, with divisors that differ between siblings, or where advantages are clipped. And the
+    factor is that of advantages alone: an entropy bonus must not be multiplied by it.
+    """
+    grouped = config.baseline in ("loo", "group_mean") and config.kl_in_baseline
+    alike = config.advantage_scale in ("none", "group") and not advantage.clips(config)
+    alone = config.entropy_coef == 0
+    return config.normalize_advantages and grouped and alike and alone
+
+
+def why_separate(run: RunConfig, config: Switches) -> str | None:
+    """Why old_logp needs a pass of its own; None where the training forward's numbers are it.
+
+    One mini-batch (C1), no dropout (C4), and advantages that need no other group's KL (C3). That a
+    group's completions share a micro-batch (C2) depends on their lengths: `train` looks at each
+    step. The sampler correction never forbids it: it only reads old_logp.
+    """
+    if config.by_token:
+        return "every token's advantage needs the whole step first"
+    if run.train.old_logp == "separate":
+        return "train.old_logp=separate"
+    if config.num_minibatches > 1:
+        return "several optimizer steps per pass (algorithm.num_minibatches)"
+    if not run.model.disable_dropout:
+        return "dropout may be on (model.disable_dropout=false)"
+    if early(config) or one_factor(config) or not advantage.needs_whole_step(config):
+        return None
+    return "advantages need every group's KL before the first update"
+
+
+def forwarded(score: Tensor, scorable: Tensor, masked: Tensor, config: Switches) -> Tensor:
+    """Rows whose log-probabilities the update depends on; of the others it exactly does not.
+
+    Masked rows have neither loss nor KL. Rows without a score, or without a sibling that has one,
+    have no advantage; nor has a group of equal scores, where no KL is in the reward and neither
+    clipping nor normalising moves its advantages away from 0. (Decided from the scores: a computed
+    A of 0 may be off by a rounding, which normalising divides by 1e-4.)
+    (P, K), (P, K) bool, (P, K) bool -> (P, K) bool
+    """
+    rows = ~masked
+    pulled = config.kl_in == "loss" and config.beta > 0  # every row is pulled, advantage or none
+    pulled = pulled or config.entropy_coef > 0
+    if pulled or config.loss_agg == "token_mean_local":  # a mean over what a micro-batch holds
+        return rows
+    rows = rows & usable(scorable, config)
+    grouped = config.baseline in ("loo", "group_mean")
+    # Where the mean of advantages is not 0, normalising moves those of equal scores too.
+    moved = config.normalize_advantages and config.advantage_scale == "loo_std"
+    moved = moved or advantage.clips(config)  # to a range that 0 need not be in
+    logged = config.kl_in == "none" and config.beta > 0  # whoever only logs the KL wants it of all
+    if grouped and early(config) and not moved and not logged:
+        rows = rows & differs(score, scorable)
+    return rows

@@ -1,0 +1,112 @@
+"""Weights for samples that another program drew (OBJECTIVE 2.8).
+
+The sampler's log-probabilities (behaviour_logp) are not quite the trainer's (old_logp): other
+kernels, other dtype, older weights. w = exp(old_logp - behaviour_logp) multiplies the policy term,
+never the KL term, and has no gradient. TIS truncates it, MIS and IcePop drop what lies outside
+[floor, cap]. The siblings' baseline needs no weight: E_mu[w_i grad log pi(y_i) b_i] = 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from rloo_cli.config.schema import Frozen, key
+from rloo_cli.data.segments import row_mean, row_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rloo_cli.data.packing import Micro
+
+LARGEST = 20.0  # exponents are clamped to +-20, so that a weight is never infinite
+
+
+class CorrectionConfig(Frozen):
+    mode: Literal["auto", "none", "truncate", "mask", "filter", "bypass"] = key(
+        "auto = truncate with vLLM and none with transformers; bypass = old_logp is the sampler's"
+    )
+    level: Literal["token", "sequence", "geometric"] = key(
+        "What has a weight: tokens, completions, or completions by their mean; filter: see floor"
+    )
+    cap: float = key("Largest weight", gt=0)
+    floor: float = key(
+        "Smallest weight; filter drops completions whose geometric weight is not in [floor, cap]",
+        ge=0,
+    )
+
+
+class Config(Frozen):
+    correction: CorrectionConfig = key("How the sampler's own log-probabilities are made up for")
+
+
+C = TypeVar("C", bound=Config)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Correction weights: (N,) by token, else (S,)."""
+
+    weight: Tensor  # what multiplies the policy term
+    raw: Tensor  # before the mode: what sampling/ess is computed from
+    by_token: bool
+
+
+def mode(config: Config, backend: str) -> str:
+    """`correction.mode` with auto replaced by what it means for a generation backend."""
+    chosen = config.correction.mode
+    if chosen != "auto":
+        return chosen
+    return "truncate" if backend.startswith("vllm") else "none"
+
+
+def resolved(config: C, backend: str) -> C:
+    """The config to train with: `mode` written out, everything else as it was."""
+    rule = config.correction.model_copy(update={"mode": mode(config, backend)})
+    return config.model_copy(update={"correction": rule})
+
+
+def weights(old: Tensor, micro: Micro, config: Config) -> Weights | None:
+    """The weights at the configured level, or None where there are none to apply.
+
+    A missing or NaN behaviour_logp counts as equal to old_logp. `filter` keeps or drops a row by
+    its geometric weight and weighs the kept ones by their untruncated token weights.
+    Raises ValueError for mode auto: `resolved` says what it stands for. (N,) -> (N,) or (S,)
+    """
+    rule = config.correction
+    if rule.mode == "auto":
+        raise ValueError("correction.mode is auto: train with resolved(config, backend)")
+    if rule.mode in ("none", "bypass"):
+        return None
+    behaviour = sampled(old, micro)
+    delta = micro.mask * (old - behaviour).detach()
+    level = "token" if rule.mode == "filter" else rule.level
+    raw = _level(delta, micro, level).clamp(-LARGEST, LARGEST).exp()
+    if rule.mode == "truncate":
+        return Weights(raw.clamp(rule.floor, rule.cap), raw, level == "token")
+    judged = raw
+    if rule.mode == "filter":
+        judged = _level(delta, micro, "geometric").exp()[micro.sequence]
+    kept = (judged >= rule.floor) & (judged <= rule.cap)
+    return Weights(raw.masked_fill(~kept, 0.0), raw, level == "token")
+
+
+def ratio_base(old: Tensor, micro: Micro, config: Config) -> Tensor:
+    """What the ratio divides by: old_logp; with bypass the sampler's own, where it said. (N,)"""
+    return sampled(old, micro) if config.correction.mode == "bypass" else old
+
+
+def sampled(old: Tensor, micro: Micro) -> Tensor:
+    """The sampler's own log-probabilities, old_logp where it did not say. (N,)"""
+    if micro.behaviour_logp is None:
+        return old
+    behaviour = micro.behaviour_logp.to(old.dtype)
+    return behaviour.where(~behaviour.isnan(), old)
+
+
+def _level(delta: Tensor, micro: Micro, level: str) -> Tensor:
+    if level == "token":
+        return delta
+    if level == "sequence":
+        return row_sum(delta, micro.sequence, micro.sequences)
+    return row_mean(delta, micro.mask, micro.sequence, micro.sequences)

@@ -1,0 +1,112 @@
+"""The distance to the reference: estimators, and where they go (OBJECTIVE 2.4).
+
+d = old_logp - ref_logp per sampled token: never the moving logp, so that with several updates per
+step the penalty stays KL[pi_old || pi_ref]. Estimators: J. Schulman, "Approximating KL
+divergence", 2020. In the reward only k1 has the gradient of KL(policy || reference); in the loss
+k1 has none at all, k2 has that gradient and k3 the one of KL(reference || policy).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from rloo_cli.algorithms.common import dialect
+from rloo_cli.config.schema import key
+from rloo_cli.data.segments import row_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rloo_cli.data.packing import Micro
+
+LARGEST = 20.0  # exponents are clamped to +-20
+
+
+class Config(dialect.Config):
+    beta: float = key("Weight of KL(policy || reference); 0 = no reference is loaded", ge=0)
+    kl_in: Literal["reward", "loss", "none"] = key(
+        "Subtracted from the score, added to the loss, or only logged"
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = key(
+        "Per token, d = old_logp - ref_logp: d, d^2/2, or exp(-d) - 1 + d"
+    )
+    kl_in_baseline: bool = key("The baseline sees score - beta*KL; false = only the score")
+    kl_credit: Literal["sequence", "to_go"] = key(
+        "A token answers for its whole completion's KL, or only for that from itself on"
+    )
+    kl_temperature: Literal["sampling", "one"] = key(
+        "KL of the policies at the sampling temperature, or at temperature 1"
+    )
+    kl_ratio_weighted: bool = key("kl_in=loss: multiply each token's KL by its ratio")
+
+
+def estimate(d: Tensor, config: Config) -> Tensor:
+    """k1, k2 or k3 of d = log p - log q at samples of p, in nats. (N,) -> (N,)"""
+    if config.dialect in dialect.SCORE_FUNCTION_KL:
+        d = d.clamp(-LARGEST, LARGEST)
+    found = d
+    if config.kl_estimator == "k2":
+        found = d.square() / 2
+    elif config.kl_estimator == "k3":
+        found = (-d).clamp(-LARGEST, LARGEST).expm1() + d
+    limit = dialect.TOKEN_KL_LIMIT.get(str(config.dialect))
+    return found if limit is None else found.clamp(-limit, limit)
+
+
+def sequence_kl(old: Tensor, ref: Tensor, micro: Micro, config: Config) -> Tensor:
+    """KL_i, summed (not averaged) over each row's own tokens, in nats and float64.
+
+    With kl_temperature=one, `old` and `ref` are log-probabilities at temperature 1.
+    (N,), (N,) -> (S,)
+    """
+    k = micro.mask * estimate(old.double() - ref.double(), config)
+    return row_sum(k, micro.sequence, micro.sequences)
+
+
+def in_reward(config: Config) -> bool:
+    """Whether rewards depend on the reference at all."""
+    return config.kl_in == "reward" and config.beta > 0
+
+
+def to_go(config: Config) -> bool:
+    """Whether each token gets its own advantage by the KL that comes after it."""
+    own = getattr(config, "by_token", False)  # then `token_table` has charged it already
+    return in_reward(config) and config.kl_credit == "to_go" and not own
+
+
+def token_advantages(
+    advantage: Tensor,
+    usable: Tensor,
+    old: Tensor,
+    ref: Tensor | None,
+    micro: Micro,
+    config: Config,
+) -> Tensor:
+    """With kl_credit=to_go, A_i - beta * sum_{u>=t} m*k per token; else the rows' A as it is.
+
+    `usable` (S,) says which rows have an advantage at all: the others' tokens stay at 0. A row's
+    tokens stand together and in order, as `pack` lays them.
+    (S,), (S,), (N,), (N,) -> (N,) or (S,)
+    """
+    if ref is None or not to_go(config):
+        return advantage
+    k = micro.mask * estimate(old.double() - ref.double(), config)
+    ends = row_sum(k, micro.sequence, micro.sequences).cumsum(0)
+    rest = ends[micro.sequence] - k.cumsum(0) + k  # own token included
+    spread = advantage[micro.sequence] - config.beta * rest
+    return spread.masked_fill(~usable[micro.sequence], 0.0)
+
+
+def loss_term(logp: Tensor, ref: Tensor, log_ratio: Tensor, micro: Micro, config: Config) -> Tensor:
+    """beta * k(logp - ref_logp) per token, with gradient, for kl_in=loss.
+
+    kl_ratio_weighted multiplies by exp(log_ratio), with gradient, where `log_ratio` is the
+    token's logp - old_logp: exact for k1 and k3, wrong for k2. (N,), (N,), (N,) -> (N,)
+    """
+    k = estimate(logp - ref, config)
+    if config.dialect in dialect.SCORE_FUNCTION_KL:  # a factor of 1 with the gradient of logp,
+        free = k.abs() < dialect.TOKEN_KL_LIMIT[str(config.dialect)]  # but where a clamp acted
+        k = (k * (logp - logp.detach()).exp()).where(free, k)
+    if config.kl_ratio_weighted:
+        k = k * log_ratio.clamp(-LARGEST, LARGEST).exp()
+    return config.beta * k

@@ -1,0 +1,225 @@
+"""The policy term: ratios, clipping, and what is measured of them (OBJECTIVE 2.9, 2.10).
+
+A unit is what has one ratio: a completion (ratio_level sequence or geometric) or a token. The
+clipped surrogate is PPO's (arXiv 1707.06347, eq. 7), `delta` dual-clip PPO's (arXiv 1912.09729),
+`geometric` GSPO's ratio (arXiv 2507.18071).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from rloo_cli.algorithms.common import loss_types
+from rloo_cli.algorithms.common.importance_weights import Weights
+from rloo_cli.config.schema import Frozen, key
+from rloo_cli.data.segments import row_mean, row_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rloo_cli.data.packing import Micro
+
+
+class Config(Frozen):
+    policy_loss: Literal["clip", "reinforce", "cispo", "sapo", "luspo", "vespo"] | None = key(
+        "PPO's clipped ratio; log-probability times advantage (equal gradients on-policy); CISPO's"
+        " capped weight, SAPO's soft gate, LUSPO's clip times length, VESPO's; null = by loss_type"
+    )
+    ratio_level: Literal["sequence", "token", "geometric"] | None = key(
+        "One ratio per completion, per token, or per completion to the power 1/length; null = by"
+        " loss_type"
+    )
+    epsilon: float = key("Clip the ratio below 1 - epsilon", ge=0)
+    epsilon_high: float | None = key(
+        "Clip it above 1 + epsilon_high; null = epsilon. With policy_loss=cispo the cap itself",
+        ge=0,
+    )
+    delta: float | None = key("Bounds the ratio for A<0, above 1 + epsilon_high; null = off", gt=1)
+    log_ratio_clamp: float = key("Log-ratios are clamped to +- this, so exp is finite", gt=0)
+    allow_stale: bool = key("Let policy_loss=reinforce make several updates per step")
+    off_policy_threshold: float | None = key(
+        "Leave completions with A<0 out of the policy term whose tokens' log-probabilities fell by"
+        " more than this on average since they were sampled; null = never",
+        gt=0,
+    )
+
+    @property
+    def upper(self) -> float:
+        """1 + epsilon_high, epsilon where it is null."""
+        return 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+
+    @property
+    def cap(self) -> float:
+        """CISPO's largest weight, epsilon_high itself; infinite where it is null."""
+        return float("inf") if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def clips(self) -> bool:
+        """Whether ratios outside the clip range lose their gradient."""
+        return self.policy_loss in ("clip", "luspo")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One micro-batch's share of an update's loss, and what is measured of it. U = N or S."""
+
+    total: Tensor  # () with gradient: policy + kl
+    policy: Tensor  # () detached
+    kl: Tensor  # () detached, beta included; 0 unless kl_in=loss
+    ratio: Tensor  # (U,) detached
+    low: Tensor  # (U,) bool, ratio < 1 - epsilon and A < 0: clipped (never with reinforce)
+    high: Tensor  # (U,) bool, ratio > 1 + epsilon_high and A > 0: clipped (never with reinforce)
+    delta: Tensor  # (U,) bool, ratio > delta and A < 0
+    unit_mask: Tensor  # (U,) bool, units that count: unmasked tokens, or rows that have one
+    row_low: Tensor  # (S,) share of the row's units in `low`; 0 for a row without units
+    row_high: Tensor  # (S,) the same for `high`
+    log_ratio_sq: Tensor  # (U,) square of the row's summed (or the token's) logp - old_logp
+    weight: Tensor | None = None  # (N,) or (S,) correction weights; None = no correction
+    raw_weight: Tensor | None = None  # the same before the correction's mode
+    capped: Tensor | None = None  # (U,) bool, cispo: ratio > cap and A > 0
+    bonus: Tensor | None = None  # () detached, entropy_coef * entropy, which is subtracted
+
+
+def ratios(
+    logp: Tensor, old: Tensor, micro: Micro, config: Config, weights: Weights | None = None
+) -> Tensor:
+    """exp(logp - old_logp) of each unit, with gradient. (N,), (N,) -> (U,)
+
+    Token weights cannot multiply a completion's ratio, so there they weigh the gradient of its
+    log: log rho = sg(sum of d) + sum_t w_t * (logp_t - sg(logp_t)), d = logp - old_logp.
+    """
+    d = micro.mask * (logp - old)
+    if weights is not None and weights.by_token and config.ratio_level != "token":
+        d = d.detach() + micro.mask * weights.weight * (logp - logp.detach())
+    if config.ratio_level == "sequence":
+        d = row_sum(d, micro.sequence, micro.sequences)
+    elif config.ratio_level == "geometric":
+        d = row_mean(d, micro.mask, micro.sequence, micro.sequences)
+    return d.clamp(-config.log_ratio_clamp, config.log_ratio_clamp).exp()
+
+
+def clipped(rho: Tensor, advantage: Tensor, config: Config) -> Tensor:
+    """-min(rho A, clip(rho, 1-epsilon, 1+epsilon_high) A), at most -delta A where A < 0.
+
+    (U,), (U,) -> (U,)
+    """
+    gain = (rho * advantage).minimum(rho.clamp(1 - config.epsilon, config.upper) * advantage)
+    if config.delta is not None:
+        gain = gain.where(advantage >= 0, gain.maximum(config.delta * advantage))
+    return -gain
+
+
+def policy_term(
+    logp: Tensor,
+    rho: Tensor,
+    advantage: Tensor,
+    micro: Micro,
+    config: Config,
+    weights: Weights | None,
+    log_ratio: Tensor | None = None,
+) -> Tensor:
+    """The policy's loss per unit, or per token where its gradient is log-probability's.
+
+    `advantage` may be (N,) where terms are per token. Weights that `ratios` has used up do not
+    multiply again; `log_ratio` (N,) is logp - old_logp, which only vespo asks for.
+    (N,), (U,), (S,) -> (U,) or (N,)
+    """
+    kind = config.policy_loss
+    tokens = kind in ("reinforce", "cispo", "vespo") or config.ratio_level == "token"
+    a = _to_tokens(advantage, micro) if tokens else advantage
+    if kind == "vespo":  # its w has the correction in it
+        return loss_types.vespo(logp, logp if log_ratio is None else log_ratio, a, micro, weights)
+    if kind == "reinforce":
+        term = -a * logp
+    elif kind == "cispo":
+        term = loss_types.cispo(logp, _to_tokens(rho, micro), a, config.cap)
+    elif kind == "sapo":
+        term = loss_types.sapo(rho, a)
+    else:
+        term = clipped(rho, a, config)
+    if kind == "luspo":  # as if it stood at each of its tokens
+        term = term * row_sum(micro.mask, micro.sequence, micro.sequences)
+    if weights is None:
+        return term
+    if tokens:
+        return term * _to_tokens(weights.weight, micro)
+    return term if weights.by_token else term * weights.weight
+
+
+def kept(
+    logp: Tensor, base: Tensor, advantage: Tensor, micro: Micro, config: Config
+) -> Tensor | None:
+    """What off_policy_threshold leaves in the policy term: DeepSeek-V3.2's sequence mask.
+
+    base: the sampler's own log-probabilities where it said, else old_logp. With an advantage per
+    token each token answers for itself. (N,), (N,), (S,) or (N,) -> as advantage, bool; None = all
+    """
+    if config.off_policy_threshold is None:
+        return None
+    fell = row_mean((base - logp).detach(), micro.mask, micro.sequence, micro.sequences)
+    near = fell <= config.off_policy_threshold
+    return (near if near.shape == advantage.shape else near[micro.sequence]) | (advantage >= 0)
+
+
+def measured(
+    policy: Tensor,
+    kl: Tensor,
+    rho: Tensor,
+    log_ratio: Tensor,
+    advantage: Tensor,
+    micro: Micro,
+    config: Config,
+    weights: Weights | None,
+    bonus: Tensor | None = None,
+) -> Loss:
+    """The `Loss` of its scalars with gradient, (U,) ratios, (N,) log-ratios, (S,) or (N,) A."""
+    rho, d = rho.detach(), (micro.mask * log_ratio).detach()
+    unit = micro.mask
+    if config.ratio_level == "token":
+        advantage = _to_tokens(advantage, micro)
+    else:
+        d = row_sum(d, micro.sequence, micro.sequences)
+        unit = row_sum(unit, micro.sequence, micro.sequences)
+    counted = unit > 0
+    if advantage.shape != unit.shape:  # kl_credit=to_go needs reinforce here: nothing clips
+        advantage, counted = rho.new_zeros(unit.shape), counted & False
+    clips = counted & config.clips
+    low = clips & (rho < 1 - config.epsilon) & (advantage < 0)
+    high = clips & (rho > config.upper) & (advantage > 0)
+    return Loss(
+        total=policy + kl if bonus is None else policy + kl - bonus,
+        policy=policy.detach(),
+        kl=kl.detach(),
+        ratio=rho,
+        low=low,
+        high=high,
+        delta=clips & (rho > (config.delta or float("inf"))) & (advantage < 0),
+        unit_mask=unit > 0,
+        row_low=_share(low, micro),
+        row_high=_share(high, micro),
+        log_ratio_sq=d.square(),
+        weight=None if weights is None else weights.weight,
+        raw_weight=None if weights is None else weights.raw,
+        capped=counted & (rho > config.cap) & (advantage > 0)
+        if config.policy_loss == "cispo"
+        else None,
+        bonus=None if bonus is None else bonus.detach(),
+    )
+
+
+def _share(flags: Tensor, micro: Micro) -> Tensor:
+    """Share of each row's units that are flagged. (U,) -> (S,)"""
+    share = flags.to(micro.mask.dtype)
+    if not _by_token(share, micro):
+        return share
+    return row_mean(share, micro.mask, micro.sequence, micro.sequences)
+
+
+def _by_token(values: Tensor, micro: Micro) -> bool:
+    # Every row has a token, so S = N only where each has one and both readings agree.
+    return values.shape == micro.sequence.shape
+
+
+def _to_tokens(values: Tensor, micro: Micro) -> Tensor:
+    return values if _by_token(values, micro) else values[micro.sequence]

@@ -1,0 +1,238 @@
+"""What keys say together: conflicts that stop a run before it starts, and things worth a warning.
+
+Limits of a single key stand at the key. These name the key, the arithmetic and the ways out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf, log, sqrt
+from statistics import NormalDist
+
+from rloo_cli.algorithms.common import rules_choices, importance_weights, dialect, forward_passes, policy_loss, siblings
+from rloo_cli.algorithms.common.config import Switches, resolved, switches, updates
+from rloo_cli.utils.errors import Problem
+from rloo_cli.config.schema import GenerationConfig, RunConfig
+
+__all__ = ["Switches", "problems", "resolved", "switches", "updates", "warnings", "why_separate"]
+
+TOKEN_NOISE = 0.01  # log-ratio per token that kernels and one small update make
+CLIPPED_SHARE = 0.1  # predicted share of completions clipped by that noise alone: warn above
+
+
+def problems(run: RunConfig) -> Iterator[Problem]:
+    """Conflicts between keys; `where` is the dotted key."""
+    config = switches(run)
+    yield from dialect.problems(run, config)
+    yield from rules_choices.problems(config)
+    yield from siblings.problems(config)
+    yield from _kl_problems(config)
+    yield from _ratio_problems(config)
+    yield from _shaping_problems(config)
+    yield from _correction_problems(config, run.generation)
+    yield from _minibatch_problems(config, run.train.prompts_per_step)
+
+
+def warnings(run: RunConfig) -> Iterator[str]:
+    """What is allowed and seldom meant, one sentence each."""
+    config, generation = switches(run), run.generation
+    yield from dialect.differing(run, config)
+    yield from _kl_warnings(config)
+    yield from siblings.warnings(config)
+    filters = _filters(generation)
+    if filters and importance_weights.mode(config, generation.backend) == "none":
+        yield f"generation.{', '.join(filters)}: logp does not describe what is sampled then"
+    share = clipped_by_noise(config, generation.max_completion_length)
+    if updates(config) > 1 and share > CLIPPED_SHARE:
+        yield (
+            f"algorithm.ratio_level=sequence, {updates(config)} updates per step: noise of"
+            f" {TOKEN_NOISE} per token over {generation.max_completion_length} tokens alone clips"
+            f" {share:.0%} of the completions; widen epsilon, or ratio_level=token or geometric"
+        )
+    rule = config.overlong_penalty
+    if rule is not None and rule.max_length - rule.cache >= generation.max_completion_length:
+        yield (
+            f"algorithm.overlong_penalty starts above {rule.max_length - rule.cache} tokens, and"
+            f" generation.max_completion_length={generation.max_completion_length}: never charged"
+        )
+    if run.rewards and all(reward.weight == 0 for reward in run.rewards.values()):
+        yield (
+            f"every reward has the weight 0 ({', '.join(run.rewards)}): each is only a metric, no"
+            " completion has a score, and nothing is learned"
+        )
+    if config.loss_agg == "token_mean_local":
+        yield "algorithm.loss_agg=token_mean_local: the loss depends on the micro-batch size"
+
+
+def why_separate(run: RunConfig) -> str | None:
+    """Why old_logp cannot be the training forward's own; None where it is (`passes`)."""
+    return forward_passes.why_separate(run, switches(run))
+
+
+def clipped_by_noise(config: policy_loss.Config, tokens: int) -> float:
+    """Predicted share of completions that TOKEN_NOISE alone takes out of the clip range (2.9)."""
+    if config.ratio_level != "sequence" or config.policy_loss != "clip":
+        return 0.0
+    noise = NormalDist(sigma=TOKEN_NOISE * sqrt(tokens))
+    low = log(1 - config.epsilon) if config.epsilon < 1 else -inf
+    return noise.cdf(low) + 1 - noise.cdf(log(config.upper))
+
+
+def _kl_problems(config: Switches) -> Iterator[Problem]:
+    if config.kl_ratio_weighted and config.kl_estimator == "k2":
+        yield Problem(
+            "a ratio-weighted k2 has the gradient of no KL",
+            "algorithm.kl_ratio_weighted",
+            "kl_ratio_weighted=true is exact for k1 and k3 only; kl_estimator is k2",
+            "algorithm.kl_ratio_weighted=false, or algorithm.kl_estimator=k3",
+        )
+    alone = config.kl_estimator == "k1" and not config.kl_ratio_weighted
+    if config.kl_in == "loss" and alone and config.beta > 0:
+        yield Problem(
+            "k1 in the loss does not pull towards the reference",
+            "algorithm.kl_estimator",
+            "kl_in=loss with kl_estimator=k1: its expected gradient is zero",
+            "algorithm.kl_estimator=k3 (or k2), or algorithm.kl_in=reward",
+        )
+    if config.kl_credit != "to_go":
+        return
+    needs = {
+        "algorithm.kl_in=reward": config.kl_in == "reward",
+        "algorithm.kl_in_baseline=false": not config.kl_in_baseline,
+        "algorithm.ratio_level=token (or policy_loss=reinforce)": (
+            config.ratio_level == "token" or config.policy_loss == "reinforce"
+        ),
+        "algorithm.normalize_advantages=false": not config.normalize_advantages,
+    }
+    missing = [need for need, met in needs.items() if not met]
+    if missing:
+        yield Problem(
+            "kl_credit=to_go gives every token an advantage of its own",
+            "algorithm.kl_credit",
+            f"to_go needs {' and '.join(missing)}",
+            " ".join(m.split()[0] for m in missing)
+            + ("" if config.by_token else ", or algorithm.kl_credit=sequence"),
+        )
+
+
+def _ratio_problems(config: Switches) -> Iterator[Problem]:
+    n = updates(config)
+    if config.policy_loss == "reinforce" and n > 1 and not config.allow_stale:
+        yield Problem(
+            "reinforce has no ratio, so later updates of a step are off-policy",
+            "algorithm.policy_loss",
+            f"num_iterations * num_minibatches = {config.num_iterations} *"
+            f" {config.num_minibatches} = {n} updates per step; reinforce is exact for 1",
+            "algorithm.policy_loss=clip, or algorithm.allow_stale=true",
+        )
+    if config.delta is not None and config.delta <= config.upper:
+        yield Problem(
+            "delta would cut into the clip range",
+            "algorithm.delta",
+            f"found {config.delta:g}; must be above 1 + epsilon_high = {config.upper:g}",
+            "algorithm.delta=null, or a larger one",
+        )
+
+
+def _shaping_problems(config: Switches) -> Iterator[Problem]:
+    limits, overlong, eos = config.reward_clip_range, config.overlong_penalty, config.eos_penalty
+    if limits is not None and limits[0] >= limits[1]:
+        yield Problem(
+            "reward_clip_range is empty",
+            "algorithm.reward_clip_range",
+            f"found [{limits[0]:g}, {limits[1]:g}]; the first must be below the second",
+            f"algorithm.reward_clip_range=[{limits[1]:g},{limits[0]:g}], or null",
+        )
+    if eos.mode == "subtract" and eos.value < 0:
+        yield Problem(
+            "missing_eos_penalty would reward truncation",
+            "algorithm.missing_eos_penalty",
+            f"{eos.value:g} is subtracted from the score; must be 0 or more",
+            f"algorithm.missing_eos_penalty={-eos.value:g}, or"
+            f" {{mode: replace, value: {eos.value:g}}}",
+        )
+    if overlong is not None and overlong.cache > overlong.max_length:
+        yield Problem(
+            "overlong_penalty starts below no tokens at all",
+            "algorithm.overlong_penalty.cache",
+            f"cache {overlong.cache} is more than max_length {overlong.max_length}",
+            f"algorithm.overlong_penalty.cache={overlong.max_length // 5 or 1}",
+        )
+
+
+def _correction_problems(config: Switches, generation: GenerationConfig) -> Iterator[Problem]:
+    rule = config.correction
+    if rule.floor > rule.cap:
+        yield Problem(
+            "no correction weight can be kept",
+            "algorithm.correction.floor",
+            f"floor {rule.floor:g} is above cap {rule.cap:g}",
+            "algorithm.correction.floor=0",
+        )
+    mode, filters = importance_weights.mode(config, generation.backend), _filters(generation)
+    if mode == "none" or not filters:
+        return
+    off = {"top_p": "1.0", "top_k": "0", "min_p": "null", "repetition_penalty": "1.0"}
+    off |= {"min_tokens": "0"}
+    shown = rule.mode if rule.mode == mode else f"{rule.mode} ({mode} with {generation.backend})"
+    yield Problem(
+        "the sampler's log-probabilities cannot be corrected",
+        "algorithm.correction.mode",
+        f"correction.mode is {shown}, and generation.{', generation.'.join(filters)} cut or bend"
+        " what is sampled: its log-probabilities are those of another distribution",
+        " ".join(f"generation.{f.split('=')[0]}={off[f.split('=')[0]]}" for f in filters)
+        + ", or algorithm.correction.mode=none",
+    )
+
+
+def _minibatch_problems(config: Switches, prompts: int) -> Iterator[Problem]:
+    n = config.num_minibatches
+    if prompts % n == 0:
+        return
+    divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]
+    near = [max(d for d in divisors if d < n), min((d for d in divisors if d > n), default=0)]
+    valid = " or ".join(str(d) for d in near if d)
+    yield Problem(
+        "the step's prompts do not divide into equal mini-batches",
+        "algorithm.num_minibatches",
+        f"train.prompts_per_step = {prompts} = {prompts // n} * {n} + {prompts % n}",
+        f"algorithm.num_minibatches={valid}, or train.prompts_per_step={n * (prompts // n) or n}"
+        f" or {n * (prompts // n + 1)}",
+    )
+
+
+def _kl_warnings(config: Switches) -> Iterator[str]:
+    if config.beta == 0:
+        return
+    if config.kl_in == "reward" and config.kl_estimator != "k1":
+        yield (
+            f"algorithm.kl_estimator={config.kl_estimator} in the reward does not have the"
+            " gradient of KL(policy || reference); only k1 does"
+        )
+    if config.kl_in == "none":
+        yield f"algorithm.kl_in=none: beta={config.beta:g} is ignored, KL is only logged"
+    if config.kl_in != "loss" and config.kl_ratio_weighted:
+        yield "algorithm.kl_ratio_weighted does nothing unless kl_in=loss"
+    if config.kl_in == "reward" and config.mask_truncated_completions is True:
+        yield (
+            "algorithm.mask_truncated_completions=true leaves masked completions in the baseline"
+            " with no KL, so they look cheaper than their siblings; drop is advised"
+        )
+    if config.zero_std_groups == "drop":
+        yield "algorithm.zero_std_groups=drop also drops those groups' pull towards the reference"
+
+
+def _filters(generation: GenerationConfig) -> list[str]:
+    """Sampling switches after which logp no longer describes the sampler, as `key=value`.
+
+    min_tokens is one: no stop id can be sampled before, so every other token is likelier.
+    """
+    stops = bool(generation.stop_token_ids) or not generation.ignore_eos
+    found = {
+        "top_p": generation.top_p < 1,
+        "top_k": generation.top_k > 0,
+        "min_p": bool(generation.min_p),
+        "repetition_penalty": generation.repetition_penalty != 1,
+        "min_tokens": generation.min_tokens > 0 and stops,
+    }
+    return [f"{name}={getattr(generation, name):g}" for name, on in found.items() if on]

@@ -1,0 +1,160 @@
+"""A model on the disk as `from_pretrained` and vLLM load it, whole or gathered piece by piece."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from rloo_cli.distributed import gather
+from rloo_cli.distributed.world import World, alone_here
+from rloo_cli.utils.errors import Problem, RunError, StorageError
+from rloo_cli.utils.files import sync
+from rloo_cli.policy import lora
+
+FILE = 5 * 10**9  # bytes of weights in one file, as transformers cuts them
+Write = Callable[[Path], None]
+
+
+def whole(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a model that this process has (of an adapted one the adapter) and its tokenizer."""
+    if lora.on(model):
+        lora.save(model, folder)
+    else:
+        _savable(model.generation_config)
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def final(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write the whole model; an adapter is merged, and lies in `adapter` beside it."""
+    _savable(model.generation_config)
+    if lora.on(model):
+        lora.save(model, folder / "adapter")
+        model = lora.merged(model)
+    whole(model, tokenizer, folder)
+
+
+def gathered(engine: Any, policy: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a model whose weights are spread: all ranks gather, rank 0 writes, a file's worth at
+    a time. Raises what the disk raises, on rank 0, once the ranks have parted.
+    """
+    files = _Files(folder) if engine.world.is_main else None
+    for unit in gather.of_units(engine, policy.model):
+        if files is not None:
+            with torch.no_grad():
+                named = revert_weight_conversion(policy.model, unit)
+            files.add({n: t.to(policy.dtype) for n, t in named.items()})
+    if files is None:
+        return
+    files.close()
+    _savable(policy.model.generation_config)
+    policy.model.config.save_pretrained(folder)
+    policy.model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+class _Files:
+    """Weights as they come, in files of at most FILE bytes. An error waits for `close`: what is
+    left must be gathered all the same."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.error = folder, None
+        self.held: dict[str, Tensor] = {}
+        self.names: list[list[str]] = []
+        self.bytes = 0
+
+    def add(self, unit: dict[str, Tensor]) -> None:
+        """The next weights."""
+        try:
+            if self.held and sum(t.nbytes for t in (*self.held.values(), *unit.values())) > FILE:
+                self._write()
+            self.held |= {n: t.cpu().clone().contiguous() for n, t in unit.items()}
+        except Exception as error:  # the writers in Rust raise no OSError
+            self.error = self.error or error  # type: ignore[assignment]
+            self.held = {}
+
+    def close(self) -> None:
+        """The last file, and the index where there are several. Raises what went wrong."""
+        if self.error is not None:
+            raise self.error
+        self._write()
+        count = len(self.names)
+        if count == 1:
+            self._part(1).rename(self.folder / "model.safetensors")
+            return
+        files = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+        for n, name in enumerate(files, 1):
+            self._part(n).rename(self.folder / name)
+        where = {n: f for f, names in zip(files, self.names, strict=True) for n in names}
+        index = {"metadata": {"total_size": self.bytes}, "weight_map": where}
+        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+    def _write(self) -> None:
+        self.names.append(list(self.held))
+        self.bytes += sum(t.nbytes for t in self.held.values())
+        save_file(self.held, self._part(len(self.names)), {"format": "pt"})
+        self.held = {}
+
+    def _part(self, number: int) -> Path:
+        return self.folder / f"part-{number}.safetensors"
+
+
+def save_final(
+    model: Any,
+    tokenizer: Any,
+    folder: Path,
+    attempt: int = 1,
+    world: World | None = None,
+    write: Write | None = None,
+) -> Path:
+    """Write weights, tokenizer, chat template and generation config to `folder`/final.
+
+    `write`: how, for a model that is spread; all ranks of `world` take part. The folder gets its
+    name only when it is complete. Raises StorageError (exit 8).
+    """
+    named, temporary = folder / "final", folder / f".tmp-final-a{attempt}"
+    trash = folder / f".trash-final-a{attempt}"
+    world = world or alone_here()
+
+    def begin() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+
+    def end() -> None:
+        for path in temporary.rglob("*"):
+            sync(path)
+        sync(temporary)
+        if named.exists():  # of an earlier end, before the run was made longer
+            shutil.rmtree(trash, ignore_errors=True)
+            named.rename(trash)
+        temporary.rename(named)
+        sync(folder)
+
+    try:
+        world.first(begin)
+        world.each(lambda: (write or (lambda to: final(model, tokenizer, to)))(temporary))
+        world.first(end)
+    except RunError:  # a signal, not the disk
+        raise
+    except Exception as error:  # the writers in Rust raise no OSError when the disk is full
+        why = f"{error}; free: {shutil.disk_usage(folder).free / 1e9:.1f} GB"
+        raise StorageError(Problem(f"the final save failed: {named}", str(folder), why)) from error
+    finally:
+        if world.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(trash, ignore_errors=True)
+    return named
+
+
+def _savable(config: Any) -> None:
+    """Some published models' sampling flags load without `do_sample`, but do not save without."""
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        config.do_sample = True

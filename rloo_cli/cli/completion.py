@@ -1,0 +1,193 @@
+"""`rloo completion bash|zsh|fish`: the shell's script; it asks `rloo completion query WORDS`.
+
+An answer takes a fifth of a second: recipes and groups are listed from their folders, and the keys
+with their values come from a file in the cache, which is made anew when the code has changed.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from rloo_cli.utils import paths
+from rloo_cli.cli import verb_help
+from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import write_text
+from rloo_cli.cli import run_folders
+
+# Bash parts a word at = and : (COMP_WORDBREAKS), and replaces only what follows the last of them.
+# So the words are taken from the line itself, and of an answer only that last part is given back.
+BASH = """_rloo() {
+  local line="${COMP_LINE:0:COMP_POINT}" typed word answer sign head=""
+  read -ra typed <<<"$line"
+  [[ $line == *[[:space:]] ]] && typed+=("")
+  word="${typed[${#typed[@]}-1]}"
+  for sign in = :; do
+    if [[ $word == *"$sign"* && $COMP_WORDBREAKS == *"$sign"* ]]; then
+      answer="${word%"${word##*"$sign"}"}"
+      [[ ${#answer} -gt ${#head} ]] && head="$answer"
+    fi
+  done
+  COMPREPLY=()
+  while IFS= read -r answer; do
+    [[ -n $answer ]] && COMPREPLY+=("${answer#"$head"}")
+  done < <(rloo completion query "${typed[@]:1}" 2>/dev/null)
+  [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=.] ]] && compopt -o nospace 2>/dev/null
+  return 0
+}
+complete -o default -F _rloo rloo
+"""
+ZSH = """#compdef rloo
+_rloo() {
+  local -a found open
+  found=("${(@f)$(rloo completion query "${words[@]:1:$((CURRENT-1))}" 2>/dev/null)}")
+  open=(${(M)found:#*[=.]})
+  found=(${found:#*[=.]})
+  (( $#open )) && compadd -Q -S '' -- $open
+  (( $#found )) && compadd -Q -- $found
+  (( $#open + $#found )) || _files
+}
+compdef _rloo rloo
+"""
+FISH = """complete -c rloo -a '(rloo completion query (commandline -opc)[2..] (commandline -ct))'
+"""
+SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
+APPENDED = ("recipe", "debug")  # groups that are chosen with a +
+OF_RUNS = ("samples", "ledger", "compare", "curves", "eval")
+FIRST: dict[str, tuple[str, ...]] = {  # verbs whose first word is one of these
+    "recipes": ("list", "show", "copy"),
+    "config": ("explain",),
+    "completion": tuple(SCRIPTS),
+    "sweep": ("show", "resume", "stop", "promote", "clone"),
+    "slurm": ("render", "submit"),
+    "help": tuple(verb_help.VERBS),
+}
+KINDS = ("train", "train_and_serve", "sweep", "eval")  # of a batch job
+CONFIGURED: tuple[str, ...] = (
+    "train",
+    "sweep",
+    "sft",
+    "reward-model",
+    "vllm-serve",
+    "eval",
+    "fetch",
+    "plan",
+)
+CONFIGURED += ("config", "slurm")  # verbs that take keys
+
+
+def run(words: list[str]) -> int:
+    """The verb; for `query` the words typed so far, the last one unfinished."""
+    match words:
+        case [shell] if shell in SCRIPTS:
+            print(SCRIPTS[shell], end="")
+        case ["query", *typed]:
+            print("\n".join(answers(typed)))
+        case _:
+            shell = os.path.basename(os.environ.get("SHELL", "bash"))
+            fix = f'eval "$(rloo completion {shell if shell in SCRIPTS else "bash"})"'
+            raise ConfigError(
+                Problem("rloo completion needs a shell", "command line", "bash, zsh or fish", fix)
+            )
+    return 0
+
+
+def answers(typed: list[str]) -> list[str]:
+    """What the last word could become."""
+    *before, word = typed or [""]
+    return sorted({w for w in _candidates(before, word) if w.startswith(word)})
+
+
+def _candidates(before: list[str], word: str) -> Iterable[str]:
+    if not before:
+        return [*verb_help.VERBS, *(["--help", "--version"] if word.startswith("-") else [])]
+    verb = before[0]
+    if word.startswith("-"):
+        return verb_help.flags_of(verb)
+    if (values := verb_help.values_of(verb, before[-1])) is not None:
+        return values
+    found: list[str] = []
+    if len(before) == 1:
+        found += FIRST.get(verb, ())
+    elif verb == "recipes" and before[1] in ("show", "copy") and len(before) == 2:
+        found += paths.recipe_files()
+    elif verb == "slurm" and len(before) == 2:
+        found += KINDS
+    elif before[:2] == ["config", "explain"] and len(before) == 2:
+        return known_values()
+    if _takes_run(verb, before):
+        found += run_folders.names()
+    if verb in CONFIGURED:
+        found += _overrides(word, paths.group_choices(_own_folders(before)))
+    return found
+
+
+def _own_folders(before: list[str]) -> list[Path]:
+    """What --config-dir names among the words."""
+    pairs = zip(before, [*before[1:], ""], strict=True)
+    folders = [word if flag in ("--config-dir", "-cd") else flag.partition("=")[2]
+               for flag, word in pairs if flag.startswith(("--config-dir", "-cd"))]  # fmt: skip
+    return [Path(folder) for folder in folders if folder]
+
+
+def _takes_run(verb: str, before: list[str]) -> bool:
+    """Whether the next word may be a run: `compare` takes several, the others one."""
+    return verb in OF_RUNS and (len(before) == 1 or verb == "compare")
+
+
+def _overrides(word: str, groups: dict[str, dict[str, Path]]) -> Iterable[str]:
+    """Choices of groups and keys with their values, as one word of an override begins."""
+    name, equals, value = word.partition("=")
+    bare = name.lstrip("+")
+    if not equals:
+        names = {f"{_sign(g)}{g}=": choices for g, choices in groups.items()}
+        fit = [n for n in names if n.startswith(word)]
+        chosen = [f"{n}{c}" for n in fit for c in names[n]] if len(fit) == 1 else fit
+        return [*chosen, *([] if word.startswith("+") else _next_parts(word))]
+    known = [*(groups.get(bare) or known_values().get(bare) or ())]
+    head = value[: value.rfind(",") + 1]  # a=b,c: one more value of a sweep
+    if bare == "recipe":
+        begun = Path(value.removeprefix(head))
+        folder = begun if value.endswith("/") else begun.parent
+        known += [str(p) for p in folder.glob("*.yaml")]
+    return [f"{name}={head}{choice}" for choice in known]
+
+
+def _sign(group: str) -> str:
+    return "+" if group in APPENDED else ""
+
+
+def _next_parts(word: str) -> list[str]:
+    """The keys that begin so, whole; before the first dot only their sections."""
+    keys = known_values()
+    if "." in word:
+        return [f"{key}=" for key in keys]
+    return [f"{key}=" if "." not in key else f"{key.partition('.')[0]}." for key in keys]
+
+
+def known_values() -> dict[str, list[str]]:
+    """Every key -> the values that can be listed, from the cache; {} where they cannot be read."""
+    path = paths.cache() / f"completion-{_fingerprint()}.json"
+    try:
+        if path.is_file():
+            return dict(json.loads(path.read_text()))
+        asked = [sys.executable, "-m", "rloo_cli.cli.key_values"]
+        said = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60).stdout
+        found = dict(json.loads(said))
+        for old in paths.cache().glob("completion-*.json"):
+            old.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, said)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return {}
+    return found
+
+
+def _fingerprint() -> str:
+    """Changes with every file that keys come from."""
+    files = [*paths.PACKAGE.rglob("*.py"), *paths.CONF.rglob("*.yaml")]
+    facts = sorted((str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in files)
+    return hashlib.sha256(str(facts).encode()).hexdigest()[:12]

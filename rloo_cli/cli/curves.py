@@ -1,0 +1,35 @@
+"""`rloo curves RUN [OUT]`: the curves of a run that is running, stopped, failed or finished.
+
+OUT ends in .png or .svg; without it the picture is the run's own curves.png. Imports no torch.
+"""
+
+from pathlib import Path
+
+from rloo_cli.reporting import curves
+from rloo_cli.utils.errors import ConfigError, Problem, StorageError
+from rloo_cli.cli.run_folders import Words, find
+
+USAGE = "rloo curves RUN [OUT.png|OUT.svg]"
+ENDINGS = (".png", ".svg")
+
+
+def run(words: list[str]) -> int:
+    """The verb. Raises ConfigError for a run that is not there or has no metrics yet."""
+    parser = Words("curves", USAGE)
+    parser.add_argument("out", nargs="?", metavar="OUT")
+    given = parser.parse_args(words)
+    folder = find(given.run, "curves")
+    out = Path(given.out) if given.out else folder / "curves.png"
+    if out.suffix.lower() not in ENDINGS:
+        what = f"{out} ends neither in .png nor in .svg"
+        raise ConfigError(Problem(what, "command line", fix=f"{out.with_suffix('.png')}"))
+    if not curves.read_rows(folder / "metrics.jsonl"):
+        why = "its first step, or its first evaluation, has not ended yet"
+        raise ConfigError(Problem(f"{folder} has no metrics to draw", "command line", why))
+    try:
+        print(curves.draw(folder / "metrics.jsonl", out, folder.name))
+    except OSError as error:
+        raise StorageError(
+            Problem(f"{out} cannot be written", "command line", str(error))
+        ) from None
+    return 0

@@ -1,0 +1,123 @@
+"""`rloo eval`: score a checkpoint, a finished run or any model on what its config holds out.
+
+    rloo eval RUN [key=value ...]               its final model, else its newest checkpoint
+    rloo eval RUN/checkpoint-20 [key=value ...]
+    rloo eval +recipe=NAME [model.path=... key=value ...]
+
+Results go to RUN/eval/<label>/, those of a recipe to <root>/eval/<name>/<label>/ (a folder
+<root>/<name> would be taken for a run): metrics.json, samples, and the config. The same command
+again writes to the same folder; new results are whole before they take the place of the old ones.
+The run's own files are left alone.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from rloo_cli.config import check
+from rloo_cli.launch import preflight, rollout_server_managed, processes
+from rloo_cli.utils import pids
+from rloo_cli.utils.errors import ConfigError, Problem, StorageError
+from rloo_cli.utils.files import write_json, write_text
+from rloo_cli.cli.eval_target import USAGE, Subject, of_recipe, of_run
+
+STOPPED = 75
+
+
+def run(words: list[str]) -> int:
+    """The verb. Raises RunError; results that were there before are then left."""
+    dirs, words = _flags(words)
+    if not words:
+        raise ConfigError(Problem("rloo eval needs a model", "command line", fix=USAGE))
+    bare = [w for w in words if "=" not in w and not w.startswith(("+", "~"))]
+    keys = [w for w in words if w not in bare[:1]]
+    subject = of_run(bare[0], keys) if bare else of_recipe(words, dirs)
+    where = subject.place.parent
+    preflight.check(subject.config.model_copy(update={"root": str(where)}))
+    return _evaluate(subject)
+
+
+def _flags(words: list[str]) -> tuple[list[Path], list[str]]:
+    dirs, rest, given = [], [], iter(words)
+    for word in given:
+        name, equals, value = word.partition("=")
+        if name in ("--config-dir", "-cd"):
+            dirs.append(Path(value if equals else next(given, "")))
+            if not dirs[-1].is_dir():
+                raise ConfigError(
+                    Problem(f"--config-dir {dirs[-1]} is not a folder", "command line")
+                )
+        elif word.startswith("-"):
+            why = "flags of eval: --config-dir DIR, --debug, --errors=json"
+            raise ConfigError(Problem(f"{name} is not a flag of eval", "command line", why, USAGE))
+        else:
+            rest.append(word)
+    return dirs, rest
+
+
+def _evaluate(subject: Subject) -> int:
+    """Do it in a process of its own; its exit code. Results appear whole, or not at all."""
+    place = subject.place
+    _check_place(place)
+    try:
+        with temporary(place) as folder:
+            settings = yaml.safe_dump(check.dump(subject.config), sort_keys=False)
+            write_text(folder / "config.yaml", settings)
+            write_json(folder / "about.json", subject.about)
+            with rollout_server_managed.server(folder, subject.config) as (look, env):
+                starts = [processes.Start(env)]
+                watch = processes.Watch(look=look)
+                code = processes.run("evaluator", [str(folder)], watch, starts)
+            if code == 0:
+                _take_place(folder, place)
+    except OSError as error:
+        raise StorageError(Problem("results cannot be written", str(place), str(error))) from error
+    if code == 0:
+        print(f"results        {place}")
+    elif code == STOPPED:
+        print("stopped: an evaluation that is not whole is not kept")
+    return code
+
+
+def _check_place(place: Path) -> None:
+    """Raises ConfigError where something lies that is not the results of an evaluation."""
+    if place.is_dir() and ((place / "about.json").is_file() or not [*place.iterdir()]):
+        return
+    if place.exists() or place.is_symlink():
+        why, fix = "it is not the results of an evaluation", f"mv {place} {place}.old"
+        raise ConfigError(Problem(f"{place} exists", "name", why, fix))
+
+
+@contextlib.contextmanager
+def temporary(place: Path) -> Iterator[Path]:
+    """A folder beside `place`, gone in the end, as are the folders above it if they stay empty."""
+    new = [p for p in place.parents if not p.exists()]
+    for left in place.parent.glob(f".tmp-{place.name}-*"):  # of a process that was killed
+        number = left.name.rpartition("-")[2]
+        ours = number.isdigit() and (
+            (left / "config.yaml").exists() or (left / "training").exists()
+        )
+        if ours and not pids.started(int(number)):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = place.with_name(f".tmp-{place.name}-{os.getpid()}")
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for parent in new:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+
+
+def _take_place(folder: Path, place: Path) -> None:
+    """Put whole results where older ones may be."""
+    old = folder.with_name(f".old-{place.name}-{os.getpid()}")
+    if place.exists():
+        place.rename(old)
+    folder.rename(place)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,251 @@
+"""What `rloo eval` evaluates: a recipe's model, or a checkpoint with the config of its run.
+
+RUN/config.yaml is read as data: safe YAML, nothing in it is resolved, the same strict check. The
+label of the results names the model and, where there are other words, their hash.
+"""
+
+import contextlib
+import hashlib
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from rloo_cli.config import rules_lora, compose, check, judge
+from rloo_cli.checkpoint import manifest
+from rloo_cli.utils import paths
+from rloo_cli.config.compose import Composed
+from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import read_json
+from rloo_cli.config.user_files import unknown_choice
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.provenance import COMMAND_LINE, Sources, broken, readable
+from rloo_cli.cli import run_folders
+
+Values = dict[str, Any]
+USAGE = "rloo eval RUN, rloo eval RUN/checkpoint-N, or rloo eval +recipe=NAME model.path=..."
+# Of a checkpoint these lie in its own folder; a reference is not looked at.
+OWN = {"tokenizer": None, "chat_template": None, "ref_path": None, "ref_offload": False}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated, and where the results go."""
+
+    config: RunConfig
+    place: Path
+    about: Values  # of the run it is from: source, run, state, steps, prompts
+
+
+# A recipe and a model.
+
+
+def of_recipe(words: list[str], dirs: Sequence[Path]) -> Subject:
+    """A recipe with these words; `dirs`: --config-dir. Raises ConfigError."""
+    composed = compose.compose(words, [*dirs])
+    settings = check.check(composed)
+    _something_held_out(settings)
+    path = settings.model.path
+    tail = re.sub(r"[^A-Za-z0-9._+-]", "-", Path(path.rpartition(":")[2]).name).lstrip("-._+")
+    own = [w for w in words if w.lstrip("+").partition("=")[0] not in ("recipe", "root", "name")]
+    place = Path(settings.root, "eval", str(settings.name), _label(tail or "model", own))
+    steps = settings.max_steps or math.ceil(
+        (settings.total_episodes or 0) / settings.episodes_per_step
+    )
+    about: Values = {"source": path, "run": None, "state": {}, "steps": steps, "prompts": 0}
+    return Subject(settings, place, about)
+
+
+# A run and its config.
+
+
+def of_run(word: str, words: list[str]) -> Subject:
+    """A run's folder or one of its models, with these words. Raises ConfigError."""
+    checkpoint = _checkpoint(word)
+    folder = checkpoint.parent
+    values = _read(folder / "config.yaml")
+    with contextlib.suppress(KeyError, TypeError):  # sections are missing: the check below says so
+        values = check.with_newer_keys(values)
+    if isinstance(values.get("model"), dict):
+        values["model"] = _model(values["model"], checkpoint)
+    values |= {"resume": "never"} if "resume" in values else {}
+    chosen = [w for w in words if w.startswith("judge=")]
+    _choose_judge(values, chosen)
+    rewritten = compose.rewrite([w for w in words if w not in chosen])
+    for given in rewritten:
+        _set(values, given)
+    sources = Sources(rewritten, [(folder / "config.yaml", "")])
+    settings = check.check(Composed(values, sources))
+    _something_held_out(settings)
+    _no_callables(settings)
+    place = folder / "eval" / _label(checkpoint.name, words)
+    return Subject(settings, place, _about(checkpoint))
+
+
+def _model(section: Values, checkpoint: Path) -> Values:
+    """The section `model` of a run for one of its models: whole, or an adapter over model.path."""
+    if not (checkpoint / rules_lora.CONFIG).is_file():
+        whole = {"path": str(checkpoint), "revision": None, "lora": None, "quantization": None}
+        return section | OWN | whole
+    keys = section.get("lora")
+    adapter = keys | {"path": str(checkpoint)} if isinstance(keys, dict) else keys
+    return section | OWN | {"tokenizer": str(checkpoint), "lora": adapter}
+
+
+def _choose_judge(values: Values, words: Sequence[str]) -> None:
+    """`judge=NAME`, the one group a run's config can be given: who judges is no part of a run."""
+    known = paths.group_choices([])["judge"]
+    for word in words:
+        name = word.partition("=")[2]
+        if name not in ("", "null", *known):
+            raise ConfigError(unknown_choice("judge", name, known, f"{COMMAND_LINE}: {word}"))
+        values["eval"]["judge"] = judge.choice(name) if name in known else None
+    if words:  # what all rewards have, which a run's own entries hold already
+        values["reward_defaults"] = yaml.safe_load((paths.CONF / "config.yaml").read_text())[
+            "reward_defaults"
+        ]
+
+
+def _checkpoint(word: str) -> Path:
+    """The folder of the model: a run's `final`, else its newest checkpoint; or the one named."""
+    path = next((p for p in (Path(word), run_folders.ROOT / word) if p.is_dir()), None)
+    if path is None:
+        run_folders.find(word, "eval")  # raises, and names the runs there are
+        raise ConfigError(Problem(f"{word} is not a folder", "command line", fix=USAGE))
+    if all((path / name).is_file() for name in ("run.json", "config.yaml")):
+        if (path / "final" / "config.json").is_file():
+            return path / "final"
+        newest, passed = manifest.newest(path)
+        for note in passed:
+            print(note)
+        if newest is None:
+            why = "no final model and no complete checkpoint"
+            raise ConfigError(Problem(f"{path} has nothing to evaluate", "command line", why))
+        return newest
+    if path.name != "final" and manifest.place(path) is None:
+        why = "not a run's folder, nor the final or checkpoint-N of one"
+        fix = f"rloo eval +recipe=NAME model.path={path}" if _is_model(path) else USAGE
+        raise ConfigError(Problem(f"{path} is not of a run", "command line", why, fix))
+    if not (path.parent / "config.yaml").is_file():
+        why = f"there is no {path.parent / 'config.yaml'}"
+        fix = f"rloo eval +recipe=NAME model.path={path}"
+        raise ConfigError(
+            Problem(f"{path} is not in the folder of a run", "command line", why, fix)
+        )
+    why_not = manifest.problem(path) if path.name != "final" else None
+    if why_not is not None:
+        raise ConfigError(Problem(f"{path} cannot be evaluated", "command line", why_not))
+    return path
+
+
+def _is_model(path: Path) -> bool:
+    return (path / "config.json").is_file()
+
+
+def _read(path: Path) -> Values:
+    """A run's config as plain values. Raises ConfigError for what is not one."""
+    readable(path)
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(broken(path, error)) from None
+    if not isinstance(values, dict) or any(not isinstance(key, str) for key in values):
+        raise ConfigError(Problem(f"{path} is not the config of a run", str(path)))
+    for key in ("algorithm", "generation", "data", "reward", "eval", "model"):
+        if not isinstance(values.get(key), dict):
+            raise ConfigError(Problem(f"{path} is not the config of a run", key, f"no {key}"))
+    return values
+
+
+def _set(values: Values, word: str) -> None:
+    """Apply one override, as Hydra reads it, to plain values. Raises ConfigError."""
+    where = f"{COMMAND_LINE}: {word.lstrip('+')}"
+    try:
+        override = OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        raise ConfigError(compose.from_hydra(error, [word])) from None
+    *sections, leaf = override.key_or_group.split(".")
+    if override.key_or_group in paths.group_choices([]) or override.is_sweep_override():
+        why = "a run's config is evaluated as it is, with keys (and judge=) changed one by one"
+        raise ConfigError(Problem(f"{word.lstrip('+')} is not one value of one key", where, why))
+    if override.key_or_group == "model.path":
+        fix = "rloo eval +recipe=NAME model.path=..."
+        raise ConfigError(Problem("model.path is the checkpoint's", where, fix=fix))
+    for section in sections:
+        inner = values.setdefault(section, {})
+        if not isinstance(inner, dict):
+            why = f"{section} is not a section"
+            raise ConfigError(Problem(f"{override.key_or_group} is not a key", where, why))
+        values = inner
+    if override.is_delete():
+        values.pop(leaf, None)
+    else:
+        values[leaf] = _joined(values.get(leaf), override.value())
+
+
+def _joined(old: Any, new: Any) -> Any:
+    """As Hydra does: a mapping adds to a mapping, everything else takes its place."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    return old | {key: _joined(old.get(key), value) for key, value in new.items()}
+
+
+def _no_callables(settings: RunConfig) -> None:
+    gone = [n for n, e in settings.rewards.items() if getattr(e, "path", "").startswith("python:")]
+    if gone:
+        why = "it was trained from Python with a function that only that process had"
+        problems = [
+            Problem(
+                f"reward {n} is not to be had", f"reward.{n}.path", why,
+                f"reward.{n}.path=file.py:{n}",
+            )
+            for n in gone
+        ]  # fmt: skip
+        raise ConfigError(*problems)
+
+
+def _about(checkpoint: Path) -> Values:
+    """Where the run stood: rewards may depend on it. Raises ConfigError when nothing says so."""
+    folder = checkpoint.parent
+    facts = read_json(folder / "run.json")
+    if manifest.place(checkpoint):
+        saved = manifest.state(checkpoint)
+        state, steps = saved.get("state"), saved.get("steps")
+    else:
+        state, steps = facts.get("progress"), facts.get("plan", {}).get("max_steps")
+        ended = read_json(folder / "summary.json")
+        if isinstance(state, dict) and ended and ended["steps"] != state.get("step"):
+            # The run was made longer since, and has not come to its new end.
+            state, steps = {"step": ended["steps"], "updates": ended["updates"]}, ended["steps"]
+    if not isinstance(state, dict) or not isinstance(steps, int):
+        where = str(folder / "run.json")
+        raise ConfigError(Problem(f"nothing says at which step {checkpoint} was made", where))
+    prompts = facts.get("prompts", 0)
+    return {"source": str(checkpoint), "run": str(folder), "state": state, "steps": steps,
+            "prompts": prompts}  # fmt: skip
+
+
+def _label(model: str, words: Sequence[str]) -> str:
+    """The model's name and, where there are other words, a hash of them."""
+    if not words:
+        return model
+    return f"{model}-{hashlib.sha256(chr(10).join(sorted(words)).encode()).hexdigest()[:6]}"
+
+
+def _something_held_out(settings: RunConfig) -> None:
+    if not settings.held_out:
+        raise ConfigError(
+            Problem(
+                "nothing is held out: there is nothing to evaluate on",
+                "data.eval_split, eval.sets",
+                "data.eval_split is null, and eval.sets is empty",
+                f"data.eval_split=test, or data.eval_split={settings.data.split} for what it"
+                " was trained on",
+            )
+        )

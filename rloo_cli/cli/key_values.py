@@ -1,0 +1,35 @@
+"""`python -m rloo_cli.cli.key_values`: every key of the config and its values, as JSON.
+
+For the shell's completion, which runs it once for each version of the code and keeps the answer:
+reading all schemas takes a second, too long for a key press.
+"""
+
+import json
+from typing import Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from rloo_cli.cli.config import all_fields, kind_of
+
+
+def key_values() -> dict[str, list[str]]:
+    """Every key that takes a value -> the values it may have; [] where they cannot be listed."""
+    return {
+        key: _values(field) for key, field in all_fields().items() if kind_of(field) != "section"
+    }
+
+
+def _values(field: FieldInfo) -> list[str]:
+    found: list[str] = []
+    for part in (field.annotation, *get_args(field.annotation)):
+        if part is bool:
+            found += ["true", "false"]
+        elif get_origin(part) is Literal:
+            found += [str(a).lower() if isinstance(a, bool) else str(a) for a in get_args(part)]
+        elif part is type(None):
+            found.append("null")
+    return [] if found == ["null"] else list(dict.fromkeys(found))
+
+
+if __name__ == "__main__":
+    print(json.dumps(key_values()))

@@ -1,0 +1,257 @@
+"""`rloo migrate`: an old RLOO or GRPO command or config -> a recipe of ours that means the same.
+
+    rloo migrate accelerate launch ... rloo_tldr.py --rloo_k 2 ...     the old command itself
+    rloo migrate run.sh | config.yaml | config.json | train.py         or the file it is in
+    --world-size N     processes the old run had, where its command does not say
+    --from TRAINER     rloo or grpo (TRL's), swift; or a version of TRL: trl_0_9 (<=0.10),
+                       trl_0_21 (0.11-0.21), trl_0_28 (0.22-0.28), grpo_0_16 (0.14-0.16),
+                       grpo_0_28 (0.22-0.28); trl: RLOO or GRPO as its settings say
+
+The output is a recipe; everything that is not YAML is a comment, so `> my.yaml` keeps it all. The
+old tool's defaults are written out where they differ from ours, with what was corrected. Where
+nothing says whether the old run was RLOO or GRPO, --from has to. OpenRLHF, verl and Megatron are
+recognised and refused: algorithm.dialect=openrlhf and verl compute RLOO as they do.
+"""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.cli.migrate import model, tables
+from rloo_cli.cli.migrate import objective
+from rloo_cli.cli.migrate import sections as rules
+from rloo_cli.cli.migrate.batch import Dialect, duration, schedule, sizes
+from rloo_cli.cli.migrate.foreign import refuse_foreign
+from rloo_cli.cli.migrate.given import Given
+from rloo_cli.cli.migrate.parse import read
+from rloo_cli.cli.migrate.recipe import Recipe
+from rloo_cli.cli.migrate.tables import SWIFT_REWARDS, TRL_REWARDS
+
+DIALECTS = {
+    name: Dialect(
+        title, old, defaults, vllm_mode=mode, correction=correction,
+        rewards={} if old else TRL_REWARDS,
+    )
+    for name, (title, old, _, defaults, mode, correction) in tables.TRL_VERSIONS.items()
+}  # fmt: skip
+DIALECTS["ms_swift"] = Dialect(
+    "ms-swift", False, tables.SWIFT, 1, SWIFT_REWARDS, True,
+    correction=tables.NO_CORRECTION,
+)  # fmt: skip
+FROM = [*DIALECTS, "swift", "rloo", "openrlhf", "verl"]
+ASK = (
+    "rloo migrate --from rloo ... or --from grpo ..., as it was (also: --from swift; a version of"
+    " TRL: rloo migrate --help)"
+)
+
+
+def run(args: list[str]) -> int:
+    """Print the recipe of an old run. Raises ConfigError for what cannot be read or converted."""
+    options, words = _options(args)
+    if "--help" in options or not words:
+        print(__doc__)
+        return 0 if "--help" in options else 2
+    if (chosen := options.get("--from")) and chosen not in FROM:
+        why = f"one of {', '.join(FROM)}"
+        raise ConfigError(Problem(f"--from {chosen}: no such trainer", why=why))
+    if chosen in tables.FOREIGN_TITLES:
+        refuse_foreign(words, {}, chosen)
+    given = read(words)
+    world = _world(options, given)
+    print(convert(given, _dialect_of(given, chosen or ""), world), end="")
+    return 0
+
+
+def convert(given: Given, name: str, world: int) -> str:
+    """Old settings -> the text of a recipe."""
+    dialect = DIALECTS[name]
+    recipe = Recipe(
+        given.flags, given.said_as, notes=given.notes, launcher_file=given.launcher_file
+    )
+    dialect = _which_algorithm(recipe, given, dialect, name)
+    _spread_kwargs(recipe)
+    size = sizes(recipe, dialect, world)
+    steps = duration(recipe, dialect, size)
+    schedule(recipe, dialect, size, steps)
+    model.model(recipe, dialect)
+    rules.data(recipe, dialect, given.script)
+    rules.rewards(recipe, dialect)
+    rules.generation(recipe, dialect)
+    objective.shaping(recipe, dialect)
+    objective.objective(recipe, dialect)
+    rules.housekeeping(recipe)
+    unknown = recipe.rest()
+    _say_what_changed(recipe, name)
+    for key, value in _defaults(dialect, recipe.given).items():
+        recipe.default(key, value, dialect.title)
+    model.make_fit(recipe)
+    per = f"{size.updates} update{'s' if size.updates > 1 else ''} per step"
+    title = f"Migrated from {dialect.title}: {size.batch} completions per step, {per}."
+    return recipe.render(title, unknown)
+
+
+def _options(args: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Our own flags, before the old command or after a file; the rest are its words."""
+    options: dict[str, str] = {}
+    words = list(args)
+    own = ("--from", "--world-size")
+    while words and words[0] != "--":
+        at = 0 if words[0].startswith("--") else 1  # `rloo migrate FILE --world-size 8`
+        name, equals, value = words[at].partition("=") if len(words) > at else ("", "", "")
+        if name in ("-h", "--help") and at == 0:
+            return {"--help": ""}, []
+        if name not in own:
+            break
+        if not equals and len(words) < at + 2:
+            raise ConfigError(Problem(f"{name} needs a value", fix=f"{name} N"))
+        options[name] = value if equals else words[at + 1]
+        del words[at : at + (1 if equals else 2)]
+    return options, words[1:] if words[:1] == ["--"] else words
+
+
+def _world(options: dict[str, str], given: Given) -> int:
+    """W, the old run's processes: said, launched, or 1 with a warning."""
+    if text := options.get("--world-size"):
+        if not text.isdigit() or int(text) < 1:
+            raise ConfigError(Problem(f"--world-size {text}: a whole number >= 1 is expected"))
+        return int(text)
+    if given.processes is None:
+        given.notes.append(
+            "the old run's number of processes is not said: 1 is assumed. With more, the batch was"
+            " larger: rloo migrate --world-size N ..."
+        )
+        return 1
+    given.notes.append(f"{given.processes} processes, by {given.processes_from}")
+    return given.processes
+
+
+def _dialect_of(given: Given, chosen: str) -> str:
+    """Which tool and version this was. Raises ConfigError for another method than RLOO or GRPO,
+    and where nothing says which of the two.
+    """
+    names = set(given.flags)
+    if chosen in ("swift", "ms_swift") or (
+        not chosen and (given.tool == "swift" or names & tables.ONLY_SWIFT)
+    ):
+        _refuse_other_swift(given)
+        return "ms_swift"
+    if chosen in DIALECTS and chosen not in ("trl", "grpo"):
+        return chosen
+    kind = chosen if chosen in ("rloo", "grpo") else _kind(given)
+    if kind == "grpo":
+        if names & tables.ONLY_0_16:
+            return "grpo_0_16"
+        return "grpo_0_28" if names & tables.UP_TO_0_28 else "grpo"
+    only_old, only_new = tables.ONLY_OLD, tables.ONLY_NEW
+    if chosen != "trl" and names & only_old and len(names & only_old) >= len(names & only_new):
+        return "trl_0_9" if names & tables.ONLY_0_9 else "trl_0_21"
+    return "trl_0_28" if names & tables.UP_TO_0_28 else "trl"
+
+
+def _refuse_other_swift(given: Given) -> None:
+    """ms-swift without rlhf_type is DPO; with another command it is not RLHF at all."""
+    method = str(given.flags.get("rlhf_type") or "")
+    if not method and "advantage_estimator" not in given.flags and given.tool == "swift":
+        method = given.method if given.method != "rlhf" else "dpo, which swift rlhf is by default"
+    elif not method:
+        method = "grpo"
+    if method != "grpo":
+        raise _other_method(method)
+
+
+def _kind(given: Given) -> str:
+    """rloo or grpo, by the first thing that says it: command, class, script, settings, names."""
+    method = given.method if given.tool == "trl" else ""
+    stem = given.script.removesuffix(".py")
+    if method in tables.OTHER_METHODS or (
+        stem in tables.OTHER_METHODS and not given.kind
+    ):
+        raise _other_method(method or stem)
+    names = set(given.flags)
+    by_setting = {
+        "grpo": names & tables.ONLY_GRPO,
+        "rloo": names & tables.ONLY_RLOO,
+    }
+    run_names = " ".join(str(given.flags.get(n) or "") for n in tables.NAMING)
+    hints = (
+        {k for k in ("rloo", "grpo") if k in (given.kind, given.tool, method)},
+        _by_name(stem),
+        {kind for kind, found in by_setting.items() if found},
+        _by_name(run_names),
+        _by_name(given.file),
+    )
+    for hint in hints:
+        if len(hint) == 1:
+            return hint.pop()
+    why = "nothing in it says: no command or class, no name, no setting that only one of them has"
+    raise ConfigError(Problem("is the old run RLOO or GRPO?", "the old run", why, ASK))
+
+
+def _by_name(text: str) -> set[str]:
+    """The method that the words of a name say."""
+    words = set(re.split(r"[^a-z]+", text.lower()))
+    known = {"grpo": tables.GRPO_WORDS, "rloo": tables.RLOO_WORDS}
+    return {kind for kind, of in known.items() if words & of}
+
+
+def _other_method(method: str) -> ConfigError:
+    what = f"the old run was {method}: rloo migrate converts RLOO and GRPO"
+    fix = "--from rloo or --from grpo, if it was one of them nevertheless"
+    return ConfigError(Problem(what, "the old run", fix=fix))
+
+
+def _which_algorithm(recipe: Recipe, given: Given, dialect: Dialect, name: str) -> Dialect:
+    """Choose the algorithm that the old run was, and with it its defaults."""
+    recipe.take("rlhf_type")
+    if given.script.startswith("ppo") or {"vf_coef", "cliprange_value"} & set(recipe.given):
+        recipe.notes.append("the old run was PPO; this recipe is RLOO: no value model, K >= 2")
+    estimator = "rloo"
+    if dialect.swift:
+        estimator = str(recipe.take("advantage_estimator", "grpo"))
+        if estimator not in tables.SWIFT_ESTIMATORS:
+            what = f"advantage_estimator {estimator} is not known"
+            why = f"one of {', '.join(tables.SWIFT_ESTIMATORS)}"
+            raise ConfigError(Problem(what, "the old run", why))
+        recipe.algorithm, more = tables.SWIFT_ESTIMATORS[estimator]
+        dialect = replace(dialect, defaults=dialect.defaults | more)
+    elif tables.TRL_VERSIONS[name][2] == "grpo":
+        recipe.algorithm = estimator = "grpo"
+    if recipe.algorithm != "rloo":
+        what = "GRPO" if estimator == "grpo" else estimator
+        recipe.groups["algorithm"] = (recipe.algorithm, f"the old run was {what}")
+    return dialect
+
+
+def _spread_kwargs(recipe: Recipe) -> None:
+    """`generation_kwargs: {top_p: 0.9}` -> top_p; what is no setting of a sampler stays named."""
+    values = recipe.flags.get("generation_kwargs")
+    if not isinstance(values, dict):
+        return
+    recipe.take("generation_kwargs")
+    for name, value in values.items():
+        known = name in tables.SAMPLERS
+        recipe.flags.setdefault(name if known else f"generation_kwargs.{name}", value)
+        recipe.given.setdefault(name if known else f"generation_kwargs.{name}", value)
+
+
+def _say_what_changed(recipe: Recipe, name: str) -> None:
+    """Defaults that are used and that other versions of TRL had otherwise."""
+    changed = {
+        "trl": tables.CHANGED,
+        "grpo": tables.CHANGED_GRPO,
+        "grpo_0_28": tables.CHANGED_GRPO,
+    }
+    for flag, text in changed.get(name, {}).items():
+        silent = flag not in recipe.given
+        needed = {"vllm_mode": "use_vllm", "use_bias_correction_kl": "beta"}.get(flag)
+        if silent and (needed is None or recipe.given.get(needed)):
+            recipe.notes.append(f"{flag} is TRL's default, which was {text}")
+
+
+def _defaults(dialect: Dialect, flags: dict[str, Any]) -> dict[str, Any]:
+    """What the old tool assumed where the command says nothing."""
+    found = dialect.defaults
+    if "full" in (flags.get("train_type"), flags.get("tuner_type")):
+        found = found | {"train.learning_rate": tables.SWIFT_FULL_LEARNING_RATE}
+    return found

@@ -1,0 +1,147 @@
+"""What Hydra's sweeps need of us: names of what is swept, a value for each job, jobs elsewhere.
+
+Jobs elsewhere run in processes of a launcher of Hydra's (submitit, joblib).
+
+Such a job's function is pickled with everything it holds, and what it keeps there is lost. So each
+job leaves its exit code in the sweep's folder, which the one that asked for the sweep reads.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from rloo_cli.reporting import eval_rows
+from rloo_cli.config import user_files
+from rloo_cli.utils import redact
+from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem, RunError
+from rloo_cli.utils.files import write_text
+from rloo_cli.config.old_names import nearest
+from rloo_cli.config.schema import RunConfig
+
+STOPPED = 75
+SUBMITIT = "hydra/launcher=submitit"
+FOLDER = ".submitit"  # in the root of runs: submitit's scripts, logs and pickles
+END_S = 120.0  # a requeued job is ended from outside
+
+
+@contextmanager
+def place(words: Sequence[str]) -> Iterator[tuple[Path, list[str]]]:
+    """A passing folder for a sweep with these words, and Hydra's keys that name it.
+
+    Where other machines run its jobs it lies in the root of the runs, which they share.
+    """
+    keys: list[str] = []
+    shared = None
+    if any(word.startswith(SUBMITIT) for word in words):
+        roots = [w.partition("=")[2] for w in words if w.lstrip("+").startswith("root=")]
+        shared = Path(roots[-1] if roots else "runs", FOLDER).absolute()
+        shared.mkdir(parents=True, exist_ok=True)
+        keys.append(f"hydra.launcher.submitit_folder={_quoted(f'{shared}/%j')}")
+    with tempfile.TemporaryDirectory(prefix="rloo-sweep-", dir=shared) as sweep:
+        yield Path(sweep), [*keys, f"hydra.sweep.dir={_quoted(sweep)}"]
+
+
+def swept_keys(words: Sequence[str]) -> tuple[str, ...]:
+    """The keys among these overrides that have several values; () where they do not parse."""
+    try:
+        parsed = OverridesParser.create().parse_overrides([*words])
+    except (HydraException, ValueError, RecursionError):  # Hydra says so when it composes
+        return ()
+    return tuple(o.key_or_group for o in parsed if o.is_sweep_override())
+
+
+def objective(run: RunConfig) -> float | None:
+    """What a finished run is worth to a sweeper that optimizes: the last value of a metric.
+
+    Of logging.objective, else the mean held-out score of the first set, else the reward in
+    training; None where these were never known. Whether more of it is better is for the sweeper to
+    know. Raises ConfigError where no line has logging.objective.
+    """
+    path = Path(run.root, str(run.name), "metrics.jsonl")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    rows = [json.loads(line) for line in lines]
+    scores = [eval_rows.prefix(name) + "reward" for name in run.held_out]
+    wanted = [run.logging.objective] if run.logging.objective else [*scores[:1], "reward"]
+    for name in wanted:
+        values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
+        if values:
+            return float(values[-1])
+    if not run.logging.objective:
+        return None
+    known = list(dict.fromkeys(name for row in rows for name in row))
+    close = nearest(wanted[0], known)
+    why = f"metrics are: {', '.join(known)}" if known else "it has no lines"
+    fix = f"logging.objective={close[0]}" if close else ""
+    what = f"no line of {path} has {wanted[0]!r}"
+    raise ConfigError(Problem(what, "logging.objective", why, fix))
+
+
+def _quoted(path: str) -> str:
+    return "'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+class Elsewhere:
+    """The jobs of one sweep that other processes than this one run. It is pickled with each job."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.pid, self.files = folder, os.getpid(), dict(user_files.FILES)
+
+    @contextmanager
+    def job(self, hydra: Any) -> Iterator[Callable[[int], None]]:
+        """Around one job; yields what to call with its exit code.
+
+        A job of Slurm that was told to stop is requeued, and goes on later.
+        """
+        if os.getpid() == self.pid:
+            yield lambda code: None
+            return
+        user_files.FILES.update(self.files)  # recipes that are files of the user's
+        codes: list[int] = []
+        with redact.everywhere():
+            yield codes.append
+        if codes[-1:] == [STOPPED] and "submitit" in str(hydra.launcher._target_):
+            requeue()
+        write_text(self.folder / "codes" / str(hydra.job.num), str(codes[-1] if codes else 1))
+
+    def codes(self) -> list[int]:
+        """The exit codes of these jobs, in their order."""
+        found = (self.folder / "codes").glob("[0-9]*")
+        return [int(p.read_text()) for p in sorted(found, key=lambda p: int(p.name))]
+
+
+def requeue() -> None:
+    """Put our own Slurm job back into the queue, and wait for the end; nothing outside of one, or
+    in one that was cancelled."""
+    number = os.environ.get("SLURM_JOB_ID")
+    if number is None:
+        return
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        asked = ["scontrol", "show", "job", "-o", number]
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout
+        if " JobState=RUNNING " in said:
+            subprocess.run(["scontrol", "requeue", number], check=False, timeout=30)
+            time.sleep(END_S)
+
+
+def refusal(error: Exception) -> RunError | None:
+    """What to say where submitit itself fails; None for any other error."""
+    kind = type(error).__name__
+    said = "\n".join([line for line in str(error).splitlines() if line.strip()][:8])
+    if kind == "FailedSubmissionError":
+        return MachineError(Problem("the jobs of the sweep are not taken", "hydra/launcher", said))
+    if kind in ("UncompletedJobError", "FailedJobError"):
+        what = "a job of the sweep ended without a word: killed, or at its time limit"
+        return GenerationError(Problem(what, "hydra/launcher", said))
+    if kind == "RuntimeError" and "srun" in said:  # submitit looks for it before anything else
+        return MachineError(Problem("there is no Slurm here", "hydra/launcher", said))
+    return None

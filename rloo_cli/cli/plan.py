@@ -1,0 +1,173 @@
+"""`rloo plan +recipe=NAME`: memory, disk, tokens, steps and time of a run, before it is started.
+
+Needs neither a GPU nor weights nor torch. `rloo train --dry-run` prints its head, and the resolved
+config, for what a machine would do at once.
+"""
+
+import argparse
+import json
+import math
+from typing import NoReturn
+
+import yaml
+
+from rloo_cli.config import compose, check, hf_cache, synthetic
+from rloo_cli.utils import fault_injection
+from rloo_cli.launch import launcher, preflight
+from rloo_cli.config.compose import Composed
+from rloo_cli.config.idle_keys import idle_notes
+from rloo_cli.utils.errors import ConfigError, MachineError, Problem, RunError
+from rloo_cli.planning import device, plan, text as planning_text
+from rloo_cli.planning.plan import Asked, Plan
+from rloo_cli.config.schema import RunConfig
+
+USAGE = (
+    "rloo plan +recipe=NAME [key=value ...] [--gpu H100-80GB|80GiB|cpu] [--gpus N] "
+    "[--prompts N] [--prompt-tokens N] [--completion-tokens N] [--json]"
+)
+
+
+# Sections that no training run reads.
+NOT_OF_A_RUN = ("sft", "reward_model", "slurm")
+AND_MORE = "sft, reward_model and slurm, which a run does not read,"
+
+
+class Flags(argparse.ArgumentParser):
+    """Reads the verb's flags; what it cannot read is a ConfigError (exit 2)."""
+
+    def __init__(self) -> None:
+        super().__init__(prog="rloo plan", usage=USAGE, add_help=False, allow_abbrev=False)
+        self.add_argument("--gpu")
+        self.add_argument("--json", action="store_true")
+        for name in ("--gpus", "--prompts", "--prompt-tokens", "--completion-tokens"):
+            self.add_argument(name, type=_count)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ConfigError."""
+        raise ConfigError(Problem(f"{self.prog}: {message}", "command line", fix=USAGE))
+
+
+def _count(word: str) -> int:
+    """A positive number. Raises ValueError."""
+    if not 0 < int(word) <= 10**12:
+        raise ValueError
+    return int(word)
+
+
+_count.__name__ = "count"  # as argparse names it in its message
+
+
+def run(given: list[str]) -> int:
+    """The verb. Raises MachineError for a run that cannot fit, with the two keys to change."""
+    flags, rest = Flags().parse_known_args(given)
+    if not rest:
+        raise ConfigError(Problem("rloo plan takes a recipe and keys", "command line", fix=USAGE))
+    composed = compose.compose(rest)
+    settings = check.check(composed)
+    with hf_cache.remembered(composed.words):
+        asked = Asked(flags.gpus, flags.prompts, flags.prompt_tokens, flags.completion_tokens)
+        found = planned(settings, flags.gpu, asked)
+    if flags.json:
+        print(json.dumps(planning_text.values(found), indent=2))
+    else:
+        print(planning_text.of(found))
+    if not found.fits:
+        raise refusal(found)
+    return 0
+
+
+def planned(settings: RunConfig, gpu: str | None = None, asked: Asked | None = None) -> Plan:
+    """The plan of a run, on the GPUs that are named, that are here, or that are assumed."""
+    asked = asked or Asked()
+    if asked.gpus and asked.gpus > 1 and settings.distributed.engine == "single":
+        why, fix = "distributed.engine = single is one process", "distributed=ddp, zero2 or zero3"
+        raise ConfigError(Problem(f"--gpus {asked.gpus}: there is one", "command line", why, fix))
+    small = settings.model.path.startswith(synthetic.MADE)
+    return plan.make(settings, device.of(gpu, small), asked)
+
+
+def plan_for_here(run: RunConfig) -> Plan:
+    """The plan of a run on this machine, also on its CPU where it has no GPU and the run fits; else
+    on the GPUs that `planned` assumes.
+    """
+    here = device.of(None, small=True)
+    if here.kind == "cpu" and run.generation.backend == "transformers":
+        found = plan.make(run, here, Asked())
+        if found.fits:
+            return found
+    return planned(run)
+
+
+def refusal(found: Plan) -> MachineError:
+    """What does not fit, and the two keys that would bring most."""
+    case, needs = found.case, plan.needs(found.case, found.memory, found.sampler)
+    worst = max(needs, key=lambda name: needs[name])
+    phase = f"in the phase {worst!r}" if worst != "server" else "on the server's GPU"
+    why = f"{planning_text.gib(found.need)} {phase}, {planning_text.gib(case.device.usable)} are usable of each"
+    engine = found.sampler
+    if engine is not None and engine.cache < engine.least:
+        left = planning_text.gib(max(engine.cache, 0.0))
+        why += (
+            f"\nvLLM has {left} for keys and values; one sequence needs {planning_text.gib(engine.least)}"
+        )
+    lines = [f"{key}   ({planning_text.gib(need)})" for key, need in plan.remedies(found)]
+    fewest = plan.smallest(found)
+    if fewest is not None:
+        lines.append(f"or {fewest} GPUs of this kind: --gpus {fewest}")
+    fix = "\n".join(lines) or "a smaller model, or GPUs with more memory: --gpu 141GiB"
+    what = f"{case.run.name or case.model.name} does not fit on {case.ranks} x {case.device.name}"
+    return MachineError(Problem(what, "memory", why, fix))
+
+
+def text(run: RunConfig) -> str:
+    """The batch arithmetic, the length of the run, its plan, and the resolved config."""
+    shown = {k: v for k, v in check.dump(run).items() if k not in NOT_OF_A_RUN}
+    k, p = run.algorithm.num_generations, run.train.prompts_per_step
+    rows = run.episodes_per_step
+    size, places = run.train.micro_batch_size, run.train.micro_batch_tokens
+    forward = f"{places} rows" if places else "what the memory holds"
+    if size is not None:
+        forward = f"{size // k} groups = {size} completions"
+    updates = run.updates_per_step
+    if run.max_steps is not None:
+        steps = f"{run.max_steps} (max_steps)"
+    elif run.total_episodes is not None:
+        steps = (
+            f"{math.ceil(run.total_episodes / rows)} (total_episodes {run.total_episodes} / {rows})"
+        )
+    else:
+        steps = f"{run.train.epochs} epochs x prompts / {p}, known when the data is loaded"
+    lines = [
+        f"run        {run.root}/{run.name}",
+        f"step       {p} prompts x {k} completions = {rows} completions",
+        f"updates    {run.algorithm.num_iterations} iterations x "
+        f"{run.algorithm.num_minibatches} mini-batches = {updates} per step",
+        f"forward    {forward} at a time",
+        f"steps      {steps}",
+        f"rewards    {', '.join(f'{n} x {c.weight:g}' for n, c in run.rewards.items())}",
+        "",
+        *_head(run),
+        "",
+        yaml.safe_dump(shown, sort_keys=False) + f"# {AND_MORE} are not shown: --cfg job has all",
+    ]
+    return "\n".join(lines)
+
+
+def _head(run: RunConfig) -> list[str]:
+    """The plan in short. What it lacks is no reason to refuse a dry run."""
+    try:
+        found = plan_for_here(run)
+        other = " (for a GPU: --gpu NAME)" if found.case.device.kind == "cpu" else ""
+        return [*planning_text.summary(found), f"plan       rloo plan tells it part by part{other}"]
+    except RunError as error:
+        return [f"plan       {error.problems[0].what}: {error.problems[0].why}"]
+
+
+def dry_run(composed: Composed, multirun: bool = False) -> int:
+    """`rloo train --dry-run`: check everything, print the plan, train nothing. Raises RunError."""
+    fault_injection.check()
+    run = check.check(launcher.apart(composed) if multirun else composed)
+    preflight.check(run, downloads=False)
+    print(text(run))
+    print("".join(f"{note}\n" for note in idle_notes(composed.written, check.dump(run))), end="")
+    return 0

@@ -1,0 +1,55 @@
+"""`rloo recipes`: list, show NAME, copy NAME FILE."""
+
+import shutil
+from pathlib import Path
+
+from rloo_cli.utils import paths
+from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.config.old_names import nearest
+
+USAGE = "rloo recipes, rloo recipes show NAME, or rloo recipes copy NAME my.yaml"
+
+
+def run(words: list[str]) -> int:
+    """The verb. Raises ConfigError for an unknown recipe, or a file that is there already."""
+    match words:
+        case [] | ["list"]:
+            for name, path in paths.recipe_files().items():
+                print(f"{name:<14} {headline(path)}")
+        case ["show", name]:
+            print(_file(name).read_text(), end="")
+        case ["copy", name, target]:
+            _copy(_file(name), Path(target))
+        case _:
+            raise ConfigError(
+                Problem(
+                    f"rloo recipes {' '.join(words)}: not understood", "command line", fix=USAGE
+                )
+            )
+    return 0
+
+
+def headline(path: Path) -> str:
+    """The first comment line of a recipe."""
+    return path.read_text().partition("\n")[0].lstrip("# ")
+
+
+def _file(name: str) -> Path:
+    files = paths.recipe_files()
+    if name not in files:
+        close = nearest(name, files)
+        why = f"recipes: {', '.join(files)}"
+        fix = f"rloo recipes show {close[0]}" if close else "rloo recipes"
+        raise ConfigError(Problem(f"there is no recipe {name!r}", "command line", why, fix))
+    return files[name]
+
+
+def _copy(source: Path, target: Path) -> None:
+    if target.suffix not in (".yaml", ".yml"):
+        fix = f"rloo recipes copy {source.stem} {target}.yaml"
+        raise ConfigError(Problem(f"{target} does not end in .yaml", "command line", fix=fix))
+    if target.exists():
+        raise ConfigError(Problem(f"{target} exists", "command line", "it is left as it is"))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+    print(f"{target} is yours: rloo train +recipe={target}")

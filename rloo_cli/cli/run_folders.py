@@ -1,0 +1,53 @@
+"""What the verbs that read a run's folder share: their words, and finding the run."""
+
+import argparse
+from pathlib import Path
+from typing import NoReturn
+
+from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.config.old_names import nearest
+
+ROOT = Path("runs")  # where a run is if its config does not say otherwise
+SIGNS = ("run.json", "metrics.jsonl", "config.yaml")  # any of them makes a folder a run's
+
+
+class Words(argparse.ArgumentParser):
+    """Reads a verb's words; what it cannot read is a ConfigError (exit 2)."""
+
+    def __init__(self, verb: str, usage: str):
+        super().__init__(prog=f"rloo {verb}", usage=usage, add_help=False, allow_abbrev=False)
+        self.add_argument("run", nargs="?", metavar="RUN")
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ConfigError."""
+        unknown = message.removeprefix("unrecognized arguments: ").split()
+        flags = [f for action in self._actions for f in action.option_strings]
+        close = [n for word in unknown[:1] if word.startswith("-") for n in nearest(word, flags)]
+        why = f"did you mean {close[0]}?" if close else ""
+        raise ConfigError(Problem(f"{self.prog}: {message}", "command line", why, f"{self.usage}"))
+
+
+def names() -> list[str]:
+    """The runs under runs/, one or two folders down (runs/debug/smoke is `debug/smoke`)."""
+    found = [p.parent for deep in ("*", "*/*") for p in ROOT.glob(f"{deep}/{SIGNS[0]}")]
+    return sorted(str(p.relative_to(ROOT)) for p in found)
+
+
+def find(word: str | None, verb: str) -> Path:
+    """The folder of a run, named by its path or by its name under runs/.
+
+    Raises ConfigError, which names the nearest run there is.
+    """
+    here = [Path(word), ROOT / word] if word else []
+    for folder in here:
+        if any((folder / sign).is_file() for sign in SIGNS):
+            return folder
+    known = names()
+    close = nearest(word.removeprefix(f"{ROOT}/").strip("/"), known) if word else known
+    fix = f"rloo {verb} {close[0] if close else 'RUN'}"
+    there = f"runs here: {', '.join(known[:20])}" if known else f"there is no run in {ROOT}/"
+    if word is None:
+        raise ConfigError(Problem(f"rloo {verb} needs a run", "command line", there, fix))
+    looked = " or ".join(str(folder) for folder in here)
+    why = f"looked at {looked}: no {SIGNS[0]} there\n{there}"
+    raise ConfigError(Problem(f"there is no run {word!r}", "command line", why, fix))

@@ -1,0 +1,111 @@
+"""What the cluster here has, by `sinfo`, and why a job would wait there for ever."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rloo_cli.utils.errors import MachineError, Problem
+from rloo_cli.config.old_names import nearest
+from rloo_cli.cli.slurm_template import Job
+
+ASK_S = 30.0
+UNITS = (1, 60, 3600, 86400)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A line of `sinfo`."""
+
+    name: str
+    default: bool
+    limit_s: int | None  # None: no limit
+    nodes: int
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.nodes} nodes, {said(self.limit_s)})"
+
+
+def check(job: Job) -> None:
+    """Raises MachineError (exit 3) with everything that keeps this job from running here."""
+    if shutil.which("sbatch") is None:
+        fix = "on a login node of the cluster; `rloo slurm render` prints the script anywhere"
+        raise MachineError(Problem("there is no sbatch here", "PATH", fix=fix))
+    found = partitions()
+    if problems := [*_problems(job, found)]:
+        raise MachineError(*problems)
+
+
+def _problems(job: Job, found: list[Partition]) -> Iterator[Problem]:
+    asked, facts = job.config.slurm, f"sinfo: {'; '.join(map(str, found)) or 'no partitions'}"
+    names = (asked.partition or "").split(",")
+    mine = [p for p in found if (p.name in names if asked.partition else p.default)]
+    for name in names if asked.partition else ():
+        if name not in [p.name for p in found]:
+            close = nearest(name, [p.name for p in found])
+            fix = f"slurm.partition={close[0]}" if close else ""
+            yield Problem(f"there is no partition {name!r}", "slurm.partition", facts, fix)
+    limits = [p.limit_s for p in mine]
+    if mine and job.nodes > max(p.nodes for p in mine):
+        where = "generation.server.num_nodes" if job.serving else "distributed.num_nodes"
+        parts = f"{job.nodes - job.serving} to train"
+        parts += f" and {job.serving} to serve" if job.serving else ""
+        yield Problem(f"it takes {job.nodes} nodes: {parts}", where, facts)
+    longest = None if None in limits else max((n for n in limits if n is not None), default=None)
+    asked_s = seconds(asked.time) if asked.time else None
+    if asked_s is not None and longest is not None and asked_s > longest:
+        what = f"slurm.time = {asked.time} is more than the partition allows"
+        yield Problem(what, "slurm.time", facts)
+    limit = asked_s if asked_s is not None else longest
+    if limit is not None and limit <= job.lead:
+        why = (
+            f"a run is told to save {job.lead} s before the limit, which would be at once\n{facts}"
+        )
+        fix = f"slurm.time={spelt(job.lead * 2)}, or slurm.lead_s={max(1, limit // 2)}"
+        yield Problem(
+            f"a time limit of {said(limit)} is no longer than that", "slurm.time", why, fix
+        )
+
+
+def partitions() -> list[Partition]:
+    """Every partition. Raises MachineError where the controller does not answer."""
+    words = ["sinfo", "--noheader", "--format=%P|%l|%D"]
+    try:
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=ASK_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise MachineError(Problem("sinfo does not answer", "PATH", str(error))) from None
+    if ended.returncode:
+        raise MachineError(Problem("sinfo does not answer", "PATH", ended.stderr.strip()))
+    found: dict[str, Partition] = {}
+    for line in ended.stdout.splitlines():
+        name, limit, nodes = line.strip().split("|")
+        plain = name.rstrip("*")
+        before = found[plain].nodes if plain in found else 0
+        found[plain] = Partition(plain, name != plain, seconds(limit), before + int(nodes))
+    return [*found.values()]
+
+
+def seconds(text: str) -> int | None:
+    """Slurm's spelling of a time (30, 10:00, 1:00:00, 2-12:00:00) in seconds; None = no limit."""
+    if not re.fullmatch(r"[\d:-]+", text):
+        return None  # infinite, n/a
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:  # D-HH[:MM[:SS]]
+        parts = [int(days), *parts, *[0] * (3 - len(parts))]
+    elif len(parts) == 1:  # MINUTES
+        parts = [parts[0], 0]
+    return sum(n * unit for n, unit in zip(reversed(parts), UNITS, strict=False))
+
+
+def spelt(time_s: int) -> str:
+    """Seconds as HH:MM:SS."""
+    return f"{time_s // 3600:02}:{time_s // 60 % 60:02}:{time_s % 60:02}"
+
+
+def said(limit_s: int | None) -> str:
+    """A time limit in words."""
+    if limit_s is None:
+        return "no limit"
+    return f"{limit_s / 3600:.3g} h" if limit_s >= 3600 else f"{limit_s / 60:.3g} min"

@@ -1,0 +1,147 @@
+"""One of the batch scripts of scripts/slurm -> the same, filled from a recipe's config.
+
+The script stays what `sbatch` can be given as it is: options are replaced at its head, and the
+words of the run take the place of the line `#rloo: words`.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rloo_cli.utils import paths
+from rloo_cli.distributed import device_count
+from rloo_cli.utils.files import read_json
+from rloo_cli.config.schema import RunConfig
+
+KINDS = ("train", "train_and_serve", "sweep", "eval")
+MARK = "#rloo: words"
+LEAD_S = 300  # where nothing was measured: steps and saves of large models take minutes
+SPARE_S = 60  # the manual's allowance for a signal that comes early or late
+
+
+@dataclass(frozen=True)
+class Job:
+    """What becomes of a recipe as a batch job."""
+
+    kind: str
+    config: RunConfig
+    subject: str  # the script's first word: a recipe, or what is evaluated
+    words: Sequence[str]  # its further words
+    lines: Sequence[str] = ()  # of a sweep: the words of each of its runs
+
+    @property
+    def serving(self) -> int:
+        """Nodes that serve."""
+        if self.kind != "train_and_serve":
+            return 0
+        server: Any = getattr(self.config.generation, "server", None)
+        return max(1, server.num_nodes if server is not None else 1)
+
+    @property
+    def nodes(self) -> int:
+        """All its nodes."""
+        alone = self.kind in ("sweep", "eval")
+        return self.serving + (1 if alone else self.config.distributed.num_nodes)
+
+    @property
+    def gpus(self) -> int | None:
+        """GPUs to ask for on each node; None = nothing is asked."""
+        spread, asked = self.config.distributed, self.config.slurm
+        if asked.gpus_per_node is not None:
+            return asked.gpus_per_node or None
+        if spread.engine == "single":
+            ours = 1
+        elif spread.num_processes:
+            ours = spread.num_processes
+        else:
+            return None
+        if self.serving:  # on other nodes, which are asked for alike
+            ours = max(ours, device_count.wanted_by_server(self.config))
+        else:
+            ours += device_count.server_gpus(self.config)
+        return None if asked.exclusive and ours == 1 else ours
+
+    @property
+    def lead(self) -> int:
+        """Seconds from the early warning to the time limit."""
+        return self.config.slurm.lead_s or measured(self.folder) or LEAD_S
+
+    @property
+    def folder(self) -> Path:
+        """The run's."""
+        return Path(self.config.root, str(self.config.name))
+
+    @property
+    def log(self) -> str:
+        """Where the job's output goes, in sbatch's words."""
+        plain = f"{self.config.root}/slurm/%x-{'%A_%a' if self.kind == 'sweep' else '%j'}.log"
+        return self.config.slurm.output or plain
+
+
+def measured(folder: Path) -> int | None:
+    """Seconds that the slowest of the last steps, a save and SPARE_S took in an earlier run."""
+    save = read_json(folder / "run.json").get("save_seconds")
+    file = folder / "metrics.jsonl"
+    if save is None or not file.is_file():
+        return None
+    rows = [json.loads(line) for line in file.read_text().splitlines()[-50:] if line.strip()]
+    steps = [row["step_time"] for row in rows if "step_time" in row]
+    return int(max(steps) + save + SPARE_S) + 1 if steps else None
+
+
+def fill(job: Job) -> str:
+    """The whole script."""
+    lines = Path(paths.SLURM, f"{job.kind}.sbatch").read_text().splitlines()
+    own = [line for line in lines if not re.match("#SBATCH ", line)]
+    head = lines.index(next(line for line in lines if line.startswith("#SBATCH ")))
+    kept = [*own[:head], *[f"#SBATCH {option}" for option in options(job)], *own[head:]]
+    at = kept.index(MARK)
+    return "\n".join([*kept[:at], *_words(job), *kept[at + 1 :]]) + "\n"
+
+
+def options(job: Job) -> list[str]:
+    """sbatch's options: its defaults of ours, then what the config says."""
+    asked = job.config.slurm
+    given: list[tuple[str, Any]] = [
+        ("job-name", job.config.name),
+        ("nodes", job.nodes),
+        ("ntasks-per-node", 1),
+        ("partition", asked.partition),
+        ("account", asked.account),
+        ("qos", asked.qos),
+        ("time", asked.time),
+        ("gpus-per-node", job.gpus),
+        ("cpus-per-task", asked.cpus_per_task),
+        ("mem", asked.mem or (0 if asked.exclusive else None)),
+        ("array", f"1-{len(job.lines)}" if job.kind == "sweep" else None),
+        ("output", job.log),
+        ("open-mode", "append"),
+        ("signal", f"USR1@{job.lead}"),
+    ]
+    found = [f"--{name}={_quoted(value)}" for name, value in given if value is not None]
+    more = [f"--{n}" if v is None else f"--{n}={_quoted(v)}" for n, v in asked.options.items()]
+    return [*found, "--requeue", *["--exclusive"] * asked.exclusive, *more]
+
+
+def _quoted(value: Any) -> str:
+    text = str(value)
+    return f'"{text}"' if " " in text else text
+
+
+def _words(job: Job) -> list[str]:
+    """The lines that give the script its words; what sbatch is given beside comes after them."""
+    words = [job.subject]
+    lines: list[str] = []
+    if job.kind == "train_and_serve":
+        lines.append(f"RLOO_SERVE_NODES={job.serving}")
+    if job.kind == "sweep":
+        runs = " ".join(map(shlex.quote, job.lines))
+        lines += ["runs=$(mktemp)", "trap 'rm -f \"$runs\"' EXIT"]
+        lines.append(f"printf '%s\\n' {runs} >\"$runs\"")
+    quoted = [*map(shlex.quote, words), *['"$runs"'] * (job.kind == "sweep")]
+    quoted += map(shlex.quote, job.words)
+    return [*lines, f'set -- {" ".join(quoted)} "$@"']

@@ -1,0 +1,301 @@
+"""The help of `rloo` and of each of its verbs, as text. Imports nothing that is slow.
+
+A verb's flags stand here once: `rloo VERB --help` prints them, and the shell completes them.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+from rloo_cli.utils import paths
+
+
+@dataclass(frozen=True)
+class Verb:
+    """What there is to say of one verb."""
+
+    line: str  # in `rloo --help`
+    usage: tuple[str, ...]
+    flags: dict[str, str] = field(default_factory=dict)  # "--step N" -> what it does
+    examples: tuple[str, ...] = ()
+    more: str = ""  # lines below the usage
+
+
+CONFIG_DIR = {
+    "--config-dir DIR, -cd": "a folder with groups and recipes of your own; may be repeated"
+}
+EVERY = {
+    "--debug": "print tracebacks below an error",
+    "--errors=json": "print errors as JSON, for tools",
+    "--help, -h": "print this",
+}
+RUNS = "RUN is a run's folder, or its name under runs/."
+
+VERBS: dict[str, Verb] = {
+    "train": Verb(
+        "train a policy",
+        ("rloo train [+recipe=NAME] [key=value ...] [flags]",),
+        {
+            "--dry-run": "check everything, print the plan and the config, train nothing",
+            "--multirun, -m": "one run after the other, for each combination of key=a,b",
+            "--cfg job|hydra|all, -c": "print the composed config instead of training",
+            "--resolve": "with --cfg: with every interpolation resolved",
+            "--package KEY, -p": "with --cfg: only this section",
+            **CONFIG_DIR,
+        },
+        (
+            "rloo train +recipe=quickstart",
+            "rloo train +recipe=quickstart algorithm.beta=0.01 name=mine --dry-run",
+            "rloo train +recipe=quickstart resume=auto",
+            "rloo train --multirun +recipe=quickstart algorithm.beta=0.01,0.05",
+        ),
+        "+recipe is a name of `rloo recipes` or a file, +recipe=my.yaml. `rloo config` lists all\n"
+        "keys. A run writes to root/name, runs/NAME as a rule; Ctrl-C saves it, and resume=auto\n"
+        "goes on with it. --multirun returns logging.objective of each job to Hydra's sweeper.",
+    ),
+    "sweep": Verb(
+        "train several configurations side by side, in turns: +recipe=NAME key=a,b",
+        (
+            "rloo sweep +recipe=NAME key=a,b [flags]",
+            "rloo sweep show|resume SWEEP",
+            "rloo sweep stop|promote SWEEP MEMBER",
+            "rloo sweep clone SWEEP MEMBER key=value ...",
+        ),
+        {
+            "--chunk N": "steps that a member trains in one turn (10)",
+            "--jobs N": "members that train at the same time (one on each GPU; 1 without)",
+            "--name NAME": "the sweep's folder, root/NAME",
+            "--keep N": "go on with the best N members only ...",
+            "--at STEP": "... from this step on; --keep and --at may be repeated in pairs",
+            "--by METRIC": "what they are ranked by (reward); METRIC:min = the least is the best",
+            "--dry-run": "check every member and list them, train nothing",
+            "--multirun, -m": "may stand here, and changes nothing",
+            "--json": "of show: all that is known of the sweep",
+            **CONFIG_DIR,
+        },
+        (
+            "rloo sweep +recipe=quickstart algorithm.beta=0.0,0.01,0.05",
+            "rloo sweep +recipe=quickstart seed=1,2,3,4 --keep 2 --at 40 --by reward",
+        ),
+    ),
+    "sft": Verb(
+        "fine-tune a model on completions, before RLOO",
+        ("rloo sft +recipe=NAME [key=value ...]",),
+        CONFIG_DIR,
+        (
+            "rloo sft +recipe=tldr_mini",
+            "rloo sft +recipe=tldr_mini sft.epochs=1 name=mine",
+        ),
+        "The model lands in root/sft/NAME; model.path takes that folder.",
+    ),
+    "reward-model": Verb(
+        "train a reward model on preferences",
+        ("rloo reward-model +recipe=NAME [key=value ...]",),
+        CONFIG_DIR,
+        (
+            "rloo reward-model +recipe=tldr_mini",
+            "rloo reward-model +recipe=tldr_mini reward_model.epochs=1 name=mine",
+        ),
+        "The model lands in root/reward_model/NAME; reward.NAME.path takes that folder.",
+    ),
+    "vllm-serve": Verb(
+        "serve completions for a run from GPUs or a node of their own",
+        ("rloo vllm-serve +recipe=NAME [key=value ...]",),
+        CONFIG_DIR,
+        (
+            "rloo vllm-serve +recipe=quickstart",
+            "rloo vllm-serve +recipe=quickstart generation.server.port=8001",
+        ),
+        "`rloo train` with the same words and generation=vllm_server finds the server.",
+    ),
+    "eval": Verb(
+        "score what is held out: RUN, RUN/checkpoint-N, or +recipe=NAME model.path=...",
+        (
+            "rloo eval RUN [key=value ...]",
+            "rloo eval RUN/checkpoint-N [key=value ...]",
+            "rloo eval +recipe=NAME [model.path=... key=value ...]",
+        ),
+        CONFIG_DIR,
+        (
+            "rloo eval quickstart",
+            "rloo eval runs/quickstart/checkpoint-50 eval.num_generations=8",
+            "rloo eval +recipe=quickstart eval.max_samples=100",
+        ),
+        f"{RUNS}\nIts final model is taken, else its newest checkpoint.",
+    ),
+    "fetch": Verb(
+        "download what a run loads: +recipe=NAME, for machines without network",
+        ("rloo fetch +recipe=NAME [key=value ...]",),
+        CONFIG_DIR,
+        ("rloo fetch +recipe=quickstart", "rloo fetch +recipe=tldr_1b model.revision=main"),
+    ),
+    "plan": Verb(
+        "tell memory, disk and time of a run beforehand: +recipe=NAME --gpu 80GiB",
+        ("rloo plan +recipe=NAME [key=value ...] [flags]",),
+        {
+            "--gpu KIND": "the device: H100-80GB and others by name, 80GiB, or cpu",
+            "--gpus N": "how many of them train",
+            "--prompts N": "how many prompts the data has, for the number of steps",
+            "--prompt-tokens N": "mean tokens of a prompt",
+            "--completion-tokens N": "mean tokens of a completion",
+            "--json": "bytes, seconds and counts, for tools",
+            **CONFIG_DIR,
+        },
+        (
+            "rloo plan +recipe=quickstart --gpu cpu",
+            "rloo plan +recipe=tldr_1b --gpu H100-80GB --prompts 100000 --completion-tokens 40",
+        ),
+    ),
+    "recipes": Verb(
+        "list recipes; recipes show NAME; recipes copy NAME my.yaml",
+        ("rloo recipes", "rloo recipes show NAME", "rloo recipes copy NAME my.yaml"),
+        {},
+        ("rloo recipes show quickstart", "rloo recipes copy quickstart my.yaml"),
+    ),
+    "config": Verb(
+        "list every key; config explain KEY; config --json",
+        (
+            "rloo config [+recipe=NAME] [key=value ...]",
+            "rloo config explain KEY [+recipe=NAME] [key=value ...]",
+        ),
+        {"--json": "the JSON schema of a recipe, for editors", **CONFIG_DIR},
+        (
+            "rloo config +recipe=quickstart",
+            "rloo config explain algorithm.beta +recipe=quickstart",
+        ),
+    ),
+    "samples": Verb(
+        "show what a run wrote: --step N --worst; --eval",
+        ("rloo samples RUN [flags]",),
+        {
+            "--step N": "of this step; else of the last one that has samples",
+            "--worst": "the worst first",
+            "--best": "the best first",
+            "--reward NAME": "with --worst or --best: by what this reward said, not by the score",
+            "-n N": "how many (5)",
+            "--eval": "held-out samples instead",
+            "--set NAME": "held-out samples of this set",
+            "--json": "whole, with everything that is known of each",
+        },
+        (
+            "rloo samples quickstart",
+            "rloo samples runs/quickstart --step 40 --worst -n 20",
+        ),
+        RUNS,
+    ),
+    "ledger": Verb(
+        "what became of every prompt of a run, and whether it adds up",
+        ("rloo ledger RUN [--json]",),
+        {"--json": "the sums, for tools"},
+        ("rloo ledger quickstart", "rloo ledger runs/quickstart --json"),
+        RUNS,
+    ),
+    "curves": Verb(
+        "draw the curves of a run, whatever its state: RUN [OUT.png]",
+        ("rloo curves RUN [OUT.png|OUT.svg]",),
+        {},
+        ("rloo curves quickstart", "rloo curves runs/quickstart curves.svg"),
+        f"{RUNS} It may be running,\nstopped or failed. Without OUT the picture is the run's own "
+        "curves.png, which a run draws itself\nwith its checkpoints (where this costs it less than "
+        "2 % of its time) and at every end.",
+    ),
+    "compare": Verb(
+        "runs side by side: curves, tables, who is ahead and how sure that is",
+        ("rloo compare RUN... [flags]",),
+        {
+            "--out FOLDER": "where tables and curves are written; else comparison/ beside the runs",
+            "--metric NAME": "the held-out score to compare; eval_reward as a rule",
+            "--against LABEL": "whom differences are to; rloo as a rule, else the first",
+            "--unfinished": "count runs that are not at their end as far as they are",
+            "--anyway": "compare what is not comparable, with a warning",
+            "--json": "all figures, seed by seed",
+        },
+        (
+            "rloo compare mine other",
+            "rloo compare runs --out comparison --metric eval_reward --unfinished",
+        ),
+        "RUN is a folder, a name under runs/, a folder with runs in it, or a pattern in quotes.",
+    ),
+    "slurm": Verb(
+        "a recipe as a batch job: render or submit [KIND] +recipe=NAME",
+        (
+            "rloo slurm render [KIND] +recipe=NAME [key=value ...]",
+            "rloo slurm submit [KIND] +recipe=NAME [key=value ...]",
+        ),
+        CONFIG_DIR,
+        (
+            "rloo slurm render +recipe=quickstart slurm.time=1:00:00",
+            "rloo slurm render sweep +recipe=quickstart algorithm.beta=0.01,0.05",
+        ),
+        "KIND: train, train_and_serve, sweep, or eval (which also takes a run's folder). render\n"
+        "prints the script and needs no Slurm; submit sends it with sbatch.",
+    ),
+    "migrate": Verb(
+        "turn a TRL or ms-swift command line or config into a recipe",
+        ("rloo migrate COMMAND ...", "rloo migrate FILE [flags]"),
+        {
+            "--world-size N": "processes that the old run had, where its command does not say",
+            "--from DIALECT": "which tool and version it was written for",
+        },
+        ("rloo migrate run.sh > my.yaml", "rloo migrate --world-size 8 train.py > my.yaml"),
+    ),
+    "completion": Verb(
+        "print the shell's completion script: bash, zsh or fish",
+        ("rloo completion bash|zsh|fish",),
+        {},
+        ('eval "$(rloo completion bash)"', "rloo completion zsh > ~/.zfunc/_rloo"),
+        "For good: put the line for your shell into its start-up file, ~/.bashrc for bash.",
+    ),
+}
+
+
+def overview() -> str:
+    """The text of `rloo --help`: every verb and every recipe in a line."""
+    found = {
+        name: path.read_text().partition("\n")[0].lstrip("# ")
+        for name, path in paths.recipe_files().items()
+    }
+    return "\n".join(
+        [
+            "usage: rloo VERB [+recipe=NAME] [key=value ...]",
+            "",
+            "verbs (rloo VERB --help has the flags and examples of each):",
+            *aligned({name: verb.line for name, verb in VERBS.items()}),
+            "",
+            "recipes:",
+            *aligned(found),
+            "",
+            "try: rloo train +recipe=quickstart",
+        ]
+    )
+
+
+def of_verb(name: str) -> str:
+    """The text of `rloo VERB --help`."""
+    verb = VERBS[name]
+    starts = ["usage: ", *["       "] * len(verb.usage)]
+    lines = [f"{start}{line}" for start, line in zip(starts, verb.usage, strict=False)]
+    lines += ["", f"{name}: {verb.line}", *verb.more.splitlines()]
+    lines += ["", "flags:", *aligned(verb.flags | EVERY)]
+    return "\n".join([*lines, "", "examples:", *[f"  {example}" for example in verb.examples]])
+
+
+def flags_of(name: str) -> list[str]:
+    """Every flag of a verb, as it is typed: the long and the short spelling."""
+    text = " ".join([*VERBS[name].flags, *EVERY]) if name in VERBS else ""
+    return re.findall(r"(?<!\S)--?[a-z][a-z-]*(?:=json)?", text)
+
+
+def values_of(name: str, flag: str) -> list[str] | None:
+    """The values that a flag of a verb takes, [] where they cannot be listed; None if it has none
+    or is not a flag of this verb."""
+    for said in VERBS[name].flags if name in VERBS else ():
+        spellings, value = said.split(", "), said.split(",")[0].partition(" ")[2]
+        if value and flag in {spelling.partition(" ")[0] for spelling in spellings}:
+            return value.split("|") if "|" in value else []
+    return None
+
+
+def aligned(rows: dict[str, str]) -> list[str]:
+    """Two columns, the first as wide as its longest cell."""
+    width = max(map(len, rows), default=0)
+    return [f"  {left:<{width}}  {right}" for left, right in rows.items()]

@@ -1,0 +1,278 @@
+"""A composed config -> a checked, frozen `RunConfig`; all its errors at once.
+
+`check` is strict: an unknown key is an error wherever it was written, and every error names the
+key, the file and line or the command line, what was found, and what would be right.
+"""
+
+import copy
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError, create_model
+
+from rloo_cli.config import messages, judge as config_judge, registry, rules, debug as config_debug
+from rloo_cli.config.compose import Composed
+from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.config.schema import DataConfig, EvalConfig, Frozen, Mixture, RunConfig, SetConfig, Sets, SourceConfig
+from rloo_cli.config.provenance import Sources
+
+# What a run may change and still be the same experiment (PROMISES 14).
+FREE = (
+    "root", "name", "resume", "resume_allow_changes", "logging", "checkpoint", "eval", "max_steps",
+    "total_episodes", "train.epochs", "sft", "reward_model", "distributed",
+    "slurm",
+)  # fmt: skip
+# Where and how an engine runs, not what it computes: such a key makes no other run of it.
+ENGINES = ("generation.server", "generation.colocate")
+OF_PLACE = (
+    "base_url", "num_nodes", "api_key_env", "host", "port", "allow_remote", "data_parallel_size",
+    "max_in_flight", "ready_timeout_s", "init_timeout_s", "sync_timeout_s", "request_timeout_s",
+    "reconnect_timeout_s", "retries", "max_restarts", "tensor_parallel_size",
+    "gpu_memory_utilization", "kv_cache_gb", "max_model_len", "max_num_seqs",
+    "max_num_batched_tokens", "enforce_eager", "enable_prefix_caching", "transfer", "sleep",
+)  # fmt: skip
+
+
+def of_place(key: str) -> bool:
+    """Whether a key says only where and how a sampler's engine runs."""
+    section, _, leaf = key.rpartition(".")
+    return section in ENGINES and leaf in OF_PLACE
+
+
+def check(composed: Composed) -> RunConfig:
+    """Check a composed config and freeze it. Raises ConfigError with every problem found."""
+    sources = composed.sources
+    values = merged(composed.values, sources)
+    problems = list(messages.before_types(values))
+    if not problems:
+        try:
+            run = build(values)
+        except ValidationError as error:
+            problems = messages.of_types(error, values, model_class(values))
+        else:
+            if run.name is None:
+                named = values | {"name": default_name(run, composed.recipe)}
+                run = build(named)
+            problems = list(rules.problems(run))
+    problems += messages.underflows(values, sources)
+    if problems:
+        problems.sort(key=lambda p: sources.order(p.where))  # as they were written
+        raise ConfigError(*[messages.placed(p, sources) for p in problems])
+    return run
+
+
+def merged(values: dict[str, Any], sources: Sources | None = None) -> dict[str, Any]:
+    """Put the defaults common to all rewards, and those of its type, under every entry of `reward`,
+    and debug's reward model in.
+
+    `reward=...` on the command line replaces a recipe's rewards: what the recipe says about those
+    that are gone goes with them. Raises ConfigError for a section that is none (`train: 5`).
+    """
+    problems = [*messages.sections(values)]
+    if problems:
+        raise ConfigError(*[messages.placed(p, sources or Sources()) for p in problems])
+    values = dict(values)
+    common, debug = values.pop("reward_defaults", {}), values.get("debug") or {}
+    rewards = values.get("reward") or {}
+    words = [w.lstrip("+") for w in sources.overrides] if sources is not None else []
+    if isinstance(rewards, dict):
+        if any(w.startswith("reward=") for w in words):
+            rewards = {
+                n: e
+                for n, e in rewards.items()
+                if not isinstance(e, dict)
+                or "type" in e
+                or any(w.startswith(f"reward.{n}.") for w in words)
+            }
+        entries = {
+            n: common | config_judge.defaults_of_type(e) | e if isinstance(e, dict) else e
+            for n, e in rewards.items()
+        }
+        values["reward"] = config_debug.rewards(entries, debug)
+    if "generation" in values:
+        values["generation"] = config_debug.generation(values["generation"], debug, words)
+    values["data"] = config_debug.data(values.get("data"), debug)
+    if "model" in values:
+        values["model"] = config_debug.model(values["model"], debug)
+    return _with_sets(config_judge.merged(_with_mixture(values), common))
+
+
+def _with_mixture(values: dict[str, Any]) -> dict[str, Any]:
+    """What a source of data.mixture leaves out is as in `data`, but for where data.path is."""
+    data = values.get("data")
+    mixture = data.get("mixture") if isinstance(data, dict) else None
+    if not isinstance(data, dict) or not isinstance(mixture, dict) or not mixture:
+        return values
+    common = {k: v for k, v in data.items() if k in SetConfig.model_fields and k != "path"}
+    common |= {"name": None, "revision": None}
+    whole = {n: common | e if isinstance(e, dict) else e for n, e in mixture.items()}
+    path = None if data.get("path") == "???" else data.get("path")
+    return values | {"data": data | {"path": path, "mixture": whole}}
+
+
+def _with_sets(values: dict[str, Any]) -> dict[str, Any]:
+    """What a held-out set leaves out is as in `data`; where it has a path of its own, not what
+    only says where data.path is. Its split, left out, is data.eval_split or test; of data of its
+    own, test, and a single file's only one, train.
+    """
+    evaluation, data = values.get("eval"), values.get("data")
+    if not isinstance(evaluation, dict) or not isinstance(data, dict):
+        return values
+    sets = evaluation.get("sets")
+    if not isinstance(sets, dict):
+        return values
+    common = {k: v for k, v in data.items() if k in SetConfig.model_fields and k != "split"}
+    stand_in = (values.get("debug") or {}).get("sets_from_data")
+    whole = {}
+    for name, entry in sets.items():
+        if not isinstance(entry, dict):
+            whole[name] = entry
+        elif stand_in and data.get("eval_split"):
+            whole[name] = common | {"split": data["eval_split"]}
+        else:
+            other: dict[str, Any] = {"split": data.get("eval_split") or "test"}
+            if "path" in entry:
+                is_file = str(entry["path"]).endswith((".jsonl", ".json", ".csv", ".parquet"))
+                other = {"split": "train" if is_file else "test", "name": None, "revision": None}
+            whole[name] = common | other | entry
+    return values | {"eval": evaluation | {"sets": whole}}
+
+
+def build(values: dict[str, Any]) -> RunConfig:
+    """Plain values -> RunConfig. Raises pydantic's ValidationError."""
+    checked: RunConfig = model_class(values).model_validate(values)
+    return checked
+
+
+def model_class(values: dict[str, Any]) -> type[RunConfig]:
+    """RunConfig with the sections that the chosen algorithm, backend, rewards and sets bring."""
+    algorithm = registry.config_class("algorithms", values["algorithm"]["name"])
+    generation = registry.config_class("generation", values["generation"]["backend"])
+    entries = values["reward"].items()
+    kinds: Any = {n: (registry.config_class("rewards", e["type"]), ...) for n, e in entries}
+    rewards: Any = create_model("Rewards", __base__=Frozen, **kinds)
+
+    class Run(RunConfig):
+        """One experiment, wholly in config."""
+
+    given = values["eval"].get("sets") if isinstance(values["eval"], dict) else None
+    named: Any = dict.fromkeys(given if isinstance(given, dict) else (), (SetConfig, ...))
+    sets: Any = create_model("Sets", __base__=Sets, **named)
+    judge = values["eval"].get("judge") if isinstance(values["eval"], dict) else None
+    parts: Any = {"sets": sets, "judge": config_judge.config_class(judge) | None}
+    parts = {name: (of, EvalConfig.model_fields[name]) for name, of in parts.items()}
+    evaluation: Any = create_model("Eval", __base__=EvalConfig, **parts)
+    fields: Any = {"algorithm": (algorithm, ...), "generation": (generation, ...)}
+    fields |= {"eval": (evaluation, ...), "data": (_data_class(values), ...)}
+    model: type[RunConfig] = create_model("Run", __base__=Run, reward=(rewards, ...), **fields)
+    return model
+
+
+def _data_class(values: dict[str, Any]) -> Any:
+    """DataConfig with a field for each source of the mixture."""
+    data = values.get("data")
+    given = data.get("mixture") if isinstance(data, dict) else None
+    named: Any = dict.fromkeys(given if isinstance(given, dict) else (), (SourceConfig, ...))
+    mixture: Any = create_model("Mixture", __base__=Mixture, **named)
+    field = DataConfig.model_fields["mixture"]
+    return create_model("Data", __base__=DataConfig, mixture=(mixture | None, field))
+
+
+def dump(run: RunConfig) -> dict[str, Any]:
+    """The plain values of a run, as written to config.yaml."""
+    return run.model_dump(mode="json")
+
+
+def with_newer_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """The config of a run, with the keys that its version did not have yet: as before.
+
+    Raises KeyError where a section is missing that every version has written.
+    """
+    filled: dict[str, Any] = _filled(model_class(values), values)
+    return filled
+
+
+def _filled(model: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
+    values = dict(values)
+    for name, info in model.model_fields.items():
+        extra = info.json_schema_extra
+        if name not in values and isinstance(extra, dict) and "since" in extra:
+            values[name] = copy.deepcopy(extra["before"])
+        inside = values.get(name)
+        section = _section(info.annotation)
+        if section is not None and isinstance(inside, dict):
+            values[name] = _filled(section, inside)
+    return values
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, also one that may be null."""
+    parts = [annotation, *get_args(annotation)]
+    return next((p for p in parts if isinstance(p, type) and issubclass(p, BaseModel)), None)
+
+
+def as_first_written(values: dict[str, Any]) -> dict[str, Any]:
+    """A run's plain values as the first version would have written them, for hash and comparison:
+    without the keys that came later and say "as before", and with the defaults that were changed.
+    As they are where a section is missing that every version has written: somebody changed them.
+    """
+    try:
+        values = with_newer_keys(values)
+    except (KeyError, TypeError):
+        return values
+    return _as_first_written(model_class(values), values)
+
+
+def _as_first_written(model: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
+    kept = {}
+    for name, value in values.items():
+        info = model.model_fields.get(name)
+        extra = info.json_schema_extra if info is not None else None
+        extra = extra if isinstance(extra, dict) else {}
+        if "since" in extra and value == extra["before"]:
+            continue
+        if "default_was" in extra:
+            now, earlier = cast(list[Any], extra["default_was"])
+            value = earlier if value == now else value
+        section = _section(info.annotation) if info is not None else None
+        if section is not None and isinstance(value, dict):
+            value = _as_first_written(section, value)
+        kept[name] = value
+    return kept
+
+
+def read(path: Path) -> RunConfig:
+    """Load a config.yaml written by a run, also by an earlier version: safe YAML, no interpolation,
+    the same check.
+    """
+    values = yaml.safe_load(path.read_text())
+    try:
+        return build(with_newer_keys(values))
+    except (ValidationError, KeyError) as error:
+        raise ConfigError(
+            Problem(f"{path} is not a config of this version", why=str(error))
+        ) from None
+
+
+def config_hash(run: RunConfig) -> str:
+    """6 hex digits of what makes the experiment what it is; where it is kept is left out."""
+    values = as_first_written(dump(run))
+    for key in FREE:
+        section, _, leaf = key.partition(".")
+        (values[section] if leaf else values).pop(leaf or section, None)
+    for section in ENGINES:
+        engine = values["generation"].get(section.rpartition(".")[2], {})
+        for leaf in [leaf for leaf in engine if of_place(f"{section}.{leaf}")]:
+            engine.pop(leaf)
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:6]
+
+
+def default_name(run: RunConfig, recipe: str | None) -> str:
+    """`<recipe>-<model>-<hash>`: the same config finds its run again."""
+    model = Path(run.model.path.rpartition(":")[2]).name
+    parts = [(recipe or "train").replace("/", "-")[:60], model[:60], config_hash(run)]
+    return re.sub(r"[^A-Za-z0-9._+-]", "-", "-".join(parts)).lstrip("-._+")

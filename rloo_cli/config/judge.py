@@ -1,0 +1,181 @@
+"""The keys of `eval.judge`: who compares held-out completions with what, and what may be said.
+
+Two types. `openai` is a language model behind an OpenAI-compatible address; `reward` is any reward
+of ours (a reward model, a rule), which scores both texts. The rest of the config reads this without
+torch; the judging itself is in `judges/`.
+"""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, create_model
+
+from rloo_cli.config import template as config_template, registry
+from rloo_cli.utils import paths
+from rloo_cli.utils.errors import Problem
+from rloo_cli.config.old_names import nearest
+from rloo_cli.config.schema import Frozen, Positive, RewardConfig, RunConfig, Text, key
+
+REFERENCE = "reference"  # `against` this is against texts of the data; else against a model
+TYPES = ("openai", "reward")
+Address = Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$", max_length=1000)]
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)]
+
+
+class ChatKeys(Frozen):
+    """How a judge model is reached and asked."""
+
+    base_url: Address = key("OpenAI-compatible address, without /chat/completions")
+    model: Text = key("The model's name there")
+    api_key_env: Variable | None = key("Environment variable that holds the key; null = no key")
+    system: str | None = key("System message of each question; null = none")
+    template: str = key("The question; {prompt}, other names and any {column} are filled in")
+    pattern: str = key("Regular expression; its first group is the verdict in the answer")
+    max_tokens: Positive | None = key("Most tokens of an answer; null = not said")
+    temperature: float | None = key("Of the judge; null = not said", ge=0)
+    concurrency: Positive = key("Most requests under way at once")
+    request_timeout_s: float = key("Seconds one request may take", gt=0, le=1e6)
+    extra: dict[str, Any] = key("More of the request's body, e.g. {seed: 1}; it wins")
+
+
+class JudgeKeys(Frozen):
+    """Keys of every judge."""
+
+    against: Text = key("reference = texts of the data; or hub name or folder of another model")
+    reference_column: Text = key("Column of these texts, or of conversations that end with one")
+    max_pairs: Positive | None = key("Judge only the first n pairs of each set; null = all")
+
+
+class OpenaiJudge(JudgeKeys, ChatKeys):
+    """Keys of a judge that is asked."""
+
+    type: Literal["openai"] = key("openai: a language model that is asked")
+    both_orders: bool = key("Ask for each pair twice, A and B exchanged; false = a seeded swap")
+    retries: int = key("Further tries after an answer that is no verdict", ge=0)
+    timeout_s: float = key("Seconds that all questions of one evaluation may take", gt=0, le=1e6)
+
+
+class RewardJudge(JudgeKeys):
+    """Keys of a judge that scores."""
+
+    type: Literal["reward"] = key("reward: the text that a reward gives more wins")
+    reward: Any = key("An entry as those of `reward`")  # its class is put in by `config_class`
+
+
+def config_class(values: Any) -> Any:
+    """The schema of these plain values of `eval.judge`."""
+    if not isinstance(values, dict):
+        return Frozen
+    if values.get("type") != "reward":
+        return OpenaiJudge
+    entry = values.get("reward")
+    name = entry.get("type") if isinstance(entry, dict) else None
+    known = registry.names("rewards")
+    of = registry.config_class("rewards", name) if name in known else RewardConfig
+    made: Any = create_model("Judge", __base__=RewardJudge, reward=(of, key("The reward")))
+    return made
+
+
+def unknown(values: dict[str, Any]) -> Iterator[Problem]:
+    """What has to be right before the schema can be put together."""
+    section = values.get("eval")
+    judge = section.get("judge") if isinstance(section, dict) else None
+    if not isinstance(judge, dict):
+        return
+    where, kind = "eval.judge.type", judge.get("type")
+    if kind not in TYPES:
+        fix = "judge=openai, judge=reward_model or judge=rule"
+        yield Problem(f"{where} = {kind!r}: there is no such judge", where, "openai, reward", fix)
+    elif kind == "reward":
+        entry, where = judge.get("reward"), "eval.judge.reward.type"
+        name, known = (
+            entry.get("type") if isinstance(entry, dict) else None,
+            registry.names("rewards"),
+        )
+        if name not in known:
+            close = nearest(str(name), known)
+            why, fix = f"one of: {', '.join(sorted(known))}", f"{where}={close[0]}" if close else ""
+            yield Problem(f"{where} = {name!r}: there is no such reward", where, why, fix)
+
+
+def merged(values: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
+    """The config's values with the common keys of rewards under the judge's, and with debug's
+    reward model in the place of a judge that would need a network."""
+    section = values.get("eval")
+    judge = section.get("judge") if isinstance(section, dict) else None
+    if not isinstance(section, dict) or not isinstance(judge, dict):
+        return values
+    debug = values.get("debug") or {}
+    model = debug.get("reward_model_path")
+    if debug.get("judge_stand_in") and model:
+        judge = choice("reward_model")
+        judge["reward"] = judge["reward"] | {"path": model}
+    if isinstance(judge.get("reward"), dict):
+        entry = judge["reward"]
+        judge = judge | {"reward": common | defaults_of_type(entry) | entry}
+    return values | {"eval": section | {"judge": judge}}
+
+
+def defaults_of_type(entry: dict[str, Any]) -> dict[str, Any]:
+    """The values of conf/reward/TYPE.yaml for an entry of that type; {} for a type we do not have.
+
+    What the user leaves out of `two: {type: function, path: my.py:score}` is as there.
+    """
+    kind = entry.get("type")
+    if not isinstance(kind, str) or kind not in registry.names("rewards"):
+        return {}
+    return dict(_of_type(kind))
+
+
+@cache
+def _of_type(kind: str) -> dict[str, Any]:
+    path = paths.CONF / "reward" / f"{kind}.yaml"
+    found: dict[str, Any] = yaml.safe_load(path.read_text())[kind] if path.is_file() else {}
+    return found
+
+
+def choice(name: str) -> dict[str, Any]:
+    """The values of the shipped choice `judge=<name>`."""
+    found: dict[str, Any] = yaml.safe_load((paths.CONF / "judge" / f"{name}.yaml").read_text())
+    return found
+
+
+def problems(run: RunConfig) -> Iterator[Problem]:
+    """What is wrong with a judge whose keys are each right on their own."""
+    judge: Any = run.eval.judge
+    if judge is None:
+        return
+    if judge.type == "openai":
+        yield from chat_problems("eval.judge", judge, ("prompt", "a", "b"))
+    else:
+        module = registry.module("rewards", judge.reward.type)
+        yield from getattr(module, "problems", _nothing)(judge.reward, "eval.judge.reward")
+    if not run.held_out:
+        why, fix = "nothing is held out", "data.eval_split=test"
+        yield Problem("eval.judge has nothing to judge", "eval.judge", why, fix)
+    if judge.against != REFERENCE and run.generation.backend == "vllm_server":
+        why = "rollout servers hold one model, and that is model.path"
+        fix = "generation=vllm_colocate or generation=transformers"
+        what = f"eval.judge.against = {judge.against!r} cannot be sampled"
+        yield Problem(what, "eval.judge.against", why, fix)
+
+
+def _nothing(entry: Any, where: str) -> Iterator[Problem]:
+    yield from ()
+
+
+def chat_problems(where: str, keys: ChatKeys, needs: tuple[str, ...]) -> Iterator[Problem]:
+    """What is wrong with the keys at `where`; the template has to name `needs`."""
+    yield from config_template.problems(f"{where}.template", keys.template, needs)
+    place = f"{where}.pattern"
+    try:
+        groups = re.compile(keys.pattern).groups
+    except re.error as error:
+        yield Problem(f"{place} is no regular expression", place, str(error))
+        return
+    if not groups:
+        why, fix = "the first group is what is read in an answer", r"Score:\s*(\d+), in quotes"
+        yield Problem(f"{place} has no group", place, why, fix)

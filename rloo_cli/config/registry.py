@@ -1,0 +1,168 @@
+"""Names to things: `accuracy` -> the module rloo_cli/rewards/accuracy.py, `file.py:name` -> code.
+
+Adding a reward, an algorithm or a generation backend is adding its file (and its YAML): the
+file's name is its registry name. Each has a class `Config`, read here without importing torch.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import pkgutil
+import sys
+import traceback
+from functools import cache
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.config.hooks import user_hook
+
+ROOMS = {"rewards": "reward", "algorithms": "algorithm", "generation": "generation"}
+
+
+@cache
+def names(room: str) -> dict[str, str]:
+    """Registry names of a room (`rewards`, `algorithms`, `generation`) -> module names.
+
+    A module is in the registry iff its source declares `class Config(` and its package's
+    `PARTS` (shared switches) does not list it.
+    """
+    package = importlib.import_module(f"rloo_cli.{room}")
+    parts = getattr(package, "PARTS", ())
+    found = [m.name for m in pkgutil.iter_modules(package.__path__) if m.name not in parts]
+    return {name.removesuffix("_"): f"rloo_cli.{room}.{name}" for name in found}
+
+
+def module(room: str, name: str) -> ModuleType:
+    """The module behind a registry name; for an algorithm also a file of the user's own.
+
+    Raises KeyError for an unknown one, ConfigError for a file that is not there.
+    """
+    if own_file(room, name):
+        return _algorithm_file(name)
+    return importlib.import_module(names(room)[name])
+
+
+def own_file(room: str, name: str) -> bool:
+    """Whether this names a Python file instead of one of ours."""
+    return room == "algorithms" and name.endswith(".py")
+
+
+def _algorithm_file(name: str) -> ModuleType:
+    try:
+        loaded = _file(Path(name))
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # whatever a file does when it is read
+        line = traceback.extract_tb(error.__traceback__)[-1].lineno
+        why = f"{type(error).__name__}: {error}, at line {line}"
+        raise ConfigError(Problem(f"{name} cannot be read", "algorithm.name", why)) from error
+    config = getattr(loaded, "Config", None)
+    if not isinstance(config, type) or not hasattr(config, "model_fields"):
+        why = "an algorithm's file has a class Config(Switches)"
+        raise ConfigError(
+            Problem(
+                f"{name} is no algorithm", "algorithm.name", why, more="docs/ADD_AN_ALGORITHM.md"
+            )
+        )
+    return loaded
+
+
+def config_class(room: str, name: str) -> Any:
+    """The `Config` of a registry name."""
+    return module(room, name).Config
+
+
+def algorithm(name: str) -> SimpleNamespace:
+    """What an algorithm's file does; what that file leaves out is as in rloo.py.
+
+    Raises ConfigError for a name in a user's own file that looks like a hook and is not one.
+    """
+    base, own = module("algorithms", "rloo"), module("algorithms", name)
+    if own_file("algorithms", name):
+        hooks = {n: user_hook(own, n, getattr(base, n)) for n in base.__all__ if n != "Config"}
+        return SimpleNamespace(**hooks, Config=own.Config)
+    return SimpleNamespace(**{n: getattr(own, n, getattr(base, n)) for n in base.__all__})
+
+
+def split_code(spec: str) -> tuple[str, str]:
+    """`file.py:name` -> its two halves. Raises ConfigError when there is no colon."""
+    where, colon, name = spec.rpartition(":")
+    if not colon or not where or not name.isidentifier():
+        raise ConfigError(
+            Problem(
+                f"{spec!r} does not name code",
+                why="expected path/to/file.py:name or package.module:name",
+            )
+        )
+    return where, name
+
+
+def load_code(spec: str) -> Any:
+    """Import a user's own code: `path/to/file.py:name` or `package.module:name`.
+
+    Raises ConfigError when the file, the name or the import is not there. What the file itself
+    raises is shown with the user's own frames by the caller.
+    """
+    where, name = split_code(spec)
+    loaded = _file(Path(where)) if where.endswith(".py") else _module(where)
+    if not hasattr(loaded, name):
+        public = [n for n, v in vars(loaded).items() if callable(v) and not n.startswith("_")]
+        raise ConfigError(
+            Problem(f"{where} has no {name!r}", why=f"it has: {', '.join(public) or 'nothing'}")
+        )
+    return getattr(loaded, name)
+
+
+def fingerprint(spec: str) -> str:
+    """First 12 hex digits of a user file's SHA-256, printed where its code is used."""
+    where = Path(split_code(spec)[0])
+    return hashlib.sha256(where.read_bytes()).hexdigest()[:12] if where.is_file() else "-"
+
+
+def _module(name: str) -> ModuleType:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # last: a user's folder must not shadow a library
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(Problem(f"no module named {error.name!r}", why=f"from {name}")) from None
+
+
+def _file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(Problem(f"{path} is not a file", why=f"looked at {path.absolute()}"))
+    name = f"rloo_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    loaded = sys.modules[name] = importlib.util.module_from_spec(spec)
+    here = path.resolve().parent
+    others = _namesakes(here)
+    sys.path.insert(0, str(here))  # so that the file can import its neighbours
+    try:
+        spec.loader.exec_module(loaded)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        sys.path.remove(str(here))
+        sys.modules.update(others)
+    _FOLDERS.add(here)
+    return loaded
+
+
+_FOLDERS: set[Path] = set()  # of the user's files that were loaded
+
+
+def _namesakes(here: Path) -> dict[str, ModuleType]:
+    """Take out modules that lie beside another user's file and have a namesake in this folder."""
+    found = {}
+    for name, known in sys.modules.copy().items():  # threads import meanwhile
+        file = getattr(known, "__file__", None)
+        beside = file is not None and Path(file).parent in _FOLDERS - {here}
+        if beside and "." not in name and (here / f"{name}.py").is_file():
+            found[name] = sys.modules.pop(name)
+    return found

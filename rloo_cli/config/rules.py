@@ -1,0 +1,242 @@
+"""What one key forbids another: the rules that need more than one key, or a look at the disk.
+
+An algorithm's own rules stand in its file (`problems`); these concern the run as a whole. Each
+problem's `where` is the dotted key; `config` turns it into a file and line.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from rloo_cli.config import rules_lora, rules_data, hf_cache, judge as config_judge, rules_model, rules_paths, prompt_limit, registry, rules_distributed
+from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.config.old_names import nearest
+from rloo_cli.config.schema import RunConfig
+
+# transformers' names, which are known only once it is imported; a test compares the two.
+SCHEDULES = (
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
+    "inverse_sqrt", "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr",
+    "warmup_stable_decay", "greedy",
+)  # fmt: skip
+
+# Packages that rloo brings with it: none has a reward, some load and run what they are given.
+STANDS_ON = (
+    "torch", "transformers", "datasets", "tokenizers", "safetensors", "huggingface_hub", "numpy",
+    "pandas", "pyarrow", "yaml", "hydra", "omegaconf", "pydantic", "jinja2", "accelerate",
+)  # fmt: skip
+
+
+def problems(run: RunConfig) -> Iterator[Problem]:
+    """Everything wrong with a run whose keys are each right on their own."""
+    yield from _length(run)
+    yield from _batch(run)
+    yield from rules_distributed.problems(run)
+    yield from registry.algorithm(run.algorithm.name).problems(run)
+    yield from getattr(registry.module("generation", run.generation.backend), "rules", _none)(run)
+    yield from rules_paths.problems(run)
+    yield from rules_model.problems(run)
+    yield from rules_data.problems(run)
+    yield from _rewards(run)
+    yield from _context(run)
+    yield from _compiled(run)
+    yield from _sampling(run)
+    yield from _attention(run)
+    yield from rules_lora.problems(run)
+    yield from _evaluation(run)
+    yield from config_judge.problems(run)
+
+
+def _none(run: RunConfig) -> Iterator[Problem]:
+    yield from ()
+
+
+def _length(run: RunConfig) -> Iterator[Problem]:
+    lengths = {
+        "max_steps": run.max_steps,
+        "total_episodes": run.total_episodes,
+        "train.epochs": run.train.epochs,
+    }
+    given = [k for k, v in lengths.items() if v is not None]
+    if len(given) == 1:
+        return
+    found = " and ".join(f"{k}={lengths[k]}" for k in given) or "none of them"
+    keep = given[0] if given else "max_steps"
+    fix = " ".join(f"{k}=null" for k in given[1:]) or f"{keep}=100"
+    yield Problem(
+        "exactly one of max_steps, total_episodes, train.epochs says how long to train",
+        given[-1] if given else "max_steps",
+        f"found {found}",
+        fix,
+    )
+
+
+def _batch(run: RunConfig) -> Iterator[Problem]:
+    k = run.algorithm.num_generations
+    for key in ("micro_batch_size", "no_grad_batch_size"):
+        size = getattr(run.train, key)
+        if size is not None and size % k:
+            low, high = max(k, size // k * k), ceil(size / k) * k
+            near = f"train.{key}={low}" + (f" or train.{key}={high}" if high != low else "")
+            yield Problem(
+                f"train.{key} = {size} does not hold whole groups",
+                f"train.{key}",
+                f"it counts completions, {k} per prompt (algorithm.num_generations)",
+                near,
+            )
+    if not run.rewards:
+        yield Problem(
+            "no reward is chosen", "reward", "nothing would be learned", "reward=accuracy"
+        )
+
+
+def _rewards(run: RunConfig) -> Iterator[Problem]:
+    """User code is parsed here, not run: a name that is not there costs no import."""
+    entries = run.rewards.items()
+    for name, entry in entries:
+        if entry.workers > 1 and entry.scope == "batch":
+            key = f"reward.{name}.workers"
+            what = f"{key} = {entry.workers} would share out one call"
+            why = f"reward.{name}.scope = batch: all rows of a step are one call"
+            yield Problem(what, key, why, f"reward.{name}.scope=row, or {key}=1")
+        rules = getattr(registry.module("rewards", entry.type), "problems", None)
+        yield from rules(entry, f"reward.{name}") if rules else ()
+    codes = {f"reward.{n}.path": getattr(c, "path", "") for n, c in entries if c.type == "function"}
+    judge: Any = run.eval.judge
+    if judge is not None and judge.type == "reward" and judge.reward.type == "function":
+        codes["eval.judge.reward.path"] = judge.reward.path
+    codes |= {
+        f"train.{k}": v
+        for k in ("optimizer", "lr_scheduler")
+        if ":" in (v := getattr(run.train, k))
+    }
+    for key, spec in (codes | rules_data.user_code(run)).items():
+        yield from code_problems(key, spec)
+    for key, known in (("optimizer", ("adamw",)), ("lr_scheduler", SCHEDULES)):
+        value = getattr(run.train, key)
+        if ":" not in value and value not in known:
+            close = nearest(value, known) or known[:1]
+            why = f"one of: {', '.join(known)}; or file.py:name of your own"
+            what, fix = f"train.{key} = {value!r} is unknown", f"train.{key}={close[0]}"
+            yield Problem(what, f"train.{key}", why, fix)
+
+
+def code_problems(key: str, spec: str) -> Iterator[Problem]:
+    """What is wrong with `file.py:name`, found without running the file."""
+    try:
+        where, name = registry.split_code(spec)
+    except ConfigError as error:
+        yield Problem(error.problems[0].what, key, error.problems[0].why, f"{key}=file.py:name")
+        return
+    if not where.endswith(".py"):
+        package = where.partition(".")[0]
+        if package in sys.stdlib_module_names or (package in STANDS_ON and key.startswith("rew")):
+            why = f"{package} comes with Python or with rloo, and nothing in it is meant for this"
+            yield Problem(f"{key} = {spec!r} is not code of yours", key, why, f"{key}=file.py:name")
+        return
+    path = Path(where)
+    if not path.is_file():
+        yield Problem(f"{key}: {where} does not exist", key, f"looked at {path.absolute()}")
+        return
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))  # bytes: in the coding that the file says
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", 1)
+        yield Problem(f"{key}: {where} is not valid Python", f"{where}:{line}", str(error))
+        return
+    defined = _top_level(tree)
+    if name not in defined and "*" not in defined:
+        close = nearest(name, defined)
+        fix = f"{key}={where}:{close[0]}" if close else ""
+        names = ", ".join(sorted(n for n in defined if not n.startswith("_"))) or "nothing"
+        yield Problem(f"{key}: {where} has no {name!r}", key, f"it defines: {names}", fix)
+
+
+def _top_level(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(a.asname or a.name).split(".")[0] for a in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def model_facts(path: str) -> dict[str, Any]:
+    """What a local model's config.json says of its language model; {} where there is none."""
+    values = hf_cache.config(path) if Path(path).expanduser().exists() else {}
+    found: dict[str, Any] = values.get("text_config", values)
+    return found
+
+
+def _evaluation(run: RunConfig) -> Iterator[Problem]:
+    k, asked, reward = run.eval.num_generations, run.eval.pass_at, run.eval.pass_reward
+    if asked is not None and (too_many := [n for n in asked if n > k]):
+        yield Problem(
+            f"eval.pass_at asks for pass@{max(too_many)}",
+            "eval.pass_at",
+            f"each prompt has {k} completions (eval.num_generations)",
+            f"eval.num_generations={max(too_many)}",
+        )
+    if reward is not None and reward not in run.rewards:
+        close = nearest(reward, run.rewards) or list(run.rewards)
+        yield Problem(
+            f"eval.pass_reward = {reward!r} is not a reward of this run",
+            "eval.pass_reward",
+            f"rewards: {', '.join(run.rewards)}",
+            f"eval.pass_reward={close[0]}" if close else "",
+        )
+
+
+def _compiled(run: RunConfig) -> Iterator[Problem]:
+    if run.train.compile and run.generation.backend == "transformers":
+        why = "the same layers sample, one token at a time, and would be compiled for that anew"
+        fix = "train.compile=false, or generation=vllm_server"
+        yield Problem("train.compile needs a sampler of its own", "train.compile", why, fix)
+
+
+def _context(run: RunConfig) -> Iterator[Problem]:
+    path, key = run.model.path, "generation.max_completion_length"
+    try:
+        values = hf_cache.config(path, run.model.revision)
+        limit, odd = prompt_limit.context_of(run.model), hf_cache.odd(values)
+    except ValueError as error:
+        limit, odd = None, str(error)
+    if odd:
+        yield Problem(f"model.path = {path!r} cannot be loaded", "model.path", odd)
+        return
+    answer, prompt = run.generation.max_completion_length, run.data.max_prompt_length or 1
+    if limit is None or answer + prompt <= limit:
+        return
+    prompts = f"data.max_prompt_length={limit - answer}"
+    needed = f"max_prompt_length {prompt}" if run.data.max_prompt_length else "a prompt of 1 token"
+    yield Problem(
+        f"prompt and completion do not fit the model's context of {limit} tokens",
+        "data.max_prompt_length" if limit > answer else key,
+        f"{needed} + max_completion_length {answer} = {answer + prompt}",
+        prompts if limit > answer else f"{key}={max(1, limit // 2)}",
+    )
+
+
+def _attention(run: RunConfig) -> Iterator[Problem]:
+    attention, key = run.model.attn_implementation or "", "model.attn_implementation"
+    if "/" in attention and not run.model.trust_remote_code:
+        why = "a kernel of a hub is code that is downloaded and run"
+        fix = "model.trust_remote_code=true, if you trust its authors"
+        yield Problem(f"{key} = {attention!r} is not trusted", key, why, fix)
+
+
+def _sampling(run: RunConfig) -> Iterator[Problem]:
+    least, most = run.generation.min_tokens, run.generation.max_completion_length
+    if least > most:
+        yield Problem(
+            f"generation.min_tokens = {least} is more than a completion may have",
+            "generation.min_tokens",
+            f"generation.max_completion_length = {most}: none could end by itself",
+            f"generation.min_tokens={most}, or generation.ignore_eos=true",
+        )

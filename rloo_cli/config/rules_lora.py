@@ -1,0 +1,159 @@
+"""What adapters, quantised weights and references that move rule out, found without torch.
+
+An adapter that training goes on from says itself what it is; its keys have to say the same.
+"""
+
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from rloo_cli.utils.errors import Problem
+from rloo_cli.config.schema_model import LoraConfig
+from rloo_cli.config.schema import RunConfig
+
+CONFIG = "adapter_config.json"
+ENGINES = ("vllm_server", "vllm_colocate")
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 makes room for
+# Key of model.lora -> the name in an adapter's own config.
+SAID = {"r": "r", "alpha": "lora_alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
+
+
+def problems(run: RunConfig) -> Iterator[Problem]:
+    """Everything wrong with model.lora, model.quantization and model.ref_*."""
+    keys = run.model.lora
+    if keys is not None:
+        yield from _adapter(run, keys)
+        yield from _known(keys)
+        yield from _engine(run, keys)
+    yield from _quantized(run)
+    yield from _reference(run)
+
+
+def _adapter(run: RunConfig, keys: LoraConfig) -> Iterator[Problem]:
+    if keys.dropout and run.model.disable_dropout:
+        yield Problem(
+            f"model.lora.dropout = {keys.dropout} and model.disable_dropout = true",
+            "model.lora.dropout",
+            "one asks for dropout, the other for none",
+            "model.lora.dropout=0, or model.disable_dropout=false",
+        )
+    if keys.bias != "none" and run.model.ref_path is None and has_reference(run):
+        yield Problem(
+            f"model.lora.bias = {keys.bias} leaves no reference",
+            "model.lora.bias",
+            "the reference is the model without its adapter, and biases that are trained are"
+            " part of the model itself",
+            "model.lora.bias=none, or model.ref_path=... for a model of its own",
+        )
+
+
+def _known(keys: LoraConfig) -> Iterator[Problem]:
+    """The adapter of model.lora.path against the keys."""
+    if keys.path is None:
+        return
+    where, file = "model.lora.path", Path(keys.path) / CONFIG
+    if not file.is_file():
+        why, fix = f"there is no {file.absolute()}", "a folder that peft or rloo saved"
+        yield Problem(f"{keys.path} is no adapter", where, why, fix)
+        return
+    try:
+        said = json.loads(file.read_text())
+        kind = said["peft_type"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        yield Problem(f"{file} is not the config of an adapter", where)
+        return
+    if kind != "LORA":
+        why = f"its peft_type is {kind}; only LORA (with DoRA) is trained here"
+        yield Problem(f"{keys.path} is another kind of adapter", where, why)
+        return
+    for name, theirs in SAID.items():
+        ours, found = getattr(keys, name), said.get(theirs) or type(getattr(keys, name))()
+        if ours != found:
+            key = f"model.lora.{name}"
+            value = str(found).lower() if isinstance(found, bool) else found
+            why = f"the adapter in {keys.path} was made with {value}"
+            yield Problem(f"{key} = {ours} is not the adapter's", key, why, f"{key}={value}")
+
+
+def _engine(run: RunConfig, keys: LoraConfig) -> Iterator[Problem]:
+    """vLLM computes plain LoRA, and nothing else of what peft knows."""
+    if run.generation.backend not in ENGINES:
+        return
+    plain = "generation=transformers"
+    odd = {
+        "use_dora": (keys.use_dora, "vLLM has no DoRA", "model.lora.use_dora=false"),
+        "modules_to_save": (
+            keys.modules_to_save, "vLLM takes no whole layers from an adapter",
+            "model.lora.modules_to_save=[]",
+        ),
+        "bias": (keys.bias != "none", "vLLM takes no biases from an adapter",
+                 "model.lora.bias=none"),
+        "r": (keys.r > RANKS[-1], f"vLLM makes room for ranks up to {RANKS[-1]}",
+              f"model.lora.r={RANKS[-1]}"),
+    }  # fmt: skip
+    for name, (is_odd, why, fix) in odd.items():
+        if is_odd:
+            key = f"model.lora.{name}"
+            what = f"{key} = {getattr(keys, name)} cannot be sampled by {run.generation.backend}"
+            yield Problem(what, key, why, f"{plain}, or {fix}")
+    section = f"generation.{run.generation.backend.removeprefix('vllm_')}"
+    engine = getattr(run.generation, section.partition(".")[2])
+    if engine.transfer in ("nccl", "ipc"):
+        key = f"{section}.transfer"
+        why = "an adapter is small: it travels as bytes, over a connection of its own"
+        yield Problem(f"{key} = {engine.transfer} sends whole models", key, why, f"{key}=auto")
+
+
+def _quantized(run: RunConfig) -> Iterator[Problem]:
+    keys, where = run.model.quantization, "model.quantization"
+    if keys is None:
+        return
+    if run.model.lora is None:
+        why = "weights of a few bits take no gradient; an adapter over them does"
+        yield Problem("model.quantization needs model.lora", where, why, "lora=default")
+    if run.generation.backend in ENGINES:
+        why = "the engine would sample from weights that are not the trainer's, which are rounded"
+        what = f"{where} cannot be sampled by {run.generation.backend}"
+        yield Problem(what, where, why, "generation=transformers, or model.quantization=null")
+    if run.model.ref_offload:
+        why, key = "quantised weights stay where they were made", "model.ref_offload"
+        yield Problem(f"{key} = true and {where}", key, why, f"{key}=false")
+
+
+def _reference(run: RunConfig) -> Iterator[Problem]:
+    model = run.model
+    if model.lora is None or not has_reference(run):
+        return
+    if model.ref_offload and model.ref_path is None:
+        key, why = "model.ref_offload", "the reference is the model itself, without its adapter"
+        yield Problem(f"{key} = true: there is no second model", key, why, f"{key}=false")
+    if model.ref_sync.every and model.ref_path is not None:
+        key = "model.ref_sync.every"
+        why = "the reference of model.ref_path has no adapter that could follow the policy's"
+        fix = f"{key}=0, or model.ref_path=null"
+        yield Problem(f"{key} = {model.ref_sync.every} and an adapter", key, why, fix)
+
+
+def has_reference(run: RunConfig) -> bool:
+    """Whether the run has a reference at all: a KL is measured."""
+    settings = run.algorithm
+    return getattr(settings, "beta", 0.0) > 0 or getattr(settings, "kl_in", "") == "none"
+
+
+def untrained(run: RunConfig, section: str) -> Iterator[Problem]:
+    """`rloo sft` and `rloo reward-model` train whole models. `section`: whose verb it is."""
+    for key in ("lora", "quantization"):
+        if getattr(run.model, key) is not None:
+            why = "it trains every weight: the policy's adapter would be left out without a word"
+            what = f"model.{key} is not for {section}"
+            yield Problem(what, f"model.{key}", why, f"model.{key}=null")
+
+
+def packages(run: RunConfig) -> Iterator[Problem]:
+    """What these keys need and `pip install rloo-cli` does not bring."""
+    needed = {"lora": ("peft", "peft"), "quantization": ("bitsandbytes", "quantization")}
+    for key, (package, extra) in needed.items():
+        if getattr(run.model, key) is not None and find_spec(package) is None:
+            what, why = f"model.{key} needs {package}", f"{package} is not installed"
+            yield Problem(what, f"model.{key}", why, f"pip install 'rloo-cli[{extra}]'")

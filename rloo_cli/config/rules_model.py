@@ -1,0 +1,103 @@
+"""What the folder of a model says about itself and rules out, read without torch."""
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rloo_cli.config import hf_cache
+from rloo_cli.config.rules_lora import has_reference
+from rloo_cli.utils.errors import Problem
+from rloo_cli.config.schema import RunConfig
+
+# One of these is in the folder of every tokenizer.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
+    "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
+OTHER_HEADS = (
+    "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM",
+    "ForMultipleChoice", "RewardModel",
+)  # fmt: skip
+LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+
+
+def problems(run: RunConfig) -> Iterator[Problem]:
+    """What is wrong with the policy and its reference, as far as their files tell."""
+    policy = _values(run.model.path, run.model.revision)
+    if why := other_head(policy):
+        yield Problem(f"{run.model.path} is not a language model", "model.path", why)
+    if run.model.ref_path is not None and has_reference(run):
+        reference = _values(run.model.ref_path)
+        if why := other_head(reference):
+            yield Problem(f"{run.model.ref_path} is not a language model", "model.ref_path", why)
+        ours, theirs = _vocabulary(policy), _vocabulary(reference)
+        if ours and theirs and ours != theirs:
+            why = f"the policy knows {ours} tokens, the reference {theirs}"
+            yield Problem("policy and reference differ in vocabulary", "model.ref_path", why)
+    yield from _tokenizer(run)
+
+
+def other_head(values: dict[str, Any]) -> str:
+    """Why the weights of this config.json have no head of a language model; "" = they may."""
+    classes = [str(c) for c in values.get("architectures") or []]
+    if classes and all(c.endswith(OTHER_HEADS) for c in classes):
+        return f"its config.json says {classes[0]}: its head would be left out for another one"
+    return ""
+
+
+def layers_left_out(values: dict[str, Any], unexpected: Iterable[str]) -> list[str]:
+    """Names among `unexpected` tensors of layers that the config.json does not count.
+
+    Layers for predicting several tokens at once come after the others, and are left out by right.
+    """
+    inner = values.get("text_config")
+    text = inner if isinstance(inner, dict) else values
+    count = text.get("num_hidden_layers") or text.get("n_layer") or text.get("num_layers")
+    if not isinstance(count, int):
+        return []
+    count += int(text.get("num_nextn_predict_layers") or 0)
+    found = ((name, LAYER.search(name)) for name in unexpected)
+    return sorted(name for name, match in found if match and int(match[1]) >= count)
+
+
+def notes(run: RunConfig) -> list[str]:
+    """What a reader of the log must know of these folders."""
+    named = {"model.path": run.model.path, "model.ref_path": run.model.ref_path}
+    told = []
+    for key, path in named.items():
+        revision = run.model.revision if key == "model.path" else None
+        if path and _values(path, revision).get("auto_map") and not run.model.trust_remote_code:
+            told.append(
+                f"warning: {key}: {path} brings Python code of its own (auto_map), which is not"
+                " used: transformers' class is (model.trust_remote_code=false)"
+            )
+    return told
+
+
+def _tokenizer(run: RunConfig) -> Iterator[Problem]:
+    key = "model.path" if run.model.tokenizer is None else "model.tokenizer"
+    folder = Path(run.model.tokenizer or run.model.path).expanduser()
+    try:
+        names = {path.name for path in folder.iterdir()} if folder.is_dir() else None
+    except OSError:
+        return
+    if not names or (key == "model.path" and "config.json" not in names):
+        return  # not a folder, or not a model's: that is said elsewhere
+    if not names & {*TOKENIZER_FILES} and not any(n.endswith(".tiktoken") for n in names):
+        why = f"{folder.absolute()} has none of {', '.join(TOKENIZER_FILES[:4])}, ..."
+        yield Problem(f"{folder} has no tokenizer", key, why, "model.tokenizer=FOLDER or ORG/NAME")
+
+
+def _values(path: str, revision: str | None = None) -> dict[str, Any]:
+    """A model's config.json; {} for one that cannot be read, which `rules` says."""
+    try:
+        return hf_cache.config(path, revision)
+    except ValueError:
+        return {}
+
+
+def _vocabulary(values: dict[str, Any]) -> int | None:
+    inner = values.get("text_config")
+    size = (inner if isinstance(inner, dict) else values).get("vocab_size")
+    return size if isinstance(size, int) else None

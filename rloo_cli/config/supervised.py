@@ -1,0 +1,101 @@
+"""The two trainings before RLOO, as a run's config describes them: model, data, where it is kept.
+
+Imports no torch. What a key of `sft` or `reward_model` leaves null is filled in from `model` and
+`data` here, and nowhere else.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rloo_cli.config import rules_lora, hf_cache, synthetic, rules_paths
+from rloo_cli.utils.errors import Problem
+from rloo_cli.config.schema import DataConfig, ModelConfig, RunConfig
+from rloo_cli.config.schema_supervised import TrainingConfig
+
+SECTIONS = ("sft", "reward_model")
+
+
+def settings_of(run: RunConfig, section: str) -> TrainingConfig:
+    """The section `sft` or `reward_model`."""
+    found: TrainingConfig = getattr(run, section)
+    return found
+
+
+def model_of(run: RunConfig, section: str) -> ModelConfig:
+    """The model that a training starts from; there is no reference."""
+    own = settings_of(run, section)
+    if own.path is None:
+        return run.model.model_copy(update={"ref_path": None})
+    other = {"path": own.path, "revision": own.revision, "ref_path": None}
+    return run.model.model_copy(update=other)
+
+
+def data_of(run: RunConfig, section: str) -> DataConfig:
+    """The rows of a training. Another data set than the run's has its own names and columns."""
+    own = settings_of(run, section).data
+    given = own.model_dump(exclude_none=True)
+    if own.path is not None:
+        plain: dict[str, Any] = {
+            "name": own.name,
+            "revision": own.revision,
+            "columns": {},
+            "max_samples": None,
+            "mixture": None,
+            "filter": None,
+            "map": None,
+            "streaming": False,
+        }
+        given = plain | given
+    # Longer rows are left out, whatever data.overlong does to prompts: a cut prompt would be
+    # trained on as if it were whole.
+    limits = {"eval_split": own.eval_split, "overlong": "filter"}
+    return run.data.model_copy(update=given | limits)
+
+
+def folder(run: RunConfig, section: str) -> Path:
+    """Where the model is kept: no run's folder, which is root/name."""
+    return Path(run.root, section, str(run.name))
+
+
+def problems(run: RunConfig, section: str) -> Iterator[Problem]:
+    """What is wrong with the paths of a training, before anything is loaded."""
+    own = settings_of(run, section)
+    if own.path is not None:
+        yield from rules_paths.place(f"{section}.path", own.path, synthetic.MODELS)
+    if own.data.path is None and run.data.path is None:
+        what, fix = f"{section} reads one data set", f"{section}.data.path=..."
+        yield Problem(what, f"{section}.data.path", "data.mixture is no data set of its own", fix)
+    if own.data.path is not None:
+        yield from rules_paths.place(f"{section}.data.path", own.data.path, synthetic.DATA)
+    if own.revision is not None and own.path is None:
+        fix = "model.revision=..., or say which model it is of"
+        yield Problem(f"{section}.revision is set without {section}.path", f"{section}.revision",
+                      "the model is model.path, which has a revision of its own", fix)  # fmt: skip
+    yield from rules_lora.untrained(run, section)
+    if own.micro_batch_size is not None and own.micro_batch_size > own.batch_size:
+        key = f"{section}.micro_batch_size"
+        why = f"a step has {own.batch_size} rows ({section}.batch_size)"
+        yield Problem(f"{key} = {own.micro_batch_size} is more than a step has", key, why,
+                      f"{key}={own.batch_size}")  # fmt: skip
+
+
+def downloads(run: RunConfig, section: str) -> Iterator[Problem]:
+    """What a training would have to download where the network is off."""
+    if not hf_cache.offline():
+        return
+    model, data = model_of(run, section), data_of(run, section)
+    own = settings_of(run, section)
+    needed = [
+        (f"{section}.path" if own.path else "model.path", model.path, model.revision, "model"),
+        ("model.tokenizer", model.tokenizer or "", None, "model"),
+        (f"{section}.data.path" if own.data.path else "data.path", data.path or "", data.revision,
+         "dataset"),
+    ]  # fmt: skip
+    for key, path, revision, kind in needed:
+        here = not path or path.startswith(synthetic.MADE) or Path(path).expanduser().exists()
+        if not here and not hf_cache.cached(path, revision, kind):
+            why = f"HF_HUB_OFFLINE is set, and it is not in the cache: {hf_cache.cache()}"
+            word = "data.path" if kind == "dataset" else "model.path"
+            fix = f"on a machine with network: {hf_cache.fetch_command()} {word}={path}"
+            yield Problem(f"{key} = {path!r} is not to be had", key, why, fix)

@@ -1,0 +1,65 @@
+"""Templates of prompts and of questions: `{name}` is filled in, `{{` and `}}` are braces.
+
+Nothing else happens: a conversion (`{name!r}`) or a format (`{name:>5}`) is refused.
+"""
+
+import string
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rloo_cli.utils.errors import Problem
+
+
+def names(template: str) -> list[str]:
+    """What a template names, each once. Raises ValueError for one that cannot be read."""
+    found = {name: None for _, name in _parts(template) if name is not None}
+    return list(found)
+
+
+def fill(template: str, values: Mapping[str, Any]) -> str:
+    """The template with its values: text as it is, anything else as str() shows it.
+
+    Raises ValueError for a template that cannot be read, KeyError for a name without a value.
+    """
+    return "".join(
+        text + ("" if name is None else str(values[name]))
+        for text, name in split_template(template)
+    )
+
+
+def split_template(template: str) -> Iterator[tuple[str, str | None]]:
+    """Text, and the name after it, if any. Raises ValueError for one that cannot be read."""
+    for text, name, form, conversion in string.Formatter().parse(template):
+        if form or conversion:
+            more = (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
+            raise ValueError(f"{{{name}{more}}}: a column is filled in as it is, without {more}")
+        yield text, name
+
+
+def _parts(template: str) -> Iterator[tuple[str, str | None]]:
+    for text, name in split_template(template):
+        if name is not None and not name.isidentifier():
+            raise ValueError(f"{{{name}}} is not the name of a column")
+        yield text, name
+
+
+def problems(key: str, template: str, needs: tuple[str, ...]) -> Iterator[Problem]:
+    """What is wrong with the template at `key`, which has to name all of `needs`."""
+    fix = "{name} for prompt, completion or a column, {{ and }} for braces"
+    try:
+        missing = [n for n in needs if n not in names(template)]
+    except ValueError as error:
+        yield Problem(f"{key} cannot be read", key, str(error), fix)
+        return
+    if missing:
+        lost = ", ".join(f"{{{n}}}" for n in missing)
+        yield Problem(f"{key} has no {lost}", key, "the model would not see it", fix)
+
+
+def plain(prompt: Any) -> str:
+    """A prompt as text: itself, its one message's content, or `role: content` line by line."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1:
+        return str(prompt[0].get("content") or "")
+    return "\n".join(f"{m.get('role', '')}: {m.get('content') or ''}" for m in prompt)

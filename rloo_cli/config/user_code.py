@@ -1,0 +1,131 @@
+"""The user's own code: loading it, where it stands, and its part of a traceback."""
+
+import difflib
+import functools
+import inspect
+import os
+import site
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import rloo_cli
+from rloo_cli.config import rules_data, registry
+from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.exit_guard import importing
+from rloo_cli.config.schema import RunConfig
+
+PACKAGE = os.path.dirname(os.path.abspath(rloo_cli.__file__)) + os.sep
+LIBRARIES = (
+    sysconfig.get_paths()["stdlib"],
+    *site.getsitepackages(),
+    site.getusersitepackages(),
+    "<frozen",
+)
+CALLERS = tuple(
+    PACKAGE + name
+    for name in (
+        "rewards/running.py", "rewards/worker.py", "user_code.py", "exit_guard.py", "registry.py",
+    )
+)  # fmt: skip
+
+
+def load_user_code(spec: str, where: str, seconds: float = 120.0) -> Callable[..., Any]:
+    """The callable that `file.py:name` or `package.module:name` names.
+
+    `where` is the config key it came from, `seconds` how long its import may take. Raises
+    ConfigError for a missing file or name, for anything the file raises while it is imported, and
+    for something that is not callable.
+    """
+    try:
+        with importing(seconds):
+            code = registry.load_code(spec)
+    except ConfigError as error:
+        problem = error.problems[0]
+        raise ConfigError(replace(problem, where=where, fix=_nearest(spec, problem.why))) from None
+    except BaseException as error:  # a sys.exit() at import is no reason to end without a word
+        file = spec.rpartition(":")[0]
+        why = f"{user_frames(error)}{said(error)}"
+        raise ConfigError(
+            Problem(f"{file} could not be imported", where, why, f"correct {file}")
+        ) from None
+    if not callable(code):
+        raise ConfigError(
+            Problem(
+                f"{spec} is not callable",
+                where,
+                why=f"it is a {type(code).__name__}: {code!r:.80}",
+                fix="name a function that takes completions and returns one score per row",
+            )
+        )
+    return code  # type: ignore[no-any-return]
+
+
+def _nearest(spec: str, why: str) -> str:
+    wanted = spec.rpartition(":")[2]
+    near = difflib.get_close_matches(wanted, why.removeprefix("it has: ").split(", "), n=3)
+    return f"did you mean {', '.join(near)}?" if near else "expected path/to/file.py:name"
+
+
+def location(code: Callable[..., Any]) -> str:
+    """`file:line` of a callable, or its repr where it has no Python source."""
+    while isinstance(code, functools.partial):
+        code = code.func
+    plain = inspect.unwrap(code)
+    if not hasattr(plain, "__code__"):
+        plain = getattr(type(plain), "__call__", plain)  # noqa: B004  (an object)
+    known = getattr(plain, "__code__", None)
+    return f"{known.co_filename}:{known.co_firstlineno}" if known else repr(code)
+
+
+def said(error: BaseException) -> str:
+    """Type and message of an exception, as at the end of a traceback."""
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def user_frames(error: BaseException) -> str:
+    """The frames of an exception that are the user's own."""
+    return _chosen(traceback.extract_tb(error.__traceback__))
+
+
+def running_frames(ident: int | None) -> str:
+    """The user's own frames of what a thread is doing now; "" when it has ended."""
+    frame = sys._current_frames().get(ident or -1)
+    return _chosen(traceback.extract_stack(frame)) if frame is not None else ""
+
+
+def _chosen(frames: traceback.StackSummary) -> str:
+    """Only the user's frames; of a reward that is shipped or installed, all below our call."""
+    own = [f for f in frames if not f.filename.startswith((*LIBRARIES, PACKAGE))]
+    if not own:
+        calls = [i for i, f in enumerate(frames) if f.filename.startswith(CALLERS)]
+        below = frames[calls[-1] + 1 :] if calls else frames
+        own = [f for f in below if not f.filename.startswith("<frozen")]
+    return "".join(traceback.format_list(own))
+
+
+def code_notes(config: RunConfig) -> list[str]:
+    """Code that is not ours, with the hash of its file: what a reader of the log must know."""
+    codes = {f"reward.{n}": getattr(e, "path", "") for n, e in config.rewards.items()
+             if e.type == "function"}  # fmt: skip
+    codes |= rules_data.user_code(config)
+    if registry.own_file("algorithms", config.algorithm.name):
+        codes["algorithm.name"] = f"{config.algorithm.name}:Config"
+    judge: Any = config.eval.judge
+    if judge is not None and judge.type == "reward" and judge.reward.type == "function":
+        codes["eval.judge.reward"] = judge.reward.path
+    codes |= {f"train.{k}": getattr(config.train, k) for k in ("optimizer", "lr_scheduler")}
+    notes = [
+        f"{key} runs {code} (sha256 {registry.fingerprint(code)})"
+        for key, code in codes.items()
+        if ":" in code
+    ]
+    for name, entry in config.rewards.items():
+        said = getattr(registry.module("rewards", entry.type), "notes", None)
+        notes += said(entry, f"reward.{name}") if said else []
+    if config.model.trust_remote_code:
+        notes.append("warning: model.trust_remote_code is on: code that comes with the model runs")
+    return notes

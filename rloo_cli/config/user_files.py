@@ -1,0 +1,203 @@
+"""Recipes and groups of the user's own: YAML files that are read, looked through, given to Hydra.
+
+Such a file is data: it may choose among our groups and set keys, and nothing else. What would make
+Hydra write, import or run something (its own section, `hydra`) is refused before Hydra sees it.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rloo_cli.config import mistakes
+from rloo_cli.utils import paths
+from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.config.old_names import nearest
+from rloo_cli.config.provenance import broken, readable
+
+APPENDED = ("recipe", "debug")  # groups that conf/config.yaml does not name
+FILES: dict[str, Path] = {}  # store name of a user's own recipe file -> its path
+Groups = dict[str, dict[str, Path]]
+HYDRAS = "rloo sets Hydra up itself: a file of yours sets keys of rloo"
+
+
+def register(config_dirs: Sequence[Path] = ()) -> None:
+    """Let `+recipe=a/b` mean recipes/a/b.yaml, though recipes/ is not a folder of conf/.
+
+    Raises ConfigError for a folder of the user's that is none, and for every file in it that is
+    not ours to use: not YAML, one that reaches into Hydra, one with the name of a shipped choice.
+    """
+    shipped = paths.group_choices([])
+    problems: list[Problem] = []
+    for folder in config_dirs:
+        if not folder.is_dir():
+            raise ConfigError(Problem(f"--config-dir {folder} is not a folder", "command line"))
+        for path in sorted(folder.rglob("*.yaml")):
+            try:
+                problems += _wrong(path, readable(path))
+                problems += _shadowing(path.relative_to(folder), path, shipped)
+            except ConfigError as error:
+                problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+    for name, path in paths.group_choices(list(config_dirs))["recipe"].items():
+        _store(name, path)
+
+
+def register_file(path: Path, where: str, groups: Groups) -> str:
+    """Make a user's own recipe file a choice of the group `recipe`; returns its name there.
+
+    Raises ConfigError when it is not there, not YAML, or chooses what no group has.
+    """
+    if not path.exists():
+        known = ", ".join(paths.recipe_files())
+        why, fix = f"looked at {path.absolute()}", f"+recipe=NAME, with NAME one of: {known}"
+        raise ConfigError(Problem(f"recipe file {path} does not exist", where, why, fix))
+    root = readable(path)
+    problems = [*_wrong(path, root), *_chosen(path, root, groups)]
+    if problems:
+        raise ConfigError(*problems)
+    name = re.sub(r"\W", "_", str(path.resolve().with_suffix("")))
+    _store(name, path)
+    FILES[name] = path
+    return name
+
+
+def unknown_choice(
+    group: str, choice: str, known: Iterable[str], where: str, value: str = ""
+) -> Problem:
+    """What to say of `group=choice`, or of `group=value` with it, where the group has it not."""
+    close = nearest(choice, known)
+    near = f"{'+' if group in APPENDED else ''}{group}={close[0]}" if close else ""
+    if not near and group in ("model", "data"):
+        near = f"{group}.path={choice}, for a name on the hub or a folder"
+    return Problem(
+        f"{group}={choice}: there is no {group} {choice!r}",
+        where,
+        f"{group} is one of: {', '.join(sorted(known))}",
+        mistakes.fix_of_choice(group, choice, value or choice) or near,
+        more="rloo recipes" if group == "recipe" else "rloo config",
+    )
+
+
+def _store(name: str, path: Path) -> None:
+    readable(path)
+    try:
+        node = OmegaConf.load(path)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(broken(path, error)) from None
+    if not isinstance(node, DictConfig):
+        raise ConfigError(_no_mapping(path))
+    group = "/".join(["recipe", *name.split("/")[:-1]])
+    ConfigStore.instance().store(
+        group=group, name=name.split("/")[-1], node=node, package="_global_", provider=str(path)
+    )
+
+
+def _no_mapping(path: Path) -> Problem:
+    return Problem(f"{path.name} is not a mapping of keys", str(path), "expected `key: value`")
+
+
+def _shadowing(inside: Path, path: Path, shipped: Groups) -> Iterator[Problem]:
+    group, _, choice = str(inside.with_suffix("")).partition("/")
+    if "hydra" in inside.parts:
+        yield Problem(f"{path} reaches into Hydra", str(path), HYDRAS)
+    group = "recipe" if group == "recipes" else group
+    if choice in shipped.get(group, {}):
+        why = f"rloo ships a {group} of that name, and could not tell the two apart"
+        fix = f"mv {path} {path.with_name('my_' + path.name)}"
+        yield Problem(f"{path}: {choice!r} is taken", str(path), why, fix)
+
+
+def _wrong(path: Path, root: yaml.Node | None) -> Iterator[Problem]:
+    """What no file of the user's may hold."""
+    for line, text in enumerate(path.read_text().splitlines(), 1):
+        if text.strip() and not text.lstrip().startswith("#"):
+            break
+        if "@package" in text and "hydra" in (text + path.stem).lower():
+            yield Problem(f"{path.name} reaches into Hydra", f"{path}:{line}", HYDRAS)
+    if root is None:
+        return  # an empty file changes nothing
+    if not isinstance(root, yaml.MappingNode):
+        yield _no_mapping(path)
+        return
+    for key, value in root.value:
+        where = f"{path}:{key.start_mark.line + 1}"
+        if str(key.value).partition(".")[0] == "hydra":
+            yield from _wrong_sweep(key.value, value, where)
+        elif key.value == "reward" and isinstance(value, yaml.SequenceNode):
+            fix = f"defaults: [override /reward: [{', '.join(str(n.value) for n in value.value)}]]"
+            why = "its entries have names; a list is for choosing shipped ones"
+            yield Problem("reward is not a mapping of entries", where, why, fix)
+        elif key.value == "defaults":
+            yield from _wrong_defaults(value, where)
+
+
+def _wrong_sweep(name: str, node: yaml.Node, where: str) -> Iterator[Problem]:
+    """What is wrong with the only thing of Hydra's that a file may say: what -m sweeps over."""
+    for inner in ("sweeper", "params"):
+        held = node.value if isinstance(node, yaml.MappingNode) else []
+        node = held[0][1] if [key.value for key, _ in held] == [inner] else yaml.ScalarNode("", "")
+    if name != "hydra" or not isinstance(node, yaml.MappingNode):
+        fix = "leave it out, but for hydra: {sweeper: {params: ...}}; root=FOLDER"
+        yield Problem("hydra is not a key of rloo", where, HYDRAS, fix)
+        return
+    groups = paths.group_choices([])
+    for key, value in node.value:
+        bare = str(key.value).removeprefix("++")
+        if not re.fullmatch(r"[\w.]+", bare) or re.match(r"hydra\b|_target_", bare):
+            yield Problem(f"{key.value!r} is no key to sweep over", where, HYDRAS)
+        elif not isinstance(value, yaml.ScalarNode):
+            yield Problem(f"{bare} is swept over a text", where, fix=f'{key.value}: "a,b"')
+        elif bare == key.value and bare not in groups:
+            why = "without ++ a word of the command line would not take its place"
+            yield Problem(f"{bare} is swept as ++{bare}", where, why, f"++{bare}: {value.value}")
+
+
+def _wrong_defaults(node: yaml.Node, where: str) -> Iterator[Problem]:
+    right = "a list of choices, e.g. [override /model: tiny, override /reward: accuracy]"
+    entries = node.value if isinstance(node, yaml.SequenceNode) else None
+    texts = [_text(entry) for entry in entries or []]
+    if entries is None or None in texts:
+        yield Problem("defaults is not a list of choices", where, f"expected {right}")
+    for entry, text in zip(entries or [], texts, strict=True):
+        if text and re.search(r"(^|[\s/@.])hydra([/.@:\s]|$)", text):
+            where = f"{where.rpartition(':')[0]}:{entry.start_mark.line + 1}"
+            yield Problem(f"defaults: {text!r} reaches into Hydra", where, HYDRAS)
+
+
+def _text(entry: yaml.Node) -> str | None:
+    """An entry of a list of defaults in one line; None for what cannot be one."""
+    if isinstance(entry, yaml.MappingNode) and len(entry.value) == 1:
+        key, value = entry.value[0]
+        values = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        parts: list[Any] = [n.value for n in (key, *values)]
+        return " ".join(parts) if all(isinstance(p, str) for p in parts) else None
+    plain = isinstance(entry, yaml.ScalarNode) and entry.tag.endswith(":str")
+    return entry.value if plain else None
+
+
+def _chosen(path: Path, root: yaml.Node | None, groups: Groups) -> Iterator[Problem]:
+    """Choices in a recipe's list of defaults that are not there."""
+    for key, entries in root.value if isinstance(root, yaml.MappingNode) else []:
+        listed = key.value == "defaults" and isinstance(entries, yaml.SequenceNode)
+        for entry in entries.value if listed else []:
+            for name, choice in entry.value if isinstance(entry, yaml.MappingNode) else []:
+                yield from _choice(name, choice, path, groups)
+
+
+def _choice(name: yaml.Node, choice: yaml.Node, path: Path, groups: Groups) -> Iterator[Problem]:
+    group = name.value.rpartition("/")[2].partition("@")[0]
+    known, where = groups.get(group), f"{path}:{name.start_mark.line + 1}"
+    if known is None and "/" in name.value:
+        close = [f"override /{g}: {choice.value}" for g in nearest(group, groups)]
+        known_groups = f"groups: {', '.join(groups)}"
+        yield Problem(f"there is no group {group!r}", where, known_groups, *close[:1])
+    for one in choice.value if isinstance(choice, yaml.SequenceNode) else [choice]:
+        if known is not None and one.value not in ("", "null", "~", *known):
+            yield unknown_choice(group, str(one.value), known, where)

@@ -1,0 +1,290 @@
+"""A data set's split: found, opened, its columns checked.
+
+Needs no tokenizer and no torch, so that a wrong column or split is found before any model is
+touched. `prompts` turns the rows into token ids.
+"""
+
+import ast
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rloo_cli.data import filters, mapping
+from rloo_cli.config import hf_cache, synthetic
+from rloo_cli.utils.errors import DataError, MachineError, Problem
+from rloo_cli.config.old_names import nearest
+from rloo_cli.config.schema import DataConfig
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The rows of a split that a run uses."""
+
+    rows: "Dataset"
+    left_out: int  # by data.filter
+
+    @property
+    def column_names(self) -> list[str]:
+        """Of the rows."""
+        return list(self.rows.column_names)
+
+
+def load(config: DataConfig, split: str) -> "Dataset":
+    """`opened`'s rows."""
+    return opened(config, split).rows
+
+
+def opened(config: DataConfig, split: str) -> Opened:
+    """Open one split, rename its columns, check that the prompts are there, choose its rows.
+
+    Raises DataError (no such split or column, no rows) and MachineError (not to be found here).
+    """
+    if config.streaming:
+        with _said_well(config, split):
+            rows = _renamed_rows(_open(config, split), config.columns)
+            assert config.max_samples is not None  # data_rules
+            if config.map is not None:
+                rows = mapping.map_rows(rows, config.map)
+            found = Opened(*filters.streamed(rows, config.filter, config.max_samples))
+        _check_prompts(found.rows, config, split)
+        return found
+    with _said_well(config, split):
+        data = _open(config, split)
+        if len(data) and Path(config.path or "").suffix in (".json", ".jsonl"):
+            # Arrow takes any bytes for text: it would fail where a value is first looked at.
+            data.data.table.validate(full=True)
+    data = _renamed(data, config.columns)
+    if config.map is not None and len(data):
+        if config.filter is None and config.max_samples is not None:
+            data = data.select(range(min(config.max_samples, len(data))))
+        data = mapping.map_data(data, config.map)
+    _check_prompts(data, config, split)
+    return Opened(*filters.chosen(data, config.filter, config.max_samples))
+
+
+def _check_prompts(data: "Dataset", config: DataConfig, split: str) -> None:
+    column = config.prompt_column
+    if not len(data) and not data.column_names:
+        raise _no_rows(config, split)
+    if column not in data.column_names:
+        strings = [c for c in data.column_names if c in likely_columns(data)]
+        close = nearest(column, data.column_names) or strings or data.column_names
+        raise DataError(
+            Problem(
+                f"the data has no column {column!r}",
+                f"data.prompt_column, {config.path} [{split}]",
+                f"columns: {', '.join(data.column_names)}",
+                f"data.prompt_column={close[0]}" if close else "",
+            )
+        )
+    if not len(data):
+        raise _no_rows(config, split)
+    _refuse_images(data, config, split)
+
+
+def _refuse_images(data: "Dataset", config: DataConfig, split: str) -> None:
+    """A column of pictures means that prompts are to be asked about them."""
+    for name in ("image", "images"):
+        if name != config.prompt_column and name in data.column_names and data[0][name]:
+            raise DataError(
+                Problem(
+                    "images in prompts are not supported yet",
+                    f"data.path={config.path} [{split}], column {name!r}",
+                    "the model would be asked without the picture",
+                    f"where the prompts stand without it: data.columns={{{name}: picture}}",
+                )
+            )
+
+
+def _no_rows(config: DataConfig, split: str) -> DataError:
+    what = f"the data is empty: {config.path} [{split}] has 0 rows"
+    return DataError(Problem(what, "data.path"))
+
+
+def _renamed(data: "Dataset", new: dict[str, str]) -> "Dataset":
+    _check_names(data.column_names, new)
+    return data.rename_columns(new) if new else data
+
+
+def _renamed_rows(rows: Iterable[dict[str, Any]], new: dict[str, str]) -> Iterator[dict[str, Any]]:
+    for n, row in enumerate(rows):
+        if not n:
+            _check_names(list(row), new)
+        yield {new.get(name, name): value for name, value in row.items()}
+
+
+def _check_names(found: list[str], new: dict[str, str]) -> None:
+    columns = f"columns: {', '.join(found)}"
+    unknown = [old for old in new if old not in found]
+    if unknown:
+        what = f"data.columns renames {unknown[0]!r}, which is no column"
+        raise DataError(Problem(what, "data.columns", columns))
+    names = [new.get(name, name) for name in found]
+    double = [name for name in names if names.count(name) > 1]
+    if double:
+        what = f"data.columns makes two columns named {double[0]!r}"
+        raise DataError(Problem(what, "data.columns", columns))
+
+
+def likely_columns(data: "Dataset") -> list[str]:
+    """Names of the columns that could be prompts: strings, or lists of messages."""
+    first = {column: data[column][0] for column in data.column_names} if len(data) else {}
+    return [c for c, v in first.items() if isinstance(v, str) or is_messages(v)]
+
+
+def _open(config: DataConfig, split: str) -> Any:
+    """A data set, or with data.streaming an iterable one."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    assert config.path is not None  # data_rules
+    if config.path.startswith(synthetic.MADE):
+        return _of_made(config.path, split)
+    path = Path(config.path).expanduser()
+    streaming: dict[str, Any] = {"streaming": True} if config.streaming else {}
+    if path.is_dir() and any((path / f"{n}.json").is_file() for n in ("state", "dataset_dict")):
+        if streaming:
+            why = "of a data set saved to disk only what is used is read anyway"
+            raise DataError(Problem("data.streaming is set", "data.streaming", why))
+        return _of_disk(datasets.load_from_disk(str(path)), split)
+    if path.is_file():
+        kind = READERS.get(path.suffix)
+        if kind is None:
+            why = f"it ends in {path.suffix or 'nothing'}; known: {', '.join(READERS)}"
+            raise DataError(Problem(f"{path} is not a data file", "data.path", why))
+        files = {"train": str(path)}
+        return datasets.load_dataset(kind, data_files=files, split=split, **streaming)
+    source = str(path) if path.is_dir() else config.path
+    revision = config.revision
+    return datasets.load_dataset(source, config.name, split=split, revision=revision, **streaming)
+
+
+@contextmanager
+def _said_well(config: DataConfig, split: str) -> Iterator[None]:
+    """What datasets raises inside, as DataError or MachineError."""
+    from datasets import exceptions
+
+    assert config.path is not None
+    try:
+        yield
+    except (ValueError, LookupError, RuntimeError, StopIteration) as error:
+        # An empty jsonl file ends in StopIteration, an empty saved data set in IndexError.
+        nothing = isinstance(error, StopIteration | IndexError)
+        if nothing or "corresponds to no data" in str(error):
+            raise _no_rows(config, split) from None
+        if any(word in str(error).lower() for word in ("split", "instruction")):
+            raise DataError(
+                Problem(f"no split {split!r} in {config.path}", "data.split", str(error))
+            ) from None
+        _refuse_broken(config.path)
+        raise DataError(
+            Problem(f"{config.path} cannot be read", "data.path", _short(error))
+        ) from None
+    except (OSError, exceptions.DatasetGenerationError) as error:
+        _refuse_broken(config.path)
+        raise _unreachable(config.path, Path(config.path).expanduser(), error) from None
+
+
+def _refuse_broken(name: str) -> None:
+    """Raises DataError with the line of a JSON file that is not UTF-8, or not JSON."""
+    path = Path(name).expanduser()
+    if not path.is_file() or READERS.get(path.suffix) != "json":
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            where, what = f"data.path, {path}:{number}", f"{path} cannot be read"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if path.suffix == ".jsonl" and text.strip():
+                    json.loads(text)
+            except UnicodeDecodeError as error:
+                byte = f"byte {error.start + 1} of line {number} is 0x{line[error.start]:02x}"
+                why = f"it is not UTF-8: {byte}, in {line[:80]!r}"
+                fix = f"if it is latin-1: iconv -f latin1 -t utf-8 {path} > utf8{path.suffix}"
+                raise DataError(Problem(f"{what}: it is not UTF-8", where, why, fix)) from None
+            except json.JSONDecodeError as error:
+                why = f"{error.msg} at column {error.colno}: {text.strip()[:80]!r}"
+                problem = Problem(f"{what}: line {number} is not JSON", where, why)
+                raise DataError(problem) from None
+            except RecursionError:
+                return
+
+
+def _of_made(path: str, split: str) -> "Dataset":
+    import datasets
+
+    try:
+        made_rows = datasets.Dataset.from_list(synthetic.rows(path, name := _whole(split)))
+        return _cut({name: made_rows}, split)
+    except (KeyError, ValueError):
+        why = "rloo makes the splits train and test"
+        raise DataError(Problem(f"no split {split!r} in {path}", "data.split", why)) from None
+
+
+def _of_disk(found: Any, split: str) -> "Dataset":
+    # A single Dataset: its one split has whatever name one likes.
+    return _cut(found if hasattr(found, "keys") else {_whole(split): found}, split)
+
+
+def _whole(split: str) -> str:
+    return split.partition("[")[0]
+
+
+def _cut(splits: "Mapping[str, Dataset]", split: str) -> "Dataset":
+    """The rows that a split such as `train[:80%]` asks for. Raises ValueError."""
+    from datasets import ReadInstruction, concatenate_datasets
+
+    sizes = {name: len(rows) for name, rows in splits.items()}
+    parts = ReadInstruction.from_spec(split).to_absolute(sizes)
+    return concatenate_datasets([splits[p.splitname].select(range(p.from_, p.to)) for p in parts])
+
+
+def _unreachable(name: str, path: Path, error: Exception) -> DataError | MachineError:
+    from datasets import config
+
+    if path.exists():
+        # datasets says only that it failed; the cause says at what
+        why = _short(error.__cause__ or error)
+        return DataError(Problem(f"{name} cannot be read", "data.path", why))
+    cache = f"{hf_cache.cache()} and {config.HF_DATASETS_CACHE}"
+    why = f"not a file or folder here, not in the cache {cache}, and the hub: {_short(error)}"
+    fix = f"on a machine with network: {hf_cache.fetch_command()}; or name a local file"
+    return MachineError(Problem(f"data set {name!r} is not to be had", "data.path", why, fix))
+
+
+def _short(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1][:300]
+
+
+def written_messages(text: str) -> bool:
+    """Whether a string is a whole conversation, written as JSON or as Python shows it."""
+    if not text.lstrip().startswith("[{"):
+        return False
+    for read in (json.loads, ast.literal_eval):
+        try:
+            if is_messages(read(text)):
+                return True
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return False
+
+
+def is_messages(value: Any) -> bool:
+    """A conversation: a list of {role, content}."""
+    return isinstance(value, list) and len(value) > 0 and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    """Templates would write None for a content that is missing, without a word."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    called = value.get("content") is None and "content" in value and bool(value.get("tool_calls"))
+    return called or isinstance(value.get("content"), str | list)

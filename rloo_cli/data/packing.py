@@ -1,0 +1,246 @@
+"""Groups laid out for one forward pass, and what comes back put on its groups again.
+
+Three layouts give the same numbers (SPEED's levels). `shared`: one row of whole groups, all
+prompts first, then all completions, so that a prompt is computed once for its K completions; it
+needs our attention (`policy.attention`). `packed`: one row, the prompt repeated before each
+completion; a model that finds documents by their positions computes it as it is. `padded`:
+right-padded rows with a mask, for every other model. No column knows which of them it came from.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from rloo_cli.data.batch import Group, Rollout
+
+COLUMNS = ("old_logp", "kl_logp", "ref_logp", "value", "advantage", "returns")  # of a group, (N,)
+LAYOUTS = ("shared", "packed", "padded")
+
+Part = tuple[int, tuple[int, ...]]  # a group's place in the step, and which of its completions
+Sequences = list[tuple[list[int], Rollout]]  # the prompt's ids, and the completion
+
+
+@dataclass
+class Shared:
+    """Where everything stands in a `shared` row of n groups and S completions.
+
+    Built once per micro-batch, on the device, never changed: backward passes read it again. Bounds
+    are cumulative and begin with 0, as the variable-length attention kernels take them.
+    """
+
+    cu_all: Tensor  # (n + S + 1,) int32, every prompt and completion
+    cu_prompt: Tensor  # (n + 1,) int32
+    cu_group: Tensor  # (n + 1,) int32, a group's completions, counted from the first completion
+    segments: list[int]  # lengths: n prompts, S completions
+    groups: list[int]  # lengths of the groups' completions together
+    prompt_rows: int
+    longest: int  # positions: the longest prompt with its completion
+    calls: list[int] = field(default_factory=lambda: [0])  # of the attention function
+
+    @property
+    def prompts(self) -> list[int]:
+        """Lengths of the prompts."""
+        return self.segments[: len(self.groups)]
+
+
+@dataclass
+class Micro:
+    """Completions of some groups laid out for one forward pass. S completions, N tokens of them.
+
+    Completions that need no forward are not here (`minibatches.forwarded`).
+    """
+
+    parts: list[Part]
+    rows: Tensor  # (S,) place of each completion among its groups' K rows each
+    input_ids: Tensor  # (1, R), or (S, L) padded
+    position_ids: Tensor  # the same
+    attention_mask: Tensor | None  # (S, L), from lengths, never from the pad id; padded only
+    source: Tensor  # (N,) place in the flattened rows that predicts each completion token
+    target: Tensor  # (N,) the token
+    sequence: Tensor  # (N,) which of the S completions it belongs to
+    mask: Tensor  # (N,) float, 1 = sampled by the policy and trained on
+    sizes: list[tuple[int, list[int]]]  # tokens of each prompt, and of its completions
+    shared: Shared | None = None  # of layout shared
+    behaviour_logp: Tensor | None = None  # (N,), NaN where the sampler did not say
+    old_logp: Tensor | None = None  # (N,)
+    kl_logp: Tensor | None = None  # (N,) old_logp at the KL's temperature; None = the same
+    ref_logp: Tensor | None = None  # (N,)
+    value: Tensor | None = None  # (N,) the value model's at rollout time
+    advantage: Tensor | None = None  # (N,) where every token has its own
+    returns: Tensor | None = None  # (N,) what the value model is fitted to
+
+    @property
+    def index(self) -> list[int]:
+        """The groups."""
+        return [i for i, _ in self.parts]
+
+    @property
+    def padding(self) -> int:
+        """Places that hold no token."""
+        if self.attention_mask is None:
+            return 0
+        return self.input_ids.numel() - sum(p * len(own) + sum(own) for p, own in self.sizes)
+
+    @property
+    def kl_old(self) -> Tensor:
+        """What the KL is measured from. (N,)"""
+        old = self.old_logp if self.kl_logp is None else self.kl_logp
+        assert old is not None, "old_logp is not known yet"
+        return old
+
+    @property
+    def sequences(self) -> int:
+        """S"""
+        return self.rows.shape[0]
+
+
+def whole(groups: Sequence[Group], index: Sequence[int]) -> list[Part]:
+    """These groups with every completion they have."""
+    return [(i, tuple(range(len(groups[i].rollouts)))) for i in index]
+
+
+def pack(
+    groups: Sequence[Group],
+    parts: Sequence[Part],
+    masked: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    layout: str = "padded",
+) -> Micro:
+    """Lay some completions of `groups` out for a forward pass.
+
+    `masked` (P, K) bool: rows whose mask is 0, where they are forwarded all the same.
+    """
+    pairs = [(groups[i].prompt_ids, groups[i].rollouts[k]) for i, ks in parts for k in ks]
+    counts = torch.tensor([len(r.completion_ids) for _, r in pairs])
+    sequence = torch.repeat_interleave(torch.arange(len(pairs)), counts)
+    mask = torch.tensor(
+        [m for _, r in pairs for m in (r.mask or [1] * len(r.completion_ids))], dtype=torch.float32
+    )
+    if masked is not None:
+        out = torch.stack([masked[i, k] for i, ks in parts for k in ks])
+        mask = mask * (~out)[sequence].to(mask.dtype)
+    if layout == "shared":
+        ids, positions, attention, source, shared = _shared(groups, parts, pairs)
+    else:
+        ids, positions, attention, source = (_packed if layout == "packed" else _padded)(pairs)
+        shared = None
+    size = len(groups[parts[0][0]].rollouts) if parts else 0
+    micro = Micro(
+        parts=list(parts),
+        rows=torch.tensor([n * size + k for n, (_, ks) in enumerate(parts) for k in ks]),
+        input_ids=ids,
+        position_ids=positions,
+        attention_mask=attention,
+        source=source,
+        target=torch.tensor([i for _, r in pairs for i in r.completion_ids]),
+        sequence=sequence,
+        mask=mask,
+        sizes=[
+            (len(groups[i].prompt_ids), [len(groups[i].rollouts[k].completion_ids) for k in ks])
+            for i, ks in parts
+        ],
+        shared=shared,
+        behaviour_logp=_behaviour(pairs),
+        **{n: _column([(getattr(groups[i], n), ks) for i, ks in parts]) for n in COLUMNS},
+    )
+    return _to(micro, device)
+
+
+def _to(micro: Micro, device: torch.device | str) -> Micro:
+    for holder in (micro, micro.shared):
+        for name, value in list(vars(holder).items()) if holder is not None else ():
+            if isinstance(value, Tensor):
+                setattr(holder, name, value.to(device, non_blocking=True))
+    return micro
+
+
+def unpack(column: Tensor | None, cut: Sequence[Part], groups: Sequence[Group], name: str) -> None:
+    """Store a (N,) column of a micro-batch of these parts on its groups, as the attribute `name`.
+
+    Completions that were not forwarded get NaN.
+    """
+    if column is None:
+        return
+    lengths = [len(groups[i].rollouts[k].completion_ids) for i, ks in cut for k in ks]
+    values = iter(torch.split(column.detach().cpu(), lengths))
+    for i, ks in cut:
+        if getattr(groups[i], name) is None:
+            blank = [column.new_full((len(r.completion_ids),), float("nan"), device="cpu")
+                     for r in groups[i].rollouts]  # fmt: skip
+            setattr(groups[i], name, blank)
+        for k in ks:
+            getattr(groups[i], name)[k] = next(values)
+
+
+def _shared(
+    groups: Sequence[Group], parts: Sequence[Part], pairs: Sequences
+) -> tuple[Tensor, Tensor, None, Tensor, Shared]:
+    """All prompts, then all completions without their last token, which predicts nothing."""
+    prompts = [groups[i].prompt_ids for i, _ in parts]
+    p = [len(ids) for ids in prompts]
+    c = [len(r.completion_ids) - 1 for _, r in pairs]
+    owner = [n for n, (_, ks) in enumerate(parts) for _ in ks]
+    first = list(accumulate(c, initial=sum(p)))  # where each completion begins
+    ends = list(accumulate(p))
+    ids = [i for prompt in prompts for i in prompt]
+    ids += [i for _, r in pairs for i in r.completion_ids[:-1]]
+    places = [torch.arange(n) for n in p]
+    places += [p[owner[s]] + torch.arange(n) for s, n in enumerate(c)]
+    source = [
+        torch.cat([torch.tensor([ends[owner[s]] - 1]), first[s] + torch.arange(n)])
+        for s, n in enumerate(c)
+    ]
+    own = [0] * len(parts)
+    for s, n in enumerate(c):
+        own[owner[s]] += n
+    longest = max(p[owner[s]] + n for s, n in enumerate(c))
+    plan = Shared(_bounds(p + c), _bounds(p), _bounds(own), p + c, own, sum(p), longest)
+    return torch.tensor([ids]), torch.cat(places)[None], None, torch.cat(source), plan
+
+
+def _packed(pairs: Sequences) -> tuple[Tensor, Tensor, None, Tensor]:
+    """Prompt and completion, one document after the other; the last token predicts nothing."""
+    rows = [prompt + r.completion_ids[:-1] for prompt, r in pairs]
+    starts = list(accumulate((len(row) for row in rows), initial=0))
+    ids = torch.tensor([[i for row in rows for i in row]])
+    places = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    spans = [
+        starts[s] + len(prompt) - 1 + torch.arange(len(r.completion_ids))
+        for s, (prompt, r) in enumerate(pairs)
+    ]
+    return ids, places, None, torch.cat(spans)
+
+
+def _padded(pairs: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A row for each completion, filled up on the right."""
+    rows = [prompt + r.completion_ids for prompt, r in pairs]
+    width = max(len(row) for row in rows)
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    places = torch.arange(width)
+    attention = (places < torch.tensor([len(row) for row in rows])[:, None]).long()
+    spans = [
+        s * width + len(prompt) - 1 + torch.arange(len(r.completion_ids))
+        for s, (prompt, r) in enumerate(pairs)
+    ]
+    return ids, places * attention, attention, torch.cat(spans)
+
+
+def _bounds(lengths: list[int]) -> Tensor:
+    return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
+
+
+def _behaviour(pairs: Sequences) -> Tensor | None:
+    if all(r.behaviour_logp is None for _, r in pairs):
+        return None
+    nan = float("nan")
+    flat = [x for _, r in pairs for x in (r.behaviour_logp or [nan] * len(r.completion_ids))]
+    return torch.tensor(flat, dtype=torch.float32)
+
+
+def _column(parts: list[tuple[list[Tensor] | None, tuple[int, ...]]]) -> Tensor | None:
+    if any(column is None for column, _ in parts):
+        return None
+    return torch.cat([column[k] for column, ks in parts if column is not None for k in ks])

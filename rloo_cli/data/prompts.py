@@ -1,0 +1,314 @@
+"""Rows of a data set -> tokenised prompts, in an order anybody can compute again.
+
+The order is a pure function of (seed, epoch, data set). Each prompt is rendered and tokenised
+once. Nothing is dropped silently: what `data.overlong` filtered is counted, and its rows are known.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rloo_cli.config import template, registry
+from rloo_cli.data import order
+from rloo_cli.data.dataset import is_messages, likely_columns, written_messages
+from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.data.batch import Group, Prompt
+from rloo_cli.config.schema import DataConfig
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")  # OBJECTIVE 5
+
+
+@dataclass
+class Prompts:
+    """The prompts of one split, tokenised, in the data set's own order."""
+
+    prompts: list[Prompt]
+    ids: list[list[int]]
+    rows: list[dict[str, Any]]  # the other columns, which the rewards get
+    conversational: bool
+    fingerprint: str  # of content and order, after filtering
+    dropped: int = 0  # by overlong=filter
+    truncated: int = 0  # by overlong=truncate_left
+    shuffle: bool = True
+    seed: int = 0
+    lengths: list[int] = field(default_factory=list)  # tokens of every prompt before filtering
+    numbers: list[int] = field(default_factory=list)  # of each prompt, its row before filtering
+    filtered: list[int] = field(default_factory=list)  # rows that overlong=filter left out
+    limits: list[int] = field(default_factory=list)  # most tokens a prompt may have, if any
+    left_out: int = 0  # rows by data.filter, which are none of the numbered ones
+    mix: tuple[order.Source, ...] = ()  # of data.mixture
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.ids))
+
+    def draws(self, first: int, count: int) -> list[Group]:
+        """Empty groups for the prompts at places `first` ... of the endless order of draws.
+
+        The place is the one global counter of prompts consumed: epoch = place // n.
+        """
+        return [self._draw(place) for place in range(first, first + count)]
+
+    def at(self, index: int) -> Group:
+        """An empty group for the prompt `index` of the split itself."""
+        return Group(index, self.rows[index], self.prompts[index], self.ids[index])
+
+    def index(self, place: int) -> int:
+        """Which prompt is drawn at a place of the endless order of draws."""
+        return order.at(place, len(self), self.seed, self.fingerprint, self.shuffle, self.mix)
+
+    def _draw(self, place: int) -> Group:
+        group = self.at(self.index(place))
+        group.draw = place
+        return group
+
+
+def prepare(
+    data: "Dataset",
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    template_kwargs: dict[str, Any],
+    longest: int | None,
+    seed: int,
+    room: int | None = None,
+) -> Prompts:
+    """Render and tokenise every prompt once. `longest`: most tokens a prompt may have.
+    `room`: tokens beyond which no data.max_prompt_length helps; None = not known.
+
+    Raises DataError: a prompt of another kind than the first, no chat template, two beginnings
+    of text, too many prompts over the limit.
+    """
+    values = data[config.prompt_column]
+    conversational = is_messages(values[0])
+    _check_values(data, values, config)
+    _refuse_idle_keys(conversational, config)
+    others = [c for c in data.column_names if c not in (config.prompt_column, *NOT_FOR_REWARDS)]
+    rows = data.select_columns(others).to_list() if others else [{} for _ in values]
+    prompts: list[Prompt] = [_render(v, row, config) for v, row in zip(values, rows, strict=True)]
+    conversational = conversational or config.chat
+    ids = _tokenise(prompts, conversational, tokenizer, template_kwargs)
+    _refuse_two_beginnings(ids, tokenizer)
+    bos = tokenizer.bos_token_id
+    return _fit(prompts, ids, rows, conversational, config, longest, seed, bos, room)
+
+
+def _check_values(data: "Dataset", values: Any, config: DataConfig) -> None:
+    """Every prompt is of the first one's kind, and of a kind that we read. Raises DataError."""
+    conversational = is_messages(values[0])
+    where = f"data.prompt_column={config.prompt_column}, row "
+    for row, value in enumerate(values):
+        if not (is_messages(value) if conversational else isinstance(value, str)):
+            kind = "a list of messages" if conversational else "a string"
+            strings = [c for c in likely_columns(data) if c != config.prompt_column]
+            fix = f"data.prompt_column={strings[0]}" if strings and not row else ""
+            column = f"the column is of type {data.features[config.prompt_column]}"[:200]
+            raise DataError(
+                Problem(
+                    f"prompt {row} is not {kind}" + (", as prompt 0 is" if row else ""),
+                    f"{where}{row}",
+                    f"found {type(value).__name__}: {str(value)[:80]!r}; {column}",
+                    fix,
+                    f"columns of strings or messages: {', '.join(strings) or 'none'}",
+                )
+            )
+        if conversational:
+            _refuse_other_parts(value, f"{where}{row}")
+    if not conversational and written_messages(values[0]):
+        raise DataError(
+            Problem(
+                "prompt 0 is a conversation that is written as one string",
+                f"{where}0",
+                f"the model would be given its brackets and quotes: {values[0][:80]!r}",
+                "data.map=file.py:name, with row['prompt'] = json.loads(row['prompt']) in it",
+            )
+        )
+
+
+def _refuse_other_parts(messages: list[dict[str, Any]], where: str) -> None:
+    """Raises DataError for a message that has parts which are not text."""
+    for message in messages:
+        parts = message["content"] if isinstance(message.get("content"), list) else []
+        for part in parts:
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if kind == "text" and isinstance(part.get("text"), str):
+                continue
+            what = f"a message has a part of type {kind!r}"
+            if "image" in str(kind):
+                what = "images in prompts are not supported yet"
+            why = f"found {str(part)[:80]!r} in a message of role {message['role']!r}"
+            fix = "parts of text alone: {type: text, text: ...}, or a string"
+            raise DataError(Problem(what, where, why, fix))
+
+
+def _refuse_idle_keys(conversational: bool, config: DataConfig) -> None:
+    """Raises DataError for a key that would do nothing with prompts of this kind."""
+    idle = [k for k in ("template", "chat") if getattr(config, k)] if conversational else []
+    if not conversational and not config.chat and config.system is not None:
+        idle = ["system"]
+    for key in idle:
+        kind = "conversations" if conversational else "plain text"
+        why = f"the prompts are {kind}: the key would do nothing"
+        off = f"data.{key}={'false' if key == 'chat' else 'null'}"
+        more = "data.chat=true makes a user's message of each" if key == "system" else ""
+        raise DataError(Problem(f"data.{key} is set", f"data.{key}", why, off, more))
+
+
+def _render(value: Any, row: dict[str, Any], config: DataConfig) -> Prompt:
+    """The prompt as it goes to the tokenizer, or to its chat template."""
+    if isinstance(value, str):
+        text = value if config.template is None else _filled(value, row, config)
+        if not config.chat:
+            return text
+        value = [{"role": "user", "content": text}]
+    has_one = value[0]["role"] == "system"  # the row's own says more than the key
+    system = [{"role": "system", "content": config.system}] if config.system else []
+    messages = [_with_text(message) for message in value]
+    return messages if has_one else [*system, *messages]
+
+
+def _filled(value: str, row: dict[str, Any], config: DataConfig) -> str:
+    fields = row | {config.prompt_column: value, "prompt": value}
+    assert config.template is not None
+    try:
+        return template.fill(config.template, fields)
+    except KeyError as error:
+        what = f"data.template names {{{error.args[0]}}}, which is no column"
+        why = f"columns: {', '.join(fields)}"
+        raise DataError(Problem(what, "data.template", why)) from None
+    except ValueError as error:
+        fix = "{column} for a column, {{ and }} for braces"
+        what = "data.template cannot be read"
+        raise DataError(Problem(what, "data.template", str(error), fix)) from None
+
+
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose parts of text are one string: few chat templates know parts."""
+    if not isinstance(message.get("content"), list):
+        return message
+    return message | {"content": "".join(part["text"] for part in message["content"])}
+
+
+def _tokenise(
+    prompts: list[Prompt],
+    conversational: bool,
+    tokenizer: "PreTrainedTokenizerBase",
+    template_kwargs: dict[str, Any],
+) -> list[list[int]]:
+    if not conversational:
+        return [list(ids) for ids in tokenizer(prompts)["input_ids"]]
+    if not tokenizer.chat_template:
+        raise DataError(
+            Problem(
+                "the prompts are conversations, and the tokenizer has no chat template",
+                "data.prompt_column",
+                "a base model's tokenizer often has none",
+                "model.chat_template=FILE.jinja, or data.prompt_column=COLUMN of plain strings",
+            )
+        )
+    ids = []
+    for row, prompt in enumerate(prompts):
+        answered = prompt[-1]["role"] == "assistant"  # type: ignore[index]
+        try:
+            text = tokenizer.apply_chat_template(
+                prompt,
+                add_generation_prompt=not answered,
+                continue_final_message=answered,
+                tokenize=False,
+                **template_kwargs,
+            )
+        except Exception as error:  # a template is a program, with a program's errors
+            where, why = f"data.prompt_column, row {row}", f"{type(error).__name__}: {error}"
+            raise DataError(
+                Problem(f"the chat template refuses prompt {row}", where, why)
+            ) from None
+        ids.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    return ids
+
+
+def _refuse_two_beginnings(ids: list[list[int]], tokenizer: "PreTrainedTokenizerBase") -> None:
+    bos = tokenizer.bos_token_id
+    twice = [row for row, x in enumerate(ids) if bos is not None and x[:2] == [bos, bos]]
+    if twice:
+        raise DataError(
+            Problem(
+                f"{len(twice)} prompts begin with two beginning-of-text tokens",
+                f"data.prompt_column, row {twice[0]}",
+                f"first ids {ids[twice[0]][:5]}: the text has {tokenizer.bos_token!r}, "
+                "and one more is added",
+                "leave it out of the prompts",
+            )
+        )
+
+
+def _fit(
+    prompts: list[Prompt],
+    ids: list[list[int]],
+    rows: list[dict[str, Any]],
+    conversational: bool,
+    config: DataConfig,
+    longest: int | None,
+    seed: int,
+    bos: int | None,
+    room: int | None,
+) -> Prompts:
+    """Apply data.overlong, and fingerprint what is left."""
+    lengths = [len(x) for x in ids]
+    if min(lengths) == 0:
+        at = lengths.index(0)
+        raise DataError(Problem(f"prompt {at} has no tokens", f"data.prompt_column, row {at}"))
+    over = [longest is not None and n > longest for n in lengths]
+    if any(over) and (config.overlong == "error" or sum(over) > len(over) / 2):
+        raise DataError(_too_long(lengths, over, longest, room))
+    if config.overlong == "truncate_left":
+        ids = [_cut_left(x, longest, bos) for x in ids]
+    keep = [i for i in range(len(ids)) if not (over[i] and config.overlong == "filter")]
+    digest = hashlib.blake2b(digest_size=16)
+    if config.map is not None:
+        digest.update(f"map {registry.fingerprint(config.map)}".encode())
+    for i in keep:
+        digest.update(repr((ids[i], rows[i])).encode())
+    return Prompts(
+        prompts=[prompts[i] for i in keep],
+        ids=[ids[i] for i in keep],
+        rows=[rows[i] for i in keep],
+        conversational=conversational,
+        fingerprint=digest.hexdigest(),
+        dropped=len(ids) - len(keep),
+        truncated=sum(over) if config.overlong == "truncate_left" else 0,
+        shuffle=config.shuffle,
+        seed=seed,
+        lengths=lengths,
+        numbers=keep,
+        filtered=sorted({*range(len(ids))} - {*keep}),
+        limits=[longest] if longest is not None else [],
+    )
+
+
+def _too_long(
+    lengths: list[int], over: list[bool], longest: int | None, room: int | None
+) -> Problem:
+    fits = room is None or max(lengths) <= room
+    larger = f"data.max_prompt_length={max(lengths)}"
+    shorter = f"a smaller generation.max_completion_length (a prompt may have {room} tokens now)"
+    return Problem(
+        f"{sum(over)} of {len(over)} prompts are longer than {longest} tokens",
+        "data.max_prompt_length",
+        f"the longest has {max(lengths)}, the first of them is row {over.index(True)}",
+        f"{larger if fits else shorter}, or data.overlong=truncate_left",
+    )
+
+
+def _cut_left(ids: list[int], longest: int | None, bos: int | None) -> list[int]:
+    """The last `longest` ids, but for the beginning-of-text token, which stays in front."""
+    if longest is None or len(ids) <= longest:
+        return ids
+    head = ids[:1] if ids[0] == bos else []
+    return head + ids[len(ids) - longest + len(head) :]

@@ -1,0 +1,170 @@
+"""The data of a run: the split it trains on and the sets held out, opened, checked, tokenised.
+
+Keys of the mappings here: None for the training split, else the name of a held-out set ("" for
+the one of data.eval_split); while they are apart, data.mixture.NAME for a source of a mixture. What
+is wrong with a set or a source is said of its own keys.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from rloo_cli.data import dataset, splits_lengths, mixture
+from rloo_cli.data.dataset import Opened
+from rloo_cli.utils.errors import ConfigError, Problem, RunError
+from rloo_cli.config.prompt_limit import describe_default, longest_prompt, room_for_prompt
+from rloo_cli.data.prompts import Prompts, prepare
+from rloo_cli.config.schema import DataConfig, RunConfig, SetConfig
+
+Found = TypeVar("Found")
+MIXTURE = "data.mixture."
+SHOWN_TEXT, SHOWN_TOKENS = 300, 5  # characters and tokens of each end of a prompt
+KEYS = re.compile(rf"\bdata\.(?=(?:{'|'.join(SetConfig.model_fields)})\b)")
+
+
+def load(config: RunConfig, training: bool = True) -> dict[str | None, Opened]:
+    """Open every split that the run needs. Raises DataError, MachineError."""
+    found: dict[str | None, Opened] = {}
+    for name, source in sources_of(config, training).items():
+        with said_of(name, source):
+            found[name] = dataset.opened(source, source.split)
+    return found
+
+
+def tokenised(
+    config: RunConfig, found: Mapping[str | None, Opened], tokenizer: Any, context: int | None
+) -> dict[str | None, Prompts]:
+    """Every split's prompts. `context`: the most positions the model has, None = not known.
+
+    Raises ConfigError when completions leave no room, DataError for prompts that do not fit.
+    """
+    if context is not None and context <= config.generation.max_completion_length:
+        raise ConfigError(_no_room(config, context))
+    keys, room = config.generation, room_for_prompt(config, context)
+    prompts: dict[str | None, Prompts] = {}
+    for name, source in sources_of(config, training=True).items():
+        if name not in found:
+            continue
+        longest, kwargs = longest_prompt(config, [source], context), keys.chat_template_kwargs
+        with said_of(name, source):
+            rows = found[name].rows
+            prompts[name] = prepare(rows, source, tokenizer, kwargs, longest, config.seed, room)
+            prompts[name].left_out = found[name].left_out
+    parts = of_mixture(prompts)
+    if parts:
+        whole = mixture.joined(parts, config.data.weights, config.seed)
+        apart = {k: p for k, p in prompts.items() if not in_mixture(k)}
+        return {None: whole, **apart}
+    return prompts
+
+
+def in_mixture(name: str | None) -> bool:
+    """Whether this key names a source of data.mixture."""
+    return name is not None and name.startswith(MIXTURE)
+
+
+def of_mixture(found: Mapping[str | None, Found]) -> dict[str, Found]:
+    """Of the sources of the mixture alone, by their own names."""
+    return {k.removeprefix(MIXTURE): v for k, v in found.items() if k and k.startswith(MIXTURE)}
+
+
+def notes(name: str | None, prompts: Prompts) -> list[str]:
+    """What a reader of the log should know of a split."""
+    kind = "conversations" if prompts.conversational else "plain text"
+    sizes = f"{kind}, {min(map(len, prompts.ids))} to {max(map(len, prompts.ids))} tokens"
+    told = f"{len(prompts)} prompts, {sizes}"
+    if name is not None:
+        said = [f"held out{f', {name}' if name else ''}: {told}"]
+    else:
+        said = [told]
+        said += mixture.notes(prompts.mix) if prompts.mix else []
+        said += [splits_lengths.line(prompts.lengths, prompts.limits)]
+    where = "" if name is None else f" of {name or 'those held out'}"
+    if prompts.left_out:
+        said.append(f"{prompts.left_out} rows{where} were left out (data.filter)")
+    for count, what in ((prompts.dropped, "left out"), (prompts.truncated, "cut on the left")):
+        if count:
+            limit = f"more than {' or '.join(map(str, prompts.limits))} tokens"
+            said.append(
+                f"{count} prompts{where} were too long and {what} (data.overlong): {limit}"
+                " (data.max_prompt_length)"
+            )
+    if name is None and len(prompts) > 100 and len({tuple(i) for i in prompts.ids}) == 1:
+        said.append("warning: all prompts are the same")
+    return said
+
+
+def all_notes(
+    config: RunConfig, prompts: Mapping[str | None, Prompts], context: int | None
+) -> list[str]:
+    """What a reader of the log should know of these splits, and of how long a prompt may be where
+    data.max_prompt_length leaves it open.
+    """
+    sources = sources_of(config, training=None in prompts).values()
+    is_open = any(source.max_prompt_length is None for source in sources)
+    first = [describe_default(config, context)] if is_open else []
+    return first + [note for name in prompts for note in notes(name, prompts[name])]
+
+
+def shown_prompt(prompts: Prompts, tokenizer: Any) -> list[str]:
+    """The first prompt as the model reads it: its text, marks and ends of lines visible; tokens."""
+    ids = prompts.ids[0]
+    text = repr(tokenizer.decode(ids, skip_special_tokens=False))
+    if len(text) > 2 * SHOWN_TEXT:
+        text = f"{text[:SHOWN_TEXT]} ... {text[-SHOWN_TEXT:]}"
+    names = tokenizer.convert_ids_to_tokens(ids)
+    pairs = [f"{i} {name!r}" for i, name in zip(ids, names, strict=True)]
+    if len(pairs) > 2 * SHOWN_TOKENS:
+        pairs = [*pairs[:SHOWN_TOKENS], "...", *pairs[-SHOWN_TOKENS:]]
+    kind = "a conversation, by the chat template" if prompts.conversational else "plain text"
+    return [f"prompt 0 is {kind}: {text}", f"its {len(ids)} tokens: {', '.join(pairs)}"]
+
+
+def sources_of(config: RunConfig, training: bool) -> dict[str | None, DataConfig]:
+    """The keys of every split: held-out sets, and with `training` what is trained on."""
+    sources: dict[str | None, DataConfig] = {}
+    if training and config.data.sources:
+        sources.update({f"{MIXTURE}{n}": s for n, s in config.data.sources.items()})
+    elif training:
+        sources[None] = config.data
+    sources.update(config.held_out)
+    return sources
+
+
+@contextmanager
+def said_of(name: str | None, source: DataConfig) -> Iterator[None]:
+    """A refusal inside names the keys of this set, where they are not those of `data`."""
+    try:
+        yield
+    except RunError as error:
+        if name is None:
+            raise
+        raise type(error)(*[_own(p, name, source) for p in error.problems]) from error
+
+
+def _own(problem: Problem, name: str, source: DataConfig) -> Problem:
+    def own(text: str) -> str:
+        if in_mixture(name):
+            return KEYS.sub(f"{name}.", text)
+        if name:
+            return KEYS.sub(f"eval.sets.{name}.", text)
+        return re.sub(r"\bdata\.split\b", "data.eval_split", text)
+
+    words = {part: own(getattr(problem, part)) for part in ("what", "where", "why", "fix")}
+    mine = f"eval.sets.{name}" if name else "data.eval_split"
+    mine = name if in_mixture(name) else mine
+    if mine not in words["where"]:
+        held_out = mine if name else f"{mine}={source.split}"
+        words["where"] = f"{words['where']} ({held_out})" if words["where"] else held_out
+    return replace(problem, **words)
+
+
+def _no_room(config: RunConfig, context: int) -> Problem:
+    return Problem(
+        "no prompt fits beside the completion",
+        "generation.max_completion_length",
+        f"{config.generation.max_completion_length} of the model's {context} tokens are for it",
+        f"generation.max_completion_length={context // 2}",
+    )

@@ -1,0 +1,316 @@
+"""The optimizer, its schedule, and the step: check the numbers, clip, step.
+
+Weights in bfloat16 or float16 get float32 masters here: an update of 1e-6 is lost in bfloat16
+otherwise, silently. The optimizer only ever sees float32.
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import SchedulerType, get_scheduler
+
+from rloo_cli.config import registry
+from rloo_cli.utils.errors import ConfigError, Problem, StorageError
+from rloo_cli.utils.fault_injection import poison
+from rloo_cli.config.schema import DistributedConfig, TrainConfig
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def _alone(masters: Sequence[Tensor]) -> None:
+    """No other rank has gradients."""
+
+
+class Optimizer:
+    """AdamW (or the user's), schedule and clipping over a model's trainable parameters.
+
+    Sharded weights (DTensors) are updated shard by shard. `reduce` sums gradients over ranks that
+    have a copy each. `beside`: a second model that learns with it; its names get a prefix.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        updates: int,
+        spread: DistributedConfig | None = None,
+        beside: nn.Module | None = None,
+    ):
+        found = [*model.named_parameters()]
+        if beside is not None:
+            found += [(f"value.{n}", p) for n, p in beside.named_parameters()]
+        named = {n: p for n, p in found if p.requires_grad}
+        self.names, self.weights = list(named), list(named.values())
+        kept = spread is None or spread.master_weights == "float32"
+        self.masters = [
+            p.detach().float().requires_grad_() if kept and p.dtype in HALF else p
+            for p in self.weights
+        ]
+        for weight in self.weights:
+            if weight.dtype in HALF and kept:
+                weight.grad_dtype = torch.float32  # micro-batches add up in float32
+        self.max_grad_norm = config.max_grad_norm
+        self.inner = build(self.masters, config)
+        self.schedule = schedule(self.inner, config, updates)
+        self.reduce: Callable[[Sequence[Tensor]], None] = _alone
+        self.shards_are_masters = False  # float32 shards of a model that computes in less
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate the next step uses."""
+        return float(self.inner.param_groups[0]["lr"])
+
+    @property
+    def count(self) -> int:
+        """Trained parameters, over all ranks."""
+        return sum(p.numel() for p in self.weights)
+
+    @property
+    def masters_bytes(self) -> int:
+        """Bytes of float32 masters in a checkpoint."""
+        pairs = zip(self.weights, self.masters, strict=True)
+        return sum(4 * m.numel() for w, m in pairs if w is not m)
+
+    def grad_norm(self, factor: float = 1.0) -> Tensor:
+        """Move the gradients, times `factor`, to the masters; their global L2 norm, unclipped. ()
+
+        An update in which no completion needed a forward has a gradient of 0: with none at all the
+        optimizer would leave its moments, and so the weights, as they are.
+        """
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            if weight is not master:
+                master.grad = None if weight.grad is None else weight.grad.float()
+                weight.grad = None
+        self.reduce(self.masters)
+        if all(m.grad is None for m in self.masters):
+            for master in self.masters:
+                master.grad = torch.zeros_like(master)
+        found = [m.grad for m in self.masters if m.grad is not None]
+        if factor != 1.0:
+            torch._foreach_mul_(found, factor)
+        norm = whole(nn.utils.get_total_norm(found))
+        return poison("grad", norm)
+
+    def step(self, norm: Tensor) -> None:
+        """Clip to max_grad_norm, update, advance the schedule. `norm` is from `grad_norm`."""
+        if self.max_grad_norm is not None:
+            nn.utils.clip_grads_with_norm_(self.masters, self.max_grad_norm, norm)
+        self.inner.step()
+        self.schedule.step()
+        pairs = zip(self.weights, self.masters, strict=True)
+        halves = [(weight, master) for weight, master in pairs if weight is not master]
+        if halves:
+            with torch.no_grad():
+                torch._foreach_copy_([w for w, _ in halves], [m for _, m in halves])
+        self.zero()
+
+    def zero(self) -> None:
+        """Forget the gradients, so that nothing of them is ever applied."""
+        for parameter in (*self.weights, *self.masters):
+            parameter.grad = None
+
+    def dump(self, rank: int = 0, size: int = 1) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything a restart needs: `<what>/<parameter>` -> tensor, and plain values.
+
+        Of `size` ranks, which all call it, each gets a share of the tensors, every one whole.
+        float32 masters of half-precision weights are part of it. Raises StorageError for state
+        that only a pickle could hold.
+        """
+        saved = Saved(rank, size)
+        plain: dict[str, Any] = {}
+        rows = enumerate(zip(self.names, self.weights, self.masters, strict=True))
+        for number, (name, weight, master) in rows:
+            if weight is not master:
+                saved.add(number, f"master/{name}", master)
+            elif self.shards_are_masters:  # the weights' file has them in the model's own dtype
+                saved.add(number, f"master/{name}", whole(master.detach()))
+            for what, value in self.inner.state.get(master, {}).items():
+                if isinstance(value, Tensor):
+                    saved.add(number, f"{what}/{name}", whole(value))
+                else:
+                    plain[f"{what}/{name}"] = value
+        order = {id(m): n for n, m in zip(self.names, self.masters, strict=True)}
+        names = [[order[id(p)] for p in g["params"]] for g in self.inner.param_groups]
+        groups = named_groups(self.inner, names)
+        facts = {"state": plain, "groups": groups, "schedule": self.schedule.state_dict()}
+        try:
+            json.dumps(facts, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            why = f"{error}: it is neither a tensor nor a plain value, and no pickle is written"
+            raise StorageError(
+                Problem("the optimizer's state cannot be saved", "train.optimizer", why)
+            ) from None
+        return saved.tensors, facts | {"learning_rate": self.learning_rate}
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Put back what `dump` gave, of any number of ranks, and of any engine.
+
+        Raises ConfigError when it is of other parameters.
+        """
+        there(self.names, tensors, facts)
+        masters = dict(zip(self.names, self.masters, strict=True))
+        for key in (*tensors, *facts["state"]):
+            what, _, name = key.partition("/")
+            value, master = tensors[key] if key in tensors else facts["state"][key], masters[name]
+            if what == "master":
+                master.copy_(spread_as(value, master).to(master.dtype))
+            else:
+                fused = bool(self.inner.param_groups[0].get("fused"))
+                self.inner.state[master][what] = _beside(value, master, fused)
+        put_facts(self.inner, self.schedule, facts, self)
+
+
+class Rated(Protocol):
+    """Something with a learning rate."""
+
+    @property
+    def learning_rate(self) -> float: ...
+
+
+class Saved:
+    """One rank's share of an optimizer's state: the parameters whose turn is its own."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+        self.tensors: dict[str, Tensor] = {}
+
+    def add(self, number: int, name: str, value: Tensor) -> None:
+        """State of parameter `number`."""
+        if number % self.size == self.rank:
+            self.tensors[name] = value.detach().cpu().contiguous()
+
+
+def named_groups(inner: torch.optim.Optimizer, names: Sequence[list[str]]) -> list[dict[str, Any]]:
+    """The optimizer's groups as plain values, with the names of their parameters."""
+    return [
+        {k: v for k, v in group.items() if k != "params"} | {"names": own}
+        for group, own in zip(inner.param_groups, names, strict=False)
+        if own
+    ]
+
+
+def there(names: Sequence[str], tensors: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Raises ConfigError when a checkpoint's optimizer is of other parameters than these."""
+    of = {n.partition("/")[2] for n in (*tensors, *facts["state"])}
+    of |= {n for g in facts["groups"] for n in g["names"]}
+    if of - set(names):
+        name = sorted(of - set(names))[0]
+        raise ConfigError(Problem("the checkpoint's optimizer is of other parameters", name))
+
+
+def put_facts(inner: Any, schedule: Any, facts: Mapping[str, Any], rated: Rated) -> None:
+    """Put back options and schedule. Raises ConfigError where the rate is not what it was."""
+    for group in inner.param_groups:
+        known = facts["groups"][0] if len(facts["groups"]) == 1 else None
+        known = known or facts["groups"][inner.param_groups.index(group)]
+        # How it is computed is this machine's: a checkpoint of a CPU goes on on a GPU.
+        kept = ("names", "fused", "foreach", "capturable")
+        group |= {k: _as(v, group.get(k)) for k, v in known.items() if k not in kept}
+    schedule.load_state_dict(facts["schedule"])
+    if rated.learning_rate != facts["learning_rate"]:
+        why = f"{rated.learning_rate}, where the run stopped with {facts['learning_rate']}"
+        raise ConfigError(
+            Problem("the learning rate is not what it was", "train.learning_rate", why)
+        )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor whole, which all ranks ask for together; another one as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def spread_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor, which every rank has, spread as another one is, on its device."""
+    if not isinstance(like, DTensor):
+        return tensor.to(like.device)
+    given = tensor.to(like.to_local().device)
+    return distribute_tensor(given, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _as(value: Any, before: Any) -> Any:
+    """JSON knows no tuples: betas."""
+    return tuple(value) if isinstance(before, tuple) else value
+
+
+def _beside(value: Any, master: Tensor, fused: bool) -> Any:
+    """Counters of one element stay on the CPU, where torch's optimizers keep them; a fused one has
+    them on its device."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() == 0:
+        return value.to(master.device) if fused else value
+    return spread_as(value, master)
+
+
+def build(parameters: Iterable[Tensor], config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer of the config over these. Raises ConfigError for arguments it does not take."""
+    arguments: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    parameters = list(parameters)
+    if config.optimizer == "adamw" and fusible(parameters):
+        arguments["fused"] = True  # a third of the passes over memory, and no temporaries
+    arguments |= config.optimizer_kwargs
+    kind = (
+        torch.optim.AdamW if config.optimizer == "adamw" else _user(config.optimizer, "optimizer")
+    )
+    try:
+        return kind(parameters, **arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            Problem(
+                f"train.optimizer = {config.optimizer!r} does not take these arguments",
+                "train.optimizer_kwargs",
+                f"{error}; it is called as {config.optimizer}(parameters, **{arguments})",
+            )
+        ) from None
+
+
+def fusible(parameters: Sequence[Tensor]) -> bool:
+    """Whether torch's fused AdamW takes these: all on GPUs, none of a type of its own."""
+    return bool(parameters) and all(p.is_cuda and p.is_floating_point() for p in parameters)
+
+
+def schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, updates: int) -> Any:
+    """The learning rate's schedule. Raises ConfigError for one that cannot be made."""
+    try:
+        return _build_schedule(optimizer, config, updates)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            Problem(
+                f"train.lr_scheduler = {config.lr_scheduler!r} cannot be made",
+                "train.lr_scheduler",
+                f"{error}; train.lr_scheduler_kwargs = {config.lr_scheduler_kwargs}",
+                f"one of {', '.join(s.value for s in SchedulerType)}, or file.py:name",
+            )
+        ) from None
+
+
+def _build_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, updates: int) -> Any:
+    if ":" in config.lr_scheduler:
+        build = _user(config.lr_scheduler, "lr_scheduler")
+        given = {"num_warmup_steps": config.warmup_steps, "num_training_steps": updates}
+        wanted = inspect.signature(build).parameters
+        given = {k: v for k, v in given.items() if k in wanted}
+        return build(optimizer, **given, **config.lr_scheduler_kwargs)
+    return get_scheduler(
+        config.lr_scheduler,
+        optimizer,
+        num_warmup_steps=config.warmup_steps,
+        num_training_steps=updates,
+        scheduler_specific_kwargs=config.lr_scheduler_kwargs or None,
+    )
+
+
+def _user(spec: str, key: str) -> Any:
+    if ":" not in spec:
+        raise ConfigError(
+            Problem(
+                f"train.{key} = {spec!r} is not known", f"train.{key}", "adamw, or file.py:name"
+            )
+        )
+    return registry.load_code(spec)

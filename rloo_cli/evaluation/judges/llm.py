@@ -1,0 +1,104 @@
+"""Pairs judged by a language model: A or B, strictly read, in one order or both."""
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from rloo_cli.rewards.common import chat_client
+from rloo_cli.config import template
+from rloo_cli.utils import signals
+from rloo_cli.rewards.common.http_client import Client, EndpointError, wait_for
+from rloo_cli.config.judge import OpenaiJudge
+from rloo_cli.evaluation.judges.pairs import Pair
+from rloo_cli.utils.rng_seeds import sampling_seed
+
+TIE = 0.5
+KNOCK_S = 120.0
+
+
+def judge(
+    keys: OpenaiJudge, pairs: Sequence[Pair], seed: int, poll: Callable[[], None]
+) -> EndpointError | None:
+    """Give every pair its value and what was said.
+
+    -> why the service can no longer be asked, None when it could: pairs it had not judged by then
+    have no value. Raises what `poll` raises.
+    """
+
+    async def everything() -> None:
+        async with Client(chat_client.service(keys), keys.timeout_s) as client:
+            tasks = [asyncio.create_task(_pair(client, keys, pair, seed)) for pair in pairs]
+            try:
+                await asyncio.gather(*tasks)
+            finally:  # one said that no other would be answered
+                for task in tasks:
+                    task.cancel()
+                with suppress(EndpointError):
+                    await asyncio.gather(*tasks, return_exceptions=True)
+
+    try:
+        wait_for(everything(), poll)
+    except EndpointError as error:
+        return error
+    return None
+
+
+def knock(keys: OpenaiJudge, columns: Sequence[str]) -> None:
+    """Ask one easy question, whatever the answer: a wrong address, key or model costs seconds, and
+    not the generation of what was to be judged. Raises EndpointError."""
+    known = dict.fromkeys(columns, "") | {"prompt": "What is 1 + 1?", "a": "2", "b": "3"}
+
+    async def one() -> None:
+        async with Client(chat_client.service(keys), min(keys.timeout_s, KNOCK_S)) as client:
+            await client.post(*chat_client.request(keys, template.fill(keys.template, known)))
+
+    wait_for(one(), signals.check)
+
+
+async def _pair(client: Client, keys: OpenaiJudge, pair: Pair, seed: int) -> None:
+    """Both orders at once, or the one that the seed draws for this pair."""
+    if not pair.theirs.text:
+        pair.said = [{"why": "there is no text to compare with"}]
+        return
+    swaps = [False, True]
+    if not keys.both_orders:
+        # The step is not in it: evaluations of one run differ by their texts, not by their luck.
+        swaps = [bool(sampling_seed(seed, "judge", 0, pair.number, 0) & 1)]
+    said = await asyncio.gather(*(_order(client, keys, pair, swap) for swap in swaps))
+    pair.said = list(said)
+    values = [s["value"] for s in said]
+    if None not in values:
+        pair.value = values[0] if len(set(values)) == 1 else TIE
+
+
+async def _order(client: Client, keys: OpenaiJudge, pair: Pair, swap: bool) -> dict[str, Any]:
+    """One question; asked again where the answer is no verdict. Raises EndpointError if final."""
+    ours, theirs = pair.ours.text, pair.theirs.text
+    known = pair.group.row | {"prompt": template.plain(pair.group.prompt)}
+    known |= {"a": theirs if swap else ours, "b": ours if swap else theirs}
+    question = template.fill(keys.template, known)
+    told: dict[str, Any] = {"a": "theirs" if swap else "ours", "said": None, "value": None}
+    for _ in range(keys.retries + 1):
+        try:
+            told["said"] = await chat_client.ask(client, keys, question)
+        except EndpointError as error:
+            if error.final:
+                raise
+            told["why"] = str(error)
+            continue
+        verdict = read(told["said"], keys.pattern)
+        if verdict is not None:
+            won = {"A": 0.0 if swap else 1.0, "B": 1.0 if swap else 0.0, "TIE": TIE}
+            told.pop("why", None)
+            return told | {"value": won[verdict]}
+        told["why"] = "no verdict in the answer"
+    return told
+
+
+def read(said: str, pattern: str) -> str | None:
+    """A, B or TIE: what the first group of every match says; None for anything else."""
+    found = {match.group(1) for match in re.finditer(pattern, said)}
+    verdict = found.pop() if len(found) == 1 else None
+    return verdict if verdict in ("A", "B", "TIE") else None

@@ -1,0 +1,231 @@
+"""Prompts -> K completions each -> scores: one step's `Batch`.
+
+What a row is worth before any KL is settled here, in the order of OBJECTIVE 2.2 and 2.3.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloo_cli.generation.common import across_ranks
+from rloo_cli.utils import signals
+from rloo_cli.utils.timers import Clock
+from rloo_cli.distributed.world import World
+from rloo_cli.utils.errors import NumbersError, Problem
+from rloo_cli.utils.fault_injection import poison
+from rloo_cli.generation import Generator, unheard
+from rloo_cli.data.prompts import Prompts
+from rloo_cli.rewards.engine.arguments import Context, TrainerState
+from rloo_cli.rewards.engine.build import Reward
+from rloo_cli.rewards.engine.scoring import Scores, Stage
+from rloo_cli.data.batch import Batch, Group
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.utils.rng_seeds import sampling_seed
+
+
+@dataclass
+class Rollouts:
+    """Everything that makes a step's batch."""
+
+    config: RunConfig
+    algorithm: Any  # the algorithm's module
+    prompts: Prompts
+    generator: Generator
+    rewards: list[Reward]
+    clock: Clock
+    world: World
+
+    def next(self, step: int, place: int, state: TrainerState) -> Batch:
+        """Draw prompts from `place` on, sample, score; redraw flat groups where asked to.
+
+        Raises RewardError, GenerationError, and NumbersError when resampling finds nothing to
+        learn from.
+        """
+        settings: Any = self.config.algorithm
+        wanted = self.config.train.prompts_per_step
+        kept: list[Batch] = []
+        drawn = rounds = 0
+        while wanted:
+            batch = self._draw(step, place + drawn, drawn, wanted, state)
+            drawn += wanted
+            rounds += 1
+            if settings.zero_std_groups != "resample" or rounds > settings.max_resample:
+                kept.append(batch)
+                break
+            spread = [i for i in range(wanted) if _spread(batch, i)]
+            kept.append(_only(batch, spread))
+            wanted -= len(spread)
+        whole = _join(kept, drawn)
+        self._settle(whole, drawn)
+        return whole
+
+    def _draw(self, step: int, place: int, first: int, count: int, state: TrainerState) -> Batch:
+        with self.clock.phase("data"):
+            groups = self.prompts.draws(place, count)
+        k = self.config.algorithm.num_generations
+        seeds = [
+            [sampling_seed(self.config.seed, "train", step, first + i, j) for j in range(k)]
+            for i in range(count)
+        ]
+        context = Context(self.prompts.conversational, state, signals.check)
+
+        def sample(places: range, arrived: Callable[[int], None] = unheard) -> None:
+            mine = [groups[i] for i in places]
+            self.generator.generate(mine, [seeds[i] for i in places], arrived=arrived)
+
+        scores = across_ranks.answer(
+            self.world, self.generator, groups, sample,
+            lambda own: Stage(self.rewards, own, context, k), self.clock,
+        )  # fmt: skip
+        scores.raw = poison("reward", scores.raw)
+        batch = self._batch(step, groups, scores)
+        if self.config.algorithm.greedy:
+            self._add_greedy(batch, seeds, context)
+        return batch
+
+    def _add_greedy(self, batch: Batch, seeds: list[list[int]], context: Context) -> None:
+        """Answer each prompt once more, greedily; a group whose answer has no score has none."""
+        others = [replace(group, rollouts=[]) for group in batch.groups]
+
+        def sample(places: range, arrived: Callable[[int], None] = unheard) -> None:
+            mine = [others[i] for i in places]
+            own = [seeds[i][:1] for i in places]
+            self.generator.generate(mine, own, greedy=True, arrived=arrived)
+
+        scores = across_ranks.answer(
+            self.world, self.generator, others, sample,
+            lambda own: Stage(self.rewards, own, context, 1), self.clock,
+        )  # fmt: skip
+        found = self._batch(batch.step, others, scores)
+        batch.greedy = found.shaped.masked_fill(~found.scorable, float("nan")).squeeze(1)
+        batch.scorable = batch.scorable & found.scorable
+        if found.scorable.any():
+            batch.facts["objective/greedy_scores"] = float(found.shaped[found.scorable].mean())
+
+    def _batch(self, step: int, groups: list[Group], scores: Scores) -> Batch:
+        settings = self.config.algorithm
+        weighted, scorable = self.algorithm.combine(scores.raw, scores.weights, settings)
+        facts = {f"reward/{n}/error_rate": r for n, r in scores.error_rate.items()}
+        facts |= {f"reward/{n}/time": s for n, s in scores.seconds.items()}
+        facts |= self.generator.facts
+        batch = Batch(
+            step=step,
+            groups=groups,
+            names=list(scores.names),
+            raw=scores.raw,
+            score=weighted,
+            shaped=weighted,
+            scorable=scorable,
+            masked=torch.zeros_like(scorable),
+            active=[],
+            draws=len(groups),
+            facts=facts | scores.metrics,
+            extras=dict(scores.extras),
+            notes=list(scores.warnings),
+            weights=scores.weights,
+            plain=plain_scores(scores.raw, scores.weights, settings),
+        )
+        ended = batch.table("terminated")
+        batch.scorable, batch.masked = self.algorithm.truncation(scorable, ended, settings)
+        batch.shaped = self.algorithm.shape(
+            weighted, batch.scorable, batch.table("length"), ended, settings
+        )
+        return batch
+
+    def _settle(self, batch: Batch, drawn: int) -> None:
+        """Combine and shape once more over the whole step, and decide which groups are trained on.
+
+        What is normalised over the step was normalised over one round of draws until now.
+        """
+        settings: Any = self.config.algorithm
+        if batch.plain is not None and batch.weights is not None:
+            batch.score, _ = self.algorithm.combine(batch.raw, batch.weights, settings)
+        batch.shaped = self.algorithm.shape(
+            batch.score, batch.scorable, batch.table("length"), batch.table("terminated"), settings
+        )
+        flat = [i for i in range(len(batch.groups)) if not _spread(batch, i)]
+        dropped = flat if settings.zero_std_groups != "keep" else []
+        if len(dropped) == len(batch.groups) and settings.zero_std_groups == "resample":
+            raise NumbersError(
+                Problem(
+                    f"no group of {drawn} drawn has two different scores",
+                    f"step {batch.step + 1}, algorithm.zero_std_groups=resample",
+                    _shares(batch),
+                    "easier or harder prompts, or algorithm.zero_std_groups=keep",
+                )
+            )
+        batch.active = [i for i in range(len(batch.groups)) if i not in dropped]
+        batch.facts["groups/dropped"] = len(dropped)
+        batch.facts["groups/resampled"] = drawn - len(batch.groups)
+
+
+def plain_scores(raw: Tensor, weights: Tensor, settings: Any) -> Tensor | None:
+    """The rewards' weighted sum, where what is trained on is not that sum but a normalised one.
+
+    (F, P, K), (F,) -> (P, K), 0 for what a reward said nothing of
+    """
+    if getattr(settings, "multi_reward", "sum") == "sum":
+        return None
+    return (raw.nan_to_num(0.0) * weights[:, None, None]).sum(0)
+
+
+def _shares(batch: Batch) -> str:
+    """How many of these groups, each flat, score highest and lowest."""
+    values = [float(s[r][0]) for s, r in zip(batch.score, batch.scorable, strict=True) if r.any()]
+    if not values:
+        return "none of their completions has a score"
+    top, low = max(values), min(values)
+    return (
+        f"of the last {len(batch.groups)} groups {values.count(top) / len(batch.groups):.0%} score"
+        f" {top:.3g}, the highest, and {values.count(low) / len(batch.groups):.0%} {low:.3g}, the"
+        " lowest"
+    )
+
+
+def _spread(batch: Batch, i: int) -> bool:
+    """Whether two scorable rows of group i differ."""
+    values = batch.shaped[i][batch.scorable[i]]
+    return values.numel() > 1 and bool(values.max() != values.min())
+
+
+def _only(batch: Batch, kept: list[int]) -> Batch:
+    rows: dict[str, Any] = {"raw": batch.raw[:, kept]}
+    rows |= {n: getattr(batch, n)[kept] for n in ("score", "shaped", "scorable", "masked")}
+    for name in ("greedy", "plain"):
+        column = getattr(batch, name)
+        rows[name] = None if column is None else column[kept]
+    k = batch.score.shape[1]
+    places = [i * k + j for i in kept for j in range(k)]
+    extras = {name: [column[p] for p in places] for name, column in batch.extras.items()}
+    groups = [batch.groups[i] for i in kept]
+    return Batch(
+        batch.step, groups, batch.names, active=[], draws=batch.draws, facts=batch.facts,
+        extras=extras, notes=batch.notes, weights=batch.weights, **rows,
+    )  # fmt: skip
+
+
+def _join(parts: list[Batch], drawn: int) -> Batch:
+    if len(parts) == 1:
+        return parts[0]
+    columns: dict[str, Any] = {"raw": torch.cat([p.raw for p in parts], dim=1)}
+    for name in ("score", "shaped", "scorable", "masked"):
+        columns[name] = torch.cat([getattr(p, name) for p in parts])
+    for name in ("greedy", "plain"):
+        found = [own for p in parts if (own := getattr(p, name)) is not None]
+        columns[name] = torch.cat(found) if found else None
+    facts: dict[str, float] = {}
+    for name in {n for p in parts for n in p.facts}:  # the mean over the rounds of drawing
+        said = [p.facts[name] for p in parts if name in p.facts]
+        facts[name] = sum(said) / (1 if name.endswith("/time") else len(said))
+    names = {n for p in parts for n in p.extras}
+    extras = {
+        n: [v for p in parts for v in p.extras.get(n, [None] * p.score.numel())] for n in names
+    }
+    return Batch(
+        parts[0].step, [g for p in parts for g in p.groups], parts[0].names, active=[],
+        draws=drawn, facts=facts, extras=extras,
+        notes=[n for p in parts for n in p.notes], weights=parts[0].weights, **columns,
+    )  # fmt: skip

@@ -1,0 +1,116 @@
+"""When a completion ends, and what its text is (OBJECTIVE 7).
+
+It ends at the first of: a stop id, a stop string, the length limit. Ids decide, never the pad id:
+what is padding is known from lengths. The stop id, or the tokens that complete a stop string,
+belong to the completion's ids and not to its text.
+"""
+
+from typing import Any
+
+from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.config.schema import GenerationConfig
+
+SLACK = 8  # tokens decoded before a stop string, so that it never starts in half a character
+
+
+def stop_ids(tokenizer: Any, model: Any, config: GenerationConfig) -> set[int]:
+    """Every id that ends a completion: EOS of tokenizer, generation config and model config, and
+    `stop_token_ids`. With `ignore_eos` only the latter.
+
+    Many models declare several EOS ids, and in different places; comparing with one of them
+    counts completions that ended as truncated.
+    """
+    found = set(config.stop_token_ids)
+    if config.ignore_eos:
+        return found
+    for holder in (tokenizer, getattr(model, "generation_config", None), model.config):
+        eos = getattr(holder, "eos_token_id", None)
+        if eos is not None:
+            found.update([eos] if isinstance(eos, int) else eos)
+    return found
+
+
+class StopRule:
+    """The rule for one config, with the tokenizer that spells ids.
+
+    Raises ConfigError for a stop string that could never be found.
+    """
+
+    def __init__(self, tokenizer: Any, model: Any, config: GenerationConfig):
+        self.tokenizer = tokenizer
+        self.ids = stop_ids(tokenizer, model, config)
+        self.strings = config.stop
+        self.limit = config.max_completion_length
+        self.min_tokens = config.min_tokens
+        self.special = _special(tokenizer)
+        _check(self.strings, self.special)
+        # A token that is shown spells at least one byte, so a stop string spans no more than its
+        # bytes in tokens.
+        self.window = max((len(s.encode()) for s in self.strings), default=0) + SLACK
+
+    def reason(self, ids: list[int]) -> str | None:
+        """Why `ids` is a complete completion (`stop`, `length`), or None: sample on.
+
+        `ids` is called once per token, so a stop string, if any, ends in its last token.
+        """
+        if ids[-1] in self.ids or self._string(ids):
+            return "stop"
+        return "length" if len(ids) >= self.limit else None
+
+    def terminated(self, ids: list[int], reason: str) -> bool:
+        """It ended by itself. An engine may say `length` when the last token allowed is a stop
+        id; that is an end all the same."""
+        return reason == "stop" or ids[-1] in self.ids
+
+    def text(self, ids: list[int]) -> str:
+        """The completion's text: no stop id, no stop string nor anything after it."""
+        if ids[-1] in self.ids:
+            return self._decode(ids[:-1])
+        text = self._decode(ids)
+        return text[: self._found(text, ids)]
+
+    def _string(self, ids: list[int]) -> bool:
+        if not self.strings:
+            return False
+        shown = [i for i in ids if i not in self.special][-self.window :]
+        tail = self._decode(shown)  # cheap: the whole is decoded only when its tail has a hit
+        hit = any(s in tail for s in self.strings)
+        return hit and self._found(self._decode(ids), ids) is not None
+
+    def _found(self, text: str, ids: list[int]) -> int | None:
+        """Where the first stop string that ends after min_tokens begins in `text`.
+
+        An earlier one does not count, as in vLLM: neither stop ids nor stop strings end a
+        completion within min_tokens.
+        """
+        before = len(self._decode(ids[: self.min_tokens])) if self.min_tokens else 0
+        starts = [text.find(s, max(0, before - len(s) + 1)) for s in self.strings]
+        return min((s for s in starts if s >= 0), default=None)
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+
+def _special(tokenizer: Any) -> dict[int, str]:
+    """id -> spelling of the tokens that `skip_special_tokens` leaves out."""
+    named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return dict(named) | {i: str(token) for i, token in added.items() if token.special}
+
+
+def _check(strings: list[str], special: dict[int, str]) -> None:
+    problems = [Problem("a stop string is empty", "generation.stop")] if "" in strings else []
+    for stop in strings:
+        for i, token in special.items():
+            if token and token in stop:
+                problems.append(
+                    Problem(
+                        f"the stop string {stop!r} can never be found",
+                        "generation.stop",
+                        why=f"{token!r} is a special token, which text never contains",
+                        fix=f"generation.stop_token_ids=[{i}]",
+                    )
+                )
+    if problems:
+        raise ConfigError(*problems)

@@ -1,0 +1,140 @@
+"""Who may ask a rollout server what: the outermost layer before every route of vLLM's.
+
+The routes that reinforcement learning needs exist only in vLLM's developer mode, which also opens
+arbitrary calls; vLLM's own key guards some paths only, and lets OPTIONS pass. So: without the
+token nothing but `GET /health`, whatever the path looks like; with it, everything but what runs
+arbitrary calls or shows the whole configuration. Imports neither torch nor vLLM.
+"""
+
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import unquote
+
+from rloo_cli.generation.vllm.handshake_facts import VARIABLE as FACTS
+
+TOKEN = "RLOO_SERVER_TOKEN_"  # the environment variable by which the guard gets the token
+# Any call of a worker's method; the whole configuration and environment; a label on weights
+# that are others; code and files of the machine.
+FORBIDDEN = {"collective_rpc", "server_info", "update_weight_version", "load_lora_adapter",
+             "unload_lora_adapter"}  # fmt: skip
+CHECKER, CHECKS = "weight_checker", ("checksum", "compare")  # and not `reset`: random weights
+LARGEST = 64 * 2**20  # bytes of a request that is read here: the checksums of a model
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Guard:
+    """An ASGI application around another one. Raises ValueError without a token."""
+
+    def __init__(self, app: App):
+        self.app = app
+        token = os.environ.get(TOKEN, "")
+        if not token.strip():
+            raise ValueError(f"{TOKEN} is empty: a server without a token is not started")
+        self.expected = b"Bearer " + token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or _health(scope):
+            await self.app(scope, receive, send)
+        elif not self._knows(scope):
+            await _refuse(scope, receive, send, 401, "this server wants its token")
+        elif scope["type"] != "http" and scope["type"] != "websocket":
+            await _refuse(scope, receive, send, 403, "unknown protocol")
+        elif (parts := segments(scope)) & FORBIDDEN:
+            await _refuse(scope, receive, send, 403, "not even with the token")
+        elif CHECKER in parts:
+            await self._check_weights(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"] == "/rloo" and scope["method"] == "GET":
+            await _answer(send, 200, os.environ.get(FACTS, "{}").encode())
+        else:
+            await self.app(scope, receive, send)
+
+    def _knows(self, scope: Scope) -> bool:
+        """Whether there is one Authorization header, and it is the right one."""
+        given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(given[0], self.expected)
+
+    async def _check_weights(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body; hand it on only where it asks for what reads."""
+        body = await _body(receive) if scope["type"] == "http" else None
+        if body is None or _action(body) not in CHECKS:
+            await _refuse(scope, receive, send, 403, f"action is one of {', '.join(CHECKS)}")
+            return
+        replayed = False
+
+        async def replay() -> MutableMapping[str, Any]:
+            nonlocal replayed
+            if replayed:
+                return await receive()
+            replayed = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self.app(scope, replay, send)
+
+
+def segments(scope: Scope) -> set[str]:
+    """The parts of a path, decoded as often as it can be, in lower case: for what is forbidden."""
+    path = scope.get("root_path", "") + "/" + scope["path"]
+    for _ in range(10):
+        path = unquote(path)
+    lowered = path.lower().replace("\\", "/").replace("-", "_")
+    return {part.partition(";")[0].strip() for part in lowered.split("/")}
+
+
+def _health(scope: Scope) -> bool:
+    """Whether this asks exactly for `/health`, and only to read it."""
+    return (
+        scope["type"] == "http"
+        and scope["method"] in ("GET", "HEAD")
+        and scope["path"] == "/health"
+        and scope.get("raw_path") in (None, b"/health")
+        and not scope.get("root_path")
+    )
+
+
+async def _body(receive: Receive) -> bytes | None:
+    """A request's whole body; None when it is too long, or its sender is gone."""
+    body: bytes = b""
+    while len(body) <= LARGEST:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            return body
+    return None
+
+
+def _action(body: bytes) -> str | None:
+    """The `action` of a JSON body that says it once; a second one could be the one that counts."""
+    try:
+        pairs = json.loads(body, object_pairs_hook=tuple)  # of JSON, only objects are tuples
+    except (ValueError, RecursionError):
+        return None
+    found = [v for name, v in pairs if name == "action"] if isinstance(pairs, tuple) else []
+    return found[0] if len(found) == 1 and isinstance(found[0], str) else None
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send, status: int, why: str) -> None:
+    if scope["type"] == "websocket":
+        await receive()  # the request to connect; closed before it is accepted is a 403
+        await send({"type": "websocket.close", "code": 1008, "reason": why})
+    elif scope["type"] == "http":
+        extra = [(b"www-authenticate", b"Bearer")] if status == 401 else []
+        await _answer(send, status, json.dumps({"error": why}).encode(), extra)
+
+
+async def _answer(
+    send: Send, status: int, body: bytes, extra: list[tuple[bytes, bytes]] | None = None
+) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send(
+        {"type": "http.response.start", "status": status, "headers": [*headers, *(extra or [])]}
+    )
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,152 @@
+"""The process of a colocated engine: vLLM with no port open, spoken to over one pipe.
+
+Started by `colocated` with the number of the pipe's file. Messages are tuples: ("call", name,
+arguments) is answered by ("ok", value) or ("error", text); ("complete", asks) by a ("done", i,
+answer) each and an ("end",), or by ("error", text). While it draws, ("abort",) ends that early.
+"""
+
+import gc
+import os
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind
+
+from rloo_cli.generation.vllm import lora_slot, versions
+from rloo_cli.generation.vllm.engine import Answer, Ask
+
+
+def main() -> None:
+    """Serve the pipe until its other end closes."""
+    pipe = Connection(int(sys.argv[1]))
+    kind, arguments = pipe.recv()
+    assert kind == "start"
+    try:
+        engine = Engine(LLM(**arguments), pipe)
+        gc.collect()
+        gc.freeze()  # what was loaded stays: no need to look through it again and again
+        pipe.send(("ok", engine.workers()))
+    except Exception:
+        pipe.send(("error", traceback.format_exc()))
+        return
+    while True:
+        try:
+            kind, *given = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if kind == "complete":
+                engine.complete(*given)
+                pipe.send(("end",))
+            elif kind == "call":
+                name, args = given
+                pipe.send(("ok", getattr(engine, name)(*args)))
+        except Exception:
+            pipe.send(("error", traceback.format_exc()))
+
+
+class Engine:
+    """What may be called over the pipe."""
+
+    def __init__(self, llm: Any, pipe: Connection):
+        self.llm, self.pipe = llm, pipe
+        self.weights = versions.with_labels(llm)
+        folder = os.environ.get(lora_slot.VARIABLE)
+        self.adapter = LoRARequest(lora_slot.NAME, lora_slot.NUMBER, folder) if folder else None
+        self.drawn = 0
+
+    def workers(self) -> int:
+        """Processes that receive weights."""
+        size: int = self.llm.llm_engine.vllm_config.parallel_config.world_size_across_dp
+        return size
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.weights.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.weights.start_weight_update()
+
+    def update_weights(self, update_info: Any) -> None:
+        self.weights.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None) -> None:
+        self.weights.finish_weight_update(weight_version)
+
+    def reset_prefix_cache(self) -> bool:
+        done: bool = self.llm.reset_prefix_cache()
+        return done
+
+    def version(self) -> str:
+        label: str = self.weights.get_weight_version()
+        return label
+
+    def sleep(self, what: str) -> None:
+        """Let go of the KV cache (`kv`), or of everything (`weights`: they will be sent anew).
+
+        Level 1 keeps a copy of the weights: only with an adapter, since then they are sent once.
+        """
+        drain(self.llm.llm_engine)
+        if what == "weights":
+            self.llm.sleep(level=1 if self.adapter else 2)
+        else:
+            self.llm.sleep(level=0)
+            self.llm.release_kv_cache_memory()
+
+    def wake(self, what: str) -> None:
+        """Bring back `weights`, or `kv` and with it the scheduler."""
+        self.llm.wake_up(["weights"] if what == "weights" else ["kv_cache"])
+        if what == "kv":
+            self.llm.wake_up(["scheduling"])
+
+    def complete(self, asks: list[Ask]) -> None:
+        """Draw; each completion is sent as soon as it is ready."""
+        core, label, first = self.llm.llm_engine, self.version(), self.drawn
+        for i, ask in enumerate(asks):
+            params = SamplingParams(**ask.params)
+            params.flat_logprobs = True  # three lists, not an object for each token
+            params.output_kind = RequestOutputKind.FINAL_ONLY
+            prompt = TokensPrompt(prompt_token_ids=ask.prompt_ids)
+            core.add_request(str(first + i), prompt, params, lora_request=self.adapter)
+        self.drawn += len(asks)
+        while core.has_unfinished_requests():
+            if self.pipe.poll() and self.pipe.recv() == ("abort",):
+                core.abort_request([str(first + i) for i in range(len(asks))])
+                return
+            for output in core.step():
+                if output.finished:
+                    i = int(output.request_id) - first
+                    self.pipe.send(("done", i, _answer(output.outputs[0], label)))
+            self.pipe.send(("alive",))
+        if self.version() != label:
+            raise RuntimeError(f"the weights changed from {label} to {self.version()} on the way")
+
+
+def drain(engine: Any) -> None:
+    """Let the scheduler forget the requests that are finished, and take in the last batch.
+
+    It does so in its next step, and with asynchronous scheduling a batch is on its way when the
+    last completion is there; until then vLLM refuses to let go of the KV cache. A core in a process
+    of its own (`core_process`) does this when it pauses.
+    """
+    core = getattr(engine.engine_core, "engine_core", None)
+    while core is not None and (core.scheduler.has_requests() or core.batch_queue):
+        engine.step()
+
+
+def _answer(output: Any, label: str) -> Answer:
+    """A finished completion. Of each position the sampled token comes first, and alone where
+    `logprobs` is 0."""
+    told, ids = output.logprobs, list(output.token_ids)
+    firsts = told.start_indices
+    if [told.token_ids[i] for i in firsts] != ids:
+        raise RuntimeError("log-probabilities are of other tokens than those that were sampled")
+    logp = [told.logprobs[i] for i in firsts]
+    return Answer(ids, logp, str(output.finish_reason), [label])
+
+
+if __name__ == "__main__":
+    main()

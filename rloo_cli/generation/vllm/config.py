@@ -1,0 +1,78 @@
+"""The keys of a vLLM engine, which a server and a colocated engine share. Imports no torch.
+
+They have vLLM's own names, and `null` leaves vLLM's own choice. What they become is told by
+`rloo_cli.generation.vllm.arguments`; `extra` passes the rest of vLLM's engine arguments through.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from rloo_cli.utils.errors import Problem
+from rloo_cli.config.schema import Frozen, Positive, Text, key
+
+# What `extra` may not say, and the key that does: rloo has to know it, or it would break a promise.
+SPOKEN_FOR = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "revision": "model.revision",
+    "dtype": "generation.*.dtype",
+    "seed": "seed",
+    "trust_remote_code": "model.trust_remote_code",
+    "host": "generation.server.host",
+    "port": "generation.server.port",
+    "api_key": "nothing: a token is made for each server",
+    "middleware": "nothing: the guard stands there",
+    "logprobs_mode": "nothing: log-probabilities are the processed ones",
+    "generation_config": "nothing: every sampling key is sent with each request",
+    "weight_transfer_config": "generation.*.transfer",
+    "worker_extension_cls": "nothing",
+    "enable_scale_out": "nothing: tokens in, tokens out needs it",
+    "enable_lora": "model.lora",
+    "max_lora_rank": "model.lora.r",
+    "max_loras": "nothing: there is one adapter",
+    "lora_modules": "nothing: the run's adapter is the one",
+}
+
+
+class EngineKeys(Frozen):
+    """Arguments of a vLLM engine."""
+
+    tensor_parallel_size: Positive = key("GPUs (processes without GPUs) one copy is spread over")
+    gpu_memory_utilization: float = key("Share of each GPU's memory vLLM may take", gt=0, le=1)
+    kv_cache_gb: float | None = key("Memory of the KV cache without a GPU; null = 1", gt=0)
+    max_model_len: Positive | None = key("Most tokens, prompt and completion; null = this run's")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "Weights' dtype in the engine; auto = the trainer's (model.dtype)"
+    )
+    max_num_seqs: Positive | None = key("Most completions decoded at once")
+    max_num_batched_tokens: Positive | None = key("Most tokens in one forward pass")
+    enforce_eager: bool | None = key(
+        "No CUDA graphs; null = true without a GPU, else vLLM's choice"
+    )
+    kv_cache_dtype: Text | None = key("dtype of the KV cache, e.g. fp8")
+    enable_prefix_caching: bool = key("Share the prompt's keys and values between its completions")
+    quantization: Text | None = key("vLLM's quantization of the weights it is sent, e.g. fp8")
+    model_impl: Text | None = key("vllm or transformers: whose modelling code the engine runs")
+    batch_invariant: bool = key("vLLM's batch-invariant kernels: a sample ignores its neighbours")
+    transfer: Literal["auto", "gloo", "nccl", "ipc"] = key(
+        "How weights travel; auto = nccl (server) or ipc (colocated) on GPUs, gloo without"
+    )
+    extra: dict[str, Any] = key("Any further argument of vLLM's engine, by its own name")
+
+
+def problems(section: str, keys: EngineKeys, run: Any) -> Iterator[Problem]:
+    """What is wrong with these keys, found without vLLM. `section`: where they stand."""
+    for name in keys.extra:
+        plain = name.replace("-", "_").lstrip("_")
+        if plain in SPOKEN_FOR or plain in EngineKeys.model_fields:
+            ours = SPOKEN_FOR.get(plain, f"{section}.{plain}")
+            what = f"{section}.extra.{name} is rloo's own business"
+            yield Problem(what, f"{section}.extra", f"set by {ours}", f"leave out extra.{name}")
+    need = (run.data.max_prompt_length or 1) + run.generation.max_completion_length
+    if keys.max_model_len is not None and keys.max_model_len < need:
+        yield Problem(
+            f"{section}.max_model_len = {keys.max_model_len} cannot hold a prompt and a completion",
+            f"{section}.max_model_len",
+            f"data.max_prompt_length + generation.max_completion_length = {need}",
+            f"{section}.max_model_len={need}",
+        )

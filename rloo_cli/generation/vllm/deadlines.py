@@ -1,0 +1,76 @@
+"""Waiting for another process: every wait has a name and an end, and looks at the signals."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from rloo_cli.utils import signals
+from rloo_cli.utils.device_waits import current_gpu, use_gpu
+from rloo_cli.generation.vllm.engine import Lost
+
+T = TypeVar("T")
+LOOK_S = 0.1
+
+
+def within(limit_s: float, what: str, work: Callable[[], T]) -> T:
+    """Run `work` on a thread for at most `limit_s` seconds. Raises Lost at the limit, Stopped.
+
+    A thread that is still stuck then is left behind: it holds nobody back.
+    """
+    found: list[T] = []
+    failed: list[BaseException] = []
+    gpu = current_gpu()
+
+    def run() -> None:
+        try:
+            use_gpu(gpu)  # a new thread's is number 0, whichever rank this is
+            found.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name=what)
+    thread.start()
+    end = time.monotonic() + limit_s
+    while thread.is_alive() and time.monotonic() < end:
+        signals.check()
+        thread.join(LOOK_S)
+    if failed:
+        raise failed[0]
+    if not found:
+        raise Lost(f"{what}: no end after {limit_s:g} s")
+    return found[0]
+
+
+def until(limit_s: float, what: str, found: Callable[[], T | None], every_s: float = 0.25) -> T:
+    """Ask `found` again and again until it returns something. Raises Lost at the limit, Stopped."""
+    end = time.monotonic() + limit_s
+    while (value := found()) is None:
+        signals.check()
+        if time.monotonic() > end:
+            raise Lost(f"{what}: not within {limit_s:g} s")
+        time.sleep(every_s)
+    return value
+
+
+class Beside:
+    """A call on a thread of its own, which never holds the process back."""
+
+    def __init__(self, work: Any):
+        self.error: BaseException | None = None
+        self.gpu = current_gpu()
+        self.thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self.thread.start()
+
+    def _run(self, work: Any) -> None:
+        try:
+            use_gpu(self.gpu)
+            work()
+        except BaseException as error:
+            self.error = error
+
+    def result(self) -> None:
+        """Wait for it; raises what it raised."""
+        self.thread.join()
+        if self.error is not None:
+            raise self.error

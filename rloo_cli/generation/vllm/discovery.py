@@ -1,0 +1,156 @@
+"""Which rollout servers a run uses, and the state each of them is in when a trainer comes.
+
+They are named by `base_url`, or one is found by the run's server.json: that of `rloo vllm-serve`,
+or the one that the run's own launcher started.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rloo_cli.generation.vllm import server_file
+from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.generation.vllm_server import EVERYWHERE, LOOPBACK, Section
+from rloo_cli.generation.vllm.engine import Lost, Refused
+from rloo_cli.generation.vllm.deadlines import until
+from rloo_cli.generation.vllm.http import Wire
+
+CALL_S = 30.0  # a question that needs no work
+CLEAR_S = 60.0  # emptying a cache, aborting what is under way
+
+
+@dataclass
+class Server:
+    """One server."""
+
+    url: str
+    token: str = field(repr=False)
+    transfer: str = "gloo"
+    found: server_file.Server | None = None  # what its server.json said, if it has one
+    workers: int = 0
+    groups: bool = False  # it has the route for the completions of a whole group
+
+
+class Finder:
+    """Finds the servers of a run, and waits for them. `note` prints a line."""
+
+    def __init__(self, keys: Section, folder: Path, wire: Wire, note: Callable[[str], None]):
+        self.keys, self.folder, self.wire, self.note = keys, folder, wire, note
+        self.gone: set[tuple[int, str]] = set()  # servers of ours that were given up
+
+    def find(self, again: bool) -> list[Server]:
+        """All of them, once they answer; `again`: they were lost. Raises GenerationError."""
+        urls = self.keys.base_url
+        if urls is None:
+            return [self._own(n, again) for n in range(1, max(1, self.keys.num_nodes) + 1)]
+        given = [urls] if isinstance(urls, str) else urls
+        secret = os.environ.get(self.keys.api_key_env, "")
+        limit = self.keys.reconnect_timeout_s if again else self.keys.ready_timeout_s
+        return [self._answering(self._reachable(url), secret, limit) for url in given]
+
+    def _own(self, number: int, again: bool) -> Server:
+        """The server of the run's own server.json (of its n-th node), once it answers."""
+        last = server_file.read(self.folder, number)
+        external = last is not None and last.by != "train" and not last.failed
+
+        def found() -> Server | None:
+            there = server_file.read(self.folder, number)
+            if self.keys.num_nodes and there is not None and there.stale():
+                return None  # what a job before this one left
+            if there is not None and there.failed:
+                raise GenerationError(
+                    Problem("the rollout server cannot be had", there.log, there.failed)
+                )
+            if there is None or (there.pid, there.pid_started) in self.gone or not _up(there):
+                return None
+            server = Server(there.url, there.token, there.transfer, there)
+            with contextlib.suppress(Lost):
+                self.wire.get(there.url, "/health", there.token, 5)
+                return server
+            return None
+
+        limit = self.keys.reconnect_timeout_s if again and external else self._patience()
+        try:
+            return until(limit, f"a server in {server_file.place(self.folder, number)}", found)
+        except Lost as lost:  # the whole patience is used up: no second wait
+            raise GenerationError(Problem("no rollout server answers", "", str(lost))) from None
+
+    def _patience(self) -> float:
+        """The launcher keeps each start's deadline, and says in server.json when it gives up."""
+        if self.keys.num_nodes:  # nobody starts it again
+            return self.keys.ready_timeout_s + 60
+        return self.keys.ready_timeout_s * (self.keys.max_restarts + 1) + 60
+
+    def _answering(self, url: str, token: str, limit_s: float) -> Server:
+        said = ""
+
+        def found() -> Server | None:
+            nonlocal said
+            try:
+                self.wire.get(url, "/health", token, 5)
+            except Lost as lost:
+                said = str(lost)
+                return None
+            return Server(url, token)
+
+        try:
+            return until(limit_s, f"{url}/health", found)
+        except Lost:  # the whole patience is used up: no second wait
+            what, where = f"no server answers at {url}", "generation.server.base_url"
+            why = f"expected an answer within {limit_s:g} s; {said}"
+            raise GenerationError(Problem(what, where, why, "rloo vllm-serve starts one")) from None
+
+    def _reachable(self, url: str) -> str:
+        """An address to listen on is none to call: it stands for this machine."""
+        parts = urlsplit(url)
+        if (parts.hostname or "") not in EVERYWHERE:
+            return url.rstrip("/")
+        port = f":{parts.port}" if parts.port else ""
+        called = parts._replace(netloc=f"127.0.0.1{port}").geturl().rstrip("/")
+        self.note(f"{url} is an address to listen on, none to call: {called} is asked")
+        return called
+
+
+def undo(wire: Wire, server: Server) -> None:
+    """What a trainer that vanished may have left: a pause, an open update, its connection."""
+    post = wire.post
+    for _ in range(2):  # the first may only tell that weights are missing
+        with contextlib.suppress(Refused):  # no update is open: no route tells
+            post(server.url, "/finish_weight_update", server.token, {}, CLEAR_S)
+    if wire.get(server.url, "/is_paused", server.token, CALL_S)["is_paused"]:
+        post(server.url, "/resume", server.token, None, CLEAR_S)
+    with contextlib.suppress(Refused):
+        post(server.url, "/shutdown_weight_transfer_engine", server.token, None, CLEAR_S)
+
+
+def _up(there: server_file.Server) -> bool:
+    return there.alive() is not False
+
+
+def hosts(url: str, keys: Section) -> tuple[str, str]:
+    """Addresses that trainer and server meet at for weights: loopback where the server is.
+
+    For a server on another machine this one listens on `host`, or on the address from which it
+    reaches the server. Raises GenerationError where that is not allowed.
+    """
+    there = urlsplit(url).hostname or LOOPBACK[0]
+    if there in LOOPBACK:
+        return "127.0.0.1", "127.0.0.1"
+    if not keys.allow_remote:
+        raise GenerationError(
+            Problem(
+                f"weights for {url} would leave this machine",
+                "generation.server.allow_remote",
+                "it would listen for that server on an address that others reach",
+                "generation.server.allow_remote=true",
+            )
+        )
+    if keys.host not in LOOPBACK:
+        return keys.host, there
+    with socket.socket(socket.AF_INET6 if ":" in there else socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect((there, 9))  # nothing is sent: it only chooses the interface
+        return s.getsockname()[0], there

@@ -1,0 +1,77 @@
+"""POST /rloo/generate: the completions of one prompt in one request, as packed numbers.
+
+vLLM's own route takes a completion each and answers with an object for every token; from many GPUs
+that is more than one process can write. Here the prompt is sent once, every completion has its own
+sampling parameters, its own seed among them, and ids and log-probabilities come as bytes. It asks
+the engine as vLLM's route does, so the tokens are the same.
+"""
+
+import asyncio
+import base64
+import os
+import uuid
+from typing import Any
+
+import numpy as np
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from vllm.inputs import TokensPrompt
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from rloo_cli.generation.vllm import lora_slot, versions
+from rloo_cli.generation.vllm.handshake_facts import GROUP
+
+
+def attach(app: FastAPI) -> None:
+    """Give vLLM's application this route, behind the guard that stands before all of them."""
+    app.add_api_route(GROUP, _group, methods=["POST"])
+
+
+async def _group(raw_request: Request) -> JSONResponse:
+    body = await raw_request.json()
+    found: JSONResponse = await _cancellable(body, raw_request)
+    return found
+
+
+@versions.module("api_utils").with_cancellation
+async def _cancellable(body: dict[str, Any], raw_request: Request) -> JSONResponse:
+    """All completions at once; those under way are aborted when whoever asked is gone."""
+    state = raw_request.app.state
+    adapter = None
+    if lora_slot.VARIABLE in os.environ:
+        adapter = state.openai_serving_models.lora_requests[lora_slot.NAME]
+    prompt = TokensPrompt(prompt_token_ids=body["token_ids"])
+    number = uuid.uuid4().hex
+    outputs = await asyncio.gather(
+        *(
+            _completion(state, prompt, params, f"rloo-{number}-{i}", adapter)
+            for i, params in enumerate(body["sampling_params"])
+        )
+    )
+    return JSONResponse({"completions": outputs})
+
+
+async def _completion(
+    state: Any, prompt: TokensPrompt, given: dict[str, Any], name: str, adapter: Any
+) -> dict[str, Any]:
+    params = SamplingParams(**given)
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    params.flat_logprobs = True  # three lists, not an object for each token
+    engine, before = state.engine_client, state.rloo_label
+    outputs = [o async for o in engine.generate(prompt, params, name, lora_request=adapter)]
+    output = outputs[-1].outputs[0]
+    told, ids = output.logprobs, list(output.token_ids)
+    firsts = told.start_indices if told is not None else []
+    if [told.token_ids[i] for i in firsts] != ids:
+        raise RuntimeError("log-probabilities are of other tokens than those that were sampled")
+    return {
+        "ids": packed(ids, np.int32),
+        "logp": packed([told.logprobs[i] for i in firsts], np.float32),
+        "finish_reason": str(output.finish_reason),
+        "versions": versions.spans_of(output, before, state.rloo_label),
+    }
+
+
+def packed(values: list[Any], kind: Any) -> str:
+    """Numbers as the base64 of their little-endian bytes."""
+    return base64.b64encode(np.asarray(values, kind).astype(kind, copy=False).tobytes()).decode()

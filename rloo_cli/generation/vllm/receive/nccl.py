@@ -1,0 +1,21 @@
+"""vLLM's NCCL receiver, accounted."""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+from rloo_cli.generation.vllm import versions
+from rloo_cli.generation.vllm.receive import Accounted
+
+if TYPE_CHECKING:
+    Base = object
+else:
+    Base = versions.shape()
+
+
+class Nccl(Accounted, Base, NCCLWeightTransferEngine):
+    """Registered as `rloo_nccl`."""
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        self.shutdown()  # a trainer that vanished left one
+        super().init_transfer_engine(init_info)

@@ -1,0 +1,49 @@
+"""What a completion is asked with: vLLM's sampling parameters, every one of them said.
+
+Nothing is left to a server's defaults, which come from the model's own generation config.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from rloo_cli.config.schema import GenerationConfig
+
+
+def completion(
+    config: GenerationConfig,
+    stop_ids: Collection[int],
+    seed: int,
+    greedy: bool,
+    temperature: float | None,
+) -> dict[str, Any]:
+    """For a completion of a run; `temperature` None: the config's."""
+    given = plain(config, stop_ids, seed, config.max_completion_length)
+    given |= {
+        "min_tokens": config.min_tokens,
+        "stop": config.stop,
+        "detokenize": bool(config.stop),
+        "repetition_penalty": config.repetition_penalty,
+    }
+    if greedy:
+        return given | {"temperature": 0.0}
+    filters = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p or 0.0}
+    return given | filters | ({} if temperature is None else {"temperature": temperature})
+
+
+def plain(
+    config: GenerationConfig, stop_ids: Collection[int], seed: int, most: int
+) -> dict[str, Any]:
+    """Nothing but the temperature bends the distribution: for parity."""
+    return {
+        "seed": seed,
+        "temperature": config.temperature,
+        "max_tokens": most,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "ignore_eos": True,  # the stop ids below are all of them
+        "stop_token_ids": sorted(stop_ids),
+        "logprobs": 0,  # the sampled token's own
+        "detokenize": False,
+        "skip_special_tokens": True,
+    }

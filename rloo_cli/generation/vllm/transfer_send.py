@@ -1,0 +1,161 @@
+"""The sending end of a weight transfer: gloo here, NCCL and CUDA IPC by vLLM's own trainer halves.
+
+A link is made connected; `send_weights` drives one whole update (start, tensors, finish) through
+a `Control`, which is the engine's side of it over HTTP or a pipe. Everything here blocks: the
+caller puts it on a thread and keeps the deadline (`waiting`).
+"""
+
+import importlib
+from math import prod
+from typing import Any, Protocol
+
+from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.fault_injection import fault
+from rloo_cli.generation.vllm import transfer_gloo, lora_slot, versions
+from rloo_cli.generation.vllm.transfer_gloo import Shape
+from rloo_cli.generation.vllm.weights import Whole
+from rloo_cli.generation.vllm.deadlines import Beside
+
+LEAST_BUFFER = 256 * 2**20  # bytes; a smaller one would be sent in many small messages
+
+
+class Control(Protocol):
+    """What an engine does about weights. The four methods are those of vLLM's
+    `VLLMWeightSyncClient`; each raises when the engine refuses."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: Any) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+class Link(Protocol):
+    """A connection that weights are sent over."""
+
+    def send_weights(self) -> None:
+        """One whole update."""
+
+    def shutdown(self) -> None:
+        """Let go of the connection."""
+
+
+def connect(
+    kind: str, control: Control, source: Whole, host: str, peer: str, workers: int, limit_s: float
+) -> Link:
+    """Connect with an engine of `workers` processes. `host`: our address, `peer`: theirs."""
+    if kind in ("gloo", lora_slot.KIND):
+        return GlooLink(control, source, host, peer, workers, limit_s)
+    if kind == "nccl":
+        return _nccl(control, source, host, workers)
+    return _ipc(control, source)
+
+
+class GlooLink:
+    """Our own sender, of bytes in buffers over loopback or a named address."""
+
+    def __init__(
+        self, control: Control, source: Whole, host: str, peer: str, workers: int, limit_s: float
+    ):
+        self.control, self.source = control, source
+        self.group: Any = None
+        if not workers:
+            return
+        listening = transfer_gloo.listen(host)
+        port = listening.getsockname()[1]
+        init = {
+            "host": host,
+            "port": port,
+            "own_host": peer,
+            "world_size": workers + 1,
+            "rank_offset": 1,
+            "timeout_s": limit_s,
+        }
+        # The engine's call returns only once both sides have met.
+        call = Beside(lambda: control.init_weight_transfer_engine(init))
+        self.group = transfer_gloo.join(host, port, 0, workers + 1, limit_s, host, listening)
+        call.result()
+
+    def send_weights(self) -> None:
+        """One whole update. Raises what the engine says, before anything that follows from it."""
+        shapes = [
+            Shape(m.name, str(m.dtype).removeprefix("torch."), m.shape)
+            for m in self.source.metadata()
+        ]
+        self.control.start_weight_update()
+        if fault("sync.update") != "skip":
+            info = {
+                "names": [s.name for s in shapes],
+                "dtypes": [s.dtype for s in shapes],
+                "shapes": [list(s.shape) for s in shapes],
+                "buffer_bytes": transfer_gloo.BUFFER,
+            }
+            # A broadcast has no end of its own when the other side is gone: the engine's call,
+            # which has one, stands in front.
+            sent = Beside(lambda: self._broadcast(shapes))
+            self.control.update_weights(info)
+            sent.result()
+        if fault("sync.finish") != "skip":
+            self.control.finish_weight_update()
+
+    def _broadcast(self, shapes: list[Shape]) -> None:
+        if self.group is None:
+            return
+        tensors = iter(self.source)
+        for run in transfer_gloo.buffers(shapes, transfer_gloo.BUFFER):
+            transfer_gloo.broadcast(self.group, transfer_gloo.pack([next(tensors)[1] for _ in run]))
+
+    def shutdown(self) -> None:
+        """Leave the group; the engine's side notices when it meets the next one."""
+        self.group = None
+
+
+def packed_bytes(source: Whole) -> int:
+    """Bytes of the buffer that tensors are packed into: no tensor may be larger, and both sides
+    hold one or two of it, beside models that fill the GPU."""
+    sizes = (prod(m.shape) * m.dtype.itemsize for m in source.metadata())
+    return max(LEAST_BUFFER, *sizes, 0)
+
+
+def _nccl(control: Control, source: Whole, host: str, workers: int) -> Link:
+    """vLLM's own sender over NCCL, packed."""
+    factory, engine = _vllms("factory"), _vllms("nccl_engine")
+    with transfer_gloo.listen(host) as free:  # NCCL takes a number, not a socket
+        port = free.getsockname()[1]
+    where = {"master_address": host, "master_port": port, "world_size": workers + 1}
+    if versions.is_old():
+        return versions.NcclSender(control, source, where)
+    info = engine.NCCLTrainerInitInfo(
+        rank=0,
+        **where,
+        packed=True,
+        packed_buffer_size_bytes=packed_bytes(source),
+    )
+    trainer = factory.WeightTransferTrainerFactory
+    link: Link = trainer.trainer_init(info, client=control, source=source)
+    return link
+
+
+def _ipc(control: Control, source: Whole) -> Link:
+    """vLLM's own sender of CUDA IPC handles, packed, to a child on the same GPU."""
+    if versions.is_old():
+        return versions.HandleSender(control, source, packed_bytes(source))
+    factory, engine = _vllms("factory"), _vllms("ipc_engine")
+    info = engine.IPCTrainerInitInfo(
+        rank=0, packed=True, packed_buffer_size_bytes=packed_bytes(source)
+    )
+    trainer = factory.WeightTransferTrainerFactory
+    link: Link = trainer.trainer_init(info, client=control, source=source)
+    return link
+
+
+def _vllms(name: str) -> Any:
+    """A module of vLLM's weight transfer. Raises GenerationError where vLLM is not here."""
+    try:
+        return importlib.import_module(f"vllm.distributed.weight_transfer.{name}")
+    except ImportError as error:
+        why = f"a GPU's weights are sent by vLLM's own code: {error}"
+        fix = "pip install 'rloo-cli[vllm]' beside the trainer too"
+        raise GenerationError(Problem("weights cannot be sent", "generation", why, fix)) from None

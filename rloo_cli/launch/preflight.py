@@ -1,0 +1,122 @@
+"""What the machine must have before a run may start, found without importing torch."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from rloo_cli.config import rules_lora, hf_cache, synthetic, rules_paths, registry, supervised
+from rloo_cli.utils import paths
+from rloo_cli.distributed import device_count
+from rloo_cli.utils.errors import MachineError, Problem
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.generation.vllm import arguments
+
+
+def check(run: RunConfig, downloads: bool = True, here: int = 1) -> None:
+    """Raises MachineError (exit 3) with everything the machine lacks for this run.
+
+    `downloads`: what has to be downloaded or installed counts too (a plan needs nothing of it).
+    `here`: processes of this machine that take a GPU each, where there are GPUs.
+    """
+    problems: list[Problem] = []
+    for name, entry in run.rewards.items():
+        module = registry.module("rewards", entry.type)
+        try:
+            if hasattr(module, "preflight"):
+                module.preflight(entry)
+        except MachineError as error:
+            problems += [replace(p, where=f"reward.{name}") for p in error.problems]
+    problems += [*(_downloads(run) if downloads else ()), *_packages(run)]
+    problems += [*(_engine(run) if downloads else ()), *_devices(here)]
+    problems += [
+        *(arguments.problems(run, here=here) if downloads else ()),
+        *_root(run),
+        *_cache(run),
+    ]
+    if problems:
+        raise MachineError(*problems)
+
+
+def check_training(run: RunConfig, section: str) -> None:
+    """Raises MachineError for what `rloo sft` or `rloo reward-model` lacks."""
+    if problems := [*supervised.downloads(run, section), *_packages(run), *_root(run), *_cache(run)]:
+        raise MachineError(*problems)
+
+
+def check_server(run: RunConfig) -> None:
+    """Raises MachineError for what a rollout server of this run lacks; rewards and data it has
+    no need of."""
+    needed = ("model.path", "model.tokenizer")
+    missing = (p for p in _downloads(run) if p.where in needed)
+    if problems := [*missing, *arguments.problems(run, local=True), *_root(run)]:
+        raise MachineError(*problems)
+
+
+def _root(run: RunConfig) -> Iterator[Problem]:
+    above = next(
+        p for p in [Path(run.root).absolute(), *Path(run.root).absolute().parents] if p.exists()
+    )
+    if not os.access(above, os.W_OK):
+        yield Problem(f"root = {run.root} cannot be written", "root", f"looked at {above}")
+    elif (disk := shutil.disk_usage(above)).free < 100e6:
+        what = "has under 100 MB free" if disk.total else "is no place for files"
+        yield Problem(f"{above} {what}", "root", fix="root=FOLDER on another disk")
+
+
+def _cache(run: RunConfig) -> Iterator[Problem]:
+    """A cache that is needed and cannot be made; one that can only be read may have everything."""
+    cache = paths.cache()
+    needed = any(path.startswith(synthetic.MADE) for _, path, _ in rules_paths.named(run))
+    if needed and not cache.is_dir():
+        above = next(p for p in cache.absolute().parents if os.path.exists(p))
+        if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)) or above == Path("/proc"):
+            yield paths.unusable_cache(f"no folder can be made in {above}")
+
+
+def _downloads(run: RunConfig) -> Iterator[Problem]:
+    """What a run without network would have to download."""
+    for key, path, makes in rules_paths.named(run) if hf_cache.offline() else ():
+        if path.startswith(synthetic.MADE) or Path(path).expanduser().exists():
+            continue
+        kind = "dataset" if makes is synthetic.DATA else "model"
+        if not hf_cache.cached(path, hf_cache.revision_of(run, key), kind):
+            why = f"HF_HUB_OFFLINE is set, and it is not in the cache: {hf_cache.cache()}"
+            fix = f"on a machine with network: {hf_cache.fetch_command()}"
+            yield Problem(f"{key} = {path!r} is not to be had", key, why, fix)
+
+
+def _packages(run: RunConfig) -> Iterator[Problem]:
+    """Packages that a key needs and `pip install rloo-cli` does not bring."""
+    attention = run.model.attn_implementation or ""
+    package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_3"}
+    if attention in package and find_spec(package[attention]) is None:
+        install = package[attention].replace("_", "-")
+        why = f"it needs the package {install}, which is not installed"
+        fix = f"pip install {install}, or model.attn_implementation=sdpa"
+        what = f"model.attn_implementation = {attention!r} cannot be had"
+        yield Problem(what, "model.attn_implementation", why, fix)
+    yield from rules_lora.packages(run)
+
+
+def _engine(run: RunConfig) -> Iterator[Problem]:
+    engine = run.distributed.engine
+    if engine.startswith("zero") and find_spec("deepspeed") is None:
+        why = "it needs the package deepspeed, which is not installed"
+        fix = "pip install 'rloo-cli[deepspeed]', or distributed=ddp, or distributed=fsdp2"
+        what = f"distributed.engine = {engine} cannot be had"
+        yield Problem(what, "distributed.engine", why, fix)
+
+
+def _devices(here: int) -> Iterator[Problem]:
+    """Two processes on one GPU: the second finds its memory taken, or waits for the first."""
+    found = device_count.gpus() if here > 1 else []
+    if found and here > len(found):
+        yield Problem(
+            f"{here} processes are to train here, and there are {len(found)} GPUs",
+            "distributed.num_processes",
+            f"each takes a GPU of its own; visible: {', '.join(found)}",
+            f"distributed.num_processes={len(found)}, or CUDA_VISIBLE_DEVICES with {here} of them",
+        )

@@ -1,0 +1,162 @@
+"""What a plan must know of a model: parameters by part, and what a row of it costs.
+
+Read from config.json: of a folder, of the cache, of a model made here, or of the well-known ones
+that are written down in `known`. Weights are looked at only where a family is not known, and then
+only the heads of their files, which say how many numbers there are.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rloo_cli.config import hf_cache, synthetic
+from rloo_cli.utils.errors import ConfigError, MachineError, Problem
+from rloo_cli.planning import model_families
+from rloo_cli.planning.model_families import FAMILIES, LLAMA, Family, Sizes
+from rloo_cli.planning.model_families_known import MADE, MODELS
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A language model, as a plan sees it. Parameters are counted, not measured in bytes."""
+
+    name: str
+    source: str  # where these facts are from
+    sizes: Sizes
+    family: Family
+    embedding: int  # token table, and learned positions
+    head: int  # 0 = tied to the token table
+    layer: int  # one layer
+    active: int  # of it, what one token goes through
+    final: int  # what stands after the layers
+    context: int | None
+    guessed: bool = False  # its family is not known, and it is counted as a Llama
+
+    @property
+    def body(self) -> int:
+        """Everything but token table and head."""
+        return self.sizes.layers * self.layer + self.final
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return self.embedding + self.head + self.body
+
+    @property
+    def table(self) -> int:
+        """The output embedding, tied or not: usually the largest tensor there is."""
+        return self.sizes.vocabulary * self.sizes.hidden
+
+    def kept(self, size: int) -> float:
+        """Bytes that a layer keeps of one row for its backward pass."""
+        return model_families.kept(self.family, self.sizes, size)
+
+    def passing(self, size: int) -> float:
+        """Bytes of one row that a layer holds while it computes."""
+        return model_families.passing(self.family, self.sizes, size)
+
+    def kv(self, size: int) -> int:
+        """Bytes of keys and values that one token leaves in all layers."""
+        return 2 * self.sizes.layers * self.sizes.kv * size
+
+
+def of(path: str, revision: str | None = None, key: str = "model.path") -> Facts:
+    """The facts of a model by its path. Raises MachineError where no config.json is to be had."""
+    values, source = _values(path, revision, key)
+    try:
+        why = hf_cache.odd(values)
+        if why:
+            raise ConfigError(Problem(f"{path} cannot be planned", key, why))
+        return read(values, path, source, _folder(path, revision))
+    except KeyError as missing:
+        why = f"its config.json has no {missing.args[0]}: it is no language model that rloo knows"
+        raise ConfigError(Problem(f"{path} cannot be planned", key, why)) from None
+
+
+def read(values: dict[str, Any], name: str, source: str, folder: Path | None = None) -> Facts:
+    """Facts from the values of a config.json; `folder`: where weights may lie.
+
+    Raises KeyError for a number that it lacks.
+    """
+    s = model_families.sizes(values)
+    text = values.get("text_config")
+    c = {**values, **text} if isinstance(text, dict) else values
+    kind = str(c.get("model_type", ""))
+    family = FAMILIES.get(kind)
+    chosen = family or LLAMA
+    biases = bool(c.get("attention_bias", False)), bool(c.get("mlp_bias", False))
+    if kind == "gpt_neox" and c.get("attention_bias") is False:
+        chosen = chosen._replace(bias=("dense_h_to_4h", "dense_4h_to_h"))
+    layer, active = model_families.layer(chosen, s, *biases)
+    tied = bool(c.get("tie_word_embeddings", chosen.tied))
+    embedding = (s.vocabulary + s.positions) * s.hidden
+    found = Facts(
+        name=name,
+        source=source,
+        sizes=s,
+        family=chosen,
+        embedding=embedding,
+        head=0 if tied else s.vocabulary * s.hidden,
+        layer=layer,
+        active=active,
+        final=s.hidden * (2 if chosen.centred else 1),
+        context=hf_cache.context(values),
+        guessed=family is None,
+    )
+    if family is None and folder is not None and (count := _counted(folder)):
+        body = max(count - found.embedding - found.head - found.final, 0) // s.layers
+        return Facts(**{**vars(found), "layer": body, "active": body})
+    return found
+
+
+def values(path: str, revision: str | None = None) -> dict[str, Any]:
+    """A model's config.json, wherever it is known from. Raises MachineError, ConfigError."""
+    return _values(path, revision, "model.path")[0]
+
+
+def _values(path: str, revision: str | None, key: str) -> tuple[dict[str, Any], str]:
+    if path.startswith(synthetic.MADE):
+        return _of_made(path)
+    try:
+        values = hf_cache.config(path, revision)
+    except ValueError as error:
+        raise ConfigError(Problem(f"{path} cannot be planned", key, str(error))) from None
+    if values:
+        here = Path(path).expanduser().exists()
+        return values, f"config.json in {path}" if here else "config.json in the hub's cache"
+    if path in MODELS:
+        return MODELS[path], "built in"
+    why = f"no folder of that name, not in the cache {hf_cache.cache()}, and not among the built-in ones"
+    fix = f"{hf_cache.fetch_command()}, or {key}=FOLDER with its config.json (nothing else is read)"
+    raise MachineError(Problem(f"the config.json of {path} is not to be had", key, why, fix))
+
+
+def _of_made(path: str) -> tuple[dict[str, Any], str]:
+    """What `rloo_cli.config.synthetic` would make of it; it is not made for that."""
+    return MADE[path.removeprefix(synthetic.MADE)], "made here"
+
+
+def _folder(path: str, revision: str | None) -> Path | None:
+    local = Path(path).expanduser()
+    return local if local.is_dir() else hf_cache.snapshot(path, revision) if hf_cache.is_name(path) else None
+
+
+def _counted(folder: Path) -> int:
+    """Numbers in the safetensors of a folder, by the heads of the files; 0 without any."""
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            head = json.loads(file.read(size)) if size < 10**8 else {}
+        for name, tensor in head.items():
+            if name != "__metadata__":
+                count += _product(tensor["shape"])
+    return count
+
+
+def _product(shape: list[int]) -> int:
+    found = 1
+    for side in shape:
+        found *= side
+    return found

@@ -1,0 +1,244 @@
+"""Draws a run's curves from its metrics.jsonl: six small pictures, PNG or SVG.
+
+A metric the run does not have (`kl` with beta=0) leaves its picture grey with "no data". The
+figure is built without pyplot, so a user's own matplotlib state is never touched.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rloo_cli.utils.errors import ConfigError, Problem
+
+SMOOTH_FROM = 30  # points; fewer are read one by one
+GREY, GRID = "#8a8f98", "#e6e8eb"
+BLUE, ORANGE, GREEN, RED = "#2563eb", "#ea580c", "#15803d", "#dc2626"
+PURPLE, TEAL, BROWN = "#7c3aed", "#0d9488", "#92400e"
+
+SHARE = 0.02  # of a run's time that its drawings may take
+SPENT = 1.0  # seconds that a drawing is taken to need before one was made
+LEAST = 2  # lines of metrics; before the second one there is no curve
+
+Points = tuple[list[float], list[float]]
+
+
+class Drawer:
+    """Draws the curves of a run while it goes on, into its own folder.
+
+    One that is drawn `now_and_then` waits until all drawings are a small share of the time.
+    A drawing that fails is a warning, said once.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.last, self.spent = time.monotonic(), SPENT
+        self.drawn, self.failed = 0, False  # lines that the last picture has
+
+    def draw(self, lines: int, note: Callable[[str], None], now_and_then: bool = False) -> None:
+        """Draw curves.png, where the run has `lines` lines of metrics. Never raises."""
+        began = time.monotonic()
+        early = now_and_then and SHARE * (began - self.last) < self.spent
+        if lines < LEAST or lines == self.drawn or early:
+            return
+        self.drawn = lines
+        try:
+            draw(self.folder / "metrics.jsonl", self.folder / "curves.png", self.folder.name)
+        except Exception as error:  # a picture must not end a run, whatever matplotlib raises
+            if not self.failed:
+                note(f"warning: curves.png cannot be drawn: {type(error).__name__}: {error}")
+            self.failed = True
+        self.last = time.monotonic()
+        self.spent = self.last - began
+
+
+def draw(metrics_path: str | Path, out_png: str | Path, title: str) -> Path:
+    """Write the picture of `metrics_path` to `out_png` (an SVG if the name ends so).
+
+    Raises ConfigError where there are no metrics.
+    """
+    from matplotlib.figure import Figure  # 0.3 s, only where one is drawn
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    rows = read_rows(Path(metrics_path))
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
+    figure = Figure(figsize=(12, 6.4), dpi=140, layout=layout, facecolor="white")
+    figure.suptitle(title, fontsize=13, fontweight="bold", parse_math=False)
+    axes = figure.subplots(2, 3, sharex=True)
+    for axis, panel in zip(axes.flat, PANELS, strict=True):
+        frame(axis, *panel[:2])
+        if not panel[2](axis, rows):
+            no_data(axis)
+    for axis in axes[-1]:
+        axis.set_xlabel("step", fontsize=9, color="#444444")
+    out = Path(out_png)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    whole = out.with_name(f".{out.name}.{os.getpid()}.tmp")  # a reader never sees half of it
+    try:
+        figure.savefig(whole, format="svg" if out.suffix.lower() == ".svg" else "png")
+        whole.replace(out)
+    finally:
+        whole.unlink(missing_ok=True)
+    return out
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl, by step; a last line cut off by a kill is left out."""
+    if not path.is_file():
+        raise ConfigError(
+            Problem("no metrics to draw", where=str(path), fix="name a run's metrics.jsonl")
+        )
+    rows = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise ConfigError(
+                Problem("a line of metrics is not JSON", where=f"{path}:{number}", why=str(error))
+            ) from None
+        if isinstance(row, dict) and "step" in row:
+            rows.append(row)
+    return sorted(rows, key=lambda row: row["step"])
+
+
+def points(rows: Sequence[dict[str, Any]], name: str) -> Points:
+    """(steps, values) of the rows that have a finite number there."""
+    found = [
+        (float(row["step"]), float(row[name]))
+        for row in rows
+        if isinstance(row.get(name), int | float) and math.isfinite(row[name])
+    ]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """A straight line fitted around each point, over a fifteenth of the points.
+
+    Unlike a mean, it neither lags where the window is cut at an end nor jumps there.
+    """
+    half = max(3, len(values) // 30)
+    result = []
+    for i in range(len(values)):
+        at = range(max(0, i - half), min(len(values), i + half + 1))
+        x, y = (sum(at) / len(at), sum(values[j] for j in at) / len(at))
+        width = sum((j - x) ** 2 for j in at)
+        slope = sum((j - x) * (values[j] - y) for j in at) / width if width else 0.0
+        result.append(y + slope * (i - x))
+    return result
+
+
+def frame(axis: Any, name: str, unit: str) -> None:
+    """A small picture's title, unit and quiet axes; whole numbers below."""
+    axis.set_title(name, loc="left", fontsize=10.5, fontweight="bold", color="#222222")
+    axis.set_ylabel(unit, fontsize=9, color="#444444")
+    axis.grid(True, color=GRID, linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.tick_params(labelsize=8.5, colors="#444444", length=0)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axis.spines[side].set_color("#c5c8cc")
+
+
+def no_data(axis: Any) -> None:
+    """Grey, and said to be empty."""
+    axis.text(0.5, 0.5, "no data", transform=axis.transAxes, ha="center", va="center", color=GREY)
+    axis.set_facecolor("#f6f7f8")
+    axis.set_yticks([])
+    axis.grid(False)
+
+
+def line(axis: Any, data: Points, colour: str, label: str = "") -> bool:
+    """The values; above SMOOTH_FROM points thin and pale, under their smoothed line."""
+    steps, values = data
+    if not steps:
+        return False
+    if len(steps) <= SMOOTH_FROM:
+        marker = "o" if len(steps) < 12 else ""
+        axis.plot(steps, values, color=colour, linewidth=1.6, marker=marker, ms=3.5, label=label)
+        return True
+    axis.plot(steps, values, color=colour, linewidth=0.7, alpha=0.35)
+    axis.plot(steps, smooth(values), color=colour, linewidth=2, label=label)
+    return True
+
+
+def legend(axis: Any) -> None:
+    axis.legend(fontsize=8, frameon=False, labelcolor="#333333", loc="best")
+
+
+def reward(axis: Any, rows: Sequence[dict[str, Any]]) -> bool:
+    """Mean score, one group's spread around it, and the held-out score where there is one."""
+    both = [r for r in rows if points([r], "reward")[0] and points([r], "reward_std")[0]]
+    steps, middle = points(both, "reward")
+    spread = points(both, "reward_std")[1]
+    if len(steps) > SMOOTH_FROM:
+        middle, spread = smooth(middle), smooth(spread)
+    low = [m - s for m, s in zip(middle, spread, strict=True)]
+    high = [m + s for m, s in zip(middle, spread, strict=True)]
+    if steps:
+        band = "± std in a group"
+        axis.fill_between(steps, low, high, color=BLUE, alpha=0.12, linewidth=0, label=band)
+    drawn = line(axis, points(rows, "reward"), BLUE, "training")
+    held_out = points(rows, "eval_reward")
+    if held_out[0]:
+        style = {"color": ORANGE, "marker": "D", "ms": 6, "zorder": 5, "clip_on": False}
+        axis.plot(*held_out, linestyle=":", linewidth=1.2, label="held out", **style)
+    if drawn or held_out[0]:
+        legend(axis)
+    return drawn or bool(held_out[0])
+
+
+def length(axis: Any, rows: Sequence[dict[str, Any]]) -> bool:
+    names = ("completions/min_length", "completions/max_length")
+    both = [row for row in rows if all(points([row], name)[0] for name in names)]
+    (steps, low), (_, high) = (points(both, name) for name in names)
+    if steps:
+        axis.fill_between(
+            steps, low, high, color=GREEN, alpha=0.12, linewidth=0, label="shortest to longest"
+        )
+    drawn = line(axis, points(rows, "completions/mean_length"), GREEN, "mean")
+    if drawn and steps:
+        legend(axis)
+    return drawn or bool(steps)
+
+
+def clipping(axis: Any, rows: Sequence[dict[str, Any]]) -> bool:
+    """In per cent, so that 0.002 reads as 0.2."""
+    parts = (("region_mean", RED, "either side"), ("high_mean", ORANGE, "ratio too high"))
+    drawn = False
+    for name, colour, label in parts:
+        steps, values = points(rows, f"clip_ratio/{name}")
+        drawn |= line(axis, (steps, [100 * value for value in values]), colour, label)
+    if drawn:
+        axis.set_ylim(bottom=0, top=None if axis.get_ylim()[1] > 1 else 1)
+        legend(axis)
+    return drawn
+
+
+def kl(axis: Any, rows: Sequence[dict[str, Any]]) -> bool:
+    return line(axis, points(rows, "kl"), PURPLE)
+
+
+def entropy(axis: Any, rows: Sequence[dict[str, Any]]) -> bool:
+    return line(axis, points(rows, "entropy"), TEAL)
+
+
+def grad_norm(axis: Any, rows: Sequence[dict[str, Any]]) -> bool:
+    return line(axis, points(rows, "grad_norm"), BROWN)
+
+
+PANELS = (
+    ("Reward", "mean score", reward),
+    ("KL to the reference", "nats per token", kl),
+    ("Completion length", "tokens", length),
+    ("Entropy", "nats per token", entropy),
+    ("Policy clipping", "% clipped", clipping),
+    ("Gradient norm", "before clipping", grad_norm),
+)

@@ -1,0 +1,200 @@
+"""The fate of every prompt: `ledger.jsonl` in the run's folder, a line per step.
+
+Every prompt that is drawn meets one fate, the first of these that is true of it:
+
+    resampled   replaced by a new draw, no two of its scores being different
+                (algorithm.zero_std_groups=resample)
+    unscorable  fewer than two of its completions have a score (none, where K is 1)
+    dropped     left out, no two of its scores being different (zero_std_groups=drop, or resample
+                when no round of draws was left)
+    masked      none of the completions that have an advantage is in the loss
+                (algorithm.mask_truncated_completions)
+    skipped     no update it belongs to was made: the numbers were not finite
+                (train.on_nonfinite=skip)
+    trained     in the loss of an update that was made
+
+A row that data.overlong=filter left out is never drawn: it is `filtered`, and in the header.
+
+Strict JSON lines, only ever appended to, one write each. The header says what the order of draws
+is made from and where it begins; rows are counted from 0 as data.split has them after data.filter
+and max_samples, of a mixture through its sources, one after the other (`mixture`: what the order
+knows of them). A step's line has its `draws` at the places from `place` on, over all `epochs` they
+touch, the `rows` they drew in that order, and each fate with its places. `check` is a hash of the
+line and of the line before it. Nothing depends on time, process or restarts, so a resumed run's
+ledger is an undisturbed run's, byte for byte. Where a resumed run was allowed to draw in another
+order (other data, other seed), a second header says so.
+
+Imports no torch: `rloo ledger` reads this file too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.utils.files import check_present
+
+if TYPE_CHECKING:
+    from rloo_cli.data.prompts import Prompts
+    from rloo_cli.data.batch import Batch
+    from rloo_cli.config.schema import RunConfig
+
+Row = dict[str, Any]
+
+NAME = "ledger.jsonl"
+FORMAT = 1
+FATES = ("trained", "dropped", "resampled", "unscorable", "masked", "skipped")
+
+
+class Ledger:
+    """Writes down what became of each step's draws. `open` it before the first `step`."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / NAME
+        self.steps = self.place = self.enough = 0
+        self.seal = ""  # the last line's
+        self.prompts: Prompts | None = None
+
+    def open(self, prompts: Prompts, config: RunConfig, place: int, step: int) -> None:
+        """Begin, or go on, after `step` steps and `place` prompts.
+
+        Raises DataError (exit 4) where the file that is there ends elsewhere.
+        """
+        self.prompts, self.steps, self.place = prompts, step, place
+        self.enough = min(2, config.algorithm.num_generations)
+        header = {
+            "ledger": FORMAT,
+            "step": step,
+            "place": place,
+            "prompts": len(prompts),
+            "data_rows": len(prompts) + len(prompts.filtered),
+            "filtered": prompts.filtered,
+            "cut": prompts.truncated,
+            "seed": prompts.seed,
+            "shuffle": prompts.shuffle,
+            "fingerprint": prompts.fingerprint,
+        }
+        if prompts.mix:
+            header["mixture"] = [asdict(source) for source in prompts.mix]
+        old: Row = {}
+        end = step, place
+        for entry in entries(self.path) if self.path.is_file() else []:
+            old = entry if "ledger" in entry else old
+            end, self.seal = after(entry), entry["check"]
+        if end != (step, place):
+            raise DataError(
+                Problem(
+                    f"{self.path} does not end where the run goes on",
+                    str(self.path),
+                    f"it ends after step {end[0]}, place {end[1]}; the run goes on after step"
+                    f" {step}, place {place}",
+                    f"move it away: mv {self.path} {self.path}.old",
+                )
+            )
+        begins = ("step", "place", "check")
+        if any(old.get(k) != header.get(k) for k in {*header, *old} if k not in begins):
+            self._write(header)
+
+    def step(
+        self, batch: Batch, place: int, made: int, updated: Collection[int] | None = None
+    ) -> None:
+        """Write down a finished step, of which `made` optimizer updates were really made.
+
+        `place`: prompts consumed before it. `updated`: the groups that those updates were made
+        for, where only some were. Raises RuntimeError (a bug) when a draw is missing, is there
+        twice, or is not the prompt that the order has at its place.
+        """
+        assert self.prompts is not None, "open it first"
+        places = range(place, place + batch.draws)
+        if (batch.step, place) != (self.steps, self.place):
+            done = f"the ledger is at step {self.steps}, place {self.place}"
+            raise RuntimeError(f"step {batch.step} at place {place}: {done}")
+        index = [self.prompts.index(p) for p in places]
+        for group in batch.groups:
+            wanted = self.prompts.ids[index[group.draw - place]] if group.draw in places else None
+            if group.prompt_ids != wanted:
+                raise RuntimeError(f"step {batch.step + 1}: draw {group.draw} is another prompt")
+        if len({g.draw for g in batch.groups}) != len(batch.groups):
+            raise RuntimeError(f"step {batch.step + 1}: a draw is there twice")
+        fates = self._fates(batch, made, updated)
+        fates |= {p: "resampled" for p in places if p not in fates}
+        met = {f: [p for p in places if fates[p] == f] for f in FATES}
+        self._write(
+            {
+                "step": batch.step + 1,
+                "place": place,
+                "draws": batch.draws,
+                "epochs": sorted({p // len(self.prompts) for p in places}),
+                "updates": made,
+                "rows": [self.prompts.numbers[i] for i in index],
+            }
+            | {fate: found for fate, found in met.items() if found}
+        )
+        self.steps, self.place = batch.step + 1, place + batch.draws
+
+    def _fates(self, batch: Batch, made: int, updated: Collection[int] | None) -> dict[int, str]:
+        """Place -> fate of the draws that were not replaced."""
+        rows = batch.scorable & (batch.scorable.sum(1, keepdim=True) >= self.enough)
+        if batch.usable is not None:  # an algorithm whose baseline needs no siblings
+            rows = rows | batch.usable
+        scored = rows.any(1).tolist()
+        learnt = (rows & ~batch.masked & (batch.table("length") > 0)).any(1).tolist()
+        fates = {}
+        for i, group in enumerate(batch.groups):
+            if not scored[i]:
+                fate = "unscorable"
+            elif i not in batch.active:
+                fate = "dropped"
+            elif not learnt[i]:
+                fate = "masked"
+            else:
+                missed = not made or (updated is not None and i not in updated)
+                fate = "skipped" if missed else "trained"
+            fates[group.draw] = fate
+        return fates
+
+    def _write(self, row: Row) -> None:
+        self.seal = sealed(row, self.seal)
+        check_present(self.path)
+        with self.path.open("ab") as file:
+            file.write((json.dumps(row | {"check": self.seal}) + "\n").encode("ascii"))
+
+
+def sealed(row: Row, before: str) -> str:
+    """The `check` of a line, from its other fields and the `check` of the line before it."""
+    return hashlib.sha256((before + json.dumps(row)).encode("ascii")).hexdigest()[:8]
+
+
+def after(entry: Row) -> tuple[int, int]:
+    """Steps done and prompts consumed after a line."""
+    return entry["step"], entry["place"] + entry.get("draws", 0)
+
+
+def entries(path: Path) -> list[Row]:
+    """The lines of a ledger, each a JSON object with `step`, `place` and `check`.
+
+    Raises DataError (exit 4), which names the first line that is not.
+    """
+    *lines, rest = path.read_bytes().split(b"\n")
+    found: list[Row] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+            if not all(type(entry[k]) is int for k in ("step", "place")):
+                raise ValueError
+            found.append(entry | {"check": str(entry["check"])})
+        except (ValueError, KeyError, TypeError):
+            text = line[:60].decode("ascii", "backslashreplace")
+            why = f"an object with step, place and check was expected, found {text!r}"
+            where = f"{path}:{number}"
+            raise DataError(Problem("a line of the ledger is no entry", where, why)) from None
+    if rest:
+        where, why = f"{path}:{len(lines) + 1}", f"{len(rest)} bytes and no end of line"
+        fix = "resume the run: it goes back to its last checkpoint, and the ledger with it"
+        raise DataError(Problem("the last line of the ledger is cut off", where, why, fix))
+    return found

@@ -1,0 +1,119 @@
+"""Every number of a step that OBJECTIVE 8 names, from sums and counts.
+
+Nothing is reported for which there was no data: the key is absent, never NaN. Means are sums over
+counts; extremes are true extremes.
+"""
+
+import torch
+from torch import Tensor
+
+from rloo_cli.data.batch import Batch
+from rloo_cli.reporting.update_metrics import Updates, fetch
+
+Row = dict[str, float]
+
+
+def of_rollouts(batch: Batch, std_over_step: bool = False) -> Row:
+    """Lengths, scores and groups of a step's batch, known before any update.
+
+    `std_over_step`: the algorithm divides by the step's std (advantage_scale=batch).
+    """
+    row = _completions(batch) | _scores(batch) | batch.facts
+    if std_over_step and "reward_std_batch" in row:
+        row["reward_std"] = row["reward_std_batch"]
+    return row
+
+
+def _completions(batch: Batch) -> Row:
+    length, ended = batch.table("length").double(), batch.table("terminated")
+    texts = [[tuple(r.completion_ids) for r in g.rollouts] for g in batch.groups]
+    copies = sum(len(t) - len(set(t)) for t in texts)
+    row = _spans("length", length.reshape(-1)) | _spans("terminated_length", length[ended])
+    return {
+        **row,
+        "completions/clipped_ratio": float((~ended).double().mean()),
+        "completions/unique_ratio": len({x for t in texts for x in t}) / length.numel(),
+        "groups/duplicates": copies,
+        "val/num_eos_tokens": int(ended.sum()),
+    }
+
+
+def _spans(name: str, values: Tensor) -> Row:
+    if not values.numel():
+        return {}
+    found = {"mean": values.mean(), "min": values.min(), "max": values.max()}
+    return {f"completions/{how}_{name}": float(v) for how, v in found.items()}
+
+
+def _scores(batch: Batch) -> Row:
+    row: Row = {"reward/valid_frac": float(batch.scorable.double().mean())}
+    for name, values in zip(batch.names, batch.raw, strict=True):
+        said = values[~values.isnan()]
+        row[f"reward/{name}/none_frac"] = 1 - said.numel() / values.numel()
+        row |= {f"reward/{name}/{k}": v for k, v in _mean_std(said).items()}
+    # With normalize_then_sum, what is trained on has the mean 0 in every step: `reward` does not.
+    trained, rows = batch.score, batch.scorable
+    score = trained if batch.plain is None else batch.plain
+    if rows.any():
+        row["reward"] = float(score[rows].mean())
+    if rows.sum() > 1:
+        row["reward_std_batch"] = float(score[rows].std())
+    groups = [score[i][rows[i]] for i in range(len(score)) if rows[i].sum() >= 2]
+    row["groups/unscorable"] = len(score) - len(groups)
+    if groups:
+        row["reward_std"] = float(torch.stack([g.std() for g in groups]).mean())
+        alike = [trained[i][rows[i]] for i in range(len(score)) if rows[i].sum() >= 2]
+        flat = [bool(g.max() == g.min()) for g in alike]
+        row["frac_reward_zero_std"] = sum(flat) / len(flat)
+    return row
+
+
+def _mean_std(values: Tensor) -> Row:
+    row = {"mean": float(values.mean())} if values.numel() else {}
+    return row | ({"std": float(values.std())} if values.numel() > 1 else {})
+
+
+def of_advantages(batch: Batch, beta: float) -> Row:
+    """Advantages over valid rows; scores and KL per sequence over the rows that were trained on.
+
+    `objective/rlhf_reward` is their sum wherever the KL goes, reward or loss. With
+    normalize_then_sum the scores are the rewards' weighted sum, before anything is normalised.
+    """
+    row: Row = {}
+    if batch.advantage is not None and batch.usable is not None and batch.usable.any():
+        values = batch.advantage[batch.usable]
+        row |= {f"advantages/{k}": v for k, v in _mean_std(values).items()}
+        row["advantages/abs_max"] = float(values.abs().max())
+        row["advantages/zero_frac"] = float((values == 0).double().mean())
+        row["advantages/norm_skipped"] = float(batch.norm_skipped)
+    rows = _trained(batch)
+    if rows.any():
+        score = batch.shaped if batch.plain is None else batch.plain
+        row["objective/scores"] = row["objective/rlhf_reward"] = float(score[rows].mean())
+    if rows.any() and batch.kl is not None:
+        kl = float(batch.kl[rows].mean())
+        row["objective/kl"] = kl
+        row["objective/non_score_reward"] = -beta * kl
+        row["objective/rlhf_reward"] -= beta * kl
+    return row
+
+
+def _trained(batch: Batch) -> Tensor:
+    """Rows of active groups that have an advantage; others need not be forwarded. (P, K) bool"""
+    rows = torch.zeros_like(batch.scorable)
+    rows[batch.active] = (batch.scorable if batch.usable is None else batch.usable)[batch.active]
+    return rows
+
+
+def counts(batch: Batch, updates: Updates) -> Row:
+    """What the means of a step were taken over, by the names of `log.OVER`."""
+    said = {f"reward/{n}": (~v.isnan()).sum() for n, v in zip(batch.names, batch.raw, strict=True)}
+    found = {
+        "ended": batch.table("terminated").sum(),
+        "scored": batch.scorable.sum(),
+        "groups": (batch.scorable.sum(1) >= 2).sum(),
+        "usable": torch.tensor(0) if batch.usable is None else batch.usable.sum(),
+        "trained": _trained(batch).sum(),
+        "updates": torch.tensor(updates.made),
+    }
+    return fetch(said | found) | fetch(updates.sums)

@@ -1,0 +1,156 @@
+"""Is an answer mathematically equal to the gold one? Asked of math-verify, in a child process.
+
+A model may write \boxed{9^{9^{9^9}}}: sympy then computes for hours inside one C call that holds
+Python's lock, so that no deadline of this process could fire. The child gives itself an alarm
+(see math_worker); what the alarm ends counts as "not shown to be equal", and is counted.
+
+Such answers may not add up to the time that the reward's whole call has, for that would stop the
+run: a question may take a twentieth of what is left of the call's budget, and once nothing is left
+the rest of the answers count as too slow.
+"""
+
+import atexit
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rloo_cli.utils.errors import MachineError, Problem
+
+BUDGET = 0.8  # of a call's timeout_s; the rest is for what is not in our hands
+SHARE = 0.05  # of the time that is left, for one question
+_lock = threading.Lock()  # of the list below
+_idle: list["subprocess.Popen[str]"] = []  # children that wait for a question
+
+
+@dataclass
+class Comparison:
+    """What came of comparing answers with gold ones."""
+
+    right: list[bool | None] = field(default_factory=list)  # (B,) None: there is no gold answer
+    slow: int = 0  # answers that took too long; they count as not equal
+    unread: int = 0  # rows whose gold answer cannot be read
+
+
+def require() -> None:
+    """Raises MachineError when math-verify is not installed."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise MachineError(
+            Problem(
+                "math-verify is not installed",
+                why="the rewards accuracy, reasoning_accuracy and cosine_length compare with it",
+                fix="pip install 'rloo-cli[math]'",
+            )
+        )
+
+
+def correct(
+    texts: list[str | None],
+    golds: list[Any],
+    config: Any,
+    log_metric: Callable[[str, float], None] | None,
+) -> list[bool | None]:
+    """`compare` as a reward's config says, its counts logged as shares of the rows.
+
+    `config` has type, answer_timeout_s and timeout_s. Raises RuntimeError if the child fails.
+    """
+    found = compare(texts, golds, config.answer_timeout_s, BUDGET * config.timeout_s)
+    if log_metric is not None and texts:
+        log_metric(f"{config.type}/timeout_frac", found.slow / len(texts))
+        log_metric(f"{config.type}/gold_unread_frac", found.unread / len(texts))
+    return found.right
+
+
+def compare(texts: list[str | None], golds: list[Any], seconds: float, budget: float) -> Comparison:
+    """Whether each text's answer equals its gold one.
+
+    None where the gold answer is None or cannot be read. False for a text that is None and for a
+    comparison that takes longer than `seconds`, or than all of them together may (`budget`
+    seconds). Raises RuntimeError if the child fails.
+    """
+    found = Comparison()
+    child: subprocess.Popen[str] | None = None
+    deadline = time.monotonic() + budget
+    try:
+        for text, gold in zip(texts, golds, strict=True):
+            said = "none"
+            if gold is not None:
+                child = child or _take_child()
+                left = deadline - time.monotonic()
+                said = "slow" if left <= 0 else _ask(child, text, gold, min(seconds, SHARE * left))
+            found.right.append({"yes": True, "no": False, "slow": False}.get(said))
+            found.slow += said == "slow"
+            found.unread += said in ("no gold", "slow gold")
+    except BaseException:
+        if child is not None:
+            _end_child(child)
+        raise
+    if child is not None:
+        with _lock:
+            _idle.append(child)
+    return found
+
+
+def _ask(child: "subprocess.Popen[str]", text: str | None, gold: Any, seconds: float) -> str:
+    assert child.stdin is not None and child.stdout is not None
+    question = {"text": text or "", "gold": str(gold), "seconds": max(seconds, 1e-3)}
+    try:
+        child.stdin.write(json.dumps(question) + "\n")
+        child.stdin.flush()
+    except BrokenPipeError as error:
+        raise RuntimeError(_ended(child)) from error
+    said = child.stdout.readline().strip()
+    if not said:
+        raise RuntimeError(_ended(child))
+    return said
+
+
+def _take_child() -> "subprocess.Popen[str]":
+    """One that waits, or a new one. A call has a child of its own, so that none waits for another.
+
+    Raises RuntimeError when it does not start.
+    """
+    with _lock:
+        while _idle:
+            if (child := _idle.pop()).poll() is None:
+                return child
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-m", "rloo_cli.rewards.common.math_worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,  # a Ctrl-C is ours to handle; it ends when its stdin closes
+    )
+    assert child.stdout is not None
+    if child.stdout.readline() != "ready\n":
+        raise RuntimeError(_ended(child))
+    return child
+
+
+def _ended(child: "subprocess.Popen[str]") -> str:
+    return f"the math-verify process ended by itself with {child.wait()}"
+
+
+def _end_child(child: "subprocess.Popen[str]") -> None:
+    with suppress(OSError):  # its group is gone
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+@atexit.register
+def _stop() -> None:
+    for child in _idle:
+        _end_child(child)

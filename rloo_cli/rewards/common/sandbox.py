@@ -1,0 +1,225 @@
+"""Runs a model's code against tests where it can do no harm, and says which tests passed.
+
+`bwrap` (bubblewrap) gives each completion namespaces of its own: no network, its own processes,
+a read-only system of nothing but Python and the libraries it needs, a private /tmp of limited
+size, an empty environment, no capabilities, no further namespaces. The home folder and the
+checkout are not there. When the wall clock is over, or the harness ends, the kernel ends every
+process in it. rlimits hold each process (memory, CPU, file size, open files); the harness counts
+processes and memory of all of them together every 20 ms, since the kernel counts no processes of
+the root user.
+
+What is promised of a verdict: the harness (a process that the model's code can neither read nor
+write to) says that a test passed only after the nonce and, in a test of asserts, a token that
+is made for it and given after the code was loaded. So an exit with status 0, wherever; printed
+words; replaced builtins; a killed harness: all of them fail. Input/output cases are judged out
+here, from an expected output that is never inside. What is not promised: a test of asserts runs
+in the interpreter of the code it tests. Code written against this very file can read the token
+out of its caller's frames; an object that says it is equal to everything is equal to everything;
+a library function that the code replaced (math.isclose) stays so for the test. Look at samples of
+a reward that climbs too fast, or use cases. Kernel bugs are outside of what any namespace holds.
+
+`external` is a command of the user's own that must run harness.py, its input and output connected.
+`unsafe_subprocess` has limits and an empty environment, and contains nothing.
+"""
+
+import json
+import os
+import platform
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rloo_cli.utils.errors import MachineError, Problem
+
+HARNESS = Path(__file__).with_name("harness.py")
+START = 30.0  # seconds a sandbox may take to begin; a busy machine is slow
+GRACE = 3.0  # seconds the harness may be late
+INSIDE = "/rloo_harness.py"
+NOBODY = ["--uid", "65534", "--gid", "65534"]
+ALONE = [
+    "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session",
+    "--clearenv", "--cap-drop", "ALL", "--as-pid-1", *NOBODY,
+]  # fmt: skip
+ENVIRONMENT = {"HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+SYSTEM = ("/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/alternatives")
+MB = 1 << 20
+INSTALL = "apt-get install bubblewrap (dnf, pacman: the same name); it must be 0.8 or newer"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one completion's tests may take, all together unless said otherwise."""
+
+    seconds: float
+    memory_mb: int  # of each process, and of all of them
+    processes: int  # and threads
+    file_mb: int  # each file, and all of /tmp
+    open_files: int  # of each process
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one test ended: `why` is "" or time, memory, processes, output, failed, killed."""
+
+    why: str
+    output: str = ""  # of a case
+
+
+def run(
+    code: str, tests: list[dict[str, Any]], mode: str, command: str | None, limits: Limits,
+    stop: bool,
+) -> list[Result]:  # fmt: skip
+    """Each test's result: {test: source}, or {stdin: text, most: bytes of output to keep}.
+
+    `stop`: the first failure ends it. Tests after an end have the last one's reason. Raises
+    RuntimeError where the sandbox itself did not begin: that is nothing the code did.
+    """
+    nonce = os.urandom(16).hex()
+    kernel = tuple(int(n) for n in platform.release().split("-")[0].split(".")[:2])
+    job = {
+        "nonce": nonce, "code": code, "tests": tests, "stop": stop, "seconds": limits.seconds,
+        "memory": limits.memory_mb * MB, "processes": limits.processes,
+        "file": limits.file_mb * MB, "open_files": limits.open_files,
+        "own_user": mode == "bwrap" and kernel >= (5, 14),
+    }  # fmt: skip
+    most = 1 << 16
+    most += sum(6 * t.get("most", 0) + 100 for t in tests)  # JSON writes a byte as up to six
+    with tempfile.TemporaryDirectory(prefix="rloo-code-") as folder:
+        words = _words(mode, command, limits)
+        said, errors = _talk(words, mode, json.dumps(job).encode(), folder, limits.seconds, most)
+    lines = said.split(b"\n")
+    if _read(lines[0]).get("began") != nonce:
+        told = errors.strip().splitlines()[-1:] or ["it said nothing"]
+        raise RuntimeError(f"the sandbox ({mode}) did not begin: {told[0][:300]}")
+    ended = _read(lines[1]) if len(lines) > 1 else {}
+    results = [Result("killed")]
+    if ended.get("ended") == nonce:
+        results = [Result(r["why"], r["output"]) for r in ended["results"]]
+    return results + [Result(results[-1].why or "killed")] * (len(tests) - len(results))
+
+
+def _read(line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _words(mode: str, command: str | None, limits: Limits) -> list[str]:
+    if mode == "bwrap":
+        return bwrap(limits)
+    if mode == "external":
+        return [w.replace("{harness}", str(HARNESS)) for w in shlex.split(command or "")]
+    return [sys.executable, "-I", str(HARNESS)]
+
+
+def bwrap(limits: Limits) -> list[str]:
+    """The command that runs the harness in namespaces of its own."""
+    size = str(limits.file_mb * MB)
+    # Temporary folders first: what is bound may lie below one of them.
+    words = [shutil.which("bwrap") or "bwrap", *ALONE, "--proc", "/proc", "--dev", "/dev"]
+    words += ["--size", str(MB), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+    words += ["--size", size, "--tmpfs", "/tmp", "--ro-bind", "/usr", "/usr"]
+    for path in SYSTEM:
+        if os.path.islink(path):
+            words += ["--symlink", os.readlink(path), path]
+        elif os.path.exists(path):
+            words += ["--ro-bind", path, path]
+    for path in _python():
+        words += ["--ro-bind", path, path]
+    words += ["--ro-bind", str(HARNESS), INSIDE, "--remount-ro", "/", "--chdir", "/tmp"]
+    words += [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
+    return [*words, sys.executable, "-I", INSIDE]
+
+
+def _python() -> list[str]:
+    """Folders outside /usr that this interpreter is made of: its own, its environment's."""
+    real = str(Path(os.path.realpath(sys.executable)).parents[1])
+    prefixes = [sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix, real]
+    folders = [f for p in prefixes for f in (p, os.path.realpath(p))]
+    return [f for f in dict.fromkeys(folders) if f not in ("/", "/usr")]
+
+
+def _talk(
+    words: list[str], mode: str, job: bytes, folder: str, seconds: float, most: int
+) -> tuple[bytes, str]:
+    """What the command said, at most `most` bytes, and what it complained of; then it is gone."""
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
+        given.write(job)
+        given.seek(0)
+        # Not ours to bwrap either, which clears what a program is given, not what it has itself.
+        environment = ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}
+        environment = dict(os.environ) if mode == "external" else environment
+        try:
+            child = subprocess.Popen(
+                words, stdin=given, stdout=subprocess.PIPE, stderr=errors, cwd=folder,
+                env=environment, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            return b"", f"{words[0]}: {error.strerror}"
+        assert child.stdout is not None
+        try:
+            said = _listen(child.stdout.fileno(), seconds, most)
+        finally:
+            # bwrap's end is the end of its processes; a plain one's group goes with it.
+            _kill_group(child.pid)
+            child.wait()
+            child.stdout.close()
+        errors.seek(0)
+        return said, errors.read(4000).decode("utf-8", "replace")
+
+
+def _listen(out: int, seconds: float, most: int) -> bytes:
+    """Everything up to the end, too much of it, or the time; the clock starts at its first line."""
+    said, until, began = b"", time.monotonic() + START, False
+    while len(said) <= most and (left := until - time.monotonic()) > 0:
+        if not select.select([out], [], [], left)[0]:
+            break
+        part = os.read(out, 1 << 16)
+        if not part:
+            break
+        said += part
+        if not began and b"\n" in said:
+            began, until = True, time.monotonic() + seconds + GRACE
+    return said
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def require(mode: str, command: str | None, limits: Limits) -> None:
+    """Tries the sandbox with two lines of code. Raises MachineError where it does not work."""
+    if mode == "bwrap" and shutil.which("bwrap") is None:
+        why = "sandbox=bwrap runs model-written code in it, and in nothing weaker"
+        raise MachineError(Problem("bwrap (bubblewrap) is not installed", why=why, fix=INSTALL))
+    try:
+        found = run("x = 1", [{"test": "assert x == 1"}], mode, command, limits, True)
+    except RuntimeError as error:
+        raise MachineError(_broken(mode, str(error))) from None
+    if found[0].why:
+        raise MachineError(_broken(mode, f"two lines of code did not pass: {found[0].why}"))
+
+
+def _broken(mode: str, why: str) -> Problem:
+    fixes = {
+        "bwrap": f"{INSTALL}; and the system must allow user namespaces (sysctl "
+        "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns)",
+        "external": "command= a command that runs {harness} with python -I, stdin and stdout "
+        "connected, e.g. podman run --rm -i --network none -v {harness}:/h.py:ro python:3.12 "
+        "python -I /h.py",
+    }
+    what = f"the sandbox ({mode}) does not work here"
+    return Problem(what, why=why, fix=fixes.get(mode, "higher memory_mb, time_s"))

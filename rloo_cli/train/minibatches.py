@@ -1,0 +1,129 @@
+"""Which groups share an update, which completions share a forward pass, and which need none."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rloo_cli.data import bin_packing
+from rloo_cli.data.packing import Part
+from rloo_cli.run import Run
+from rloo_cli.data.batch import Batch
+from rloo_cli.data.bin_packing import Item
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One optimizer update."""
+
+    ranks: list[list[list[Part]]]  # of each rank: the completions of each micro-batch
+    rank: int
+    groups: list[int]  # trained on, forwarded or not
+    tokens: int  # unmasked tokens of rows that have an advantage; 0 = nothing to learn from
+    all_tokens: int  # unmasked tokens of every row, at least 1
+    denominator: float  # what the summed loss is divided by (OBJECTIVE 2.11)
+
+    @property
+    def micros(self) -> list[list[Part]]:
+        """Those of this rank; empty ones where others have more."""
+        return self.ranks[self.rank]
+
+
+def plan_updates(run: Run, batch: Batch, iteration: int) -> list[Plan]:
+    """Cut a step's groups into num_minibatches updates, permuted anew in each iteration.
+
+    Groups that are not trained on still count in the denominator (loss_denominator=all), and so do
+    completions that need no forward.
+    """
+    settings = run.config.algorithm
+    order = np.arange(len(batch.groups))
+    if settings.num_minibatches > 1:
+        seed = [run.config.seed, batch.step, iteration]
+        order = np.random.Generator(np.random.PCG64(seed)).permutation(order)
+    active = set(batch.active)
+    lengths = batch.table("length") * ~batch.masked
+    # A masked row still is its siblings' baseline: only what has no score leaves a row alone.
+    valid = run.algorithm.usable(batch.scorable, settings) & ~batch.masked
+    everything = getattr(settings, "loss_denominator", "all") == "all"
+    counted = torch.ones_like(valid) if everything else valid
+    plans = []
+    for share in np.array_split(order, settings.num_minibatches):
+        groups = sorted(int(i) for i in share)
+        used = [i for i in groups if i in active]
+        ranks = cut(run, batch, used)
+        denominator = run.algorithm.denominator(
+            settings,
+            int(counted[groups].sum()),
+            int((lengths * counted)[groups].sum()),
+            sum(bool(micro) for own in ranks for micro in own),
+            run.config.generation.max_completion_length,
+        )
+        tokens = int((lengths * valid)[used].sum())
+        every = max(int(lengths[used].sum()), 1)
+        plans.append(Plan(ranks, run.world.rank, used, tokens, every, denominator))
+    return plans
+
+
+def forwarded(run: Run, batch: Batch) -> Tensor:
+    """Completions of active groups that are forwarded. -> (P, K) bool
+
+    On the others nothing depends (the algorithm's `forwarded`); `train.forward_all` takes them too.
+    """
+    rows = torch.zeros_like(batch.scorable)
+    rows[batch.active] = True
+    if run.config.train.forward_all:
+        return rows
+    settings = run.config.algorithm
+    needed: Tensor = run.algorithm.forwarded(batch.shaped, batch.scorable, batch.masked, settings)
+    return rows & needed
+
+
+def cut(run: Run, batch: Batch, groups: Sequence[int], grad: bool = True) -> list[list[list[Part]]]:
+    """Each rank's micro-batches of what these groups have to forward: equally many for each.
+
+    Of so many completions as `train.micro_batch_size` says, in order; without it, balanced ones of
+    at most `train.micro_batch_tokens` rows. `grad` False: for a pass without gradient.
+    """
+    rows, limits = forwarded(run, batch), run.limits
+    parts: list[Part] = [
+        (i, tuple(k for k, wanted in enumerate(rows[i].tolist()) if wanted)) for i in groups
+    ]
+    parts = [part for part in parts if part[1]]
+    size = limits.completions if grad else limits.no_grad_completions
+    if size is not None:
+        each = max(1, size // run.config.algorithm.num_generations)
+        return _met(run, bin_packing.deal([*bin_packing.slices(parts, each)], run.world.size))
+    budget = limits.rows if grad else limits.no_grad_rows
+    items = [item for part in parts for item in _items(run, batch, part, budget)]
+    if run.policy.layout == "padded":
+        return _met(run, bin_packing.strips(items, budget, run.world.size))
+    return _met(run, bin_packing.bins(items, budget, run.world.size))
+
+
+def _met(run: Run, ranks: list[list[list[Part]]]) -> list[list[list[Part]]]:
+    """Ranks that meet in every backward pass have at least one, if only of nothing."""
+    return [[[]] for _ in ranks] if run.engine.lockstep and not ranks[0] else ranks
+
+
+def _items(run: Run, batch: Batch, part: Part, budget: int) -> list[Item]:
+    """A group as one item, or as several where it is over the budget and may be cut."""
+    group, layout = batch.groups[part[0]], run.policy.layout
+    prompt = len(group.prompt_ids)
+    lengths = [len(group.rollouts[k].completion_ids) for k in part[1]]
+    parts = [part]
+    if bin_packing.rows_of(prompt, lengths, layout) > budget:
+        parts = bin_packing.split(part, prompt, lengths, budget, layout)
+    items = []
+    for found in parts:
+        own = [len(group.rollouts[k].completion_ids) for k in found[1]]
+        rows, cost = bin_packing.rows_of(prompt, own, layout), run.limits.shape.group(prompt, own)
+        items.append(Item(found, rows, cost, prompt + max(own)))
+    return items
+
+
+def together(plans: Sequence[Plan]) -> bool:
+    """Whether no group is spread over two micro-batches."""
+    seen = [i for plan in plans for own in plan.ranks for micro in own for i, _ in micro]
+    return len(seen) == len(set(seen))

@@ -1,0 +1,156 @@
+"""The loop that `rloo sft` and `rloo reward-model` share: rows in a seeded order, AdamW, a line now
+and then.
+
+What a row is and what it costs is the caller's (`Objective`). The schedule is a linear warm-up and
+a linear fall to 0. Rows of like length stand together, so that little is padded; which batch comes
+when is still random. Nothing of it is saved on the way: these trainings are short, and one that is
+stopped begins anew.
+"""
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from rloo_cli.utils import signals
+from rloo_cli.utils.errors import NumbersError, Problem
+from rloo_cli.distributed.optimizer import Optimizer
+from rloo_cli.config.schema import TrainConfig
+from rloo_cli.config.schema_supervised import TrainingConfig
+
+WINDOW = 16  # batches whose rows are sorted by length together
+Line = dict[str, Any]
+R = TypeVar("R")
+In = TypeVar("In", contravariant=True)
+
+
+class Objective(Protocol[In]):
+    """What is learned from a row."""
+
+    def length(self, row: In) -> int:
+        """Tokens of the longest sequence in it."""
+
+    def units(self, row: In) -> int:
+        """What the loss is a mean over: its completion tokens, or 1 for a pair."""
+
+    def loss(self, model: Any, rows: Sequence[In]) -> tuple[Tensor, dict[str, float]]:
+        """The loss summed over the units of these rows (), and sums over rows of what else is
+        measured."""
+
+
+class Fit(Generic[R]):
+    """One training: `run` does it, `measure` says how it stands."""
+
+    def __init__(
+        self,
+        model: Any,
+        objective: Objective[R],
+        settings: TrainingConfig,
+        seed: int,
+        write: Callable[[Line], None] = lambda line: None,
+    ):
+        """`write` takes each line of metrics."""
+        self.model, self.objective, self.settings = model, objective, settings
+        self.seed, self.write = seed, write
+
+    def run(self, rows: Sequence[R]) -> int:
+        """Train; the number of optimizer steps. Raises NumbersError, Stopped."""
+        size = self.settings.batch_size
+        steps = math.ceil(self.settings.epochs * len(rows) / size)
+        optimizer = Optimizer(self.model, plan(self.settings), steps)
+        lengths = [self.objective.length(row) for row in rows]
+        self.model.train()
+        sums: Line = {"units": 0}
+        began = time.monotonic()
+        for step, places in zip(range(1, steps + 1), order(lengths, size, self.seed), strict=False):
+            signals.check()
+            rate, found = optimizer.learning_rate, self._step(optimizer, [rows[i] for i in places])
+            sums = {name: sums.get(name, 0) + value for name, value in found.items()}
+            if step % self.settings.log_every == 0 or step == steps:
+                head = {"step": step, "steps": steps, "epoch": step * size / len(rows)}
+                tail = {"learning_rate": rate, "seconds": time.monotonic() - began}
+                self.write(head | _means(sums) | tail)
+                sums = {}
+        return steps
+
+    def _step(self, optimizer: Optimizer, rows: Sequence[R]) -> Line:
+        """One optimizer step; sums of loss, units, rows and what else the objective measures."""
+        units = sum(map(self.objective.units, rows))
+        sums: Line = {"loss": 0.0, "units": units, "rows": len(rows)}
+        for part in _parts(rows, self.settings.micro_batch_size):
+            loss, said = self.objective.loss(self.model, part)
+            (loss / units).backward()  # the parts add up to the mean over the whole batch
+            for name, value in {"loss": float(loss.detach()), **said}.items():
+                sums[name] = sums.get(name, 0.0) + value
+        norm = optimizer.grad_norm()
+        if not math.isfinite(sums["loss"]) or not bool(norm.isfinite()):
+            why = f"loss {sums['loss'] / units}, gradient norm {float(norm)}"
+            fix = "a lower learning_rate, or model.dtype=float32"
+            raise NumbersError(Problem("the loss or its gradient is not finite", why=why, fix=fix))
+        optimizer.step(norm)
+        return sums | {"grad_norm": float(norm) * len(rows)}
+
+    @torch.no_grad()
+    def measure(self, rows: Sequence[R]) -> Line:
+        """Means over rows that nothing is learned from, in eval mode: {eval_<name>: value}."""
+        self.model.eval()
+        sums: Line = {"loss": 0.0, "units": sum(map(self.objective.units, rows)), "rows": len(rows)}
+        ordered = sorted(rows, key=self.objective.length)
+        for part in _parts(ordered, self.settings.micro_batch_size or self.settings.batch_size):
+            signals.check()
+            loss, said = self.objective.loss(self.model, part)
+            for name, value in {"loss": float(loss), **said}.items():
+                sums[name] = sums.get(name, 0.0) + value
+        return {f"eval_{name}": value for name, value in _means(sums).items()}
+
+
+def order(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[int]]:
+    """Batches of row numbers without end; each pass has every row once. Its last may be smaller."""
+    epoch = 0
+    while True:
+        dice = random.Random(f"{seed}/{epoch}")
+        rows = list(range(len(lengths)))
+        dice.shuffle(rows)
+        windows = [rows[i : i + WINDOW * size] for i in range(0, len(rows), WINDOW * size)]
+        alike = [i for window in windows for i in sorted(window, key=lambda i: lengths[i])]
+        batches = [alike[i : i + size] for i in range(0, len(alike), size)]
+        dice.shuffle(batches)
+        yield from batches
+        epoch += 1
+
+
+def plan(settings: TrainingConfig) -> TrainConfig:
+    """These keys as the run's own optimizer reads them."""
+    return TrainConfig.model_construct(
+        learning_rate=settings.learning_rate,
+        lr_scheduler="linear",
+        lr_scheduler_kwargs={},
+        warmup_steps=settings.warmup_steps,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        optimizer="adamw",
+        optimizer_kwargs={},
+    )
+
+
+def padded(rows: Sequence[Sequence[int]], model: Any) -> tuple[Tensor, Tensor]:
+    """Right-padded ids and their mask, (B, T) each. What stands in the padding is never read."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[*row] + [0] * (width - len(row)) for row in rows], device=model.device)
+    lengths = torch.tensor([len(row) for row in rows], device=model.device)
+    return ids, (torch.arange(width, device=model.device) < lengths[:, None]).long()
+
+
+def _parts(rows: Sequence[R], size: int | None) -> Iterator[Sequence[R]]:
+    size = size or len(rows)
+    return (rows[i : i + size] for i in range(0, len(rows), size))
+
+
+def _means(sums: Line) -> Line:
+    """Loss per unit, everything else per row."""
+    means = {n: v / sums["rows"] for n, v in sums.items() if n not in ("loss", "units", "rows")}
+    return {"loss": sums["loss"] / sums["units"]} | means | {"rows": sums["rows"]}

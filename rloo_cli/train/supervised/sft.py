@@ -1,0 +1,82 @@
+"""Supervised fine-tuning: the likelihood of the completions that stand in the data.
+
+The loss is of completion tokens alone, and of the end that follows them: a model that has never
+seen an end does not stop. Prompt and completion are tokenised apart, as RLOO will sample: what it
+is asked to go on from is the prompt's own ids.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rloo_cli.train.supervised import fit
+from rloo_cli.data import segments
+from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.config.schema_supervised import SftConfig
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt with the completion that is to follow it."""
+
+    ids: list[int]
+    start: int  # where the completion begins; from here on the loss counts
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Mean negative log-likelihood of a completion token, in nats."""
+
+    def length(self, row: Example) -> int:
+        """Tokens of prompt, completion and end."""
+        return len(row.ids)
+
+    def units(self, row: Example) -> int:
+        """Tokens of completion and end."""
+        return len(row.ids) - row.start
+
+    def loss(self, model: Any, rows: Sequence[Example]) -> tuple[Tensor, dict[str, float]]:
+        """Summed over completion tokens. (), {}"""
+        ids, mask = fit.padded([row.ids for row in rows], model)
+        starts = mask.new_tensor([row.start for row in rows])[:, None]
+        learned = mask.bool() & (mask.cumsum(1) > starts)  # (B, T), never the first place
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+        learned = learned[:, 1:]
+        return -segments.target_logp(logits[learned], ids[:, 1:][learned], 1.0).sum(), {}
+
+
+def example(prompt_ids: Sequence[int], completion: str, tokenizer: Any) -> Example:
+    """A prompt's ids and the text that is to follow, with an end if it has none.
+
+    Raises DataError where the tokenizer has no end.
+    """
+    return Example([*prompt_ids, *ended(completion, tokenizer, False)], len(prompt_ids))
+
+
+def ended(text: str, tokenizer: Any, begin: bool) -> list[int]:
+    """The ids of a text, closed by one EOS. `begin`: with the tokenizer's own beginning.
+
+    A chat template may close a turn with EOS and a line's end: what follows EOS is left out.
+    """
+    if tokenizer.eos_token_id is None:
+        what = "the tokenizer has no end-of-text token"
+        raise DataError(Problem(what, "model.tokenizer", "a completion could never end"))
+    bare = text.rstrip()
+    text = bare.removesuffix(tokenizer.eos_token) if bare.endswith(tokenizer.eos_token) else text
+    return [*tokenizer(text, add_special_tokens=begin)["input_ids"], tokenizer.eos_token_id]
+
+
+def of_strings(
+    start: Path, rows: Sequence[tuple[str, str]], settings: SftConfig, seed: int, folder: Path
+) -> None:
+    """Train the model in `start` on (prompt, completion), save it in `folder`: for made models."""
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    model = AutoModelForCausalLM.from_pretrained(start)
+    examples = [example(tokenizer(p)["input_ids"], text, tokenizer) for p, text in rows]
+    fit.Fit(model, Objective(), settings, seed).run(examples)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

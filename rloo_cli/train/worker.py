@@ -1,0 +1,244 @@
+"""One rank: read its config, build the run, train, save, say how it went.
+
+Started by `launch` with the run's folder, the attempt's number and a checkpoint; or called from
+Python. A signal only sets a flag (`stop`): what is done is saved before the end.
+"""
+
+import contextlib
+import json
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rloo_cli.checkpoint import save, export, resume, run_folder
+from rloo_cli.config import check
+from rloo_cli.utils import console, fault_injection, files, paths, process_exit_quiet, redact, rng, signals
+from rloo_cli.train import memory_check, summary as train_summary
+from rloo_cli.distributed.world import elsewhere, everywhere, is_lost, lost
+from rloo_cli.utils.environment import environment_number
+from rloo_cli.utils.errors import ConfigError, DataError, GenerationError, NumbersError, OutOfMemory, Problem, RewardError, RunError, Stopped, StorageError, of_disk, print_bug, print_error
+from rloo_cli.utils.files import update_json, write_json
+from rloo_cli.run import Run
+from rloo_cli.checkpoint.resume import Start
+from rloo_cli.train.build import make
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.train.loop import train
+
+log = logging.getLogger("rloo")
+Row = dict[str, Any]
+# What torch says of a collective whose other side is gone.
+TORN = (
+    "gloo",
+    "Gloo",
+    "NCCL",
+    "ProcessGroup",
+    "Connection closed",
+    "Connection reset",
+    "Broken pipe",
+)
+SAVED = (Stopped, RewardError, GenerationError)  # what is done is whole: it is kept
+
+
+def work(
+    settings: RunConfig,
+    folder: Path,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+    start: Start | None = None,
+) -> Row:
+    """Do a whole run in this process; its summary. Raises RunError.
+
+    `functions`: rewards given as Python callables, by the name of their config entry. `start`:
+    where it goes on.
+    """
+    folder = paths.settled(folder)
+    start = start or Start(folder)
+    came = None if start.checkpoint is None else paths.settled(start.checkpoint)
+    with _present(folder):
+        return _work(settings, folder, functions, replace(start, folder=folder, checkpoint=came))
+
+
+@contextlib.contextmanager
+def _present(folder: Path) -> Iterator[None]:
+    """While inside, a failure because somebody took the run's folder away says so (exit 8)."""
+    with files.held(folder):
+        try:
+            yield
+        except Exception as error:
+            if files.is_gone(folder):
+                raise run_folder.of_removed(paths.shown(folder)) from error
+            raise
+
+
+def _work(
+    settings: RunConfig,
+    folder: Path,
+    functions: Mapping[str, Callable[..., Any]] | None,
+    start: Start,
+) -> Row:
+    process_exit_quiet.libraries()
+    rng.seed(settings.seed)  # the same for all ranks: what is drawn to build a model is alike
+    before = memory_check.begin()
+    try:
+        run = make(settings, folder, functions, start)
+    except torch.OutOfMemoryError as error:
+        raise _out_of_memory(error, "while the run was built", settings) from error
+    signals.wait_for_checks()
+    try:
+        return _whole(run, before)
+    except SAVED as error:
+        if is_lost(error):
+            found = error.problems[0]
+            where = f"step {run.state.step + 1}, {run.log.now}, {found.where}"
+            raise lost(where, found.why) from error
+        if run.world.size == 1 or everywhere(error):  # saving takes all ranks
+            _rescue(run, error)
+        raise
+    except OSError as error:  # metrics, samples: what the checkpoints hold is safe
+        raise of_disk(error) from error
+    except torch.OutOfMemoryError as error:
+        when = f"in step {run.state.step + 1}, {run.log.now}"
+        raise _out_of_memory(error, when, settings) from error
+    except RuntimeError as error:
+        if run.world.size == 1 or not any(word in str(error) for word in TORN):
+            raise
+        said = str(error).strip().partition("\n")[0]
+        raise lost(f"step {run.state.step + 1}, {run.log.now}", said) from error
+    finally:
+        with contextlib.suppress(OSError):
+            if run.world.is_main:
+                _say_progress(run)
+                run.log.close()
+                run.log.draw_curves()
+        run.generator.close()
+
+
+def _out_of_memory(error: Exception, when: str, settings: RunConfig) -> OutOfMemory:
+    """The error of a GPU that is full, with the keys that this run's backend reads."""
+    smaller = "lower train.micro_batch_tokens or generation.max_completion_length"
+    keys: Any = settings.generation
+    if keys.backend == "vllm_colocate":
+        smaller += ", or generation.colocate.gpu_memory_utilization"
+    elif keys.backend == "transformers":
+        smaller += ", or set generation.transformers.batch_tokens"
+    why = str(error).splitlines()[0]
+    return OutOfMemory(Problem(f"out of memory {when}", "the GPU", why, smaller))
+
+
+def _say_progress(run: Run) -> None:
+    """How far it came; and that nothing was trained, where that is so: its name is then free."""
+    untouched = not run.state.updates and run.place <= (0, 0)
+    untrained = run.attempt if untouched else None
+    update_json(run.folder / "run.json", progress=run.state.dump(), untrained=untrained)
+
+
+def _rescue(run: Run, error: RunError) -> None:
+    """Save what is done. Raises StorageError where a run that was asked to stop cannot be saved."""
+    run.log.phase("saving")
+    run.optimizer.zero()
+    asked = signals.asked()
+    try:
+        target = save.save(run, must=True)
+    except StorageError as failed:
+        if isinstance(error, Stopped):
+            raise failed from error
+        log.error("%s", failed)
+        return
+    if target is not None:
+        after = f" {time.monotonic() - asked:.1f} s after the signal" if asked else ""
+        run.log.note(f"saved {paths.shown(target)}{after}")
+
+
+def _whole(run: Run, before: float) -> Row:
+    for note in run.algorithm.warnings(run.config):
+        run.log.note(f"warning: {note}")
+    if run.log.display is not None:
+        run.log.display.plan["max_steps"] = run.steps
+    if run.log.display is not None:
+        update_json(run.folder / "run.json", plan=run.log.display.plan)
+    first, start = run.state.step, run.clock.elapsed()
+    if first >= run.steps:
+        run.log.note(f"step {first} of {run.steps}: nothing left to train")
+    train(run)
+    seconds = run.clock.elapsed() - start
+    if run.state.step == first < run.steps:
+        raise RuntimeError(f"no step was done, and {run.steps - first} were due")
+    run.log.phase("saving")
+    final = export.save_final(
+        run.policy.model, run.tokenizer, run.folder, run.attempt, run.world,
+        lambda folder: save.write_final(run, folder),
+    )  # fmt: skip
+    if not run.world.is_main:
+        return {}
+    run.log.draw_curves()
+    summary = {
+        **train_summary.summary(run),
+        "seconds": round(seconds, 2),
+        "steps": run.state.step,
+        "updates": run.state.updates,
+        "final": str(paths.shown(final)),
+    }
+    write_json(run.folder / "summary.json", summary)
+    update_json(run.folder / "run.json", memory=memory_check.compare(run, before))
+    run.log.close()
+    train_summary.report(run)
+    return summary
+
+
+def main() -> None:
+    """The process that `launch` starts. Exits with the code of what stopped it."""
+    folder, attempt, where = paths.settled(Path(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
+    facts, rank = folder / "run.json", environment_number("RANK", 0)
+    given = resume.config_file(folder, attempt)
+    logging.basicConfig(
+        filename=given.parent / f"rank_{rank}.log", level=logging.INFO, encoding="utf-8",
+        errors="backslashreplace",
+    )  # fmt: skip
+    console.open_descriptors()
+    redact.start()
+    signals.listen(at_once=True)
+    code, state = 1, "failed"
+    try:
+        fault_injection.check()
+        start = Start(folder, attempt, paths.settled(Path(where)) if where else None)
+        work(check.read(given), folder, start=start)
+        code, state = 0, "finished"
+    except RunError as error:
+        log.error("%s", traceback.format_exc())
+        _keep_detail(folder, error)
+        if not isinstance(error, Stopped) and not elsewhere(error) and not _alike(error, rank):
+            print_error(error)
+        code = error.code
+        state = "stopped" if isinstance(error, Stopped) else "failed"
+    except Exception:
+        log.error("%s", traceback.format_exc())
+        print_bug(f"the log is in {given.parent}")
+    finally:
+        with contextlib.suppress(OSError):  # the code says how it ended; there may be no disk
+            if rank == 0 and facts.exists():  # else the folder was taken away
+                update_json(facts, state=state, code=code)
+    console.end_process(code)
+
+
+def _alike(error: RunError, rank: int) -> bool:
+    """Whether this is one of many that say the same: what all ranks compute, they all find."""
+    return rank > 0 and isinstance(error, ConfigError | DataError | NumbersError)
+
+
+def _keep_detail(folder: Path, error: RunError) -> None:
+    """What a reward error knows beyond its message: the call, its arguments, the trace."""
+    detail = getattr(error, "detail", None)
+    if detail and folder.is_dir():
+        (folder / "debug").mkdir(exist_ok=True)
+        text = json.dumps(detail, indent=2, default=str)
+        (folder / "debug" / "reward_error.json").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

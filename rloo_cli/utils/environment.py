@@ -1,0 +1,39 @@
+"""Numbers that torchrun, Slurm and rloo put into a process's environment. Imports no torch."""
+
+import os
+from collections.abc import Mapping
+
+from rloo_cli.utils.errors import ConfigError, Problem
+
+Environment = Mapping[str, str]
+NUMBERS = (  # variables of which each holds a number where it is set
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT",
+    "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_PROCID",
+    "SLURM_LOCALID", "SLURM_RESTART_COUNT",
+)  # fmt: skip
+
+
+def environment_number(name: str, without: int, env: Environment | None = None) -> int:
+    """The number that an environment variable holds; `without` where it is not set or empty.
+
+    Raises ConfigError where it holds anything else.
+    """
+    text = (os.environ if env is None else env).get(name) or str(without)
+    if not (text.isascii() and text.isdigit()):
+        why = "torchrun, Slurm and rloo set it to a whole number"
+        raise ConfigError(
+            Problem(f"{name} = {text!r} is not a number", "the environment", why, f"unset {name}")
+        )
+    return int(text)
+
+
+def check_numbers(env: Environment) -> None:
+    """Raises ConfigError, with every variable that should hold a number and does not."""
+    problems: list[Problem] = []
+    for name in NUMBERS:
+        try:
+            environment_number(name, 0, env)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)

@@ -1,0 +1,136 @@
+"""What went wrong, in four parts (what, where, why, fix), and the exit code that says so.
+
+Every refusal of ours is a `RunError` that holds one or more `Problem`s. Anything else that
+reaches `main` is a bug in rloo and exits with 1.
+"""
+
+import errno
+import json
+import os
+import sys
+import traceback
+from dataclasses import asdict, astuple, dataclass
+
+from rloo_cli.utils import redact
+from rloo_cli.utils.console import visible
+
+SHOWN = 20  # problems printed at once; the rest is counted
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, and what would be right."""
+
+    what: str
+    where: str = ""  # key + file:line, recipe name, or "command line"
+    why: str = ""  # value found, value expected, the arithmetic
+    fix: str = ""  # a line that can be pasted
+    more: str = ""
+
+    def render(self) -> str:
+        """The block that is printed: no control characters, whoever wrote what is quoted."""
+        lines = [f"error: {self.what}"]
+        for part in ("where", "why", "fix", "more"):
+            text = getattr(self, part)
+            if text:
+                lines.append(f"  {part:<8} " + text.replace("\n", "\n" + " " * 11))
+        return visible("\n".join(lines))
+
+
+class RunError(Exception):
+    """A refusal with an exit code (PROMISES 2). `code` is the process's exit status."""
+
+    code = 1
+
+    def __init__(self, *problems: Problem | str):
+        given = [Problem(p) if isinstance(p, str) else p for p in problems]
+        self.problems = [Problem(*map(redact.text, astuple(p))) for p in given]
+        super().__init__("\n".join(p.render() for p in self.problems))
+
+    def render(self, as_json: bool = False) -> str:
+        if as_json:
+            return json.dumps([asdict(p) | {"code": self.code} for p in self.problems], indent=2)
+        blocks = [p.render() for p in self.problems[:SHOWN]]
+        if len(self.problems) > SHOWN:
+            blocks.append(f"... and {len(self.problems) - SHOWN} more")
+        return "\n\n".join(blocks)
+
+
+class ConfigError(RunError):
+    """What the user wrote is wrong, including a named file that is missing."""
+
+    code = 2
+
+
+class MachineError(RunError):
+    """The machine lacks something: a package, a device, disk, network, a cached download."""
+
+    code = 3
+
+
+class DataError(RunError):
+    """The data set is not what the config says it is."""
+
+    code = 4
+
+
+class RewardError(RunError):
+    """A reward failed, or returned something that is not a score."""
+
+    code = 5
+
+
+class GenerationError(RunError):
+    """The generation engine, the weight transfer, or a rank failed."""
+
+    code = 6
+
+
+class NumbersError(RunError):
+    """Non-finite numbers, or nothing left to learn from."""
+
+    code = 7
+
+
+class StorageError(RunError):
+    """A save that had to succeed did not."""
+
+    code = 8
+
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
+
+
+def of_disk(error: OSError) -> RunError:
+    """A write that failed because of the disk, as one of ours. Raises any other error again."""
+    if error.errno not in DISK:
+        raise error
+    fix = "free some space, then go on with resume=auto"
+    return StorageError(Problem("the disk does not take what is written", str(error), fix=fix))
+
+
+class OutOfMemory(RunError):
+    """A device ran out of memory."""
+
+    code = 9
+
+
+class Stopped(RunError):
+    """Stopped early on request."""
+
+    code = 75
+
+
+def print_error(error: RunError) -> int:
+    """Print a refusal, as JSON or with its traceback where that is asked for; its exit code."""
+    if os.environ.get("RLOO_DEBUG"):
+        print(visible("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+    print(error.render(as_json=os.environ.get("RLOO_ERRORS") == "json"), file=sys.stderr)
+    return error.code
+
+
+def print_bug(advice: str) -> int:
+    """Print the exception that is being handled, which is none of ours; its exit code."""
+    print(visible(traceback.format_exc()), end="", file=sys.stderr)
+    print(f"error: this is a bug in rloo; {advice}", file=sys.stderr)
+    return 1

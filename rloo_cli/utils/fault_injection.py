@@ -1,0 +1,98 @@
+"""Faults on purpose, at named places: how the tests prove that nothing is lost when one happens.
+
+    RLOO_ALLOW_FAULTS=1 RLOO_FAULTS="ckpt.rename@1=kill9; reward@3=raise" rloo train ...
+
+`name@n=action`: the n-th time (default 1) that a place whose name matches (`ckpt.*` matches all
+of a save) is passed. Without the first variable a set second one is refused. Places:
+load, gen.request, gen.chunk, reward, logp, loss, grad, step, metrics, eval, of a weight update
+sync.{start,update,finish,version} (skip leaves that part out), and of a save
+ckpt.{write,fsync,manifest,rename,latest,prune}. Nothing is done unless armed.
+"""
+
+import errno
+import fnmatch
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from rloo_cli.utils.environment import environment_number
+from rloo_cli.utils.errors import ConfigError, Problem
+
+ACTIONS = ("kill9", "term", "raise", "hang", "nan", "oom", "enospc", "exit", "skip")
+
+
+@dataclass
+class _Fault:
+    name: str
+    at: int
+    action: str
+    value: str
+    rank: int
+    passed: int = 0
+
+
+def check() -> None:
+    """Arm what the environment asks for. Raises ConfigError when it is not allowed or not read."""
+    text = os.environ.get("RLOO_FAULTS", "")
+    _armed.clear()
+    if not text.strip():
+        return
+    if os.environ.get("RLOO_ALLOW_FAULTS") != "1":
+        why = "it breaks runs on purpose, and RLOO_ALLOW_FAULTS=1 is not set"
+        raise ConfigError(Problem("RLOO_FAULTS is set", "environment", why, "unset RLOO_FAULTS"))
+    _armed.extend(_read(part) for part in text.split(";") if part.strip())
+
+
+_armed: list[_Fault] = []
+
+
+def _read(text: str) -> _Fault:
+    where, _, action = text.strip().partition("=")
+    name, _, at = where.partition("@")
+    action, _, rank = action.partition("#")
+    action, _, value = action.partition(":")
+    if action not in ACTIONS or not (at or "1").isdigit() or not (rank or "0").isdigit():
+        why = f"name@n=action[:value][#rank], with one of {', '.join(ACTIONS)}"
+        raise ConfigError(Problem(f"RLOO_FAULTS: {text.strip()!r} is not a fault", why=why))
+    return _Fault(name.strip(), int(at or 1), action, value, int(rank or 0))
+
+
+def fault(name: str) -> str | None:
+    """Pass the place `name`: do what is armed there. `nan` and `skip` are for the caller to do."""
+    for armed in _armed:
+        if not fnmatch.fnmatch(name, armed.name):
+            continue
+        armed.passed += 1
+        if armed.passed == armed.at and armed.rank == environment_number("RANK", 0):
+            return _do(name, armed)
+    return None
+
+
+def poison(name: str, value: Any) -> Any:
+    """Pass the place `name` with a tensor: NaN in all of it where `nan` is armed."""
+    return value * float("nan") if fault(name) == "nan" else value
+
+
+def _do(name: str, armed: _Fault) -> str | None:
+    match armed.action:
+        case "kill9":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+        case "raise":
+            raise RuntimeError(f"fault at {name}")
+        case "hang":
+            time.sleep(float(armed.value or 3600))
+        case "oom":
+            import torch
+
+            raise torch.OutOfMemoryError(f"fault at {name}")
+        case "enospc":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+        case "exit":
+            os._exit(int(armed.value or 1))
+        case _:
+            return armed.action
+    return None

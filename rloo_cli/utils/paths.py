@@ -1,0 +1,69 @@
+"""Where YAML and batch scripts lie (beside the package in a checkout, inside it in a wheel); the
+cache.
+"""
+
+import os
+from pathlib import Path
+
+from rloo_cli.utils.errors import Problem
+
+PACKAGE = Path(__file__).resolve().parent
+PACKAGED = PACKAGE / "_yaml"
+ROOT = PACKAGED if PACKAGED.is_dir() else PACKAGE.parent
+
+CONF = ROOT / "conf"
+RECIPES = ROOT / "recipes"
+SLURM = ROOT / "scripts" / "slurm"
+
+
+def cache() -> Path:
+    """The folder for things made once and used again: `$RLOO_CACHE`, else `~/.cache/rloo`."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return Path(os.environ.get("RLOO_CACHE") or Path(home, "rloo"))
+
+
+_given: dict[Path, Path] = {}  # what `settled` made absolute -> as it was given
+
+
+def settled(path: Path) -> Path:
+    """An absolute path, which stays what it is when code of a user's changes the current folder."""
+    whole = path.absolute()
+    if not path.is_absolute():
+        _given[whole] = path
+    return whole
+
+
+def shown(path: Path) -> Path:
+    """A path as the user wrote it, where it or a folder above it is one that was `settled`."""
+    for whole, given in _given.items():
+        if path.is_relative_to(whole):
+            return given / path.relative_to(whole)
+    return path
+
+
+def unusable_cache(why: str) -> Problem:
+    """What to say of a cache that cannot be made or written."""
+    where = "RLOO_CACHE" if os.environ.get("RLOO_CACHE") else "XDG_CACHE_HOME, HOME"
+    what = f"the cache {cache()} cannot be made or written"
+    return Problem(what, f"environment: {where}", why, "export RLOO_CACHE=/a/folder/of/yours")
+
+
+def recipe_files() -> dict[str, Path]:
+    """Name of every shipped recipe -> its file; `a/b` for recipes/a/b.yaml."""
+    files = sorted(RECIPES.rglob("*.yaml"))
+    return {str(path.relative_to(RECIPES).with_suffix("")): path for path in files}
+
+
+def group_choices(config_dirs: list[Path]) -> dict[str, dict[str, Path]]:
+    """Config group -> its choices -> file, for our conf/ and a user's own folders.
+
+    A user's recipes may lie in `recipe/` or `recipes/` of such a folder.
+    """
+    groups: dict[str, dict[str, Path]] = {"recipe": dict(recipe_files())}
+    for root in [CONF, *config_dirs]:
+        for path in sorted(root.glob("*/**/*.yaml")):
+            name = str(path.relative_to(root).with_suffix(""))
+            of_recipes = name.partition("/")[0] in ("recipe", "recipes")
+            group, _, choice = name.partition("/") if of_recipes else name.rpartition("/")
+            groups.setdefault("recipe" if of_recipes else group, {})[choice] = path
+    return groups

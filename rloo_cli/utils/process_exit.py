@@ -1,0 +1,33 @@
+"""How the process of a verb ends: its work done, or refused with a block and an exit code."""
+
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+
+from rloo_cli.utils import console, redact, signals
+from rloo_cli.utils.errors import OutOfMemory, Problem, RunError, StorageError, print_bug, print_error
+
+
+def run(work: Callable[[], object], memory_fix: str) -> NoReturn:
+    """Do `work` and end this process with the code of what stopped it.
+
+    `memory_fix`: what to lower where memory runs out. A signal ends it at once.
+    """
+    console.open_descriptors()
+    redact.start()
+    signals.listen(at_once=True)
+    try:
+        work()
+        code = 0
+    except RunError as error:
+        code = print_error(error)
+    except OSError as error:
+        what = "a file cannot be read or written"
+        code = print_error(StorageError(Problem(what, why=str(error))))
+    except torch.OutOfMemoryError as error:
+        why = str(error).splitlines()[0]
+        code = print_error(OutOfMemory(Problem("out of memory", why=why, fix=memory_fix)))
+    except Exception:
+        code = print_bug("please report it with the lines above")
+    console.end_process(code)

@@ -1,0 +1,115 @@
+"""Secrets: what looks like one, and its mask in everything that is printed, logged or kept.
+
+A config holds none (`compose` and `complaints` refuse it), so this is for what other code says:
+an exception of a reward that quotes its environment, a library that prints a token.
+"""
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from rloo_cli.utils import console
+
+MASK = "[secret]"
+SHORTEST = 8  # a shorter value of a variable (1, true, none) would be masked in every sentence
+KEY = re.compile(r"(^|[._])(api_?key|password|passwd|secret|(hf|auth|access|wandb)_token)$", re.I)
+VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_\w{20,})")
+# What many a word of a command line holds and no secret is: a few lower-case words, a path of such
+# words, a short number. It is masked in what is printed, and is no reason to refuse a command.
+PLAIN = re.compile(
+    r"[a-z]{1,15}([ ._-][a-z]{1,15}){0,2}|[0-9.]{1,11}"
+    r"|~?[a-z._-]{0,20}[0-9]{0,4}(/[a-z._-]{0,20}[0-9]{0,4})+"
+)
+VARIABLE = re.compile(
+    r"(^|_)(TOKENS?|SECRETS?|PASS(WORD|WD|PHRASE)?|(API|ACCESS|PRIVATE|SECRET)_?KEY(_ID)?"
+    r"|CREDENTIALS?)(_|$)(?!.*(PATH|FILE|DIR)$)",
+    re.IGNORECASE,
+)
+
+
+def of_environment() -> dict[str, str]:
+    """Value -> name of every environment variable that looks like it holds a secret."""
+    found = {v: n for n, v in os.environ.items() if len(v) >= SHORTEST and VARIABLE.search(n)}
+    return dict(sorted(found.items(), key=lambda pair: -len(pair[0])))  # one may hold another
+
+
+def found(text: str) -> str:
+    """What in a text is a secret: a variable's name, or the pattern's first letters; "" = none.
+
+    A variable that is named like a secret and holds plain words, or a path that exists, is none.
+    """
+    for value, name in of_environment().items():
+        if value in text and not PLAIN.fullmatch(value) and not os.path.exists(value):
+            return name
+    match = VALUE.search(text)
+    return f"{match[0][:3]}..." if match else ""
+
+
+def text(said: str) -> str:
+    """The same text, its secrets masked."""
+    for value in of_environment():
+        said = said.replace(value, MASK)
+    return VALUE.sub(MASK, said)
+
+
+def tree(values: Any) -> Any:
+    """Nested dictionaries and lists, the secrets in their strings masked."""
+    if isinstance(values, dict):
+        return {tree(k): tree(v) for k, v in values.items()}
+    if isinstance(values, list | tuple):
+        return [tree(v) for v in values]
+    return text(values) if isinstance(values, str) else values
+
+
+class Formatter(logging.Formatter):
+    """A log's lines, tracebacks included: secrets masked, no control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return console.visible(text(super().format(record)))
+
+
+class Stream:
+    """A text stream that masks what goes through it."""
+
+    def __init__(self, inner: TextIO | console.Console):
+        self.inner = inner
+
+    def write(self, said: str) -> int:
+        self.inner.write(text(said))
+        return len(said)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def start() -> None:
+    """From now on stdout, stderr and the log files that are open by now hold no secret.
+
+    What is printed cannot fail from now on (`console`).
+    """
+    out, err = console.guarded(sys.stdout), console.guarded(sys.stderr)
+    sys.stdout, sys.stderr = Stream(out), Stream(err)
+    console.keep_streams()
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(Formatter(logging.BASIC_FORMAT))
+
+
+@contextmanager
+def everywhere() -> Iterator[None]:
+    """`start`, for as long as the block lasts."""
+    before = sys.stdout, sys.stderr
+    start()
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stdout, sys.stderr = before
+        console.forget_streams()
