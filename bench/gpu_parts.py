@@ -21,13 +21,13 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rloo_cli.config.schema import LoraConfig
 from rloo_cli.data import segments
-from rloo_cli.config.schema_model import LoraConfig
+from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.packing import Part, whole
 from rloo_cli.policy import layouts, lora
 from rloo_cli.policy.model import Policy
 from rloo_cli.policy.reference import OfPolicy, Reference
-from rloo_cli.data.batch import Group, Rollout
 
 try:
     from trl.trainer.utils import add_fused_lm_head

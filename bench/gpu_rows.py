@@ -15,8 +15,8 @@ from rows import commit
 from shapes import Shape
 from sides import BETA
 
-from rloo_cli.policy.memory import shape_of
 from rloo_cli.data.bin_packing import Shape as Cost
+from rloo_cli.policy.memory import shape_of
 
 __all__ = ["brief", "rows_of", "shape_of", "show"]
 

@@ -27,10 +27,9 @@ from shapes import SHAPES, Shape
 from sides import BETA, LONG, digits
 
 from rloo_cli.config import check
-from rloo_cli.launch import rollout_server_managed
 from rloo_cli.config.compose import compose
-from rloo_cli.run_cycle import Cycle
-from rloo_cli.run import Run
+from rloo_cli.launch import rollout_server
+from rloo_cli.run import Cycle, Run
 from rloo_cli.train.between_steps import log_step
 from rloo_cli.train.build import make
 from rloo_cli.train.loop import update
@@ -121,7 +120,7 @@ def started(
     ]  # fmt: skip
     checked = check.check(compose(words))
     place.mkdir()
-    with rollout_server_managed.in_background(place, checked):
+    with rollout_server.in_background(place, checked):
         run = make(checked, place, {"digits": digits})
         run.log.display = None
         try:

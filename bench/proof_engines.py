@@ -25,16 +25,15 @@ from proof_kernels import Facts, passed
 from shapes import Shape
 
 from rloo_cli.config import check
-from rloo_cli.generation.vllm import server_file
 from rloo_cli.config.compose import compose
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.data.batch import Group
 from rloo_cli.data.packing import whole
+from rloo_cli.distributed.device_count import gpus
+from rloo_cli.generation.vllm import arguments, server_file
+from rloo_cli.generation.vllm.generator import VllmGenerator, in_a_child, over_http
 from rloo_cli.policy import lora
 from rloo_cli.policy.model import Policy
-from rloo_cli.distributed.device_count import gpus
-from rloo_cli.data.batch import Group
-from rloo_cli.config.schema import RunConfig
-from rloo_cli.generation.vllm import arguments
-from rloo_cli.generation.vllm.generator import VllmGenerator, in_a_child, over_http
 
 HERE = Path(__file__).resolve().parent
 LONGEST = 64  # tokens of a prompt, in rows about weights

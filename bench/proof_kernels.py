@@ -15,12 +15,12 @@ import torch
 from proof_models import shape_of
 from torch import Tensor
 
-from rloo_cli.utils.device_waits import wait_for_device
+from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.packing import whole
 from rloo_cli.policy import layouts
 from rloo_cli.policy.fused_head import token_logp
 from rloo_cli.policy.model import Policy
-from rloo_cli.data.batch import Group, Rollout
+from rloo_cli.utils.device_waits import wait_for_device
 
 Facts = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]

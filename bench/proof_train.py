@@ -19,11 +19,11 @@ from proof_kernels import Facts, passed, timed
 from shapes import SHAPES
 
 from rloo_cli.config import check
-from rloo_cli.train import memory_check
 from rloo_cli.config.compose import compose
-from rloo_cli.utils.errors import RunError
+from rloo_cli.train import memory_check
 from rloo_cli.train.build import make
 from rloo_cli.train.loop import train
+from rloo_cli.utils.errors import RunError
 
 
 def phase(device: str, dtype: str, sizes: Facts) -> Facts:

@@ -86,7 +86,9 @@ def timed(arguments: Any) -> list[tuple[str, str, float, float]]:
     model, reading = scorer(arguments.batch_size), readers()
 
     def score(kind: str, layout: str) -> list[float]:
-        (shared_attention.install if layout == "shared" else shared_attention.uninstall)(model.model)
+        (shared_attention.install if layout == "shared" else shared_attention.uninstall)(
+            model.model
+        )
         model.layout = layout
         return model.score([reading[kind].ids(row) for row in made], owners)
 

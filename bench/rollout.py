@@ -38,12 +38,12 @@ from rich.table import Table
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from rloo_cli import __version__
-from rloo_cli.config import check, synthetic, registry
-from rloo_cli.launch import rollout_server_managed, rollout_server
+from rloo_cli.config import check, registry, synthetic
 from rloo_cli.config.compose import compose
-from rloo_cli.policy.model import Policy
 from rloo_cli.data.batch import Group
 from rloo_cli.generation.vllm import arguments
+from rloo_cli.launch import rollout_server
+from rloo_cli.policy.model import Policy
 
 RESULTS = Path(__file__).with_name("results.jsonl")
 SHAPES = {  # millions of parameters -> hidden, layers, heads, MLP
@@ -121,7 +121,7 @@ def ours(
     place.mkdir(parents=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     build = registry.load_code(registry.module("generation", backend).IMPLEMENTATION)
-    with rollout_server_managed.in_background(place, run):
+    with rollout_server.in_background(place, run):
         generator = build(trained, tokenizer, run, 1024, place, lambda text: None)
         policy, version = Policy(trained, 1.0), iter(range(10**6))
         ids = prompts(args.prompts)

@@ -18,12 +18,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rloo_cli.config import compose, check
+from rloo_cli.config import check, compose
+from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.rewards.engine import process_pool
 from rloo_cli.rewards.engine.arguments import Context, TrainerState
 from rloo_cli.rewards.engine.build import Reward, build
 from rloo_cli.rewards.engine.scoring import Stage, score
-from rloo_cli.data.batch import Group, Rollout
 
 CODE = """
 import asyncio, time

@@ -25,10 +25,9 @@ from sides import (
 
 from rloo_cli.config import check
 from rloo_cli.config.compose import compose
-from rloo_cli.run_cycle import Cycle
-from rloo_cli.run import Run
-from rloo_cli.train.between_steps import log_step
 from rloo_cli.data.batch import Batch, Rollout
+from rloo_cli.run import Cycle, Run
+from rloo_cli.train.between_steps import log_step
 from rloo_cli.train.build import make
 from rloo_cli.train.loop import update
 

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.config import check
-from rloo_cli.utils import fault_injection, paths
-from rloo_cli.launch import launcher, preflight, rollout_server_managed
 from rloo_cli.config.compose import Composed, compose
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.launch import launcher, preflight, rollout_server
+from rloo_cli.train.worker import work
+from rloo_cli.utils import fault_injection, paths
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import read_json, update_json
-from rloo_cli.config.schema import RunConfig
-from rloo_cli.train.worker import work
 
 Reward = Callable[..., Any]
 
@@ -56,7 +56,7 @@ def train(
         launcher.prepare(start, settings, composed)
         state = "failed"
         try:
-            with rollout_server_managed.in_background(folder, settings):
+            with rollout_server.in_background(folder, settings):
                 work(settings, folder, rewards, start)
             state = "finished"
         finally:

@@ -6,26 +6,48 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.utils.timers import Clock
-from rloo_cli.run_cycle import Cycle
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.data.batch import Batch
+from rloo_cli.data.bin_packing import Limits
+from rloo_cli.data.prompts import Prompts
 from rloo_cli.distributed.engine import Engine
+from rloo_cli.distributed.optimizer import Optimizer
 from rloo_cli.distributed.world import World
 from rloo_cli.generation import Generator
-from rloo_cli.reporting.prompt_ledger import Ledger
-from rloo_cli.reporting.log import Log
-from rloo_cli.distributed.optimizer import Optimizer
+from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.policy.layouts import Level
 from rloo_cli.policy.model import Policy
 from rloo_cli.policy.reference import Reference
 from rloo_cli.policy.value import Critic
-from rloo_cli.data.prompts import Prompts
+from rloo_cli.reporting.log import Log
+from rloo_cli.reporting.prompt_ledger import Ledger
+from rloo_cli.reporting.update_metrics import Updates
 from rloo_cli.rewards.engine.arguments import TrainerState
 from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.utils.rng import States, take
-from rloo_cli.data.batch import Batch
-from rloo_cli.generation.common.rollouts import Rollouts
-from rloo_cli.data.bin_packing import Limits
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.utils.timers import Clock
+
+
+@dataclass
+class Cycle:
+    """The batch of the step that is being done."""
+
+    batch: Batch
+    updates: Updates = field(default_factory=Updates)
+    prepared: bool = False  # log-probabilities and advantages are known for the whole batch
+    iteration: int = 0
+    done: int = 0  # updates of this iteration
+    safe: Updates = field(default_factory=Updates)  # at the last mark
+    rng: States = field(default_factory=take)  # likewise
+
+    def mark(self) -> None:
+        """What comes next can be done again from here."""
+        self.safe, self.rng = self.updates.copy(), take()
+
+    def next_iteration(self) -> None:
+        """All updates of an iteration are made."""
+        self.iteration, self.done = self.iteration + 1, 0
+
 
 StepPosition = tuple[int, int]  # steps done; updates done in the next one, -1 = none was begun
 

@@ -22,17 +22,16 @@ from objective_reference import Completion, Forward, Given, forward
 from torch import Tensor, nn
 
 from rloo_cli.config import check, registry
-from rloo_cli.generation.common import across_ranks
 from rloo_cli.config.compose import Composed, compose
-from rloo_cli.run_cycle import Cycle
-from rloo_cli.utils.errors import ConfigError
-from rloo_cli.run import Run, State
-from rloo_cli.utils.paths import CONF
-from rloo_cli.rewards.engine.scoring import Scores
-from rloo_cli.data.batch import Group, Rollout
-from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.config.schema import RunConfig
+from rloo_cli.data.batch import Group, Rollout
+from rloo_cli.generation.common import across_ranks
+from rloo_cli.generation.common.rollouts import Rollouts
+from rloo_cli.rewards.engine.scoring import Scores
+from rloo_cli.run import Cycle, Run, State
 from rloo_cli.train.loop import update
+from rloo_cli.utils.errors import ConfigError
+from rloo_cli.utils.paths import CONF
 
 ALGORITHMS = (
     "rloo", "rloo", "rloo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "grpo",

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.utils import signals
 from rloo_cli.train import sweep_turns
+from rloo_cli.utils import signals
 from rloo_cli.utils.errors import Stopped
 from rloo_cli.utils.files import read_json, write_json
 

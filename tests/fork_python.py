@@ -106,11 +106,9 @@ def main() -> None:
     from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
     from rloo_cli.cli import main as cli_main  # noqa: F401
-    from rloo_cli.reporting import curves
-    from rloo_cli.launch import launcher
-    from rloo_cli.config import registry
-    from rloo_cli.train import worker
     from rloo_cli.cli import sweep  # noqa: F401
+    from rloo_cli.config import registry
+    from rloo_cli.reporting import curves
 
     for room in registry.ROOMS:
         for name in registry.names(room):

@@ -13,8 +13,8 @@ import sys
 import torch
 
 from rloo_cli.evaluation import worker as evaluation_worker
-from rloo_cli.train.supervised import worker as supervised_worker
 from rloo_cli.train import worker
+from rloo_cli.train.supervised import worker as supervised_worker
 
 MODULES = {"worker": worker, "evaluator": evaluation_worker, "trainer": supervised_worker}
 

@@ -9,8 +9,8 @@ import transformers
 import yaml
 
 from rloo_cli.config import registry
-from rloo_cli.generation.hf import generator as hf_generator
 from rloo_cli.data.batch import Group
+from rloo_cli.generation.hf import generator as hf_generator
 
 WORDS = 40
 PAD, EOS, END = 0, 1, 2
@@ -56,7 +56,9 @@ def config(batch_tokens=None, shared_prompt="auto", **changes):
 
 
 def generator(model, context=64, tokens=None, **changes):
-    return hf_generator.TransformersGenerator(model, tokens or tokenizer(), config(**changes), context)
+    return hf_generator.TransformersGenerator(
+        model, tokens or tokenizer(), config(**changes), context
+    )
 
 
 def sample(source, prompts, seeds, greedy=False):

@@ -3,10 +3,10 @@
 import torch
 from policy_cases import fresh, rollout
 
-from rloo_cli.data.packing import pack, whole
-from rloo_cli.policy import shared_attention, layouts, load
-from rloo_cli.policy.model import Policy
 from rloo_cli.data.batch import Group
+from rloo_cli.data.packing import pack, whole
+from rloo_cli.policy import layouts, load, shared_attention
+from rloo_cli.policy.model import Policy
 
 # Lengths of a prompt and of its completions: unequal, of a single token, one alone, equal ones.
 SEVERAL = ((7, (5, 1, 3)), (4, (2, 6, 4)), (1, (1, 1)), (9, (20,)), (3, (4, 4, 4)))

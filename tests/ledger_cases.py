@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from loop_cases import make
 
+from rloo_cli.data.batch import Batch, Rollout
+from rloo_cli.data.prompts import Prompts
 from rloo_cli.reporting.prompt_ledger import NAME, Ledger, sealed
 from rloo_cli.run import Run
-from rloo_cli.data.prompts import Prompts
-from rloo_cli.data.batch import Batch, Rollout
 
 Row = dict[str, Any]
 K = 2

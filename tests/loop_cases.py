@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 
 from rloo_cli.config import check
-from rloo_cli.data import segments
 from rloo_cli.config.compose import compose
-from rloo_cli.run_cycle import Cycle
-from rloo_cli.run import Run
-from rloo_cli.train.between_steps import log_step
-from rloo_cli.policy.shared_attention import native
-from rloo_cli.data.batch import Batch
-from rloo_cli.train.build import make as make_run
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.train.loop import update
+from rloo_cli.data import segments
+from rloo_cli.data.batch import Batch
+from rloo_cli.policy.shared_attention import native
 from rloo_cli.reporting.update_metrics import Updates
+from rloo_cli.run import Cycle, Run
+from rloo_cli.train.between_steps import log_step
+from rloo_cli.train.build import make as make_run
+from rloo_cli.train.loop import update
 
 EXACT = 5e-6  # relative, in float32 (OBJECTIVE 2.11)
 # Every quarter of the byte tokens ends a completion: lengths and ways of ending differ.

@@ -8,7 +8,7 @@ import torch
 from loop_cases import make
 from torch import Tensor
 
-from rloo_cli.config.schema_model import LoraConfig
+from rloo_cli.config.schema import LoraConfig
 from rloo_cli.policy import lora
 
 PLAIN: dict[str, Any] = {

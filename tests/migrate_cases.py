@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rloo_cli.config import check as config_check
-from rloo_cli.config.compose import compose
 from rloo_cli.cli.migrate import run
 from rloo_cli.cli.migrate.recipe import ours, refusal
+from rloo_cli.config import check as config_check
+from rloo_cli.config.compose import compose
 
 
 class Migrated:

@@ -6,10 +6,10 @@ from typing import Any
 
 from rloo_cli.config import check
 from rloo_cli.config.compose import compose
+from rloo_cli.config.schema import RunConfig
 from rloo_cli.planning import device, model_facts
 from rloo_cli.planning.case import Case
 from rloo_cli.planning.device import GIB, Device
-from rloo_cli.config.schema import RunConfig
 
 # 3 layers of: attention 4 * 64 * 64, MLP 3 * 64 * 128, norms 2 * 64; tables of 1000 * 64.
 SMALL: dict[str, Any] = {

@@ -5,8 +5,8 @@ import functools
 import torch
 import transformers
 
-from rloo_cli.data.packing import pack, whole
 from rloo_cli.data.batch import Group, Rollout
+from rloo_cli.data.packing import pack, whole
 
 WORDS = 40
 SIZE = {

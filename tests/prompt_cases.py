@@ -7,10 +7,10 @@ import pytest
 import yaml
 from tokenizers import processors
 
-from rloo_cli.data import prompts
-from rloo_cli.utils.errors import DataError
-from rloo_cli.data.synthetic import tiny
 from rloo_cli.config.schema import DataConfig
+from rloo_cli.data import prompts
+from rloo_cli.data.synthetic import tiny
+from rloo_cli.utils.errors import DataError
 
 YAML = Path(__file__).parent.parent / "conf/data/default.yaml"
 BOS = "<bos>"

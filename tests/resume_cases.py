@@ -17,14 +17,14 @@ from fork_cases import Forked
 from loop_cases import cache, checked
 from safetensors.torch import load_file
 
-from rloo_cli.launch import launcher
 from rloo_cli.checkpoint import manifest
-from rloo_cli.utils import signals
 from rloo_cli.config.compose import Composed
+from rloo_cli.config.provenance import Sources
+from rloo_cli.launch import launcher
+from rloo_cli.train.worker import work
+from rloo_cli.utils import signals
 from rloo_cli.utils.errors import Problem, Stopped
 from rloo_cli.utils.files import update_json
-from rloo_cli.config.provenance import Sources
-from rloo_cli.train.worker import work
 
 TIMED = re.compile(r"step_time|eps|(time|perf|memory)/.*|reward/.*/time|eval_.*(time|seconds).*")
 TEMPORARY = (".tmp", ".trash")

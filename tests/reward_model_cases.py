@@ -11,10 +11,10 @@ import yaml
 from policy_cases import SIZE
 from tokenizers import processors
 
+from rloo_cli.config.registry import config_class
+from rloo_cli.data.prompts import Prompts
 from rloo_cli.data.synthetic import tiny
 from rloo_cli.policy import shared_attention
-from rloo_cli.data.prompts import Prompts
-from rloo_cli.config.registry import config_class
 from rloo_cli.rewards.engine.build import build
 from rloo_cli.rewards.engine.ready import Surroundings
 
@@ -168,5 +168,7 @@ def by_class(family, ids):
 
 def force(code, layout):
     """Let a reward model that can have any layout compute in this one."""
-    (shared_attention.install if layout == "shared" else shared_attention.uninstall)(code.model.model)
+    (shared_attention.install if layout == "shared" else shared_attention.uninstall)(
+        code.model.model
+    )
     code.model.layout = layout

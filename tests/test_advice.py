@@ -7,9 +7,9 @@ import re
 import pytest
 import yaml
 
+from rloo_cli.config.schema import GenerationConfig, RunConfig
 from rloo_cli.reporting.advice import RULES, Advisor
 from rloo_cli.utils.paths import CONF
-from rloo_cli.config.schema import GenerationConfig, RunConfig
 
 QUIET = {
     "kl": 0.02,

@@ -95,7 +95,9 @@ def test_an_import_does_not_replace_a_hook(tmp_path: Path) -> None:
     base = registry.algorithm("rloo")
     own = algorithm(tmp_path, "", "imports.py")  # its head imports the module `warnings`
     assert own.warnings is base.warnings and own.loss is base.loss
-    same = algorithm(tmp_path, "from rloo_cli.algorithms.common.advantage import usable\n", "same.py")
+    same = algorithm(
+        tmp_path, "from rloo_cli.algorithms.common.advantage import usable\n", "same.py"
+    )
     assert same.usable is base.usable
     with pytest.raises(ConfigError, match=r"it comes from statistics; only functions that the"):
         algorithm(tmp_path, "from statistics import mean as combine\n", "other.py")

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
-from rloo_cli.algorithms.common import aggregate, importance_weights, policy_loss
 from rloo_cli.algorithms import rloo
+from rloo_cli.algorithms.common import aggregate, importance_weights, policy_loss
 from rloo_cli.data.packing import Micro
 
 numbers = st.floats(-100, 100, allow_nan=False, width=32)

@@ -11,12 +11,12 @@ from algorithm_cases import YAML
 from pydantic import ValidationError
 
 from rloo_cli import algorithms
-from rloo_cli.config import check
 from rloo_cli.algorithms import rloo
 from rloo_cli.algorithms.common import rules
+from rloo_cli.config import check
 from rloo_cli.config.compose import compose
-from rloo_cli.utils.errors import ConfigError
 from rloo_cli.config.registry import names
+from rloo_cli.utils.errors import ConfigError
 
 GENERATION = {"backend": "transformers", "max_completion_length": 256, "top_p": 1.0, "top_k": 0}
 GENERATION |= {"min_p": None, "repetition_penalty": 1.0, "min_tokens": 0, "ignore_eos": False}

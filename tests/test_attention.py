@@ -14,7 +14,7 @@ from policy_cases import each_alone, fresh
 from torch.nn.functional import scaled_dot_product_attention as dense
 
 from rloo_cli.data import packing, segments
-from rloo_cli.policy import shared_attention, flash_kernels
+from rloo_cli.policy import flash_kernels, shared_attention
 from rloo_cli.policy.shared_attention import PLAN, Cascade, NotShared
 
 H, G, D = 4, 2, 8
@@ -265,4 +265,6 @@ def test_keys_with_gradient_in_a_cache_would_be_lost_where_activations_are_recom
 def test_configs_are_found_once_each():
     model = fresh()
     assert shared_attention._configs(model) == [model.config]
-    assert shared_attention._configs(SimpleNamespace(modules=lambda: [model, model])) == [model.config]
+    assert shared_attention._configs(SimpleNamespace(modules=lambda: [model, model])) == [
+        model.config
+    ]

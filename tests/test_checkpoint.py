@@ -12,12 +12,12 @@ from resume_cases import temporaries
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rloo_cli.checkpoint import save, manifest, restore, rollback
-from rloo_cli.utils import fault_injection
-from rloo_cli.train import worker
-from rloo_cli.utils.errors import ConfigError, MachineError, StorageError
-from rloo_cli.policy.shared_attention import native
+from rloo_cli.checkpoint import manifest, restore, rollback, save
 from rloo_cli.checkpoint.resume import Start
+from rloo_cli.policy.shared_attention import native
+from rloo_cli.train import worker
+from rloo_cli.utils import fault_injection
+from rloo_cli.utils.errors import ConfigError, MachineError, StorageError
 
 EVERY = ("max_steps=9", "train.learning_rate=0.01")
 
@@ -227,7 +227,10 @@ def test_a_fault_strikes_once_at_its_count_and_only_on_its_rank(
         assert [fault_injection.fault(n) for n in ("gen.chunk", "gen.request", "gen.chunk")] == [
             None, "skip", None,
         ]  # fmt: skip
-        assert fault_injection.poison("loss", 1.0) != 1.0 and fault_injection.poison("loss", 1.0) == 1.0
+        assert (
+            fault_injection.poison("loss", 1.0) != 1.0
+            and fault_injection.poison("loss", 1.0) == 1.0
+        )
         assert fault_injection.fault("step") is None
     finally:
         fault_injection._armed.clear()

@@ -8,9 +8,9 @@ import pytest
 from loop_cases import checked, make
 from prompt_cases import config
 
+from rloo_cli.config.user_code import code_notes
 from rloo_cli.data import dataset, splits
 from rloo_cli.utils.errors import ConfigError, DataError
-from rloo_cli.config.user_code import code_notes
 
 ROWS = [{"question": f"p{i}", "level": i % 3, "hard": i > 7, "kind": "ab"[i % 2]} for i in range(9)]
 CODE = """

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from cli_cases import Rloo, rloo, rloo_without_torch
 
-from rloo_cli.config import compose, check
+from rloo_cli.checkpoint.resume import Start
+from rloo_cli.config import check, compose
 from rloo_cli.launch import launcher
 from rloo_cli.utils import pids
 from rloo_cli.utils.errors import ConfigError
 from rloo_cli.utils.files import read_json, update_json
-from rloo_cli.checkpoint.resume import Start
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 

@@ -10,11 +10,11 @@ from test_reward_examples import group, shipped, values
 from test_reward_scoring import PLAIN
 from test_sandbox import contained
 
-from rloo_cli.utils.errors import ConfigError, MachineError
+from rloo_cli.config.user_code import code_notes
 from rloo_cli.rewards.code_tests import extract, read
 from rloo_cli.rewards.engine.columns import check_columns
 from rloo_cli.rewards.engine.scoring import RewardFailed, score
-from rloo_cli.config.user_code import code_notes
+from rloo_cli.utils.errors import ConfigError, MachineError
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 

@@ -10,9 +10,9 @@ import pytest
 from cli_cases import Rloo, rloo, rloo_without_torch
 from compare_cases import judged, write
 
+from rloo_cli.cli import compare
 from rloo_cli.cli.compare import charts, configurations, results, runs, statistics
 from rloo_cli.utils.errors import ConfigError
-from rloo_cli.cli import compare
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 

@@ -10,10 +10,10 @@ from cli_cases import Rloo, rloo
 
 from rloo_cli.cli import main
 from rloo_cli.config import compose
+from rloo_cli.config.user_files import register_file
 from rloo_cli.launch import launcher
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError
-from rloo_cli.config.user_files import register_file
 
 __all__ = ["rloo"]  # a fixture
 

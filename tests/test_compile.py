@@ -5,12 +5,12 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rloo_cli.distributed import gather
-from rloo_cli.utils.errors import ConfigError
+from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.packing import whole
+from rloo_cli.distributed import gather
 from rloo_cli.policy import layouts
 from rloo_cli.policy.model import Policy
-from rloo_cli.data.batch import Group, Rollout
+from rloo_cli.utils.errors import ConfigError
 
 
 def groups(more: int) -> list[Group]:

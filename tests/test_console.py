@@ -13,12 +13,12 @@ import pytest
 from fork_cases import Forked, fork_server, forked
 from loop_cases import checked
 
-from rloo_cli.utils import console, redact
-from rloo_cli.reporting import log
-from rloo_cli.launch import preflight, topology_store, topology
-from rloo_cli.utils.errors import MachineError, Problem, RewardError
 from rloo_cli.data.synthetic.cache import kept
+from rloo_cli.launch import preflight, topology
+from rloo_cli.reporting import log
 from rloo_cli.rewards.engine.arguments import Log
+from rloo_cli.utils import console, redact
+from rloo_cli.utils.errors import MachineError, Problem, RewardError
 
 __all__ = ["fork_server", "forked"]  # fixtures
 PYTHON = (sys.executable, "-m", "rloo_cli")
@@ -140,7 +140,7 @@ def test_a_rank_that_another_program_left_in_the_environment_makes_nobody_one_of
 ) -> None:
     monkeypatch.setenv("RANK", "3")
     place = topology.find(os.environ, checked((), ()))[0]
-    assert topology_store.starts(place, "", 0, None)[0].rank == 0
+    assert topology.starts(place, "", 0, None)[0].rank == 0
 
 
 def test_a_run_goes_on_when_its_console_is_full(forked: Forked) -> None:

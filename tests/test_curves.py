@@ -9,10 +9,10 @@ import pytest
 
 from rloo_cli.cli import main
 from rloo_cli.reporting import curves
-from rloo_cli.train import between_steps, worker
-from rloo_cli.utils.timers import Clock
 from rloo_cli.reporting.curves import draw, points, read_rows, smooth
+from rloo_cli.train import between_steps, worker
 from rloo_cli.utils.errors import ConfigError, Problem, RewardError, Stopped
+from rloo_cli.utils.timers import Clock
 
 
 def write(path, rows):

@@ -9,9 +9,9 @@ import huggingface_hub
 import pytest
 import yaml
 
+from rloo_cli.config.schema import DataConfig
 from rloo_cli.data import dataset
 from rloo_cli.utils.errors import DataError, MachineError
-from rloo_cli.config.schema import DataConfig
 
 YAML = Path(__file__).parent.parent / "conf/data/default.yaml"
 ROWS = [{"prompt": f"p{i}", "answer": str(i)} for i in range(10)]

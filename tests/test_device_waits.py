@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from rloo_cli.utils.timers import Clock
 from rloo_cli.generation.vllm import deadlines
 from rloo_cli.generation.vllm.transfer_send import LEAST_BUFFER, Beside, packed_bytes
-from rloo_cli.generation.vllm.weights import Gathered, Whole
 from rloo_cli.generation.vllm.weight_sync import Counted
+from rloo_cli.generation.vllm.weights import Gathered, Whole
+from rloo_cli.utils.timers import Clock
 
 
 class Gpu:

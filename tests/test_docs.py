@@ -19,8 +19,8 @@ from loop_cases import cache
 
 from rloo_cli.cli import main
 from rloo_cli.config import check
-from rloo_cli.utils import paths
 from rloo_cli.config.compose import compose
+from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]

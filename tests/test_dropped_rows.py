@@ -11,8 +11,8 @@ from test_fast_path import KL, MASKED, NONE, NORMALISED, A, agree, spied
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rloo_cli.train import loop
 from rloo_cli.data.packing import LAYOUTS
+from rloo_cli.train import loop
 
 FORWARDED = ["reward", "grad_norm", "loss", "policy_loss", "advantages/mean", "advantages/std"]
 

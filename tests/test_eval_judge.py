@@ -11,17 +11,17 @@ from cli_cases import strict
 from endpoint_cases import chats, in_turn, serve
 from loop_cases import checked, flat, make
 
-from rloo_cli.config import check
-from rloo_cli.reporting import eval_rows
-from rloo_cli.evaluation import worker
-from rloo_cli.config.compose import compose
-from rloo_cli.utils.errors import ConfigError, DataError, RewardError
-from rloo_cli.evaluation.evaluate import evaluate
-from rloo_cli.utils.files import read_json
-from rloo_cli.evaluation.judges import llm
-from rloo_cli.evaluation.judges import judge as judging
-from rloo_cli.evaluation.judges.win_rate import tally
 from rloo_cli.cli import eval_target
+from rloo_cli.config import check
+from rloo_cli.config.compose import compose
+from rloo_cli.evaluation import worker
+from rloo_cli.evaluation.evaluate import evaluate
+from rloo_cli.evaluation.judges import judge as judging
+from rloo_cli.evaluation.judges import llm
+from rloo_cli.evaluation.judges.win_rate import tally
+from rloo_cli.reporting import eval_rows
+from rloo_cli.utils.errors import ConfigError, DataError, RewardError
+from rloo_cli.utils.files import read_json
 
 __all__ = ["serve"]  # a fixture
 SMALL = ["eval.max_samples=6"]

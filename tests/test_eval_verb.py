@@ -9,10 +9,9 @@ import pytest
 import yaml
 from cli_cases import Ended, Rloo, rloo, rloo_without_torch, strict, surroundings
 
-from rloo_cli.cli import main
+from rloo_cli.cli import eval_target, main
 from rloo_cli.utils.errors import ConfigError
 from rloo_cli.utils.files import read_json
-from rloo_cli.cli import eval_target
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 

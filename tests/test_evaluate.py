@@ -9,13 +9,13 @@ import torch
 from loop_cases import ENDS, digits, flat, make
 from test_loop import timeless
 
-from rloo_cli.reporting import eval_rows
-from rloo_cli.utils import rng, signals
-from rloo_cli.train import loop
-from rloo_cli.utils.errors import RewardError, Stopped
 from rloo_cli.evaluation.evaluate import answers, evaluate
 from rloo_cli.policy.shared_attention import native
+from rloo_cli.reporting import eval_rows
 from rloo_cli.rewards.engine import scoring
+from rloo_cli.train import loop
+from rloo_cli.utils import rng, signals
+from rloo_cli.utils.errors import RewardError, Stopped
 
 NONE = "data.eval_split=null"
 SETS = ("eval.sets.hard={split: test}", "eval.sets.seen={split: train, max_samples: 20}")
@@ -204,7 +204,9 @@ def test_a_signal_ends_an_evaluation_before_the_next_batch_is_sampled(tmp_path, 
 
     def heard(*arguments):
         wait(*arguments)
-        monkeypatch.setattr(signals, "_heard", [(15, 0.0)])  # when nobody waits for a reward any more
+        monkeypatch.setattr(
+            signals, "_heard", [(15, 0.0)]
+        )  # when nobody waits for a reward any more
 
     run, asked, wait = make(tmp_path, "eval.batch_size=4"), [], scoring.finish
     first, run.generator.generate = run.generator.generate, generate

@@ -6,11 +6,11 @@ from math import comb
 
 import pytest
 
-from rloo_cli.reporting import eval_rows
-from rloo_cli.evaluation import metrics as evaluation_metrics
-from rloo_cli.config.compose import compose
 from rloo_cli.config.check import check
+from rloo_cli.config.compose import compose
+from rloo_cli.evaluation import metrics as evaluation_metrics
 from rloo_cli.evaluation.metrics import metrics, pass_at
+from rloo_cli.reporting import eval_rows
 
 
 def settings(*words):

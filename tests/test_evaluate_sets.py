@@ -10,14 +10,13 @@ from rich.console import Console
 from test_evaluate import SETS, samples_of
 
 from rloo_cli.config import check
-from rloo_cli.train import summary
-from rloo_cli.train import loop
 from rloo_cli.config.compose import compose
-from rloo_cli.reporting.display import Display
-from rloo_cli.utils.errors import ConfigError, DataError, RunError
 from rloo_cli.evaluation.evaluate import evaluate
-from rloo_cli.reporting.panel import render
 from rloo_cli.policy import load
+from rloo_cli.reporting.display import Display
+from rloo_cli.reporting.panel import render
+from rloo_cli.train import loop, summary
+from rloo_cli.utils.errors import ConfigError, DataError, RunError
 
 
 def held_out(*words):

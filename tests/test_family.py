@@ -22,12 +22,12 @@ from loop_cases import (
 from resume_cases import attempt, differing, left
 
 from rloo_cli.checkpoint import manifest
-from rloo_cli.train.advantages import remember
-from rloo_cli.config.compose import compose
-from rloo_cli.run_cycle import Cycle
-from rloo_cli.utils.errors import ConfigError
-from rloo_cli.policy.shared_attention import native
 from rloo_cli.checkpoint.step_state import dump, load
+from rloo_cli.config.compose import compose
+from rloo_cli.policy.shared_attention import native
+from rloo_cli.run import Cycle
+from rloo_cli.train.advantages import remember
+from rloo_cli.utils.errors import ConfigError
 
 CLOSE = 5e-5  # an update read off weights of 1, twice rounded
 A, PP = "algorithm.", "algorithm=reinforce_pp"

@@ -5,9 +5,8 @@ import torch
 from loop_cases import ENDS, EXACT, PLAIN, apart, digits, sampled, step
 from loop_cases import alone as make
 
-from rloo_cli.train import minibatches
-from rloo_cli.train import loop
 from rloo_cli.data.packing import LAYOUTS
+from rloo_cli.train import loop, minibatches
 
 A = "algorithm."
 KL, NONE, NORMALISED = f"{A}beta=0.3", f"{A}beta=0", f"{A}normalize_advantages=true"

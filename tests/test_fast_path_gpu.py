@@ -12,11 +12,11 @@ from policy_cases import fresh, rollout
 from test_head import case, error, full, gradients
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from rloo_cli.data.batch import Group
 from rloo_cli.data.packing import pack, whole
 from rloo_cli.policy import layouts
-from rloo_cli.policy.shared_attention import Cascade
 from rloo_cli.policy.model import Policy
-from rloo_cli.data.batch import Group
+from rloo_cli.policy.shared_attention import Cascade
 
 pytestmark = [
     pytest.mark.gpu,

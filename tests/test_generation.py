@@ -25,9 +25,9 @@ from generation_cases import (
 from transformers import cache_utils
 
 from rloo_cli.config import registry
-from rloo_cli.utils.errors import NumbersError
-from rloo_cli.generation.hf import plain_prefix, decode_batch, sampling
 from rloo_cli.data.batch import Group
+from rloo_cli.generation.hf import decode_batch, plain_prefix, sampling
+from rloo_cli.utils.errors import NumbersError
 
 __all__ = ["PAD", "tokenizer"]  # asked for here by test_stopping
 
@@ -260,7 +260,9 @@ def test_repetition_penalty_is_generates_and_blind_to_padding(name, shared):
 
 def test_padding_is_not_penalised(model):
     # With 0 as padding, id 0 would be penalised in the shorter row, whose own prompt has no 0.
-    state = decode_batch.State.of([decode_batch.Row(0, [5, 6, 7], 0), decode_batch.Row(1, [8], 0)], 2, "cpu")
+    state = decode_batch.State.of(
+        [decode_batch.Row(0, [5, 6, 7], 0), decode_batch.Row(1, [8], 0)], 2, "cpu"
+    )
     logits = torch.ones(2, WORDS)
     process = sampling.processors(config(repetition_penalty=2.0), {EOS}, 3, greedy=True)
     assert (process(state.seen[:, :3], logits)[1] < 1).nonzero().flatten().tolist() == [8]

@@ -9,22 +9,21 @@ from typing import Any
 import pytest
 import torch
 
+from rloo_cli.cli import slurm_template, sweep
 from rloo_cli.config import check
-from rloo_cli.launch import preflight, rollout_server_managed
-from rloo_cli.distributed import device_count
-from rloo_cli.train import worker
 from rloo_cli.config.compose import compose
-from rloo_cli.distributed import world
-from rloo_cli.utils.errors import ConfigError, MachineError, OutOfMemory
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.distributed import device_count, world
 from rloo_cli.generation import COARSE, EXACT, EXACT_ON_GPU, HALF, tolerance
 from rloo_cli.generation.hf import decode_batch
-from rloo_cli.policy import memory
-from rloo_cli.config.schema import RunConfig
-from rloo_cli.cli import slurm_template, sweep
 from rloo_cli.generation.vllm import arguments, generator
+from rloo_cli.generation.vllm.discovery import Server
 from rloo_cli.generation.vllm.engine import Ask
 from rloo_cli.generation.vllm.http_engine import Gate, HttpControl, OverHttp, grouped, meeting
-from rloo_cli.generation.vllm.discovery import Server
+from rloo_cli.launch import preflight, rollout_server
+from rloo_cli.policy import memory
+from rloo_cli.train import worker
+from rloo_cli.utils.errors import ConfigError, MachineError, OutOfMemory
 
 EIGHT = [f"GPU-{n}" for n in range(8)]
 SERVER, CHILD = "generation=vllm_server", "generation=vllm_colocate"
@@ -65,15 +64,15 @@ def test_a_server_of_the_runs_own_has_its_gpus_before_ranks_are_counted(
     run = run_of("train.prompts_per_step=8", *words)
     assert device_count.here(run) == count
     if device_count.server_gpus(run):
-        ours, theirs = rollout_server_managed.share(EIGHT, count, device_count.server_gpus(run))
+        ours, theirs = rollout_server.share(EIGHT, count, device_count.server_gpus(run))
         assert not {*ours.values()} & {*theirs.values()}
 
 
 def test_where_all_gpus_are_asked_for_the_advice_is_a_number_that_fits() -> None:
     with pytest.raises(MachineError) as refused:
-        rollout_server_managed.share(EIGHT, 8, 2)
+        rollout_server.share(EIGHT, 8, 2)
     assert refused.value.problems[0].fix == "distributed.num_processes=6"
-    rollout_server_managed.share(EIGHT, 6, 2)
+    rollout_server.share(EIGHT, 6, 2)
 
 
 def test_a_batch_job_asks_for_the_gpus_of_the_server_that_the_run_starts() -> None:
@@ -314,7 +313,11 @@ def test_a_batch_of_our_own_sampler_fits_a_quarter_of_the_gpu(
     assert decode_batch.places_that_fit(keys, model, gpu) == 2**30 // (2 * 4 * 2 * 64 * 2)
     assert decode_batch.places_that_fit(keys, model, cpu) is None
     few: Any = run_of("generation.transformers.batch_tokens=100").generation
-    assert decode_batch.places_that_fit(few, model, gpu) == decode_batch.places_that_fit(few, model, cpu) == 100
+    assert (
+        decode_batch.places_that_fit(few, model, gpu)
+        == decode_batch.places_that_fit(few, model, cpu)
+        == 100
+    )
 
 
 def test_nvidia_smi_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

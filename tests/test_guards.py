@@ -9,8 +9,7 @@ import torch
 from loop_cases import ENDS, digits, flat, sampled, step, updated
 from loop_cases import alone as make
 
-from rloo_cli.train import guards
-from rloo_cli.train import loop
+from rloo_cli.train import guards, loop
 from rloo_cli.utils.errors import NumbersError, RunError
 
 NAN = float("nan")

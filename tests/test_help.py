@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rloo_cli.cli import main, verb_help
-from rloo_cli.config import compose, check
+from rloo_cli.cli import main, migrate, verb_help
+from rloo_cli.config import check, compose
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError
-from rloo_cli.cli import migrate
 
 PACKAGE = Path(main.__file__).parent
 # Where a verb reads its flags. Words that are other programs' are left out below.

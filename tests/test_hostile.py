@@ -20,11 +20,11 @@ from refusal_cases import MINE, SMOKE, Answer, Case, ask, is_clean, recipe, trai
 from test_reward_code import function
 
 from rloo_cli.config import hf_cache
-from rloo_cli.utils.errors import ConfigError, DataError
+from rloo_cli.config.schema import ModelConfig
+from rloo_cli.data.prompts import prepare
 from rloo_cli.data.synthetic import tiny
 from rloo_cli.policy import load
-from rloo_cli.data.prompts import prepare
-from rloo_cli.config.schema import ModelConfig
+from rloo_cli.utils.errors import ConfigError, DataError
 
 YAML = Path(__file__).parent.parent / "conf/model/default.yaml"
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from cli_cases import Rloo, rloo, rloo_without_torch
 
-from rloo_cli.config import messages, check, registry
-from rloo_cli.utils import paths
+from rloo_cli.cli.config import fields
+from rloo_cli.config import check, messages, registry
 from rloo_cli.config.compose import compose
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.cli.config import fields
+from rloo_cli.utils import paths
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 

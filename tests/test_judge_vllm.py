@@ -10,9 +10,9 @@ import vllm_cases
 from loop_cases import make
 from vllm_cases import Real
 
-from rloo_cli.utils import signals
-from rloo_cli.rewards.common.http_client import Client, EndpointError, Service, wait_for
 from rloo_cli.evaluation.evaluate import evaluate
+from rloo_cli.rewards.common.http_client import Client, EndpointError, Service, wait_for
+from rloo_cli.utils import signals
 
 pytestmark = vllm_cases.real
 # The server's context has room for 48 tokens, each a byte: short prompts and a short question.

@@ -16,9 +16,9 @@ import pytest
 from rank_cases import Launched, Launchers, gone, launchers
 
 from rloo_cli.launch import nodes as launch_nodes
+from rloo_cli.launch.topology import Place
 from rloo_cli.utils.errors import GenerationError
 from rloo_cli.utils.files import read_json, write_json
-from rloo_cli.launch.topology import Place
 
 __all__ = ["launchers"]  # a fixture
 TWO = ("distributed=ddp", "distributed.num_processes=2")
@@ -187,7 +187,10 @@ PLACE = Place(by="Slurm", key="7.0.0", first=1, total=2, nodes=2, launchers=2)
 
 
 def test_whoever_waits_for_rank_0_gives_up_at_the_limit_and_says_for_what(tmp_path: Path) -> None:
-    with pytest.raises(GenerationError) as refused, launch_nodes.following(tmp_path, "a", PLACE) as it:
+    with (
+        pytest.raises(GenerationError) as refused,
+        launch_nodes.following(tmp_path, "a", PLACE) as it,
+    ):
         it.wait(0.5)
     text = refused.value.render()
     assert "rank 0 did not begin in 0.5 s (this is the launcher of rank 1)" in text

@@ -13,11 +13,11 @@ from ledger_cases import batch, lines, prompts, settings, six, write
 from loop_cases import digits
 from resume_cases import attempt
 
-from rloo_cli.data import order
-from rloo_cli.utils.errors import DataError
-from rloo_cli.reporting.prompt_ledger import FATES, NAME, Ledger
 from rloo_cli.cli.ledger import audit
+from rloo_cli.data import order
+from rloo_cli.reporting.prompt_ledger import FATES, NAME, Ledger
 from rloo_cli.train.loop import train
+from rloo_cli.utils.errors import DataError
 
 
 def fates(folder):

@@ -9,10 +9,10 @@ from cli_cases import Rloo, rloo, rloo_without_torch
 from ledger_cases import edit, ended, lines, prompts, write
 
 from rloo_cli.cli import main
-from rloo_cli.data import order
-from rloo_cli.utils.errors import ConfigError, DataError
-from rloo_cli.reporting.prompt_ledger import FATES, NAME
 from rloo_cli.cli.ledger import audit
+from rloo_cli.data import order
+from rloo_cli.reporting.prompt_ledger import FATES, NAME
+from rloo_cli.utils.errors import ConfigError, DataError
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rank_cases import gone
 
-from rloo_cli.launch import processes
 from rloo_cli.config import rules
+from rloo_cli.launch import processes
 from rloo_cli.utils import signals
 
 LEAVES = """

@@ -4,7 +4,7 @@ from loop_cases import make
 from prompt_cases import LONG, prepare
 
 from rloo_cli.data import splits
-from rloo_cli.data.splits_lengths import line
+from rloo_cli.data.splits import line
 
 
 def test_a_line_has_the_ends_the_shape_the_median_and_the_tail() -> None:

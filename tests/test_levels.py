@@ -7,11 +7,11 @@ from family_cases import GROUPED, HEADS, OPT, PASSES, REFUSED, TWO, T
 from layout_cases import gradients, laid, made, settled, worst
 from policy_cases import SHORT, each_alone, fresh
 
-from rloo_cli.utils.errors import ConfigError
 from rloo_cli.data.packing import LAYOUTS
-from rloo_cli.policy import shared_attention, layouts, load
-from rloo_cli.policy.shared_attention import PLAN, NotShared
+from rloo_cli.policy import layouts, load, shared_attention
 from rloo_cli.policy.model import Policy
+from rloo_cli.policy.shared_attention import PLAN, NotShared
+from rloo_cli.utils.errors import ConfigError
 
 OWN = ["mistral", "mixtral", "phi3", "qwen2", "gemma2", "gemma3", "olmo3", "cohere2", "exaone4"]
 OWN += ["stablelm", "gptj", "gpt_neo"]
@@ -63,7 +63,9 @@ def test_a_family_lands_on_its_level_and_is_right_there(name):
     config, layout = FOUND[name]
     policy, line = settled(build(config()))
     assert policy.layout == layout and line.startswith(layout)
-    assert shared_attention.installed(policy.model) is (layout == "shared") and policy.model.training
+    assert (
+        shared_attention.installed(policy.model) is (layout == "shared") and policy.model.training
+    )
     assert wrong_by(policy, layout) <= 5e-4
 
 
@@ -87,7 +89,9 @@ def test_without_the_attentions_own_refusal_a_window_is_found_by_comparison(monk
     def careless(*given, sliding_window=None, **named):
         return inner(*given, **named)
 
-    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, shared_attention.NAME, careless)
+    monkeypatch.setitem(
+        transformers.AttentionInterface._global_mapping, shared_attention.NAME, careless
+    )
     policy, line = settled(build(REFUSED["mistral"][0]()))
     assert policy.layout == "packed" and "not shared: log-probabilities are off by" in line
     without_comparison(monkeypatch)

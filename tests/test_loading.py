@@ -11,10 +11,10 @@ import yaml
 from policy_cases import fresh
 from safetensors.torch import load_file, save_file
 
-from rloo_cli.utils.errors import ConfigError, MachineError
+from rloo_cli.config.schema import ModelConfig
 from rloo_cli.data.synthetic import tiny
 from rloo_cli.policy import load
-from rloo_cli.config.schema import ModelConfig
+from rloo_cli.utils.errors import ConfigError, MachineError
 
 YAML = Path(__file__).parent.parent / "conf/model/default.yaml"
 CPU = torch.device("cpu")

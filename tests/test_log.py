@@ -8,8 +8,8 @@ from loop_cases import ENDS, digits, sampled, step, updated
 from loop_cases import alone as make
 from test_loop import timeless
 
-from rloo_cli.train import loop
 from rloo_cli.reporting.log import Log, merge
+from rloo_cli.train import loop
 from rloo_cli.train.between_steps import log_step
 
 

@@ -19,16 +19,16 @@ from resume_cases import attempt, differing, left
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rloo_cli.checkpoint import save, export
+from rloo_cli.checkpoint import export, save
+from rloo_cli.cli import eval_target
 from rloo_cli.config import check
-from rloo_cli.evaluation import worker
-from rloo_cli.utils.errors import ConfigError
-from rloo_cli.utils.files import write_json, write_text
 from rloo_cli.data.packing import whole
+from rloo_cli.evaluation import worker
 from rloo_cli.policy import layouts, load, lora
 from rloo_cli.policy.model import Policy
-from rloo_cli.cli import eval_target
 from rloo_cli.train.loop import train
+from rloo_cli.utils.errors import ConfigError
+from rloo_cli.utils.files import write_json, write_text
 
 IDS = torch.arange(5, 25)[None]
 KINDS: dict[str, dict[str, Any]] = {

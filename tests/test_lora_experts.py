@@ -12,10 +12,10 @@ from policy_cases import SIZE
 from test_loading import config
 
 from rloo_cli.checkpoint import export
-from rloo_cli.utils.errors import ConfigError
 from rloo_cli.data.synthetic import tiny
-from rloo_cli.policy import shared_attention, load, lora
+from rloo_cli.policy import load, lora, shared_attention
 from rloo_cli.train.loop import train
+from rloo_cli.utils.errors import ConfigError
 
 IDS = torch.arange(5, 25)[None]
 T = transformers

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from cli_cases import Rloo, rloo, rloo_without_torch
 
-from rloo_cli.config import rules_lora, check
+from rloo_cli.config import check, rules_lora
+from rloo_cli.config.compose import compose
 from rloo_cli.launch import preflight
 from rloo_cli.utils import paths
-from rloo_cli.config.compose import compose
 from rloo_cli.utils.errors import ConfigError, MachineError
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures

@@ -11,12 +11,12 @@ from loop_cases import make
 from lora_cases import frozen, same
 from vllm_cases import Real
 
-from rloo_cli.utils.errors import GenerationError
 from rloo_cli.data.packing import whole
-from rloo_cli.run import Run
-from rloo_cli.policy import lora
-from rloo_cli.train.loop import train
 from rloo_cli.generation.vllm import sampling_params, transfer_gloo
+from rloo_cli.policy import lora
+from rloo_cli.run import Run
+from rloo_cli.train.loop import train
+from rloo_cli.utils.errors import GenerationError
 
 pytestmark = pytest.mark.vllm
 STEPS = 20

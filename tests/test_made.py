@@ -9,8 +9,9 @@ import torch
 import transformers
 
 from rloo_cli.config import synthetic
+from rloo_cli.data.synthetic import addition, tiny, tldr
+from rloo_cli.data.synthetic import cache as synthetic_cache
 from rloo_cli.utils.errors import MachineError
-from rloo_cli.data.synthetic import addition, cache as synthetic_cache, tiny, tldr
 
 MODELS = sorted(synthetic.MODELS)
 
@@ -73,7 +74,9 @@ def test_any_text_is_bytes_and_comes_back():
 
 
 def test_tiny_prompts_held_out_are_others():
-    train, test = ({row["prompt"] for row in synthetic.rows("make:tiny", s)} for s in ("train", "test"))
+    train, test = (
+        {row["prompt"] for row in synthetic.rows("make:tiny", s)} for s in ("train", "test")
+    )
     assert len(train) == 64 and len(test) == 16 and not train & test
     for plain, chat in zip(tiny.rows("test"), tiny.chat_rows("test"), strict=True):
         assert chat["prompt"] == [{"role": "user", "content": plain["prompt"]}]

@@ -9,10 +9,10 @@ import pytest
 import vllm_cases
 
 from rloo_cli.config import check
-from rloo_cli.launch import rollout_server_managed
-from rloo_cli.utils import pids
-from rloo_cli.generation.vllm import server_file
 from rloo_cli.config.compose import compose
+from rloo_cli.generation.vllm import server_file
+from rloo_cli.launch import rollout_server
+from rloo_cli.utils import pids
 from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem
 
 HERE = server_file.Server(
@@ -23,32 +23,32 @@ HERE = server_file.Server(
 
 
 def test_a_trainer_has_the_first_gpus_and_its_server_the_next() -> None:
-    ours, theirs = rollout_server_managed.share(["0", "1", "2", "3"], 2, 2)
+    ours, theirs = rollout_server.share(["0", "1", "2", "3"], 2, 2)
     assert ours == {"CUDA_VISIBLE_DEVICES": "0,1"} and theirs == {"CUDA_VISIBLE_DEVICES": "2,3"}
-    assert rollout_server_managed.share([], 1, 8) == ({}, {})
+    assert rollout_server.share([], 1, 8) == ({}, {})
 
 
 def test_a_server_and_a_trainer_on_one_gpu_are_refused_with_the_line_to_use() -> None:
     with pytest.raises(MachineError) as refused:
-        rollout_server_managed.share(["0"], 1, 1)
+        rollout_server.share(["0"], 1, 1)
     problem = refused.value.problems[0]
     assert "there are 1" in problem.what and problem.fix == "generation=vllm_colocate"
 
 
 def test_a_server_that_runs_already_keeps_its_gpus() -> None:
-    assert rollout_server_managed.apart(["GPU-a", "GPU-b"], HERE) == {"CUDA_VISIBLE_DEVICES": "GPU-a"}
-    assert rollout_server_managed.apart([], HERE) == {}
+    assert rollout_server.apart(["GPU-a", "GPU-b"], HERE) == {"CUDA_VISIBLE_DEVICES": "GPU-a"}
+    assert rollout_server.apart([], HERE) == {}
     elsewhere = replace(HERE, host="another")
-    assert rollout_server_managed.apart(["GPU-b"], elsewhere) == {}
+    assert rollout_server.apart(["GPU-b"], elsewhere) == {}
     with pytest.raises(ConfigError) as refused:
-        rollout_server_managed.apart(["GPU-b"], HERE)
+        rollout_server.apart(["GPU-b"], HERE)
     assert "generation=vllm_colocate" in refused.value.problems[0].fix
 
 
 def test_a_server_that_somebody_started_is_used_and_left(tmp_path: Path) -> None:
     run, said = vllm_cases.config(base_url=None), []
     server_file.write(tmp_path, HERE)
-    with rollout_server_managed.server(tmp_path, run, said.append) as (look, env):
+    with rollout_server.server(tmp_path, run, said.append) as (look, env):
         look()
         assert env == {}
     assert "http://127.0.0.1:1" in said[0]
@@ -57,7 +57,7 @@ def test_a_server_that_somebody_started_is_used_and_left(tmp_path: Path) -> None
 
 def test_without_a_server_backend_nothing_is_started(tmp_path: Path) -> None:
     run = vllm_cases.config("http://127.0.0.1:1")
-    with rollout_server_managed.server(tmp_path, run, pytest.fail) as (look, env):
+    with rollout_server.server(tmp_path, run, pytest.fail) as (look, env):
         look()
         assert env == {}
     assert not [*tmp_path.iterdir()]
@@ -75,13 +75,13 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any) -> tupl
     """A Watched whose servers die at once, of `error`; what it said."""
     said: list[str] = []
     (tmp_path / "run.json").write_text("{}")
-    monkeypatch.setattr(rollout_server_managed.serving, "start", lambda *_: Dies(tmp_path / "log"))
-    monkeypatch.setattr(rollout_server_managed.serving, "stop", lambda *_: [])
-    monkeypatch.setattr(rollout_server_managed.serving, "ready", lambda *_: None)
-    monkeypatch.setattr(rollout_server_managed.serving, "why", lambda *_: error)
-    monkeypatch.setattr(rollout_server_managed.time, "monotonic", iter(range(0, 10**6, 100)).__next__)
+    monkeypatch.setattr(rollout_server.serving, "start", lambda *_: Dies(tmp_path / "log"))
+    monkeypatch.setattr(rollout_server.serving, "stop", lambda *_: [])
+    monkeypatch.setattr(rollout_server.serving, "ready", lambda *_: None)
+    monkeypatch.setattr(rollout_server.serving, "why", lambda *_: error)
+    monkeypatch.setattr(rollout_server.time, "monotonic", iter(range(0, 10**6, 100)).__next__)
     run = vllm_cases.config(base_url=None)
-    return rollout_server_managed.Watched(tmp_path, run, {}, said.append), said
+    return rollout_server.Watched(tmp_path, run, {}, said.append), said
 
 
 def test_restarts_are_counted_and_then_no_server_will_come(

@@ -9,11 +9,11 @@ import pytest
 import torch
 from loop_cases import ENDS, make, sampled, step
 
-from rloo_cli.reporting import step_metrics
 from rloo_cli.algorithms import rloo
-from rloo_cli.utils.timers import Clock
 from rloo_cli.data.batch import Batch, Group, Rollout
+from rloo_cli.reporting import step_metrics
 from rloo_cli.reporting.update_metrics import Updates
+from rloo_cli.utils.timers import Clock
 
 NAN = float("nan")
 LENGTHS = [[2, 4, 4, 6], [3, 3, 3, 3], [1, 8, 8, 8]]

@@ -8,10 +8,10 @@ from loop_cases import alone
 from policy_cases import fresh
 
 from rloo_cli.data import packing
+from rloo_cli.data.bin_packing import rows_of
 from rloo_cli.data.packing import pack, whole
 from rloo_cli.policy import layouts, memory
 from rloo_cli.policy.model import Policy
-from rloo_cli.data.bin_packing import rows_of
 
 
 def policy(name="qwen3", **changes):

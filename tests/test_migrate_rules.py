@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from migrate_cases import flags, migrate
 
-from rloo_cli.utils.errors import ConfigError
 from rloo_cli.cli.migrate import run
+from rloo_cli.utils.errors import ConfigError
 
 __all__ = ["migrate"]  # a fixture
 

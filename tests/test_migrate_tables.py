@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rloo_cli.utils import paths
-from rloo_cli.config import registry
 from rloo_cli.cli import migrate
 from rloo_cli.cli.migrate import tables
 from rloo_cli.cli.migrate.recipe import TABLES, Recipe, ours, refusal, schema_field
+from rloo_cli.config import registry
+from rloo_cli.utils import paths
 
 TOOLS = Path(migrate.__file__).parent
 SECTION = "algorithm checkpoint data distributed eval generation logging model train"

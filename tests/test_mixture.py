@@ -13,14 +13,14 @@ from loop_cases import checked, make
 from prompt_cases import tokenizer
 from resume_cases import attempt, differing, left
 
+from rloo_cli.cli.ledger import audit
 from rloo_cli.config import check
-from rloo_cli.data import order, splits
 from rloo_cli.config.compose import compose
-from rloo_cli.utils.errors import ConfigError, DataError
+from rloo_cli.data import order, splits
 from rloo_cli.data.order import Source, at, quotas
 from rloo_cli.rewards.engine.columns import check_splits
-from rloo_cli.cli.ledger import audit
 from rloo_cli.train.loop import train
+from rloo_cli.utils.errors import ConfigError, DataError
 
 NO_SET = "data.eval_split=null"
 

@@ -11,9 +11,9 @@ from policy_cases import FAMILIES
 from test_lora_experts import FAMILIES as MIXTURES
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rloo_cli.data.synthetic import tiny
 from rloo_cli.train import guards
 from rloo_cli.utils.errors import ConfigError, GenerationError, NumbersError
-from rloo_cli.data.synthetic import tiny
 
 WORDS = 258  # of make:tiny's tokenizer
 BETA = "algorithm.beta=0.1"

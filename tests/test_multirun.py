@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from hydra.core.plugins import Plugins
 
-from rloo_cli.cli import main, multirun as cli_multirun
+from rloo_cli.cli import main
+from rloo_cli.cli import multirun as cli_multirun
 from rloo_cli.config import check
-from rloo_cli.launch import launcher
 from rloo_cli.config.compose import compose
+from rloo_cli.launch import launcher
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
 
 # As Hydra itself has loaded it: not what an import of its module would give.

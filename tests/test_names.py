@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import rloo_cli
-from rloo_cli.config import messages, check, old_names, registry
 from rloo_cli.cli.config import _all_keys, fields
 from rloo_cli.cli.migrate import SWIFT_REWARDS, TRL_REWARDS
 from rloo_cli.cli.migrate.recipe import ours
+from rloo_cli.config import check, messages, old_names, registry
 
 PACKAGE = Path(rloo_cli.__file__).parent
 # A dotted key in a sentence: not a part of a path, an address, a file's name or a call.

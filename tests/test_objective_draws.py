@@ -146,7 +146,9 @@ def test_draws_meet_every_algorithm_and_dialect_and_the_corners_and_few_are_refu
     wanted = {f"algorithm={name}" for name in ALGORITHMS} | {f"dialect={n}" for n in DIALECTS}
     assert [text for text in wanted if f"{text}'" not in words] == []
     keys: list[Any] = [d.settings.algorithm for d in draws]
-    bonus = [k for k in keys if k.normalize_advantages and k.entropy_coef and not forward_passes.early(k)]
+    bonus = [
+        k for k in keys if k.normalize_advantages and k.entropy_coef and not forward_passes.early(k)
+    ]
     masked = [k for k in keys if k.by_token and k.mask_truncated_completions is True]
     clipped = [k for k in keys if k.normalize_advantages and advantage.clips(k)]
     again = [k for k in keys if k.zero_std_groups == "resample" and k.multi_reward != "sum"]

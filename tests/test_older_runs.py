@@ -13,7 +13,7 @@ import pytest
 from cli_cases import Rloo, rloo
 from fork_cases import Forked, fork_server, forked
 
-from rloo_cli.config import messages, check
+from rloo_cli.config import check, messages
 from rloo_cli.config.compose import compose
 
 __all__ = ["fork_server", "forked", "rloo"]  # fixtures

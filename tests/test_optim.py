@@ -8,9 +8,9 @@ import torch
 import yaml
 from torch import nn
 
-from rloo_cli.utils.errors import ConfigError
-from rloo_cli.distributed.optimizer import Optimizer, fusible
 from rloo_cli.config.schema import TrainConfig
+from rloo_cli.distributed.optimizer import Optimizer, fusible
+from rloo_cli.utils.errors import ConfigError
 
 YAML = Path(__file__).parent.parent / "conf/config.yaml"
 half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

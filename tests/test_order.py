@@ -35,6 +35,8 @@ def test_the_order_in_this_version_is_the_order_in_every_version():
 
 
 def test_the_order_needs_no_torch():
-    code = "import sys; import rloo_cli.data.order; print(*({'torch', 'datasets'} & {*sys.modules}))"
+    code = (
+        "import sys; import rloo_cli.data.order; print(*({'torch', 'datasets'} & {*sys.modules}))"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "\n"

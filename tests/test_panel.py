@@ -11,7 +11,21 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from rloo_cli.reporting.display import Display
-from rloo_cli.reporting.panel import BARS, before_after, clean, duration, last_message, main, number, picture, render, sparkline, split, time_left, wrapped
+from rloo_cli.reporting.panel import (
+    BARS,
+    before_after,
+    clean,
+    duration,
+    last_message,
+    main,
+    number,
+    picture,
+    render,
+    sparkline,
+    split,
+    time_left,
+    wrapped,
+)
 
 PLAN = {
     "name": "quickstart",

@@ -10,10 +10,10 @@ from cli_cases import Rloo, rloo, rloo_without_torch
 from plan_cases import SMALL, checked, lora
 
 from rloo_cli.cli import main
-from rloo_cli.config import check
-from rloo_cli.utils.errors import ConfigError, MachineError
-from rloo_cli.planning import device, plan
 from rloo_cli.cli import plan as verb
+from rloo_cli.config import check
+from rloo_cli.planning import device, plan
+from rloo_cli.utils.errors import ConfigError, MachineError
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 GPU = "--gpu=80GiB"

@@ -10,11 +10,11 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rloo_cli.config import hf_cache, synthetic
-from rloo_cli.utils.errors import MachineError
 from rloo_cli.data.packing import whole
-from rloo_cli.planning import model_facts, model_families_known
+from rloo_cli.planning import model_facts, model_families
 from rloo_cli.policy import layouts
 from rloo_cli.policy.model import Policy
+from rloo_cli.utils.errors import MachineError
 
 COMMON = {
     "vocab_size": 320, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
@@ -112,7 +112,7 @@ def _saved(values: dict[str, Any], dtype: torch.dtype) -> float:
 # Where facts come from.
 
 
-@pytest.mark.parametrize("name", sorted(model_families_known.MADE))
+@pytest.mark.parametrize("name", sorted(model_families.MADE))
 def test_made_models_are_what_the_plan_takes_them_for(name: str) -> None:
     from rloo_cli.data.synthetic import addition, tiny, tldr
 
@@ -120,13 +120,13 @@ def test_made_models_are_what_the_plan_takes_them_for(name: str) -> None:
         "tiny": (tiny.SHAPE, tiny.tokenizer), "addition": (addition.SHAPE, addition.tokenizer),
         "tldr": (tldr.SHAPE, tldr.tokenizer),
     }[name.partition("_")[0]]  # fmt: skip
-    own = model_families_known.MADE[name]
+    own = model_families.MADE[name]
     assert shape | own == shape | own | {k: v for k, v in shape.items() if k in own}
     assert own["vocab_size"] == len(tokens()) and name in synthetic.MODELS
 
 
 def test_well_known_models_have_as_many_parameters_as_their_names_say() -> None:
-    sizes = {n: model_facts.of(n).total / 1e9 for n in model_families_known.MODELS}
+    sizes = {n: model_facts.of(n).total / 1e9 for n in model_families.MODELS}
     assert sizes["Qwen/Qwen2.5-72B"] == pytest.approx(72.706, abs=1e-3)
     assert sizes["Qwen/Qwen2.5-7B"] == pytest.approx(7.6156, abs=1e-3)
     assert sizes["Qwen/Qwen2.5-1.5B"] == pytest.approx(1.5437, abs=1e-3)

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 from plan_cases import COUNT, ENGINES, GIB, LAYER, SMALL, TABLE, case, large, lora
 
-from rloo_cli.planning import device, vllm_memory, model_facts, plan, static_memory, peak_memory
+from rloo_cli.planning import device, model_facts, peak_memory, plan, static_memory, vllm_memory
 from rloo_cli.planning.case import Case
 
 HALF = ("model.dtype=bfloat16",)

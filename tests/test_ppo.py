@@ -17,13 +17,13 @@ from transformers import AutoModelForSequenceClassification
 
 from rloo_cli.algorithms import ppo
 from rloo_cli.algorithms.common.token_advantage import StepTokens
-from rloo_cli.reporting.log import Log
+from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import LAYOUTS, whole
-from rloo_cli.run import Run
 from rloo_cli.policy import load
 from rloo_cli.policy.shared_attention import native
 from rloo_cli.policy.value import Critic
-from rloo_cli.data.batch import Batch
+from rloo_cli.reporting.log import Log
+from rloo_cli.run import Run
 
 CONF = Path(__file__).parent.parent / "conf" / "algorithm"
 CPU = torch.device("cpu")

@@ -15,16 +15,16 @@ from resume_cases import attempt, differing, left, temporaries, untimed
 from safetensors.torch import load_file, save_file
 from test_ranks import update_apart
 
-from rloo_cli.checkpoint import save, manifest, step_state
-from rloo_cli.config import check, value_model
 from rloo_cli.algorithms import ppo
+from rloo_cli.checkpoint import manifest, save, step_state
+from rloo_cli.config import check, value_model
 from rloo_cli.config.compose import compose
-from rloo_cli.run_cycle import Cycle
-from rloo_cli.utils.errors import ConfigError, StorageError
-from rloo_cli.run import Run
-from rloo_cli.planning import model_facts, plan, static_memory, text as planning_text, peak_memory
+from rloo_cli.planning import model_facts, peak_memory, plan, static_memory
+from rloo_cli.planning import text as planning_text
 from rloo_cli.policy import memory
+from rloo_cli.run import Cycle, Run
 from rloo_cli.train.loop import update
+from rloo_cli.utils.errors import ConfigError, StorageError
 
 __all__ = ["fork_server"]
 

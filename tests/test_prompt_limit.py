@@ -10,15 +10,15 @@ from loop_cases import checked, make
 from policy_cases import fresh
 from transformers import PreTrainedTokenizerBase
 
-from rloo_cli.config import compose, check, prompt_limit
-from rloo_cli.data import splits
-from rloo_cli.utils.errors import DataError
-from rloo_cli.train.supervised.examples import MOST_BY_DEFAULT as MOST_OF_EXAMPLES
-from rloo_cli.data.synthetic import tiny
-from rloo_cli.planning import case, device
+from rloo_cli.config import check, compose, prompt_limit
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.train.loop import train
+from rloo_cli.data import splits
+from rloo_cli.data.synthetic import tiny
 from rloo_cli.generation.vllm import arguments
+from rloo_cli.planning import case, device
+from rloo_cli.train.loop import train
+from rloo_cli.train.supervised.examples import MOST_BY_DEFAULT as MOST_OF_EXAMPLES
+from rloo_cli.utils.errors import DataError
 
 __all__ = ["fork_server", "forked"]  # fixtures
 COMPLETION = 16  # of the smoke recipe
@@ -157,9 +157,7 @@ def test_the_former_default_and_null_are_one_run_by_name() -> None:
         for words in ([], ["data.max_prompt_length=512"], ["data.max_prompt_length=null"])
     }
     assert len(names) == 1
-    other = check.check(
-        compose.compose(["+recipe=smoke", "name=null", "data.max_prompt_length=9"])
-    )
+    other = check.check(compose.compose(["+recipe=smoke", "name=null", "data.max_prompt_length=9"]))
     assert other.name not in names
 
 

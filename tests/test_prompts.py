@@ -4,9 +4,9 @@ import pytest
 from prompt_cases import LONG, WITH_BOS, chat, config, decoded, plain, prepare, refused, tokenizer
 
 from rloo_cli.data import prompts
-from rloo_cli.utils.errors import DataError
-from rloo_cli.data.synthetic import tiny
 from rloo_cli.data.prompts import _cut_left
+from rloo_cli.data.synthetic import tiny
+from rloo_cli.utils.errors import DataError
 
 
 def test_plain_prompts_are_tokenised_as_they_are():

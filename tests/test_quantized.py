@@ -10,9 +10,9 @@ from loop_cases import make, step
 from lora_cases import CPU, frozen, move, same
 from transformers import AutoModelForCausalLM
 
-from rloo_cli.utils.errors import MachineError
 from rloo_cli.data.packing import whole
 from rloo_cli.policy import layouts, lora, quantization
+from rloo_cli.utils.errors import MachineError
 
 pytest.importorskip("bitsandbytes")
 WORDS = ("data.eval_split=null", "train.learning_rate=0.01", "train.lr_scheduler=constant")

@@ -9,11 +9,11 @@ from lora_cases import adapter_in, move
 from policy_cases import fresh, groups
 from torch import Tensor
 
+from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import whole
-from rloo_cli.run import Run
 from rloo_cli.policy import load, lora
 from rloo_cli.policy.reference import OfPolicy, Reference
-from rloo_cli.data.batch import Batch
+from rloo_cli.run import Run
 
 WORDS = ("data.eval_split=null", "train.learning_rate=0.01", "train.lr_scheduler=constant")
 

@@ -6,7 +6,7 @@ import pytest
 from refusal_cases import MINE, SMOKE, Answer, Case, ask, is_clean, recipe, train
 from transformers import SchedulerType
 
-from rloo_cli.config import synthetic, rules
+from rloo_cli.config import rules, synthetic
 from rloo_cli.data.synthetic import addition, tiny, tldr
 
 IMPORTANCE = "algorithm.correction.mode=truncate"

@@ -13,9 +13,9 @@ from cli_cases import Rloo, rloo
 from loop_cases import make
 from policy_cases import fresh
 
-from rloo_cli.utils.errors import ConfigError, DataError, MachineError, RunError
 from rloo_cli.data.synthetic import tiny
 from rloo_cli.policy import load
+from rloo_cli.utils.errors import ConfigError, DataError, MachineError, RunError
 
 __all__ = ["rloo"]  # a fixture
 

@@ -15,12 +15,12 @@ from cli_cases import Rloo, rloo
 from loop_cases import flat, make, sampled
 
 from rloo_cli.config import registry
-from rloo_cli.utils.errors import ConfigError, DataError, NumbersError
-from rloo_cli.utils.files import read_json
+from rloo_cli.config.user_code import load_user_code
 from rloo_cli.policy import load
 from rloo_cli.rewards.engine.failures import RewardFailed
 from rloo_cli.train.loop import train
-from rloo_cli.config.user_code import load_user_code
+from rloo_cli.utils.errors import ConfigError, DataError, NumbersError
+from rloo_cli.utils.files import read_json
 
 __all__ = ["rloo"]  # a fixture
 

@@ -10,12 +10,12 @@ from cli_cases import Rloo, surroundings
 from fork_cases import Forked, fork_server, forked
 from resume_cases import WORDS, copy, state, stopped
 
-from rloo_cli.config import check
-from rloo_cli.launch import launcher
 from rloo_cli.checkpoint import manifest
-from rloo_cli.config.compose import compose
-from rloo_cli.utils.files import read_json, update_json
 from rloo_cli.checkpoint.resume import Start
+from rloo_cli.config import check
+from rloo_cli.config.compose import compose
+from rloo_cli.launch import launcher
+from rloo_cli.utils.files import read_json, update_json
 
 __all__ = ["copy", "fork_server", "forked", "stopped"]  # fixtures
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from test_reward_scoring import COMMON, PLAIN, group, reward, values
 
-from rloo_cli.utils.errors import ConfigError, DataError
 from rloo_cli.rewards.engine.build import build
 from rloo_cli.rewards.engine.columns import check_columns
-from rloo_cli.rewards.function import Config as FunctionConfig
 from rloo_cli.rewards.engine.scoring import score
+from rloo_cli.rewards.function import Config as FunctionConfig
+from rloo_cli.utils.errors import ConfigError, DataError
 
 # Before the run
 

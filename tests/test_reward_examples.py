@@ -15,14 +15,14 @@ from test_reward_scoring import CHAT, COMMON, PLAIN
 from test_reward_scoring import reward as reward_of
 
 from rloo_cli.config import registry
-from rloo_cli.utils.errors import MachineError
+from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.rewards.common import math_equal
+from rloo_cli.rewards.common.text import boxed
 from rloo_cli.rewards.engine.arguments import KWARGS, NOT_PASSED, Context
 from rloo_cli.rewards.engine.build import build
 from rloo_cli.rewards.engine.columns import check_columns
 from rloo_cli.rewards.engine.scoring import RewardFailed, score
-from rloo_cli.rewards.common.text import boxed
-from rloo_cli.data.batch import Group, Rollout
+from rloo_cli.utils.errors import MachineError
 
 CONF = Path(__file__).parents[1] / "conf" / "reward"
 

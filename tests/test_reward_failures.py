@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from test_reward_scoring import COMMON, PLAIN, failure, group, reward, run, values
 
+from rloo_cli.config.schema import RewardConfig
 from rloo_cli.rewards.engine.build import from_callable
 from rloo_cli.rewards.engine.scoring import RewardFailed, score
-from rloo_cli.config.schema import RewardConfig
 
 
 def test_a_failed_reward_is_never_a_zero() -> None:

@@ -8,11 +8,11 @@ from test_reward_scoring import CHAT, PLAIN, group
 
 from rloo_cli.config import check
 from rloo_cli.config.compose import compose
-from rloo_cli.utils.errors import ConfigError, DataError
 from rloo_cli.rewards.engine.arguments import Context
 from rloo_cli.rewards.engine.build import build
 from rloo_cli.rewards.engine.columns import check_columns
 from rloo_cli.rewards.engine.scoring import RewardFailed, Scores, score
+from rloo_cli.utils.errors import ConfigError, DataError
 
 __all__ = ["serve"]  # a fixture
 USER = [{"role": "user", "content": "Say"}]

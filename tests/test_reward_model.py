@@ -21,14 +21,14 @@ from reward_model_cases import (
     weights,
 )
 
-from rloo_cli.config.compose import compose
 from rloo_cli.config.check import merged
-from rloo_cli.utils.errors import ConfigError, MachineError
+from rloo_cli.config.compose import compose
 from rloo_cli.data.synthetic import tiny
 from rloo_cli.policy import load
 from rloo_cli.rewards.common import model_inputs
 from rloo_cli.rewards.engine.build import build
 from rloo_cli.rewards.model import preflight
+from rloo_cli.utils.errors import ConfigError, MachineError
 
 EOS = 1
 SWAPPED = ("<eos>", "<pad>")  # a tokenizer with the first two ids the other way round

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from rloo_cli.utils.errors import DataError
+from rloo_cli.config.schema import RewardConfig
+from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.rewards.engine.arguments import KWARGS, Context, TrainerState
 from rloo_cli.rewards.engine.build import from_callable
 from rloo_cli.rewards.engine.columns import check_columns
 from rloo_cli.rewards.engine.scoring import RewardFailed, Scores, score
-from rloo_cli.data.batch import Group, Rollout
-from rloo_cli.config.schema import RewardConfig
+from rloo_cli.utils.errors import DataError
 
 COMMON: dict[str, Any] = {
     "type": "function",

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from test_reward_scoring import COMMON, PLAIN, STATE, failure, group, reward, values
 
-from rloo_cli.utils import pids
-from rloo_cli.utils.errors import ConfigError
 from rloo_cli.rewards.engine import process_pool
 from rloo_cli.rewards.engine.arguments import Context
 from rloo_cli.rewards.engine.build import Reward, build
-from rloo_cli.rewards.function import Config
 from rloo_cli.rewards.engine.scoring import RewardFailed, Scores, Stage, score
+from rloo_cli.rewards.function import Config
+from rloo_cli.utils import pids
+from rloo_cli.utils.errors import ConfigError
 
 CODE = """
 import ctypes, os, signal, sys, threading, time

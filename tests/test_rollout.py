@@ -9,11 +9,11 @@ from algorithm_cases import config
 from policy_cases import groups, packed, rollout
 
 from rloo_cli.algorithms import rloo
-from rloo_cli.distributed.world import alone_here
-from rloo_cli.train.minibatches import plan_updates
-from rloo_cli.data.packing import unpack
 from rloo_cli.data.batch import Batch, Group
 from rloo_cli.data.bin_packing import slices
+from rloo_cli.data.packing import unpack
+from rloo_cli.distributed.world import alone_here
+from rloo_cli.train.minibatches import plan_updates
 
 LENGTHS = [9, 7, 9, 2, 5, 7]  # of the rows of `groups`, prompt included
 

@@ -16,11 +16,11 @@ from cli_cases import Rloo, rloo, rloo_without_torch
 from fork_cases import Forked, fork_server, forked
 from resume_cases import WORDS, copy, stopped
 
-from rloo_cli.checkpoint import save, manifest, rollback, run_folder
-from rloo_cli.utils.errors import ConfigError
-from rloo_cli.utils.files import read_json
+from rloo_cli.checkpoint import manifest, rollback, run_folder, save
 from rloo_cli.checkpoint.resume import Start
 from rloo_cli.cli import eval as evaluation
+from rloo_cli.utils.errors import ConfigError
+from rloo_cli.utils.files import read_json
 
 __all__ = ["copy", "fork_server", "forked", "rloo", "rloo_without_torch", "stopped"]  # fixtures
 

@@ -8,10 +8,10 @@ import yaml
 from cli_cases import Ended, Rloo, rloo, strict, surroundings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rloo_cli.config import check
-from rloo_cli.utils import fault_injection
 from rloo_cli.api import train
+from rloo_cli.config import check
 from rloo_cli.config.compose import compose
+from rloo_cli.utils import fault_injection
 from rloo_cli.utils.errors import RewardError
 from rloo_cli.utils.files import read_json
 

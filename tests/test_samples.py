@@ -7,8 +7,8 @@ from cli_cases import Rloo, rloo, rloo_without_torch
 from ledger_cases import six
 
 from rloo_cli.cli import main
-from rloo_cli.utils.errors import ConfigError, DataError
 from rloo_cli.train.loop import train
+from rloo_cli.utils.errors import ConfigError, DataError
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from rloo_cli.utils.errors import MachineError
-from rloo_cli.rewards.common import sandbox_harness, sandbox
+from rloo_cli.rewards.common import sandbox, sandbox_harness
 from rloo_cli.rewards.common.sandbox import Limits
+from rloo_cli.utils.errors import MachineError
 
 LIMITS = Limits(seconds=9.0, memory_mb=96, processes=6, file_mb=2, open_files=32)
 SHORT = Limits(seconds=1.0, memory_mb=96, processes=6, file_mb=2, open_files=32)

@@ -13,16 +13,16 @@ import torch
 import transformers
 from policy_cases import fresh
 
-from rloo_cli.config import check as config_check
 from rloo_cli.checkpoint import export
-from rloo_cli.utils import files
-from rloo_cli.utils.timers import Clock
+from rloo_cli.config import check as config_check
 from rloo_cli.config.compose import compose
-from rloo_cli.utils.errors import MachineError, Problem, Stopped, StorageError
-from rloo_cli.launch.preflight import check
 from rloo_cli.data.synthetic import tiny
+from rloo_cli.launch.preflight import check
+from rloo_cli.utils import files
+from rloo_cli.utils.errors import MachineError, Problem, Stopped, StorageError
 from rloo_cli.utils.pids import alive, started
-from rloo_cli.utils.rng_seeds import sampling_seed
+from rloo_cli.utils.rng import sampling_seed
+from rloo_cli.utils.timers import Clock
 
 
 def model():

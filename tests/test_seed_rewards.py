@@ -7,10 +7,10 @@ import pytest
 from cli_cases import Rloo, rloo
 from test_reward_scoring import CHAT, PLAIN, STATE, group
 
-from rloo_cli.config import compose, check
+from rloo_cli.config import check, compose
+from rloo_cli.data.batch import Group
 from rloo_cli.rewards.engine.build import build
 from rloo_cli.rewards.engine.scoring import Scores, score
-from rloo_cli.data.batch import Group
 
 __all__ = ["rloo"]  # a fixture
 

@@ -12,13 +12,13 @@ import vllm_cases
 from fake_server import Fake
 from vllm_cases import fake
 
-from rloo_cli.launch import rollout_server_managed
-from rloo_cli.utils import pids
 from rloo_cli.cli import vllm_serve
 from rloo_cli.generation.vllm import server_file
-from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem
 from rloo_cli.generation.vllm.discovery import Finder
 from rloo_cli.generation.vllm.http import Wire
+from rloo_cli.launch import rollout_server
+from rloo_cli.utils import pids
+from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem
 
 __all__ = ["fake"]  # a fixture
 
@@ -116,7 +116,7 @@ def test_a_server_does_not_hear_the_trainers_early_warning() -> None:
 
 def test_a_trainer_with_serving_nodes_starts_no_server_itself(tmp_path: Path) -> None:
     run = vllm_cases.config(base_url=None, num_nodes=1)
-    with rollout_server_managed.server(tmp_path, run, pytest.fail) as (look, env):
+    with rollout_server.server(tmp_path, run, pytest.fail) as (look, env):
         look()
         assert env == {}
     assert not [*tmp_path.iterdir()]

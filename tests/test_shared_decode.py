@@ -31,7 +31,9 @@ def model():
 def spy(monkeypatch):
     """How often our attention is called."""
     calls, attend = [], kv_cache.Kept.attend
-    monkeypatch.setattr(kv_cache.Kept, "attend", lambda *args: calls.append(args[1]) or attend(*args))
+    monkeypatch.setattr(
+        kv_cache.Kept, "attend", lambda *args: calls.append(args[1]) or attend(*args)
+    )
     return calls
 
 

@@ -9,9 +9,8 @@ import pytest
 from cli_cases import strict
 from slurm_cases import NODES, Job, Slurm, script, slurm
 
-from rloo_cli.generation.vllm import server_file
+from rloo_cli.generation.vllm import ports, server_file
 from rloo_cli.utils.files import read_json
-from rloo_cli.generation.vllm import ports
 
 __all__ = ["slurm"]  # a fixture
 

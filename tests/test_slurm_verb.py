@@ -10,12 +10,12 @@ import pytest
 from cli_cases import Rloo, rloo, rloo_without_torch
 from slurm_cases import NODES, Job, Slurm, slurm
 
-from rloo_cli.utils import paths
-from rloo_cli.utils.errors import ConfigError
-from rloo_cli.config.schema_slurm import SlurmConfig
 from rloo_cli.cli import slurm as verb
 from rloo_cli.cli.slurm_cluster import seconds
 from rloo_cli.cli.slurm_template import LEAD_S, fill
+from rloo_cli.config.schema import SlurmConfig
+from rloo_cli.utils import paths
+from rloo_cli.utils.errors import ConfigError
 
 __all__ = ["rloo", "rloo_without_torch", "slurm"]  # fixtures
 

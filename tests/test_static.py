@@ -8,7 +8,7 @@ import transformers
 from family_cases import GROUPED, HEADS, OPT, PASSES, REFUSED, TWO, T
 from policy_cases import SHORT
 
-from rloo_cli.policy import load, layout_support
+from rloo_cli.policy import layout_support, load
 
 
 def make(config, dropout=False):

@@ -18,8 +18,8 @@ from test_generation import (
     tokenizer,
 )
 
-from rloo_cli.utils.errors import ConfigError, GenerationError
 from rloo_cli.generation.common import stop_rule
+from rloo_cli.utils.errors import ConfigError, GenerationError
 
 __all__ = ["model"]  # a fixture
 
@@ -120,7 +120,9 @@ def test_the_tail_finds_a_stop_string_exactly_when_the_whole_text_has_it(model):
     spell = transformers.PreTrainedTokenizerFast(tokenizer_object=core)
     special = spell.convert_tokens_to_ids("<|x|>")
     model.config.eos_token_id = model.generation_config.eos_token_id = None
-    rule = stop_rule.StopRule(spell, model, config(stop=["é🙂a", "bb\n"], max_completion_length=999))
+    rule = stop_rule.StopRule(
+        spell, model, config(stop=["é🙂a", "bb\n"], max_completion_length=999)
+    )
     draw, hits = random.Random(0), 0
     for _ in range(40):
         text = "".join(draw.choices("é🙂ab\n", k=60))

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from rloo_cli.config import check
-from rloo_cli.launch import preflight, topology_store, topology
-from rloo_cli.distributed import device_count
 from rloo_cli.config.compose import compose
-from rloo_cli.utils.errors import ConfigError, MachineError
 from rloo_cli.config.schema import RunConfig
+from rloo_cli.distributed import device_count
+from rloo_cli.launch import preflight, topology
 from rloo_cli.launch.topology import Place
+from rloo_cli.utils.errors import ConfigError, MachineError
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -171,12 +171,12 @@ def test_bc_22_deepspeed_is_refused_with_the_line_that_installs_it(
 
 def test_processes_of_one_machine_meet_on_the_loopback_and_rank_0_gets_the_socket() -> None:
     place = Place(here=2, total=2, on_node=2)
-    listening = topology_store.listen(spread(), place)
+    listening = topology.listen(spread(), place)
     assert listening is not None
     with listening:
         host, port = listening.getsockname()
         assert host == "127.0.0.1" and port > 0
-        first, second = topology_store.starts(place, host, port, listening)
+        first, second = topology.starts(place, host, port, listening)
     assert first.files == (int(first.env["RLOO_STORE_FD"]),) and not second.files
     assert "RLOO_STORE_FD" not in second.env
     assert (first.rank, second.rank) == (0, 1)
@@ -186,23 +186,23 @@ def test_processes_of_one_machine_meet_on_the_loopback_and_rank_0_gets_the_socke
 
 def test_several_nodes_meet_where_others_can_reach_it_or_where_the_config_says() -> None:
     place = Place(here=2, total=4, on_node=2, nodes=2, launchers=2, by="Slurm")
-    listening = topology_store.listen(spread(), place)
+    listening = topology.listen(spread(), place)
     assert listening is not None
     with listening:
         host, port = listening.getsockname()[:2]
-        starts = topology_store.starts(place, host, port, listening)
+        starts = topology.starts(place, host, port, listening)
         assert host != "0.0.0.0" and "GLOO_SOCKET_IFNAME" not in starts[0].env
-    taken = topology_store.listen(spread("distributed.rdzv=127.0.0.1:0"), place)
+    taken = topology.listen(spread("distributed.rdzv=127.0.0.1:0"), place)
     assert taken is not None
     with taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(MachineError) as refused:
-            topology_store.listen(spread(f"distributed.rdzv={where}"), place)
+            topology.listen(spread(f"distributed.rdzv={where}"), place)
     assert where in refused.value.problems[0].what
-    assert topology_store.listen(spread(), Place(total=2, store="n0:1", by="torchrun")) is None
+    assert topology.listen(spread(), Place(total=2, store="n0:1", by="torchrun")) is None
 
 
 def test_a_process_alone_is_told_nothing() -> None:
     place = Place()
-    assert topology_store.listen(spread(), place) is None
-    assert [dict(s.env) for s in topology_store.starts(place, "", 0, None)] == [{}]
+    assert topology.listen(spread(), place) is None
+    assert [dict(s.env) for s in topology.starts(place, "", 0, None)] == [{}]

@@ -10,15 +10,17 @@ from pathlib import Path
 import pytest
 
 from rloo_cli.cli import main
-from rloo_cli.utils import pids
+from rloo_cli.launch.sweep import member as sweep_member
+from rloo_cli.launch.sweep import rules, state
+from rloo_cli.launch.sweep import turns as turns_rungs
+from rloo_cli.launch.sweep.member import Turns
+from rloo_cli.launch.sweep.state import Book, Member, Rung
+from rloo_cli.launch.sweep.table import Curve
 from rloo_cli.train import sweep_turns
-from rloo_cli.utils.timers import Clock
+from rloo_cli.utils import pids
 from rloo_cli.utils.errors import ConfigError, Stopped
 from rloo_cli.utils.files import write_json
-from rloo_cli.launch.sweep import state, member_turns, rules, turns_rungs
-from rloo_cli.launch.sweep.state import Book, Member, Rung
-from rloo_cli.launch.sweep.member_turns import Turns
-from rloo_cli.launch.sweep.table import Curve
+from rloo_cli.utils.timers import Clock
 
 HOOKS = sweep_turns.Hooks(lambda: None, lambda: None, lambda: None, lambda: None)
 
@@ -36,23 +38,23 @@ def refused(*words: str) -> str:
 def test_a_share_is_kept_over_many_turns() -> None:
     given = [Turns(1), Turns(2, share=3), Turns(3, share=2)]
     for _ in range(60):
-        member_turns.next_ones(given, [1])[0].take()
+        sweep_member.next_ones(given, [1])[0].take()
     assert [round(turns.had * turns.share) for turns in given] == [10, 30, 20]
 
 
 def test_members_are_spread_over_devices_and_each_has_its_own_room() -> None:
-    assert member_turns.places(3, 2) == [2, 1] and member_turns.places(1, 1) == [1]
+    assert sweep_member.places(3, 2) == [2, 1] and sweep_member.places(1, 1) == [1]
     given: list[Turns] = []
     for number in range(4):
-        given.append(Turns(number, device=member_turns.spread(given, jobs=2, devices=8)))
+        given.append(Turns(number, device=sweep_member.spread(given, jobs=2, devices=8)))
     assert [turns.device for turns in given] == [0, 1, 0, 1]
-    assert member_turns.spread([], jobs=4, devices=0) == 0
-    assert [turns.number for turns in member_turns.next_ones(given, [1, 0])] == [0]
+    assert sweep_member.spread([], jobs=4, devices=0) == 0
+    assert [turns.number for turns in sweep_member.next_ones(given, [1, 0])] == [0]
 
 
 def test_one_that_was_let_in_has_its_chunk_before_the_others() -> None:
     late = Turns(9, had=5.0, due=True)
-    assert member_turns.next_ones([Turns(1), late], [1]) == [late]
+    assert sweep_member.next_ones([Turns(1), late], [1]) == [late]
     late.take()
     assert late.had == 5.0 and not late.due
 

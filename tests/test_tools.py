@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import yaml
 
-from rloo_cli.cli import main, verb_help
-from rloo_cli.config import messages, check
-from rloo_cli.utils import paths
-from rloo_cli.config.compose import compose
-from rloo_cli.utils.errors import ConfigError
-from rloo_cli.cli import completion
+from rloo_cli.cli import completion, main, verb_help
 from rloo_cli.cli.config import leaves
+from rloo_cli.config import check, messages
+from rloo_cli.config.compose import compose
+from rloo_cli.utils import paths
+from rloo_cli.utils.errors import ConfigError
 
 
 @pytest.fixture
@@ -100,9 +99,7 @@ def test_config_lists_every_key_with_type_default_and_meaning(ask) -> None:
     assert found["train.max_grad_norm"][:2] == ("float > 0 or null", "1.0")
     assert found["data.columns"][:2] == ("dict[str, str]", "{}")
     composed = compose(["+recipe=smoke"])
-    keys = {
-        k for k, v in messages.walk(check.merged(composed.values)) if not isinstance(v, dict)
-    }
+    keys = {k for k, v in messages.walk(check.merged(composed.values)) if not isinstance(v, dict)}
     assert keys <= set(found)
 
 

@@ -17,18 +17,17 @@ from transformers import (
     AutoTokenizer,
 )
 
-from rloo_cli.cli import main
-from rloo_cli.config import check, synthetic
-from rloo_cli.train.supervised import examples, fit, reward_model, sft, worker
 from rloo_cli.checkpoint import resume
+from rloo_cli.cli import main, supervised
+from rloo_cli.config import check, synthetic
 from rloo_cli.config.compose import compose
-from rloo_cli.utils.errors import ConfigError, DataError, NumbersError, RunError
-from rloo_cli.utils.files import read_json
+from rloo_cli.config.supervised import data_of, model_of
 from rloo_cli.data.synthetic import tiny
 from rloo_cli.rewards.engine.build import build
 from rloo_cli.rewards.engine.ready import Surroundings
-from rloo_cli.config.supervised import data_of, model_of
-from rloo_cli.cli import supervised
+from rloo_cli.train.supervised import examples, fit, reward_model, sft, worker
+from rloo_cli.utils.errors import ConfigError, DataError, NumbersError, RunError
+from rloo_cli.utils.files import read_json
 
 __all__ = ["rloo", "rloo_without_torch"]  # fixtures
 

@@ -11,8 +11,8 @@ from loop_cases import ENDS, PLAIN, apart, digits, leave_one_out, table
 from transformers import GPT2Config, GPT2LMHeadModel
 from trl_cases import both, gaps, sums
 
-from rloo_cli.utils.errors import RewardError
 from rloo_cli.data.synthetic import tiny
+from rloo_cli.utils.errors import RewardError
 
 pytestmark = pytest.mark.trl
 

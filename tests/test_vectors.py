@@ -9,10 +9,11 @@ import torch
 from algorithm_cases import advantages, column, config, corrected, micro, row_gradient, table
 from torch import Tensor, tensor
 
-from rloo_cli.algorithms.common import aggregate, importance_weights, kl, policy_loss as common_policy_loss
 from rloo_cli.algorithms import rloo
-from rloo_cli.utils.rng_seeds import sampling_seed
+from rloo_cli.algorithms.common import aggregate, importance_weights, kl
+from rloo_cli.algorithms.common import policy_loss as common_policy_loss
 from rloo_cli.data.segments import target_logp
+from rloo_cli.utils.rng import sampling_seed
 
 VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
 ESTIMATORS = ["k1", "k2", "k3"]

@@ -18,9 +18,9 @@ import torch
 from algorithm_cases import column, micro, table
 from torch import Tensor, tensor
 
-from rloo_cli.config import registry
 from rloo_cli.algorithms.common.advantage import Known
 from rloo_cli.algorithms.common.token_advantage import StepTokens
+from rloo_cli.config import registry
 from rloo_cli.config.compose import compose
 
 HERE = Path(__file__).parent

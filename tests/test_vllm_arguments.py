@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from rloo_cli.config import check
-from rloo_cli.launch import preflight
-from rloo_cli.distributed import device_count
 from rloo_cli.config.compose import compose
-from rloo_cli.utils.errors import MachineError
 from rloo_cli.config.schema import RunConfig
+from rloo_cli.distributed import device_count
 from rloo_cli.generation.vllm import arguments, ports
+from rloo_cli.launch import preflight
+from rloo_cli.utils.errors import MachineError
 
 SERVER, CHILD = "generation=vllm_server", "generation=vllm_colocate"
 GPU = "GPU-5d5a"

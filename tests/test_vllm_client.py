@@ -29,12 +29,12 @@ from vllm_cases import (
     weights,
 )
 
+from rloo_cli.generation.vllm.engine import Ask, Lost
+from rloo_cli.generation.vllm.http import Wire
+from rloo_cli.generation.vllm.http_engine import answer, group_answers
+from rloo_cli.policy.model import Policy
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import ConfigError, GenerationError, Stopped
-from rloo_cli.policy.model import Policy
-from rloo_cli.generation.vllm.engine import Ask, Lost
-from rloo_cli.generation.vllm.http_engine import answer, group_answers
-from rloo_cli.generation.vllm.http import Wire
 
 __all__ = ["fake"]  # a fixture
 COUNT = sum(map(len, SEEDS))

@@ -23,9 +23,9 @@ from vllm_cases import (
     weights,
 )
 
-from rloo_cli.utils.errors import GenerationError
-from rloo_cli.rewards.engine.scoring import Stage
 from rloo_cli.generation.vllm.engine import Ask
+from rloo_cli.rewards.engine.scoring import Stage
+from rloo_cli.utils.errors import GenerationError
 
 __all__ = ["fake"]  # a fixture
 PROMPTS = [[40, 41, 42, 43], [50], [60, 61, 62]]

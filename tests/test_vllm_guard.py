@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rloo_cli.generation.vllm import handshake_facts, auth
+from rloo_cli.generation.vllm import auth, handshake
 from rloo_cli.generation.vllm.auth import Guard
 
 SECRET = "7f" * 32
@@ -41,7 +41,7 @@ class Behind:
 @pytest.fixture
 def behind(monkeypatch: pytest.MonkeyPatch) -> Behind:
     monkeypatch.setenv(auth.TOKEN, SECRET)
-    monkeypatch.setenv(handshake_facts.VARIABLE, '{"protocol": 1}')
+    monkeypatch.setenv(handshake.VARIABLE, '{"protocol": 1}')
     return Behind()
 
 
@@ -286,12 +286,12 @@ class Words:
 
 
 def test_a_fingerprint_is_the_tokenizer_s_and_nothing_else_s() -> None:
-    one = handshake_facts.tokenizer(Words({"a": 0, "b": 1}))
-    assert handshake_facts.tokenizer(Words({"b": 1, "a": 0})) == one
+    one = handshake.tokenizer(Words({"a": 0, "b": 1}))
+    assert handshake.tokenizer(Words({"b": 1, "a": 0})) == one
     padded = Words({"a": 0, "b": 1})
     padded.pad_token_id = 1
-    assert handshake_facts.tokenizer(padded) == one
+    assert handshake.tokenizer(padded) == one
     other = Words({"a": 0, "b": 1})
     other.eos_token_id = 0
     different = [other, Words({"a": 1, "b": 0}), Words({"a": 0}), Words({"a": 0, "b": 1}, 1)]
-    assert one not in map(handshake_facts.tokenizer, different)
+    assert one not in map(handshake.tokenizer, different)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from rloo_cli.utils import pids
 from rloo_cli.generation.vllm import server_file
+from rloo_cli.utils import pids
 
 pytestmark = pytest.mark.vllm
 slow = pytest.mark.slow

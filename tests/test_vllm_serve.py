@@ -20,11 +20,10 @@ import pytest
 from cli_cases import Rloo, children, rloo, surroundings
 from test_vllm_guard import FORBIDDEN
 
-from rloo_cli.generation.vllm import server_file
+from rloo_cli.generation.vllm import handshake, ports, process_group, server_file
+from rloo_cli.generation.vllm.server_file import Server
 from rloo_cli.launch import rollout_server
 from rloo_cli.utils.pids import started
-from rloo_cli.generation.vllm.server_file import Server
-from rloo_cli.generation.vllm import handshake_facts, process_group, ports
 
 __all__ = ["rloo"]  # a fixture
 
@@ -214,7 +213,7 @@ def test_its_facts_are_those_of_the_trainer(server: Server) -> None:
 
     told = json.loads(ask(server, "/rloo")[1])
     ours = tiny.tokenizer()
-    assert told["tokenizer"] == handshake_facts.tokenizer(ours) and told["vocab_size"] == len(ours)
+    assert told["tokenizer"] == handshake.tokenizer(ours) and told["vocab_size"] == len(ours)
     assert told["max_model_len"] == 48 and told["dtype"] == server.dtype == "float32"
     assert told["protocol"] == 1 and told["logprobs_mode"] == "processed_logprobs"
     assert told["vllm"] == server.vllm and told["transfer"] == "gloo" and told["devices"] == []

@@ -21,9 +21,17 @@ from starlette.routing import Route
 
 from rloo_cli.config import check
 from rloo_cli.config.compose import compose
-from rloo_cli.utils.errors import GenerationError
-from rloo_cli.generation.vllm import arguments, sampling_params, handshake, transfer_gloo, transfer_send, lora_slot, versions
+from rloo_cli.generation.vllm import (
+    arguments,
+    handshake,
+    lora_slot,
+    sampling_params,
+    transfer_gloo,
+    transfer_send,
+    versions,
+)
 from rloo_cli.generation.vllm.weights import Meta, Whole
+from rloo_cli.utils.errors import GenerationError
 
 RECORD = json.loads((Path(__file__).parent / "vllm_0221.json").read_text())
 OLD, NEW = "0.22.1", "0.32.0"
@@ -614,5 +622,7 @@ def test_a_buffer_on_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_gloo_and_an_adapter_need_no_sender_of_vllms(old: None) -> None:
     control, source = Control(), Source()
     for kind in ("gloo", lora_slot.KIND):
-        assert isinstance(transfer_send.connect(kind, control, source, "", "", 0, 5.0), transfer_send.GlooLink)  # type: ignore[arg-type]
+        assert isinstance(
+            transfer_send.connect(kind, control, source, "", "", 0, 5.0), transfer_send.GlooLink
+        )  # type: ignore[arg-type]
     assert isinstance(Whole, type) and transfer_gloo.BUFFER

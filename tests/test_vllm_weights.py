@@ -17,11 +17,11 @@ from transformers import (
 
 from rloo_cli.config import check, synthetic
 from rloo_cli.config.compose import compose
-from rloo_cli.utils.errors import GenerationError
-from rloo_cli.data.packing import whole
-from rloo_cli.policy.model import Policy
 from rloo_cli.data.batch import Group
+from rloo_cli.data.packing import whole
 from rloo_cli.generation.vllm.generator import VllmGenerator, in_a_child
+from rloo_cli.policy.model import Policy
+from rloo_cli.utils.errors import GenerationError
 
 pytestmark = pytest.mark.vllm
 SHAPE: dict[str, Any] = {

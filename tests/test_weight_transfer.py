@@ -12,7 +12,7 @@ import transformers
 from policy_cases import SIZE, fresh
 from safetensors import safe_open
 
-from rloo_cli.generation.vllm import transfer_gloo, ports
+from rloo_cli.generation.vllm import ports, transfer_gloo
 from rloo_cli.generation.vllm.transfer_gloo import Shape
 from rloo_cli.generation.vllm.transfer_send import GlooLink
 from rloo_cli.generation.vllm.weights import Whole
@@ -115,7 +115,9 @@ def link(engine, source, limit=20.0):
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_engine_receives_every_weight_as_it_is_now(dtype, count, monkeypatch):
-    monkeypatch.setattr(transfer_gloo, "BUFFER", 5_000)  # several buffers, and tensors larger than one
+    monkeypatch.setattr(
+        transfer_gloo, "BUFFER", 5_000
+    )  # several buffers, and tensors larger than one
     model, engine = fresh("qwen3"), Engine(count)
     sender = link(engine, Whole(model, getattr(torch, dtype)))
     try:

@@ -21,11 +21,11 @@ from loop_cases import apart, digits, make
 from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback
 
-from rloo_cli.train.minibatches import plan_updates
-from rloo_cli.run import Run
-from rloo_cli.policy.shared_attention import native
 from rloo_cli.data.batch import Batch, Group, Rollout
+from rloo_cli.policy.shared_attention import native
+from rloo_cli.run import Run
 from rloo_cli.train.loop import train
+from rloo_cli.train.minibatches import plan_updates
 
 Gradient = dict[str, Tensor]  # by the parameter's name
 Reward = Callable[..., Any]

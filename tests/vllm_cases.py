@@ -19,16 +19,15 @@ from cli_cases import Rloo, surroundings
 from fake_server import Fake
 from transformers import AutoModelForCausalLM
 
-from rloo_cli.generation.vllm import server_file
-from rloo_cli.data.synthetic import tiny
-from rloo_cli.policy.model import Policy
-from rloo_cli.data.batch import Group
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.generation.vllm import handshake_facts
-from rloo_cli.generation.vllm.handshake import Expected
+from rloo_cli.data.batch import Group
+from rloo_cli.data.synthetic import tiny
+from rloo_cli.generation.vllm import handshake, server_file
 from rloo_cli.generation.vllm.generator import VllmGenerator, over_http
+from rloo_cli.generation.vllm.handshake import Expected
 from rloo_cli.generation.vllm.http_engine import OverHttp
 from rloo_cli.generation.vllm.weights import Whole
+from rloo_cli.policy.model import Policy
 
 WORDS = (
     "model.path=make:tiny", "model.dtype=float32", "data.max_prompt_length=32",
@@ -88,7 +87,7 @@ def right() -> dict[str, Any]:
     """What GET /rloo of a server for that config answers."""
     return {
         "protocol": 1, "model": "make:tiny", "dtype": "float32", "vllm": "0.32.0",
-        "tokenizer": handshake_facts.tokenizer(tokenizer()), "max_model_len": PLACES,
+        "tokenizer": handshake.tokenizer(tokenizer()), "max_model_len": PLACES,
         "logprobs_mode": "processed_logprobs", "transfer": "gloo", "devices": [],
     }  # fmt: skip
 
@@ -96,7 +95,7 @@ def right() -> dict[str, Any]:
 def engine(run: RunConfig, folder: Path, **other: Any) -> OverHttp:
     """The client's side; `other` changes what it expects."""
     expects = {"model": "make:tiny", "dtype": "float32", "places": PLACES, "transfer": "gloo"}
-    expects |= {"tokenizer": handshake_facts.tokenizer(tokenizer()), "allow_untested": False} | other
+    expects |= {"tokenizer": handshake.tokenizer(tokenizer()), "allow_untested": False} | other
     return OverHttp(run.generation.server, folder, Expected(**expects))  # type: ignore[attr-defined]
 
 

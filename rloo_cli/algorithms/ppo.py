@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from rloo_cli.algorithms.common import rules_choices, kl, rules
+from rloo_cli.algorithms.common import kl, rules
 from rloo_cli.algorithms.common.rules import Switches
 from rloo_cli.algorithms.common.token_advantage import Grid, StepTokens, TokenTable, to_go, whitened
-from rloo_cli.utils.errors import Problem
 from rloo_cli.config.schema import RunConfig, key
+from rloo_cli.utils.errors import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,7 +97,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     """What PPO cannot do, beside the conflicts that every algorithm has."""
     yield from rules.problems(run)
     config, of_run = rules.switches(run), "model and value model learn together"
-    yield from rules_choices.whitened_alone(config)
+    yield from rules.whitened_alone(config)
     gae = "GAE gives every token its advantage, which is whitened over the step"
     whole = f"{of_run}, each whole on its process"
     refused = {  # key -> whether it is odd, why, the way out

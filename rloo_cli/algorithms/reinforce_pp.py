@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from rloo_cli.algorithms.common import rules_choices, kl, rules
-from rloo_cli.algorithms.common.rules import Switches
+from rloo_cli.algorithms.common import kl, rules
 from rloo_cli.algorithms.common.config import written_out
+from rloo_cli.algorithms.common.rules import Switches
 from rloo_cli.algorithms.common.token_advantage import Grid, StepTokens, TokenTable, to_go, whitened
-from rloo_cli.utils.errors import Problem
 from rloo_cli.config.schema import RunConfig, key
+from rloo_cli.utils.errors import Problem
 
 BY_TOKEN = ("reinforce", "cispo", "vespo")  # policy losses with a term for every token
 
@@ -77,7 +77,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from rules.problems(run)
     config = run.algorithm
     assert isinstance(config, Config)
-    yield from rules_choices.whitened_alone(config)
+    yield from rules.whitened_alone(config)
     if config.baseline != "none":
         yield Problem(
             "REINFORCE++ has no baseline but the mean of its tokens",

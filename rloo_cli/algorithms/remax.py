@@ -14,8 +14,8 @@ from typing import Literal
 
 from rloo_cli.algorithms.common import rules
 from rloo_cli.algorithms.common.rules import Switches
-from rloo_cli.utils.errors import Problem
 from rloo_cli.config.schema import RunConfig, key
+from rloo_cli.utils.errors import Problem
 
 
 class Config(Switches):

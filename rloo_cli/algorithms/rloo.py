@@ -16,11 +16,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from rloo_cli.algorithms.common import advantage
-from rloo_cli.algorithms.common.advantage import Advantages, Known, needs_whole_step, remember, usable
+from rloo_cli.algorithms.common.advantage import (
+    Advantages,
+    Known,
+    needs_whole_step,
+    remember,
+    usable,
+)
 from rloo_cli.algorithms.common.aggregate import denominator
+from rloo_cli.algorithms.common.forward_passes import early, forwarded, one_factor
 from rloo_cli.algorithms.common.kl import in_reward, sequence_kl, to_go, token_advantages
 from rloo_cli.algorithms.common.loss import loss
-from rloo_cli.algorithms.common.forward_passes import early, forwarded, one_factor
 from rloo_cli.algorithms.common.rules import Switches, problems, resolved, warnings, why_separate
 from rloo_cli.algorithms.common.score import combine, shape, truncation
 from rloo_cli.algorithms.common.token_advantage import token_table, value_loss

@@ -13,9 +13,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rloo_cli.distributed import gather
 from rloo_cli.distributed.world import World, alone_here
+from rloo_cli.policy import lora
 from rloo_cli.utils.errors import Problem, RunError, StorageError
 from rloo_cli.utils.files import sync
-from rloo_cli.policy import lora
 
 FILE = 5 * 10**9  # bytes of weights in one file, as transformers cuts them
 Write = Callable[[Path], None]

@@ -11,13 +11,13 @@ from typing import Any
 
 import yaml
 
-from rloo_cli.config import messages, check, synthetic
 from rloo_cli.checkpoint import manifest, run_folder
+from rloo_cli.config import check, messages, synthetic
+from rloo_cli.config.rules import model_facts
+from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils import paths
 from rloo_cli.utils.environment import environment_number
 from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.config.rules import model_facts
-from rloo_cli.config.schema import RunConfig
 
 LENGTH = ("max_steps", "total_episodes", "train.epochs")
 # What may change in the middle of a run: none of it changes what is computed, but for rounding.

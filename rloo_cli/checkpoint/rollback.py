@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.checkpoint import manifest
-from rloo_cli.utils.errors import MachineError, Problem
-from rloo_cli.utils.files import sync, write_text
 from rloo_cli.checkpoint.resume import Start
 from rloo_cli.config.schema import CheckpointConfig
+from rloo_cli.utils.errors import MachineError, Problem
+from rloo_cli.utils.files import sync, write_text
 
 JOURNALS = ("metrics.jsonl", "ledger.jsonl")  # appended to, and cut back to a checkpoint's length
 TEMPORARY = re.compile(

@@ -20,18 +20,18 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rloo_cli.config import check
 from rloo_cli.checkpoint import export, manifest, rollback, step_state
-from rloo_cli.utils import rng
+from rloo_cli.checkpoint.resume import written
+from rloo_cli.config import check
 from rloo_cli.distributed.world import is_lost
+from rloo_cli.policy import lora
+from rloo_cli.policy.model import size
+from rloo_cli.reporting.update_metrics import Updates, together
+from rloo_cli.run import Run
+from rloo_cli.utils import rng
 from rloo_cli.utils.errors import Problem, RunError, StorageError
 from rloo_cli.utils.fault_injection import fault
 from rloo_cli.utils.files import read_json, sync, update_json, write_text
-from rloo_cli.run import Run
-from rloo_cli.policy import lora
-from rloo_cli.policy.model import size
-from rloo_cli.checkpoint.resume import written
-from rloo_cli.reporting.update_metrics import Updates, together
 
 PACKAGES = ("rloo-cli", "torch", "transformers", "safetensors")
 RNG, ROLLOUTS = "rng", "rollouts"

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rloo_cli.run_cycle import Cycle
+from rloo_cli.data.batch import Batch, Rollout
 from rloo_cli.data.packing import COLUMNS
 from rloo_cli.data.prompts import Prompts
-from rloo_cli.data.batch import Batch, Rollout
 from rloo_cli.reporting.update_metrics import Updates
+from rloo_cli.run import Cycle
 
 TABLES = ("raw", "score", "shaped", "scorable", "masked")  # of a batch, always there
 FOUND = ("kl", "reward", "advantage", "usable")  # there once advantages are known

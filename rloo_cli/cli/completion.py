@@ -12,11 +12,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from rloo_cli.cli import run_folders, verb_help
 from rloo_cli.utils import paths
-from rloo_cli.cli import verb_help
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import write_text
-from rloo_cli.cli import run_folders
 
 # Bash parts a word at = and : (COMP_WORDBREAKS), and replaces only what follows the last of them.
 # So the words are taken from the line itself, and of an answer only that last part is given back.

@@ -8,10 +8,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rloo_cli.config import check
-from rloo_cli.utils import paths
-from rloo_cli.config.messages import known_keys, unknown_key, walk
 from rloo_cli.config.compose import Composed, compose
 from rloo_cli.config.idle_keys import why_idle
+from rloo_cli.config.messages import known_keys, unknown_key, walk
+from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, Problem
 
 

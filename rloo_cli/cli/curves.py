@@ -5,9 +5,9 @@ OUT ends in .png or .svg; without it the picture is the run's own curves.png. Im
 
 from pathlib import Path
 
+from rloo_cli.cli.run_folders import Words, find
 from rloo_cli.reporting import curves
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
-from rloo_cli.cli.run_folders import Words, find
 
 USAGE = "rloo curves RUN [OUT.png|OUT.svg]"
 ENDINGS = (".png", ".svg")

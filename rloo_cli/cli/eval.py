@@ -18,12 +18,12 @@ from pathlib import Path
 
 import yaml
 
+from rloo_cli.cli.eval_target import USAGE, Subject, of_recipe, of_run
 from rloo_cli.config import check
-from rloo_cli.launch import preflight, rollout_server_managed, processes
+from rloo_cli.launch import preflight, processes, rollout_server
 from rloo_cli.utils import pids
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
 from rloo_cli.utils.files import write_json, write_text
-from rloo_cli.cli.eval_target import USAGE, Subject, of_recipe, of_run
 
 STOPPED = 75
 
@@ -68,7 +68,7 @@ def _evaluate(subject: Subject) -> int:
             settings = yaml.safe_dump(check.dump(subject.config), sort_keys=False)
             write_text(folder / "config.yaml", settings)
             write_json(folder / "about.json", subject.about)
-            with rollout_server_managed.server(folder, subject.config) as (look, env):
+            with rollout_server.server(folder, subject.config) as (look, env):
                 starts = [processes.Start(env)]
                 watch = processes.Watch(look=look)
                 code = processes.run("evaluator", [str(folder)], watch, starts)

@@ -17,16 +17,16 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from rloo_cli.config import rules_lora, compose, check, judge
 from rloo_cli.checkpoint import manifest
-from rloo_cli.utils import paths
+from rloo_cli.cli import run_folders
+from rloo_cli.config import check, compose, judge, rules_lora
 from rloo_cli.config.compose import Composed
+from rloo_cli.config.provenance import COMMAND_LINE, Sources, broken, readable
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.user_files import unknown_choice
+from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import read_json
-from rloo_cli.config.user_files import unknown_choice
-from rloo_cli.config.schema import RunConfig
-from rloo_cli.config.provenance import COMMAND_LINE, Sources, broken, readable
-from rloo_cli.cli import run_folders
 
 Values = dict[str, Any]
 USAGE = "rloo eval RUN, rloo eval RUN/checkpoint-N, or rloo eval +recipe=NAME model.path=..."

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.config import compose, check, hf_cache, synthetic, rules_paths
+from rloo_cli.config import check, compose, hf_cache, rules_paths, synthetic
+from rloo_cli.config.schema import RunConfig
 from rloo_cli.data import dataset
 from rloo_cli.utils.errors import ConfigError, MachineError, Problem, RunError
-from rloo_cli.config.schema import RunConfig
 
 TOKENS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 WEIGHTS = (*TOKENS, "*.safetensors")
@@ -110,7 +110,9 @@ def _why(error: Exception) -> str:
 
 def _advice() -> str:
     without = ", without HF_HUB_OFFLINE" if hf_cache.offline() else ""
-    return f"on a machine with network{without}, into this cache (HF_HOME): {hf_cache.fetch_command()}"
+    return (
+        f"on a machine with network{without}, into this cache (HF_HOME): {hf_cache.fetch_command()}"
+    )
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rloo_cli.cli.run_folders import Words, find
 from rloo_cli.data import order
+from rloo_cli.reporting.prompt_ledger import FATES, FORMAT, NAME, Row, after, entries, sealed
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
 from rloo_cli.utils.files import read_json
-from rloo_cli.reporting.prompt_ledger import FATES, FORMAT, NAME, Row, after, entries, sealed
-from rloo_cli.cli.run_folders import Words, find
 
 USAGE = "rloo ledger RUN [--json]"
 ENDED = ("finished", "stopped", "failed")  # states of run.json in which its progress is the last

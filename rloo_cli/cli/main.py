@@ -11,10 +11,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from rloo_cli.utils import console, paths, redact
-from rloo_cli.config import hf_cache
 from rloo_cli.cli import verb_help
-from rloo_cli.utils.errors import ConfigError, Problem, RunError, StorageError, print_bug, print_error
+from rloo_cli.config import hf_cache
+from rloo_cli.utils import console, paths, redact
+from rloo_cli.utils.errors import (
+    ConfigError,
+    Problem,
+    RunError,
+    StorageError,
+    print_bug,
+    print_error,
+)
 
 TAKES_VALUE = ("--config-dir", "-cd", "--cfg", "-c", "--package", "-p")
 STOPPED = (75, 130)  # exit codes of a run that was asked to end
@@ -91,10 +98,10 @@ def dispatch(words: list[str]) -> int:
 
 def train(words: list[str]) -> int:
     """`rloo train`: compose, check, then run or plan, once per job of a sweep."""
-    from rloo_cli.config import check
-    from rloo_cli.launch import launcher
     from rloo_cli.cli import multirun as cli_multirun
     from rloo_cli.cli.plan import dry_run
+    from rloo_cli.config import check
+    from rloo_cli.launch import launcher
 
     dry = "--dry-run" in words
     codes: list[int] = []
@@ -134,8 +141,8 @@ def _hydra(words: list[str], job: Callable[[Any, bool], tuple[int, float | None]
     """
     import hydra
 
-    from rloo_cli.config import compose, user_files
     from rloo_cli.cli import multirun as cli_multirun
+    from rloo_cli.config import compose, user_files
 
     flags, overrides = split_flags(words)
     flags, dirs = compose.split_dirs(flags)

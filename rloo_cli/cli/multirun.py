@@ -20,13 +20,13 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from rloo_cli.reporting import eval_rows
 from rloo_cli.config import user_files
+from rloo_cli.config.old_names import nearest
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.reporting import eval_rows
 from rloo_cli.utils import redact
 from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem, RunError
 from rloo_cli.utils.files import write_text
-from rloo_cli.config.old_names import nearest
-from rloo_cli.config.schema import RunConfig
 
 STOPPED = 75
 SUBMITIT = "hydra/launcher=submitit"

@@ -11,15 +11,16 @@ from typing import NoReturn
 
 import yaml
 
-from rloo_cli.config import compose, check, hf_cache, synthetic
-from rloo_cli.utils import fault_injection
-from rloo_cli.launch import launcher, preflight
+from rloo_cli.config import check, compose, hf_cache, synthetic
 from rloo_cli.config.compose import Composed
 from rloo_cli.config.idle_keys import idle_notes
-from rloo_cli.utils.errors import ConfigError, MachineError, Problem, RunError
-from rloo_cli.planning import device, plan, text as planning_text
-from rloo_cli.planning.plan import Asked, Plan
 from rloo_cli.config.schema import RunConfig
+from rloo_cli.launch import launcher, preflight
+from rloo_cli.planning import device, plan
+from rloo_cli.planning import text as planning_text
+from rloo_cli.planning.plan import Asked, Plan
+from rloo_cli.utils import fault_injection
+from rloo_cli.utils.errors import ConfigError, MachineError, Problem, RunError
 
 USAGE = (
     "rloo plan +recipe=NAME [key=value ...] [--gpu H100-80GB|80GiB|cpu] [--gpus N] "
@@ -107,9 +108,7 @@ def refusal(found: Plan) -> MachineError:
     engine = found.sampler
     if engine is not None and engine.cache < engine.least:
         left = planning_text.gib(max(engine.cache, 0.0))
-        why += (
-            f"\nvLLM has {left} for keys and values; one sequence needs {planning_text.gib(engine.least)}"
-        )
+        why += f"\nvLLM has {left} for keys and values; one sequence needs {planning_text.gib(engine.least)}"
     lines = [f"{key}   ({planning_text.gib(need)})" for key, need in plan.remedies(found)]
     fewest = plan.smallest(found)
     if fewest is not None:

@@ -3,9 +3,9 @@
 import shutil
 from pathlib import Path
 
+from rloo_cli.config.old_names import nearest
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.config.old_names import nearest
 
 USAGE = "rloo recipes, rloo recipes show NAME, or rloo recipes copy NAME my.yaml"
 

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 from typing import NoReturn
 
-from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.config.old_names import nearest
+from rloo_cli.utils.errors import ConfigError, Problem
 
 ROOT = Path("runs")  # where a run is if its config does not say otherwise
 SIGNS = ("run.json", "metrics.jsonl", "config.yaml")  # any of them makes a folder a run's

@@ -23,10 +23,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from rloo_cli.utils.errors import ConfigError, DataError, Problem
+from rloo_cli.cli.run_folders import Words, find
 from rloo_cli.config.old_names import nearest
 from rloo_cli.reporting.panel import clean, number, wrapped
-from rloo_cli.cli.run_folders import Words, find
+from rloo_cli.utils.errors import ConfigError, DataError, Problem
 
 Row = dict[str, Any]
 USAGE = "rloo samples RUN [--step N] [--worst | --best] [-n 5] [--eval] [--set NAME]" \

@@ -17,12 +17,12 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from rloo_cli.config import compose, check
-from rloo_cli.utils.errors import ConfigError, MachineError, Problem
-from rloo_cli.config.old_names import nearest
-from rloo_cli.config.user_files import FILES
 from rloo_cli.cli import eval_target, slurm_cluster
 from rloo_cli.cli.slurm_template import KINDS, Job, fill
+from rloo_cli.config import check, compose
+from rloo_cli.config.old_names import nearest
+from rloo_cli.config.user_files import FILES
+from rloo_cli.utils.errors import ConfigError, MachineError, Problem
 
 USAGE = "rloo slurm render|submit [train|train_and_serve|sweep|eval] +recipe=NAME [key=value ...]"
 # The batch script adds these itself, from the nodes that it gets.

@@ -6,9 +6,9 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rloo_cli.utils.errors import MachineError, Problem
-from rloo_cli.config.old_names import nearest
 from rloo_cli.cli.slurm_template import Job
+from rloo_cli.config.old_names import nearest
+from rloo_cli.utils.errors import MachineError, Problem
 
 ASK_S = 30.0
 UNITS = (1, 60, 3600, 86400)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.utils import paths
-from rloo_cli.distributed import device_count
-from rloo_cli.utils.files import read_json
 from rloo_cli.config.schema import RunConfig
+from rloo_cli.distributed import device_count
+from rloo_cli.utils import paths
+from rloo_cli.utils.files import read_json
 
 KINDS = ("train", "train_and_serve", "sweep", "eval")
 MARK = "#rloo: words"

@@ -15,12 +15,12 @@ from typing import Any
 
 import yaml
 
-from rloo_cli.config import messages, compose, check, hf_cache, supervised
+from rloo_cli.cli.eval import temporary
+from rloo_cli.config import check, compose, hf_cache, messages, supervised
+from rloo_cli.config.schema import RunConfig
 from rloo_cli.launch import preflight, processes
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
 from rloo_cli.utils.files import read_json, write_text
-from rloo_cli.config.schema import RunConfig
-from rloo_cli.cli.eval import temporary
 
 STOPPED = (75, 130)
 VERBS = {"sft": "sft", "reward_model": "reward-model"}

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rloo_cli.config import compose
-from rloo_cli.launch import launcher
-from rloo_cli.distributed import device_count
 from rloo_cli.config.compose import Composed
-from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.launch.sweep import commands_files, state, commands, rules
-from rloo_cli.launch.sweep.state import OPEN, Book, Member, setting
+from rloo_cli.distributed import device_count
+from rloo_cli.launch import launcher
+from rloo_cli.launch.sweep import commands, rules, state
 from rloo_cli.launch.sweep.scheduler import Control
+from rloo_cli.launch.sweep.state import OPEN, Book, Member, setting
 from rloo_cli.launch.sweep.table import Show
+from rloo_cli.utils.errors import ConfigError, Problem
 
 USAGE = "rloo sweep +recipe=NAME key=a,b [--chunk N] [--jobs N] [--name NAME] [--keep N --at STEP]"
 Compose = Callable[[list[str]], list[Composed]]
@@ -270,7 +270,7 @@ def _plain(verb: str) -> Callable[[list[str]], int]:
 
     def command(words: list[str]) -> int:
         found, member, _ = _asked(verb, words)
-        print(commands_files.ask(found.folder, do=verb, member=member.number))
+        print(commands.ask(found.folder, do=verb, member=member.number))
         return 0
 
     return command
@@ -296,7 +296,7 @@ def _clone(words: list[str]) -> int:
         if problems:
             raise ConfigError(*problems)
     request: dict[str, Any] = {"name": str(settings.name), "words": given}
-    print(commands_files.ask(folder, do="clone", member=member.number, **request))
+    print(commands.ask(folder, do="clone", member=member.number, **request))
     return 0
 
 

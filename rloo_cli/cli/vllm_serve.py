@@ -16,14 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.config import check, hf_cache
-from rloo_cli.launch import preflight, rollout_server
-from rloo_cli.generation.vllm import server_file
-from rloo_cli.config.compose import Composed, compose
-from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem, RunError
-from rloo_cli.generation.vllm_server import LOOPBACK
 from rloo_cli.checkpoint.run_folder import SERVER_LOGS, check_free
+from rloo_cli.config import check, hf_cache
+from rloo_cli.config.compose import Composed, compose
 from rloo_cli.config.schema import RunConfig
+from rloo_cli.generation.vllm import server_file
+from rloo_cli.generation.vllm_server import LOOPBACK
+from rloo_cli.launch import preflight, rollout_server
+from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem, RunError
 
 BACKEND = "generation=vllm_server"
 

@@ -14,11 +14,22 @@ from typing import Any, cast, get_args
 import yaml
 from pydantic import BaseModel, ValidationError, create_model
 
-from rloo_cli.config import messages, judge as config_judge, registry, rules, debug as config_debug
+from rloo_cli.config import debug as config_debug
+from rloo_cli.config import judge as config_judge
+from rloo_cli.config import messages, registry, rules
 from rloo_cli.config.compose import Composed
-from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.config.schema import DataConfig, EvalConfig, Frozen, Mixture, RunConfig, SetConfig, Sets, SourceConfig
 from rloo_cli.config.provenance import Sources
+from rloo_cli.config.schema import (
+    DataConfig,
+    EvalConfig,
+    Frozen,
+    Mixture,
+    RunConfig,
+    SetConfig,
+    Sets,
+    SourceConfig,
+)
+from rloo_cli.utils.errors import ConfigError, Problem
 
 # What a run may change and still be the same experiment (PROMISES 14).
 FREE = (

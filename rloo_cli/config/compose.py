@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -20,13 +21,39 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from rloo_cli.config import compose_groups, mistakes
-from rloo_cli.utils import paths, redact
+from rloo_cli.config import mistakes
 from rloo_cli.config.messages import walk
-from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.config.old_names import nearest
-from rloo_cli.config.user_files import APPENDED, FILES, register, register_file, unknown_choice
 from rloo_cli.config.provenance import COMMAND_LINE, Sources
+from rloo_cli.config.user_files import APPENDED, FILES, register, register_file, unknown_choice
+from rloo_cli.utils import paths, redact
+from rloo_cli.utils.errors import ConfigError, Problem
+
+GROUPS = {"algorithm.dialect": "algorithm/dialect"}
+
+
+def same_choices(values: dict[Any, Any], choices: dict[str, Any], sources: Sources) -> None:
+    """Raises ConfigError for a recipe that sets the name of a file of keys without taking it up."""
+    for key, group in GROUPS.items():
+        section, _, leaf = key.partition(".")
+        inside = values.get(section)
+        value = inside.get(leaf) if isinstance(inside, dict) else None
+        if value is not None and value != choices.get(group):
+            why = f"{key} is only the name of a file of keys, which would not be read"
+            fix = f"defaults: [override /{group}: {value}] at the recipe's head"
+            raise ConfigError(Problem(f"{key} is set as a plain key", sources.where(key), why, fix))
+
+
+def bases(choices: dict[str, Path], chosen: str) -> list[Path]:
+    """The files that a choice of a group begins with, nearest first."""
+    found: list[Path] = []
+    while chosen in choices and choices[chosen] not in found:
+        found.append(choices[chosen])
+        given = yaml.safe_load(choices[chosen].read_text())
+        named = [d for d in (given or {}).get("defaults", []) if isinstance(d, str)]
+        chosen = next((d for d in named if d != "_self_"), "")
+    return found[1:]
+
 
 # Hydra's keys that are the user's: how a sweep is cut into jobs, and where these run.
 SWEEPS = re.compile(r"hydra(/(launcher|sweeper)|\.(launcher|sweeper)\.[\w.]+)")
@@ -138,7 +165,7 @@ def _rewrite_one(
         raise ConfigError(Problem(f"{word!r} is not key=value", where, fix=fix))
     if bare.startswith("hydra/"):
         return 1, f"{bare}={value}"
-    bare = compose_groups.GROUPS.get(bare, bare)
+    bare = GROUPS.get(bare, bare)
     if bare not in groups:
         return 1, f"++{bare}={value}"
     return _rewrite_choice(bare, value, groups, where)
@@ -266,14 +293,14 @@ def gather(cfg: DictConfig, hydra: DictConfig, config_dirs: Sequence[Path] = ())
     groups = paths.group_choices(list(config_dirs))
     groups["recipe"] |= FILES
     files: list[tuple[Path, str]] = []
-    first = ("debug", "recipe", *compose_groups.GROUPS.values())
+    first = ("debug", "recipe", *GROUPS.values())
     for group in (*first, *[g for g in choices if g not in first]):
         path = groups.get(group, {}).get(str(choices.get(group)))
         if path:
             mount = "eval.judge" if group == "judge" else group.partition("/")[0]
             files.append((path, "" if group in first else mount))
     chosen = str(choices.get("algorithm"))
-    files += [(path, "algorithm") for path in compose_groups.bases(groups["algorithm"], chosen)]
+    files += [(path, "algorithm") for path in bases(groups["algorithm"], chosen)]
     files += [(path, "reward") for path in groups["reward"].values()]
     files += [(groups[g]["default"], g) for g in ("model", "data")]
     files.append((paths.CONF / "config.yaml", ""))
@@ -286,7 +313,7 @@ def gather(cfg: DictConfig, hydra: DictConfig, config_dirs: Sequence[Path] = ())
         key = str(getattr(error, "full_key", "") or "")
         raise ConfigError(_unresolved(error, key, cfg, sources)) from None
     assert isinstance(values, dict)
-    compose_groups.same_choices(values, choices, sources)
+    same_choices(values, choices, sources)
     recipe = choices.get("recipe")
     label = FILES[recipe].stem if recipe in FILES else recipe
     words = (*[f"--config-dir={d}" for d in config_dirs], *[_plain(w) for w in overrides])

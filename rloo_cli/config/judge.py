@@ -13,11 +13,12 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, create_model
 
-from rloo_cli.config import template as config_template, registry
-from rloo_cli.utils import paths
-from rloo_cli.utils.errors import Problem
+from rloo_cli.config import registry
+from rloo_cli.config import template as config_template
 from rloo_cli.config.old_names import nearest
 from rloo_cli.config.schema import Frozen, Positive, RewardConfig, RunConfig, Text, key
+from rloo_cli.utils import paths
+from rloo_cli.utils.errors import Problem
 
 REFERENCE = "reference"  # `against` this is against texts of the data; else against a model
 TYPES = ("openai", "reward")

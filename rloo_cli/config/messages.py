@@ -12,11 +12,11 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from rloo_cli.config import judge, registry
+from rloo_cli.config.old_names import Old, nearest, old_name
+from rloo_cli.config.provenance import Sources
+from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils import redact
 from rloo_cli.utils.errors import Problem
-from rloo_cli.config.old_names import Old, nearest, old_name
-from rloo_cli.config.schema import RunConfig
-from rloo_cli.config.provenance import Sources
 
 LARGEST = 2**63 - 1
 LEAST = math.ulp(0.0)

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.config.hooks import user_hook
+from rloo_cli.utils.errors import ConfigError, Problem
 
 ROOMS = {"rewards": "reward", "algorithms": "algorithm", "generation": "generation"}
 

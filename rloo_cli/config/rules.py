@@ -11,10 +11,157 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.config import rules_lora, rules_data, hf_cache, judge as config_judge, rules_model, rules_paths, prompt_limit, registry, rules_distributed
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.config import (
+    hf_cache,
+    prompt_limit,
+    registry,
+    rules_lora,
+    rules_model,
+    rules_paths,
+    synthetic,
+    template,
+)
+from rloo_cli.config import judge as config_judge
 from rloo_cli.config.old_names import nearest
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.schema import DataConfig, RunConfig
+from rloo_cli.utils.errors import ConfigError, Problem
+
+SHARDS = ("zero3", "fsdp2")  # of weights
+OFFLOADS = {"optimizer": ("zero1", "zero2", "zero3"), "parameters": ("zero3", "fsdp2")}
+
+
+def distributed_problems(run: RunConfig) -> Iterator[Problem]:
+    """Everything wrong with `distributed` as it is written."""
+    given = run.distributed
+    processes = (given.num_processes or 1) * given.num_nodes
+    for key in ("num_processes", "num_nodes") if given.engine == "single" else ():
+        number = getattr(given, key)
+        if (number or 1) > 1:
+            yield Problem(
+                f"distributed.{key} = {number}, and distributed.engine = single is one process",
+                f"distributed.{key}",
+                "single trains in one process on one device",
+                f"distributed=ddp (or zero2, fsdp2) distributed.{key}={number}",
+            )
+    if given.engine != "single":
+        yield from enough_prompts(run, processes)
+    if given.engine not in OFFLOADS.get(given.offload, (given.engine,)):
+        can = OFFLOADS[given.offload]
+        yield Problem(
+            f"distributed.offload = {given.offload} is nothing that {given.engine} does",
+            "distributed.offload",
+            f"distributed.engine = {given.engine}; it needs one of: {', '.join(can)}",
+            f"distributed={can[-1]} distributed.offload={given.offload}",
+        )
+    yield from _shards(run)
+    if given.rdzv is not None and address(given.rdzv) is None:
+        yield Problem(
+            f"distributed.rdzv = {given.rdzv!r} is not host:port",
+            "distributed.rdzv",
+            "the port is a number from 0 (any that is free) to 65535",
+            "distributed.rdzv=null, or distributed.rdzv=HOST:29500",
+        )
+
+
+def _shards(run: RunConfig) -> Iterator[Problem]:
+    """What is done with whole weights alone."""
+    engine, model = run.distributed.engine, run.model
+    if engine not in SHARDS:
+        return
+    whole = {
+        "model.lora": (model.lora is not None, "model.lora=null, or distributed=zero2"),
+        "model.quantization": (model.quantization is not None, "distributed=ddp"),
+        "model.ref_sync.every": (model.ref_sync.every > 0, "distributed=zero2"),
+        "model.ref_offload": (model.ref_offload, "model.ref_offload=false: it is in shards"),
+    }
+    for key, (wanted, fix) in whole.items():
+        if wanted:
+            what = f"{key} and distributed.engine = {engine} do not go together"
+            why = f"{engine} keeps the weights in shards, and this needs them whole on each process"
+            yield Problem(what, key, why, fix)
+
+
+def enough_prompts(run: RunConfig, processes: int) -> Iterator[Problem]:
+    """A process without a single prompt of a step would have nothing to train on."""
+    prompts = run.train.prompts_per_step
+    if prompts < processes:
+        yield Problem(
+            f"train.prompts_per_step = {prompts} is less than the {processes} processes",
+            "train.prompts_per_step",
+            f"a prompt's completions stay on one process: {processes - prompts} would have none",
+            f"train.prompts_per_step={processes}, or train in {prompts} processes: "
+            "distributed.num_processes and distributed.num_nodes",
+        )
+
+
+def address(text: str) -> tuple[str, int] | None:
+    """host:port, or [host]:port -> (host, port); None where it is neither."""
+    host, colon, port = text.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    fits = colon and host and port.isascii() and port.isdigit() and int(port) < 65536
+    return (host, int(port)) if fits and (":" not in host or text.startswith("[")) else None
+
+
+def data_problems(run: RunConfig) -> Iterator[Problem]:
+    """Everything wrong with where a run's rows come from."""
+    data, named = run.data, list(run.data.sources)
+    if (data.path is None) != bool(named):
+        found = f"data.path={data.path or 'null'}, data.mixture={', '.join(named) or 'null'}"
+        yield Problem(
+            "rows come either from data.path or from the sources of data.mixture",
+            "data.mixture" if named else "data.path",
+            f"found {found}",
+            "data.path=null" if named else "data.path=PATH",
+        )
+    elif named and data.eval_split is not None and not run.held_out.keys() - {""}:
+        yield Problem(
+            "data.eval_split is a split of data.path, and a mixture has none",
+            "data.eval_split",
+            f"sources: {', '.join(named)}",
+            "data.eval_split=null, and eval.sets.NAME={path: ..., split: ...} for what is held out",
+        )
+    for key, source in read(run).items():
+        yield from _streaming(key, source)
+        yield from _template(key, source)
+
+
+def _streaming(key: str, source: DataConfig) -> Iterator[Problem]:
+    if not source.streaming:
+        return
+    if source.max_samples is None:
+        yield Problem(
+            f"{key}.streaming needs {key}.max_samples",
+            f"{key}.max_samples",
+            "rows are read one by one up to that number; without it all of them would be",
+            f"{key}.max_samples=10000, or {key}.streaming=false",
+        )
+    elif (source.path or "").startswith(synthetic.MADE):
+        why = f"{source.path} is made here: there is nothing to read row by row"
+        yield Problem(f"{key}.streaming is set", f"{key}.streaming", why, f"{key}.streaming=false")
+
+
+def _template(key: str, source: DataConfig) -> Iterator[Problem]:
+    try:
+        list(template.split_template(source.template or ""))
+    except ValueError as error:
+        fix = "{column} for a column, {{ and }} for braces"
+        yield Problem(f"{key}.template cannot be read", f"{key}.template", str(error), fix)
+
+
+def user_code(run: RunConfig) -> dict[str, str]:
+    """Key -> file.py:name of every filter and map that is the user's code, the same one once."""
+    given = {f"{key}.{k}": getattr(s, k) for key, s in read(run).items() for k in ("filter", "map")}
+    found = {key: spec for key, spec in given.items() if isinstance(spec, str)}
+    return {key: spec for n, (key, spec) in enumerate(found.items())
+            if spec not in [*found.values()][:n]}  # fmt: skip
+
+
+def read(run: RunConfig) -> dict[str, DataConfig]:
+    """Key -> data of every split that a run reads, "data" or "data.mixture.NAME" first."""
+    sources = {f"data.mixture.{name}": source for name, source in run.data.sources.items()}
+    sets = {f"eval.sets.{name}": data for name, data in run.held_out.items() if name}
+    return (sources or {"data": run.data}) | sets
+
 
 # transformers' names, which are known only once it is imported; a test compares the two.
 SCHEDULES = (
@@ -34,12 +181,12 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     """Everything wrong with a run whose keys are each right on their own."""
     yield from _length(run)
     yield from _batch(run)
-    yield from rules_distributed.problems(run)
+    yield from problems(run)
     yield from registry.algorithm(run.algorithm.name).problems(run)
     yield from getattr(registry.module("generation", run.generation.backend), "rules", _none)(run)
     yield from rules_paths.problems(run)
     yield from rules_model.problems(run)
-    yield from rules_data.problems(run)
+    yield from problems(run)
     yield from _rewards(run)
     yield from _context(run)
     yield from _compiled(run)
@@ -113,7 +260,7 @@ def _rewards(run: RunConfig) -> Iterator[Problem]:
         for k in ("optimizer", "lr_scheduler")
         if ":" in (v := getattr(run.train, k))
     }
-    for key, spec in (codes | rules_data.user_code(run)).items():
+    for key, spec in (codes | user_code(run)).items():
         yield from code_problems(key, spec)
     for key, known in (("optimizer", ("adamw",)), ("lr_scheduler", SCHEDULES)):
         value = getattr(run.train, key)

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from rloo_cli.config.schema import LoraConfig, RunConfig
 from rloo_cli.utils.errors import Problem
-from rloo_cli.config.schema_model import LoraConfig
-from rloo_cli.config.schema import RunConfig
 
 CONFIG = "adapter_config.json"
 ENGINES = ("vllm_server", "vllm_colocate")

@@ -7,8 +7,8 @@ from typing import Any
 
 from rloo_cli.config import hf_cache
 from rloo_cli.config.rules_lora import has_reference
-from rloo_cli.utils.errors import Problem
 from rloo_cli.config.schema import RunConfig
+from rloo_cli.utils.errors import Problem
 
 # One of these is in the folder of every tokenizer.
 TOKENIZER_FILES = (

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.config import hf_cache, synthetic, value_model
-from rloo_cli.utils.errors import Problem
 from rloo_cli.config.old_names import nearest
 from rloo_cli.config.schema import RunConfig
+from rloo_cli.utils.errors import Problem
 
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
 OF_MODELS = ("model.path", "model.ref_path", "model.value.path", "sft.path", "reward_model.path")

@@ -6,19 +6,198 @@ and `config` puts the whole run together. Everything is frozen and strict: an un
 string for a number or a NaN is an error.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import SerializeAsAny
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
 
-from rloo_cli.config.schema_keys import Frozen as Frozen
-from rloo_cli.config.schema_keys import Name, TokenId
-from rloo_cli.config.schema_keys import NotEmpty as NotEmpty
-from rloo_cli.config.schema_keys import Positive as Positive
-from rloo_cli.config.schema_keys import Text as Text
-from rloo_cli.config.schema_keys import key as key
-from rloo_cli.config.schema_model import ModelConfig as ModelConfig
-from rloo_cli.config.schema_slurm import SlurmConfig
-from rloo_cli.config.schema_supervised import RewardModelConfig, SftConfig
+
+class Frozen(BaseModel):
+    """A section of the config."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def key(
+    meaning: str,
+    *,
+    since: str | None = None,
+    before: Any = None,
+    default_was: tuple[Any, Any] | None = None,
+    **limits: Any,
+) -> Any:
+    """A key: its one line of meaning, and its limits (`ge`, `gt`, `le`, `lt`, `min_length`).
+
+    A key that came later names the version that brought it (`since="0.2"`) and the value that means
+    "as before" (`before=VALUE`). A config.yaml that an earlier version wrote is read with that
+    value, and a run's hash leaves the key out while it has it: an experiment keeps its name.
+
+    `default_was=(NOW, EARLIER)`: the default in conf/ was EARLIER and is NOW. The two count as one
+    value in a run's hash and where a resumed run's config is compared; only for a key whose effect
+    on the run is checked otherwise (what it does to the data is in the data's fingerprint).
+    """
+    extra: dict[str, Any] = {}
+    if since is not None:
+        extra |= {"since": since, "before": before}
+    if default_was is not None:
+        extra |= {"default_was": list(default_was)}
+    return Field(description=meaning, json_schema_extra=extra or None, **limits)
+
+
+Positive = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", max_length=150)]
+NotEmpty = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0)]
+# Of some use as a name or a path: not empty, no control characters (a NUL, a line's end).
+Text = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", max_length=1000)]
+
+
+class TrainingData(Frozen):
+    """Where the rows are; all else (template, system, overlong) is as in `data`."""
+
+    path: Text | None = key("Hub name, file, folder or make:NAME; null = data.path")
+    name: Text | None = key("Configuration of a hub data set; null with path=null = data.name")
+    revision: Text | None = key("Branch, tag or commit; null with path=null = data.revision")
+    split: Text | None = key("Split to train on; null = data.split")
+    eval_split: Text | None = key("Split to measure on; null = eval_rows of the split's end")
+    prompt_column: Text | None = key("Column of the prompts; null = data.prompt_column")
+    max_samples: Positive | None = key("Use only the first n rows of each split; null = all")
+
+
+class TrainingConfig(Frozen):
+    """Keys of both trainings."""
+
+    path: Text | None = key("Model to start from: hub name, folder, make:NAME; null = model.path")
+    revision: Text | None = key("Branch, tag or commit of `path`; null = its main branch")
+    data: TrainingData
+    epochs: float = key("Passes over the rows", gt=0, le=1e6)
+    batch_size: Positive = key("Rows per optimizer step (of reward_model: pairs)")
+    micro_batch_size: Positive | None = key("Rows per forward pass; null = batch_size")
+    learning_rate: float = key("Peak learning rate; it falls linearly to 0", ge=0, le=10)
+    warmup_steps: int = key("Optimizer steps of linear warm-up", ge=0)
+    weight_decay: float = key("AdamW's decoupled weight decay", ge=0)
+    max_grad_norm: float | None = key("Clip the gradient's norm to this; null = never", gt=0)
+    max_length: Positive | None = key(
+        "Most tokens of a row, end included; longer ones are left out; null = the model's context"
+    )
+    eval_rows: int | None = key(
+        "Rows to measure on: the first of data.eval_split, or the split's last; null = at most 200,"
+        " of the split itself a tenth",
+        default_was=(None, 200),  # a training that is done stays done
+        ge=0,
+    )
+    log_every: Positive = key("Optimizer steps per line of metrics")
+
+
+class SftConfig(TrainingConfig):
+    completion_column: Text = key("Column of the completions: strings, or lists of messages")
+
+
+class RewardModelConfig(TrainingConfig):
+    chosen_column: Text = key("Column of the better completions: strings, or lists of messages")
+    rejected_column: Text = key("Column of the worse completions")
+    center_rewards_coefficient: float = key(
+        "Weight of (chosen + rejected)^2, which keeps scores about 0; 0 = off", ge=0
+    )
+
+
+# Not sbatch's plain minutes: YAML reads 4:00:00 without quotes as the number 14400.
+TIME = r"^(\d+-\d+(:\d+){0,2}|\d+(:\d+){1,2})$"
+
+
+class SlurmConfig(Frozen):
+    """What a batch script asks Slurm for."""
+
+    partition: Text | None = key("Partition; null = the cluster's default")
+    account: Text | None = key("Account that is charged")
+    qos: Text | None = key("Quality of service")
+    time: Annotated[str, Field(pattern=TIME)] | None = key(
+        "Time limit: 'HH:MM:SS', 'D-HH:MM:SS', in a file with its quotes; null = the partition's"
+    )
+    exclusive: bool = key("Whole nodes, with all their processors, memory and GPUs")
+    gpus_per_node: int | None = key(
+        "GPUs on each node; null = distributed.num_processes, or whatever a whole node has", ge=0
+    )
+    cpus_per_task: Positive | None = key("Processors for each node's launcher and its processes")
+    mem: Text | None = key("Memory on each node, e.g. 200G; 0 = all")
+    lead_s: Positive | None = key(
+        "Seconds before the time limit at which a run is told to save; null = as measured: a step,"
+        " a save and 60, or 300 where nothing was measured yet"
+    )
+    output: Text | None = key("The job's log; null = root/slurm/NAME-JOB.log")
+    options: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")], Text | int | None] = key(
+        "More of sbatch's options: {constraint: a100, mail-type: END}; null = without a value"
+    )
+
+
+class RefSyncConfig(Frozen):
+    """The reference follows the policy (TR-DPO, arXiv 2404.09656)."""
+
+    every: int = key("Optimizer updates between two moves of the reference; 0 = it stands", ge=0)
+    alpha: float = key(
+        "Share of the policy in each: ref = alpha policy + (1 - alpha) ref", ge=0, le=1
+    )
+
+
+class LoraConfig(Frozen):
+    """peft's LoRA (arXiv 2106.09685) and DoRA (2402.09353)."""
+
+    r: Positive = key("Rank of the adapters")
+    alpha: float = key("Scale: adapters are multiplied by alpha / r", gt=0)
+    dropout: float = key(
+        "Dropout before the adapters; more than 0 makes the ratio noise", ge=0, lt=1
+    )
+    target_modules: list[NotEmpty] | Literal["all-linear"] = key("Layers that get an adapter")
+    exclude_modules: list[NotEmpty] = key("Layers that get none")
+    modules_to_save: list[NotEmpty] = key("Layers that are trained whole")
+    bias: Literal["none", "all", "lora_only"] = key("Biases that are trained")
+    use_rslora: bool = key("Scale by alpha / sqrt(r) instead (arXiv 2312.03732)")
+    use_dora: bool = key("Train magnitudes too: DoRA")
+    path: Text | None = key("Adapter to go on from; null = a new one")
+
+
+class QuantizationConfig(Frozen):
+    """bitsandbytes' weights of 8 or 4 bits under an adapter (QLoRA, arXiv 2305.14314)."""
+
+    bits: Literal[4, 8] = key("Bits of a frozen weight")
+    quant_type: Literal["nf4", "fp4"] = key("Kind of 4-bit numbers")
+    double_quant: bool = key("Quantise the scales of 4-bit numbers too")
+
+
+class ValueConfig(Frozen):
+    """The value model of algorithm=ppo (`value_start`)."""
+
+    path: Text | None = key(
+        "Hub name or folder of a reward or language model that the value model begins as; null ="
+        " the one reward model whose backbone is the policy's, else the policy with a new head"
+    )
+    revision: Text | None = key("Branch, tag or commit of a hub model; null = its main branch")
+
+
+class ModelConfig(Frozen):
+    path: Text = key("Hub name or folder of a causal language model, or make:NAME (made here)")
+    tokenizer: Text | None = key("Hub name or folder of the tokenizer; null = model.path")
+    revision: Text | None = key("Branch, tag or commit of a hub model; null = its main branch")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "Weights' dtype; auto = bfloat16 on a GPU that has it, else float32"
+    )
+    attn_implementation: Text | None = key("transformers' attention; null = its own choice")
+    trust_remote_code: bool = key("Run Python code that comes with the model (dangerous)")
+    gradient_checkpointing: bool | Literal["auto"] = key(
+        "Recompute activations in the backward pass; auto = only where memory is short"
+    )
+    disable_dropout: bool = key("Set every dropout to 0, so that the ratio is 1 on-policy")
+    lm_head_fp32: bool = key("Compute logits in float32, in trainer and sampler alike")
+    chat_template: Text | None = key("Jinja file to use as chat template; null = the tokenizer's")
+    ref_path: Text | None = key(
+        "Reference model; null = a frozen copy of model.path, or the model without its adapter"
+    )
+    ref_offload: bool = key("Keep the reference in the CPU's memory between its passes")
+    ref_sync: RefSyncConfig
+    value: ValueConfig
+    lora: LoraConfig | None = key("Train adapters only; null = all weights")
+    quantization: QuantizationConfig | None = key(
+        "Frozen weights in 8 or 4 bits; null = as they are"
+    )
 
 
 class RowsConfig(Frozen):

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.config import rules_lora, hf_cache, synthetic, rules_paths
+from rloo_cli.config import hf_cache, rules_lora, rules_paths, synthetic
+from rloo_cli.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
 from rloo_cli.utils.errors import Problem
-from rloo_cli.config.schema import DataConfig, ModelConfig, RunConfig
-from rloo_cli.config.schema_supervised import TrainingConfig
 
 SECTIONS = ("sft", "reward_model")
 

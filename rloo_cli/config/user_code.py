@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 import rloo_cli
-from rloo_cli.config import rules_data, registry
+from rloo_cli.config import registry, rules
+from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.exit_guard import importing
-from rloo_cli.config.schema import RunConfig
 
 PACKAGE = os.path.dirname(os.path.abspath(rloo_cli.__file__)) + os.sep
 LIBRARIES = (
@@ -111,7 +111,7 @@ def code_notes(config: RunConfig) -> list[str]:
     """Code that is not ours, with the hash of its file: what a reader of the log must know."""
     codes = {f"reward.{n}": getattr(e, "path", "") for n, e in config.rewards.items()
              if e.type == "function"}  # fmt: skip
-    codes |= rules_data.user_code(config)
+    codes |= rules.user_code(config)
     if registry.own_file("algorithms", config.algorithm.name):
         codes["algorithm.name"] = f"{config.algorithm.name}:Config"
     judge: Any = config.eval.judge

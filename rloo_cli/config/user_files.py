@@ -15,10 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rloo_cli.config import mistakes
-from rloo_cli.utils import paths
-from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.config.old_names import nearest
 from rloo_cli.config.provenance import broken, readable
+from rloo_cli.utils import paths
+from rloo_cli.utils.errors import ConfigError, Problem
 
 APPENDED = ("recipe", "debug")  # groups that conf/config.yaml does not name
 FILES: dict[str, Path] = {}  # store name of a user's own recipe file -> its path

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rloo_cli.data import filters, mapping
 from rloo_cli.config import hf_cache, synthetic
-from rloo_cli.utils.errors import DataError, MachineError, Problem
 from rloo_cli.config.old_names import nearest
 from rloo_cli.config.schema import DataConfig
+from rloo_cli.data import filters, mapping
+from rloo_cli.utils.errors import DataError, MachineError, Problem
 
 if TYPE_CHECKING:
     from datasets import Dataset

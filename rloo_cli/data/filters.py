@@ -7,10 +7,10 @@ first n rows that pass. How many it left out is said. Needs no torch.
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from rloo_cli.utils.errors import ConfigError, DataError, Problem
 from rloo_cli.config.old_names import nearest
 from rloo_cli.config.registry import load_code
 from rloo_cli.config.user_code import said, user_frames
+from rloo_cli.utils.errors import ConfigError, DataError, Problem
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -7,8 +7,8 @@ what it returns. Needs no torch.
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.config.user_code import load_user_code, said, user_frames
+from rloo_cli.utils.errors import DataError, Problem
 
 if TYPE_CHECKING:
     from datasets import Dataset

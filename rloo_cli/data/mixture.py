@@ -7,11 +7,11 @@ sources, None where its own has no such column, and `source`, the name of its ow
 import hashlib
 from collections.abc import Mapping, Sequence
 
+from rloo_cli.config.schema import DataConfig
 from rloo_cli.data.dataset import Opened
-from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.data.order import Source
 from rloo_cli.data.prompts import NOT_FOR_REWARDS, Prompts
-from rloo_cli.config.schema import DataConfig
+from rloo_cli.utils.errors import DataError, Problem
 
 COLUMN = "source"  # with its name a row says where it comes from
 

@@ -8,12 +8,12 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rloo_cli.config import template, registry
+from rloo_cli.config import registry, template
+from rloo_cli.config.schema import DataConfig
 from rloo_cli.data import order
+from rloo_cli.data.batch import Group, Prompt
 from rloo_cli.data.dataset import is_messages, likely_columns, written_messages
 from rloo_cli.utils.errors import DataError, Problem
-from rloo_cli.data.batch import Group, Prompt
-from rloo_cli.config.schema import DataConfig
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -6,17 +6,50 @@ is wrong with a set or a source is said of its own keys.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from rloo_cli.data import dataset, splits_lengths, mixture
-from rloo_cli.data.dataset import Opened
-from rloo_cli.utils.errors import ConfigError, Problem, RunError
 from rloo_cli.config.prompt_limit import describe_default, longest_prompt, room_for_prompt
-from rloo_cli.data.prompts import Prompts, prepare
 from rloo_cli.config.schema import DataConfig, RunConfig, SetConfig
+from rloo_cli.data import dataset, mixture
+from rloo_cli.data.dataset import Opened
+from rloo_cli.data.prompts import Prompts, prepare
+from rloo_cli.utils.errors import ConfigError, Problem, RunError
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 16  # bars at most
+
+
+def line(lengths: Sequence[int], limits: Sequence[int] = ()) -> str:
+    """`prompt tokens: 12 |▁▃▇▅▂| 498, median 214, 95 % up to 430`, of equally wide bars.
+
+    `limits`: the most tokens a prompt may have. Where some have more, it says how many.
+    """
+    low, high = min(lengths), max(lengths)
+    ordered = sorted(lengths)
+    told = f"prompt tokens: {low} |{_bars(ordered)}| {high}, median {_share(ordered, 0.5)}, "
+    told += f"95 % up to {_share(ordered, 0.95)}"
+    over = sum(n > min(limits) for n in lengths) if limits else 0
+    return told + (f"; {over} over {' or '.join(map(str, limits))}" if over else "")
+
+
+def _share(ordered: Sequence[int], share: float) -> int:
+    """The least length that at least this share of the prompts does not exceed."""
+    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
+
+
+def _bars(ordered: Sequence[int]) -> str:
+    low, span = ordered[0], ordered[-1] - ordered[0] + 1
+    width = min(WIDTH, span)
+    counts = [0] * width
+    for n in ordered:
+        counts[(n - low) * width // span] += 1
+    most = max(counts)
+    # A bar that is not empty can be seen.
+    return "".join(" " if not c else BARS[(c * len(BARS) - 1) // most] for c in counts)
+
 
 Found = TypeVar("Found")
 MIXTURE = "data.mixture."
@@ -80,7 +113,7 @@ def notes(name: str | None, prompts: Prompts) -> list[str]:
     else:
         said = [told]
         said += mixture.notes(prompts.mix) if prompts.mix else []
-        said += [splits_lengths.line(prompts.lengths, prompts.limits)]
+        said += [line(prompts.lengths, prompts.limits)]
     where = "" if name is None else f" of {name or 'those held out'}"
     if prompts.left_out:
         said.append(f"{prompts.left_out} rows{where} were left out (data.filter)")

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.data.prompts import Prompts
 from rloo_cli.config.schema import GenerationConfig
+from rloo_cli.data.prompts import Prompts
+from rloo_cli.utils.errors import ConfigError, Problem
 
 
 def check_prompt_ids(

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rloo_cli.distributed.world import World
-from rloo_cli.distributed.optimizer import Optimizer
-from rloo_cli.policy.model import Policy
 from rloo_cli.config.schema import RunConfig
+from rloo_cli.distributed.optimizer import Optimizer
+from rloo_cli.distributed.world import World
+from rloo_cli.policy.model import Policy
 
 BUCKET = 64 * 2**20  # bytes of gradients that are summed at once
 

@@ -22,12 +22,12 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed import gather
 from rloo_cli.distributed.engine import Engine
-from rloo_cli.distributed.world import World
 from rloo_cli.distributed.optimizer import Optimizer, whole
+from rloo_cli.distributed.world import World
 from rloo_cli.policy.model import Policy
-from rloo_cli.config.schema import RunConfig
 
 HALF = (torch.bfloat16, torch.float16)
 

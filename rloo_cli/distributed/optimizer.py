@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import SchedulerType, get_scheduler
 
 from rloo_cli.config import registry
+from rloo_cli.config.schema import DistributedConfig, TrainConfig
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
 from rloo_cli.utils.fault_injection import poison
-from rloo_cli.config.schema import DistributedConfig, TrainConfig
 
 HALF = (torch.bfloat16, torch.float16)
 

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rloo_cli.utils import errors, signals
+from rloo_cli.config.schema import DistributedConfig, RunConfig
 from rloo_cli.distributed import device_count
+from rloo_cli.utils import errors, signals
 from rloo_cli.utils.environment import environment_number
 from rloo_cli.utils.errors import GenerationError, MachineError, Problem, RunError, Stopped
-from rloo_cli.config.schema import DistributedConfig, RunConfig
 
 T = TypeVar("T")
 CARE = 4.0  # times a generation's own deadlines that the others wait for a rank that leads

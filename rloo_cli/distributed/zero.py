@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from rloo_cli.distributed import gather
 from rloo_cli.distributed.engine import Engine
 from rloo_cli.distributed.fsdp import Sharded
-from rloo_cli.distributed.zero_optimizer import ZeroOptimizer
 from rloo_cli.distributed.optimizer import build
+from rloo_cli.distributed.zero_optimizer import ZeroOptimizer
 from rloo_cli.policy.model import Policy
 
 HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}

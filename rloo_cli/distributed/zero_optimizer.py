@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.distributed.optimizer import Saved, named_groups, put_facts, schedule, there
 from rloo_cli.utils.errors import NumbersError
 from rloo_cli.utils.fault_injection import poison
-from rloo_cli.distributed.optimizer import Saved, named_groups, put_facts, schedule, there
-from rloo_cli.config.schema import RunConfig
 
 
 class ZeroOptimizer:

@@ -16,26 +16,26 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from rloo_cli.generation.common import across_ranks
-from rloo_cli.reporting import eval_rows
-from rloo_cli.evaluation import metrics
-from rloo_cli.utils import rng, signals
-from rloo_cli.utils.timers import Clock
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.data.batch import Group, Rollout
+from rloo_cli.data.bin_packing import slices
+from rloo_cli.data.prompts import Prompts
 from rloo_cli.distributed.world import World
-from rloo_cli.utils.fault_injection import fault
-from rloo_cli.generation import Generator, unheard
+from rloo_cli.evaluation import metrics
 from rloo_cli.evaluation.judges import judge as judging
 from rloo_cli.evaluation.judges.judge import Judged, Others
+from rloo_cli.generation import Generator, unheard
+from rloo_cli.generation.common import across_ranks
+from rloo_cli.reporting import eval_rows
 from rloo_cli.reporting.log import sample
-from rloo_cli.run import Run
-from rloo_cli.data.prompts import Prompts
 from rloo_cli.rewards.engine.arguments import Context, TrainerState
 from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.rewards.engine.scoring import Scores, Stage
-from rloo_cli.data.batch import Group, Rollout
-from rloo_cli.data.bin_packing import slices
-from rloo_cli.config.schema import RunConfig
-from rloo_cli.utils.rng_seeds import sampling_seed
+from rloo_cli.run import Run
+from rloo_cli.utils import rng, signals
+from rloo_cli.utils.fault_injection import fault
+from rloo_cli.utils.rng import sampling_seed
+from rloo_cli.utils.timers import Clock
 
 Row = dict[str, Any]
 
@@ -160,7 +160,9 @@ def _answer(
             def stage(own: Sequence[Group], each: int = each) -> Stage:
                 return Stage(rewards, own, context, each)
 
-            scores = across_ranks.answer(parts.world, parts.generator, groups, sample, stage, Clock())
+            scores = across_ranks.answer(
+                parts.world, parts.generator, groups, sample, stage, Clock()
+            )
             samples += _rows(parts, name, groups, scores, greedy)
             for reward, rate in scores.error_rate.items():
                 failed[reward] += rate * len(groups) * each

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from rloo_cli.reporting.eval_rows import prefix
 from rloo_cli.config.schema import EvalConfig
+from rloo_cli.reporting.eval_rows import prefix
 
 Row = dict[str, Any]
 ROUNDING = 1e-9  # weights such as 0.7 + 0.2 + 0.1 do not add up to 1 in binary

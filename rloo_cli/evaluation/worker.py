@@ -16,27 +16,27 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from rloo_cli.config import check, synthetic, rules_paths, registry
-from rloo_cli.utils import process_exit, fault_injection, process_exit_quiet
-from rloo_cli.data import splits
-from rloo_cli.distributed.world import World, alone
-from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.evaluation.evaluate import Answered, answers, judge_all, of_all, others_of
-from rloo_cli.utils.files import read_json, write_json, write_text
-from rloo_cli.generation import Generator
+from rloo_cli.config import check, registry, rules_paths, synthetic
 from rloo_cli.config.judge import REFERENCE
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.config.user_code import code_notes
+from rloo_cli.data import splits
+from rloo_cli.data.prompts import Prompts
+from rloo_cli.distributed.world import World, alone
+from rloo_cli.evaluation.evaluate import Answered, answers, judge_all, of_all, others_of
 from rloo_cli.evaluation.judges.judge import Judge, Judged, Others, make, summary, table
-from rloo_cli.reporting.log import lines_of
-from rloo_cli.reporting.panel import evaluation_table
-from rloo_cli.run import State
+from rloo_cli.generation import Generator
 from rloo_cli.policy import load, lora
 from rloo_cli.policy.model import Policy
-from rloo_cli.data.prompts import Prompts
+from rloo_cli.reporting.log import lines_of
+from rloo_cli.reporting.panel import evaluation_table
 from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.rewards.engine.columns import check_splits
 from rloo_cli.rewards.engine.ready import ready, rewards_of
-from rloo_cli.config.schema import RunConfig
-from rloo_cli.config.user_code import code_notes
+from rloo_cli.run import State
+from rloo_cli.utils import fault_injection, process_exit
+from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import read_json, write_json, write_text
 
 Row = dict[str, Any]
 SAY_S = 10.0  # seconds between two lines of progress
@@ -60,7 +60,7 @@ def work(folder: Path) -> Row:
 
     Writes metrics.json and one file of samples per set into `folder`.
     """
-    process_exit_quiet.libraries()
+    process_exit.libraries()
     settings = check.read(folder / "config.yaml")
     torch.manual_seed(settings.seed)
     about = read_json(folder / "about.json")
@@ -147,7 +147,9 @@ def _parts(settings: RunConfig, world: World, folder: Path) -> tuple[Parts, Poli
         if not note.startswith("train."):
             print(note)
     check_splits(settings, opened, rewards)
-    for path in rules_paths.made_models(settings):  # a reward's call would have too little time for it
+    for path in rules_paths.made_models(
+        settings
+    ):  # a reward's call would have too little time for it
         print(f"finding or making {path} ...", flush=True)
         synthetic.folder(path)
     tokenizer, context = load.tokenizer(settings.model), load.context_length(settings.model)

@@ -7,9 +7,9 @@ weights are handed over by CUDA IPC, which copies nothing twice; without one by 
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from rloo_cli.utils.errors import Problem
-from rloo_cli.generation.vllm.config import EngineKeys, problems
 from rloo_cli.config.schema import GenerationConfig, key
+from rloo_cli.generation.vllm.config import EngineKeys, problems
+from rloo_cli.utils.errors import Problem
 
 IMPLEMENTATION = "rloo_cli.generation.vllm.generator:in_a_child"
 

@@ -9,9 +9,9 @@ never through HTTP, and no request is answered without the server's token.
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from rloo_cli.utils.errors import Problem
-from rloo_cli.generation.vllm.config import EngineKeys, problems
 from rloo_cli.config.schema import GenerationConfig, Positive, Text, key
+from rloo_cli.generation.vllm.config import EngineKeys, problems
+from rloo_cli.utils.errors import Problem
 
 IMPLEMENTATION = "rloo_cli.generation.vllm.generator:over_http"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

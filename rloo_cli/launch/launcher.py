@@ -12,28 +12,127 @@ import os
 import platform
 import re
 import shlex
+import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rloo_cli.config import messages, check, rules_distributed
-from rloo_cli.utils import fault_injection, pids
-from rloo_cli.launch import nodes_following, launcher_end, preflight, rollout_server_managed, nodes, processes, topology_store, topology
 from rloo_cli.checkpoint import resume, run_folder
+from rloo_cli.checkpoint.resume import Start
+from rloo_cli.config import check, messages, rules
 from rloo_cli.config.compose import Composed
 from rloo_cli.config.idle_keys import idle_notes
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.generation.vllm import server_file
+from rloo_cli.launch import nodes, preflight, processes, rollout_server, topology
+from rloo_cli.launch.nodes import Leader
+from rloo_cli.launch.topology import Place
+from rloo_cli.utils import fault_injection, pids
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
 from rloo_cli.utils.files import read_json, update_json, write_json, write_text
-from rloo_cli.launch.nodes import Leader
-from rloo_cli.checkpoint.resume import Start
-from rloo_cli.config.schema import RunConfig
-from rloo_cli.launch.topology import Place
+
+# What an attempt writes before its worker comes to train; anything else in a folder is not ours.
+FILES = ("run.json", "config.yaml", "overrides.txt", "env.json")
+HALF_WRITTEN = re.compile(r"\.[\w.]+\.\d+\.tmp")
+
+
+@dataclass(frozen=True)
+class Before:
+    """What was there before an attempt wrote anything."""
+
+    made: list[Path] = field(default_factory=list)  # folders that were not there, deepest first
+    entries: frozenset[Path] = frozenset()  # of the run's folder, and of its logs
+    texts: dict[Path, str] = field(default_factory=dict)  # of files that every attempt writes anew
+    latest: str | None = None  # where logs/latest pointed
+
+
+def remember(start: Start) -> Before:
+    """Look at the folder of an attempt before anything of it is written."""
+    folder, logs = start.folder, start.folder / "logs"
+    made = [p for p in (folder, *folder.parents) if not p.exists()]
+    if made[:1] == [folder]:
+        return Before(made)
+    entries = [*folder.iterdir(), *(logs.iterdir() if logs.is_dir() else [])]
+    texts = {p: p.read_text() for p in (folder / name for name in FILES) if p.is_file()}
+    link = logs / "latest"
+    latest = os.readlink(link) if link.is_symlink() else None
+    return Before(made, frozenset(entries), texts, latest)
+
+
+def take_back(start: Start, before: Before) -> None:
+    """Leave things as they were before a run that was refused: what this attempt made is taken
+    away, and nothing that was there before, or that somebody else has put there since.
+    """
+    folder, logs = start.folder, start.folder / "logs"
+    ours = [p for p in _written(start) if p not in before.entries]
+    strange = [p for p in folder.iterdir() if p not in (*ours, *before.entries, logs)]
+    if strange and not before.texts:  # with a run.json it stays a run's folder
+        update_json(folder / "run.json", state="failed")
+        return
+    for path in ours:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    for path, text in before.texts.items():
+        write_text(path, text)
+    if before.latest is not None:
+        with contextlib.suppress(OSError):
+            (logs / "latest").unlink(missing_ok=True)
+            (logs / "latest").symlink_to(before.latest)
+    emptied = [] if logs in before.entries else [logs]
+    for empty in (*emptied, *before.made):
+        with contextlib.suppress(OSError):  # somebody has put something into it
+            empty.rmdir()
+
+
+def _written(start: Start) -> list[Path]:
+    """What an attempt may have written before it came to train."""
+    folder, logs = start.folder, start.folder / "logs"
+    found = [folder / name for name in (*FILES, "debug", "adapter")]
+    found += [p for p in folder.iterdir() if HALF_WRITTEN.fullmatch(p.name)]
+    found += [resume.config_file(folder, start.attempt).parent, logs / "latest"]
+    if server_file.live(folder) is None:  # else one waits there for the run
+        found += [*server_file.places(folder), folder / run_folder.SERVER_LOGS]
+    return [p for p in found if p.exists() or p.is_symlink()]
+
+
+def say_end(start: Start, code: int, command: str, died: list[str]) -> None:
+    """Why the run ended, the last checkpoint, how to go on, and where things are."""
+    folder = start.folder
+    facts, log = read_json(folder / "run.json"), resume.config_file(folder, start.attempt).parent
+    if not facts:
+        print(f"{folder}: it was taken away while the run was going on", file=sys.stderr)
+        return
+    known = {0: "finished", 75: "stopped, as it was asked to", 130: "ended by a second Ctrl-C"}
+    why = known.get(code, f"ended with {code}")
+    if died:
+        why = died[0]
+    elif facts.get("code") is None and code not in (75, 130):
+        why = "its process ended without a word: killed, out of memory, or by code of a reward"
+    step = facts.get("progress", {}).get("step", 0)
+    last = facts.get("checkpoint") or "none yet: it begins anew"
+    lines = [
+        f"{folder}: {why}, after step {step}",
+        f"  checkpoint  {last}",
+        f"  go on       {command}",
+        f"  log         {log}",
+    ]
+    if code:
+        print("\n".join(lines), file=sys.stderr)
+    state = {0: "finished", 75: "stopped", 130: "stopped"}.get(code, "failed")
+    ended = {"why": why, "checkpoint": facts.get("checkpoint"), "resume": command}
+    update_json(folder / "run.json", state=state, code=code, ended=ended)
+    with contextlib.suppress(OSError), (log / "rank_0.log").open("a") as file:
+        file.write("\n".join(lines) + "\n")
+
 
 PACKAGES = ("rloo-cli", "torch", "transformers", "datasets", "hydra-core", "omegaconf", "pydantic")
 REFUSED = (2, 3, 4, 5)
@@ -49,7 +148,7 @@ def train(composed: Composed, multirun: bool = False) -> int:
     run = check.check(apart(composed) if multirun else composed)
     place, run = _placed(run, composed)
     if not place.leads:
-        return nodes_following.follow(run, place)
+        return nodes.follow(run, place)
     with nodes.leading(Path(run.root), str(run.name), place) as leader:
         preflight.check(run, here=place.on_node)
         leader.code = _lead(run, composed, place, leader)
@@ -60,7 +159,7 @@ def _placed(run: RunConfig, composed: Composed) -> tuple[Place, RunConfig]:
     """Where we stand, and the config as it holds there. Raises ConfigError."""
     try:
         place, run, notes = topology.find(os.environ, run)
-        if problems := [*rules_distributed.enough_prompts(run, place.total)]:
+        if problems := [*rules.enough_prompts(run, place.total)]:
             raise ConfigError(*problems)
     except ConfigError as error:
         placed = [messages.placed(p, composed.sources) for p in error.problems]
@@ -82,7 +181,7 @@ def _lead(run: RunConfig, composed: Composed, place: Place, leader: Leader) -> i
         if start.done:
             print(start.done)
             return 0
-        before = launcher_end.remember(start)
+        before = remember(start)
         if not folder.exists():
             folder.mkdir(parents=True)
             held.enter_context(locked(folder))
@@ -96,12 +195,12 @@ def _lead(run: RunConfig, composed: Composed, place: Place, leader: Leader) -> i
             code = _train(start, run, place, leader, died)
         except RunError as error:
             if error.code in REFUSED and not _begun(start):
-                launcher_end.take_back(start, before)
+                take_back(start, before)
             raise
         if code in REFUSED and not _begun(start):
-            launcher_end.take_back(start, before)
+            take_back(start, before)
         else:
-            launcher_end.say_end(start, code, _again(composed, run), died)
+            say_end(start, code, _again(composed, run), died)
     return code
 
 
@@ -120,12 +219,12 @@ def _train(start: Start, run: RunConfig, place: Place, leader: Leader, died: lis
     folder = start.folder
     words = [str(folder), str(start.attempt), str(start.checkpoint or "")]
     with contextlib.ExitStack() as held:
-        listening = topology_store.listen(run, place)
-        host, port = rules_distributed.address(place.store) or ("", 0)
+        listening = topology.listen(run, place)
+        host, port = rules.address(place.store) or ("", 0)
         if listening is not None:
             held.enter_context(listening)
             host, port = listening.getsockname()[:2]
-        look, env = held.enter_context(rollout_server_managed.server(folder, run, here=place.on_node))
+        look, env = held.enter_context(rollout_server.server(folder, run, here=place.on_node))
         leader.say(attempt=start.attempt, checkpoint=words[2], store=[host, port], env=env)
 
         def started(pids: list[int]) -> None:
@@ -137,8 +236,8 @@ def _train(start: Start, run: RunConfig, place: Place, leader: Leader, died: lis
             died.append(why)
             processes.say(why)
 
-        starts = nodes_following.with_env(topology_store.starts(place, host, port, listening), env)
-        watch = processes.Watch(started, nodes_following.saving(folder), look, leader.heard, say)
+        starts = nodes.with_env(topology.starts(place, host, port, listening), env)
+        watch = processes.Watch(started, nodes.saving(folder), look, leader.heard, say)
         return processes.run("worker", words, watch, starts)
 
 

@@ -11,14 +11,18 @@ import hashlib
 import platform
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rloo_cli.utils.errors import GenerationError, Problem, RunError
-from rloo_cli.utils.files import read_json, write_json
+from rloo_cli.config.rules import address
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.launch import preflight, processes, topology
 from rloo_cli.launch.topology import Place
+from rloo_cli.utils.errors import GenerationError, MachineError, Problem, RunError
+from rloo_cli.utils.files import read_json, write_json
 
 POLL_S = 0.2
 PART_S = 15.0  # the first one waits so long for the others to have heard how it ended
@@ -172,3 +176,47 @@ def following(root: Path, name: str, place: Place) -> Iterator[Follower]:
     """While inside, rank 0's launcher knows of us; it is told if we are refused."""
     with _told(Follower(root, name, place)) as follower:
         yield follower
+
+
+def follow(run: RunConfig, place: Place) -> int:
+    """Do our part of a run; its exit code. Raises RunError where we cannot take part."""
+    root, name = Path(run.root), str(run.name)
+    with following(root, name, place) as follower:
+        preflight.check(run, here=place.on_node)
+        word = follower.wait(run.distributed.timeout_s)
+        if "code" in word:  # refused, or there was nothing to do: rank 0's launcher has said why
+            follower.code = word["code"]
+        else:
+            follower.code = _join(root / name, place, word, follower.heard)
+    return follower.code
+
+
+def _join(
+    folder: Path, place: Place, word: dict[str, Any], elsewhere: Callable[[], int | None]
+) -> int:
+    if word["total"] != place.total:
+        why = f"on {word['host']} there are to be {word['total']} in all, on {platform.node()}"
+        raise MachineError(
+            Problem(
+                "nodes do not agree how many processes train",
+                "distributed.num_processes",
+                f"{why} {place.total}: one per GPU, and the nodes have not as many",
+                "distributed.num_processes=N",
+            )
+        )
+    host, port = address(place.store) or word["store"] or ("", 0)
+    env = word["env"] if word["host"] == platform.node() else {}
+    starts = with_env(topology.starts(place, host, port, None), env)
+    watch = processes.Watch(busy=saving(folder), elsewhere=elsewhere)
+    words = [str(folder), str(word["attempt"]), word["checkpoint"]]
+    return processes.run("worker", words, watch, starts)
+
+
+def with_env(starts: list[processes.Start], env: Mapping[str, str]) -> list[processes.Start]:
+    """The same processes, with more in their environment."""
+    return [replace(start, env={**env, **start.env}) for start in starts]
+
+
+def saving(folder: Path) -> Callable[[], bool]:
+    """Whether a checkpoint is being written there."""
+    return lambda: any(folder.glob(".tmp-*"))

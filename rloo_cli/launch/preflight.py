@@ -7,12 +7,12 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from rloo_cli.config import rules_lora, hf_cache, synthetic, rules_paths, registry, supervised
-from rloo_cli.utils import paths
-from rloo_cli.distributed import device_count
-from rloo_cli.utils.errors import MachineError, Problem
+from rloo_cli.config import hf_cache, registry, rules_lora, rules_paths, supervised, synthetic
 from rloo_cli.config.schema import RunConfig
+from rloo_cli.distributed import device_count
 from rloo_cli.generation.vllm import arguments
+from rloo_cli.utils import paths
+from rloo_cli.utils.errors import MachineError, Problem
 
 
 def check(run: RunConfig, downloads: bool = True, here: int = 1) -> None:
@@ -42,7 +42,12 @@ def check(run: RunConfig, downloads: bool = True, here: int = 1) -> None:
 
 def check_training(run: RunConfig, section: str) -> None:
     """Raises MachineError for what `rloo sft` or `rloo reward-model` lacks."""
-    if problems := [*supervised.downloads(run, section), *_packages(run), *_root(run), *_cache(run)]:
+    if problems := [
+        *supervised.downloads(run, section),
+        *_packages(run),
+        *_root(run),
+        *_cache(run),
+    ]:
         raise MachineError(*problems)
 
 

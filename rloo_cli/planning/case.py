@@ -4,11 +4,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rloo_cli.config import prompt_limit, value_model
+from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed import device_count
 from rloo_cli.planning import model_facts
 from rloo_cli.planning.device import Device
 from rloo_cli.planning.model_facts import Facts
-from rloo_cli.config.schema import RunConfig
 
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHARDED = ("zero3", "fsdp2")  # engines that keep a part of the weights on each rank

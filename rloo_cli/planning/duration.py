@@ -11,11 +11,11 @@ import math
 from dataclasses import dataclass, replace
 
 from rloo_cli.config import registry
+from rloo_cli.data.bin_packing import Shape
 from rloo_cli.planning.case import SHARDED, Case
-from rloo_cli.planning.vllm_memory import Engine
 from rloo_cli.planning.model_facts import Facts
 from rloo_cli.planning.static_memory import learned, trained
-from rloo_cli.data.bin_packing import Shape
+from rloo_cli.planning.vllm_memory import Engine
 
 DECODE, NO_GRAD, GRAD = 0.60, 0.55, 0.45  # of the device's speed that is reached
 SLOWEST = 0.004  # seconds of one decoding iteration, however small: launches and scheduling

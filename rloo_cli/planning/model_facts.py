@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.config import hf_cache, synthetic
-from rloo_cli.utils.errors import ConfigError, MachineError, Problem
 from rloo_cli.planning import model_families
-from rloo_cli.planning.model_families import FAMILIES, LLAMA, Family, Sizes
-from rloo_cli.planning.model_families_known import MADE, MODELS
+from rloo_cli.planning.model_families import FAMILIES, LLAMA, MADE, MODELS, Family, Sizes
+from rloo_cli.utils.errors import ConfigError, MachineError, Problem
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,13 @@ def _of_made(path: str) -> tuple[dict[str, Any], str]:
 
 def _folder(path: str, revision: str | None) -> Path | None:
     local = Path(path).expanduser()
-    return local if local.is_dir() else hf_cache.snapshot(path, revision) if hf_cache.is_name(path) else None
+    return (
+        local
+        if local.is_dir()
+        else hf_cache.snapshot(path, revision)
+        if hf_cache.is_name(path)
+        else None
+    )
 
 
 def _counted(folder: Path) -> int:

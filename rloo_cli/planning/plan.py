@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rloo_cli.config.schema import RunConfig
 from rloo_cli.planning import case as cases
-from rloo_cli.planning import duration, vllm_memory, peak_memory
+from rloo_cli.planning import duration, peak_memory, vllm_memory
 from rloo_cli.planning.case import Case
 from rloo_cli.planning.device import Device
 from rloo_cli.planning.duration import Duration
-from rloo_cli.planning.vllm_memory import Engine
-from rloo_cli.planning.static_memory import MASTER, MOMENTS, learned, trained
 from rloo_cli.planning.peak_memory import Memory
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.planning.static_memory import MASTER, MOMENTS, learned, trained
+from rloo_cli.planning.vllm_memory import Engine
 
 MOST_GPUS = 4096
 MORE = (0.05, 0.1)  # to be added to a recommended share where vLLM does not start

@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from rloo_cli.planning.case import Case
 from rloo_cli.config.prompt_limit import BACKENDS
+from rloo_cli.planning.case import Case
 
 AT_ONCE = 256  # completions that vLLM decodes at once where max_num_seqs is null
 BATCHED = 8192  # tokens of its largest forward where max_num_batched_tokens is null

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from rloo_cli.data import segments
-from rloo_cli.utils.errors import ConfigError, NumbersError, Problem
+from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.packing import LAYOUTS, Micro, pack, whole
 from rloo_cli.policy import shared_attention
-from rloo_cli.policy.model import Policy, evaluating, size
 from rloo_cli.policy.layout_support import why_not_shared
-from rloo_cli.data.batch import Group, Rollout
+from rloo_cli.policy.model import Policy, evaluating, size
+from rloo_cli.utils.errors import ConfigError, NumbersError, Problem
 
 HALF = (torch.bfloat16, torch.float16)
 CLOSE = 1e-3  # nats per completion, in float32

@@ -17,10 +17,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rloo_cli.config import hf_cache, synthetic, rules_model, rules_paths
-from rloo_cli.utils.errors import ConfigError, MachineError, Problem, RunError
-from rloo_cli.policy import quantization
+from rloo_cli.config import hf_cache, rules_model, rules_paths, synthetic
 from rloo_cli.config.schema import ModelConfig
+from rloo_cli.policy import quantization
+from rloo_cli.utils.errors import ConfigError, MachineError, Problem, RunError
 
 log = logging.getLogger(__name__)
 
@@ -244,7 +244,9 @@ def _refuse_odd(path: str, config: ModelConfig, kind: Any) -> None:
     """Before anything is built: a config.json that asks for what would fill the memory, or that
     is of weights with another head."""
     try:
-        values = hf_cache.config(synthetic.folder(path), config.revision if path == config.path else None)
+        values = hf_cache.config(
+            synthetic.folder(path), config.revision if path == config.path else None
+        )
         why = hf_cache.odd(values)
         if kind is AutoModelForCausalLM:
             why = why or rules_model.other_head(values)

@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from rloo_cli.utils.errors import ConfigError, MachineError, Problem
-from rloo_cli.config.schema_model import LoraConfig, ModelConfig
+from rloo_cli.config.schema import LoraConfig, ModelConfig
 from rloo_cli.policy import load, quantization
+from rloo_cli.utils.errors import ConfigError, MachineError, Problem
 
 TRAINED, REFERENCE = "default", "reference"
 PREFIX = "base_model.model."  # of every name in an adapter's file

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rloo_cli.utils.errors import OutOfMemory, Problem
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.data.bin_packing import Limits, Shape
 from rloo_cli.data.packing import Micro, whole
 from rloo_cli.policy.layouts import probes
 from rloo_cli.policy.load import recompute
 from rloo_cli.policy.model import Policy, size
 from rloo_cli.policy.value import Critic
-from rloo_cli.data.bin_packing import Limits, Shape
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.utils.errors import OutOfMemory, Problem
 
 SHARE = 0.5  # of what weights and optimizer leave: the rest is for the sampler, and for error
 MOST = {"cpu": 1024, "cuda": 32768}  # rows beyond which nothing gets faster

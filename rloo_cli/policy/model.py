@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from rloo_cli.data import packing, segments
-from rloo_cli.utils.fault_injection import poison
-from rloo_cli.data.packing import Micro, Part
-from rloo_cli.policy.shared_attention import PLAN
-from rloo_cli.policy.fused_head import token_logp
 from rloo_cli.data.batch import Group
+from rloo_cli.data.packing import Micro, Part
+from rloo_cli.policy.fused_head import token_logp
+from rloo_cli.policy.shared_attention import PLAN
+from rloo_cli.utils.fault_injection import poison
 
 
 class LogProbs(NamedTuple):

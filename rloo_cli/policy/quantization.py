@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rloo_cli.config.schema import QuantizationConfig
 from rloo_cli.utils.errors import MachineError, Problem
-from rloo_cli.config.schema_model import QuantizationConfig
 
 
 def options(keys: QuantizationConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:

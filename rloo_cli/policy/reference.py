@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rloo_cli.config.schema_model import ModelConfig, RefSyncConfig
+from rloo_cli.config.schema import ModelConfig, RefSyncConfig
 from rloo_cli.data.packing import Micro
 from rloo_cli.policy import load, lora
 from rloo_cli.policy.model import LogProbs, Policy

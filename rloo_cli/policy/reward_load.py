@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rloo_cli.config import hf_cache, synthetic
-from rloo_cli.utils.errors import MachineError, Problem, RunError
 from rloo_cli.policy import load
 from rloo_cli.policy.reward_scores import ScoreModel
+from rloo_cli.utils.errors import MachineError, Problem, RunError
 
 
 def tokenizer(key: str, config: Any) -> Any:

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from rloo_cli.data import bin_packing
-from rloo_cli.data.packing import LAYOUTS, Micro, Part, pack, whole
-from rloo_cli.policy import shared_attention, layouts
-from rloo_cli.policy.reward_by_class import ALONE, BY_CLASS, SAME, ByClass
-from rloo_cli.policy.memory import MOST
-from rloo_cli.policy.model import inputs, positions
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.bin_packing import Item
+from rloo_cli.data.packing import LAYOUTS, Micro, Part, pack, whole
+from rloo_cli.policy import layouts, shared_attention
+from rloo_cli.policy.memory import MOST
+from rloo_cli.policy.model import inputs, positions
+from rloo_cli.policy.reward_by_class import ALONE, BY_CLASS, SAME, ByClass
 
 HEADS = ("score", "classifier", "classification_head", "v_head")
 

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rloo_cli.data import packing
-from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.utils.fault_injection import poison
-from rloo_cli.data.packing import Micro, Part, whole
-from rloo_cli.policy import shared_attention, layouts, load
-from rloo_cli.policy.model import evaluating, inputs, positions, size
-from rloo_cli.data.batch import Group
-from rloo_cli.data.bin_packing import Shape
 from rloo_cli.config.schema import ModelConfig
 from rloo_cli.config.value_model import Beginning
+from rloo_cli.data import packing
+from rloo_cli.data.batch import Group
+from rloo_cli.data.bin_packing import Shape
+from rloo_cli.data.packing import Micro, Part, whole
+from rloo_cli.policy import layouts, load, shared_attention
+from rloo_cli.policy.model import evaluating, inputs, positions, size
+from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.fault_injection import poison
 
 
 class Critic:

@@ -11,7 +11,19 @@ from rich.live import Live
 from rich.text import Text
 
 from rloo_cli.reporting.eval_rows import headline
-from rloo_cli.reporting.panel import ALSO, PHASES, PLAIN, clean, duration, example, history, number, render, reward_means, time_left
+from rloo_cli.reporting.panel import (
+    ALSO,
+    PHASES,
+    PLAIN,
+    clean,
+    duration,
+    example,
+    history,
+    number,
+    render,
+    reward_means,
+    time_left,
+)
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]

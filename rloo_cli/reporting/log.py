@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rloo_cli.data.batch import Batch, Group
 from rloo_cli.reporting.advice import Advisor
 from rloo_cli.reporting.curves import Drawer
 from rloo_cli.reporting.display import KEPT, Display
 from rloo_cli.utils.fault_injection import fault
 from rloo_cli.utils.files import check_present, write_text
-from rloo_cli.data.batch import Batch, Group
 
 Row = dict[str, Any]
 COUNTERS = ("step", "updates", "episode", "epoch", "num_tokens", "eps", "learning_rate", "lr")

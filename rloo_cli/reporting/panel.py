@@ -22,9 +22,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from rloo_cli.reporting.eval_rows import by_set, headline, is_evaluation
 from rloo_cli.utils.console import visible
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
-from rloo_cli.reporting.eval_rows import by_set, headline, is_evaluation
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
@@ -245,7 +245,9 @@ def picture(run: Path, out: Path, step: int | None = None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m rloo_cli.reporting.panel", description=picture.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m rloo_cli.reporting.panel", description=picture.__doc__
+    )
     parser.add_argument("run", type=Path, metavar="RUN_DIR")
     parser.add_argument("out", type=Path, metavar="OUT.svg")
     parser.add_argument("--step", type=int)

@@ -40,9 +40,9 @@ from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.utils.files import check_present
 
 if TYPE_CHECKING:
-    from rloo_cli.data.prompts import Prompts
-    from rloo_cli.data.batch import Batch
     from rloo_cli.config.schema import RunConfig
+    from rloo_cli.data.batch import Batch
+    from rloo_cli.data.prompts import Prompts
 
 Row = dict[str, Any]
 

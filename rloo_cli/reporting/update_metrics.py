@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rloo_cli.distributed.world import World
-from rloo_cli.data.packing import Micro
 from rloo_cli.data.bin_packing import Shape
+from rloo_cli.data.packing import Micro
 from rloo_cli.data.segments import row_sum
+from rloo_cli.distributed.world import World
 
 Row = dict[str, float]
 

@@ -7,9 +7,9 @@ read whole, or not at all, the reward does not apply (None).
 from collections.abc import Callable
 from typing import Any, Literal
 
+from rloo_cli.config.schema import Positive, RewardConfig, key
 from rloo_cli.rewards.common import math_equal
 from rloo_cli.rewards.common.text import Completion, texts
-from rloo_cli.config.schema import Positive, RewardConfig, key
 
 
 class Config(RewardConfig):

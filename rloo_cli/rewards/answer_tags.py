@@ -6,8 +6,8 @@ What stands inside the tags may hold newlines.
 import re
 from typing import Literal
 
-from rloo_cli.rewards.common.text import Completion, texts
 from rloo_cli.config.schema import RewardConfig, key
+from rloo_cli.rewards.common.text import Completion, texts
 
 
 class Config(RewardConfig):

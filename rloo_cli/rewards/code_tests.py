@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from rloo_cli.utils.errors import Problem
+from rloo_cli.config.schema import NotEmpty, Positive, RewardConfig, key
 from rloo_cli.rewards.common import sandbox
 from rloo_cli.rewards.common.sandbox import Limits
 from rloo_cli.rewards.common.text import Completion, texts
-from rloo_cli.config.schema import NotEmpty, Positive, RewardConfig, key
+from rloo_cli.utils.errors import Problem
 
 BLOCK = re.compile(r"^```(?:python3?|py)[^\S\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE | re.I)
 LARGEST = 1 << 20  # bytes of a program's output, beyond which it is wrong

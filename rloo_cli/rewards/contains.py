@@ -5,8 +5,8 @@ The column holds one string or a list of them; None or an empty list: the reward
 
 from typing import Any, Literal
 
-from rloo_cli.rewards.common.text import Completion, texts
 from rloo_cli.config.schema import RewardConfig, key
+from rloo_cli.rewards.common.text import Completion, texts
 
 
 class Config(RewardConfig):

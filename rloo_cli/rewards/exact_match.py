@@ -10,8 +10,8 @@ the kind of minus, and the 0 before the point.
 import re
 from typing import Any, Literal
 
-from rloo_cli.rewards.common.text import Completion, boxed, texts
 from rloo_cli.config.schema import RewardConfig, key
+from rloo_cli.rewards.common.text import Completion, boxed, texts
 
 TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 GROUPS = r"\d{1,3}(?:,\d{3})+(?!\d)|(?<!\d)\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?!\d)"

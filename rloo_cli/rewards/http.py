@@ -14,13 +14,13 @@ import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from rloo_cli.rewards.common import http_client
 from rloo_cli.config import template as config_template
+from rloo_cli.config.schema import NotEmpty, Positive, RewardConfig, Text, key
+from rloo_cli.rewards.common import http_client
 from rloo_cli.rewards.common.chat_client import Address, Variable
 from rloo_cli.rewards.common.http_client import Client, EndpointError, Service
-from rloo_cli.utils.errors import Problem
 from rloo_cli.rewards.common.text import Completion, texts
-from rloo_cli.config.schema import NotEmpty, Positive, RewardConfig, Text, key
+from rloo_cli.utils.errors import Problem
 
 Body = dict[str, Any]
 SPARE = 0.95  # of timeout_s: our own error says more than a call that is cut off
@@ -83,7 +83,10 @@ async def score(
         bodies = [_own(prompts, completions, columns, config, s) for s in _parts(rows, size)]
     elif config.api == "score":
         said = texts(completions)
-        pairs = [{"text_1": config_template.plain(p), "text_2": c} for p, c in zip(prompts, said, strict=True)]
+        pairs = [
+            {"text_1": config_template.plain(p), "text_2": c}
+            for p, c in zip(prompts, said, strict=True)
+        ]
         bodies = [_joined([pairs[i] for i in s]) for s in _parts(rows, size)]
     else:
         ends = [config.eos if r == "stop" and config.eos else "" for r in finish_reasons]

@@ -11,13 +11,13 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from rloo_cli.rewards.common import chat_client, http_client
 from rloo_cli.config import template
-from rloo_cli.rewards.common.http_client import Client
-from rloo_cli.utils.errors import Problem
 from rloo_cli.config.judge import ChatKeys, chat_problems
-from rloo_cli.rewards.common.text import Completion, texts
 from rloo_cli.config.schema import RewardConfig, key
+from rloo_cli.rewards.common import chat_client, http_client
+from rloo_cli.rewards.common.http_client import Client
+from rloo_cli.rewards.common.text import Completion, texts
+from rloo_cli.utils.errors import Problem
 
 SPARE = 0.95  # of timeout_s: our own error says more than a call that is cut off
 

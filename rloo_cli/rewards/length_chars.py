@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-from rloo_cli.rewards.common.text import Completion, texts
 from rloo_cli.config.schema import RewardConfig, key
+from rloo_cli.rewards.common.text import Completion, texts
 
 
 class Config(RewardConfig):

@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rloo_cli.config import hf_cache, registry
-from rloo_cli.utils.errors import ConfigError, MachineError, Problem
-from rloo_cli.rewards.common.model_inputs import Reader, Row
-from rloo_cli.rewards.engine.ready import Surroundings
-from rloo_cli.rewards.common.text import Completion
 from rloo_cli.config.schema import Positive, RewardConfig, Text, key
+from rloo_cli.rewards.common.model_inputs import Reader, Row
+from rloo_cli.rewards.common.text import Completion
+from rloo_cli.rewards.engine.ready import Surroundings
+from rloo_cli.utils.errors import ConfigError, MachineError, Problem
 
 LOADER = "rloo_cli.policy.reward_load"  # imports torch
 Device = Annotated[str, Field(pattern=r"^(auto|[a-z]+(:\d+)?)$")]

@@ -6,9 +6,9 @@ A completion whose reasoning never ends has not answered: 0.0, whatever the gold
 from collections.abc import Callable
 from typing import Any, Literal
 
+from rloo_cli.config.schema import Positive, RewardConfig, key
 from rloo_cli.rewards.common import math_equal
 from rloo_cli.rewards.common.text import Completion, after, texts
-from rloo_cli.config.schema import Positive, RewardConfig, key
 
 
 class Config(RewardConfig):

@@ -5,8 +5,8 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from rloo_cli.rewards.common.text import Completion, texts
 from rloo_cli.config.schema import RewardConfig, key
+from rloo_cli.rewards.common.text import Completion, texts
 
 
 class Config(RewardConfig):

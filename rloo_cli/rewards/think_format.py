@@ -3,8 +3,8 @@
 import re
 from typing import Literal
 
-from rloo_cli.rewards.common.text import Completion, texts
 from rloo_cli.config.schema import RewardConfig, key
+from rloo_cli.rewards.common.text import Completion, texts
 
 PATTERN = re.compile(r"<think>(?!.*<think>).*?</think>", re.DOTALL)
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rloo_cli.train import token_advantages
 from rloo_cli.algorithms.common.advantage import Known
-from rloo_cli.train.minibatches import cut
-from rloo_cli.data.packing import COLUMNS, Micro, Part, unpack
-from rloo_cli.run import Run
-from rloo_cli.policy.model import LogProbs
 from rloo_cli.data.batch import Batch
+from rloo_cli.data.packing import COLUMNS, Micro, Part, unpack
+from rloo_cli.policy.model import LogProbs
 from rloo_cli.reporting.update_metrics import Updates
+from rloo_cli.run import Run
+from rloo_cli.train import token_advantages
+from rloo_cli.train.minibatches import cut
 
 
 @dataclass

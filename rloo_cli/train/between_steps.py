@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from rloo_cli.checkpoint import save, manifest
-from rloo_cli.reporting import step_metrics, step_metrics_speed
-from rloo_cli.train import sweep_turns
-from rloo_cli.evaluation.evaluate import evaluate
-from rloo_cli.utils.files import read_json
-from rloo_cli.run import Run
-from rloo_cli.policy import offload
+from rloo_cli.checkpoint import manifest, save
 from rloo_cli.data.batch import Batch
+from rloo_cli.evaluation.evaluate import evaluate
+from rloo_cli.policy import offload
+from rloo_cli.reporting import step_metrics
 from rloo_cli.reporting.update_metrics import Updates
+from rloo_cli.run import Run
+from rloo_cli.train import sweep_turns
+from rloo_cli.utils.files import read_json
 
 
 def pause(run: Run) -> bool:
@@ -49,7 +49,9 @@ def _wait(run: Run) -> None:
         tensors = [*offload.of_models(models), *offload.of_optimizer(run.optimizer)]
         moved.extend(offload.away(tensors))
 
-    hooks = sweep_turns.Hooks(lambda: _saved(run), away, lambda: offload.back(moved), run.world.check_stop)
+    hooks = sweep_turns.Hooks(
+        lambda: _saved(run), away, lambda: offload.back(moved), run.world.check_stop
+    )
     run.clock.leave_out(sweep_turns.wait(run.state.step, hooks))
 
 
@@ -71,7 +73,9 @@ def log_step(run: Run, batch: Batch, updates: Updates) -> None:
     beta = 0.0 if _option(settings, "kl_in") == "none" else _option(settings, "beta")
     row |= step_metrics.of_advantages(batch, beta or 0.0) | updates.row()
     row |= run.clock.lap()
-    row |= step_metrics_speed.speed(batch, updates, row, run.level.layout, settings.num_iterations, run.world)
+    row |= step_metrics.speed(
+        batch, updates, row, run.level.layout, settings.num_iterations, run.world
+    )
     row |= _staleness(batch, state.updates - updates.made)
     row |= {
         "num_tokens": state.tokens,

@@ -8,26 +8,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.config import rules_lora, synthetic, rules_model, rules_paths
-from rloo_cli.utils import paths
-from rloo_cli.data import splits, vocabulary
-from rloo_cli.train.build_model import with_model
-from rloo_cli.checkpoint.restore_begin import begin, same_data
-from rloo_cli.reporting.display import Display
-from rloo_cli.distributed.world import join
-from rloo_cli.utils.errors import DataError, Problem
-from rloo_cli.utils.files import read_json
-from rloo_cli.evaluation.judges import judge as judging
-from rloo_cli.reporting.log import Log
-from rloo_cli.data.synthetic.cache import heard
-from rloo_cli.run import Run
-from rloo_cli.policy import load
-from rloo_cli.data.prompts import Prompts
+from rloo_cli.checkpoint.restore import begin, same_data
 from rloo_cli.checkpoint.resume import Start
-from rloo_cli.rewards.engine.columns import check_splits
-from rloo_cli.rewards.engine.ready import ready, rewards_of
+from rloo_cli.config import rules_lora, rules_model, rules_paths, synthetic
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.config.user_code import code_notes
+from rloo_cli.data import splits, vocabulary
+from rloo_cli.data.prompts import Prompts
+from rloo_cli.data.synthetic.cache import heard
+from rloo_cli.distributed.world import join
+from rloo_cli.evaluation.judges import judge as judging
+from rloo_cli.policy import load
+from rloo_cli.reporting.display import Display
+from rloo_cli.reporting.log import Log
+from rloo_cli.rewards.engine.columns import check_splits
+from rloo_cli.rewards.engine.ready import ready, rewards_of
+from rloo_cli.run import Run
+from rloo_cli.train.build_model import with_model
+from rloo_cli.utils import paths
+from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.utils.files import read_json
 
 
 def make(

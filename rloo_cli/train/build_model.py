@@ -8,37 +8,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rloo_cli.config import rules_lora, hf_cache, synthetic, registry, value_model
+from rloo_cli.checkpoint.resume import Start
+from rloo_cli.config import hf_cache, registry, rules_lora, synthetic, value_model
+from rloo_cli.config.prompt_limit import BACKENDS
+from rloo_cli.config.schema import RunConfig
 from rloo_cli.data import vocabulary
-from rloo_cli.utils.timers import Clock
-from rloo_cli.utils.device_waits import wait_for_device
+from rloo_cli.data.bin_packing import Limits, rows_of
+from rloo_cli.data.prompts import Prompts
 from rloo_cli.distributed import gather
 from rloo_cli.distributed.engine import Copies, Engine
 from rloo_cli.distributed.fsdp import Sharded
 from rloo_cli.distributed.world import World
 from rloo_cli.distributed.zero import Zero
-from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.utils.fault_injection import fault
 from rloo_cli.generation import Generator
 from rloo_cli.generation.common.rank0_proxy import Led
-from rloo_cli.generation.hf.replica import Replica
+from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.generation.common.stop_rule import stop_ids
-from rloo_cli.reporting.prompt_ledger import Ledger
-from rloo_cli.reporting.log import Log
-from rloo_cli.run import Run
+from rloo_cli.generation.hf.replica import Replica
+from rloo_cli.generation.vllm import arguments
 from rloo_cli.policy import layouts, load, lora, memory, reference, value
 from rloo_cli.policy.layouts import Level
 from rloo_cli.policy.model import Policy
 from rloo_cli.policy.reference import Reference
 from rloo_cli.policy.value import Critic
-from rloo_cli.config.prompt_limit import BACKENDS
-from rloo_cli.data.prompts import Prompts
-from rloo_cli.checkpoint.resume import Start
+from rloo_cli.reporting.log import Log
+from rloo_cli.reporting.prompt_ledger import Ledger
 from rloo_cli.rewards.engine.build import Reward
-from rloo_cli.generation.common.rollouts import Rollouts
-from rloo_cli.data.bin_packing import Limits, rows_of
-from rloo_cli.config.schema import RunConfig
-from rloo_cli.generation.vllm import arguments
+from rloo_cli.run import Run
+from rloo_cli.utils.device_waits import wait_for_device
+from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.fault_injection import fault
+from rloo_cli.utils.timers import Clock
 
 ENGINES: dict[str, type[Engine]] = {
     "single": Engine, "ddp": Copies, "fsdp2": Sharded, "zero1": Zero, "zero2": Zero, "zero3": Zero,

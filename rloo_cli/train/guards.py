@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rloo_cli.utils.errors import GenerationError, NumbersError, Problem
-from rloo_cli.run import Run
 from rloo_cli.data.batch import Batch
+from rloo_cli.run import Run
+from rloo_cli.utils.errors import GenerationError, NumbersError, Problem
 
 SKIPS = 3  # non-finite updates in a row that train.on_nonfinite=skip lets pass
 PATIENCE = 10  # steps in a row without one token to learn from

@@ -8,18 +8,26 @@ what the algorithm counts over the whole update, never averaged over micro-batch
 import torch
 from torch import Tensor
 
-from rloo_cli.train import token_advantages, guards
-from rloo_cli.utils import rng
-from rloo_cli.train.advantages import Pass, finish, idle, measure, of_micro, prepare, refer, remember
-from rloo_cli.run_cycle import Cycle
-from rloo_cli.utils.fault_injection import fault, poison
-from rloo_cli.train.minibatches import Plan, plan_updates, together
-from rloo_cli.data.packing import Part
-from rloo_cli.run import Run
-from rloo_cli.train.between_steps import log_step, pause
 from rloo_cli.data.batch import Batch
+from rloo_cli.data.packing import Part
 from rloo_cli.reporting.update_metrics import Updates
 from rloo_cli.reporting.update_metrics import together as together_updates
+from rloo_cli.run import Cycle, Run
+from rloo_cli.train import guards, token_advantages
+from rloo_cli.train.advantages import (
+    Pass,
+    finish,
+    idle,
+    measure,
+    of_micro,
+    prepare,
+    refer,
+    remember,
+)
+from rloo_cli.train.between_steps import log_step, pause
+from rloo_cli.train.minibatches import Plan, plan_updates, together
+from rloo_cli.utils import rng
+from rloo_cli.utils.fault_injection import fault, poison
 
 
 def train(run: Run) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from rloo_cli.utils.errors import RunError
-from rloo_cli.run import Run
-from rloo_cli.planning import case, device, model_facts, text as planning_text, peak_memory
+from rloo_cli.planning import case, device, model_facts, peak_memory
+from rloo_cli.planning import text as planning_text
 from rloo_cli.planning.case import Case
 from rloo_cli.planning.peak_memory import Memory
+from rloo_cli.run import Run
+from rloo_cli.utils.errors import RunError
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from rloo_cli.data import bin_packing
-from rloo_cli.data.packing import Part
-from rloo_cli.run import Run
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.bin_packing import Item
+from rloo_cli.data.packing import Part
+from rloo_cli.run import Run
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 
 from rloo_cli.reporting import eval_rows
-from rloo_cli.utils import paths
 from rloo_cli.reporting.panel import before_after, evaluation_table, last_message
 from rloo_cli.run import Run
+from rloo_cli.utils import paths
 
 Row = dict[str, Any]
 KEPT = ("final", "curves.png", "metrics.jsonl", "samples")

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from rloo_cli.algorithms.common.token_advantage import StepTokens
-from rloo_cli.utils.fault_injection import poison
-from rloo_cli.data.packing import Micro
-from rloo_cli.run import Run
 from rloo_cli.data.batch import Batch
+from rloo_cli.data.packing import Micro
 from rloo_cli.reporting.update_metrics import Updates, valued
+from rloo_cli.run import Run
+from rloo_cli.utils.fault_injection import poison
 
 Row = tuple[int, int]  # a group's place in the step, a completion's in the group
 

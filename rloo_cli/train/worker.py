@@ -17,19 +17,43 @@ from typing import Any
 
 import torch
 
-from rloo_cli.checkpoint import save, export, resume, run_folder
-from rloo_cli.config import check
-from rloo_cli.utils import console, fault_injection, files, paths, process_exit_quiet, redact, rng, signals
-from rloo_cli.train import memory_check, summary as train_summary
-from rloo_cli.distributed.world import elsewhere, everywhere, is_lost, lost
-from rloo_cli.utils.environment import environment_number
-from rloo_cli.utils.errors import ConfigError, DataError, GenerationError, NumbersError, OutOfMemory, Problem, RewardError, RunError, Stopped, StorageError, of_disk, print_bug, print_error
-from rloo_cli.utils.files import update_json, write_json
-from rloo_cli.run import Run
+from rloo_cli.checkpoint import export, resume, run_folder, save
 from rloo_cli.checkpoint.resume import Start
-from rloo_cli.train.build import make
+from rloo_cli.config import check
 from rloo_cli.config.schema import RunConfig
+from rloo_cli.distributed.world import elsewhere, everywhere, is_lost, lost
+from rloo_cli.run import Run
+from rloo_cli.train import memory_check
+from rloo_cli.train import summary as train_summary
+from rloo_cli.train.build import make
 from rloo_cli.train.loop import train
+from rloo_cli.utils import (
+    console,
+    fault_injection,
+    files,
+    paths,
+    process_exit,
+    redact,
+    rng,
+    signals,
+)
+from rloo_cli.utils.environment import environment_number
+from rloo_cli.utils.errors import (
+    ConfigError,
+    DataError,
+    GenerationError,
+    NumbersError,
+    OutOfMemory,
+    Problem,
+    RewardError,
+    RunError,
+    Stopped,
+    StorageError,
+    of_disk,
+    print_bug,
+    print_error,
+)
+from rloo_cli.utils.files import update_json, write_json
 
 log = logging.getLogger("rloo")
 Row = dict[str, Any]
@@ -82,7 +106,7 @@ def _work(
     functions: Mapping[str, Callable[..., Any]] | None,
     start: Start,
 ) -> Row:
-    process_exit_quiet.libraries()
+    process_exit.libraries()
     rng.seed(settings.seed)  # the same for all ranks: what is drawn to build a model is alike
     before = memory_check.begin()
     try:

@@ -1,12 +1,21 @@
 """How the process of a verb ends: its work done, or refused with a block and an exit code."""
 
+import os
 from collections.abc import Callable
 from typing import NoReturn
 
 import torch
+import transformers
 
 from rloo_cli.utils import console, redact, signals
-from rloo_cli.utils.errors import OutOfMemory, Problem, RunError, StorageError, print_bug, print_error
+from rloo_cli.utils.errors import (
+    OutOfMemory,
+    Problem,
+    RunError,
+    StorageError,
+    print_bug,
+    print_error,
+)
 
 
 def run(work: Callable[[], object], memory_fix: str) -> NoReturn:
@@ -31,3 +40,14 @@ def run(work: Callable[[], object], memory_fix: str) -> NoReturn:
     except Exception:
         code = print_bug("please report it with the lines above")
     console.end_process(code)
+
+
+def libraries() -> None:
+    """Keep transformers and DeepSpeed from talking, in this process and its children.
+
+    transformers imports DeepSpeed where it is installed, whether it is used or not.
+    """
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would look for others, and say so

@@ -3,6 +3,7 @@
 Sampling does not use them (a completion has its own seed), but dropout and a user's rewards may.
 """
 
+import hashlib
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -61,3 +62,13 @@ def put(states: States) -> None:
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *rest = states.plain["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+
+
+def sampling_seed(seed: int, phase: str, step: int, prompt: int, k: int, turn: int = 0) -> int:
+    """The seed of completion `k` of the step's `prompt`-th draw (OBJECTIVE 7).
+
+    First 8 bytes, big-endian, of SHA-256 of `{seed}/{phase}/{step}/{prompt}/{k}/{turn}`, shifted
+    right by one so that it fits a signed 64-bit integer. `phase` is train or eval.
+    """
+    text = f"{seed}/{phase}/{step}/{prompt}/{k}/{turn}"
+    return int.from_bytes(hashlib.sha256(text.encode("ascii")).digest()[:8], "big") >> 1

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Literal, TypeVar
 
-from rloo_cli.algorithms.common import advantage, aggregate, importance_weights, kl, policy_loss, score
+from rloo_cli.algorithms.common import (
+    advantage,
+    aggregate,
+    importance_weights,
+    kl,
+    policy_loss,
+    score,
+)
 from rloo_cli.config.schema import AlgorithmConfig, RunConfig, key
 
 

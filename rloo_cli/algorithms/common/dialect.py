@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 
+from rloo_cli.config.schema import Frozen, key
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import Problem
-from rloo_cli.config.schema import Frozen, key
 
 if TYPE_CHECKING:
     from rloo_cli.config.schema import RunConfig

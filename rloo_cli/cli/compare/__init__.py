@@ -21,13 +21,14 @@ from pathlib import Path
 from rich.console import Console
 
 from rloo_cli.checkpoint import resume
-from rloo_cli.cli.compare import charts, configurations, results, runs as compare_runs, tables
+from rloo_cli.cli.compare import charts, configurations, results, tables
+from rloo_cli.cli.compare import runs as compare_runs
 from rloo_cli.cli.compare.configurations import Configuration
 from rloo_cli.cli.compare.runs import Told
+from rloo_cli.cli.run_folders import Words
+from rloo_cli.config.old_names import nearest
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import write_json, write_text
-from rloo_cli.config.old_names import nearest
-from rloo_cli.cli.run_folders import Words
 
 USAGE = "rloo compare RUN... [--out FOLDER] [--metric NAME] [--against LABEL] [--unfinished]" \
     " [--anyway] [--json]"  # fmt: skip
@@ -43,7 +44,9 @@ def run(words: list[str]) -> int:
     for flag in ("--unfinished", "--anyway", "--json"):
         parser.add_argument(flag, action="store_true")
     given = parser.parse_intermixed_args(words)
-    runs = [compare_runs.read(p) for p in compare_runs.find([w for w in (given.run, *given.more) if w])]
+    runs = [
+        compare_runs.read(p) for p in compare_runs.find([w for w in (given.run, *given.more) if w])
+    ]
     found = _configurations(runs, given.unfinished)
     score = _metric(found, given.metric)
     notes = _notes(found, given.anyway)

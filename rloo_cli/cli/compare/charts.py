@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.reporting import curves
 from rloo_cli.cli.compare.results import KL, WINS, Comparison, Outcome
 from rloo_cli.cli.compare.statistics import Estimate
+from rloo_cli.reporting import curves
 from rloo_cli.reporting.panel import clean
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A7F00")

@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rloo_cli.config import messages, check
 from rloo_cli.checkpoint import resume
 from rloo_cli.cli.compare.runs import Told
+from rloo_cli.config import check, messages
 from rloo_cli.utils.errors import ConfigError, Problem
 
 NOTHING = (

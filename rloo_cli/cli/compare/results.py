@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from rloo_cli.reporting import curves
 from rloo_cli.cli.compare.configurations import Configuration
 from rloo_cli.cli.compare.runs import Told
 from rloo_cli.cli.compare.statistics import Estimate, estimate, paired, verdict
+from rloo_cli.reporting import curves
 
 END = 0.1  # share of the steps that the end of a run is the mean of
 REACHED = 0.9  # of the way from the start to the best configuration's end

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.config import check
-from rloo_cli.reporting import curves, eval_rows
-from rloo_cli.evaluation import metrics
 from rloo_cli.checkpoint import resume
+from rloo_cli.cli import run_folders
+from rloo_cli.config import check
+from rloo_cli.evaluation import metrics
+from rloo_cli.reporting import curves, eval_rows
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import read_json
-from rloo_cli.cli import run_folders
 
 Row = dict[str, Any]
 

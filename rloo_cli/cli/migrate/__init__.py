@@ -17,9 +17,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.cli.migrate import model, tables
-from rloo_cli.cli.migrate import objective
+from rloo_cli.cli.migrate import model, objective, tables
 from rloo_cli.cli.migrate import sections as rules
 from rloo_cli.cli.migrate.batch import Dialect, duration, schedule, sizes
 from rloo_cli.cli.migrate.foreign import refuse_foreign
@@ -27,6 +25,7 @@ from rloo_cli.cli.migrate.given import Given
 from rloo_cli.cli.migrate.parse import read
 from rloo_cli.cli.migrate.recipe import Recipe
 from rloo_cli.cli.migrate.tables import SWIFT_REWARDS, TRL_REWARDS
+from rloo_cli.utils.errors import ConfigError, Problem
 
 DIALECTS = {
     name: Dialect(
@@ -164,9 +163,7 @@ def _kind(given: Given) -> str:
     """rloo or grpo, by the first thing that says it: command, class, script, settings, names."""
     method = given.method if given.tool == "trl" else ""
     stem = given.script.removesuffix(".py")
-    if method in tables.OTHER_METHODS or (
-        stem in tables.OTHER_METHODS and not given.kind
-    ):
+    if method in tables.OTHER_METHODS or (stem in tables.OTHER_METHODS and not given.kind):
         raise _other_method(method or stem)
     names = set(given.flags)
     by_setting = {

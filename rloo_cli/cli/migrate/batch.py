@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.cli.migrate.recipe import Recipe, ours
 from rloo_cli.cli.migrate.tables import SWIFT_ROWS
+from rloo_cli.utils.errors import ConfigError, Problem
 
 OLD_NAMES = ("rloo_k", "num_ppo_epochs", "num_mini_batches")  # K, passes, mini-batches
 NEW_NAMES = ("num_generations", "num_iterations", "steps_per_generation", "generation_batch_size")

@@ -8,8 +8,8 @@ the settings that mean the same under another name.
 import re
 from typing import Any
 
-from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.cli.migrate import tables
+from rloo_cli.utils.errors import ConfigError, Problem
 
 
 def refuse_foreign(words: list[str], flags: dict[str, Any], named: str = "") -> None:

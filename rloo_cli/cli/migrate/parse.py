@@ -11,13 +11,13 @@ from typing import Any
 
 import yaml
 
-from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.config.old_names import old_name
 from rloo_cli.cli.migrate import tables
 from rloo_cli.cli.migrate.foreign import refuse_foreign
 from rloo_cli.cli.migrate.given import Given
 from rloo_cli.cli.migrate.python import read_python
 from rloo_cli.cli.migrate.shell import simple_commands
+from rloo_cli.config.old_names import old_name
+from rloo_cli.utils.errors import ConfigError, Problem
 
 ENDS = {"&", "&&", "|", "||", ";", ">", ">>", "2>&1", "2>"}  # shell words that end a command
 STARTERS = ("accelerate", "torchrun", "python", "python3", "deepspeed")

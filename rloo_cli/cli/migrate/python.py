@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.cli.migrate import tables
 from rloo_cli.cli.migrate.given import Given
+from rloo_cli.utils.errors import ConfigError, Problem
 
 DEPTH = 20  # names that are followed one after the other
 KINDS = (ast.FunctionDef, ast.AsyncFunctionDef)

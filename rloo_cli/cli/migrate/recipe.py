@@ -13,9 +13,9 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from rloo_cli.utils import paths
 from rloo_cli.config import registry, schema
 from rloo_cli.config.old_names import old_name
+from rloo_cli.utils import paths
 
 UNKNOWN = "not in this version"
 LONG = 24  # characters of an old value that a comment repeats

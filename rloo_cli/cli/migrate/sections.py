@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.cli.migrate import tables
 from rloo_cli.cli.migrate.batch import Dialect, number
 from rloo_cli.cli.migrate.recipe import Recipe, refusal
+from rloo_cli.utils.errors import ConfigError, Problem
 
 NULL = "here null is what the context leaves, at most 4096"
 

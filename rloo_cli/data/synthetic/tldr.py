@@ -30,11 +30,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rloo_cli.utils import paths
 from rloo_cli.config import registry
+from rloo_cli.config.schema import RewardModelConfig, SftConfig
 from rloo_cli.data.synthetic import tldr_posts as posts
 from rloo_cli.data.synthetic.cache import kept
-from rloo_cli.config.schema_supervised import RewardModelConfig, SftConfig
+from rloo_cli.utils import paths
 
 SIZES = {"train": 6000, "validation": 200, "test": 1000}
 SHAPE = {
@@ -146,7 +146,9 @@ def model() -> Path:
     def make(folder: Path) -> None:
         data = [(row["prompt"], row[settings.completion_column]) for row in rows("train")]
         with torch.random.fork_rng():
-            registry.load_code("rloo_cli.train.supervised.sft:of_strings")(start, data, settings, seed, folder)
+            registry.load_code("rloo_cli.train.supervised.sft:of_strings")(
+                start, data, settings, seed, folder
+            )
 
     return kept("tldr_sft", _identity(start, settings, seed, rows("train")), make)
 

@@ -10,23 +10,24 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from rloo_cli.rewards.common import http_client
-from rloo_cli.reporting import eval_rows
 from rloo_cli.config import template
-from rloo_cli.utils import signals
-from rloo_cli.rewards.common.http_client import EndpointError
-from rloo_cli.utils.errors import ConfigError, DataError, Problem, RewardError
 from rloo_cli.config.judge import REFERENCE
-from rloo_cli.evaluation.judges import llm, reward as judges_reward
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.data.batch import Rollout
+from rloo_cli.data.prompts import Prompts
+from rloo_cli.evaluation.judges import llm
+from rloo_cli.evaluation.judges import reward as judges_reward
 from rloo_cli.evaluation.judges.pairs import Pair, Row, check_column, of_set
 from rloo_cli.evaluation.judges.win_rate import Tally, tally
+from rloo_cli.reporting import eval_rows
 from rloo_cli.reporting.panel import clean
-from rloo_cli.data.prompts import Prompts
+from rloo_cli.rewards.common import http_client
+from rloo_cli.rewards.common.http_client import EndpointError
 from rloo_cli.rewards.engine.arguments import TrainerState
 from rloo_cli.rewards.engine.build import Reward, build
 from rloo_cli.rewards.engine.columns import check_columns
-from rloo_cli.data.batch import Rollout
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.utils import signals
+from rloo_cli.utils.errors import ConfigError, DataError, Problem, RewardError
 
 COLUMN = "eval.judge.reference_column"
 Others = Mapping[str, Mapping[int, Rollout]]  # set -> row of the split -> another model's answer

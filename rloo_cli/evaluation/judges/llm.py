@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rloo_cli.rewards.common import chat_client
 from rloo_cli.config import template
-from rloo_cli.utils import signals
-from rloo_cli.rewards.common.http_client import Client, EndpointError, wait_for
 from rloo_cli.config.judge import OpenaiJudge
 from rloo_cli.evaluation.judges.pairs import Pair
-from rloo_cli.utils.rng_seeds import sampling_seed
+from rloo_cli.rewards.common import chat_client
+from rloo_cli.rewards.common.http_client import Client, EndpointError, wait_for
+from rloo_cli.utils import signals
+from rloo_cli.utils.rng import sampling_seed
 
 TIE = 0.5
 KNOCK_S = 120.0

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.rewards.common.text import texts
-from rloo_cli.data.batch import Group, Rollout
+from rloo_cli.utils.errors import DataError, Problem
 
 Row = dict[str, Any]
 

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rloo_cli.utils import signals
+from rloo_cli.data.batch import Group, Rollout
+from rloo_cli.data.bin_packing import slices
 from rloo_cli.evaluation.judges.pairs import Pair, Side
 from rloo_cli.rewards.engine.arguments import Context, TrainerState
 from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.rewards.engine.scoring import score
-from rloo_cli.data.batch import Group, Rollout
-from rloo_cli.data.bin_packing import slices
+from rloo_cli.utils import signals
 
 READERS = ("model", "http")  # rewards that read prompt and completion as one text
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from rloo_cli.utils.timers import Clock
+from rloo_cli.data.batch import Group
 from rloo_cli.distributed.world import World
 from rloo_cli.generation import Generator
 from rloo_cli.rewards.engine.scoring import Scores, Stage
-from rloo_cli.data.batch import Group
+from rloo_cli.utils.timers import Clock
 
 Sample = Callable[..., None]  # (places, arrived=...): draws for the groups at these places
 

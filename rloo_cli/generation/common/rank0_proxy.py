@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from threading import Lock
 from typing import Any
 
+from rloo_cli.data.batch import Group
+from rloo_cli.data.packing import Micro
 from rloo_cli.distributed.world import World
 from rloo_cli.generation import Generator, unheard
-from rloo_cli.data.packing import Micro
-from rloo_cli.data.batch import Group
 
 
 class Led:

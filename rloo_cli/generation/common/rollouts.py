@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rloo_cli.generation.common import across_ranks
-from rloo_cli.utils import signals
-from rloo_cli.utils.timers import Clock
-from rloo_cli.distributed.world import World
-from rloo_cli.utils.errors import NumbersError, Problem
-from rloo_cli.utils.fault_injection import poison
-from rloo_cli.generation import Generator, unheard
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.data.batch import Batch, Group
 from rloo_cli.data.prompts import Prompts
+from rloo_cli.distributed.world import World
+from rloo_cli.generation import Generator, unheard
+from rloo_cli.generation.common import across_ranks
 from rloo_cli.rewards.engine.arguments import Context, TrainerState
 from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.rewards.engine.scoring import Scores, Stage
-from rloo_cli.data.batch import Batch, Group
-from rloo_cli.config.schema import RunConfig
-from rloo_cli.utils.rng_seeds import sampling_seed
+from rloo_cli.utils import signals
+from rloo_cli.utils.errors import NumbersError, Problem
+from rloo_cli.utils.fault_injection import poison
+from rloo_cli.utils.rng import sampling_seed
+from rloo_cli.utils.timers import Clock
 
 
 @dataclass

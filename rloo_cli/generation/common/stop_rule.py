@@ -7,8 +7,8 @@ belong to the completion's ids and not to its text.
 
 from typing import Any
 
-from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.config.schema import GenerationConfig
+from rloo_cli.utils.errors import ConfigError, Problem
 
 SLACK = 8  # tokens decoded before a stop string, so that it never starts in half a character
 

@@ -16,20 +16,20 @@ from typing import Any
 
 import torch
 
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.data.batch import Group, Rollout
+from rloo_cli.generation import check_lengths, tolerance, unheard
+from rloo_cli.generation.common.stop_rule import StopRule
+from rloo_cli.generation.hf import sampling
+from rloo_cli.generation.hf.decode_batch import Row, places_that_fit, split
+from rloo_cli.generation.hf.plain_prefix import Plain, selectable
+from rloo_cli.generation.hf.shared_prefix import Shared
+from rloo_cli.generation.transformers import Config
+from rloo_cli.policy.model import evaluating
+from rloo_cli.policy.shared_attention import native
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import GenerationError, NumbersError, Problem
 from rloo_cli.utils.fault_injection import fault
-from rloo_cli.generation import check_lengths, tolerance, unheard
-from rloo_cli.generation.hf import sampling
-from rloo_cli.generation.hf.plain_prefix import Plain, selectable
-from rloo_cli.generation.hf.decode_batch import Row, places_that_fit, split
-from rloo_cli.generation.hf.shared_prefix import Shared
-from rloo_cli.generation.common.stop_rule import StopRule
-from rloo_cli.generation.transformers import Config
-from rloo_cli.policy.shared_attention import native
-from rloo_cli.policy.model import evaluating
-from rloo_cli.data.batch import Group, Rollout
-from rloo_cli.config.schema import RunConfig
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from rloo_cli.utils.errors import GenerationError
-from rloo_cli.generation.hf.kv_cache import Kept
 from rloo_cli.generation.hf.decode_batch import Row, State, firsts
+from rloo_cli.generation.hf.kv_cache import Kept
+from rloo_cli.utils.errors import GenerationError
 
 log = logging.getLogger(__name__)
 

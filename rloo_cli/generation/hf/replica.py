@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from rloo_cli.generation import Generator, unheard
 from rloo_cli.data.batch import Group
+from rloo_cli.generation import Generator, unheard
 
 Pieces = Callable[[], Any]  # all weights, whole, as {name: tensor} unit by unit
 

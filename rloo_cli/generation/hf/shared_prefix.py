@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rloo_cli.utils.errors import RunError
-from rloo_cli.generation.hf.kv_cache import NAME, Kept
 from rloo_cli.generation.hf.decode_batch import Row, State, firsts
-from rloo_cli.policy.shared_attention import native
-from rloo_cli.policy.model import picked
+from rloo_cli.generation.hf.kv_cache import NAME, Kept
 from rloo_cli.policy.layout_support import why_not_shared
+from rloo_cli.policy.model import picked
+from rloo_cli.policy.shared_attention import native
+from rloo_cli.utils.errors import RunError
 
 MOST, MEAN = 1e-3, 0.05  # nats per token: the most in float32, the mean in what is coarser
 PROBE, FORCED = 24, 4  # tokens of a prompt, and of a completion, that are compared

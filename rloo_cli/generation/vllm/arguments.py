@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.config import hf_cache, synthetic
-from rloo_cli.utils import paths
-from rloo_cli.utils.errors import Problem
-from rloo_cli.generation.vllm.config import EngineKeys
-from rloo_cli.generation.vllm_server import LOOPBACK
 from rloo_cli.config.prompt_limit import BACKENDS, context_of, longest_prompt
-from rloo_cli.distributed.device_count import gpus as gpus
 from rloo_cli.config.schema import RunConfig
+from rloo_cli.distributed.device_count import gpus as gpus
 from rloo_cli.generation.vllm import lora_slot, versions
+from rloo_cli.generation.vllm.config import EngineKeys
 from rloo_cli.generation.vllm.versions import FLOOR, UNTESTED
 from rloo_cli.generation.vllm.versions import installed as installed
+from rloo_cli.generation.vllm_server import LOOPBACK
+from rloo_cli.utils import paths
+from rloo_cli.utils.errors import Problem
 
 PICKLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 # Keys that are vLLM's own arguments, by the same name; null leaves vLLM's choice.

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import unquote
 
-from rloo_cli.generation.vllm.handshake_facts import VARIABLE as FACTS
+from rloo_cli.generation.vllm.handshake import VARIABLE as FACTS
 
 TOKEN = "RLOO_SERVER_TOKEN_"  # the environment variable by which the guard gets the token
 # Any call of a worker's method; the whole configuration and environment; a label on weights

@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rloo_cli.generation.vllm import lora_slot
+from rloo_cli.generation.vllm.child_pipe import CALL_S, Pipe, last_line, last_lines
+from rloo_cli.generation.vllm.deadlines import within
+from rloo_cli.generation.vllm.engine import Answer, Ask, Lost, Refused
+from rloo_cli.generation.vllm.transfer_send import Link, connect
+from rloo_cli.generation.vllm_colocate import Section
 from rloo_cli.utils.device_waits import release_cached_memory
 from rloo_cli.utils.errors import GenerationError, Problem, Stopped
 from rloo_cli.utils.fault_injection import fault
-from rloo_cli.generation.vllm_colocate import Section
-from rloo_cli.generation.vllm import lora_slot
-from rloo_cli.generation.vllm.engine import Answer, Ask, Lost, Refused
-from rloo_cli.generation.vllm.transfer_send import Link, connect
-from rloo_cli.generation.vllm.child_pipe import CALL_S, Pipe, last_line, last_lines
-from rloo_cli.generation.vllm.deadlines import within
 
 HOST = "127.0.0.1"
 

@@ -11,9 +11,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.utils import signals
 from rloo_cli.generation.vllm import process_group
 from rloo_cli.generation.vllm.engine import Lost, Refused
+from rloo_cli.utils import signals
 
 BOOT = "from rloo_cli.generation.vllm.child_process import main; main()"
 CALL_S = 60.0

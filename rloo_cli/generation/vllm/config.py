@@ -7,8 +7,8 @@ They have vLLM's own names, and `null` leaves vLLM's own choice. What they becom
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from rloo_cli.utils.errors import Problem
 from rloo_cli.config.schema import Frozen, Positive, Text, key
+from rloo_cli.utils.errors import Problem
 
 # What `extra` may not say, and the key that does: rloo has to know it, or it would break a promise.
 SPOKEN_FOR = {

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from rloo_cli.generation.vllm.engine import Lost
 from rloo_cli.utils import signals
 from rloo_cli.utils.device_waits import current_gpu, use_gpu
-from rloo_cli.generation.vllm.engine import Lost
 
 T = TypeVar("T")
 LOOK_S = 0.1

@@ -13,11 +13,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rloo_cli.generation.vllm import server_file
-from rloo_cli.utils.errors import GenerationError, Problem
-from rloo_cli.generation.vllm_server import EVERYWHERE, LOOPBACK, Section
-from rloo_cli.generation.vllm.engine import Lost, Refused
 from rloo_cli.generation.vllm.deadlines import until
+from rloo_cli.generation.vllm.engine import Lost, Refused
 from rloo_cli.generation.vllm.http import Wire
+from rloo_cli.generation.vllm_server import EVERYWHERE, LOOPBACK, Section
+from rloo_cli.utils.errors import GenerationError, Problem
 
 CALL_S = 30.0  # a question that needs no work
 CLEAR_S = 60.0  # emptying a cache, aborting what is under way

@@ -15,19 +15,19 @@ from typing import Any
 
 import torch
 
-from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.config.prompt_limit import BACKENDS
+from rloo_cli.config.schema import GenerationConfig, RunConfig
+from rloo_cli.data.batch import Group, Rollout
+from rloo_cli.distributed.device_count import gpus
 from rloo_cli.generation import check_lengths, tolerance, unheard
 from rloo_cli.generation.common.stop_rule import StopRule
-from rloo_cli.config.prompt_limit import BACKENDS
-from rloo_cli.distributed.device_count import gpus
-from rloo_cli.data.batch import Group, Rollout
-from rloo_cli.config.schema import GenerationConfig, RunConfig
-from rloo_cli.generation.vllm import arguments, sampling_params, handshake_facts, parity, lora_slot
+from rloo_cli.generation.vllm import arguments, handshake, lora_slot, parity, sampling_params
 from rloo_cli.generation.vllm.child_engine import InAChild
 from rloo_cli.generation.vllm.engine import Answer, Ask, Engine, Lost
 from rloo_cli.generation.vllm.handshake import Expected
 from rloo_cli.generation.vllm.http_engine import OverHttp
 from rloo_cli.generation.vllm.weight_sync import Supply
+from rloo_cli.utils.errors import GenerationError, Problem
 
 SEEDS = 1_000_003  # parity's seeds begin here; any would do
 
@@ -88,7 +88,9 @@ class VllmGenerator:
         asks = [
             Ask(
                 groups[g].prompt_ids,
-                sampling_params.completion(self.config, self.rule.ids, seeds[g][k], greedy, temperature),
+                sampling_params.completion(
+                    self.config, self.rule.ids, seeds[g][k], greedy, temperature
+                ),
             )
             for g, k in places
         ]
@@ -189,7 +191,7 @@ def over_http(
     expected = Expected(
         model=run.model.path,
         dtype=given["dtype"],
-        tokenizer=handshake_facts.tokenizer(tokenizer),
+        tokenizer=handshake.tokenizer(tokenizer),
         places=given.get("max_model_len", 0),
         transfer=_transfer(given),
         allow_untested=config.allow_untested,

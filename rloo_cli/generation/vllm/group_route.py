@@ -19,7 +19,7 @@ from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from rloo_cli.generation.vllm import lora_slot, versions
-from rloo_cli.generation.vllm.handshake_facts import GROUP
+from rloo_cli.generation.vllm.handshake import GROUP
 
 
 def attach(app: FastAPI) -> None:

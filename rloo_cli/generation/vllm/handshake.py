@@ -4,15 +4,36 @@ Our own servers say it on `/rloo`; any other vLLM is asked what its API tells, a
 on real prompts finds the rest.
 """
 
+import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rloo_cli.utils.errors import GenerationError, Problem
 from rloo_cli.generation.vllm import lora_slot, versions
-from rloo_cli.generation.vllm.handshake_facts import GROUP
-from rloo_cli.generation.vllm.versions import FLOOR
 from rloo_cli.generation.vllm.http import Wire
+from rloo_cli.generation.vllm.versions import FLOOR
+from rloo_cli.utils.errors import GenerationError, Problem
+
+PROTOCOL = 1  # of rloo's own routes and facts
+GROUP = "/rloo/generate"  # the route of `group_route`, where a server says that it has it
+VARIABLE = "RLOO_SERVER_FACTS"  # the environment variable by which the guard gets them
+TEXTS = (
+    "What is 17 + 25?", " leading and  double  spaces\n\nnew lines\t", "naïve café 東京 🙂",
+    "def f(x):\n    return x ** 2", "0123456789 0.5e-3", "<|im_start|>user",
+)  # fmt: skip
+
+
+def tokenizer(tok: Any) -> str:
+    """A fingerprint of a tokenizer: its vocabulary, its special ids, and how it cuts some texts.
+
+    Neither the pad token (a trainer picks one where there is none) nor the chat template counts.
+    """
+    special = {name: getattr(tok, f"{name}_token_id", None) for name in ("bos", "eos", "unk")}
+    encoded = [list(tok.encode(text, add_special_tokens=False)) for text in TEXTS]
+    whole = [sorted(tok.get_vocab().items()), special, encoded]
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:16]
+
 
 CALL_S = 30.0
 

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from rloo_cli.generation.vllm.engine import Lost, Refused
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import GenerationError, Problem
-from rloo_cli.generation.vllm.engine import Lost, Refused
 
 T = TypeVar("T")
 IDLE_S = 2.0

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.utils.errors import GenerationError, Problem
-from rloo_cli.utils.fault_injection import fault
-from rloo_cli.generation.vllm_server import LOOPBACK, Section
-from rloo_cli.generation.vllm import handshake_facts, process_group, lora_slot
+from rloo_cli.generation.vllm import handshake, lora_slot, process_group
+from rloo_cli.generation.vllm.deadlines import within
+from rloo_cli.generation.vllm.discovery import CALL_S, CLEAR_S, Finder, Server, hosts, undo
 from rloo_cli.generation.vllm.engine import Answer, Ask, Lost, Refused
 from rloo_cli.generation.vllm.handshake import Expected
-from rloo_cli.generation.vllm.transfer_send import Link, connect
-from rloo_cli.generation.vllm.discovery import CALL_S, CLEAR_S, Finder, Server, hosts, undo
-from rloo_cli.generation.vllm.deadlines import within
 from rloo_cli.generation.vllm.http import Wire
+from rloo_cli.generation.vllm.transfer_send import Link, connect
+from rloo_cli.generation.vllm_server import LOOPBACK, Section
+from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.fault_injection import fault
 
 log = logging.getLogger(__name__)
 IN_FLIGHT = 1024  # completions under way on one engine: more than it decodes at once
@@ -172,7 +172,7 @@ class OverHttp:
         server, limit = self.servers[call.server], self.keys.request_timeout_s
         chosen = [asks[i] for i in call.places]
         body: dict[str, Any] = {"token_ids": chosen[0].prompt_ids}
-        path = handshake_facts.GROUP if server.groups else "/inference/v1/generate"
+        path = handshake.GROUP if server.groups else "/inference/v1/generate"
         if server.groups:
             body |= {"sampling_params": [ask.params for ask in chosen]}
         else:

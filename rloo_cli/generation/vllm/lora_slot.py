@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.config.rules_lora import RANKS
-from rloo_cli.utils.files import write_text
 from rloo_cli.config.schema import RunConfig
+from rloo_cli.utils.files import write_text
 
 NAME, NUMBER = "rloo", 1  # of the adapter; a request that does not name it is answered by the base
 KIND = "adapter"  # how its weights travel

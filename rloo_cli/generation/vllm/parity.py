@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rloo_cli.utils.errors import GenerationError, Problem
-from rloo_cli.data.packing import whole
 from rloo_cli.data.batch import Group, Rollout
+from rloo_cli.data.packing import whole
 from rloo_cli.generation.vllm.engine import Answer
+from rloo_cli.utils.errors import GenerationError, Problem
 
 PROMPTS, TOKENS = 8, 16
 CAUSES = (

@@ -22,11 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.config import check
+from rloo_cli.generation.vllm import (
+    arguments,
+    auth,
+    handshake,
+    lora_slot,
+    ports,
+    process_group,
+    server_file,
+    versions,
+)
 from rloo_cli.utils import pids
-from rloo_cli.generation.vllm import server_file
 from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem, RunError
 from rloo_cli.utils.files import write_text
-from rloo_cli.generation.vllm import arguments, handshake_facts, process_group, auth, ports, lora_slot, versions
 
 EXTERNAL = "RLOO_SERVER_TOKEN"  # a token that somebody chose; else one is made
 DOCS = "RLOO_SERVER_DOCS"  # 1: show the list of routes (with the token), for tests
@@ -91,7 +99,7 @@ def _serve(folder: Path, by: str, run: Any) -> None:
     if lora_slot.on(run):
         os.environ[lora_slot.VARIABLE] = str(Path(os.environ.get(SCRATCH) or folder) / "adapter")
         lora_slot.blank(Path(os.environ[lora_slot.VARIABLE]), run)
-    os.environ[handshake_facts.VARIABLE] = json.dumps(_facts(run, keys, given))
+    os.environ[handshake.VARIABLE] = json.dumps(_facts(run, keys, given))
     shown = f"[{host}]" if ":" in host else host
     server = server_file.Server(
         url=f"http://{shown}:{port}",
@@ -145,17 +153,17 @@ def _facts(run: Any, keys: Any, given: dict[str, Any]) -> dict[str, Any]:
     cut = {"revision": given["tokenizer_revision"]} if "tokenizer_revision" in given else {}
     tokenizer = transformers.AutoTokenizer.from_pretrained(given["tokenizer"], **remote, **cut)
     return {
-        "protocol": handshake_facts.PROTOCOL,
+        "protocol": handshake.PROTOCOL,
         "model": run.model.path,
         "dtype": given["dtype"],
         "vllm": arguments.installed(),
-        "tokenizer": handshake_facts.tokenizer(tokenizer),
+        "tokenizer": handshake.tokenizer(tokenizer),
         "vocab_size": settings.get_text_config().vocab_size,
         "max_model_len": given.get("max_model_len"),
         "logprobs_mode": given["logprobs_mode"],
         "transfer": arguments.transfer(run, keys),
         "devices": arguments.gpus(),
-        "routes": [handshake_facts.GROUP],
+        "routes": [handshake.GROUP],
     }
 
 
@@ -176,7 +184,9 @@ def _namespace(given: dict[str, Any], keys: Any, host: str, port: int) -> Namesp
         "log_error_stack": False,
         "data_parallel_size": keys.data_parallel_size,
     }
-    if lora_slot.VARIABLE in os.environ:  # which the server has from its start, so that it has a name
+    if (
+        lora_slot.VARIABLE in os.environ
+    ):  # which the server has from its start, so that it has a name
         module = importlib.import_module("vllm.entrypoints.openai.models.protocol").LoRAModulePath
         ours["lora_modules"] = [module(name=lora_slot.NAME, path=os.environ[lora_slot.VARIABLE])]
     for name, value in (given | versions.server_arguments(ours)).items():

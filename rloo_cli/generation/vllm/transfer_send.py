@@ -9,12 +9,12 @@ import importlib
 from math import prod
 from typing import Any, Protocol
 
-from rloo_cli.utils.errors import GenerationError, Problem
-from rloo_cli.utils.fault_injection import fault
-from rloo_cli.generation.vllm import transfer_gloo, lora_slot, versions
+from rloo_cli.generation.vllm import lora_slot, transfer_gloo, versions
+from rloo_cli.generation.vllm.deadlines import Beside
 from rloo_cli.generation.vllm.transfer_gloo import Shape
 from rloo_cli.generation.vllm.weights import Whole
-from rloo_cli.generation.vllm.deadlines import Beside
+from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.fault_injection import fault
 
 LEAST_BUFFER = 256 * 2**20  # bytes; a smaller one would be sent in many small messages
 

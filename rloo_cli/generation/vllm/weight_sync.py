@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
+from rloo_cli.generation import tolerance
+from rloo_cli.generation.vllm.engine import Answer, Engine, Lost, Refused
+from rloo_cli.generation.vllm.weights import Adapter, Gathered, Meta, Whole
+from rloo_cli.policy import lora
 from rloo_cli.utils.device_waits import wait_for_device
 from rloo_cli.utils.errors import GenerationError, Problem
-from rloo_cli.generation import tolerance
-from rloo_cli.policy import lora
-from rloo_cli.generation.vllm.weights_adapter import Adapter
-from rloo_cli.generation.vllm.engine import Answer, Engine, Lost, Refused
-from rloo_cli.generation.vllm.weights import Gathered, Meta, Whole
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from rloo_cli.utils.device_waits import wait_for_device, wait_for_stream
 from rloo_cli.distributed import gather
+from rloo_cli.policy import lora
 from rloo_cli.policy.model import size
+from rloo_cli.utils.device_waits import wait_for_device, wait_for_stream
 
 
 @dataclass(frozen=True)
@@ -96,3 +97,29 @@ class Gathered(Whole):
 def _copied(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """In this dtype; on a GPU always memory of its own, which the current stream owns."""
     return tensor.to(dtype, copy=tensor.is_cuda).contiguous()
+
+
+class Adapter:
+    """An adapted model's adapter and nothing else; `gather` makes a sharded tensor whole."""
+
+    def __init__(
+        self,
+        model: Any,
+        dtype: torch.dtype,
+        gather: Callable[[Tensor], Tensor] = Tensor.contiguous,
+    ):
+        self.model, self.dtype, self.gather = model, dtype, gather
+        self.scales = lora.scales(model)
+
+    def metadata(self) -> list[Meta]:
+        """What iteration brings, in the same order."""
+        named = lora.named(self.model)
+        return [Meta(name, self.dtype, tuple(t.shape)) for name, t in named.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in lora.named(self.model).items():
+            whole = self.gather(tensor.detach()).float()
+            if "lora_B" in name or "lora_embedding_B" in name:
+                layer = name.removeprefix(lora.PREFIX).partition(".lora_")[0]
+                whole = whole * self.scales[layer]
+            yield name, whole.to(self.dtype).contiguous()

@@ -7,17 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.config import messages, check, hf_cache
-from rloo_cli.launch import preflight
-from rloo_cli.utils import pids
 from rloo_cli.checkpoint import resume
+from rloo_cli.config import check, hf_cache, messages
 from rloo_cli.config.compose import Composed
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.launch import preflight
+from rloo_cli.launch.launcher import SAME_JOB
+from rloo_cli.launch.sweep.state import Member, Rung, setting
+from rloo_cli.launch.sweep.turns import LEAST
+from rloo_cli.utils import pids
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
 from rloo_cli.utils.files import read_json
-from rloo_cli.launch.launcher import SAME_JOB
-from rloo_cli.config.schema import RunConfig
-from rloo_cli.launch.sweep.state import Member, Rung, setting
-from rloo_cli.launch.sweep.turns_rungs import LEAST
 
 NOT_OURS = ("hydra/launcher", "hydra.launcher")
 

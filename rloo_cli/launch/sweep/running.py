@@ -3,10 +3,9 @@
 import time
 from pathlib import Path
 
-from rloo_cli.launch.sweep import member_turns
+from rloo_cli.launch.sweep import member as sweep_member
+from rloo_cli.launch.sweep.member import Live, Turns
 from rloo_cli.launch.sweep.state import OPEN, Book, Member
-from rloo_cli.launch.sweep.member_turns import Turns
-from rloo_cli.launch.sweep.member import Live
 from rloo_cli.launch.sweep.table import Show
 
 SAVE_S = 0.5  # sweep.json is written at most this often for what only shows how it goes
@@ -18,7 +17,7 @@ class Sweep:
     def __init__(self, book: Book, show: Show, gpus: list[str] | None = None):
         self.book, self.show, self.gpus = book, show, gpus or []
         self.lives: list[Live] = []
-        self.room = member_turns.places(book.jobs, max(1, min(book.jobs, len(self.gpus))))
+        self.room = sweep_member.places(book.jobs, max(1, min(book.jobs, len(self.gpus))))
         self.heard: list[int] = []  # signals
         self.socket = Path()
         self.saved = 0.0
@@ -30,7 +29,7 @@ class Sweep:
     def add(self, member: Member) -> Live:
         """A member more that is to be trained; its turns count from now on."""
         known = [live.fair for live in self.lives if live.open]
-        device = member_turns.spread(known, self.book.jobs, len(self.gpus))
+        device = sweep_member.spread(known, self.book.jobs, len(self.gpus))
         had = min((turns.had for turns in known), default=0.0)
         turns = Turns(member.number, member.share, had, device)
         self.lives.append(Live(self.book, member, turns))

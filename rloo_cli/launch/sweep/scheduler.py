@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.launch.sweep import commands_files, commands, turns
-from rloo_cli.launch.sweep.state import OPEN, Book
+from rloo_cli.launch.sweep import commands, turns
 from rloo_cli.launch.sweep.member import Live, Phase
 from rloo_cli.launch.sweep.running import Sweep
+from rloo_cli.launch.sweep.state import OPEN, Book
 from rloo_cli.launch.sweep.table import Show
-from rloo_cli.utils.signals import SIGNALS
 from rloo_cli.train.sweep_turns import Line
+from rloo_cli.utils.signals import SIGNALS
 
 TICK_S = 0.05
 STOPPED, AT_ONCE = 75, 130
@@ -37,7 +37,7 @@ class Control(Sweep):
         """Until every member has ended; the sweep's exit code."""
         self.book.state = "training"
         self.book.save()
-        commands_files.forget(self.book.folder)
+        commands.forget(self.book.folder)
         with _listening() as (listening, self.socket), self._signals(), self.show:
             self.selector.register(listening, selectors.EVENT_READ)
             try:
@@ -57,7 +57,7 @@ class Control(Sweep):
         for live in self.lives:
             if live.open and (code := live.ended()) is not None:
                 self._ended(live, code)
-        commands_files.serve(self.book.folder, lambda request: commands.answer(self, request))
+        commands.serve(self.book.folder, lambda request: commands.answer(self, request))
         if self.heard:
             self._pass_on()
         else:

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rloo_cli.config.old_names import nearest
 from rloo_cli.utils import pids
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import read_json, write_json
-from rloo_cli.config.old_names import nearest
 
 FILE = "sweep.json"
 ROOT = Path("runs")  # where a sweep is if its config does not say otherwise

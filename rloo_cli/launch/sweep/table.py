@@ -13,9 +13,9 @@ from rich.live import Live as Screen
 from rich.table import Table
 from rich.text import Text
 
-from rloo_cli.reporting.panel import clean, history, number, sparkline
-from rloo_cli.launch.sweep.state import Book, Member
 from rloo_cli.launch.sweep.member import Live
+from rloo_cli.launch.sweep.state import Book, Member
+from rloo_cli.reporting.panel import clean, history, number, sparkline
 
 CURVE = 16  # cells
 COLOURS = {"training": "green", "failed": "red", "finished": "bold", "stopped": "bright_black"}

@@ -6,8 +6,8 @@ aloud before its last `</think>` is no part of its answer.
 
 from typing import Any
 
-from rloo_cli.rewards.common.http_client import Client, EndpointError, Service
 from rloo_cli.config.judge import ChatKeys
+from rloo_cli.rewards.common.http_client import Client, EndpointError, Service
 
 THOUGHT = "</think>"
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from rloo_cli.rewards.common.text import Completion, texts
 
 if TYPE_CHECKING:  # both import torch
-    from rloo_cli.data.prompts import Prompts
     from rloo_cli.data.batch import Prompt
+    from rloo_cli.data.prompts import Prompts
 
 PROBED = 8  # prompts that are encoded by both tokenizers
 WORD = "Yes"

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rloo_cli.config import registry
-from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.rewards.engine.arguments import KWARGS
 from rloo_cli.config.schema import RewardConfig
 from rloo_cli.config.user_code import location
+from rloo_cli.rewards.engine.arguments import KWARGS
+from rloo_cli.utils.errors import ConfigError, Problem
 
 POSITIONAL = inspect.Parameter.POSITIONAL_ONLY
 STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from rloo_cli.config.schema import RunConfig
 from rloo_cli.data import mixture, splits
 from rloo_cli.data.dataset import Opened
-from rloo_cli.utils.errors import ConfigError, DataError, Problem
 from rloo_cli.rewards.engine.arguments import KWARGS, NOT_PASSED
 from rloo_cli.rewards.engine.build import Reward
-from rloo_cli.config.schema import RunConfig
+from rloo_cli.utils.errors import ConfigError, DataError, Problem
 
 
 def check_splits(

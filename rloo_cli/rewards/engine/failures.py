@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rloo_cli.utils import redact
-from rloo_cli.utils.errors import Problem, RewardError
 from rloo_cli.rewards.engine.arguments import Table
 from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.rewards.engine.results import Failure, Outcome
+from rloo_cli.utils import redact
+from rloo_cli.utils.errors import Problem, RewardError
 
 DETAILED = 8  # failed rows per reward written out in full
 

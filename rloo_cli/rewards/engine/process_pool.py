@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.config import registry
-from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.rewards.engine.results import Call, Failure, Outcome, judge, raised
+from rloo_cli.utils.errors import ConfigError, Problem
 
 LENGTH = struct.Struct("!Q")
 LOGS = ("log_extra", "log_metric")  # methods of a Log, which the child has one of its own of
@@ -74,7 +74,13 @@ class Worker:
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
             # -P: no file in the current folder can pass for a package; -u: what is printed shows.
-            [sys.executable, "-uP", "-m", "rloo_cli.rewards.engine.process_worker", *map(str, given)],
+            [
+                sys.executable,
+                "-uP",
+                "-m",
+                "rloo_cli.rewards.engine.process_worker",
+                *map(str, given),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=2,  # what a reward prints is not for a panel
             env={**os.environ, "PYTHONPATH": path},

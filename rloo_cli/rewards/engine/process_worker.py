@@ -19,8 +19,8 @@ from typing import Any
 from rloo_cli.config import registry
 from rloo_cli.rewards.engine.arguments import Log
 from rloo_cli.rewards.engine.build import Reward, build, from_callable
-from rloo_cli.rewards.engine.results import Failure, Outcome, judge, raised
 from rloo_cli.rewards.engine.process_pool import Gone, receive, send
+from rloo_cli.rewards.engine.results import Failure, Outcome, judge, raised
 
 
 def _end_with_parent(pipe: int) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rloo_cli.config import registry
+from rloo_cli.config.schema import RunConfig
 from rloo_cli.rewards.engine import process_pool
 from rloo_cli.rewards.engine.build import Reward, build, from_callable
-from rloo_cli.config.schema import RunConfig
 
 if TYPE_CHECKING:  # it imports torch
     from rloo_cli.data.prompts import Prompts

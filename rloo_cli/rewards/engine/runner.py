@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
-from rloo_cli.utils import console
-from rloo_cli.utils.exit_guard import refuse_exits
 from rloo_cli.rewards.engine.arguments import Log
 from rloo_cli.rewards.engine.build import Reward
-from rloo_cli.rewards.engine.results import Call, Failure, Outcome, judge, raised, timeout
 from rloo_cli.rewards.engine.process_pool import ask
+from rloo_cli.rewards.engine.results import Call, Failure, Outcome, judge, raised, timeout
+from rloo_cli.utils import console
+from rloo_cli.utils.exit_guard import refuse_exits
 
 TICK = 0.1  # seconds between two looks at `poll`
 GRACE = 1.0  # seconds an event loop may be late before it counts as blocked

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rloo_cli.data.batch import Group
 from rloo_cli.data.filters import matches
 from rloo_cli.rewards.engine import cache, failures
 from rloo_cli.rewards.engine.arguments import Context, Table, TrainerState
@@ -21,7 +22,6 @@ from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.rewards.engine.failures import RewardFailed, Verdict
 from rloo_cli.rewards.engine.results import Call, Outcome
 from rloo_cli.rewards.engine.runner import Runner, finish
-from rloo_cli.data.batch import Group
 
 __all__ = ["Context", "RewardFailed", "Scores", "Stage", "TrainerState", "score"]
 

@@ -10,15 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rloo_cli.data import prompts
-from rloo_cli.data.dataset import is_messages
-from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.config.old_names import nearest
 from rloo_cli.config.prompt_limit import MOST_BY_DEFAULT
+from rloo_cli.config.schema import DataConfig, RunConfig
+from rloo_cli.data import prompts
+from rloo_cli.data.dataset import is_messages
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.train.supervised.reward_model import Pair, pair
-from rloo_cli.config.schema import DataConfig, RunConfig
 from rloo_cli.train.supervised.sft import Example, ended, example
+from rloo_cli.utils.errors import DataError, Problem
 
 OWN = re.compile(r"\bdata\.(path|name|revision|split|eval_split|prompt_column)\b")
 

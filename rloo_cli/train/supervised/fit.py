@@ -16,11 +16,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from rloo_cli.config.schema import TrainConfig, TrainingConfig
+from rloo_cli.distributed.optimizer import Optimizer
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import NumbersError, Problem
-from rloo_cli.distributed.optimizer import Optimizer
-from rloo_cli.config.schema import TrainConfig
-from rloo_cli.config.schema_supervised import TrainingConfig
 
 WINDOW = 16  # batches whose rows are sorted by length together
 Line = dict[str, Any]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from rloo_cli.config.schema import RewardModelConfig
 from rloo_cli.train.supervised import fit
 from rloo_cli.train.supervised.sft import ended
-from rloo_cli.config.schema_supervised import RewardModelConfig
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rloo_cli.train.supervised import fit
+from rloo_cli.config.schema import SftConfig
 from rloo_cli.data import segments
+from rloo_cli.train.supervised import fit
 from rloo_cli.utils.errors import DataError, Problem
-from rloo_cli.config.schema_supervised import SftConfig
 
 
 @dataclass(frozen=True)

@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.config import check
-from rloo_cli.data import dataset
-from rloo_cli.utils import process_exit, process_exit_quiet, rng
-from rloo_cli.train.supervised import examples, reward_model, sft
-from rloo_cli.distributed.world import World, alone
-from rloo_cli.utils.errors import DataError, Problem, RunError
-from rloo_cli.train.supervised.examples import Kept
-from rloo_cli.utils.files import write_json
-from rloo_cli.train.supervised.fit import Fit, Line
-from rloo_cli.policy import load
-from rloo_cli.config.schema import DataConfig, ModelConfig, RunConfig
+from rloo_cli.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
 from rloo_cli.config.supervised import data_of, model_of
-from rloo_cli.config.schema_supervised import TrainingConfig
+from rloo_cli.data import dataset
+from rloo_cli.distributed.world import World, alone
+from rloo_cli.policy import load
+from rloo_cli.train.supervised import examples, reward_model, sft
+from rloo_cli.train.supervised.examples import Kept
+from rloo_cli.train.supervised.fit import Fit, Line
+from rloo_cli.utils import process_exit, rng
+from rloo_cli.utils.errors import DataError, Problem, RunError
+from rloo_cli.utils.files import write_json
 
 MOST_MEASURED = 200  # rows, where eval_rows is null
 SAY_S = 2.0  # seconds between two lines of progress on the terminal
@@ -37,7 +36,7 @@ def work(folder: Path, section: str) -> Line:
 
     Data is looked at before any weights load.
     """
-    process_exit_quiet.libraries()
+    process_exit.libraries()
     run = check.read(folder / "training" / "config.yaml")
     settings: TrainingConfig = getattr(run, section)
     rng.seed(run.seed)

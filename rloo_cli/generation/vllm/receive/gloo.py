@@ -17,8 +17,8 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from rloo_cli.generation.vllm import transfer_gloo, versions
-from rloo_cli.generation.vllm.transfer_gloo import Shape
 from rloo_cli.generation.vllm.receive import Accounted
+from rloo_cli.generation.vllm.transfer_gloo import Shape
 
 if TYPE_CHECKING:
     Base = object

@@ -1,1 +1,0 @@
-"""Runs side by side: reading them, grouping them, what can be said of them, charts and tables."""
