@@ -16,7 +16,11 @@ from rloo_cli.evaluation import worker as evaluation_worker
 from rloo_cli.train import worker
 from rloo_cli.train.supervised import worker as supervised_worker
 
-MODULES = {"worker": worker, "evaluator": evaluation_worker, "trainer": supervised_worker}
+MODULES = {
+    "train.worker": worker,
+    "evaluation.worker": evaluation_worker,
+    "train.supervised.worker": supervised_worker,
+}
 
 
 def child(job: dict, rank: dict) -> None:  # type: ignore[type-arg]

@@ -71,7 +71,7 @@ def _evaluate(subject: Subject) -> int:
             with rollout_server.server(folder, subject.config) as (look, env):
                 starts = [processes.Start(env)]
                 watch = processes.Watch(look=look)
-                code = processes.run("evaluator", [str(folder)], watch, starts)
+                code = processes.run("evaluation.worker", [str(folder)], watch, starts)
             if code == 0:
                 _take_place(folder, place)
     except OSError as error:

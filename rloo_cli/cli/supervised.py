@@ -59,7 +59,7 @@ def _train(place: Path, settings: RunConfig, section: str) -> int:
         with temporary(place) as folder:
             text = yaml.safe_dump(check.dump(settings), sort_keys=False)
             write_text(folder / "training" / "config.yaml", text)
-            code = processes.run("trainer", [str(folder), section])
+            code = processes.run("train.supervised.worker", [str(folder), section])
             if code == 0:
                 folder.rename(place)
     except OSError as error:

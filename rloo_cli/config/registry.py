@@ -25,12 +25,10 @@ ROOMS = {"rewards": "reward", "algorithms": "algorithm", "generation": "generati
 def names(room: str) -> dict[str, str]:
     """Registry names of a room (`rewards`, `algorithms`, `generation`) -> module names.
 
-    A module is in the registry iff its source declares `class Config(` and its package's
-    `PARTS` (shared switches) does not list it.
+    Every module of the room's folder is one; what several of them share lies in its sub-folders.
     """
     package = importlib.import_module(f"rloo_cli.{room}")
-    parts = getattr(package, "PARTS", ())
-    found = [m.name for m in pkgutil.iter_modules(package.__path__) if m.name not in parts]
+    found = [m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg]
     return {name.removesuffix("_"): f"rloo_cli.{room}.{name}" for name in found}
 
 

@@ -28,7 +28,8 @@ LIBRARIES = (
 CALLERS = tuple(
     PACKAGE + name
     for name in (
-        "rewards/running.py", "rewards/worker.py", "user_code.py", "exit_guard.py", "registry.py",
+        "rewards/engine/runner.py", "rewards/engine/process_worker.py", "config/user_code.py",
+        "utils/exit_guard.py", "config/registry.py",
     )
 )  # fmt: skip
 

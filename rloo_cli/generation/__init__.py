@@ -15,11 +15,6 @@ from rloo_cli.utils.errors import GenerationError, Problem
 if TYPE_CHECKING:
     from rloo_cli.data.batch import Group
 
-# Shared files, not backends.
-PARTS = (
-    "decode", "engine", "kept", "led", "plain", "replica", "rows", "sampling", "shared", "stopping",
-)  # fmt: skip
-
 # Rms nats per token. About 0.002 (float32) and 0.03 to 0.04 (half precision) are seen where all is
 # well; a mixture's router, and fp8, add to that.
 EXACT, HALF, COARSE = 0.02, 0.1, 0.4

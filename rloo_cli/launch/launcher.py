@@ -238,7 +238,7 @@ def _train(start: Start, run: RunConfig, place: Place, leader: Leader, died: lis
 
         starts = nodes.with_env(topology.starts(place, host, port, listening), env)
         watch = processes.Watch(started, nodes.saving(folder), look, leader.heard, say)
-        return processes.run("worker", words, watch, starts)
+        return processes.run("train.worker", words, watch, starts)
 
 
 def _begun(start: Start) -> bool:

@@ -209,7 +209,7 @@ def _join(
     starts = with_env(topology.starts(place, host, port, None), env)
     watch = processes.Watch(busy=saving(folder), elsewhere=elsewhere)
     words = [str(folder), str(word["attempt"]), word["checkpoint"]]
-    return processes.run("worker", words, watch, starts)
+    return processes.run("train.worker", words, watch, starts)
 
 
 def with_env(starts: list[processes.Start], env: Mapping[str, str]) -> list[processes.Start]:

@@ -72,7 +72,7 @@ def start(folder: Path, run: RunConfig, by: str, env: Mapping[str, str] | None =
         server_file.place(folder).unlink(missing_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=temporary()))  # ours alone: mode 0700
     inside = {"RLOO_SERVER_SCRATCH": str(scratch), "RLOO_SERVER_LOG": str(log.absolute())}
-    boot = BOOT.format(package="rloo_cli.", module="vllm.server")
+    boot = BOOT.format(package="rloo_cli.", module="generation.vllm.server")
     try:
         with log.open("wb") as out:
             child = subprocess.Popen(

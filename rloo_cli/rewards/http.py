@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from rloo_cli.config import template as config_template
+from rloo_cli.config.judge import Address, Variable
 from rloo_cli.config.schema import NotEmpty, Positive, RewardConfig, Text, key
 from rloo_cli.rewards.common import http_client
-from rloo_cli.rewards.common.chat_client import Address, Variable
 from rloo_cli.rewards.common.http_client import Client, EndpointError, Service
 from rloo_cli.rewards.common.text import Completion, texts
 from rloo_cli.utils.errors import Problem

@@ -9,19 +9,19 @@ import torch
 
 def wait_for_device() -> None:
     """Return once everything that was queued on the current GPU, on any stream, is done."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
 
 def wait_for_stream() -> None:
     """Return once everything that was queued on the current stream of this thread is done."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.current_stream().synchronize()
 
 
 def current_gpu() -> int | None:
     """The number of this thread's GPU; None where CUDA is not in use."""
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
 def use_gpu(number: int | None) -> None:
@@ -32,5 +32,5 @@ def use_gpu(number: int | None) -> None:
 
 def release_cached_memory() -> None:
     """Give back what torch keeps of freed tensors: another process cannot use it otherwise."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()

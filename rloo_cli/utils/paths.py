@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rloo_cli.utils.errors import Problem
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 PACKAGED = PACKAGE / "_yaml"
 ROOT = PACKAGED if PACKAGED.is_dir() else PACKAGE.parent
 

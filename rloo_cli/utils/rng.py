@@ -41,7 +41,7 @@ def fresh(number: int, step: int, rank: int) -> States:
 def take() -> States:
     """All states as they are now."""
     tensors = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         tensors |= {f"cuda-{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
     kind, keys, *rest = np.random.get_state()
     version, numbers, gauss = random.getstate()

@@ -91,7 +91,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     """Conflicts between keys; `where` is the dotted key."""
     config = switches(run)
     yield from dialect.problems(run, config)
-    yield from problems(config)
+    yield from choice_problems(config)
     yield from siblings.problems(config)
     yield from _kl_problems(config)
     yield from _ratio_problems(config)

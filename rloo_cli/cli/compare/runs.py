@@ -12,7 +12,6 @@ from typing import Any
 from rloo_cli.checkpoint import resume
 from rloo_cli.cli import run_folders
 from rloo_cli.config import check
-from rloo_cli.evaluation import metrics
 from rloo_cli.reporting import curves, eval_rows
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import read_json
@@ -165,6 +164,6 @@ def held_out_metrics(runs: Sequence[Told]) -> list[str]:
     each = [{name for row in run.evaluations for name in row} for run in runs]
     common = set.intersection(*each) - {"step"} if each else set()
     headlines = [
-        n for n in common if (m := metrics.HEADLINE.fullmatch(n)) and m["what"] == "reward"
+        n for n in common if (m := eval_rows.HEADLINE.fullmatch(n)) and m["what"] == "reward"
     ]
     return [*sorted(headlines, key=lambda n: (len(n), n)), *sorted(common - {*headlines})]

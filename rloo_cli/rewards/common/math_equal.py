@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from rloo_cli.utils import paths
 from rloo_cli.utils.errors import MachineError, Problem
 
 BUDGET = 0.8  # of a call's timeout_s; the rest is for what is not in our hands
@@ -123,7 +123,7 @@ def _take_child() -> "subprocess.Popen[str]":
         while _idle:
             if (child := _idle.pop()).poll() is None:
                 return child
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(paths.PACKAGE.parent)
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", "rloo_cli.rewards.common.math_worker"],

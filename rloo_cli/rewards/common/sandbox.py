@@ -39,7 +39,7 @@ from typing import Any
 
 from rloo_cli.utils.errors import MachineError, Problem
 
-HARNESS = Path(__file__).with_name("harness.py")
+HARNESS = Path(__file__).with_name("sandbox_harness.py")
 START = 30.0  # seconds a sandbox may take to begin; a busy machine is slow
 GRACE = 3.0  # seconds the harness may be late
 INSIDE = "/rloo_harness.py"

@@ -25,6 +25,7 @@ from typing import Any
 from rloo_cli.config import registry
 from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.rewards.engine.results import Call, Failure, Outcome, judge, raised
+from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, Problem
 
 LENGTH = struct.Struct("!Q")
@@ -70,7 +71,7 @@ class Worker:
         self.socket, theirs = socket.socketpair()
         life, self.life = os.pipe()  # its reading end is told when we are gone
         given = (theirs.fileno(), life)
-        root = str(Path(__file__).resolve().parents[2])
+        root = str(paths.PACKAGE.parent)
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
             # -P: no file in the current folder can pass for a package; -u: what is printed shows.

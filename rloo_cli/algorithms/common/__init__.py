@@ -1,0 +1,1 @@
+"""The switches and the arithmetic that algorithms share."""

@@ -1,0 +1,1 @@
+"""Saving a run, and going on from what was saved."""

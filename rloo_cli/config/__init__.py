@@ -1,0 +1,1 @@
+"""The config: schema, composition, checks, messages. No torch."""

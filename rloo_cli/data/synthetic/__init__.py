@@ -1,0 +1,1 @@
+"""Data and models that the project makes itself: no download."""

@@ -1,0 +1,1 @@
+"""Held-out scores and judges."""

@@ -1,0 +1,1 @@
+"""What calls rewards: their code, their arguments, threads and processes, results and failures."""
