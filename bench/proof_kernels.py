@@ -214,7 +214,7 @@ def gradients(model: Any) -> list[Tensor]:
 
 def marked(device: str, dtype: str, sizes: Facts) -> Facts:
     """The tests with these marks, in the files that have the mark gpu."""
-    files = [p for p in sorted(ROOT.glob("tests/test_*.py")) if "mark.gpu" in p.read_text()]
+    files = [p for p in sorted(ROOT.glob("tests/**/test_*.py")) if "mark.gpu" in p.read_text()]
     files = [p for p in files if ("mark.vllm" in p.read_text()) == ("and vllm" in sizes["marks"])]
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", sizes["marks"]]
     words += ["--collect-only"] if sizes["collect"] else ["-rfE"]

@@ -3,7 +3,7 @@
 `old_name` answers the names of other trainers with today's key and what to mind when moving a
 value (TRL changed its RLOO names once, in 0.22); `nearest` guesses at spelling. The table is the
 one `rloo migrate` works from. `<name>` in a key stands for a name of the user's own.
-Every key of the table is one of today's schema; tests/test_names.py walks it.
+Every key of the table is one of today's schema; tests/house/test_names.py walks it.
 """
 
 from collections.abc import Iterable

@@ -2,7 +2,7 @@
 
 From the keys of a config.json to the linear maps of a layer, its biases and norms, and to what
 autograd keeps of one row of it. What is kept was read in transformers 5.19 and compared with what
-`saved_tensors_hooks` counts (tests/test_plan_facts.py).
+`saved_tensors_hooks` counts (tests/planning/test_plan_facts.py).
 """
 
 from collections.abc import Callable

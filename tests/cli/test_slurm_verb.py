@@ -1,0 +1,241 @@
+"""`rloo slurm`: the script it prints, the job it sends, and what it refuses."""
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from cli_cases import Rloo, rloo, rloo_without_torch
+from slurm_cases import NODES, Job, Slurm, slurm
+
+from rloo_cli.cli import slurm as verb
+from rloo_cli.cli.slurm_cluster import seconds
+from rloo_cli.cli.slurm_template import LEAD_S, fill
+from rloo_cli.config.schema import SlurmConfig
+from rloo_cli.utils import paths
+from rloo_cli.utils.errors import ConfigError
+
+__all__ = ["rloo", "rloo_without_torch", "slurm"]  # fixtures
+
+SERVED = ("generation=vllm_server", "generation.server.num_nodes=1")
+
+
+def options(text: str) -> dict[str, str]:
+    """The #SBATCH lines of a script."""
+    lines = [line.split("--", 1)[1] for line in text.splitlines() if line.startswith("#SBATCH --")]
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
+def words(text: str) -> list[str]:
+    """What the script is about, as bash reads it."""
+    line = next(line for line in text.splitlines() if line.startswith("set -- "))
+    return shlex.split(line)[2:]
+
+
+def rendered(*given: str) -> str:
+    text = fill(verb.made([*given]))
+    ended = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+    assert ended.returncode == 0, ended.stderr
+    return text
+
+
+# Rendering, which needs no Slurm.
+
+
+def test_a_recipe_fills_a_script_without_torch_or_slurm(rloo_without_torch: Rloo) -> None:
+    ended = rloo_without_torch("slurm", "render", "+recipe=smoke", "algorithm.beta=0.1")
+    assert ended.code == 0, ended.said
+    assert words(ended.out) == ["smoke", "algorithm.beta=0.1", "$@"]
+    given = options(ended.out)
+    assert given["job-name"] == "smoke" and given["nodes"] == "1"
+    assert given["output"] == "runs/slurm/%x-%j.log" and given["signal"] == f"USR1@{LEAD_S}"
+    # Slurm opens the log before the script begins: its folder has to be there.
+    assert rloo_without_torch.left() == ["runs", "runs/slurm"]
+    assert ended.err.startswith("runs/slurm was made for the job's log")
+
+
+def test_a_log_folder_that_cannot_be_made_or_is_there_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for output in ("logs/%x/%j.log", "%j.log"):  # Slurm makes no folder of a name that it fills in
+        assert verb.run(["render", "+recipe=smoke", f"slurm.output={output}"]) == 0
+        assert capsys.readouterr().err == "" and [*tmp_path.iterdir()] == []
+    (tmp_path / "file").touch()
+    assert verb.run(["render", "+recipe=smoke", "slurm.output=file/logs/%j.log"]) == 0
+    assert "mkdir -p file/logs" in capsys.readouterr().err
+
+
+def test_what_the_config_says_of_the_job_is_in_its_head() -> None:
+    text = rendered(
+        "+recipe=smoke", "name=mine", "slurm.partition=gpu", "slurm.account=me", "slurm.qos=long",
+        "slurm.time=1-12:00:00", "slurm.cpus_per_task=16", "slurm.exclusive=false",
+        "slurm.mem=200G", "slurm.lead_s=90", "slurm.options.constraint=a100",
+        "slurm.options.contiguous=null",
+        "slurm.output=/logs/%j",
+    )  # fmt: skip
+    given = options(text)
+    assert given | {
+        "job-name": "mine", "partition": "gpu", "account": "me", "qos": "long", "mem": "200G",
+        "time": "1-12:00:00", "cpus-per-task": "16", "gpus-per-node": "1", "signal": "USR1@90",
+        "constraint": "a100", "contiguous": "", "output": "/logs/%j",
+    } == given  # fmt: skip
+    assert "#SBATCH --exclusive" not in text
+    assert words(text) == ["smoke", "name=mine", "$@"]
+
+
+def test_nodes_and_gpus_follow_from_processes_and_servers() -> None:
+    spread = ("distributed=zero3", "distributed.num_nodes=4", "distributed.num_processes=8")
+    text = rendered("+recipe=tldr_1b", *spread, *SERVED)
+    given = options(text)
+    assert given["nodes"] == "5" and given["gpus-per-node"] == "8"
+    assert "RLOO_SERVE_NODES=1\n" in text
+    assert words(text) == [
+        "tldr_1b", "distributed=zero3", "distributed.num_processes=8", "generation=vllm_server",
+        "$@",
+    ]  # fmt: skip
+    assert "gpus-per-node" not in options(rendered("+recipe=tldr_1b"))  # a whole node
+    assert options(rendered("train", "+recipe=tldr_1b", *spread[:2]))["nodes"] == "4"
+
+
+def test_a_kind_that_serves_takes_a_server_whatever_the_recipe_samples_with() -> None:
+    given = options(rendered("train_and_serve", "+recipe=smoke"))
+    assert given["nodes"] == "2"
+
+
+def test_the_lead_time_is_what_a_step_and_a_save_took(tmp_path: Path) -> None:
+    run = tmp_path / "smoke"
+    run.mkdir()
+    (run / "run.json").write_text(json.dumps({"save_seconds": 40.5}))
+    rows = [{"step": 0}, {"step": 1, "step_time": 10.0}, {"step": 2, "step_time": 31.0}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = options(rendered("+recipe=smoke", f"root={tmp_path}"))
+    assert given["signal"] == "USR1@132"  # 31 + 40.5 + 60, rounded up
+
+
+def test_a_sweep_is_an_array_of_its_combinations() -> None:
+    text = rendered("sweep", "+recipe=smoke", "algorithm.beta=0.01,0.05", "seed=1,2", "max_steps=3")
+    given = options(text)
+    assert given["array"] == "1-4" and given["output"] == "runs/slurm/%x-%A_%a.log"
+    assert words(text) == ["smoke", "$runs", "max_steps=3", "$@"]
+    line = next(line for line in text.splitlines() if line.startswith("printf"))
+    assert shlex.split(line)[2:6] == [
+        f"algorithm.beta={beta} seed={seed}" for beta in ("0.01", "0.05") for seed in (1, 2)
+    ]
+
+
+def test_a_word_that_a_shell_would_read_is_quoted() -> None:
+    text = rendered("+recipe=smoke", "data.template='$(touch x) {prompt}'")
+    assert words(text)[1] == "data.template='$(touch x) {prompt}'"
+
+
+def test_what_the_page_says_can_be_said() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "slurm.md").read_text()
+    lines = page.replace("\\\n", " ").splitlines()
+    rendering = [line.split() for line in lines if re.match("rloo slurm (render|submit) ", line)]
+    assert len(rendering) == 4
+    for line in rendering:
+        assert rendered(*line[3:])
+    sent = [line for line in lines if line.startswith("sbatch ")]
+    assert len(sent) == 5
+    for name in re.findall(r"scripts/slurm/(\w+\.sbatch)", page):
+        assert (paths.SLURM / name).is_file()
+    for section in re.findall(r"slurm\.(\w+)", page):
+        assert section in SlurmConfig.model_fields or section == "md"
+
+
+REFUSED = {
+    "": "rloo slurm needs a verb",
+    "rendr +recipe=smoke": "rloo slurm rendr: not understood",
+    "render serve +recipe=smoke": "'serve' is not understood",
+    "render --nodes=3 +recipe=smoke": "'--nodes=3' is not understood",
+    "render": "rloo slurm needs a recipe",
+    "render sweep +recipe=smoke": "a sweep needs a key of several values",
+    "render +recipe=smoke algorithm.num_generation=4": "num_generation is not a key",
+    "render +recipe=smoke slurm.time=soon": "slurm.time",
+    "render +recipe=smoke slurm.time=14400": "slurm.time = 14400 is not valid",
+    "render +recipe=smoke slurm.options={Rm:1}": "slurm.options",
+    f"render train +recipe=smoke {' '.join(SERVED)}": "1 nodes are to serve",
+    "render sweep +recipe=smoke algorithm.beta=0.1,-1": "algorithm.beta",
+    f"render +recipe=smoke {SERVED[0]} generation.server.num_nodes=1"
+    " generation.server.base_url=http://a:1": "num_nodes and base_url are both set",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_makes_no_job_is_refused(line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        verb.run(line.split())
+    assert REFUSED[line] in caught.value.render()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("30", 1800), ("2:30", 150), ("1:00:00", 3600), ("1-12", 129600), ("2-0:0:1", 172801),
+     ("infinite", None), ("n/a", None)],
+)  # fmt: skip
+def test_slurms_times_are_read(text: str, expected: int | None) -> None:
+    assert seconds(text) == expected
+
+
+# Sending it.
+
+
+def test_without_sbatch_nothing_is_sent(rloo: Rloo) -> None:
+    ended = rloo("slurm", "submit", "+recipe=smoke", PATH="/usr/bin:/bin")
+    assert ended.code == 3 and "error: there is no sbatch here" in ended.err
+    assert "rloo slurm render" in ended.err and rloo.left() == []
+
+
+UNFIT = {  # BM-7: words -> what is said, from sinfo's facts
+    "slurm.partition=hgih": ["there is no partition 'hgih'", "slurm.partition=high", "3 nodes"],
+    "slurm.partition=small train_and_serve": ["it takes 2 nodes: 1 to train and 1 to serve",
+                                              "small (1 nodes, 4 min)"],
+    "distributed=ddp distributed.num_nodes=4": ["it takes 4 nodes: 4 to train"],
+    "slurm.time=0:03:00": ["a time limit of 3 min is no longer than that", "save 300 s before",
+                     "slurm.time=00:10:00"],
+    "slurm.partition=small": ["a time limit of 4 min is no longer"],
+    "slurm.time=1:30:00": ["slurm.time = 1:30:00 is more than the partition allows"],
+}  # fmt: skip
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("line", UNFIT)
+def test_a_job_that_could_never_run_is_refused_with_the_clusters_facts(
+    slurm: Slurm, line: str, tmp_path: Path
+) -> None:
+    ended = slurm.command("rloo", "slurm", "submit", "+recipe=smoke", f"root={tmp_path / 'runs'}",
+                          *line.split())  # fmt: skip
+    assert ended.returncode == 3, ended.stdout
+    for part in (*UNFIT[line], "sinfo: low (3 nodes, 1 h); high"):
+        assert part in ended.stdout, ended.stdout
+    assert not (tmp_path / "runs").exists() and slurm.run("squeue", "--noheader") == ""
+
+
+@pytest.mark.slurm
+def test_a_job_is_sent_and_its_number_and_log_are_said(slurm: Slurm, tmp_path: Path) -> None:
+    root, stand_in = tmp_path / "runs", tmp_path / "rloo"
+    stand_in.write_text('#!/bin/sh\necho "$@"\nexit 4\n')
+    stand_in.chmod(0o700)
+    path = f"{tmp_path}:{slurm.environment['PATH']}"
+    words = ("+recipe=smoke", f"root={root}", "seed=3")
+    ended = slurm.command("rloo", "slurm", "submit", *words, PATH=path)
+    assert ended.returncode == 0, ended.stdout
+    first, *rest = ended.stdout.splitlines()
+    number = first.split()[1].rstrip(":")
+    assert first == f"job {number}: train on 1 nodes"
+    assert f"  log   {root}/slurm/smoke-{number}.log" in rest
+    facts = Job(slurm, number).wait(60)
+    assert facts["ExitCode"] == "4:0" and facts["NodeList"] == NODES[0]
+    log = (root / "slurm" / f"smoke-{number}.log").read_text()
+    assert "attempt 1, on" in log and f"train +recipe=smoke root={root} seed=3\n" in log
+
+
+@pytest.mark.slurm
+def test_what_sbatch_refuses_is_said_in_its_words(slurm: Slurm, tmp_path: Path) -> None:
+    ended = slurm.command("rloo", "slurm", "submit", "+recipe=smoke", f"root={tmp_path / 'runs'}",
+                          "slurm.gpus_per_node=8")  # fmt: skip
+    assert ended.returncode == 3 and "error: sbatch refuses the job" in ended.stdout
+    assert "sbatch: error:" in ended.stdout

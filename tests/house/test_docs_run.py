@@ -1,0 +1,105 @@
+"""Every `rloo` command of the pages runs as printed, without a network.
+
+The commands of a page run one after the other in a folder that holds the files the pages show.
+Where a model or data set would be fetched, `+debug=cpu` stands behind the words, with `root=runs`
+so that later commands find the run. SHORTER has what else differs from the printed words, and why.
+Servers of vLLM, Slurm and several processes have tests of their own (WHERE).
+"""
+
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from endpoint_cases import chats, serve
+from fork_cases import Forked, fork_server, forked
+from test_docs import PAGES, Command, of_rloo, shown_files
+
+from rloo_cli.utils.errors import RunError
+
+__all__ = ["fork_server", "forked", "serve"]  # fixtures
+
+VERBS = ("train", "eval", "sft", "reward-model")  # that would load a model
+# What is run in place of printed words: runs of +debug=cpu have two steps, and names are stand-ins.
+SHORTER = {
+    "checkpoint-200": "checkpoint-2",
+    "--step 200": "--step 2",
+    "ORG/NAME": "make:tiny",
+    "--multirun +recipe=compare": "--multirun +recipe=compare algorithm=rloo,grpo seed=1",
+    "algorithm=rloo,grpo,reinforce,remax seed=1,2,3": "algorithm=rloo,remax seed=1",
+    "data.path=openai/gsm8k data.name=main data.prompt_column=question": "data.path=make:tiny",
+    "algorithm=dapo": "algorithm=dapo algorithm.zero_std_groups=keep",  # a random model scores 0
+    "'runs/compare/quickstart/compare-*' --out runs/compare/quickstart/comparison": "'compare-*'",
+}
+# Commands that are run elsewhere, by what stands in them -> where.
+WHERE = {
+    "vllm": "test_vllm_quickstart.py, test_vllm_serve.py, test_managed.py: real servers",
+    "slurm submit": "test_slurm_runs.py: a real Slurm",
+    "submitit": "test_slurm_runs.py",
+    "rloo fetch": "test_fetch.py: it is for machines with a network",
+    "rloo sweep": "test_sweep.py: members are processes of their own",
+    "distributed.num_processes=2": "test_ranks_command.py: two ranks",
+    "tldr_mini": "test_tldr_mini.py: the whole pipeline takes minutes",
+    "compare_tldr": "bench/compare.py makes these runs",
+    "quantization=4bit": "test_quantized.py, where bitsandbytes is there",
+    "runs/tldr_1b": "scripts of a cluster",
+}
+
+
+def elsewhere(command: Command) -> bool:
+    return any(words in command.text for words in WHERE)
+
+
+def words_of(command: Command) -> list[str]:
+    """The printed words as they are run."""
+    text = command.text
+    for printed, shorter in SHORTER.items():
+        text = text.replace(printed, shorter)
+    words = shlex.split(text)[1:]
+    verb = words[0]
+    planned = "--dry-run" in words
+    named = any(w.startswith("+recipe=") for w in words)
+    if verb in VERBS and named and not planned and "+debug=cpu" not in words:
+        words += ["+debug=cpu", "root=runs"]
+    return words
+
+
+def run(command: Command, forked: Forked) -> None:
+    """Run it; one that the page shows with an `error:` is refused with just that line."""
+    try:
+        code = forked(*words_of(command))
+        refusal = ""
+    except RunError as error:
+        code, refusal = error.code, error.render()
+    said = refusal + forked.said()
+    shown = f"{command.line}: {command.text}\n{said[-3000:]}"
+    if command.said.startswith("error:"):
+        assert code and command.said in said.splitlines(), shown
+    else:
+        assert code == 0, shown
+
+
+@pytest.mark.parametrize("name", [n for n in PAGES if any(not elsewhere(c) for c in of_rloo(n))])
+def test_the_commands_of_a_page_run(
+    name: str,
+    forked: Forked,
+    serve: Callable[..., object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown_files(forked.folder)
+    judge = serve(chats(lambda text: "A"))
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert judge and os.environ["HF_HUB_OFFLINE"]
+    for command in of_rloo(name):
+        if not elsewhere(command):
+            run(command, forked)
+
+
+def test_what_runs_elsewhere_names_a_test_that_is_there() -> None:
+    tests = {path.name for path in Path(__file__).parents[1].rglob("test_*.py")}
+    for where in WHERE.values():
+        for named in where.replace(":", ",").split(","):
+            if named.strip().startswith("test_"):
+                assert named.strip() in tests, named

@@ -1,0 +1,325 @@
+"""The shape of the house (HOUSE 8): imports only go down, nothing outgrows its room."""
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+from cli_cases import Rloo, rloo, rloo_without_torch
+
+from rloo_cli.cli.config import fields
+from rloo_cli.config import check, messages, registry
+from rloo_cli.config.compose import compose
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.utils import paths
+
+__all__ = ["rloo", "rloo_without_torch"]  # fixtures
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "rloo_cli"
+FLOORS = [  # each may import from itself and from those before it
+    "__init__ errors paths files schema registry config compose complaints sources names"
+    " rules effects seeds made order stop faults manifest resume rewind redact hub own places"
+    " pids server_file data_rules adapter_rules endpoint fill chat judge_keys keys model_keys"
+    " ranks trainings stages stand_ins spread_rules surroundings slurm_keys group_keys"
+    " value_start prompt_limit turns mistakes run_folder console hooks model_rules metric_names",
+    "rollout tensors clock packing schedule device_waits",
+    "algorithms rewards data prompts choosing mixture lengths mapping vocabulary",
+    "policy quiet generation vllm distributed crew optim checkpoint restoring export updates"
+    " measures cycle rng log panel display curves advice rollouts parts minibatches ledger"
+    " splits held_out perf planning",
+    "train advantages by_token pauses evaluate outcome guards judges ending fit sft"
+    " reward_model examples footprint",
+    "run assemble begin worker evaluator trainer",
+    "launch processes api machine tools managed serving serve rendezvous meeting following"
+    " leaving sweeps comparing side verb_help",
+    "cli __main__",
+]
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
+LINES = {"train.py": 120, "algorithms/rloo.py": 80}
+FILES = {str(p.relative_to(PACKAGE)): p for p in sorted(PACKAGE.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+LONGEST_FILE, LONGEST_FUNCTION = 600, 50
+
+
+def room(file: str) -> str:
+    return file.removesuffix(".py").partition("/")[0]
+
+
+def imported(node: ast.AST) -> Iterator[str]:
+    """The files of the package that one import statement names."""
+    dotted = []
+    if isinstance(node, ast.Import):
+        dotted = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        assert not node.level, "imports are written out in full"
+        dotted = [f"{node.module}.{alias.name}" for alias in node.names]
+    for name in dotted:
+        parts = name.split(".")
+        if parts[0] == "rloo_cli":
+            while parts:
+                inner = "/".join(parts[1:])
+                here = [
+                    f for f in (f"{inner}.py", f"{inner}/__init__.py".lstrip("/")) if f in FILES
+                ]
+                if here:
+                    yield here[0]
+                    break
+                parts.pop()
+
+
+def for_types(tree: ast.Module) -> set[ast.AST]:
+    """Nodes under `if TYPE_CHECKING:`."""
+    ifs = [
+        n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)
+    ]
+    return {inner for node in ifs for inner in ast.walk(node)}
+
+
+def definitions(tree: ast.Module) -> Iterator[DEFINITIONS]:
+    yield from (n for n in ast.walk(tree) if isinstance(n, DEFINITIONS))
+
+
+def length(node: DEFINITIONS) -> int:
+    return (node.end_lineno or 0) - node.lineno + 1
+
+
+def test_imports_only_go_down() -> None:
+    upward = [
+        f"{name}:{node.lineno} imports {other}"
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        for other in imported(node)
+        if FLOOR[room(other)] > FLOOR[room(name)]
+    ]
+    assert not upward
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room(name) for name in FILES} <= set(FLOOR)
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    graph = {}
+    for name, tree in TREES.items():
+        skipped = for_types(tree)
+        nodes = [n for n in ast.walk(tree) if n not in skipped]
+        graph[name] = {other for node in nodes for other in imported(node)} - {name}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_only_the_command_line_imports_our_package_inside_a_function() -> None:
+    inside = [
+        f"{name}:{node.lineno}, in {function.name}"
+        for name, tree in TREES.items()
+        if name not in ("cli.py", "launch.py")
+        for function in definitions(tree)
+        for node in ast.walk(function)
+        if [*imported(node)]
+    ]
+    assert not inside
+
+
+def test_no_file_outgrows_its_room() -> None:
+    lines = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
+    assert not {n: count for n, count in lines.items() if count > LINES.get(n, LONGEST_FILE)}
+
+
+def test_functions_fit_a_screen() -> None:
+    long = [
+        f"{name}: {node.name} has {length(node)} lines"
+        for name, tree in TREES.items()
+        for node in definitions(tree)
+        if not isinstance(node, ast.ClassDef) and length(node) > LONGEST_FUNCTION
+    ]
+    assert not long
+
+
+def test_a_file_says_what_it_is_for() -> None:
+    silent = [
+        name
+        for name, tree in TREES.items()
+        if FILES[name].read_text().strip() and not ast.get_docstring(tree)
+    ]
+    assert not silent
+
+
+def used_elsewhere() -> Iterator[tuple[str, str]]:
+    """(file, name) of everything that another file of the package uses."""
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rloo_cli"):
+                for file, alias in zip(imported(node), node.names, strict=True):
+                    if file != name:
+                        yield file, alias.name
+                    called = [
+                        n.attr
+                        for n in ast.walk(tree)
+                        if isinstance(n, ast.Attribute)
+                        and isinstance(n.value, ast.Name)
+                        and n.value.id == (alias.asname or alias.name)
+                    ]
+                    yield from ((file, attribute) for attribute in called)
+
+
+def test_what_one_file_uses_of_another_has_a_docstring() -> None:
+    silent = set()
+    for file, name in used_elsewhere():
+        for node in TREES[file].body:
+            if isinstance(node, DEFINITIONS) and node.name == name and not name.endswith("Config"):
+                silent |= set() if ast.get_docstring(node) else {f"{file}: {name}"}
+    assert not silent
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda p: p.stem)
+def test_a_recipe_fits_on_one_screen_and_says_what_it_is(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 30
+    assert lines[0].startswith("# ") and lines[0].endswith(".")
+
+
+@pytest.mark.parametrize("folder", ["conf", "recipes"])
+def test_no_yaml_of_ours_names_a_python_object(folder: str) -> None:
+    for path in (ROOT / folder).rglob("*.yaml"):
+        assert "_target_" not in path.read_text(), path
+
+
+# What the YAML builds: every recipe, every choice of a group, every key.
+
+RECIPES = sorted(paths.recipe_files())
+GROUPS = {
+    (group, choice)
+    for group, choices in paths.group_choices([]).items()
+    for choice in choices
+    if group not in ("recipe", "debug")
+}
+
+
+def built(words: list[str], code: Path) -> RunConfig:
+    """Compose and check; a key left open (???) gets something of its kind."""
+    open_keys = [k for k, v in messages.walk(compose(words).values) if v == "???"]
+    for key in open_keys:
+        section, _, name = key.rpartition(".")
+        a_path = {"model": "make:tiny", "data": "make:tiny", "reward.function": f"{code}:score"}
+        value = a_path.get(section, "make:tiny_reward") if name == "path" else "word"
+        words = [*words, f"{key}={value}"]
+    return check.check(compose(words))
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text("def score(completions):\n    return [0.0 for _ in completions]\n")
+    return path
+
+
+@pytest.mark.parametrize("debug", [[], ["+debug=cpu"]], ids=["plain", "cpu"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_builds(recipe: str, debug: list[str], code: Path) -> None:
+    run = built([f"+recipe={recipe}", *debug], code)
+    assert run.name == recipe.replace("/", "-")
+    if debug:
+        assert run.max_steps == 2 and run.root == "runs/debug"
+        assert run.model.path.startswith("make:") and run.data.path.startswith("make:")
+
+
+@pytest.mark.parametrize(("group", "choice"), sorted(GROUPS))
+def test_every_choice_of_a_group_builds(group: str, choice: str, code: Path) -> None:
+    words = ["+recipe=smoke", f"{group}={choice}", "data.max_prompt_length=32"]
+    chosen = {"code_tests": ["reward.code_tests.sandbox=bwrap"]}  # it is refused without one
+    chosen |= {bits: ["lora=default"] for bits in ("4bit", "8bit")}  # and these without an adapter
+    built([*words, *chosen.get(choice, [])], code)
+
+
+@pytest.mark.parametrize("room", registry.ROOMS)
+def test_what_the_registry_offers_has_yaml_a_line_of_documentation_and_a_test(room: str) -> None:
+    group, key = {
+        "rewards": ("reward", "type"),
+        "algorithms": ("algorithm", "name"),
+        "generation": ("generation", "backend"),
+    }[room]
+    yaml = "\n".join(p.read_text() for p in (paths.CONF / group).glob("*.yaml"))
+    house = Path(__file__).name
+    tests = "\n".join(
+        p.read_text() for p in Path(__file__).parents[1].rglob("*.py") if p.name != house
+    )
+    for name in registry.names(room):
+        assert re.search(rf"^ *{key}: {name}$", yaml, re.MULTILINE), f"{name} has no YAML"
+        assert registry.module(room, name).__doc__, f"{name} does not say what it is"
+        assert re.search(rf"\b{name}\b", tests), f"{name} has no test"
+
+
+def test_every_key_of_conf_is_in_the_schema_and_has_a_meaning() -> None:
+    rewards = ",".join(registry.names("rewards"))
+    composed = compose(["+recipe=smoke", f"reward=[{rewards}]", "algorithm.overlong_penalty=null"])
+    values = check.merged(composed.values)
+    known = messages.known_keys(check.model_class(values))
+    leaves = {k for k, v in messages.walk(values) if not isinstance(v, dict)}
+    assert leaves <= set(known)
+    sections = {key.rpartition(".")[0] for key in known}
+    for key, meaning in known.items():
+        assert meaning or key in sections, f"{key} has no meaning"
+        assert not meaning.endswith((".", " ")), key
+
+
+def test_every_key_has_its_value_in_yaml_not_in_the_schema() -> None:
+    rewards = {name: {"type": name} for name in registry.names("rewards")}
+    values = check.merged(compose(["+recipe=smoke"]).values | {"reward": rewards})
+    for key, field in fields(check.model_class(values)).items():
+        assert field.is_required(), f"{key} has a default in Python"
+
+
+# No torch: an answer in half a second, and nothing loaded for a config that is refused.
+
+REFUSED = [
+    ["algorithm.num_generation=4"],
+    ["+algorithm.betta=3"],
+    ["algorithm.beta=abc"],
+    ["algorithm.num_generations=1"],
+    ["algorithm.rloo_k=4"],
+    ["reward=accuracyy"],
+    ["reward=function", "reward.function.path=nothing.py:score"],
+    ["model.path=./nothing"],
+    ["max_steps=1", "total_episodes=4"],
+    ["train.micro_batch_size=7"],
+    ["name=${nothing}"],
+    ["hf_token=x"],
+]
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
+def test_a_refused_config_imports_no_torch(words: list[str], rloo_without_torch: Rloo) -> None:
+    ended = rloo_without_torch("train", "+recipe=smoke", *words)
+    assert ended.code == 2, ended.said
+    assert "Traceback" not in ended.said and ended.err.startswith("error: ")
+    assert rloo_without_torch.left() == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["recipes"],
+        ["config"],
+        ["config", "--json"],
+        ["config", "explain", "algorithm.beta"],
+        ["completion", "query", "train", "alg"],
+        ["train", "+recipe=smoke", "--cfg", "job"],
+        ["train", "+recipe=tldr_1b", "--dry-run"],
+    ],
+    ids=" ".join,
+)
+def test_what_only_reads_configs_imports_no_torch(
+    words: list[str], rloo_without_torch: Rloo
+) -> None:
+    ended = rloo_without_torch(*words)
+    assert ended.code == 0, ended.said
+    assert ended.out and rloo_without_torch.left() == []
+
+
+def test_torch_is_missed_where_it_is_forbidden_and_needed(rloo_without_torch: Rloo) -> None:
+    ended = rloo_without_torch("train", "+recipe=smoke")
+    assert ended.code == 1 and "was imported" in ended.err

@@ -1,0 +1,48 @@
+"""A plan against real runs: the page of what was measured, and one run measured here."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_cases import Rloo, rloo
+
+from rloo_cli.train import memory_check
+
+__all__ = ["rloo"]  # a fixture
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_what_the_bench_would_write_and_its_median_is_under_15_percent() -> None:
+    command = [sys.executable, "-P", "bench/plan.py", "--check"]
+    path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'bench'}", "PATH": ""}
+    ended = subprocess.run(command, cwd=ROOT, env=path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    text = (ROOT / "docs" / "plan.md").read_text()
+    count, _, rest = text.partition("Median error of ")[2].partition(" configurations: **")
+    assert int(count) >= 10 and float(rest.partition("%")[0]) < 15
+
+
+def test_a_run_says_what_it_took_and_what_was_predicted(rloo: Rloo) -> None:
+    ended = rloo("train", "+recipe=smoke", "logging.console=plain")
+    assert ended.code == 0 and "memory: " in ended.out and " predicted (" in ended.out
+    told = json.loads((rloo.folder / "runs" / "smoke" / "run.json").read_text())["memory"]
+    assert told["measured_bytes"] > 0 and told["predicted_bytes"] > 0
+    assert sum(told["predicted_parts"].values()) == pytest.approx(told["predicted_bytes"], rel=1e-6)
+
+
+def test_what_a_process_holds_is_read_in_bytes() -> None:
+    before = memory_check.begin()
+    block = bytearray(50_000_000)
+    assert memory_check._status("VmHWM") - before >= 0.9 * len(block)
+    assert memory_check._status("VmNothing") == 0.0
+
+
+@pytest.mark.slow
+def test_a_measured_run_is_near_its_plan(tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT / "bench"))
+    import plan as bench
+
+    row = bench.measure("no logits")
+    assert row["predicted_bytes"] == pytest.approx(row["measured_bytes"], rel=0.25)
