@@ -104,11 +104,13 @@ def refusal(found: Plan) -> MachineError:
     case, needs = found.case, plan.needs(found.case, found.memory, found.sampler)
     worst = max(needs, key=lambda name: needs[name])
     phase = f"in the phase {worst!r}" if worst != "server" else "on the server's GPU"
-    why = f"{planning_text.gib(found.need)} {phase}, {planning_text.gib(case.device.usable)} are usable of each"
+    usable = planning_text.gib(case.device.usable)
+    why = f"{planning_text.gib(found.need)} {phase}, {usable} are usable of each"
     engine = found.sampler
     if engine is not None and engine.cache < engine.least:
         left = planning_text.gib(max(engine.cache, 0.0))
-        why += f"\nvLLM has {left} for keys and values; one sequence needs {planning_text.gib(engine.least)}"
+        least = planning_text.gib(engine.least)
+        why += f"\nvLLM has {left} for keys and values; one sequence needs {least}"
     lines = [f"{key}   ({planning_text.gib(need)})" for key, need in plan.remedies(found)]
     fewest = plan.smallest(found)
     if fewest is not None:

@@ -126,7 +126,8 @@ def _values(path: str, revision: str | None, key: str) -> tuple[dict[str, Any], 
         return values, f"config.json in {path}" if here else "config.json in the hub's cache"
     if path in MODELS:
         return MODELS[path], "built in"
-    why = f"no folder of that name, not in the cache {hf_cache.cache()}, and not among the built-in ones"
+    cache = hf_cache.cache()
+    why = f"no folder of that name, not in the cache {cache}, and not among the built-in ones"
     fix = f"{hf_cache.fetch_command()}, or {key}=FOLDER with its config.json (nothing else is read)"
     raise MachineError(Problem(f"the config.json of {path} is not to be had", key, why, fix))
 

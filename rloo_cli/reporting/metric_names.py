@@ -1,8 +1,8 @@
 """Every metric of a run: its name in metrics.jsonl, its unit, and what it means.
 
-`python -m rloo_cli.reporting.metric_names` prints docs/metrics.md. A name may hold `<reward>` (the name of a
-reward entry), `<k>` (a number) and `<phase>`; a metric of an evaluation begins with `eval_`, or
-with `eval_<set>_` for a set of eval.sets. What a reward logs by `log_metric` has the name it gave.
+`python -m rloo_cli.reporting.metric_names` prints docs/metrics.md. A name may hold `<reward>`
+(the name of a reward entry), `<k>` (a number) and `<phase>`; a metric of an evaluation begins with
+`eval_`, or with `eval_<set>_` for a set of eval.sets. What a reward logs by `log_metric` has the name it gave.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""What happens between two steps: its line in the log, evaluation, checkpoints, whether to go on."""
+"""What happens between two steps: a line in the log, evaluation, checkpoints, whether to go on."""
 
 from typing import Any
 

@@ -79,9 +79,8 @@ def compare(run: Run, before: float) -> dict[str, Any]:
     if measured is None or found is None:
         return {}
     off = found.peak / measured - 1
-    run.log.note(
-        f"memory: {planning_text.gib(measured)} at most, {planning_text.gib(found.peak)} predicted ({off:+.0%})"
-    )
+    most, predicted = planning_text.gib(measured), planning_text.gib(found.peak)
+    run.log.note(f"memory: {most} at most, {predicted} predicted ({off:+.0%})")
     return {
         "measured_bytes": int(measured),
         "predicted_bytes": int(found.peak),

@@ -13,8 +13,8 @@ else of this package speaks to 0.32; where an older one has no such thing, it ge
 - modules that had another name: `MODULES`.
 
 What an older one cannot do is refused by its key (`problems`). Imports neither torch nor vLLM;
-tests/generation/vllm/vllm_0221.json has 0.22.1's names and parameters, and tests/generation/vllm/test_vllm_versions.py holds all of
-this to them.
+tests/generation/vllm/vllm_0221.json has 0.22.1's names and parameters, and test_vllm_versions.py
+beside it holds all of this to them.
 """
 
 import importlib
