@@ -18,6 +18,8 @@ from typing import Any
 from rloo_cli.config.hooks import user_hook
 from rloo_cli.utils.errors import ConfigError, Problem
 
+# Configs that were written before a module moved name it as it was.
+MOVED = {"rloo_cli.made.tldr": "rloo_cli.data.synthetic.tldr"}
 ROOMS = {"rewards": "reward", "algorithms": "algorithm", "generation": "generation"}
 
 
@@ -104,6 +106,7 @@ def load_code(spec: str) -> Any:
     raises is shown with the user's own frames by the caller.
     """
     where, name = split_code(spec)
+    where = MOVED.get(where, where)
     loaded = _file(Path(where)) if where.endswith(".py") else _module(where)
     if not hasattr(loaded, name):
         public = [n for n, v in vars(loaded).items() if callable(v) and not n.startswith("_")]

@@ -15,8 +15,8 @@ MODELS = {
     "tiny": "rloo_cli.data.synthetic.tiny:model",
     "tiny_reward": "rloo_cli.data.synthetic.tiny:reward_model",
     "tldr_base": "rloo_cli.data.synthetic.tldr:base",
-    "tldr_sft": "rloo_cli.data.synthetic.tldr:model",
-    "tldr_reward": "rloo_cli.data.synthetic.tldr:reward_model",
+    "tldr_sft": "rloo_cli.train.supervised.tldr:model",
+    "tldr_reward": "rloo_cli.train.supervised.tldr:reward_model",
 }
 CONTEXT = {  # positions of the model
     "addition": 64, "tiny": 2048, "tiny_reward": 2048,
@@ -28,7 +28,7 @@ DATA = {
     "tiny_chat": "rloo_cli.data.synthetic.tiny:chat_rows",
     "tiny_pairs": "rloo_cli.data.synthetic.tiny:pair_rows",
     "tldr": "rloo_cli.data.synthetic.tldr:rows",
-    "tldr_pairs": "rloo_cli.data.synthetic.tldr:pair_rows",
+    "tldr_pairs": "rloo_cli.train.supervised.tldr:pair_rows",
 }
 
 

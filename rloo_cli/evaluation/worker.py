@@ -26,7 +26,7 @@ from rloo_cli.distributed.world import World, alone
 from rloo_cli.evaluation.evaluate import Answered, answers, judge_all, of_all, others_of
 from rloo_cli.evaluation.judges.judge import Judge, Judged, Others, make, summary, table
 from rloo_cli.generation import Generator
-from rloo_cli.policy import load, lora
+from rloo_cli.policy import load, lora, reward_load
 from rloo_cli.policy.model import Policy
 from rloo_cli.reporting.log import lines_of
 from rloo_cli.reporting.panel import evaluation_table
@@ -160,7 +160,7 @@ def _parts(settings: RunConfig, world: World, folder: Path) -> tuple[Parts, Poli
     length = settings.generation.max_completion_length
     judge = make(settings, sets, tokenizer, training=False)
     own = [judge.reward] if judge is not None and judge.reward is not None else []
-    ready([*rewards, *own], tokenizer, sets, length, world.device, print)
+    ready([*rewards, *own], tokenizer, sets, length, world.device, print, reward_load)
     print("loading the model ...", flush=True)
     model = lora.model(settings.model, None, world.device, settings.seed)
     where = registry.module("generation", settings.generation.backend).IMPLEMENTATION

@@ -2,7 +2,8 @@
 
 `python -m rloo_cli.reporting.metric_names` prints docs/metrics.md. A name may hold `<reward>`
 (the name of a reward entry), `<k>` (a number) and `<phase>`; a metric of an evaluation begins with
-`eval_`, or with `eval_<set>_` for a set of eval.sets. What a reward logs by `log_metric` has the name it gave.
+`eval_`, or with `eval_<set>_` for a set of eval.sets. What a reward logs by `log_metric` has the
+name it gave.
 """
 
 import re

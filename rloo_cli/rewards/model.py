@@ -12,14 +12,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rloo_cli.config import hf_cache, registry
+from rloo_cli.config import hf_cache
 from rloo_cli.config.schema import Positive, RewardConfig, Text, key
 from rloo_cli.rewards.common.model_inputs import Reader, Row
 from rloo_cli.rewards.common.text import Completion
 from rloo_cli.rewards.engine.ready import Surroundings
 from rloo_cli.utils.errors import ConfigError, MachineError, Problem
 
-LOADER = "rloo_cli.policy.reward_load"  # imports torch
 Device = Annotated[str, Field(pattern=r"^(auto|[a-z]+(:\d+)?)$")]
 # Keys of from_pretrained that are keys of ours, or must not be given at all.
 NOT_GIVEN = ("revision", "dtype", "torch_dtype", "trust_remote_code", "use_safetensors",
@@ -137,14 +136,14 @@ class RewardModel:
         config = self.config
         if config.trust_remote_code:
             around.note(f"warning: {self.key}.trust_remote_code is on: code of {config.path} runs")
-        own = registry.load_code(f"{LOADER}:tokenizer")(self.key, config)
+        own = around.load.tokenizer(self.key, config)
         self.reader = Reader(
             own, around.tokenizer, config.input, config.keep_eos, config.max_length
         )
         for prompts in around.splits:
             self.reader.meet(prompts)
         self._check(own)
-        self.model = registry.load_code(f"{LOADER}:model")(self.key, config, own, around.device)
+        self.model = around.load.model(self.key, config, own, around.device)
         by_ids = all(why is None for why in self.reader.why.values())
         longest = around.longest + 1 + len(self.reader.tail) if by_ids else None
         self._check_length(longest)

@@ -18,7 +18,7 @@ from rloo_cli.data.prompts import Prompts
 from rloo_cli.data.synthetic.cache import heard
 from rloo_cli.distributed.world import join
 from rloo_cli.evaluation.judges import judge as judging
-from rloo_cli.policy import load
+from rloo_cli.policy import load, reward_load
 from rloo_cli.reporting.display import Display
 from rloo_cli.reporting.log import Log
 from rloo_cli.rewards.engine.columns import check_splits
@@ -75,7 +75,7 @@ def make(
     log.phase("making rewards ready")
     length = config.generation.max_completion_length
     own = [judge.reward] if judge is not None and judge.reward is not None else []
-    ready([*rewards, *own], tokenizer, prepared, length, world.device, log.note)
+    ready([*rewards, *own], tokenizer, prepared, length, world.device, log.note, reward_load)
     run = with_model(config, start, world, log, tokenizer, context, prepared, rewards, steps)
     run.judge = judge
     begin(run, start)

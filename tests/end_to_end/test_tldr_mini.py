@@ -10,9 +10,9 @@ from cli_cases import Rloo, rloo, strict, surroundings
 
 from rloo_cli.config import check, synthetic
 from rloo_cli.config.compose import compose
-from rloo_cli.data.synthetic import tldr
 from rloo_cli.data.synthetic import tldr_posts as posts
 from rloo_cli.data.synthetic.tldr_posts import Facts, gold
+from rloo_cli.train.supervised import tldr
 
 __all__ = ["rloo"]  # fixture
 

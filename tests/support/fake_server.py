@@ -1,7 +1,8 @@
 """A rollout server without a model: vLLM 0.32's routes and forms, and switches for what goes wrong.
 
 `tests/generation/vllm/test_vllm_contract.py` holds it to the real one. It has no worker to send
-tensors to. Its tokens depend on prompt and seed alone; each has probability 1/V, as a model's whose head is zero.
+tensors to. Its tokens depend on prompt and seed alone; each has probability 1/V, as a model's whose
+head is zero.
 """
 
 import base64

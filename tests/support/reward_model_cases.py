@@ -14,7 +14,7 @@ from tokenizers import processors
 from rloo_cli.config.registry import config_class
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.data.synthetic import tiny
-from rloo_cli.policy import shared_attention
+from rloo_cli.policy import reward_load, shared_attention
 from rloo_cli.rewards.engine.build import build
 from rloo_cli.rewards.engine.ready import Surroundings
 
@@ -132,7 +132,7 @@ def made_ready(family, own, policy=None, conversational=False, folder=None, spli
     reward = build("rm", settings(weights(family), **given))
     noted = []
     splits = splits or [prompts(policy, conversational)]
-    around = Surroundings(policy, splits, 60, torch.device("cpu"), noted.append)
+    around = Surroundings(policy, splits, 60, torch.device("cpu"), noted.append, reward_load)
     reward.code.ready(around)
     return reward.code, noted
 

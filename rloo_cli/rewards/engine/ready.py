@@ -25,6 +25,7 @@ class Surroundings:
     longest: int  # the most tokens of a prompt and a completion
     device: Any  # torch's, of the policy
     note: Callable[[str], None]  # a line of the log
+    load: Any  # `policy.reward_load`, which imports torch: for rewards that are models
 
 
 def ready(
@@ -34,14 +35,16 @@ def ready(
     most: int,
     device: Any,
     note: Callable[[str], None],
+    load: Any,
 ) -> None:
     """Make every reward ready that has to be. `most`: tokens of a completion.
+    `load`: how a model that scores is loaded (`policy.reward_load`).
 
     Raises MachineError, ConfigError; no weights of the policy are loaded yet.
     """
     splits = [prompts for prompts in prepared.values() if len(prompts)]
     longest = max((prompts.longest for prompts in splits), default=0) + most
-    around = Surroundings(tokenizer, splits, longest, device, note)
+    around = Surroundings(tokenizer, splits, longest, device, note, load)
     for reward in rewards:
         module = registry.module("rewards", reward.config.type)
         if hasattr(module, "ready"):
