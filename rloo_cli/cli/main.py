@@ -79,7 +79,7 @@ def dispatch(words: list[str]) -> int:
         print(verb_help.of_verb(rest[0]) if rest and rest[0] in VERBS else verb_help.overview())
         return 0
     if verb == "--version":
-        from rloo_cli import __version__
+        from rloo_cli import __version__  # lazy: the version is asked for alone
 
         print(__version__)
         return 0
@@ -87,7 +87,7 @@ def dispatch(words: list[str]) -> int:
         print(verb_help.of_verb(verb))
         return 0
     if verb not in VERBS:
-        from rloo_cli.config.old_names import nearest
+        from rloo_cli.config.old_names import nearest  # lazy: only for a slip
 
         close = nearest(verb, VERBS)
         fix = f"rloo {close[0]}" if close else "rloo --help"
@@ -98,10 +98,10 @@ def dispatch(words: list[str]) -> int:
 
 def train(words: list[str]) -> int:
     """`rloo train`: compose, check, then run or plan, once per job of a sweep."""
-    from rloo_cli.cli import multirun as cli_multirun
-    from rloo_cli.cli.plan import dry_run
-    from rloo_cli.config import check
-    from rloo_cli.launch import launcher
+    from rloo_cli.cli import multirun as cli_multirun  # lazy: Hydra takes a third of a second
+    from rloo_cli.cli.plan import dry_run  # lazy: as slow
+    from rloo_cli.config import check  # lazy: as slow
+    from rloo_cli.launch import launcher  # lazy: as slow
 
     dry = "--dry-run" in words
     codes: list[int] = []
@@ -141,8 +141,8 @@ def _hydra(words: list[str], job: Callable[[Any, bool], tuple[int, float | None]
     """
     import hydra
 
-    from rloo_cli.cli import multirun as cli_multirun
-    from rloo_cli.config import compose, user_files
+    from rloo_cli.cli import multirun as cli_multirun  # lazy: Hydra takes a third of a second
+    from rloo_cli.config import compose, user_files  # lazy: as slow
 
     flags, overrides = split_flags(words)
     flags, dirs = compose.split_dirs(flags)
@@ -186,7 +186,7 @@ def _task(
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from rloo_cli.config import compose
+    from rloo_cli.config import compose  # lazy: as slow
 
     def task(cfg: Any) -> float | None:
         config: Any = HydraConfig.get()
@@ -229,7 +229,7 @@ def _check_flag(name: str, value: str) -> None:
 
 
 def _tool(name: str) -> Callable[[list[str]], int]:
-    """A verb of rloo_cli/tools, imported when it is called."""
+    """A verb of rloo_cli/cli, imported when it is called."""
 
     def verb(words: list[str]) -> int:
         from importlib import import_module
@@ -244,7 +244,7 @@ def _training(section: str) -> Callable[[list[str]], int]:
     """`rloo sft`, `rloo reward-model`: a training that comes before RLOO."""
 
     def verb(words: list[str]) -> int:
-        from rloo_cli.cli import supervised
+        from rloo_cli.cli import supervised  # lazy: one verb's
 
         return supervised.run(section, words)
 
@@ -253,7 +253,7 @@ def _training(section: str) -> Callable[[list[str]], int]:
 
 def sweep(words: list[str]) -> int:
     """`rloo sweep`: several configurations side by side; its commands for other terminals."""
-    from rloo_cli.cli import sweep
+    from rloo_cli.cli import sweep  # lazy: one verb's
 
     def jobs(given: list[str]) -> list[Any]:
         found: list[Any] = []
@@ -270,7 +270,7 @@ def sweep(words: list[str]) -> int:
 
 def serve(words: list[str]) -> int:
     """`rloo vllm-serve`: a rollout server, until it is asked to end."""
-    from rloo_cli.cli import vllm_serve
+    from rloo_cli.cli import vllm_serve  # lazy: one verb's
 
     return vllm_serve.run(words)
 

@@ -13,17 +13,8 @@ from rloo_cli.data.packing import Part
 from rloo_cli.reporting.update_metrics import Updates
 from rloo_cli.reporting.update_metrics import together as together_updates
 from rloo_cli.run import Cycle, Run
-from rloo_cli.train import guards, token_advantages
-from rloo_cli.train.advantages import (
-    Pass,
-    finish,
-    idle,
-    measure,
-    of_micro,
-    prepare,
-    refer,
-    remember,
-)
+from rloo_cli.train import advantages, guards, token_advantages
+from rloo_cli.train.advantages import Pass
 from rloo_cli.train.between_steps import log_step, pause
 from rloo_cli.train.minibatches import Plan, plan_updates, together
 from rloo_cli.utils import rng
@@ -46,7 +37,7 @@ def train(run: Run) -> None:
         if run.world.is_main:
             run.ledger.step(cycle.batch, state.place, cycle.updates.made, cycle.batch.updated)
         state.advance(cycle.batch)
-        remember(run, cycle.batch)
+        advantages.remember(run, cycle.batch)
         log_step(run, cycle.batch, together_updates(cycle.updates, run.world))
         run.cycle, run.rng = None, rng.take()
 
@@ -57,7 +48,7 @@ def update(run: Run, cycle: Cycle) -> None:
     if not cycle.prepared:
         early = run.algorithm.early(run.config.algorithm)
         fused = not run.separate and (early or together(plan_updates(run, batch, 0)))
-        prepare(run, batch, updates, fused)
+        advantages.prepare(run, batch, updates, fused)
         cycle.prepared = not fused
         cycle.mark()
     while cycle.iteration < run.config.algorithm.num_iterations:
@@ -68,13 +59,13 @@ def update(run: Run, cycle: Cycle) -> None:
                 run.world.check_stop()
                 last = number == len(plan.micros)
                 if not parts:  # other ranks have more
-                    idle(run, batch, True, last, refer=not cycle.prepared)
+                    advantages.idle(run, batch, True, last, refer=not cycle.prepared)
                     continue
                 loss, found = backward(run, batch, parts, plan, updates, last)
                 total += loss
                 passes.append(found)
             total = run.world.sum(total)
-            factor = 1.0 if cycle.prepared else finish(run, batch, passes)
+            factor = 1.0 if cycle.prepared else advantages.finish(run, batch, passes)
             step(run, batch, plan, total, updates, 1.0 if known else factor)
             cycle.prepared = True  # from here on the policy is not the sampler
             cycle.done += 1
@@ -89,15 +80,15 @@ def backward(
     settings, algorithm, kl = run.config.algorithm, run.algorithm, None
     with run.clock.phase("update"):
         micro = run.policy.pack(batch.groups, parts, batch.masked)
-        refer(run, batch, micro, updates)
+        advantages.refer(run, batch, micro, updates)
         fitted = token_advantages.fit_value(run, batch, micro, plan.tokens, updates)
         now = run.policy.logp(micro, want_entropy=run.log.due(run.state.step + 1, run.steps))
         if micro.old_logp is None:  # the policy still is the sampler: its numbers are the old ones
             micro.old_logp = now.logp.detach()
             micro.kl_logp = None if now.kl_logp is None else now.kl_logp.detach()
-            kl = measure(run, micro, updates)
+            kl = advantages.measure(run, micro, updates)
         old, ref, found = micro.old_logp, micro.ref_logp, Pass(micro, kl)
-        value, usable = of_micro(run, batch, found)
+        value, usable = advantages.of_micro(run, batch, found)
         value = algorithm.token_advantages(value, usable, micro.kl_old, ref, micro, settings)
         loss = algorithm.loss(
             now.logp, old, ref, micro, value, settings, plan.denominator, now.kl_logp,

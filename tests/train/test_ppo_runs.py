@@ -9,14 +9,14 @@ import torch
 from cli_cases import strict
 from fork_cases import Forked, fork_server
 from loop_cases import alone as make
-from loop_cases import cache, checked, sampled, updated
+from loop_cases import checked, sampled, updated
 from plan_cases import case
 from resume_cases import attempt, differing, left, temporaries, untimed, update_apart
 from safetensors.torch import load_file, save_file
 
 from rloo_cli.algorithms import ppo
 from rloo_cli.checkpoint import manifest, save, step_state
-from rloo_cli.config import check, value_model
+from rloo_cli.config import check, synthetic, value_model
 from rloo_cli.config.compose import compose
 from rloo_cli.planning import model_facts, peak_memory, plan, static_memory
 from rloo_cli.planning import text as planning_text
@@ -150,7 +150,7 @@ def test_two_ranks_make_the_update_of_one_process(fork_server: Any, tmp_path: Pa
     assert update_apart(one, two) < 1e-4
     found = [manifest.checkpoints(r)[0] / "trainer" / "value.safetensors" for r in (one, two)]
     ours, theirs = map(load_file, found)
-    begin = load_file(Path(found_reward()) / "model.safetensors")
+    begin = load_file(Path(synthetic.folder("make:tiny_reward")) / "model.safetensors")
     for name, tensor in ours.items():
         moved = (tensor - begin[name]).norm()
         assert float((tensor - theirs[name]).norm()) <= 1e-4 * float(moved), name
@@ -160,11 +160,6 @@ def test_two_ranks_make_the_update_of_one_process(fork_server: Any, tmp_path: Pa
         for name in ("loss/value_avg", "val/clipfrac_avg", "value/explained_variance", "loss"):
             if name in a:
                 assert b[name] == pytest.approx(a[name], rel=2e-4, abs=1e-5), name
-
-
-def found_reward() -> str:
-    (place,) = Path(cache()).glob("tiny-reward-*")
-    return str(place)
 
 
 # What is refused, before torch.
