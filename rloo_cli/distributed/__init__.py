@@ -4,4 +4,13 @@ Every rank knows a step's whole batch (ids, scores, advantages: small numbers); 
 and forwards its own share. So what is computed over a batch is the same on every rank, without a
 word about ranks where it is computed: `world` has the few calls in which they meet. How weights,
 gradients and optimizer are spread is an `engine`; the loop does not know which one it has.
+
+    device_count    how many GPUs and processes, without torch
+    engine          the engine protocol; one process, and ddp
+    fsdp            FSDP2
+    gather          whole weights of sharded models, unit by unit
+    optimizer       optimizer, schedule, clipping, float32 masters
+    world           ranks, and the calls by which they talk
+    zero            DeepSpeed ZeRO 1 to 3
+    zero_optimizer  DeepSpeed's optimizer behind ours
 """

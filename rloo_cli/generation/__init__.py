@@ -5,6 +5,13 @@ does the work is named in its `IMPLEMENTATION` (`module:name`, for `registry.loa
 built as `implementation(model, tokenizer, run_config, context_length, folder, note)`; `note`
 prints a line. A file may have `rules(run_config)`, problems of its keys. The loop knows
 `Generator` and nothing else.
+
+    common/        shared by every backend
+    hf/            sampling with the trained model
+    transformers   Sampling in this process with the trainer's own weights
+    vllm/          sampling with vLLM
+    vllm_colocate  Sampling by a vLLM engine on the trainer's own device, in a child process that li
+    vllm_server    Sampling by vLLM servers
 """
 
 from collections.abc import Callable, Sequence

@@ -11,6 +11,13 @@
 
 A RUN is a folder, a name under runs/, a folder with runs in it, or a pattern. Written to
 <their folder>/comparison: curves.png, curves.svg, table.md, table.csv, table.json. No torch.
+
+    charts          The comparison as one picture
+    configurations  Runs -> configurations
+    results         What can be said of configurations
+    runs            The runs that are compared
+    statistics      Means over seeds with Student's interval, and differences seed by seed
+    tables          The comparison in words and figures
 """
 
 import json

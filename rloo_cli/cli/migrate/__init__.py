@@ -11,6 +11,18 @@ The output is a recipe; everything that is not YAML is a comment, so `> my.yaml`
 old tool's defaults are written out where they differ from ours, with what was corrected. Where
 nothing says whether the old run was RLOO or GRPO, --from has to. OpenRLHF, verl and Megatron are
 recognised and refused: algorithm.dialect=openrlhf and verl compute RLOO as they do.
+
+    batch      How much an old run did
+    foreign    Trainers whose runs are recognised and not converted
+    given      What was read of an old run, before any of it is converted
+    model      What model an old run trained
+    objective  What an old run optimised
+    parse      What `rloo migrate` is given -> the old settings, by name
+    python     A Python training script -> the old settings in it, as far as they are literals
+    recipe     The recipe `rloo migrate` writes
+    sections   What an old run worked on
+    shell      Shell scripts as bash reads them, as far as it takes to find a command and its words
+    tables     Other trainers in plain tables
 """
 
 import re

@@ -1,15 +1,34 @@
 """All that knows vLLM: its arguments, its server, its weight transfer, and how it is asked.
 
-    arguments   a run's config -> the arguments of a vLLM engine            no torch, no vLLM
-    server      the process of `rloo vllm-serve`: vLLM's own API server behind our guard
-    child       the process of a colocated engine
-    plugin, receive   what runs inside vLLM's own processes
-    generator   the `Generator`: requests out (`asking`), rollouts in
-    supply      the truth about weights: what the engine has, and what it must have (`parity`)
-    remote, colocated   the two kinds of `Engine`: over HTTP (`servers`, `wire`), over a `pipe`
-    link, gloo, source  the sending end of a weight transfer
-    versions    what vLLM before 0.32 has otherwise, or lacks                no torch, no vLLM
+Only `server`, `child_process`, `group_route`, `plugin`, `receive` and what they ask of `versions`
+import vLLM; a trainer never does, except for NCCL and CUDA IPC, whose sending halves are vLLM's.
 
-Only `server`, `child`, `plugin`, `receive` and what they ask of `versions` import vLLM; a trainer
-never does, except for NCCL and CUDA IPC, whose sending halves are vLLM's.
+    config           the keys of a vLLM engine, shared by server and colocated engine
+    arguments        a run's config to the arguments of a vLLM engine; no torch, no vLLM
+    versions         what vLLM before 0.32 has otherwise, or lacks; no torch, no vLLM
+    generator        the `Generator`: requests out, rollouts in
+    sampling_params  what a completion is asked with
+    weight_sync      which weights an engine has, and which it must have
+    parity           trainer and engine compared on prompts of the data
+    engine           what a generator asks of an engine, wherever it runs
+    http_engine      rollout servers as an engine
+    http             HTTP to rollout servers
+    discovery        which rollout servers a run uses, and the state each is in
+    handshake        what trainer and server must agree on before weights are sent
+    deadlines        waiting for another process
+    child_engine     an engine on the trainer's own device, in a child process
+    child_pipe       that child process and the one pipe to it
+    child_process    the child's side
+    process_group    processes that end with the one that started them
+    transfer_send    the sending end of a weight transfer
+    transfer_gloo    weights over gloo, for machines without GPUs
+    weights          the trainer's weights, or its adapter, as an engine wants them
+    lora_slot        the engine's place for the one adapter that is trained
+    receive/         the receiving ends, inside vLLM's workers
+    plugin           loaded by vLLM in each of its processes
+    server           the process of `rloo vllm-serve`
+    group_route      POST /rloo/generate: one request for a whole group
+    auth             who may ask a rollout server what
+    server_file      server.json
+    ports            who listens where on this machine
 """

@@ -1,6 +1,6 @@
 """The process of a rollout server: vLLM's own API server, behind our guard, on a loopback port.
 
-Started by `rloo_cli.launch.rollout_server` as `main()` with FOLDER BY CONFIG. What it must know
+Started by launch/rollout_server.py as `main()` with FOLDER BY CONFIG. What it must know
 comes by file and environment, never by a command line, which every user of the machine can read.
 Once it answers it writes FOLDER/server.json; when it ends it takes that away again.
 """

@@ -3,6 +3,11 @@
 `Accounted` is what they have in common: every layer of the engine must have received all of its
 elements before an update may end. vLLM itself only logs a layer that received none, and fills one
 that received half with whatever was in memory.
+
+    adapter  The receiver of an adapter
+    gloo     The gloo receiver: our own engine for machines without GPUs
+    ipc      The CUDA IPC receiver, accounted
+    nccl     vLLM's NCCL receiver, accounted
 """
 
 from typing import TYPE_CHECKING, Any
