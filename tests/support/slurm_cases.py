@@ -267,6 +267,7 @@ class Job:
         while self.facts()["JobState"] != "PENDING":
             assert time.monotonic() < until, self.facts()
             time.sleep(0.2)
+        time.sleep(2)  # the credential that was revoked has the time in seconds: not this one too
         self.slurm.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
 
