@@ -11,6 +11,7 @@ from ledger_cases import edit, ended, lines, prompts, write
 from rloo_cli.cli import main
 from rloo_cli.cli.ledger import audit
 from rloo_cli.data import order
+from rloo_cli.reporting import prompt_ledger
 from rloo_cli.reporting.prompt_ledger import FATES, NAME
 from rloo_cli.utils.errors import ConfigError, DataError
 
@@ -311,7 +312,5 @@ def test_the_command_needs_no_torch_and_exits_with_2_and_4(rloo_without_torch: R
 
 
 def test_every_fate_is_defined_once_in_the_ledgers_own_words():
-    import rloo_cli.reporting.prompt_ledger
-
     for fate in FATES:
-        assert f"\n    {fate:<10} " in (rloo_cli.ledger.__doc__ or ""), fate
+        assert f"\n    {fate:<10} " in (prompt_ledger.__doc__ or ""), fate
