@@ -23,8 +23,8 @@ def child(job: dict, rank: dict) -> None:  # type: ignore[type-arg]
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.chdir(job["cwd"])
-    os.environ.update(job["env"])
     os.environ.update({k: str(v) for k, v in rank.items()})
+    os.environ.update(job["env"])
     sys.argv = [job["module"], *job["words"]]
     MODULES[job["module"]].main()
 
