@@ -10,11 +10,12 @@ import os
 import socket
 import sys
 
+import rank_job
 import torch
 
 from rloo_cli import evaluator, trainer, worker
 
-MODULES = {"worker": worker, "evaluator": evaluator, "trainer": trainer}
+MODULES = {"worker": worker, "evaluator": evaluator, "trainer": trainer, "rank_job": rank_job}
 
 
 def child(job: dict, rank: dict) -> None:  # type: ignore[type-arg]
