@@ -26,11 +26,16 @@ def _alone(masters: Sequence[Tensor]) -> None:
     """No other rank has gradients."""
 
 
+def _nothing() -> None:
+    """Nothing is under way."""
+
+
 class Optimizer:
     """AdamW (or the user's), schedule and clipping over a model's trainable parameters.
 
     Sharded weights (DTensors) are updated shard by shard. `reduce` sums gradients over ranks that
-    have a copy each. `beside`: a second model that learns with it; its names get a prefix.
+    have a copy each, and `drop` ends a sum that is given up. `beside`: a second model that learns
+    with it; its names get a prefix.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class Optimizer:
         self.inner = build(self.masters, config)
         self.schedule = schedule(self.inner, config, updates)
         self.reduce: Callable[[Sequence[Tensor]], None] = _alone
+        self.drop: Callable[[], None] = _nothing
         self.shards_are_masters = False  # float32 shards of a model that computes in less
 
     @property
@@ -110,7 +116,8 @@ class Optimizer:
         self.zero()
 
     def zero(self) -> None:
-        """Forget the gradients, so that nothing of them is ever applied."""
+        """Forget the gradients, so that nothing of them is ever applied. All ranks together."""
+        self.drop()
         for parameter in (*self.weights, *self.masters):
             parameter.grad = None
 

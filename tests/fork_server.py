@@ -10,11 +10,12 @@ import os
 import socket
 import sys
 
+import rank_job
 import torch
 
 from rloo_cli import evaluator, trainer, worker
 
-MODULES = {"worker": worker, "evaluator": evaluator, "trainer": trainer}
+MODULES = {"worker": worker, "evaluator": evaluator, "trainer": trainer, "rank_job": rank_job}
 
 
 def child(job: dict, rank: dict) -> None:  # type: ignore[type-arg]
@@ -23,8 +24,8 @@ def child(job: dict, rank: dict) -> None:  # type: ignore[type-arg]
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.chdir(job["cwd"])
-    os.environ.update(job["env"])
     os.environ.update({k: str(v) for k, v in rank.items()})
+    os.environ.update(job["env"])
     sys.argv = [job["module"], *job["words"]]
     MODULES[job["module"]].main()
 
