@@ -31,6 +31,11 @@ class Engine:
     def __init__(self, world: World, config: RunConfig):
         self.world, self.config = world, config
 
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimizer works in the CPU's memory for a model that computes on a GPU."""
+        return self.config.distributed.offload != "none" and self.world.device.type == "cuda"
+
     def spread(self, policy: Policy, updates: int) -> Any:
         """Spread the policy over the ranks; its optimizer. `updates`: those of the whole run."""
         given = self.config.train, updates, self.config.distributed
