@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed.optimizer import Optimizer
+from rloo_cli.distributed.overlap import Reduction
 from rloo_cli.distributed.world import World
 from rloo_cli.policy.model import Policy
-
-BUCKET = 64 * 2**20  # bytes of gradients that are summed at once
 
 
 class Engine:
@@ -32,6 +31,11 @@ class Engine:
     def __init__(self, world: World, config: RunConfig):
         self.world, self.config = world, config
 
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimizer works in the CPU's memory for a model that computes on a GPU."""
+        return self.config.distributed.offload != "none" and self.world.device.type == "cuda"
+
     def spread(self, policy: Policy, updates: int) -> Any:
         """Spread the policy over the ranks; its optimizer. `updates`: those of the whole run."""
         given = self.config.train, updates, self.config.distributed
@@ -43,6 +47,10 @@ class Engine:
     def backward(self, loss: Tensor, last: bool) -> None:
         """One micro-batch's backward pass; `last`: of its update."""
         loss.backward()
+
+    def nothing(self, last: bool) -> None:
+        """This rank has no micro-batch where others have one, and none stands in; `last`: of the
+        update."""
 
     @contextmanager
     def whole(
@@ -59,10 +67,12 @@ class Copies(Engine):
     """`ddp`: a copy of the model in each process.
 
     Gradients are summed once per update, of float32 masters where weights are half precision, and
-    not during backward as torch's DistributedDataParallel does: an update has many micro-batches
-    here, which ranks need not have equally many of, and sums in bfloat16 would lose what `optim`
-    keeps.
+    not by torch's DistributedDataParallel: an update has many micro-batches here, which ranks need
+    not have equally many of, and sums in bfloat16 would lose what `optim` keeps. In the backward
+    pass of the last micro-batch they are sent as they become whole (`overlap`).
     """
+
+    reduction: Reduction | None = None  # with several ranks
 
     def spread(self, policy: Policy, updates: int) -> Any:
         """The same weights everywhere, rank 0's, and an optimizer that sums gradients."""
@@ -73,32 +83,19 @@ class Copies(Engine):
                         dist.broadcast(tensor, 0)
         optimizer: Optimizer = super().spread(policy, updates)
         if self.world.size > 1:
-            optimizer.reduce = self._reduce
+            apart = [] if self.beside is None else [*self.beside.parameters()]
+            found = Reduction(self.world, optimizer.weights, optimizer.masters, apart)
+            optimizer.reduce, optimizer.drop, self.reduction = found.finish, found.drop, found
         return optimizer
 
-    @torch.no_grad()
-    def _reduce(self, masters: Sequence[Tensor]) -> None:
-        """Sum the gradients of all ranks; one that only some have counts as 0 on the others."""
-        have = torch.tensor([float(m.grad is not None) for m in masters])
-        wanted = [m for m, n in zip(masters, self.world.sum(have).tolist(), strict=True) if n]
-        for master in wanted:
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-        for bucket in _buckets([m.grad for m in wanted if m.grad is not None]):
-            flat = torch.cat([g.reshape(-1) for g in bucket])
-            dist.all_reduce(flat)
-            for grad, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                grad.copy_(part.view_as(grad))
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """In the last one of an update gradients begin to travel."""
+        if self.reduction is None:
+            loss.backward()
+        else:
+            self.reduction.backward(loss, last)
 
-
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of one dtype that fill a bucket; a larger one is alone."""
-    run: list[Tensor] = []
-    for grad in gradients:
-        size = sum(g.nbytes for g in run)
-        if run and (size + grad.nbytes > BUCKET or grad.dtype != run[0].dtype):
-            yield run
-            run = []
-        run.append(grad)
-    if run:
-        yield run
+    def nothing(self, last: bool) -> None:
+        """What this rank has of the update's gradients may travel after the last one."""
+        if self.reduction is not None:
+            self.reduction.nothing(last)

@@ -47,7 +47,8 @@ class Sharded(Engine):
         keep = self.config.distributed.master_weights == "float32"
         self._shard(policy, torch.float32 if keep else None)
         self.trained = policy.scorer
-        found = Optimizer(policy.model, self.config.train, updates, self.config.distributed)
+        given = self.config.train, updates, self.config.distributed
+        found = Optimizer(policy.model, *given, offloaded=self.offloads)
         found.shards_are_masters = keep and policy.dtype in HALF
         return found
 
@@ -78,8 +79,8 @@ class Sharded(Engine):
         """`stored`: dtype of the shards; None = that of the weights."""
         scorer, dtype = policy.scorer, policy.dtype
         offload: OffloadPolicy = OffloadPolicy()
-        if self.config.distributed.offload == "parameters" and self.world.device.type == "cuda":
-            offload = CPUOffloadPolicy()
+        if self.offloads and self.config.distributed.offload == "parameters":
+            offload = CPUOffloadPolicy(pin_memory=True)
         mixed = MixedPrecisionPolicy()
         if dtype in HALF and stored is not None:
             mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

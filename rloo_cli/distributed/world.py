@@ -9,7 +9,7 @@ import os
 import pickle
 import socket
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rloo_cli.config.schema import DistributedConfig, RunConfig
 from rloo_cli.distributed import device_count
+from rloo_cli.distributed.pace import Pace
 from rloo_cli.utils import errors, signals
 from rloo_cli.utils.environment import environment_number
 from rloo_cli.utils.errors import GenerationError, MachineError, Problem, RunError, Stopped
@@ -37,6 +38,7 @@ class World:
     local: int = 1  # ranks on this machine
     group: Any = None  # of CPU tensors, None with one rank
     patient: Any = None  # the same ranks, for what only one of them does
+    pace: Pace = field(default_factory=Pace)  # of `check_stop`
 
     @property
     def is_main(self) -> bool:
@@ -94,12 +96,21 @@ class World:
         _meet("what rank 0 does", lambda: dist.broadcast_object_list(box, 0, self.patient))
         return box[0]
 
-    def check_stop(self) -> None:
-        """Raises Stopped on every rank when a signal asked any of them to end."""
+    def check_stop(self, often: bool = False) -> None:
+        """Raises Stopped on every rank when a signal asked any of them to end.
+
+        `often`: this is asked before each of many small pieces of work, equally often on all
+        ranks. They meet at the first, and then about once a second.
+        """
         if self.size == 1:
             signals.check()
             return
-        asked = self.sum(torch.tensor(float(signals.asked() is not None)))
+        if often and not self.pace.due():
+            return
+        told = torch.tensor([float(signals.asked() is not None), self.pace.slowest]).double()
+        _meet("a signal", lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group))
+        asked, slowest = told.tolist()
+        self.pace.met(slowest, often)
         if asked:
             stopped = Stopped(Problem("stopped, as a rank was asked to"))
             try:

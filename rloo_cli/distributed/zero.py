@@ -48,7 +48,7 @@ class Zero(Engine):
                 deepspeed.zero.Init(module=unit, config_dict_or_path=settings, dtype=policy.dtype)
             policy.source = None
         trained = [p for p in policy.model.parameters() if p.requires_grad]
-        inner = build(trained, self.config.train)
+        inner = build(trained, self.config.train, self.offloads)
         engine, *_ = deepspeed.initialize(
             model=policy.scorer, optimizer=inner, config=settings, dist_init_required=False
         )

@@ -118,9 +118,17 @@ class ZeroOptimizer:
                 counters[what] = value
             else:
                 self.state.set(weights[name], value, what)
-        for state in self.inner.state.values():
-            state |= {what: value.clone() for what, value in counters.items()}
+        put_counters(self.inner, counters)
         put_facts(self.inner, self.schedule, facts, self)
+
+
+def put_counters(inner: Any, counters: Mapping[str, Tensor]) -> None:
+    """State of one element, for each of the flat shares that the optimizer updates: on the CPU, or
+    beside the share where the optimizer is fused, whose kernel reads it there."""
+    fused = bool(inner.param_groups[0].get("fused"))
+    for flat, state in inner.state.items():
+        where = flat.device if fused else torch.device("cpu")
+        state |= {what: value.to(where, copy=True) for what, value in counters.items()}
 
 
 def count(parameter: Any) -> int:

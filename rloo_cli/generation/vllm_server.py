@@ -33,6 +33,11 @@ class Section(EngineKeys):
     port: int = key("Its port; 0 = a free one", ge=0, lt=65536)
     allow_remote: bool = key("Listen on an address that other machines reach")
     data_parallel_size: Positive = key("Copies of the model in one server")
+    api_processes: Positive | None = key(
+        "Processes that take one server's requests; null = one for each copy of the model",
+        since="0.2",
+        before=None,
+    )
     max_in_flight: Positive | None = key(
         "Most requests under way at once on each server; null = 1024 for each copy of the model",
         default_was=(None, 512),  # changes no completion

@@ -41,7 +41,7 @@ def prepare(run: Run, batch: Batch, updates: Updates, fused: bool) -> None:
         return
     passes = []
     for parts in cut(run, batch, batch.active, grad=False)[run.world.rank]:
-        run.world.check_stop()
+        run.world.check_stop(often=True)
         if not parts:
             idle(run, batch)
             continue
@@ -63,7 +63,7 @@ def ahead(run: Run, batch: Batch, updates: Updates) -> None:
     passes = []
     with run.reference.there():
         for parts in cut(run, batch, batch.active, grad=False)[run.world.rank]:
-            run.world.check_stop()
+            run.world.check_stop(often=True)
             if not parts:  # a reference that is kept elsewhere is a rank's own: nobody waits
                 continue
             micro = run.policy.pack(batch.groups, parts, batch.masked)
@@ -205,6 +205,8 @@ def idle(run: Run, batch: Batch, grad: bool = False, last: bool = True, refer: b
     They would wait for this one for ever: sharded weights are gathered by all of them together.
     """
     if not run.engine.lockstep:
+        if grad:
+            run.engine.nothing(last)
         return
     group = batch.groups[0]
     rollout = replace(

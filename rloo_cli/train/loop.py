@@ -56,7 +56,7 @@ def update(run: Run, cycle: Cycle) -> None:
             total = torch.zeros((), dtype=torch.float64, device=run.world.device)
             passes, known = [], batch.advantage is not None
             for number, parts in enumerate(plan.micros, 1):
-                run.world.check_stop()
+                run.world.check_stop(often=True)
                 last = number == len(plan.micros)
                 if not parts:  # other ranks have more
                     advantages.idle(run, batch, True, last, refer=not cycle.prepared)

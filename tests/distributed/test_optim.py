@@ -5,11 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from rloo_cli.config.schema import TrainConfig
-from rloo_cli.distributed.optimizer import Optimizer, fusible
+from rloo_cli.distributed.optimizer import Optimizer, fusible, whole
+from rloo_cli.distributed.zero import Zero
+from rloo_cli.distributed.zero_optimizer import put_counters
 from rloo_cli.utils.errors import ConfigError
 
 YAML = Path(__file__).parents[2] / "conf/config.yaml"
@@ -266,3 +271,91 @@ def test_torchs_fused_adamw_is_for_weights_that_are_all_on_gpus():
     assert fusible([weight(True), weight(True)])
     assert not fusible([weight(True), weight(False)]) and not fusible([])
     assert not fusible([weight(True, floating=False)])
+
+
+# An optimizer in the CPU's memory, of a model that computes on a GPU.
+
+DECAYED = {"learning_rate": 1e-2, "weight_decay": 0.1, "optimizer_kwargs": {"betas": [0.8, 0.99]}}
+
+
+@pytest.fixture
+def mesh():
+    """One process's mesh, for tensors in shards."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def drawn(mesh=None):
+    """A model of one weight, and five gradients of it; in shards with a mesh."""
+    draw = torch.Generator().manual_seed(0)
+    model = Weights([[0.0]])
+    values = [torch.randn(40, 30, generator=draw) for _ in range(6)]
+    if mesh is not None:
+        values = [distribute_tensor(value, mesh, [Shard(0)]) for value in values]
+    model.free = nn.Parameter(values[0])
+    return model, values[1:]
+
+
+def made(model, offloaded):
+    return Optimizer(model, config(**DECAYED, **CONSTANT), 100, offloaded=offloaded)
+
+
+def walk(model, found, gradients):
+    for gradient in gradients:
+        model.free.grad = gradient.clone()
+        found.step(found.grad_norm())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_offloaded_adamw_makes_torchs_own_steps(sharded, request):
+    (plain, gradients), (model, shards) = (
+        drawn(), drawn(request.getfixturevalue("mesh") if sharded else None),
+    )  # fmt: skip
+    found = made(model, offloaded=True)
+    assert found.inner.param_groups[0]["fused"] is True
+    inner = torch.optim.AdamW([plain.free], lr=1e-2, weight_decay=0.1, betas=(0.8, 0.99))
+    walk(model, found, shards)
+    for gradient in gradients:
+        plain.free.grad = gradient
+        inner.step()
+    torch.testing.assert_close(whole(model.free.detach()), plain.free.detach(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_checkpoint_goes_on_whether_the_optimizer_is_offloaded_or_not(first):
+    model, gradients = drawn()
+    one = made(model, first)
+    walk(model, one, gradients[:2])
+    tensors, facts = one.dump()
+    assert {name.partition("/")[0] for name in tensors} == {"step", "exp_avg", "exp_avg_sq"}
+    other, _ = drawn()
+    other.free.data.copy_(model.free.data)
+    second = made(other, not first)
+    second.restore({n: t.clone() for n, t in tensors.items()}, facts)
+    assert bool(second.inner.param_groups[0].get("fused")) is not first
+    walk(model, one, gradients[2:])
+    walk(other, second, gradients[2:])
+    torch.testing.assert_close(other.free, model.free, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("device", "offload", "offloads"),
+    [("cuda", "optimizer", True), ("cuda", "none", False), ("cpu", "parameters", False)],
+)
+def test_what_computes_on_a_cpu_keeps_the_optimizer_that_it_had(device, offload, offloads):
+    settings = SimpleNamespace(distributed=SimpleNamespace(offload=offload, engine="zero3"))
+    settings.train = config()
+    engine = Zero(SimpleNamespace(device=torch.device(device)), settings)
+    assert engine.offloads is offloads
+    zero = engine._settings(torch.float32)["zero_optimization"]
+    pinned = {"device": "cpu", "pin_memory": device == "cuda"}
+    assert zero.get("offload_optimizer") == (None if offload == "none" else pinned)
+
+
+def test_counters_of_a_fused_optimizer_lie_beside_the_share_that_they_count_for():
+    flat = torch.zeros(3, device="meta")  # where a GPU's would be
+    for fused, where in ((True, "meta"), (None, "cpu")):
+        inner = SimpleNamespace(param_groups=[{"fused": fused}], state={flat: {}})
+        put_counters(inner, {"step": torch.tensor(3.0)})
+        assert inner.state[flat]["step"].device.type == where

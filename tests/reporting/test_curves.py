@@ -204,7 +204,7 @@ def test_a_checkpoint_draws_the_run_so_far_and_the_last_step_leaves_it_to_the_en
         ),
         cycle=None,
         clock=Clock(),
-        world=SimpleNamespace(check_stop=lambda: None),
+        world=SimpleNamespace(check_stop=lambda often=False: None),
         log=SimpleNamespace(draw_curves=lambda now_and_then: did.append(now_and_then)),
     )
     monkeypatch.setattr(between_steps.checkpoint, "save", lambda run: None)

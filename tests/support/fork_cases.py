@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -66,6 +67,21 @@ class Forked:
         text = path.read_text() if path.exists() else ""
         path.unlink(missing_ok=True)
         return text
+
+
+def on_ranks(server: "subprocess.Popen[str]", folder: Path, spec: str, ranks: int = 2) -> list[Any]:
+    """What a test module's function ("module:function", of a World) returns on each rank."""
+    out = folder / "out"
+    job = {
+        "module": "rank_job", "words": [str(folder), spec], "cwd": str(folder), "env": {},
+        "out": str(out), "ranks": ranks,
+    }  # fmt: skip
+    assert server.stdin and server.stdout
+    server.stdin.write(json.dumps(job) + "\n")
+    server.stdin.flush()
+    code = int(server.stdout.readline())
+    assert code == 0, out.read_text()
+    return [json.loads((folder / f"rank_{n}.json").read_text()) for n in range(ranks)]
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 
+import rank_job
 import torch
 
 from rloo_cli.evaluation import worker as evaluation_worker
@@ -20,6 +21,7 @@ MODULES = {
     "train.worker": worker,
     "evaluation.worker": evaluation_worker,
     "train.supervised.worker": supervised_worker,
+    "rank_job": rank_job,
 }
 
 
@@ -29,8 +31,8 @@ def child(job: dict, rank: dict) -> None:  # type: ignore[type-arg]
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.chdir(job["cwd"])
-    os.environ.update(job["env"])
     os.environ.update({k: str(v) for k, v in rank.items()})
+    os.environ.update(job["env"])
     sys.argv = [job["module"], *job["words"]]
     MODULES[job["module"]].main()
 

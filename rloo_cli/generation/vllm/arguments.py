@@ -80,6 +80,14 @@ def transfer(run: RunConfig, keys: EngineKeys) -> str:
     return on_gpu if gpus() else "gloo"
 
 
+def count_api_processes(keys: EngineKeys) -> int:
+    """Processes that answer a server's requests: as generation.server.api_processes says, else one
+    for each copy of the model, which is vLLM's own default; an older vLLM has one."""
+    given: int | None = keys.api_processes  # type: ignore[attr-defined]
+    copies: int = keys.data_parallel_size  # type: ignore[attr-defined]
+    return given or (1 if versions.is_old(installed()) else copies)
+
+
 def longest(run: RunConfig, keys: EngineKeys) -> int | None:
     """Most tokens of a prompt and its completion.
 

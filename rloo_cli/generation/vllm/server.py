@@ -1,4 +1,4 @@
-"""The process of a rollout server: vLLM's own API server, behind our guard, on a loopback port.
+"""The first process of a rollout server: vLLM's own API server, behind our guard, on loopback.
 
 Started by launch/rollout_server.py as `main()` with FOLDER BY CONFIG. What it must know
 comes by file and environment, never by a command line, which every user of the machine can read.
@@ -23,6 +23,7 @@ from typing import Any
 
 from rloo_cli.config import check
 from rloo_cli.generation.vllm import (
+    api_processes,
     arguments,
     auth,
     handshake,
@@ -33,7 +34,7 @@ from rloo_cli.generation.vllm import (
     versions,
 )
 from rloo_cli.utils import pids
-from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem, RunError
+from rloo_cli.utils.errors import ConfigError, MachineError, Problem, RunError
 from rloo_cli.utils.files import write_text
 
 EXTERNAL = "RLOO_SERVER_TOKEN"  # a token that somebody chose; else one is made
@@ -117,8 +118,10 @@ def _serve(folder: Path, by: str, run: Any) -> None:
         log=os.environ.get(LOG, ""),
         job=server_file.job(),
     )
-    threading.Thread(target=_tell, args=(folder, server, host, port), daemon=True).start()
-    _run(bound, _namespace(given, keys, host, port), server.url)
+    ready = api_processes.make_ready(arguments.count_api_processes(keys))
+    threading.Thread(target=_tell, args=(folder, server, host, port, ready), daemon=True).start()
+    args = _namespace(given, keys, host, port)
+    api_processes.serve(bound, args, server.url, ready)
 
 
 def _token() -> str:
@@ -198,29 +201,14 @@ def _namespace(given: dict[str, Any], keys: Any, host: str, port: int) -> Namesp
     return args
 
 
-def _run(bound: socket.socket, args: Namespace, url: str) -> None:
-    entry = versions.module("entry")
-    importlib.import_module("vllm.utils.system_utils").set_ulimit()
-    build = entry.build_app
-
-    def guarded(*given: Any, **options: Any) -> Any:
-        """vLLM's application, if nothing that came after the guard stands before it."""
-        app = build(*given, **options)
-        if app.user_middleware[0].cls is not auth.Guard:
-            what = f"{app.user_middleware[0].cls} stands before the guard"
-            raise GenerationError(Problem(what, more="a middleware that SageMaker's hooks added"))
-        importlib.import_module("rloo_cli.generation.vllm.group_route").attach(app)
-        versions.attach_routes(app)
-        return app
-
-    entry.build_app = guarded
-    importlib.import_module("uvloop").run(entry.run_server_worker(url, bound, args))
-
-
-def _tell(folder: Path, server: server_file.Server, host: str, port: int) -> None:
-    """On a thread: once /health answers, write server.json."""
+def _tell(
+    folder: Path, server: server_file.Server, host: str, port: int, ready: api_processes.Ready
+) -> None:
+    """On a thread: once every API process is `ready` and /health answers, write server.json."""
     while True:
         time.sleep(0.2)
+        if not all(ready):
+            continue
         connection = http.client.HTTPConnection(host, port, timeout=10)
         try:
             connection.request("GET", "/health")

@@ -100,6 +100,10 @@ def problems(version: str, section: str, keys: Any, lm_head_fp32: bool) -> Itera
         key = f"{section}.sleep"
         why = f"vLLM {version} cannot let go of the KV cache alone (release_kv_cache_memory)"
         yield Problem(f"{key} = kv needs vLLM 0.32", key, why, f"{key}=weights, or {key}=none")
+    if (getattr(keys, "api_processes", None) or 1) > 1:
+        key = f"{section}.api_processes"
+        why = f"vLLM {version} keeps pauses and labels of weights in the API process that was asked"
+        yield Problem(f"{key} = {keys.api_processes} needs vLLM 0.32", key, why, f"{key}=null")
     if lm_head_fp32:
         key = "model.lm_head_fp32"
         why = f"vLLM {version} takes head_dtype for pooling models only, and would not say so"

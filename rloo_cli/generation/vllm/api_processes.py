@@ -1,0 +1,133 @@
+"""Who answers a server's requests: its own process, or several that share its socket and engines.
+
+In vLLM 0.32 a pause, the label of the weights, the prefix cache, sleep and a loaded adapter are
+states of the engine (vllm/v1/engine/core.py); an API process has none of its own, and
+`v1/engine/core_client.py` sends each such call to every engine. So a call that reaches one API
+process holds for the requests of all of them: a pause aborts everybody's, what comes during one
+waits in the engine, and each completion has the label of the engine that drew it. An older vLLM
+keeps its labels and its pause in the API process, and has one of them (`versions.problems`).
+
+Unlike vLLM's own `run_multi_api_server`: the socket is the one that is bound already, the guard
+stands in every process, and none of them may end, also not by itself, without ending the server.
+"""
+
+import functools
+import importlib
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Iterable, MutableSequence
+from multiprocessing import connection
+from typing import Any
+
+from rloo_cli.generation.vllm import auth, process_group, versions
+from rloo_cli.utils.errors import GenerationError, Problem
+
+Ready = MutableSequence[int]  # 1 for each API process that answers
+
+
+def make_ready(count: int) -> Ready:
+    """`count` zeros that processes share: none of the API processes answers yet."""
+    ready: Ready = multiprocessing.get_context("spawn").RawArray("b", count)
+    return ready
+
+
+def serve(bound: socket.socket, args: Namespace, url: str, ready: Ready) -> None:
+    """Answer requests at `bound` until this process is asked to end, with as many API processes as
+    `ready` has places; each sets its own to 1 once it answers.
+
+    Call it from the main thread. Raises GenerationError when one of several processes ends.
+    """
+    importlib.import_module("vllm.utils.system_utils").set_ulimit()
+    if len(ready) == 1:
+        entry = _guarded_entry(ready, 0)
+        importlib.import_module("uvloop").run(entry.run_server_worker(url, bound, args))
+        return
+    try:
+        _serve_with_several(bound, args, url, ready)
+    finally:  # also when only one of them is gone: half a server is none
+        if os.getpgid(0) == os.getpid():
+            process_group.kill(os.getpid(), spared=os.getpid())
+
+
+def _serve_with_several(bound: socket.socket, args: Namespace, url: str, ready: Ready) -> None:
+    """Start engines and API processes; returns only by an error."""
+    # Into the folder for temporary files; a page of metrics is else that of one process.
+    importlib.import_module("vllm.v1.metrics.prometheus").setup_multiprocess_prometheus()
+    engines = importlib.import_module("vllm.v1.engine.utils")
+    given = importlib.import_module("vllm").AsyncEngineArgs.from_cli_args(args)
+    given._api_process_count, given._api_process_rank = len(ready), -1
+    context = importlib.import_module("vllm.usage.usage_lib").UsageContext.OPENAI_API_SERVER
+    config = given.create_engine_config(usage_context=context)
+    executor = importlib.import_module("vllm.v1.executor").Executor.get_class(config)
+    listeners = engines.bind_engine_zmq_listeners(config, len(ready))
+    with engines.launch_core_engines(
+        config, executor, not given.disable_log_stats, listeners.addresses
+    ) as launch:
+        coordinator = launch.coordinator
+        manager = importlib.import_module("vllm.v1.utils").APIServerProcessManager(
+            listen_address=url,
+            sock=bound,
+            args=args,
+            num_servers=len(ready),
+            input_listeners=listeners.inputs,
+            output_listeners=listeners.outputs,
+            target_server_fn=functools.partial(answer_requests, ready),
+            stats_update_address=coordinator and coordinator.get_stats_publish_address(),
+            tensor_queue=launch.tensor_queue,
+        )
+        launch.watched_frontend_processes = manager.processes
+    others = [] if coordinator is None else [coordinator.proc]
+    _wait_for_an_end([*manager.processes, *launch.engine_manager.processes, *others])
+
+
+def answer_requests(
+    ready: Ready, url: str, bound: socket.socket, args: Namespace, client: dict[str, Any]
+) -> None:
+    """The life of one API process of several. `client`: vLLM's own, which engines it speaks to."""
+    process_group.die_with_parent()
+    system, number = importlib.import_module("vllm.utils.system_utils"), client["client_index"]
+    system.set_process_title("APIServer", str(number))
+    system.decorate_logs()
+    entry = _guarded_entry(ready, number)
+    importlib.import_module("uvloop").run(entry.run_server_worker(url, bound, args, client))
+
+
+def _guarded_entry(ready: Ready, number: int) -> Any:
+    """vLLM's module that serves an application, so that ours is built: behind the guard, with our
+    routes, and telling when it answers."""
+    entry = versions.module("entry")
+    build = entry.build_app
+
+    def guarded(*given: Any, **options: Any) -> Any:
+        """vLLM's application, if nothing that came after the guard stands before it."""
+        app = build(*given, **options)
+        if app.user_middleware[0].cls is not auth.Guard:
+            what = f"{app.user_middleware[0].cls} stands before the guard"
+            raise GenerationError(Problem(what, more="a middleware that SageMaker's hooks added"))
+        importlib.import_module("rloo_cli.generation.vllm.group_route").attach(app)
+        versions.attach_routes(app)
+        threading.Thread(target=_tell, args=(app, ready, number), daemon=True).start()
+        return app
+
+    entry.build_app = guarded
+    return entry
+
+
+def _tell(app: Any, ready: Ready, number: int) -> None:
+    """On a thread: once uvicorn listens, say so."""
+    while not getattr(getattr(app.state, "server", None), "started", False):
+        time.sleep(0.05)
+    ready[number] = 1
+
+
+def _wait_for_an_end(processes: Iterable[Any]) -> None:
+    """Wait until one of these processes ends, whatever its exit code. Raises GenerationError."""
+    by_sentinel = {process.sentinel: process for process in processes}
+    first = by_sentinel[connection.wait(by_sentinel)[0]]
+    first.join()
+    what = f"{first.name} (process {first.pid}) of the server ended with {first.exitcode}"
+    raise GenerationError(Problem(what, why="the server's other processes were ended with it"))
