@@ -38,7 +38,7 @@ def train(
     """Do a whole run in this process; what is in its summary.json, and its `folder`.
 
     `recipe`: a shipped recipe's name or a YAML file. `rewards`: callables of the interface of
-    OBJECTIVE 5, by name; they take the place of the recipe's rewards, and their keys are set by
+    docs/rewards.md, by name; they take the place of the recipe's rewards, and their keys are set by
     overrides such as `reward.NAME.weight=0.5`. A run that is finished already is not done again.
 
     Raises RunError (its `code` is the exit status the command would have had).

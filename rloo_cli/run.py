@@ -77,7 +77,7 @@ class State:
         self.tokens += sum(len(g.prompt_ids) + r.length for g, r in rows)
 
     def seen_by_rewards(self, run: "Run") -> TrainerState:
-        """What a reward may know of the training (OBJECTIVE 5), for curricula."""
+        """What a reward may know of the training (docs/rewards.md), for curricula."""
         return self.told(run.steps, len(run.prompts), run.config, run.log.history)
 
     def told(

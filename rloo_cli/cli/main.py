@@ -32,7 +32,7 @@ HYDRA_FLAGS = (*TAKES_VALUE, "--multirun", "-m", "--resolve")
 
 
 def main() -> None:
-    """The console script. Exits with the code of the first cause (PROMISES 2)."""
+    """The console script. Exits with the code of the first cause (docs/reference.md)."""
     console.open_descriptors()
     console.prepare_environment()
     with redact.everywhere():

@@ -31,7 +31,7 @@ from rloo_cli.config.schema import (
 )
 from rloo_cli.utils.errors import ConfigError, Problem
 
-# What a run may change and still be the same experiment (PROMISES 14).
+# What a run may change and still be the same experiment (docs/reference.md).
 FREE = (
     "root", "name", "resume", "resume_allow_changes", "logging", "checkpoint", "eval", "max_steps",
     "total_episodes", "train.epochs", "sft", "reward_model", "distributed",

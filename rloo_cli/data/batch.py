@@ -20,7 +20,7 @@ class Rollout:
     completion_ids: list[int]  # T ids, the stop token (or the stop string's tokens) included
     text: str  # without the stop token, stop string cut off
     finish_reason: str  # stop, length
-    terminated: bool  # it ended by itself (OBJECTIVE 7); truncated otherwise
+    terminated: bool  # it ended by itself; truncated otherwise
     seed: int
     weight_version: int  # optimizer updates its sampler had seen
     behaviour_logp: list[float] | None = None  # T, as the sampler really drew

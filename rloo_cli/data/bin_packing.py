@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Shape:
-    """What a forward pass costs a model. SPEED 1: u = 2 N rows + 4 L q pairs + 2 h V tokens."""
+    """What a forward pass costs a model. u = 2 N rows + 4 L q pairs + 2 h V tokens."""
 
     body: int  # N, parameters of the layers
     layers: int  # L

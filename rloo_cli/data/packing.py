@@ -1,6 +1,6 @@
 """Groups laid out for one forward pass, and what comes back put on its groups again.
 
-Three layouts give the same numbers (SPEED's levels). `shared`: one row of whole groups, all
+Three layouts give the same numbers (README, Fast). `shared`: one row of whole groups, all
 prompts first, then all completions, so that a prompt is computed once for its K completions; it
 needs our attention (`policy.attention`). `packed`: one row, the prompt repeated before each
 completion; a model that finds documents by their positions computes it as it is. `padded`:

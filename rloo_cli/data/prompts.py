@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")  # OBJECTIVE 5
+NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")  # docs/rewards.md
 
 
 @dataclass

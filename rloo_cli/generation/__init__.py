@@ -61,7 +61,7 @@ class Generator(Protocol):
     ) -> None:
         """Fill `groups[i].rollouts` with `len(seeds[i])` rollouts, one per seed and in order.
 
-        A completion depends on its prompt and its seed, not on its neighbours (OBJECTIVE 7).
+        A completion depends on its prompt and its seed, not on its neighbours.
         `temperature` None: that of the config. `arrived(i)` is called once for each group, as soon
         as it is whole, from any thread.
         Raises GenerationError.

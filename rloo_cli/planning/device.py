@@ -1,7 +1,7 @@
 """What the ranks compute on: memory, speed, and how fast they talk to each other.
 
 Speeds are what was reached, not what data sheets say: of one H200 788 TFLOP/s and 4.3 TB/s were
-measured (SPEED 1), of the others four fifths and nine tenths of their sheets are taken.
+measured (docs/speed.md), of the others four fifths and nine tenths of their sheets are taken.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Seconds of a step, by the cost model of SPEED 1, with what it assumes.
+"""Seconds of a step, by a cost model, with what it assumes (docs/plan.md).
 
     step = prefill + decode + passes without gradient + passes with it + reward models
 

@@ -44,7 +44,7 @@ class Family(NamedTuple):
     centred: bool = False  # LayerNorm (a weight and a bias) instead of RMSNorm
     qk_norm: str = ""  # "head": over a head; "whole": over all heads together
     tied: bool = False  # where config.json does not say
-    layout: str = "shared"  # the fastest that gives the model's own numbers (SPEED 2.3)
+    layout: str = "shared"  # the fastest that gives the model's own numbers (README, Fast)
     gated: bool = True
     kept: float = 0.0  # further hidden-sized tensors that autograd keeps of a row
     act: int = 2  # tensors of the MLP's width around its activation, that are kept

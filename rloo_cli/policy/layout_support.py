@@ -4,7 +4,7 @@ Such a function takes the place of the model's own one through transformers' `At
 and gets queries, keys and values and nothing else. So it is wrong wherever the model's attention
 looks at more than these (a window, a cap, a sink), wherever a layer carries a state from row to row
 past it, and wherever the model never asks it. What reading cannot find, a count of the calls and a
-comparison of numbers must (SPEED 2.3: this is the first gate of three).
+comparison of numbers must (this is the first gate of three).
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Which layout a model gets, and which head: the fastest one that gives the model's own numbers.
 
-Three gates (SPEED 2.3), none of which can go. What can be read: windows, caps, sinks, dropout
+Three gates (README, Fast), none of which can go. What can be read: windows, caps, sinks, dropout
 (`static`). What can be counted: our attention was called once per layer, with its plan. What can be
 compared: at the loaded weights, log-probabilities of two groups against each row alone through the
 model's own forward. falcon_h1 passes the first two and is wrong; opt is right shared and wrong

@@ -1,4 +1,4 @@
-"""Every number of a step that OBJECTIVE 8 names, from sums and counts.
+"""Every number of a step that docs/metrics.md names, from sums and counts.
 
 Nothing is reported for which there was no data: the key is absent, never NaN. Means are sums over
 counts; extremes are true extremes.

@@ -23,7 +23,7 @@ class Plan:
     groups: list[int]  # trained on, forwarded or not
     tokens: int  # unmasked tokens of rows that have an advantage; 0 = nothing to learn from
     all_tokens: int  # unmasked tokens of every row, at least 1
-    denominator: float  # what the summed loss is divided by (OBJECTIVE 2.11)
+    denominator: float  # what the summed loss is divided by (docs/OBJECTIVES.md, Loss types)
 
     @property
     def micros(self) -> list[list[Part]]:

@@ -38,7 +38,7 @@ class Problem:
 
 
 class RunError(Exception):
-    """A refusal with an exit code (PROMISES 2). `code` is the process's exit status."""
+    """A refusal with an exit code (docs/reference.md). `code` is the process's exit status."""
 
     code = 1
 

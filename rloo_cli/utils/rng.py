@@ -65,7 +65,7 @@ def put(states: States) -> None:
 
 
 def sampling_seed(seed: int, phase: str, step: int, prompt: int, k: int, turn: int = 0) -> int:
-    """The seed of completion `k` of the step's `prompt`-th draw (OBJECTIVE 7).
+    """The seed of completion `k` of the step's `prompt`-th draw.
 
     First 8 bytes, big-endian, of SHA-256 of `{seed}/{phase}/{step}/{prompt}/{k}/{turn}`, shifted
     right by one so that it fits a signed 64-bit integer. `phase` is train or eval.

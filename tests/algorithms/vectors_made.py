@@ -57,7 +57,7 @@ def sigmoid(x: Any) -> Any:
     return 1 / (1 + cmath.exp(-x))
 
 
-# The parts of an objective (OBJECTIVE 2.4, 2.9, 2.10, 2.11 and 3).
+# The parts of an objective (docs/OBJECTIVES.md).
 
 
 def clip(ratio: Any, a: float, high: float = EPSILON, delta: float | None = None) -> Any:

@@ -143,7 +143,7 @@ def test_everything_is_put_on_the_device():
     assert {t.device.type for t in held if isinstance(t, torch.Tensor)} == {"meta"}
 
 
-# The equalities of SPEED 3, rows 1 and 2.
+# The layouts give equal numbers.
 
 LENGTHS = ((11, (30, 1, 17)), (5, (2, 44, 9)), (1, (3, 3)), *SEVERAL)
 FAMILIES = {

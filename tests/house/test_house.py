@@ -1,4 +1,4 @@
-"""The shape of the house (HOUSE 8): imports only go down, nothing outgrows its room."""
+"""The shape of the house (CONTRIBUTING.md): imports only go down, nothing outgrows its room."""
 
 import ast
 import re

@@ -165,7 +165,7 @@ def test_a_faster_gpu_and_more_of_them_take_less_time(capsys: pytest.CaptureFixt
 
 def test_the_cost_model_gives_its_own_example(capsys: pytest.CaptureFixture[str]) -> None:
     """Pythia-1B, 128 x 4, prompts of 380, completions of 53, one H200: 2.5 s of which updates are
-    most (SPEED 1), here with nothing dropped."""
+    most, here with nothing dropped."""
     words = ["+recipe=tldr_1b", "train.prompts_per_step=128", "algorithm.num_generations=4",
              "algorithm.num_iterations=1", "algorithm.num_minibatches=1", "distributed=single",
              "generation=vllm_colocate", "--gpu=H200"]  # fmt: skip

@@ -1,7 +1,7 @@
 """What only a GPU shows of the fast path: torch's own flash kernels, the head's products, memory.
 
 A kernel in bfloat16 is judged beside plain attention in bfloat16, both against float64 of the same
-numbers: it may be 1.5 times as far off, and a little (SPEED 2.3, G3).
+numbers: it may be 1.5 times as far off, and a little.
 """
 
 from itertools import accumulate

@@ -99,7 +99,7 @@ def test_an_engine_on_the_same_gpu_has_its_share_unless_it_lets_go_of_all(monkey
     for sleep, share in (("none", 0.7), ("kv", 0.7), ("weights", 1.0)):
         one.generation.colocate = SimpleNamespace(sleep=sleep, gpu_memory_utilization=0.3)
         assert memory._left(there, one, True) == pytest.approx(0.98 * share * 1e8 - 20 * count)
-    # SPEED 2.12's 18 bytes
+    # 18 bytes a parameter
     assert memory._left(there, config(), False) == pytest.approx(0.98e8 - 18 * count)
 
 

@@ -1,4 +1,4 @@
-"""Every metric of OBJECTIVE 8 on batches whose numbers can be worked out on paper."""
+"""Every metric of docs/metrics.md on batches whose numbers can be worked out on paper."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""OBJECTIVE 5's table of examples: the seeds' functions through `score`, and shipped rewards."""
+"""Rewards as people write them: the seeds' functions through `score`, and shipped rewards."""
 
 import asyncio
 import math

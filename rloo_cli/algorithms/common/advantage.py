@@ -1,4 +1,4 @@
-"""From rewards to advantages: baselines, division by a std, normalising (OBJECTIVE 2.5, 2.6).
+"""From rewards to advantages: baselines, division by a std, normalising (docs/OBJECTIVES.md).
 
 All in float64 on (P, K), one row of the table per prompt. Before every division by a std the raw
 values are compared with each other: equal floats have a std of about 1e-9 and not of 0, and

@@ -1,4 +1,4 @@
-"""From terms per token or per completion to one number per update (OBJECTIVE 2.11).
+"""From terms per token or per completion to one number per update (docs/OBJECTIVES.md, Loss types).
 
 A mean over an update is a sum over its micro-batches divided once by a number known beforehand,
 never a mean of means: so the loss and its gradient do not depend on how the update was cut.

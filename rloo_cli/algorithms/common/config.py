@@ -24,7 +24,7 @@ class Switches(
     importance_weights.Config,
     AlgorithmConfig,
 ):
-    """Every switch that algorithms share (OBJECTIVE 2)."""
+    """Every switch that algorithms share (docs/OBJECTIVES.md)."""
 
     loss_type: (
         Literal["grpo", "dr_grpo", "bnpo", "dapo", "gspo", "cispo", "sapo", "luspo", "vespo"] | None

@@ -1,4 +1,4 @@
-"""Which forward passes an update can do without, exactly (OBJECTIVE 2.12, SPEED 2.7 and 2.8)."""
+"""Which forward passes an update can do without, exactly (README, Fast)."""
 
 from __future__ import annotations
 

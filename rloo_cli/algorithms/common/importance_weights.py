@@ -1,4 +1,4 @@
-"""Weights for samples that another program drew (OBJECTIVE 2.8).
+"""Weights for samples that another program drew (docs/OBJECTIVES.md).
 
 The sampler's log-probabilities (behaviour_logp) are not quite the trainer's (old_logp): other
 kernels, other dtype, older weights. w = exp(old_logp - behaviour_logp) multiplies the policy term,

@@ -1,4 +1,4 @@
-"""The distance to the reference: estimators, and where they go (OBJECTIVE 2.4).
+"""The distance to the reference: estimators, and where they go (docs/OBJECTIVES.md, KL).
 
 d = old_logp - ref_logp per sampled token: never the moving logp, so that with several updates per
 step the penalty stays KL[pi_old || pi_ref]. Estimators: J. Schulman, "Approximating KL

@@ -1,4 +1,4 @@
-"""A micro-batch's share of an update's loss: policy term, KL, entropy (OBJECTIVE 2.8 to 2.11)."""
+"""A micro-batch's share of an update's loss: policy term, KL, entropy (docs/OBJECTIVES.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy term: ratios, clipping, and what is measured of them (OBJECTIVE 2.9, 2.10).
+"""The policy term: ratios, clipping, and what is measured of them (docs/OBJECTIVES.md).
 
 A unit is what has one ratio: a completion (ratio_level sequence or geometric) or a token. The
 clipped surrogate is PPO's (arXiv 1707.06347, eq. 7), `delta` dual-clip PPO's (arXiv 1912.09729),

@@ -1,4 +1,4 @@
-"""From what the rewards say to one score per completion (OBJECTIVE 2.2, 2.3, 2.7).
+"""From what the rewards say to one score per completion (docs/OBJECTIVES.md).
 
 A NaN in `raw` means None: this reward does not apply to this row. None is never 0; a row for
 which every reward says None is unscorable and leaves the baseline and the loss. Both functions

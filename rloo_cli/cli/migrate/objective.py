@@ -1,6 +1,6 @@
 """What an old run optimised: shaped scores, KL, ratio, aggregation, the sampler's correction.
 
-One rule for each value that does not keep its meaning under a new name (OBJECTIVE 9).
+One rule for each value that does not keep its meaning under a new name (docs/OBJECTIVES.md, Dialects).
 """
 
 import re

@@ -1,6 +1,6 @@
 """Prompts -> K completions each -> scores: one step's `Batch`.
 
-What a row is worth before any KL is settled here, in the order of OBJECTIVE 2.2 and 2.3.
+What a row is worth before any KL is settled here, in the order of docs/OBJECTIVES.md.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""When a completion ends, and what its text is (OBJECTIVE 7).
+"""When a completion ends, and what its text is.
 
 It ends at the first of: a stop id, a stop string, the length limit. Ids decide, never the pad id:
 what is padding is known from lengths. The stop id, or the tokens that complete a stop string,

@@ -1,4 +1,4 @@
-"""What a reward is called with: OBJECTIVE 5's table, made for the rows of one call.
+"""What a reward is called with: the table of docs/rewards.md, made for the rows of one call.
 
 Rows are prompt-major: row = prompt * K + completion. Every call gets lists of its own, so that a
 reward that changes its arguments changes neither the rollouts nor what other rewards see.
