@@ -9,13 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_cases import Rloo, children, rloo
-from fork_cases import Forked, fork_server, forked
+from cli_cases import Rloo, children
+from fork_cases import Forked
 from resume_cases import differing, left, temporaries
 
 from rloo_cli.checkpoint import manifest
-
-__all__ = ["fork_server", "forked", "rloo"]  # fixtures
 
 WORDS = (
     "train", "+recipe=smoke", "max_steps=3", "checkpoint.every=1", "eval.at_start=false",

@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_cases import Rloo, rloo, rloo_without_torch
-from fork_cases import Forked, fork_server, forked
-from resume_cases import STOP, WORDS, copy, state, stopped
+from cli_cases import Rloo
+from fork_cases import Forked
+from resume_cases import STOP, WORDS, state
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rloo_cli.checkpoint import manifest
 from rloo_cli.utils.files import read_json
-
-__all__ = ["copy", "fork_server", "forked", "rloo", "rloo_without_torch", "stopped"]  # fixtures
 
 # A checkpoint is a model.
 

@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 from cli_cases import Rloo, surroundings
-from fork_cases import Forked, fork_server, forked
-from resume_cases import WORDS, copy, state, stopped
+from fork_cases import Forked
+from resume_cases import WORDS, state
 
 from rloo_cli.checkpoint import manifest
 from rloo_cli.checkpoint.resume import Start
@@ -16,9 +16,6 @@ from rloo_cli.config import check
 from rloo_cli.config.compose import compose
 from rloo_cli.launch import launcher
 from rloo_cli.utils.files import read_json, update_json
-
-__all__ = ["copy", "fork_server", "forked", "stopped"]  # fixtures
-
 
 # Where there is nothing to do, and where something was due.
 

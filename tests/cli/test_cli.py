@@ -5,14 +5,12 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_cases import Ended, Rloo, rloo, rloo_without_torch
+from cli_cases import Ended, Rloo
 
 from rloo_cli.cli import main
 from rloo_cli.launch import launcher
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import RunError
-
-__all__ = ["rloo", "rloo_without_torch"]  # fixtures
 
 MINE = """# A recipe of the user's own.
 defaults:

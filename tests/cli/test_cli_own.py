@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from cli_cases import Rloo, rloo, rloo_without_torch
+from cli_cases import Rloo
 
 from rloo_cli.checkpoint.resume import Start
 from rloo_cli.config import check, compose
@@ -11,8 +11,6 @@ from rloo_cli.launch import launcher
 from rloo_cli.utils import pids
 from rloo_cli.utils.errors import ConfigError
 from rloo_cli.utils.files import read_json, update_json
-
-__all__ = ["rloo", "rloo_without_torch"]  # fixtures
 
 TINY = """defaults:
   - override /model: tiny

@@ -7,14 +7,12 @@ import math
 from pathlib import Path
 
 import pytest
-from cli_cases import Rloo, rloo, rloo_without_torch
+from cli_cases import Rloo
 from compare_cases import judged, write
 
 from rloo_cli.cli import compare
 from rloo_cli.cli.compare import charts, configurations, results, runs, statistics
 from rloo_cli.utils.errors import ConfigError
-
-__all__ = ["rloo", "rloo_without_torch"]  # fixtures
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cli_cases import Rloo, rloo
+from cli_cases import Rloo
 
 from rloo_cli.cli import main
 from rloo_cli.config import compose
@@ -14,8 +14,6 @@ from rloo_cli.config.user_files import register_file
 from rloo_cli.launch import launcher
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError
-
-__all__ = ["rloo"]  # a fixture
 
 ALGORITHMS = ("rloo", "grpo", "reinforce", "reinforce_pp", "ppo")
 SWEPT = ("algorithm", "seed")

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from fork_cases import Forked, fork_server, forked
+from fork_cases import Forked
 from loop_cases import checked
 
 from rloo_cli.data.synthetic.cache import kept
@@ -20,7 +20,6 @@ from rloo_cli.rewards.engine.arguments import Log
 from rloo_cli.utils import console, redact
 from rloo_cli.utils.errors import MachineError, Problem, RewardError
 
-__all__ = ["fork_server", "forked"]  # fixtures
 PYTHON = (sys.executable, "-m", "rloo_cli")
 
 

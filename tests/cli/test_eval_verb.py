@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cli_cases import Ended, Rloo, rloo, rloo_without_torch, strict, surroundings
+from cli_cases import Ended, Rloo, strict, surroundings
 
 from rloo_cli.cli import eval_target, main
 from rloo_cli.utils.errors import ConfigError
 from rloo_cli.utils.files import read_json
-
-__all__ = ["rloo", "rloo_without_torch"]  # fixtures
 
 # What a reward may know of the training is to be the same when its checkpoint is evaluated.
 MINE = """

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_cases import Ended, Rloo, rloo, rloo_without_torch
+from cli_cases import Ended, Rloo
 from hub_cases import Hub, Repositories, hub
 from policy_cases import fresh
 
 from rloo_cli.data.synthetic import tiny
-
-__all__ = ["rloo", "rloo_without_torch"]  # fixtures
 
 WORDS = ("+recipe=smoke", "model.path=org/model", "data.path=org/data", "data.eval_split=test")
 WORDS = (*WORDS, "data.max_prompt_length=32")

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from migrate_cases import flags, migrate
-
-__all__ = ["migrate"]  # a fixture
+from migrate_cases import flags
 
 BLOG_1B = r"""
 # 1B RLOO experiment

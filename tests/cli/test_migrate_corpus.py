@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from migrate_cases import checked, migrate
+from migrate_cases import checked
 
 from rloo_cli.cli.migrate import run
 from rloo_cli.config.compose import compose
 from rloo_cli.utils.errors import ConfigError
 
-__all__ = ["migrate"]  # a fixture
 CORPUS = yaml.safe_load((Path(__file__).parent / "migrate_corpus.yaml").read_text())
 LENGTHS = {"steps", "epochs", "episodes"}
 

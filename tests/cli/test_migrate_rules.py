@@ -3,13 +3,10 @@
 from pathlib import Path
 
 import pytest
-from migrate_cases import flags, migrate
+from migrate_cases import flags
 
 from rloo_cli.cli.migrate import run
 from rloo_cli.utils.errors import ConfigError
-
-__all__ = ["migrate"]  # a fixture
-
 
 # Corrections with arithmetic
 

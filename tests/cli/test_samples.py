@@ -3,14 +3,12 @@
 import json
 
 import pytest
-from cli_cases import Rloo, rloo, rloo_without_torch
+from cli_cases import Rloo
 from ledger_cases import six
 
 from rloo_cli.cli import main
 from rloo_cli.train.loop import train
 from rloo_cli.utils.errors import ConfigError, DataError
-
-__all__ = ["rloo", "rloo_without_torch"]  # fixtures
 
 SCORES = [0.5, None, 2.0, -1.0, 0.5, 1.0]
 

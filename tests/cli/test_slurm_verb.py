@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cli_cases import Rloo, rloo, rloo_without_torch
-from slurm_cases import NODES, Job, Slurm, slurm
+from cli_cases import Rloo
+from slurm_cases import NODES, Job, Slurm
 
 from rloo_cli.cli import slurm as verb
 from rloo_cli.cli.slurm_cluster import seconds
@@ -16,8 +16,6 @@ from rloo_cli.cli.slurm_template import LEAD_S, fill
 from rloo_cli.config.schema import SlurmConfig
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError
-
-__all__ = ["rloo", "rloo_without_torch", "slurm"]  # fixtures
 
 SERVED = ("generation=vllm_server", "generation.server.num_nodes=1")
 

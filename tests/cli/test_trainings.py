@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_cases import Rloo, rloo, rloo_without_torch, strict
+from cli_cases import Rloo, strict
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -28,8 +28,6 @@ from rloo_cli.rewards.engine.ready import Surroundings
 from rloo_cli.train.supervised import examples, fit, reward_model, sft, worker
 from rloo_cli.utils.errors import ConfigError, DataError, NumbersError, RunError
 from rloo_cli.utils.files import read_json
-
-__all__ = ["rloo", "rloo_without_torch"]  # fixtures
 
 SFT = ["+recipe=smoke", "sft.completion_column=answer", "sft.learning_rate=1e-2"]
 SFT += ["sft.data.eval_split=test", "sft.batch_size=8", "sft.warmup_steps=2", "sft.log_every=2"]

@@ -4,13 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from fork_cases import Forked, fork_server, forked
+from fork_cases import Forked
 
 from rloo_cli.config import registry
 from rloo_cli.config.compose import compose
 from rloo_cli.utils.errors import ConfigError, NumbersError
 
-__all__ = ["fork_server", "forked"]  # fixtures
 HEAD = """import warnings
 from dataclasses import replace
 from rloo_cli.algorithms import rloo

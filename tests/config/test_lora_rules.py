@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_cases import Rloo, rloo, rloo_without_torch
+from cli_cases import Rloo
 
 from rloo_cli.config import check, rules_lora
 from rloo_cli.config.compose import compose
@@ -14,7 +14,6 @@ from rloo_cli.launch import preflight
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, MachineError
 
-__all__ = ["rloo", "rloo_without_torch"]  # fixtures
 SMOKE = ("+recipe=smoke",)
 SERVER, COLOCATE = "generation=vllm_server", "generation=vllm_colocate"
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {

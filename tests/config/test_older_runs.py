@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_cases import Rloo, rloo
-from fork_cases import Forked, fork_server, forked
+from cli_cases import Rloo
+from fork_cases import Forked
 
 from rloo_cli.config import check, messages
 from rloo_cli.config.compose import compose
-
-__all__ = ["fork_server", "forked", "rloo"]  # fixtures
 
 OLDER = Path(__file__).parent
 RECIPES: dict[str, Any] = json.loads((OLDER / "0.1" / "recipes.json").read_text())

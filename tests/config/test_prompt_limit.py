@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fork_cases import Forked, fork_server, forked
+from fork_cases import Forked
 from loop_cases import checked, make
 from policy_cases import fresh
 from transformers import PreTrainedTokenizerBase
@@ -20,7 +20,6 @@ from rloo_cli.train.loop import train
 from rloo_cli.train.supervised.examples import MOST_BY_DEFAULT as MOST_OF_EXAMPLES
 from rloo_cli.utils.errors import DataError
 
-__all__ = ["fork_server", "forked"]  # fixtures
 COMPLETION = 16  # of the smoke recipe
 SERVER = "generation=vllm_server"
 BOUND = "generation.server.max_model_len"

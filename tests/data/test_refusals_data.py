@@ -9,15 +9,13 @@ import datasets
 import huggingface_hub
 import pytest
 import torch
-from cli_cases import Rloo, rloo
+from cli_cases import Rloo
 from loop_cases import make
 from policy_cases import fresh
 
 from rloo_cli.data.synthetic import tiny
 from rloo_cli.policy import load
 from rloo_cli.utils.errors import ConfigError, DataError, MachineError, RunError
-
-__all__ = ["rloo"]  # a fixture
 
 ROWS = [{"prompt": f"p{i}"} for i in range(10)]
 ONE_SET = ("data.eval_split=null", "max_steps=1")

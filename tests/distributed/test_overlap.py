@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from fork_cases import Forked, fork_server
+from fork_cases import Forked
 from test_ranks import WORDS, spread, weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -13,7 +13,6 @@ from two_ranks import two_ranks
 from rloo_cli.distributed.overlap import Reduction
 from rloo_cli.distributed.world import World
 
-__all__ = ["fork_server"]
 WIDTH = 8
 ONE = WIDTH * WIDTH * 4  # bytes of a layer: one bucket each
 

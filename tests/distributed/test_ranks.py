@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 from cli_cases import strict
-from fork_cases import Forked, fork_server
+from fork_cases import Forked
 from resume_cases import differing, left, untimed, update_apart
-
-__all__ = ["fork_server"]
 
 ENGINES = ("ddp", "fsdp2", "zero2", "zero3")
 # 5 prompts: ranks of 3 and 2 groups. Some 500 rows in parts of 120: unequal micro-batches, and one

@@ -2,12 +2,10 @@
 
 import pytest
 from cli_cases import strict
-from fork_cases import fork_server, forked
 from test_ranks import WORDS, spread
 
 from rloo_cli.checkpoint import manifest
 
-__all__ = ["fork_server", "forked"]
 SHORT = ("max_steps=3", "eval.at_start=false", "eval.max_samples=2")
 REWARD = """
 import os, signal

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fork_cases import fork_server, on_ranks
+from fork_cases import on_ranks
 from policy_cases import fresh, groups
 from test_optim import config
 from test_reward_scoring import PLAIN, reward
@@ -22,8 +22,6 @@ from rloo_cli.generation.common.rank0_proxy import Led
 from rloo_cli.policy.model import Policy
 from rloo_cli.rewards.engine.scoring import Stage
 from rloo_cli.utils.timers import Clock
-
-__all__ = ["fork_server"]
 
 # fsdp2's two ways to reduce.
 

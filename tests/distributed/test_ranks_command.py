@@ -4,12 +4,11 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_cases import Rloo, rloo, strict
+from cli_cases import Rloo, strict
 from test_ranks_agree import REWARD
 
 from rloo_cli.utils.files import read_json
 
-__all__ = ["rloo"]
 WORDS = (
     "+recipe=smoke", "distributed=ddp", "distributed.num_processes=2", "distributed.threads=1",
     "logging.console=plain", "max_steps=3", "eval.at_start=false", "eval.max_samples=2",

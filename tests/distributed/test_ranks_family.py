@@ -1,11 +1,9 @@
 """Two ranks make the update of one process under every algorithm whose advantages are its own."""
 
 import pytest
-from fork_cases import Forked, fork_server
+from fork_cases import Forked
 from resume_cases import update_apart
 from test_ranks import PLAIN, spread
-
-__all__ = ["fork_server"]
 
 KINDS = {
     "reinforce_pp": ("algorithm.num_iterations=2", "algorithm.normalize_advantages=false"),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from cli_cases import Ended, Rloo, rloo, strict, surroundings
+from cli_cases import Ended, Rloo, strict, surroundings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rloo_cli.api import train
@@ -14,8 +14,6 @@ from rloo_cli.config.compose import compose
 from rloo_cli.utils import fault_injection
 from rloo_cli.utils.errors import RewardError
 from rloo_cli.utils.files import read_json
-
-__all__ = ["rloo"]  # a fixture
 
 RUN_FILES = (
     "config.yaml overrides.txt env.json run.json metrics.jsonl summary.json curves.png"

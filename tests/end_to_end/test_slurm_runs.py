@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 from cli_cases import strict
-from slurm_cases import NODES, Job, Slurm, script, slurm
+from slurm_cases import NODES, Job, Slurm, script
 
 from rloo_cli.generation.vllm import ports, server_file
 from rloo_cli.utils.files import read_json
-
-__all__ = ["slurm"]  # a fixture
 
 PLUGINS = metadata.entry_points(group="vllm.general_plugins")
 NO_VLLM = "" if util.find_spec("vllm") and "rloo" in PLUGINS.names else "there is no vLLM here"

@@ -6,15 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli_cases import Rloo, rloo, strict, surroundings
+from cli_cases import Rloo, strict, surroundings
 
 from rloo_cli.config import check, synthetic
 from rloo_cli.config.compose import compose
 from rloo_cli.data.synthetic import tldr_posts as posts
 from rloo_cli.data.synthetic.tldr_posts import Facts, gold
 from rloo_cli.train.supervised import tldr
-
-__all__ = ["rloo"]  # fixture
 
 FACTS = Facts("boss", "stole", "bike", "monday", "jealous", "quit")
 POST = (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from cli_cases import strict
-from endpoint_cases import chats, in_turn, serve
+from endpoint_cases import chats, in_turn
 from loop_cases import checked, flat, make
 
 from rloo_cli.cli import eval_target
@@ -23,7 +23,6 @@ from rloo_cli.reporting import eval_rows
 from rloo_cli.utils.errors import ConfigError, DataError, RewardError
 from rloo_cli.utils.files import read_json
 
-__all__ = ["serve"]  # a fixture
 SMALL = ["eval.max_samples=6"]
 RULE = """
 def digits(completions, **_):

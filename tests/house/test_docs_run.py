@@ -12,13 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from endpoint_cases import chats, serve
-from fork_cases import Forked, fork_server, forked
+from endpoint_cases import chats
+from fork_cases import Forked
 from test_docs import PAGES, Command, of_rloo, shown_files
 
 from rloo_cli.utils.errors import RunError
-
-__all__ = ["fork_server", "forked", "serve"]  # fixtures
 
 VERBS = ("train", "eval", "sft", "reward-model")  # that would load a model
 # What is run in place of printed words: runs of +debug=cpu have two steps, and names are stand-ins.

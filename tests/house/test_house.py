@@ -7,15 +7,13 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from cli_cases import Rloo, rloo, rloo_without_torch
+from cli_cases import Rloo
 
 from rloo_cli.cli.config import fields
 from rloo_cli.config import check, messages, registry
 from rloo_cli.config.compose import compose
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils import paths
-
-__all__ = ["rloo", "rloo_without_torch"]  # fixtures
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "rloo_cli"

@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_cases import Ended, Rloo, rloo
+from cli_cases import Ended, Rloo
 
 from rloo_cli.utils import redact
 from rloo_cli.utils.errors import Problem, RunError
-
-__all__ = ["rloo"]  # a fixture
 
 PLANTED = {
     "HF_TOKEN": "hf_PLANTEDplantedPLANTEDplanted01",

@@ -13,14 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
-from rank_cases import Launched, Launchers, gone, launchers
+from rank_cases import Launched, Launchers, gone
 
 from rloo_cli.launch import nodes as launch_nodes
 from rloo_cli.launch.topology import Place
 from rloo_cli.utils.errors import GenerationError
 from rloo_cli.utils.files import read_json, write_json
 
-__all__ = ["launchers"]  # a fixture
 TWO = ("distributed=ddp", "distributed.num_processes=2")
 STEP = {
     "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2",

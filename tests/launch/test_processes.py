@@ -5,9 +5,8 @@ import signal
 import time
 
 import pytest
-from rank_cases import Launchers, gone, launchers
+from rank_cases import Launchers, gone
 
-__all__ = ["launchers"]  # a fixture
 SOON = {"PATIENCE_S": 1.5}
 
 

@@ -7,13 +7,11 @@ import time
 from collections.abc import Callable
 
 import pytest
-from cli_cases import Rloo, children, rloo, strict
+from cli_cases import Rloo, children, strict
 
 from rloo_cli.checkpoint import manifest
 from rloo_cli.utils.files import read_json
 from rloo_cli.utils.pids import started
-
-__all__ = ["rloo"]  # a fixture
 
 
 def wait_for(happened: Callable[[], bool], process: subprocess.Popen[str], limit: float) -> None:

@@ -12,17 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cli_cases import Rloo, rloo, rloo_without_torch
-from fork_cases import Forked, fork_server, forked
-from resume_cases import WORDS, copy, stopped
+from cli_cases import Rloo
+from fork_cases import Forked
+from resume_cases import WORDS
 
 from rloo_cli.checkpoint import manifest, rollback, run_folder, save
 from rloo_cli.checkpoint.resume import Start
 from rloo_cli.cli import eval as evaluation
 from rloo_cli.utils.errors import ConfigError
 from rloo_cli.utils.files import read_json
-
-__all__ = ["copy", "fork_server", "forked", "rloo", "rloo_without_torch", "stopped"]  # fixtures
 
 RUN = ("train", "+recipe=smoke", "max_steps=1", "eval.at_start=false", "data.eval_split=null",
        "logging.samples=0", "logging.samples_every=100")  # fmt: skip

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import vllm_cases
 from fake_server import Fake
-from vllm_cases import fake
 
 from rloo_cli.cli import vllm_serve
 from rloo_cli.generation.vllm import server_file
@@ -19,8 +18,6 @@ from rloo_cli.generation.vllm.http import Wire
 from rloo_cli.launch import rollout_server
 from rloo_cli.utils import pids
 from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem
-
-__all__ = ["fake"]  # a fixture
 
 HERE = server_file.Server(
     url="http://127.0.0.1:1", token="t" * 32, pid=1, group=1, pid_started=pids.started(1),

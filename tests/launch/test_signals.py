@@ -4,13 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from fork_cases import Forked, fork_server, forked
+from fork_cases import Forked
 from resume_cases import differing, left, temporaries
 
 from rloo_cli.checkpoint import manifest
 from rloo_cli.utils.files import read_json
-
-__all__ = ["fork_server", "forked"]  # fixtures
 
 WORDS = (
     "train", "+recipe=smoke", "max_steps=3", "checkpoint.every=2", "eval.max_samples=2",

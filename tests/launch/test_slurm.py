@@ -12,11 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-from slurm_cases import NODES, Job, Slurm, script, slurm
+from slurm_cases import NODES, Job, Slurm, script
 
 from rloo_cli.utils import paths
-
-__all__ = ["slurm"]  # a fixture
 
 pytestmark = pytest.mark.slurm
 SCRIPTS = sorted(paths.SLURM.glob("*.sbatch"))

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 from cli_cases import Ended, Rloo, strict
 from resume_cases import differing, left, untimed
-from sweep_cases import SMOKE, fast, members, quick, until
+from sweep_cases import SMOKE, members, until
 
 from rloo_cli.checkpoint import manifest
 from rloo_cli.utils.files import read_json
-
-__all__ = ["fast", "quick"]  # fixtures
 
 FOUR = ("algorithm.beta=0.0,0.05", "train.learning_rate=1e-3,3e-3")
 # A reward that holds a run in its step 4 until there is a file.

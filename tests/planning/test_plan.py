@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from cli_cases import Rloo, rloo, rloo_without_torch
+from cli_cases import Rloo
 from plan_cases import SMALL, checked, lora
 
 from rloo_cli.cli import main
@@ -15,7 +15,6 @@ from rloo_cli.config import check
 from rloo_cli.planning import device, plan
 from rloo_cli.utils.errors import ConfigError, MachineError
 
-__all__ = ["rloo", "rloo_without_torch"]  # fixtures
 GPU = "--gpu=80GiB"
 
 

@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_cases import Rloo, rloo
+from cli_cases import Rloo
 
 from rloo_cli.train import memory_check
 
-__all__ = ["rloo"]  # a fixture
 ROOT = Path(__file__).parents[2]
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from cli_cases import Rloo, rloo, rloo_without_torch
+from cli_cases import Rloo
 from ledger_cases import edit, ended, lines, prompts, write
 
 from rloo_cli.cli import main
@@ -14,8 +14,6 @@ from rloo_cli.data import order
 from rloo_cli.reporting import prompt_ledger
 from rloo_cli.reporting.prompt_ledger import FATES, NAME
 from rloo_cli.utils.errors import ConfigError, DataError
-
-__all__ = ["rloo", "rloo_without_torch"]  # fixtures
 
 # Six prompts: epoch 0 is over with step 2, epoch 1 with step 4.
 STEPS = [

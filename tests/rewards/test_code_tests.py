@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from cli_cases import Rloo, rloo, rloo_without_torch
+from cli_cases import Rloo
 from loop_cases import checked
 from reward_cases import PLAIN
 from test_reward_examples import group, shipped, values
@@ -15,8 +15,6 @@ from rloo_cli.rewards.code_tests import extract, read
 from rloo_cli.rewards.engine.columns import check_columns
 from rloo_cli.rewards.engine.scoring import RewardFailed, score
 from rloo_cli.utils.errors import ConfigError, MachineError
-
-__all__ = ["rloo", "rloo_without_torch"]  # fixtures
 
 CONTAINED = {"sandbox": "bwrap", "time_s": 9.0, "memory_mb": 96, "at_once": 2}
 UNSAFE = CONTAINED | {"sandbox": "unsafe_subprocess"}  # for code of our own

@@ -6,13 +6,12 @@ import time
 from typing import Any
 
 import pytest
-from endpoint_cases import PAGE, in_turn, serve
+from endpoint_cases import PAGE, in_turn
 
 from rloo_cli.rewards.common import http_client
 from rloo_cli.rewards.common.http_client import Client, EndpointError, Service
 from rloo_cli.utils.errors import ConfigError
 
-__all__ = ["serve"]  # a fixture
 OK = (200, {"right": True})
 
 

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from cli_cases import Rloo, rloo
+from cli_cases import Rloo
 from loop_cases import flat, make, sampled
 
 from rloo_cli.config import registry
@@ -21,8 +21,6 @@ from rloo_cli.rewards.engine.failures import RewardFailed
 from rloo_cli.train.loop import train
 from rloo_cli.utils.errors import ConfigError, DataError, NumbersError
 from rloo_cli.utils.files import read_json
-
-__all__ = ["rloo"]  # a fixture
 
 LENIENT = ("reward.function.on_error=none", "reward.function.max_error_rate=1.0")
 

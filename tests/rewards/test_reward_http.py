@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from endpoint_cases import PAGE, in_turn, serve
+from endpoint_cases import PAGE, in_turn
 from reward_cases import CHAT, PLAIN, group
 
 from rloo_cli.config import check
@@ -14,7 +14,6 @@ from rloo_cli.rewards.engine.columns import check_columns
 from rloo_cli.rewards.engine.scoring import RewardFailed, Scores, score
 from rloo_cli.utils.errors import ConfigError, DataError
 
-__all__ = ["serve"]  # a fixture
 USER = [{"role": "user", "content": "Say"}]
 
 

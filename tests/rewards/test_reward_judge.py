@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 import pytest
-from endpoint_cases import Stub, chats, in_turn, serve
+from endpoint_cases import Stub, chats, in_turn
 from reward_cases import CHAT, PLAIN, group
 
 from rloo_cli.config import check
@@ -15,8 +15,6 @@ from rloo_cli.rewards.engine.build import build, from_callable
 from rloo_cli.rewards.engine.columns import check_columns
 from rloo_cli.rewards.engine.scoring import RewardFailed, Scores, score
 from rloo_cli.utils.errors import ConfigError, DataError
-
-__all__ = ["serve"]  # a fixture
 
 
 def made(*words: str) -> Any:

@@ -4,15 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_cases import Rloo, rloo
+from cli_cases import Rloo
 from reward_cases import CHAT, PLAIN, STATE, group
 
 from rloo_cli.config import check, compose
 from rloo_cli.data.batch import Group
 from rloo_cli.rewards.engine.build import build
 from rloo_cli.rewards.engine.scoring import Scores, score
-
-__all__ = ["rloo"]  # a fixture
 
 CODE = r"""
 import asyncio

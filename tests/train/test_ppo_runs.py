@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cli_cases import strict
-from fork_cases import Forked, fork_server
+from fork_cases import Forked
 from loop_cases import alone as make
 from loop_cases import checked, sampled, updated
 from plan_cases import case
@@ -24,8 +24,6 @@ from rloo_cli.policy import memory
 from rloo_cli.run import Cycle, Run
 from rloo_cli.train.loop import update
 from rloo_cli.utils.errors import ConfigError, StorageError
-
-__all__ = ["fork_server"]
 
 # Every quarter of the byte tokens ends a completion: lengths and ways of ending differ.
 ENDS = f"generation.stop_token_ids={[*range(10, 258, 16)]}".replace(" ", "")

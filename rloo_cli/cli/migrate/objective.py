@@ -1,6 +1,7 @@
 """What an old run optimised: shaped scores, KL, ratio, aggregation, the sampler's correction.
 
-One rule for each value that does not keep its meaning under a new name (docs/OBJECTIVES.md, Dialects).
+One rule for each value that does not keep its meaning under a new name
+(docs/OBJECTIVES.md, Dialects).
 """
 
 import re

@@ -6,10 +6,8 @@ import re
 import pytest
 import vllm_cases
 from cli_cases import strict
-from fork_cases import fork_server, forked
 
 pytestmark = pytest.mark.vllm
-__all__ = ["fork_server", "forked"]
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])

@@ -20,7 +20,6 @@ from vllm_cases import (
     changed,
     config,
     engine,
-    fake,
     groups,
     policy,
     right,
@@ -36,7 +35,6 @@ from rloo_cli.policy.model import Policy
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import ConfigError, GenerationError, Stopped
 
-__all__ = ["fake"]  # a fixture
 COUNT = sum(map(len, SEEDS))
 PROBES = len(PROMPTS)  # completions that parity asks for first
 

@@ -10,24 +10,12 @@ import pytest
 from fake_server import Fake
 from reward_cases import PLAIN as PLAIN_CONTEXT
 from reward_cases import reward
-from vllm_cases import (
-    config,
-    engine,
-    fake,
-    groups,
-    policy,
-    real,
-    right,
-    sampler,
-    tokenizer,
-    weights,
-)
+from vllm_cases import config, engine, groups, policy, real, right, sampler, tokenizer, weights
 
 from rloo_cli.generation.vllm.engine import Ask
 from rloo_cli.rewards.engine.scoring import Stage
 from rloo_cli.utils.errors import GenerationError
 
-__all__ = ["fake"]  # a fixture
 PROMPTS = [[40, 41, 42, 43], [50], [60, 61, 62]]
 PLAIN = {
     "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 8, "logprobs": 0,

@@ -17,15 +17,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from cli_cases import Rloo, children, rloo, surroundings
+from cli_cases import Rloo, children, surroundings
 from test_vllm_guard import FORBIDDEN
 
 from rloo_cli.generation.vllm import handshake, ports, process_group, server_file
 from rloo_cli.generation.vllm.server_file import Server
 from rloo_cli.launch import rollout_server
 from rloo_cli.utils.pids import started
-
-__all__ = ["rloo"]  # a fixture
 
 PLUGINS = metadata.entry_points(group="vllm.general_plugins")
 pytestmark = [
