@@ -17,7 +17,7 @@ from rloo_cli.faults import fault
 from rloo_cli.generation.vllm_colocate import Section
 from rloo_cli.vllm import slot
 from rloo_cli.vllm.engine import Answer, Ask, Lost, Refused
-from rloo_cli.vllm.link import Link, connect
+from rloo_cli.vllm.link import Link, connect, leave_lost
 from rloo_cli.vllm.pipe import CALL_S, Pipe, last_line, last_lines
 from rloo_cli.vllm.waiting import within
 
@@ -129,14 +129,17 @@ class InAChild:
         return self.asleep == "weights"
 
     def give_up(self, why: str) -> None:
-        if self.link is not None:
-            self.link.shutdown()
-            self.link = None
+        connected, self.link = self.link, None
         if self.pipe is not None:
             self.pipe.end()
             self.pipe = None
+        if connected is not None:
+            leave_lost(connected)
 
     def close(self) -> None:
+        if self.link is not None:
+            self.link.shutdown()  # nothing is lost, and nothing needs the GPU after this
+            self.link = None
         self.give_up("the run ends")
         if slot.VARIABLE in self.environment:
             shutil.rmtree(self.environment[slot.VARIABLE], ignore_errors=True)

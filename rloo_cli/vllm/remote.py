@@ -22,7 +22,7 @@ from rloo_cli.generation.vllm_server import LOOPBACK, Section
 from rloo_cli.vllm import facts, family, slot
 from rloo_cli.vllm.engine import Answer, Ask, Lost, Refused
 from rloo_cli.vllm.expected import Expected
-from rloo_cli.vllm.link import Link, connect
+from rloo_cli.vllm.link import Link, connect, leave_lost
 from rloo_cli.vllm.servers import CALL_S, CLEAR_S, Finder, Server, hosts, undo
 from rloo_cli.vllm.waiting import within
 from rloo_cli.vllm.wire import Wire
@@ -195,14 +195,14 @@ class OverHttp:
         return False  # a server has its own memory
 
     def give_up(self, why: str) -> None:
-        if self.link is not None:
-            self.link.shutdown()
-            self.link = None
+        connected, self.link = self.link, None
         for server in self.servers:
             there = server.found
             if there is not None and there.by == "train" and there.alive():
                 self.finder.gone.add((there.pid, there.pid_started))
                 family.kill(there.group)
+        if connected is not None:
+            leave_lost(connected)
 
     def close(self) -> None:
         connected, self.link = self.link, None
