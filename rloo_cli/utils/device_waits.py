@@ -4,13 +4,41 @@ Kernels are only queued by the call that starts them, and the current device bel
 Without a GPU, or before CUDA was asked for anything, nothing here does anything.
 """
 
+import threading
+
 import torch
+
+_stuck: list[str] = []  # has an entry once a GPU did not come free: it is not waited for again
 
 
 def wait_for_device() -> None:
-    """Return once everything that was queued on the current GPU, on any stream, is done."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    """Return once everything that was queued on the current GPU, on any stream, is done.
+
+    Or at once where `is_device_done` has found that it does not end: what comes then is the end of
+    the process, which no wait may hold back.
+    """
+    if torch.cuda.is_initialized() and not _stuck:  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
+
+
+def is_device_done(limit_s: float) -> bool:
+    """Whether everything that was queued on the current GPU is done within so many seconds."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return True
+    number = current_gpu()
+
+    def wait() -> None:
+        use_gpu(number)
+        torch.cuda.synchronize()
+
+    # CUDA has no wait with a deadline: a thread waits, and is left behind.
+    waiting = threading.Thread(target=wait, daemon=True)
+    if not _stuck:
+        waiting.start()
+        waiting.join(limit_s)
+    if _stuck or waiting.is_alive():
+        _stuck.append(f"no end after {limit_s:g} s")
+    return not _stuck
 
 
 def wait_for_stream() -> None:

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 from fork_cases import Forked
-from test_ranks import WORDS, spread, weights
+from resume_cases import weights
+from test_ranks import WORDS, spread
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from two_ranks import two_ranks

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from fork_cases import on_ranks
 from policy_cases import fresh, groups
+from reward_cases import PLAIN, reward
 from test_optim import config
-from test_reward_scoring import PLAIN, reward
 from torch.distributed.tensor.debug import CommDebugMode
 
 from rloo_cli.data.batch import Group, Rollout
@@ -84,7 +84,7 @@ def alone() -> list[Any]:
 def test_reducing_last_gives_the_update_of_reducing_each_and_sends_gradients_once(
     fork_server, tmp_path
 ):
-    one, other = on_ranks(fork_server, tmp_path, "test_ranks_apart:sharded")
+    one, other = on_ranks(fork_server, tmp_path, f"{__file__}:sharded")
     wanted = alone()
     for reduce in ("each", "last"):
         assert one[reduce]["weights"] == other[reduce]["weights"]
@@ -158,7 +158,7 @@ def overlapped(world: World) -> dict[str, Any]:
 def test_the_first_groups_of_each_rank_are_scored_before_the_last_group_is_drawn(
     fork_server, tmp_path
 ):
-    one, other = on_ranks(fork_server, tmp_path, "test_ranks_apart:overlapped")
+    one, other = on_ranks(fork_server, tmp_path, f"{__file__}:overlapped")
     assert "waited_in_vain" not in one["facts"]
     assert one["by"] == ["0", "0", "1", "1"]  # by the rank whose group it is
     assert one["raw"] == other["raw"] == [[[float(p)] * 2 for p in range(GROUPS)]]

@@ -4,16 +4,20 @@ CUDA is a stand-in here that records what it is asked for.
 """
 
 import contextlib
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from rloo_cli.generation.vllm import deadlines
+from rloo_cli.generation.vllm import deadlines, transfer_send
 from rloo_cli.generation.vllm.transfer_send import LEAST_BUFFER, Beside, packed_bytes
 from rloo_cli.generation.vllm.weight_sync import Counted
 from rloo_cli.generation.vllm.weights import Gathered, Whole
+from rloo_cli.utils import device_waits
+from rloo_cli.utils.errors import MachineError
 from rloo_cli.utils.timers import Clock
 
 
@@ -116,3 +120,46 @@ def test_a_buffer_holds_the_largest_tensor_and_is_no_larger_than_it_must() -> No
         large.head = nn.Linear(8, 8)
     found = packed_bytes(Whole(large, torch.bfloat16))
     assert found == 152064 * 3584 * 2 > 2**30
+
+
+class Lost:
+    """A link whose send is spinning on the GPU. `aborts`: whether `shutdown` ends it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, aborts: bool):
+        self.over, self.aborts, self.waited = threading.Event(), aborts, 0
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(transfer_send, "RELEASE_S", 0.3)
+        monkeypatch.setattr(device_waits, "_stuck", [])
+
+    def synchronize(self) -> None:
+        self.waited += 1
+        assert self.over.wait(20)
+
+    def send_weights(self) -> None:
+        raise AssertionError("it is lost")
+
+    def shutdown(self) -> None:
+        if self.aborts:
+            self.over.set()
+
+
+def test_a_lost_send_that_is_aborted_lets_the_device_go(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = Lost(monkeypatch, aborts=True)
+    transfer_send.leave_lost(lost)
+    device_waits.wait_for_device()
+    assert lost.waited == 2 and gpu.set == [3]
+
+
+def test_a_lost_send_that_never_ends_stops_the_run_and_no_later_wait_hangs(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, began = Lost(monkeypatch, aborts=False), time.monotonic()
+    with pytest.raises(MachineError, match="still busy with a send whose other side is gone"):
+        transfer_send.leave_lost(lost)
+    with contextlib.suppress(ValueError), Clock(wait=device_waits.wait_for_device).phase("sync"):
+        raise ValueError
+    assert not device_waits.is_device_done(5) and lost.waited == 1
+    assert time.monotonic() - began < 5
+    lost.over.set()

@@ -70,7 +70,7 @@ class Forked:
 
 
 def on_ranks(server: "subprocess.Popen[str]", folder: Path, spec: str, ranks: int = 2) -> list[Any]:
-    """What a test module's function ("module:function", of a World) returns on each rank."""
+    """What a test module's function ("file.py:function", of a World) returns on each rank."""
     out = folder / "out"
     job = {
         "module": "rank_job", "words": [str(folder), spec], "cwd": str(folder), "env": {},

@@ -16,7 +16,9 @@ from rloo_cli.distributed.world import World
 def main() -> None:
     """Meet the others, call the function, write down what it returns."""
     folder, spec = sys.argv[1:]
-    module, _, name = spec.partition(":")
+    file, _, name = spec.partition(":")
+    sys.path.append(str(Path(file).parent))
+    module = Path(file).stem
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     code = 1
     try:

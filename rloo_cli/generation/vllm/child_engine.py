@@ -15,7 +15,7 @@ from rloo_cli.generation.vllm import lora_slot
 from rloo_cli.generation.vllm.child_pipe import CALL_S, Pipe, last_line, last_lines
 from rloo_cli.generation.vllm.deadlines import within
 from rloo_cli.generation.vllm.engine import Answer, Ask, Lost, Refused
-from rloo_cli.generation.vllm.transfer_send import Link, connect
+from rloo_cli.generation.vllm.transfer_send import Link, connect, leave_lost
 from rloo_cli.generation.vllm_colocate import Section
 from rloo_cli.utils.device_waits import release_cached_memory
 from rloo_cli.utils.errors import GenerationError, Problem, Stopped
@@ -129,14 +129,17 @@ class InAChild:
         return self.asleep == "weights"
 
     def give_up(self, why: str) -> None:
-        if self.link is not None:
-            self.link.shutdown()
-            self.link = None
+        connected, self.link = self.link, None
         if self.pipe is not None:
             self.pipe.end()
             self.pipe = None
+        if connected is not None:
+            leave_lost(connected)
 
     def close(self) -> None:
+        if self.link is not None:
+            self.link.shutdown()  # nothing is lost, and nothing needs the GPU after this
+            self.link = None
         self.give_up("the run ends")
         if lora_slot.VARIABLE in self.environment:
             shutil.rmtree(self.environment[lora_slot.VARIABLE], ignore_errors=True)

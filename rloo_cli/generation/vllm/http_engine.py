@@ -22,7 +22,7 @@ from rloo_cli.generation.vllm.discovery import CALL_S, CLEAR_S, Finder, Server, 
 from rloo_cli.generation.vllm.engine import Answer, Ask, Lost, Refused
 from rloo_cli.generation.vllm.handshake import Expected
 from rloo_cli.generation.vllm.http import Wire
-from rloo_cli.generation.vllm.transfer_send import Link, connect
+from rloo_cli.generation.vllm.transfer_send import Link, connect, leave_lost
 from rloo_cli.generation.vllm_server import LOOPBACK, Section
 from rloo_cli.utils.errors import GenerationError, Problem
 from rloo_cli.utils.fault_injection import fault
@@ -195,14 +195,14 @@ class OverHttp:
         return False  # a server has its own memory
 
     def give_up(self, why: str) -> None:
-        if self.link is not None:
-            self.link.shutdown()
-            self.link = None
+        connected, self.link = self.link, None
         for server in self.servers:
             there = server.found
             if there is not None and there.by == "train" and there.alive():
                 self.finder.gone.add((there.pid, there.pid_started))
                 process_group.kill(there.group)
+        if connected is not None:
+            leave_lost(connected)
 
     def close(self) -> None:
         connected, self.link = self.link, None

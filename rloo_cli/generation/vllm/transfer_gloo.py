@@ -79,6 +79,18 @@ def listen(host: str) -> socket.socket:
     return heard
 
 
+def reserve(host: str) -> socket.socket:
+    """A socket that keeps a free port of an IPv4 `host` for somebody who binds it again.
+
+    It does not listen: of two sockets that both allow it Linux then lets the second one bind and
+    listen, while no other process is given the port.
+    """
+    kept = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind((host, 0))
+    return kept
+
+
 def join(
     host: str,
     port: int,

@@ -7,15 +7,18 @@ caller puts it on a thread and keeps the deadline (`waiting`).
 
 import importlib
 from math import prod
+from socket import socket
 from typing import Any, Protocol
 
 from rloo_cli.generation.vllm import lora_slot, transfer_gloo, versions
 from rloo_cli.generation.vllm.deadlines import Beside
 from rloo_cli.generation.vllm.transfer_gloo import Shape
 from rloo_cli.generation.vllm.weights import Whole
-from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils import device_waits
+from rloo_cli.utils.errors import GenerationError, MachineError, Problem
 from rloo_cli.utils.fault_injection import fault
 
+RELEASE_S = 60.0  # for an aborted send's kernels to end: milliseconds, once they are aborted
 LEAST_BUFFER = 256 * 2**20  # bytes; a smaller one would be sent in many small messages
 
 
@@ -51,6 +54,25 @@ def connect(
     if kind == "nccl":
         return _nccl(control, source, host, workers)
     return _ipc(control, source)
+
+
+def leave_lost(link: Link) -> None:
+    """Let go of a connection whose other side is lost, perhaps in the middle of a send.
+
+    A broadcast that NCCL has begun spins on the GPU until its communicator is aborted, which
+    `shutdown` does. Whether that was enough is seen here, with a deadline: the next wait for the
+    device would have none. Raises MachineError where it was not.
+    """
+    link.shutdown()
+    if not device_waits.is_device_done(RELEASE_S):
+        raise MachineError(
+            Problem(
+                "the GPU is still busy with a send whose other side is gone",
+                "generation",
+                f"NCCL was told to abort it, and it did not end within {RELEASE_S:g} s",
+                "resume=auto goes on from the last checkpoint, in a new process",
+            )
+        )
 
 
 class GlooLink:
@@ -120,22 +142,43 @@ def packed_bytes(source: Whole) -> int:
 
 
 def _nccl(control: Control, source: Whole, host: str, workers: int) -> Link:
-    """vLLM's own sender over NCCL, packed."""
-    factory, engine = _vllms("factory"), _vllms("nccl_engine")
-    with transfer_gloo.listen(host) as free:  # NCCL takes a number, not a socket
-        port = free.getsockname()[1]
-    where = {"master_address": host, "master_port": port, "world_size": workers + 1}
+    """vLLM's own sender over NCCL, packed.
+
+    Put together here as its `trainer_init` does it, but for the socket on which both sides meet:
+    that one listens on IPv4 alone, at a port that must have been found, and closed, before.
+    """
     if versions.is_old():
-        return versions.NcclSender(control, source, where)
-    info = engine.NCCLTrainerInitInfo(
-        rank=0,
-        **where,
-        packed=True,
-        packed_buffer_size_bytes=packed_bytes(source),
-    )
-    trainer = factory.WeightTransferTrainerFactory
-    link: Link = trainer.trainer_init(info, client=control, source=source)
+        return versions.NcclSender(control, source, host, workers + 1)
+    engine, common = _vllms("nccl_engine"), _vllms("nccl_common")
+    listening = transfer_gloo.listen(host)
+    where = {
+        "master_address": host,
+        "master_port": listening.getsockname()[1],
+        "world_size": workers + 1,
+    }
+    sizes = {"packed": True, "packed_buffer_size_bytes": packed_bytes(source)}
+    told = common.NCCLWeightTransferInitInfo(rank_offset=1, **where, **sizes)
+    sender = engine.NCCLTrainerWeightTransferEngine(client=control, source=source, **sizes)
+    # The engine's call returns only once both sides have met.
+    payload = common.worker_init_payload(told)
+    call = Beside(lambda: control.init_weight_transfer_engine(payload))
+    sender.model_update_group = _communicator(listening, where)
+    call.result()
+    link: Link = sender
     return link
+
+
+def _communicator(listening: socket, where: dict[str, Any]) -> Any:
+    """NCCL's group, as its rank 0. `listening` is the store's from here on."""
+    utils = importlib.import_module("vllm.distributed.utils")
+    pynccl = importlib.import_module("vllm.distributed.device_communicators.pynccl")
+    nccl = importlib.import_module("vllm.utils.nccl")
+    group = utils.StatelessProcessGroup.create(
+        where["master_address"], where["master_port"], 0, where["world_size"],
+        listen_socket=listening,
+    )  # fmt: skip
+    with nccl.unpinned_nccl_env():
+        return pynccl.PyNcclCommunicator(group, device=device_waits.current_gpu())
 
 
 def _ipc(control: Control, source: Whole) -> Link:

@@ -20,13 +20,14 @@ beside it holds all of this to them.
 import importlib
 import json
 import re
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.errors import GenerationError, Problem
 
 FLOOR, UNTESTED = (0, 32), (0, 22)  # tried with; has the routes, but nobody tried
 WORKER_CALLS = "rloo_cli.generation.vllm.versions.WorkerCalls"
@@ -34,6 +35,7 @@ WORKER_CALLS = "rloo_cli.generation.vllm.versions.WorkerCalls"
 UNDER_WAY, REFUSED = "(an update is under way)", "(an update was refused)"
 TRANSFER = "vllm.distributed.weight_transfer"
 RELOAD = "vllm.model_executor.model_loader.reload"
+ABORT_S = 5.0  # as long as 0.32 waits for NCCL to abort a communicator
 # What we import by name: its module in 0.32, and before.
 MODULES = {
     "cli_args": ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"),
@@ -472,8 +474,19 @@ async def _reset(request: Any) -> Any:
 class NcclSender:
     """Weights by NCCL, one broadcast a tensor and all on one stream."""
 
-    def __init__(self, control: Any, source: Any, where: dict[str, Any]):
+    def __init__(self, control: Any, source: Any, host: str, world_size: int):
+        if ":" in host:
+            what = f"an older vLLM cannot meet the trainer at {host}, which is an IPv6 address"
+            why = f"vLLM {installed()} opens the meeting of NCCL's members on IPv4 alone"
+            fix = "an IPv4 address of the trainer's machine, or vLLM 0.32"
+            raise GenerationError(Problem(what, "generation.server", why, fix))
         self.control, self.source = control, source
+        with _ours("gloo").reserve(host) as kept:
+            port = kept.getsockname()[1]
+            self._meet({"master_address": host, "master_port": port, "world_size": world_size})
+
+    def _meet(self, where: dict[str, Any]) -> None:
+        control = self.control
         engine = importlib.import_module(f"{TRANSFER}.nccl_engine").NCCLWeightTransferEngine
         # The engine's call returns only once both sides have met.
         call = _ours("waiting").Beside(
@@ -498,8 +511,13 @@ class NcclSender:
         stream.synchronize()
 
     def shutdown(self) -> None:
-        """Leave the group."""
+        """Leave the group: a broadcast that has lost its other side spins until it is aborted."""
+        destroy = getattr(self.group, "destroy", None)  # not recorded of 0.22.1
         self.group = None
+        if destroy is not None:
+            thread = threading.Thread(target=destroy, daemon=True)
+            thread.start()
+            thread.join(ABORT_S)
 
 
 class HandleSender:

@@ -542,7 +542,18 @@ def test_nccl_sends_each_tensor_on_one_stream_to_vllms_own_receiver(
         torch.equal(c["tensor"], t) for c, t in zip(sent, source.tensors.values(), strict=True)
     )
     assert waited == [1]
+    aborted: list[int] = []
+    group.destroy = lambda: aborted.append(1)
     sender.shutdown()
+    sender.shutdown()
+    assert aborted == [1]
+
+
+def test_nccl_s_members_cannot_meet_on_ipv6_there(old: None) -> None:
+    control = Control()
+    with pytest.raises(GenerationError, match=r"(?s)meet the trainer at ::1.* vLLM 0\.22\.1"):
+        transfer_send.connect("nccl", control, Source(), "::1", "::1", 1, 5.0)  # type: ignore[arg-type]
+    assert not control.calls
 
 
 def on_a_pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
