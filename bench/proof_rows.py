@@ -243,18 +243,25 @@ def engines() -> list[ProofRow]:
         ) for name, prompts, rounds in (("W8", None, 3), ("W10", 64, 1))
     ]  # fmt: skip
     rows.append(served("server, gloo, one GPU", "A server and a trainer on one GPU", "gloo"))
+    rows.append(
+        served(
+            "server, two API processes", "The same with two processes that take requests", "gloo",
+            api=2, vllm="0.32", lacks="labels of weights in the engine",
+        )
+    )  # fmt: skip
     return rows
 
 
-def served(name: str, does: str, transfer: str, tp: int = 1, **more: Any) -> ProofRow:
+def served(name: str, does: str, transfer: str, tp: int = 1, api: int = 1, **more: Any) -> ProofRow:
     """A row of a server of one's own."""
     given: dict[str, Any] = {"vllm": LEAST_VLLM, "seconds": 400} | more
     model = given.pop("model", "0.1B")
     return ProofRow(
         name, does, "proof_engines:server",
-        {"model": model, "transfer": transfer, "tp": tp, "updates": 3, "rows": 64, "length": 64},
+        {"model": model, "transfer": transfer, "tp": tp, "api": api, "updates": 3, "rows": 64,
+         "length": 64},
         {"model": "moe tiny" if "moe" in model else "tiny", "transfer": "gloo", "tp": 1,
-         "updates": 2, "rows": 2, "length": 4},
+         "api": api, "updates": 2, "rows": 2, "length": 4},
         **given,
     )  # fmt: skip
 

@@ -127,7 +127,7 @@ def _tell(app: Any, ready: Ready, number: int) -> None:
 def _wait_for_an_end(processes: Iterable[Any]) -> None:
     """Wait until one of these processes ends, whatever its exit code. Raises GenerationError."""
     by_sentinel = {process.sentinel: process for process in processes}
-    first = by_sentinel[connection.wait(by_sentinel)[0]]  # type: ignore[index]
+    first = by_sentinel[connection.wait(by_sentinel)[0]]
     first.join()
     what = f"{first.name} (process {first.pid}) of the server ended with {first.exitcode}"
     raise GenerationError(Problem(what, why="the server's other processes were ended with it"))
