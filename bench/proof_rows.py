@@ -136,7 +136,7 @@ def training() -> list[ProofRow]:
         {"tensors": 3, "size": 1000, "steps": 1}, "float32", findings=("P5",),
     ))  # fmt: skip
     rows.append(ProofRow(
-        "optimizer in the CPU's memory", "AdamW fused against torch's default there, and the copies",
+        "optimizer in the CPU's memory", "AdamW fused against torch's default, and the copies",
         "proof_train:offloaded", {"tensors": 16, "size": 16_000_000, "steps": 3},
         {"tensors": 2, "size": 1000, "steps": 1}, "float32", findings=("P19",),
         rehearsal="nothing is copied to a GPU",

@@ -125,7 +125,7 @@ def taken() -> bool:
 
 
 def beside_bytes() -> float:
-    """Bytes of this process's GPU that members of its sweep keep while they wait; 0 outside of one."""
+    """Bytes of this process's GPU that other members of its sweep keep while they wait."""
     return int(os.environ.get(BESIDE, "0")) * PARKED_BYTES if taken() else 0.0
 
 
