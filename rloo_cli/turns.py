@@ -18,6 +18,8 @@ from typing import Any
 from rloo_cli.errors import ConfigError, Problem, Stopped
 
 PLACE = "RLOO_TURNS"  # <socket>:<number>
+BESIDE = "RLOO_TURNS_BESIDE"  # how many other members share this one's device
+PARKED_BYTES = 0.5e9  # of a GPU that a parked process keeps: CUDA's context, cuBLAS's workspaces
 LOOK_S = 0.2  # how often one that waits looks whether it was asked to end
 
 Message = dict[str, Any]
@@ -120,6 +122,11 @@ _member: list[Member] = []
 def taken() -> bool:
     """Whether this process is a member of a sweep."""
     return PLACE in os.environ
+
+
+def beside_bytes() -> float:
+    """Bytes of this process's GPU that other members of its sweep keep while they wait."""
+    return int(os.environ.get(BESIDE, "0")) * PARKED_BYTES if taken() else 0.0
 
 
 def wait(step: int, hooks: Hooks) -> float:

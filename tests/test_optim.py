@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 import torch.distributed as dist
+import yaml
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor

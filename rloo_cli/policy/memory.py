@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rloo_cli import turns
 from rloo_cli.errors import OutOfMemory, Problem
 from rloo_cli.packing import Micro, whole
 from rloo_cli.policy.levels import probes
@@ -180,7 +181,7 @@ def _left(
         engine: Any = generation.colocate  # type: ignore[attr-defined]
         total *= 1 - (0.0 if engine.sleep == "weights" else engine.gpu_memory_utilization)
     if policy.device.type == "cuda":
-        total *= 1 - CONTEXT
+        total = total * (1 - CONTEXT) - turns.beside_bytes()
     return max(total - held, 0.0)
 
 

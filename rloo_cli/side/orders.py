@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rloo_cli import manifest
 from rloo_cli.errors import ConfigError, Problem
+from rloo_cli.side import rules
 from rloo_cli.side.book import Book, Member, setting
 from rloo_cli.side.live import Live, Phase
 from rloo_cli.side.table import Show
@@ -59,6 +60,10 @@ def _promote(control: "Control", member: Member, live: Live | None) -> str:
 
 
 def _clone(control: "Control", member: Member, live: Live | None, request: dict[str, Any]) -> str:
+    coming = sum(len(other.clones) for other in control.lives)
+    open_now = sum(other.open for other in control.lives)
+    if problems := [*rules.too_many(open_now + coming + 1, control.fit)]:
+        raise ConfigError(*problems)
     taken = {m.name for m in control.book.members}
     taken |= {clone["name"] for other in control.lives for clone in other.clones}
     names = (f"{request['name']}{f'-{i}' if i > 1 else ''}" for i in range(1, 10**6))

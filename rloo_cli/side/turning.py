@@ -66,4 +66,6 @@ def _let(control: "Control", live: Live, rung: Rung | None) -> None:
         return
     live.fair.due = True  # where it stands it says itself: that is when its chunk begins
     names = control.gpus[: len(control.room)]
-    live.start(control.socket, names[live.fair.device] if len(names) > 1 else None)
+    there = [x for x in control.lives if x.open and x.fair.device == live.fair.device]
+    gpu = names[live.fair.device] if len(names) > 1 else None
+    live.start(control.socket, gpu, len(there) - 1)

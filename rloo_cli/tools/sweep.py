@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from rloo_cli import compose, launch, ranks
 from rloo_cli.compose import Composed
 from rloo_cli.errors import ConfigError, Problem
+from rloo_cli.planning import device
 from rloo_cli.schema import RunConfig
 from rloo_cli.side import asking, book, orders, rules
 from rloo_cli.side.book import OPEN, Book, Member, setting
@@ -101,6 +102,11 @@ def _check_jobs(jobs: int, gpus: Sequence[str]) -> None:
         raise ConfigError(Problem(what, "--jobs", why, f"--jobs {len(gpus)}"))
 
 
+def _fit(jobs: int, gpus: Sequence[str]) -> int | None:
+    """Members that the GPUs in use can hold; None without one."""
+    return rules.members_that_fit(min(jobs, len(gpus)), device.of(None).memory) if gpus else None
+
+
 def _pace(flags: Flags) -> Flags:
     flags.add_argument("--chunk", type=_count)
     flags.add_argument("--jobs", type=_count)
@@ -159,6 +165,8 @@ def _go(found: Book, known: dict[str, RunConfig], dry: bool = False) -> int:
     rules.able(list(zip(left, runs, strict=True)))
     new = [rung for rung in found.rungs if not rung.done]
     problems = [*rules.rungs(new, len(left), [run.max_steps for run in runs])] if left else []
+    fit = _fit(found.jobs, ranks.gpus())
+    problems += rules.too_many(len(left), fit)
     if problems:
         raise ConfigError(*problems)
     show = Show(found)
@@ -171,7 +179,7 @@ def _go(found: Book, known: dict[str, RunConfig], dry: bool = False) -> int:
     with launch.locked(found.folder):
         if new_root or not book.running(found.folder):
             found.save()
-        code = Control(found, show, ranks.gpus()).run()
+        code = Control(found, show, ranks.gpus(), fit).run()
     _say_end(found, show, code)
     return code
 
