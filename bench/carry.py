@@ -35,7 +35,11 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST, PART_MB, BLOCK = "manifest.json", 60, 2**20
-KEPT = {"torch", "triton"}  # what a GPU machine's driver and builds decide: never another version
+CUDA = ("nvidia-", "cuda-")
+KEPT = {
+    "torch",
+    "triton",
+}  # as CUDA's: what a GPU machine's driver and builds decide: never another version
 
 
 class Wrong(Exception):
@@ -272,9 +276,12 @@ def fetch(requirements: list[str], there: dict[str, str], target: list[str], des
 
 def resolve(requirements: list[str], there: dict[str, str], target: list[str]) -> dict[str, Any]:
     """pip's report on a fresh environment with the versions of `there`. One that `requirements`
-    cannot have is left out of it: another version is then carried. Raises Wrong.
+    cannot have, or that asks for what they cannot have, is left out of `there`: another version is
+    then carried. Where pip does not say which, only torch and CUDA's packages are held to what is
+    there. Raises Wrong.
     """
     options = ["--ignore-installed", "--only-binary=:all:", *target]
+    dropped: dict[str, str] = {}
     while True:
         with tempfile.TemporaryDirectory() as scratch:
             pins, report = Path(scratch, "have.txt"), Path(scratch, "report.json")
@@ -283,14 +290,36 @@ def resolve(requirements: list[str], there: dict[str, str], target: list[str]) -
             try:
                 pip([*asked, *options, "--constraint", str(pins), *requirements])
                 found: dict[str, Any] = json.loads(report.read_text())
-                return found
             except Wrong as wrong:
-                names = re.findall(r"The user requested \(constraint\) ([\w.-]+)", str(wrong))
-                barred = [n for n in map(plain, names) if n in there and n not in KEPT]
+                barred = in_the_way(str(wrong), there)
                 if not barred:
                     raise
-                for name in barred:
-                    print(f"carry: another {name} than {there.pop(name)} is carried: {wrong}")
+                print(f"carry: not held to {', '.join(there[n] for n in barred)}: {wrong}")
+                dropped |= {name: there.pop(name) for name in barred}
+                continue
+        there |= {n: pin for n, pin in dropped.items() if not replaced(found, n, pin)}
+        for name, pin in sorted(dropped.items()):
+            if name not in there:
+                print(f"carry: another {name} than {pin} is carried")
+        return found
+
+
+def in_the_way(said: str, there: dict[str, str]) -> list[str]:
+    """Names in `there` that pip's conflict is about: those that it says are pinned, or that ask
+    for what others cannot have; where it names none, all whose version may be another."""
+    free = [name for name in there if name not in KEPT and not name.startswith(CUDA)]
+    names = re.findall(r"The user requested \(constraint\) ([\w.-]+)", said)
+    names += re.findall(r"([\w.-]+) [\w.+!-]+ depends on", said)
+    barred = [name for name in free if name in map(plain, names)]
+    pins = re.findall(r"\(constraint\) ([\w.-]+)", said)
+    return barred or ([] if any(plain(name) in there for name in pins) else free)
+
+
+def replaced(report: dict[str, Any], name: str, pin: str) -> bool:
+    """Whether the resolved environment has another version of a package than this pin."""
+    items = (i["metadata"] for i in report["install"])
+    versions = [m["version"] for m in items if plain(m["name"]) == name]
+    return bool(versions) and versions[0] != pin.partition("==")[2]
 
 
 # Trying it.

@@ -278,6 +278,7 @@ def server(device: str, dtype: str, sizes: Facts) -> Facts:
         given = words(folder, dtype, sizes["length"], [
             "generation=vllm_server", f"generation.server.transfer={sizes['transfer']}",
             f"generation.server.tensor_parallel_size={sizes['tp']}",
+            f"generation.server.api_processes={sizes['api']}",
             f"generation.server.gpu_memory_utilization={0.8 if own else 0.3}",
         ])  # fmt: skip
         run = check.check(compose(given))

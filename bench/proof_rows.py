@@ -61,6 +61,7 @@ FINDINGS = {
     "P10": "adapters multiply as fast as their base",
     "P15": "an update of 1B travels in well under half a second",
     "P16": "reducing once an update is faster than with each micro-batch",
+    "P19": "AdamW in the CPU's memory is one pass over it, and its copies are page-locked",
     "P20": "the plan's memory is the GPU's",
     "P21": "checkpointing comes on only where a row needs it",
     "P28": "the fused head is within rounding of the model's own",
@@ -125,24 +126,34 @@ def training() -> list[ProofRow]:
         ) for name in SETTINGS
     ]  # fmt: skip
     switches = {
-        "compile": ("P6", "train.compile=true"),
         "logits made again": ("P8", "train.keep_logits_gb=0"),
         "head in float32": ("P7", "model.lm_head_fp32=true"),
     }
-    rows += [
-        ProofRow(
-            f"switch: {name}", f"A step with `{word}` and without, A B A B", "proof_train:switch",
-            {"word": word, "model": LARGE, "steps": 4, "prompts": 16, "length": 128},
-            {"word": word, "model": SMALL, "steps": 1, "prompts": 2, "length": 4},
-            seconds=300, findings=(finding,), slow=True,
-        ) for name, (finding, word) in switches.items()
-    ]  # fmt: skip
+    rows += [switch(n, word, findings=(found,)) for n, (found, word) in switches.items()]
     rows.append(ProofRow(
         "optimizer", "AdamW fused against foreach", "proof_train:optimizer",
         {"tensors": 64, "size": 16_000_000, "steps": 10},
         {"tensors": 3, "size": 1000, "steps": 1}, "float32", findings=("P5",),
     ))  # fmt: skip
+    rows.append(ProofRow(
+        "optimizer in the CPU's memory", "AdamW fused against torch's default, and the copies",
+        "proof_train:offloaded", {"tensors": 16, "size": 16_000_000, "steps": 3},
+        {"tensors": 2, "size": 1000, "steps": 1}, "float32", findings=("P19",),
+        rehearsal="nothing is copied to a GPU",
+    ))  # fmt: skip
     return rows
+
+
+def switch(name: str, word: str, *base: str, **more: Any) -> ProofRow:
+    """A row of one word of the config; `base`: words that stand there in both cases."""
+    given: dict[str, Any] = {"seconds": 300, "slow": True} | more
+    return ProofRow(
+        f"switch: {name}", f"A step with `{word}` and without, A B A B", "proof_train:switch",
+        {"word": word, "base": list(base), "model": LARGE, "steps": 4, "prompts": 16,
+         "length": 128},
+        {"word": word, "base": list(base), "model": SMALL, "steps": 1, "prompts": 2, "length": 4},
+        **given,
+    )  # fmt: skip
 
 
 def whole(name: str, sampler: str, prompts: int | None, steps: int, **more: Any) -> ProofRow:
@@ -242,19 +253,29 @@ def engines() -> list[ProofRow]:
             vllm=LEAST_VLLM, seconds=500, findings=("P2", "P4"),
         ) for name, prompts, rounds in (("W8", None, 3), ("W10", 64, 1))
     ]  # fmt: skip
+    # Our own sampler would use the compiled layers: `train.compile` is for engines.
+    rows.append(switch("compile", "train.compile=true", "generation=vllm_colocate",
+                       vllm=LEAST_VLLM, findings=("P6",), seconds=590, rehearsal=IPC))  # fmt: skip
     rows.append(served("server, gloo, one GPU", "A server and a trainer on one GPU", "gloo"))
+    rows.append(
+        served(
+            "server, two API processes", "The same with two processes that take requests", "gloo",
+            api=2, vllm="0.32", lacks="labels of weights in the engine",
+        )
+    )  # fmt: skip
     return rows
 
 
-def served(name: str, does: str, transfer: str, tp: int = 1, **more: Any) -> ProofRow:
+def served(name: str, does: str, transfer: str, tp: int = 1, api: int = 1, **more: Any) -> ProofRow:
     """A row of a server of one's own."""
     given: dict[str, Any] = {"vllm": LEAST_VLLM, "seconds": 400} | more
     model = given.pop("model", "0.1B")
     return ProofRow(
         name, does, "proof_engines:server",
-        {"model": model, "transfer": transfer, "tp": tp, "updates": 3, "rows": 64, "length": 64},
+        {"model": model, "transfer": transfer, "tp": tp, "api": api, "updates": 3, "rows": 64,
+         "length": 64},
         {"model": "moe tiny" if "moe" in model else "tiny", "transfer": "gloo", "tp": 1,
-         "updates": 2, "rows": 2, "length": 4},
+         "api": api, "updates": 2, "rows": 2, "length": 4},
         **given,
     )  # fmt: skip
 

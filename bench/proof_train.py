@@ -121,7 +121,7 @@ def switch(device: str, dtype: str, sizes: Facts) -> Facts:
         for number in range(4):
             name = ("without", "with")[number % 2]
             words = [
-                *plan.words(setting, folder), length, f"model.dtype={dtype}",
+                *plan.words(setting, folder), *sizes["base"], length, f"model.dtype={dtype}",
                 "train.micro_batch_tokens=null",
                 f"max_steps={sizes['steps'] + 1}", f"train.prompts_per_step={sizes['prompts']}",
                 f"name=run-{number}", *([sizes["word"]] if name == "with" else []),
@@ -146,6 +146,33 @@ def update_seconds(row: Facts) -> float:
     return sum(
         v for n, v in row.items() if n in ("time/update", "time/optimizer", "time/reference")
     )
+
+
+def offloaded(device: str, dtype: str, sizes: Facts) -> Facts:
+    """AdamW in the CPU's memory, as `distributed.offload` has it, and copies there and back."""
+    here, seconds = torch.device(device), {}
+    for name in ("fused", "default"):
+        weights = [torch.zeros(sizes["size"], requires_grad=True) for _ in range(sizes["tensors"])]
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        inner = torch.optim.AdamW(weights, lr=1e-5, fused=True if name == "fused" else None)
+        inner.step()
+        seconds[name] = timed(inner.step, sizes["steps"])
+        del inner, weights
+    there = torch.zeros(sizes["size"], device=here)
+    rates = {}
+    for name in ("pinned", "pageable") if here.type == "cuda" else ():
+        near = torch.zeros(sizes["size"], pin_memory=name == "pinned")
+        rates[f"gb_per_s_to_cpu_{name}"] = near.nbytes / 1e9 / timed(
+            lambda near=near: near.copy_(there, non_blocking=True), sizes["steps"])  # fmt: skip
+        rates[f"gb_per_s_to_gpu_{name}"] = near.nbytes / 1e9 / timed(
+            lambda near=near: there.copy_(near, non_blocking=True), sizes["steps"])  # fmt: skip
+    count = sizes["size"] * sizes["tensors"]
+    return {
+        "verdict": "measured", "parameters": count, "threads": torch.get_num_threads(),
+        "s_fused": seconds["fused"], "s_default": seconds["default"],
+        "times_as_fast": seconds["default"] / seconds["fused"], **rates,
+    }  # fmt: skip
 
 
 def optimizer(device: str, dtype: str, sizes: Facts) -> Facts:

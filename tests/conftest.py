@@ -65,8 +65,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """`vllm_cases.Real`: its url, token, folder and model."""
+    """`vllm_cases.Real`: its url, token, folder and model. Two API processes take its requests, so
+    all that is asked of it holds whichever of them is met."""
     cases = importlib.import_module("vllm_cases")  # it imports torch, most tests do not
     base = tmp_path_factory.getbasetemp()
-    with cases.serving(tmp_path_factory.mktemp("real"), base) as real:
+    words = ("generation.server.api_processes=2",)
+    with cases.serving(tmp_path_factory.mktemp("real"), base, *words) as real:
         yield real

@@ -27,6 +27,7 @@ from rloo_cli.launch.sweep import commands, rules, state
 from rloo_cli.launch.sweep.scheduler import Control
 from rloo_cli.launch.sweep.state import OPEN, Book, Member, setting
 from rloo_cli.launch.sweep.table import Show
+from rloo_cli.planning import device
 from rloo_cli.utils.errors import ConfigError, Problem
 
 USAGE = "rloo sweep +recipe=NAME key=a,b [--chunk N] [--jobs N] [--name NAME] [--keep N --at STEP]"
@@ -103,6 +104,11 @@ def _check_jobs(jobs: int, gpus: Sequence[str]) -> None:
         raise ConfigError(Problem(what, "--jobs", why, f"--jobs {len(gpus)}"))
 
 
+def _fit(jobs: int, gpus: Sequence[str]) -> int | None:
+    """Members that the GPUs in use can hold; None without one."""
+    return rules.members_that_fit(min(jobs, len(gpus)), device.of(None).memory) if gpus else None
+
+
 def _pace(flags: Flags) -> Flags:
     flags.add_argument("--chunk", type=_count)
     flags.add_argument("--jobs", type=_count)
@@ -161,6 +167,8 @@ def _go(found: Book, known: dict[str, RunConfig], dry: bool = False) -> int:
     rules.able(list(zip(left, runs, strict=True)))
     new = [rung for rung in found.rungs if not rung.done]
     problems = [*rules.rungs(new, len(left), [run.max_steps for run in runs])] if left else []
+    fit = _fit(found.jobs, device_count.gpus())
+    problems += rules.too_many(len(left), fit)
     if problems:
         raise ConfigError(*problems)
     show = Show(found)
@@ -173,7 +181,7 @@ def _go(found: Book, known: dict[str, RunConfig], dry: bool = False) -> int:
     with launcher.locked(found.folder):
         if new_root or not state.running(found.folder):
             found.save()
-        code = Control(found, show, device_count.gpus()).run()
+        code = Control(found, show, device_count.gpus(), fit).run()
     _say_end(found, show, code)
     return code
 

@@ -20,6 +20,7 @@ from rloo_cli.policy.layouts import probes
 from rloo_cli.policy.load import recompute
 from rloo_cli.policy.model import Policy, size
 from rloo_cli.policy.value import Critic
+from rloo_cli.utils import environment
 from rloo_cli.utils.errors import OutOfMemory, Problem
 
 SHARE = 0.5  # of what weights and optimizer leave: the rest is for the sampler, and for error
@@ -180,7 +181,7 @@ def _left(
         engine: Any = generation.colocate  # type: ignore[attr-defined]
         total *= 1 - (0.0 if engine.sleep == "weights" else engine.gpu_memory_utilization)
     if policy.device.type == "cuda":
-        total *= 1 - CONTEXT
+        total = total * (1 - CONTEXT) - environment.beside_bytes()
     return max(total - held, 0.0)
 
 

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rloo_cli.utils.environment import TURNS
 from rloo_cli.utils.errors import ConfigError, Problem, Stopped
 
-PLACE = "RLOO_TURNS"  # <socket>:<number>
+PLACE = TURNS  # <socket>:<number>
 LOOK_S = 0.2  # how often one that waits looks whether it was asked to end
 
 Message = dict[str, Any]

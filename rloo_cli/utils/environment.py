@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from rloo_cli.utils.errors import ConfigError, Problem
 
 Environment = Mapping[str, str]
+# For a member of a sweep: how many others share its device, and bytes of a GPU that a process which
+# waits keeps there (CUDA's context, cuBLAS's workspaces).
+TURNS, BESIDE, PARKED_BYTES = "RLOO_TURNS", "RLOO_TURNS_BESIDE", 0.5e9
 NUMBERS = (  # variables of which each holds a number where it is set
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT",
     "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_PROCID",
@@ -37,3 +40,8 @@ def check_numbers(env: Environment) -> None:
             problems += error.problems
     if problems:
         raise ConfigError(*problems)
+
+
+def beside_bytes() -> float:
+    """Bytes of this process's GPU that other members of its sweep keep while they wait."""
+    return environment_number(BESIDE, 0) * PARKED_BYTES if TURNS in os.environ else 0.0

@@ -25,14 +25,16 @@ def carry() -> Any:
         yield carry
 
 
-def wheel(folder: Path, name: str, size: int, needs: tuple[str, ...] = ()) -> Path:
+def wheel(
+    folder: Path, name: str, size: int, needs: tuple[str, ...] = (), version: str = "1.0"
+) -> Path:
     """A wheel of one module whose bytes do not compress."""
     about = "".join(f"Requires-Dist: {need}\n" for need in needs)
-    info = f"{name}-1.0.dist-info"
+    info = f"{name}-{version}.dist-info"
     text = base64.b85encode(random.Random(name).randbytes(size)).decode()
     content = {
         f"{name}.py": f"DATA = {text!r}\n",
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{about}",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{about}",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     rows = []
@@ -40,7 +42,7 @@ def wheel(folder: Path, name: str, size: int, needs: tuple[str, ...] = ()) -> Pa
         digest = base64.urlsafe_b64encode(hashlib.sha256(body.encode()).digest()).rstrip(b"=")
         rows.append(f"{place},sha256={digest.decode()},{len(body)}\n")
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{name}-1.0-py3-none-any.whl"
+    file = folder / f"{name}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(file, "w") as packed:
         for place, body in content.items():
             packed.writestr(place, body)
@@ -239,13 +241,50 @@ def test_a_version_that_cannot_stay_is_carried_in_another_and_torch_never(
     words = ["pack", str(tmp_path / "parts"), "carried_top", "--have"]
     assert carry.main([*words, "carried_small==0.9", "--have", "torch==1.0"]) == 0
     said = capsys.readouterr().out
-    assert "another carried-small than carried_small==0.9 is carried" in said
+    assert "carry: another carried-small than carried_small==0.9 is carried" in said
     manifest = json.loads((tmp_path / "parts" / "manifest.json").read_text())
     assert [f["name"].partition("-")[0] for f in manifest["files"]] == [
         "carried_small", "carried_top",
     ]  # fmt: skip
     assert carry.main([*words[:1], str(tmp_path / "more"), *words[2:], "torch==0.9"]) == 1
     assert "(constraint) torch==0.9" in capsys.readouterr().err
+
+
+def test_a_package_of_the_machine_that_stands_in_the_way_of_another_does_not_block(
+    carry: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """pip names neither of the two as pinned: what the one asks for, the wheels cannot have."""
+    index = tmp_path / "index"
+    for version in ("1.0", "2.0"):
+        wheel(index, "carried_lib", 10, version=version)
+    wheel(index, "carried_old", 10, ("carried_lib<2",))
+    wheel(index, "carried_old", 10, version="2.0")
+    wheel(index, "carried_top", 10, ("carried_lib>=2", "carried_old", "carried_same"))
+    wheel(index, "carried_same", 10)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    freeze = tmp_path / "freeze.txt"
+    freeze.write_text("carried_lib==1.0\ncarried_old==1.0\ncarried_same==1.0\n")
+    words = ["pack", str(tmp_path / "parts"), "carried_top", "--have", str(freeze)]
+    assert carry.main(words) == 0
+    said = capsys.readouterr().out
+    assert "another carried-lib than carried_lib==1.0 is carried" in said
+    assert "another carried-old than carried_old==1.0 is carried" in said
+    manifest = json.loads((tmp_path / "parts" / "manifest.json").read_text())
+    assert [f["name"].rpartition("-py3")[0] for f in manifest["files"]] == [
+        "carried_lib-2.0", "carried_old-2.0", "carried_top-1.0",
+    ]  # fmt: skip
+    assert manifest["have"] == ["carried_same==1.0"]
+
+
+def test_what_stands_in_the_way_is_read_from_pips_words(carry: Any) -> None:
+    there = {"torch": "torch==1", "nvidia-a": "nvidia-a==1", "b": "b==1", "c": "c==1"}
+    pinned = "x 2 depends on b>1; The user requested (constraint) b==1"
+    assert carry.in_the_way(pinned, there) == ["b"]
+    assert carry.in_the_way("x 2 depends on d>1; c 1 depends on d<1", there) == ["c"]
+    assert carry.in_the_way("resolution-too-deep", there) == ["b", "c"]  # all that may be another
+    kept = "x 2 depends on torch>1; The user requested (constraint) torch==1"
+    assert carry.in_the_way(kept, there) == []
 
 
 def test_a_platform_takes_the_wheels_of_every_older_one(carry: Any) -> None:

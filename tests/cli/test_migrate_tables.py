@@ -26,8 +26,8 @@ def exists(key: str) -> bool:
 def keys_in_the_code() -> set[str]:
     """Every text in the files of migrate that looks like a key of ours."""
     found = set()
-    for path in TOOLS.glob("migrate*.py"):
-        if path.name in ("migrate_foreign.py",):
+    for path in TOOLS.glob("*.py"):
+        if path.name in ("foreign.py",):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and KEY.fullmatch(str(node.value)):

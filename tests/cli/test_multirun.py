@@ -32,7 +32,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     names: list[str] = []
     results: list[float | None] = []
 
-    def train(composed, multirun, dry_run):
+    def train(composed, multirun):
         run = check.check(launcher.apart(composed))
         names.append(str(run.name))
         if "beta-0.5" in names[-1]:

@@ -50,7 +50,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The verbs' process is this one."""
 
     def run(module: str, words: list[str]) -> int:
-        assert module == "trainer"
+        assert module == "train.supervised.worker"
         worker.work(Path(words[0]), words[1])
         return 0
 
@@ -242,7 +242,7 @@ def test_rows_that_are_empty_or_too_long_are_left_out_and_counted(place: Path) -
     rows.append({"prompt": "p" * 64, "completion": "ok"})
     (place / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = settings("data.path=mine.jsonl")
-    data = worker.data.load(data_of(run, "sft"), "train")
+    data = worker.dataset.load(data_of(run, "sft"), "train")
     kept = examples.of_sft(data, data_of(run, "sft"), run.sft, tiny.tokenizer(), run, 63)
     assert (len(kept.rows), kept.long, kept.empty, kept.longest) == (7, 2, 1, 63)
     assert kept.told(63) == (
@@ -367,7 +367,7 @@ def test_conversations_are_read_through_the_chat_template(place: Path) -> None:
     (place / "mine.jsonl").write_text(json.dumps(row) + "\n")
     run, tokens = settings("data.path=mine.jsonl"), tiny.tokenizer()
     source = data_of(run, "sft")
-    data = worker.data.load(source, "train")
+    data = worker.dataset.load(source, "train")
     (example,) = examples.of_sft(data, source, run.sft, tokens, run, 99).rows
     assert tokens.decode(example.ids[: example.start]) == "<|user|>Hi\n<|assistant|>"
     assert tokens.decode(example.ids[example.start :]) == "Yes\n<eos>"
@@ -383,7 +383,7 @@ def test_a_template_that_rewrites_the_past_is_refused(place: Path) -> None:
     tokens.chat_template = "{{ messages|length }}" + tiny.TEMPLATE
     source = data_of(run, "sft")
     with pytest.raises(DataError, match="changes what came before"):
-        data = worker.data.load(source, "train")
+        data = worker.dataset.load(source, "train")
         examples.of_sft(data, source, run.sft, tokens, run, 99)
 
 

@@ -11,6 +11,7 @@ import transformers
 from rloo_cli.config import synthetic
 from rloo_cli.data.synthetic import addition, tiny, tldr
 from rloo_cli.data.synthetic import cache as synthetic_cache
+from rloo_cli.train.supervised import tldr as trained
 from rloo_cli.utils.errors import MachineError
 
 MODELS = sorted(synthetic.MODELS)
@@ -22,7 +23,7 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("RLOO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(addition, "LONGEST", 3)
     monkeypatch.setattr(tldr, "SIZES", {"train": 32, "validation": 4, "test": 8})
-    monkeypatch.setattr(tldr, "PAIRS", {"train": 8, "test": 4})
+    monkeypatch.setattr(trained, "PAIRS", {"train": 8, "test": 4})
     return tmp_path / "cache"
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,11 @@ from rloo_cli.generation.vllm.discovery import Server
 from rloo_cli.generation.vllm.engine import Ask
 from rloo_cli.generation.vllm.http_engine import Gate, HttpControl, OverHttp, grouped, meeting
 from rloo_cli.launch import preflight, rollout_server
+from rloo_cli.launch.sweep import commands, rules
+from rloo_cli.planning import device
 from rloo_cli.policy import memory
 from rloo_cli.train import worker
+from rloo_cli.utils import environment
 from rloo_cli.utils.errors import ConfigError, MachineError, OutOfMemory
 
 EIGHT = [f"GPU-{n}" for n in range(8)]
@@ -136,6 +140,45 @@ def test_more_members_of_a_sweep_than_gpus_are_refused(eight: None) -> None:
     with pytest.raises(ConfigError) as refused:
         sweep._check_jobs(9, EIGHT)
     assert refused.value.problems[0].fix == "--jobs 8"
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "gpus", "jobs", "fit"), [(80, 1, 1, 21), (24, 1, 1, 7), (24, 4, 2, 14)]
+)
+def test_what_members_keep_of_a_gpu_while_they_wait_is_counted(
+    monkeypatch: pytest.MonkeyPatch, gigabytes: int, gpus: int, jobs: int, fit: int
+) -> None:
+    """An eighth of it at most, half a gigabyte each."""
+    there = replace(device.ASSUMED, memory=gigabytes * 1e9)
+    monkeypatch.setattr(device, "of", lambda word: there)
+    assert sweep._fit(jobs, EIGHT[:gpus]) == fit and sweep._fit(jobs, []) is None
+    assert not [*rules.too_many(fit, fit)] and not [*rules.too_many(fit + 1, None)]
+    (problem,) = rules.too_many(fit + 1, fit)
+    assert problem.what == f"{fit + 1} members are too many side by side"
+    assert problem.why == f"one that waits keeps 0.5 GB of its GPU for CUDA itself, and {fit} fit"
+
+
+def test_a_clone_that_would_not_fit_is_refused() -> None:
+    lives = [SimpleNamespace(open=True, clones=[{}]), SimpleNamespace(open=False, clones=[])]
+    control: Any = SimpleNamespace(lives=lives, fit=2)
+    with pytest.raises(ConfigError, match="3 members are too many"):
+        commands._clone(control, control, None, {})
+
+
+def test_a_member_of_a_sweep_plans_without_what_the_others_keep_of_its_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = torch.nn.Parameter(torch.zeros(10))
+    policy: Any = SimpleNamespace(
+        model=SimpleNamespace(parameters=lambda: iter([weight])),
+        device=torch.device("cuda"), dtype=torch.float32,
+    )  # fmt: skip
+    monkeypatch.setattr(memory, "_total", lambda device: 80e9)
+    alone = memory._left(policy, run_of(), False)
+    monkeypatch.setenv(environment.BESIDE, "4")
+    assert memory._left(policy, run_of(), False) == alone  # it is no member
+    monkeypatch.setenv(environment.TURNS, "/socket:1")
+    assert memory._left(policy, run_of(), False) == alone - 2e9
 
 
 # What is refused until a GPU has shown it.

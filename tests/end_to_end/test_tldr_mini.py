@@ -10,9 +10,10 @@ from cli_cases import Rloo, strict, surroundings
 
 from rloo_cli.config import check, synthetic
 from rloo_cli.config.compose import compose
+from rloo_cli.data.synthetic import tldr
 from rloo_cli.data.synthetic import tldr_posts as posts
 from rloo_cli.data.synthetic.tldr_posts import Facts, gold
-from rloo_cli.train.supervised import tldr
+from rloo_cli.train.supervised import tldr as trained
 
 FACTS = Facts("boss", "stole", "bike", "monday", "jealous", "quit")
 POST = (
@@ -59,7 +60,7 @@ def test_every_word_has_a_token_and_comes_back() -> None:
         ids = tokens(row["prompt"])["input_ids"]
         said = tokens(row["summary"])["input_ids"]
         assert tokens.unk_token_id not in ids + said
-        assert len(ids) <= 80 and len(said) < tldr.LONGEST
+        assert len(ids) <= 80 and len(said) < trained.LONGEST
         assert (
             tokens.decode([*said, tokens.eos_token_id], skip_special_tokens=True)
             == (row["summary"])
@@ -108,7 +109,7 @@ def test_preferences_are_right_more_often_the_clearer_the_case() -> None:
     dice = random.Random(0)
     rate = {}
     for worse in ("my boss stole my bike on monday .", "my uncle lost my lamp ."):
-        judged = [tldr._judged(POST, worse, WHOLE, dice)["chosen"] for _ in range(300)]
+        judged = [trained._judged(POST, worse, WHOLE, dice)["chosen"] for _ in range(300)]
         rate[worse] = judged.count(WHOLE) / 300
     two, nine = rate.values()  # points apart: sigmoid(2) = 0.88, sigmoid(9) = 0.9999
     assert 0.8 < two < 0.95 < nine
@@ -130,7 +131,7 @@ def test_the_hidden_rule_is_no_reward_of_the_recipe() -> None:
 @pytest.mark.parametrize("section", ["sft", "reward_model"])
 def test_what_is_made_is_trained_as_the_recipe_says(section: str) -> None:
     run = check.check(compose(["+recipe=tldr_mini"]))
-    assert tldr.recipe(section) == (getattr(run, section), run.seed)
+    assert trained.recipe(section) == (getattr(run, section), run.seed)
 
 
 def test_the_shape_of_the_made_models_is_what_is_checked_before_they_are_made() -> None:

@@ -38,8 +38,6 @@ SHORT = {
     "cli/curves.py": "a verb has a file",
     "cli/migrate/given.py": "what the reader hands to the converters: both import it",
     "data/segments.py": "sums over segments, for rooms that must not know packing",
-    "utils/device_waits.py": "the one place that waits for a GPU",
-    "utils/environment.py": "numbers of the environment, for rooms above and below launch",
 }
 ENTRIES = {"cli/key_values.py", "generation/vllm/plugin.py", "plugin.py"}  # named by other programs
 PLUGINS = ("algorithms/", "rewards/", "generation/", "generation/vllm/receive/")

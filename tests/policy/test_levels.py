@@ -1,5 +1,7 @@
 """Every family lands on the fastest layout that gives its own numbers, and no gate can go."""
 
+import contextlib
+
 import pytest
 import torch
 import transformers
@@ -301,3 +303,28 @@ def test_an_output_embedding_of_another_class_stays_the_models_own():
     model.lm_head = Halved(own.in_features, own.out_features, bias=False)
     policy, line = settled(model)
     assert not policy.scorer.fused and "the output embedding is a Halved" in line
+
+
+def logits_rounded(monkeypatch):
+    """The truth by the model's own head, whose logits are rounded to bfloat16."""
+    monkeypatch.setattr(layouts, "_exact_head", lambda model: contextlib.nullcontext())
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_the_fused_head_is_not_refused_for_what_rounded_logits_would_show(monkeypatch, rounded):
+    """Over a large vocabulary logits are tens, and rounded in steps of an eighth and more. Layers
+    that add nothing give every kernel the same bits: then only the head's rounding is left."""
+    if rounded:
+        logits_rounded(monkeypatch)
+    config = T.Qwen3Config(**HEADS | {"vocab_size": 4096, "tie_word_embeddings": True})
+    torch.manual_seed(0)
+    config.initializer_range = 0.05
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(100.0)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    policy, line = settled(model.to(torch.bfloat16).train())
+    assert policy.scorer.fused is not rounded
+    assert ("no fused head: log-probabilities are off by" in line) is rounded

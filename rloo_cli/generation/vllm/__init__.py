@@ -31,4 +31,6 @@ import vLLM; a trainer never does, except for NCCL and CUDA IPC, whose sending h
     auth             who may ask a rollout server what
     server_file      server.json
     ports            who listens where on this machine
+
+    api_processes  Who answers a server's requests
 """

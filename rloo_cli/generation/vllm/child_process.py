@@ -6,10 +6,12 @@ answer) each and an ("end",), or by ("error", text). While it draws, ("abort",) 
 """
 
 import gc
+import multiprocessing
 import os
 import sys
+import threading
 import traceback
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from vllm import LLM, SamplingParams, TokensPrompt
@@ -19,6 +21,8 @@ from vllm.sampling_params import RequestOutputKind
 from rloo_cli.generation.vllm import lora_slot, versions
 from rloo_cli.generation.vllm.engine import Answer, Ask
 
+CHILD_ENDED = 70  # our exit code where vLLM's core has ended
+
 
 def main() -> None:
     """Serve the pipe until its other end closes."""
@@ -27,6 +31,7 @@ def main() -> None:
     assert kind == "start"
     try:
         engine = Engine(LLM(**arguments), pipe)
+        end_with_any_child()
         gc.collect()
         gc.freeze()  # what was loaded stays: no need to look through it again and again
         pipe.send(("ok", engine.workers()))
@@ -47,6 +52,25 @@ def main() -> None:
                 pipe.send(("ok", getattr(engine, name)(*args)))
         except Exception:
             pipe.send(("error", traceback.format_exc()))
+
+
+def end_with_any_child() -> None:
+    """From here on this process ends as soon as one that it started does.
+
+    vLLM's client of a core in a process of its own waits for ever for the answer of one that was
+    killed; the trainer sees at once that we are gone, and starts another engine.
+    """
+    children = multiprocessing.active_children()
+    if not children:
+        return
+
+    def watch() -> None:
+        wait([child.sentinel for child in children])
+        ended = [child.name for child in children if child.exitcode is not None]
+        print(f"a process of the engine ended: {', '.join(ended)}", file=sys.stderr, flush=True)
+        os._exit(CHILD_ENDED)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class Engine:

@@ -55,8 +55,8 @@ class Wire:
                 try:
                     return future.result(0.1)
                 except TimeoutError:
-                    if future.done():
-                        raise
+                    if future.done():  # in this very moment; or the work's own TimeoutError
+                        return future.result()
                 if interruptible:
                     signals.check()
                 if time.monotonic() > end:

@@ -29,7 +29,7 @@ class Server:
 
     url: str
     token: str = field(repr=False)
-    pid: int  # of its API process
+    pid: int  # of its first process
     group: int  # process group of everything it started
     pid_started: str
     host: str

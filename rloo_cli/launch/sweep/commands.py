@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.checkpoint import manifest
+from rloo_cli.launch.sweep import rules
 from rloo_cli.launch.sweep.member import Live, Phase
 from rloo_cli.launch.sweep.running import Sweep
 from rloo_cli.launch.sweep.state import Book, Member, running, setting
@@ -61,6 +62,10 @@ def _promote(sweep: Sweep, member: Member, live: Live | None) -> str:
 
 
 def _clone(sweep: Sweep, member: Member, live: Live | None, request: dict[str, Any]) -> str:
+    coming = sum(len(other.clones) for other in sweep.lives)
+    open_now = sum(other.open for other in sweep.lives)
+    if problems := [*rules.too_many(open_now + coming + 1, sweep.fit)]:
+        raise ConfigError(*problems)
     taken = {m.name for m in sweep.book.members}
     taken |= {clone["name"] for other in sweep.lives for clone in other.clones}
     names = (f"{request['name']}{f'-{i}' if i > 1 else ''}" for i in range(1, 10**6))

@@ -13,6 +13,7 @@ from rloo_cli.launch.processes import CALM, die_with_parent
 from rloo_cli.launch.sweep.state import Book, Member, quoted
 from rloo_cli.train import sweep_turns
 from rloo_cli.train.sweep_turns import Line
+from rloo_cli.utils import environment
 
 
 @dataclass
@@ -100,11 +101,13 @@ class Live:
         """The step at which it is finished; None while that is not known."""
         return self.book.steps(self.member)
 
-    def start(self, socket: Path, gpu: str | None) -> None:
-        """Start its run, as `rloo train` does; what it prints goes to its log."""
+    def start(self, socket: Path, gpu: str | None, beside: int = 0) -> None:
+        """Start its run, as `rloo train` does; what it prints goes to its log. `beside`: other
+        members on its device."""
         log = self.book.log(self.member)
         log.parent.mkdir(parents=True, exist_ok=True)
         env = {**CALM, **os.environ, sweep_turns.PLACE: f"{socket}:{self.member.number}"}
+        env[environment.BESIDE] = str(beside)
         if gpu is not None:
             env["CUDA_VISIBLE_DEVICES"] = gpu
         with log.open("a") as out:

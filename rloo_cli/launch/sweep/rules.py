@@ -15,10 +15,11 @@ from rloo_cli.launch import preflight
 from rloo_cli.launch.launcher import SAME_JOB
 from rloo_cli.launch.sweep.state import Member, Rung, setting
 from rloo_cli.launch.sweep.turns import LEAST
-from rloo_cli.utils import pids
+from rloo_cli.utils import environment, pids
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
 from rloo_cli.utils.files import read_json
 
+PARKED_SHARE = 0.125  # of a GPU, for members that wait: plans leave more than that unused
 NOT_OURS = ("hydra/launcher", "hydra.launcher")
 
 
@@ -84,6 +85,24 @@ def member(run: RunConfig) -> Iterator[Problem]:
         )
         fix = "distributed=single, or rloo train --multirun ... one after the other"
         yield Problem("a member of a sweep is one process", "distributed.engine", why, fix)
+
+
+def members_that_fit(devices: int, memory: float) -> int:
+    """Members that a sweep can have open at a time on `devices` GPUs of `memory` bytes each.
+
+    One trains on each, and every other one keeps some of it while it waits.
+    """
+    return devices * (1 + int(PARKED_SHARE * memory / environment.PARKED_BYTES))
+
+
+def too_many(members: int, fit: int | None) -> Iterator[Problem]:
+    """More members than their GPUs can hold. `fit`: `members_that_fit`; None = there is no GPU."""
+    if fit is None or members <= fit:
+        return
+    each = f"{environment.PARKED_BYTES / 1e9:g} GB"
+    why = f"one that waits keeps {each} of its GPU for CUDA itself, and {fit} fit"
+    fix = f"at most {fit} members, --jobs N with N more GPUs, or rloo train --multirun"
+    yield Problem(f"{members} members are too many side by side", "command line", why, fix)
 
 
 def checked(jobs: Sequence[Composed]) -> list[RunConfig]:

@@ -12,10 +12,13 @@ SAVE_S = 0.5  # sweep.json is written at most this often for what only shows how
 
 
 class Sweep:
-    """A sweep that runs. `gpus`: names of the devices that members are spread over."""
+    """A sweep that runs. `gpus`: names of the devices that members are spread over; `fit`: how many
+    members those can hold."""
 
-    def __init__(self, book: Book, show: Show, gpus: list[str] | None = None):
-        self.book, self.show, self.gpus = book, show, gpus or []
+    def __init__(
+        self, book: Book, show: Show, gpus: list[str] | None = None, fit: int | None = None
+    ):
+        self.book, self.show, self.gpus, self.fit = book, show, gpus or [], fit
         self.lives: list[Live] = []
         self.room = sweep_member.places(book.jobs, max(1, min(book.jobs, len(self.gpus))))
         self.heard: list[int] = []  # signals

@@ -29,8 +29,10 @@ STOPPED, AT_ONCE = 75, 130
 class Control(Sweep):
     """The loop of a sweep that runs."""
 
-    def __init__(self, book: Book, show: Show, gpus: list[str] | None = None):
-        super().__init__(book, show, gpus)
+    def __init__(
+        self, book: Book, show: Show, gpus: list[str] | None = None, fit: int | None = None
+    ):
+        super().__init__(book, show, gpus, fit)
         self.selector = selectors.DefaultSelector()
 
     def run(self) -> int:

@@ -102,4 +102,6 @@ def _let(sweep: Sweep, live: Live, rung: Rung | None) -> None:
         return
     live.fair.due = True  # where it stands it says itself: that is when its chunk begins
     names = sweep.gpus[: len(sweep.room)]
-    live.start(sweep.socket, names[live.fair.device] if len(names) > 1 else None)
+    there = [x for x in sweep.lives if x.open and x.fair.device == live.fair.device]
+    gpu = names[live.fair.device] if len(names) > 1 else None
+    live.start(sweep.socket, gpu, len(there) - 1)

@@ -332,3 +332,20 @@ def test_who_listens_is_seen_and_named(host: str, kind: str) -> None:
         open_to_all.bind(("", 0))
         port = open_to_all.getsockname()[1]
         assert [s.address for s in ports.listeners() if s.port == port] == ["0.0.0.0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "version", "count"),
+    [
+        ([], "0.32.0", 1),
+        (["generation.server.data_parallel_size=4"], "0.32.0", 4),
+        (["generation.server.data_parallel_size=4"], "0.22.1", 1),
+        (["generation.server.data_parallel_size=4", "generation.server.api_processes=2"],
+         "0.32.0", 2),
+    ],
+)  # fmt: skip
+def test_a_server_has_an_api_process_for_each_copy_of_the_model_unless_a_key_says_otherwise(
+    words: list[str], version: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments, "installed", lambda: version)
+    assert arguments.count_api_processes(keys_of(run_of(SERVER, *words))) == count

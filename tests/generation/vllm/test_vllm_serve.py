@@ -372,6 +372,29 @@ def test_it_ends_when_asked_and_leaves_nothing(served: Served, server: Server) -
     assert "Traceback" not in served.said() + Path(server.log).read_text()
 
 
+@pytest.mark.slow
+def test_one_with_two_api_processes_ends_when_asked_and_leaves_nothing(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder, base = tmp_path_factory.mktemp("two"), tmp_path_factory.getbasetemp()
+    served = Served(folder, base, "generation.server.api_processes=2")
+    try:
+        server = served.up()
+        members = group(server)
+        lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in members]
+        assert sum("APIServer" in line for line in lines) == 2
+        assert not [line for line in lines if server.token in line]
+        assert server.token not in Path(server.log).read_text() + served.said()
+        memory = shared(members)
+        assert served.end() == 0, served.said()
+    finally:
+        served.end()
+    assert gone(members, 0) and [*served.temporary.iterdir()] == []
+    assert not (served.run / server_file.NAME).exists()
+    assert memory and not [m for m in memory if m.exists()]
+    assert "Traceback" not in served.said() + Path(server.log).read_text()
+
+
 def test_a_killed_server_takes_its_engine_along(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

@@ -176,9 +176,12 @@ def test_every_sampling_parameter_is_known_to_it() -> None:
         (["generation=vllm_colocate", "generation.colocate.sleep=weights"], None),
         (["generation=vllm_colocate", "model.lm_head_fp32=true"], "model.lm_head_fp32"),
         (["generation=vllm_server", "model.lm_head_fp32=true"], "model.lm_head_fp32"),
+        (["generation=vllm_server", "generation.server.api_processes=2"],
+         "generation.server.api_processes"),
+        (["generation=vllm_server", "generation.server.api_processes=1"], None),
         (["generation=vllm_server"], None),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_exist_there_is_refused_with_its_key_and_the_version(
     words: list[str], place: str | None, old: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

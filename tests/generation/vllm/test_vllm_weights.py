@@ -1,12 +1,15 @@
 """What is sent is what answers: real vLLM, weights changed family by family."""
 
 import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_vllm_kills import members
 from transformers import (
     AutoTokenizer,
     GPTNeoXConfig,
@@ -19,7 +22,9 @@ from rloo_cli.config import check, synthetic
 from rloo_cli.config.compose import compose
 from rloo_cli.data.batch import Group
 from rloo_cli.data.packing import whole
+from rloo_cli.generation.vllm.engine import Ask, Lost
 from rloo_cli.generation.vllm.generator import VllmGenerator, in_a_child
+from rloo_cli.generation.vllm.sampling_params import plain
 from rloo_cli.policy.model import Policy
 from rloo_cli.utils.errors import GenerationError
 
@@ -87,16 +92,20 @@ class Pair:
         return float((self.policy.frozen_logp(micro).logp - micro.behaviour_logp).abs().max())
 
 
+# Two of the engines have their core in a process of its own, as on a GPU: one of them loses it.
 KINDS = [
     "qwen3-tied", "qwen3-untied", "neox-untied", pytest.param("neox-tied", marks=pytest.mark.slow),
 ]  # fmt: skip
+APART, LOSES = ("qwen3-untied", "neox-untied"), "neox-untied"
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    found = Pair(request.param, tmp_path_factory.mktemp(request.param))
+    apart = str(request.param in APART).lower()
+    words = f"generation.colocate.core_process={apart}"
+    found = Pair(request.param, tmp_path_factory.mktemp(request.param), words)
     yield found
     found.generator.close()
 
@@ -168,8 +177,49 @@ def test_a_tensor_that_the_engine_does_not_know_is_refused_by_name(
     assert pair.gap(pair.sample([6])) < 1e-5
 
 
+def cores(pair: Pair) -> list[int]:
+    """Processes of vLLM's core among those of the engine."""
+    process = pair.generator.engine.pipe.process  # type: ignore[attr-defined]
+    return [pid for pid, line in members(process.pid).items() if "EngineCore" in line]
+
+
+def test_the_engines_core_is_where_the_key_says_and_is_missed_when_it_is_killed(
+    pair: Pair, request: pytest.FixtureRequest
+) -> None:
+    kind = request.node.callspec.params["pair"]
+    assert len(cores(pair)) == (kind in APART)
+    engine = pair.generator.engine
+    assert engine.well()
+    if kind == LOSES:
+        began = time.monotonic()
+        os.kill(cores(pair)[0], signal.SIGKILL)
+        with pytest.raises(Lost, match="ended with 70"):
+            engine.complete([Ask([5, 6], plain(pair.run.generation, [], 1, 4))], lambda *_: None)
+        assert not engine.well() and time.monotonic() - began < 60  # of 900 s without a token
+
+
+@pytest.mark.slow
+def test_a_core_that_was_killed_is_replaced_with_the_same_weights(tmp_path: Path) -> None:
+    pair = Pair("qwen3-tied", tmp_path, "generation.colocate.core_process=true")
+    try:
+        pair.load()
+        first = pair.sample([1, 2])
+        os.kill(cores(pair)[0], signal.SIGKILL)
+        again = pair.sample([1, 2])
+        assert pair.generator.engine.restarts == 1
+        assert [[r.completion_ids for r in g.rollouts] for g in again] == [
+            [r.completion_ids for r in g.rollouts] for g in first
+        ]
+        assert pair.gap(again) < 1e-5
+    finally:
+        pair.generator.close()
+
+
 def test_nothing_of_an_engine_is_left(pair: Pair) -> None:
     process = pair.generator.engine.pipe.process  # type: ignore[attr-defined]
     pair.generator.close()
+    until = time.monotonic() + 10  # a killed core is nobody's child for a moment
     with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+        while time.monotonic() < until:
+            os.killpg(process.pid, 0)
+            time.sleep(0.02)

@@ -1,0 +1,117 @@
+"""One API process of a real rollout server, and what it does to the requests of the other."""
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import vllm_cases
+from vllm_cases import Real, real
+
+from rloo_cli.generation.vllm import ports, process_group, server_file
+
+pytestmark = real
+
+
+class Line:
+    """A connection that stays with the API process that took it."""
+
+    def __init__(self, there: Real):
+        address = urlsplit(there.url)
+        self.token, host = there.token, str(address.hostname)
+        self.http = http.client.HTTPConnection(host, address.port, timeout=120)
+
+    def ask(self, method: str, path: str, body: Any = None, token: bool = True) -> tuple[int, Any]:
+        headers = {"Authorization": f"Bearer {self.token}"} if token else {}
+        data = None if body is None else json.dumps(body)
+        self.http.request(method, path, data, headers | {"Content-Type": "application/json"})
+        answer = self.http.getresponse()
+        text = answer.read().decode()
+        return answer.status, json.loads(text) if text.startswith(("{", "[")) else text
+
+    def taken_by(self, group: int) -> int:
+        """The process that has the other end."""
+        port = self.http.sock.getsockname()[1]
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        (inode,) = [row[9] for row in rows if row[2].endswith(f":{port:04X}")]
+        return next(pid for pid in process_group.members(group) if inode in ports.inodes(pid))
+
+
+@pytest.fixture
+def lines(server: Real, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Line]]:
+    """A connection to each API process."""
+    monkeypatch.setenv("RLOO_SERVER_TOKEN", server.token)
+    told = server_file.live(server.folder)
+    assert told is not None
+    found: dict[int, Line] = {}
+    opened = []
+    while len(found) < 2 and len(opened) < 30:
+        opened.append(Line(server))
+        assert opened[-1].ask("GET", "/health")[0] == 200
+        found.setdefault(opened[-1].taken_by(told.group), opened[-1])
+    assert len(found) == 2 and told.pid not in found
+    yield list(found.values())
+    opened[0].ask("POST", "/resume")
+    for line in opened:
+        line.http.close()
+
+
+def drawing(line: Line, answers: list[tuple[int, Any]]) -> threading.Thread:
+    """Ask for one completion by this connection, on a thread."""
+    params = {"max_tokens": 4, "logprobs": 0, "seed": 1, "ignore_eos": True}
+    body = {"token_ids": [5, 6, 7], "sampling_params": [params]}
+    thread = threading.Thread(
+        target=lambda: answers.append(line.ask("POST", "/rloo/generate", body)), daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def test_the_guard_stands_in_each(lines: list[Line]) -> None:
+    for line in lines:
+        for path in ("/weight_info", "/rloo", "/v1/models", "/metrics", "/is_paused"):
+            assert line.ask("GET", path, token=False)[0] == 401
+        for path in ("/rloo/generate", "/pause", "/finish_weight_update"):
+            assert line.ask("POST", path, {}, token=False)[0] == 401
+        assert line.ask("POST", "/collective_rpc", {})[0] == 403
+        assert line.ask("GET", "/rloo")[1]["routes"] == ["/rloo/generate"]
+
+
+def test_a_pause_and_an_update_by_one_hold_for_the_requests_of_the_other(
+    lines: list[Line], server: Real, tmp_path: Path
+) -> None:
+    asked, other = lines
+    client = vllm_cases.engine(vllm_cases.config(server.url, sync_timeout_s=120.0), tmp_path)
+    try:
+        client.connect()
+        client.sync(vllm_cases.weights(), "run:1")
+        assert client.link is not None
+        assert asked.ask("POST", "/pause?mode=abort")[0] == 200
+        assert other.ask("GET", "/is_paused") == (200, {"is_paused": True})
+        answers: list[tuple[int, Any]] = []
+        first = drawing(other, answers)
+        time.sleep(0.5)  # it has reached the engine, and waits there
+        assert answers == []
+        assert asked.ask("POST", "/pause?mode=abort")[0] == 200
+        first.join(20)
+        assert [a["finish_reason"] for a in answers.pop()[1]["completions"]] == ["abort"]
+        second = drawing(other, answers)
+        time.sleep(0.5)
+        client.label = "run:2"
+        client.link.send_weights()
+        assert answers == []
+        for line in lines:
+            assert line.ask("GET", "/weight_info") == (200, {"weight_version": "run:2"})
+        assert asked.ask("POST", "/resume")[0] == 200
+        second.join(20)
+        assert answers[0][1]["completions"][0]["versions"] == ["run:2"]
+    finally:
+        with suppress(Exception):
+            asked.ask("POST", "/resume")
+        client.close()
