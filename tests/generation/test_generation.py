@@ -281,7 +281,7 @@ def test_logits_that_are_not_finite_stop_the_run(model, monkeypatch, shared):
 def test_the_registry_reads_the_config_without_torch():
     assert registry.load_code(registry.module("generation", "transformers").IMPLEMENTATION)
     code = (
-        "import sys; from rloo_cli import registry; registry.config_class('generation', "
+        "import sys; from rloo_cli.config import registry; registry.config_class('generation', "
         "'transformers'); print({'torch', 'transformers'} & set(sys.modules)); "
         "assert list(registry.names('generation')) == "
         "['transformers', 'vllm_colocate', 'vllm_server']"

@@ -12,18 +12,20 @@ from rloo_cli.config import check, compose
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError
 
-PACKAGE = Path(main.__file__).parent
+PACKAGE = Path(main.__file__).parents[1]
 # Where a verb reads its flags. Words that are other programs' are left out below.
 CODE = {
-    "train": ["cli.py", "compose.py"],
-    "sweep": ["tools/sweep.py", "compose.py"],
-    "sft": ["tools/training.py", "compose.py"],
-    "reward-model": ["tools/training.py", "compose.py"],
-    "vllm-serve": ["serve.py", "compose.py"],
-    "slurm": ["tools/slurm.py", "compose.py"],
-    "plan": ["tools/plan.py", "compose.py"],
-    "fetch": ["tools/fetch.py", "compose.py"],
-    "config": ["tools/config.py", "compose.py"],
+    "train": ["cli/main.py", "config/compose.py"],
+    "sweep": ["cli/sweep.py", "config/compose.py"],
+    "sft": ["cli/supervised.py", "config/compose.py"],
+    "reward-model": ["cli/supervised.py", "config/compose.py"],
+    "vllm-serve": ["cli/vllm_serve.py", "config/compose.py"],
+    "slurm": ["cli/slurm.py", "config/compose.py"],
+    "plan": ["cli/plan.py", "config/compose.py"],
+    "fetch": ["cli/fetch.py", "config/compose.py"],
+    "config": ["cli/config.py", "config/compose.py"],
+    "compare": ["cli/compare/__init__.py"],
+    "migrate": ["cli/migrate/__init__.py"],
     "completion": [],  # it reads none, and has those of others as answers
 }
 OF_OTHERS = {"--parsable", "--version", "--errors", "--help", "-h"}
@@ -56,7 +58,7 @@ def test_help_has_every_flag_that_the_verb_reads_and_two_examples(verb: str, cap
         assert said.startswith(f"usage: rloo {verb}")
         assert len(verb_help.VERBS[verb].examples) >= 2
         assert max(map(len, said.splitlines())) <= 100
-    given = CODE.get(verb, [f"tools/{verb}.py"])
+    given = CODE.get(verb, [f"cli/{verb}.py"])
     read = set().union(*(flags_in(name) for name in given))
     assert not {flag for flag in read if not re.search(rf"(?<![\w-]){flag}(?![\w-])", said)}
 

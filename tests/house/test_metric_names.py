@@ -13,8 +13,10 @@ from rloo_cli.reporting import log, metric_names
 ROOT = Path(__file__).parents[2]
 # Modules that name metrics, each with the functions (or "" for all of it) where names stand.
 WRITERS = {
-    "measures": "", "updates": "", "perf": "", "held_out": "metrics _sampled", "clock": "lap",
-    "rollouts": "_batch _settle", "vllm/supply": "", "judges/judge": "metrics",
+    "reporting/step_metrics": "", "reporting/update_metrics": "",
+    "evaluation/metrics": "metrics _sampled", "utils/timers": "lap",
+    "generation/common/rollouts": "_batch _settle", "generation/vllm/weight_sync": "",
+    "evaluation/judges/judge": "metrics", "train/between_steps": "log_step _staleness",
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ def test_every_environment_variable_stands_on_the_page() -> None:
     found = {
         name
         for path, text in CODE.items()
-        if "tools/migrate" not in str(path)  # RLOO_... are its tables of TRL's RLOO
+        if "cli/migrate" not in str(path)  # RLOO_... are its tables of TRL's RLOO
         for name in re.findall(r"\bRLOO_[A-Z_]+\b", text)
     }
     assert not sorted(name for name in found if f"`{name}`" not in PAGE)
@@ -44,7 +44,7 @@ def test_every_file_that_a_run_writes_stands_on_the_page() -> None:
         name
         for path, text in CODE.items()
         for name in pattern.findall(text)
-        if path.name != "model_rules.py" and "tools/migrate" not in str(path)  # they read these
+        if path.name != "rules_model.py" and "cli/migrate" not in str(path)  # they read these
     }
     missing = sorted(name for name in written - READ if name not in PAGE)
     assert not missing

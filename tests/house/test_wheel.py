@@ -63,7 +63,7 @@ def test_the_wheel_holds_the_package_with_its_yaml_and_nothing_else(wheel: Path)
 
 def test_what_is_installed_is_the_wheel_and_not_the_checkout(installed: Rloo) -> None:
     python = Path(installed.program[0]).with_name("python")
-    code = "from rloo_cli import paths; print(paths.CONF); print(paths.RECIPES)"
+    code = "from rloo_cli.utils import paths; print(paths.CONF); print(paths.RECIPES)"
     said = subprocess.run(
         [str(python), "-c", code],
         cwd=installed.folder,

@@ -75,10 +75,10 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any) -> tupl
     """A Watched whose servers die at once, of `error`; what it said."""
     said: list[str] = []
     (tmp_path / "run.json").write_text("{}")
-    monkeypatch.setattr(rollout_server.serving, "start", lambda *_: Dies(tmp_path / "log"))
-    monkeypatch.setattr(rollout_server.serving, "stop", lambda *_: [])
-    monkeypatch.setattr(rollout_server.serving, "ready", lambda *_: None)
-    monkeypatch.setattr(rollout_server.serving, "why", lambda *_: error)
+    monkeypatch.setattr(rollout_server, "start", lambda *_: Dies(tmp_path / "log"))
+    monkeypatch.setattr(rollout_server, "stop", lambda *_: [])
+    monkeypatch.setattr(rollout_server, "ready", lambda *_: None)
+    monkeypatch.setattr(rollout_server, "why", lambda *_: error)
     monkeypatch.setattr(rollout_server.time, "monotonic", iter(range(0, 10**6, 100)).__next__)
     run = vllm_cases.config(base_url=None)
     return rollout_server.Watched(tmp_path, run, {}, said.append), said

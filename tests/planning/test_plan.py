@@ -223,7 +223,7 @@ def test_this_machines_gpu_is_taken_where_there_is_one(
     (tmp_path / "nvidia-smi").write_text(said)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(device.ranks, "gpus", lambda: ["0"])
+    monkeypatch.setattr(device.device_count, "gpus", lambda: ["0"])
     found = device.of(None)
     assert found.name == "NVIDIA H200" and found.memory == 143771 * 2**20
     assert found.flops == device.GPUS["H200"].flops and found.source == "this machine"

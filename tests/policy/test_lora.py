@@ -141,7 +141,7 @@ def test_an_output_embedding_that_learns_is_computed_by_the_model_itself(name: s
     level = layouts.settle(policy, "auto", 64)
     assert (level.layout, level.head) == ("shared", "model")
     found = policy.logp(policy.pack(chosen, whole(chosen, range(3)))).logp
-    with layouts.attention.native(policy.model):
+    with layouts.shared_attention.native(policy.model):
         expected = policy_cases.each_alone(policy.model, chosen, 0.7)[0]
     assert torch.allclose(found.double(), expected, atol=1e-4)
 
@@ -271,7 +271,7 @@ def test_checkpoints_hold_the_adapter_alone_and_the_end_both(tmp_path: Path) -> 
     final = export.save_final(run.policy.model, run.tokenizer, run.folder)
     found = AutoModelForCausalLM.from_pretrained(final)
     run.policy.model.eval()
-    with layouts.attention.native(run.policy.model):
+    with layouts.shared_attention.native(run.policy.model):
         expected = run.policy.model(IDS).logits
     assert torch.allclose(found(IDS).logits, expected, atol=1e-5)
     assert (final / "adapter" / lora.WEIGHTS).read_bytes() == (saved / lora.WEIGHTS).read_bytes()

@@ -43,7 +43,7 @@ def test_an_adapter_over_few_bits_learns_and_is_written_as_a_whole_model(
     assert torch.equal(reference.frozen_logp(micro).logp, base)
     move(model, 0.05)
     model.eval()
-    with layouts.attention.native(model):
+    with layouts.shared_attention.native(model):
         expected = model(IDS).logits
     merged = lora.merged(model)
     assert not any(quantization.is_(m) for m in merged.modules())

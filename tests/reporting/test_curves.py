@@ -184,7 +184,7 @@ def test_every_end_of_a_run_draws_it_after_its_last_line(error, tmp_path, monkey
     monkeypatch.setattr(worker, "make", lambda *given: run)
     monkeypatch.setattr(worker, "_whole", ends)
     monkeypatch.setattr(worker, "_rescue", lambda run, error: did.append("save"))
-    monkeypatch.setattr(worker.stop, "wait_for_checks", lambda: None)
+    monkeypatch.setattr(worker.signals, "wait_for_checks", lambda: None)
     if error is None:
         assert worker.work(SimpleNamespace(seed=1), tmp_path) == {}
     else:
@@ -207,7 +207,7 @@ def test_a_checkpoint_draws_the_run_so_far_and_the_last_step_leaves_it_to_the_en
         world=SimpleNamespace(check_stop=lambda often=False: None),
         log=SimpleNamespace(draw_curves=lambda now_and_then: did.append(now_and_then)),
     )
-    monkeypatch.setattr(between_steps.checkpoint, "save", lambda run: None)
+    monkeypatch.setattr(between_steps.save, "save", lambda run: None)
     assert between_steps.pause(run) and did == [True]
     run.state.step = 3
     assert between_steps.pause(run) and did == [True]

@@ -315,7 +315,7 @@ def test_every_reward_has_a_yaml_a_docstring_and_known_columns() -> None:
 
 def test_no_reward_file_needs_torch() -> None:
     code = (
-        "import sys; from rloo_cli import registry; import rloo_cli.rewards.engine.build;"
+        "import sys; from rloo_cli.config import registry; import rloo_cli.rewards.engine.build;"
         "[registry.module('rewards', n).Config for n in registry.names('rewards')];"
         "sys.exit('torch' in sys.modules or 'math_verify' in sys.modules)"
     )

@@ -20,11 +20,11 @@ def test_a_failed_reward_is_never_a_zero() -> None:
     why = error.problems[0].why
     assert "ZeroDivisionError: float division by zero" in why
     assert "in fn" in why and "return [1.0 / len(c)" in why
-    assert "running.py" not in why and "threading.py" not in why
+    assert "runner.py" not in why and "threading.py" not in why
     assert "rows 0 to 3" in error.problems[0].where
     assert error.detail["rewards"][0]["failed_rows"] == [0, 1, 2, 3]
     assert error.detail["rewards"][0]["rows"][1]["completion"] == ""
-    assert "running.py" in error.detail["rewards"][0]["traceback"]
+    assert "runner.py" in error.detail["rewards"][0]["traceback"]
     assert error.detail["step"] == 7
 
 
@@ -68,7 +68,7 @@ def test_a_failure_of_a_shipped_reward_shows_its_frames() -> None:
     with pytest.raises(RewardFailed) as caught:
         score([from_callable("n", length_chars.score, config)], [broken], PLAIN)
     why = caught.value.problems[0].why
-    assert "length_chars.py" in why and "running.py" not in why
+    assert "length_chars.py" in why and "runner.py" not in why
 
 
 def test_on_error_none_leaves_out_only_the_rows_that_failed() -> None:

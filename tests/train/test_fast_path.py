@@ -78,14 +78,14 @@ def test_a_group_over_the_budget_is_split_and_takes_a_separate_pass_for_its_kl(
 def test_no_order_of_micro_batches_changes_the_update(tmp_path, monkeypatch, kl):
     words = [tmp_path, *PLAIN, ENDS, kl, NORMALISED, "train.layout=shared"]
     ((moved, row, _),) = several(words, ["train.micro_batch_tokens=100000"])
-    inner = minibatches.schedule.bins
+    inner = minibatches.bin_packing.bins
     for turn in (1, 3):
 
         def turned(*given, turn=turn):
             (found,) = inner(*given)
             return [found[turn:] + found[:turn]]
 
-        monkeypatch.setattr(minibatches.schedule, "bins", turned)
+        monkeypatch.setattr(minibatches.bin_packing, "bins", turned)
         ((other, again, count),) = several(words, ["train.micro_batch_tokens=90"])
         assert count == 4 and apart(other, moved) < EXACT
         agree(again, row, exact=5e-5)

@@ -278,7 +278,7 @@ class HandleReceiver(Shape):
 
     def receive_weights(self, update_info: Chunk) -> None:
         """Raises ValueError where the buffer lies on another GPU."""
-        gloo = _ours("gloo")
+        gloo = _ours("transfer_gloo")
         rows = zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True)
         shapes = [gloo.Shape(name, dtype, tuple(size)) for name, dtype, size in rows]
         parts = gloo.unpack(self._buffer(update_info.handle), shapes)
@@ -481,7 +481,7 @@ class NcclSender:
             fix = "an IPv4 address of the trainer's machine, or vLLM 0.32"
             raise GenerationError(Problem(what, "generation.server", why, fix))
         self.control, self.source = control, source
-        with _ours("gloo").reserve(host) as kept:
+        with _ours("transfer_gloo").reserve(host) as kept:
             port = kept.getsockname()[1]
             self._meet({"master_address": host, "master_port": port, "world_size": world_size})
 
@@ -489,7 +489,7 @@ class NcclSender:
         control = self.control
         engine = importlib.import_module(f"{TRANSFER}.nccl_engine").NCCLWeightTransferEngine
         # The engine's call returns only once both sides have met.
-        call = _ours("waiting").Beside(
+        call = _ours("deadlines").Beside(
             lambda: control.init_weight_transfer_engine(where | {"rank_offset": 1})
         )
         self.group = engine.trainer_init(where)
@@ -498,7 +498,7 @@ class NcclSender:
     def send_weights(self) -> None:
         """One whole update."""
         self.control.start_weight_update()
-        sent = _ours("waiting").Beside(self._broadcast)
+        sent = _ours("deadlines").Beside(self._broadcast)
         self.control.update_weights(_about(self.source.metadata(), "dtype_names"))
         sent.result()
         self.control.finish_weight_update()
@@ -529,7 +529,7 @@ class HandleSender:
 
     def send_weights(self) -> None:
         """One whole update; the buffer is filled again once the engine has taken what is in it."""
-        gloo = _ours("gloo")
+        gloo = _ours("transfer_gloo")
         torch = importlib.import_module("torch")
         reductions = importlib.import_module("torch.multiprocessing.reductions")
         buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8, device="cuda")
