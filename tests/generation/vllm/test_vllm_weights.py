@@ -187,6 +187,7 @@ def test_the_engines_core_is_where_the_key_says_and_is_missed_when_it_is_killed(
     pair: Pair, request: pytest.FixtureRequest
 ) -> None:
     kind = request.node.callspec.params["pair"]
+    pair.load()
     assert len(cores(pair)) == (kind in APART)
     engine = pair.generator.engine
     assert engine.well()
