@@ -23,6 +23,7 @@ from rloo_cli.config import check, synthetic
 from rloo_cli.config.compose import compose
 from rloo_cli.config.supervised import data_of, model_of
 from rloo_cli.data.synthetic import tiny
+from rloo_cli.policy import reward_load
 from rloo_cli.rewards.engine.build import build
 from rloo_cli.rewards.engine.ready import Surroundings
 from rloo_cli.train.supervised import examples, fit, reward_model, sft, worker
@@ -100,7 +101,7 @@ def test_a_reward_model_has_one_label_and_prefers_what_was_chosen(here: None, pl
     pair = reward_model.pair(row["prompt"], row["chosen"], row["rejected"], tokens)
     ours = reward_model.scores(model.eval(), [pair.chosen, pair.rejected])
     reads = build("model", entry).code
-    reads.ready(Surroundings(tokens, [], 100, torch.device("cpu"), lambda note: None))
+    reads.ready(Surroundings(tokens, [], 100, torch.device("cpu"), lambda note: None, reward_load))
     texts = [row["chosen"], row["rejected"]]
     ids = [[*tokens(text)["input_ids"], tokens.eos_token_id] for text in texts]
     prompt = tokens(row["prompt"])["input_ids"]
