@@ -50,7 +50,7 @@ def lines(server: Real, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Line]]
     told = server_file.live(server.folder)
     assert told is not None
     found: dict[int, Line] = {}
-    opened = []
+    opened: list[Line] = []
     while len(found) < 2 and len(opened) < 30:
         opened.append(Line(server))
         assert opened[-1].ask("GET", "/health")[0] == 200
@@ -95,22 +95,23 @@ def test_a_pause_and_an_update_by_one_hold_for_the_requests_of_the_other(
         assert asked.ask("POST", "/pause?mode=abort")[0] == 200
         assert other.ask("GET", "/is_paused") == (200, {"is_paused": True})
         answers: list[tuple[int, Any]] = []
-        first = drawing(other, answers)
-        time.sleep(0.5)  # it has reached the engine, and waits there
+        first, end = drawing(other, answers), time.monotonic() + 60
+        time.sleep(0.3)  # it waits in the engine
         assert answers == []
-        assert asked.ask("POST", "/pause?mode=abort")[0] == 200
-        first.join(20)
+        while first.is_alive() and time.monotonic() < end:  # until it is there at last
+            assert asked.ask("POST", "/pause?mode=abort")[0] == 200
+            first.join(0.2)
         assert [a["finish_reason"] for a in answers.pop()[1]["completions"]] == ["abort"]
         second = drawing(other, answers)
-        time.sleep(0.5)
+        time.sleep(0.3)
         client.label = "run:2"
         client.link.send_weights()
         assert answers == []
+        assert asked.ask("POST", "/resume")[0] == 200
+        second.join(60)
+        assert answers[0][1]["completions"][0]["versions"] == ["run:2"]
         for line in lines:
             assert line.ask("GET", "/weight_info") == (200, {"weight_version": "run:2"})
-        assert asked.ask("POST", "/resume")[0] == 200
-        second.join(20)
-        assert answers[0][1]["completions"][0]["versions"] == ["run:2"]
     finally:
         with suppress(Exception):
             asked.ask("POST", "/resume")
