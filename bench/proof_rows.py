@@ -99,7 +99,7 @@ LARGE = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 
          "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 16,
          "vocab_size": 65536}  # fmt: skip
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2,
+         "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 2,
          "vocab_size": 512}  # fmt: skip
 
 

@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 from cli_cases import rloo, rloo_without_torch
 from endpoint_cases import serve
-from fork_cases import fork_server, forked
+from fork_cases import fast, forked
 from rank_cases import launchers
 from slurm_cases import slurm
-from sweep_cases import fast, quick
+from sweep_cases import quick
 from xdist.scheduler import LoadScopeScheduling
 
 # Fixtures for all: defined once, so that a session's process or cluster is one for all files.
 __all__ = [
-    "fast", "fork_server", "forked", "launchers", "quick", "rloo", "rloo_without_torch", "serve",
-    "slurm",
+    "fast", "forked", "launchers", "quick", "rloo", "rloo_without_torch", "serve", "slurm",
 ]  # fmt: skip
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -3,6 +3,7 @@
 Hydra forgets this (and ConfigStore never knew), so we keep our own map of YAML positions.
 """
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -182,11 +183,16 @@ def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
 def positions(path: Path, mount: str = "") -> dict[str, Place]:
     """Dotted key -> its place in a YAML file whose content is mounted at `mount`."""
     try:
-        root = yaml.compose(path.read_text(), Loader=yaml.SafeLoader)
+        return dict(_positions(path, path.read_text(), mount))
     except (OSError, yaml.YAMLError):
         return {}  # the error is Hydra's to report, with its own text
+
+
+@functools.lru_cache(256)  # a sweep composes from the same files for each of its jobs
+def _positions(path: Path, text: str, mount: str) -> dict[str, Place]:
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
     found: dict[str, Place] = {}
-    if path.read_text().lstrip().startswith("# @package _global_"):
+    if text.lstrip().startswith("# @package _global_"):
         mount = ""
 
     def walk(node: yaml.Node | None, prefix: str) -> None:

@@ -22,6 +22,7 @@ from rloo_cli.utils.errors import ConfigError, Problem
 
 APPENDED = ("recipe", "debug")  # groups that conf/config.yaml does not name
 FILES: dict[str, Path] = {}  # store name of a user's own recipe file -> its path
+STORED: dict[str, tuple[Path, int, int]] = {}  # store name -> the file and its state, as stored
 Groups = dict[str, dict[str, Path]]
 HYDRAS = "rloo sets Hydra up itself: a file of yours sets keys of rloo"
 
@@ -86,6 +87,10 @@ def unknown_choice(
 
 
 def _store(name: str, path: Path) -> None:
+    found = path.stat() if path.is_file() else None
+    state = (path.absolute(), found.st_mtime_ns, found.st_size) if found else None
+    if state is not None and STORED.get(name) == state:
+        return  # parsing all recipes takes longer than composing a config from them
     readable(path)
     try:
         node = OmegaConf.load(path)
@@ -97,6 +102,8 @@ def _store(name: str, path: Path) -> None:
     ConfigStore.instance().store(
         group=group, name=name.split("/")[-1], node=node, package="_global_", provider=str(path)
     )
+    if state is not None:
+        STORED[name] = state
 
 
 def _no_mapping(path: Path) -> Problem:

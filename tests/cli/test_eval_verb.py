@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cli_cases import Ended, Rloo, strict, surroundings
+from cli_cases import Ended, Rloo, strict
 
 from rloo_cli.cli import eval_target, main
 from rloo_cli.utils.errors import ConfigError
@@ -33,9 +33,9 @@ TRAIN += ["eval.sets.sums={path: make:addition, split: 'test[:5]'}", "train.lear
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Rloo:
+def trained(tmp_path_factory: pytest.TempPathFactory, fast: dict[str, str]) -> Rloo:
     """A folder in which a small run was trained."""
-    rloo = Rloo(tmp_path_factory.mktemp("eval"), surroundings(tmp_path_factory.getbasetemp()))
+    rloo = Rloo(tmp_path_factory.mktemp("eval"), fast)
     (rloo.folder / "mine.py").write_text(MINE)
     ended = rloo(*TRAIN)
     assert ended.code == 0, ended.said

@@ -236,8 +236,8 @@ def test_the_gradients_of_a_second_model_are_there_before_the_policys_backward()
 
 
 @pytest.fixture(scope="module")
-def home(fork_server, tmp_path_factory):
-    return Forked(fork_server, tmp_path_factory.mktemp("overlap"))
+def home(fast, tmp_path_factory):
+    return Forked(fast, tmp_path_factory.mktemp("overlap"))
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ def spread(engine: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def home(fork_server, tmp_path_factory):
-    return Forked(fork_server, tmp_path_factory.mktemp("ranks"))
+def home(fast, tmp_path_factory):
+    return Forked(fast, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")

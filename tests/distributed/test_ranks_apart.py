@@ -81,10 +81,8 @@ def alone() -> list[Any]:
     return [p.detach().flatten().tolist() for p in parameters]
 
 
-def test_reducing_last_gives_the_update_of_reducing_each_and_sends_gradients_once(
-    fork_server, tmp_path
-):
-    one, other = on_ranks(fork_server, tmp_path, f"{__file__}:sharded")
+def test_reducing_last_gives_the_update_of_reducing_each_and_sends_gradients_once(fast, tmp_path):
+    one, other = on_ranks(fast, tmp_path, f"{__file__}:sharded")
     wanted = alone()
     for reduce in ("each", "last"):
         assert one[reduce]["weights"] == other[reduce]["weights"]
@@ -155,10 +153,8 @@ def overlapped(world: World) -> dict[str, Any]:
             "by": [scored(place) for place in range(GROUPS)]}  # fmt: skip
 
 
-def test_the_first_groups_of_each_rank_are_scored_before_the_last_group_is_drawn(
-    fork_server, tmp_path
-):
-    one, other = on_ranks(fork_server, tmp_path, f"{__file__}:overlapped")
+def test_the_first_groups_of_each_rank_are_scored_before_the_last_group_is_drawn(fast, tmp_path):
+    one, other = on_ranks(fast, tmp_path, f"{__file__}:overlapped")
     assert "waited_in_vain" not in one["facts"]
     assert one["by"] == ["0", "0", "1", "1"]  # by the rank whose group it is
     assert one["raw"] == other["raw"] == [[[float(p)] * 2 for p in range(GROUPS)]]

@@ -15,8 +15,8 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def home(fork_server, tmp_path_factory):
-    return Forked(fork_server, tmp_path_factory.mktemp("family"))
+def home(fast, tmp_path_factory):
+    return Forked(fast, tmp_path_factory.mktemp("family"))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ SUBMITIT = pytest.mark.skipif(
     or util.find_spec("hydra_plugins.hydra_submitit_launcher") is None,
     reason="there is no hydra-submitit-launcher (the sweep extra)",
 )
-# Each step takes a while until the file `go` is there; it fails where there is a file `fail`.
+# Each step takes a while until the file `go` is there, and longer where there is a file `slow`; it
+# fails where there is a file `fail`.
 REWARD = """
 import time
 from pathlib import Path
@@ -35,7 +36,7 @@ def score(completions, **_):
         (HERE / "failed").write_text(str(time.time()))
         raise ValueError("on purpose")
     if not (HERE / "go").exists():
-        time.sleep(0.5)
+        time.sleep(1.5 if (HERE / "slow").exists() else 0.5)
     return [float(len(str(c))) for c in completions]
 """
 
@@ -152,8 +153,9 @@ def test_a_job_at_its_time_limit_saves_and_is_requeued(
 ) -> None:
     if name == "train_and_serve" and NO_VLLM:
         pytest.skip(NO_VLLM)
+    (tmp_path / "slow").touch()  # no more than 60 steps in the 90 s of an attempt
     limits = ("--time=2", "--signal=USR1@30")
-    job = slurm.submit(*limits, script(name), *words, "max_steps=400")
+    job = slurm.submit(*limits, script(name), *words, "max_steps=150")
     job.wait(60, "RUNNING")
     for _ in range(2):
         job.wait(180, "PENDING")
@@ -162,7 +164,7 @@ def test_a_job_at_its_time_limit_saves_and_is_requeued(
     (tmp_path / "go").touch()
     ended_well(job, restarts=2)
     run = tmp_path / "runs" / "smoke"
-    assert steps(run) == [*range(1, 401)] and read_json(run / "run.json")["attempt"] == 3
+    assert steps(run) == [*range(1, 151)] and read_json(run / "run.json")["attempt"] == 3
 
 
 @pytest.mark.slow
@@ -210,7 +212,8 @@ def test_a_failed_job_of_submitits_is_counted_and_a_stopped_one_goes_on(
         while not [*tmp_path.glob("runs/smoke-*/metrics.jsonl")]:
             assert time.monotonic() < until and not verb.done(), verb.result()
             time.sleep(0.2)
-        number = slurm.run("squeue", "--noheader", "--format=%A").split()[0]
+        listed = slurm.run("squeue", "--noheader", "--format=%K %A").splitlines()
+        number = dict(line.split() for line in listed)["0"]  # of the array: the one that trains
         slurm.run("scancel", "--signal=USR2", number)
         (tmp_path / "go").touch()
         Job(slurm, number).at_once()

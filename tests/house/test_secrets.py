@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,8 @@ def planted(rloo: Rloo, tmp_path_factory: pytest.TempPathFactory) -> Rloo:
         (home / name).write_text(text)
     (rloo.folder / "mine.py").write_text(TELLS)
     kept = {k: v for k, v in rloo.environment.items() if not k.startswith("HF_H")}
-    return Rloo(rloo.folder, kept | PLANTED | {"HOME": str(home), "HF_HUB_OFFLINE": "1"})
+    environment = kept | PLANTED | {"HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    return replace(rloo, environment=environment)
 
 
 def spellings(secret: str) -> Iterator[bytes]:

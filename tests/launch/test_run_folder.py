@@ -113,7 +113,7 @@ def test_nothing_that_was_there_before_a_run_is_changed_or_gone(part: int, forke
         before = seen(root)
         aim, end = draw.choice([*AIMS]), draw.choice([*ENDS])
         words, faults = ENDS[end]
-        code = Forked(forked.server, root)(*RUN, *AIMS[aim], *words, faults=faults)
+        code = Forked(forked.env, root)(*RUN, *AIMS[aim], *words, faults=faults)
         said, after = (root / "out").read_text(), seen(root)
         changed = [p for p, facts in before.items() if after.get(p) != facts]
         assert not changed, (seed, aim, end, code, said)

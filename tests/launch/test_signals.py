@@ -33,9 +33,9 @@ PHASES = {
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, fork_server: object) -> dict[str, object]:
+def whole(tmp_path_factory: pytest.TempPathFactory, fast: dict[str, str]) -> dict[str, object]:
     """What a run leaves that no signal reached."""
-    forked = Forked(fork_server, tmp_path_factory.mktemp("whole"))  # type: ignore[arg-type]
+    forked = Forked(fast, tmp_path_factory.mktemp("whole"))
     assert forked(*WORDS) == 0, forked.said()
     return left(forked.folder / "runs" / "smoke")
 

@@ -276,7 +276,9 @@ def test_it_ends_with_the_process_that_asked() -> None:
     mark = f"{200000 + os.getpid()}.25"
     code = f"import os\nos.execvp('sleep', ['sleep', '{mark}'])"
     limits = "Limits(60.0, 96, 6, 2, 32)"
-    source = f"from rloo_cli.rewards.common.sandbox import *\nrun({code!r}, {DOUBLES!r}, 'bwrap', None,"
+    source = (
+        f"from rloo_cli.rewards.common.sandbox import *\nrun({code!r}, {DOUBLES!r}, 'bwrap', None,"
+    )
     asks = subprocess.Popen([sys.executable, "-c", f"{source} {limits}, True)"])
     try:
         wait_for(lambda: living(mark) != [])

@@ -5,13 +5,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-PYTHON = (sys.executable, "-m", "rloo_cli")
+PYTHON = (sys.executable, "-P", "-m", "rloo_cli")
 # Reached through a path, so that every process the command starts has it too.
 NO_TORCH = """
 import sys
@@ -41,13 +41,22 @@ class Ended:
 
 @dataclass(frozen=True)
 class Rloo:
-    """`rloo(*words)` in `folder`, offline, with the session's cache."""
+    """`rloo(*words)` in `folder`, offline, with the session's cache.
+
+    With `forks`, a command whose end is waited for is a fork of a process that has imported
+    everything (fork_python); `real` and `start` are processes as a user has them.
+    """
 
     folder: Path
     environment: dict[str, str]
     program: tuple[str, ...] = PYTHON
+    forks: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, *words: str, timeout: float = 300, **variables: str) -> Ended:
+        return self.real(*words, timeout=timeout, **(self.forks | variables))
+
+    def real(self, *words: str, timeout: float = 300, **variables: str) -> Ended:
+        """The command, where the process itself is what is tested, or what it imports."""
         ended = subprocess.run(
             [*self.program, *words],
             cwd=self.folder,
@@ -89,18 +98,20 @@ def surroundings(base: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def rloo(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Rloo:
+def rloo(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, fast: dict[str, str]) -> Rloo:
     """The command, in an empty folder."""
-    return Rloo(tmp_path, surroundings(tmp_path_factory.getbasetemp()))
+    forks = {name: fast[name] for name in ("PYTHONPATH", "FORKS")}
+    return Rloo(tmp_path, surroundings(tmp_path_factory.getbasetemp()), forks=forks)
 
 
 @pytest.fixture
-def rloo_without_torch(rloo: Rloo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rloo]:
+def rloo_without_torch(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rloo]:
     """The command, in an empty folder, where importing torch is an error."""
+    environment = surroundings(tmp_path_factory.getbasetemp())
     forbidden = tmp_path_factory.mktemp("no_torch")
     (forbidden / "sitecustomize.py").write_text(NO_TORCH)
     path = os.pathsep.join([str(forbidden), *filter(None, [os.environ.get("PYTHONPATH")])])
-    yield Rloo(rloo.folder, rloo.environment | {"PYTHONPATH": path})
+    yield Rloo(tmp_path, environment | {"PYTHONPATH": path})
 
 
 def strict(path: Path) -> list[dict[str, Any]]:

@@ -1,9 +1,12 @@
 """`rloo` with its worker forked from a process that is ready: for tests that need many."""
 
 import contextlib
+import fcntl
 import io
 import json
 import os
+import select
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,18 +17,53 @@ from unittest import mock
 
 import pytest
 from cli_cases import surroundings
+from fork_python import ask
 
 from rloo_cli.cli import main
 from rloo_cli.launch import processes
 
-SERVER = Path(__file__).with_name("fork_server.py")
+HERE = Path(__file__).parent
+SITE = "import fork_python\nfork_python.stand_in()\n"
+
+
+@pytest.fixture(scope="session")
+def fast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment in which `rloo` and its workers are forks of one process.
+
+    All processes of a session of tests share it; it ends with the last of them.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    site = tmp_path_factory.mktemp("site")
+    (site / "sitecustomize.py").write_text(SITE)
+    given = os.environ.get("PYTHONPATH")
+    env = surroundings(base)
+    env["PYTHONPATH"] = os.pathsep.join([str(site), str(HERE), *([given] if given else [])])
+    told = shared / "forks"
+    with (shared / "forks.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not told.exists():
+            process = subprocess.Popen(
+                [sys.executable, "-P", str(HERE / "fork_python.py")],
+                env=env,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            assert process.stdout
+            told.write_text(process.stdout.readline().strip())
+        env["FORKS"] = told.read_text()
+        lease = ask({"what": "lease", "env": env}, [0, 1, 2])
+        assert lease.recv(1) == b"0"
+    with lease:
+        yield env
 
 
 @dataclass
 class Forked:
     """`forked(*words, faults=..., ranks=...)` is `rloo(*words)` in `folder`; the exit code."""
 
-    server: subprocess.Popen[str]
+    env: dict[str, str]
     folder: Path
 
     def __call__(
@@ -34,19 +72,7 @@ class Forked:
         armed = {"RLOO_FAULTS": faults, "RLOO_ALLOW_FAULTS": "1"} | (env or {})
 
         def run(module: str, words: list[str], *looked_after: object) -> int:
-            out = str(self.folder / "out")
-            job = {
-                "module": module,
-                "words": words,
-                "cwd": str(self.folder),
-                "env": armed,
-                "out": out,
-                "ranks": ranks,
-            }
-            assert self.server.stdin and self.server.stdout
-            self.server.stdin.write(json.dumps(job) + "\n")
-            self.server.stdin.flush()
-            code = int(self.server.stdout.readline())
+            code = ended(self.env | armed, self.folder, f"rloo_cli.{module}", words, ranks)
             return code if code >= 0 else 6
 
         with (
@@ -69,37 +95,50 @@ class Forked:
         return text
 
 
-def on_ranks(server: "subprocess.Popen[str]", folder: Path, spec: str, ranks: int = 2) -> list[Any]:
-    """What a test module's function ("file.py:function", of a World) returns on each rank."""
-    out = folder / "out"
-    job = {
-        "module": "rank_job", "words": [str(folder), spec], "cwd": str(folder), "env": {},
-        "out": str(out), "ranks": ranks,
+def ended(env: dict[str, str], folder: Path, module: str, words: list[str], ranks: int) -> int:
+    """The exit code (-N: killed by signal N) of the fork that ended first of those that did not end
+    with 0; what they say goes to `folder`/out."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    nothing, out = os.open(os.devnull, os.O_RDONLY), os.open(folder / "out", flags)
+    said: dict[socket.socket, bytes] = {}
+    for rank in of_ranks(ranks):
+        job = {"what": module, "words": words, "cwd": str(folder), "env": env | rank}
+        said[ask(job, [nothing, out, out])] = b""
+    os.close(nothing)
+    os.close(out)
+    codes = []
+    while said:
+        for end in select.select([*said], [], [])[0]:
+            said[end] += (part := end.recv(100))
+            if not part or said[end].count(b"\n") == 2:  # its pid, and its code
+                codes.append(int(said.pop(end).split()[1]))
+                end.close()
+    return next((code for code in codes if code), 0)
+
+
+def of_ranks(count: int) -> list[dict[str, str]]:
+    """What the environment of each rank says; of none where there is one process."""
+    if not count:
+        return [{}]
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    all_of = {
+        "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",  # ranks that meet in another order are an error
     }  # fmt: skip
-    assert server.stdin and server.stdout
-    server.stdin.write(json.dumps(job) + "\n")
-    server.stdin.flush()
-    code = int(server.stdout.readline())
-    assert code == 0, out.read_text()
+    return [{"RANK": str(n), "LOCAL_RANK": str(n), **all_of} for n in range(count)]
+
+
+def on_ranks(env: dict[str, str], folder: Path, spec: str, ranks: int = 2) -> list[Any]:
+    """What a test module's function ("file.py:function", of a World) returns on each rank."""
+    code = ended(env, folder, "rank_job", [str(folder), spec], ranks)
+    assert code == 0, (folder / "out").read_text()
     return [json.loads((folder / f"rank_{n}.json").read_text()) for n in range(ranks)]
 
 
-@pytest.fixture(scope="session")
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
-    """The process that is ready."""
-    process = subprocess.Popen(
-        [sys.executable, str(SERVER)],
-        env=surroundings(tmp_path_factory.getbasetemp()),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    yield process
-    process.kill()
-    process.wait()
-
-
 @pytest.fixture
-def forked(fork_server: subprocess.Popen[str], tmp_path: Path) -> Forked:
+def forked(fast: dict[str, str], tmp_path: Path) -> Forked:
     """The command, in an empty folder."""
-    return Forked(fork_server, tmp_path)
+    return Forked(fast, tmp_path)

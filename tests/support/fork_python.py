@@ -1,39 +1,55 @@
 """`python -m rloo_cli` and its workers as forks of a process that has imported everything: each
 start costs a tenth of a second, and all else (processes, signals, exit codes) is as it really is;
-but runs draw no curves.png, which takes longer than all their steps.
+but runs draw no curves.png (warm.py).
 
-As a program it is that process: it listens on the socket FORKS. In an interpreter that has
-`sitecustomize` from `sweep_cases`, `stand_in` runs before anything: what would be `rloo` or a
-worker asks for a fork instead, passes signals on to it, and ends as it ends.
+As a program it is that process: it says the path of the socket on which it listens, and ends when
+the last of its leases is closed. In an interpreter that has `sitecustomize` from `fork_cases`,
+`stand_in` runs before anything: what would be `rloo` or a worker asks for a fork instead, passes
+signals on to it, and ends as it ends.
 """
 
 import array
 import contextlib
+import importlib
 import json
 import os
+import re
 import signal
 import socket
 import sys
+import tempfile
 import time
 
 HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-WORKER = "from rloo_cli.train.worker import main"
+WORKER = re.compile(
+    r"from (rloo_cli\.(?:train|evaluation|train\.supervised)\.worker) import main; main\(\)$"
+)
+
+
+def ask(job: dict, fds: list[int]) -> socket.socket:  # type: ignore[type-arg]
+    """Ask for a fork with these three open files; its pid comes as a line, then its code as one.
+
+    Where the socket is closed before that, the fork is killed.
+    """
+    end = socket.socket(socket.AF_UNIX)
+    end.connect(job["env"]["FORKS"])
+    text = json.dumps(job).encode() + b"\n"
+    given = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())]
+    sent = end.sendmsg([text], given)
+    end.sendall(text[sent:])
+    return end
 
 
 def stand_in() -> None:
     """Be a fork's front, where this interpreter is one of ours; else nothing."""
     words = sys.orig_argv[1:]
-    what = "worker" if any(WORKER in word for word in words[:3]) else ""
+    worker = WORKER.search(words[2]) if words[:2] == ["-P", "-c"] else None
+    what = worker[1] if worker else ""
     what = "cli" if words[:3] == ["-P", "-m", "rloo_cli"] else what
     if not what or "FORKS" not in os.environ:
         return
     job = {"what": what, "words": words[3:], "cwd": os.getcwd(), "env": dict(os.environ)}
-    with socket.socket(socket.AF_UNIX) as end:
-        end.connect(os.environ["FORKS"])
-        fds = array.array("i", [0, 1, 2]).tobytes()
-        text = json.dumps(job).encode() + b"\n"
-        sent = end.sendmsg([text], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
-        end.sendall(text[sent:])
+    with ask(job, [0, 1, 2]) as end:
         said = end.makefile()
         pid = int(said.readline())
         for number in HEARD:
@@ -56,12 +72,10 @@ def _child(job: dict, fds: list[int]) -> None:  # type: ignore[type-arg]
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     code = 1
     try:
-        if job["what"] == "worker":
+        if job["what"] != "cli":
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             sys.argv = ["-c", *job["words"]]
-            from rloo_cli.train import worker
-
-            worker.main()
+            importlib.import_module(job["what"]).main()
         if "FAKE_MEMBERS" in job["env"] and job["words"][:1] == ["train"]:
             import fake_member
 
@@ -78,63 +92,85 @@ def _child(job: dict, fds: list[int]) -> None:  # type: ignore[type-arg]
         os._exit(code)
 
 
-def _accept(listening: socket.socket, ours: dict[int, socket.socket]) -> None:
-    end, _ = listening.accept()
-    end.setblocking(True)
-    text, given, _, _ = end.recvmsg(65536, socket.CMSG_SPACE(64))
-    fds = array.array("i", b"".join(data for _, _, data in given)).tolist()
-    while not text.endswith(b"\n"):
-        text += end.recv(65536)
-    if not (pid := os.fork()):
-        for other in (listening, end, *ours.values()):
-            other.close()
-        _child(json.loads(text), fds)
-    for fd in fds:
-        os.close(fd)
-    ours[pid] = end
-    end.sendall(f"{pid}\n".encode())
+class Server:
+    """Forks, and who asked for each."""
+
+    def __init__(self, listening: socket.socket):
+        self.listening = listening
+        self.leases: list[socket.socket] = []
+        self.ours: dict[int, socket.socket] = {}
+
+    def accept(self) -> None:
+        """Answer one that asks. Raises BlockingIOError when there is none."""
+        end, _ = self.listening.accept()
+        end.setblocking(True)
+        text, given, _, _ = end.recvmsg(65536, socket.CMSG_SPACE(64))
+        fds = array.array("i", b"".join(data for _, _, data in given)).tolist()
+        while not text.endswith(b"\n"):
+            text += end.recv(65536)
+        job = json.loads(text)
+        if job["what"] == "lease":
+            self.leases.append(end)
+            end.sendall(b"0")
+        elif pid := os.fork():
+            self.ours[pid] = end
+            end.sendall(f"{pid}\n".encode())
+        else:
+            for other in (self.listening, end, *self.ours.values(), *self.leases):
+                other.close()
+            _child(job, fds)
+        for fd in fds:
+            os.close(fd)
+
+    def look(self) -> bool:
+        """Answer for forks that ended, kill those that nobody waits for; whether to go on."""
+        for pid, end in self.ours.items():
+            if _closed(end):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        while self.ours:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            end = self.ours.pop(pid)
+            with contextlib.suppress(OSError):
+                end.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+            end.close()
+        if not self.leases:
+            return True  # nobody has come yet
+        self.leases = [end for end in self.leases if not _closed(end)]
+        return bool(self.leases)
+
+
+def _closed(end: socket.socket) -> bool:
+    try:
+        return not end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
 
 
 def main() -> None:
-    """Fork until we are killed; forks die with us."""
+    """Fork until nobody needs it any more; forks die with us."""
     import ctypes
 
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it says on stdout that it took it
-    import datasets  # noqa: F401
-    import deepspeed  # noqa: F401
-    import torch
-    from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
+    from warm import warm
 
-    from rloo_cli.cli import main as cli_main  # noqa: F401
-    from rloo_cli.cli import sweep  # noqa: F401
-    from rloo_cli.config import registry
-    from rloo_cli.reporting import curves
-
-    for room in registry.ROOMS:
-        for name in registry.names(room):
-            registry.module(room, name)
-    curves.draw = lambda *given: None  # type: ignore[assignment]
-    torch.set_num_threads(1)
-    ours: dict[int, socket.socket] = {}
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(sys.argv[1])
+    warm()
+    with (
+        tempfile.TemporaryDirectory(prefix="forks-") as place,  # a socket's path is short
+        socket.socket(socket.AF_UNIX) as listening,
+    ):
+        listening.bind(f"{place}/socket")
         listening.listen()
         listening.setblocking(False)
         os.register_at_fork(after_in_child=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL))
-        print("ready", flush=True)
-        while True:
+        print(f"{place}/socket", flush=True)
+        server = Server(listening)
+        while server.look():
             try:
-                _accept(listening, ours)
+                server.accept()
             except BlockingIOError:
                 time.sleep(0.01)
-            while ours:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if not pid:
-                    break
-                end = ours.pop(pid)
-                with contextlib.suppress(OSError):
-                    end.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
-                end.close()
 
 
 if __name__ == "__main__":

@@ -113,10 +113,10 @@ STOP = "gen.request@3=term"  # with two steps done
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory, fork_server: object) -> Path:
+def stopped(tmp_path_factory: pytest.TempPathFactory, fast: dict[str, str]) -> Path:
     """A folder with a run that was stopped after two of three steps."""
     folder = tmp_path_factory.mktemp("stopped")
-    forked = Forked(fork_server, folder)  # type: ignore[arg-type]
+    forked = Forked(fast, folder)
     assert forked(*WORDS, faults=STOP) == 75
     return folder
 

@@ -139,8 +139,8 @@ RANKS = (
 
 
 @pytest.mark.slow
-def test_two_ranks_make_the_update_of_one_process(fork_server: Any, tmp_path: Path) -> None:
-    home = Forked(fork_server, tmp_path)
+def test_two_ranks_make_the_update_of_one_process(fast: dict[str, str], tmp_path: Path) -> None:
+    home = Forked(fast, tmp_path)
     assert home(*RANKS, "name=one") == 0, home.said()
     spread = ("distributed=ddp", "distributed.num_processes=2", "name=two")
     assert home(*RANKS, *spread, ranks=2) == 0, home.said()

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -453,6 +454,7 @@ def test_br_12_a_tokenizer_that_does_not_agree_with_input_ids(
 
 
 def test_br_12_a_model_that_is_not_here(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # else it tries for long
     said = refused(Path("some-org/no-such-model"), tmp_path, monkeypatch)
     assert "is not to be had" in said and "rloo fetch" in said
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import vllm_cases
-from cli_cases import Rloo, surroundings
+from cli_cases import Rloo
 from transformers import AutoModelForCausalLM
 from vllm_cases import Real
 
@@ -21,8 +21,10 @@ STEPS = ("max_steps=3", "eval.max_samples=4")
 class Trained:
     """A run against the shared server, in a process of its own."""
 
-    def __init__(self, place: Path, base: Path, server: Real, *words: str, faults: str = ""):
-        env = surroundings(base) | {"RLOO_SERVER_TOKEN": server.token}
+    def __init__(
+        self, place: Path, fast: dict[str, str], server: Real, *words: str, faults: str = ""
+    ):
+        env = fast | {"RLOO_SERVER_TOKEN": server.token}
         if faults:
             env |= {"RLOO_FAULTS": faults, "RLOO_ALLOW_FAULTS": "1"}
         self.place = place
@@ -49,11 +51,6 @@ class Trained:
             time.sleep(0.05)
 
 
-@pytest.fixture
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp()
-
-
 @pytest.mark.parametrize(
     ("place", "told"),
     [
@@ -64,9 +61,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_sync_that_is_left_out_stops_the_run_before_the_next_update(
-    tmp_path: Path, base: Path, server: Real, place: str, told: str
+    tmp_path: Path, fast: dict[str, str], server: Real, place: str, told: str
 ) -> None:
-    run = Trained(tmp_path, base, server, faults=f"{place}@2=skip")
+    run = Trained(tmp_path, fast, server, faults=f"{place}@2=skip")
     assert told in run.refused()
     assert [row["step"] for row in run.rows] in ([], [1])  # a step is logged after its sync
 
@@ -75,12 +72,12 @@ HANGS = "gen.request@29=hang:8"  # parity 8, evaluation 4, step 1 has 16: the fi
 
 
 def test_weights_that_change_behind_our_back_under_the_right_label_stop_the_run(
-    tmp_path: Path, base: Path, server: Real, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fast: dict[str, str], server: Real, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = vllm_cases.engine(vllm_cases.config(server.url), tmp_path)
     weights = vllm_cases.weights()
     weights.model = strange()
-    run = Trained(tmp_path, base, server, faults=HANGS)
+    run = Trained(tmp_path, fast, server, faults=HANGS)
     run.until_step(1)
     monkeypatch.setenv("RLOO_SERVER_TOKEN", server.token)
     other.connect()
@@ -94,13 +91,13 @@ def test_weights_that_change_behind_our_back_under_the_right_label_stop_the_run(
 
 
 def test_another_trainer_that_takes_the_server_stops_the_run(
-    tmp_path: Path, base: Path, server: Real, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fast: dict[str, str], server: Real, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, weights = (
         vllm_cases.engine(vllm_cases.config(server.url), tmp_path),
         vllm_cases.weights(),
     )
-    run = Trained(tmp_path, base, server, faults=HANGS)
+    run = Trained(tmp_path, fast, server, faults=HANGS)
     run.until_step(1)
     monkeypatch.setenv("RLOO_SERVER_TOKEN", server.token)
     other.connect()
@@ -111,13 +108,13 @@ def test_another_trainer_that_takes_the_server_stops_the_run(
 
 
 def test_another_model_behind_the_url_is_refused_before_anything_is_sent(
-    tmp_path: Path, base: Path, server: Real
+    tmp_path: Path, fast: dict[str, str], server: Real
 ) -> None:
     folder = tmp_path / "other"
     model = strange()
     model.save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
-    run = Trained(tmp_path, base, server, f"model.path={folder}")
+    run = Trained(tmp_path, fast, server, f"model.path={folder}")
     said = run.refused()
     assert "has another model" in said and f"expected {folder}, found make:tiny" in said
     assert run.rows == []
@@ -134,9 +131,9 @@ def strange() -> Any:
 
 
 def test_every_row_says_its_weights_and_every_step_how_far_off_the_sampler_was(
-    tmp_path: Path, base: Path, server: Real
+    tmp_path: Path, fast: dict[str, str], server: Real
 ) -> None:
-    run = Trained(tmp_path, base, server)
+    run = Trained(tmp_path, fast, server)
     assert run.process.wait(120) == 0, (tmp_path / "out").read_text()
     assert [row["step"] for row in run.rows] == [1, 2, 3]
     assert all(row["sampling/logp_diff_max"] < 1e-3 for row in run.rows)
