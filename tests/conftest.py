@@ -6,6 +6,7 @@ and sends weights first, and leaves it running.
 
 import importlib
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,3 +73,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     words = ("generation.server.api_processes=2",)
     with cases.serving(tmp_path_factory.mktemp("real"), base, *words) as real:
         yield real
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Where the time of a whole run went: seconds of each folder, of all processes together."""
+    spent: dict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):
+                spent["/".join(report.nodeid.split("/")[:2])] += report.duration
+    if len(spent) > 1:
+        terminalreporter.section("seconds by folder")
+        for folder, seconds in sorted(spent.items(), key=lambda item: -item[1]):
+            terminalreporter.write_line(f"{seconds:8.0f} {folder}")
