@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-all lint mutants gpu-proof pictures clean
+.PHONY: quickstart test test-all lint mutants house gpu-proof pictures clean
 
 # vLLM's tests run where its CPU build does: Linux on x86-64 without an NVIDIA GPU. With one,
 # `pip install -e '.[vllm]'` brings the GPU build, and the same tests find it.
@@ -72,6 +72,10 @@ lint: $(VENV)/installed-test
 # Each guard is taken out once, and its test must fail: tests/house/mutants.yaml.
 mutants: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap $(VENV)/tried-slurm
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/house/mutants.py
+
+# The rooms and who imports whom, as a picture of the code as it is: docs/house.svg.
+house: $(VENV)/installed-test
+	PYTHONPATH=tests/support $(BIN)/python tests/house/draw_house.py
 
 # What a GPU has to show, into docs/gpu.md: stopped in time, and gone on with when it is asked again.
 gpu-proof: $(VENV)/installed-test

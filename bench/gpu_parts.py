@@ -258,7 +258,7 @@ class Trl(Phase):
 
 
 class Rloo(Phase):
-    """`rloo`: whole groups in a layout, no old pass, what `train.backward` and `optim` do."""
+    """`rloo`: whole groups in a layout, no old pass, what `loop.backward` and `optimizer` do."""
 
     def __init__(self, variant: Variant, shape: Shape, case: Case, device: torch.device, seed: int):
         super().__init__(variant, case, device)
@@ -274,7 +274,7 @@ class Rloo(Phase):
         self.masters = [w.detach().float() for w in trained if w.dtype != torch.float32]
         for weight in trained:
             if weight.dtype != torch.float32:
-                weight.grad_dtype = torch.float32  # as `optim.Optimizer`
+                weight.grad_dtype = torch.float32  # as `optimizer.Optimizer`
 
     def reference(
         self, shape: Shape, dtype: torch.dtype, seed: int, keys: LoraConfig | None, longest: int

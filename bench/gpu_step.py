@@ -131,7 +131,7 @@ def started(
 
 
 def step(run: Run) -> dict[str, float]:
-    """A whole step as in `train.train`. -> seconds of it, by phase"""
+    """A whole step as in `loop.train`. -> seconds of it, by phase"""
     state, gpu = run.state, run.policy.device.type == "cuda"
     run.clock.lap()
     began = time.perf_counter()

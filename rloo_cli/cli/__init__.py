@@ -23,28 +23,4 @@ supervised      rloo sft, rloo reward-model
 sweep           rloo sweep
 verb_help       the help texts
 vllm_serve      rloo vllm-serve
-
-    compare/        rloo compare
-    completion      rloo completion
-    config          rloo config
-    curves          rloo curves
-    eval            rloo eval
-    eval_target     what rloo eval evaluates: a recipe, run or checkpoint
-    fetch           rloo fetch
-    key_values      every key with its values, as JSON
-    ledger          rloo ledger
-    main            the command line: verbs, Hydra
-    migrate/        rloo migrate
-    multirun        Hydra's multirun: launchers, names, objective
-    plan            rloo plan, and train --dry-run
-    recipes         rloo recipes
-    run_folders     find the folders of runs
-    samples         rloo samples
-    slurm           rloo slurm
-    slurm_cluster   what the cluster offers
-    slurm_template  fill a batch script
-    supervised      rloo sft, rloo reward-model
-    sweep           rloo sweep
-    verb_help       the help texts
-    vllm_serve      rloo vllm-serve
 """

@@ -13,7 +13,7 @@ from rloo_cli.utils.fault_injection import poison
 
 
 class ZeroOptimizer:
-    """`optim.Optimizer` over DeepSpeed's. `inner` is the torch optimizer that it was given."""
+    """`optimizer.Optimizer` over DeepSpeed's. `inner` is the torch optimizer that it was given."""
 
     def __init__(self, engine: Any, inner: Any, model: Any, config: RunConfig, updates: int):
         self.engine, self.zero_, self.inner = engine, engine.optimizer, inner

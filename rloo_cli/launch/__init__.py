@@ -7,12 +7,4 @@ processes       spawn/supervise rank processes, signals, exit code
 rollout_server  start, watch and stop a rollout server process
 sweep/          the sweep behind rloo sweep
 topology        ranks, nodes and where they meet, from Slurm or torchrun
-
-    launcher        check, make the run folder, start it, watch it, say how it ended
-    nodes           the handshake of several launchers on several nodes
-    preflight       preflight: what the machine lacks
-    processes       spawn/supervise rank processes, signals, exit code
-    rollout_server  start, watch and stop a rollout server process
-    sweep/          the sweep behind rloo sweep
-    topology        ranks, nodes and where they meet, from Slurm or torchrun
 """

@@ -20,7 +20,7 @@ from rloo_cli.utils.files import check_present, write_text
 
 Row = dict[str, Any]
 COUNTERS = ("step", "updates", "episode", "epoch", "num_tokens", "eps", "learning_rate", "lr")
-OVER = {  # a count of `measures.counts` -> the means that were taken over it
+OVER = {  # a count of `step_metrics.counts` -> the means that were taken over it
     "ended": "completions/mean_terminated_length",
     "scored": "reward reward_std_batch",
     "groups": "reward_std frac_reward_zero_std",

@@ -1,16 +1,27 @@
 """`make mutants`: each guard is taken out of a copy of the package, and its test must then fail.
 
-    python tests/house/mutants.py [WORD ...]     only guards whose line has one of these words
+    python tests/house/mutants.py [--changed] [--anew] [--processes 2] [WORD ...]
+
+    WORD        only guards whose line has one of these words
+    --changed   only guards whose file or test differs from the branch `main`
+    --anew      forget what a run that was cut has found; else it goes on there, if nothing changed
 
 `mutants.yaml` has the list: the guard in words, the file, the code with and without it, the test.
-A line ends in "fails without it", "STILL PASSES without it" or "the code is not there any more".
+A line ends in "fails without it", "STILL PASSES without it", "fails with it, too" or "the code is
+not there any more". Each test is run with the guard, too, once. All of them are forks of a process
+that has imported what the package needs, but not the package.
 """
 
+import argparse
+import hashlib
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,50 +29,192 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("rloo_cli", "conf", "recipes", "scripts")
+CUT = ROOT / ".mutants.json"  # what a run has found so far; removed when it is whole
+LIMIT_S = 600.0  # of one test: a guard may be against something that never ends
+FAILS = "fails without it"
+Mutant = dict[str, Any]
 
 
-def run(copy: Path, tests: list[str]) -> bool:
-    """Whether these tests pass with the package that lies in `copy`."""
-    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-    # -P: the package of the current folder would come before the copy.
-    command = [sys.executable, "-P", "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if ended.returncode not in (0, 1):
-        raise SystemExit(f"{tests}: pytest ended with {ended.returncode}\n{ended.stdout[-2000:]}")
-    return ended.returncode == 0
+def warm() -> None:
+    """Import what most tests need, except the package and what imports it."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    import datasets  # noqa: F401
+    import deepspeed  # noqa: F401
+    import hydra  # noqa: F401
+    import pytest  # noqa: F401
+    import torch
+    import transformers  # noqa: F401
+    from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
+
+    torch.set_num_threads(1)
+    assert "rloo_cli" not in sys.modules
 
 
-def without(copy: Path, mutant: dict[str, Any]) -> str:
-    """Take one guard out, run its test, put the guard back; the last column of the line."""
-    path = copy / mutant["file"]
-    text = path.read_text()
-    if text.count(mutant["with"]) != 1:
-        return "the code is not there any more"
-    path.write_text(text.replace(mutant["with"], mutant["without"]))
-    try:
-        passes = run(copy, [mutant["test"]])
-    finally:
-        path.write_text(text)
-    return "STILL PASSES without it" if passes else "fails without it"
+class Slot:
+    """A copy of the package, and the test that runs with it."""
+
+    def __init__(self, folder: Path):
+        self.copy = folder
+        for name in COPIED:
+            shutil.copytree(ROOT / name, folder / name)
+        self.mutant: Mutant | None = None
+        self.text: str | None = None  # of the file as it was, while the guard is out
+        self.pid, self.since = 0, 0.0
+
+    @property
+    def file(self) -> Path:
+        """The file of its mutant."""
+        assert self.mutant
+        return self.copy / self.mutant["file"]
+
+    def start(self, mutant: Mutant, guarded: bool) -> bool:
+        """Run the mutant's test, with the guard or without it; False where it is not there."""
+        self.mutant = mutant
+        text = self.file.read_text()
+        if text.count(mutant["with"]) != 1:
+            return False
+        if not guarded:
+            self.text = text
+            self.file.write_text(text.replace(mutant["with"], mutant["without"]))
+        self.since = time.monotonic()
+        self.pid = os.fork()
+        if not self.pid:
+            self._test(mutant["test"])
+        return True
+
+    def _test(self, test: str) -> None:
+        """Be that process."""
+        os.setsid()
+        out = os.open(self.copy / "out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.chdir(ROOT)
+        os.environ["PYTHONPATH"] = str(self.copy)
+        sys.path[0] = str(self.copy)  # in place of the script's folder
+        code = 3
+        try:
+            import pytest
+
+            code = int(pytest.main(["-x", "-p", "no:cacheprovider", test]))
+        finally:
+            os._exit(code)
+
+    def ended(self) -> int | None:
+        """The exit code of its test, once it has ended; the guard is back then."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if not pid and time.monotonic() - self.since < LIMIT_S:
+            return None
+        if not pid:
+            os.killpg(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            status = 1 << 8
+        if self.text is not None:
+            self.file.write_text(self.text)
+            self.text = None
+        self.pid = 0
+        code = os.waitstatus_to_exitcode(status)
+        if code not in (0, 1):
+            said = (self.copy / "out").read_text(errors="replace")[-2000:]
+            raise SystemExit(f"{self.mutant}: pytest ended with {code}\n{said}")
+        return code
+
+
+class Table:
+    """What was found of each guard, kept in a file until the table is whole."""
+
+    def __init__(self, mutants: list[Mutant], anew: bool):
+        self.state = _state()
+        self.found: dict[str, str] = {}
+        self.passes: dict[str, bool] = {}  # test -> whether it passes with all guards in place
+        if CUT.exists() and not anew:
+            cut = json.loads(CUT.read_text())
+            if cut["state"] == self.state:
+                self.found, self.passes = cut["found"], cut["passes"]
+        self.mutants = mutants
+        self.waiting = [m for m in mutants if m["guard"] not in self.found]
+
+    def say(self, mutant: Mutant, found: str) -> None:
+        """Print a line, and keep it."""
+        self.found[mutant["guard"]] = found
+        print(f"{mutant['guard']:<72}  {mutant['test']}  {found}", flush=True)
+        self.keep()
+
+    def keep(self) -> None:
+        """Write down what is known."""
+        held = {"state": self.state, "found": self.found, "passes": self.passes}
+        CUT.write_text(json.dumps(held))
+
+    def run(self, slots: list[Slot]) -> None:
+        """Until nothing waits."""
+        while self.waiting or any(slot.pid for slot in slots):
+            for slot in slots:
+                if not slot.pid and self.waiting:
+                    self._begin(slot, self.waiting.pop(0))
+                elif slot.pid and (code := slot.ended()) is not None:
+                    self._next(slot, code == 0)
+            time.sleep(0.02)
+
+    def _begin(self, slot: Slot, mutant: Mutant) -> None:
+        passes = self.passes.get(mutant["test"])
+        if passes is False:
+            self.say(mutant, "fails with it, too")
+        elif not slot.start(mutant, guarded=passes is None):
+            self.say(mutant, "the code is not there any more")
+
+    def _next(self, slot: Slot, passed: bool) -> None:
+        mutant = slot.mutant
+        assert mutant
+        if mutant["test"] in self.passes:
+            self.say(mutant, "STILL PASSES without it" if passed else FAILS)
+        else:  # that was the run with the guard
+            self.passes[mutant["test"]] = passed
+            self._begin(slot, mutant)
+
+
+def _state() -> str:
+    """A digest of all that the result depends on."""
+    digest = hashlib.blake2b()
+    for name in (*COPIED, "tests"):
+        for path in sorted(p for p in (ROOT / name).rglob("*") if p.is_file()):
+            if "__pycache__" not in path.parts:
+                digest.update(str(path).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _changed() -> set[str]:
+    """Files that differ from the branch `main`."""
+    base = subprocess.check_output(["git", "merge-base", "HEAD", "main"], cwd=ROOT, text=True)
+    words = ["git", "diff", "--name-only", base.strip()]
+    return set(subprocess.check_output(words, cwd=ROOT, text=True).split())
 
 
 def main() -> int:
     """Print the table; 1 where a line is not as it should be."""
-    words = sys.argv[1:]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--changed", action="store_true")
+    parser.add_argument("--anew", action="store_true")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("words", nargs="*")
+    given = parser.parse_args()
     mutants = yaml.safe_load(Path(__file__).with_name("mutants.yaml").read_text())
-    mutants = [m for m in mutants if not words or any(w in str(m) for w in words)]
-    bad = 0
+    if given.words:
+        mutants = [m for m in mutants if any(w in str(m) for w in given.words)]
+    if given.changed:
+        files = _changed()
+        mutants = [m for m in mutants if files & {m["file"], m["test"].partition("::")[0]}]
+    began = time.monotonic()
+    table = Table(mutants, given.anew)
+    if len(table.waiting) < len(mutants):
+        print(f"{len(mutants) - len(table.waiting)} of {len(mutants)} are known already")
+    warm()
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder)
-        for name in COPIED:
-            shutil.copytree(ROOT / name, copy / name)
-        if not run(copy, sorted({m["test"] for m in mutants})):
-            raise SystemExit("the tests do not pass with the guards in place")
-        for mutant in mutants:
-            found = without(copy, mutant)
-            bad += found != "fails without it"
-            print(f"{mutant['guard']:<72}  {mutant['test']}  {found}", flush=True)
-    print(f"{len(mutants)} guards, {bad} without a test that fails")
+        slots = [Slot(Path(folder) / str(n)) for n in range(given.processes)]
+        table.run(slots)
+    bad = sum(table.found[m["guard"]] != FAILS for m in mutants)
+    minutes = (time.monotonic() - began) / 60
+    print(f"{len(mutants)} guards, {bad} without a test that fails; {minutes:.0f} minutes")
+    if not given.words and not given.changed:
+        CUT.unlink(missing_ok=True)
     return int(bad > 0)
 
 

@@ -32,7 +32,7 @@ SHORTER = {
 }
 # Commands that are run elsewhere, by what stands in them -> where.
 WHERE = {
-    "vllm": "test_vllm_quickstart.py, test_vllm_serve.py, test_managed.py: real servers",
+    "vllm": "test_vllm_quickstart.py, test_vllm_serve.py: real servers",
     "slurm submit": "test_slurm_runs.py: a real Slurm",
     "submitit": "test_slurm_runs.py",
     "rloo fetch": "test_fetch.py: it is for machines with a network",

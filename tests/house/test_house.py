@@ -1,6 +1,7 @@
 """The shape of the house (CONTRIBUTING.md): imports only go down, nothing outgrows its room."""
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -166,12 +167,22 @@ def test_a_room_lists_its_files() -> None:
         said = ast.get_docstring(TREES[name]) or ""
         beside = {n.removeprefix(folder).partition("/")[0] for n in FILES if n.startswith(folder)}
         beside -= {"__init__.py"}
-        silent += [
-            f"{folder}{one}"
-            for one in beside
-            if not re.search(rf"^ *{re.escape(one.removesuffix('.py'))}\b", said, re.MULTILINE)
-        ]
+        for one in beside:
+            listed = re.findall(rf"^ *{re.escape(one.removesuffix('.py'))}/? ", said, re.MULTILINE)
+            silent += [f"{folder}{one}"] * (len(listed) != 1)
     assert not silent
+
+
+def test_every_room_says_what_it_is() -> None:
+    """A folder without an __init__.py is a package, too, that no rule of this file would see."""
+    assert not {str(p.parent) for p in FILES.values()} - {
+        str(p.parent) for name, p in FILES.items() if name.endswith("__init__.py")
+    }
+
+
+def test_the_picture_of_the_house_is_of_the_house() -> None:
+    drawn = importlib.import_module("draw_house")
+    assert drawn.PICTURE.read_text() == drawn.picture(), "make house"
 
 
 def test_no_file_outgrows_its_room() -> None:

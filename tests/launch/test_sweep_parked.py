@@ -8,7 +8,7 @@ from rloo_cli.policy import offload
 
 
 class Held:
-    """The parts of `optim.Optimizer` that are of use here, over half-precision weights."""
+    """The parts of `optimizer.Optimizer` that are of use here, over half-precision weights."""
 
     def __init__(self, model: nn.Module) -> None:
         self.weights = list(model.parameters())

@@ -268,7 +268,7 @@ class Sampled:
     def answer(
         self, world: Any, generator: Any, groups: list[Group], sample: Any, *_: Any
     ) -> Scores:
-        """What `crew.answer` does, with these scores."""
+        """What `across_ranks.answer` does, with these scores."""
         sample(range(len(groups)))
         ks = range(self.k) if len(groups[0].rollouts) > 1 or not self.greedy else range(-1, 0)
         raw, names = self.raw([g.draw for g in groups], ks), ["one", "two", "three"]

@@ -14,19 +14,4 @@ rules               choices that do not go together
 score               several rewards to one score; penalties, clips
 siblings            what compares siblings, where there are too few
 token_advantage     an advantage per token
-
-    advantage           baselines, scaling, normalising
-    aggregate           token terms to one loss, and its denominator
-    config              every shared switch; loss types written out
-    dialect             other trainers' constants
-    forward_passes      which forward passes a config needs
-    importance_weights  correction of the sampler's mismatch
-    kl                  KL estimators, and where the KL goes
-    loss                the loss of a micro-batch
-    loss_types          the terms of CISPO, SAPO, VESPO
-    policy_loss         ratios, clipping, their metrics
-    rules               choices that do not go together
-    score               several rewards to one score; penalties, clips
-    siblings            what compares siblings, where there are too few
-    token_advantage     an advantage per token
 """

@@ -33,7 +33,7 @@ class Switches(
 
 S = TypeVar("S", bound=Switches)
 # A loss type is three switches: policy_loss, ratio_level and loss_agg. GSPO: arXiv 2507.18071;
-# DAPO: arXiv 2503.14476; Dr. GRPO: arXiv 2503.20783; CISPO, SAPO: losses.py; LUSPO as in TRL 1.16.
+# DAPO: arXiv 2503.14476; Dr. GRPO: arXiv 2503.20783; CISPO, SAPO: loss_types.py; LUSPO: TRL 1.16.
 TRIPLES = {
     "grpo": ("clip", "token", "sequence_mean"),
     "dr_grpo": ("clip", "token", "constant"),

@@ -97,7 +97,7 @@ def _training(axis: Any, told: Comparison) -> None:
 
 
 def _unit(told: Comparison) -> str:
-    """As outcomes.py smooths it: not where every point can be read."""
+    """As results.py smooths it: not where every point can be read."""
     most = max((len(o.curves["reward"]) for o in told.outcomes), default=0)
     return "mean score" + (", smoothed" if most > curves.SMOOTH_FROM else "")
 

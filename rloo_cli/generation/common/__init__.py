@@ -4,9 +4,4 @@ across_ranks  sampling and scoring shared over ranks
 rank0_proxy   ranks other than 0 ask rank 0's sampler
 rollouts      prompts to a sampled and scored batch
 stop_rule     where a completion ends
-
-    across_ranks  sampling and scoring shared over ranks
-    rank0_proxy   ranks other than 0 ask rank 0's sampler
-    rollouts      prompts to a sampled and scored batch
-    stop_rule     where a completion ends
 """

@@ -18,8 +18,8 @@ out of its caller's frames; an object that says it is equal to everything is equ
 a library function that the code replaced (math.isclose) stays so for the test. Look at samples of
 a reward that climbs too fast, or use cases. Kernel bugs are outside of what any namespace holds.
 
-`external` is a command of the user's own that must run harness.py, its input and output connected.
-`unsafe_subprocess` has limits and an empty environment, and contains nothing.
+`external` is a command of the user's own that must run sandbox_harness.py, its input and output
+connected. `unsafe_subprocess` has limits and an empty environment, and contains nothing.
 """
 
 import json
