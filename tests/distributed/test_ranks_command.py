@@ -21,7 +21,7 @@ def own(rloo: Rloo, what: str) -> list[str]:
 
 
 def test_the_command_trains_with_two_ranks_and_leaves_one_run(rloo):
-    said = rloo("train", *WORDS)
+    said = rloo.real("train", *WORDS)
     assert said.code == 0, said.err
     run = rloo.folder / "runs" / "smoke"
     assert [r["step"] for r in strict(run / "metrics.jsonl") if "loss" in r] == [1, 2, 3]
@@ -35,7 +35,7 @@ def test_the_command_trains_with_two_ranks_and_leaves_one_run(rloo):
 def test_a_rank_that_is_killed_or_stands_still_ends_the_run_with_6_and_its_place(rloo, what):
     words = own(rloo, f"os.kill(os.getpid(), signal.SIG{what})")
     began = time.monotonic()
-    said = rloo("train", *WORDS, *words, "distributed.timeout_s=8")
+    said = rloo.real("train", *WORDS, *words, "distributed.timeout_s=8")
     assert said.code == 6, said.err
     assert time.monotonic() - began < 120  # a generous limit: 8 s to notice, 8 s to end the other
     if what == "KILL":

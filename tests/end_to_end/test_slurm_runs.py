@@ -89,6 +89,7 @@ def test_smoke_is_trained_and_served_on_nodes_of_their_own(
     assert f"on gpu-node-[01-0{training + 1}]" in said and NODES[0] == "gpu-node-01"
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.skipif(bool(NO_VLLM), reason=NO_VLLM)
 def test_a_trainer_that_fails_ends_the_job_with_its_code_and_the_server(

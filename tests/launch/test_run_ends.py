@@ -107,7 +107,14 @@ def start(rloo: Rloo, *words: str) -> tuple[subprocess.Popen[str], list[int]]:
     return process, pids
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SIGINT",
+        "SIGTERM",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("SIGUSR1", "SIGUSR2")),
+    ],
+)
 def test_a_signal_saves_the_run_and_ends_it_with_75_and_leaves_no_process(
     name: str, rloo: Rloo
 ) -> None:

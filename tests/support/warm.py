@@ -3,6 +3,7 @@
 Forks draw no curves.png: it takes longer than all the steps of such a run, and its own tests do.
 """
 
+import gc
 import os
 
 
@@ -30,3 +31,5 @@ def warm() -> None:
     conversion_mapping.get_checkpoint_conversion_mapping("qwen3")
     curves.draw = lambda *given: None  # type: ignore[assignment]
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would touch, and so copy, everything there is

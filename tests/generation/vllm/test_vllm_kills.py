@@ -141,6 +141,7 @@ def replaced(run: Going, first: int) -> int:
     return group
 
 
+@slow
 def test_a_killed_engine_is_replaced_and_only_what_is_missing_is_drawn_again(
     tmp_path: Path, alone: Going
 ) -> None:
