@@ -76,6 +76,19 @@ def test_what_is_asked_alone_is_asked_always_and_the_next_piece_too():
     assert one == other == [1, 2, 0, 0, 1, 2, 18]
 
 
+def test_small_pieces_say_nothing_of_what_comes_after_a_question_alone():
+    def work(world: World) -> list[int]:
+        pace = Counted()
+        own = replace(world, pace=pace)
+        go(own, pace, [1 / 16] * 5)
+        own.check_stop()
+        go(own, pace, [1 / 16] * 5)
+        return pace.places
+
+    one, other = two_ranks(work)
+    assert one == other == [1, 2, 5, 6, 7]
+
+
 def test_a_signal_to_one_rank_is_heard_by_both_at_one_piece_within_a_second(monkeypatch):
     here = threading.local()  # a rank is a thread here
     monkeypatch.setattr(signals, "asked", lambda: getattr(here, "asked", None))

@@ -5,7 +5,7 @@ import fcntl
 import io
 import json
 import os
-import select
+import selectors
 import socket
 import subprocess
 import sys
@@ -107,12 +107,17 @@ def ended(env: dict[str, str], folder: Path, module: str, words: list[str], rank
     os.close(nothing)
     os.close(out)
     codes = []
-    while said:
-        for end in select.select([*said], [], [])[0]:
-            said[end] += (part := end.recv(100))
-            if not part or said[end].count(b"\n") == 2:  # its pid, and its code
-                codes.append(int(said.pop(end).split()[1]))
-                end.close()
+    with selectors.DefaultSelector() as ready:
+        for end in said:
+            ready.register(end, selectors.EVENT_READ)
+        while said:
+            for key, _ in ready.select():
+                end: Any = key.fileobj
+                said[end] += (part := end.recv(100))
+                if not part or said[end].count(b"\n") == 2:  # its pid, and its code
+                    ready.unregister(end)
+                    codes.append(int(said.pop(end).split()[1]))
+                    end.close()
     return next((code for code in codes if code), 0)
 
 

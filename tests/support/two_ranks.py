@@ -19,7 +19,8 @@ def two_ranks(work: Callable[[World], Any]) -> list[Any]:
 
     def be(rank: int) -> None:
         try:
-            own = World(rank, 2, torch.device("cpu"), 2, _group(store, "all", rank))
+            groups = _group(store, "all", rank), _group(store, "patient", rank)
+            own = World(rank, 2, torch.device("cpu"), 2, *groups)
             found[rank] = work(own)
         except BaseException as error:
             wrong[rank] = error
