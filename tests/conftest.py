@@ -33,13 +33,12 @@ ONE_SERVER = (
 )  # fmt: skip
 # Files that take a minute and more, the longest first.
 LONGEST = (
-    "test_slurm_runs.py", "test_ranks.py", "test_faults.py", "test_vllm_contract.py",
-    "test_trl.py", "test_lora_vllm.py", "test_run_ends.py", "test_docs_run.py",
-    "test_vllm_kills.py", "test_resume.py", "test_eval_verb.py", "test_vllm_weights.py",
-    "test_signals.py",
-    "test_vllm_serve.py", "test_run_folder.py", "test_house.py", "test_resume_ways.py",
-    "test_refusals_config.py", "test_fetch.py", "test_reward_model.py", "test_secrets.py",
-    "test_slurm.py",
+    "test_slurm_runs.py", "test_vllm_contract.py", "test_faults.py", "test_ranks.py",
+    "test_run_ends.py", "test_resume.py", "test_lora_vllm.py", "test_vllm_serve.py",
+    "test_fetch.py", "test_house.py", "test_docs_run.py", "test_sweep.py", "test_vllm_weights.py",
+    "test_refusals_config.py", "test_trl.py", "test_run_folder.py", "test_family.py",
+    "test_slurm.py", "test_signals.py", "test_loop.py", "test_resume_ways.py", "test_fast_path.py",
+    "test_cli.py", "test_processes.py", "test_eval_verb.py", "test_trl_grpo.py",
 )  # fmt: skip
 
 
