@@ -8,13 +8,13 @@ device, ends) and goes on when it is told up to which step. Lines of JSON, both 
 
 import json
 import os
-import select
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rloo_cli.utils import files
 from rloo_cli.utils.environment import TURNS
 from rloo_cli.utils.errors import ConfigError, Problem, Stopped
 
@@ -101,7 +101,7 @@ class Member:
     def _order(self, check: Callable[[], None]) -> Message:
         while not self.orders:
             check()
-            if select.select([self.line.end], [], [], LOOK_S)[0]:
+            if files.readable(self.line.end, LOOK_S):
                 found = self.line.receive()
                 if found is None:
                     raise Stopped(Problem("stopped: the sweep of this run is gone"))

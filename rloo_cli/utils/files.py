@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import selectors
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,3 +93,13 @@ def free_name(path: Path) -> Path:
     """`path`, or the first of `path`-2, `path`-3, ... that is not taken."""
     names = (path if i == 1 else path.with_name(f"{path.name}-{i}") for i in range(1, 10**6))
     return next(p for p in names if not p.exists())
+
+
+def readable(end: Any, seconds: float) -> bool:
+    """Whether a pipe or socket can be read, or has ended, within so many seconds.
+
+    `select.select` takes no file above 1023, and a run may hold more: its data, its connections.
+    """
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(end, selectors.EVENT_READ)
+        return bool(waiting.select(max(0.0, seconds)))

@@ -1,8 +1,10 @@
 """What a sweep refuses, before anything starts and while it runs; turns and rungs by themselves."""
 
 import contextlib
+import fcntl
 import json
 import os
+import resource
 import socket
 import tempfile
 from pathlib import Path
@@ -194,6 +196,28 @@ def test_a_place_that_is_none_in_a_sweep_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(sweep_turns.PLACE, "/nowhere/turns:1")
     with pytest.raises(ConfigError, match="no place in a sweep"):
         sweep_turns.wait(0, HOOKS)
+
+
+def test_a_member_waits_however_many_files_its_run_has_open() -> None:
+    before = soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= most < 2000:
+        pytest.skip("no process may open more than 1024 files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), most))
+    try:
+        with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(f"{place}/turns")
+            listening.listen()
+            member = sweep_turns.Member(f"{place}/turns:1")
+            line = sweep_turns.Line(listening.accept()[0])
+            low = member.line.end.detach()
+            member.line.end = socket.socket(fileno=fcntl.fcntl(low, fcntl.F_DUPFD, 1500))
+            os.close(low)
+            line.send(do="go", until=3)
+            assert member.wait(0, HOOKS) > 0.0
+            line.end.close()
+            member.line.end.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_member_whose_sweep_is_gone_saves_and_stops() -> None:

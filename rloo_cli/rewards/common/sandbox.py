@@ -25,7 +25,6 @@ connected. `unsafe_subprocess` has limits and an empty environment, and contains
 import json
 import os
 import platform
-import select
 import shlex
 import shutil
 import signal
@@ -37,6 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rloo_cli.utils import files
 from rloo_cli.utils.errors import MachineError, Problem
 
 HARNESS = Path(__file__).with_name("sandbox_harness.py")
@@ -182,7 +182,7 @@ def _listen(out: int, seconds: float, most: int) -> bytes:
     """Everything up to the end, too much of it, or the time; the clock starts at its first line."""
     said, until, began = b"", time.monotonic() + START, False
     while len(said) <= most and (left := until - time.monotonic()) > 0:
-        if not select.select([out], [], [], left)[0]:
+        if not files.readable(out, left):
             break
         part = os.read(out, 1 << 16)
         if not part:
