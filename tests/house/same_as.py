@@ -34,7 +34,7 @@ for words in json.load(sys.stdin):
 print(json.dumps(found, sort_keys=True, default=str))
 """
 SMOKE = ("train", "+recipe=smoke", "max_steps=4", "checkpoint.every=1", "eval.every=2")
-TIMES = ("time", "seconds", "per_second", "memory", "mfu", "utilization", "date", "tokens_per")
+TIMES = ("time", "seconds", "per_s", "memory", "mfu", "utilization", "date", "wait_frac")
 
 
 class Checkout:
@@ -108,7 +108,7 @@ def left(run: Path) -> dict[str, Any]:
 
 
 def _is_time(name: str) -> bool:
-    return any(word in name for word in TIMES)
+    return name == "eps" or any(word in name for word in TIMES)
 
 
 def _plain(line: str) -> dict[str, Any]:
@@ -126,6 +126,10 @@ def compare(what: str, before: dict[str, Any], now: dict[str, Any]) -> int:
             inner = {*before[name], *now[name]}
             keys = sorted(k for k in inner if before[name].get(k) != now[name].get(k))
             print(f"    {', '.join(map(str, keys))}")
+        elif name == "metrics":
+            rows = zip(before[name], now[name], strict=False)
+            keys = {k for a, b in rows for k in {*a, *b} if a.get(k) != b.get(k)}
+            print(f"    {', '.join(sorted(keys))}")
     return len(wrong)
 
 
