@@ -3,25 +3,25 @@
 check         validate, freeze, write and hash a config
 compose       Hydra: overrides and groups to one plain dictionary
 debug         what +debug replaces
-hf_cache      HF cache lookups without network
+hf_cache      what lies in the Hugging Face cache, found without network
 hooks         functions of a user's own algorithm file, guarded
 idle_keys     which keys are idle at other keys' values
-judge         schema + checks of eval.judge
-messages      pydantic/Hydra errors -> Problems in words
+judge         keys and checks of eval.judge
+messages      errors of pydantic and Hydra in words
 mistakes      answers to typical first mistakes on the command line
-old_names     old-name table (TRL/ms-swift) + did-you-mean
+old_names     names of TRL's and ms-swift's settings, and the nearest key
 prompt_limit  how long a prompt may be
-provenance    provenance: file:line of each config value
-registry      names -> modules, load user code
+provenance    the file and line that each value comes from
+registry      names to modules, and a user's own code
 rules         what one key forbids another
-rules_lora    cross-key checks for LoRA / quantization / moving reference
+rules_lora    rules for adapters, quantization and moving references
 rules_model   what a model's folder rules out, read without torch
 rules_paths   checks that configured paths exist
 schema        every fixed key: name, type, limits, meaning
-supervised    SFT/RM settings derived from the run config
+supervised    settings of sft and reward-model, from a run's config
 synthetic     the names behind make:NAME
-template      {name} template filling for judge prompts
+template      {name} in the templates of judges
 user_code     load a user's code, and its part of a traceback
-user_files    user's own YAML files registered with Hydra
+user_files    a user's own YAML files, made known to Hydra
 value_model   where a value model is initialised from
 """

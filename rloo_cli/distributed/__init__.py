@@ -14,6 +14,6 @@ gradients and optimizer are spread is an `engine`; the loop does not know which 
     zero            DeepSpeed ZeRO 1 to 3
     zero_optimizer  DeepSpeed's optimizer behind ours
 
-    overlap  Sums of gradients over ranks that have a copy of the model each, begun while backward s
-    pace     How often ranks ask each other whether one of them was told to end
+    overlap         copies of the model sum their gradients while backward still runs
+    pace            how often ranks ask whether one of them was told to end
 """

@@ -147,9 +147,8 @@ def _parts(settings: RunConfig, world: World, folder: Path) -> tuple[Parts, Poli
         if not note.startswith("train."):
             print(note)
     check_splits(settings, opened, rewards)
-    for path in rules_paths.made_models(
-        settings
-    ):  # a reward's call would have too little time for it
+    # A reward's call would have too little time for it.
+    for path in rules_paths.made_models(settings):
         print(f"finding or making {path} ...", flush=True)
         synthetic.folder(path)
     tokenizer, context = load.tokenizer(settings.model), load.context_length(settings.model)

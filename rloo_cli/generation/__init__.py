@@ -10,7 +10,7 @@ prints a line. A file may have `rules(run_config)`, problems of its keys. The lo
     hf/            sampling with the trained model
     transformers   Sampling in this process with the trainer's own weights
     vllm/          sampling with vLLM
-    vllm_colocate  Sampling by a vLLM engine on the trainer's own device, in a child process that li
+    vllm_colocate  a vLLM engine on the trainer's own device, in a child process
     vllm_server    Sampling by vLLM servers
 """
 

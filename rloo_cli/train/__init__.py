@@ -1,16 +1,16 @@
 """The loop and what it is made of.
 
-advantages        no-grad passes before an update: old/ref logprobs, KL, reward, advantage; also
-between_steps     between-step hook: eval, checkpoint, stop?, sweep turn
-build             a config to a Run: data, rewards, tokenizer, then the model
-build_model       its second half: model, engine, generator, layouts
-guards            pre-update checks: finite, sampler mismatch, nothing to learn
+advantages        forward passes without gradient before an update, and its advantages
+between_steps     what happens between two steps: log, evaluation, checkpoint, stop
+build             from a config to a Run: data, rewards, tokenizer
+build_model       the second half of it: model, engine, generator, layouts
+guards            checks before an update: finite numbers, sampler, something to learn
 loop              THE LOOP
 memory_check      predicted against measured memory at the end of a run
-minibatches       split a batch into updates and micro-batches
-summary           summary.json + end-of-run table
+minibatches       splits a batch into updates and micro-batches
+summary           summary.json, and the table at the end of a run
 supervised/       supervised fine-tuning and reward models
-sweep_turns       worker side of sweep time-sharing
-token_advantages  per-token advantages (PPO, REINFORCE++) and the value-model update
+sweep_turns       a member's side of a sweep's turns
+token_advantages  advantages of each token (PPO, REINFORCE++), and the update of the value model
 worker            the process of one rank
 """

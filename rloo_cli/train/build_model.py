@@ -271,9 +271,8 @@ def _layouts(
     for model in (policy, frozen) if frozen is not None else (policy,):
         model.scorer.float32 = config.model.lm_head_fp32
     level = layouts.settle(policy, wanted, longest)
-    if (
-        getattr(config.algorithm, "entropy_coef", 0.0) > 0
-    ):  # the fused head's entropy has no gradient
+    # The fused head's entropy has no gradient.
+    if getattr(config.algorithm, "entropy_coef", 0.0) > 0:
         policy.scorer.fused, policy.scorer.entropy_grad = False, True
         level = replace(level, head="model", why=f"{level.why}; entropy bonus".lstrip("; "))
     if frozen is not None and config.model.ref_path is None:

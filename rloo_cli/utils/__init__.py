@@ -3,15 +3,15 @@
 console          stdout and stderr that nothing printed can make fail
 device_waits     wait for a GPU's queued work; the GPU of a thread
 environment      numbers from torchrun's and Slurm's environment variables
-errors           Problem, RunError tree, exit codes
+errors           Problem, RunError and its kinds, exit codes
 exit_guard       user code cannot end the process
 fault_injection  fault injection for tests
-files            atomic file writes
+files            writes whole files or none; waits for a pipe or socket
 paths            where conf/recipes/cache lie
-pids             process identity by pid + start time
+pids             a process is known by its number and its start
 process_exit     how a worker process ends; libraries kept quiet
-redact           secret masking
+redact           masks secrets
 rng              random states, and a completion's sampling seed
-signals          signal flag + check()
-timers           phase timers of a step
+signals          whether a signal came, and a place to ask
+timers           seconds of the phases of a step
 """

@@ -86,6 +86,10 @@ def _child(job: dict, fds: list[int]) -> None:  # type: ignore[type-arg]
         cli_main.main()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()  # as Python does; a test may look for it
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

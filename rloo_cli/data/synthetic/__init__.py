@@ -4,5 +4,5 @@ addition    Two-digit addition, one token per character
 cache       Make a folder once, and keep it in the cache
 tiny        A random model, a byte tokenizer and a few prompts
 tldr        The TL;DR pipeline in miniature, made here
-tldr_posts  Posts, what careless people make of them, and the hidden rule that says how good a s
+tldr_posts  the posts, and the hidden rule that says how good a summary is
 """

@@ -7,6 +7,6 @@ again, then the pair is counted as invalid and left out of the rate, never given
     judge     What evaluations call
     llm       Pairs judged by a language model
     pairs     Pairs to be judged
-    reward    Pairs judged by a reward of ours, which scores both texts as it scores any completion
-    win_rate  Verdicts of pairs -> wins, ties, losses, the rate with its interval, the rate at equal
+    reward    pairs judged by a reward, which scores both texts
+    win_rate  verdicts to wins, ties, losses, and the win rate with its interval
 """

@@ -32,5 +32,5 @@ import vLLM; a trainer never does, except for NCCL and CUDA IPC, whose sending h
     server_file      server.json
     ports            who listens where on this machine
 
-    api_processes  Who answers a server's requests
+    api_processes  several processes that take requests
 """

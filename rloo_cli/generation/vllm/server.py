@@ -187,9 +187,8 @@ def _namespace(given: dict[str, Any], keys: Any, host: str, port: int) -> Namesp
         "log_error_stack": False,
         "data_parallel_size": keys.data_parallel_size,
     }
-    if (
-        lora_slot.VARIABLE in os.environ
-    ):  # which the server has from its start, so that it has a name
+    # The server has the adapter from its start, so that it has a name.
+    if lora_slot.VARIABLE in os.environ:
         module = importlib.import_module("vllm.entrypoints.openai.models.protocol").LoRAModulePath
         ours["lora_modules"] = [module(name=lora_slot.NAME, path=os.environ[lora_slot.VARIABLE])]
     for name, value in (given | versions.server_arguments(ours)).items():

@@ -1,9 +1,9 @@
 """The two trainings that come before RLOO: supervised fine-tuning, and a reward model.
 
-examples      dataset rows -> SFT examples / preference pairs
+examples      rows to examples for fine-tuning, and to pairs of preferences
 fit           their training loop
-reward_model  Bradley-Terry loss/objective
-sft           SFT loss/objective
+reward_model  the Bradley-Terry loss
+sft           the loss of supervised fine-tuning
 tldr          what is trained for the TL;DR miniature
 worker        the process of both trainings
 """
