@@ -36,10 +36,8 @@ from typing import Any
 
 MANIFEST, PART_MB, BLOCK = "manifest.json", 60, 2**20
 CUDA = ("nvidia-", "cuda-")
-KEPT = {
-    "torch",
-    "triton",
-}  # as CUDA's: what a GPU machine's driver and builds decide: never another version
+# As CUDA's: what a GPU machine's driver and builds decide. Never another version.
+KEPT = {"torch", "triton"}
 
 
 class Wrong(Exception):
