@@ -95,14 +95,17 @@ class Slot:
         out = os.open(self.copy / "out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        os.chdir(ROOT)
+        os.chdir(self.copy)  # what `python -c` imports from first
         os.environ["PYTHONPATH"] = str(self.copy)
         sys.path[0] = str(self.copy)  # in place of the script's folder
         code = 3
         try:
             import pytest
 
-            code = int(pytest.main(["-x", "-p", "no:cacheprovider", test]))
+            code = int(pytest.main(
+                ["-x", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
+                + ["--rootdir", str(ROOT), str(ROOT / test)]
+            ))
         finally:
             os._exit(code)
 

@@ -1,16 +1,22 @@
 """What vLLM runs in each of its processes, because pyproject.toml names it as a plug-in.
 
-It registers our receivers of weights by name, and sees to it that no process of a server of ours
-outlives the one that started it.
+It registers our receivers of weights by name, sees to it that no process of a server of ours
+outlives the one that started it, and lets the processes of an engine without a GPU sleep.
 """
 
+import importlib
+import inspect
 import os
+from typing import Any
 
 from rloo_cli.generation.vllm import process_group
 
 RECEIVERS = {
     "rloo_gloo": "Gloo", "rloo_nccl": "Nccl", "rloo_ipc": "Ipc", "rloo_adapter": "Adapter",
 }  # fmt: skip
+# Its writer can lose the word to a sleeper for about 1 ms after the word before: no shorter spin.
+SPIN_S = 0.01
+SLEEP_MS = 250  # a sleeper looks for itself as often, should a word be lost all the same
 
 
 def register() -> None:
@@ -18,7 +24,26 @@ def register() -> None:
     if os.environ.get("RLOO_SERVER"):
         process_group.die_with_parent()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+    from vllm.platforms import current_platform
 
     for name, kind in RECEIVERS.items():
         if name not in Factory._registry:
             Factory.register_engine(name, f"rloo_cli.generation.vllm.receive.{kind.lower()}", kind)
+    if current_platform.is_cpu():
+        spin_less()
+
+
+def spin_less() -> None:
+    """Let a process of an engine that waits for a message sleep after `SPIN_S`.
+
+    Without a GPU vLLM's worker is a process of its own, and both sides of its queue spin for a
+    second after each message: where there are fewer cores than spinning processes, whoever has
+    something to do waits for them (`bench/rollout.py --servers 2`).
+    """
+    queue: Any = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
+    spins = getattr(queue, "SpinCondition", None)
+    if spins is None or not hasattr(queue, "SHM_READER_RECHECK_INTERVAL_MS"):
+        return  # an older one, whose sleeper might miss its message
+    if list(inspect.signature(spins.__init__).parameters)[-1] == "busy_loop_s":
+        spins.__init__.__defaults__ = (SPIN_S,)
+        queue.SHM_READER_RECHECK_INTERVAL_MS = SLEEP_MS

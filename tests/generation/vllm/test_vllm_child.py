@@ -56,7 +56,13 @@ def shares(vocabulary, size):
             found.append([sent_rows(layer), layer.num_embeddings_per_partition])
     return found
 
+from vllm.distributed.device_communicators import shm_broadcast
+from vllm.utils.network_utils import get_open_zmq_ipc_path
+import zmq
+reader = shm_broadcast.SpinCondition(True, zmq.Context(), get_open_zmq_ipc_path())
+
 print("FOUND " + json.dumps({
+    "spin_s": reader.busy_loop_s, "look_ms": shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS,
     "before": before, "after": after,
     "lengths": [len(answers[i].ids) for i in (0, 1)],
     "finite": all(-50 < x <= 0 for a in answers.values() for x in a.logp),
@@ -92,6 +98,13 @@ def test_the_padding_of_a_vocabulary_is_all_in_the_last_share(found: Any) -> Non
         assert sum(sent for sent, _ in shares) == int(vocabulary)
     assert found["shares"]["50257"] == [[25152, 25152], [25105, 25152]]
     assert found["shares"]["130"] == [[96, 96], [34, 96]]
+
+
+def test_a_waiting_process_of_an_engine_without_a_gpu_leaves_its_core_to_others(
+    found: Any,
+) -> None:
+    assert found["spin_s"] == 0.01, "1 s of spinning starves whoever has something to do"
+    assert found["look_ms"] == 250, "a sleeper whose word was lost would lie for 5 s"
 
 
 def child() -> Any:
