@@ -60,6 +60,7 @@ class Slot:
         self.mutant: Mutant | None = None
         self.text: str | None = None  # of the file as it was, while the guard is out
         self.pid, self.since = 0, 0.0
+        self.guarded = True  # the test that runs has the guard
         self.written = 0  # times that a file was written
 
     @property
@@ -70,7 +71,7 @@ class Slot:
 
     def start(self, mutant: Mutant, guarded: bool) -> bool:
         """Run the mutant's test, with the guard or without it; False where it is not there."""
-        self.mutant = mutant
+        self.mutant, self.guarded = mutant, guarded
         text = self.file.read_text()
         if text.count(mutant["with"]) != 1:
             return False
@@ -102,10 +103,8 @@ class Slot:
         try:
             import pytest
 
-            code = int(pytest.main(
-                ["-x", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
-                + ["--rootdir", str(ROOT), str(ROOT / test)]
-            ))
+            config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
+            code = int(pytest.main(["-x", "-p", "no:cacheprovider", *config, str(ROOT / test)]))
         finally:
             os._exit(code)
 
@@ -174,9 +173,9 @@ class Table:
     def _next(self, slot: Slot, passed: bool) -> None:
         mutant = slot.mutant
         assert mutant
-        if mutant["test"] in self.passes:
+        if not slot.guarded:
             self.say(mutant, "STILL PASSES without it" if passed else FAILS)
-        else:  # that was the run with the guard
+        else:
             self.passes[mutant["test"]] = passed
             self._begin(slot, mutant)
 

@@ -448,10 +448,12 @@ def test_a_signal_ends_the_wait_and_closes_the_requests(fake, make):
     draw(generator)
     fake.hangs.add(GENERATE)
     begun = threading.Timer(0.3, signals._heard.append, [(signal.SIGTERM, time.monotonic())])
+    began = time.monotonic()
     begun.start()
     try:
         with pytest.raises(Stopped, match="SIGTERM"):
             draw(generator)
+        assert time.monotonic() - began < 4, "it waited for the request's own limit of 5 s"
         assert until(lambda: not connections(fake))
     finally:
         begun.join()
