@@ -1,11 +1,13 @@
 """What vLLM runs in each of its processes, because pyproject.toml names it as a plug-in.
 
 It registers our receivers of weights by name, sees to it that no process of a server of ours
-outlives the one that started it, and lets the processes of an engine without a GPU sleep.
+outlives the one that started it, that a server which ends as it was asked to logs no traceback, and
+lets the processes of an engine without a GPU sleep.
 """
 
 import importlib
 import inspect
+import logging
 import os
 from typing import Any
 
@@ -18,11 +20,30 @@ RECEIVERS = {
 SPIN_S = 0.01
 SLEEP_MS = 250  # a sleeper looks for itself as often, should a word be lost all the same
 
+# Of the modules that say that a server ends, and of the one that says what it then takes for lost.
+LOGGERS = (
+    "vllm.entrypoints.launchers.launcher", "vllm.v1.engine.core_client", "vllm.v1.engine.async_llm",
+)  # fmt: skip
+
+
+class OrderlyEnd(logging.Filter):
+    """Where a server ends as it was asked to, vLLM takes its engine, which is quicker, for lost."""
+
+    ending = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        said = str(record.msg)
+        if said.startswith("[shutdown]"):
+            OrderlyEnd.ending = True
+        return not (self.ending and said.startswith("AsyncLLM output_handler failed"))
+
 
 def register() -> None:
     """The entry point of the group `vllm.general_plugins`; it may be called more than once."""
     if os.environ.get("RLOO_SERVER"):
         process_group.die_with_parent()
+        for name in LOGGERS:
+            logging.getLogger(name).addFilter(OrderlyEnd())
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
     from vllm.platforms import current_platform
 

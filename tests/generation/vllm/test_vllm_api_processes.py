@@ -39,7 +39,8 @@ class Line:
         """The process that has the other end."""
         port = self.http.sock.getsockname()[1]
         rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-        (inode,) = [row[9] for row in rows if row[2].endswith(f":{port:04X}")]
+        # 01: established; one that an earlier client of this port has left behind waits beside it.
+        (inode,) = [r[9] for r in rows if r[2].endswith(f":{port:04X}") and r[3] == "01"]
         return next(pid for pid in process_group.members(group) if inode in ports.inodes(pid))
 
 

@@ -1,5 +1,6 @@
 """What a run's config becomes for a vLLM engine, and what a machine must have for one."""
 
+import logging
 import os
 import socket
 import sys
@@ -13,6 +14,7 @@ from rloo_cli.config.compose import compose
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed import device_count
 from rloo_cli.generation.vllm import arguments, ports
+from rloo_cli.generation.vllm.plugin import OrderlyEnd
 from rloo_cli.launch import preflight
 from rloo_cli.utils.errors import MachineError
 
@@ -349,3 +351,15 @@ def test_a_server_has_an_api_process_for_each_copy_of_the_model_unless_a_key_say
 ) -> None:
     monkeypatch.setattr(arguments, "installed", lambda: version)
     assert arguments.count_api_processes(keys_of(run_of(SERVER, *words))) == count
+
+
+def test_an_engine_that_is_gone_is_logged_unless_its_server_ends_as_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(OrderlyEnd, "ending", False)
+    lost = logging.makeLogRecord({"msg": "AsyncLLM output_handler failed."})
+    asked = logging.makeLogRecord({"msg": "[shutdown] API server: engine client stopped"})
+    of_engine, of_server = OrderlyEnd(), OrderlyEnd()
+    assert of_engine.filter(lost)
+    assert of_server.filter(asked)
+    assert not of_engine.filter(lost) and of_engine.filter(asked)
