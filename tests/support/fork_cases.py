@@ -21,6 +21,7 @@ from fork_python import ask
 
 from rloo_cli.cli import main
 from rloo_cli.launch import processes
+from rloo_cli.utils import fault_injection
 
 HERE = Path(__file__).parent
 SITE = "import fork_python\nfork_python.stand_in()\n"
@@ -83,6 +84,7 @@ class Forked:
             contextlib.redirect_stderr(said),
         ):
             code = main.dispatch([*words])
+        fault_injection.check()  # the launcher has armed them in this process, too
         with (self.folder / "out").open("a") as out:
             out.write(said.getvalue())
         return code
