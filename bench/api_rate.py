@@ -7,8 +7,8 @@
 Rates: the client of a run (`http_engine.OverHttp`) asks for the same completions by vLLM's own
 route, which takes one in each request, and by ours, which takes a whole group; of a server with one
 API process and of one with two. Rounds go A B C D A B C D after one round that is not counted.
-Medians are shown, and every round. Client, API and engine share the machine's cores, and each of
-vLLM's processes spins for a second after a message: where there are few cores, rounds differ much.
+Medians are shown, and every round. Client, API and engine share the machine's cores: where there
+are few, rounds differ much.
 
 Syncs: one broadcast to two servers together, against each of them in turn on a connection of its
 own, which is how it was done before; and one server alone. Three updates each time a connection is

@@ -76,15 +76,17 @@ class Forked:
             code = ended(self.env | armed, self.folder, f"rloo_cli.{module}", words, ranks)
             return code if code >= 0 else 6
 
-        with (
-            contextlib.chdir(self.folder),
-            mock.patch.object(processes, "run", run),
-            mock.patch.dict(os.environ, armed),
-            contextlib.redirect_stdout(io.StringIO()) as said,
-            contextlib.redirect_stderr(said),
-        ):
-            code = main.dispatch([*words])
-        fault_injection.check()  # the launcher has armed them in this process, too
+        try:
+            with (
+                contextlib.chdir(self.folder),
+                mock.patch.object(processes, "run", run),
+                mock.patch.dict(os.environ, armed),
+                contextlib.redirect_stdout(io.StringIO()) as said,
+                contextlib.redirect_stderr(said),
+            ):
+                code = main.dispatch([*words])
+        finally:
+            fault_injection.check()  # the launcher has armed them in this process, too
         with (self.folder / "out").open("a") as out:
             out.write(said.getvalue())
         return code

@@ -16,26 +16,29 @@ from rloo_cli.generation.vllm import process_group
 RECEIVERS = {
     "rloo_gloo": "Gloo", "rloo_nccl": "Nccl", "rloo_ipc": "Ipc", "rloo_adapter": "Adapter",
 }  # fmt: skip
-# Its writer can lose the word to a sleeper for about 1 ms after the word before: no shorter spin.
+# zmq may drop a wake-up that is sent within about 1 ms of the one before: a reader spins longer.
 SPIN_S = 0.01
-SLEEP_MS = 250  # a sleeper looks for itself as often, should a word be lost all the same
+RECHECK_MS = 250  # a reader that sleeps looks by itself as often, should a wake-up be lost
 
 # Of the modules that say that a server ends, and of the one that says what it then takes for lost.
-LOGGERS = (
-    "vllm.entrypoints.launchers.launcher", "vllm.v1.engine.core_client", "vllm.v1.engine.async_llm",
-)  # fmt: skip
+LOGGERS = ("vllm.entrypoints.launchers.launcher", "vllm.v1.engine.async_llm")
 
 
 class OrderlyEnd(logging.Filter):
     """Where a server ends as it was asked to, vLLM takes its engine, which is quicker, for lost."""
 
-    ending = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.ending = False
 
     def filter(self, record: logging.LogRecord) -> bool:
         said = str(record.msg)
-        if said.startswith("[shutdown]"):
-            OrderlyEnd.ending = True
+        if said.startswith("[shutdown] API server"):
+            self.ending = True
         return not (self.ending and said.startswith("AsyncLLM output_handler failed"))
+
+
+ORDERLY_END = OrderlyEnd()
 
 
 def register() -> None:
@@ -43,7 +46,7 @@ def register() -> None:
     if os.environ.get("RLOO_SERVER"):
         process_group.die_with_parent()
         for name in LOGGERS:
-            logging.getLogger(name).addFilter(OrderlyEnd())
+            logging.getLogger(name).addFilter(ORDERLY_END)
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
     from vllm.platforms import current_platform
 
@@ -51,10 +54,10 @@ def register() -> None:
         if name not in Factory._registry:
             Factory.register_engine(name, f"rloo_cli.generation.vllm.receive.{kind.lower()}", kind)
     if current_platform.is_cpu():
-        spin_less()
+        sleep_between_messages()
 
 
-def spin_less() -> None:
+def sleep_between_messages() -> None:
     """Let a process of an engine that waits for a message sleep after `SPIN_S`.
 
     Without a GPU vLLM's worker is a process of its own, and both sides of its queue spin for a
@@ -67,4 +70,4 @@ def spin_less() -> None:
         return  # an older one, whose sleeper might miss its message
     if list(inspect.signature(spins.__init__).parameters)[-1] == "busy_loop_s":
         spins.__init__.__defaults__ = (SPIN_S,)
-        queue.SHM_READER_RECHECK_INTERVAL_MS = SLEEP_MS
+        queue.SHM_READER_RECHECK_INTERVAL_MS = RECHECK_MS

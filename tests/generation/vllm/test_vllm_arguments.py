@@ -353,13 +353,11 @@ def test_a_server_has_an_api_process_for_each_copy_of_the_model_unless_a_key_say
     assert arguments.count_api_processes(keys_of(run_of(SERVER, *words))) == count
 
 
-def test_an_engine_that_is_gone_is_logged_unless_its_server_ends_as_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(OrderlyEnd, "ending", False)
+def test_an_engine_that_is_gone_is_logged_unless_its_server_ends_as_asked() -> None:
     lost = logging.makeLogRecord({"msg": "AsyncLLM output_handler failed."})
     asked = logging.makeLogRecord({"msg": "[shutdown] API server: engine client stopped"})
-    of_engine, of_server = OrderlyEnd(), OrderlyEnd()
-    assert of_engine.filter(lost)
-    assert of_server.filter(asked)
-    assert not of_engine.filter(lost) and of_engine.filter(asked)
+    of_process = OrderlyEnd()
+    assert of_process.filter(logging.makeLogRecord({"msg": "[shutdown] MPClient: complete"}))
+    assert of_process.filter(lost), "an engine that was lost shuts its client down, too"
+    assert of_process.filter(asked)
+    assert not of_process.filter(lost) and of_process.filter(asked)
