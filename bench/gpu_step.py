@@ -31,8 +31,8 @@ from rloo_cli.config.compose import compose
 from rloo_cli.launch import rollout_server
 from rloo_cli.run import Cycle, Run
 from rloo_cli.train.between_steps import log_step
-from rloo_cli.train.build import make
-from rloo_cli.train.loop import update
+from rloo_cli.train.build import build_run
+from rloo_cli.train.step import update_policy
 
 _TLDR = {"completion": (53, 53), "device": "cuda"}
 STEPS = {  # shape, and beta
@@ -121,7 +121,7 @@ def started(
     checked = check.check(compose(words))
     place.mkdir()
     with rollout_server.in_background(place, checked):
-        run = make(checked, place, {"digits": digits})
+        run = build_run(checked, place, {"digits": digits})
         run.log.display = None
         try:
             run.generator.load(run.policy, run.state.updates)
@@ -136,7 +136,7 @@ def step(run: Run) -> dict[str, float]:
     run.clock.lap()
     began = time.perf_counter()
     cycle = Cycle(run.rollouts.next(state.step, state.place, state.seen_by_rewards(run)))
-    update(run, cycle)
+    update_policy(run, cycle)
     with run.clock.phase("sync"):
         run.generator.load(run.policy, state.updates)
     run.ledger.step(cycle.batch, state.place, cycle.updates.made, cycle.batch.updated)

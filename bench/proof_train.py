@@ -21,7 +21,7 @@ from shapes import SHAPES
 from rloo_cli.config import check
 from rloo_cli.config.compose import compose
 from rloo_cli.train import memory_check
-from rloo_cli.train.build import make
+from rloo_cli.train.build import build_run
 from rloo_cli.train.loop import train
 from rloo_cli.utils.errors import RunError
 
@@ -80,7 +80,7 @@ def done(words: list[str], folder: Path) -> tuple[Any, float]:
     place = folder / str(settings.name)
     place.mkdir()
     before = memory_check.begin()
-    run = make(settings, place)
+    run = build_run(settings, place)
     try:
         train(run)
     finally:

@@ -28,8 +28,8 @@ from rloo_cli.config.compose import compose
 from rloo_cli.data.batch import Batch, Rollout
 from rloo_cli.run import Cycle, Run
 from rloo_cli.train.between_steps import log_step
-from rloo_cli.train.build import make
-from rloo_cli.train.loop import update
+from rloo_cli.train.build import build_run
+from rloo_cli.train.step import update_policy
 
 # Every key that is not the package's own default, in one list.
 OURS = (
@@ -61,7 +61,7 @@ def build(shape: Shape, folder: Path, seed: int) -> Run:
         f"train.prompts_per_step={shape.prompts}",
         f"generation.max_completion_length={shape.completion[1]}",
     ]
-    run = make(check.check(compose(words)), place, {"digits": digits})
+    run = build_run(check.check(compose(words)), place, {"digits": digits})
     run.log.display = None
     disturb(run.policy.model)
     run.generator.load(run.policy, run.state.updates)
@@ -87,7 +87,7 @@ class Side:
         run.clock.lap()
         self.watch.start()
         cycle = Cycle(self.batch(state.place))
-        update(run, cycle)
+        update_policy(run, cycle)
         with run.clock.phase("sync"):
             run.generator.load(run.policy, state.updates)
         run.ledger.step(cycle.batch, state.place, cycle.updates.made, cycle.batch.updated)
@@ -112,7 +112,7 @@ class Side:
         run.optimizer.step = step
         run.clock.lap()
         self.watch.start()
-        update(run, cycle)
+        update_policy(run, cycle)
         told = self.watch.read() | {"split": dict(run.clock.seconds)}
         run.optimizer.step = take
         return told

@@ -6,6 +6,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rloo_cli.algorithms.common.base import Algorithm
+from rloo_cli.algorithms.common.config import Switches
+from rloo_cli.algorithms.common.forward_plan import ForwardPlan
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.bin_packing import Limits
@@ -111,7 +114,8 @@ class Run:
     folder: Path
     world: World
     engine: Engine
-    algorithm: Any  # the algorithm's module
+    algorithm: Algorithm[Switches]
+    plan: ForwardPlan  # which passes an update needs
     tokenizer: Any
     prompts: Prompts
     sets: dict[str, Prompts]  # held out, by name; "" = the one of data.eval_split
@@ -125,7 +129,6 @@ class Run:
     clock: Clock
     log: Log
     steps: int  # rollout batches to do
-    separate: str | None  # why old_logp needs a pass of its own; None = it does not
     limits: Limits  # of one forward pass
     level: Level  # layout and head of the policy
     ledger: Ledger

@@ -13,10 +13,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rloo_cli.algorithms.common.rules import Switches
+from rloo_cli.algorithms.common.config import Switches
+from rloo_cli.algorithms.rloo import RLOO
 from rloo_cli.config.schema import key
 
 
 class Config(Switches):
     name: Literal["grpo"] = key("Group-relative policy optimisation")
     num_generations: int = key("Completions per prompt, at least 2 to compare", ge=2)
+
+
+class GRPO(RLOO[Config]):
+    """Advantages are RLOO's, with the switches of `conf/algorithm/grpo.yaml`."""

@@ -17,12 +17,19 @@ none of it: a row goes on at its next own token.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from rloo_cli.algorithms.common import kl, rules
-from rloo_cli.algorithms.common.rules import Switches
-from rloo_cli.algorithms.common.token_advantage import Grid, StepTokens, TokenTable, to_go, whitened
+from rloo_cli.algorithms.common.base import ValueLoss
+from rloo_cli.algorithms.common.config import Switches
+from rloo_cli.algorithms.common.token_advantage import (
+    Grid,
+    StepTokens,
+    TokenAdvantages,
+    to_go,
+    whitened,
+)
+from rloo_cli.algorithms.rloo import RLOO
 from rloo_cli.config.schema import RunConfig, key
 from rloo_cli.utils.errors import Problem
 
@@ -48,67 +55,62 @@ class Config(Switches):
         return True
 
 
-@dataclass(frozen=True)
-class ValueLoss:
-    """One micro-batch's share of an update's value loss, and what is measured of it."""
+class PPO(RLOO[Config]):
+    """Every token is compared with what the value model expected."""
 
-    total: Tensor  # () with gradient, vf_coef included
-    value: Tensor  # () detached, without vf_coef
-    clipped: Tensor  # (N,) bool, the clipped value's loss is the larger one
-    counted: Tensor  # (N,) bool, trained tokens that have a return
+    def token_advantages(self, step: StepTokens) -> TokenAdvantages:
+        """Advantages of every token by GAE (1506.02438, eq. 16), whitened, and returns.
 
+        Of the whole step. (N,), (N,) -> (N,), (N,)
+        """
+        config = self.config
+        if step.value is None:  # not one row of the step is usable
+            assert not len(step.score), "ppo needs values"
+            return TokenAdvantages(step.mask, step.mask)
+        grid = Grid(step)
+        e, v = grid.at_end(step.score), grid.rows(step.value)
+        if step.ref is not None and kl.in_reward(config):
+            e = e - config.beta * grid.rows(kl.estimate(step.old - step.ref, config))
+        if config.whiten_rewards:
+            e = grid.rows(whitened(grid.flat(e), step.mask, centre=False))
+        later = v * 0.0
+        later[:, :-1] = v[:, 1:]
+        a = to_go(e + config.gamma * later - v, config.gamma * config.lam)
+        return TokenAdvantages(whitened(grid.flat(a), step.mask), grid.flat(a + v))
 
-def token_table(step: StepTokens, config: Config) -> TokenTable:
-    """Advantages of every token by GAE (1506.02438, eq. 16), whitened over the step, and returns.
+    def value_loss(self, values: Tensor, micro: Micro, num_tokens: float) -> ValueLoss:
+        """A micro-batch's share of the value loss: shares add up to the mean over `num_tokens`.
 
-    (N,), (N,) -> (N,), (N,)
-    """
-    if step.value is None:  # not one row of the step is usable
-        assert not len(step.score), "ppo needs values"
-        return TokenTable(step.mask, step.mask)
-    grid = Grid(step)
-    e, v = grid.at_end(step.score), grid.rows(step.value)
-    if step.ref is not None and kl.in_reward(config):
-        e = e - config.beta * grid.rows(kl.estimate(step.old - step.ref, config))
-    if config.whiten_rewards:
-        e = grid.rows(whitened(grid.flat(e), step.mask, centre=False))
-    later = v * 0.0
-    later[:, :-1] = v[:, 1:]
-    a = to_go(e + config.gamma * later - v, config.gamma * config.lam)
-    return TokenTable(whitened(grid.flat(a), step.mask), grid.flat(a + v))
+        Those are the whole update's. `values` (N,) with gradient; a token without a return has no
+        part in it.
+        """
+        config = self.config
+        assert micro.returns is not None and micro.value is not None
+        counted = (micro.mask > 0) & ~micro.returns.isnan()
+        target = micro.returns.to(values.dtype).where(counted, values.detach())
+        before = micro.value.to(values.dtype).where(counted, values.detach())
+        near = before + (values - before).clamp(-config.epsilon_value, config.epsilon_value)
+        plain, clipped = (values - target).square(), (near - target).square()
+        mean = 0.5 * plain.maximum(clipped).where(counted, 0.0).sum() / num_tokens
+        more = (clipped > plain).detach() & counted
+        return ValueLoss(config.vf_coef * mean, mean.detach(), more, counted)
 
-
-def value_loss(values: Tensor, micro: Micro, config: Config, tokens: float) -> ValueLoss:
-    """A micro-batch's share of the value loss: shares add up to the mean over `tokens`, those of
-    the whole update. `values` (N,) with gradient; a token without a return has no part in it.
-    """
-    assert micro.returns is not None and micro.value is not None
-    counted = (micro.mask > 0) & ~micro.returns.isnan()
-    target = micro.returns.to(values.dtype).where(counted, values.detach())
-    before = micro.value.to(values.dtype).where(counted, values.detach())
-    near = before + (values - before).clamp(-config.epsilon_value, config.epsilon_value)
-    plain, clipped = (values - target).square(), (near - target).square()
-    mean = 0.5 * plain.maximum(clipped).where(counted, 0.0).sum() / tokens
-    more = (clipped > plain).detach() & counted
-    return ValueLoss(config.vf_coef * mean, mean.detach(), more, counted)
-
-
-def problems(run: RunConfig) -> Iterator[Problem]:
-    """What PPO cannot do, beside the conflicts that every algorithm has."""
-    yield from rules.problems(run)
-    config, of_run = rules.switches(run), "model and value model learn together"
-    yield from rules.whitened_alone(config)
-    gae = "GAE gives every token its advantage, which is whitened over the step"
-    whole = f"{of_run}, each whole on its process"
-    refused = {  # key -> whether it is odd, why, the way out
-        "algorithm.kl_credit": (
-            kl.in_reward(config) and config.kl_credit == "sequence", gae, "to_go"
-        ),
-        "algorithm.ratio_level": (config.ratio_level != "token", gae, "token"),
-        "distributed.engine": (run.distributed.engine not in WHOLE, whole, "ddp"),
-        "model.lora": (run.model.lora is not None, f"{of_run}, all weights of both", "null"),
-    }  # fmt: skip
-    for where, (odd, why, fix) in refused.items():
-        if odd:
-            fix = f"distributed={fix}" if where.startswith("distributed") else f"{where}={fix}"
-            yield Problem(f"{where} does not go with algorithm=ppo", where, why, fix)
+    def rules(self, run: RunConfig) -> Iterator[Problem]:
+        """What PPO cannot do, beside the conflicts that every algorithm has."""
+        yield from super().rules(run)
+        config, of_run = self.config, "model and value model learn together"
+        yield from rules.whitened_alone(config)
+        gae = "GAE gives every token its advantage, which is whitened over the step"
+        whole = f"{of_run}, each whole on its process"
+        refused = {  # key -> whether it is odd, why, the way out
+            "algorithm.kl_credit": (
+                kl.in_reward(config) and config.kl_credit == "sequence", gae, "to_go"
+            ),
+            "algorithm.ratio_level": (config.ratio_level != "token", gae, "token"),
+            "distributed.engine": (run.distributed.engine not in WHOLE, whole, "ddp"),
+            "model.lora": (run.model.lora is not None, f"{of_run}, all weights of both", "null"),
+        }  # fmt: skip
+        for where, (odd, why, fix) in refused.items():
+            if odd:
+                fix = f"distributed={fix}" if where.startswith("distributed") else f"{where}={fix}"
+                yield Problem(f"{where} does not go with algorithm=ppo", where, why, fix)

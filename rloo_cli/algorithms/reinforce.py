@@ -11,9 +11,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rloo_cli.algorithms.common.rules import Switches
+from rloo_cli.algorithms.common.config import Switches
+from rloo_cli.algorithms.rloo import RLOO
 from rloo_cli.config.schema import key
 
 
 class Config(Switches):
     name: Literal["reinforce"] = key("REINFORCE with the step's mean, a moving average, or nothing")
+
+
+class Reinforce(RLOO[Config]):
+    """Advantages are RLOO's, with a baseline that is not of the group."""

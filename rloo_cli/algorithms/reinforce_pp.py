@@ -15,9 +15,15 @@ from collections.abc import Iterator
 from typing import Literal
 
 from rloo_cli.algorithms.common import kl, rules
-from rloo_cli.algorithms.common.config import written_out
-from rloo_cli.algorithms.common.rules import Switches
-from rloo_cli.algorithms.common.token_advantage import Grid, StepTokens, TokenTable, to_go, whitened
+from rloo_cli.algorithms.common.config import Switches
+from rloo_cli.algorithms.common.token_advantage import (
+    Grid,
+    StepTokens,
+    TokenAdvantages,
+    to_go,
+    whitened,
+)
+from rloo_cli.algorithms.rloo import RLOO
 from rloo_cli.config.schema import RunConfig, key
 from rloo_cli.utils.errors import Problem
 
@@ -35,32 +41,13 @@ class Config(Switches):
         return True
 
 
-def token_table(step: StepTokens, config: Config) -> TokenTable:
-    """Returns to go of every token, whitened over the step. (N,) -> (N,)"""
-    grid = Grid(step)
-    if config.minus_group_mean:
-        n = int(step.group.max()) + 1 if len(step.group) else 0
-        count = step.score.new_zeros(n).index_add(0, step.group, step.score * 0.0 + 1.0)
-        total = step.score.new_zeros(n).index_add(0, step.group, step.score)
-        gain = (step.score - (total / count.clamp(min=1))[step.group])[step.sequence]
-    else:
-        earned = grid.at_end(step.score)
-        if step.ref is not None and kl.in_reward(config):
-            earned = earned - config.beta * grid.rows(kl.estimate(step.old - step.ref, config))
-        gain = grid.flat(to_go(earned, config.gamma))
-    if len(step.score) == 0 or bool(step.score.max() == step.score.min()):
-        return TokenTable(gain * step.mask, norm_skipped=True)
-    return TokenTable(whitened(gain, step.mask))
-
-
 def _level_problems(config: Config) -> Iterator[Problem]:
     """Every token has an advantage, and answers for its own KL."""
-    switches = written_out(config)
-    if switches.ratio_level != "token" and switches.policy_loss not in BY_TOKEN:
+    if config.ratio_level != "token" and config.policy_loss not in BY_TOKEN:
         yield Problem(
             "REINFORCE++ gives every token an advantage, which a completion's one ratio has not",
             "algorithm.ratio_level",
-            f"ratio_level={switches.ratio_level} with policy_loss={switches.policy_loss}",
+            f"ratio_level={config.ratio_level} with policy_loss={config.policy_loss}",
             "algorithm.ratio_level=token",
         )
     if kl.in_reward(config) and config.kl_credit == "sequence":
@@ -72,31 +59,51 @@ def _level_problems(config: Config) -> Iterator[Problem]:
         )
 
 
-def problems(run: RunConfig) -> Iterator[Problem]:
-    """Conflicts between keys."""
-    yield from rules.problems(run)
-    config = run.algorithm
-    assert isinstance(config, Config)
-    yield from rules.whitened_alone(config)
-    if config.baseline != "none":
-        yield Problem(
-            "REINFORCE++ has no baseline but the mean of its tokens",
-            "algorithm.baseline",
-            f"found {config.baseline}",
-            "algorithm.baseline=none, or algorithm.minus_group_mean=true",
-        )
-    if config.minus_group_mean and kl.in_reward(config):
-        yield Problem(
-            "minus_group_mean leaves no token a reward of its own",
-            "algorithm.minus_group_mean",
-            "kl_in=reward charges every token for its KL",
-            "algorithm.kl_in=loss algorithm.kl_estimator=k2 algorithm.kl_credit=sequence",
-        )
-    yield from _level_problems(config)
-    if config.minus_group_mean and config.num_generations < 2:
-        yield Problem(
-            "a group's mean needs siblings",
-            "algorithm.num_generations",
-            f"minus_group_mean=true, num_generations={config.num_generations}",
-            "algorithm.num_generations=4",
-        )
+class ReinforcePlusPlus(RLOO[Config]):
+    """Every token is compared with all others of the step."""
+
+    def token_advantages(self, step: StepTokens) -> TokenAdvantages:
+        """Returns to go of every token, whitened over the step. (N,) -> (N,)"""
+        config = self.config
+        grid = Grid(step)
+        if config.minus_group_mean:
+            n = int(step.group.max()) + 1 if len(step.group) else 0
+            count = step.score.new_zeros(n).index_add(0, step.group, step.score * 0.0 + 1.0)
+            total = step.score.new_zeros(n).index_add(0, step.group, step.score)
+            gain = (step.score - (total / count.clamp(min=1))[step.group])[step.sequence]
+        else:
+            earned = grid.at_end(step.score)
+            if step.ref is not None and kl.in_reward(config):
+                earned = earned - config.beta * grid.rows(kl.estimate(step.old - step.ref, config))
+            gain = grid.flat(to_go(earned, config.gamma))
+        if len(step.score) == 0 or bool(step.score.max() == step.score.min()):
+            return TokenAdvantages(gain * step.mask, norm_skipped=True)
+        return TokenAdvantages(whitened(gain, step.mask))
+
+    def rules(self, run: RunConfig) -> Iterator[Problem]:
+        """What whitened tokens leave without effect."""
+        yield from super().rules(run)
+        config = self.config
+        yield from rules.whitened_alone(config)
+        if config.baseline != "none":
+            yield Problem(
+                "REINFORCE++ has no baseline but the mean of its tokens",
+                "algorithm.baseline",
+                f"found {config.baseline}",
+                "algorithm.baseline=none, or algorithm.minus_group_mean=true",
+            )
+        if config.minus_group_mean and kl.in_reward(config):
+            yield Problem(
+                "minus_group_mean leaves no token a reward of its own",
+                "algorithm.minus_group_mean",
+                "kl_in=reward charges every token for its KL",
+                "algorithm.kl_in=loss algorithm.kl_estimator=k2 algorithm.kl_credit=sequence",
+            )
+        yield from _level_problems(config)
+        if config.minus_group_mean and config.num_generations < 2:
+            yield Problem(
+                "a group's mean needs siblings",
+                "algorithm.num_generations",
+                f"minus_group_mean=true, num_generations={config.num_generations}",
+                "algorithm.num_generations=4",
+            )

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from rloo_cli.algorithms.common import rules
-from rloo_cli.algorithms.common.rules import Switches
+from rloo_cli.algorithms.common.config import Switches
+from rloo_cli.algorithms.rloo import RLOO
 from rloo_cli.config.schema import RunConfig, key
 from rloo_cli.utils.errors import Problem
 
@@ -22,20 +22,22 @@ class Config(Switches):
     name: Literal["remax"] = key("ReMax")
 
     @property
-    def greedy(self) -> bool:
+    def needs_greedy(self) -> bool:
         """Each prompt is answered once more, greedily."""
         return True
 
 
-def problems(run: RunConfig) -> Iterator[Problem]:
-    """Conflicts between keys."""
-    yield from rules.problems(run)
-    config = rules.switches(run)
-    for name, plain in {"normalize_rewards": False, "multi_reward": "sum"}.items():
-        if getattr(config, name) != plain:
-            yield Problem(
-                "a greedy completion's score cannot be normalised over the sampled ones",
-                f"algorithm.{name}",
-                f"{name}={getattr(config, name)} with algorithm=remax",
-                f"algorithm.{name}={str(plain).lower()}",
-            )
+class ReMax(RLOO[Config]):
+    """Advantages are RLOO's, with the greedy completion's score for a baseline."""
+
+    def rules(self, run: RunConfig) -> Iterator[Problem]:
+        """What normalises scores has no place for a greedy completion's."""
+        yield from super().rules(run)
+        for name, plain in {"normalize_rewards": False, "multi_reward": "sum"}.items():
+            if getattr(self.config, name) != plain:
+                yield Problem(
+                    "a greedy completion's score cannot be normalised over the sampled ones",
+                    f"algorithm.{name}",
+                    f"{name}={getattr(self.config, name)} with algorithm=remax",
+                    f"algorithm.{name}={str(plain).lower()}",
+                )

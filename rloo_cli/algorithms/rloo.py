@@ -7,38 +7,20 @@ A completion is one action. For the K completions y_i of a prompt, with scores s
     loss = -1/N sum_i min(rho_i A_i, clip(rho_i) A_i)        rho_i = pi(y_i) / pi_old(y_i)
 
 over the N completions of an update; on-policy, where rho is 1, its gradient is REINFORCE's. The
-other switches stand in the files beside this one, and so does the loss (`objective`). What another
-algorithm's file does not say is as it is here.
+other switches are in `common/`, and so is the loss (`common/loss.py`). What an algorithm's class
+does not define is as in `common/base.py`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, TypeVar
 
 from rloo_cli.algorithms.common import advantage
-from rloo_cli.algorithms.common.advantage import (
-    Advantages,
-    Known,
-    needs_whole_step,
-    remember,
-    usable,
-)
-from rloo_cli.algorithms.common.aggregate import denominator
-from rloo_cli.algorithms.common.forward_passes import early, forwarded, one_factor
-from rloo_cli.algorithms.common.kl import in_reward, sequence_kl, to_go, token_advantages
-from rloo_cli.algorithms.common.loss import loss
-from rloo_cli.algorithms.common.rules import Switches, problems, resolved, warnings, why_separate
-from rloo_cli.algorithms.common.score import combine, shape, truncation
-from rloo_cli.algorithms.common.token_advantage import token_table, value_loss
+from rloo_cli.algorithms.common.advantage import AdvantageInputs, Advantages
+from rloo_cli.algorithms.common.base import Algorithm
+from rloo_cli.algorithms.common.config import Switches
+from rloo_cli.algorithms.common.kl import in_reward, to_go
 from rloo_cli.config.schema import key
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["Config", "advantages", "combine", "denominator", "early", "forwarded", "loss"]
-__all__ += ["needs_whole_step", "one_factor", "problems", "remember", "resolved", "sequence_kl"]
-__all__ += ["shape", "token_advantages", "token_table", "truncation", "usable", "value_loss"]
-__all__ += ["warnings", "why_separate"]
 
 
 class Config(Switches):
@@ -46,18 +28,22 @@ class Config(Switches):
     num_generations: int = key("Completions per prompt, at least 2 for a leave-one-out", ge=2)
 
 
-def advantages(
-    score: Tensor, kl: Tensor | None, scorable: Tensor, config: Switches, known: Known | None = None
-) -> Advantages:
-    """Rewards and advantages of whole groups, or of the whole step if `needs_whole_step`, from
-    shaped scores and `sequence_kl` in float64, scorable bool: (P, K) each, and so back.
-    """
-    pull = config.beta * kl if kl is not None and in_reward(config) else score * 0.0
-    reward = (score - pull).masked_fill(~scorable, 0.0)
-    compared = reward if config.kl_in_baseline else score
-    a = advantage.centred(compared, scorable, config, known or Known())
-    rows = advantage.usable(scorable, config)
-    a = advantage.limited(advantage.scaled(a, score, scorable, config), rows, config)
-    if not config.kl_in_baseline and not to_go(config):  # to_go: token_advantages does it
-        a = (a - pull).masked_fill(~rows, 0.0)
-    return advantage.normalized(reward, a, score, rows, config)
+C = TypeVar("C", bound=Switches, covariant=True)
+
+
+class RLOO(Algorithm[C]):
+    """Rewards minus the mean of their siblings', or another of the baselines that switches name."""
+
+    def advantages(self, inputs: AdvantageInputs) -> Advantages:
+        """Rewards and advantages of whole groups. (P, K) each, and so back."""
+        score, kl, config = inputs.score, inputs.kl, self.config
+        penalty = config.beta * kl if kl is not None and in_reward(config) else score * 0.0
+        reward = (score - penalty).masked_fill(~inputs.scorable, 0.0)
+        compared = reward if config.kl_in_baseline else score
+        a = advantage.centred(compared, config, inputs)
+        usable = advantage.usable(inputs.scorable, config)
+        a = advantage.scaled(a, score, inputs.scorable, config)
+        a = advantage.limited(a, usable, config)
+        if not config.kl_in_baseline and not to_go(config):  # to_go: each token is charged its own
+            a = (a - penalty).masked_fill(~usable, 0.0)
+        return advantage.normalized(reward, a, usable, inputs, config)

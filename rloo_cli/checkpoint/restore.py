@@ -150,7 +150,7 @@ def _folder(run: Run, start: Start) -> bool:
         forward={
             **asdict(run.level),
             "rows": run.limits.rows,
-            "old_logp": run.separate or "the training forward's",
+            "old_logp": run.plan.separate or "the training forward's",
             "engine": run.config.distributed.engine,
             "ranks": run.world.size,
         },

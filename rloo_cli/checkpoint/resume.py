@@ -5,7 +5,7 @@ worker knows that data and rewards fit.
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,19 @@ class Start:
     done: str = ""  # why there is nothing to do
     notes: list[str] = field(default_factory=list)
     changes: dict[str, list[Any]] = field(default_factory=dict)  # key -> [before, now]
+
+    def to_json(self) -> str:
+        """One line that a rank's process is given (`from_json`)."""
+        return json.dumps(asdict(self), default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Start":
+        """What `to_json` said, with the paths as they are to be kept for the whole run."""
+        values = json.loads(text)
+        came = values["checkpoint"]
+        folder = paths.settled(Path(values["folder"]))
+        checkpoint = None if came is None else paths.settled(Path(came))
+        return cls(**values | {"folder": folder, "checkpoint": checkpoint})
 
 
 def plan(folder: Path, run: RunConfig) -> Start:

@@ -8,6 +8,7 @@ import copy
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -261,12 +262,56 @@ def read(path: Path) -> RunConfig:
     the same check.
     """
     values = yaml.safe_load(path.read_text())
+    return _read(path, lambda: build(with_newer_keys(values)))
+
+
+def _read(path: Path, make: Callable[[], RunConfig]) -> RunConfig:
     try:
-        return build(with_newer_keys(values))
+        return make()
     except (ValidationError, KeyError) as error:
         raise ConfigError(
             Problem(f"{path} is not a config of this version", why=str(error))
         ) from None
+
+
+def read_resolved(path: Path) -> RunConfig:
+    """The same for a run that trains: keys that stand for something else are written out."""
+    values = yaml.safe_load(path.read_text())
+    return _read(path, lambda: build(_resolved(with_newer_keys(values))))
+
+
+def resolved(run: RunConfig) -> RunConfig:
+    """The config to train with: keys that stand for something else are written out."""
+    values = dump(run)
+    return build(_resolved(values)) if resolved_keys(values) else run
+
+
+def resolved_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """What keys of the algorithm's section that stand for something else come to."""
+    algorithm = registry.algorithm_class(values["algorithm"]["name"])
+    found: dict[str, Any] = algorithm.resolved_values(
+        values["algorithm"], values["generation"]["backend"]
+    )
+    return found
+
+
+def _resolved(values: dict[str, Any]) -> dict[str, Any]:
+    return values | {"algorithm": values["algorithm"] | resolved_keys(values)}
+
+
+def config_text(run: RunConfig) -> str:
+    """What config.yaml of a run says: its values, and in a comment what some of them come to."""
+    values = dump(run)
+    text = yaml.safe_dump(values, sort_keys=False)
+    lines = []
+    for key, value in resolved_keys(values).items():
+        inside = value if isinstance(value, dict) else {"": value}
+        before = values["algorithm"].get(key)
+        for leaf, now in inside.items():
+            if not leaf or now != before[leaf]:
+                lines.append(f"#   algorithm.{key}{leaf and '.' + leaf}: {now}\n")
+    head = "# Trained with, where the values above stand for something else:\n"
+    return text + (head if lines else "") + "".join(lines)
 
 
 def config_hash(run: RunConfig) -> str:

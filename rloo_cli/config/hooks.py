@@ -1,4 +1,4 @@
-"""The functions ("hooks") of a user's own algorithm file: which count, and what they gave back.
+"""The methods ("hooks") of a user's own algorithm, and what they gave back.
 
 An exception or a tensor of another shape in one of them is a mistake in that file, not in rloo: it
 is refused with the file's own lines. Imports no torch: a tensor has a shape and a dtype.
@@ -27,25 +27,27 @@ class Wanted:
     dtype: str  # as torch prints it; "float" = any floating type
 
 
-def user_hook(module: ModuleType, name: str, base: Callable[..., Any]) -> Callable[..., Any]:
-    """What an algorithm's file defines under a hook's name, guarded; else `base`.
+HOOKS = (
+    "advantages", "token_advantages", "loss", "value_loss", "next_state", "rules", "warnings",
+    "forward_plan", "combine_rewards", "shape_scores",
+)  # fmt: skip
 
-    Modules of that name (`import warnings`) are not hooks. Raises ConfigError for anything else
-    that the file does not define itself: an import would replace a hook without saying so.
+
+def guard_hooks(algorithm: type, module: ModuleType) -> None:
+    """Guard the hooks that the class of a user's own file defines, once.
+
+    Raises ConfigError for a hook's name that is not a function.
     """
-    value = vars(module).get(name, base)
-    if value is base or isinstance(value, ModuleType):
-        return base
-    if not callable(value):
-        what = f"{name} in {module.__file__} is not a function"
-        why = f"it is {value!r:.80}, and {name} is the name of a hook"
-        raise ConfigError(Problem(what, KEY, why, f"call it otherwise, or def {name}(...)", PAGE))
-    if inspect.isfunction(value) and value.__module__ != module.__name__:
-        what = f"{name} in {module.__file__} is imported, and it is the name of a hook"
-        why = f"it comes from {value.__module__}; only functions that the file defines are hooks"
-        fix = f"import it under another name, and def {name}(...) where it is to be the hook"
-        raise ConfigError(Problem(what, KEY, why, fix, PAGE))
-    return _guarded(value, module, name)
+    own = [c for c in algorithm.__mro__ if c.__module__ == module.__name__]
+    for owner, name in [(c, n) for c in own for n in HOOKS if n in vars(c)]:
+        value = vars(owner)[name]
+        if not inspect.isfunction(value):
+            what = f"{owner.__name__}.{name} in {module.__file__} is not a function"
+            why = f"it is {value!r:.80}, and {name} is the name of a hook"
+            fix = f"give it another name, or def {name}(self, ...)"
+            raise ConfigError(Problem(what, KEY, why, fix, PAGE))
+        if not hasattr(value, "__wrapped__"):
+            setattr(owner, name, _guarded(value, module, name))
 
 
 def _guarded(code: Callable[..., Any], module: ModuleType, name: str) -> Callable[..., Any]:
@@ -111,22 +113,21 @@ def _described(value: Any) -> str:
 
 
 def _wanted(name: str, arguments: tuple[Any, ...]) -> Iterator[Wanted]:
-    """The tensors that a hook returns, from what it was called with (their first is a tensor)."""
-    shape = tuple(getattr(arguments[0], "shape", ())) if arguments else ()
+    """The tensors that a hook returns, from what it was called with (after `self`)."""
+    first = arguments[1] if len(arguments) > 1 else None
+    shape = tuple(getattr(first, "shape", ()))
     match name:
         case "advantages":
+            shape = tuple(first.score.shape) if first is not None else ()
             yield Wanted("reward", shape, "float64")
             yield Wanted("advantage", shape, "float64")
             yield Wanted("usable", shape, "bool")
-        case "combine":  # (F, P, K) -> (P, K)
+        case "token_advantages" if first is not None:
+            yield Wanted("advantage", tuple(first.mask.shape), "float64")
+        case "combine_rewards":  # (F, P, K) -> (P, K)
             yield Wanted("0", shape[1:], "float64")
             yield Wanted("1", shape[1:], "bool")
-        case "truncation":
-            yield Wanted("0", shape, "bool")
-            yield Wanted("1", shape, "bool")
-        case "shape":
+        case "shape_scores":
             yield Wanted("", shape, "float64")
-        case "usable" | "forwarded":
-            yield Wanted("", shape, "bool")
         case "loss" | "value_loss":
             yield Wanted("total", (), "float")

@@ -7,15 +7,17 @@ file's name is its registry name. Each has a class `Config`, read here without i
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 import sys
 import traceback
 from functools import cache
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
-from rloo_cli.config.hooks import user_hook
+from rloo_cli.config.hooks import guard_hooks
+from rloo_cli.config.old_algorithm_file import check_face
 from rloo_cli.utils.errors import ConfigError, Problem
 
 # Configs that were written before a module moved name it as it was.
@@ -50,6 +52,7 @@ def own_file(room: str, name: str) -> bool:
 
 
 def _algorithm_file(name: str) -> ModuleType:
+    check_face(Path(name))
     try:
         loaded = _file(Path(name))
     except (ConfigError, KeyboardInterrupt):
@@ -60,13 +63,13 @@ def _algorithm_file(name: str) -> ModuleType:
         raise ConfigError(Problem(f"{name} cannot be read", "algorithm.name", why)) from error
     config = getattr(loaded, "Config", None)
     if not isinstance(config, type) or not hasattr(config, "model_fields"):
-        why = "an algorithm's file has a class Config(Switches)"
-        raise ConfigError(
-            Problem(
-                f"{name} is no algorithm", "algorithm.name", why, more="docs/ADD_AN_ALGORITHM.md"
-            )
-        )
+        raise ConfigError(_not_an_algorithm(name, "its file has no class Config(Switches)"))
     return loaded
+
+
+def _not_an_algorithm(name: str, why: str) -> Problem:
+    what = f"{name} is not an algorithm"
+    return Problem(what, "algorithm.name", why, more="docs/ADD_AN_ALGORITHM.md")
 
 
 def config_class(room: str, name: str) -> Any:
@@ -74,16 +77,28 @@ def config_class(room: str, name: str) -> Any:
     return module(room, name).Config
 
 
-def algorithm(name: str) -> SimpleNamespace:
-    """What an algorithm's file does; what that file leaves out is as in rloo.py.
+def algorithm_class(name: str) -> Any:
+    """The class of an algorithm, ours or of a user's own file.
 
-    Raises ConfigError for a name in a user's own file that looks like a hook and is not one.
+    Raises ConfigError for a file that has none or several, or whose class leaves a hook open.
     """
-    base, own = module("algorithms", "rloo"), module("algorithms", name)
-    if own_file("algorithms", name):
-        hooks = {n: user_hook(own, n, getattr(base, n)) for n in base.__all__ if n != "Config"}
-        return SimpleNamespace(**hooks, Config=own.Config)
-    return SimpleNamespace(**{n: getattr(own, n, getattr(base, n)) for n in base.__all__})
+    loaded = module("algorithms", name)
+    found = [
+        value
+        for value in vars(loaded).values()
+        if getattr(value, "is_algorithm", False) and value.__module__ == loaded.__name__
+    ]
+    if not own_file("algorithms", name):
+        return found[0]
+    if len(found) != 1:
+        names = ", ".join(value.__name__ for value in found) or "none"
+        why = f"its file must define one class that is an Algorithm; it has {names}"
+        raise ConfigError(_not_an_algorithm(name, why))
+    if inspect.isabstract(found[0]):
+        left = ", ".join(sorted(found[0].__abstractmethods__))
+        raise ConfigError(_not_an_algorithm(name, f"{found[0].__name__} does not define {left}"))
+    guard_hooks(found[0], loaded)
+    return found[0]
 
 
 def split_code(spec: str) -> tuple[str, str]:

@@ -182,7 +182,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from _length(run)
     yield from _batch(run)
     yield from distributed_problems(run)
-    yield from registry.algorithm(run.algorithm.name).problems(run)
+    yield from registry.algorithm_class(run.algorithm.name)(run.algorithm).rules(run)
     yield from getattr(registry.module("generation", run.generation.backend), "rules", _none)(run)
     yield from rules_paths.problems(run)
     yield from rules_model.problems(run)

@@ -37,7 +37,7 @@ def _adapter(run: RunConfig, keys: LoraConfig) -> Iterator[Problem]:
             "one asks for dropout, the other for none",
             "model.lora.dropout=0, or model.disable_dropout=false",
         )
-    if keys.bias != "none" and run.model.ref_path is None and has_reference(run):
+    if keys.bias != "none" and run.model.ref_path is None and run.algorithm.needs_reference:
         yield Problem(
             f"model.lora.bias = {keys.bias} leaves no reference",
             "model.lora.bias",
@@ -122,7 +122,7 @@ def _quantized(run: RunConfig) -> Iterator[Problem]:
 
 def _reference(run: RunConfig) -> Iterator[Problem]:
     model = run.model
-    if model.lora is None or not has_reference(run):
+    if model.lora is None or not run.algorithm.needs_reference:
         return
     if model.ref_offload and model.ref_path is None:
         key, why = "model.ref_offload", "the reference is the model itself, without its adapter"
@@ -132,12 +132,6 @@ def _reference(run: RunConfig) -> Iterator[Problem]:
         why = "the reference of model.ref_path has no adapter that could follow the policy's"
         fix = f"{key}=0, or model.ref_path=null"
         yield Problem(f"{key} = {model.ref_sync.every} and an adapter", key, why, fix)
-
-
-def has_reference(run: RunConfig) -> bool:
-    """Whether the run has a reference at all: a KL is measured."""
-    settings = run.algorithm
-    return getattr(settings, "beta", 0.0) > 0 or getattr(settings, "kl_in", "") == "none"
 
 
 def untrained(run: RunConfig, section: str) -> Iterator[Problem]:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.config import hf_cache
-from rloo_cli.config.rules_lora import has_reference
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils.errors import Problem
 
@@ -27,7 +26,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     policy = _values(run.model.path, run.model.revision)
     if why := other_head(policy):
         yield Problem(f"{run.model.path} is not a language model", "model.path", why)
-    if run.model.ref_path is not None and has_reference(run):
+    if run.model.ref_path is not None and run.algorithm.needs_reference:
         reference = _values(run.model.ref_path)
         if why := other_head(reference):
             yield Problem(f"{run.model.ref_path} is not a language model", "model.ref_path", why)

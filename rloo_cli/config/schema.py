@@ -330,12 +330,17 @@ class AlgorithmConfig(Frozen):
 
     @property
     def by_token(self) -> bool:
-        """Every token has an advantage of its own, which needs the whole step (`token_table`)."""
+        """Every token has an advantage of its own, which needs the whole step."""
         return False
 
     @property
-    def greedy(self) -> bool:
+    def needs_greedy(self) -> bool:
         """Each prompt is answered once more, greedily, for its baseline."""
+        return False
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a KL is measured, and so a reference model is needed."""
         return False
 
 

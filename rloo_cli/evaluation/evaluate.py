@@ -16,6 +16,9 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from rloo_cli.algorithms.common.base import Algorithm
+from rloo_cli.algorithms.common.config import Switches
+from rloo_cli.algorithms.common.score import combine
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.bin_packing import slices
@@ -46,7 +49,7 @@ class Parts(Protocol):
     @property
     def config(self) -> RunConfig: ...
     @property
-    def algorithm(self) -> Any: ...
+    def algorithm(self) -> Algorithm[Switches]: ...
     @property
     def generator(self) -> Generator: ...
     @property
@@ -210,8 +213,8 @@ def _generate(
 def _rows(parts: Parts, name: str, groups: list[Group], scores: Scores, greedy: bool) -> list[Row]:
     """Every completion, with all that is known of it."""
     # A score is to say the same whoever stood beside it: nothing is normalised over a group.
-    settings = parts.config.algorithm.model_copy(update={"multi_reward": "sum"})
-    weighted, scorable = parts.algorithm.combine(scores.raw, scores.weights, settings)
+    settings = parts.algorithm.config.model_copy(update={"multi_reward": "sum"})
+    weighted, scorable = combine(scores.raw, scores.weights.tolist(), settings)
     rows = []
     for p, group in enumerate(groups):
         for k in range(len(group.rollouts)):

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from rloo_cli.algorithms.common.base import Algorithm, load_algorithm
+from rloo_cli.algorithms.common.config import Switches
 from rloo_cli.config import check, registry, rules_paths, synthetic
 from rloo_cli.config.judge import REFERENCE
 from rloo_cli.config.schema import RunConfig
@@ -47,7 +49,7 @@ class Parts:
     """What `evaluate.answers` needs."""
 
     config: RunConfig
-    algorithm: Any
+    algorithm: Algorithm[Switches]
     generator: Generator
     rewards: Sequence[Reward]
     sets: dict[str, Prompts]
@@ -165,7 +167,7 @@ def _parts(settings: RunConfig, world: World, folder: Path) -> tuple[Parts, Poli
     where = registry.module("generation", settings.generation.backend).IMPLEMENTATION
     generator = registry.load_code(where)(model, tokenizer, settings, context, folder, print)
     policy = Policy(model, settings.generation.temperature)
-    algorithm = registry.algorithm(settings.algorithm.name)
+    algorithm = load_algorithm(settings.algorithm)
     return Parts(settings, algorithm, generator, rewards, sets, judge, world), policy
 
 

@@ -22,8 +22,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rloo_cli.checkpoint import resume, run_folder
 from rloo_cli.checkpoint.resume import Start
 from rloo_cli.config import check, messages, rules
@@ -142,6 +140,15 @@ GROUPS = ("model", "data", "reward", "algorithm", "generation", "distributed")  
 SAME_JOB = ("resume", "resume_allow_changes", "root", "logging", "checkpoint", "hydra")
 
 
+@dataclass
+class Attempt:
+    """One attempt at a run, and how it ended."""
+
+    start: Start
+    code: int = 0
+    died: list[str] = field(default_factory=list)  # why, in words, where processes were killed
+
+
 def train(composed: Composed, multirun: bool = False) -> int:
     """One experiment, from its composed config to its end; the exit code. Raises RunError."""
     fault_injection.check()
@@ -151,7 +158,11 @@ def train(composed: Composed, multirun: bool = False) -> int:
         return nodes.follow(run, place)
     with nodes.leading(Path(run.root), str(run.name), place) as leader:
         preflight.check(run, here=place.on_node)
-        leader.code = _lead(run, composed, place, leader)
+        with _attempt(run, composed) as attempt:
+            if not attempt.start.done:
+                with _ranks(attempt, run, place, leader) as (words, watch, starts):
+                    attempt.code = processes.run("train.worker", words, watch, starts)
+        leader.code = attempt.code
     return leader.code
 
 
@@ -169,8 +180,9 @@ def _placed(run: RunConfig, composed: Composed) -> tuple[Place, RunConfig]:
     return topology.alone_on_gpu(place, os.environ), run
 
 
-def _lead(run: RunConfig, composed: Composed, place: Place, leader: Leader) -> int:
-    """What rank 0's launcher does: make the folder, train, say how it ended; the exit code."""
+@contextmanager
+def _attempt(run: RunConfig, composed: Composed) -> Iterator[Attempt]:
+    """Around what rank 0's launcher does: makes the folder before, says afterwards how it ended."""
     folder = Path(run.root, str(run.name))
     run_folder.check_free(folder)
     _alone(folder)
@@ -178,30 +190,29 @@ def _lead(run: RunConfig, composed: Composed, place: Place, leader: Leader) -> i
         if folder.exists():
             held.enter_context(locked(folder))
         start = begin(run)
+        attempt = Attempt(start)
         if start.done:
             print(start.done)
-            return 0
+            yield attempt
+            return
         before = remember(start)
         if not folder.exists():
             folder.mkdir(parents=True)
             held.enter_context(locked(folder))
         prepare(start, run, composed)
         print(_opening(run, composed, start), flush=True)
-        print(
-            "".join(f"{note}\n" for note in idle_notes(composed.written, check.dump(run))), end=""
-        )
-        died: list[str] = []
+        notes = idle_notes(composed.written, check.dump(run))
+        print("".join(f"{note}\n" for note in notes), end="")
         try:
-            code = _train(start, run, place, leader, died)
+            yield attempt
         except RunError as error:
             if error.code in REFUSED and not _begun(start):
                 take_back(start, before)
             raise
-        if code in REFUSED and not _begun(start):
+        if attempt.code in REFUSED and not _begun(start):
             take_back(start, before)
         else:
-            say_end(start, code, _again(composed, run), died)
-    return code
+            say_end(start, attempt.code, _again(composed, run), attempt.died)
 
 
 def _opening(run: RunConfig, composed: Composed, start: Start) -> str:
@@ -214,10 +225,12 @@ def _opening(run: RunConfig, composed: Composed, start: Start) -> str:
     )
 
 
-def _train(start: Start, run: RunConfig, place: Place, leader: Leader, died: list[str]) -> int:
-    """Start the ranks that are ours, and a server if one is wanted; their exit code."""
-    folder = start.folder
-    words = [str(folder), str(start.attempt), str(start.checkpoint or "")]
+@contextmanager
+def _ranks(
+    attempt: Attempt, run: RunConfig, place: Place, leader: Leader
+) -> Iterator[tuple[list[str], processes.Watch, list[processes.Start]]]:
+    """What our ranks are started with, and how they are watched; a server if one is wanted."""
+    folder, words = attempt.start.folder, [attempt.start.to_json()]
     with contextlib.ExitStack() as held:
         listening = topology.listen(run, place)
         host, port = rules.address(place.store) or ("", 0)
@@ -225,7 +238,7 @@ def _train(start: Start, run: RunConfig, place: Place, leader: Leader, died: lis
             held.enter_context(listening)
             host, port = listening.getsockname()[:2]
         look, env = held.enter_context(rollout_server.server(folder, run, here=place.on_node))
-        leader.say(attempt=start.attempt, checkpoint=words[2], store=[host, port], env=env)
+        leader.say(start=words[0], store=[host, port], env=env)
 
         def started(pids: list[int]) -> None:
             _note_ranks(folder, place.first, pids)
@@ -233,12 +246,11 @@ def _train(start: Start, run: RunConfig, place: Place, leader: Leader, died: lis
                 listening.close()  # rank 0 has it: if it dies, others are not kept waiting by us
 
         def say(why: str) -> None:
-            died.append(why)
+            attempt.died.append(why)
             processes.say(why)
 
         starts = nodes.with_env(topology.starts(place, host, port, listening), env)
-        watch = processes.Watch(started, nodes.saving(folder), look, leader.heard, say)
-        return processes.run("train.worker", words, watch, starts)
+        yield words, processes.Watch(started, nodes.saving(folder), look, leader.heard, say), starts
 
 
 def _begun(start: Start) -> bool:
@@ -357,7 +369,7 @@ def prepare(start: Start, run: RunConfig, composed: Composed) -> None:
     _write_facts(start, run, composed)
     given = resume.config_file(folder, start.attempt)
     given.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(check.dump(run), sort_keys=False)
+    text = check.config_text(run)
     write_text(given, text)
     if not (folder / "config.yaml").exists():
         write_text(folder / "config.yaml", text)

@@ -140,7 +140,7 @@ class Follower:
                 with contextlib.suppress(OSError):  # rank 0's launcher makes the folder, not we
                     write_json(self.mine, {"nonce": self.nonce})
             word = self._word()
-            if "attempt" in word or "code" in word:
+            if "start" in word or "code" in word:
                 return word
             time.sleep(min(POLL_S, limit))
         raise GenerationError(
@@ -208,8 +208,7 @@ def _join(
     env = word["env"] if word["host"] == platform.node() else {}
     starts = with_env(topology.starts(place, host, port, None), env)
     watch = processes.Watch(busy=saving(folder), elsewhere=elsewhere)
-    words = [str(folder), str(word["attempt"]), word["checkpoint"]]
-    return processes.run("train.worker", words, watch, starts)
+    return processes.run("train.worker", [word["start"]], watch, starts)
 
 
 def with_env(starts: list[processes.Start], env: Mapping[str, str]) -> list[processes.Start]:

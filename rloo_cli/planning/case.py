@@ -109,7 +109,7 @@ def reference_of(run: RunConfig, model: Facts) -> Facts | None:
     """The frozen model beside the one that learns; None without KL, and where an adapter that is
     switched off gives the same numbers."""
     settings, own = run.algorithm, run.model
-    if getattr(settings, "beta", 0.0) <= 0 and getattr(settings, "kl_in", "") != "none":
+    if not settings.needs_reference:
         return None
     if own.ref_path is not None:
         return model_facts.of(own.ref_path, None, "model.ref_path")

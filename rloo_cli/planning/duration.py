@@ -10,7 +10,7 @@ weights or gradients are in parts.
 import math
 from dataclasses import dataclass, replace
 
-from rloo_cli.config import registry
+from rloo_cli.algorithms.common.base import load_algorithm
 from rloo_cli.data.bin_packing import Shape
 from rloo_cli.planning.case import SHARDED, Case
 from rloo_cli.planning.model_facts import Facts
@@ -62,8 +62,7 @@ def of(case: Case, means: Lengths, sampler: Engine | None, micros: int, again: b
     k, groups = settings.num_generations, run.train.prompts_per_step
     unit = groups * shape(case.model).group(round(p), [round(c)] * k)
     speed = device.flops * case.ranks
-    algorithm = registry.algorithm(settings.name)
-    separate = algorithm.why_separate(run) is not None
+    separate = load_algorithm(settings).forward_plan(run).separate is not None
     parts = _generation(case, means, sampler)
     without = (case.reference is not None or _adapter_off(case)) + separate
     parts["reference and old_logp"] = without * unit / (NO_GRAD * speed)
@@ -85,7 +84,7 @@ def of(case: Case, means: Lengths, sampler: Engine | None, micros: int, again: b
 
 
 def _adapter_off(case: Case) -> bool:
-    return case.run.model.lora is not None and getattr(case.run.algorithm, "beta", 0.0) > 0
+    return case.run.model.lora is not None and case.run.algorithm.needs_reference
 
 
 def _generation(case: Case, means: Lengths, sampler: Engine | None) -> dict[str, float]:

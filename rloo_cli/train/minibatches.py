@@ -7,6 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rloo_cli.algorithms.common.advantage import usable as usable_rows
+from rloo_cli.algorithms.common.aggregate import denominator as loss_denominator
+from rloo_cli.algorithms.common.forward_plan import needed_completions
 from rloo_cli.data import bin_packing
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.bin_packing import Item
@@ -37,7 +40,7 @@ def plan_updates(run: Run, batch: Batch, iteration: int) -> list[Plan]:
     Groups that are not trained on still count in the denominator (loss_denominator=all), and so do
     completions that need no forward.
     """
-    settings = run.config.algorithm
+    settings = run.algorithm.config
     order = np.arange(len(batch.groups))
     if settings.num_minibatches > 1:
         seed = [run.config.seed, batch.step, iteration]
@@ -45,15 +48,14 @@ def plan_updates(run: Run, batch: Batch, iteration: int) -> list[Plan]:
     active = set(batch.active)
     lengths = batch.table("length") * ~batch.masked
     # A masked row still is its siblings' baseline: only what has no score leaves a row alone.
-    valid = run.algorithm.usable(batch.scorable, settings) & ~batch.masked
-    everything = getattr(settings, "loss_denominator", "all") == "all"
-    counted = torch.ones_like(valid) if everything else valid
+    valid = usable_rows(batch.scorable, settings) & ~batch.masked
+    counted = torch.ones_like(valid) if settings.loss_denominator == "all" else valid
     plans = []
     for share in np.array_split(order, settings.num_minibatches):
         groups = sorted(int(i) for i in share)
         used = [i for i in groups if i in active]
         ranks = cut(run, batch, used)
-        denominator = run.algorithm.denominator(
+        denominator = loss_denominator(
             settings,
             int(counted[groups].sum()),
             int((lengths * counted)[groups].sum()),
@@ -69,15 +71,15 @@ def plan_updates(run: Run, batch: Batch, iteration: int) -> list[Plan]:
 def forwarded(run: Run, batch: Batch) -> Tensor:
     """Completions of active groups that are forwarded. -> (P, K) bool
 
-    On the others nothing depends (the algorithm's `forwarded`); `train.forward_all` takes them too.
+    On the others nothing depends (`needed_completions`); `train.forward_all` takes them too.
     """
     rows = torch.zeros_like(batch.scorable)
     rows[batch.active] = True
     if run.config.train.forward_all:
         return rows
-    settings = run.config.algorithm
-    needed: Tensor = run.algorithm.forwarded(batch.shaped, batch.scorable, batch.masked, settings)
-    return rows & needed
+    return rows & needed_completions(
+        batch.shaped, batch.scorable, batch.masked, run.algorithm.config, run.plan
+    )
 
 
 def cut(run: Run, batch: Batch, groups: Sequence[int], grad: bool = True) -> list[list[list[Part]]]:

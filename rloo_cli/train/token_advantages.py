@@ -7,14 +7,14 @@ from rloo_cli.algorithms.common.token_advantage import StepTokens
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import Micro
 from rloo_cli.reporting.update_metrics import Updates, valued
-from rloo_cli.run import Run
+from rloo_cli.run import Cycle, Run
 from rloo_cli.utils.fault_injection import poison
 
 Row = tuple[int, int]  # a group's place in the step, a completion's in the group
 
 
 @torch.no_grad()
-def settle(run: Run, batch: Batch) -> None:
+def add_token_advantages(run: Run, batch: Batch) -> None:
     """Ask the algorithm for every token's advantage, and keep it on the groups.
 
     On the CPU and on every rank alike, since every rank knows the whole step.
@@ -25,7 +25,7 @@ def settle(run: Run, batch: Batch) -> None:
     active = set(batch.active)
     rows = [(i, k) for i, k in batch.usable.nonzero().tolist() if i in active]
     step, lengths = _tokens(batch, rows)
-    table = run.algorithm.token_table(step, run.config.algorithm)
+    table = run.algorithm.token_advantages(step)
     batch.norm_skipped = table.norm_skipped
     for name in ("advantage", "returns"):
         values = getattr(table, name)
@@ -43,7 +43,7 @@ def settle(run: Run, batch: Batch) -> None:
 
 
 @torch.no_grad()
-def appraise(run: Run, batch: Batch, micro: Micro, updates: Updates) -> None:
+def add_values(run: Run, batch: Batch, micro: Micro, updates: Updates) -> None:
     """Give a micro-batch the value model's values, where there is one to ask."""
     if run.critic is None:
         return
@@ -53,23 +53,20 @@ def appraise(run: Run, batch: Batch, micro: Micro, updates: Updates) -> None:
         updates.did(own, run.critic.shape)
 
 
-def fit_value(
-    run: Run, batch: Batch, micro: Micro, tokens: int, updates: Updates
-) -> Tensor | float:
+def fit_value_model(run: Run, cycle: Cycle, micro: Micro, tokens: int) -> Tensor | float:
     """Forward and backward of the value model on one micro-batch; its share of the loss, ().
 
     A backward pass of its own: what its forward keeps is gone before the policy's is kept.
     """
     if run.critic is None:
         return 0.0
-    own = _own(run, batch, micro)
+    own = _own(run, cycle.batch, micro)
     values = run.critic.values(own)
-    told = run.algorithm.value_loss(values, micro, run.config.algorithm, max(tokens, 1))
-    run.engine.backward(poison("value_loss", told.total), False)
-    valued(updates, told, micro)
-    updates.did(own, run.critic.shape, 3)
-    total: Tensor = told.total.detach().double()
-    return total
+    loss = run.algorithm.value_loss(values, micro, max(tokens, 1))
+    run.engine.backward(poison("value_loss", loss.total), False)
+    valued(cycle.updates, loss, micro)
+    cycle.updates.did(own, run.critic.shape, 3)
+    return loss.total.detach().double()
 
 
 def _own(run: Run, batch: Batch, micro: Micro) -> Micro:

@@ -1,7 +1,7 @@
 """One rank: read its config, build the run, train, save, say how it went.
 
-Started by `launch` with the run's folder, the attempt's number and a checkpoint; or called from
-Python. A signal only sets a flag (`stop`): what is done is saved before the end.
+Started by `launch` with where the run begins, as one JSON object; or called from Python. A signal
+only sets a flag (`signals`): what is done is saved before the end.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from rloo_cli.distributed.world import elsewhere, everywhere, is_lost, lost
 from rloo_cli.run import Run
 from rloo_cli.train import memory_check
 from rloo_cli.train import summary as train_summary
-from rloo_cli.train.build import make
+from rloo_cli.train.build import build_run
 from rloo_cli.train.loop import train
 from rloo_cli.utils import (
     console,
@@ -84,8 +84,13 @@ def work(
     folder = paths.settled(folder)
     start = start or Start(folder)
     came = None if start.checkpoint is None else paths.settled(start.checkpoint)
+    start = replace(start, folder=folder, checkpoint=came)
     with _present(folder):
-        return _work(settings, folder, functions, replace(start, folder=folder, checkpoint=came))
+        run, before = _built(settings, functions, start)
+        with _saved_on_failure(run, settings):
+            first, began = _announce(run), run.clock.elapsed()
+            train(run)
+            return _finish(run, first, run.clock.elapsed() - began, before)
 
 
 @contextlib.contextmanager
@@ -100,22 +105,26 @@ def _present(folder: Path) -> Iterator[None]:
             raise
 
 
-def _work(
-    settings: RunConfig,
-    folder: Path,
-    functions: Mapping[str, Callable[..., Any]] | None,
-    start: Start,
-) -> Row:
+def _built(
+    settings: RunConfig, functions: Mapping[str, Callable[..., Any]] | None, start: Start
+) -> tuple[Run, float]:
+    """The run, and the memory that this process had before it."""
     process_exit.libraries()
     rng.seed(settings.seed)  # the same for all ranks: what is drawn to build a model is alike
     before = memory_check.begin()
     try:
-        run = make(settings, folder, functions, start)
+        run = build_run(settings, start.folder, functions, start)
     except torch.OutOfMemoryError as error:
         raise _out_of_memory(error, "while the run was built", settings) from error
     signals.wait_for_checks()
+    return run, before
+
+
+@contextlib.contextmanager
+def _saved_on_failure(run: Run, settings: RunConfig) -> Iterator[None]:
+    """While inside, a failure is told by its cause, and what is done is saved if it is whole."""
     try:
-        return _whole(run, before)
+        yield
     except SAVED as error:
         if is_lost(error):
             found = error.problems[0]
@@ -179,18 +188,21 @@ def _rescue(run: Run, error: RunError) -> None:
         run.log.note(f"saved {paths.shown(target)}{after}")
 
 
-def _whole(run: Run, before: float) -> Row:
+def _announce(run: Run) -> int:
+    """Say what is worth a warning, and what is to be done; the step that it begins at."""
     for note in run.algorithm.warnings(run.config):
         run.log.note(f"warning: {note}")
     if run.log.display is not None:
         run.log.display.plan["max_steps"] = run.steps
-    if run.log.display is not None:
         update_json(run.folder / "run.json", plan=run.log.display.plan)
-    first, start = run.state.step, run.clock.elapsed()
+    first = run.state.step
     if first >= run.steps:
         run.log.note(f"step {first} of {run.steps}: nothing left to train")
-    train(run)
-    seconds = run.clock.elapsed() - start
+    return first
+
+
+def _finish(run: Run, first: int, seconds: float, before: float) -> Row:
+    """Write the trained model and the summary; -> the summary, {} on other ranks."""
     if run.state.step == first < run.steps:
         raise RuntimeError(f"no step was done, and {run.steps - first} were due")
     run.log.phase("saving")
@@ -217,9 +229,9 @@ def _whole(run: Run, before: float) -> Row:
 
 def main() -> None:
     """The process that `launch` starts. Exits with the code of what stopped it."""
-    folder, attempt, where = paths.settled(Path(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
-    facts, rank = folder / "run.json", environment_number("RANK", 0)
-    given = resume.config_file(folder, attempt)
+    start = Start.from_json(sys.argv[1])
+    folder, rank = start.folder, environment_number("RANK", 0)
+    facts, given = folder / "run.json", resume.config_file(folder, start.attempt)
     logging.basicConfig(
         filename=given.parent / f"rank_{rank}.log", level=logging.INFO, encoding="utf-8",
         errors="backslashreplace",
@@ -230,8 +242,7 @@ def main() -> None:
     code, state = 1, "failed"
     try:
         fault_injection.check()
-        start = Start(folder, attempt, paths.settled(Path(where)) if where else None)
-        work(check.read(given), folder, start=start)
+        work(check.read_resolved(given), folder, start=start)
         code, state = 0, "finished"
     except RunError as error:
         log.error("%s", traceback.format_exc())

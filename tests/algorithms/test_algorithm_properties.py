@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from algorithm_cases import advantages, column, config, corrected, micro, table
+from hook_calls import rloo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
-from rloo_cli.algorithms import rloo
 from rloo_cli.algorithms.common import aggregate, importance_weights, policy_loss
 from rloo_cli.data.packing import Micro
 
@@ -109,7 +109,7 @@ def example(seed: int, groups: int = 3, k: int = 2) -> dict[str, Any]:
     }
 
 
-def run(case: dict[str, Any], rows: list[int], c: rloo.Config, logp: Tensor, n: float) -> Any:
+def run(case: dict[str, Any], rows: list[int], c: Any, logp: Tensor, n: float) -> Any:
     """The loss of some of the case's rows, as one micro-batch."""
     starts = torch.tensor([0, *case["lengths"]]).cumsum(0).tolist()
     places = [p for r in rows for p in range(starts[r], starts[r + 1])]
@@ -173,7 +173,7 @@ def test_policy_gradient_agrees_with_finite_differences_on_three_tokens() -> Non
     for level in LEVELS:
         c = config(ratio_level=level, epsilon=0.5, **keys)
 
-        def value(z: Tensor, c: rloo.Config = c) -> Tensor:
+        def value(z: Tensor, c: Any = c) -> Tensor:
             return rloo.loss(z.log_softmax(0)[tokens], old, ref, m, a, c, 2.0).total
 
         z = logits.clone().requires_grad_()

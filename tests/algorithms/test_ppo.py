@@ -9,13 +9,14 @@ import pytest
 import torch
 import yaml
 from algorithm_cases import column, micro
+from hook_calls import ppo
 from loop_cases import ENDS, PLAIN, apart, flat, row_logp, sampled, step, updated
 from loop_cases import alone as make
 from policy_cases import fresh, groups, packed
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from rloo_cli.algorithms import ppo
+from rloo_cli.algorithms.common.base import ValueLoss
 from rloo_cli.algorithms.common.token_advantage import StepTokens
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import LAYOUTS, whole
@@ -75,7 +76,7 @@ def test_advantages_and_returns_are_those_of_the_vector() -> None:
     near(table.advantage, [-1.086765, 0.205438, 0.881327])
 
 
-def fitted(new: Tensor, old: Tensor, returns: Tensor, **keys: Any) -> ppo.ValueLoss:
+def fitted(new: Tensor, old: Tensor, returns: Tensor, **keys: Any) -> ValueLoss:
     m = micro([len(new)])
     m.value, m.returns = old, returns
     return ppo.value_loss(new, m, config(**keys), float(len(new)))

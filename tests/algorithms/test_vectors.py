@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from algorithm_cases import advantages, column, config, corrected, micro, row_gradient, table
+from hook_calls import rloo
 from torch import Tensor, tensor
 
-from rloo_cli.algorithms import rloo
 from rloo_cli.algorithms.common import aggregate, importance_weights, kl
 from rloo_cli.algorithms.common import policy_loss as common_policy_loss
 from rloo_cli.data.segments import target_logp

@@ -10,17 +10,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from algorithm_cases import column, micro, table
+from hook_calls import HookCalls, of_name
 from torch import Tensor, tensor
 
-from rloo_cli.algorithms.common.advantage import Known
 from rloo_cli.algorithms.common.token_advantage import StepTokens
-from rloo_cli.config import registry
 from rloo_cli.config.compose import compose
 
 HERE = Path(__file__).parent
@@ -37,16 +35,16 @@ def near(found: Tensor, expected: Any, atol: float = 1e-6) -> None:
 
 
 @functools.cache
-def built(algorithm: str, dialect: str | None, words: str) -> tuple[SimpleNamespace, Any]:
+def built(algorithm: str, dialect: str | None, words: str) -> tuple[HookCalls, Any]:
     """What an algorithm does, and its config: the YAML's values, and `words` (JSON) over them."""
     chosen = [f"algorithm={algorithm}", *([f"algorithm.dialect={dialect}"] if dialect else [])]
     over = [f"algorithm.{name}={json.dumps(value)}" for name, value in json.loads(words).items()]
     values = compose([*chosen, *over]).values["algorithm"]
-    own = registry.algorithm(values["name"])
+    own = of_name(values["name"])
     return own, own.resolved(own.Config(**values), "transformers")
 
 
-def of_case(row: dict[str, Any], common: dict[str, Any]) -> tuple[SimpleNamespace, Any]:
+def of_case(row: dict[str, Any], common: dict[str, Any]) -> tuple[HookCalls, Any]:
     keys = common | row["keys"]
     if row["dialect"] == "paper":
         keys = {k: v for k, v in keys.items() if not k.startswith("epsilon")}  # it has no ratio
@@ -63,13 +61,13 @@ def named(cases: dict[str, Any]) -> list[Any]:
     ]
 
 
-def dial_advantages(own: SimpleNamespace, c: Any) -> tuple[Tensor, Tensor]:
+def dial_advantages(own: HookCalls, c: Any) -> tuple[Tensor, Tensor]:
     """Of the four completions of DIAL: (4,) of the rows, and what the loss is given."""
     old, ref, m = column(DIAL["old"]), column(DIAL["ref"]), micro(LENGTHS)
     score, scorable = table(DIAL["scores"])
     pull = own.sequence_kl(old, ref, m, c).reshape(1, 4)
     greedy = torch.full((1,), 0.25, dtype=torch.float64)
-    found = own.advantages(score, pull, scorable, c, Known(greedy=greedy))
+    found = own.advantages(score, pull, scorable, c, greedy_score=greedy)
     if c.by_token:
         step = StepTokens(score[0], torch.zeros(4).long(), m.sequence, m.mask, old, ref, None)
         return found.advantage[0], own.token_table(step, c).advantage
@@ -77,7 +75,7 @@ def dial_advantages(own: SimpleNamespace, c: Any) -> tuple[Tensor, Tensor]:
     return found.advantage[0], used
 
 
-def dial_loss(own: SimpleNamespace, c: Any, step: float, a: Tensor) -> tuple[Any, Tensor]:
+def dial_loss(own: HookCalls, c: Any, step: float, a: Tensor) -> tuple[Any, Tensor]:
     """The loss at old + step, in one micro-batch, and its gradient at every token."""
     old, ref, m = column(DIAL["old"]), column(DIAL["ref"]), micro(LENGTHS)
     logp = (old + step * column(DIAL["step"])).requires_grad_()
@@ -246,7 +244,7 @@ def test_nemo_rl_clamps_a_tokens_kl_and_then_also_its_sampling_gradient(distance
     near(logp.grad, [pull + float(out.kl) if inside else 0.0])
 
 
-def ppo(**keys: Any) -> tuple[SimpleNamespace, Any]:
+def ppo(**keys: Any) -> tuple[HookCalls, Any]:
     return built("ppo", None, json.dumps({"beta": 0.05} | keys))
 
 
@@ -269,7 +267,7 @@ def test_gae_clipped_value_loss_and_its_gradient() -> None:
     m.value = tensor(v["value"], dtype=torch.float64)
     m.returns = tensor(v["returns"], dtype=torch.float64)
     new = tensor(v["new_value"], dtype=torch.float64, requires_grad=True)
-    out = registry.module("algorithms", "ppo").value_loss(new, m, c, 3.0)
+    out = of_name("ppo").value_loss(new, m, c, 3.0)
     out.total.backward()
     assert new.grad is not None
     near(out.total.detach(), c.vf_coef * v["value_loss"])

@@ -34,7 +34,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def run(*words: str, recipe: str = "+recipe=smoke", code: int = 2) -> str:
         before = sorted(tmp_path.rglob("*"))
         with pytest.raises(RunError) as error:
-            raise_code(main.dispatch(["train", *([recipe] if recipe else []), *words]))
+            raise_code(main.find_verb(["train", *([recipe] if recipe else [])(), *words]))
         assert error.value.code == code
         assert sorted(tmp_path.rglob("*")) == before
         return error.value.render()
@@ -75,7 +75,7 @@ def test_help_lists_verbs_and_recipes_at_once_and_without_torch(rloo_without_tor
 @pytest.mark.parametrize("words", [[], ["-h"], ["help"], ["train", "--help"], ["config", "-h"],
                                    ["help", "config"]])  # fmt: skip
 def test_help_is_never_far(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.dispatch(words) == 0
+    assert main.find_verb(words)() == 0
     verb = next((word for word in words if word in ("train", "config")), "VERB")
     assert capsys.readouterr().out.startswith(f"usage: rloo {verb}")
 
@@ -226,7 +226,7 @@ def test_recipe_may_be_written_without_its_plus(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["rloo"])
     for words in (["recipe=smoke"], ["seed=7", "+recipe=smoke"], ["+debug=cpu", "recipe=tldr_1b"]):
-        assert main.dispatch(["train", "--dry-run", *words]) == 0
+        assert main.find_verb(["train", "--dry-run", *words])() == 0
     out = capsys.readouterr().out
     assert out.count("run        runs/smoke") == 2 and out.count("runs/debug/tldr_1b") == 1
     assert "seed: 7" in out
@@ -243,7 +243,7 @@ def test_flags_may_stand_anywhere(capsys: pytest.CaptureFixture[str], monkeypatc
         ["+recipe=smoke", "--cfg=job", "seed=9"],
         ["seed=9", "+recipe=smoke", "-c", "job"],
     ):
-        assert main.dispatch(["train", *words]) == 0
+        assert main.find_verb(["train", *words])() == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] == said[2]
     assert "seed: 9" in said[0] and "path: make:tiny" in said[0]
@@ -252,7 +252,7 @@ def test_flags_may_stand_anywhere(capsys: pytest.CaptureFixture[str], monkeypatc
 @pytest.mark.parametrize("words", [["--cfg"], ["--cfg", "jobs"], ["--config-dir"]])
 def test_a_flag_without_its_value_is_refused(words: list[str]) -> None:
     with pytest.raises(RunError) as error:
-        main.dispatch(["train", "+recipe=smoke", *words])
+        main.find_verb(["train", "+recipe=smoke", *words])()
     assert error.value.code == 2 and words[0] in error.value.render()
 
 
@@ -301,7 +301,7 @@ def test_a_key_that_does_nothing_is_told_before_a_run(
         ("+recipe=smoke", "algorithm.epsilon=0.3"): 1,
     }
     for words, count in asked.items():
-        assert main.dispatch(["train", "--dry-run", *words]) == 0
+        assert main.find_verb(["train", "--dry-run", *words])() == 0
         assert capsys.readouterr().out.count("note: algorithm.") == count, words
 
 
@@ -310,7 +310,7 @@ def test_a_run_begins_with_what_has_no_effect(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launcher, "_train", lambda *_: print("the ranks run") or 0)
-    assert main.dispatch(["train", "+recipe=smoke", "algorithm.loss_type=sapo"]) == 0
+    assert main.find_verb(["train", "+recipe=smoke", "algorithm.loss_type=sapo"])() == 0
     assert IDLE in capsys.readouterr().out.partition("the ranks run")[0]
 
 

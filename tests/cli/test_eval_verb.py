@@ -350,17 +350,17 @@ def test_what_is_missing_is_named_with_both_keys_and_with_a_run_that_is_there(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError) as none:
-        main.dispatch(["eval", "+recipe=smoke", "data.eval_split=null"])
+        main.find_verb(["eval", "+recipe=smoke", "data.eval_split=null"])()
     for key in ("data.eval_split", "eval.sets", "data.eval_split=train"):
         assert key in str(none.value)
     with pytest.raises(ConfigError, match="rloo eval smoke"):
-        main.dispatch(["eval", "runs/smoek"])
+        main.find_verb(["eval", "runs/smoek"])()
     shutil.copytree(here / "final", "model")
     with pytest.raises(ConfigError, match=r"rloo eval \+recipe=NAME model.path=model"):
-        main.dispatch(["eval", "model"])
+        main.find_verb(["eval", "model"])()
     Path("final").mkdir()
     with pytest.raises(ConfigError, match="not in the folder of a run"):
-        main.dispatch(["eval", "final"])
+        main.find_verb(["eval", "final"])()
 
 
 def test_a_refused_data_set_leaves_nothing_at_all(rloo: Rloo) -> None:

@@ -57,7 +57,7 @@ def run(tmp_path, monkeypatch):
 @pytest.fixture
 def show(run, capsys):
     def ask(*words):
-        assert main.dispatch(["samples", "mine", *words]) == 0
+        assert main.find_verb(["samples", "mine", *words])() == 0
         return capsys.readouterr().out
 
     return ask
@@ -70,7 +70,7 @@ def answers(text):
 
 def said(*words, kind=ConfigError):
     with pytest.raises(kind) as caught:
-        main.dispatch(["samples", *words])
+        main.find_verb(["samples", *words])()
     return caught.value.render()
 
 
@@ -252,9 +252,9 @@ def test_the_shell_completes_the_names_of_runs(run, capsys):
     (run.parent / "debug" / "smoke").mkdir(parents=True)
     (run.parent / "debug" / "smoke" / "run.json").write_text("{}")
     for verb in ("samples", "ledger"):
-        assert main.dispatch(["completion", "query", verb, ""]) == 0
+        assert main.find_verb(["completion", "query", verb, ""])() == 0
         assert capsys.readouterr().out.split() == ["debug/smoke", "mine"]
-        assert main.dispatch(["completion", "query", verb, "m"]) == 0
+        assert main.find_verb(["completion", "query", verb, "m"])() == 0
         assert capsys.readouterr().out.split() == ["mine"]
 
 
@@ -277,13 +277,13 @@ def test_samples_of_a_real_step_are_shown(tmp_path, capsys):
     run = six(tmp_path, steps=1)
     train(run)
     capsys.readouterr()
-    assert main.dispatch(["samples", str(run.folder), "--best", "-n", "100", "--json"]) == 0
+    assert main.find_verb(["samples", str(run.folder), "--best", "-n", "100", "--json"])() == 0
     found = json.loads(capsys.readouterr().out)
     scores = [r["score"] for r in found]
     assert scores == sorted(scores, reverse=True) and len(scores) == 16
     assert sum(scores) / 16 == pytest.approx(run.log.rows[-1]["reward"])
     assert {r["draw"] for r in found} == {0, 1, 2, 3}
-    assert main.dispatch(["samples", str(run.folder), "--worst"]) == 0
+    assert main.find_verb(["samples", str(run.folder), "--worst"])() == 0
     assert capsys.readouterr().out.count("completion ") == 5
 
 

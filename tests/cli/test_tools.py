@@ -29,7 +29,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str) -> str:
-        assert main.dispatch([*words]) == 0
+        assert main.find_verb([*words])() == 0
         return capsys.readouterr().out
 
     return run
@@ -37,7 +37,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 def refusal(*words: str) -> str:
     with pytest.raises(ConfigError) as error:
-        main.dispatch([*words])
+        main.find_verb([*words])()
     return error.value.render()
 
 

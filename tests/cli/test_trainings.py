@@ -88,7 +88,7 @@ def test_sft_leaves_a_model_that_loads_and_whose_loss_fell(rloo: Rloo, place: Pa
 
 
 def test_a_reward_model_has_one_label_and_prefers_what_was_chosen(here: None, place: Path) -> None:
-    assert main.dispatch(["reward-model", *PAIRS]) == 0
+    assert main.find_verb(["reward-model", *PAIRS])() == 0
     folder = place / "runs" / "reward_model" / "smoke"
     summary = read_json(folder / "training" / "summary.json")
     assert summary["after"]["eval_accuracy"] > 0.9 > summary["before"]["eval_accuracy"]
@@ -112,12 +112,12 @@ def test_a_reward_model_has_one_label_and_prefers_what_was_chosen(here: None, pl
 def test_the_same_training_is_not_done_again_and_another_never_takes_its_place(
     here: None, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main.dispatch(["sft", *SFT, "sft.data.max_samples=16"]) == 0
+    assert main.find_verb(["sft", *SFT, "sft.data.max_samples=16"])() == 0
     before = {p: p.stat().st_mtime_ns for p in place.rglob("*") if p.is_file()}
-    assert main.dispatch(["sft", *SFT, "sft.data.max_samples=16", "max_steps=9"]) == 0
+    assert main.find_verb(["sft", *SFT, "sft.data.max_samples=16", "max_steps=9"])() == 0
     assert "nothing to do" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="another sft"):
-        main.dispatch(["sft", *SFT, "sft.data.max_samples=8"])
+        main.find_verb(["sft", *SFT, "sft.data.max_samples=8"])()
     assert {p: p.stat().st_mtime_ns for p in place.rglob("*") if p.is_file()} == before
 
 
@@ -142,8 +142,8 @@ def test_a_training_that_fails_leaves_nothing(
 
     monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
     with pytest.raises(RunError, match="cannot be written"):
-        main.dispatch(["sft", *SFT, "sft.data.max_samples=8", "sft.data.eval_split=null",
-                      "sft.eval_rows=2"])  # fmt: skip
+        main.find_verb(["sft", *SFT, "sft.data.max_samples=8", "sft.data.eval_split=null",
+                        "sft.eval_rows=2"])()  # fmt: skip
     assert left(place) == []
 
 
@@ -213,7 +213,7 @@ def test_data_that_does_not_fit_is_refused_before_weights_load(
     monkeypatch.setattr(worker.load, "model", None)
     monkeypatch.setattr(worker.load, "scorer", None)
     with pytest.raises(DataError) as refused:
-        main.dispatch([verb, "+recipe=smoke", *rest])
+        main.find_verb([verb, "+recipe=smoke", *rest])()
     assert what in str(refused.value) and where in str(refused.value)
     assert left(place) == (["mine.jsonl"] if columns else [])
 
@@ -414,4 +414,4 @@ def test_a_model_of_another_kind_becomes_no_reward_model(here: None, place: Path
     shutil.copytree(synthetic.folder("make:tiny"), place / "odd")
     (place / "odd" / "model.safetensors").unlink()
     with pytest.raises(RunError, match="odd"):
-        main.dispatch(["reward-model", *PAIRS, "model.path=./odd"])
+        main.find_verb(["reward-model", *PAIRS, "model.path=./odd"])()

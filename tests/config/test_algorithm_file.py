@@ -1,6 +1,8 @@
 """A mistake in a user's own algorithm file is answered with that file's lines, exit 2."""
 
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,35 +10,36 @@ from fork_cases import Forked
 
 from rloo_cli.config import registry
 from rloo_cli.config.compose import compose
+from rloo_cli.plugin import AdvantageInputs
 from rloo_cli.utils.errors import ConfigError, NumbersError
 
 HEAD = """import warnings
 from dataclasses import replace
-from rloo_cli.algorithms import rloo
-from rloo_cli.algorithms.common.rules import Switches
+from rloo_cli.plugin import *
 from rloo_cli.utils.errors import NumbersError
-from rloo_cli.config.schema import key
 class Config(Switches):
     num_generations: int = key("Completions per prompt", ge=2)
+class Mine(RLOO[Config]):
+    '''One of the user's own.'''
 """
 SCORE = torch.tensor([[1.0, 0.0, 2.0], [1.0, 1.0, 0.0]], dtype=torch.float64)
 
 
-def algorithm(folder: Path, body: str, name: str = "mine.py"):  # type: ignore[no-untyped-def]
-    (folder / name).write_text(HEAD + body)
-    return registry.algorithm(str(folder / name))
+def algorithm(folder: Path, body: str, name: str = "mine.py") -> Any:
+    (folder / name).write_text(HEAD + textwrap.indent(body, "    "))
+    found = registry.algorithm_class(str(folder / name))
+    return found(registry.config_class("algorithms", "rloo")(**compose().values["algorithm"]))
 
 
-def advantages(folder: Path, body: str, name: str):  # type: ignore[no-untyped-def]
-    config = registry.algorithm("rloo").Config(**compose().values["algorithm"])
-    head = "def advantages(score, kl, scorable, config, known=None):\n"
-    return algorithm(folder, head + body, name).advantages(SCORE, None, SCORE == SCORE, config)
+def advantages(folder: Path, body: str, name: str) -> Any:
+    own = algorithm(folder, "def advantages(self, inputs):\n" + body, name)
+    return own.advantages(AdvantageInputs(SCORE, None, SCORE == SCORE))
 
 
-FOUND = "    found = rloo.advantages(score, kl, scorable, config, known)\n"
+FOUND = "    found = super().advantages(inputs)\n"
 WRONG = {
-    "an exception": ("    return score / {}\n", "TypeError: unsupported operand"),
-    "a plain tensor": ("    return score\n", "reward: it is NoneType None"),
+    "an exception": ("    return inputs.score / {}\n", "TypeError: unsupported operand"),
+    "a plain tensor": ("    return inputs.score\n", "reward: it is NoneType None"),
     "a float32": (
         FOUND + "    return replace(found, advantage=found.advantage.float())\n",
         "advantage: it is float32, shape (2, 3)\nexpected: float64, shape (2, 3)",
@@ -46,7 +49,7 @@ WRONG = {
         "reward: it is float64, shape (3,)\nexpected: float64, shape (2, 3)",
     ),
     "no rows": (
-        FOUND + "    return replace(found, usable=scorable.double())\n",
+        FOUND + "    return replace(found, usable=inputs.scorable.double())\n",
         "usable: it is float64, shape (2, 3)\nexpected: bool, shape (2, 3)",
     ),
 }
@@ -66,46 +69,88 @@ def test_what_a_hook_raises_or_returns_is_the_files_mistake(name: str, tmp_path:
 
 
 def test_every_tensor_hook_is_looked_at_and_a_right_one_passes(tmp_path: Path) -> None:
-    right = algorithm(tmp_path, "def shape(score, *rest): return score\n", "right.py")
-    assert right.shape(SCORE) is SCORE
-    rows = SCORE == SCORE
+    right = algorithm(tmp_path, "def shape_scores(self, score, *rest): return score\n", "right.py")
+    assert right.shape_scores(SCORE) is SCORE
     bad = {
-        "combine": ("raw[0]", SCORE[None]), "truncation": ("raw", rows), "shape": ("None", SCORE),
-        "usable": ("raw.double()", rows), "forwarded": ("raw", SCORE), "loss": ("raw", SCORE),
+        "combine_rewards": ("raw[0]", SCORE[None]), "shape_scores": ("None", SCORE),
+        "loss": ("raw", SCORE), "value_loss": ("raw", SCORE),
     }  # fmt: skip
     for hook, (returned, given) in bad.items():
-        body = f"def {hook}(raw, *rest): return {returned}\n"
+        body = f"def {hook}(self, raw, *rest): return {returned}\n"
         with pytest.raises(ConfigError, match=f"{hook} of the algorithm"):
             getattr(algorithm(tmp_path, body, f"{hook}.py"), hook)(given)
-    with pytest.raises(ConfigError, match="problems of the algorithm"):
-        algorithm(tmp_path, "def problems(run):\n    yield run.x\n", "gen.py").problems(None)
+    with pytest.raises(ConfigError, match="rules of the algorithm"):
+        algorithm(tmp_path, "def rules(self, run):\n    yield run.x\n", "gen.py").rules(None)
 
 
 def test_a_refusal_of_ours_and_memory_that_runs_out_keep_their_codes(tmp_path: Path) -> None:
-    own = algorithm(tmp_path, "def early(config): raise NumbersError('x')\n", "a.py")
+    own = algorithm(tmp_path, "def forward_plan(self, run): raise NumbersError('x')\n", "a.py")
     with pytest.raises(NumbersError):
-        own.early(None)
-    text = "import torch\ndef early(config): raise torch.OutOfMemoryError('x')\n"
+        own.forward_plan(None)
+    full = "def forward_plan(self, run): raise __import__('torch').OutOfMemoryError('x')\n"
     with pytest.raises(torch.OutOfMemoryError):
-        algorithm(tmp_path, text, "b.py").early(None)
+        algorithm(tmp_path, full, "b.py").forward_plan(None)
 
 
-def test_an_import_does_not_replace_a_hook(tmp_path: Path) -> None:
-    base = registry.algorithm("rloo")
-    own = algorithm(tmp_path, "", "imports.py")  # its head imports the module `warnings`
-    assert own.warnings is base.warnings and own.loss is base.loss
-    same = algorithm(
-        tmp_path, "from rloo_cli.algorithms.common.advantage import usable\n", "same.py"
-    )
-    assert same.usable is base.usable
-    with pytest.raises(ConfigError, match=r"it comes from statistics; only functions that the"):
-        algorithm(tmp_path, "from statistics import mean as combine\n", "other.py")
+def test_one_class_of_the_file_is_the_algorithm_and_it_has_advantages(tmp_path: Path) -> None:
+    own = algorithm(tmp_path, "", "plain.py")
+    assert type(own).__name__ == "Mine" and type(own).loss is type(own).__mro__[1].loss
+    with pytest.raises(ConfigError, match="is not an algorithm") as refused:
+        _load(tmp_path, "class Other(RLOO[Config]): pass\n", "two.py")
+    assert "it has Mine, Other" in str(refused.value)
+    with pytest.raises(ConfigError, match="is not an algorithm") as refused:
+        _load(tmp_path, "", "open.py", HEAD.replace("RLOO[Config]", "Algorithm[Config]"))
+    assert "Mine does not define advantages" in str(refused.value)
     with pytest.raises(ConfigError, match="is not a function"):
         algorithm(tmp_path, "loss = 'clip'\n", "value.py")
 
 
+def _load(folder: Path, more: str, name: str, head: str = HEAD) -> None:
+    (folder / name).write_text(head + more)
+    registry.algorithm_class(str(folder / name))
+
+
+OLD = """from rloo_cli.plugin import Advantages, Known, Switches, key, shared_problems
+
+
+class Config(Switches):
+    limit: float = key("Largest advantage", gt=0)
+
+
+def advantages(score, kl, scorable, config, known=None):
+    '''Scores, cut.'''
+    a = score.clamp(-config.limit, config.limit)
+    return Advantages(score, a, scorable, False, 1.0)
+
+
+def problems(run):
+    yield from shared_problems(run)
+
+
+def early(config):
+    return True
+"""
+
+
+def test_a_file_of_the_old_face_is_refused_and_shown_in_the_new_form(tmp_path: Path) -> None:
+    (tmp_path / "cut_off.py").write_text(OLD)
+    with pytest.raises(ConfigError) as refused:
+        registry.algorithm_class(str(tmp_path / "cut_off.py"))
+    problem = refused.value.problems[0]
+    assert "its functions are the hooks" in problem.what and problem.where == "algorithm.name"
+    new = problem.fix.partition("\n\n")[2]
+    assert "class CutOff(Algorithm[Config]):" in new and "yield from super().rules(run)" in new
+    assert "# early: override forward_plan" in new
+    (tmp_path / "new.py").write_text(f"from __future__ import annotations\n{new}")
+    found = registry.algorithm_class(str(tmp_path / "new.py"))
+    values = compose().values["algorithm"] | {"limit": 0.5, "name": "new.py"}
+    own = found(registry.config_class("algorithms", str(tmp_path / "new.py"))(**values))
+    a = own.advantages(AdvantageInputs(SCORE, None, SCORE == SCORE)).advantage
+    assert a.tolist() == SCORE.clamp(-0.5, 0.5).tolist()
+
+
 def test_a_run_whose_algorithm_fails_ends_with_2_and_the_files_line(forked: Forked) -> None:
-    body = "def shape(score, *rest):\n    return score.float()\n"
+    body = "    def shape_scores(self, score, *rest):\n        return score.float()\n"
     (forked.folder / "mine.py").write_text(HEAD + body)
     assert forked("train", "+recipe=smoke", "algorithm.name=mine.py") == 2
     said = forked.said()

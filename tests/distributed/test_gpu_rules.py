@@ -330,7 +330,7 @@ def test_memory_that_runs_out_while_a_run_is_built_ends_it_with_9(
     def make(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
 
-    monkeypatch.setattr(worker, "make", make)
+    monkeypatch.setattr(worker, "build_run", make)
     with pytest.raises(OutOfMemory) as refused:
         worker.work(run_of(*words), tmp_path)
     assert refused.value.code == 9

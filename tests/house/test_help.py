@@ -50,7 +50,7 @@ def flags_in(name: str) -> set[str]:
 
 @pytest.mark.parametrize("verb", main.VERBS)
 def test_help_has_every_flag_that_the_verb_reads_and_two_examples(verb: str, capsys) -> None:
-    assert main.dispatch([verb, "--help"]) == 0
+    assert main.find_verb([verb, "--help"])() == 0
     said = capsys.readouterr().out
     if verb == "migrate":  # which has help of its own
         assert said.strip() == str(migrate.__doc__).strip()
@@ -87,7 +87,7 @@ def test_every_example_of_help_is_read_as_it_stands(tmp_path: Path, monkeypatch,
             if verb == "sweep":
                 plain = plain[: next((i for i, w in enumerate(plain) if w[0] == "-"), None)]
             if verb == "plan":
-                assert main.dispatch(["plan", *words]) == 0
+                assert main.find_verb(["plan", *words])() == 0
             elif verb in (*COMPOSE, "sweep"):
                 plain += ["generation=vllm_server"] * (verb == "vllm-serve")  # as the verb does
                 check.check(compose.compose(plain))
@@ -95,11 +95,11 @@ def test_every_example_of_help_is_read_as_it_stands(tmp_path: Path, monkeypatch,
                 assert ">" in words
             elif verb in NOTHING_HERE and not words[0].startswith("+"):
                 with pytest.raises(ConfigError, match=NOTHING_HERE[verb]):
-                    main.dispatch([verb, *words])
+                    main.find_verb([verb, *words])()
             elif verb == "eval":
                 check.check(compose.compose(words))
             else:
-                assert main.dispatch([verb, *words]) == 0
+                assert main.find_verb([verb, *words])() == 0
     capsys.readouterr()
 
 

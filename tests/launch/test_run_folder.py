@@ -361,12 +361,12 @@ AGAIN = """
 import atexit, os, signal
 from rloo_cli.cli import main as cli
 from rloo_cli.launch import processes
-def run(words):
+def run():
     with processes._passing_signals_on([], "none"):
         os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)
     return 75
-cli.dispatch = run
+cli.find_verb = lambda words: run
 atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))
 cli.main()
 """

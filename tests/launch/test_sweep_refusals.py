@@ -30,7 +30,7 @@ HOOKS = sweep_turns.Hooks(lambda: None, lambda: None, lambda: None, lambda: None
 def refused(*words: str) -> str:
     """What is said to `rloo sweep WORDS`, which is refused as a config is."""
     with pytest.raises(ConfigError) as error:
-        main.dispatch(["sweep", *words])
+        main.find_verb(["sweep", *words])()
     return error.value.render()
 
 
@@ -181,7 +181,7 @@ def test_a_member_whose_run_is_trained_by_somebody_else_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main.dispatch(["sweep", SMOKE, "seed=1,2", "--dry-run"]) == 0
+    assert main.find_verb(["sweep", SMOKE, "seed=1,2", "--dry-run"])() == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     name = next(row[1] for row in rows if row[:1] == ["2"])
     assert not [*tmp_path.iterdir()]

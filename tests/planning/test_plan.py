@@ -230,7 +230,7 @@ def test_this_machines_gpu_is_taken_where_there_is_one(
 
 
 def test_plan_is_a_verb_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.dispatch(["plan", "+recipe=smoke"]) == 0
+    assert main.find_verb(["plan", "+recipe=smoke"])() == 0
     assert "memory     " in capsys.readouterr().out
 
 

@@ -9,7 +9,7 @@ from policy_cases import FAMILIES, alone, each_alone, fresh, groups, make, packe
 from rloo_cli.policy import load
 from rloo_cli.policy.model import Policy
 from rloo_cli.policy.reference import Reference
-from rloo_cli.train.build_model import same_vocabulary
+from rloo_cli.train.build import same_vocabulary
 from rloo_cli.utils.errors import ConfigError
 
 family = pytest.mark.parametrize("name", FAMILIES)

@@ -148,16 +148,16 @@ def test_the_verb_draws_a_run_in_any_state(tmp_path, monkeypatch, capsys):
     (run / "run.json").write_text('{"state": "training"}')
     for words, said in ([], "needs a run"), (["mne"], "rloo curves mine"), (["mine"], "to draw"):
         with pytest.raises(ConfigError, match=said):
-            main.dispatch(["curves", *words])
+            main.find_verb(["curves", *words])()
     text = write(run / "metrics.jsonl", run_rows(4)).read_text()
     (run / "metrics.jsonl").write_text(text + '{"step": 5, "rew')  # a line that is being written
-    assert main.dispatch(["curves", "mine"]) == 0
-    assert main.dispatch(["curves", "runs/mine", "a/c.svg"]) == 0
+    assert main.find_verb(["curves", "mine"])() == 0
+    assert main.find_verb(["curves", "runs/mine", "a/c.svg"])() == 0
     assert capsys.readouterr().out.split() == ["runs/mine/curves.png", "a/c.svg"]
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "a" / "c.svg").read_text()
     with pytest.raises(ConfigError, match=r"neither in .png nor in .svg"):
-        main.dispatch(["curves", "mine", "c.jpeg"])
+        main.find_verb(["curves", "mine", "c.jpeg"])()
 
 
 @pytest.mark.parametrize("error", [None, Stopped, RewardError, ZeroDivisionError])
@@ -181,8 +181,11 @@ def test_every_end_of_a_run_draws_it_after_its_last_line(error, tmp_path, monkey
             raise error(Problem("it ends")) if error is not ZeroDivisionError else error
         return {}
 
-    monkeypatch.setattr(worker, "make", lambda *given: run)
-    monkeypatch.setattr(worker, "_whole", ends)
+    run.clock = SimpleNamespace(elapsed=lambda: 0.0)
+    monkeypatch.setattr(worker, "build_run", lambda *given: run)
+    monkeypatch.setattr(worker, "_announce", lambda run: 0)
+    monkeypatch.setattr(worker, "train", ends)
+    monkeypatch.setattr(worker, "_finish", lambda *given: {})
     monkeypatch.setattr(worker, "_rescue", lambda run, error: did.append("save"))
     monkeypatch.setattr(worker.signals, "wait_for_checks", lambda: None)
     if error is None:

@@ -41,7 +41,7 @@ def refused(folder):
 
 
 def test_what_a_right_ledger_adds_up_to_is_shown(run, capsys):
-    assert main.dispatch(["ledger", str(run)]) == 0
+    assert main.find_verb(["ledger", str(run)])() == 0
     said = capsys.readouterr().out
     assert "8 rows = 6 prompts + 2 filtered as too long; 0 prompts cut" in said
     assert "steps 1 to 4, 3 updates" in said
@@ -56,7 +56,7 @@ def test_what_a_right_ledger_adds_up_to_is_shown(run, capsys):
 
 
 def test_as_json_it_is_plain_values(run, capsys):
-    assert main.dispatch(["ledger", str(run), "--json"]) == 0
+    assert main.find_verb(["ledger", str(run), "--json"])() == 0
     found = json.loads(capsys.readouterr().out)
     assert found["conserved"] is True and found["draws"] == 14 and found["fates"] == DRAWS
     assert found["steps"] == [1, 4] and found["places"] == [0, 14] and found["notes"] == []
@@ -76,7 +76,7 @@ def test_as_json_it_is_plain_values(run, capsys):
 def test_many_epochs_are_not_shown_beside_each_other(tmp_path, capsys):
     write(tmp_path, [["trained"] * 6] * 7)
     (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
-    assert main.dispatch(["ledger", str(tmp_path)]) == 0
+    assert main.find_verb(["ledger", str(tmp_path)])() == 0
     said = capsys.readouterr().out
     assert "epoch 0" not in said and "conserved: 42 draws = trained 42" in said
 
@@ -84,7 +84,7 @@ def test_many_epochs_are_not_shown_beside_each_other(tmp_path, capsys):
 def test_a_run_before_its_first_step_has_nothing_to_conserve(tmp_path, capsys):
     write(tmp_path, [])
     (tmp_path / "run.json").write_text('{"state": "training"}')
-    assert main.dispatch(["ledger", str(tmp_path)]) == 0
+    assert main.find_verb(["ledger", str(tmp_path)])() == 0
     said = capsys.readouterr().out
     assert "no step yet" in said and "conserved: 0 draws\n" in said
 
@@ -246,7 +246,7 @@ def test_a_run_that_goes_on_or_was_killed_is_not_compared_with_older_counts(run,
     facts = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps(facts | {"state": state}))
     (run / "metrics.jsonl").write_text('{"step": 2}\n')
-    assert main.dispatch(["ledger", str(run)]) == 0
+    assert main.find_verb(["ledger", str(run)])() == 0
     said = capsys.readouterr().out
     assert "conserved: 14 draws" in said and "run.json was not compared" in said
 
@@ -271,7 +271,7 @@ def test_a_line_of_metrics_that_is_none_is_named(run):
 
 def said(*words):
     with pytest.raises(ConfigError) as caught:
-        main.dispatch(["ledger", *words])
+        main.find_verb(["ledger", *words])()
     assert caught.value.code == 2
     return caught.value.render()
 
@@ -279,7 +279,7 @@ def said(*words):
 def test_a_run_is_found_by_its_name_or_its_folder(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for word in ("mine", "runs/mine", "runs/mine/", str(run)):
-        assert main.dispatch(["ledger", word]) == 0
+        assert main.find_verb(["ledger", word])() == 0
         assert "conserved: 14 draws" in capsys.readouterr().out
 
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import algorithm_cases as cases
 import pytest
 import torch
+from hook_calls import rloo
 from loop_cases import ENDS, make, sampled, step
 
-from rloo_cli.algorithms import rloo
 from rloo_cli.data.batch import Batch, Group, Rollout
 from rloo_cli.reporting import step_metrics
 from rloo_cli.reporting.update_metrics import Updates

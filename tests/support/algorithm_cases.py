@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 import yaml
+from hook_calls import rloo
 from torch import Tensor
 
-from rloo_cli.algorithms import rloo
 from rloo_cli.data.packing import Micro
 
 YAML = Path(__file__).parents[2] / "conf" / "algorithm" / "rloo.yaml"
 Rows = Sequence[Sequence[float]]
 
 
-def config(**keys: Any) -> rloo.Config:
+def config(**keys: Any) -> Any:
     """conf/algorithm/rloo.yaml with some keys changed and correction resolved."""
     values = yaml.safe_load(YAML.read_text()) | keys
     return rloo.resolved(rloo.Config(**values), "transformers")

@@ -21,7 +21,8 @@ from loop_cases import alone, flat
 from objective_reference import Completion, Forward, Given, forward
 from torch import Tensor, nn
 
-from rloo_cli.config import check, registry
+from rloo_cli.algorithms.common.base import load_algorithm
+from rloo_cli.config import check
 from rloo_cli.config.compose import Composed, compose
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.batch import Group, Rollout
@@ -29,7 +30,7 @@ from rloo_cli.generation.common import across_ranks
 from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.rewards.engine.scoring import Scores
 from rloo_cli.run import Cycle, Run, State
-from rloo_cli.train.loop import update
+from rloo_cli.train.step import update_policy
 from rloo_cli.utils.errors import ConfigError
 from rloo_cli.utils.paths import CONF
 
@@ -330,9 +331,9 @@ class Bench:
 
     def prepared(self, settings: RunConfig, sampled: Sampled, length: float) -> Run:
         """The run with another config, from the beginning."""
-        algorithm = registry.algorithm(settings.algorithm.name)
-        keys: Any = algorithm.resolved(settings.algorithm, settings.generation.backend)
-        settings = settings.model_copy(update={"algorithm": keys})
+        settings = check.resolved(settings)
+        algorithm = load_algorithm(settings.algorithm)
+        keys = algorithm.config
         run, temperature = self.run, settings.generation.temperature
         nn.utils.vector_to_parameters(self.start.clone(), list(run.policy.model.parameters()))
         nn.utils.vector_to_parameters(
@@ -359,9 +360,9 @@ class Bench:
             rollouts=Rollouts(
                 settings, algorithm, prompts, prompts, [], run.clock, run.world
             ),
-            reference=reference if keys.beta > 0 or keys.kl_in == "none" else None,
+            reference=reference if keys.needs_reference else None,
             critic=critic, optimizer=optimizer, limits=limits,
-            separate=algorithm.why_separate(settings), state=State(), cycle=None,
+            plan=algorithm.forward_plan(settings), state=State(), cycle=None,
         )  # fmt: skip
 
     def trained(
@@ -370,10 +371,10 @@ class Bench:
         """All updates of the draw's step, and its batch. Raises what a run raises."""
         run = self.prepared(settings, sampled, length)
         run.state.memory = dict(memory)
-        sampled.greedy = settings.algorithm.greedy
+        sampled.greedy = settings.algorithm.needs_greedy
         with mock.patch.object(across_ranks, "answer", sampled.answer):
             batch = run.rollouts.next(0, 0, run.state.seen_by_rewards(run))
-        update(run, Cycle(batch))
+        update_policy(run, Cycle(batch))
         optimizer: Any = run.optimizer
         return optimizer, batch
 

@@ -84,7 +84,7 @@ class Forked:
                 contextlib.redirect_stdout(io.StringIO()) as said,
                 contextlib.redirect_stderr(said),
             ):
-                code = main.dispatch([*words])
+                code = main.find_verb([*words])()
         finally:
             fault_injection.check()  # the launcher has armed them in this process, too
         with (self.folder / "out").open("a") as out:

@@ -22,8 +22,8 @@ from rloo_cli.policy.shared_attention import native
 from rloo_cli.reporting.update_metrics import Updates
 from rloo_cli.run import Cycle, Run
 from rloo_cli.train.between_steps import log_step
-from rloo_cli.train.build import make as make_run
-from rloo_cli.train.loop import update
+from rloo_cli.train.build import build_run as make_run
+from rloo_cli.train.step import update_policy
 
 EXACT = 5e-6  # relative, in float32 (docs/OBJECTIVES.md, Loss types)
 # Every quarter of the byte tokens ends a completion: lengths and ways of ending differ.
@@ -95,7 +95,7 @@ def sampled(run: Run) -> Batch:
 def updated(run: Run, batch: Batch) -> Updates:
     """All optimizer steps of a batch."""
     cycle = Cycle(batch)
-    update(run, cycle)
+    update_policy(run, cycle)
     return cycle.updates
 
 

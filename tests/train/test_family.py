@@ -26,7 +26,7 @@ from rloo_cli.checkpoint.step_state import dump, load
 from rloo_cli.config.compose import compose
 from rloo_cli.policy.shared_attention import native
 from rloo_cli.run import Cycle
-from rloo_cli.train.advantages import remember
+from rloo_cli.train.advantages import update_algorithm_state
 from rloo_cli.utils.errors import ConfigError
 
 CLOSE = 5e-5  # an update read off weights of 1, twice rounded
@@ -87,7 +87,7 @@ def test_the_training_forwards_log_probabilities_are_as_good_as_a_pass_of_their_
         folder.mkdir()
         kind = [f"algorithm={name}", f"{A}beta=0.1", f"train.old_logp={way}"]
         run = alone(folder, *PLAIN, ENDS, *kind)
-        assert (run.separate is None) == (way == "auto" and name != "reinforce")
+        assert (run.plan.separate is None) == (way == "auto" and name != "reinforce")
         moves.append(step(run)[0])
     assert apart(moves[1], moves[0]) < CLOSE
 
@@ -114,13 +114,13 @@ def test_a_moving_average_is_of_earlier_steps_alone_and_is_kept_in_a_checkpoint(
     first = sampled(run)
     updated(run, first)
     assert torch.equal(first.advantage, first.raw[0])  # nothing is known before the first step
-    remember(run, first)
+    update_algorithm_state(run, first)
     mean = float(first.raw[0].mean())
     assert run.state.memory == pytest.approx({"ema": 0.1 * mean, "ema_weight": 0.1})
     second = sampled(run)
     updated(run, second)
     torch.testing.assert_close(second.advantage, second.raw[0] - mean)
-    remember(run, second)
+    update_algorithm_state(run, second)
     both = 0.09 * mean + 0.1 * float(second.raw[0].mean())
     assert run.state.memory == pytest.approx({"ema": both, "ema_weight": 0.19})
     assert run.state.dump()["memory"] == run.state.memory
@@ -330,7 +330,11 @@ def test_what_does_not_go_together_is_refused(tmp_path, given, where, told):
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [("1 / 0\n", "ZeroDivisionError"), ("x = 1\n", "is no algorithm"), ("def\n", "SyntaxError")],
+    [
+        ("1 / 0\n", "ZeroDivisionError"),
+        ("x = 1\n", "is not an algorithm"),
+        ("def\n", "SyntaxError"),
+    ],
 )
 def test_a_file_that_is_no_algorithm_is_refused(tmp_path, text, told):
     (tmp_path / "mine.py").write_text(text)

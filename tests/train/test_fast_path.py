@@ -6,7 +6,7 @@ from loop_cases import ENDS, EXACT, PLAIN, apart, digits, sampled, step
 from loop_cases import alone as make
 
 from rloo_cli.data.packing import LAYOUTS
-from rloo_cli.train import loop, minibatches
+from rloo_cli.train import minibatches
 
 A = "algorithm."
 KL, NONE, NORMALISED = f"{A}beta=0.3", f"{A}beta=0", f"{A}normalize_advantages=true"
@@ -68,8 +68,8 @@ def test_a_group_over_the_budget_is_split_and_takes_a_separate_pass_for_its_kl(
         words = ["train.layout=shared", f"train.micro_batch_tokens={budget}"]
         run = make(tmp_path, *PLAIN, ENDS, kl, *words)
         batch = sampled(run)
-        (plan,) = loop.plan_updates(run, batch, 0)
-        assert run.separate is None and loop.together([plan]) is not splits
+        (plan,) = minibatches.plan_updates(run, batch, 0)
+        assert run.plan.separate is None and minibatches.together([plan]) is not splits
         _, row, _ = step(run, batch)
         assert ("time/old_logp" in row) is (splits and apart_)
 
@@ -121,7 +121,7 @@ VIOLATED |= {f"every group's KL: {k}": [NORMALISED, KL, *words] for k, words in 
 def test_a_condition_that_does_not_hold_takes_a_separate_pass_and_the_plain_gradient(tmp_path, why):
     run = make(tmp_path, *PLAIN, ENDS, *VIOLATED[why])
     plain = make(tmp_path, *PLAIN, ENDS, *VIOLATED[why], *PLAINLY)
-    assert why.partition(":")[0] in run.separate
+    assert why.partition(":")[0] in run.plan.separate
     assert (run.policy.layout, plain.policy.layout) == ("shared", "padded")
     moved, row, _ = step(run)
     expected, other, _ = step(plain)
@@ -159,7 +159,7 @@ def test_normalising_is_one_factor_on_the_gradient_of_the_fused_way(tmp_path, ki
     words = [*PLAIN, ENDS, KL, *FUSED[kind], "train.micro_batch_tokens=100"]
     run = make(tmp_path, *words, rewards=rewards)
     plain = make(tmp_path, *words, *PLAINLY, rewards=rewards)
-    assert run.separate is None and plain.separate
+    assert run.plan.separate is None and plain.plan.separate
     moved, row, batch = step(run)
     expected, other, twin = step(plain)
     assert "time/old_logp" not in row and "time/old_logp" in other

@@ -51,12 +51,12 @@ def nan_reference(run):
 
 def nan_score(run):
     """A score that became NaN after the validator saw it."""
-    shape = run.rollouts.algorithm.shape
+    shape = run.algorithm.shape_scores
 
     def broken(*arguments):
         return shape(*arguments).index_fill(1, torch.tensor([0]), NAN)
 
-    run.rollouts.algorithm = type("Broken", (), {**vars(run.algorithm), "shape": broken})
+    run.algorithm.shape_scores = broken
 
 
 def nan_loss(run):
@@ -67,7 +67,7 @@ def nan_loss(run):
         found = whole(*arguments)
         return replace(found, total=found.total + NAN)
 
-    run.algorithm = type("Broken", (), {**vars(run.algorithm), "loss": broken})
+    run.algorithm.loss = broken
 
 
 WAYS = {

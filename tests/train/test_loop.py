@@ -19,7 +19,9 @@ from loop_cases import (
 )
 from loop_cases import alone as make
 
+from rloo_cli.algorithms.common.advantage import AdvantageInputs
 from rloo_cli.train import loop
+from rloo_cli.train import step as train_step
 
 CUTS = [("4", "null"), ("8", "4"), ("16", "8"), ("8", "16")]
 KINDS = {
@@ -110,7 +112,7 @@ def test_old_logp_of_the_training_forward_gives_the_update_of_a_separate_pass(tm
     one = make(tmp_path, *PLAIN, ENDS, *FUSED[kind], "train.micro_batch_size=8")
     apart_ = [*FUSED[kind], "train.old_logp=separate", "name=apart"]
     two = make(tmp_path, *PLAIN, ENDS, *apart_, "train.micro_batch_size=8")
-    assert one.separate is None and two.separate == "train.old_logp=separate"
+    assert one.plan.separate is None and two.plan.separate == "train.old_logp=separate"
     moved, row, batch = step(one)
     again, other, twin = step(two)
     assert apart(moved, again) < EXACT
@@ -141,8 +143,8 @@ def spy(monkeypatch):
         plans.append((iteration, found := loop_plans(run, batch, iteration)))
         return found
 
-    loop_plans = loop.plan_updates
-    monkeypatch.setattr(loop, "plan_updates", planned)
+    loop_plans = train_step.plan_updates
+    monkeypatch.setattr(train_step, "plan_updates", planned)
     return plans
 
 
@@ -188,13 +190,12 @@ def test_one_update_per_step_has_a_ratio_of_exactly_one(tmp_path):
 def test_step_wide_advantages_are_those_of_the_whole_batch(tmp_path, switch, micro):
     run = make(tmp_path, ENDS, f"algorithm.{switch}", f"train.micro_batch_size={micro}")
     _, _, batch = step(run)
-    whole = run.algorithm.advantages(
-        batch.shaped, batch.kl, batch.scorable, run.config.algorithm
-    ).advantage
+    inputs = AdvantageInputs(batch.shaped, batch.kl, batch.scorable)
+    whole = run.algorithm.advantages(inputs).advantage
     assert torch.equal(batch.advantage, whole)
     parts = [
         run.algorithm.advantages(
-            batch.shaped[[p]], batch.kl[[p]], batch.scorable[[p]], run.config.algorithm
+            AdvantageInputs(batch.shaped[[p]], batch.kl[[p]], batch.scorable[[p]])
         ).advantage
         for p in range(4)
     ]
@@ -254,7 +255,7 @@ def test_an_update_is_divided_by_what_its_aggregation_counts(tmp_path, agg, deno
     words += ["algorithm.mask_truncated_completions=true", "train.micro_batch_size=8"]
     run = make(tmp_path, ENDS, *words, rewards={"most": first_group_silent})
     batch = sampled(run)
-    (plan,) = loop.plan_updates(run, batch, 0)
+    (plan,) = train_step.plan_updates(run, batch, 0)
     ended, length = batch.table("terminated"), batch.table("length")
     assert 0 < ended[1:].sum() < 12
     rows = {"all": 16, "valid": int(ended[1:].sum())}

@@ -26,7 +26,7 @@ from draw_cases import (
 from objective_reference import Given, Reference
 from torch import Tensor
 
-from rloo_cli.algorithms.common import advantage, forward_passes
+from rloo_cli.algorithms.common import advantage, forward_plan
 from rloo_cli.utils.errors import NumbersError
 
 DRAWS, PARTS = 200, 4
@@ -147,7 +147,9 @@ def test_draws_meet_every_algorithm_and_dialect_and_the_corners_and_few_are_refu
     assert [text for text in wanted if f"{text}'" not in words] == []
     keys: list[Any] = [d.settings.algorithm for d in draws]
     bonus = [
-        k for k in keys if k.normalize_advantages and k.entropy_coef and not forward_passes.early(k)
+        k
+        for k in keys
+        if k.normalize_advantages and k.entropy_coef and not forward_plan.by_scores(k)
     ]
     masked = [k for k in keys if k.by_token and k.mask_truncated_completions is True]
     clipped = [k for k in keys if k.normalize_advantages and advantage.clips(k)]

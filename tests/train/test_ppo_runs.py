@@ -8,13 +8,13 @@ import pytest
 import torch
 from cli_cases import strict
 from fork_cases import Forked
+from hook_calls import ppo
 from loop_cases import alone as make
 from loop_cases import checked, sampled, updated
 from plan_cases import case
 from resume_cases import attempt, differing, left, temporaries, untimed, update_apart
 from safetensors.torch import load_file, save_file
 
-from rloo_cli.algorithms import ppo
 from rloo_cli.checkpoint import manifest, save, step_state
 from rloo_cli.config import check, synthetic, value_model
 from rloo_cli.config.compose import compose
@@ -22,7 +22,7 @@ from rloo_cli.planning import model_facts, peak_memory, plan, static_memory
 from rloo_cli.planning import text as planning_text
 from rloo_cli.policy import memory
 from rloo_cli.run import Cycle, Run
-from rloo_cli.train.loop import update
+from rloo_cli.train.step import update_policy
 from rloo_cli.utils.errors import ConfigError, StorageError
 
 # Every quarter of the byte tokens ends a completion: lengths and ways of ending differ.
@@ -78,7 +78,7 @@ def test_between_two_updates_of_a_step_everything_is_kept(tmp_path: Path) -> Non
         step(norm)
 
     whole.optimizer.step = stepped  # type: ignore[method-assign]
-    update(whole, Cycle(batch))
+    update_policy(whole, Cycle(batch))
     assert len(seen) == 3
     for name in ("value", "advantage", "returns", "old_logp"):
         assert all(torch.equal(one[f"column/{name}"], seen[0][f"column/{name}"]) for one in seen)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from algorithm_cases import config
+from hook_calls import rloo
 from policy_cases import groups, packed, rollout
 
-from rloo_cli.algorithms import rloo
 from rloo_cli.data.batch import Batch, Group
 from rloo_cli.data.bin_packing import slices
 from rloo_cli.data.packing import unpack
@@ -161,7 +161,11 @@ def run(num_minibatches=1, micro_groups=2, **changes):
     limits = SimpleNamespace(completions=K * micro_groups)
     engine = SimpleNamespace(lockstep=False)
     return SimpleNamespace(
-        config=whole, algorithm=rloo, limits=limits, world=alone_here(), engine=engine
+        config=whole,
+        algorithm=rloo.of(whole.algorithm),
+        limits=limits,
+        world=alone_here(),
+        engine=engine,
     )
 
 

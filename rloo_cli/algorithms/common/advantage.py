@@ -40,11 +40,15 @@ class Config(dialect.Config):
 
 
 @dataclass(frozen=True)
-class Known:
-    """What advantages may need beside a step's own rewards."""
+class AdvantageInputs:
+    """What advantages are made of: whole groups of one step, or the whole step."""
 
-    memory: Mapping[str, float] = field(default_factory=dict)  # of `remember`, of earlier steps
-    greedy: Tensor | None = None  # (P,) float64 score of each prompt's greedy completion, NaN none
+    score: Tensor  # (P, K) float64, shaped
+    kl: Tensor | None  # (P, K) float64, of each completion; None = none is measured
+    scorable: Tensor  # (P, K) bool, some reward said something
+    state: Mapping[str, float] = field(default_factory=dict)  # `next_state` of the step before
+    greedy_score: Tensor | None = None  # (P,) float64 of each prompt's greedy completion, NaN none
+    normalize: bool = True  # False: of single micro-batches, whose gradient is scaled afterwards
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,8 @@ def usable(scorable: Tensor, config: Config) -> Tensor:
     return scorable
 
 
-def remember(
-    reward: Tensor, scorable: Tensor, config: Config, memory: Mapping[str, float]
+def next_state(
+    reward: Tensor, scorable: Tensor, config: Config, state: Mapping[str, float]
 ) -> dict[str, float]:
     """What later steps are to know of this one: baseline=ema's average, and the weight in it.
 
@@ -97,28 +101,28 @@ def remember(
     (P, K), (P, K) ->
     """
     if config.baseline != "ema" or not bool(scorable.any()):
-        return dict(memory)
+        return dict(state)
     mean = float(reward[scorable].mean())
-    b, w = memory.get("ema", 0.0), memory.get("ema_weight", 0.0)
+    b, w = state.get("ema", 0.0), state.get("ema_weight", 0.0)
     return {"ema": EMA * b + (1 - EMA) * mean, "ema_weight": EMA * w + (1 - EMA)}
 
 
-def centred(values: Tensor, scorable: Tensor, config: Config, known: Known) -> Tensor:
-    """Values minus their baseline, 0 outside `usable`. (P, K), (P, K) -> (P, K)
+def centred(values: Tensor, config: Config, inputs: AdvantageInputs) -> Tensor:
+    """Values minus their baseline, 0 outside `usable`. (P, K) -> (P, K)
 
     loo: A_i = r_i - mean of the n-1 others = n/(n-1) * (r_i - group mean), in the second form
     (RLOO, arXiv 2402.14740; Kool et al. 2019). group_mean gives (n-1)/n of it.
     """
-    rows = usable(scorable, config)
+    rows = usable(inputs.scorable, config)
     if config.baseline in ("none", "value"):
         return values.masked_fill(~rows, 0.0)
     if config.baseline == "ema":  # known before the step, so it has no part in its own gradient
-        weight = known.memory.get("ema_weight", 0.0)
-        b = known.memory["ema"] / weight if weight else 0.0
+        weight = inputs.state.get("ema_weight", 0.0)
+        b = inputs.state["ema"] / weight if weight else 0.0
         return (values - b).masked_fill(~rows, 0.0)
     if config.baseline == "greedy":
-        assert known.greedy is not None
-        return (values - known.greedy[:, None]).masked_fill(~rows, 0.0)
+        assert inputs.greedy_score is not None
+        return (values - inputs.greedy_score[:, None]).masked_fill(~rows, 0.0)
     pool, pool_rows = _pool(values, rows, config)
     out = values - mean(pool, pool_rows)
     if config.baseline == "loo":
@@ -165,17 +169,17 @@ def limited(advantage: Tensor, rows: Tensor, config: Config) -> Tensor:
 
 
 def normalized(
-    reward: Tensor, advantage: Tensor, score: Tensor, rows: Tensor, config: Config
+    reward: Tensor, advantage: Tensor, rows: Tensor, inputs: AdvantageInputs, config: Config
 ) -> Advantages:
     """(A - mean) / (std + 1e-4) over the step's usable rows, where that is asked for.
 
     Guard: where only KL differs between siblings, and no score does, dividing would blow beta * KL
     up a thousandfold (NORM-KL). (P, K) each
     """
-    if not config.normalize_advantages:
+    if not (config.normalize_advantages and inputs.normalize):
         return Advantages(reward, advantage, rows, False, 1.0)
     flat, flat_rows = advantage.reshape(1, -1), rows.reshape(1, -1)
-    telling = bool(differs(*_pool(score, rows, config)).any())
+    telling = bool(differs(*_pool(inputs.score, rows, config)).any())
     guarded = config.dialect not in dialect.UNGUARDED and not telling
     if guarded or not bool(differs(flat, flat_rows)):
         return Advantages(reward, advantage, rows, True, 1.0)

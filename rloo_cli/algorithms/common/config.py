@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
 
 from rloo_cli.algorithms.common import (
     advantage,
@@ -52,14 +53,29 @@ def written_out(config: S) -> S:
     """The config with what `loss_type` says in those of its three switches that are null."""
     if config.loss_type is None:
         return config
-    told = zip(PARTS, TRIPLES[config.loss_type], strict=True)
-    found = {part: value for part, value in told if getattr(config, part) is None}
-    return config.model_copy(update=found)
+    missing = _missing(config.loss_type, config.model_dump(include=set(PARTS)))
+    return config.model_copy(update=missing) if missing else config
 
 
-def resolved(config: S, backend: str) -> S:
-    """The config to train with: what stands for something else written out."""
-    return importance_weights.resolved(written_out(config), backend)
+def _missing(loss_type: str, values: Mapping[str, Any]) -> dict[str, str]:
+    """What a loss type says of those of its three switches that are null."""
+    triple = zip(PARTS, TRIPLES[loss_type], strict=True)
+    return {part: value for part, value in triple if values.get(part) is None}
+
+
+def resolved_values(algorithm: Mapping[str, Any], backend: str) -> dict[str, Any]:
+    """What the keys of a config's algorithm section that stand for something else come to.
+
+    Plain values to merge into the section: `loss_type` written out in its three switches, and
+    `correction.mode` where it is auto.
+    """
+    found: dict[str, Any] = {}
+    if algorithm.get("loss_type") is not None:
+        found |= _missing(algorithm["loss_type"], algorithm)
+    correction = algorithm.get("correction")
+    if isinstance(correction, Mapping) and correction.get("mode") == "auto":
+        found["correction"] = {**correction, "mode": importance_weights.auto_mode(backend)}
+    return found
 
 
 def switches(run: RunConfig) -> Switches:

@@ -9,7 +9,7 @@ never the KL term, and has no gradient. TIS truncates it, MIS and IcePop drop wh
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 from rloo_cli.config.schema import Frozen, key
 from rloo_cli.data.segments import row_mean, row_sum
@@ -40,9 +40,6 @@ class Config(Frozen):
     correction: CorrectionConfig = key("How the sampler's own log-probabilities are made up for")
 
 
-C = TypeVar("C", bound=Config)
-
-
 @dataclass(frozen=True)
 class Weights:
     """Correction weights: (N,) by token, else (S,)."""
@@ -55,15 +52,12 @@ class Weights:
 def mode(config: Config, backend: str) -> str:
     """`correction.mode` with auto replaced by what it means for a generation backend."""
     chosen = config.correction.mode
-    if chosen != "auto":
-        return chosen
+    return auto_mode(backend) if chosen == "auto" else chosen
+
+
+def auto_mode(backend: str) -> str:
+    """What `correction.mode` = auto means for a generation backend."""
     return "truncate" if backend.startswith("vllm") else "none"
-
-
-def resolved(config: C, backend: str) -> C:
-    """The config to train with: `mode` written out, everything else as it was."""
-    rule = config.correction.model_copy(update={"mode": mode(config, backend)})
-    return config.model_copy(update={"correction": rule})
 
 
 def weights(old: Tensor, micro: Micro, config: Config) -> Weights | None:
@@ -71,11 +65,11 @@ def weights(old: Tensor, micro: Micro, config: Config) -> Weights | None:
 
     A missing or NaN behaviour_logp counts as equal to old_logp. `filter` keeps or drops a row by
     its geometric weight and weighs the kept ones by their untruncated token weights.
-    Raises ValueError for mode auto: `resolved` says what it stands for. (N,) -> (N,) or (S,)
+    Raises ValueError for mode auto, which a run's config has written out. (N,) -> (N,) or (S,)
     """
     rule = config.correction
     if rule.mode == "auto":
-        raise ValueError("correction.mode is auto: train with resolved(config, backend)")
+        raise ValueError("correction.mode is auto: train with what resolved_values says")
     if rule.mode in ("none", "bypass"):
         return None
     behaviour = sampled(old, micro)

@@ -39,6 +39,11 @@ class Config(dialect.Config):
     )
     kl_ratio_weighted: bool = key("kl_in=loss: multiply each token's KL by its ratio")
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a KL is measured, and so a reference model is needed."""
+        return self.beta > 0 or self.kl_in == "none"
+
 
 def estimate(d: Tensor, config: Config) -> Tensor:
     """k1, k2 or k3 of d = log p - log q at samples of p, in nats. (N,) -> (N,)"""
@@ -70,11 +75,11 @@ def in_reward(config: Config) -> bool:
 
 def to_go(config: Config) -> bool:
     """Whether each token gets its own advantage by the KL that comes after it."""
-    own = getattr(config, "by_token", False)  # then `token_table` has charged it already
+    own = getattr(config, "by_token", False)  # then `token_advantages` has charged it already
     return in_reward(config) and config.kl_credit == "to_go" and not own
 
 
-def token_advantages(
+def charge_tokens(
     advantage: Tensor,
     usable: Tensor,
     old: Tensor,

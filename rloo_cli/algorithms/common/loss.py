@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rloo_cli.algorithms.common import aggregate, importance_weights, policy_loss
@@ -14,24 +15,25 @@ if TYPE_CHECKING:
     from rloo_cli.data.packing import Micro
 
 
-def loss(
-    logp: Tensor,
-    old: Tensor,
-    ref: Tensor | None,
-    micro: Micro,
-    advantage: Tensor,
-    config: Switches,
-    denominator: float,
-    kl_logp: Tensor | None = None,
-    entropy: Tensor | None = None,
-    tokens: float = 1.0,
-) -> policy_loss.Loss:
-    """A micro-batch's share of the update's loss: the `total`s and their gradients add up to it.
+@dataclass(frozen=True)
+class LossInputs:
+    """What a micro-batch's loss is made of: S completions with N tokens."""
 
-    logp (N,) with gradient, old and ref (N,) without; advantage (S,), or (N,) where every token
-    has its own; kl_logp (N,) is logp at the temperature of the KL, if that differs; entropy (N,)
-    with gradient, where a bonus is asked for, whose mean is over the update's `tokens`.
-    """
+    logp: Tensor  # (N,) with gradient
+    old_logp: Tensor  # (N,) of the policy before the step's first update
+    ref_logp: Tensor | None  # (N,) of the reference; None = there is none
+    micro_batch: Micro  # which token is of which completion, and which count
+    advantage: Tensor  # (S,), or (N,) where every token has its own
+    denominator: float  # what the update's sum is divided by
+    kl_logp: Tensor | None = None  # (N,) logp at the KL's temperature, where that is another
+    entropy: Tensor | None = None  # (N,) with gradient where a bonus is asked for
+    num_tokens: float = 1.0  # of the whole update, which the entropy's mean is over
+
+
+def loss(inputs: LossInputs, config: Switches) -> policy_loss.Loss:
+    """A micro-batch's share of the update's loss: the `total`s and their gradients add up to it."""
+    logp, old, ref = inputs.logp, inputs.old_logp, inputs.ref_logp
+    micro, advantage, denominator = inputs.micro_batch, inputs.advantage, inputs.denominator
     weights = importance_weights.weights(old, micro, config)
     base = importance_weights.ratio_base(old, micro, config)
     rho = policy_loss.ratios(logp, base, micro, config, weights)
@@ -42,10 +44,11 @@ def loss(
     policy = aggregate.total(term, micro, config) / denominator
     penalty = bonus = policy.detach() * 0.0
     if ref is not None and config.kl_in == "loss":
-        k = loss_term(logp if kl_logp is None else kl_logp, ref, logp - base, micro, config)
+        kl_logp = logp if inputs.kl_logp is None else inputs.kl_logp
+        k = loss_term(kl_logp, ref, logp - base, micro, config)
         penalty = aggregate.total(k, micro, config) / denominator
-    if config.entropy_coef and entropy is not None:
-        bonus = config.entropy_coef * (entropy * micro.mask).sum() / tokens
+    if config.entropy_coef and inputs.entropy is not None:
+        bonus = config.entropy_coef * (inputs.entropy * micro.mask).sum() / inputs.num_tokens
     return policy_loss.measured(
         policy, penalty, rho, logp - base, advantage, micro, config, weights, bonus
     )

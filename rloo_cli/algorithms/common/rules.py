@@ -12,12 +12,11 @@ from statistics import NormalDist
 from rloo_cli.algorithms.common import config as common_config
 from rloo_cli.algorithms.common import (
     dialect,
-    forward_passes,
     importance_weights,
     policy_loss,
     siblings,
 )
-from rloo_cli.algorithms.common.config import Switches, resolved, switches, updates
+from rloo_cli.algorithms.common.config import Switches, switches, updates
 from rloo_cli.config.schema import GenerationConfig, RunConfig
 from rloo_cli.utils.errors import Problem
 
@@ -81,8 +80,6 @@ def _baseline_problems(config: Switches) -> Iterator[Problem]:
             )
 
 
-__all__ = ["Switches", "problems", "resolved", "switches", "updates", "warnings", "why_separate"]
-
 TOKEN_NOISE = 0.01  # log-ratio per token that kernels and one small update make
 CLIPPED_SHARE = 0.1  # predicted share of completions clipped by that noise alone: warn above
 
@@ -129,11 +126,6 @@ def warnings(run: RunConfig) -> Iterator[str]:
         )
     if config.loss_agg == "token_mean_local":
         yield "algorithm.loss_agg=token_mean_local: the loss depends on the micro-batch size"
-
-
-def why_separate(run: RunConfig) -> str | None:
-    """Why old_logp cannot be the training forward's own; None where it is (`passes`)."""
-    return forward_passes.why_separate(run, switches(run))
 
 
 def clipped_by_noise(config: policy_loss.Config, tokens: int) -> float:

@@ -6,12 +6,10 @@ The loop asks once per step, on the CPU and on every rank alike, before the firs
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from rloo_cli.data.packing import Micro
 
 WHITE_EPS = 1e-8  # added to the variance
 
@@ -30,22 +28,12 @@ class StepTokens:
 
 
 @dataclass(frozen=True)
-class TokenTable:
+class TokenAdvantages:
     """What an algorithm makes of it."""
 
     advantage: Tensor  # (N,) exactly 0 where the mask is
     returns: Tensor | None = None  # (N,) what the value model is fitted to
     norm_skipped: bool = False  # not whitened: no two scores of the step differ
-
-
-def token_table(step: StepTokens, config: Any) -> TokenTable:
-    """Raises TypeError: an algorithm whose Config says `by_token` has its own."""
-    raise TypeError(f"{config.name} gives its tokens no advantages of their own")
-
-
-def value_loss(values: Tensor, micro: Micro, config: Any, tokens: float) -> Any:
-    """Raises TypeError: only an algorithm with a value model fits one."""
-    raise TypeError(f"{config.name} has no value model")
 
 
 class Grid:

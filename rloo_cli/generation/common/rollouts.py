@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rloo_cli.algorithms.common.base import Algorithm
+from rloo_cli.algorithms.common.config import Switches
+from rloo_cli.algorithms.common.score import truncation
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.batch import Batch, Group
 from rloo_cli.data.prompts import Prompts
@@ -31,7 +34,7 @@ class Rollouts:
     """Everything that makes a step's batch."""
 
     config: RunConfig
-    algorithm: Any  # the algorithm's module
+    algorithm: Algorithm[Switches]
     prompts: Prompts
     generator: Generator
     rewards: list[Reward]
@@ -44,7 +47,7 @@ class Rollouts:
         Raises RewardError, GenerationError, and NumbersError when resampling finds nothing to
         learn from.
         """
-        settings: Any = self.config.algorithm
+        settings = self.algorithm.config
         wanted = self.config.train.prompts_per_step
         kept: list[Batch] = []
         drawn = rounds = 0
@@ -82,7 +85,7 @@ class Rollouts:
         )  # fmt: skip
         scores.raw = poison("reward", scores.raw)
         batch = self._batch(step, groups, scores)
-        if self.config.algorithm.greedy:
+        if self.config.algorithm.needs_greedy:
             self._add_greedy(batch, seeds, context)
         return batch
 
@@ -106,8 +109,9 @@ class Rollouts:
             batch.facts["objective/greedy_scores"] = float(found.shaped[found.scorable].mean())
 
     def _batch(self, step: int, groups: list[Group], scores: Scores) -> Batch:
-        settings = self.config.algorithm
-        weighted, scorable = self.algorithm.combine(scores.raw, scores.weights, settings)
+        settings = self.algorithm.config
+        weights = scores.weights.tolist()
+        weighted, scorable = self.algorithm.combine_rewards(scores.raw, weights)
         facts = {f"reward/{n}/error_rate": r for n, r in scores.error_rate.items()}
         facts |= {f"reward/{n}/time": s for n, s in scores.seconds.items()}
         facts |= self.generator.facts
@@ -129,9 +133,9 @@ class Rollouts:
             plain=plain_scores(scores.raw, scores.weights, settings),
         )
         ended = batch.table("terminated")
-        batch.scorable, batch.masked = self.algorithm.truncation(scorable, ended, settings)
-        batch.shaped = self.algorithm.shape(
-            weighted, batch.scorable, batch.table("length"), ended, settings
+        batch.scorable, batch.masked = truncation(scorable, ended, settings)
+        batch.shaped = self.algorithm.shape_scores(
+            weighted, batch.scorable, batch.table("length"), ended
         )
         return batch
 
@@ -140,11 +144,11 @@ class Rollouts:
 
         What is normalised over the step was normalised over one round of draws until now.
         """
-        settings: Any = self.config.algorithm
+        settings = self.algorithm.config
         if batch.plain is not None and batch.weights is not None:
-            batch.score, _ = self.algorithm.combine(batch.raw, batch.weights, settings)
-        batch.shaped = self.algorithm.shape(
-            batch.score, batch.scorable, batch.table("length"), batch.table("terminated"), settings
+            batch.score, _ = self.algorithm.combine_rewards(batch.raw, batch.weights.tolist())
+        batch.shaped = self.algorithm.shape_scores(
+            batch.score, batch.scorable, batch.table("length"), batch.table("terminated")
         )
         flat = [i for i in range(len(batch.groups)) if not _spread(batch, i)]
         dropped = flat if settings.zero_std_groups != "keep" else []
@@ -162,12 +166,12 @@ class Rollouts:
         batch.facts["groups/resampled"] = drawn - len(batch.groups)
 
 
-def plain_scores(raw: Tensor, weights: Tensor, settings: Any) -> Tensor | None:
+def plain_scores(raw: Tensor, weights: Tensor, settings: Switches) -> Tensor | None:
     """The rewards' weighted sum, where what is trained on is not that sum but a normalised one.
 
     (F, P, K), (F,) -> (P, K), 0 for what a reward said nothing of
     """
-    if getattr(settings, "multi_reward", "sum") == "sum":
+    if settings.multi_reward == "sum":
         return None
     return (raw.nan_to_num(0.0) * weights[:, None, None]).sum(0)
 

@@ -1,7 +1,8 @@
-"""Which forward passes an update can do without, exactly (README, Fast)."""
+"""Which forward passes an update needs, and which it can do without, exactly (README, Fast)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rloo_cli.algorithms.common import advantage, kl
@@ -14,12 +15,36 @@ if TYPE_CHECKING:
     from rloo_cli.config.schema import RunConfig
 
 
-def early(config: Switches) -> bool:
+@dataclass(frozen=True)
+class ForwardPlan:
+    """What an update's forward passes are for."""
+
+    reference: bool  # the reference's log-probabilities are needed: a KL is measured
+    value_model: bool  # a value model says what every token is worth
+    by_scores: bool  # advantages need no log-probability: they are known before the update
+    separate: (
+        str | None
+    )  # why old_logp needs a pass of its own; None = the training forward's is it
+    every_completion: bool  # none is left out because its advantage is 0
+
+
+def forward_plan(run: RunConfig, config: Switches) -> ForwardPlan:
+    """The plan of a run. `config` is its algorithm's, with loss_type written out."""
+    return ForwardPlan(
+        reference=config.needs_reference,
+        value_model=config.baseline == "value",
+        by_scores=by_scores(config),
+        separate=_why_separate(run, config),
+        every_completion=_every_completion(config),
+    )
+
+
+def by_scores(config: Switches) -> bool:
     """Whether advantages need no log-probability: no KL is in the reward."""
     return not kl.in_reward(config) and not config.by_token
 
 
-def one_factor(config: Switches) -> bool:
+def single_factor(config: Switches) -> bool:
     """Whether normalising is one number on the whole gradient, known once all KLs are.
 
     The mean of whole groups' leave-one-out advantages is exactly 0, so (A - mean) / (std + eps) is
@@ -33,11 +58,11 @@ def one_factor(config: Switches) -> bool:
     return config.normalize_advantages and grouped and alike and alone
 
 
-def why_separate(run: RunConfig, config: Switches) -> str | None:
+def _why_separate(run: RunConfig, config: Switches) -> str | None:
     """Why old_logp needs a pass of its own; None where the training forward's numbers are it.
 
     One mini-batch (C1), no dropout (C4), and advantages that need no other group's KL (C3). That a
-    group's completions share a micro-batch (C2) depends on their lengths: `train` looks at each
+    group's completions share a micro-batch (C2) depends on their lengths: the loop looks at each
     step. The sampler correction never forbids it: it only reads old_logp.
     """
     if config.by_token:
@@ -48,31 +73,37 @@ def why_separate(run: RunConfig, config: Switches) -> str | None:
         return "several optimizer steps per pass (algorithm.num_minibatches)"
     if not run.model.disable_dropout:
         return "dropout may be on (model.disable_dropout=false)"
-    if early(config) or one_factor(config) or not advantage.needs_whole_step(config):
+    if by_scores(config) or single_factor(config) or not advantage.needs_whole_step(config):
         return None
     return "advantages need every group's KL before the first update"
 
 
-def forwarded(score: Tensor, scorable: Tensor, masked: Tensor, config: Switches) -> Tensor:
-    """Rows whose log-probabilities the update depends on; of the others it exactly does not.
+def _every_completion(config: Switches) -> bool:
+    pulled = config.kl_in == "loss" and config.beta > 0  # every row is pulled, advantage or none
+    pulled = pulled or config.entropy_coef > 0
+    return pulled or config.loss_agg == "token_mean_local"  # a mean over what a micro-batch holds
 
-    Masked rows have neither loss nor KL. Rows without a score, or without a sibling that has one,
+
+def needed_completions(
+    score: Tensor, scorable: Tensor, masked: Tensor, config: Switches, plan: ForwardPlan
+) -> Tensor:
+    """Completions whose log-probabilities the update depends on; of the others it exactly does not.
+
+    Masked ones have neither loss nor KL. Those without a score, or without a sibling that has one,
     have no advantage; nor has a group of equal scores, where no KL is in the reward and neither
     clipping nor normalising moves its advantages away from 0. (Decided from the scores: a computed
     A of 0 may be off by a rounding, which normalising divides by 1e-4.)
     (P, K), (P, K) bool, (P, K) bool -> (P, K) bool
     """
-    rows = ~masked
-    pulled = config.kl_in == "loss" and config.beta > 0  # every row is pulled, advantage or none
-    pulled = pulled or config.entropy_coef > 0
-    if pulled or config.loss_agg == "token_mean_local":  # a mean over what a micro-batch holds
-        return rows
-    rows = rows & usable(scorable, config)
+    needed = ~masked
+    if plan.every_completion:
+        return needed
+    needed = needed & usable(scorable, config)
     grouped = config.baseline in ("loo", "group_mean")
     # Where the mean of advantages is not 0, normalising moves those of equal scores too.
     moved = config.normalize_advantages and config.advantage_scale == "loo_std"
     moved = moved or advantage.clips(config)  # to a range that 0 need not be in
     logged = config.kl_in == "none" and config.beta > 0  # whoever only logs the KL wants it of all
-    if grouped and early(config) and not moved and not logged:
-        rows = rows & differs(score, scorable)
-    return rows
+    if grouped and plan.by_scores and not moved and not logged:
+        needed = needed & differs(score, scorable)
+    return needed

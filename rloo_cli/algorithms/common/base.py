@@ -1,0 +1,124 @@
+"""What an algorithm is: a class with six hooks. What a class does not define is as it is here.
+
+    advantages        rewards and advantages of completions, from scores and KL
+    token_advantages  an advantage for every token of the step, where `Config.by_token` says so
+    loss              a micro-batch's share of an update's loss
+    value_loss        likewise, of a value model
+    next_state        numbers for later steps, such as a moving average; checkpoints keep them
+    rules             conflicts between keys, before a run starts
+
+Two more may be overridden: how several rewards become one score (`combine_rewards`), and what
+happens to a score before the KL is subtracted (`shape_scores`). Which forward passes an update
+needs is derived from the config (`forward_plan`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from rloo_cli.algorithms.common import advantage, forward_plan, rules, score
+from rloo_cli.algorithms.common import loss as common_loss
+from rloo_cli.algorithms.common.advantage import AdvantageInputs, Advantages
+from rloo_cli.algorithms.common.config import Switches, resolved_values, written_out
+from rloo_cli.algorithms.common.forward_plan import ForwardPlan
+from rloo_cli.algorithms.common.loss import LossInputs
+from rloo_cli.config import registry
+from rloo_cli.config.schema import AlgorithmConfig, RunConfig
+from rloo_cli.utils.errors import Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rloo_cli.algorithms.common.policy_loss import Loss
+    from rloo_cli.algorithms.common.token_advantage import StepTokens, TokenAdvantages
+    from rloo_cli.data.packing import Micro
+
+C = TypeVar("C", bound=Switches, covariant=True)
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """A micro-batch's share of an update's value loss, and what is measured of it."""
+
+    total: Tensor  # () with gradient, vf_coef included
+    value: Tensor  # () detached, without vf_coef
+    clipped: Tensor  # (N,) bool, the clipped value's loss is the larger one
+    counted: Tensor  # (N,) bool, trained tokens that have a return
+
+
+class Algorithm(ABC, Generic[C]):
+    """An algorithm with its config."""
+
+    is_algorithm = True  # what the registry finds a file's class by
+    resolved_values = staticmethod(resolved_values)
+
+    def __init__(self, config: C):
+        self._config = written_out(config)
+
+    @property
+    def config(self) -> C:
+        """The algorithm's section of the config, with what `loss_type` stands for written out."""
+        return self._config
+
+    @abstractmethod
+    def advantages(self, inputs: AdvantageInputs) -> Advantages:
+        """Rewards and advantages of whole groups, or of the whole step. (P, K) each, and so back.
+
+        Asked for whole groups, but for the whole step only where `forward_plan` says so.
+        """
+
+    def token_advantages(self, step: StepTokens) -> TokenAdvantages:
+        """Advantages of every token of the step, where `Config.by_token` says so. (N,) -> (N,)"""
+        raise NotImplementedError(f"{type(self).__name__} does not define token_advantages")
+
+    def loss(self, inputs: LossInputs) -> Loss:
+        """A micro-batch's share of the update's loss: totals and their gradients add up to it."""
+        return common_loss.loss(inputs, self.config)
+
+    def value_loss(self, values: Tensor, micro: Micro, num_tokens: float) -> ValueLoss:
+        """A micro-batch's share of the value loss, for an algorithm with a value model. (N,)"""
+        raise NotImplementedError(f"{type(self).__name__} does not define value_loss")
+
+    def next_state(
+        self, reward: Tensor, usable: Tensor, state: Mapping[str, float]
+    ) -> dict[str, float]:
+        """What later steps are to know of this one, whose rewards these are. (P, K), (P, K) ->"""
+        return advantage.next_state(reward, usable, self.config, state)
+
+    def rules(self, run: RunConfig) -> Iterator[Problem]:
+        """Conflicts between keys that stop a run before it starts."""
+        return rules.problems(run)
+
+    def warnings(self, run: RunConfig) -> Iterator[str]:
+        """What is allowed and seldom meant, one sentence each."""
+        return rules.warnings(run)
+
+    def forward_plan(self, run: RunConfig) -> ForwardPlan:
+        """Which forward passes an update needs."""
+        return forward_plan.forward_plan(run, self.config)
+
+    def combine_rewards(self, raw: Tensor, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """Several rewards as one score, and which completions have one.
+
+        `raw` float64, NaN = the reward says nothing. (F, P, K), F -> (P, K), (P, K) bool
+        """
+        return score.combine(raw, weights, self.config)
+
+    def shape_scores(
+        self, scores: Tensor, scorable: Tensor, lengths: Tensor, terminated: Tensor
+    ) -> Tensor:
+        """Length penalty, missing EOS, normalising, clip, of the whole step. (P, K) each, and back
+
+        `lengths` in trained tokens; `terminated`: it ended by itself, and was not cut off.
+        """
+        return score.shape(scores, scorable, lengths, terminated, self.config)
+
+
+def load_algorithm(config: AlgorithmConfig) -> Algorithm[Switches]:
+    """The algorithm that a config names, ours or a file of the user's own. Raises ConfigError."""
+    found: Any = registry.algorithm_class(config.name)
+    algorithm: Algorithm[Switches] = found(config)
+    return algorithm

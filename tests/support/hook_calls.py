@@ -1,0 +1,79 @@
+"""An algorithm's hooks, called with loose tensors as test vectors have them."""
+
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from rloo_cli.algorithms import ppo as ppo_module
+from rloo_cli.algorithms import rloo as rloo_module
+from rloo_cli.algorithms.common import aggregate, config, kl, score
+from rloo_cli.algorithms.common.advantage import AdvantageInputs, Advantages, needs_whole_step
+from rloo_cli.algorithms.common.loss import LossInputs
+from rloo_cli.config import registry
+
+
+class HookCalls:
+    """The algorithm of a module, a new one with each call's config."""
+
+    sequence_kl = staticmethod(kl.sequence_kl)
+    token_advantages = staticmethod(kl.charge_tokens)
+    truncation = staticmethod(score.truncation)
+    denominator = staticmethod(aggregate.denominator)
+    needs_whole_step = staticmethod(needs_whole_step)
+
+    def __init__(self, module: ModuleType):
+        self.Config = module.Config
+        self.of = registry.algorithm_class(module.__name__.rpartition(".")[2])
+
+    def advantages(
+        self, scores: Tensor, pull: Tensor | None, scorable: Tensor, c: Any, **known: Any
+    ) -> Advantages:
+        found: Advantages = self.of(c).advantages(AdvantageInputs(scores, pull, scorable, **known))
+        return found
+
+    def loss(
+        self, logp: Tensor, old: Tensor, ref: Tensor | None, micro: Any, a: Tensor, c: Any,
+        denominator: float, *more: Any, **named: Any,
+    ) -> Any:  # fmt: skip
+        return self.of(c).loss(LossInputs(logp, old, ref, micro, a, denominator, *more, **named))
+
+    def value_loss(self, values: Tensor, micro: Any, c: Any, tokens: float) -> Any:
+        return self.of(c).value_loss(values, micro, tokens)
+
+    def token_table(self, step: Any, c: Any) -> Any:
+        return self.of(c).token_advantages(step)
+
+    def combine(self, raw: Tensor, weights: Sequence[float], c: Any) -> tuple[Tensor, Tensor]:
+        pair: tuple[Tensor, Tensor] = self.of(c).combine_rewards(raw, weights)
+        return pair
+
+    def shape(
+        self, scores: Tensor, scorable: Tensor, lengths: Tensor, ended: Tensor, c: Any
+    ) -> Tensor:
+        shaped: Tensor = self.of(c).shape_scores(scores, scorable, lengths, ended)
+        return shaped
+
+    def problems(self, run: Any) -> Iterator[Any]:
+        yield from self.of(run.algorithm).rules(run)
+
+    def warnings(self, run: Any) -> Iterator[str]:
+        yield from self.of(run.algorithm).warnings(run)
+
+    def why_separate(self, run: Any) -> str | None:
+        why: str | None = self.of(run.algorithm).forward_plan(run).separate
+        return why
+
+    def resolved(self, c: Any, backend: str) -> Any:
+        """The config to train with."""
+        values = c.model_dump()
+        return type(c)(**(values | config.resolved_values(values, backend)))
+
+
+def of_name(name: str) -> HookCalls:
+    """Those of an algorithm of ours."""
+    return HookCalls(registry.module("algorithms", name))
+
+
+rloo, ppo = HookCalls(rloo_module), HookCalls(ppo_module)
