@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-all lint mutants house gpu-proof pictures clean
+.PHONY: quickstart test test-all lint words mutants house gpu-proof pictures clean
 
 # vLLM's tests run where its CPU build does: Linux on x86-64 without an NVIDIA GPU. With one,
 # `pip install -e '.[vllm]'` brings the GPU build, and the same tests find it.
@@ -68,6 +68,10 @@ lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy rloo_cli
+
+# How many public functions have a name of one word, and which names are taken twice.
+words: $(VENV)/installed-test
+	$(BIN)/python tests/house/words.py
 
 # Each guard is taken out once, and its test must fail: tests/house/mutants.yaml.
 mutants: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap $(VENV)/tried-slurm

@@ -36,10 +36,10 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from rloo_cli.generation.vllm import arguments, handshake, sampling_params
-from rloo_cli.generation.vllm.engine import Answer, Ask
-from rloo_cli.generation.vllm.handshake import Expected
-from rloo_cli.generation.vllm.http_engine import OverHttp
-from rloo_cli.generation.vllm.weights import Whole
+from rloo_cli.generation.vllm.engine import EngineCompletion, EngineRequest
+from rloo_cli.generation.vllm.handshake import ExpectedServer
+from rloo_cli.generation.vllm.http_engine import HttpEngine
+from rloo_cli.generation.vllm.weights import ModelWeightSource
 from rloo_cli.launch import rollout_server
 
 TOKEN = "a token for the bench"
@@ -57,49 +57,54 @@ def servers(folder: Path, args: Any, processes: Sequence[int]) -> Iterator[list[
             place.mkdir()
             word = f"generation.server.api_processes={count}"
             run = rollout.run_of("vllm_server", folder, place, args, word)
-            started.append((rollout_server.start(place, run, "bench"), run))
-        there = [rollout_server.wait(process, run) for process, run in started]
+            started.append((rollout_server.start_server(place, run, "bench"), run))
+        there = [rollout_server.wait_for_server(process, run) for process, run in started]
         yield [server.url for server in there if server is not None]
     finally:
         for process, _ in started:
-            rollout_server.stop(process)
+            rollout_server.stop_server(process)
 
 
-def client(folder: Path, args: Any, *urls: str) -> OverHttp:
+def client(folder: Path, args: Any, *urls: str) -> HttpEngine:
     """A run's client of these servers, connected."""
     run = rollout.run_of("vllm_server", folder, folder / "none", args)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     keys = run.generation.server
-    given = arguments.engine(run, keys, run.seed)
-    expected = Expected(
-        model=run.model.path, dtype=given["dtype"], tokenizer=handshake.tokenizer(tokenizer),
-        places=given.get("max_model_len", 0), transfer=arguments.transfer(run, keys),
+    given = arguments.build_engine_arguments(run, keys, run.seed)
+    expected = ExpectedServer(
+        model=run.model.path,
+        dtype=given["dtype"],
+        tokenizer=handshake.tokenizer_fingerprint(tokenizer),
+        max_model_len=given.get("max_model_len", 0),
+        transfer=arguments.weight_transfer_backend(run, keys),
         allow_untested=True,
-    )  # fmt: skip
+    )
     named = keys.model_copy(update={"base_url": list(urls)})
-    found = OverHttp(named, folder, expected, lambda note: None)
+    found = HttpEngine(named, folder, expected, lambda note: None)
     found.connect()
     return found
 
 
-def asks(folder: Path, args: Any, number: int) -> list[Ask]:
+def asks(folder: Path, args: Any, number: int) -> list[EngineRequest]:
     """A batch: K completions of `--length` tokens for each prompt, with seeds of this round."""
     run = rollout.run_of("vllm_server", folder, folder / "none", args)
     found = []
     for i, prompt in enumerate(rollout.prompts(args.prompts)):
         for j in range(args.k):
             seed = number * 10**6 + i * args.k + j
-            params = sampling_params.completion(run.generation, [], seed, False, None)
-            found.append(Ask(prompt, params))
+            params = sampling_params.completion_params(run.generation, [], seed, False, None)
+            found.append(EngineRequest(prompt, params))
     return found
 
 
-def draw(engine: OverHttp, batch: list[Ask], groups: bool, length: int) -> list[Answer | None]:
+def draw(
+    engine: HttpEngine, batch: list[EngineRequest], groups: bool, length: int
+) -> list[EngineCompletion | None]:
     """Every completion of a batch; `groups`: by our route."""
-    answers: list[Answer | None] = [None] * len(batch)
+    answers: list[EngineCompletion | None] = [None] * len(batch)
     for server in engine.servers:
-        server.groups = groups
-    engine.complete(batch, answers.__setitem__)
+        server.has_group_route = groups
+    engine.generate(batch, answers.__setitem__)
     assert all(a is not None and len(a.ids) == length for a in answers)
     return answers
 
@@ -130,7 +135,7 @@ def rate(processes: int, groups: bool, seconds: list[float], args: Any) -> dict[
     """One way's row."""
     middle, count = statistics.median(seconds), args.prompts * args.k
     return {
-        "what": "rate", "route": handshake.GROUP if groups else "/inference/v1/generate",
+        "what": "rate", "route": handshake.GROUP_ROUTE if groups else "/inference/v1/generate",
         "api_processes": processes, "requests_per_s": (args.prompts if groups else count) / middle,
         "completions_per_s": count / middle, "tokens_per_s": count * args.length / middle,
         "s_batch": middle, "rounds": [round(s, 3) for s in seconds],
@@ -142,9 +147,12 @@ def syncs(size: int, args: Any) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="rloo-bench-") as place:
         folder = Path(place) / "model"
         trained = rollout.model(size, folder)
-        source, count = Whole(trained, torch.float32), sum(p.numel() for p in trained.parameters())
+        source, count = (
+            ModelWeightSource(trained, torch.float32),
+            sum(p.numel() for p in trained.parameters()),
+        )
         with servers(folder, args, (1, 1)) as urls:
-            ways: dict[str, Callable[[], list[OverHttp]]] = {
+            ways: dict[str, Callable[[], list[HttpEngine]]] = {
                 "one server": lambda: [client(folder, args, urls[0])],
                 "two, one after the other": lambda: [client(folder, args, url) for url in urls],
                 "two, one broadcast": lambda: [client(folder, args, *urls)],
@@ -160,14 +168,14 @@ def syncs(size: int, args: Any) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def updated(engines: list[OverHttp], source: Any) -> list[float]:
+def updated(engines: list[HttpEngine], source: Any) -> list[float]:
     """Seconds of each of UPDATES updates of all engines, one after the other."""
     found = []
     try:
         for number in range(UPDATES + 1):
             began = time.perf_counter()
             for engine in engines:
-                assert engine.sync(source, f"bench:{number}") == f"bench:{number}"
+                assert engine.sync_weights(source, f"bench:{number}") == f"bench:{number}"
             found.append(time.perf_counter() - began)
     finally:
         for engine in engines:
@@ -208,7 +216,11 @@ def main() -> None:
     for size in [] if args.only == "rate" else args.sizes:
         rows += syncs(size, args)
     for r in rows:
-        r |= {"vllm": arguments.installed(), "cores": os.cpu_count(), "loadavg": os.getloadavg()[0]}
+        r |= {
+            "vllm": arguments.installed_vllm_version(),
+            "cores": os.cpu_count(),
+            "loadavg": os.getloadavg()[0],
+        }
     if args.out is not None:
         with args.out.open("a") as file:
             file.writelines(json.dumps(r) + "\n" for r in rows)

@@ -121,7 +121,7 @@ class Bench:
             clear()
         if not found.size:
             return
-        found.level, found.shape = phase.level, gpu_rows.shape_of(phase.model)
+        found.level, found.shape = phase.level, gpu_rows.model_forward_cost(phase.model)
         found.attention = phase.model.config._attn_implementation
         gradient = {n: w.grad for n, w in phase.model.named_parameters() if w.grad is not None}
         for base, known in self.bases.items():

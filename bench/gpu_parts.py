@@ -24,10 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rloo_cli.config.schema import LoraConfig
 from rloo_cli.data import segments
 from rloo_cli.data.batch import Group, Rollout
-from rloo_cli.data.packing import Part, whole
+from rloo_cli.data.packing import GroupSlice, whole_group_slices
 from rloo_cli.policy import layouts, lora
 from rloo_cli.policy.model import Policy
-from rloo_cli.policy.reference import OfPolicy, Reference
+from rloo_cli.policy.reference import AdapterReference, Reference
 
 try:
     from trl.trainer.utils import add_fused_lm_head
@@ -143,7 +143,7 @@ def adapt(model: Any, shape: Shape, seed: int) -> LoraConfig:
         exclude_modules=[], modules_to_save=[], bias="none", use_rslora=False, use_dora=False,
         path=None,
     )  # fmt: skip
-    lora.add(model, keys, seed)
+    lora.attach_adapter(model, keys, seed)
     torch.manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
@@ -202,7 +202,7 @@ class Trl(Phase):
         self.frozen = None if shape.lora else build(shape, device, torch.float32, seed, NOISE)
         if shape.lora:
             adapt(model, shape, seed)
-        self.layers = lora.layers(model) if shape.lora else []
+        self.layers = lora.adapter_layers(model) if shape.lora else []
         self.prepare(model, self.frozen)
         if add_fused_lm_head is not None:
             add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))
@@ -213,7 +213,7 @@ class Trl(Phase):
         """Of the frozen model, or of the policy without its adapter. -> (b, c)"""
         if self.frozen is not None:
             return self.logp(self.frozen, rows)
-        with lora.using(self.layers, None):
+        with lora.use_adapter(self.layers, None):
             return self.logp(self.model, rows)
 
     def pad(self) -> None:
@@ -267,9 +267,9 @@ class Rloo(Phase):
         keys = adapt(self.policy.model, shape, seed) if shape.lora else None
         self.prepare(self.policy.model, None)
         longest = shape.prompt[1] + shape.completion[1]
-        self.level = str(layouts.settle(self.policy, variant.layout, longest))
+        self.level = str(layouts.choose_policy_layout(self.policy, variant.layout, longest))
         self.frozen = self.reference(shape, dtype, seed, keys, longest)
-        self.policy.scorer.keep_bytes = variant.keep
+        self.policy.logprob_module.keep_logits_bytes = variant.keep
         trained = [w for w in self.model.parameters() if w.requires_grad]
         self.masters = [w.detach().float() for w in trained if w.dtype != torch.float32]
         for weight in trained:
@@ -282,16 +282,16 @@ class Rloo(Phase):
         """A model of its own, or the policy without its adapter."""
         if keys is not None:
             given: Any = SimpleNamespace(lora=keys, ref_sync=None)
-            found: Reference = OfPolicy(self.policy, 1.0, given, seed)
-            layouts.follow(found, self.policy)
+            found: Reference = AdapterReference(self.policy, 1.0, given, seed)
+            layouts.copy_layout(found, self.policy)
             return found
         found = Reference(build(shape, self.device, dtype, seed, NOISE), 1.0)
-        layouts.settle(found, self.variant.layout, longest)
+        layouts.choose_policy_layout(found, self.variant.layout, longest)
         return found
 
-    def parts(self, index: range) -> list[Part]:
+    def parts(self, index: range) -> list[GroupSlice]:
         """The completions of these groups."""
-        parts = whole(self.case.groups, index)
+        parts = whole_group_slices(self.case.groups, index)
         return [(i, (k,)) for i, ks in parts for k in ks] if self.variant.alone else parts
 
     def run(self, size: int) -> Tensor:
@@ -303,12 +303,14 @@ class Rloo(Phase):
             gap = logp.detach() - ref
             score = self.score[index.start : index.stop]
             kl, of_row = (
-                segments.row_sum(x, micro.sequence, micro.sequences)
+                segments.segment_sum(x, micro.sequence_ids, micro.num_sequences)
                 for x in (gap, logp - logp.detach())
             )
             value = advantages(score, kl.view_as(score)).flatten()
             loss(of_row, value, self.score.numel()).backward()
-            found.append(segments.row_sum(logp.detach(), micro.sequence, micro.sequences))
+            found.append(
+                segments.segment_sum(logp.detach(), micro.sequence_ids, micro.num_sequences)
+            )
         return torch.cat(found)
 
 

@@ -37,8 +37,8 @@ import proof_page
 from proof_child import Child, Result, serve
 from proof_rows import ProofRow
 
-from rloo_cli.distributed.device_count import gpus
-from rloo_cli.generation.vllm.arguments import installed
+from rloo_cli.distributed.device_count import visible_gpus
+from rloo_cli.generation.vllm.versions import installed_vllm_version
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -104,11 +104,11 @@ def look(rehearse: bool, trl_python: str) -> Place:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    if found := installed():
+    if found := installed_vllm_version():
         versions["vllm"] = found
     if trl_python:
         versions["trl-python"] = ask_versions(trl_python)
-    there = [] if rehearse else gpus()
+    there = [] if rehearse else visible_gpus()
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
     if there:
         machine = f"{len(there)} x {gpu_name()}"

@@ -15,10 +15,10 @@ from rows import commit
 from shapes import Shape
 from sides import BETA
 
-from rloo_cli.data.bin_packing import Shape as Cost
-from rloo_cli.policy.memory import shape_of
+from rloo_cli.data.bin_packing import ForwardCost as Cost
+from rloo_cli.policy.memory import model_forward_cost
 
-__all__ = ["brief", "rows_of", "shape_of", "show"]
+__all__ = ["brief", "model_forward_cost", "rows_of", "show"]
 
 # Relative distance of gradients beyond which there is no ratio. bfloat16 rounds to .004, and a
 # gradient is a small difference of large sums; float32 is where layouts are proved equal.
@@ -47,8 +47,8 @@ def work(cost: Cost, case: Case, variant: Variant) -> tuple[float, float, int]:
         else:
             rows += p + sum(inner)
             pairs += p**2 / 2 + sum(c * p + c**2 / 2 for c in inner)
-    body = 2.0 * cost.body * rows + 4.0 * cost.layers * cost.width * pairs
-    return body, 2.0 * cost.hidden * cost.vocabulary * tokens, rows
+    body = 2.0 * cost.layer_params * rows + 4.0 * cost.num_layers * cost.attention_width * pairs
+    return body, 2.0 * cost.hidden_size * cost.vocab_size * tokens, rows
 
 
 def done(
@@ -62,7 +62,7 @@ def done(
     passes = (5 if variant.tool == "trl" else 4) - adapters  # (old,) reference, forward, backward
     tokens = [sum(cs) for _, cs in case.lengths]
     largest = max(sum(tokens[i : i + size]) for i in range(0, len(tokens), size))
-    kept = largest * cost.vocabulary * 2 <= variant.keep
+    kept = largest * cost.vocab_size * 2 <= variant.keep
     again = (body if variant.gc else 0.0) + (0.0 if kept else head)
     return passes * (body + head), again, rows
 

@@ -27,9 +27,9 @@ from shapes import SHAPES, Shape
 from sides import BETA, LONG, digits
 
 from rloo_cli.config import check
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.launch import rollout_server
-from rloo_cli.run import Cycle, Run
+from rloo_cli.run import Run, StepProgress
 from rloo_cli.train.between_steps import log_step
 from rloo_cli.train.build import build_run
 from rloo_cli.train.step import update_policy
@@ -118,9 +118,9 @@ def started(
         f"algorithm.num_generations={shape.k}", f"train.prompts_per_step={shape.prompts}",
         f"generation.max_completion_length={shape.completion[1]}", *more,
     ]  # fmt: skip
-    checked = check.check(compose(words))
+    checked = check.check_config(compose_config(words))
     place.mkdir()
-    with rollout_server.in_background(place, checked):
+    with rollout_server.background_server(place, checked):
         run = build_run(checked, place, {"digits": digits})
         run.log.display = None
         try:
@@ -135,11 +135,13 @@ def step(run: Run) -> dict[str, float]:
     state, gpu = run.state, run.policy.device.type == "cuda"
     run.clock.lap()
     began = time.perf_counter()
-    cycle = Cycle(run.rollouts.next(state.step, state.place, state.seen_by_rewards(run)))
+    cycle = StepProgress(
+        run.rollouts.next_batch(state.step, state.place, state.seen_by_rewards(run))
+    )
     update_policy(run, cycle)
     with run.clock.phase("sync"):
         run.generator.load(run.policy, state.updates)
-    run.ledger.step(cycle.batch, state.place, cycle.updates.made, cycle.batch.updated)
+    run.ledger.step(cycle.batch, state.place, cycle.updates.num_updates, cycle.batch.updated)
     state.advance(cycle.batch)
     split = dict(run.clock.seconds)
     log_step(run, cycle.batch, cycle.updates)
@@ -176,7 +178,7 @@ def row_of(
     return surroundings(run.policy.device, time.strftime("%Y-%m-%dT%H:%M:%S")) | {
         "workload": shape.name, "tool": "rloo", "setting": "exact", "variant": "step",
         "K": shape.k, "B": shape.batch, "beta": beta, "rounds": len(seconds),
-        "level": str(run.level), "s_step": middle, "s_step_least": min(seconds),
+        "level": str(run.layout_choice), "s_step": middle, "s_step_least": min(seconds),
         "s_step_most": max(seconds), "s_steps": [round(s, 4) for s in seconds],
         "split": {name: round(s, 4) for name, s in split.items()},
         "completions_per_s": shape.batch / middle,

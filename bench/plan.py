@@ -27,10 +27,10 @@ from typing import Any
 import results
 
 from rloo_cli.config import check
-from rloo_cli.config.compose import compose
-from rloo_cli.planning import device, model_facts, peak_memory
-from rloo_cli.planning.case import Case
-from rloo_cli.planning.peak_memory import Memory
+from rloo_cli.config.compose import compose_config
+from rloo_cli.planning import device, model_spec, peak_memory
+from rloo_cli.planning.peak_memory import PeakMemory
+from rloo_cli.planning.plan_inputs import PlanInputs
 
 ROOT = Path(__file__).resolve().parents[1]
 RAW, PAGE = Path(__file__).with_name("plan.jsonl"), ROOT / "docs" / "plan.md"
@@ -140,22 +140,37 @@ def words(setting: Setting, folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def predict(setting: Setting) -> Memory:
+def predict(setting: Setting) -> PeakMemory:
     """What the plan says of a configuration, from the config.json that its model will have."""
     folder = Path("make:tiny")  # a path that is one; no file of it is read
     given = [w for w in words(setting, folder) if "/" not in w.partition("=")[2]]
-    run = check.check(compose([*given, "model.path=make:tiny", "data.path=make:tiny", *(
-        ["reward.model.path=make:tiny_reward"] if "reward=model" in given else []
-    )]))  # fmt: skip
-    model = model_facts.read(MODELS[setting.model], setting.model, "bench")
-    rewards = {n: model_facts.read(MODELS["reward"], n, "bench")
+    run = check.check_config(
+        compose_config(
+            [
+                *given,
+                "model.path=make:tiny",
+                "data.path=make:tiny",
+                *(["reward.model.path=make:tiny_reward"] if "reward=model" in given else []),
+            ]
+        )
+    )
+    model = model_spec.parse_model_spec(MODELS[setting.model], setting.model, "bench")
+    rewards = {n: model_spec.parse_model_spec(MODELS["reward"], n, "bench")
                for n, entry in run.rewards.items() if entry.type == "model"}  # fmt: skip
     beta = getattr(run.algorithm, "beta", 0.0) > 0 and run.model.lora is None
-    return peak_memory.of(Case(
-        run=run, model=model, device=device.cpu(), ranks=run.distributed.num_processes or 1,
-        longest=setting.prompt, reference=model if beta else None, rewards=rewards,
-        budget=run.train.micro_batch_tokens, recompute=run.model.gradient_checkpointing is True,
-    ))  # fmt: skip
+    return peak_memory.estimate_peak_memory(
+        PlanInputs(
+            run=run,
+            model=model,
+            device=device.cpu_device(),
+            ranks=run.distributed.num_processes or 1,
+            max_prompt_tokens=setting.prompt,
+            reference_model=model if beta else None,
+            reward_models=rewards,
+            token_budget=run.train.micro_batch_tokens,
+            recompute=run.model.gradient_checkpointing is True,
+        )
+    )
 
 
 def make(setting: Setting, folder: Path) -> None:
@@ -244,13 +259,13 @@ def table(rows: list[results.Row]) -> list[str]:
             lines.append(f"| {setting.says} | {setting.model} | {why} | | | |")
             continue
         row, found = latest[name], predict(setting)
-        off = found.peak / row["measured_bytes"] - 1
+        off = found.peak_bytes / row["measured_bytes"] - 1
         errors.append(abs(off))
-        parts = sorted(found.phases[found.worst].items(), key=lambda p: -p[1])[:3]
+        parts = sorted(found.phases[found.worst_phase].items(), key=lambda p: -p[1])[:3]
         said = ", ".join(f"{n} {v / GIB:.2f}" for n, v in parts)
         lines.append(
             f"| {setting.says} | {row['model']} | {row['measured_bytes'] / GIB:.2f} | "
-            f"{found.peak / GIB:.2f} | {off:+.0%} | {said} ({found.worst}) |"
+            f"{found.peak_bytes / GIB:.2f} | {off:+.0%} | {said} ({found.worst_phase}) |"
         )
     if errors:
         lines += ["", f"Median error of {len(errors)} configurations: **{median(errors):.1%}**; "

@@ -25,13 +25,17 @@ from proof_kernels import Facts, passed
 from shapes import Shape
 
 from rloo_cli.config import check
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.batch import Group
-from rloo_cli.data.packing import whole
-from rloo_cli.distributed.device_count import gpus
+from rloo_cli.data.packing import whole_group_slices
+from rloo_cli.distributed.device_count import visible_gpus
 from rloo_cli.generation.vllm import arguments, server_file
-from rloo_cli.generation.vllm.generator import VllmGenerator, in_a_child, over_http
+from rloo_cli.generation.vllm.generator import (
+    VllmGenerator,
+    build_colocate_generator,
+    build_server_generator,
+)
 from rloo_cli.policy import lora
 from rloo_cli.policy.model import Policy
 
@@ -47,7 +51,7 @@ class Pair:
     def __init__(self, model: Any, run: RunConfig, folder: Path, prompts: Prompts, server: bool):
         self.model, self.run, self.prompts = model, run, prompts
         self.said: list[str] = []
-        make = over_http if server else in_a_child
+        make = build_server_generator if server else build_colocate_generator
         tokens = proof_models.tokenizer(folder)
         place = folder / str(run.name)
         place.mkdir(exist_ok=True)
@@ -71,7 +75,7 @@ class Pair:
 
     def gap(self, groups: list[Group]) -> tuple[float, float]:
         """Rms and largest difference of the log-probabilities of what was sampled."""
-        micro = self.policy.pack(groups, whole(groups, range(len(groups))))
+        micro = self.policy.pack(groups, whole_group_slices(groups, range(len(groups))))
         assert micro.behaviour_logp is not None
         apart = self.policy.frozen_logp(micro).logp - micro.behaviour_logp
         return float(apart.square().mean().sqrt()), float(apart.abs().max())
@@ -116,9 +120,9 @@ def beside(
         prompts = proof_models.prompts(shape, rows)
         proof_models.write(model, shape.vocabulary, folder, prompts)
         given = words(folder, dtype, length, ["generation=vllm_colocate", *more])
-        run = check.check(compose(given))
+        run = check.check_config(compose_config(given))
         if run.model.lora is not None:
-            lora.add(model, run.model.lora, run.seed)
+            lora.attach_adapter(model, run.model.lora, run.seed)
         pair = Pair(model, run, folder, prompts, server=False)
         try:
             yield pair
@@ -156,13 +160,13 @@ def judged(found: list[Facts], dtype: str, pair: Pair) -> Facts:
     """The facts of `rounds`, with a verdict."""
     limit = allowed(pair)
     worst = max(row["rms nats"] for row in found)
-    moved = pair.generator.facts.get("vllm/synced_bytes", 0.0)
+    moved = pair.generator.metrics.get("vllm/synced_bytes", 0.0)
     syncs = [row["s sync"] for row in found if row["s sync"] is not None]
     return {
         "verdict": passed(worst <= limit), "rms_nats": worst, "allowed": limit,
         "most_nats": max(row["most nats"] for row in found), "s_first_sync": syncs[0],
         "s_sync": statistics.median(syncs[1:] or syncs), "synced_mb": moved / 2**20,
-        "vllm": arguments.installed(), "table": found,
+        "vllm": arguments.installed_vllm_version(), "table": found,
     }  # fmt: skip
 
 
@@ -181,7 +185,7 @@ def sync(device: str, dtype: str, sizes: Facts) -> Facts:
         for _ in range(sizes["times"]):
             pair.change()
             seconds.append(pair.load())
-        moved = pair.generator.facts["vllm/synced_bytes"]
+        moved = pair.generator.metrics["vllm/synced_bytes"]
         rms, _ = pair.gap(pair.sample(1)[0])
         middle = statistics.median(seconds[1:])
         return {
@@ -210,16 +214,16 @@ def rollout(device: str, dtype: str, sizes: Facts) -> Facts:
             run.generator.generate(groups, seeds)
             seconds += [time.perf_counter() - began] if number else []
         keys: Any = run.config.generation
-        given = arguments.engine(run.config, keys.colocate, run.config.seed)
+        given = arguments.build_engine_arguments(run.config, keys.colocate, run.config.seed)
         run.generator.close()
-        alone = of_vllm(given, ids, shape, sizes["rounds"], arguments.environment(
+        alone = of_vllm(given, ids, shape, sizes["rounds"], arguments.engine_environment(
             run.config, keys.colocate), Path(place))  # fmt: skip
     tokens = shape.batch * shape.completion[1]
     ours, theirs = (tokens / statistics.median(each) for each in (seconds, alone))
     return {
         "verdict": "measured", "tokens_per_s": ours, "tokens_per_s_vllm_alone": theirs,
         "share_of_vllm_alone": ours / theirs, "rows": shape.batch, "length": shape.completion[1],
-        "vllm": arguments.installed(),
+        "vllm": arguments.installed_vllm_version(),
     }  # fmt: skip
 
 
@@ -251,7 +255,7 @@ def serving(given: list[str], place: Path, devices: Sequence[str]) -> Iterator[N
                                    stdout=out, stderr=subprocess.STDOUT, env=environment,
                                    cwd=place.parent)  # fmt: skip
     try:
-        while server_file.live(place) is None:
+        while server_file.running_server(place) is None:
             if process.poll() is not None:
                 said = (place.parent / "serve.txt").read_text()[-1200:]
                 raise RuntimeError(f"rloo vllm-serve ended: {said}")
@@ -267,7 +271,7 @@ def serving(given: list[str], place: Path, devices: Sequence[str]) -> Iterator[N
 
 def server(device: str, dtype: str, sizes: Facts) -> Facts:
     """A server of its own: on the next GPUs, or by gloo on the trainer's."""
-    there = gpus()
+    there = visible_gpus()
     with tempfile.TemporaryDirectory(prefix="rloo-proof-") as path:
         folder, name = Path(path), sizes["model"]
         model = proof_models.build(name, torch.device(device), getattr(torch, dtype))
@@ -281,7 +285,7 @@ def server(device: str, dtype: str, sizes: Facts) -> Facts:
             f"generation.server.api_processes={sizes['api']}",
             f"generation.server.gpu_memory_utilization={0.8 if own else 0.3}",
         ])  # fmt: skip
-        run = check.check(compose(given))
+        run = check.check_config(compose_config(given))
         devices = there[1 : 1 + sizes["tp"]] if own else there[:1]
         with serving(given, folder / str(run.name), devices):
             pair = Pair(model, run, folder, prompts, server=True)

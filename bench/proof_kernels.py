@@ -16,7 +16,7 @@ from proof_models import shape_of
 from torch import Tensor
 
 from rloo_cli.data.batch import Group, Rollout
-from rloo_cli.data.packing import whole
+from rloo_cli.data.packing import whole_group_slices
 from rloo_cli.policy import layouts
 from rloo_cli.policy.fused_head import token_logp
 from rloo_cli.policy.model import Policy
@@ -167,9 +167,9 @@ def layout(device: str, dtype: str, sizes: Facts) -> Facts:
     exact = alone(gpu_parts.build(shape, here, torch.float64, SEED, 0.0), made)
     base = far(alone(gpu_parts.build(shape, here, kind, SEED, 0.0), made), exact)
     policy = Policy(gpu_parts.build(shape, here, kind, SEED, 0.0), 1.0)
-    level = layouts.settle(policy, sizes["layout"], 2 * sizes["longest"])
+    level = layouts.choose_policy_layout(policy, sizes["layout"], 2 * sizes["longest"])
     in_float32(policy.model)
-    micro = policy.pack(made, whole(made, range(len(made))))
+    micro = policy.pack(made, whole_group_slices(made, range(len(made))))
     logp = policy.logp(micro).logp
     weighted(logp).backward()
     off = far([logp, *gradients(policy.model)], exact)

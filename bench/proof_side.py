@@ -44,8 +44,8 @@ def rloo(spec: Spec, folder: Path) -> Answer:
     with gpu_step.started(shape, spec["beta"], folder, SEED, tiny, backend) as run:
         gpu_step.step(run)  # does not count
         seconds = [gpu_step.step(run) for _ in range(spec["steps"])]
-        memory, cost = peak(), asdict(run.limits.shape)
-        level, device = str(run.level), run.policy.device
+        memory, cost = peak(), asdict(run.forward_limits.cost)
+        level, device = str(run.layout_choice), run.policy.device
     gpu.clear()
     return {
         "seconds": [each["step"] for each in seconds], "split": seconds[-1], "peak_gb": memory,

@@ -27,8 +27,8 @@ from proof_side import SEED
 from shapes import SHAPES, Shape
 from sides import BETA
 
-from rloo_cli.data.bin_packing import Shape as Cost
-from rloo_cli.generation.vllm.arguments import installed
+from rloo_cli.data.bin_packing import ForwardCost as Cost
+from rloo_cli.generation.vllm.versions import installed_vllm_version
 
 HERE = Path(__file__).resolve().parent
 TRL_PYTHON = "RLOO_TRL_PYTHON"
@@ -65,7 +65,7 @@ def why_no_trl(sampler: str) -> str:
     """Why TRL's side cannot run; "" = it can."""
     if os.environ.get(TRL_PYTHON) or sampler != "vllm":
         return ""
-    found = installed()
+    found = installed_vllm_version()
     known = tuple(int("".join(filter(str.isdigit, p)) or 0) for p in found.split(".")[:2])
     if TRL_TAKES[0] <= known <= TRL_TAKES[1]:
         return ""
@@ -163,10 +163,10 @@ def work(shape: Shape, beta: float, cost: Cost, rates: Facts) -> tuple[float, fl
     training = gpu_rows.done(cost, case, VARIANTS["shared"], shape.prompts)[0] * passes / 4
     prompts = sum(p for p, _ in case.lengths)
     tokens = sum(sum(cs) for _, cs in case.lengths)
-    read = 2.0 * (cost.body + cost.hidden * cost.vocabulary)  # bytes of weights
-    row = 4.0 * cost.layers * shape.kv_heads * shape.head_dim  # bytes of keys and values
+    read = 2.0 * (cost.layer_params + cost.hidden_size * cost.vocab_size)  # bytes of weights
+    row = 4.0 * cost.num_layers * shape.kv_heads * shape.head_dim  # bytes of keys and values
     kept = row * (prompts * shape.k / shape.batch + shape.completion[1] / 2) * shape.batch
-    prefill, decode = 2.0 * cost.body * prompts, read * tokens
+    prefill, decode = 2.0 * cost.layer_params * prompts, read * tokens
     steps = shape.completion[1]
     sampling = max(steps * (read + kept) / rates["bandwidth"], decode / rates["peak_flops"])
     flop = training + prefill + decode

@@ -19,10 +19,10 @@ from proof_kernels import Facts, passed, timed
 from shapes import SHAPES
 
 from rloo_cli.config import check
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.train import memory_check
 from rloo_cli.train.build import build_run
-from rloo_cli.train.loop import train
+from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils.errors import RunError
 
 
@@ -76,13 +76,13 @@ def written(setting: plan.Setting, model: Facts) -> Iterator[Path]:
 
 def done(words: list[str], folder: Path) -> tuple[Any, float]:
     """A whole run in this process; the run, and the bytes that were held before it."""
-    settings = check.check(compose(words))
+    settings = check.check_config(compose_config(words))
     place = folder / str(settings.name)
     place.mkdir()
-    before = memory_check.begin()
+    before = memory_check.reset_peak_memory()
     run = build_run(settings, place)
     try:
-        train(run)
+        run_training_loop(run)
     finally:
         run.log.close()
         run.generator.close()
@@ -100,16 +100,20 @@ def memory(device: str, dtype: str, sizes: Facts) -> Facts:
             run, before = done([*words, *given], folder)
         except RunError as error:
             raise RuntimeError(str(error.render())) from error
-        told = memory_check.compare(run, before)
+        told = memory_check.compare_peak_memory(run, before)
     if not told:
         raise RuntimeError("the system does not tell what was held at most")
     off = told["predicted_bytes"] / told["measured_bytes"] - 1
     within = sizes["within"]
     return {
         "verdict": "measured" if within is None else passed(abs(off) <= within),
-        "measured_gb": told["measured_bytes"] / 1e9, "predicted_gb": told["predicted_bytes"] / 1e9,
-        "off": off, "allowed": within, "phase": told["predicted_phase"], "level": str(run.level),
-    }  # fmt: skip
+        "measured_gb": told["measured_bytes"] / 1e9,
+        "predicted_gb": told["predicted_bytes"] / 1e9,
+        "off": off,
+        "allowed": within,
+        "phase": told["predicted_phase"],
+        "level": str(run.layout_choice),
+    }
 
 
 def switch(device: str, dtype: str, sizes: Facts) -> Facts:
@@ -130,7 +134,7 @@ def switch(device: str, dtype: str, sizes: Facts) -> Facts:
             lines = (folder / f"run-{number}" / "metrics.jsonl").read_text().splitlines()
             rows = [row for row in map(json.loads, lines) if "step_time" in row]
             seconds[name] += [update_seconds(row) for row in rows[1:]]  # the first one compiles
-            level = str(run.level)
+            level = str(run.layout_choice)
             del run  # before the next one plans its memory
             gpu.clear()
     middle = {name: statistics.median(each) for name, each in seconds.items()}

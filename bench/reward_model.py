@@ -28,14 +28,14 @@ from toys import EOS, FIRST, PAD, tokenizer
 from rloo_cli import __version__
 from rloo_cli.data.packing import LAYOUTS
 from rloo_cli.policy import shared_attention
-from rloo_cli.policy.reward_scores import ScoreModel
-from rloo_cli.rewards.common.model_inputs import Reader, Row
+from rloo_cli.policy.reward_scores import RewardModelScorer
+from rloo_cli.rewards.common.model_inputs import PromptCompletion, RewardInputEncoder
 
 WORDS = 8192
 WAYS = [("text", "padded"), *[("ids", layout) for layout in reversed(LAYOUTS)]]
 
 
-def scorer(batch_size: int) -> ScoreModel:
+def scorer(batch_size: int) -> RewardModelScorer:
     """A random reward model of about 10 M parameters beside its tables."""
     torch.manual_seed(0)
     config = transformers.GPTNeoXConfig(
@@ -45,10 +45,10 @@ def scorer(batch_size: int) -> ScoreModel:
     )  # fmt: skip
     model = transformers.GPTNeoXForSequenceClassification(config).eval().requires_grad_(False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return ScoreModel(model, device, PAD, EOS, batch_size)
+    return RewardModelScorer(model, device, PAD, EOS, batch_size)
 
 
-def rows(prompts: int, k: int, prompt: int, length: int) -> list[Row]:
+def rows(prompts: int, k: int, prompt: int, length: int) -> list[PromptCompletion]:
     """Rows of words, prompt-major; completions of half to all of `length`, all ended."""
     drawn = torch.Generator().manual_seed(1)
 
@@ -65,17 +65,19 @@ def rows(prompts: int, k: int, prompt: int, length: int) -> list[Row]:
         asked = ids(prompt * 3 // 4, prompt * 5 // 4)
         for _ in range(k):
             said = ids(length // 2, length)
-            made.append(Row(text(asked), " " + text(said), asked, [*said, EOS], "stop"))
+            made.append(
+                PromptCompletion(text(asked), " " + text(said), asked, [*said, EOS], "stop")
+            )
     return made
 
 
-def readers() -> dict[str, Reader]:
+def readers() -> dict[str, RewardInputEncoder]:
     """By text, and by ids."""
     own = tokenizer(WORDS)
     found = {}
     for name, why in (("text", "input is text"), ("ids", None)):
-        found[name] = Reader(own, own, name, True, None)
-        found[name].why = {False: why}
+        found[name] = RewardInputEncoder(own, own, name, True, None)
+        found[name].why_not_ids = {False: why}
     return found
 
 
@@ -86,11 +88,13 @@ def timed(arguments: Any) -> list[tuple[str, str, float, float]]:
     model, reading = scorer(arguments.batch_size), readers()
 
     def score(kind: str, layout: str) -> list[float]:
-        (shared_attention.install if layout == "shared" else shared_attention.uninstall)(
-            model.model
-        )
+        (
+            shared_attention.install_shared_attention
+            if layout == "shared"
+            else shared_attention.uninstall_shared_attention
+        )(model.model)
         model.layout = layout
-        return model.score([reading[kind].ids(row) for row in made], owners)
+        return model.score([reading[kind].encode(row) for row in made], owners)
 
     truth = torch.tensor(score(*WAYS[0]))
     for way in WAYS:  # the round that is not counted

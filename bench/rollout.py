@@ -39,7 +39,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from rloo_cli import __version__
 from rloo_cli.config import check, registry, synthetic
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.data.batch import Group
 from rloo_cli.generation.vllm import arguments
 from rloo_cli.launch import rollout_server
@@ -67,7 +67,7 @@ def model(size: int, folder: Path) -> Any:
         )
     )  # fmt: skip
     made_here.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(synthetic.folder("make:tiny")).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(synthetic.resolve_model_path("make:tiny")).save_pretrained(folder)
     if torch.cuda.is_available():
         made_here.to("cuda", torch.bfloat16)
     return made_here.eval()
@@ -90,15 +90,17 @@ def several(count: int, folder: Path, args: Any) -> Iterator[list[str]]:
             place = folder / f"server-{number}"
             place.mkdir()
             started.append(
-                rollout_server.start(place, run_of("vllm_server", folder, place, args), "bench")
+                rollout_server.start_server(
+                    place, run_of("vllm_server", folder, place, args), "bench"
+                )
             )
         run = run_of("vllm_server", folder, folder / "none", args)
-        there = [rollout_server.wait(process, run) for process in started]
+        there = [rollout_server.wait_for_server(process, run) for process in started]
         urls = ",".join(f"'{server.url}'" for server in there if server is not None)
         yield [f"generation.server.base_url=[{urls}]"]
     finally:
         for process in started:
-            rollout_server.stop(process)
+            rollout_server.stop_server(process)
 
 
 def run_of(backend: str, folder: Path, place: Path, args: Any, *more: str) -> Any:
@@ -108,7 +110,7 @@ def run_of(backend: str, folder: Path, place: Path, args: Any, *more: str) -> An
         f"name={place.name}", f"generation.max_completion_length={args.length}",
         "generation.ignore_eos=true", "data.max_prompt_length=256", *more,
     ]  # fmt: skip
-    return check.check(compose(words))
+    return check.check_config(compose_config(words))
 
 
 @contextmanager
@@ -120,8 +122,8 @@ def ours(
     run = run_of(backend, folder, place, args, *more)
     place.mkdir(parents=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    build = registry.load_code(registry.module("generation", backend).IMPLEMENTATION)
-    with rollout_server.in_background(place, run):
+    build = registry.load_code(registry.registered_module("generation", backend).IMPLEMENTATION)
+    with rollout_server.background_server(place, run):
         generator = build(trained, tokenizer, run, 1024, place, lambda text: None)
         policy, version = Policy(trained, 1.0), iter(range(10**6))
         ids = prompts(args.prompts)
@@ -185,7 +187,7 @@ def measure(size: int, args: Any) -> list[dict[str, Any]]:
                 ours("vllm_server", folder, trained, args, words)
             )}  # fmt: skip
             return timed(tools, trained, args)
-        backends = [b for b in BACKENDS if b != "vllm_server" or len(arguments.gpus()) != 1]
+        backends = [b for b in BACKENDS if b != "vllm_server" or len(arguments.visible_gpus()) != 1]
         tools = {b: held.enter_context(ours(b, folder, trained, args)) for b in backends}
         tools["trl"] = held.enter_context(trl(folder, trained, args))
         return timed(tools, trained, args)
@@ -222,7 +224,7 @@ def row(
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "vllm": arguments.installed(),
+        "vllm": arguments.installed_vllm_version(),
         "K": args.k,
         "B": count,
         "length": args.length,

@@ -21,9 +21,9 @@ from rich.table import Table
 from rloo_cli.config import check, compose
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.rewards.engine import process_pool
-from rloo_cli.rewards.engine.arguments import Context, TrainerState
-from rloo_cli.rewards.engine.build import Reward, build
-from rloo_cli.rewards.engine.scoring import Stage, score
+from rloo_cli.rewards.engine.arguments import RewardContext, TrainerState
+from rloo_cli.rewards.engine.build import Reward, build_reward
+from rloo_cli.rewards.engine.scoring import ScoringStep, score_groups
 
 CODE = """
 import asyncio, time
@@ -43,7 +43,7 @@ async def one(completion):
 async def together(completions):
     return await asyncio.gather(*(one(c) for c in completions))
 """
-PLAIN = Context(False, TrainerState(0, 0, 1, 0.0, 0, 0, 1.0))
+PLAIN = RewardContext(False, TrainerState(0, 0, 1, 0.0, 0, 0, 1.0))
 K = 4
 
 
@@ -59,18 +59,18 @@ def reward(path: Path, name: str, **keys: Any) -> Reward:
     """A reward of CODE, its other keys as conf/ has them."""
     words = ["+recipe=smoke", "reward=function", f"reward.function.path={path}:{name}"]
     words += [f"reward.function.{key}={value}" for key, value in keys.items()]
-    return build(name, check.check(compose.compose(words)).rewards["function"])
+    return build_reward(name, check.check_config(compose.compose_config(words)).rewards["function"])
 
 
 def beside(one: Reward, rows: int, every: float) -> float:
     """Seconds that a step waits once its last group is there; a group comes each `every` s."""
     made = groups(rows)
-    stage = Stage([one], made, PLAIN, K)
+    stage = ScoringStep([one], made, PLAIN, K)
     for place in range(len(made)):
         time.sleep(every)
-        stage.arrived(place)
+        stage.submit_group(place)
     begun = time.perf_counter()
-    stage.finish()
+    stage.wait_for_scores()
     return time.perf_counter() - begun
 
 
@@ -112,19 +112,21 @@ def main() -> None:
             "async, scope row (limit: 1.0)": reward(path, "together", scope="row"),
         }
         begun = time.perf_counter()
-        process_pool.start([*ways.values()])
+        process_pool.start_reward_workers([*ways.values()])
         for one in ways.values():
             if one.config.workers:
-                score([one], groups(len(one.idle) * K), PLAIN)
+                score_groups([one], groups(len(one.idle_workers) * K), PLAIN)
         warm = time.perf_counter() - begun
         stage: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(given.rounds):
             for name, one in ways.items():
-                stage[name].append(timed(lambda one=one: score([one], groups(given.rows), PLAIN)))
+                stage[name].append(
+                    timed(lambda one=one: score_groups([one], groups(given.rows), PLAIN))
+                )
         show(f"{given.rows} completions, {given.sleep} s each, {given.rounds} rounds", stage)
         print(f"24 workers started and first asked in {warm:.1f} s, once a run")
         _waits(path, given)
-        process_pool.stop()
+        process_pool.stop_reward_workers()
 
 
 def _waits(path: Path, given: argparse.Namespace) -> None:
@@ -135,9 +137,9 @@ def _waits(path: Path, given: argparse.Namespace) -> None:
         "sync, 1 worker, scope batch": reward(path, "sync", workers=1, timeout_s=600),
         "sync, 8 workers, scope group": reward(path, "sync", workers=8, scope="group"),
     }
-    process_pool.start([*ways.values()])
+    process_pool.start_reward_workers([*ways.values()])
     for one in ways.values():
-        score([one], groups(len(one.idle) * K or K), PLAIN)
+        score_groups([one], groups(len(one.idle_workers) * K or K), PLAIN)
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(given.rounds):
         for name, one in ways.items():

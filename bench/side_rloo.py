@@ -24,9 +24,9 @@ from sides import (
 )
 
 from rloo_cli.config import check
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.data.batch import Batch, Rollout
-from rloo_cli.run import Cycle, Run
+from rloo_cli.run import Run, StepProgress
 from rloo_cli.train.between_steps import log_step
 from rloo_cli.train.build import build_run
 from rloo_cli.train.step import update_policy
@@ -61,7 +61,7 @@ def build(shape: Shape, folder: Path, seed: int) -> Run:
         f"train.prompts_per_step={shape.prompts}",
         f"generation.max_completion_length={shape.completion[1]}",
     ]
-    run = build_run(check.check(compose(words)), place, {"digits": digits})
+    run = build_run(check.check_config(compose_config(words)), place, {"digits": digits})
     run.log.display = None
     disturb(run.policy.model)
     run.generator.load(run.policy, run.state.updates)
@@ -79,21 +79,21 @@ class Side:
     def batch(self, place: int) -> Batch:
         """The batch of the prompts from `place` on, sampled and scored."""
         state = self.run.state
-        return self.run.rollouts.next(state.step, place, state.seen_by_rewards(self.run))
+        return self.run.rollouts.next_batch(state.step, place, state.seen_by_rewards(self.run))
 
     def step(self) -> Answer:
         """A whole step, with its ledger, its log line and its samples on disk."""
         run, state = self.run, self.run.state
         run.clock.lap()
         self.watch.start()
-        cycle = Cycle(self.batch(state.place))
+        cycle = StepProgress(self.batch(state.place))
         update_policy(run, cycle)
         with run.clock.phase("sync"):
             run.generator.load(run.policy, state.updates)
-        run.ledger.step(cycle.batch, state.place, cycle.updates.made, cycle.batch.updated)
+        run.ledger.step(cycle.batch, state.place, cycle.updates.num_updates, cycle.batch.updated)
         state.advance(cycle.batch)
         log_step(run, cycle.batch, cycle.updates)
-        told, logged = self.watch.read(), run.log.rows[-1]
+        told, logged = self.watch.read(), run.log.metrics_lines[-1]
         split = {name[5:]: s for name, s in logged.items() if name.startswith("time/")}
         return told | {"split": split}
 
@@ -101,7 +101,7 @@ class Side:
         """The train phase on the recorded completions: reference, forward, backward, optimizer."""
         run, sampler, take = self.run, self.run.rollouts.generator, self.run.optimizer.step
         run.rollouts.generator = SimpleNamespace(generate=self.replay, facts={})
-        cycle = Cycle(self.batch(0))
+        cycle = StepProgress(self.batch(0))
         run.rollouts.generator = sampler
 
         def step(norm: Any) -> None:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.config import check
-from rloo_cli.config.compose import Composed, compose
+from rloo_cli.config.compose import ComposedConfig, compose_config
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.launch import launcher, preflight, rollout_server
-from rloo_cli.train.worker import work
+from rloo_cli.train.worker import run_training
 from rloo_cli.utils import fault_injection, paths
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import read_json, update_json
@@ -43,21 +43,23 @@ def train(
 
     Raises RunError (its `code` is the exit status the command would have had).
     """
-    fault_injection.check()  # also: none of an earlier run in this process are armed any more
+    fault_injection.arm_faults()  # also: none of an earlier run in this process are armed any more
     words = [f"+recipe={recipe}"] if recipe is not None else []
-    composed = compose([*words, *(["reward=[]"] if rewards else []), *overrides], [*config_dirs])
-    settings = check.check(_with(composed, rewards or {}))
+    composed = compose_config(
+        [*words, *(["reward=[]"] if rewards else []), *overrides], [*config_dirs]
+    )
+    settings = check.check_config(_with(composed, rewards or {}))
     _in_one_process(settings)
-    preflight.check(settings)
+    preflight.check_machine(settings)
     given = Path(settings.root, str(settings.name))
-    folder = paths.settled(given)  # a reward may change the current folder
-    start = launcher.begin(settings)
+    folder = paths.absolute_path(given)  # a reward may change the current folder
+    start = launcher.plan_attempt(settings)
     if not start.done:
-        launcher.prepare(start, settings, composed)
+        launcher.write_attempt_files(start, settings, composed)
         state = "failed"
         try:
-            with rollout_server.in_background(folder, settings):
-                work(settings, folder, rewards, start)
+            with rollout_server.background_server(folder, settings):
+                run_training(settings, folder, rewards, start)
             state = "finished"
         finally:
             if (folder / "run.json").exists():  # else somebody took the folder away
@@ -65,7 +67,7 @@ def train(
     return read_json(folder / "summary.json") | {"folder": str(given)}
 
 
-def _with(composed: Composed, rewards: Mapping[str, Reward]) -> Composed:
+def _with(composed: ComposedConfig, rewards: Mapping[str, Reward]) -> ComposedConfig:
     """The config with an entry for each callable; what overrides say of it is kept."""
     entries = dict(composed.values.get("reward") or {})
     for name, code in rewards.items():

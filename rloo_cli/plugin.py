@@ -6,7 +6,7 @@ Only re-exports; imports no torch, so that a file of yours is read as fast as on
 """
 
 from rloo_cli.algorithms.common.advantage import AdvantageInputs, Advantages
-from rloo_cli.algorithms.common.advantage import usable as usable_rows
+from rloo_cli.algorithms.common.advantage import usable_completions as usable_rows
 from rloo_cli.algorithms.common.base import Algorithm, ValueLoss
 from rloo_cli.algorithms.common.config import Switches
 from rloo_cli.algorithms.common.forward_plan import ForwardPlan

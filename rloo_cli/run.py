@@ -11,41 +11,41 @@ from rloo_cli.algorithms.common.config import Switches
 from rloo_cli.algorithms.common.forward_plan import ForwardPlan
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.batch import Batch
-from rloo_cli.data.bin_packing import Limits
+from rloo_cli.data.bin_packing import ForwardLimits
 from rloo_cli.data.prompts import Prompts
-from rloo_cli.distributed.engine import Engine
+from rloo_cli.distributed.engine import ParallelEngine
 from rloo_cli.distributed.optimizer import Optimizer
 from rloo_cli.distributed.world import World
 from rloo_cli.generation import Generator
 from rloo_cli.generation.common.rollouts import Rollouts
-from rloo_cli.policy.layouts import Level
+from rloo_cli.policy.layouts import LayoutChoice
 from rloo_cli.policy.model import Policy
 from rloo_cli.policy.reference import Reference
-from rloo_cli.policy.value import Critic
-from rloo_cli.reporting.log import Log
-from rloo_cli.reporting.prompt_ledger import Ledger
-from rloo_cli.reporting.update_metrics import Updates
+from rloo_cli.policy.value import ValueModel
+from rloo_cli.reporting.log import RunLog
+from rloo_cli.reporting.prompt_ledger import PromptLedger
+from rloo_cli.reporting.update_metrics import UpdateMetrics
 from rloo_cli.rewards.engine.arguments import TrainerState
 from rloo_cli.rewards.engine.build import Reward
-from rloo_cli.utils.rng import States, take
-from rloo_cli.utils.timers import Clock
+from rloo_cli.utils.rng import RandomStates, capture_random_states
+from rloo_cli.utils.timers import StepTimer
 
 
 @dataclass
-class Cycle:
+class StepProgress:
     """The batch of the step that is being done."""
 
     batch: Batch
-    updates: Updates = field(default_factory=Updates)
+    updates: UpdateMetrics = field(default_factory=UpdateMetrics)
     prepared: bool = False  # log-probabilities and advantages are known for the whole batch
     iteration: int = 0
     done: int = 0  # updates of this iteration
-    safe: Updates = field(default_factory=Updates)  # at the last mark
-    rng: States = field(default_factory=take)  # likewise
+    marked_updates: UpdateMetrics = field(default_factory=UpdateMetrics)  # at the last mark
+    rng: RandomStates = field(default_factory=capture_random_states)  # likewise
 
-    def mark(self) -> None:
+    def mark_position(self) -> None:
         """What comes next can be done again from here."""
-        self.safe, self.rng = self.updates.copy(), take()
+        self.marked_updates, self.rng = self.updates.copy(), capture_random_states()
 
     def next_iteration(self) -> None:
         """All updates of an iteration are made."""
@@ -56,7 +56,7 @@ StepPosition = tuple[int, int]  # steps done; updates done in the next one, -1 =
 
 
 @dataclass
-class State:
+class RunState:
     """Where a run stands: what a checkpoint must hold beside weights and optimizer."""
 
     step: int = 0  # rollout batches done
@@ -81,23 +81,25 @@ class State:
 
     def seen_by_rewards(self, run: "Run") -> TrainerState:
         """What a reward may know of the training (docs/rewards.md), for curricula."""
-        return self.told(run.steps, len(run.prompts), run.config, run.log.history)
+        return self.trainer_state(
+            run.num_steps, len(run.prompts), run.config, run.log.training_lines
+        )
 
-    def told(
-        self, steps: int, prompts: int, config: RunConfig, history: list[dict[str, Any]]
+    def trainer_state(
+        self, num_steps: int, num_prompts: int, config: RunConfig, history: list[dict[str, Any]]
     ) -> TrainerState:
         """The same from plain numbers: steps to do, prompts in the data (0 = not known), lines
         logged so far. Those of evaluations are left out: they must not change the training.
         """
-        per_step, size = config.train.prompts_per_step, prompts or math.inf
+        per_step, size = config.train.prompts_per_step, num_prompts or math.inf
         return TrainerState(
             global_step=self.updates,
             step=self.step,
-            max_steps=steps,
+            max_steps=num_steps,
             epoch=self.place / size,
             episode=self.episodes,
             num_input_tokens_seen=self.tokens,
-            num_train_epochs=steps * per_step / size,
+            num_train_epochs=num_steps * per_step / size,
             log_history=history,
         )
 
@@ -113,37 +115,44 @@ class Run:
     config: RunConfig
     folder: Path
     world: World
-    engine: Engine
+    engine: ParallelEngine
     algorithm: Algorithm[Switches]
-    plan: ForwardPlan  # which passes an update needs
+    forward_plan: ForwardPlan  # which passes an update needs
     tokenizer: Any
     prompts: Prompts
-    sets: dict[str, Prompts]  # held out, by name; "" = the one of data.eval_split
+    eval_sets: dict[str, Prompts]  # held out, by name; "" = the one of data.eval_split
     policy: Policy
     reference: Reference | None
-    critic: Critic | None  # the value model, which learns with the policy
+    value_model: ValueModel | None  # the value model, which learns with the policy
     generator: Generator
     rewards: Sequence[Reward]
     rollouts: Rollouts
     optimizer: Optimizer
-    clock: Clock
-    log: Log
-    steps: int  # rollout batches to do
-    limits: Limits  # of one forward pass
-    level: Level  # layout and head of the policy
-    ledger: Ledger
-    state: State = field(default_factory=State)
-    cycle: Cycle | None = None  # the step that is being done, once its batch is there
-    rng: States = field(default_factory=take)  # as they were when the last step ended
+    clock: StepTimer
+    log: RunLog
+    num_steps: int  # rollout batches to do
+    forward_limits: ForwardLimits  # of one forward pass
+    layout_choice: LayoutChoice  # layout and head of the policy
+    ledger: PromptLedger
+    state: RunState = field(default_factory=RunState)
+    step_progress: StepProgress | None = (
+        None  # the step that is being done, once its batch is there
+    )
+    rng: RandomStates = field(
+        default_factory=capture_random_states
+    )  # as they were when the last step ended
     attempt: int = 1
-    renames: bool = True  # the file system renames folders whole
-    saved: StepPosition | None = (0, -1)  # the last checkpoint's place
+    has_atomic_rename: bool = True  # the file system renames folders whole
+    saved_position: StepPosition | None = (0, -1)  # the last checkpoint's place
     judge: Any = None  # judges.judge.Judge of the held-out completions; None = nobody judges
 
     @property
-    def place(self) -> StepPosition:
+    def position(self) -> StepPosition:
         """Steps done, and updates done in the next one (-1: none was begun)."""
-        if self.cycle is None:
+        if self.step_progress is None:
             return self.state.step, -1
-        made = self.cycle.iteration * self.config.algorithm.num_minibatches + self.cycle.done
+        made = (
+            self.step_progress.iteration * self.config.algorithm.num_minibatches
+            + self.step_progress.done
+        )
         return self.state.step, made

@@ -26,8 +26,8 @@ from rloo_cli.algorithms.common.token_advantage import (
     Grid,
     StepTokens,
     TokenAdvantages,
-    to_go,
-    whitened,
+    discounted_sum_to_go,
+    whiten_tokens,
 )
 from rloo_cli.algorithms.rloo import RLOO
 from rloo_cli.config.schema import RunConfig, key
@@ -36,7 +36,7 @@ from rloo_cli.utils.errors import Problem
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rloo_cli.data.packing import Micro
+    from rloo_cli.data.packing import MicroBatch
 
 WHOLE = ("single", "ddp")  # engines that leave each process its whole models
 
@@ -70,15 +70,15 @@ class PPO(RLOO[Config]):
         grid = Grid(step)
         e, v = grid.at_end(step.score), grid.rows(step.value)
         if step.ref is not None and kl.in_reward(config):
-            e = e - config.beta * grid.rows(kl.estimate(step.old - step.ref, config))
+            e = e - config.beta * grid.rows(kl.estimate_kl(step.old - step.ref, config))
         if config.whiten_rewards:
-            e = grid.rows(whitened(grid.flat(e), step.mask, centre=False))
+            e = grid.rows(whiten_tokens(grid.flat(e), step.mask, centre=False))
         later = v * 0.0
         later[:, :-1] = v[:, 1:]
-        a = to_go(e + config.gamma * later - v, config.gamma * config.lam)
-        return TokenAdvantages(whitened(grid.flat(a), step.mask), grid.flat(a + v))
+        a = discounted_sum_to_go(e + config.gamma * later - v, config.gamma * config.lam)
+        return TokenAdvantages(whiten_tokens(grid.flat(a), step.mask), grid.flat(a + v))
 
-    def value_loss(self, values: Tensor, micro: Micro, num_tokens: float) -> ValueLoss:
+    def value_loss(self, values: Tensor, micro: MicroBatch, num_tokens: float) -> ValueLoss:
         """A micro-batch's share of the value loss: shares add up to the mean over `num_tokens`.
 
         Those are the whole update's. `values` (N,) with gradient; a token without a return has no
@@ -99,7 +99,7 @@ class PPO(RLOO[Config]):
         """What PPO cannot do, beside the conflicts that every algorithm has."""
         yield from super().rules(run)
         config, of_run = self.config, "model and value model learn together"
-        yield from rules.whitened_alone(config)
+        yield from rules.whitening_problems(config)
         gae = "GAE gives every token its advantage, which is whitened over the step"
         whole = f"{of_run}, each whole on its process"
         refused = {  # key -> whether it is odd, why, the way out

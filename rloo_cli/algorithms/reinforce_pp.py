@@ -20,8 +20,8 @@ from rloo_cli.algorithms.common.token_advantage import (
     Grid,
     StepTokens,
     TokenAdvantages,
-    to_go,
-    whitened,
+    discounted_sum_to_go,
+    whiten_tokens,
 )
 from rloo_cli.algorithms.rloo import RLOO
 from rloo_cli.config.schema import RunConfig, key
@@ -74,17 +74,19 @@ class ReinforcePlusPlus(RLOO[Config]):
         else:
             earned = grid.at_end(step.score)
             if step.ref is not None and kl.in_reward(config):
-                earned = earned - config.beta * grid.rows(kl.estimate(step.old - step.ref, config))
-            gain = grid.flat(to_go(earned, config.gamma))
+                earned = earned - config.beta * grid.rows(
+                    kl.estimate_kl(step.old - step.ref, config)
+                )
+            gain = grid.flat(discounted_sum_to_go(earned, config.gamma))
         if len(step.score) == 0 or bool(step.score.max() == step.score.min()):
             return TokenAdvantages(gain * step.mask, norm_skipped=True)
-        return TokenAdvantages(whitened(gain, step.mask))
+        return TokenAdvantages(whiten_tokens(gain, step.mask))
 
     def rules(self, run: RunConfig) -> Iterator[Problem]:
         """What whitened tokens leave without effect."""
         yield from super().rules(run)
         config = self.config
-        yield from rules.whitened_alone(config)
+        yield from rules.whitening_problems(config)
         if config.baseline != "none":
             yield Problem(
                 "REINFORCE++ has no baseline but the mean of its tokens",

@@ -19,7 +19,7 @@ from rloo_cli.algorithms.common import advantage
 from rloo_cli.algorithms.common.advantage import AdvantageInputs, Advantages
 from rloo_cli.algorithms.common.base import Algorithm
 from rloo_cli.algorithms.common.config import Switches
-from rloo_cli.algorithms.common.kl import in_reward, to_go
+from rloo_cli.algorithms.common.kl import charges_kl_to_go, in_reward
 from rloo_cli.config.schema import key
 
 
@@ -40,10 +40,12 @@ class RLOO(Algorithm[C]):
         penalty = config.beta * kl if kl is not None and in_reward(config) else score * 0.0
         reward = (score - penalty).masked_fill(~inputs.scorable, 0.0)
         compared = reward if config.kl_in_baseline else score
-        a = advantage.centred(compared, config, inputs)
-        usable = advantage.usable(inputs.scorable, config)
-        a = advantage.scaled(a, score, inputs.scorable, config)
-        a = advantage.limited(a, usable, config)
-        if not config.kl_in_baseline and not to_go(config):  # to_go: each token is charged its own
+        a = advantage.subtract_baseline(compared, config, inputs)
+        usable = advantage.usable_completions(inputs.scorable, config)
+        a = advantage.scale_advantages(a, score, inputs.scorable, config)
+        a = advantage.clip_advantages(a, usable, config)
+        if not config.kl_in_baseline and not charges_kl_to_go(
+            config
+        ):  # to_go: each token is charged its own
             a = (a - penalty).masked_fill(~usable, 0.0)
-        return advantage.normalized(reward, a, usable, inputs, config)
+        return advantage.normalize_over_step(reward, a, usable, inputs, config)

@@ -12,40 +12,40 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from rloo_cli.distributed import gather
-from rloo_cli.distributed.world import World, alone_here
+from rloo_cli.distributed.world import World, cpu_world
 from rloo_cli.policy import lora
 from rloo_cli.utils.errors import Problem, RunError, StorageError
-from rloo_cli.utils.files import sync
+from rloo_cli.utils.files import fsync_path
 
-FILE = 5 * 10**9  # bytes of weights in one file, as transformers cuts them
-Write = Callable[[Path], None]
+MAX_WEIGHTS_FILE_BYTES = 5 * 10**9  # bytes of weights in one file, as transformers cuts them
+WriteModel = Callable[[Path], None]
 
 
-def whole(model: Any, tokenizer: Any, folder: Path) -> None:
+def write_model_folder(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write a model that this process has (of an adapted one the adapter) and its tokenizer."""
-    if lora.on(model):
-        lora.save(model, folder)
+    if lora.has_adapter(model):
+        lora.save_adapter(model, folder)
     else:
-        _savable(model.generation_config)
+        _make_savable(model.generation_config)
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def final(model: Any, tokenizer: Any, folder: Path) -> None:
+def write_merged_model(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write the whole model; an adapter is merged, and lies in `adapter` beside it."""
-    _savable(model.generation_config)
-    if lora.on(model):
-        lora.save(model, folder / "adapter")
-        model = lora.merged(model)
-    whole(model, tokenizer, folder)
+    _make_savable(model.generation_config)
+    if lora.has_adapter(model):
+        lora.save_adapter(model, folder / "adapter")
+        model = lora.merged_model(model)
+    write_model_folder(model, tokenizer, folder)
 
 
-def gathered(engine: Any, policy: Any, tokenizer: Any, folder: Path) -> None:
+def write_gathered_model(engine: Any, policy: Any, tokenizer: Any, folder: Path) -> None:
     """Write a model whose weights are spread: all ranks gather, rank 0 writes, a file's worth at
     a time. Raises what the disk raises, on rank 0, once the ranks have parted.
     """
-    files = _Files(folder) if engine.world.is_main else None
-    for unit in gather.of_units(engine, policy.model):
+    files = _WeightsFiles(folder) if engine.world.is_main else None
+    for unit in gather.iter_gathered_weights(engine, policy.model):
         if files is not None:
             with torch.no_grad():
                 named = revert_weight_conversion(policy.model, unit)
@@ -53,55 +53,59 @@ def gathered(engine: Any, policy: Any, tokenizer: Any, folder: Path) -> None:
     if files is None:
         return
     files.close()
-    _savable(policy.model.generation_config)
+    _make_savable(policy.model.generation_config)
     policy.model.config.save_pretrained(folder)
     policy.model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-class _Files:
+class _WeightsFiles:
     """Weights as they come, in files of at most FILE bytes. An error waits for `close`: what is
     left must be gathered all the same."""
 
     def __init__(self, folder: Path):
         self.folder, self.error = folder, None
-        self.held: dict[str, Tensor] = {}
-        self.names: list[list[str]] = []
-        self.bytes = 0
+        self.pending_tensors: dict[str, Tensor] = {}
+        self.tensor_names: list[list[str]] = []
+        self.total_bytes = 0
 
-    def add(self, unit: dict[str, Tensor]) -> None:
+    def add(self, tensors: dict[str, Tensor]) -> None:
         """The next weights."""
         try:
-            if self.held and sum(t.nbytes for t in (*self.held.values(), *unit.values())) > FILE:
-                self._write()
-            self.held |= {n: t.cpu().clone().contiguous() for n, t in unit.items()}
+            if (
+                self.pending_tensors
+                and sum(t.nbytes for t in (*self.pending_tensors.values(), *tensors.values()))
+                > MAX_WEIGHTS_FILE_BYTES
+            ):
+                self._write_file()
+            self.pending_tensors |= {n: t.cpu().clone().contiguous() for n, t in tensors.items()}
         except Exception as error:  # the writers in Rust raise no OSError
             self.error = self.error or error  # type: ignore[assignment]
-            self.held = {}
+            self.pending_tensors = {}
 
     def close(self) -> None:
         """The last file, and the index where there are several. Raises what went wrong."""
         if self.error is not None:
             raise self.error
-        self._write()
-        count = len(self.names)
+        self._write_file()
+        count = len(self.tensor_names)
         if count == 1:
-            self._part(1).rename(self.folder / "model.safetensors")
+            self._part_path(1).rename(self.folder / "model.safetensors")
             return
         files = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
         for n, name in enumerate(files, 1):
-            self._part(n).rename(self.folder / name)
-        where = {n: f for f, names in zip(files, self.names, strict=True) for n in names}
-        index = {"metadata": {"total_size": self.bytes}, "weight_map": where}
+            self._part_path(n).rename(self.folder / name)
+        where = {n: f for f, names in zip(files, self.tensor_names, strict=True) for n in names}
+        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": where}
         (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
-    def _write(self) -> None:
-        self.names.append(list(self.held))
-        self.bytes += sum(t.nbytes for t in self.held.values())
-        save_file(self.held, self._part(len(self.names)), {"format": "pt"})
-        self.held = {}
+    def _write_file(self) -> None:
+        self.tensor_names.append(list(self.pending_tensors))
+        self.total_bytes += sum(t.nbytes for t in self.pending_tensors.values())
+        save_file(self.pending_tensors, self._part_path(len(self.tensor_names)), {"format": "pt"})
+        self.pending_tensors = {}
 
-    def _part(self, number: int) -> Path:
+    def _part_path(self, number: int) -> Path:
         return self.folder / f"part-{number}.safetensors"
 
 
@@ -111,7 +115,7 @@ def save_final(
     folder: Path,
     attempt: int = 1,
     world: World | None = None,
-    write: Write | None = None,
+    write_model: WriteModel | None = None,
 ) -> Path:
     """Write weights, tokenizer, chat template and generation config to `folder`/final.
 
@@ -120,7 +124,7 @@ def save_final(
     """
     named, temporary = folder / "final", folder / f".tmp-final-a{attempt}"
     trash = folder / f".trash-final-a{attempt}"
-    world = world or alone_here()
+    world = world or cpu_world()
 
     def begin() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -128,18 +132,22 @@ def save_final(
 
     def end() -> None:
         for path in temporary.rglob("*"):
-            sync(path)
-        sync(temporary)
+            fsync_path(path)
+        fsync_path(temporary)
         if named.exists():  # of an earlier end, before the run was made longer
             shutil.rmtree(trash, ignore_errors=True)
             named.rename(trash)
         temporary.rename(named)
-        sync(folder)
+        fsync_path(folder)
 
     try:
-        world.first(begin)
-        world.each(lambda: (write or (lambda to: final(model, tokenizer, to)))(temporary))
-        world.first(end)
+        world.run_on_rank0(begin)
+        world.run_on_all_ranks(
+            lambda: (write_model or (lambda to: write_merged_model(model, tokenizer, to)))(
+                temporary
+            )
+        )
+        world.run_on_rank0(end)
     except RunError:  # a signal, not the disk
         raise
     except Exception as error:  # the writers in Rust raise no OSError when the disk is full
@@ -152,7 +160,7 @@ def save_final(
     return named
 
 
-def _savable(config: Any) -> None:
+def _make_savable(config: Any) -> None:
     """Some published models' sampling flags load without `do_sample`, but do not save without."""
     try:
         config.validate(strict=True)

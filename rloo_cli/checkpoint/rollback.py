@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.checkpoint import manifest
-from rloo_cli.checkpoint.resume import Start
+from rloo_cli.checkpoint.resume import ResumePlan
 from rloo_cli.config.schema import CheckpointConfig
 from rloo_cli.utils.errors import MachineError, Problem
-from rloo_cli.utils.files import sync, write_text
+from rloo_cli.utils.files import fsync_path, write_text
 
 JOURNALS = ("metrics.jsonl", "ledger.jsonl")  # appended to, and cut back to a checkpoint's length
-TEMPORARY = re.compile(
+TEMPORARY_NAME = re.compile(
     r"\.(tmp|trash)-(final|try|checkpoint-[\d-]+)-a(?P<attempt>\d+)"
     r"|\.(run|env|server(_\d+)?|summary|state|MANIFEST|rollouts|rng-\d+)\.json\.\d+\.tmp"
     r"|\.(config\.yaml|overrides\.txt|latest)\.\d+\.tmp"
@@ -26,55 +26,66 @@ TEMPORARY = re.compile(
 )
 
 
-def lengths(folder: Path) -> dict[str, int]:
+def journal_lengths(folder: Path) -> dict[str, int]:
     """Bytes of each journal, which are on the disk from here on."""
     found = [folder / name for name in JOURNALS if (folder / name).exists()]
     for path in found:
-        sync(path)
+        fsync_path(path)
     return {path.name: path.stat().st_size for path in found}
 
 
-def take(start: Start) -> list[str]:
+def roll_back_folder(resume_plan: ResumePlan) -> list[str]:
     """Bring a run's folder back to its checkpoint; what is cut off is kept. Returns what to say."""
-    folder = start.folder
-    saved = manifest.state(start.checkpoint) if start.checkpoint else {}
-    same = start.checkpoint is not None and start.checkpoint.resolve().parent == folder.resolve()
+    folder = resume_plan.folder
+    saved = manifest.read_trainer_state(resume_plan.checkpoint) if resume_plan.checkpoint else {}
+    same = (
+        resume_plan.checkpoint is not None
+        and resume_plan.checkpoint.resolve().parent == folder.resolve()
+    )
     journals = saved.get("journals", {}) if same else {}
     state = saved.get("state", {}) if same else {}
-    place = (manifest.place(start.checkpoint) if same and start.checkpoint else None) or (-1, -1)
+    place = (
+        manifest.checkpoint_position(resume_plan.checkpoint)
+        if same and resume_plan.checkpoint
+        else None
+    ) or (-1, -1)
     said = []
-    for path in [p for p in folder.rglob(".*") if _is_ours(p, start.attempt)]:
+    for path in [p for p in folder.rglob(".*") if _is_own_temporary(p, resume_plan.attempt)]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
         said.append(f"removed {path.relative_to(folder)}, left by a save that was cut short")
-    later = [p for p in manifest.checkpoints(folder) if (manifest.place(p) or place) > place]
+    later = [
+        p
+        for p in manifest.list_checkpoints(folder)
+        if (manifest.checkpoint_position(p) or place) > place
+    ]
     if later:
-        moved = [p.rename(aside(p, start.attempt - 1)).name for p in later]
+        moved = [p.rename(superseded_path(p, resume_plan.attempt - 1)).name for p in later]
         said.append(f"later checkpoints are now {', '.join(sorted(moved))}")
     for name in JOURNALS:
-        _cut(folder / name, journals.get(name, 0), start.attempt - 1)
-    _cut_samples(folder, state, start.attempt - 1)
-    if same and start.checkpoint:
-        write_text(folder / "latest", start.checkpoint.name + "\n")
+        _truncate_journal(folder / name, journals.get(name, 0), resume_plan.attempt - 1)
+    _move_later_samples(folder, state, resume_plan.attempt - 1)
+    if same and resume_plan.checkpoint:
+        write_text(folder / "latest", resume_plan.checkpoint.name + "\n")
     else:
         (folder / "latest").unlink(missing_ok=True)
     return said
 
 
-def _is_ours(path: Path, attempt: int) -> bool:
-    found = TEMPORARY.fullmatch(path.name)
+def _is_own_temporary(path: Path, attempt: int) -> bool:
+    found = TEMPORARY_NAME.fullmatch(path.name)
     return found is not None and int(found["attempt"] or 0) <= attempt
 
 
-def aside(path: Path, attempt: int) -> Path:
+def superseded_path(path: Path, attempt: int) -> Path:
     """A free name for a checkpoint that an attempt left and that is no longer the run's."""
     names = (path.with_name(f"{path.name}.attempt{k}") for k in range(max(1, attempt), 10**6))
     return next(p for p in names if not p.exists())
 
 
-def _cut(journal: Path, length: int, attempt: int) -> None:
+def _truncate_journal(journal: Path, length: int, attempt: int) -> None:
     if not journal.exists() or journal.stat().st_size <= length:
         return
     with journal.open("r+b") as file:
@@ -87,7 +98,7 @@ def _cut(journal: Path, length: int, attempt: int) -> None:
         os.fsync(file.fileno())
 
 
-def _cut_samples(folder: Path, state: dict[str, Any], attempt: int) -> None:
+def _move_later_samples(folder: Path, state: dict[str, Any], attempt: int) -> None:
     """Samples of steps after the checkpoint go to samples.attempt<k>.tail/."""
     samples, tail = folder / "samples", folder / f"samples.attempt{attempt}.tail"
     limits = {"step": state.get("step", 0), "eval": state.get("evaluated", -1)}
@@ -99,7 +110,7 @@ def _cut_samples(folder: Path, state: dict[str, Any], attempt: int) -> None:
             path.rename(tail / path.name)
 
 
-def renames(folder: Path, attempt: int) -> bool:
+def can_rename_folders(folder: Path, attempt: int) -> bool:
     """Whether folders can be renamed whole here; if not, the manifest alone marks a checkpoint."""
     first, second = (folder / f".tmp-{n}-a{attempt}" for n in ("try", "final"))
     try:
@@ -114,14 +125,14 @@ def renames(folder: Path, attempt: int) -> bool:
         shutil.rmtree(second, ignore_errors=True)
 
 
-def check_room(
-    folder: Path, need: int, settings: CheckpointConfig, warn: Callable[[str], None]
+def check_disk_space(
+    folder: Path, needed_bytes: int, settings: CheckpointConfig, warn: Callable[[str], None]
 ) -> None:
     """Raises MachineError (exit 3) when `need` bytes are more than are free, or warns."""
     free = shutil.disk_usage(folder).free
-    if free >= need:
+    if free >= needed_bytes:
         return
-    what = f"the checkpoints of this run need about {need / 1e9:.3g} GB"
+    what = f"the checkpoints of this run need about {needed_bytes / 1e9:.3g} GB"
     why = f"{free / 1e9:.3g} GB are free on {folder}"
     if settings.on_low_disk == "warn":
         warn(f"warning: {what}, {why}")

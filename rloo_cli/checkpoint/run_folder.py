@@ -20,17 +20,24 @@ from rloo_cli.generation.vllm import server_file
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
 from rloo_cli.utils.files import read_json
 
-FACTS = "run.json"
-STATES = ("starting", "training", "stopped", "failed", "finished")
-SECTIONS = {"root", "name", "model", "generation", "algorithm", "train"}  # some of a run's config
+RUN_FILE = "run.json"
+RUN_STATES = ("starting", "training", "stopped", "failed", "finished")
+CONFIG_SECTIONS = {
+    "root",
+    "name",
+    "model",
+    "generation",
+    "algorithm",
+    "train",
+}  # some of a run's config
 SERVER_LOGS = Path("logs", "server")  # what a rollout server says, and its config
-OF_SERVER = re.compile(r"(node_\d+_)?(config\.yaml|server_\d+\.log)|\.[\w.]+\.\d+\.tmp")
+SERVER_FILE_NAME = re.compile(r"(node_\d+_)?(config\.yaml|server_\d+\.log)|\.[\w.]+\.\d+\.tmp")
 # A launcher that was killed in its very first write leaves this one.
 HALF_WRITTEN = re.compile(r"\.(run\.json|server(_\d+)?\.json)\.\d+\.tmp")
-TRAINED = ("final", "summary.json", "checkpoint-*", ".tmp-*", ".trash-*")
+TRAINED_PATTERNS = ("final", "summary.json", "checkpoint-*", ".tmp-*", ".trash-*")
 
 
-def check_free(folder: Path) -> None:
+def check_folder_free(folder: Path) -> None:
     """Raises ConfigError unless a run may be in this folder: there is none, it is empty, a run of
     ours is in it, or a rollout server of ours waits there. Changes nothing.
     """
@@ -38,7 +45,7 @@ def check_free(folder: Path) -> None:
     try:
         if (why := path_problem(folder)) is not None:
             raise ConfigError(Problem(f"{folder} cannot be a run's folder", "root, name", why))
-        why = foreign(folder) if folder.exists() else None
+        why = foreign_folder_reason(folder) if folder.exists() else None
     except PermissionError as error:
         raise ConfigError(
             Problem(f"{folder} cannot be read", "root, name", str(error), fix)
@@ -53,7 +60,7 @@ def path_problem(path: Path) -> str | None:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:  # ValueError: a character that no path has
         return _why_no_path(path, error)
-    return None if stat.S_ISDIR(mode) else f"it is {_kind(mode)}"
+    return None if stat.S_ISDIR(mode) else f"it is {_path_kind(mode)}"
 
 
 def _why_no_path(path: Path, error: Exception) -> str | None:
@@ -66,60 +73,66 @@ def _why_no_path(path: Path, error: Exception) -> str | None:
         except (OSError, ValueError):
             continue
         if not above.is_dir():
-            return f"{above} is {_kind(above.stat().st_mode)}"
+            return f"{above} is {_path_kind(above.stat().st_mode)}"
         break
     if isinstance(error, FileNotFoundError | PermissionError):  # the latter is said elsewhere
         return None
     return getattr(error, "strerror", None) or str(error)
 
 
-def _kind(mode: int) -> str:
+def _path_kind(mode: int) -> str:
     return "a file" if stat.S_ISREG(mode) else "neither a file nor a folder"
 
 
-def foreign(folder: Path) -> str | None:
+def foreign_folder_reason(folder: Path) -> str | None:
     """Why a folder that is there is not for a run of ours; None where it is, or is empty."""
-    if (folder / FACTS).exists() or (folder / FACTS).is_symlink():
-        return None if facts_of(folder) else f"it is not a run: its {FACTS} is not one of ours"
-    found = sorted(p.name for p in folder.iterdir() if not _of_server(p))
+    if (folder / RUN_FILE).exists() or (folder / RUN_FILE).is_symlink():
+        return (
+            None
+            if read_run_metadata(folder)
+            else f"it is not a run: its {RUN_FILE} is not one of ours"
+        )
+    found = sorted(p.name for p in folder.iterdir() if not _is_server_entry(p))
     if not found:
         return None
     shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-    return f"it is not a run: it holds {shown}, and no {FACTS}"
+    return f"it is not a run: it holds {shown}, and no {RUN_FILE}"
 
 
-def facts_of(folder: Path) -> dict[str, Any]:
+def read_run_metadata(folder: Path) -> dict[str, Any]:
     """What run.json of a run of ours says; {} where there is none that reads as one."""
     try:
-        values = read_json(folder / FACTS)
+        values = read_json(folder / RUN_FILE)
     except (OSError, ValueError, RecursionError):
         return {}
-    known = isinstance(values, dict) and values.get("state") in STATES
+    known = isinstance(values, dict) and values.get("state") in RUN_STATES
     counted = known and isinstance(values.get("attempt"), int)
     return values if counted and isinstance(values.get("hash"), str) else {}
 
 
-def _of_server(path: Path) -> bool:
+def _is_server_entry(path: Path) -> bool:
     """Whether a rollout server of ours wrote this entry of a folder, or a launcher's first write
     was cut short there."""
     if path.is_symlink():
         return False
-    if path in server_file.places(path.parent):
+    if path in server_file.server_file_paths(path.parent):
         number = re.search(r"\d+", path.name)
-        return server_file.read(path.parent, int(number[0]) if number else 1) is not None
+        return (
+            server_file.read_server_file(path.parent, int(number[0]) if number else 1) is not None
+        )
     if path.name != SERVER_LOGS.parent.name or not path.is_dir():
         return HALF_WRITTEN.fullmatch(path.name) is not None
     logs = path / SERVER_LOGS.name
     if [p for p in path.iterdir() if p != logs] or logs.is_symlink():
         return False
     inside = [*logs.iterdir()] if logs.is_dir() else []
-    if not all(OF_SERVER.fullmatch(p.name) and p.is_file() for p in inside):
+    if not all(SERVER_FILE_NAME.fullmatch(p.name) and p.is_file() for p in inside):
         return False
     given = [p for p in inside if p.name.endswith("config.yaml")]
-    return all(_is_config(p) for p in given) and bool(given or not _logs_in(inside))
+    return all(_is_config(p) for p in given) and bool(given or not _log_files(inside))
 
 
-def _logs_in(paths: list[Path]) -> list[Path]:
+def _log_files(paths: list[Path]) -> list[Path]:
     return [p for p in paths if p.suffix == ".log"]
 
 
@@ -129,25 +142,29 @@ def _is_config(path: Path) -> bool:
         values = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError):
         return False
-    return isinstance(values, dict) and set(values) >= SECTIONS
+    return isinstance(values, dict) and set(values) >= CONFIG_SECTIONS
 
 
-def nothing_trained(folder: Path, facts: dict[str, Any]) -> bool:
+def is_untrained(folder: Path, run_metadata: dict[str, Any]) -> bool:
     """Whether the run in this folder provably ended before its first update: its worker said so,
     or it never began; and nothing in the folder says otherwise.
     """
-    if facts.get("came_from") or facts.get("state") == "finished":  # what it came from was trained
+    if (
+        run_metadata.get("came_from") or run_metadata.get("state") == "finished"
+    ):  # what it came from was trained
         return False
-    began = facts.get("began")
-    if began is not None and facts.get("untrained") != began:
+    began = run_metadata.get("began")
+    if began is not None and run_metadata.get("untrained") != began:
         return False
-    if facts.get("fingerprint") is not None and began is None:
+    if run_metadata.get("fingerprint") is not None and began is None:
         return False
-    left = any(True for pattern in TRAINED for _ in folder.glob(pattern))
-    return not left and not any("step_time" in row for row in _rows(folder / "metrics.jsonl"))
+    left = any(True for pattern in TRAINED_PATTERNS for _ in folder.glob(pattern))
+    return not left and not any(
+        "step_time" in row for row in _journal_lines(folder / "metrics.jsonl")
+    )
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def _journal_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Lines of a journal; one that cannot be read counts as that of a step."""
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         try:
@@ -156,7 +173,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             yield {"step_time": line}
 
 
-def of_removed(folder: Path) -> StorageError:
+def folder_removed_error(folder: Path) -> StorageError:
     """The error of a run whose folder was taken away while it ran."""
     return StorageError(
         Problem(

@@ -21,45 +21,47 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rloo_cli.checkpoint import export, manifest, rollback, step_state
-from rloo_cli.checkpoint.resume import written
+from rloo_cli.checkpoint.resume import read_run_config
 from rloo_cli.config import check
-from rloo_cli.distributed.world import is_lost
+from rloo_cli.distributed.world import is_rank_lost
 from rloo_cli.policy import lora
-from rloo_cli.policy.model import size
-from rloo_cli.reporting.update_metrics import Updates, together
+from rloo_cli.policy.model import weight_shape
+from rloo_cli.reporting.update_metrics import UpdateMetrics, sum_over_ranks
 from rloo_cli.run import Run
 from rloo_cli.utils import rng
 from rloo_cli.utils.errors import Problem, RunError, StorageError
-from rloo_cli.utils.fault_injection import fault
-from rloo_cli.utils.files import read_json, sync, update_json, write_text
+from rloo_cli.utils.fault_injection import trigger_fault
+from rloo_cli.utils.files import fsync_path, read_json, update_json, write_text
 
-PACKAGES = ("rloo-cli", "torch", "transformers", "safetensors")
-RNG, ROLLOUTS = "rng", "rollouts"
-REFERENCE = "reference"  # one that moves
-VALUE = "value"
+VERSIONED_PACKAGES = ("rloo-cli", "torch", "transformers", "safetensors")
+RNG_FILE, ROLLOUTS_FILE = "rng", "rollouts"
+REFERENCE_FILE = "reference"  # one that moves
+VALUE_FILE = "value"
 
 
-def save(run: Run, must: bool = False) -> Path | None:
+def save_checkpoint(run: Run, raise_on_failure: bool = False) -> Path | None:
     """Write a checkpoint of where the run stands; None where there is nothing new, or no room.
 
     All ranks save together: each writes its share of the optimizer, rank 0 the rest. A save that
     fails leaves what was there before. It is a warning and the run goes on, but with `must` it
     raises StorageError (exit 8).
     """
-    place = run.place
-    if run.saved is not None and place <= run.saved:
+    place = run.position
+    if run.saved_position is not None and place <= run.saved_position:
         return None
-    target, began = run.folder / manifest.name(place), time.monotonic()
+    target, began = run.folder / manifest.checkpoint_name(place), time.monotonic()
     try:
-        if not run.world.first(lambda: target.exists() and manifest.problem(target) is None):
-            _complete(run, place, target)
-        run.world.first(lambda: _publish(run, target))
-        run.saved = place
+        if not run.world.run_on_rank0(
+            lambda: target.exists() and manifest.checkpoint_problem(target) is None
+        ):
+            _write_checkpoint(run, place, target)
+        run.world.run_on_rank0(lambda: _publish_checkpoint(run, target))
+        run.saved_position = place
     except Exception as error:  # the writers in Rust raise no OSError when the disk is full
-        if is_lost(error):
+        if is_rank_lost(error):
             raise
-        failed = _failure(target, error)
-        if must:
+        failed = _save_error(target, error)
+        if raise_on_failure:
             raise failed from error
         run.log.note(f"warning: {failed.problems[0].what}: {failed.problems[0].why}")
         return None
@@ -69,39 +71,39 @@ def save(run: Run, must: bool = False) -> Path | None:
     return target
 
 
-def _publish(run: Run, target: Path) -> None:
-    _point(run, target)
-    _prune(run)
+def _publish_checkpoint(run: Run, target: Path) -> None:
+    _write_latest(run, target)
+    _prune_checkpoints(run)
 
 
-def _complete(run: Run, place: manifest.Place, target: Path) -> None:
+def _write_checkpoint(run: Run, position: manifest.CheckpointPosition, target: Path) -> None:
     """Everything up to the rename that makes it a checkpoint."""
-    whole = run.renames  # else the manifest alone marks it as complete
+    whole = run.has_atomic_rename  # else the manifest alone marks it as complete
     temporary = target.with_name(f".tmp-{target.name}-a{run.attempt}") if whole else target
 
     def begin() -> None:
-        _room(run)
+        _check_save_space(run)
         if target.exists():  # it was found damaged
-            target.rename(rollback.aside(target, run.attempt))
+            target.rename(rollback.superseded_path(target, run.attempt))
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / "trainer").mkdir(parents=True)
 
     def end() -> None:
         for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
-            fault("ckpt.fsync")
-            sync(path)
-        _look(run, temporary)
-        manifest.write(temporary, _facts(run, place))
+            trigger_fault("ckpt.fsync")
+            fsync_path(path)
+        _check_written_weights(run, temporary)
+        manifest.write_manifest(temporary, _manifest_metadata(run, position))
         if whole:
-            fault("ckpt.rename")
+            trigger_fault("ckpt.rename")
             temporary.rename(target)
-        sync(run.folder)
+        fsync_path(run.folder)
 
     try:
-        run.world.first(begin)
-        state = _gather(run)
-        run.world.each(lambda: _write(run, temporary, state))
-        run.world.first(end)
+        run.world.run_on_rank0(begin)
+        state = _collect_state(run)
+        run.world.run_on_all_ranks(lambda: _write_files(run, temporary, state))
+        run.world.run_on_rank0(end)
     except BaseException:
         if run.world.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -109,101 +111,108 @@ def _complete(run: Run, place: manifest.Place, target: Path) -> None:
 
 
 @dataclass
-class Gathered:
+class CollectedState:
     """What takes all ranks to know, but the weights."""
 
-    tensors: dict[str, Tensor]  # this rank's share of the optimizer
-    optimizer: dict[str, Any]
-    rng: rng.States  # this rank's
-    updates: Updates | None  # of the step that is being done
+    optimizer_tensors: dict[str, Tensor]  # this rank's share of the optimizer
+    optimizer_metadata: dict[str, Any]
+    rng: rng.RandomStates  # this rank's
+    update_metrics: UpdateMetrics | None  # of the step that is being done
 
 
-def _gather(run: Run) -> Gathered:
+def _collect_state(run: Run) -> CollectedState:
     tensors, optimizer = run.optimizer.dump(run.world.rank, run.world.size)
-    if run.cycle is None:
-        return Gathered(tensors, optimizer, run.rng, None)
-    return Gathered(tensors, optimizer, run.cycle.rng, together(run.cycle.safe, run.world))
+    if run.step_progress is None:
+        return CollectedState(tensors, optimizer, run.rng, None)
+    return CollectedState(
+        tensors,
+        optimizer,
+        run.step_progress.rng,
+        sum_over_ranks(run.step_progress.marked_updates, run.world),
+    )
 
 
-def _write(run: Run, folder: Path, state: Gathered) -> None:
+def _write_files(run: Run, folder: Path, state: CollectedState) -> None:
     """All files but the manifest; on another rank than the first, its share of them."""
     trainer, rank, size = folder / "trainer", run.world.rank, run.world.size
     parts: list[tuple[str, dict[str, Tensor]]] = [
-        (optimizer_file(rank, size), state.tensors),
-        (f"{RNG}-{rank}", state.rng.tensors),
+        (optimizer_file_name(rank, size), state.optimizer_tensors),
+        (f"{RNG_FILE}-{rank}", state.rng.tensors),
     ]
     writers: list[Callable[[], Any]] = []
-    if run.world.is_main and run.reference is not None and run.reference.moves:
-        parts.append((REFERENCE, run.reference.state()))
-    if run.world.is_main and run.critic is not None:
-        parts.append((VALUE, run.critic.state()))
+    if run.world.is_main and run.reference is not None and run.reference.follows_policy:
+        parts.append((REFERENCE_FILE, run.reference.state()))
+    if run.world.is_main and run.value_model is not None:
+        parts.append((VALUE_FILE, run.value_model.state()))
     if run.world.is_main:
-        if run.cycle is not None:
-            rollouts, plain = step_state.dump(run.cycle, state.updates)
-            parts.append((ROLLOUTS, rollouts))
+        if run.step_progress is not None:
+            rollouts, plain = step_state.dump_step(run.step_progress, state.update_metrics)
+            parts.append((ROLLOUTS_FILE, rollouts))
             # What a user's reward said of a row may be anything that samples/ can hold, NaN too.
-            write_text(trainer / f"{ROLLOUTS}.json", json.dumps(plain, default=str) + "\n")
-        text = json.dumps(_values(run, state), allow_nan=False)
+            write_text(trainer / f"{ROLLOUTS_FILE}.json", json.dumps(plain, default=str) + "\n")
+        text = json.dumps(_trainer_state(run, state), allow_nan=False)
         writers.append(lambda: write_text(trainer / "state.json", text + "\n"))
     else:
         text = json.dumps(state.rng.plain)
-        writers.append(lambda: write_text(trainer / f"{RNG}-{rank}.json", text + "\n"))
-    tables = [lambda n=n, t=t: _save(t, trainer / f"{n}.safetensors") for n, t in parts]
+        writers.append(lambda: write_text(trainer / f"{RNG_FILE}-{rank}.json", text + "\n"))
+    tables = [lambda n=n, t=t: _save_tensors(t, trainer / f"{n}.safetensors") for n, t in parts]
     write_model(run, folder)
     for write in (*tables, *writers):
-        fault("ckpt.write")
+        trigger_fault("ckpt.write")
         write()
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
+def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     save_file(tensors, path)
-    sync(path)  # by who wrote it: another machine's sync would not reach it
+    fsync_path(path)  # by who wrote it: another machine's sync would not reach it
 
 
 def write_model(run: Run, folder: Path) -> None:
     """The model's own files. All ranks take part."""
-    fault("ckpt.write")
+    trigger_fault("ckpt.write")
     if run.engine.sharded:
-        export.gathered(run.engine, run.policy, run.tokenizer, folder)
+        export.write_gathered_model(run.engine, run.policy, run.tokenizer, folder)
     elif run.world.is_main:
-        export.whole(run.policy.model, run.tokenizer, folder)
+        export.write_model_folder(run.policy.model, run.tokenizer, folder)
 
 
-def write_final(run: Run, folder: Path) -> None:
+def write_final_model(run: Run, folder: Path) -> None:
     """The trained model as others use it. All ranks take part."""
     if run.engine.sharded:
-        export.gathered(run.engine, run.policy, run.tokenizer, folder)
+        export.write_gathered_model(run.engine, run.policy, run.tokenizer, folder)
     elif run.world.is_main:
-        export.final(run.policy.model, run.tokenizer, folder)
+        export.write_merged_model(run.policy.model, run.tokenizer, folder)
 
 
-def _values(run: Run, state: Gathered) -> dict[str, Any]:
+def _trainer_state(run: Run, state: CollectedState) -> dict[str, Any]:
     """What state.json says."""
     return {
         "state": run.state.dump(),
         # As it was given: what `auto` came to in this run is not asked again on another machine.
-        "config": written(run.folder) or check.dump(run.config),
+        "config": read_run_config(run.folder) or check.dump_config(run.config),
         "fingerprint": run.prompts.fingerprint,
-        "steps": run.steps,
-        "optimizer": state.optimizer,
+        "steps": run.num_steps,
+        "optimizer": state.optimizer_metadata,
         "rng": state.rng.plain,
-        "journals": rollback.lengths(run.folder),
+        "journals": rollback.journal_lengths(run.folder),
         "log": run.log.dump(),
         "elapsed": run.clock.elapsed(),
     }
 
 
-def _look(run: Run, folder: Path) -> None:
+def _check_written_weights(run: Run, folder: Path) -> None:
     """Open the weights' headers again: nothing may be missing or of size 0."""
     # A tied head is one parameter; fused or split tensors have as many elements as before.
-    _there(folder.glob("*.safetensors"), lora.kept(run.policy.model), "the model")
-    if run.critic is not None:
-        own = folder / "trainer" / f"{VALUE}.safetensors"
-        _there([own], run.critic.model.parameters(), "the value model")
+    _check_elements(
+        folder.glob("*.safetensors"), lora.tensors_to_save(run.policy.model), "the model"
+    )
+    if run.value_model is not None:
+        own = folder / "trainer" / f"{VALUE_FILE}.safetensors"
+        _check_elements([own], run.value_model.model.parameters(), "the value model")
 
 
-def _there(paths: Iterable[Path], parameters: Iterable[Tensor], name: str) -> None:
-    found, wanted = 0, sum(prod(size(p)) for p in parameters)
+def _check_elements(paths: Iterable[Path], parameters: Iterable[Tensor], name: str) -> None:
+    found, wanted = 0, sum(prod(weight_shape(p)) for p in parameters)
     for path in paths:
         with safe_open(path, "pt") as file:
             for tensor in file.keys():  # noqa: SIM118  (it is no mapping)
@@ -215,68 +224,72 @@ def _there(paths: Iterable[Path], parameters: Iterable[Tensor], name: str) -> No
         raise StorageError(f"the written weights have {found} elements, {name} has {wanted}")
 
 
-def _facts(run: Run, place: manifest.Place) -> dict[str, Any]:
+def _manifest_metadata(run: Run, position: manifest.CheckpointPosition) -> dict[str, Any]:
     return {
-        "step": place[0],
+        "step": position[0],
         "updates": run.state.updates,
         "prompts_consumed": run.state.place,
         "world_size": run.world.size,
         "attempt": run.attempt,
-        "versions": {name: metadata.version(name) for name in PACKAGES},
+        "versions": {name: metadata.version(name) for name in VERSIONED_PACKAGES},
         "config_hash": read_json(run.folder / "run.json").get("hash"),
         "fingerprint": run.prompts.fingerprint,
     }
 
 
-def _point(run: Run, target: Path) -> None:
+def _write_latest(run: Run, target: Path) -> None:
     """`latest`: a small text file, because links do not survive every copy."""
-    fault("ckpt.latest")
+    trigger_fault("ckpt.latest")
     write_text(run.folder / "latest", target.name + "\n")
-    sync(run.folder)
+    fsync_path(run.folder)
 
 
-def _prune(run: Run) -> None:
+def _prune_checkpoints(run: Run) -> None:
     """Remove the oldest complete checkpoints; keep_last of them stay.
 
     A folder without our manifest, or a link to one, is not ours to remove, nor counted.
     """
-    found = manifest.checkpoints(run.folder)
-    whole = [p for p in found if not p.is_symlink() and (p / manifest.FILE).is_file()]
+    found = manifest.list_checkpoints(run.folder)
+    whole = [p for p in found if not p.is_symlink() and (p / manifest.MANIFEST_FILE).is_file()]
     for old in whole[run.config.checkpoint.keep_last :]:
-        fault("ckpt.prune")
+        trigger_fault("ckpt.prune")
         trash = old.with_name(f".trash-{old.name}-a{run.attempt}")
         shutil.rmtree(trash, ignore_errors=True)
         old.rename(trash)
-        sync(run.folder)
-        fault("ckpt.prune")
+        fsync_path(run.folder)
+        trigger_fault("ckpt.prune")
         shutil.rmtree(trash)
 
 
-def estimate(run: Run) -> int:
+def estimated_checkpoint_bytes(run: Run) -> int:
     """Bytes of one checkpoint: weights, and float32 masters and two moments where trained."""
-    kept = lora.kept(run.policy.model)
+    kept = lora.tensors_to_save(run.policy.model)
     own = run.policy.dtype.itemsize  # shards may be held in another dtype than they are saved in
-    weights = sum(prod(size(p)) * (4 if lora.on(run.policy.model) else own) for p in kept)
-    weights += 0 if run.critic is None else sum(p.nbytes for p in run.critic.model.parameters())
-    return weights + run.optimizer.masters_bytes + 2 * 4 * run.optimizer.count
+    weights = sum(
+        prod(weight_shape(p)) * (4 if lora.has_adapter(run.policy.model) else own) for p in kept
+    )
+    weights += (
+        0 if run.value_model is None else sum(p.nbytes for p in run.value_model.model.parameters())
+    )
+    return weights + run.optimizer.masters_bytes + 2 * 4 * run.optimizer.num_trained_parameters
 
 
-def check_room(run: Run) -> None:
+def check_checkpoint_space(run: Run) -> None:
     """Before training: room for every checkpoint that is kept, one more, and the final model.
 
     Raises MachineError (exit 3), or warns, as checkpoint.on_low_disk says.
     """
-    settings, size = run.config.checkpoint, estimate(run)
-    rollback.check_room(run.folder, (settings.keep_last + 1) * size, settings, run.log.note)
+    settings, size = run.config.checkpoint, estimated_checkpoint_bytes(run)
+    rollback.check_disk_space(run.folder, (settings.keep_last + 1) * size, settings, run.log.note)
 
 
-def _room(run: Run) -> None:
-    need, free = estimate(run), shutil.disk_usage(run.folder).free
+def _check_save_space(run: Run) -> None:
+    need, free = estimated_checkpoint_bytes(run), shutil.disk_usage(run.folder).free
     if free < need:
         raise StorageError(f"it needs about {need / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free")
 
 
-def _failure(target: Path, error: Exception) -> StorageError:
+def _save_error(target: Path, error: Exception) -> StorageError:
     text = error.problems[0].what if isinstance(error, RunError) else str(error)
     free = f"free: {shutil.disk_usage(target.parent).free / 1e9:.3g} GB"
     last = read_json(target.parent / "run.json").get("checkpoint", "none")
@@ -284,6 +297,6 @@ def _failure(target: Path, error: Exception) -> StorageError:
     return StorageError(Problem(f"{target.name} was not saved", str(target.parent), why))
 
 
-def optimizer_file(rank: int, size: int) -> str:
+def optimizer_file_name(rank: int, world_size: int) -> str:
     """The name of one rank's share of the optimizer, without its ending."""
-    return f"optimizer-{rank + 1}-of-{size}"
+    return f"optimizer-{rank + 1}-of-{world_size}"

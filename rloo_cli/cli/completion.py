@@ -19,7 +19,7 @@ from rloo_cli.utils.files import write_text
 
 # Bash parts a word at = and : (COMP_WORDBREAKS), and replaces only what follows the last of them.
 # So the words are taken from the line itself, and of an answer only that last part is given back.
-BASH = """_rloo() {
+BASH_SCRIPT = """_rloo() {
   local line="${COMP_LINE:0:COMP_POINT}" typed word answer sign head=""
   read -ra typed <<<"$line"
   [[ $line == *[[:space:]] ]] && typed+=("")
@@ -39,7 +39,7 @@ BASH = """_rloo() {
 }
 complete -o default -F _rloo rloo
 """
-ZSH = """#compdef rloo
+ZSH_SCRIPT = """#compdef rloo
 _rloo() {
   local -a found open
   found=("${(@f)$(rloo completion query "${words[@]:1:$((CURRENT-1))}" 2>/dev/null)}")
@@ -51,12 +51,13 @@ _rloo() {
 }
 compdef _rloo rloo
 """
-FISH = """complete -c rloo -a '(rloo completion query (commandline -opc)[2..] (commandline -ct))'
+FISH_SCRIPT = """\
+complete -c rloo -a '(rloo completion query (commandline -opc)[2..] (commandline -ct))'
 """
-SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
-APPENDED = ("recipe", "debug")  # groups that are chosen with a +
-OF_RUNS = ("samples", "ledger", "compare", "curves", "eval")
-FIRST: dict[str, tuple[str, ...]] = {  # verbs whose first word is one of these
+SCRIPTS = {"bash": BASH_SCRIPT, "zsh": ZSH_SCRIPT, "fish": FISH_SCRIPT}
+GROUPS_WITH_PLUS = ("recipe", "debug")  # groups that are chosen with a +
+VERBS_WITH_RUN = ("samples", "ledger", "compare", "curves", "eval")
+FIRST_ARGUMENTS: dict[str, tuple[str, ...]] = {  # verbs whose first word is one of these
     "recipes": ("list", "show", "copy"),
     "config": ("explain",),
     "completion": tuple(SCRIPTS),
@@ -64,8 +65,8 @@ FIRST: dict[str, tuple[str, ...]] = {  # verbs whose first word is one of these
     "slurm": ("render", "submit"),
     "help": tuple(verb_help.VERBS),
 }
-KINDS = ("train", "train_and_serve", "sweep", "eval")  # of a batch job
-CONFIGURED: tuple[str, ...] = (
+JOB_KINDS = ("train", "train_and_serve", "sweep", "eval")  # of a batch job
+VERBS_WITH_OVERRIDES: tuple[str, ...] = (
     "train",
     "sweep",
     "sft",
@@ -75,16 +76,16 @@ CONFIGURED: tuple[str, ...] = (
     "fetch",
     "plan",
 )
-CONFIGURED += ("config", "slurm")  # verbs that take keys
+VERBS_WITH_OVERRIDES += ("config", "slurm")  # verbs that take keys
 
 
-def run(words: list[str]) -> int:
+def run(args: list[str]) -> int:
     """The verb; for `query` the words typed so far, the last one unfinished."""
-    match words:
+    match args:
         case [shell] if shell in SCRIPTS:
             print(SCRIPTS[shell], end="")
         case ["query", *typed]:
-            print("\n".join(answers(typed)))
+            print("\n".join(completion_candidates(typed)))
         case _:
             shell = os.path.basename(os.environ.get("SHELL", "bash"))
             fix = f'eval "$(rloo completion {shell if shell in SCRIPTS else "bash"})"'
@@ -94,59 +95,59 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def answers(typed: list[str]) -> list[str]:
+def completion_candidates(typed: list[str]) -> list[str]:
     """What the last word could become."""
     *before, word = typed or [""]
     return sorted({w for w in _candidates(before, word) if w.startswith(word)})
 
 
-def _candidates(before: list[str], word: str) -> Iterable[str]:
-    if not before:
-        return [*verb_help.VERBS, *(["--help", "--version"] if word.startswith("-") else [])]
-    verb = before[0]
-    if word.startswith("-"):
-        return verb_help.flags_of(verb)
-    if (values := verb_help.values_of(verb, before[-1])) is not None:
+def _candidates(previous_args: list[str], prefix: str) -> Iterable[str]:
+    if not previous_args:
+        return [*verb_help.VERBS, *(["--help", "--version"] if prefix.startswith("-") else [])]
+    verb = previous_args[0]
+    if prefix.startswith("-"):
+        return verb_help.verb_flags(verb)
+    if (values := verb_help.flag_values(verb, previous_args[-1])) is not None:
         return values
     found: list[str] = []
-    if len(before) == 1:
-        found += FIRST.get(verb, ())
-    elif verb == "recipes" and before[1] in ("show", "copy") and len(before) == 2:
+    if len(previous_args) == 1:
+        found += FIRST_ARGUMENTS.get(verb, ())
+    elif verb == "recipes" and previous_args[1] in ("show", "copy") and len(previous_args) == 2:
         found += paths.recipe_files()
-    elif verb == "slurm" and len(before) == 2:
-        found += KINDS
-    elif before[:2] == ["config", "explain"] and len(before) == 2:
-        return known_values()
-    if _takes_run(verb, before):
-        found += run_folders.names()
-    if verb in CONFIGURED:
-        found += _overrides(word, paths.group_choices(_own_folders(before)))
+    elif verb == "slurm" and len(previous_args) == 2:
+        found += JOB_KINDS
+    elif previous_args[:2] == ["config", "explain"] and len(previous_args) == 2:
+        return cached_key_values()
+    if _takes_run(verb, previous_args):
+        found += run_folders.list_run_names()
+    if verb in VERBS_WITH_OVERRIDES:
+        found += _override_candidates(prefix, paths.group_choices(_config_dirs(previous_args)))
     return found
 
 
-def _own_folders(before: list[str]) -> list[Path]:
+def _config_dirs(previous_args: list[str]) -> list[Path]:
     """What --config-dir names among the words."""
-    pairs = zip(before, [*before[1:], ""], strict=True)
+    pairs = zip(previous_args, [*previous_args[1:], ""], strict=True)
     folders = [word if flag in ("--config-dir", "-cd") else flag.partition("=")[2]
                for flag, word in pairs if flag.startswith(("--config-dir", "-cd"))]  # fmt: skip
     return [Path(folder) for folder in folders if folder]
 
 
-def _takes_run(verb: str, before: list[str]) -> bool:
+def _takes_run(verb: str, previous_args: list[str]) -> bool:
     """Whether the next word may be a run: `compare` takes several, the others one."""
-    return verb in OF_RUNS and (len(before) == 1 or verb == "compare")
+    return verb in VERBS_WITH_RUN and (len(previous_args) == 1 or verb == "compare")
 
 
-def _overrides(word: str, groups: dict[str, dict[str, Path]]) -> Iterable[str]:
+def _override_candidates(prefix: str, groups: dict[str, dict[str, Path]]) -> Iterable[str]:
     """Choices of groups and keys with their values, as one word of an override begins."""
-    name, equals, value = word.partition("=")
+    name, equals, value = prefix.partition("=")
     bare = name.lstrip("+")
     if not equals:
-        names = {f"{_sign(g)}{g}=": choices for g, choices in groups.items()}
-        fit = [n for n in names if n.startswith(word)]
+        names = {f"{_group_sign(g)}{g}=": choices for g, choices in groups.items()}
+        fit = [n for n in names if n.startswith(prefix)]
         chosen = [f"{n}{c}" for n in fit for c in names[n]] if len(fit) == 1 else fit
-        return [*chosen, *([] if word.startswith("+") else _next_parts(word))]
-    known = [*(groups.get(bare) or known_values().get(bare) or ())]
+        return [*chosen, *([] if prefix.startswith("+") else _key_candidates(prefix))]
+    known = [*(groups.get(bare) or cached_key_values().get(bare) or ())]
     head = value[: value.rfind(",") + 1]  # a=b,c: one more value of a sweep
     if bare == "recipe":
         begun = Path(value.removeprefix(head))
@@ -155,28 +156,28 @@ def _overrides(word: str, groups: dict[str, dict[str, Path]]) -> Iterable[str]:
     return [f"{name}={head}{choice}" for choice in known]
 
 
-def _sign(group: str) -> str:
-    return "+" if group in APPENDED else ""
+def _group_sign(group: str) -> str:
+    return "+" if group in GROUPS_WITH_PLUS else ""
 
 
-def _next_parts(word: str) -> list[str]:
+def _key_candidates(prefix: str) -> list[str]:
     """The keys that begin so, whole; before the first dot only their sections."""
-    keys = known_values()
-    if "." in word:
+    keys = cached_key_values()
+    if "." in prefix:
         return [f"{key}=" for key in keys]
     return [f"{key}=" if "." not in key else f"{key.partition('.')[0]}." for key in keys]
 
 
-def known_values() -> dict[str, list[str]]:
+def cached_key_values() -> dict[str, list[str]]:
     """Every key -> the values that can be listed, from the cache; {} where they cannot be read."""
-    path = paths.cache() / f"completion-{_fingerprint()}.json"
+    path = paths.cache_folder() / f"completion-{_code_fingerprint()}.json"
     try:
         if path.is_file():
             return dict(json.loads(path.read_text()))
         asked = [sys.executable, "-m", "rloo_cli.cli.key_values"]
         said = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60).stdout
         found = dict(json.loads(said))
-        for old in paths.cache().glob("completion-*.json"):
+        for old in paths.cache_folder().glob("completion-*.json"):
             old.unlink(missing_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, said)
@@ -185,7 +186,7 @@ def known_values() -> dict[str, list[str]]:
     return found
 
 
-def _fingerprint() -> str:
+def _code_fingerprint() -> str:
     """Changes with every file that keys come from."""
     files = [*paths.PACKAGE.rglob("*.py"), *paths.CONF.rglob("*.yaml")]
     facts = sorted((str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in files)

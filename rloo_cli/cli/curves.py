@@ -5,29 +5,29 @@ OUT ends in .png or .svg; without it the picture is the run's own curves.png. Im
 
 from pathlib import Path
 
-from rloo_cli.cli.run_folders import Words, find
+from rloo_cli.cli.run_folders import RunArgumentParser, find_run_folder
 from rloo_cli.reporting import curves
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
 
 USAGE = "rloo curves RUN [OUT.png|OUT.svg]"
-ENDINGS = (".png", ".svg")
+IMAGE_SUFFIXES = (".png", ".svg")
 
 
-def run(words: list[str]) -> int:
+def run(args: list[str]) -> int:
     """The verb. Raises ConfigError for a run that is not there or has no metrics yet."""
-    parser = Words("curves", USAGE)
+    parser = RunArgumentParser("curves", USAGE)
     parser.add_argument("out", nargs="?", metavar="OUT")
-    given = parser.parse_args(words)
-    folder = find(given.run, "curves")
+    given = parser.parse_args(args)
+    folder = find_run_folder(given.run, "curves")
     out = Path(given.out) if given.out else folder / "curves.png"
-    if out.suffix.lower() not in ENDINGS:
+    if out.suffix.lower() not in IMAGE_SUFFIXES:
         what = f"{out} ends neither in .png nor in .svg"
         raise ConfigError(Problem(what, "command line", fix=f"{out.with_suffix('.png')}"))
-    if not curves.read_rows(folder / "metrics.jsonl"):
+    if not curves.read_metrics_lines(folder / "metrics.jsonl"):
         why = "its first step, or its first evaluation, has not ended yet"
         raise ConfigError(Problem(f"{folder} has no metrics to draw", "command line", why))
     try:
-        print(curves.draw(folder / "metrics.jsonl", out, folder.name))
+        print(curves.draw_run_curves(folder / "metrics.jsonl", out, folder.name))
     except OSError as error:
         raise StorageError(
             Problem(f"{out} cannot be written", "command line", str(error))

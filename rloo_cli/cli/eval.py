@@ -18,7 +18,7 @@ from pathlib import Path
 
 import yaml
 
-from rloo_cli.cli.eval_target import USAGE, Subject, of_recipe, of_run
+from rloo_cli.cli.eval_target import USAGE, EvalTarget, eval_target_of_recipe, eval_target_of_run
 from rloo_cli.config import check
 from rloo_cli.launch import preflight, processes, rollout_server
 from rloo_cli.utils import pids
@@ -28,21 +28,21 @@ from rloo_cli.utils.files import write_json, write_text
 STOPPED = 75
 
 
-def run(words: list[str]) -> int:
+def run(args: list[str]) -> int:
     """The verb. Raises RunError; results that were there before are then left."""
-    dirs, words = _flags(words)
-    if not words:
+    dirs, args = _split_config_dirs(args)
+    if not args:
         raise ConfigError(Problem("rloo eval needs a model", "command line", fix=USAGE))
-    bare = [w for w in words if "=" not in w and not w.startswith(("+", "~"))]
-    keys = [w for w in words if w not in bare[:1]]
-    subject = of_run(bare[0], keys) if bare else of_recipe(words, dirs)
-    where = subject.place.parent
-    preflight.check(subject.config.model_copy(update={"root": str(where)}))
+    bare = [w for w in args if "=" not in w and not w.startswith(("+", "~"))]
+    keys = [w for w in args if w not in bare[:1]]
+    subject = eval_target_of_run(bare[0], keys) if bare else eval_target_of_recipe(args, dirs)
+    where = subject.output_dir.parent
+    preflight.check_machine(subject.config.model_copy(update={"root": str(where)}))
     return _evaluate(subject)
 
 
-def _flags(words: list[str]) -> tuple[list[Path], list[str]]:
-    dirs, rest, given = [], [], iter(words)
+def _split_config_dirs(args: list[str]) -> tuple[list[Path], list[str]]:
+    dirs, rest, given = [], [], iter(args)
     for word in given:
         name, equals, value = word.partition("=")
         if name in ("--config-dir", "-cd"):
@@ -59,21 +59,21 @@ def _flags(words: list[str]) -> tuple[list[Path], list[str]]:
     return dirs, rest
 
 
-def _evaluate(subject: Subject) -> int:
+def _evaluate(target: EvalTarget) -> int:
     """Do it in a process of its own; its exit code. Results appear whole, or not at all."""
-    place = subject.place
-    _check_place(place)
+    place = target.output_dir
+    _check_output_dir(place)
     try:
-        with temporary(place) as folder:
-            settings = yaml.safe_dump(check.dump(subject.config), sort_keys=False)
+        with temporary_output_dir(place) as folder:
+            settings = yaml.safe_dump(check.dump_config(target.config), sort_keys=False)
             write_text(folder / "config.yaml", settings)
-            write_json(folder / "about.json", subject.about)
-            with rollout_server.server(folder, subject.config) as (look, env):
-                starts = [processes.Start(env)]
-                watch = processes.Watch(look=look)
-                code = processes.run("evaluation.worker", [str(folder)], watch, starts)
+            write_json(folder / "about.json", target.provenance)
+            with rollout_server.managed_server(folder, target.config) as (look, env):
+                starts = [processes.ProcessSpec(env)]
+                watch = processes.ProcessCallbacks(poll=look)
+                code = processes.run_processes("evaluation.worker", [str(folder)], watch, starts)
             if code == 0:
-                _take_place(folder, place)
+                _replace_results(folder, place)
     except OSError as error:
         raise StorageError(Problem("results cannot be written", str(place), str(error))) from error
     if code == 0:
@@ -83,27 +83,29 @@ def _evaluate(subject: Subject) -> int:
     return code
 
 
-def _check_place(place: Path) -> None:
+def _check_output_dir(output_dir: Path) -> None:
     """Raises ConfigError where something lies that is not the results of an evaluation."""
-    if place.is_dir() and ((place / "about.json").is_file() or not [*place.iterdir()]):
+    if output_dir.is_dir() and (
+        (output_dir / "about.json").is_file() or not [*output_dir.iterdir()]
+    ):
         return
-    if place.exists() or place.is_symlink():
-        why, fix = "it is not the results of an evaluation", f"mv {place} {place}.old"
-        raise ConfigError(Problem(f"{place} exists", "name", why, fix))
+    if output_dir.exists() or output_dir.is_symlink():
+        why, fix = "it is not the results of an evaluation", f"mv {output_dir} {output_dir}.old"
+        raise ConfigError(Problem(f"{output_dir} exists", "name", why, fix))
 
 
 @contextlib.contextmanager
-def temporary(place: Path) -> Iterator[Path]:
+def temporary_output_dir(output_dir: Path) -> Iterator[Path]:
     """A folder beside `place`, gone in the end, as are the folders above it if they stay empty."""
-    new = [p for p in place.parents if not p.exists()]
-    for left in place.parent.glob(f".tmp-{place.name}-*"):  # of a process that was killed
+    new = [p for p in output_dir.parents if not p.exists()]
+    for left in output_dir.parent.glob(f".tmp-{output_dir.name}-*"):  # of a process that was killed
         number = left.name.rpartition("-")[2]
         ours = number.isdigit() and (
             (left / "config.yaml").exists() or (left / "training").exists()
         )
-        if ours and not pids.started(int(number)):
+        if ours and not pids.process_start_time(int(number)):
             shutil.rmtree(left, ignore_errors=True)
-    folder = place.with_name(f".tmp-{place.name}-{os.getpid()}")
+    folder = output_dir.with_name(f".tmp-{output_dir.name}-{os.getpid()}")
     folder.mkdir(parents=True)
     try:
         yield folder
@@ -114,10 +116,10 @@ def temporary(place: Path) -> Iterator[Path]:
                 parent.rmdir()
 
 
-def _take_place(folder: Path, place: Path) -> None:
+def _replace_results(folder: Path, output_dir: Path) -> None:
     """Put whole results where older ones may be."""
-    old = folder.with_name(f".old-{place.name}-{os.getpid()}")
-    if place.exists():
-        place.rename(old)
-    folder.rename(place)
+    old = folder.with_name(f".old-{output_dir.name}-{os.getpid()}")
+    if output_dir.exists():
+        output_dir.rename(old)
+    folder.rename(output_dir)
     shutil.rmtree(old, ignore_errors=True)

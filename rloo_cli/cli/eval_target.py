@@ -20,115 +20,129 @@ from hydra.errors import HydraException
 from rloo_cli.checkpoint import manifest
 from rloo_cli.cli import run_folders
 from rloo_cli.config import check, compose, judge, rules_lora
-from rloo_cli.config.compose import Composed
-from rloo_cli.config.provenance import COMMAND_LINE, Sources, broken, readable
+from rloo_cli.config.compose import ComposedConfig
+from rloo_cli.config.provenance import (
+    COMMAND_LINE,
+    ConfigSources,
+    broken_yaml_problem,
+    read_user_yaml,
+)
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.config.user_files import unknown_choice
+from rloo_cli.config.user_files import unknown_choice_problem
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import read_json
 
-Values = dict[str, Any]
+PlainConfig = dict[str, Any]
 USAGE = "rloo eval RUN, rloo eval RUN/checkpoint-N, or rloo eval +recipe=NAME model.path=..."
 # Of a checkpoint these lie in its own folder; a reference is not looked at.
-OWN = {"tokenizer": None, "chat_template": None, "ref_path": None, "ref_offload": False}
+CHECKPOINT_MODEL_KEYS = {
+    "tokenizer": None,
+    "chat_template": None,
+    "ref_path": None,
+    "ref_offload": False,
+}
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvalTarget:
     """What is evaluated, and where the results go."""
 
     config: RunConfig
-    place: Path
-    about: Values  # of the run it is from: source, run, state, steps, prompts
+    output_dir: Path
+    provenance: PlainConfig  # of the run it is from: source, run, state, steps, prompts
 
 
 # A recipe and a model.
 
 
-def of_recipe(words: list[str], dirs: Sequence[Path]) -> Subject:
+def eval_target_of_recipe(overrides: list[str], dirs: Sequence[Path]) -> EvalTarget:
     """A recipe with these words; `dirs`: --config-dir. Raises ConfigError."""
-    composed = compose.compose(words, [*dirs])
-    settings = check.check(composed)
-    _something_held_out(settings)
+    composed = compose.compose_config(overrides, [*dirs])
+    settings = check.check_config(composed)
+    _require_held_out_set(settings)
     path = settings.model.path
     tail = re.sub(r"[^A-Za-z0-9._+-]", "-", Path(path.rpartition(":")[2]).name).lstrip("-._+")
-    own = [w for w in words if w.lstrip("+").partition("=")[0] not in ("recipe", "root", "name")]
-    place = Path(settings.root, "eval", str(settings.name), _label(tail or "model", own))
+    own = [
+        w for w in overrides if w.lstrip("+").partition("=")[0] not in ("recipe", "root", "name")
+    ]
+    place = Path(settings.root, "eval", str(settings.name), _results_label(tail or "model", own))
     steps = settings.max_steps or math.ceil(
         (settings.total_episodes or 0) / settings.episodes_per_step
     )
-    about: Values = {"source": path, "run": None, "state": {}, "steps": steps, "prompts": 0}
-    return Subject(settings, place, about)
+    about: PlainConfig = {"source": path, "run": None, "state": {}, "steps": steps, "prompts": 0}
+    return EvalTarget(settings, place, about)
 
 
 # A run and its config.
 
 
-def of_run(word: str, words: list[str]) -> Subject:
+def eval_target_of_run(run_path: str, overrides: list[str]) -> EvalTarget:
     """A run's folder or one of its models, with these words. Raises ConfigError."""
-    checkpoint = _checkpoint(word)
+    checkpoint = _find_model_folder(run_path)
     folder = checkpoint.parent
-    values = _read(folder / "config.yaml")
+    values = _read_run_config(folder / "config.yaml")
     with contextlib.suppress(KeyError, TypeError):  # sections are missing: the check below says so
-        values = check.with_newer_keys(values)
+        values = check.fill_newer_keys(values)
     if isinstance(values.get("model"), dict):
-        values["model"] = _model(values["model"], checkpoint)
+        values["model"] = _model_section(values["model"], checkpoint)
     values |= {"resume": "never"} if "resume" in values else {}
-    chosen = [w for w in words if w.startswith("judge=")]
+    chosen = [w for w in overrides if w.startswith("judge=")]
     _choose_judge(values, chosen)
-    rewritten = compose.rewrite([w for w in words if w not in chosen])
+    rewritten = compose.rewrite_overrides([w for w in overrides if w not in chosen])
     for given in rewritten:
-        _set(values, given)
-    sources = Sources(rewritten, [(folder / "config.yaml", "")])
-    settings = check.check(Composed(values, sources))
-    _something_held_out(settings)
-    _no_callables(settings)
-    place = folder / "eval" / _label(checkpoint.name, words)
-    return Subject(settings, place, _about(checkpoint))
+        _apply_override(values, given)
+    sources = ConfigSources(rewritten, [(folder / "config.yaml", "")])
+    settings = check.check_config(ComposedConfig(values, sources))
+    _require_held_out_set(settings)
+    _refuse_python_rewards(settings)
+    place = folder / "eval" / _results_label(checkpoint.name, overrides)
+    return EvalTarget(settings, place, _run_provenance(checkpoint))
 
 
-def _model(section: Values, checkpoint: Path) -> Values:
+def _model_section(section: PlainConfig, checkpoint: Path) -> PlainConfig:
     """The section `model` of a run for one of its models: whole, or an adapter over model.path."""
-    if not (checkpoint / rules_lora.CONFIG).is_file():
+    if not (checkpoint / rules_lora.ADAPTER_CONFIG_FILE).is_file():
         whole = {"path": str(checkpoint), "revision": None, "lora": None, "quantization": None}
-        return section | OWN | whole
+        return section | CHECKPOINT_MODEL_KEYS | whole
     keys = section.get("lora")
     adapter = keys | {"path": str(checkpoint)} if isinstance(keys, dict) else keys
-    return section | OWN | {"tokenizer": str(checkpoint), "lora": adapter}
+    return section | CHECKPOINT_MODEL_KEYS | {"tokenizer": str(checkpoint), "lora": adapter}
 
 
-def _choose_judge(values: Values, words: Sequence[str]) -> None:
+def _choose_judge(values: PlainConfig, overrides: Sequence[str]) -> None:
     """`judge=NAME`, the one group a run's config can be given: who judges is no part of a run."""
     known = paths.group_choices([])["judge"]
-    for word in words:
+    for word in overrides:
         name = word.partition("=")[2]
         if name not in ("", "null", *known):
-            raise ConfigError(unknown_choice("judge", name, known, f"{COMMAND_LINE}: {word}"))
-        values["eval"]["judge"] = judge.choice(name) if name in known else None
-    if words:  # what all rewards have, which a run's own entries hold already
+            raise ConfigError(
+                unknown_choice_problem("judge", name, known, f"{COMMAND_LINE}: {word}")
+            )
+        values["eval"]["judge"] = judge.shipped_judge(name) if name in known else None
+    if overrides:  # what all rewards have, which a run's own entries hold already
         values["reward_defaults"] = yaml.safe_load((paths.CONF / "config.yaml").read_text())[
             "reward_defaults"
         ]
 
 
-def _checkpoint(word: str) -> Path:
+def _find_model_folder(run_path: str) -> Path:
     """The folder of the model: a run's `final`, else its newest checkpoint; or the one named."""
-    path = next((p for p in (Path(word), run_folders.ROOT / word) if p.is_dir()), None)
+    path = next((p for p in (Path(run_path), run_folders.RUNS_ROOT / run_path) if p.is_dir()), None)
     if path is None:
-        run_folders.find(word, "eval")  # raises, and names the runs there are
-        raise ConfigError(Problem(f"{word} is not a folder", "command line", fix=USAGE))
+        run_folders.find_run_folder(run_path, "eval")  # raises, and names the runs there are
+        raise ConfigError(Problem(f"{run_path} is not a folder", "command line", fix=USAGE))
     if all((path / name).is_file() for name in ("run.json", "config.yaml")):
         if (path / "final" / "config.json").is_file():
             return path / "final"
-        newest, passed = manifest.newest(path)
+        newest, passed = manifest.newest_checkpoint(path)
         for note in passed:
             print(note)
         if newest is None:
             why = "no final model and no complete checkpoint"
             raise ConfigError(Problem(f"{path} has nothing to evaluate", "command line", why))
         return newest
-    if path.name != "final" and manifest.place(path) is None:
+    if path.name != "final" and manifest.checkpoint_position(path) is None:
         why = "not a run's folder, nor the final or checkpoint-N of one"
         fix = f"rloo eval +recipe=NAME model.path={path}" if _is_model(path) else USAGE
         raise ConfigError(Problem(f"{path} is not of a run", "command line", why, fix))
@@ -138,7 +152,7 @@ def _checkpoint(word: str) -> Path:
         raise ConfigError(
             Problem(f"{path} is not in the folder of a run", "command line", why, fix)
         )
-    why_not = manifest.problem(path) if path.name != "final" else None
+    why_not = manifest.checkpoint_problem(path) if path.name != "final" else None
     if why_not is not None:
         raise ConfigError(Problem(f"{path} cannot be evaluated", "command line", why_not))
     return path
@@ -148,13 +162,13 @@ def _is_model(path: Path) -> bool:
     return (path / "config.json").is_file()
 
 
-def _read(path: Path) -> Values:
+def _read_run_config(path: Path) -> PlainConfig:
     """A run's config as plain values. Raises ConfigError for what is not one."""
-    readable(path)
+    read_user_yaml(path)
     try:
         values = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(broken(path, error)) from None
+        raise ConfigError(broken_yaml_problem(path, error)) from None
     if not isinstance(values, dict) or any(not isinstance(key, str) for key in values):
         raise ConfigError(Problem(f"{path} is not the config of a run", str(path)))
     for key in ("algorithm", "generation", "data", "reward", "eval", "model"):
@@ -163,17 +177,19 @@ def _read(path: Path) -> Values:
     return values
 
 
-def _set(values: Values, word: str) -> None:
+def _apply_override(values: PlainConfig, override_text: str) -> None:
     """Apply one override, as Hydra reads it, to plain values. Raises ConfigError."""
-    where = f"{COMMAND_LINE}: {word.lstrip('+')}"
+    where = f"{COMMAND_LINE}: {override_text.lstrip('+')}"
     try:
-        override = OverridesParser.create().parse_override(word)
+        override = OverridesParser.create().parse_override(override_text)
     except HydraException as error:
-        raise ConfigError(compose.from_hydra(error, [word])) from None
+        raise ConfigError(compose.hydra_problem(error, [override_text])) from None
     *sections, leaf = override.key_or_group.split(".")
     if override.key_or_group in paths.group_choices([]) or override.is_sweep_override():
         why = "a run's config is evaluated as it is, with keys (and judge=) changed one by one"
-        raise ConfigError(Problem(f"{word.lstrip('+')} is not one value of one key", where, why))
+        raise ConfigError(
+            Problem(f"{override_text.lstrip('+')} is not one value of one key", where, why)
+        )
     if override.key_or_group == "model.path":
         fix = "rloo eval +recipe=NAME model.path=..."
         raise ConfigError(Problem("model.path is the checkpoint's", where, fix=fix))
@@ -186,17 +202,17 @@ def _set(values: Values, word: str) -> None:
     if override.is_delete():
         values.pop(leaf, None)
     else:
-        values[leaf] = _joined(values.get(leaf), override.value())
+        values[leaf] = _merged_value(values.get(leaf), override.value())
 
 
-def _joined(old: Any, new: Any) -> Any:
+def _merged_value(old: Any, new: Any) -> Any:
     """As Hydra does: a mapping adds to a mapping, everything else takes its place."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return new
-    return old | {key: _joined(old.get(key), value) for key, value in new.items()}
+    return old | {key: _merged_value(old.get(key), value) for key, value in new.items()}
 
 
-def _no_callables(settings: RunConfig) -> None:
+def _refuse_python_rewards(settings: RunConfig) -> None:
     gone = [n for n, e in settings.rewards.items() if getattr(e, "path", "").startswith("python:")]
     if gone:
         why = "it was trained from Python with a function that only that process had"
@@ -210,12 +226,12 @@ def _no_callables(settings: RunConfig) -> None:
         raise ConfigError(*problems)
 
 
-def _about(checkpoint: Path) -> Values:
+def _run_provenance(checkpoint: Path) -> PlainConfig:
     """Where the run stood: rewards may depend on it. Raises ConfigError when nothing says so."""
     folder = checkpoint.parent
     facts = read_json(folder / "run.json")
-    if manifest.place(checkpoint):
-        saved = manifest.state(checkpoint)
+    if manifest.checkpoint_position(checkpoint):
+        saved = manifest.read_trainer_state(checkpoint)
         state, steps = saved.get("state"), saved.get("steps")
     else:
         state, steps = facts.get("progress"), facts.get("plan", {}).get("max_steps")
@@ -231,14 +247,14 @@ def _about(checkpoint: Path) -> Values:
             "prompts": prompts}  # fmt: skip
 
 
-def _label(model: str, words: Sequence[str]) -> str:
+def _results_label(model: str, overrides: Sequence[str]) -> str:
     """The model's name and, where there are other words, a hash of them."""
-    if not words:
+    if not overrides:
         return model
-    return f"{model}-{hashlib.sha256(chr(10).join(sorted(words)).encode()).hexdigest()[:6]}"
+    return f"{model}-{hashlib.sha256(chr(10).join(sorted(overrides)).encode()).hexdigest()[:6]}"
 
 
-def _something_held_out(settings: RunConfig) -> None:
+def _require_held_out_set(settings: RunConfig) -> None:
     if not settings.held_out:
         raise ConfigError(
             Problem(

@@ -16,117 +16,127 @@ from rloo_cli.config.schema import RunConfig
 from rloo_cli.data import dataset
 from rloo_cli.utils.errors import ConfigError, MachineError, Problem, RunError
 
-TOKENS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
-WEIGHTS = (*TOKENS, "*.safetensors")
+TOKENIZER_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+MODEL_PATTERNS = (*TOKENIZER_PATTERNS, "*.safetensors")
 USAGE = "rloo fetch +recipe=NAME [key=value ...], with the words of the run that shall follow"
 
 
 @dataclass(frozen=True)
-class Thing:
+class Artifact:
     """One model, tokenizer or split that a run loads."""
 
     key: str  # the config's
     path: str
     kind: str  # model, tokenizer or dataset
     revision: str | None
-    trusted: bool = False  # its Python is wanted too
+    trust_remote_code: bool = False  # its Python is wanted too
 
 
-def run(words: list[str]) -> int:
+def run(args: list[str]) -> int:
     """The verb. Raises RunError with everything that could not be had, the first one's code: 3 for
     what could not be downloaded, 4 for data that is not what the config says.
     """
-    if not words or any(w.startswith("-") and "config-dir" not in w and w != "-cd" for w in words):
+    if not args or any(w.startswith("-") and "config-dir" not in w and w != "-cd" for w in args):
         raise ConfigError(Problem("rloo fetch takes a recipe and keys", "command line", fix=USAGE))
-    composed = compose.compose(words)
-    settings = check.check(composed)
+    composed = compose.compose_config(args)
+    settings = check.check_config(composed)
     lost: list[RunError] = []
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries, line by line
-    with hf_cache.remembered(composed.words):
-        for thing in things(settings):
+    with hf_cache.recorded_command(composed.user_overrides):
+        for thing in required_artifacts(settings):
             try:
-                place, note = _fetch(thing)
+                place, note = _fetch_artifact(thing)
                 print(f"{thing.key:<22} {thing.path:<40} {note:>9}  {place}", flush=True)
             except RunError as error:
                 lost.append(error)
-        for key, rows in _splits(settings, lost):
-            print(f"{key:<22} {rows.path:<40} {rows.size:>9}  {rows.place}", flush=True)
+        for key, rows in _load_splits(settings, lost):
+            print(f"{key:<22} {rows.path:<40} {rows.size:>9}  {rows.cache_dir}", flush=True)
     if lost:
         raise type(lost[0])(*dict.fromkeys(p for error in lost for p in error.problems))
     return 0
 
 
-def things(settings: RunConfig) -> list[Thing]:
+def required_artifacts(settings: RunConfig) -> list[Artifact]:
     """Every model and tokenizer of a run, each once."""
-    found: dict[tuple[str, str | None, str], Thing] = {}
-    for key, path, makes in rules_paths.named(settings):
-        if makes is not synthetic.DATA:
+    found: dict[tuple[str, str | None, str], Artifact] = {}
+    for key, path, makes in rules_paths.named_paths(settings):
+        if makes is not synthetic.SYNTHETIC_DATA:
             kind = "tokenizer" if key.endswith(".tokenizer") else "model"
             trusted = settings.model.trust_remote_code and key.startswith("model.")
-            revision = hf_cache.revision_of(settings, key)
-            found.setdefault((path, revision, kind), Thing(key, path, kind, revision, trusted))
+            revision = hf_cache.revision_for_key(settings, key)
+            found.setdefault((path, revision, kind), Artifact(key, path, kind, revision, trusted))
     return list(found.values())
 
 
-def _fetch(thing: Thing) -> tuple[Path, str]:
+def _fetch_artifact(artifact: Artifact) -> tuple[Path, str]:
     """Where a thing now lies, and how large it is. Raises MachineError."""
-    if thing.path.startswith(synthetic.MADE) or Path(thing.path).expanduser().exists():
-        folder = Path(synthetic.folder(thing.path))
+    if artifact.path.startswith(synthetic.MAKE_PREFIX) or Path(artifact.path).expanduser().exists():
+        folder = Path(synthetic.resolve_model_path(artifact.path))
     else:
-        folder = Path(_download(thing))
-        if thing.kind == "model" and not [*folder.glob("*.safetensors")]:
+        folder = Path(_download_snapshot(artifact))
+        if artifact.kind == "model" and not [*folder.glob("*.safetensors")]:
             why = f"{folder} has none: other formats are pickles, which run code when they load"
-            raise MachineError(Problem(f"{thing.path} has no safetensors", thing.key, why))
-    return folder, _size(sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()))
+            raise MachineError(Problem(f"{artifact.path} has no safetensors", artifact.key, why))
+    return folder, _format_size(sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()))
 
 
-def _download(thing: Thing) -> str:
+def _download_snapshot(artifact: Artifact) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
     from huggingface_hub.utils import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    wanted = [*(TOKENS if thing.kind == "tokenizer" else WEIGHTS), *["*.py"] * thing.trusted]
+    wanted = [
+        *(TOKENIZER_PATTERNS if artifact.kind == "tokenizer" else MODEL_PATTERNS),
+        *["*.py"] * artifact.trust_remote_code,
+    ]
     try:
         return snapshot_download(
-            thing.path, revision=thing.revision, allow_patterns=wanted, ignore_patterns=["*/*"]
+            artifact.path,
+            revision=artifact.revision,
+            allow_patterns=wanted,
+            ignore_patterns=["*/*"],
         )
     except GatedRepoError as error:
-        fix = f"accept its terms at https://huggingface.co/{thing.path}, and export HF_TOKEN=..."
-        raise MachineError(Problem(f"{thing.path} is gated", thing.key, _why(error), fix)) from None
+        fix = f"accept its terms at https://huggingface.co/{artifact.path}, and export HF_TOKEN=..."
+        raise MachineError(
+            Problem(f"{artifact.path} is gated", artifact.key, _failure_reason(error), fix)
+        ) from None
     except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:
-        what = f"{thing.key} = {thing.path!r} could not be downloaded"
-        raise MachineError(Problem(what, thing.key, _why(error), _advice())) from None
+        what = f"{artifact.key} = {artifact.path!r} could not be downloaded"
+        raise MachineError(
+            Problem(what, artifact.key, _failure_reason(error), _fetch_advice())
+        ) from None
 
 
-def _why(error: Exception) -> str:
-    searched = f"not in the cache {hf_cache.cache()}"
-    if hf_cache.offline():
+def _failure_reason(error: Exception) -> str:
+    searched = f"not in the cache {hf_cache.hub_cache_folder()}"
+    if hf_cache.is_hub_offline():
         return f"HF_HUB_OFFLINE is set, and it is {searched}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return "\n".join([searched, *lines[:3]])[:600]
 
 
-def _advice() -> str:
-    without = ", without HF_HUB_OFFLINE" if hf_cache.offline() else ""
+def _fetch_advice() -> str:
+    without = ", without HF_HUB_OFFLINE" if hf_cache.is_hub_offline() else ""
     return (
         f"on a machine with network{without}, into this cache (HF_HOME): {hf_cache.fetch_command()}"
     )
 
 
 @dataclass(frozen=True)
-class Rows:
+class LoadedSplit:
     """A split that was loaded once, and so is in the cache."""
 
     path: str
     size: str
-    place: str
+    cache_dir: str
 
 
-def _splits(settings: RunConfig, lost: list[RunError]) -> Iterator[tuple[str, Rows]]:
+def _load_splits(settings: RunConfig, errors: list[RunError]) -> Iterator[tuple[str, LoadedSplit]]:
     """Every split a run reads, loaded; what cannot be is added to `lost`."""
-    sources = settings.data.sources
+    sources = settings.data.mixture_sources
     training = {f"data.mixture.{n}": s for n, s in sources.items()} or {"data": settings.data}
     wanted: list[tuple[str, Any, str]] = [(key, of, of.split) for key, of in training.items()]
     for name, held in settings.held_out.items():
@@ -136,17 +146,17 @@ def _splits(settings: RunConfig, lost: list[RunError]) -> Iterator[tuple[str, Ro
         if of.path in gone:
             continue  # asking again, for another split, would only take as long again
         try:
-            rows = dataset.load(of, split)
+            rows = dataset.load_split(of, split)
         except RunError as error:
-            lost.append(error)
+            errors.append(error)
             gone |= {of.path} if isinstance(error, MachineError) else set()
             continue
         files = [Path(f["filename"]) for f in rows.cache_files]
         place = str(files[0].parent) if files else "made when it is read"
-        yield key, Rows(f"{of.path} [{split}]", f"{len(rows)} rows", place)
+        yield key, LoadedSplit(f"{of.path} [{split}]", f"{len(rows)} rows", place)
 
 
-def _size(count: float) -> str:
+def _format_size(count: float) -> str:
     units = ["B", "kB", "MB", "GB"]
     while count >= 1000 and len(units) > 1:
         count, units = count / 1000, units[1:]

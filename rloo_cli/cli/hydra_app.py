@@ -1,9 +1,11 @@
 """A verb under Hydra: its grammar, groups, sweeps and flags, but our errors.
 
 app = HydraApp(words)
+
 def task(cfg):
     with app.job(cfg) as job:
-        job.code = launcher.train(job.composed, job.multirun)
+        job.code = launcher.launch_run(job.composed, job.multirun)
+
 with app.running():
     app.decorate(task)()
 """
@@ -13,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import hydra
@@ -21,7 +24,7 @@ from hydra.types import RunMode
 
 from rloo_cli.cli import multirun
 from rloo_cli.config import compose, user_files
-from rloo_cli.config.compose import Composed
+from rloo_cli.config.compose import ComposedConfig
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, Problem, RunError, print_error
 
@@ -31,25 +34,30 @@ Task = Callable[[Any], float | None]
 
 
 @dataclass
-class Job:
-    """One composed config, and the exit code of what was done with it."""
+class HydraJob:
+    """One job of Hydra, and the exit code of what was done with it."""
 
-    composed: Composed
+    read_config: Callable[[], ComposedConfig]
     multirun: bool
     code: int = 0
+
+    @cached_property
+    def composed(self) -> ComposedConfig:
+        """The composed config. Raises ConfigError for what cannot be resolved."""
+        return self.read_config()
 
 
 class HydraApp:
     """One call of Hydra. `codes`: of jobs that ran in processes of Hydra's launcher, at the end."""
 
-    def __init__(self, words: list[str]):
-        flags, overrides = split_flags(words)
-        self.flags, self.dirs = compose.split_dirs(flags)
-        user_files.register(self.dirs)
-        self.overrides = compose.rewrite(overrides, self.dirs)
-        self.swept = multirun.swept_keys(self.overrides)
-        self.refused: list[Exception] = []
-        self.codes: list[int] = []
+    def __init__(self, args: list[str]):
+        flags, overrides = split_flags(args)
+        self.flags, self.dirs = compose.split_config_dirs(flags)
+        user_files.register_config_dirs(self.dirs)
+        self.overrides = compose.rewrite_overrides(overrides, self.dirs)
+        self.swept_keys = multirun.swept_keys(self.overrides)
+        self.errors: list[Exception] = []
+        self.exit_codes: list[int] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -57,23 +65,23 @@ class HydraApp:
         errors: they are raised when Hydra, which puts a line of its own first, has ended."""
         before = os.environ.get("HYDRA_FULL_ERROR")
         os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to our own report
-        with multirun.place(self.overrides) as (sweep, keys):
-            self.elsewhere = multirun.Elsewhere(sweep)
-            added = [*compose.search_path(self.dirs), *keys]
+        with multirun.sweep_output_dir(self.overrides) as (sweep, keys):
+            self.launcher_jobs = multirun.LauncherJobs(sweep)
+            added = [*compose.search_path_override(self.dirs), *keys]
             sys.argv = ["rloo train", *self.flags, *added, *self.overrides]
             try:
                 yield
-            except compose.BROKEN as error:
-                raise ConfigError(compose.from_hydra(error, self.overrides)) from None
+            except compose.COMPOSE_ERRORS as error:
+                raise ConfigError(compose.hydra_problem(error, self.overrides)) from None
             except RuntimeError as error:
-                raise multirun.refusal(error) or error from None
+                raise multirun.submitit_error(error) or error from None
             finally:
                 os.environ.pop("HYDRA_FULL_ERROR")
                 if before is not None:
                     os.environ["HYDRA_FULL_ERROR"] = before
-            self.codes = self.elsewhere.codes()
-        if self.refused:
-            raise self.refused[0]
+            self.exit_codes = self.launcher_jobs.exit_codes()
+        if self.errors:
+            raise self.errors[0]
 
     def decorate(self, task: Task) -> Callable[[], None]:
         """The function that Hydra calls `task` from, once per job."""
@@ -83,26 +91,29 @@ class HydraApp:
         return decorated
 
     @contextmanager
-    def job(self, cfg: Any) -> Iterator[Job]:
+    def job(self, cfg: Any) -> Iterator[HydraJob]:
         """Around one job. What it raises is kept for the end, so that a sweep goes on."""
         config: Any = HydraConfig.get()
-        with self.elsewhere.job(config) as note:
+        with self.launcher_jobs.record_exit_code(config) as note:
             try:
-                composed = compose.gather(cfg.copy(), config, self.dirs)
-                composed = replace(composed, swept_here=self.swept)
-                job = Job(composed, config.mode == RunMode.MULTIRUN)
-                yield job
+                job = HydraJob(lambda: self._read_config(cfg), config.mode == RunMode.MULTIRUN)
+                yield job  # the config is read inside, where what it raises is kept as well
                 note(job.code)
             except Exception as error:
-                self.refused.append(error)
+                self.errors.append(error)
                 note(print_error(error) if isinstance(error, RunError) else 1)
 
+    def _read_config(self, cfg: Any) -> ComposedConfig:
+        config: Any = HydraConfig.get()
+        composed = compose.read_hydra_config(cfg.copy(), config, self.dirs)
+        return replace(composed, command_line_swept_keys=self.swept_keys)
 
-def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
+
+def split_flags(args: list[str]) -> tuple[list[str], list[str]]:
     """Hydra's flags, each with its value, and the overrides: Hydra wants the flags first."""
     flags: list[str] = []
     overrides: list[str] = []
-    rest = iter(words)
+    rest = iter(args)
     for word in rest:
         if word.partition("=")[0] in HYDRA_FLAGS:
             name, equals, value = word.partition("=")

@@ -9,17 +9,19 @@ from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from rloo_cli.cli.config import all_fields, kind_of
+from rloo_cli.cli.config import all_fields, field_type_text
 
 
-def key_values() -> dict[str, list[str]]:
+def config_key_values() -> dict[str, list[str]]:
     """Every key that takes a value -> the values it may have; [] where they cannot be listed."""
     return {
-        key: _values(field) for key, field in all_fields().items() if kind_of(field) != "section"
+        key: _field_values(field)
+        for key, field in all_fields().items()
+        if field_type_text(field) != "section"
     }
 
 
-def _values(field: FieldInfo) -> list[str]:
+def _field_values(field: FieldInfo) -> list[str]:
     found: list[str] = []
     for part in (field.annotation, *get_args(field.annotation)):
         if part is bool:
@@ -32,4 +34,4 @@ def _values(field: FieldInfo) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(key_values()))
+    print(json.dumps(config_key_values()))

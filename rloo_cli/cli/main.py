@@ -24,13 +24,13 @@ from rloo_cli.utils.errors import (
     print_error,
 )
 
-STOPPED = (75, 130)  # exit codes of a run that was asked to end
-PRINTS = (  # verbs that write no file
+STOPPED_CODES = (75, 130)  # exit codes of a run that was asked to end
+STDOUT_ONLY_VERBS = (  # verbs that write no file
     "plan", "recipes", "config", "samples", "ledger", "compare", "migrate", "completion",
 )  # fmt: skip
 
 
-class Outcome:
+class ExitStatus:
     """The exit code of what was done."""
 
     code = 0
@@ -40,20 +40,20 @@ def main() -> None:
     """The console script. Exits with the code of the first cause (docs/reference.md)."""
     console.open_descriptors()
     console.prepare_environment()
-    with redact.everywhere():
-        with _exit_code() as outcome:
-            verb = find_verb(_without_own_flags(sys.argv[1:]))
+    with redact.redacted_console():
+        with _errors_to_exit_code() as outcome:
+            verb = find_verb(_strip_error_flags(sys.argv[1:]))
             outcome.code = verb()
-        code = outcome.code or _unwritten()
-    if code == STOPPED[0]:  # asked again while Python ends, we would end with 143 instead
+        code = outcome.code or _lost_output_code()
+    if code == STOPPED_CODES[0]:  # asked again while Python ends, we would end with 143 instead
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(code)
 
 
 @contextmanager
-def _exit_code() -> Iterator[Outcome]:
+def _errors_to_exit_code() -> Iterator[ExitStatus]:
     """Every refusal ends here: as an error block, and as an exit code."""
-    outcome = Outcome()
+    outcome = ExitStatus()
     try:
         yield outcome
     except RunError as error:
@@ -64,9 +64,9 @@ def _exit_code() -> Iterator[Outcome]:
         outcome.code = print_bug("please report it with the lines above")
 
 
-def _without_own_flags(given: list[str]) -> list[str]:
+def _strip_error_flags(args: list[str]) -> list[str]:
     """The words but for --debug and --errors=json, which say how errors are shown."""
-    rest = iter(given)
+    rest = iter(args)
     words = [f"{w}={next(rest, '')}" if w == "--errors" else w for w in rest]
     flags = {w for w in words if w in ("--debug", "--errors=json")}
     if "--debug" in flags:
@@ -76,42 +76,46 @@ def _without_own_flags(given: list[str]) -> list[str]:
     return [w for w in words if w not in flags]
 
 
-def _unwritten() -> int:
+def _lost_output_code() -> int:
     """The code of a verb whose whole work is what it prints, where that could not be printed."""
     sys.stdout.flush()
-    lost: Exception | None = getattr(sys.stdout, "lost", None)
-    if lost is None or isinstance(lost, BrokenPipeError) or not {*PRINTS} & {*sys.argv[1:2]}:
+    lost: Exception | None = getattr(sys.stdout, "write_error", None)
+    if (
+        lost is None
+        or isinstance(lost, BrokenPipeError)
+        or not {*STDOUT_ONLY_VERBS} & {*sys.argv[1:2]}
+    ):
         return 0
     why = "what this verb prints is all that it does"
     return print_error(StorageError(Problem(f"stdout takes nothing more: {lost}", "stdout", why)))
 
 
-def find_verb(words: list[str]) -> Callable[[], int]:
+def find_verb(args: list[str]) -> Callable[[], int]:
     """What these words ask for; calling it does that, and gives the exit code.
 
     Raises ConfigError for a verb that there is not.
     """
-    verb, *rest = words or ["--help"]
+    verb, *rest = args or ["--help"]
     if verb in ("--help", "-h", "help"):
         if rest and rest[0] in VERBS:
-            return partial(_print, verb_help.of_verb, rest[0])
-        return partial(_print, verb_help.overview)
+            return partial(_print, verb_help.verb_help_text, rest[0])
+        return partial(_print, verb_help.help_overview)
     if verb == "--version":
         return partial(_print, _version)
     if verb in VERBS and verb != "migrate" and {"--help", "-h"} & {*rest}:
-        return partial(_print, verb_help.of_verb, verb)
+        return partial(_print, verb_help.verb_help_text, verb)
     if verb not in VERBS:
-        from rloo_cli.config.old_names import nearest  # lazy: only for a slip
+        from rloo_cli.config.old_names import nearest_names  # lazy: only for a slip
 
-        close = nearest(verb, VERBS)
+        close = nearest_names(verb, VERBS)
         fix = f"rloo {close[0]}" if close else "rloo --help"
         why = f"verbs: {', '.join(VERBS)}"
         raise ConfigError(Problem(f"rloo has no verb {verb!r}", "command line", why, fix))
     return partial(VERBS[verb], rest)
 
 
-def _print(text: Callable[..., str], *words: str) -> int:
-    print(text(*words))
+def _print(text: Callable[..., str], *args: str) -> int:
+    print(text(*args))
     return 0
 
 
@@ -121,7 +125,7 @@ def _version() -> str:
     return __version__
 
 
-def train(words: list[str]) -> int:
+def run_train(args: list[str]) -> int:
     """`rloo train`: compose, check, then run or plan, once per job of a sweep."""
     from rloo_cli.cli import multirun  # lazy: Hydra takes a third of a second
     from rloo_cli.cli.hydra_app import HydraApp  # lazy: as slow
@@ -129,21 +133,23 @@ def train(words: list[str]) -> int:
     from rloo_cli.config import check  # lazy: as slow
     from rloo_cli.launch import launcher  # lazy: as slow
 
-    dry = "--dry-run" in words
-    app = HydraApp([w for w in words if w != "--dry-run"])
+    dry = "--dry-run" in args
+    app = HydraApp([w for w in args if w != "--dry-run"])
     codes: list[int] = []
 
     def task(cfg: Any) -> float | None:
         value = None
         with app.job(cfg) as job:
-            if codes and codes[-1] in STOPPED:  # a sweep that was asked to stop
+            if codes and codes[-1] in STOPPED_CODES:  # a sweep that was asked to stop
                 return None
             try:
-                with hf_cache.remembered(job.composed.words):
-                    start = dry_run if dry else launcher.train
+                with hf_cache.recorded_command(job.composed.user_overrides):
+                    start = dry_run if dry else launcher.launch_run
                     job.code = start(job.composed, multirun=job.multirun)
                 if job.multirun and job.code == 0 and not dry:
-                    value = multirun.objective(check.check(launcher.apart(job.composed)))
+                    value = multirun.objective_value(
+                        check.check_config(launcher.name_sweep_job(job.composed))
+                    )
             except RunError as error:  # not raised: a failed job does not stop a sweep
                 job.code = print_error(error)
             codes.append(job.code)
@@ -157,14 +163,14 @@ def train(words: list[str]) -> int:
             raise
         what, why = f"Hydra's sweeper gave up after {len(codes)} jobs", error.problems[0].what
         codes.append(print_error(ConfigError(Problem(what, "hydra/sweeper", why))))
-    codes += app.codes
+    codes += app.exit_codes
     if len(codes) > 1:  # jobs, and what a sweeper of Hydra's said
         failed = sum(code != 0 for code in codes)
         print(f"{len(codes)} jobs, {failed} failed")
     return next((code for code in codes if code), 0)
 
 
-def _tool(name: str) -> Callable[[list[str]], int]:
+def _lazy_verb(name: str) -> Callable[[list[str]], int]:
     """A verb of rloo_cli/cli, imported when it is called."""
 
     def verb(words: list[str]) -> int:
@@ -176,7 +182,7 @@ def _tool(name: str) -> Callable[[list[str]], int]:
     return verb
 
 
-def _training(section: str) -> Callable[[list[str]], int]:
+def _supervised_verb(section: str) -> Callable[[list[str]], int]:
     """`rloo sft`, `rloo reward-model`: a training that comes before RLOO."""
 
     def verb(words: list[str]) -> int:
@@ -187,7 +193,7 @@ def _training(section: str) -> Callable[[list[str]], int]:
     return verb
 
 
-def sweep(words: list[str]) -> int:
+def run_sweep(args: list[str]) -> int:
     """`rloo sweep`: several configurations side by side; its commands for other terminals."""
     from rloo_cli.cli import sweep  # lazy: one verb's
     from rloo_cli.cli.hydra_app import HydraApp  # lazy: Hydra takes a third of a second
@@ -203,32 +209,32 @@ def sweep(words: list[str]) -> int:
             app.decorate(task)()
         return found
 
-    return sweep.run(words, compose_jobs)
+    return sweep.run(args, compose_jobs)
 
 
-def serve(words: list[str]) -> int:
+def run_vllm_serve(args: list[str]) -> int:
     """`rloo vllm-serve`: a rollout server, until it is asked to end."""
     from rloo_cli.cli import vllm_serve  # lazy: one verb's
 
-    return vllm_serve.run(words)
+    return vllm_serve.run(args)
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
-    "train": train,
-    "sweep": sweep,
-    "sft": _training("sft"),
-    "reward-model": _training("reward_model"),
-    "vllm-serve": serve,
-    "eval": _tool("eval"),
-    "fetch": _tool("fetch"),
-    "plan": _tool("plan"),
-    "recipes": _tool("recipes"),
-    "config": _tool("config"),
-    "samples": _tool("samples"),
-    "ledger": _tool("ledger"),
-    "curves": _tool("curves"),
-    "compare": _tool("compare"),
-    "slurm": _tool("slurm"),
-    "migrate": _tool("migrate"),
-    "completion": _tool("completion"),
+    "train": run_train,
+    "sweep": run_sweep,
+    "sft": _supervised_verb("sft"),
+    "reward-model": _supervised_verb("reward_model"),
+    "vllm-serve": run_vllm_serve,
+    "eval": _lazy_verb("eval"),
+    "fetch": _lazy_verb("fetch"),
+    "plan": _lazy_verb("plan"),
+    "recipes": _lazy_verb("recipes"),
+    "config": _lazy_verb("config"),
+    "samples": _lazy_verb("samples"),
+    "ledger": _lazy_verb("ledger"),
+    "curves": _lazy_verb("curves"),
+    "compare": _lazy_verb("compare"),
+    "slurm": _lazy_verb("slurm"),
+    "migrate": _lazy_verb("migrate"),
+    "completion": _lazy_verb("completion"),
 }

@@ -21,46 +21,46 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from rloo_cli.config import user_files
-from rloo_cli.config.old_names import nearest
+from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.reporting import eval_rows
+from rloo_cli.reporting import eval_lines
 from rloo_cli.utils import redact
 from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem, RunError
 from rloo_cli.utils.files import write_text
 
 STOPPED = 75
-SUBMITIT = "hydra/launcher=submitit"
-FOLDER = ".submitit"  # in the root of runs: submitit's scripts, logs and pickles
-END_S = 120.0  # a requeued job is ended from outside
+SUBMITIT_OVERRIDE = "hydra/launcher=submitit"
+SUBMITIT_FOLDER = ".submitit"  # in the root of runs: submitit's scripts, logs and pickles
+REQUEUE_WAIT_S = 120.0  # a requeued job is ended from outside
 
 
 @contextmanager
-def place(words: Sequence[str]) -> Iterator[tuple[Path, list[str]]]:
+def sweep_output_dir(overrides: Sequence[str]) -> Iterator[tuple[Path, list[str]]]:
     """A passing folder for a sweep with these words, and Hydra's keys that name it.
 
     Where other machines run its jobs it lies in the root of the runs, which they share.
     """
     keys: list[str] = []
     shared = None
-    if any(word.startswith(SUBMITIT) for word in words):
-        roots = [w.partition("=")[2] for w in words if w.lstrip("+").startswith("root=")]
-        shared = Path(roots[-1] if roots else "runs", FOLDER).absolute()
+    if any(word.startswith(SUBMITIT_OVERRIDE) for word in overrides):
+        roots = [w.partition("=")[2] for w in overrides if w.lstrip("+").startswith("root=")]
+        shared = Path(roots[-1] if roots else "runs", SUBMITIT_FOLDER).absolute()
         shared.mkdir(parents=True, exist_ok=True)
         keys.append(f"hydra.launcher.submitit_folder={_quoted(f'{shared}/%j')}")
     with tempfile.TemporaryDirectory(prefix="rloo-sweep-", dir=shared) as sweep:
         yield Path(sweep), [*keys, f"hydra.sweep.dir={_quoted(sweep)}"]
 
 
-def swept_keys(words: Sequence[str]) -> tuple[str, ...]:
+def swept_keys(overrides: Sequence[str]) -> tuple[str, ...]:
     """The keys among these overrides that have several values; () where they do not parse."""
     try:
-        parsed = OverridesParser.create().parse_overrides([*words])
+        parsed = OverridesParser.create().parse_overrides([*overrides])
     except (HydraException, ValueError, RecursionError):  # Hydra says so when it composes
         return ()
     return tuple(o.key_or_group for o in parsed if o.is_sweep_override())
 
 
-def objective(run: RunConfig) -> float | None:
+def objective_value(run: RunConfig) -> float | None:
     """What a finished run is worth to a sweeper that optimizes: the last value of a metric.
 
     Of logging.objective, else the mean held-out score of the first set, else the reward in
@@ -70,7 +70,7 @@ def objective(run: RunConfig) -> float | None:
     path = Path(run.root, str(run.name), "metrics.jsonl")
     lines = path.read_text().splitlines() if path.is_file() else []
     rows = [json.loads(line) for line in lines]
-    scores = [eval_rows.prefix(name) + "reward" for name in run.held_out]
+    scores = [eval_lines.eval_prefix(name) + "reward" for name in run.held_out]
     wanted = [run.logging.objective] if run.logging.objective else [*scores[:1], "reward"]
     for name in wanted:
         values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
@@ -79,7 +79,7 @@ def objective(run: RunConfig) -> float | None:
     if not run.logging.objective:
         return None
     known = list(dict.fromkeys(name for row in rows for name in row))
-    close = nearest(wanted[0], known)
+    close = nearest_names(wanted[0], known)
     why = f"metrics are: {', '.join(known)}" if known else "it has no lines"
     fix = f"logging.objective={close[0]}" if close else ""
     what = f"no line of {path} has {wanted[0]!r}"
@@ -90,14 +90,14 @@ def _quoted(path: str) -> str:
     return "'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-class Elsewhere:
+class LauncherJobs:
     """The jobs of one sweep that other processes than this one run. It is pickled with each job."""
 
     def __init__(self, folder: Path):
-        self.folder, self.pid, self.files = folder, os.getpid(), dict(user_files.FILES)
+        self.folder, self.pid, self.files = folder, os.getpid(), dict(user_files.USER_RECIPE_FILES)
 
     @contextmanager
-    def job(self, hydra: Any) -> Iterator[Callable[[int], None]]:
+    def record_exit_code(self, hydra: Any) -> Iterator[Callable[[int], None]]:
         """Around one job; yields what to call with its exit code.
 
         A job of Slurm that was told to stop is requeued, and goes on later.
@@ -105,21 +105,21 @@ class Elsewhere:
         if os.getpid() == self.pid:
             yield lambda code: None
             return
-        user_files.FILES.update(self.files)  # recipes that are files of the user's
+        user_files.USER_RECIPE_FILES.update(self.files)  # recipes that are files of the user's
         codes: list[int] = []
-        with redact.everywhere():
+        with redact.redacted_console():
             yield codes.append
         if codes[-1:] == [STOPPED] and "submitit" in str(hydra.launcher._target_):
-            requeue()
+            requeue_slurm_job()
         write_text(self.folder / "codes" / str(hydra.job.num), str(codes[-1] if codes else 1))
 
-    def codes(self) -> list[int]:
+    def exit_codes(self) -> list[int]:
         """The exit codes of these jobs, in their order."""
         found = (self.folder / "codes").glob("[0-9]*")
         return [int(p.read_text()) for p in sorted(found, key=lambda p: int(p.name))]
 
 
-def requeue() -> None:
+def requeue_slurm_job() -> None:
     """Put our own Slurm job back into the queue, and wait for the end; nothing outside of one, or
     in one that was cancelled."""
     number = os.environ.get("SLURM_JOB_ID")
@@ -130,10 +130,10 @@ def requeue() -> None:
         said = subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout
         if " JobState=RUNNING " in said:
             subprocess.run(["scontrol", "requeue", number], check=False, timeout=30)
-            time.sleep(END_S)
+            time.sleep(REQUEUE_WAIT_S)
 
 
-def refusal(error: Exception) -> RunError | None:
+def submitit_error(error: Exception) -> RunError | None:
     """What to say where submitit itself fails; None for any other error."""
     kind = type(error).__name__
     said = "\n".join([line for line in str(error).splitlines() if line.strip()][:8])

@@ -12,13 +12,13 @@ from typing import NoReturn
 import yaml
 
 from rloo_cli.config import check, compose, hf_cache, synthetic
-from rloo_cli.config.compose import Composed
+from rloo_cli.config.compose import ComposedConfig
 from rloo_cli.config.idle_keys import idle_notes
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.launch import launcher, preflight
 from rloo_cli.planning import device, plan
 from rloo_cli.planning import text as planning_text
-from rloo_cli.planning.plan import Asked, Plan
+from rloo_cli.planning.plan import PlanOptions, RunPlan
 from rloo_cli.utils import fault_injection
 from rloo_cli.utils.errors import ConfigError, MachineError, Problem, RunError
 
@@ -29,11 +29,11 @@ USAGE = (
 
 
 # Sections that no training run reads.
-NOT_OF_A_RUN = ("sft", "reward_model", "slurm")
-AND_MORE = "sft, reward_model and slurm, which a run does not read,"
+SECTIONS_NOT_READ = ("sft", "reward_model", "slurm")
+HIDDEN_SECTIONS_TEXT = "sft, reward_model and slurm, which a run does not read,"
 
 
-class Flags(argparse.ArgumentParser):
+class PlanArgumentParser(argparse.ArgumentParser):
     """Reads the verb's flags; what it cannot read is a ConfigError (exit 2)."""
 
     def __init__(self) -> None:
@@ -48,71 +48,78 @@ class Flags(argparse.ArgumentParser):
         raise ConfigError(Problem(f"{self.prog}: {message}", "command line", fix=USAGE))
 
 
-def _count(word: str) -> int:
+def _count(text: str) -> int:
     """A positive number. Raises ValueError."""
-    if not 0 < int(word) <= 10**12:
+    if not 0 < int(text) <= 10**12:
         raise ValueError
-    return int(word)
+    return int(text)
 
 
 _count.__name__ = "count"  # as argparse names it in its message
 
 
-def run(given: list[str]) -> int:
+def run(args: list[str]) -> int:
     """The verb. Raises MachineError for a run that cannot fit, with the two keys to change."""
-    flags, rest = Flags().parse_known_args(given)
+    flags, rest = PlanArgumentParser().parse_known_args(args)
     if not rest:
         raise ConfigError(Problem("rloo plan takes a recipe and keys", "command line", fix=USAGE))
-    composed = compose.compose(rest)
-    settings = check.check(composed)
-    with hf_cache.remembered(composed.words):
-        asked = Asked(flags.gpus, flags.prompts, flags.prompt_tokens, flags.completion_tokens)
-        found = planned(settings, flags.gpu, asked)
+    composed = compose.compose_config(rest)
+    settings = check.check_config(composed)
+    with hf_cache.recorded_command(composed.user_overrides):
+        asked = PlanOptions(flags.gpus, flags.prompts, flags.prompt_tokens, flags.completion_tokens)
+        found = plan_run(settings, flags.gpu, asked)
     if flags.json:
-        print(json.dumps(planning_text.values(found), indent=2))
+        print(json.dumps(planning_text.plan_values(found), indent=2))
     else:
-        print(planning_text.of(found))
+        print(planning_text.plan_text(found))
     if not found.fits:
-        raise refusal(found)
+        raise does_not_fit_error(found)
     return 0
 
 
-def planned(settings: RunConfig, gpu: str | None = None, asked: Asked | None = None) -> Plan:
+def plan_run(
+    settings: RunConfig, gpu: str | None = None, request: PlanOptions | None = None
+) -> RunPlan:
     """The plan of a run, on the GPUs that are named, that are here, or that are assumed."""
-    asked = asked or Asked()
-    if asked.gpus and asked.gpus > 1 and settings.distributed.engine == "single":
+    request = request or PlanOptions()
+    if request.gpus and request.gpus > 1 and settings.distributed.engine == "single":
         why, fix = "distributed.engine = single is one process", "distributed=ddp, zero2 or zero3"
-        raise ConfigError(Problem(f"--gpus {asked.gpus}: there is one", "command line", why, fix))
-    small = settings.model.path.startswith(synthetic.MADE)
-    return plan.make(settings, device.of(gpu, small), asked)
+        raise ConfigError(Problem(f"--gpus {request.gpus}: there is one", "command line", why, fix))
+    small = settings.model.path.startswith(synthetic.MAKE_PREFIX)
+    return plan.make_run_plan(settings, device.find_device(gpu, small), request)
 
 
-def plan_for_here(run: RunConfig) -> Plan:
+def plan_on_this_machine(run: RunConfig) -> RunPlan:
     """The plan of a run on this machine, also on its CPU where it has no GPU and the run fits; else
     on the GPUs that `planned` assumes.
     """
-    here = device.of(None, small=True)
+    here = device.find_device(None, small=True)
     if here.kind == "cpu" and run.generation.backend == "transformers":
-        found = plan.make(run, here, Asked())
+        found = plan.make_run_plan(run, here, PlanOptions())
         if found.fits:
             return found
-    return planned(run)
+    return plan_run(run)
 
 
-def refusal(found: Plan) -> MachineError:
+def does_not_fit_error(run_plan: RunPlan) -> MachineError:
     """What does not fit, and the two keys that would bring most."""
-    case, needs = found.case, plan.needs(found.case, found.memory, found.sampler)
+    case, needs = (
+        run_plan.inputs,
+        plan.phase_bytes(run_plan.inputs, run_plan.memory, run_plan.sampler),
+    )
     worst = max(needs, key=lambda name: needs[name])
     phase = f"in the phase {worst!r}" if worst != "server" else "on the server's GPU"
-    usable = planning_text.gib(case.device.usable)
-    why = f"{planning_text.gib(found.need)} {phase}, {usable} are usable of each"
-    engine = found.sampler
-    if engine is not None and engine.cache < engine.least:
-        left = planning_text.gib(max(engine.cache, 0.0))
-        least = planning_text.gib(engine.least)
+    usable = planning_text.format_gib(case.device.usable_bytes)
+    why = f"{planning_text.format_gib(run_plan.needed_bytes)} {phase}, {usable} are usable of each"
+    engine = run_plan.sampler
+    if engine is not None and engine.kv_cache_bytes < engine.least_kv_bytes:
+        left = planning_text.format_gib(max(engine.kv_cache_bytes, 0.0))
+        least = planning_text.format_gib(engine.least_kv_bytes)
         why += f"\nvLLM has {left} for keys and values; one sequence needs {least}"
-    lines = [f"{key}   ({planning_text.gib(need)})" for key, need in plan.remedies(found)]
-    fewest = plan.smallest(found)
+    lines = [
+        f"{key}   ({planning_text.format_gib(need)})" for key, need in plan.best_changes(run_plan)
+    ]
+    fewest = plan.smallest_gpu_count(run_plan)
     if fewest is not None:
         lines.append(f"or {fewest} GPUs of this kind: --gpus {fewest}")
     fix = "\n".join(lines) or "a smaller model, or GPUs with more memory: --gpu 141GiB"
@@ -120,9 +127,9 @@ def refusal(found: Plan) -> MachineError:
     return MachineError(Problem(what, "memory", why, fix))
 
 
-def text(run: RunConfig) -> str:
+def dry_run_text(run: RunConfig) -> str:
     """The batch arithmetic, the length of the run, its plan, and the resolved config."""
-    shown = {k: v for k, v in check.dump(run).items() if k not in NOT_OF_A_RUN}
+    shown = {k: v for k, v in check.dump_config(run).items() if k not in SECTIONS_NOT_READ}
     k, p = run.algorithm.num_generations, run.train.prompts_per_step
     rows = run.episodes_per_step
     size, places = run.train.micro_batch_size, run.train.micro_batch_tokens
@@ -147,28 +154,35 @@ def text(run: RunConfig) -> str:
         f"steps      {steps}",
         f"rewards    {', '.join(f'{n} x {c.weight:g}' for n, c in run.rewards.items())}",
         "",
-        *_head(run),
+        *_plan_summary(run),
         "",
-        yaml.safe_dump(shown, sort_keys=False) + f"# {AND_MORE} are not shown: --cfg job has all",
+        yaml.safe_dump(shown, sort_keys=False)
+        + f"# {HIDDEN_SECTIONS_TEXT} are not shown: --cfg job has all",
     ]
     return "\n".join(lines)
 
 
-def _head(run: RunConfig) -> list[str]:
+def _plan_summary(run: RunConfig) -> list[str]:
     """The plan in short. What it lacks is no reason to refuse a dry run."""
     try:
-        found = plan_for_here(run)
-        other = " (for a GPU: --gpu NAME)" if found.case.device.kind == "cpu" else ""
-        return [*planning_text.summary(found), f"plan       rloo plan tells it part by part{other}"]
+        found = plan_on_this_machine(run)
+        other = " (for a GPU: --gpu NAME)" if found.inputs.device.kind == "cpu" else ""
+        return [
+            *planning_text.plan_summary(found),
+            f"plan       rloo plan tells it part by part{other}",
+        ]
     except RunError as error:
         return [f"plan       {error.problems[0].what}: {error.problems[0].why}"]
 
 
-def dry_run(composed: Composed, multirun: bool = False) -> int:
+def dry_run(composed: ComposedConfig, multirun: bool = False) -> int:
     """`rloo train --dry-run`: check everything, print the plan, train nothing. Raises RunError."""
-    fault_injection.check()
-    run = check.check(launcher.apart(composed) if multirun else composed)
-    preflight.check(run, downloads=False)
-    print(text(run))
-    print("".join(f"{note}\n" for note in idle_notes(composed.written, check.dump(run))), end="")
+    fault_injection.arm_faults()
+    run = check.check_config(launcher.name_sweep_job(composed) if multirun else composed)
+    preflight.check_machine(run, downloads=False)
+    print(dry_run_text(run))
+    print(
+        "".join(f"{note}\n" for note in idle_notes(composed.changed_keys, check.dump_config(run))),
+        end="",
+    )
     return 0

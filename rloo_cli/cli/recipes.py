@@ -3,48 +3,46 @@
 import shutil
 from pathlib import Path
 
-from rloo_cli.config.old_names import nearest
+from rloo_cli.config.old_names import nearest_names
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, Problem
 
 USAGE = "rloo recipes, rloo recipes show NAME, or rloo recipes copy NAME my.yaml"
 
 
-def run(words: list[str]) -> int:
+def run(args: list[str]) -> int:
     """The verb. Raises ConfigError for an unknown recipe, or a file that is there already."""
-    match words:
+    match args:
         case [] | ["list"]:
             for name, path in paths.recipe_files().items():
-                print(f"{name:<14} {headline(path)}")
+                print(f"{name:<14} {recipe_headline(path)}")
         case ["show", name]:
-            print(_file(name).read_text(), end="")
+            print(_recipe_file(name).read_text(), end="")
         case ["copy", name, target]:
-            _copy(_file(name), Path(target))
+            _copy_recipe(_recipe_file(name), Path(target))
         case _:
             raise ConfigError(
-                Problem(
-                    f"rloo recipes {' '.join(words)}: not understood", "command line", fix=USAGE
-                )
+                Problem(f"rloo recipes {' '.join(args)}: not understood", "command line", fix=USAGE)
             )
     return 0
 
 
-def headline(path: Path) -> str:
+def recipe_headline(path: Path) -> str:
     """The first comment line of a recipe."""
     return path.read_text().partition("\n")[0].lstrip("# ")
 
 
-def _file(name: str) -> Path:
+def _recipe_file(name: str) -> Path:
     files = paths.recipe_files()
     if name not in files:
-        close = nearest(name, files)
+        close = nearest_names(name, files)
         why = f"recipes: {', '.join(files)}"
         fix = f"rloo recipes show {close[0]}" if close else "rloo recipes"
         raise ConfigError(Problem(f"there is no recipe {name!r}", "command line", why, fix))
     return files[name]
 
 
-def _copy(source: Path, target: Path) -> None:
+def _copy_recipe(source: Path, target: Path) -> None:
     if target.suffix not in (".yaml", ".yml"):
         fix = f"rloo recipes copy {source.stem} {target}.yaml"
         raise ConfigError(Problem(f"{target} does not end in .yaml", "command line", fix=fix))

@@ -4,14 +4,14 @@ import argparse
 from pathlib import Path
 from typing import NoReturn
 
-from rloo_cli.config.old_names import nearest
+from rloo_cli.config.old_names import nearest_names
 from rloo_cli.utils.errors import ConfigError, Problem
 
-ROOT = Path("runs")  # where a run is if its config does not say otherwise
-SIGNS = ("run.json", "metrics.jsonl", "config.yaml")  # any of them makes a folder a run's
+RUNS_ROOT = Path("runs")  # where a run is if its config does not say otherwise
+RUN_FILES = ("run.json", "metrics.jsonl", "config.yaml")  # any of them makes a folder a run's
 
 
-class Words(argparse.ArgumentParser):
+class RunArgumentParser(argparse.ArgumentParser):
     """Reads a verb's words; what it cannot read is a ConfigError (exit 2)."""
 
     def __init__(self, verb: str, usage: str):
@@ -22,32 +22,38 @@ class Words(argparse.ArgumentParser):
         """Raises ConfigError."""
         unknown = message.removeprefix("unrecognized arguments: ").split()
         flags = [f for action in self._actions for f in action.option_strings]
-        close = [n for word in unknown[:1] if word.startswith("-") for n in nearest(word, flags)]
+        close = [
+            n for word in unknown[:1] if word.startswith("-") for n in nearest_names(word, flags)
+        ]
         why = f"did you mean {close[0]}?" if close else ""
         raise ConfigError(Problem(f"{self.prog}: {message}", "command line", why, f"{self.usage}"))
 
 
-def names() -> list[str]:
+def list_run_names() -> list[str]:
     """The runs under runs/, one or two folders down (runs/debug/smoke is `debug/smoke`)."""
-    found = [p.parent for deep in ("*", "*/*") for p in ROOT.glob(f"{deep}/{SIGNS[0]}")]
-    return sorted(str(p.relative_to(ROOT)) for p in found)
+    found = [p.parent for deep in ("*", "*/*") for p in RUNS_ROOT.glob(f"{deep}/{RUN_FILES[0]}")]
+    return sorted(str(p.relative_to(RUNS_ROOT)) for p in found)
 
 
-def find(word: str | None, verb: str) -> Path:
+def find_run_folder(name_or_path: str | None, verb: str) -> Path:
     """The folder of a run, named by its path or by its name under runs/.
 
     Raises ConfigError, which names the nearest run there is.
     """
-    here = [Path(word), ROOT / word] if word else []
+    here = [Path(name_or_path), RUNS_ROOT / name_or_path] if name_or_path else []
     for folder in here:
-        if any((folder / sign).is_file() for sign in SIGNS):
+        if any((folder / sign).is_file() for sign in RUN_FILES):
             return folder
-    known = names()
-    close = nearest(word.removeprefix(f"{ROOT}/").strip("/"), known) if word else known
+    known = list_run_names()
+    close = (
+        nearest_names(name_or_path.removeprefix(f"{RUNS_ROOT}/").strip("/"), known)
+        if name_or_path
+        else known
+    )
     fix = f"rloo {verb} {close[0] if close else 'RUN'}"
-    there = f"runs here: {', '.join(known[:20])}" if known else f"there is no run in {ROOT}/"
-    if word is None:
+    there = f"runs here: {', '.join(known[:20])}" if known else f"there is no run in {RUNS_ROOT}/"
+    if name_or_path is None:
         raise ConfigError(Problem(f"rloo {verb} needs a run", "command line", there, fix))
     looked = " or ".join(str(folder) for folder in here)
-    why = f"looked at {looked}: no {SIGNS[0]} there\n{there}"
-    raise ConfigError(Problem(f"there is no run {word!r}", "command line", why, fix))
+    why = f"looked at {looked}: no {RUN_FILES[0]} there\n{there}"
+    raise ConfigError(Problem(f"there is no run {name_or_path!r}", "command line", why, fix))

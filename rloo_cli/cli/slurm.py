@@ -18,57 +18,57 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from rloo_cli.cli import eval_target, slurm_cluster
-from rloo_cli.cli.slurm_template import KINDS, Job, fill
+from rloo_cli.cli.slurm_template import SLURM_JOB_KINDS, SlurmJob, fill_batch_script
 from rloo_cli.config import check, compose
-from rloo_cli.config.old_names import nearest
-from rloo_cli.config.user_files import FILES
+from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.user_files import USER_RECIPE_FILES
 from rloo_cli.utils.errors import ConfigError, MachineError, Problem
 
 USAGE = "rloo slurm render|submit [train|train_and_serve|sweep|eval] +recipe=NAME [key=value ...]"
 # The batch script adds these itself, from the nodes that it gets.
-ITS_OWN = ("slurm", "distributed.num_nodes", "generation.server.num_nodes", "recipe")
-SEND_S = 60.0
+SCRIPT_KEYS = ("slurm", "distributed.num_nodes", "generation.server.num_nodes", "recipe")
+SBATCH_TIMEOUT_S = 60.0
 
 
-def run(words: list[str]) -> int:
+def run(args: list[str]) -> int:
     """The verb. Raises ConfigError, and MachineError (3) for a job that cannot run here."""
-    verb, *rest = words or [""]
+    verb, *rest = args or [""]
     if verb not in ("render", "submit"):
         what = f"rloo slurm {verb}: not understood" if verb else "rloo slurm needs a verb"
         raise ConfigError(Problem(what, "command line", fix=USAGE))
-    job = made(rest)
+    job = job_from_args(rest)
     if verb == "render":
-        print(fill(job), end="")
+        print(fill_batch_script(job), end="")
         if note := make_log_folder(job):
             print(note, file=sys.stderr)
         return 0
-    slurm_cluster.check(job)
-    print("\n".join(submit(job)))
+    slurm_cluster.check_cluster_fits(job)
+    print("\n".join(submit_job(job)))
     return 0
 
 
-def made(words: list[str]) -> Job:
+def job_from_args(args: list[str]) -> SlurmJob:
     """The job that these words ask for. Raises ConfigError."""
-    plain = compose.split_dirs(words)[0]
+    plain = compose.split_config_dirs(args)[0]
     flags = [w for w in plain if w.startswith("-")]
     bare = [w for w in plain if "=" not in w and not w.startswith(("+", "~", "-"))]
-    keys = [w for w in words if w not in bare]
-    kind = bare.pop(0) if bare and bare[0] in KINDS else ""
+    keys = [w for w in args if w not in bare]
+    kind = bare.pop(0) if bare and bare[0] in SLURM_JOB_KINDS else ""
     if flags or (bare and kind != "eval") or len(bare) > 1 or (bare and not kind):
         wrong = (flags or bare)[0]
-        close = nearest(wrong, KINDS)
+        close = nearest_names(wrong, SLURM_JOB_KINDS)
         fix = f"rloo slurm render {close[0]} ..." if close else USAGE
         raise ConfigError(Problem(f"{wrong!r} is not understood", "command line", USAGE, fix))
     if not bare and not any(w.lstrip("+").startswith("recipe=") for w in keys):
         why = "a batch script's first word is a recipe"
         raise ConfigError(Problem("rloo slurm needs a recipe", "command line", why, USAGE))
     if bare:
-        settings = eval_target.of_run(bare[0], [w for w in keys if w in plain]).config
-        return Job("eval", settings, bare[0], _kept(keys))
+        settings = eval_target.eval_target_of_run(bare[0], [w for w in keys if w in plain]).config
+        return SlurmJob("eval", settings, bare[0], _script_overrides(keys))
     if kind == "sweep":
-        return _sweep(keys)
+        return _sweep_job(keys)
     composed = _composed(kind, keys)
-    settings = check.check(composed)
+    settings = check.check_config(composed)
     server: Any = getattr(settings.generation, "server", None)
     served = server is not None and server.num_nodes > 0
     kind = kind or ("train_and_serve" if served else "train")
@@ -76,38 +76,38 @@ def made(words: list[str]) -> Job:
         what = f"{server.num_nodes} nodes are to serve, and a job of kind train has none"
         fix = "rloo slurm render train_and_serve ..., or generation.server.num_nodes=0"
         raise ConfigError(Problem(what, "generation.server.num_nodes", fix=fix))
-    return Job(kind, settings, _recipe(composed), _kept(composed.words))
+    return SlurmJob(kind, settings, _recipe(composed), _script_overrides(composed.user_overrides))
 
 
-def _composed(kind: str, keys: list[str]) -> compose.Composed:
-    composed = compose.compose(keys)
+def _composed(kind: str, overrides: list[str]) -> compose.ComposedConfig:
+    composed = compose.compose_config(overrides)
     if kind == "train_and_serve" and composed.values["generation"]["backend"] != "vllm_server":
         # As the script itself and `rloo vllm-serve` do: a server is what this is about.
-        own = [w for w in keys if not w.startswith("generation=")]
-        composed = compose.compose([*own, "generation=vllm_server"])
+        own = [w for w in overrides if not w.startswith("generation=")]
+        composed = compose.compose_config([*own, "generation=vllm_server"])
     return composed
 
 
-def _recipe(composed: compose.Composed) -> str:
+def _recipe(composed: compose.ComposedConfig) -> str:
     """The recipe's name or file."""
-    found = next(w.partition("=")[2] for w in composed.words if w.startswith("+recipe="))
-    return str(FILES.get(found, found))
+    found = next(w.partition("=")[2] for w in composed.user_overrides if w.startswith("+recipe="))
+    return str(USER_RECIPE_FILES.get(found, found))
 
 
-def _kept(words: Any) -> list[str]:
+def _script_overrides(overrides: Any) -> list[str]:
     """Words of the run that the script does not say itself."""
-    bare = {w: w.lstrip("+~").partition("=")[0] for w in words if not w.startswith("hydra.")}
+    bare = {w: w.lstrip("+~").partition("=")[0] for w in overrides if not w.startswith("hydra.")}
     return [w for w, key in bare.items() if not any(key == o or key.startswith(f"{o}.")
-                                                    for o in ITS_OWN)]  # fmt: skip
+                                                    for o in SCRIPT_KEYS)]  # fmt: skip
 
 
-def _sweep(keys: list[str]) -> Job:
+def _sweep_job(overrides: list[str]) -> SlurmJob:
     """One run per combination of the words that hold several values. Raises ConfigError."""
-    plain = compose.split_dirs(keys)[0]
+    plain = compose.split_config_dirs(overrides)[0]
     try:
         parsed = OverridesParser.create().parse_overrides(plain)
     except HydraException as error:
-        raise ConfigError(compose.from_hydra(error, plain)) from None
+        raise ConfigError(compose.hydra_problem(error, plain)) from None
     several = {word: p for word, p in zip(plain, parsed, strict=True) if p.is_sweep_override()}
     if not several:
         what, fix = "a sweep needs a key of several values", "algorithm.beta=0.01,0.05"
@@ -116,21 +116,23 @@ def _sweep(keys: list[str]) -> Job:
         [f"{word.partition('=')[0]}={v}" for v in p.sweep_string_iterator()]
         for word, p in several.items()
     ]
-    fixed = [w for w in keys if w not in several]
-    lines = [" ".join(map(_shell, each)) for each in itertools.product(*values)]
+    fixed = [w for w in overrides if w not in several]
+    lines = [" ".join(map(_xargs_quoted, each)) for each in itertools.product(*values)]
     for each in itertools.product(*values):  # each is checked: a wrong one costs a job
-        composed = compose.compose([*fixed, *each])
-        settings = check.check(composed)
-    words = [w for w in composed.words if w not in {*each}]
-    return Job("sweep", settings, _recipe(composed), _kept(words), lines)
+        composed = compose.compose_config([*fixed, *each])
+        settings = check.check_config(composed)
+    words = [w for w in composed.user_overrides if w not in {*each}]
+    return SlurmJob("sweep", settings, _recipe(composed), _script_overrides(words), lines)
 
 
-def _shell(word: str) -> str:
+def _xargs_quoted(override: str) -> str:
     """As `xargs` reads it in the script."""
-    return '"' + word.replace('"', '"\\""') + '"' if set(word) & set(" \t'\"\\") else word
+    return (
+        '"' + override.replace('"', '"\\""') + '"' if set(override) & set(" \t'\"\\") else override
+    )
 
 
-def make_log_folder(job: Job) -> str:
+def make_log_folder(job: SlurmJob) -> str:
     """Make the folder of the job's log where it is missing; what is to be said of it, or "".
 
     Slurm opens the log before the script begins, and where its folder is missing the log is lost.
@@ -145,11 +147,15 @@ def make_log_folder(job: Job) -> str:
         return f"warning: the job's log needs the folder {folder}: mkdir -p {folder} ({error})"
 
 
-def submit(job: Job) -> list[str]:
+def submit_job(job: SlurmJob) -> list[str]:
     """Send it; lines that say where it is. Raises MachineError with what sbatch says."""
     make_log_folder(job)
     ended = subprocess.run(
-        ["sbatch", "--parsable"], input=fill(job), capture_output=True, text=True, timeout=SEND_S
+        ["sbatch", "--parsable"],
+        input=fill_batch_script(job),
+        capture_output=True,
+        text=True,
+        timeout=SBATCH_TIMEOUT_S,
     )
     if ended.returncode:
         raise MachineError(Problem("sbatch refuses the job", "slurm", ended.stderr.strip()))

@@ -6,12 +6,12 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rloo_cli.cli.slurm_template import Job
-from rloo_cli.config.old_names import nearest
+from rloo_cli.cli.slurm_template import SlurmJob
+from rloo_cli.config.old_names import nearest_names
 from rloo_cli.utils.errors import MachineError, Problem
 
-ASK_S = 30.0
-UNITS = (1, 60, 3600, 86400)
+SINFO_TIMEOUT_S = 30.0
+SECONDS_PER_UNIT = (1, 60, 3600, 86400)
 
 
 @dataclass(frozen=True)
@@ -24,55 +24,61 @@ class Partition:
     nodes: int
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.nodes} nodes, {said(self.limit_s)})"
+        return f"{self.name} ({self.nodes} nodes, {time_limit_text(self.limit_s)})"
 
 
-def check(job: Job) -> None:
+def check_cluster_fits(job: SlurmJob) -> None:
     """Raises MachineError (exit 3) with everything that keeps this job from running here."""
     if shutil.which("sbatch") is None:
         fix = "on a login node of the cluster; `rloo slurm render` prints the script anywhere"
         raise MachineError(Problem("there is no sbatch here", "PATH", fix=fix))
-    found = partitions()
+    found = cluster_partitions()
     if problems := [*_problems(job, found)]:
         raise MachineError(*problems)
 
 
-def _problems(job: Job, found: list[Partition]) -> Iterator[Problem]:
-    asked, facts = job.config.slurm, f"sinfo: {'; '.join(map(str, found)) or 'no partitions'}"
+def _problems(job: SlurmJob, partitions: list[Partition]) -> Iterator[Problem]:
+    asked, facts = job.config.slurm, f"sinfo: {'; '.join(map(str, partitions)) or 'no partitions'}"
     names = (asked.partition or "").split(",")
-    mine = [p for p in found if (p.name in names if asked.partition else p.default)]
+    mine = [p for p in partitions if (p.name in names if asked.partition else p.default)]
     for name in names if asked.partition else ():
-        if name not in [p.name for p in found]:
-            close = nearest(name, [p.name for p in found])
+        if name not in [p.name for p in partitions]:
+            close = nearest_names(name, [p.name for p in partitions])
             fix = f"slurm.partition={close[0]}" if close else ""
             yield Problem(f"there is no partition {name!r}", "slurm.partition", facts, fix)
     limits = [p.limit_s for p in mine]
     if mine and job.nodes > max(p.nodes for p in mine):
-        where = "generation.server.num_nodes" if job.serving else "distributed.num_nodes"
-        parts = f"{job.nodes - job.serving} to train"
-        parts += f" and {job.serving} to serve" if job.serving else ""
+        where = "generation.server.num_nodes" if job.serving_nodes else "distributed.num_nodes"
+        parts = f"{job.nodes - job.serving_nodes} to train"
+        parts += f" and {job.serving_nodes} to serve" if job.serving_nodes else ""
         yield Problem(f"it takes {job.nodes} nodes: {parts}", where, facts)
     longest = None if None in limits else max((n for n in limits if n is not None), default=None)
-    asked_s = seconds(asked.time) if asked.time else None
+    asked_s = parse_slurm_time(asked.time) if asked.time else None
     if asked_s is not None and longest is not None and asked_s > longest:
         what = f"slurm.time = {asked.time} is more than the partition allows"
         yield Problem(what, "slurm.time", facts)
     limit = asked_s if asked_s is not None else longest
-    if limit is not None and limit <= job.lead:
+    if limit is not None and limit <= job.lead_s:
         why = (
-            f"a run is told to save {job.lead} s before the limit, which would be at once\n{facts}"
+            f"a run is told to save {job.lead_s} s before the limit, which would be at "
+            f"once\n{facts}"
         )
-        fix = f"slurm.time={spelt(job.lead * 2)}, or slurm.lead_s={max(1, limit // 2)}"
+        fix = (
+            f"slurm.time={format_slurm_time(job.lead_s * 2)}, or slurm.lead_s={max(1, limit // 2)}"
+        )
         yield Problem(
-            f"a time limit of {said(limit)} is no longer than that", "slurm.time", why, fix
+            f"a time limit of {time_limit_text(limit)} is no longer than that",
+            "slurm.time",
+            why,
+            fix,
         )
 
 
-def partitions() -> list[Partition]:
+def cluster_partitions() -> list[Partition]:
     """Every partition. Raises MachineError where the controller does not answer."""
     words = ["sinfo", "--noheader", "--format=%P|%l|%D"]
     try:
-        ended = subprocess.run(words, capture_output=True, text=True, timeout=ASK_S)
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=SINFO_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise MachineError(Problem("sinfo does not answer", "PATH", str(error))) from None
     if ended.returncode:
@@ -82,11 +88,11 @@ def partitions() -> list[Partition]:
         name, limit, nodes = line.strip().split("|")
         plain = name.rstrip("*")
         before = found[plain].nodes if plain in found else 0
-        found[plain] = Partition(plain, name != plain, seconds(limit), before + int(nodes))
+        found[plain] = Partition(plain, name != plain, parse_slurm_time(limit), before + int(nodes))
     return [*found.values()]
 
 
-def seconds(text: str) -> int | None:
+def parse_slurm_time(text: str) -> int | None:
     """Slurm's spelling of a time (30, 10:00, 1:00:00, 2-12:00:00) in seconds; None = no limit."""
     if not re.fullmatch(r"[\d:-]+", text):
         return None  # infinite, n/a
@@ -96,15 +102,15 @@ def seconds(text: str) -> int | None:
         parts = [int(days), *parts, *[0] * (3 - len(parts))]
     elif len(parts) == 1:  # MINUTES
         parts = [parts[0], 0]
-    return sum(n * unit for n, unit in zip(reversed(parts), UNITS, strict=False))
+    return sum(n * unit for n, unit in zip(reversed(parts), SECONDS_PER_UNIT, strict=False))
 
 
-def spelt(time_s: int) -> str:
+def format_slurm_time(time_s: int) -> str:
     """Seconds as HH:MM:SS."""
     return f"{time_s // 3600:02}:{time_s // 60 % 60:02}:{time_s % 60:02}"
 
 
-def said(limit_s: int | None) -> str:
+def time_limit_text(limit_s: int | None) -> str:
     """A time limit in words."""
     if limit_s is None:
         return "no limit"

@@ -17,24 +17,24 @@ from rloo_cli.distributed import device_count
 from rloo_cli.utils import paths
 from rloo_cli.utils.files import read_json
 
-KINDS = ("train", "train_and_serve", "sweep", "eval")
-MARK = "#rloo: words"
-LEAD_S = 300  # where nothing was measured: steps and saves of large models take minutes
-SPARE_S = 60  # the manual's allowance for a signal that comes early or late
+SLURM_JOB_KINDS = ("train", "train_and_serve", "sweep", "eval")
+ARGUMENTS_MARK = "#rloo: words"
+DEFAULT_LEAD_S = 300  # where nothing was measured: steps and saves of large models take minutes
+SIGNAL_MARGIN_S = 60  # the manual's allowance for a signal that comes early or late
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """What becomes of a recipe as a batch job."""
 
     kind: str
     config: RunConfig
     subject: str  # the script's first word: a recipe, or what is evaluated
-    words: Sequence[str]  # its further words
-    lines: Sequence[str] = ()  # of a sweep: the words of each of its runs
+    overrides: Sequence[str]  # its further words
+    sweep_lines: Sequence[str] = ()  # of a sweep: the words of each of its runs
 
     @property
-    def serving(self) -> int:
+    def serving_nodes(self) -> int:
         """Nodes that serve."""
         if self.kind != "train_and_serve":
             return 0
@@ -45,7 +45,7 @@ class Job:
     def nodes(self) -> int:
         """All its nodes."""
         alone = self.kind in ("sweep", "eval")
-        return self.serving + (1 if alone else self.config.distributed.num_nodes)
+        return self.serving_nodes + (1 if alone else self.config.distributed.num_nodes)
 
     @property
     def gpus(self) -> int | None:
@@ -59,16 +59,16 @@ class Job:
             ours = spread.num_processes
         else:
             return None
-        if self.serving:  # on other nodes, which are asked for alike
-            ours = max(ours, device_count.wanted_by_server(self.config))
+        if self.serving_nodes:  # on other nodes, which are asked for alike
+            ours = max(ours, device_count.gpus_per_server(self.config))
         else:
-            ours += device_count.server_gpus(self.config)
+            ours += device_count.local_server_gpus(self.config)
         return None if asked.exclusive and ours == 1 else ours
 
     @property
-    def lead(self) -> int:
+    def lead_s(self) -> int:
         """Seconds from the early warning to the time limit."""
-        return self.config.slurm.lead_s or measured(self.folder) or LEAD_S
+        return self.config.slurm.lead_s or measured_lead_s(self.folder) or DEFAULT_LEAD_S
 
     @property
     def folder(self) -> Path:
@@ -82,7 +82,7 @@ class Job:
         return self.config.slurm.output or plain
 
 
-def measured(folder: Path) -> int | None:
+def measured_lead_s(folder: Path) -> int | None:
     """Seconds that the slowest of the last steps, a save and SPARE_S took in an earlier run."""
     save = read_json(folder / "run.json").get("save_seconds")
     file = folder / "metrics.jsonl"
@@ -90,20 +90,20 @@ def measured(folder: Path) -> int | None:
         return None
     rows = [json.loads(line) for line in file.read_text().splitlines()[-50:] if line.strip()]
     steps = [row["step_time"] for row in rows if "step_time" in row]
-    return int(max(steps) + save + SPARE_S) + 1 if steps else None
+    return int(max(steps) + save + SIGNAL_MARGIN_S) + 1 if steps else None
 
 
-def fill(job: Job) -> str:
+def fill_batch_script(job: SlurmJob) -> str:
     """The whole script."""
     lines = Path(paths.SLURM, f"{job.kind}.sbatch").read_text().splitlines()
     own = [line for line in lines if not re.match("#SBATCH ", line)]
     head = lines.index(next(line for line in lines if line.startswith("#SBATCH ")))
-    kept = [*own[:head], *[f"#SBATCH {option}" for option in options(job)], *own[head:]]
-    at = kept.index(MARK)
-    return "\n".join([*kept[:at], *_words(job), *kept[at + 1 :]]) + "\n"
+    kept = [*own[:head], *[f"#SBATCH {option}" for option in sbatch_options(job)], *own[head:]]
+    at = kept.index(ARGUMENTS_MARK)
+    return "\n".join([*kept[:at], *_argument_lines(job), *kept[at + 1 :]]) + "\n"
 
 
-def options(job: Job) -> list[str]:
+def sbatch_options(job: SlurmJob) -> list[str]:
     """sbatch's options: its defaults of ours, then what the config says."""
     asked = job.config.slurm
     given: list[tuple[str, Any]] = [
@@ -117,10 +117,10 @@ def options(job: Job) -> list[str]:
         ("gpus-per-node", job.gpus),
         ("cpus-per-task", asked.cpus_per_task),
         ("mem", asked.mem or (0 if asked.exclusive else None)),
-        ("array", f"1-{len(job.lines)}" if job.kind == "sweep" else None),
+        ("array", f"1-{len(job.sweep_lines)}" if job.kind == "sweep" else None),
         ("output", job.log),
         ("open-mode", "append"),
-        ("signal", f"USR1@{job.lead}"),
+        ("signal", f"USR1@{job.lead_s}"),
     ]
     found = [f"--{name}={_quoted(value)}" for name, value in given if value is not None]
     more = [f"--{n}" if v is None else f"--{n}={_quoted(v)}" for n, v in asked.options.items()]
@@ -132,16 +132,16 @@ def _quoted(value: Any) -> str:
     return f'"{text}"' if " " in text else text
 
 
-def _words(job: Job) -> list[str]:
+def _argument_lines(job: SlurmJob) -> list[str]:
     """The lines that give the script its words; what sbatch is given beside comes after them."""
     words = [job.subject]
     lines: list[str] = []
     if job.kind == "train_and_serve":
-        lines.append(f"RLOO_SERVE_NODES={job.serving}")
+        lines.append(f"RLOO_SERVE_NODES={job.serving_nodes}")
     if job.kind == "sweep":
-        runs = " ".join(map(shlex.quote, job.lines))
+        runs = " ".join(map(shlex.quote, job.sweep_lines))
         lines += ["runs=$(mktemp)", "trap 'rm -f \"$runs\"' EXIT"]
         lines.append(f"printf '%s\\n' {runs} >\"$runs\"")
     quoted = [*map(shlex.quote, words), *['"$runs"'] * (job.kind == "sweep")]
-    quoted += map(shlex.quote, job.words)
+    quoted += map(shlex.quote, job.overrides)
     return [*lines, f'set -- {" ".join(quoted)} "$@"']

@@ -15,84 +15,86 @@ from typing import Any
 
 import yaml
 
-from rloo_cli.cli.eval import temporary
+from rloo_cli.cli.eval import temporary_output_dir
 from rloo_cli.config import check, compose, hf_cache, messages, supervised
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.launch import preflight, processes
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
 from rloo_cli.utils.files import read_json, write_text
 
-STOPPED = (75, 130)
+STOPPED_CODES = (75, 130)
 VERBS = {"sft": "sft", "reward_model": "reward-model"}
 
 
-def run(section: str, words: list[str]) -> int:
+def run(section: str, args: list[str]) -> int:
     """The verb of a section of the config; its exit code. Raises RunError."""
     verb = VERBS[section]
-    flags = [w for w in compose.split_dirs(words)[0] if w.startswith("-")]
-    if flags or not words:
+    flags = [w for w in compose.split_config_dirs(args)[0] if w.startswith("-")]
+    if flags or not args:
         usage = f"rloo {verb} +recipe=NAME [key=value ...]"
         why = f"flags of {verb}: --config-dir DIR, --debug, --errors=json" if flags else ""
         what = f"{flags[0]} is not a flag of {verb}" if flags else f"rloo {verb} needs a recipe"
         raise ConfigError(Problem(what, "command line", why, usage))
-    composed = compose.compose(words)
-    settings = check.check(composed)
-    wrong = list(supervised.problems(settings, section))
+    composed = compose.compose_config(args)
+    settings = check.check_config(composed)
+    wrong = list(supervised.training_problems(settings, section))
     if wrong:
-        placed = [messages.placed(p, composed.sources) for p in wrong]
+        placed = [messages.locate_problem(p, composed.sources) for p in wrong]
         raise ConfigError(*placed)
-    with hf_cache.remembered(composed.words):
-        preflight.check_training(settings, section)
-        place = supervised.folder(settings, section)
-        if _done(place, settings, section):
+    with hf_cache.recorded_command(composed.user_overrides):
+        preflight.check_supervised_machine(settings, section)
+        place = supervised.training_folder(settings, section)
+        if _is_trained(place, settings, section):
             print(f"{place} is there already: nothing to do (name=... for another)")
             return 0
-        code = _train(place, settings, section)
+        code = _train_in_subprocess(place, settings, section)
     if code == 0:
-        _say_end(place, settings, section, composed.words)
+        _print_results(place, settings, section, composed.user_overrides)
     return code
 
 
-def _train(place: Path, settings: RunConfig, section: str) -> int:
+def _train_in_subprocess(output_dir: Path, settings: RunConfig, section: str) -> int:
     """Do it in a process of its own; its exit code."""
     try:
-        with temporary(place) as folder:
-            text = yaml.safe_dump(check.dump(settings), sort_keys=False)
+        with temporary_output_dir(output_dir) as folder:
+            text = yaml.safe_dump(check.dump_config(settings), sort_keys=False)
             write_text(folder / "training" / "config.yaml", text)
-            code = processes.run("train.supervised.worker", [str(folder), section])
+            code = processes.run_processes("train.supervised.worker", [str(folder), section])
             if code == 0:
-                folder.rename(place)
+                folder.rename(output_dir)
     except OSError as error:
         raise StorageError(
-            Problem("the model cannot be written", str(place), str(error))
+            Problem("the model cannot be written", str(output_dir), str(error))
         ) from error
-    if code in STOPPED:
-        print(f"stopped: nothing of it is kept, and the same command begins anew ({place})")
+    if code in STOPPED_CODES:
+        print(f"stopped: nothing of it is kept, and the same command begins anew ({output_dir})")
     return code
 
 
-def _done(place: Path, settings: RunConfig, section: str) -> bool:
+def _is_trained(output_dir: Path, settings: RunConfig, section: str) -> bool:
     """Whether this very training is there. Raises ConfigError where something else is."""
-    if not place.exists():
+    if not output_dir.exists():
         return False
-    written = place / "training" / "config.yaml"
+    written = output_dir / "training" / "config.yaml"
     before = yaml.safe_load(written.read_text()) if written.is_file() else None
     if isinstance(before, dict):
-        before = check.as_first_written(before)
-    now = check.as_first_written(check.dump(settings))
+        before = check.first_version_values(before)
+    now = check.first_version_values(check.dump_config(settings))
     parts = ("seed", "model", "data", section)
     if isinstance(before, dict) and all(before.get(p) == now[p] for p in parts):
         return True
     other = [p for p in parts if isinstance(before, dict) and before.get(p) != now[p]]
     why = f"it was trained with another {' and '.join(other)}" if other else "it is something else"
-    fix = f"name=OTHER, or root=OTHER, or move it away: mv {place} {place}.old"
-    raise ConfigError(Problem(f"{place} exists", "name", why, fix))
+    fix = f"name=OTHER, or root=OTHER, or move it away: mv {output_dir} {output_dir}.old"
+    raise ConfigError(Problem(f"{output_dir} exists", "name", why, fix))
 
 
-def _say_end(place: Path, settings: RunConfig, section: str, words: Sequence[str]) -> None:
+def _print_results(
+    output_dir: Path, settings: RunConfig, section: str, overrides: Sequence[str]
+) -> None:
     """What was reached, where the model is, and what to do with it."""
-    words = [w for w in words if not w.lstrip("+").startswith(("sft.", "reward_model."))]
-    summary: dict[str, Any] = read_json(place / "training" / "summary.json")
+    overrides = [w for w in overrides if not w.lstrip("+").startswith(("sft.", "reward_model."))]
+    summary: dict[str, Any] = read_json(output_dir / "training" / "summary.json")
     for name, after in summary["after"].items():
         if name != "eval_rows":
             before = summary["before"][name]
@@ -102,5 +104,5 @@ def _say_end(place: Path, settings: RunConfig, section: str, words: Sequence[str
     else:
         kinds = [name for name, entry in settings.rewards.items() if entry.type == "model"]
         key = f"reward.{kinds[0]}.path" if kinds else "reward=model reward.model.path"
-    print(f"model              {place}")
-    print(f"next               {shlex.join(['rloo', 'train', *words])} {key}={place}")
+    print(f"model              {output_dir}")
+    print(f"next               {shlex.join(['rloo', 'train', *overrides])} {key}={output_dir}")

@@ -10,28 +10,28 @@ from rloo_cli.utils import paths
 
 
 @dataclass(frozen=True)
-class Verb:
+class VerbHelp:
     """What there is to say of one verb."""
 
-    line: str  # in `rloo --help`
+    summary: str  # in `rloo --help`
     usage: tuple[str, ...]
     flags: dict[str, str] = field(default_factory=dict)  # "--step N" -> what it does
     examples: tuple[str, ...] = ()
-    more: str = ""  # lines below the usage
+    details: str = ""  # lines below the usage
 
 
 CONFIG_DIR = {
     "--config-dir DIR, -cd": "a folder with groups and recipes of your own; may be repeated"
 }
-EVERY = {
+COMMON_FLAGS = {
     "--debug": "print tracebacks below an error",
     "--errors=json": "print errors as JSON, for tools",
     "--help, -h": "print this",
 }
-RUNS = "RUN is a run's folder, or its name under runs/."
+RUN_NOTE = "RUN is a run's folder, or its name under runs/."
 
-VERBS: dict[str, Verb] = {
-    "train": Verb(
+VERBS: dict[str, VerbHelp] = {
+    "train": VerbHelp(
         "train a policy",
         ("rloo train [+recipe=NAME] [key=value ...] [flags]",),
         {
@@ -52,7 +52,7 @@ VERBS: dict[str, Verb] = {
         "keys. A run writes to root/name, runs/NAME as a rule; Ctrl-C saves it, and resume=auto\n"
         "goes on with it. --multirun returns logging.objective of each job to Hydra's sweeper.",
     ),
-    "sweep": Verb(
+    "sweep": VerbHelp(
         "train several configurations side by side, in turns: +recipe=NAME key=a,b",
         (
             "rloo sweep +recipe=NAME key=a,b [flags]",
@@ -77,7 +77,7 @@ VERBS: dict[str, Verb] = {
             "rloo sweep +recipe=quickstart seed=1,2,3,4 --keep 2 --at 40 --by reward",
         ),
     ),
-    "sft": Verb(
+    "sft": VerbHelp(
         "fine-tune a model on completions, before RLOO",
         ("rloo sft +recipe=NAME [key=value ...]",),
         CONFIG_DIR,
@@ -87,7 +87,7 @@ VERBS: dict[str, Verb] = {
         ),
         "The model lands in root/sft/NAME; model.path takes that folder.",
     ),
-    "reward-model": Verb(
+    "reward-model": VerbHelp(
         "train a reward model on preferences",
         ("rloo reward-model +recipe=NAME [key=value ...]",),
         CONFIG_DIR,
@@ -97,7 +97,7 @@ VERBS: dict[str, Verb] = {
         ),
         "The model lands in root/reward_model/NAME; reward.NAME.path takes that folder.",
     ),
-    "vllm-serve": Verb(
+    "vllm-serve": VerbHelp(
         "serve completions for a run from GPUs or a node of their own",
         ("rloo vllm-serve +recipe=NAME [key=value ...]",),
         CONFIG_DIR,
@@ -107,7 +107,7 @@ VERBS: dict[str, Verb] = {
         ),
         "`rloo train` with the same words and generation=vllm_server finds the server.",
     ),
-    "eval": Verb(
+    "eval": VerbHelp(
         "score what is held out: RUN, RUN/checkpoint-N, or +recipe=NAME model.path=...",
         (
             "rloo eval RUN [key=value ...]",
@@ -120,15 +120,15 @@ VERBS: dict[str, Verb] = {
             "rloo eval runs/quickstart/checkpoint-50 eval.num_generations=8",
             "rloo eval +recipe=quickstart eval.max_samples=100",
         ),
-        f"{RUNS}\nIts final model is taken, else its newest checkpoint.",
+        f"{RUN_NOTE}\nIts final model is taken, else its newest checkpoint.",
     ),
-    "fetch": Verb(
+    "fetch": VerbHelp(
         "download what a run loads: +recipe=NAME, for machines without network",
         ("rloo fetch +recipe=NAME [key=value ...]",),
         CONFIG_DIR,
         ("rloo fetch +recipe=quickstart", "rloo fetch +recipe=tldr_1b model.revision=main"),
     ),
-    "plan": Verb(
+    "plan": VerbHelp(
         "tell memory, disk and time of a run beforehand: +recipe=NAME --gpu 80GiB",
         ("rloo plan +recipe=NAME [key=value ...] [flags]",),
         {
@@ -145,13 +145,13 @@ VERBS: dict[str, Verb] = {
             "rloo plan +recipe=tldr_1b --gpu H100-80GB --prompts 100000 --completion-tokens 40",
         ),
     ),
-    "recipes": Verb(
+    "recipes": VerbHelp(
         "list recipes; recipes show NAME; recipes copy NAME my.yaml",
         ("rloo recipes", "rloo recipes show NAME", "rloo recipes copy NAME my.yaml"),
         {},
         ("rloo recipes show quickstart", "rloo recipes copy quickstart my.yaml"),
     ),
-    "config": Verb(
+    "config": VerbHelp(
         "list every key; config explain KEY; config --json",
         (
             "rloo config [+recipe=NAME] [key=value ...]",
@@ -163,7 +163,7 @@ VERBS: dict[str, Verb] = {
             "rloo config explain algorithm.beta +recipe=quickstart",
         ),
     ),
-    "samples": Verb(
+    "samples": VerbHelp(
         "show what a run wrote: --step N --worst; --eval",
         ("rloo samples RUN [flags]",),
         {
@@ -180,25 +180,26 @@ VERBS: dict[str, Verb] = {
             "rloo samples quickstart",
             "rloo samples runs/quickstart --step 40 --worst -n 20",
         ),
-        RUNS,
+        RUN_NOTE,
     ),
-    "ledger": Verb(
+    "ledger": VerbHelp(
         "what became of every prompt of a run, and whether it adds up",
         ("rloo ledger RUN [--json]",),
         {"--json": "the sums, for tools"},
         ("rloo ledger quickstart", "rloo ledger runs/quickstart --json"),
-        RUNS,
+        RUN_NOTE,
     ),
-    "curves": Verb(
+    "curves": VerbHelp(
         "draw the curves of a run, whatever its state: RUN [OUT.png]",
         ("rloo curves RUN [OUT.png|OUT.svg]",),
         {},
         ("rloo curves quickstart", "rloo curves runs/quickstart curves.svg"),
-        f"{RUNS} It may be running,\nstopped or failed. Without OUT the picture is the run's own "
+        f"{RUN_NOTE} It may be running,\nstopped or failed. Without OUT the picture is the "
+        "run's own "
         "curves.png, which a run draws itself\nwith its checkpoints (where this costs it less than "
         "2 % of its time) and at every end.",
     ),
-    "compare": Verb(
+    "compare": VerbHelp(
         "runs side by side: curves, tables, who is ahead and how sure that is",
         ("rloo compare RUN... [flags]",),
         {
@@ -215,7 +216,7 @@ VERBS: dict[str, Verb] = {
         ),
         "RUN is a folder, a name under runs/, a folder with runs in it, or a pattern in quotes.",
     ),
-    "slurm": Verb(
+    "slurm": VerbHelp(
         "a recipe as a batch job: render or submit [KIND] +recipe=NAME",
         (
             "rloo slurm render [KIND] +recipe=NAME [key=value ...]",
@@ -229,7 +230,7 @@ VERBS: dict[str, Verb] = {
         "KIND: train, train_and_serve, sweep, or eval (which also takes a run's folder). render\n"
         "prints the script and needs no Slurm; submit sends it with sbatch.",
     ),
-    "migrate": Verb(
+    "migrate": VerbHelp(
         "turn a TRL or ms-swift command line or config into a recipe",
         ("rloo migrate COMMAND ...", "rloo migrate FILE [flags]"),
         {
@@ -238,7 +239,7 @@ VERBS: dict[str, Verb] = {
         },
         ("rloo migrate run.sh > my.yaml", "rloo migrate --world-size 8 train.py > my.yaml"),
     ),
-    "completion": Verb(
+    "completion": VerbHelp(
         "print the shell's completion script: bash, zsh or fish",
         ("rloo completion bash|zsh|fish",),
         {},
@@ -248,7 +249,7 @@ VERBS: dict[str, Verb] = {
 }
 
 
-def overview() -> str:
+def help_overview() -> str:
     """The text of `rloo --help`: every verb and every recipe in a line."""
     found = {
         name: path.read_text().partition("\n")[0].lstrip("# ")
@@ -259,33 +260,33 @@ def overview() -> str:
             "usage: rloo VERB [+recipe=NAME] [key=value ...]",
             "",
             "verbs (rloo VERB --help has the flags and examples of each):",
-            *aligned({name: verb.line for name, verb in VERBS.items()}),
+            *align_columns({name: verb.summary for name, verb in VERBS.items()}),
             "",
             "recipes:",
-            *aligned(found),
+            *align_columns(found),
             "",
             "try: rloo train +recipe=quickstart",
         ]
     )
 
 
-def of_verb(name: str) -> str:
+def verb_help_text(name: str) -> str:
     """The text of `rloo VERB --help`."""
     verb = VERBS[name]
     starts = ["usage: ", *["       "] * len(verb.usage)]
     lines = [f"{start}{line}" for start, line in zip(starts, verb.usage, strict=False)]
-    lines += ["", f"{name}: {verb.line}", *verb.more.splitlines()]
-    lines += ["", "flags:", *aligned(verb.flags | EVERY)]
+    lines += ["", f"{name}: {verb.summary}", *verb.details.splitlines()]
+    lines += ["", "flags:", *align_columns(verb.flags | COMMON_FLAGS)]
     return "\n".join([*lines, "", "examples:", *[f"  {example}" for example in verb.examples]])
 
 
-def flags_of(name: str) -> list[str]:
+def verb_flags(name: str) -> list[str]:
     """Every flag of a verb, as it is typed: the long and the short spelling."""
-    text = " ".join([*VERBS[name].flags, *EVERY]) if name in VERBS else ""
+    text = " ".join([*VERBS[name].flags, *COMMON_FLAGS]) if name in VERBS else ""
     return re.findall(r"(?<!\S)--?[a-z][a-z-]*(?:=json)?", text)
 
 
-def values_of(name: str, flag: str) -> list[str] | None:
+def flag_values(name: str, flag: str) -> list[str] | None:
     """The values that a flag of a verb takes, [] where they cannot be listed; None if it has none
     or is not a flag of this verb."""
     for said in VERBS[name].flags if name in VERBS else ():
@@ -295,7 +296,7 @@ def values_of(name: str, flag: str) -> list[str] | None:
     return None
 
 
-def aligned(rows: dict[str, str]) -> list[str]:
+def align_columns(cells: dict[str, str]) -> list[str]:
     """Two columns, the first as wide as its longest cell."""
-    width = max(map(len, rows), default=0)
-    return [f"  {left:<{width}}  {right}" for left, right in rows.items()]
+    width = max(map(len, cells), default=0)
+    return [f"  {left:<{width}}  {right}" for left, right in cells.items()]

@@ -16,66 +16,69 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.checkpoint.run_folder import SERVER_LOGS, check_free
+from rloo_cli.checkpoint.run_folder import SERVER_LOGS, check_folder_free
 from rloo_cli.config import check, hf_cache
-from rloo_cli.config.compose import Composed, compose
+from rloo_cli.config.compose import ComposedConfig, compose_config
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.generation.vllm import server_file
-from rloo_cli.generation.vllm_server import LOOPBACK
+from rloo_cli.generation.vllm_server import LOOPBACK_HOSTS
 from rloo_cli.launch import preflight, rollout_server
 from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem, RunError
 
-BACKEND = "generation=vllm_server"
+BACKEND_OVERRIDE = "generation=vllm_server"
 
 
-def run(words: list[str]) -> int:
+def run(args: list[str]) -> int:
     """The verb: serve until asked to end; the exit code. Raises RunError."""
-    composed = compose(words)
+    composed = compose_config(args)
     if composed.values.get("generation", {}).get("backend") != "vllm_server":
-        print(f"{BACKEND}: added, for a server is what this serves")
-        words = [*[w for w in words if not w.startswith("generation=")], BACKEND]
-        composed = compose(words)
-    settings = check.check(composed)
+        print(f"{BACKEND_OVERRIDE}: added, for a server is what this serves")
+        args = [*[w for w in args if not w.startswith("generation=")], BACKEND_OVERRIDE]
+        composed = compose_config(args)
+    settings = check.check_config(composed)
     if settings.generation.backend != "vllm_server":
-        what, why = f"{BACKEND} does not hold", f"the backend is {settings.generation.backend!r}"
+        what, why = (
+            f"{BACKEND_OVERRIDE} does not hold",
+            f"the backend is {settings.generation.backend!r}",
+        )
         raise ConfigError(Problem(what, "generation", why, "a recipe that leaves it open"))
-    with hf_cache.remembered(composed.words):
+    with hf_cache.recorded_command(composed.user_overrides):
         folder = Path(settings.root, str(settings.name))
-        check_free(folder)
-        _alone(folder)
+        check_folder_free(folder)
+        _check_no_other_server(folder)
         try:
-            preflight.check_server(settings)
+            preflight.check_server_machine(settings)
             return _serve(settings, composed)
         except RunError as error:
             keys: Any = settings.generation
             if keys.server.num_nodes:  # the trainer on another node waits for this one
-                server_file.write_failure(folder, "vllm-serve", error, folder / SERVER_LOGS)
+                server_file.write_server_failure(folder, "vllm-serve", error, folder / SERVER_LOGS)
             raise
 
 
-def _serve(settings: RunConfig, composed: Composed) -> int:
+def _serve(settings: RunConfig, composed: ComposedConfig) -> int:
     folder = Path(settings.root, str(settings.name))
     made = [p for p in (folder / SERVER_LOGS, *(folder / SERVER_LOGS).parents) if not p.exists()]
     keys: Any = settings.generation
-    if keys.server.host not in LOOPBACK:
+    if keys.server.host not in LOOPBACK_HOSTS:
         what = "its weights can be replaced, and it can be asked, by whoever has the token"
         print(f"{keys.server.host} is reached from other machines: {what}")
-    with _listening() as heard:
-        process = rollout_server.start(folder, settings, "vllm-serve")
+    with _stop_signals() as heard:
+        process = rollout_server.start_server(folder, settings, "vllm-serve")
         try:
             print(f"starting a server for {folder} (log: {process.log})", flush=True)
-            server = rollout_server.wait(process, settings, lambda: bool(heard))
+            server = rollout_server.wait_for_server(process, settings, lambda: bool(heard))
             if server is not None:
-                print(_where(server, folder, composed), flush=True)
-            while not heard and process.code is None:
+                print(_server_text(server, folder, composed), flush=True)
+            while not heard and process.exit_code is None:
                 time.sleep(0.2)
         except BaseException as error:
-            rollout_server.stop(process)
+            rollout_server.stop_server(process)
             if isinstance(error, ConfigError | MachineError):
-                _leave_nothing(process, made)
+                _remove_new_files(process, made)
             raise
-        died, last = process.code, rollout_server.tail(process)
-        left = rollout_server.stop(process)
+        died, last = process.exit_code, rollout_server.server_log_tail(process)
+        left = rollout_server.stop_server(process)
     if left:
         what = f"processes {', '.join(map(str, left))} of the server would not end"
         raise GenerationError(Problem(what, more=f"log: {process.log}"))
@@ -86,49 +89,51 @@ def _serve(settings: RunConfig, composed: Composed) -> int:
     return 0
 
 
-def _alone(folder: Path) -> None:
+def _check_no_other_server(folder: Path) -> None:
     """Raises ConfigError where this run has a server."""
-    there = server_file.live(folder)
-    if there is not None and (there.alive() or _answers(there.url)):
+    there = server_file.running_server(folder)
+    if there is not None and (there.is_alive() or _is_healthy(there.url)):
         why = f"process {there.pid} on {there.host}, at {there.url}, started by {there.by}"
         fix = f"kill {there.pid}, or name=OTHER"
         raise ConfigError(Problem(f"{folder} has a server already", "name", why, fix))
 
 
-def _answers(url: str) -> bool:
+def _is_healthy(url: str) -> bool:
     """Whether the server of another machine is there: a node that went down leaves its file."""
     with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
         return urllib.request.urlopen(f"{url}/health", timeout=5).status == 200
     return False
 
 
-def _where(server: server_file.Server, folder: Path, composed: Composed) -> str:
-    said = [w for w in composed.words if not w.startswith("hydra.")]
-    train = shlex.join(["rloo", "train", *[w for w in said if w != BACKEND], BACKEND])
+def _server_text(server: server_file.ServerRecord, folder: Path, composed: ComposedConfig) -> str:
+    said = [w for w in composed.user_overrides if not w.startswith("hydra.")]
+    train = shlex.join(
+        ["rloo", "train", *[w for w in said if w != BACKEND_OVERRIDE], BACKEND_OVERRIDE]
+    )
     lines = [
         f"{server.url}: answers",
         f"  model    {server.model} ({server.dtype}, vLLM {server.vllm})",
-        f"  token    in {server_file.place(folder)}, which you alone can read",
+        f"  token    in {server_file.server_file_path(folder)}, which you alone can read",
         f"  train    {train}",
         "  end      Ctrl-C",
     ]
     return "\n".join(lines)
 
 
-def _leave_nothing(process: rollout_server.Process, made: list[Path]) -> None:
+def _remove_new_files(process: rollout_server.ServerProcess, new_folders: list[Path]) -> None:
     """After a refusal: take away its log, and the folders that were made for it."""
     logs = process.log.parent
     process.log.unlink(missing_ok=True)
-    if logs in made and not [*logs.glob("*server_*.log")]:
+    if logs in new_folders and not [*logs.glob("*server_*.log")]:
         for given in logs.glob("*config.yaml"):
             given.unlink(missing_ok=True)
-    for folder in made:
+    for folder in new_folders:
         with contextlib.suppress(OSError):  # there is something in it
             folder.rmdir()
 
 
 @contextmanager
-def _listening() -> Iterator[list[int]]:
+def _stop_signals() -> Iterator[list[int]]:
     """While inside, INT and TERM are only noted, USR1 and USR2 are not heard."""
     heard: list[int] = []
 

@@ -9,6 +9,7 @@ idle_keys     which keys are idle at other keys' values
 judge         keys and checks of eval.judge
 messages      errors of pydantic and Hydra in words
 mistakes      answers to typical first mistakes on the command line
+old_algorithm_file  an algorithm file written for an older version, in the new form
 old_names     names of TRL's and ms-swift's settings, and the nearest key
 prompt_limit  how long a prompt may be
 provenance    the file and line that each value comes from

@@ -18,8 +18,8 @@ from pydantic import BaseModel, ValidationError, create_model
 from rloo_cli.config import debug as config_debug
 from rloo_cli.config import judge as config_judge
 from rloo_cli.config import messages, registry, rules
-from rloo_cli.config.compose import Composed
-from rloo_cli.config.provenance import Sources
+from rloo_cli.config.compose import ComposedConfig
+from rloo_cli.config.provenance import ConfigSources
 from rloo_cli.config.schema import (
     DataConfig,
     EvalConfig,
@@ -33,14 +33,14 @@ from rloo_cli.config.schema import (
 from rloo_cli.utils.errors import ConfigError, Problem
 
 # What a run may change and still be the same experiment (docs/reference.md).
-FREE = (
+KEYS_NOT_HASHED = (
     "root", "name", "resume", "resume_allow_changes", "logging", "checkpoint", "eval", "max_steps",
     "total_episodes", "train.epochs", "sft", "reward_model", "distributed",
     "slurm",
 )  # fmt: skip
 # Where and how an engine runs, not what it computes: such a key makes no other run of it.
-ENGINES = ("generation.server", "generation.colocate")
-OF_PLACE = (
+ENGINE_SECTIONS = ("generation.server", "generation.colocate")
+ENGINE_PLACEMENT_KEYS = (
     "base_url", "num_nodes", "api_key_env", "host", "port", "allow_remote", "data_parallel_size",
     "api_processes", "max_in_flight", "ready_timeout_s", "init_timeout_s", "sync_timeout_s",
     "request_timeout_s", "reconnect_timeout_s", "retries", "max_restarts", "tensor_parallel_size",
@@ -49,44 +49,46 @@ OF_PLACE = (
 )  # fmt: skip
 
 
-def of_place(key: str) -> bool:
+def is_engine_placement_key(key: str) -> bool:
     """Whether a key says only where and how a sampler's engine runs."""
     section, _, leaf = key.rpartition(".")
-    return section in ENGINES and leaf in OF_PLACE
+    return section in ENGINE_SECTIONS and leaf in ENGINE_PLACEMENT_KEYS
 
 
-def check(composed: Composed) -> RunConfig:
+def check_config(composed: ComposedConfig) -> RunConfig:
     """Check a composed config and freeze it. Raises ConfigError with every problem found."""
     sources = composed.sources
-    values = merged(composed.values, sources)
-    problems = list(messages.before_types(values))
+    values = merge_defaults(composed.values, sources)
+    problems = list(messages.pre_schema_problems(values))
     if not problems:
         try:
-            run = build(values)
+            run = build_run_config(values)
         except ValidationError as error:
-            problems = messages.of_types(error, values, model_class(values))
+            problems = messages.validation_problems(error, values, run_config_class(values))
         else:
             if run.name is None:
-                named = values | {"name": default_name(run, composed.recipe)}
-                run = build(named)
-            problems = list(rules.problems(run))
-    problems += messages.underflows(values, sources)
+                named = values | {"name": default_run_name(run, composed.recipe)}
+                run = build_run_config(named)
+            problems = list(rules.run_problems(run))
+    problems += messages.underflow_problems(values, sources)
     if problems:
-        problems.sort(key=lambda p: sources.order(p.where))  # as they were written
-        raise ConfigError(*[messages.placed(p, sources) for p in problems])
+        problems.sort(key=lambda p: sources.sort_key(p.where))  # as they were written
+        raise ConfigError(*[messages.locate_problem(p, sources) for p in problems])
     return run
 
 
-def merged(values: dict[str, Any], sources: Sources | None = None) -> dict[str, Any]:
+def merge_defaults(values: dict[str, Any], sources: ConfigSources | None = None) -> dict[str, Any]:
     """Put the defaults common to all rewards, and those of its type, under every entry of `reward`,
     and debug's reward model in.
 
     `reward=...` on the command line replaces a recipe's rewards: what the recipe says about those
     that are gone goes with them. Raises ConfigError for a section that is none (`train: 5`).
     """
-    problems = [*messages.sections(values)]
+    problems = [*messages.section_problems(values)]
     if problems:
-        raise ConfigError(*[messages.placed(p, sources or Sources()) for p in problems])
+        raise ConfigError(
+            *[messages.locate_problem(p, sources or ConfigSources()) for p in problems]
+        )
     values = dict(values)
     common, debug = values.pop("reward_defaults", {}), values.get("debug") or {}
     rewards = values.get("reward") or {}
@@ -101,16 +103,18 @@ def merged(values: dict[str, Any], sources: Sources | None = None) -> dict[str, 
                 or any(w.startswith(f"reward.{n}.") for w in words)
             }
         entries = {
-            n: common | config_judge.defaults_of_type(e) | e if isinstance(e, dict) else e
+            n: common | config_judge.reward_type_defaults(e) | e if isinstance(e, dict) else e
             for n, e in rewards.items()
         }
-        values["reward"] = config_debug.rewards(entries, debug)
+        values["reward"] = config_debug.apply_debug_rewards(entries, debug)
     if "generation" in values:
-        values["generation"] = config_debug.generation(values["generation"], debug, words)
-    values["data"] = config_debug.data(values.get("data"), debug)
+        values["generation"] = config_debug.apply_debug_generation(
+            values["generation"], debug, words
+        )
+    values["data"] = config_debug.apply_debug_data(values.get("data"), debug)
     if "model" in values:
-        values["model"] = config_debug.model(values["model"], debug)
-    return _with_sets(config_judge.merged(_with_mixture(values), common))
+        values["model"] = config_debug.apply_debug_model(values["model"], debug)
+    return _with_sets(config_judge.merge_judge_defaults(_with_mixture(values), common))
 
 
 def _with_mixture(values: dict[str, Any]) -> dict[str, Any]:
@@ -154,13 +158,13 @@ def _with_sets(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"eval": evaluation | {"sets": whole}}
 
 
-def build(values: dict[str, Any]) -> RunConfig:
+def build_run_config(values: dict[str, Any]) -> RunConfig:
     """Plain values -> RunConfig. Raises pydantic's ValidationError."""
-    checked: RunConfig = model_class(values).model_validate(values)
+    checked: RunConfig = run_config_class(values).model_validate(values)
     return checked
 
 
-def model_class(values: dict[str, Any]) -> type[RunConfig]:
+def run_config_class(values: dict[str, Any]) -> type[RunConfig]:
     """RunConfig with the sections that the chosen algorithm, backend, rewards and sets bring."""
     algorithm = registry.config_class("algorithms", values["algorithm"]["name"])
     generation = registry.config_class("generation", values["generation"]["backend"])
@@ -175,7 +179,7 @@ def model_class(values: dict[str, Any]) -> type[RunConfig]:
     named: Any = dict.fromkeys(given if isinstance(given, dict) else (), (SetConfig, ...))
     sets: Any = create_model("Sets", __base__=Sets, **named)
     judge = values["eval"].get("judge") if isinstance(values["eval"], dict) else None
-    parts: Any = {"sets": sets, "judge": config_judge.config_class(judge) | None}
+    parts: Any = {"sets": sets, "judge": config_judge.judge_config_class(judge) | None}
     parts = {name: (of, EvalConfig.model_fields[name]) for name, of in parts.items()}
     evaluation: Any = create_model("Eval", __base__=EvalConfig, **parts)
     fields: Any = {"algorithm": (algorithm, ...), "generation": (generation, ...)}
@@ -194,17 +198,17 @@ def _data_class(values: dict[str, Any]) -> Any:
     return create_model("Data", __base__=DataConfig, mixture=(mixture | None, field))
 
 
-def dump(run: RunConfig) -> dict[str, Any]:
+def dump_config(run: RunConfig) -> dict[str, Any]:
     """The plain values of a run, as written to config.yaml."""
     return run.model_dump(mode="json")
 
 
-def with_newer_keys(values: dict[str, Any]) -> dict[str, Any]:
+def fill_newer_keys(values: dict[str, Any]) -> dict[str, Any]:
     """The config of a run, with the keys that its version did not have yet: as before.
 
     Raises KeyError where a section is missing that every version has written.
     """
-    filled: dict[str, Any] = _filled(model_class(values), values)
+    filled: dict[str, Any] = _filled(run_config_class(values), values)
     return filled
 
 
@@ -215,31 +219,31 @@ def _filled(model: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
         if name not in values and isinstance(extra, dict) and "since" in extra:
             values[name] = copy.deepcopy(extra["before"])
         inside = values.get(name)
-        section = _section(info.annotation)
+        section = _section_model(info.annotation)
         if section is not None and isinstance(inside, dict):
             values[name] = _filled(section, inside)
     return values
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
+def _section_model(annotation: Any) -> type[BaseModel] | None:
     """The section that a field holds, also one that may be null."""
     parts = [annotation, *get_args(annotation)]
     return next((p for p in parts if isinstance(p, type) and issubclass(p, BaseModel)), None)
 
 
-def as_first_written(values: dict[str, Any]) -> dict[str, Any]:
+def first_version_values(values: dict[str, Any]) -> dict[str, Any]:
     """A run's plain values as the first version would have written them, for hash and comparison:
     without the keys that came later and say "as before", and with the defaults that were changed.
     As they are where a section is missing that every version has written: somebody changed them.
     """
     try:
-        values = with_newer_keys(values)
+        values = fill_newer_keys(values)
     except (KeyError, TypeError):
         return values
-    return _as_first_written(model_class(values), values)
+    return _first_version_values(run_config_class(values), values)
 
 
-def _as_first_written(model: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
+def _first_version_values(model: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
     kept = {}
     for name, value in values.items():
         info = model.model_fields.get(name)
@@ -250,19 +254,19 @@ def _as_first_written(model: type[BaseModel], values: dict[str, Any]) -> dict[st
         if "default_was" in extra:
             now, earlier = cast(list[Any], extra["default_was"])
             value = earlier if value == now else value
-        section = _section(info.annotation) if info is not None else None
+        section = _section_model(info.annotation) if info is not None else None
         if section is not None and isinstance(value, dict):
-            value = _as_first_written(section, value)
+            value = _first_version_values(section, value)
         kept[name] = value
     return kept
 
 
-def read(path: Path) -> RunConfig:
+def read_config(path: Path) -> RunConfig:
     """Load a config.yaml written by a run, also by an earlier version: safe YAML, no interpolation,
     the same check.
     """
     values = yaml.safe_load(path.read_text())
-    return _read(path, lambda: build(with_newer_keys(values)))
+    return _read(path, lambda: build_run_config(fill_newer_keys(values)))
 
 
 def _read(path: Path, make: Callable[[], RunConfig]) -> RunConfig:
@@ -274,19 +278,23 @@ def _read(path: Path, make: Callable[[], RunConfig]) -> RunConfig:
         ) from None
 
 
-def read_resolved(path: Path) -> RunConfig:
+def read_resolved_config(path: Path) -> RunConfig:
     """The same for a run that trains: keys that stand for something else are written out."""
     values = yaml.safe_load(path.read_text())
-    return _read(path, lambda: build(_resolved(with_newer_keys(values))))
+    return _read(path, lambda: build_run_config(_with_resolved_algorithm(fill_newer_keys(values))))
 
 
-def resolved(run: RunConfig) -> RunConfig:
+def resolve_config(run: RunConfig) -> RunConfig:
     """The config to train with: keys that stand for something else are written out."""
-    values = dump(run)
-    return build(_resolved(values)) if resolved_keys(values) else run
+    values = dump_config(run)
+    return (
+        build_run_config(_with_resolved_algorithm(values))
+        if resolved_algorithm_keys(values)
+        else run
+    )
 
 
-def resolved_keys(values: dict[str, Any]) -> dict[str, Any]:
+def resolved_algorithm_keys(values: dict[str, Any]) -> dict[str, Any]:
     """What keys of the algorithm's section that stand for something else come to."""
     algorithm = registry.algorithm_class(values["algorithm"]["name"])
     found: dict[str, Any] = algorithm.resolved_values(
@@ -295,16 +303,16 @@ def resolved_keys(values: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _resolved(values: dict[str, Any]) -> dict[str, Any]:
-    return values | {"algorithm": values["algorithm"] | resolved_keys(values)}
+def _with_resolved_algorithm(values: dict[str, Any]) -> dict[str, Any]:
+    return values | {"algorithm": values["algorithm"] | resolved_algorithm_keys(values)}
 
 
 def config_text(run: RunConfig) -> str:
     """What config.yaml of a run says: its values, and in a comment what some of them come to."""
-    values = dump(run)
+    values = dump_config(run)
     text = yaml.safe_dump(values, sort_keys=False)
     lines = []
-    for key, value in resolved_keys(values).items():
+    for key, value in resolved_algorithm_keys(values).items():
         inside = value if isinstance(value, dict) else {"": value}
         before = values["algorithm"].get(key)
         for leaf, now in inside.items():
@@ -316,18 +324,18 @@ def config_text(run: RunConfig) -> str:
 
 def config_hash(run: RunConfig) -> str:
     """6 hex digits of what makes the experiment what it is; where it is kept is left out."""
-    values = as_first_written(dump(run))
-    for key in FREE:
+    values = first_version_values(dump_config(run))
+    for key in KEYS_NOT_HASHED:
         section, _, leaf = key.partition(".")
         (values[section] if leaf else values).pop(leaf or section, None)
-    for section in ENGINES:
+    for section in ENGINE_SECTIONS:
         engine = values["generation"].get(section.rpartition(".")[2], {})
-        for leaf in [leaf for leaf in engine if of_place(f"{section}.{leaf}")]:
+        for leaf in [leaf for leaf in engine if is_engine_placement_key(f"{section}.{leaf}")]:
             engine.pop(leaf)
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:6]
 
 
-def default_name(run: RunConfig, recipe: str | None) -> str:
+def default_run_name(run: RunConfig, recipe: str | None) -> str:
     """`<recipe>-<model>-<hash>`: the same config finds its run again."""
     model = Path(run.model.path.rpartition(":")[2]).name
     parts = [(recipe or "train").replace("/", "-")[:60], model[:60], config_hash(run)]

@@ -22,59 +22,71 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from rloo_cli.config import mistakes
-from rloo_cli.config.messages import walk
-from rloo_cli.config.old_names import nearest
-from rloo_cli.config.provenance import COMMAND_LINE, Sources
-from rloo_cli.config.user_files import APPENDED, FILES, register, register_file, unknown_choice
+from rloo_cli.config.messages import walk_values
+from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.provenance import COMMAND_LINE, ConfigSources
+from rloo_cli.config.user_files import (
+    APPENDED_GROUPS,
+    USER_RECIPE_FILES,
+    register_config_dirs,
+    register_recipe_file,
+    unknown_choice_problem,
+)
 from rloo_cli.utils import paths, redact
 from rloo_cli.utils.errors import ConfigError, Problem
 
-GROUPS = {"algorithm.dialect": "algorithm/dialect"}
+GROUP_OF_KEY = {"algorithm.dialect": "algorithm/dialect"}
 
 
-def same_choices(values: dict[Any, Any], choices: dict[str, Any], sources: Sources) -> None:
+def check_group_choices(
+    values: dict[Any, Any], choices: dict[str, Any], sources: ConfigSources
+) -> None:
     """Raises ConfigError for a recipe that sets the name of a file of keys without taking it up."""
-    for key, group in GROUPS.items():
+    for key, group in GROUP_OF_KEY.items():
         section, _, leaf = key.partition(".")
         inside = values.get(section)
         value = inside.get(leaf) if isinstance(inside, dict) else None
         if value is not None and value != choices.get(group):
             why = f"{key} is only the name of a file of keys, which would not be read"
             fix = f"defaults: [override /{group}: {value}] at the recipe's head"
-            raise ConfigError(Problem(f"{key} is set as a plain key", sources.where(key), why, fix))
+            raise ConfigError(
+                Problem(f"{key} is set as a plain key", sources.location_of(key), why, fix)
+            )
 
 
-def bases(choices: dict[str, Path], chosen: str) -> list[Path]:
+def base_files(choices: dict[str, Path], choice: str) -> list[Path]:
     """The files that a choice of a group begins with, nearest first."""
     found: list[Path] = []
-    while chosen in choices and choices[chosen] not in found:
-        found.append(choices[chosen])
-        given = yaml.safe_load(choices[chosen].read_text())
+    while choice in choices and choices[choice] not in found:
+        found.append(choices[choice])
+        given = yaml.safe_load(choices[choice].read_text())
         named = [d for d in (given or {}).get("defaults", []) if isinstance(d, str)]
-        chosen = next((d for d in named if d != "_self_"), "")
+        choice = next((d for d in named if d != "_self_"), "")
     return found[1:]
 
 
 # Hydra's keys that are the user's: how a sweep is cut into jobs, and where these run.
-SWEEPS = re.compile(r"hydra(/(launcher|sweeper)|\.(launcher|sweeper)\.[\w.]+)")
+HYDRA_SWEEP_KEYS = re.compile(r"hydra(/(launcher|sweeper)|\.(launcher|sweeper)\.[\w.]+)")
 # What Hydra raises for words and files that do not compose; some of it is plain Python's.
-BROKEN = (HydraException, OmegaConfBaseException, ValueError, TypeError, RecursionError)
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError, RecursionError)
 
 
 @dataclass(frozen=True)
-class Composed:
+class ComposedConfig:
     """A composed config, not yet checked: plain values, and where each came from."""
 
     values: dict[str, Any]
-    sources: Sources
+    sources: ConfigSources
     recipe: str | None = None
-    words: tuple[str, ...] = ()  # that compose it again, as a person writes them
-    swept: tuple[str, ...] = ()  # keys that the recipe's own sweep goes over
-    swept_here: tuple[str, ...] = ()  # keys that the command line's sweep goes over
-    written: tuple[str, ...] = ()  # keys that the user's words or the recipe set to another value
+    user_overrides: tuple[str, ...] = ()  # that compose it again, as a person writes them
+    recipe_swept_keys: tuple[str, ...] = ()  # keys that the recipe's own sweep goes over
+    command_line_swept_keys: tuple[str, ...] = ()  # keys that the command line's sweep goes over
+    changed_keys: tuple[
+        str, ...
+    ] = ()  # keys that the user's words or the recipe set to another value
 
 
-def rewrite(words: Iterable[str], config_dirs: Sequence[Path] = ()) -> list[str]:
+def rewrite_overrides(overrides: Iterable[str], config_dirs: Sequence[Path] = ()) -> list[str]:
     """Overrides as people write them -> as Hydra takes them, recipe first and debug last.
 
     Raises ConfigError for a word that is no override, an unknown choice of a group, a secret, and
@@ -83,17 +95,17 @@ def rewrite(words: Iterable[str], config_dirs: Sequence[Path] = ()) -> list[str]
     groups = paths.group_choices(list(config_dirs))
     problems: list[Problem] = []
     done: list[tuple[int, str]] = []
-    words = list(words)
-    for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
+    overrides = list(overrides)
+    for before, word, after in zip(["", *overrides], overrides, [*overrides[1:], ""], strict=False):
         try:
-            if mistakes.is_flags_value(before, word):  # that was said with its flag
+            if mistakes.is_flag_value(before, word):  # that was said with its flag
                 _refuse_secrets(word, word)
                 continue
-            value = after if mistakes.is_flags_value(word, after) else None
-            done.append(_rewrite_one(word, groups, value))
+            value = after if mistakes.is_flag_value(word, after) else None
+            done.append(_rewrite_override(word, groups, value))
         except ConfigError as error:
             problems += error.problems
-    problems += _unknown_plugin_keys(words)
+    problems += _unknown_plugin_keys_problems(overrides)
     recipes = [word for order, word in done if order == 0]
     if len(recipes) > 1:
         what, why = (
@@ -102,27 +114,27 @@ def rewrite(words: Iterable[str], config_dirs: Sequence[Path] = ()) -> list[str]
         )
         fix = "defaults: [NAME] at the head of your own recipe, or -m +recipe=a,b for one run each"
         problems.append(
-            Problem(what, f"{COMMAND_LINE}: {' '.join(map(_plain, recipes))}", why, fix)
+            Problem(what, f"{COMMAND_LINE}: {' '.join(map(_as_typed, recipes))}", why, fix)
         )
     if problems:
         raise ConfigError(*problems)
-    words = [word for _, word in sorted(done, key=lambda pair: pair[0])]
-    small = any(word.startswith("+debug=") for word in words)
-    if small and not any(word.startswith("generation=") for word in words):
-        words.insert(0, "generation=transformers")  # needs nothing, whatever the recipe takes
-    return words
+    overrides = [word for _, word in sorted(done, key=lambda pair: pair[0])]
+    small = any(word.startswith("+debug=") for word in overrides)
+    if small and not any(word.startswith("generation=") for word in overrides):
+        overrides.insert(0, "generation=transformers")  # needs nothing, whatever the recipe takes
+    return overrides
 
 
-def _unknown_plugin_keys(words: Sequence[str]) -> Iterator[Problem]:
+def _unknown_plugin_keys_problems(overrides: Sequence[str]) -> Iterator[Problem]:
     """Keys of `hydra.sweeper` and `hydra.launcher` that the chosen sweeper or launcher does not
     have. Hydra itself takes them in, and finds out when it starts the jobs, or never.
     """
-    for word in words:
+    for word in overrides:
         bare = word.partition("=")[0].lstrip("+")
-        if not SWEEPS.fullmatch(bare) or "/" in bare:
+        if not HYDRA_SWEEP_KEYS.fullmatch(bare) or "/" in bare:
             continue
         _, part, name, *_ = bare.split(".")
-        chosen = [w.partition("=")[2] for w in words if w.startswith(f"hydra/{part}=")]
+        chosen = [w.partition("=")[2] for w in overrides if w.startswith(f"hydra/{part}=")]
         choice = (chosen or ["basic"])[-1]
         Plugins.instance()  # the import of a plugin declares its keys
         try:
@@ -131,41 +143,43 @@ def _unknown_plugin_keys(words: Sequence[str]) -> Iterator[Problem]:
             continue  # Hydra says that there is no such plugin; one in YAML declares no keys
         known = [str(key) for key in declared if key != "_target_"]
         if name not in known:
-            key, close = f"hydra.{part}.{name}", nearest(name, known)
+            key, close = f"hydra.{part}.{name}", nearest_names(name, known)
             meant = " or ".join(f"hydra.{part}.{near}" for near in close)
             why = f"hydra/{part}={choice} has {', '.join(known) if known else 'no keys'}"
             fix = f"did you mean {meant}?" if close else f"leave {key} out"
             yield Problem(f"{key} is not a key", f"{COMMAND_LINE}: {word}", why, fix)
 
 
-def _rewrite_one(
-    word: str, groups: dict[str, dict[str, Path]], after: str | None = None
+def _rewrite_override(
+    override: str, groups: dict[str, dict[str, Path]], flag_value: str | None = None
 ) -> tuple[int, str]:
     """A word -> its rank in the order and as Hydra takes it; `after` is the value of a flag."""
-    name, equals, value = word.partition("=")
+    name, equals, value = override.partition("=")
     bare = name.lstrip("+~")
-    where = f"{COMMAND_LINE}: {word}"
-    _refuse_secrets(name.lstrip("+~-"), word)
+    where = f"{COMMAND_LINE}: {override}"
+    _refuse_secrets(name.lstrip("+~-"), override)
     if name.startswith("-"):
-        fix = mistakes.fix_of_flag(name, value if equals else after, groups["recipe"])
+        fix = mistakes.suggest_for_flag(name, value if equals else flag_value, groups["recipe"])
         why = "" if fix.startswith(("-", "+")) else "keys are set without dashes"
-        where += f" {after}" if after is not None else ""
+        where += f" {flag_value}" if flag_value is not None else ""
         raise ConfigError(Problem(f"{name} is not a flag of rloo", where, why, fix))
     if (bare == "hydra" or bare.startswith(("hydra.", "hydra/"))) and (
-        not SWEEPS.fullmatch(bare) or name.startswith("~") or "_target_" in word
+        not HYDRA_SWEEP_KEYS.fullmatch(bare) or name.startswith("~") or "_target_" in override
     ):
         why = "a run is written to root/name; of Hydra only its sweeps can be set"
         fix = "root=FOLDER, or hydra/launcher=NAME, hydra.launcher.KEY=VALUE"
         raise ConfigError(Problem(f"{bare} is not a key of rloo", where, why, fix))
     if name.startswith("~") and bare:
-        return 1, word
+        return 1, override
     if not equals or not bare or "@" in bare:
         plain = bare and not equals
-        fix = mistakes.fix_of_bare_word(word, groups["recipe"]) if plain else "key=VALUE"
-        raise ConfigError(Problem(f"{word!r} is not key=value", where, fix=fix))
+        fix = (
+            mistakes.suggest_for_bare_argument(override, groups["recipe"]) if plain else "key=VALUE"
+        )
+        raise ConfigError(Problem(f"{override!r} is not key=value", where, fix=fix))
     if bare.startswith("hydra/"):
         return 1, f"{bare}={value}"
-    bare = GROUPS.get(bare, bare)
+    bare = GROUP_OF_KEY.get(bare, bare)
     if bare not in groups:
         return 1, f"++{bare}={value}"
     return _rewrite_choice(bare, value, groups, where)
@@ -179,30 +193,30 @@ def _rewrite_choice(
         why, fix = f"{group} takes the name of a choice", f"{group}.KEY=VALUE for one of its keys"
         raise ConfigError(Problem(f"{group}={value} is no choice", where, why, fix))
     if group == "recipe":
-        return 0, f"+recipe={','.join(_recipe(v, groups, where) for v in value.split(','))}"
+        return 0, f"+recipe={','.join(_recipe_choice(v, groups, where) for v in value.split(','))}"
     value = "[]" if value in ("", "null") else value
     for choice in [] if "$" in value else re.split(r"[,\[\]\s]+", value):
         if choice and choice not in groups[group]:
-            raise ConfigError(unknown_choice(group, choice, groups[group], where, value))
+            raise ConfigError(unknown_choice_problem(group, choice, groups[group], where, value))
     order = 2 if group == "debug" else 1
-    return order, f"{'+' if group in APPENDED else ''}{group}={value}"
+    return order, f"{'+' if group in APPENDED_GROUPS else ''}{group}={value}"
 
 
-def _recipe(choice: str, groups: dict[str, dict[str, Path]], where: str) -> str:
+def _recipe_choice(choice: str, groups: dict[str, dict[str, Path]], where: str) -> str:
     """A recipe's name or file -> its name in the group `recipe`."""
     if choice.endswith((".yaml", ".yml")):
-        return register_file(Path(choice), where, groups)
+        return register_recipe_file(Path(choice), where, groups)
     if choice not in groups["recipe"]:
-        raise ConfigError(unknown_choice("recipe", choice, groups["recipe"], where))
+        raise ConfigError(unknown_choice_problem("recipe", choice, groups["recipe"], where))
     path = groups["recipe"][choice]
-    return choice if paths.RECIPES in path.parents else register_file(path, where, groups)
+    return choice if paths.RECIPES in path.parents else register_recipe_file(path, where, groups)
 
 
-def _refuse_secrets(key: str, word: str) -> None:
-    of = redact.found(word)
-    if of or redact.KEY.search(key.replace("-", "_")):
-        variable = of if of.isidentifier() else "HF_TOKEN" if "hf" in word.lower() else "NAME"
-        key = "a word" if redact.found(key) else key
+def _refuse_secrets(key: str, override: str) -> None:
+    of = redact.find_secret(override)
+    if of or redact.SECRET_KEY.search(key.replace("-", "_")):
+        variable = of if of.isidentifier() else "HF_TOKEN" if "hf" in override.lower() else "NAME"
+        key = "a word" if redact.find_secret(key) else key
         why = f"it holds the value of ${of}; " if of.isidentifier() else ""
         raise ConfigError(
             Problem(
@@ -214,18 +228,18 @@ def _refuse_secrets(key: str, word: str) -> None:
         )
 
 
-def search_path(config_dirs: Sequence[Path]) -> list[str]:
+def search_path_override(config_dirs: Sequence[Path]) -> list[str]:
     """The word that makes Hydra look for groups in the user's folders too."""
     found = [str(d.resolve()).replace("\\", "\\\\").replace("'", "\\'") for d in config_dirs]
     folders = ",".join(f"'file://{d}'" for d in found)
     return [f"hydra.searchpath=[{folders}]"] if found else []
 
 
-def split_dirs(words: Iterable[str]) -> tuple[list[str], list[Path]]:
+def split_config_dirs(arguments: Iterable[str]) -> tuple[list[str], list[Path]]:
     """Words without `--config-dir DIR`, which may stand several times, and the folders it names."""
     rest: list[str] = []
     folders: list[Path] = []
-    given = iter(words)
+    given = iter(arguments)
     for word in given:
         name, equals, value = word.partition("=")
         if name in ("--config-dir", "-cd"):
@@ -235,33 +249,35 @@ def split_dirs(words: Iterable[str]) -> tuple[list[str], list[Path]]:
     return rest, folders
 
 
-def compose(overrides: Iterable[str] = (), config_dirs: Sequence[str | Path] = ()) -> Composed:
+def compose_config(
+    overrides: Iterable[str] = (), config_dirs: Sequence[str | Path] = ()
+) -> ComposedConfig:
     """Compose a config as `rloo train` does. Raises ConfigError.
 
     `overrides` may have `--config-dir DIR` among them, any number of times.
     """
-    overrides, named = split_dirs(overrides)
+    overrides, named = split_config_dirs(overrides)
     dirs = [*map(Path, config_dirs), *named]
-    register(dirs)
-    words = rewrite(overrides, dirs)
+    register_config_dirs(dirs)
+    words = rewrite_overrides(overrides, dirs)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(paths.CONF), version_base="1.3"):
-            cfg = hydra_compose("config", overrides=[*words, *search_path(dirs)],
+            cfg = hydra_compose("config", overrides=[*words, *search_path_override(dirs)],
                                 return_hydra_config=True)  # fmt: skip
-    except BROKEN as error:
-        raise ConfigError(from_hydra(error, words)) from None
-    return gather(cfg, cfg.hydra, dirs)
+    except COMPOSE_ERRORS as error:
+        raise ConfigError(hydra_problem(error, words)) from None
+    return read_hydra_config(cfg, cfg.hydra, dirs)
 
 
-def from_hydra(error: Exception, words: Sequence[str] = ()) -> Problem:
+def hydra_problem(error: Exception, overrides: Sequence[str] = ()) -> Problem:
     """Hydra's or OmegaConf's refusal of these words, as one of ours."""
     text = str(error).replace("'++", "'")
     key = getattr(error, "full_key", None)
-    names = {word: word.lstrip("+~").partition("=")[0] for word in words}
+    names = {word: word.lstrip("+~").partition("=")[0] for word in overrides}
     named = [word for word, name in names.items() if f"'{name}" in text or name == key]
     word = getattr(error, "override", None) or next(iter(named), None)
-    word = _plain(word) if word else ""
+    word = _as_typed(word) if word else ""
     where = f"{COMMAND_LINE}: {word}" if word else ""
     if isinstance(error, RecursionError):
         why = "lists of defaults take up each other, or a value is nested too deep"
@@ -271,17 +287,23 @@ def from_hydra(error: Exception, words: Sequence[str] = ()) -> Problem:
         why = "a key is letters, digits, _ and dots; a value with anything else stands in quotes"
         fix = f"'{name}=\"{value}\"'" if re.fullmatch(r"[\w.]+", name, re.ASCII) else ""
         return Problem(f"{word!r} cannot be read", where, why, fix)
-    for name, path in FILES.items():
+    for name, path in USER_RECIPE_FILES.items():
         text = text.replace(f"recipe/{name}", str(path)).replace(name, str(path))
     lines = [line.strip() for line in text.splitlines() if line.strip() and "hydra.cc" not in line]
     lines = lines or [type(error).__name__]
     what = f"{key}: {lines[0]}" if key and key not in lines[0] else lines[0]
-    recipes = [FILES[w.partition("=")[2]] for w in words if w.partition("=")[2] in FILES]
+    recipes = [
+        USER_RECIPE_FILES[w.partition("=")[2]]
+        for w in overrides
+        if w.partition("=")[2] in USER_RECIPE_FILES
+    ]
     where = where or next(map(str, recipes), "")
     return Problem(f"the config does not compose: {what}"[:400], where, "\n".join(lines[1:6]))
 
 
-def gather(cfg: DictConfig, hydra: DictConfig, config_dirs: Sequence[Path] = ()) -> Composed:
+def read_hydra_config(
+    cfg: DictConfig, hydra: DictConfig, config_dirs: Sequence[Path] = ()
+) -> ComposedConfig:
     """A config that Hydra composed -> plain values, and where they came from.
 
     Raises ConfigError for an interpolation to something that is not there.
@@ -291,49 +313,49 @@ def gather(cfg: DictConfig, hydra: DictConfig, config_dirs: Sequence[Path] = ())
     raw: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     overrides = [str(word) for word in raw]
     groups = paths.group_choices(list(config_dirs))
-    groups["recipe"] |= FILES
+    groups["recipe"] |= USER_RECIPE_FILES
     files: list[tuple[Path, str]] = []
-    first = ("debug", "recipe", *GROUPS.values())
+    first = ("debug", "recipe", *GROUP_OF_KEY.values())
     for group in (*first, *[g for g in choices if g not in first]):
         path = groups.get(group, {}).get(str(choices.get(group)))
         if path:
             mount = "eval.judge" if group == "judge" else group.partition("/")[0]
             files.append((path, "" if group in first else mount))
     chosen = str(choices.get("algorithm"))
-    files += [(path, "algorithm") for path in bases(groups["algorithm"], chosen)]
+    files += [(path, "algorithm") for path in base_files(groups["algorithm"], chosen)]
     files += [(path, "reward") for path in groups["reward"].values()]
     files += [(groups[g]["default"], g) for g in ("model", "data")]
     files.append((paths.CONF / "config.yaml", ""))
-    sources = Sources(overrides, files)
+    sources = ConfigSources(overrides, files)
     with open_dict(cfg):
         cfg.pop("hydra", None)
     try:
         values = OmegaConf.to_container(cfg, resolve=True)
-    except BROKEN as error:
+    except COMPOSE_ERRORS as error:
         key = str(getattr(error, "full_key", "") or "")
         raise ConfigError(_unresolved(error, key, cfg, sources)) from None
     assert isinstance(values, dict)
-    same_choices(values, choices, sources)
+    check_group_choices(values, choices, sources)
     recipe = choices.get("recipe")
-    label = FILES[recipe].stem if recipe in FILES else recipe
-    words = (*[f"--config-dir={d}" for d in config_dirs], *[_plain(w) for w in overrides])
+    label = USER_RECIPE_FILES[recipe].stem if recipe in USER_RECIPE_FILES else recipe
+    words = (*[f"--config-dir={d}" for d in config_dirs], *[_as_typed(w) for w in overrides])
     swept = [str(key).lstrip("+") for key in hydra.sweeper.get("params") or ()]
     plain = {str(k): v for k, v in values.items()}
-    written = sources.set_by_user(groups["recipe"].get(str(recipe)))
-    return Composed(plain, sources, label, words, tuple(swept), written=tuple(written))
+    written = sources.keys_set_by_user(groups["recipe"].get(str(recipe)))
+    return ComposedConfig(plain, sources, label, words, tuple(swept), changed_keys=tuple(written))
 
 
-def _plain(word: str) -> str:
+def _as_typed(override: str) -> str:
     """A word as Hydra got it -> as a person writes it."""
-    name, _, value = word.partition("=")
-    if name == "+recipe" and value in FILES:
-        return f"+recipe={FILES[value]}"
-    return word.removeprefix("++")
+    name, _, value = override.partition("=")
+    if name == "+recipe" and value in USER_RECIPE_FILES:
+        return f"+recipe={USER_RECIPE_FILES[value]}"
+    return override.removeprefix("++")
 
 
-def _unresolved(error: Exception, key: str, cfg: DictConfig, sources: Sources) -> Problem:
+def _unresolved(error: Exception, key: str, cfg: DictConfig, sources: ConfigSources) -> Problem:
     """An interpolation that leads nowhere: the chain of values to it."""
-    values = dict(walk(OmegaConf.to_container(cfg, resolve=False)))
+    values = dict(walk_values(OmegaConf.to_container(cfg, resolve=False)))
     said = (str(error).splitlines() or [type(error).__name__])[0]
     variable = re.search(r"Environment variable '(\w+)' not found", said)
     fix = f"export {variable[1]}=..." if variable else ""
@@ -343,9 +365,9 @@ def _unresolved(error: Exception, key: str, cfg: DictConfig, sources: Sources) -
         chain[name] = f"{name} = {values[name]}"
         named = re.findall(r"\$\{\s*([\w.]+)\s*\}", str(values[name]))
         lost = [n for n in named if n not in values]
-        if lost and (close := nearest(lost[0], values)):
+        if lost and (close := nearest_names(lost[0], values)):
             fix = f"did you mean ${{{close[0]}}}?"
         onward = [n for n in named if "$" in str(values.get(n, ""))]
         name = onward[0] if onward and not lost else ""
     why = "\n".join([*chain.values(), said])
-    return Problem(f"{key}: cannot be resolved", sources.where(key), why, fix)
+    return Problem(f"{key}: cannot be resolved", sources.location_of(key), why, fix)

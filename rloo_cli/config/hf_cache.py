@@ -14,27 +14,27 @@ from pathlib import Path
 from typing import Any
 
 # Beyond every model there is; building what such a config.json asks for would fill the memory.
-SIZES = {
+MAX_MODEL_SIZES = {
     "hidden_size": 2**18, "n_embd": 2**18, "intermediate_size": 2**21, "vocab_size": 2**24,
     "num_hidden_layers": 2000, "n_layer": 2000, "num_attention_heads": 4096, "n_head": 4096,
     "num_key_value_heads": 4096, "head_dim": 2**14, "num_experts": 2**14,
     "num_local_experts": 2**14,
 }  # fmt: skip
-NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")  # org/name, or name
+HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")  # org/name, or name
 
 
-def is_name(path: str) -> bool:
+def is_hub_name(path: str) -> bool:
     """Whether this can be the name of a repository on a hub."""
-    return bool(NAME.fullmatch(path)) and ".." not in path and path.strip("./-") != ""
+    return bool(HUB_NAME.fullmatch(path)) and ".." not in path and path.strip("./-") != ""
 
 
-def offline() -> bool:
+def is_hub_offline() -> bool:
     """Whether the environment forbids Hugging Face's libraries the network."""
     values = (os.environ.get(n, "") for n in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     return any(v.upper() in ("1", "ON", "YES", "TRUE") for v in values)
 
 
-def cache() -> Path:
+def hub_cache_folder() -> Path:
     """The folder of downloaded repositories, as huggingface_hub finds it."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or os.path.join(base, "huggingface")
@@ -42,11 +42,11 @@ def cache() -> Path:
     return Path(given or os.path.join(home, "hub")).expanduser()
 
 
-def snapshot(name: str, revision: str | None = None, kind: str = "model") -> Path | None:
+def snapshot_folder(name: str, revision: str | None = None, kind: str = "model") -> Path | None:
     """The folder of a cached revision (null = main) of a repository; None where there is none."""
     if revision is not None and (".." in revision or revision.startswith("/")):
         return None  # a path, which could leave the cache
-    folder = cache() / f"{kind}s--{name.replace('/', '--')}"
+    folder = hub_cache_folder() / f"{kind}s--{name.replace('/', '--')}"
     ref = folder / "refs" / (revision or "main")
     try:
         commit = ref.read_text().strip() if ref.is_file() else revision
@@ -56,16 +56,16 @@ def snapshot(name: str, revision: str | None = None, kind: str = "model") -> Pat
     return found if commit and found.is_dir() else None
 
 
-def cached(name: str, revision: str | None, kind: str) -> bool:
+def is_in_hub_cache(name: str, revision: str | None, kind: str) -> bool:
     """Whether something of this repository lies here; of a data set, perhaps only its tables."""
-    if snapshot(name, revision, kind) is not None:
+    if snapshot_folder(name, revision, kind) is not None:
         return True
-    home = os.environ.get("HF_HOME") or cache().parent
+    home = os.environ.get("HF_HOME") or hub_cache_folder().parent
     tables = os.environ.get("HF_DATASETS_CACHE") or Path(home, "datasets")
     return kind == "dataset" and (Path(tables).expanduser() / name.replace("/", "___")).is_dir()
 
 
-def revision_of(run: Any, key: str) -> str | None:
+def revision_for_key(run: Any, key: str) -> str | None:
     """The revision that belongs to a key such as model.path or reward.NAME.path; None = main.
 
     A model's revision is not its tokenizer's or its reference's, which have repositories of
@@ -89,10 +89,10 @@ def revision_of(run: Any, key: str) -> str | None:
 
 
 @contextmanager
-def remembered(words: Iterable[str]) -> Iterator[None]:
+def recorded_command(arguments: Iterable[str]) -> Iterator[None]:
     """Inside, what the user typed is kept for the errors of the process that does the work."""
     before = os.environ.get("RLOO_WORDS")
-    os.environ["RLOO_WORDS"] = shlex.join(words)
+    os.environ["RLOO_WORDS"] = shlex.join(arguments)
     try:
         yield
     finally:
@@ -106,13 +106,15 @@ def fetch_command() -> str:
     return f"rloo fetch {os.environ.get('RLOO_WORDS') or '+recipe=NAME'}"
 
 
-def config(path: str, revision: str | None = None) -> dict[str, Any]:
+def read_model_config(path: str, revision: str | None = None) -> dict[str, Any]:
     """A model's config.json, from its folder or the cache; {} where there is none.
 
     Raises ValueError for one that is not a JSON mapping.
     """
     local = Path(path).expanduser()
-    folder = local if local.exists() else snapshot(path, revision) if is_name(path) else None
+    folder = (
+        local if local.exists() else snapshot_folder(path, revision) if is_hub_name(path) else None
+    )
     file = folder / "config.json" if folder is not None else None
     if file is None or not file.is_file():
         return {}
@@ -125,7 +127,7 @@ def config(path: str, revision: str | None = None) -> dict[str, Any]:
     return values
 
 
-def context(values: dict[str, Any]) -> int | None:
+def read_context_length(values: dict[str, Any]) -> int | None:
     """The most positions that a config.json gives its language model; None where it is unsaid.
 
     Raises ValueError for a number that can be none.
@@ -140,14 +142,14 @@ def context(values: dict[str, Any]) -> int | None:
     return length
 
 
-def odd(values: dict[str, Any]) -> str:
+def model_config_problem(values: dict[str, Any]) -> str:
     """Why no model is built from this config.json: "" or what is wrong with it.
 
     Sizes that no model has, and attention from a hub: Python code, whoever trusts it or not.
     """
     text = values.get("text_config")
     for part in (values, text) if isinstance(text, dict) else (values,):
-        for name, most in SIZES.items():
+        for name, most in MAX_MODEL_SIZES.items():
             size = part.get(name)
             if isinstance(size, int) and not 0 < size <= most:
                 return f"{name} = {str(size)[:40]}, which no model has"

@@ -14,12 +14,12 @@ from typing import Any
 
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
 
-KEY = "algorithm.name"
-PAGE = "docs/ADD_AN_ALGORITHM.md"
+ALGORITHM_KEY = "algorithm.name"
+ALGORITHM_DOCS = "docs/ADD_AN_ALGORITHM.md"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ExpectedTensor:
     """One part of what a hook returns."""
 
     name: str  # of the attribute, or of the part of a tuple; "" = all of it
@@ -45,7 +45,7 @@ def guard_hooks(algorithm: type, module: ModuleType) -> None:
             what = f"{owner.__name__}.{name} in {module.__file__} is not a function"
             why = f"it is {value!r:.80}, and {name} is the name of a hook"
             fix = f"give it another name, or def {name}(self, ...)"
-            raise ConfigError(Problem(what, KEY, why, fix, PAGE))
+            raise ConfigError(Problem(what, ALGORITHM_KEY, why, fix, ALGORITHM_DOCS))
         if not hasattr(value, "__wrapped__"):
             setattr(owner, name, _guarded(value, module, name))
 
@@ -66,7 +66,7 @@ def _guarded(code: Callable[..., Any], module: ModuleType, name: str) -> Callabl
         if why := _mismatch(name, returned, arguments):
             where = f"{module.__file__}:{inspect.unwrap(code).__code__.co_firstlineno}"
             what = f"{name} of the algorithm {module.__file__} returned something else"
-            raise ConfigError(Problem(what, where, why, f"correct {name}", PAGE))
+            raise ConfigError(Problem(what, where, why, f"correct {name}", ALGORITHM_DOCS))
         return returned
 
     return call
@@ -80,12 +80,12 @@ def _failure(error: Exception, module: ModuleType, name: str) -> Problem:
     where = f"{module.__file__}:{own[-1].lineno}" if own else str(module.__file__)
     why = "".join(traceback.format_list(own)) + said
     what = f"{name} of the algorithm {module.__file__} failed: {said.splitlines()[-1]}"
-    return Problem(what, where, why, f"correct {name}", PAGE)
+    return Problem(what, where, why, f"correct {name}", ALGORITHM_DOCS)
 
 
 def _mismatch(name: str, returned: Any, arguments: tuple[Any, ...]) -> str:
     """What is wrong with what a hook returned, and what would be right; "" = nothing."""
-    for wanted in _wanted(name, arguments):
+    for wanted in _expected_tensors(name, arguments):
         part = returned
         if wanted.name.isdigit():
             part = returned[int(wanted.name)] if _is_pair(returned) else None
@@ -112,22 +112,22 @@ def _described(value: Any) -> str:
     return f"{type(value).__name__} {value!r:.60}"
 
 
-def _wanted(name: str, arguments: tuple[Any, ...]) -> Iterator[Wanted]:
+def _expected_tensors(name: str, arguments: tuple[Any, ...]) -> Iterator[ExpectedTensor]:
     """The tensors that a hook returns, from what it was called with (after `self`)."""
     first = arguments[1] if len(arguments) > 1 else None
     shape = tuple(getattr(first, "shape", ()))
     match name:
         case "advantages":
             shape = tuple(first.score.shape) if first is not None else ()
-            yield Wanted("reward", shape, "float64")
-            yield Wanted("advantage", shape, "float64")
-            yield Wanted("usable", shape, "bool")
+            yield ExpectedTensor("reward", shape, "float64")
+            yield ExpectedTensor("advantage", shape, "float64")
+            yield ExpectedTensor("usable", shape, "bool")
         case "token_advantages" if first is not None:
-            yield Wanted("advantage", tuple(first.mask.shape), "float64")
+            yield ExpectedTensor("advantage", tuple(first.mask.shape), "float64")
         case "combine_rewards":  # (F, P, K) -> (P, K)
-            yield Wanted("0", shape[1:], "float64")
-            yield Wanted("1", shape[1:], "bool")
+            yield ExpectedTensor("0", shape[1:], "float64")
+            yield ExpectedTensor("1", shape[1:], "bool")
         case "shape_scores":
-            yield Wanted("", shape, "float64")
+            yield ExpectedTensor("", shape, "float64")
         case "loss" | "value_loss":
-            yield Wanted("total", (), "float")
+            yield ExpectedTensor("total", (), "float")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Values = dict[str, Any]
-SERVED = (  # what a server is started with
+SERVER_START_KEYS = (  # what a server is started with
     "port", "data_parallel_size", "tensor_parallel_size", "gpu_memory_utilization", "kv_cache_gb",
     "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "kv_cache_dtype",
     "enable_prefix_caching", "quantization", "model_impl", "batch_invariant", "extra",
@@ -14,7 +14,7 @@ SERVED = (  # what a server is started with
 
 
 @dataclass(frozen=True)
-class Idle:
+class IdleKeys:
     """These keys do nothing while `when` holds."""
 
     keys: tuple[str, ...]
@@ -22,105 +22,204 @@ class Idle:
     why: str
 
 
-IDLE = (
-    Idle(
-        ("algorithm.epsilon", "algorithm.epsilon_high", "algorithm.delta",
-         "algorithm.ratio_level", "algorithm.log_ratio_clamp"),
+IDLE_KEYS = (
+    IdleKeys(
+        (
+            "algorithm.epsilon",
+            "algorithm.epsilon_high",
+            "algorithm.delta",
+            "algorithm.ratio_level",
+            "algorithm.log_ratio_clamp",
+        ),
         lambda v: v("algorithm.policy_loss") == "reinforce",
         "algorithm.policy_loss=reinforce has no ratio to clip",
     ),
-    Idle(
-        ("algorithm.epsilon", "algorithm.epsilon_high", "algorithm.delta",
-         "algorithm.log_ratio_clamp"),
+    IdleKeys(
+        (
+            "algorithm.epsilon",
+            "algorithm.epsilon_high",
+            "algorithm.delta",
+            "algorithm.log_ratio_clamp",
+        ),
         lambda v: v("algorithm.num_iterations") == 1 and v("algorithm.num_minibatches") == 1,
         "with one update per step (num_iterations=1, num_minibatches=1) the ratio is exactly 1",
     ),
-    Idle(
-        ("algorithm.kl_in", "algorithm.kl_estimator", "algorithm.kl_in_baseline",
-         "algorithm.kl_credit", "algorithm.kl_temperature", "algorithm.kl_ratio_weighted",
-         "model.ref_path", "model.ref_offload", "model.ref_sync.every", "model.ref_sync.alpha"),
+    IdleKeys(
+        (
+            "algorithm.kl_in",
+            "algorithm.kl_estimator",
+            "algorithm.kl_in_baseline",
+            "algorithm.kl_credit",
+            "algorithm.kl_temperature",
+            "algorithm.kl_ratio_weighted",
+            "model.ref_path",
+            "model.ref_offload",
+            "model.ref_sync.every",
+            "model.ref_sync.alpha",
+        ),
         lambda v: v("algorithm.beta") == 0 and v("algorithm.kl_in") != "none",
         "algorithm.beta=0: no reference is loaded",
     ),
-    Idle(("algorithm.beta",), lambda v: v("algorithm.kl_in") == "none",
-         "algorithm.kl_in=none: the KL is only logged"),
-    Idle(("algorithm.kl_in_baseline", "algorithm.kl_credit"),
-         lambda v: v("algorithm.kl_in") != "reward", "algorithm.kl_in is not reward"),
-    Idle(("algorithm.kl_ratio_weighted",), lambda v: v("algorithm.kl_in") != "loss",
-         "algorithm.kl_in is not loss"),
-    Idle(("algorithm.kl_temperature",), lambda v: v("generation.temperature") == 1.0,
-         "generation.temperature is 1: both temperatures are the same"),
-    Idle(("algorithm.allow_stale",), lambda v: v("algorithm.policy_loss") != "reinforce",
-         "only algorithm.policy_loss=reinforce is refused with several updates per step"),
-    Idle(("algorithm.loss_type",),
-         lambda v: v("algorithm.loss_type") is not None and None not in (
-             v("algorithm.policy_loss"), v("algorithm.ratio_level"), v("algorithm.loss_agg")),
-         "algorithm.policy_loss, ratio_level and loss_agg are all set"),
-    Idle(("algorithm.gamma",), lambda v: bool(v("algorithm.minus_group_mean")),
-         "algorithm.minus_group_mean: every token has its completion's score"),
-    Idle(("algorithm.max_resample",), lambda v: v("algorithm.zero_std_groups") != "resample",
-         "algorithm.zero_std_groups is not resample"),
-    Idle(("algorithm.missing_eos_penalty.value",),
-         lambda v: v("algorithm.missing_eos_penalty.mode") == "none",
-         "algorithm.missing_eos_penalty.mode=none"),
-    Idle(("algorithm.correction.level", "algorithm.correction.cap", "algorithm.correction.floor"),
-         lambda v: v("algorithm.correction.mode") == "none"
-         or (v("algorithm.correction.mode") == "auto"
-             and v("generation.backend") == "transformers"),
-         "no correction: the transformers backend samples with the trainer's own weights"),
-    Idle(tuple(f"generation.server.{name}" for name in SERVED),
-         lambda v: bool(v("generation.server.base_url")),
-         "generation.server.base_url names servers that somebody else runs"),
-    Idle(("generation.server.api_key_env", "generation.server.reconnect_timeout_s"),
-         lambda v: not v("generation.server.base_url"),
-         "generation.server.base_url is null: the run has a server of its own"),
-    Idle(("algorithm.loss_denominator",), lambda v: v("algorithm.loss_agg") == "token_mean_local",
-         "algorithm.loss_agg=token_mean_local divides each micro-batch by its own tokens"),
-    Idle(("eval.at_start", "eval.every", "eval.num_generations", "eval.max_samples",
-          "eval.batch_size"),
-         lambda v: v("data.eval_split") is None and not v("eval.sets"),
-         "data.eval_split is null and eval.sets empty: nothing is held out"),
-    Idle(("data.eval_split",), lambda v: bool(v("eval.sets")),
-         "eval.sets names what is held out"),
-    Idle(("eval.temperature", "eval.pass_at", "eval.pass_reward", "eval.pass_threshold"),
-         lambda v: v("eval.num_generations") == 1,
-         "eval.num_generations=1: answers are greedy, none are sampled"),
-    Idle(("train.micro_batch_tokens",), lambda v: v("train.micro_batch_size") is not None,
-         "train.micro_batch_size counts completions instead"),
-    Idle(("train.warmup_steps",), lambda v: v("train.lr_scheduler") == "constant",
-         "train.lr_scheduler=constant has no warm-up (constant_with_warmup has)"),
-    Idle(("generation.top_k", "generation.top_p", "generation.min_p"),
-         lambda v: v("generation.temperature") == 0, "generation.temperature is 0"),
-    Idle(("logging.samples",), lambda v: v("logging.console") == "panel",
-         "the panel always shows one sample"),
-    Idle(("algorithm.kl_in_baseline", "algorithm.advantage_scale",
-          "algorithm.normalize_advantages"),
-         lambda v: v("algorithm.name") == "ppo",
-         "algorithm=ppo: tokens have rewards of their own, a value model is the baseline, and what"
-         " it leaves is whitened over the step"),
-    Idle(("model.value.path", "model.value.revision"),
-         lambda v: v("algorithm.name") != "ppo", "only algorithm=ppo has a value model"),
-    Idle(("model.value.revision",), lambda v: v("model.value.path") is None,
-         "model.value.path is null: the revision is that of the model it begins as"),
-    Idle(("model.ref_sync.alpha",), lambda v: v("model.ref_sync.every") == 0,
-         "model.ref_sync.every=0: the reference stands"),
-    Idle(("model.quantization.quant_type", "model.quantization.double_quant"),
-         lambda v: v("model.quantization.bits") == 8, "model.quantization.bits=8"),
-    Idle(("model.revision",), lambda v: str(v("model.path")).startswith(("make:", ".", "/")),
-         "model.path is not on the hub"),
-    Idle(("data.revision", "data.name"),
-         lambda v: str(v("data.path")).startswith(("make:", ".", "/")),
-         "data.path is not on the hub"),
-)  # fmt: skip
+    IdleKeys(
+        ("algorithm.beta",),
+        lambda v: v("algorithm.kl_in") == "none",
+        "algorithm.kl_in=none: the KL is only logged",
+    ),
+    IdleKeys(
+        ("algorithm.kl_in_baseline", "algorithm.kl_credit"),
+        lambda v: v("algorithm.kl_in") != "reward",
+        "algorithm.kl_in is not reward",
+    ),
+    IdleKeys(
+        ("algorithm.kl_ratio_weighted",),
+        lambda v: v("algorithm.kl_in") != "loss",
+        "algorithm.kl_in is not loss",
+    ),
+    IdleKeys(
+        ("algorithm.kl_temperature",),
+        lambda v: v("generation.temperature") == 1.0,
+        "generation.temperature is 1: both temperatures are the same",
+    ),
+    IdleKeys(
+        ("algorithm.allow_stale",),
+        lambda v: v("algorithm.policy_loss") != "reinforce",
+        "only algorithm.policy_loss=reinforce is refused with several updates per step",
+    ),
+    IdleKeys(
+        ("algorithm.loss_type",),
+        lambda v: (
+            v("algorithm.loss_type") is not None
+            and None
+            not in (v("algorithm.policy_loss"), v("algorithm.ratio_level"), v("algorithm.loss_agg"))
+        ),
+        "algorithm.policy_loss, ratio_level and loss_agg are all set",
+    ),
+    IdleKeys(
+        ("algorithm.gamma",),
+        lambda v: bool(v("algorithm.minus_group_mean")),
+        "algorithm.minus_group_mean: every token has its completion's score",
+    ),
+    IdleKeys(
+        ("algorithm.max_resample",),
+        lambda v: v("algorithm.zero_std_groups") != "resample",
+        "algorithm.zero_std_groups is not resample",
+    ),
+    IdleKeys(
+        ("algorithm.missing_eos_penalty.value",),
+        lambda v: v("algorithm.missing_eos_penalty.mode") == "none",
+        "algorithm.missing_eos_penalty.mode=none",
+    ),
+    IdleKeys(
+        ("algorithm.correction.level", "algorithm.correction.cap", "algorithm.correction.floor"),
+        lambda v: (
+            v("algorithm.correction.mode") == "none"
+            or (
+                v("algorithm.correction.mode") == "auto"
+                and v("generation.backend") == "transformers"
+            )
+        ),
+        "no correction: the transformers backend samples with the trainer's own weights",
+    ),
+    IdleKeys(
+        tuple(f"generation.server.{name}" for name in SERVER_START_KEYS),
+        lambda v: bool(v("generation.server.base_url")),
+        "generation.server.base_url names servers that somebody else runs",
+    ),
+    IdleKeys(
+        ("generation.server.api_key_env", "generation.server.reconnect_timeout_s"),
+        lambda v: not v("generation.server.base_url"),
+        "generation.server.base_url is null: the run has a server of its own",
+    ),
+    IdleKeys(
+        ("algorithm.loss_denominator",),
+        lambda v: v("algorithm.loss_agg") == "token_mean_local",
+        "algorithm.loss_agg=token_mean_local divides each micro-batch by its own tokens",
+    ),
+    IdleKeys(
+        (
+            "eval.at_start",
+            "eval.every",
+            "eval.num_generations",
+            "eval.max_samples",
+            "eval.batch_size",
+        ),
+        lambda v: v("data.eval_split") is None and not v("eval.sets"),
+        "data.eval_split is null and eval.sets empty: nothing is held out",
+    ),
+    IdleKeys(
+        ("data.eval_split",), lambda v: bool(v("eval.sets")), "eval.sets names what is held out"
+    ),
+    IdleKeys(
+        ("eval.temperature", "eval.pass_at", "eval.pass_reward", "eval.pass_threshold"),
+        lambda v: v("eval.num_generations") == 1,
+        "eval.num_generations=1: answers are greedy, none are sampled",
+    ),
+    IdleKeys(
+        ("train.micro_batch_tokens",),
+        lambda v: v("train.micro_batch_size") is not None,
+        "train.micro_batch_size counts completions instead",
+    ),
+    IdleKeys(
+        ("train.warmup_steps",),
+        lambda v: v("train.lr_scheduler") == "constant",
+        "train.lr_scheduler=constant has no warm-up (constant_with_warmup has)",
+    ),
+    IdleKeys(
+        ("generation.top_k", "generation.top_p", "generation.min_p"),
+        lambda v: v("generation.temperature") == 0,
+        "generation.temperature is 0",
+    ),
+    IdleKeys(
+        ("logging.samples",),
+        lambda v: v("logging.console") == "panel",
+        "the panel always shows one sample",
+    ),
+    IdleKeys(
+        ("algorithm.kl_in_baseline", "algorithm.advantage_scale", "algorithm.normalize_advantages"),
+        lambda v: v("algorithm.name") == "ppo",
+        "algorithm=ppo: tokens have rewards of their own, a value model is the baseline, and what"
+        " it leaves is whitened over the step",
+    ),
+    IdleKeys(
+        ("model.value.path", "model.value.revision"),
+        lambda v: v("algorithm.name") != "ppo",
+        "only algorithm=ppo has a value model",
+    ),
+    IdleKeys(
+        ("model.value.revision",),
+        lambda v: v("model.value.path") is None,
+        "model.value.path is null: the revision is that of the model it begins as",
+    ),
+    IdleKeys(
+        ("model.ref_sync.alpha",),
+        lambda v: v("model.ref_sync.every") == 0,
+        "model.ref_sync.every=0: the reference stands",
+    ),
+    IdleKeys(
+        ("model.quantization.quant_type", "model.quantization.double_quant"),
+        lambda v: v("model.quantization.bits") == 8,
+        "model.quantization.bits=8",
+    ),
+    IdleKeys(
+        ("model.revision",),
+        lambda v: str(v("model.path")).startswith(("make:", ".", "/")),
+        "model.path is not on the hub",
+    ),
+    IdleKeys(
+        ("data.revision", "data.name"),
+        lambda v: str(v("data.path")).startswith(("make:", ".", "/")),
+        "data.path is not on the hub",
+    ),
+)
 
 
 def idle_notes(keys: Iterable[str], values: Values) -> list[str]:
     """A line for each of these keys that has no effect on a run with these values."""
-    found = {key: why_idle(key, values) for key in keys}
+    found = {key: idle_reasons(key, values) for key in keys}
     return [f"note: {key} has no effect: {why[0]}" for key, why in found.items() if why]
 
 
-def why_idle(key: str, values: Values) -> list[str]:
+def idle_reasons(key: str, values: Values) -> list[str]:
     """The reasons for which `key` has no effect on a run with these values; [] when it has one."""
 
     def value(name: str) -> Any:
@@ -129,4 +228,4 @@ def why_idle(key: str, values: Values) -> list[str]:
             found = found.get(part) if isinstance(found, dict) else None
         return found
 
-    return [idle.why for idle in IDLE if key in idle.keys and idle.when(value)]
+    return [idle.why for idle in IDLE_KEYS if key in idle.keys and idle.when(value)]

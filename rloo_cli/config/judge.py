@@ -15,13 +15,13 @@ from pydantic import Field, create_model
 
 from rloo_cli.config import registry
 from rloo_cli.config import template as config_template
-from rloo_cli.config.old_names import nearest
+from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.schema import Frozen, Positive, RewardConfig, RunConfig, Text, key
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import Problem
 
-REFERENCE = "reference"  # `against` this is against texts of the data; else against a model
-TYPES = ("openai", "reward")
+AGAINST_REFERENCE = "reference"  # `against` this is against texts of the data; else against a model
+JUDGE_TYPES = ("openai", "reward")
 Address = Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$", max_length=1000)]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)]
 
@@ -66,7 +66,7 @@ class RewardJudge(JudgeKeys):
     reward: Any = key("An entry as those of `reward`")  # its class is put in by `config_class`
 
 
-def config_class(values: Any) -> Any:
+def judge_config_class(values: Any) -> Any:
     """The schema of these plain values of `eval.judge`."""
     if not isinstance(values, dict):
         return Frozen
@@ -74,35 +74,35 @@ def config_class(values: Any) -> Any:
         return OpenaiJudge
     entry = values.get("reward")
     name = entry.get("type") if isinstance(entry, dict) else None
-    known = registry.names("rewards")
+    known = registry.registry_names("rewards")
     of = registry.config_class("rewards", name) if name in known else RewardConfig
     made: Any = create_model("Judge", __base__=RewardJudge, reward=(of, key("The reward")))
     return made
 
 
-def unknown(values: dict[str, Any]) -> Iterator[Problem]:
+def unknown_judge_problems(values: dict[str, Any]) -> Iterator[Problem]:
     """What has to be right before the schema can be put together."""
     section = values.get("eval")
     judge = section.get("judge") if isinstance(section, dict) else None
     if not isinstance(judge, dict):
         return
     where, kind = "eval.judge.type", judge.get("type")
-    if kind not in TYPES:
+    if kind not in JUDGE_TYPES:
         fix = "judge=openai, judge=reward_model or judge=rule"
         yield Problem(f"{where} = {kind!r}: there is no such judge", where, "openai, reward", fix)
     elif kind == "reward":
         entry, where = judge.get("reward"), "eval.judge.reward.type"
         name, known = (
             entry.get("type") if isinstance(entry, dict) else None,
-            registry.names("rewards"),
+            registry.registry_names("rewards"),
         )
         if name not in known:
-            close = nearest(str(name), known)
+            close = nearest_names(str(name), known)
             why, fix = f"one of: {', '.join(sorted(known))}", f"{where}={close[0]}" if close else ""
             yield Problem(f"{where} = {name!r}: there is no such reward", where, why, fix)
 
 
-def merged(values: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
+def merge_judge_defaults(values: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
     """The config's values with the common keys of rewards under the judge's, and with debug's
     reward model in the place of a judge that would need a network."""
     section = values.get("eval")
@@ -112,65 +112,65 @@ def merged(values: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
     debug = values.get("debug") or {}
     model = debug.get("reward_model_path")
     if debug.get("judge_stand_in") and model:
-        judge = choice("reward_model")
+        judge = shipped_judge("reward_model")
         judge["reward"] = judge["reward"] | {"path": model}
     if isinstance(judge.get("reward"), dict):
         entry = judge["reward"]
-        judge = judge | {"reward": common | defaults_of_type(entry) | entry}
+        judge = judge | {"reward": common | reward_type_defaults(entry) | entry}
     return values | {"eval": section | {"judge": judge}}
 
 
-def defaults_of_type(entry: dict[str, Any]) -> dict[str, Any]:
+def reward_type_defaults(entry: dict[str, Any]) -> dict[str, Any]:
     """The values of conf/reward/TYPE.yaml for an entry of that type; {} for a type we do not have.
 
     What the user leaves out of `two: {type: function, path: my.py:score}` is as there.
     """
     kind = entry.get("type")
-    if not isinstance(kind, str) or kind not in registry.names("rewards"):
+    if not isinstance(kind, str) or kind not in registry.registry_names("rewards"):
         return {}
-    return dict(_of_type(kind))
+    return dict(_read_reward_defaults(kind))
 
 
 @cache
-def _of_type(kind: str) -> dict[str, Any]:
+def _read_reward_defaults(kind: str) -> dict[str, Any]:
     path = paths.CONF / "reward" / f"{kind}.yaml"
     found: dict[str, Any] = yaml.safe_load(path.read_text())[kind] if path.is_file() else {}
     return found
 
 
-def choice(name: str) -> dict[str, Any]:
+def shipped_judge(name: str) -> dict[str, Any]:
     """The values of the shipped choice `judge=<name>`."""
     found: dict[str, Any] = yaml.safe_load((paths.CONF / "judge" / f"{name}.yaml").read_text())
     return found
 
 
-def problems(run: RunConfig) -> Iterator[Problem]:
+def judge_problems(run: RunConfig) -> Iterator[Problem]:
     """What is wrong with a judge whose keys are each right on their own."""
     judge: Any = run.eval.judge
     if judge is None:
         return
     if judge.type == "openai":
-        yield from chat_problems("eval.judge", judge, ("prompt", "a", "b"))
+        yield from chat_judge_problems("eval.judge", judge, ("prompt", "a", "b"))
     else:
-        module = registry.module("rewards", judge.reward.type)
-        yield from getattr(module, "problems", _nothing)(judge.reward, "eval.judge.reward")
+        module = registry.registered_module("rewards", judge.reward.type)
+        yield from getattr(module, "problems", _no_problems)(judge.reward, "eval.judge.reward")
     if not run.held_out:
         why, fix = "nothing is held out", "data.eval_split=test"
         yield Problem("eval.judge has nothing to judge", "eval.judge", why, fix)
-    if judge.against != REFERENCE and run.generation.backend == "vllm_server":
+    if judge.against != AGAINST_REFERENCE and run.generation.backend == "vllm_server":
         why = "rollout servers hold one model, and that is model.path"
         fix = "generation=vllm_colocate or generation=transformers"
         what = f"eval.judge.against = {judge.against!r} cannot be sampled"
         yield Problem(what, "eval.judge.against", why, fix)
 
 
-def _nothing(entry: Any, where: str) -> Iterator[Problem]:
+def _no_problems(entry: Any, where: str) -> Iterator[Problem]:
     yield from ()
 
 
-def chat_problems(where: str, keys: ChatKeys, needs: tuple[str, ...]) -> Iterator[Problem]:
+def chat_judge_problems(where: str, keys: ChatKeys, needs: tuple[str, ...]) -> Iterator[Problem]:
     """What is wrong with the keys at `where`; the template has to name `needs`."""
-    yield from config_template.problems(f"{where}.template", keys.template, needs)
+    yield from config_template.template_problems(f"{where}.template", keys.template, needs)
     place = f"{where}.pattern"
     try:
         groups = re.compile(keys.pattern).groups

@@ -12,33 +12,33 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from rloo_cli.config import judge, registry
-from rloo_cli.config.old_names import Old, nearest, old_name
-from rloo_cli.config.provenance import Sources
+from rloo_cli.config.old_names import OldName, find_old_name, nearest_names
+from rloo_cli.config.provenance import ConfigSources
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils import redact
 from rloo_cli.utils.errors import Problem
 
-LARGEST = 2**63 - 1
-LEAST = math.ulp(0.0)
+MAX_INT64 = 2**63 - 1
+MIN_FLOAT64 = math.ulp(0.0)
 # Sections that are null until a choice of their group is made.
-OPTIONAL = {"model.lora": "lora=default", "model.quantization": "quantization=4bit"}
+OPTIONAL_SECTIONS = {"model.lora": "lora=default", "model.quantization": "quantization=4bit"}
 # A number with an exponent, as it is written: its digits before the exponent in a group.
 EXPONENT = re.compile(r"(?<![\w.])[+-]?([\d_]*\.?[\d_]*)[eE][+-]?\d+(?![\w.])")
-PICKS = {"algorithm": ("algorithms", "name"), "generation": ("generation", "backend")}
+REGISTRY_KEYS = {"algorithm": ("algorithms", "name"), "generation": ("generation", "backend")}
 
 
-def before_types(values: dict[str, Any]) -> Iterator[Problem]:
+def pre_schema_problems(values: dict[str, Any]) -> Iterator[Problem]:
     """Python objects, secrets, keys without a value, and names that no registry has."""
     yield from _targets(values)
     yield from _secrets(values)
-    yield from _beyond(values)
+    yield from _overflow_problems(values)
     yield from _missing(values)
     yield from _unregistered(values)
     yield from _badly_named(values)
-    yield from judge.unknown(values)
+    yield from judge.unknown_judge_problems(values)
 
 
-def sections(values: dict[str, Any]) -> Iterator[Problem]:
+def section_problems(values: dict[str, Any]) -> Iterator[Problem]:
     """Sections that are something else: what is to be looked through further has to be one."""
     for name, info in {**RunConfig.model_fields, "reward_defaults": None}.items():
         of = info.annotation if info is not None else None
@@ -51,29 +51,29 @@ def sections(values: dict[str, Any]) -> Iterator[Problem]:
             yield Problem(what, name, why, f"{name}.KEY=VALUE for one of them")
 
 
-def walk(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def walk_values(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every (dotted key, value) of nested dictionaries and lists, sections included."""
     items = values.items() if isinstance(values, dict) else enumerate(values)
     for name, value in items:
         key = f"{prefix}.{name}" if prefix else str(name)
         yield key, value
         if isinstance(value, dict | list):
-            yield from walk(value, key)
+            yield from walk_values(value, key)
 
 
-def known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
+def schema_keys(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
     """Every dotted key of a schema -> its meaning ("" for a section without one)."""
     keys = {}
     for name, info in model.model_fields.items():
         keys[f"{prefix}{name}"] = info.description or ""
         for part in [info.annotation, *getattr(info.annotation, "__args__", ())]:
             if isinstance(part, type) and issubclass(part, BaseModel):
-                keys |= known_keys(part, f"{prefix}{name}.")
+                keys |= schema_keys(part, f"{prefix}{name}.")
     return keys
 
 
 def _targets(values: dict[str, Any]) -> Iterator[Problem]:
-    for key, _ in walk(values):
+    for key, _ in walk_values(values):
         if key.rpartition(".")[2] in ("_target_", "_convert_", "_partial_", "_recursive_"):
             yield Problem(
                 f"{key}: a config names no Python objects",
@@ -85,36 +85,36 @@ def _targets(values: dict[str, Any]) -> Iterator[Problem]:
 
 def _secrets(values: dict[str, Any]) -> Iterator[Problem]:
     """Keys that would hold a secret, and values that are one (`${oc.env:HF_TOKEN}`)."""
-    for key, value in walk(values):
-        of = redact.found(value) if isinstance(value, str) else ""
-        if of or (redact.KEY.search(key) and not isinstance(value, dict)):
+    for key, value in walk_values(values):
+        of = redact.find_secret(value) if isinstance(value, str) else ""
+        if of or (redact.SECRET_KEY.search(key) and not isinstance(value, dict)):
             why = "no key takes one: config.yaml, which a run writes, would hold it"
             variable = of if of.isidentifier() else "NAME"
             fix = f"export {variable}=... where the run is started, and leave {key} out"
             yield Problem(f"{key}: this looks like a secret", key, why, fix)
 
 
-def _beyond(values: dict[str, Any]) -> Iterator[Problem]:
-    for key, value in walk(values):
-        if isinstance(value, int) and abs(value) > LARGEST:
-            why = f"{str(value)[:20]}... is beyond {LARGEST}, what 64 bits hold"
+def _overflow_problems(values: dict[str, Any]) -> Iterator[Problem]:
+    for key, value in walk_values(values):
+        if isinstance(value, int) and abs(value) > MAX_INT64:
+            why = f"{str(value)[:20]}... is beyond {MAX_INT64}, what 64 bits hold"
             yield Problem(f"{key} is too large a number", key, why)
 
 
-def underflows(values: dict[str, Any], sources: Sources) -> Iterator[Problem]:
+def underflow_problems(values: dict[str, Any], sources: ConfigSources) -> Iterator[Problem]:
     """Numbers that are written as something other than 0, and are 0 for a computer."""
-    for key, value in walk(values):
+    for key, value in walk_values(values):
         if not isinstance(value, float) or value != 0:
             continue
         for written in EXPONENT.finditer(sources.text_of(key)):
             if re.search("[1-9]", written[1]) and float(written[0]) == 0:
-                why = f"it is nearer to 0 than the least number that 64 bits hold, {LEAST:g}"
+                why = f"it is nearer to 0 than the least number that 64 bits hold, {MIN_FLOAT64:g}"
                 yield Problem(f"{key} = {written[0]} would be 0", key, why)
                 break
 
 
 def _missing(values: dict[str, Any]) -> Iterator[Problem]:
-    for key, value in walk(values):
+    for key, value in walk_values(values):
         if value == "???" and (meant := _misspelt(key, values)):
             said = _clipped(meant[1]) if isinstance(meant[1], dict | list) else meant[1]
             why = f"{key}, which it is near, has no value and no default"
@@ -138,15 +138,15 @@ def _misspelt(missing: str, values: dict[str, Any]) -> tuple[str, Any] | None:
     near = {f"{section}.{k}": v for k, v in inside.items() if k not in known}
     for name, value in values.items():
         if name not in (*RunConfig.model_fields, "reward_defaults"):
-            near |= {k: v for k, v in walk({name: value}) if not isinstance(v, dict)}
-    return next(((k, v) for k, v in near.items() if nearest(k, [missing])), None)
+            near |= {k: v for k, v in walk_values({name: value}) if not isinstance(v, dict)}
+    return next(((k, v) for k, v in near.items() if nearest_names(k, [missing])), None)
 
 
 def _fields_of(section: str, inside: dict[str, Any]) -> Iterable[str]:
     """The keys that this section has, where that is known by its name or its type."""
     top, _, rest = section.partition(".")
     kind = inside.get("type")
-    if top == "reward" and kind in registry.names("rewards"):
+    if top == "reward" and kind in registry.registry_names("rewards"):
         found: Iterable[str] = registry.config_class("rewards", kind).model_fields
         return found
     info = RunConfig.model_fields.get(top)
@@ -157,7 +157,7 @@ def _fields_of(section: str, inside: dict[str, Any]) -> Iterable[str]:
 
 def _unregistered(values: dict[str, Any]) -> Iterator[Problem]:
     picks: list[tuple[str, str, Any]] = [
-        (f"{s}.{k}", room, (values.get(s) or {}).get(k)) for s, (room, k) in PICKS.items()
+        (f"{s}.{k}", room, (values.get(s) or {}).get(k)) for s, (room, k) in REGISTRY_KEYS.items()
     ]
     rewards = values.get("reward") or {}
     if not isinstance(rewards, dict) or any(not isinstance(e, dict) for e in rewards.values()):
@@ -172,17 +172,18 @@ def _unregistered(values: dict[str, Any]) -> Iterator[Problem]:
             f"reward.{name} is not a reward",
             f"reward.{name}",
             "an entry of `reward` has a `type`, and a name of letters that pydantic has no use for",
-            f"reward={(nearest(str(name), registry.names('rewards')) or ['NAME'])[0]}",
+            "reward="
+            + (nearest_names(str(name), registry.registry_names("rewards")) or ["NAME"])[0],
         )
     picks += [
         (f"reward.{n}.type", "rewards", e["type"]) for n, e in rewards.items() if n not in old
     ]
     for key, room, name in picks:
-        known = registry.names(room)
-        if not isinstance(name, str) or not (name in known or registry.own_file(room, name)):
-            close = nearest(str(name), known)
+        known = registry.registry_names(room)
+        if not isinstance(name, str) or not (name in known or registry.is_user_file(room, name)):
+            close = nearest_names(str(name), known)
             yield Problem(
-                f"{key} = {name!r}: there is no such {registry.ROOMS[room]}",
+                f"{key} = {name!r}: there is no such {registry.REGISTRIES[room]}",
                 key,
                 f"one of: {', '.join(sorted(known))}",
                 f"{key}={close[0]}" if close else "",
@@ -208,25 +209,28 @@ def _badly_named(values: dict[str, Any]) -> Iterator[Problem]:
                 )
 
 
-def of_types(
+def validation_problems(
     error: ValidationError, values: dict[str, Any], model: type[BaseModel]
 ) -> list[Problem]:
     """pydantic's errors as ours: one per key, although a union reports each of its members."""
-    known = known_keys(model)
+    known = schema_keys(model)
     found: dict[str, Problem] = {}
     for item in error.errors():
         key = _key(item["loc"], values, item["type"])
         if item["type"] == "extra_forbidden":
-            found[key] = unknown_key(key, known)
+            found[key] = unknown_key_problem(key, known)
         elif item["type"] == "missing":
             found[key] = Problem(f"{key} has no value", key, "it has no default", f"{key}=VALUE")
-            section = next((s for s in OPTIONAL if key.startswith(f"{s}.")), None)
+            section = next((s for s in OPTIONAL_SECTIONS if key.startswith(f"{s}.")), None)
             if section is not None:  # `model.lora.r=8` alone: all the others have no value
                 found.pop(key)
-                why = f"some of {section} is set, and {OPTIONAL[section]} gives the rest its values"
+                why = (
+                    f"some of {section} is set, and {OPTIONAL_SECTIONS[section]} gives the "
+                    "rest its values"
+                )
                 what = f"{section} is not whole"
-                where = next(k for k, _ in walk(values) if k.startswith(f"{section}."))
-                found[section] = Problem(what, where, why, OPTIONAL[section])
+                where = next(k for k, _ in walk_values(values) if k.startswith(f"{section}."))
+                found[section] = Problem(what, where, why, OPTIONAL_SECTIONS[section])
         else:
             before = found[key].why.partition(", got")[0] + "; or " if key in found else ""
             said = item["msg"].replace("Input should be", "should be").replace("Value error, ", "")
@@ -259,60 +263,62 @@ def _clipped(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _with_meaning(problem: Problem, known: dict[str, str]) -> Problem:
-    meaning = known.get(problem.where, "")
+def _with_meaning(problem: Problem, meanings: dict[str, str]) -> Problem:
+    meaning = meanings.get(problem.where, "")
     why = f"{problem.why}\nit is: {meaning}" if meaning else problem.why
     return Problem(problem.what, problem.where, why, problem.fix, problem.more)
 
 
-def unknown_key(key: str, known: dict[str, str]) -> Problem:
+def unknown_key_problem(key: str, meanings: dict[str, str]) -> Problem:
     """What to say of a key that the schema has not: today's name of an old one, or near ones."""
     section = key.rpartition(".")[0]
-    if key in known:  # `algorithm.beta: 0.3` in a file
+    if key in meanings:  # `algorithm.beta: 0.3` in a file
         whole = key.replace(".", ": {") + ": VALUE" + "}" * key.count(".")
         return Problem(f"{key} is not a key of a file", key, "a file nests its sections", whole)
     why = f'the schema has no such key under "{section}"' if section else "there is no such key"
-    if choice := choice_with(key):
+    if choice := choice_with_key(key):
         fix = f"{choice}, or leave {key} out"
         return Problem(f"{key} is not a key", key, f"only {choice} has it", fix, "rloo config")
-    old = old_name(key)
-    if old is not None and old.new != key:
-        return _of_another_trainer(key, old, known)
-    leaves = [k for k in known if not any(other.startswith(f"{k}.") for other in known)]
-    close = nearest(key, leaves)
+    old = find_old_name(key)
+    if old is not None and old.new_key != key:
+        return _of_another_trainer(key, old, meanings)
+    leaves = [k for k in meanings if not any(other.startswith(f"{k}.") for other in meanings)]
+    close = nearest_names(key, leaves)
     fix = f"did you mean {' or '.join(close)}?" if close else ""
     if not close:
-        near = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
+        near = [k.rpartition(".")[2] for k in meanings if k.rpartition(".")[0] == section]
         why += f"; it has: {', '.join(near)}" if near else ""
     return Problem(
         f"{key} is not a key", key, why, fix, f"rloo config explain {(close or [key])[0]}"
     )
 
 
-def choice_with(key: str) -> str:
+def choice_with_key(key: str) -> str:
     """`algorithm=ppo` for a key that only this choice of its group has; "" where every choice has
     the key, or none.
     """
     section, _, rest = key.partition(".")
-    if section not in PICKS:
+    if section not in REGISTRY_KEYS:
         return ""
-    room, _ = PICKS[section]
-    names = registry.names(room)
-    having = [n for n in names if rest in known_keys(registry.config_class(room, n))]
+    room, _ = REGISTRY_KEYS[section]
+    names = registry.registry_names(room)
+    having = [n for n in names if rest in schema_keys(registry.config_class(room, n))]
     return " or ".join(f"{section}={n}" for n in having) if len(having) < len(names) else ""
 
 
-def _of_another_trainer(key: str, old: Old, known: dict[str, str]) -> Problem:
+def _of_another_trainer(key: str, old: OldName, meanings: dict[str, str]) -> Problem:
     """What to say of a key as another trainer spelt it: today's name, or that there is none."""
     what, note = f"{key} is not a key", f": {old.note}" if old.note else ""
-    if old.new is None:
+    if old.new_key is None:
         why = f"{old.source} calls it so; there is nothing for it in rloo yet{note}"
         return Problem(what, key, why, f"leave {key} out", "rloo config")
-    optional = next((c for s, c in OPTIONAL.items() if old.new.startswith(f"{s}.")), "")
-    choice = optional or ("" if old.new in known else choice_with(old.new))
-    fix = old.fix or f"write {old.new} instead" + (f", with {choice}" if choice else "")
-    more = f"rloo config explain {old.new}" if old.new in known else "rloo config"
-    why = f"{old.source} calls it so; here it is {old.new}{note}"
+    optional = next(
+        (c for s, c in OPTIONAL_SECTIONS.items() if old.new_key.startswith(f"{s}.")), ""
+    )
+    choice = optional or ("" if old.new_key in meanings else choice_with_key(old.new_key))
+    fix = old.fix or f"write {old.new_key} instead" + (f", with {choice}" if choice else "")
+    more = f"rloo config explain {old.new_key}" if old.new_key in meanings else "rloo config"
+    why = f"{old.source} calls it so; here it is {old.new_key}{note}"
     return Problem(what, key, why, fix.replace("<name>", "NAME"), more)
 
 
@@ -330,14 +336,14 @@ def _key(loc: tuple[int | str, ...], values: Any, kind: str) -> str:
     return ".".join(key)
 
 
-def placed(problem: Problem, sources: Sources) -> Problem:
+def locate_problem(problem: Problem, sources: ConfigSources) -> Problem:
     """Put the file and line, or the command line, where a problem names a key."""
     key = problem.where
     if not key or not re.fullmatch(r"[\w.+-]+", key):
         return problem
     fix = problem.fix
-    good = sources.below(key)
+    good = sources.value_below(key)
     if not fix and good is not None and len(str(good)) < 100:
         fix = f"{key}={str(good).lower() if isinstance(good, bool) else good}"
     more = problem.more or f"rloo config explain {key}"
-    return Problem(problem.what, sources.where(key) or key, problem.why, fix, more)
+    return Problem(problem.what, sources.location_of(key) or key, problem.why, fix, more)

@@ -6,56 +6,60 @@ Each function gives what to write instead, for the `fix` of a refusal; "" where 
 from collections.abc import Iterable
 from pathlib import Path
 
-from rloo_cli.config.old_names import nearest, old_name
+from rloo_cli.config.old_names import find_old_name, nearest_names
 
 # Flags that `rloo train` and the verbs that compose a config take.
 FLAGS = ("--dry-run", "--multirun", "--cfg", "--config-dir", "--debug", "--errors", "--resolve")
-OF_RECIPES = ("config", "config-file", "config-path", "config-name", "recipe", "conf")
-ROWS_FILES = (".jsonl", ".json", ".csv", ".parquet")
-YAML_FILES = (".yaml", ".yml")
+RECIPE_FLAGS = ("config", "config-file", "config-path", "config-name", "recipe", "conf")
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+YAML_SUFFIXES = (".yaml", ".yml")
 
 
-def is_flags_value(flag: str, word: str) -> bool:
+def is_flag_value(flag: str, argument: str) -> bool:
     """Whether `word` is what somebody gives the flag before it: `--config my.yaml`."""
     bare = flag.startswith("-") and "=" not in flag and flag.lstrip("-") != ""
-    return bare and word != "" and "=" not in word and word[0] not in "-+~"
+    return bare and argument != "" and "=" not in argument and argument[0] not in "-+~"
 
 
-def fix_of_flag(flag: str, value: str | None, recipes: Iterable[str]) -> str:
+def suggest_for_flag(flag: str, value: str | None, recipes: Iterable[str]) -> str:
     """`--dry_run`, `--config my.yaml`, `--learning_rate 1e-6` -> what to write instead."""
     name = flag.strip("-")
     if not name:
         return ""
-    if name.replace("_", "-") in OF_RECIPES:
+    if name.replace("_", "-") in RECIPE_FLAGS:
         return f"+recipe={_as_recipe(value, recipes) if value else 'my.yaml'}"
-    close = nearest(f"--{name.replace('_', '-')}", FLAGS)
+    close = nearest_names(f"--{name.replace('_', '-')}", FLAGS)
     if close and "." not in name:
         return close[0]
-    old = old_name(name)
-    key = old.new if old is not None and old.new and "<" not in old.new and not old.fix else name
+    old = find_old_name(name)
+    key = (
+        old.new_key
+        if old is not None and old.new_key and "<" not in old.new_key and not old.fix
+        else name
+    )
     return f"{key}={'VALUE' if value is None else value}"
 
 
-def fix_of_bare_word(word: str, recipes: Iterable[str]) -> str:
+def suggest_for_bare_argument(argument: str, recipes: Iterable[str]) -> str:
     """`my.yaml`, `quickstart`, `key` -> what to write instead."""
     known = list(recipes)
-    if word.lstrip("+") in known or word.endswith(YAML_FILES):
-        return f"+recipe={_as_recipe(word.lstrip('+'), known)}"
-    return f"{word}=VALUE"
+    if argument.lstrip("+") in known or argument.endswith(YAML_SUFFIXES):
+        return f"+recipe={_as_recipe(argument.lstrip('+'), known)}"
+    return f"{argument}=VALUE"
 
 
-def fix_of_choice(group: str, choice: str, value: str) -> str:
+def suggest_for_choice(group: str, choice: str, value: str) -> str:
     """`model=org/name`, `data=rows.jsonl`, `reward=my.py:score`, `+recipe=my` beside my.yaml.
 
     `value` is all that the word says, `choice` the part of it that the group does not have.
     """
     is_path = "/" in choice or ":" in choice or Path(choice).exists()
     if group == "recipe":
-        found = [f"{choice}{end}" for end in YAML_FILES if Path(f"{choice}{end}").is_file()]
+        found = [f"{choice}{end}" for end in YAML_SUFFIXES if Path(f"{choice}{end}").is_file()]
         return f"+recipe={found[0]}" if found else ""
     if group == "model" and is_path:
         return f"model.path={choice}"
-    if group == "data" and (is_path or choice.endswith(ROWS_FILES)):
+    if group == "data" and (is_path or choice.endswith(DATA_SUFFIXES)):
         return f"data.path={choice}"
     if group == "reward" and ":" in choice:
         return f"reward={value.replace(choice, 'function')} reward.function.path={choice}"
@@ -70,6 +74,6 @@ def fix_of_choice(group: str, choice: str, value: str) -> str:
 
 def _as_recipe(value: str, recipes: Iterable[str]) -> str:
     """A recipe's name or file as `+recipe=` takes it."""
-    if value in recipes or value.endswith(YAML_FILES):
+    if value in recipes or value.endswith(YAML_SUFFIXES):
         return value
     return f"{value}.yaml" if Path(f"{value}.yaml").is_file() else value

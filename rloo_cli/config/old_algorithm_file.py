@@ -67,10 +67,17 @@ HOOKS = {
     ),
 }  # fmt: skip
 # What the loop asks about itself is one object now, or no hook at all.
-PLANNED = ("early", "needs_whole_step", "one_factor", "why_separate", "forwarded")
-GONE = ("truncation", "denominator", "sequence_kl", "token_advantages", "usable", "resolved")
+FORWARD_PLAN_HOOKS = ("early", "needs_whole_step", "one_factor", "why_separate", "forwarded")
+REMOVED_HOOKS = (
+    "truncation",
+    "denominator",
+    "sequence_kl",
+    "token_advantages",
+    "usable",
+    "resolved",
+)
 # What the body of a hook said before, and what it says now.
-WORDS = {
+REPLACEMENTS = {
     r"\bknown\.memory\b": "inputs.state",
     r"\bknown\.greedy\b": "inputs.greedy_score",
     r"\bshared_problems\(run\)": "super().rules(run)",
@@ -78,33 +85,39 @@ WORDS = {
 }
 
 
-def check_face(path: Path) -> None:
+def check_algorithm_file(path: Path) -> None:
     """Raises ConfigError for an algorithm's file of before, with the same file in the new form."""
     try:
         source = path.read_text(encoding="utf-8")
         tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError):
         return  # whoever reads it next says what is wrong
-    old = {**dict.fromkeys(HOOKS), **dict.fromkeys(PLANNED), **dict.fromkeys(GONE)}
+    old = {
+        **dict.fromkeys(HOOKS),
+        **dict.fromkeys(FORWARD_PLAN_HOOKS),
+        **dict.fromkeys(REMOVED_HOOKS),
+    }
     hooks = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name in old]
     bases = [ast.unparse(b) for n in tree.body if isinstance(n, ast.ClassDef) for b in n.bases]
     if not hooks or any("[Config]" in base or "Algorithm" in base for base in bases):
         return
     what = f"{path} is an algorithm as they were before 0.2: its functions are the hooks"
     why = "an algorithm is a class now, whose methods are the hooks"
-    fix = f"the same file in the new form:\n\n{in_new_form(source, path)}"
+    fix = f"the same file in the new form:\n\n{convert_algorithm_file(source, path)}"
     raise ConfigError(Problem(what, "algorithm.name", why, fix, PAGE))
 
 
-def in_new_form(source: str, path: Path) -> str:
+def convert_algorithm_file(source: str, path: Path) -> str:
     """The source of an old algorithm's file with its hooks as methods of a class."""
     tree, lines = ast.parse(source), source.splitlines(keepends=True)
     functions = [n for n in tree.body if isinstance(n, ast.FunctionDef)]
     methods = [_method(n, lines) for n in functions if n.name in HOOKS]
-    notes = [f"# {n.name}: override forward_plan" for n in functions if n.name in PLANNED]
-    notes += [f"# {n.name} is not a hook any more" for n in functions if n.name in GONE]
+    notes = [
+        f"# {n.name}: override forward_plan" for n in functions if n.name in FORWARD_PLAN_HOOKS
+    ]
+    notes += [f"# {n.name} is not a hook any more" for n in functions if n.name in REMOVED_HOOKS]
     faces = [n for n in tree.body if isinstance(n, ast.ImportFrom) and n.module == PLUGIN]
-    gone = [n for n in functions if n.name in (*HOOKS, *PLANNED, *GONE)]
+    gone = [n for n in functions if n.name in (*HOOKS, *FORWARD_PLAN_HOOKS, *REMOVED_HOOKS)]
     taken = {i for n in [*gone, *faces] for i in range(_first(n), (n.end_lineno or 0) + 1)}
     kept = [line for number, line in enumerate(lines, 1) if number not in taken]
     base = "Algorithm" if any(m.startswith("def advantages") for m in methods) else "RLOO"
@@ -143,7 +156,7 @@ def _method(node: ast.FunctionDef, lines: list[str]) -> str:
         docstring = _lines_of([first], lines)
         body = node.body[1:] or [ast.Pass(lineno=first.lineno, end_lineno=first.lineno)]
     text = _lines_of(body, lines)
-    for old, now in WORDS.items():
+    for old, now in REPLACEMENTS.items():
         text = re.sub(old, now, text)
     unpacked = "".join(f"    {name} = {value}\n" for name, value in pairs)
     return f"def {new.signature}:\n{docstring}{unpacked}{text}"

@@ -10,40 +10,42 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-LAST_PART = 0.75  # how alike the last parts of two keys are, at least, to be a guess
-WHOLE_KEY = 0.9  # higher: a long section name alone makes two keys look alike
+MIN_LAST_PART_LIKENESS = 0.75  # how alike the last parts of two keys are, at least, to be a guess
+MIN_KEY_LIKENESS = 0.9  # higher: a long section name alone makes two keys look alike
 
 
 @dataclass(frozen=True)
-class Old:
+class OldName:
     """One row of the migration table."""
 
     names: tuple[str, ...]
     source: str  # which tool, which versions
-    new: str | None  # today's key; None = rloo has nothing for it (yet), the note says what else
+    new_key: (
+        str | None
+    )  # today's key; None = rloo has nothing for it (yet), the note says what else
     note: str = ""  # conversion or correction, one line
     fix: str = ""  # what to write, where that is not `new` with another value: a group's choice
 
 
-def old_name(key: str) -> Old | None:
+def find_old_name(key: str) -> OldName | None:
     """The row of a name as another trainer spelt it; the last part of a dotted key decides.
 
     Ask only about keys that are unknown where they stand: `beta` is in the table too.
     """
     last = key.rpartition(".")[2].replace("-", "_")
-    return _ROWS.get(last)
+    return _OLD_NAME_OF.get(last)
 
 
-def nearest(key: str, known: Iterable[str]) -> list[str]:
+def nearest_names(key: str, candidates: Iterable[str]) -> list[str]:
     """Up to three known keys that `key` may have been meant to be, best first; [] when none is.
 
     Where the key names no section, equally good guesses stay in the order of `known`.
     """
     scored = []
-    for place, candidate in enumerate(known):
+    for place, candidate in enumerate(candidates):
         whole = _alike(key, candidate)
         last = _alike(key.rpartition(".")[2], candidate.rpartition(".")[2])
-        if last >= LAST_PART or whole >= WHOLE_KEY:
+        if last >= MIN_LAST_PART_LIKENESS or whole >= MIN_KEY_LIKENESS:
             mirror = candidate.startswith("eval.")  # its keys are named as those of training
             scored.append((-last, -whole if "." in key else mirror, place, candidate))
     return [candidate for *_, candidate in sorted(scored)[:3]]
@@ -240,16 +242,16 @@ config, args | - | the recipe holds every setting: +recipe=my.yaml
 }
 
 
-def _parse() -> tuple[Old, ...]:
+def _parse() -> tuple[OldName, ...]:
     rows = []
     for source, text in _TABLE.items():
         for line in text.strip().splitlines():
             names, new, note = (part.strip() for part in line.split("|"))
             key = None if new == "-" else new
             fix = note.removeprefix("fix: ") if note.startswith("fix: ") else ""
-            rows.append(Old(tuple(names.split(", ")), source, key, "" if fix else note, fix))
+            rows.append(OldName(tuple(names.split(", ")), source, key, "" if fix else note, fix))
     return tuple(rows)
 
 
-ROWS = _parse()
-_ROWS = {name: row for row in ROWS for name in row.names}
+OLD_NAME_TABLE = _parse()
+_OLD_NAME_OF = {name: row for row in OLD_NAME_TABLE for name in row.names}

@@ -3,52 +3,56 @@
 from collections.abc import Iterable
 
 from rloo_cli.config import hf_cache, synthetic
-from rloo_cli.config.schema import ModelConfig, RowsConfig, RunConfig
+from rloo_cli.config.schema import DatasetConfig, ModelConfig, RunConfig
 
-BACKENDS = {"vllm_server": "server", "vllm_colocate": "colocate"}  # backend -> its section
+VLLM_SECTIONS = {"vllm_server": "server", "vllm_colocate": "colocate"}  # backend -> its section
 # Tokens of the longest prompt where data.max_prompt_length is null. A context of 131,072 tokens is
 # no reason to plan memory, or to size an engine, for prompts that hardly any data set has.
-MOST_BY_DEFAULT = 4096
+DEFAULT_MAX_PROMPT_TOKENS = 4096
 
 
-def context_of(model: ModelConfig) -> int | None:
+def model_context_length(model: ModelConfig) -> int | None:
     """The most positions of a model as its config.json says; None where that is not known here.
 
     Raises ValueError for a config.json that no model has.
     """
-    if model.path.startswith(synthetic.MADE):
-        return synthetic.CONTEXT.get(model.path.removeprefix(synthetic.MADE))
-    return hf_cache.context(hf_cache.config(model.path, model.revision))
+    if model.path.startswith(synthetic.MAKE_PREFIX):
+        return synthetic.SYNTHETIC_CONTEXT_LENGTHS.get(
+            model.path.removeprefix(synthetic.MAKE_PREFIX)
+        )
+    return hf_cache.read_context_length(hf_cache.read_model_config(model.path, model.revision))
 
 
-def room_for_prompt(run: RunConfig, context: int | None) -> int | None:
+def prompt_headroom(run: RunConfig, context_length: int | None) -> int | None:
     """Tokens that a completion of the full length leaves in the model's context, and in what the
     engine is told to hold; None where neither is known. It may be less than 1.
     """
-    limits = [n for n in (context, _engine_limit(run)[1]) if n is not None]
+    limits = [n for n in (context_length, _engine_limit(run)[1]) if n is not None]
     return min(limits) - run.generation.max_completion_length if limits else None
 
 
-def longest_prompt(run: RunConfig, sources: Iterable[RowsConfig], context: int | None) -> int:
+def max_prompt_tokens(
+    run: RunConfig, sources: Iterable[DatasetConfig], context_length: int | None
+) -> int:
     """Tokens of the longest prompt that any of these data sets may have; at least 1.
 
     `context`: the most positions of the model; None = not known.
     """
-    asked = max(source.max_prompt_length or MOST_BY_DEFAULT for source in sources)
-    room = room_for_prompt(run, context)
+    asked = max(source.max_prompt_length or DEFAULT_MAX_PROMPT_TOKENS for source in sources)
+    room = prompt_headroom(run, context_length)
     return max(1, asked if room is None else min(asked, room))
 
 
-def describe_default(run: RunConfig, context: int | None) -> str:
+def describe_prompt_limit(run: RunConfig, context_length: int | None) -> str:
     """What a data.max_prompt_length of null became, and why, for the log."""
-    room = room_for_prompt(run, context)
+    room = prompt_headroom(run, context_length)
     key = "data.max_prompt_length"
-    if room is None or room >= MOST_BY_DEFAULT:
+    if room is None or room >= DEFAULT_MAX_PROMPT_TOKENS:
         why = f"the most while {key} is null; another number allows longer ones"
-        return f"prompts of up to {MOST_BY_DEFAULT} tokens: {why}"
+        return f"prompts of up to {DEFAULT_MAX_PROMPT_TOKENS} tokens: {why}"
     name, limit = _engine_limit(run)
-    bound = f"the model's context of {context}"
-    if limit is not None and (context is None or limit < context):
+    bound = f"the model's context of {context_length}"
+    if limit is not None and (context_length is None or limit < context_length):
         bound = f"{name} = {limit}"
     why = f"{key} is null, and {bound} leaves no more beside generation.max_completion_length"
     return f"prompts of up to {room} tokens: {why} = {run.generation.max_completion_length}"
@@ -56,6 +60,6 @@ def describe_default(run: RunConfig, context: int | None) -> str:
 
 def _engine_limit(run: RunConfig) -> tuple[str, int | None]:
     """The key of a vLLM engine's most tokens, and its value; null where it is left to rloo."""
-    section = BACKENDS.get(run.generation.backend, "")
+    section = VLLM_SECTIONS.get(run.generation.backend, "")
     engine = getattr(run.generation, section, None) if section else None
     return f"generation.{section}.max_model_len", getattr(engine, "max_model_len", None)

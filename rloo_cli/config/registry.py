@@ -17,44 +17,44 @@ from types import ModuleType
 from typing import Any
 
 from rloo_cli.config.hooks import guard_hooks
-from rloo_cli.config.old_algorithm_file import check_face
+from rloo_cli.config.old_algorithm_file import check_algorithm_file
 from rloo_cli.utils.errors import ConfigError, Problem
 
 # Configs that were written before a module moved name it as it was.
-MOVED = {"rloo_cli.made.tldr": "rloo_cli.data.synthetic.tldr"}
-ROOMS = {"rewards": "reward", "algorithms": "algorithm", "generation": "generation"}
+MOVED_MODULES = {"rloo_cli.made.tldr": "rloo_cli.data.synthetic.tldr"}
+REGISTRIES = {"rewards": "reward", "algorithms": "algorithm", "generation": "generation"}
 
 
 @cache
-def names(room: str) -> dict[str, str]:
+def registry_names(registry: str) -> dict[str, str]:
     """Registry names of a room (`rewards`, `algorithms`, `generation`) -> module names.
 
     Every module of the room's folder is one; what several of them share lies in its sub-folders.
     """
-    package = importlib.import_module(f"rloo_cli.{room}")
+    package = importlib.import_module(f"rloo_cli.{registry}")
     found = [m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg]
-    return {name.removesuffix("_"): f"rloo_cli.{room}.{name}" for name in found}
+    return {name.removesuffix("_"): f"rloo_cli.{registry}.{name}" for name in found}
 
 
-def module(room: str, name: str) -> ModuleType:
+def registered_module(registry: str, name: str) -> ModuleType:
     """The module behind a registry name; for an algorithm also a file of the user's own.
 
     Raises KeyError for an unknown one, ConfigError for a file that is not there.
     """
-    if own_file(room, name):
+    if is_user_file(registry, name):
         return _algorithm_file(name)
-    return importlib.import_module(names(room)[name])
+    return importlib.import_module(registry_names(registry)[name])
 
 
-def own_file(room: str, name: str) -> bool:
+def is_user_file(registry: str, name: str) -> bool:
     """Whether this names a Python file instead of one of ours."""
-    return room == "algorithms" and name.endswith(".py")
+    return registry == "algorithms" and name.endswith(".py")
 
 
 def _algorithm_file(name: str) -> ModuleType:
-    check_face(Path(name))
+    check_algorithm_file(Path(name))
     try:
-        loaded = _file(Path(name))
+        loaded = _import_file(Path(name))
     except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as error:  # whatever a file does when it is read
@@ -72,9 +72,9 @@ def _not_an_algorithm(name: str, why: str) -> Problem:
     return Problem(what, "algorithm.name", why, more="docs/ADD_AN_ALGORITHM.md")
 
 
-def config_class(room: str, name: str) -> Any:
+def config_class(registry: str, name: str) -> Any:
     """The `Config` of a registry name."""
-    return module(room, name).Config
+    return registered_module(registry, name).Config
 
 
 def algorithm_class(name: str) -> Any:
@@ -82,13 +82,13 @@ def algorithm_class(name: str) -> Any:
 
     Raises ConfigError for a file that has none or several, or whose class leaves a hook open.
     """
-    loaded = module("algorithms", name)
+    loaded = registered_module("algorithms", name)
     found = [
         value
         for value in vars(loaded).values()
         if getattr(value, "is_algorithm", False) and value.__module__ == loaded.__name__
     ]
-    if not own_file("algorithms", name):
+    if not is_user_file("algorithms", name):
         return found[0]
     if len(found) != 1:
         names = ", ".join(value.__name__ for value in found) or "none"
@@ -101,7 +101,7 @@ def algorithm_class(name: str) -> Any:
     return found[0]
 
 
-def split_code(spec: str) -> tuple[str, str]:
+def split_code_spec(spec: str) -> tuple[str, str]:
     """`file.py:name` -> its two halves. Raises ConfigError when there is no colon."""
     where, colon, name = spec.rpartition(":")
     if not colon or not where or not name.isidentifier():
@@ -120,9 +120,9 @@ def load_code(spec: str) -> Any:
     Raises ConfigError when the file, the name or the import is not there. What the file itself
     raises is shown with the user's own frames by the caller.
     """
-    where, name = split_code(spec)
-    where = MOVED.get(where, where)
-    loaded = _file(Path(where)) if where.endswith(".py") else _module(where)
+    where, name = split_code_spec(spec)
+    where = MOVED_MODULES.get(where, where)
+    loaded = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
     if not hasattr(loaded, name):
         public = [n for n, v in vars(loaded).items() if callable(v) and not n.startswith("_")]
         raise ConfigError(
@@ -131,13 +131,13 @@ def load_code(spec: str) -> Any:
     return getattr(loaded, name)
 
 
-def fingerprint(spec: str) -> str:
+def code_fingerprint(spec: str) -> str:
     """First 12 hex digits of a user file's SHA-256, printed where its code is used."""
-    where = Path(split_code(spec)[0])
+    where = Path(split_code_spec(spec)[0])
     return hashlib.sha256(where.read_bytes()).hexdigest()[:12] if where.is_file() else "-"
 
 
-def _module(name: str) -> ModuleType:
+def _import_module(name: str) -> ModuleType:
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # last: a user's folder must not shadow a library
     try:
@@ -146,7 +146,7 @@ def _module(name: str) -> ModuleType:
         raise ConfigError(Problem(f"no module named {error.name!r}", why=f"from {name}")) from None
 
 
-def _file(path: Path) -> ModuleType:
+def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(Problem(f"{path} is not a file", why=f"looked at {path.absolute()}"))
     name = f"rloo_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"

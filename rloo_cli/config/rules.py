@@ -22,12 +22,12 @@ from rloo_cli.config import (
     template,
 )
 from rloo_cli.config import judge as config_judge
-from rloo_cli.config.old_names import nearest
+from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.schema import DataConfig, RunConfig
 from rloo_cli.utils.errors import ConfigError, Problem
 
-SHARDS = ("zero3", "fsdp2")  # of weights
-OFFLOADS = {"optimizer": ("zero1", "zero2", "zero3"), "parameters": ("zero3", "fsdp2")}
+SHARDED_ENGINES = ("zero3", "fsdp2")  # engines that keep a part of the weights on each rank
+ENGINES_WITH_OFFLOAD = {"optimizer": ("zero1", "zero2", "zero3"), "parameters": ("zero3", "fsdp2")}
 
 
 def distributed_problems(run: RunConfig) -> Iterator[Problem]:
@@ -44,9 +44,9 @@ def distributed_problems(run: RunConfig) -> Iterator[Problem]:
                 f"distributed=ddp (or zero2, fsdp2) distributed.{key}={number}",
             )
     if given.engine != "single":
-        yield from enough_prompts(run, processes)
-    if given.engine not in OFFLOADS.get(given.offload, (given.engine,)):
-        can = OFFLOADS[given.offload]
+        yield from prompts_per_rank_problems(run, processes)
+    if given.engine not in ENGINES_WITH_OFFLOAD.get(given.offload, (given.engine,)):
+        can = ENGINES_WITH_OFFLOAD[given.offload]
         yield Problem(
             f"distributed.offload = {given.offload} is nothing that {given.engine} does",
             "distributed.offload",
@@ -54,7 +54,7 @@ def distributed_problems(run: RunConfig) -> Iterator[Problem]:
             f"distributed={can[-1]} distributed.offload={given.offload}",
         )
     yield from _shards(run)
-    if given.rdzv is not None and address(given.rdzv) is None:
+    if given.rdzv is not None and parse_address(given.rdzv) is None:
         yield Problem(
             f"distributed.rdzv = {given.rdzv!r} is not host:port",
             "distributed.rdzv",
@@ -66,7 +66,7 @@ def distributed_problems(run: RunConfig) -> Iterator[Problem]:
 def _shards(run: RunConfig) -> Iterator[Problem]:
     """What is done with whole weights alone."""
     engine, model = run.distributed.engine, run.model
-    if engine not in SHARDS:
+    if engine not in SHARDED_ENGINES:
         return
     whole = {
         "model.lora": (model.lora is not None, "model.lora=null, or distributed=zero2"),
@@ -81,7 +81,7 @@ def _shards(run: RunConfig) -> Iterator[Problem]:
             yield Problem(what, key, why, fix)
 
 
-def enough_prompts(run: RunConfig, processes: int) -> Iterator[Problem]:
+def prompts_per_rank_problems(run: RunConfig, processes: int) -> Iterator[Problem]:
     """A process without a single prompt of a step would have nothing to train on."""
     prompts = run.train.prompts_per_step
     if prompts < processes:
@@ -94,7 +94,7 @@ def enough_prompts(run: RunConfig, processes: int) -> Iterator[Problem]:
         )
 
 
-def address(text: str) -> tuple[str, int] | None:
+def parse_address(text: str) -> tuple[str, int] | None:
     """host:port, or [host]:port -> (host, port); None where it is neither."""
     host, colon, port = text.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
@@ -104,7 +104,7 @@ def address(text: str) -> tuple[str, int] | None:
 
 def data_problems(run: RunConfig) -> Iterator[Problem]:
     """Everything wrong with where a run's rows come from."""
-    data, named = run.data, list(run.data.sources)
+    data, named = run.data, list(run.data.mixture_sources)
     if (data.path is None) != bool(named):
         found = f"data.path={data.path or 'null'}, data.mixture={', '.join(named) or 'null'}"
         yield Problem(
@@ -120,7 +120,7 @@ def data_problems(run: RunConfig) -> Iterator[Problem]:
             f"sources: {', '.join(named)}",
             "data.eval_split=null, and eval.sets.NAME={path: ..., split: ...} for what is held out",
         )
-    for key, source in read(run).items():
+    for key, source in configured_splits(run).items():
         yield from _streaming(key, source)
         yield from _template(key, source)
 
@@ -135,7 +135,7 @@ def _streaming(key: str, source: DataConfig) -> Iterator[Problem]:
             "rows are read one by one up to that number; without it all of them would be",
             f"{key}.max_samples=10000, or {key}.streaming=false",
         )
-    elif (source.path or "").startswith(synthetic.MADE):
+    elif (source.path or "").startswith(synthetic.MAKE_PREFIX):
         why = f"{source.path} is made here: there is nothing to read row by row"
         yield Problem(f"{key}.streaming is set", f"{key}.streaming", why, f"{key}.streaming=false")
 
@@ -148,56 +148,62 @@ def _template(key: str, source: DataConfig) -> Iterator[Problem]:
         yield Problem(f"{key}.template cannot be read", f"{key}.template", str(error), fix)
 
 
-def user_code(run: RunConfig) -> dict[str, str]:
+def user_code_specs(run: RunConfig) -> dict[str, str]:
     """Key -> file.py:name of every filter and map that is the user's code, the same one once."""
-    given = {f"{key}.{k}": getattr(s, k) for key, s in read(run).items() for k in ("filter", "map")}
+    given = {
+        f"{key}.{k}": getattr(s, k)
+        for key, s in configured_splits(run).items()
+        for k in ("filter", "map")
+    }
     found = {key: spec for key, spec in given.items() if isinstance(spec, str)}
     return {key: spec for n, (key, spec) in enumerate(found.items())
             if spec not in [*found.values()][:n]}  # fmt: skip
 
 
-def read(run: RunConfig) -> dict[str, DataConfig]:
+def configured_splits(run: RunConfig) -> dict[str, DataConfig]:
     """Key -> data of every split that a run reads, "data" or "data.mixture.NAME" first."""
-    sources = {f"data.mixture.{name}": source for name, source in run.data.sources.items()}
+    sources = {f"data.mixture.{name}": source for name, source in run.data.mixture_sources.items()}
     sets = {f"eval.sets.{name}": data for name, data in run.held_out.items() if name}
     return (sources or {"data": run.data}) | sets
 
 
 # transformers' names, which are known only once it is imported; a test compares the two.
-SCHEDULES = (
+LR_SCHEDULES = (
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
     "inverse_sqrt", "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr",
     "warmup_stable_decay", "greedy",
 )  # fmt: skip
 
 # Packages that rloo brings with it: none has a reward, some load and run what they are given.
-STANDS_ON = (
+DEPENDENCIES = (
     "torch", "transformers", "datasets", "tokenizers", "safetensors", "huggingface_hub", "numpy",
     "pandas", "pyarrow", "yaml", "hydra", "omegaconf", "pydantic", "jinja2", "accelerate",
 )  # fmt: skip
 
 
-def problems(run: RunConfig) -> Iterator[Problem]:
+def run_problems(run: RunConfig) -> Iterator[Problem]:
     """Everything wrong with a run whose keys are each right on their own."""
     yield from _length(run)
     yield from _batch(run)
     yield from distributed_problems(run)
     yield from registry.algorithm_class(run.algorithm.name)(run.algorithm).rules(run)
-    yield from getattr(registry.module("generation", run.generation.backend), "rules", _none)(run)
-    yield from rules_paths.problems(run)
-    yield from rules_model.problems(run)
+    yield from getattr(
+        registry.registered_module("generation", run.generation.backend), "rules", _no_rule_problems
+    )(run)
+    yield from rules_paths.path_problems(run)
+    yield from rules_model.model_file_problems(run)
     yield from data_problems(run)
     yield from _rewards(run)
     yield from _context(run)
     yield from _compiled(run)
     yield from _sampling(run)
     yield from _attention(run)
-    yield from rules_lora.problems(run)
+    yield from rules_lora.adapter_problems(run)
     yield from _evaluation(run)
-    yield from config_judge.problems(run)
+    yield from config_judge.judge_problems(run)
 
 
-def _none(run: RunConfig) -> Iterator[Problem]:
+def _no_rule_problems(run: RunConfig) -> Iterator[Problem]:
     yield from ()
 
 
@@ -249,7 +255,7 @@ def _rewards(run: RunConfig) -> Iterator[Problem]:
             what = f"{key} = {entry.workers} would share out one call"
             why = f"reward.{name}.scope = batch: all rows of a step are one call"
             yield Problem(what, key, why, f"reward.{name}.scope=row, or {key}=1")
-        rules = getattr(registry.module("rewards", entry.type), "problems", None)
+        rules = getattr(registry.registered_module("rewards", entry.type), "problems", None)
         yield from rules(entry, f"reward.{name}") if rules else ()
     codes = {f"reward.{n}.path": getattr(c, "path", "") for n, c in entries if c.type == "function"}
     judge: Any = run.eval.judge
@@ -260,12 +266,12 @@ def _rewards(run: RunConfig) -> Iterator[Problem]:
         for k in ("optimizer", "lr_scheduler")
         if ":" in (v := getattr(run.train, k))
     }
-    for key, spec in (codes | user_code(run)).items():
+    for key, spec in (codes | user_code_specs(run)).items():
         yield from code_problems(key, spec)
-    for key, known in (("optimizer", ("adamw",)), ("lr_scheduler", SCHEDULES)):
+    for key, known in (("optimizer", ("adamw",)), ("lr_scheduler", LR_SCHEDULES)):
         value = getattr(run.train, key)
         if ":" not in value and value not in known:
-            close = nearest(value, known) or known[:1]
+            close = nearest_names(value, known) or known[:1]
             why = f"one of: {', '.join(known)}; or file.py:name of your own"
             what, fix = f"train.{key} = {value!r} is unknown", f"train.{key}={close[0]}"
             yield Problem(what, f"train.{key}", why, fix)
@@ -274,13 +280,15 @@ def _rewards(run: RunConfig) -> Iterator[Problem]:
 def code_problems(key: str, spec: str) -> Iterator[Problem]:
     """What is wrong with `file.py:name`, found without running the file."""
     try:
-        where, name = registry.split_code(spec)
+        where, name = registry.split_code_spec(spec)
     except ConfigError as error:
         yield Problem(error.problems[0].what, key, error.problems[0].why, f"{key}=file.py:name")
         return
     if not where.endswith(".py"):
         package = where.partition(".")[0]
-        if package in sys.stdlib_module_names or (package in STANDS_ON and key.startswith("rew")):
+        if package in sys.stdlib_module_names or (
+            package in DEPENDENCIES and key.startswith("rew")
+        ):
             why = f"{package} comes with Python or with rloo, and nothing in it is meant for this"
             yield Problem(f"{key} = {spec!r} is not code of yours", key, why, f"{key}=file.py:name")
         return
@@ -296,7 +304,7 @@ def code_problems(key: str, spec: str) -> Iterator[Problem]:
         return
     defined = _top_level(tree)
     if name not in defined and "*" not in defined:
-        close = nearest(name, defined)
+        close = nearest_names(name, defined)
         fix = f"{key}={where}:{close[0]}" if close else ""
         names = ", ".join(sorted(n for n in defined if not n.startswith("_"))) or "nothing"
         yield Problem(f"{key}: {where} has no {name!r}", key, f"it defines: {names}", fix)
@@ -314,9 +322,9 @@ def _top_level(tree: ast.Module) -> set[str]:
     return names
 
 
-def model_facts(path: str) -> dict[str, Any]:
+def local_model_config(path: str) -> dict[str, Any]:
     """What a local model's config.json says of its language model; {} where there is none."""
-    values = hf_cache.config(path) if Path(path).expanduser().exists() else {}
+    values = hf_cache.read_model_config(path) if Path(path).expanduser().exists() else {}
     found: dict[str, Any] = values.get("text_config", values)
     return found
 
@@ -331,7 +339,7 @@ def _evaluation(run: RunConfig) -> Iterator[Problem]:
             f"eval.num_generations={max(too_many)}",
         )
     if reward is not None and reward not in run.rewards:
-        close = nearest(reward, run.rewards) or list(run.rewards)
+        close = nearest_names(reward, run.rewards) or list(run.rewards)
         yield Problem(
             f"eval.pass_reward = {reward!r} is not a reward of this run",
             "eval.pass_reward",
@@ -350,8 +358,11 @@ def _compiled(run: RunConfig) -> Iterator[Problem]:
 def _context(run: RunConfig) -> Iterator[Problem]:
     path, key = run.model.path, "generation.max_completion_length"
     try:
-        values = hf_cache.config(path, run.model.revision)
-        limit, odd = prompt_limit.context_of(run.model), hf_cache.odd(values)
+        values = hf_cache.read_model_config(path, run.model.revision)
+        limit, odd = (
+            prompt_limit.model_context_length(run.model),
+            hf_cache.model_config_problem(values),
+        )
     except ValueError as error:
         limit, odd = None, str(error)
     if odd:

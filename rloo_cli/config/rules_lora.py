@@ -11,19 +11,19 @@ from pathlib import Path
 from rloo_cli.config.schema import LoraConfig, RunConfig
 from rloo_cli.utils.errors import Problem
 
-CONFIG = "adapter_config.json"
-ENGINES = ("vllm_server", "vllm_colocate")
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 makes room for
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+VLLM_BACKENDS = ("vllm_server", "vllm_colocate")
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 makes room for
 # Key of model.lora -> the name in an adapter's own config.
-SAID = {"r": "r", "alpha": "lora_alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
+PEFT_NAMES = {"r": "r", "alpha": "lora_alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
 
 
-def problems(run: RunConfig) -> Iterator[Problem]:
+def adapter_problems(run: RunConfig) -> Iterator[Problem]:
     """Everything wrong with model.lora, model.quantization and model.ref_*."""
     keys = run.model.lora
     if keys is not None:
         yield from _adapter(run, keys)
-        yield from _known(keys)
+        yield from _saved_adapter_problems(keys)
         yield from _engine(run, keys)
     yield from _quantized(run)
     yield from _reference(run)
@@ -47,11 +47,11 @@ def _adapter(run: RunConfig, keys: LoraConfig) -> Iterator[Problem]:
         )
 
 
-def _known(keys: LoraConfig) -> Iterator[Problem]:
+def _saved_adapter_problems(keys: LoraConfig) -> Iterator[Problem]:
     """The adapter of model.lora.path against the keys."""
     if keys.path is None:
         return
-    where, file = "model.lora.path", Path(keys.path) / CONFIG
+    where, file = "model.lora.path", Path(keys.path) / ADAPTER_CONFIG_FILE
     if not file.is_file():
         why, fix = f"there is no {file.absolute()}", "a folder that peft or rloo saved"
         yield Problem(f"{keys.path} is no adapter", where, why, fix)
@@ -66,7 +66,7 @@ def _known(keys: LoraConfig) -> Iterator[Problem]:
         why = f"its peft_type is {kind}; only LORA (with DoRA) is trained here"
         yield Problem(f"{keys.path} is another kind of adapter", where, why)
         return
-    for name, theirs in SAID.items():
+    for name, theirs in PEFT_NAMES.items():
         ours, found = getattr(keys, name), said.get(theirs) or type(getattr(keys, name))()
         if ours != found:
             key = f"model.lora.{name}"
@@ -77,20 +77,27 @@ def _known(keys: LoraConfig) -> Iterator[Problem]:
 
 def _engine(run: RunConfig, keys: LoraConfig) -> Iterator[Problem]:
     """vLLM computes plain LoRA, and nothing else of what peft knows."""
-    if run.generation.backend not in ENGINES:
+    if run.generation.backend not in VLLM_BACKENDS:
         return
     plain = "generation=transformers"
     odd = {
         "use_dora": (keys.use_dora, "vLLM has no DoRA", "model.lora.use_dora=false"),
         "modules_to_save": (
-            keys.modules_to_save, "vLLM takes no whole layers from an adapter",
+            keys.modules_to_save,
+            "vLLM takes no whole layers from an adapter",
             "model.lora.modules_to_save=[]",
         ),
-        "bias": (keys.bias != "none", "vLLM takes no biases from an adapter",
-                 "model.lora.bias=none"),
-        "r": (keys.r > RANKS[-1], f"vLLM makes room for ranks up to {RANKS[-1]}",
-              f"model.lora.r={RANKS[-1]}"),
-    }  # fmt: skip
+        "bias": (
+            keys.bias != "none",
+            "vLLM takes no biases from an adapter",
+            "model.lora.bias=none",
+        ),
+        "r": (
+            keys.r > VLLM_LORA_RANKS[-1],
+            f"vLLM makes room for ranks up to {VLLM_LORA_RANKS[-1]}",
+            f"model.lora.r={VLLM_LORA_RANKS[-1]}",
+        ),
+    }
     for name, (is_odd, why, fix) in odd.items():
         if is_odd:
             key = f"model.lora.{name}"
@@ -111,7 +118,7 @@ def _quantized(run: RunConfig) -> Iterator[Problem]:
     if run.model.lora is None:
         why = "weights of a few bits take no gradient; an adapter over them does"
         yield Problem("model.quantization needs model.lora", where, why, "lora=default")
-    if run.generation.backend in ENGINES:
+    if run.generation.backend in VLLM_BACKENDS:
         why = "the engine would sample from weights that are not the trainer's, which are rounded"
         what = f"{where} cannot be sampled by {run.generation.backend}"
         yield Problem(what, where, why, "generation=transformers, or model.quantization=null")
@@ -134,7 +141,7 @@ def _reference(run: RunConfig) -> Iterator[Problem]:
         yield Problem(f"{key} = {model.ref_sync.every} and an adapter", key, why, fix)
 
 
-def untrained(run: RunConfig, section: str) -> Iterator[Problem]:
+def unsupported_adapter_problems(run: RunConfig, section: str) -> Iterator[Problem]:
     """`rloo sft` and `rloo reward-model` train whole models. `section`: whose verb it is."""
     for key in ("lora", "quantization"):
         if getattr(run.model, key) is not None:
@@ -143,7 +150,7 @@ def untrained(run: RunConfig, section: str) -> Iterator[Problem]:
             yield Problem(what, f"model.{key}", why, f"model.{key}=null")
 
 
-def packages(run: RunConfig) -> Iterator[Problem]:
+def adapter_package_problems(run: RunConfig) -> Iterator[Problem]:
     """What these keys need and `pip install rloo-cli` does not bring."""
     needed = {"lora": ("peft", "peft"), "quantization": ("bitsandbytes", "quantization")}
     for key, (package, extra) in needed.items():

@@ -18,17 +18,17 @@ OTHER_HEADS = (
     "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM",
     "ForMultipleChoice", "RewardModel",
 )  # fmt: skip
-LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 
-def problems(run: RunConfig) -> Iterator[Problem]:
+def model_file_problems(run: RunConfig) -> Iterator[Problem]:
     """What is wrong with the policy and its reference, as far as their files tell."""
     policy = _values(run.model.path, run.model.revision)
-    if why := other_head(policy):
+    if why := wrong_head_reason(policy):
         yield Problem(f"{run.model.path} is not a language model", "model.path", why)
     if run.model.ref_path is not None and run.algorithm.needs_reference:
         reference = _values(run.model.ref_path)
-        if why := other_head(reference):
+        if why := wrong_head_reason(reference):
             yield Problem(f"{run.model.ref_path} is not a language model", "model.ref_path", why)
         ours, theirs = _vocabulary(policy), _vocabulary(reference)
         if ours and theirs and ours != theirs:
@@ -37,7 +37,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from _tokenizer(run)
 
 
-def other_head(values: dict[str, Any]) -> str:
+def wrong_head_reason(values: dict[str, Any]) -> str:
     """Why the weights of this config.json have no head of a language model; "" = they may."""
     classes = [str(c) for c in values.get("architectures") or []]
     if classes and all(c.endswith(OTHER_HEADS) for c in classes):
@@ -45,7 +45,7 @@ def other_head(values: dict[str, Any]) -> str:
     return ""
 
 
-def layers_left_out(values: dict[str, Any], unexpected: Iterable[str]) -> list[str]:
+def uncounted_layers(values: dict[str, Any], unexpected: Iterable[str]) -> list[str]:
     """Names among `unexpected` tensors of layers that the config.json does not count.
 
     Layers for predicting several tokens at once come after the others, and are left out by right.
@@ -56,11 +56,11 @@ def layers_left_out(values: dict[str, Any], unexpected: Iterable[str]) -> list[s
     if not isinstance(count, int):
         return []
     count += int(text.get("num_nextn_predict_layers") or 0)
-    found = ((name, LAYER.search(name)) for name in unexpected)
+    found = ((name, LAYER_NUMBER.search(name)) for name in unexpected)
     return sorted(name for name, match in found if match and int(match[1]) >= count)
 
 
-def notes(run: RunConfig) -> list[str]:
+def model_file_notes(run: RunConfig) -> list[str]:
     """What a reader of the log must know of these folders."""
     named = {"model.path": run.model.path, "model.ref_path": run.model.ref_path}
     told = []
@@ -91,7 +91,7 @@ def _tokenizer(run: RunConfig) -> Iterator[Problem]:
 def _values(path: str, revision: str | None = None) -> dict[str, Any]:
     """A model's config.json; {} for one that cannot be read, which `rules` says."""
     try:
-        return hf_cache.config(path, revision)
+        return hf_cache.read_model_config(path, revision)
     except ValueError:
         return {}
 

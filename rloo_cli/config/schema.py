@@ -200,7 +200,7 @@ class ModelConfig(Frozen):
     )
 
 
-class RowsConfig(Frozen):
+class DatasetConfig(Frozen):
     """What is read of a data set, and how its rows become prompts."""
 
     name: Text | None = key("Configuration of a hub data set")
@@ -234,7 +234,7 @@ class RowsConfig(Frozen):
     overlong: Literal["filter", "error", "truncate_left"] = key("What happens to longer prompts")
 
 
-class SetConfig(RowsConfig):
+class SetConfig(DatasetConfig):
     """One split of one data set."""
 
     path: Text = key("Hub name, jsonl/json/csv/parquet file, (save_to_disk) folder, make:NAME")
@@ -250,7 +250,7 @@ class Mixture(Frozen):
     """One field per source, each a SourceConfig: `config.model_class` adds them."""
 
 
-class DataConfig(RowsConfig):
+class DataConfig(DatasetConfig):
     path: Text | None = key(
         "Hub name, jsonl/json/csv/parquet file, (save_to_disk) folder, make:NAME; null = mixture"
     )
@@ -262,16 +262,16 @@ class DataConfig(RowsConfig):
     shuffle: bool = key("A new seeded permutation each epoch; false = the file's order")
 
     @property
-    def weights(self) -> dict[str, float]:
+    def mixture_weights(self) -> dict[str, float]:
         """Name -> weight of every source of the mixture; {} where there is none."""
         names = type(self.mixture).model_fields if self.mixture is not None else ()
         return {name: getattr(self.mixture, name).weight for name in names}
 
     @property
-    def sources(self) -> dict[str, "DataConfig"]:
+    def mixture_sources(self) -> dict[str, "DataConfig"]:
         """Name -> data of every source of the mixture, each as if it were alone."""
         plain = {"eval_split": None, "mixture": None, "shuffle": self.shuffle}
-        found = {name: getattr(self.mixture, name) for name in self.weights}
+        found = {name: getattr(self.mixture, name) for name in self.mixture_weights}
         return {n: DataConfig(**s.model_dump(exclude={"weight"}) | plain) for n, s in found.items()}
 
 

@@ -9,37 +9,39 @@ from pathlib import Path
 
 from rloo_cli.config import registry
 
-MADE = "make:"
-MODELS = {
-    "addition": "rloo_cli.data.synthetic.addition:model",
-    "tiny": "rloo_cli.data.synthetic.tiny:model",
-    "tiny_reward": "rloo_cli.data.synthetic.tiny:reward_model",
-    "tldr_base": "rloo_cli.data.synthetic.tldr:base",
-    "tldr_sft": "rloo_cli.train.supervised.tldr:model",
-    "tldr_reward": "rloo_cli.train.supervised.tldr:reward_model",
+MAKE_PREFIX = "make:"
+SYNTHETIC_MODELS = {
+    "addition": "rloo_cli.data.synthetic.addition:addition_model_folder",
+    "tiny": "rloo_cli.data.synthetic.tiny:tiny_model_folder",
+    "tiny_reward": "rloo_cli.data.synthetic.tiny:tiny_reward_model_folder",
+    "tldr_base": "rloo_cli.data.synthetic.tldr:tldr_base_folder",
+    "tldr_sft": "rloo_cli.train.supervised.tldr:tldr_sft_folder",
+    "tldr_reward": "rloo_cli.train.supervised.tldr:tldr_reward_folder",
 }
-CONTEXT = {  # positions of the model
+SYNTHETIC_CONTEXT_LENGTHS = {  # positions of the model
     "addition": 64, "tiny": 2048, "tiny_reward": 2048,
     "tldr_base": 128, "tldr_sft": 128, "tldr_reward": 128,
 }  # fmt: skip
-DATA = {
-    "addition": "rloo_cli.data.synthetic.addition:rows",
-    "tiny": "rloo_cli.data.synthetic.tiny:rows",
-    "tiny_chat": "rloo_cli.data.synthetic.tiny:chat_rows",
-    "tiny_pairs": "rloo_cli.data.synthetic.tiny:pair_rows",
-    "tldr": "rloo_cli.data.synthetic.tldr:rows",
-    "tldr_pairs": "rloo_cli.train.supervised.tldr:pair_rows",
+SYNTHETIC_DATA = {
+    "addition": "rloo_cli.data.synthetic.addition:addition_examples",
+    "tiny": "rloo_cli.data.synthetic.tiny:tiny_examples",
+    "tiny_chat": "rloo_cli.data.synthetic.tiny:tiny_chat_examples",
+    "tiny_pairs": "rloo_cli.data.synthetic.tiny:tiny_pair_examples",
+    "tldr": "rloo_cli.data.synthetic.tldr:tldr_examples",
+    "tldr_pairs": "rloo_cli.train.supervised.tldr:tldr_preference_pairs",
 }
 
 
-def folder(path: str) -> str:
+def resolve_model_path(path: str) -> str:
     """A path `make:NAME` -> the folder where that model now lies; others as they are."""
-    if path.startswith(MADE):
-        return str(registry.load_code(MODELS[path.removeprefix(MADE)])())
+    if path.startswith(MAKE_PREFIX):
+        return str(registry.load_code(SYNTHETIC_MODELS[path.removeprefix(MAKE_PREFIX)])())
     return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
-def rows(path: str, split: str) -> list[dict[str, object]]:
+def synthetic_examples(path: str, split: str) -> list[dict[str, object]]:
     """The rows of a split of `make:NAME`. Raises KeyError for a split it has not."""
-    found: list[dict[str, object]] = registry.load_code(DATA[path.removeprefix(MADE)])(split)
+    found: list[dict[str, object]] = registry.load_code(
+        SYNTHETIC_DATA[path.removeprefix(MAKE_PREFIX)]
+    )(split)
     return found

@@ -10,13 +10,13 @@ from typing import Any
 from rloo_cli.utils.errors import Problem
 
 
-def names(template: str) -> list[str]:
+def template_names(template: str) -> list[str]:
     """What a template names, each once. Raises ValueError for one that cannot be read."""
-    found = {name: None for _, name in _parts(template) if name is not None}
+    found = {name: None for _, name in _named_parts(template) if name is not None}
     return list(found)
 
 
-def fill(template: str, values: Mapping[str, Any]) -> str:
+def fill_template(template: str, values: Mapping[str, Any]) -> str:
     """The template with its values: text as it is, anything else as str() shows it.
 
     Raises ValueError for a template that cannot be read, KeyError for a name without a value.
@@ -36,18 +36,20 @@ def split_template(template: str) -> Iterator[tuple[str, str | None]]:
         yield text, name
 
 
-def _parts(template: str) -> Iterator[tuple[str, str | None]]:
+def _named_parts(template: str) -> Iterator[tuple[str, str | None]]:
     for text, name in split_template(template):
         if name is not None and not name.isidentifier():
             raise ValueError(f"{{{name}}} is not the name of a column")
         yield text, name
 
 
-def problems(key: str, template: str, needs: tuple[str, ...]) -> Iterator[Problem]:
+def template_problems(
+    key: str, template: str, required_names: tuple[str, ...]
+) -> Iterator[Problem]:
     """What is wrong with the template at `key`, which has to name all of `needs`."""
     fix = "{name} for prompt, completion or a column, {{ and }} for braces"
     try:
-        missing = [n for n in needs if n not in names(template)]
+        missing = [n for n in required_names if n not in template_names(template)]
     except ValueError as error:
         yield Problem(f"{key} cannot be read", key, str(error), fix)
         return
@@ -56,7 +58,7 @@ def problems(key: str, template: str, needs: tuple[str, ...]) -> Iterator[Proble
         yield Problem(f"{key} has no {lost}", key, "the model would not see it", fix)
 
 
-def plain(prompt: Any) -> str:
+def prompt_text(prompt: Any) -> str:
     """A prompt as text: itself, its one message's content, or `role: content` line by line."""
     if isinstance(prompt, str):
         return prompt

@@ -16,7 +16,7 @@ import rloo_cli
 from rloo_cli.config import registry, rules
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.utils.exit_guard import importing
+from rloo_cli.utils.exit_guard import guard_import
 
 PACKAGE = os.path.dirname(os.path.abspath(rloo_cli.__file__)) + os.sep
 LIBRARIES = (
@@ -28,7 +28,7 @@ LIBRARIES = (
 CALLERS = tuple(
     PACKAGE + name
     for name in (
-        "rewards/engine/runner.py", "rewards/engine/process_worker.py", "config/user_code.py",
+        "rewards/engine/reward_calls.py", "rewards/engine/process_worker.py", "config/user_code.py",
         "utils/exit_guard.py", "config/registry.py",
     )
 )  # fmt: skip
@@ -42,14 +42,14 @@ def load_user_code(spec: str, where: str, seconds: float = 120.0) -> Callable[..
     for something that is not callable.
     """
     try:
-        with importing(seconds):
+        with guard_import(seconds):
             code = registry.load_code(spec)
     except ConfigError as error:
         problem = error.problems[0]
         raise ConfigError(replace(problem, where=where, fix=_nearest(spec, problem.why))) from None
     except BaseException as error:  # a sys.exit() at import is no reason to end without a word
         file = spec.rpartition(":")[0]
-        why = f"{user_frames(error)}{said(error)}"
+        why = f"{format_user_frames(error)}{exception_text(error)}"
         raise ConfigError(
             Problem(f"{file} could not be imported", where, why, f"correct {file}")
         ) from None
@@ -71,7 +71,7 @@ def _nearest(spec: str, why: str) -> str:
     return f"did you mean {', '.join(near)}?" if near else "expected path/to/file.py:name"
 
 
-def location(code: Callable[..., Any]) -> str:
+def code_location(code: Callable[..., Any]) -> str:
     """`file:line` of a callable, or its repr where it has no Python source."""
     while isinstance(code, functools.partial):
         code = code.func
@@ -82,23 +82,23 @@ def location(code: Callable[..., Any]) -> str:
     return f"{known.co_filename}:{known.co_firstlineno}" if known else repr(code)
 
 
-def said(error: BaseException) -> str:
+def exception_text(error: BaseException) -> str:
     """Type and message of an exception, as at the end of a traceback."""
     return "".join(traceback.format_exception_only(error)).strip()
 
 
-def user_frames(error: BaseException) -> str:
+def format_user_frames(error: BaseException) -> str:
     """The frames of an exception that are the user's own."""
-    return _chosen(traceback.extract_tb(error.__traceback__))
+    return _format_chosen_frames(traceback.extract_tb(error.__traceback__))
 
 
-def running_frames(ident: int | None) -> str:
+def format_running_frames(ident: int | None) -> str:
     """The user's own frames of what a thread is doing now; "" when it has ended."""
     frame = sys._current_frames().get(ident or -1)
-    return _chosen(traceback.extract_stack(frame)) if frame is not None else ""
+    return _format_chosen_frames(traceback.extract_stack(frame)) if frame is not None else ""
 
 
-def _chosen(frames: traceback.StackSummary) -> str:
+def _format_chosen_frames(frames: traceback.StackSummary) -> str:
     """Only the user's frames; of a reward that is shipped or installed, all below our call."""
     own = [f for f in frames if not f.filename.startswith((*LIBRARIES, PACKAGE))]
     if not own:
@@ -108,24 +108,24 @@ def _chosen(frames: traceback.StackSummary) -> str:
     return "".join(traceback.format_list(own))
 
 
-def code_notes(config: RunConfig) -> list[str]:
+def user_code_notes(config: RunConfig) -> list[str]:
     """Code that is not ours, with the hash of its file: what a reader of the log must know."""
     codes = {f"reward.{n}": getattr(e, "path", "") for n, e in config.rewards.items()
              if e.type == "function"}  # fmt: skip
-    codes |= rules.user_code(config)
-    if registry.own_file("algorithms", config.algorithm.name):
+    codes |= rules.user_code_specs(config)
+    if registry.is_user_file("algorithms", config.algorithm.name):
         codes["algorithm.name"] = f"{config.algorithm.name}:Config"
     judge: Any = config.eval.judge
     if judge is not None and judge.type == "reward" and judge.reward.type == "function":
         codes["eval.judge.reward"] = judge.reward.path
     codes |= {f"train.{k}": getattr(config.train, k) for k in ("optimizer", "lr_scheduler")}
     notes = [
-        f"{key} runs {code} (sha256 {registry.fingerprint(code)})"
+        f"{key} runs {code} (sha256 {registry.code_fingerprint(code)})"
         for key, code in codes.items()
         if ":" in code
     ]
     for name, entry in config.rewards.items():
-        said = getattr(registry.module("rewards", entry.type), "notes", None)
+        said = getattr(registry.registered_module("rewards", entry.type), "notes", None)
         notes += said(entry, f"reward.{name}") if said else []
     if config.model.trust_remote_code:
         notes.append("warning: model.trust_remote_code is on: code that comes with the model runs")

@@ -15,19 +15,21 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rloo_cli.config import mistakes
-from rloo_cli.config.old_names import nearest
-from rloo_cli.config.provenance import broken, readable
+from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.provenance import broken_yaml_problem, read_user_yaml
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, Problem
 
-APPENDED = ("recipe", "debug")  # groups that conf/config.yaml does not name
-FILES: dict[str, Path] = {}  # store name of a user's own recipe file -> its path
-STORED: dict[str, tuple[Path, int, int]] = {}  # store name -> the file and its state, as stored
+APPENDED_GROUPS = ("recipe", "debug")  # groups that conf/config.yaml does not name
+USER_RECIPE_FILES: dict[str, Path] = {}  # store name of a user's own recipe file -> its path
+STORED_FILE_STATES: dict[
+    str, tuple[Path, int, int]
+] = {}  # store name -> the file and its state, as stored
 Groups = dict[str, dict[str, Path]]
-HYDRAS = "rloo sets Hydra up itself: a file of yours sets keys of rloo"
+HYDRA_REASON = "rloo sets Hydra up itself: a file of yours sets keys of rloo"
 
 
-def register(config_dirs: Sequence[Path] = ()) -> None:
+def register_config_dirs(config_dirs: Sequence[Path] = ()) -> None:
     """Let `+recipe=a/b` mean recipes/a/b.yaml, though recipes/ is not a folder of conf/.
 
     Raises ConfigError for a folder of the user's that is none, and for every file in it that is
@@ -40,8 +42,8 @@ def register(config_dirs: Sequence[Path] = ()) -> None:
             raise ConfigError(Problem(f"--config-dir {folder} is not a folder", "command line"))
         for path in sorted(folder.rglob("*.yaml")):
             try:
-                problems += _wrong(path, readable(path))
-                problems += _shadowing(path.relative_to(folder), path, shipped)
+                problems += _forbidden_content(path, read_user_yaml(path))
+                problems += _shadowing_problems(path.relative_to(folder), path, shipped)
             except ConfigError as error:
                 problems += error.problems
     if problems:
@@ -50,7 +52,7 @@ def register(config_dirs: Sequence[Path] = ()) -> None:
         _store(name, path)
 
 
-def register_file(path: Path, where: str, groups: Groups) -> str:
+def register_recipe_file(path: Path, where: str, groups: Groups) -> str:
     """Make a user's own recipe file a choice of the group `recipe`; returns its name there.
 
     Raises ConfigError when it is not there, not YAML, or chooses what no group has.
@@ -59,29 +61,29 @@ def register_file(path: Path, where: str, groups: Groups) -> str:
         known = ", ".join(paths.recipe_files())
         why, fix = f"looked at {path.absolute()}", f"+recipe=NAME, with NAME one of: {known}"
         raise ConfigError(Problem(f"recipe file {path} does not exist", where, why, fix))
-    root = readable(path)
-    problems = [*_wrong(path, root), *_chosen(path, root, groups)]
+    root = read_user_yaml(path)
+    problems = [*_forbidden_content(path, root), *_chosen(path, root, groups)]
     if problems:
         raise ConfigError(*problems)
     name = re.sub(r"\W", "_", str(path.resolve().with_suffix("")))
     _store(name, path)
-    FILES[name] = path
+    USER_RECIPE_FILES[name] = path
     return name
 
 
-def unknown_choice(
-    group: str, choice: str, known: Iterable[str], where: str, value: str = ""
+def unknown_choice_problem(
+    group: str, choice: str, choices: Iterable[str], where: str, value: str = ""
 ) -> Problem:
     """What to say of `group=choice`, or of `group=value` with it, where the group has it not."""
-    close = nearest(choice, known)
-    near = f"{'+' if group in APPENDED else ''}{group}={close[0]}" if close else ""
+    close = nearest_names(choice, choices)
+    near = f"{'+' if group in APPENDED_GROUPS else ''}{group}={close[0]}" if close else ""
     if not near and group in ("model", "data"):
         near = f"{group}.path={choice}, for a name on the hub or a folder"
     return Problem(
         f"{group}={choice}: there is no {group} {choice!r}",
         where,
-        f"{group} is one of: {', '.join(sorted(known))}",
-        mistakes.fix_of_choice(group, choice, value or choice) or near,
+        f"{group} is one of: {', '.join(sorted(choices))}",
+        mistakes.suggest_for_choice(group, choice, value or choice) or near,
         more="rloo recipes" if group == "recipe" else "rloo config",
     )
 
@@ -89,13 +91,13 @@ def unknown_choice(
 def _store(name: str, path: Path) -> None:
     found = path.stat() if path.is_file() else None
     state = (path.absolute(), found.st_mtime_ns, found.st_size) if found else None
-    if state is not None and STORED.get(name) == state:
+    if state is not None and STORED_FILE_STATES.get(name) == state:
         return  # parsing all recipes takes longer than composing a config from them
-    readable(path)
+    read_user_yaml(path)
     try:
         node = OmegaConf.load(path)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(broken(path, error)) from None
+        raise ConfigError(broken_yaml_problem(path, error)) from None
     if not isinstance(node, DictConfig):
         raise ConfigError(_no_mapping(path))
     group = "/".join(["recipe", *name.split("/")[:-1]])
@@ -103,17 +105,17 @@ def _store(name: str, path: Path) -> None:
         group=group, name=name.split("/")[-1], node=node, package="_global_", provider=str(path)
     )
     if state is not None:
-        STORED[name] = state
+        STORED_FILE_STATES[name] = state
 
 
 def _no_mapping(path: Path) -> Problem:
     return Problem(f"{path.name} is not a mapping of keys", str(path), "expected `key: value`")
 
 
-def _shadowing(inside: Path, path: Path, shipped: Groups) -> Iterator[Problem]:
+def _shadowing_problems(inside: Path, path: Path, shipped: Groups) -> Iterator[Problem]:
     group, _, choice = str(inside.with_suffix("")).partition("/")
     if "hydra" in inside.parts:
-        yield Problem(f"{path} reaches into Hydra", str(path), HYDRAS)
+        yield Problem(f"{path} reaches into Hydra", str(path), HYDRA_REASON)
     group = "recipe" if group == "recipes" else group
     if choice in shipped.get(group, {}):
         why = f"rloo ships a {group} of that name, and could not tell the two apart"
@@ -121,13 +123,13 @@ def _shadowing(inside: Path, path: Path, shipped: Groups) -> Iterator[Problem]:
         yield Problem(f"{path}: {choice!r} is taken", str(path), why, fix)
 
 
-def _wrong(path: Path, root: yaml.Node | None) -> Iterator[Problem]:
+def _forbidden_content(path: Path, root: yaml.Node | None) -> Iterator[Problem]:
     """What no file of the user's may hold."""
     for line, text in enumerate(path.read_text().splitlines(), 1):
         if text.strip() and not text.lstrip().startswith("#"):
             break
         if "@package" in text and "hydra" in (text + path.stem).lower():
-            yield Problem(f"{path.name} reaches into Hydra", f"{path}:{line}", HYDRAS)
+            yield Problem(f"{path.name} reaches into Hydra", f"{path}:{line}", HYDRA_REASON)
     if root is None:
         return  # an empty file changes nothing
     if not isinstance(root, yaml.MappingNode):
@@ -152,13 +154,13 @@ def _wrong_sweep(name: str, node: yaml.Node, where: str) -> Iterator[Problem]:
         node = held[0][1] if [key.value for key, _ in held] == [inner] else yaml.ScalarNode("", "")
     if name != "hydra" or not isinstance(node, yaml.MappingNode):
         fix = "leave it out, but for hydra: {sweeper: {params: ...}}; root=FOLDER"
-        yield Problem("hydra is not a key of rloo", where, HYDRAS, fix)
+        yield Problem("hydra is not a key of rloo", where, HYDRA_REASON, fix)
         return
     groups = paths.group_choices([])
     for key, value in node.value:
         bare = str(key.value).removeprefix("++")
         if not re.fullmatch(r"[\w.]+", bare) or re.match(r"hydra\b|_target_", bare):
-            yield Problem(f"{key.value!r} is no key to sweep over", where, HYDRAS)
+            yield Problem(f"{key.value!r} is no key to sweep over", where, HYDRA_REASON)
         elif not isinstance(value, yaml.ScalarNode):
             yield Problem(f"{bare} is swept over a text", where, fix=f'{key.value}: "a,b"')
         elif bare == key.value and bare not in groups:
@@ -175,7 +177,7 @@ def _wrong_defaults(node: yaml.Node, where: str) -> Iterator[Problem]:
     for entry, text in zip(entries or [], texts, strict=True):
         if text and re.search(r"(^|[\s/@.])hydra([/.@:\s]|$)", text):
             where = f"{where.rpartition(':')[0]}:{entry.start_mark.line + 1}"
-            yield Problem(f"defaults: {text!r} reaches into Hydra", where, HYDRAS)
+            yield Problem(f"defaults: {text!r} reaches into Hydra", where, HYDRA_REASON)
 
 
 def _text(entry: yaml.Node) -> str | None:
@@ -202,9 +204,9 @@ def _choice(name: yaml.Node, choice: yaml.Node, path: Path, groups: Groups) -> I
     group = name.value.rpartition("/")[2].partition("@")[0]
     known, where = groups.get(group), f"{path}:{name.start_mark.line + 1}"
     if known is None and "/" in name.value:
-        close = [f"override /{g}: {choice.value}" for g in nearest(group, groups)]
+        close = [f"override /{g}: {choice.value}" for g in nearest_names(group, groups)]
         known_groups = f"groups: {', '.join(groups)}"
         yield Problem(f"there is no group {group!r}", where, known_groups, *close[:1])
     for one in choice.value if isinstance(choice, yaml.SequenceNode) else [choice]:
         if known is not None and one.value not in ("", "null", "~", *known):
-            yield unknown_choice(group, str(one.value), known, where)
+            yield unknown_choice_problem(group, str(one.value), known, where)

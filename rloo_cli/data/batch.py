@@ -37,8 +37,8 @@ class Rollout:
 class Group:
     """K completions of one draw of a prompt, and everything computed per token for them."""
 
-    draw: int  # place in the step's global order
-    row: dict[str, Any]  # the data set's other columns
+    prompt_offset: int  # place in the step's global order
+    example: dict[str, Any]  # the data set's other columns
     prompt: Prompt
     prompt_ids: list[int]
     rollouts: list[Rollout] = field(default_factory=list)
@@ -72,29 +72,29 @@ class Batch:
     advantage: Tensor | None = None  # (P, K) float64
     usable: Tensor | None = None  # (P, K) bool, rows that have an advantage
     greedy: Tensor | None = None  # (P,) float64, shaped score of each prompt's greedy completion
-    weights: Tensor | None = None  # (F,) float64, of the rewards
+    reward_weights: Tensor | None = None  # (F,) float64, of the rewards
     # (P, K) float64, the weighted sum of what the rewards said, where `score` is another number
     # (multi_reward=normalize_then_sum): what metrics show.
     plain: Tensor | None = None
     norm_skipped: bool = False
     updated: list[int] = field(default_factory=list)  # the groups of updates that were made
 
-    def table(self, value: str) -> Tensor:
+    def rollout_values(self, attribute: str) -> Tensor:
         """An attribute of every rollout, as a tensor. -> (P, K)"""
-        return torch.tensor([[getattr(r, value) for r in g.rollouts] for g in self.groups])
+        return torch.tensor([[getattr(r, attribute) for r in g.rollouts] for g in self.groups])
 
-    def keep_kl(self, index: list[int], kl: Tensor) -> None:
+    def add_kl(self, index: list[int], kl: Tensor) -> None:
         """Add KLs of the groups `index`, (len(index), K): 0 where a completion is not in it."""
         self.kl = torch.zeros_like(self.shaped) if self.kl is None else self.kl
         self.kl[index] += kl
 
-    def settle(self, index: list[int], found: Any) -> None:
+    def set_advantages(self, index: list[int], advantages: Any) -> None:
         """Keep the reward and advantage of the groups `index` (an algorithm's Advantages)."""
         if self.advantage is None:
             self.reward = torch.zeros_like(self.shaped)
             self.advantage = torch.zeros_like(self.shaped)
             self.usable = torch.zeros_like(self.scorable)
         assert self.reward is not None and self.usable is not None
-        self.reward[index], self.advantage[index] = found.reward, found.advantage
-        self.usable[index] = found.usable
-        self.norm_skipped = self.norm_skipped or found.norm_skipped
+        self.reward[index], self.advantage[index] = advantages.reward, advantages.advantage
+        self.usable[index] = advantages.usable
+        self.norm_skipped = self.norm_skipped or advantages.norm_skipped

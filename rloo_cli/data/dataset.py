@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloo_cli.config import hf_cache, synthetic
-from rloo_cli.config.old_names import nearest
+from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.schema import DataConfig
 from rloo_cli.data import filters, mapping
 from rloo_cli.utils.errors import DataError, MachineError, Problem
@@ -25,58 +25,58 @@ READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parque
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedSplit:
     """The rows of a split that a run uses."""
 
-    rows: "Dataset"
-    left_out: int  # by data.filter
+    dataset: "Dataset"
+    filtered_out: int  # by data.filter
 
     @property
     def column_names(self) -> list[str]:
         """Of the rows."""
-        return list(self.rows.column_names)
+        return list(self.dataset.column_names)
 
 
-def load(config: DataConfig, split: str) -> "Dataset":
+def load_split(config: DataConfig, split: str) -> "Dataset":
     """`opened`'s rows."""
-    return opened(config, split).rows
+    return open_split(config, split).dataset
 
 
-def opened(config: DataConfig, split: str) -> Opened:
+def open_split(config: DataConfig, split: str) -> OpenedSplit:
     """Open one split, rename its columns, check that the prompts are there, choose its rows.
 
     Raises DataError (no such split or column, no rows) and MachineError (not to be found here).
     """
     if config.streaming:
-        with _said_well(config, split):
-            rows = _renamed_rows(_open(config, split), config.columns)
+        with _dataset_errors(config, split):
+            rows = _rename_example_columns(_open(config, split), config.columns)
             assert config.max_samples is not None  # data_rules
             if config.map is not None:
-                rows = mapping.map_rows(rows, config.map)
-            found = Opened(*filters.streamed(rows, config.filter, config.max_samples))
-        _check_prompts(found.rows, config, split)
+                rows = mapping.map_examples(rows, config.map)
+            found = OpenedSplit(*filters.filter_stream(rows, config.filter, config.max_samples))
+        _check_prompts(found.dataset, config, split)
         return found
-    with _said_well(config, split):
+    with _dataset_errors(config, split):
         data = _open(config, split)
         if len(data) and Path(config.path or "").suffix in (".json", ".jsonl"):
             # Arrow takes any bytes for text: it would fail where a value is first looked at.
             data.data.table.validate(full=True)
-    data = _renamed(data, config.columns)
+    data = _rename_columns(data, config.columns)
     if config.map is not None and len(data):
         if config.filter is None and config.max_samples is not None:
             data = data.select(range(min(config.max_samples, len(data))))
-        data = mapping.map_data(data, config.map)
+        data = mapping.map_dataset(data, config.map)
     _check_prompts(data, config, split)
-    return Opened(*filters.chosen(data, config.filter, config.max_samples))
+    return OpenedSplit(*filters.filter_dataset(data, config.filter, config.max_samples))
 
 
 def _check_prompts(data: "Dataset", config: DataConfig, split: str) -> None:
     column = config.prompt_column
     if not len(data) and not data.column_names:
-        raise _no_rows(config, split)
+        raise _empty_data_error(config, split)
     if column not in data.column_names:
-        strings = [c for c in data.column_names if c in likely_columns(data)]
-        close = nearest(column, data.column_names) or strings or data.column_names
+        strings = [c for c in data.column_names if c in prompt_like_columns(data)]
+        close = nearest_names(column, data.column_names) or strings or data.column_names
         raise DataError(
             Problem(
                 f"the data has no column {column!r}",
@@ -86,7 +86,7 @@ def _check_prompts(data: "Dataset", config: DataConfig, split: str) -> None:
             )
         )
     if not len(data):
-        raise _no_rows(config, split)
+        raise _empty_data_error(config, split)
     _refuse_images(data, config, split)
 
 
@@ -104,37 +104,39 @@ def _refuse_images(data: "Dataset", config: DataConfig, split: str) -> None:
             )
 
 
-def _no_rows(config: DataConfig, split: str) -> DataError:
+def _empty_data_error(config: DataConfig, split: str) -> DataError:
     what = f"the data is empty: {config.path} [{split}] has 0 rows"
     return DataError(Problem(what, "data.path"))
 
 
-def _renamed(data: "Dataset", new: dict[str, str]) -> "Dataset":
-    _check_names(data.column_names, new)
-    return data.rename_columns(new) if new else data
+def _rename_columns(data: "Dataset", new_names: dict[str, str]) -> "Dataset":
+    _check_names(data.column_names, new_names)
+    return data.rename_columns(new_names) if new_names else data
 
 
-def _renamed_rows(rows: Iterable[dict[str, Any]], new: dict[str, str]) -> Iterator[dict[str, Any]]:
-    for n, row in enumerate(rows):
+def _rename_example_columns(
+    examples: Iterable[dict[str, Any]], new_names: dict[str, str]
+) -> Iterator[dict[str, Any]]:
+    for n, row in enumerate(examples):
         if not n:
-            _check_names(list(row), new)
-        yield {new.get(name, name): value for name, value in row.items()}
+            _check_names(list(row), new_names)
+        yield {new_names.get(name, name): value for name, value in row.items()}
 
 
-def _check_names(found: list[str], new: dict[str, str]) -> None:
-    columns = f"columns: {', '.join(found)}"
-    unknown = [old for old in new if old not in found]
+def _check_names(column_names: list[str], new_names: dict[str, str]) -> None:
+    columns = f"columns: {', '.join(column_names)}"
+    unknown = [old for old in new_names if old not in column_names]
     if unknown:
         what = f"data.columns renames {unknown[0]!r}, which is no column"
         raise DataError(Problem(what, "data.columns", columns))
-    names = [new.get(name, name) for name in found]
+    names = [new_names.get(name, name) for name in column_names]
     double = [name for name in names if names.count(name) > 1]
     if double:
         what = f"data.columns makes two columns named {double[0]!r}"
         raise DataError(Problem(what, "data.columns", columns))
 
 
-def likely_columns(data: "Dataset") -> list[str]:
+def prompt_like_columns(data: "Dataset") -> list[str]:
     """Names of the columns that could be prompts: strings, or lists of messages."""
     first = {column: data[column][0] for column in data.column_names} if len(data) else {}
     return [c for c, v in first.items() if isinstance(v, str) or is_messages(v)]
@@ -146,15 +148,15 @@ def _open(config: DataConfig, split: str) -> Any:
 
     datasets.disable_progress_bars()
     assert config.path is not None  # data_rules
-    if config.path.startswith(synthetic.MADE):
-        return _of_made(config.path, split)
+    if config.path.startswith(synthetic.MAKE_PREFIX):
+        return _open_synthetic(config.path, split)
     path = Path(config.path).expanduser()
     streaming: dict[str, Any] = {"streaming": True} if config.streaming else {}
     if path.is_dir() and any((path / f"{n}.json").is_file() for n in ("state", "dataset_dict")):
         if streaming:
             why = "of a data set saved to disk only what is used is read anyway"
             raise DataError(Problem("data.streaming is set", "data.streaming", why))
-        return _of_disk(datasets.load_from_disk(str(path)), split)
+        return _open_saved(datasets.load_from_disk(str(path)), split)
     if path.is_file():
         kind = READERS.get(path.suffix)
         if kind is None:
@@ -168,7 +170,7 @@ def _open(config: DataConfig, split: str) -> Any:
 
 
 @contextmanager
-def _said_well(config: DataConfig, split: str) -> Iterator[None]:
+def _dataset_errors(config: DataConfig, split: str) -> Iterator[None]:
     """What datasets raises inside, as DataError or MachineError."""
     from datasets import exceptions
 
@@ -179,7 +181,7 @@ def _said_well(config: DataConfig, split: str) -> Iterator[None]:
         # An empty jsonl file ends in StopIteration, an empty saved data set in IndexError.
         nothing = isinstance(error, StopIteration | IndexError)
         if nothing or "corresponds to no data" in str(error):
-            raise _no_rows(config, split) from None
+            raise _empty_data_error(config, split) from None
         if any(word in str(error).lower() for word in ("split", "instruction")):
             raise DataError(
                 Problem(f"no split {split!r} in {config.path}", "data.split", str(error))
@@ -218,27 +220,29 @@ def _refuse_broken(name: str) -> None:
                 return
 
 
-def _of_made(path: str, split: str) -> "Dataset":
+def _open_synthetic(path: str, split: str) -> "Dataset":
     import datasets
 
     try:
-        made_rows = datasets.Dataset.from_list(synthetic.rows(path, name := _whole(split)))
-        return _cut({name: made_rows}, split)
+        made_rows = datasets.Dataset.from_list(
+            synthetic.synthetic_examples(path, name := _split_name(split))
+        )
+        return _select_examples({name: made_rows}, split)
     except (KeyError, ValueError):
         why = "rloo makes the splits train and test"
         raise DataError(Problem(f"no split {split!r} in {path}", "data.split", why)) from None
 
 
-def _of_disk(found: Any, split: str) -> "Dataset":
+def _open_saved(saved: Any, split: str) -> "Dataset":
     # A single Dataset: its one split has whatever name one likes.
-    return _cut(found if hasattr(found, "keys") else {_whole(split): found}, split)
+    return _select_examples(saved if hasattr(saved, "keys") else {_split_name(split): saved}, split)
 
 
-def _whole(split: str) -> str:
+def _split_name(split: str) -> str:
     return split.partition("[")[0]
 
 
-def _cut(splits: "Mapping[str, Dataset]", split: str) -> "Dataset":
+def _select_examples(splits: "Mapping[str, Dataset]", split: str) -> "Dataset":
     """The rows that a split such as `train[:80%]` asks for. Raises ValueError."""
     from datasets import ReadInstruction, concatenate_datasets
 
@@ -254,7 +258,7 @@ def _unreachable(name: str, path: Path, error: Exception) -> DataError | Machine
         # datasets says only that it failed; the cause says at what
         why = _short(error.__cause__ or error)
         return DataError(Problem(f"{name} cannot be read", "data.path", why))
-    cache = f"{hf_cache.cache()} and {config.HF_DATASETS_CACHE}"
+    cache = f"{hf_cache.hub_cache_folder()} and {config.HF_DATASETS_CACHE}"
     why = f"not a file or folder here, not in the cache {cache}, and the hub: {_short(error)}"
     fix = f"on a machine with network: {hf_cache.fetch_command()}; or name a local file"
     return MachineError(Problem(f"data set {name!r} is not to be had", "data.path", why, fix))
@@ -264,7 +268,7 @@ def _short(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1][:300]
 
 
-def written_messages(text: str) -> bool:
+def is_serialized_conversation(text: str) -> bool:
     """Whether a string is a whole conversation, written as JSON or as Python shows it."""
     if not text.lstrip().startswith("[{"):
         return False

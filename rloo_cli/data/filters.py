@@ -7,36 +7,42 @@ first n rows that pass. How many it left out is said. Needs no torch.
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from rloo_cli.config.old_names import nearest
+from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.registry import load_code
-from rloo_cli.config.user_code import said, user_frames
+from rloo_cli.config.user_code import exception_text, format_user_frames
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 Filter = dict[str, Any] | str
-Row = dict[str, Any]
+ExampleDict = dict[str, Any]
 
 
-def chosen(data: "Dataset", wanted: Filter | None, most: int | None) -> tuple["Dataset", int]:
+def filter_dataset(
+    data: "Dataset", row_filter: Filter | None, max_samples: int | None
+) -> tuple["Dataset", int]:
     """The first `most` rows that pass, and how many in all did not.
 
     Raises DataError (no such column, no row is left, the function failed), ConfigError (no such
     function).
     """
     left_out = 0
-    if wanted is not None and len(data):
-        passes = _test(wanted, data.column_names)
+    if row_filter is not None and len(data):
+        passes = _filter_predicate(row_filter, data.column_names)
         kept = [n for n, row in enumerate(data) if passes(n, row)]
         left_out = len(data) - len(kept)
         if not kept:
-            raise _none_left(wanted, len(data))
+            raise _nothing_passes_error(row_filter, len(data))
         data = data.select(kept)
-    return (data if most is None else data.select(range(min(most, len(data))))), left_out
+    return (
+        data if max_samples is None else data.select(range(min(max_samples, len(data))))
+    ), left_out
 
 
-def streamed(rows: Iterable[Row], wanted: Filter | None, most: int) -> tuple["Dataset", int]:
+def filter_stream(
+    examples: Iterable[ExampleDict], row_filter: Filter | None, max_samples: int
+) -> tuple["Dataset", int]:
     """The first `most` rows that pass, of rows that are read one after the other and no further.
 
     Raises as `chosen`.
@@ -44,28 +50,28 @@ def streamed(rows: Iterable[Row], wanted: Filter | None, most: int) -> tuple["Da
     from datasets import Dataset
 
     kept, left_out = [], 0
-    passes: Callable[[int, Row], bool] | None = None
-    for n, row in enumerate(rows):
-        if wanted is not None:
-            passes = passes or _test(wanted, list(row))
+    passes: Callable[[int, ExampleDict], bool] | None = None
+    for n, row in enumerate(examples):
+        if row_filter is not None:
+            passes = passes or _filter_predicate(row_filter, list(row))
             if not passes(n, row):
                 left_out += 1
                 continue
         kept.append(row)
-        if len(kept) == most:
+        if len(kept) == max_samples:
             break
     if left_out and not kept:
-        assert wanted is not None
-        raise _none_left(wanted, left_out)
+        assert row_filter is not None
+        raise _nothing_passes_error(row_filter, left_out)
     return Dataset.from_list(kept), left_out
 
 
-def _test(wanted: Filter, columns: list[str]) -> Callable[[int, Row], bool]:
-    if isinstance(wanted, str):
-        return _function(wanted)
-    unknown = [c for c in wanted if c not in columns]
+def _filter_predicate(row_filter: Filter, columns: list[str]) -> Callable[[int, ExampleDict], bool]:
+    if isinstance(row_filter, str):
+        return _load_predicate(row_filter)
+    unknown = [c for c in row_filter if c not in columns]
     if unknown:
-        close = nearest(unknown[0], columns)
+        close = nearest_names(unknown[0], columns)
         raise DataError(
             Problem(
                 f"data.filter names {unknown[0]!r}, which is no column",
@@ -74,13 +80,13 @@ def _test(wanted: Filter, columns: list[str]) -> Callable[[int, Row], bool]:
                 f"data.filter={{{close[0]}: ...}}" if close else "",
             )
         )
-    return lambda _, row: matches(row, wanted)
+    return lambda _, row: matches_columns(row, row_filter)
 
 
-def matches(row: Row, wanted: dict[str, Any]) -> bool:
+def matches_columns(example: ExampleDict, column_values: dict[str, Any]) -> bool:
     """Whether every column that `wanted` names has its value in the row, or one of its list."""
-    lists = {c: v if isinstance(v, list) else [v] for c, v in wanted.items()}
-    return all(_among(row.get(c), values) for c, values in lists.items())
+    lists = {c: v if isinstance(v, list) else [v] for c, v in column_values.items()}
+    return all(_among(example.get(c), values) for c, values in lists.items())
 
 
 def _among(value: Any, values: list[Any]) -> bool:
@@ -88,7 +94,7 @@ def _among(value: Any, values: list[Any]) -> bool:
     return any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in values)
 
 
-def _function(spec: str) -> Callable[[int, Row], bool]:
+def _load_predicate(spec: str) -> Callable[[int, ExampleDict], bool]:
     where = "data.filter"
     try:
         code = load_code(spec)
@@ -100,11 +106,14 @@ def _function(spec: str) -> Callable[[int, Row], bool]:
     if not callable(code):
         raise ConfigError(Problem(f"{spec} is not a function", where))
 
-    def passes(number: int, row: Row) -> bool:
+    def passes(number: int, row: ExampleDict) -> bool:
         try:
             passed = code(row)
         except Exception as error:
-            what, why = f"data.filter failed at row {number}", f"{user_frames(error)}{said(error)}"
+            what, why = (
+                f"data.filter failed at row {number}",
+                f"{format_user_frames(error)}{exception_text(error)}",
+            )
             raise DataError(Problem(what, f"data.filter={spec}", why)) from None
         if passed is not True and passed is not False:
             what = f"data.filter said {passed!r:.80} of row {number}"
@@ -114,6 +123,6 @@ def _function(spec: str) -> Callable[[int, Row], bool]:
     return passes
 
 
-def _none_left(wanted: Filter, rows: int) -> DataError:
-    what = f"data.filter leaves none of {rows} rows"
-    return DataError(Problem(what, "data.filter", f"the filter: {wanted}", "data.filter=null"))
+def _nothing_passes_error(row_filter: Filter, num_examples: int) -> DataError:
+    what = f"data.filter leaves none of {num_examples} rows"
+    return DataError(Problem(what, "data.filter", f"the filter: {row_filter}", "data.filter=null"))

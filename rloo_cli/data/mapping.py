@@ -7,27 +7,26 @@ what it returns. Needs no torch.
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from rloo_cli.config.user_code import load_user_code, said, user_frames
+from rloo_cli.config.user_code import exception_text, format_user_frames, load_user_code
+from rloo_cli.data.filters import ExampleDict
 from rloo_cli.utils.errors import DataError, Problem
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-Row = dict[str, Any]
 
-
-def map_rows(rows: Iterable[Row], spec: str) -> Iterator[Row]:
+def map_examples(examples: Iterable[ExampleDict], spec: str) -> Iterator[ExampleDict]:
     """What the function says of each row. Raises ConfigError (no such function), DataError."""
     change = load_user_code(spec, "data.map")
-    for number, row in enumerate(rows):
-        yield _changed(change, row, number, spec)
+    for number, row in enumerate(examples):
+        yield _map_example(change, row, number, spec)
 
 
-def map_data(data: "Dataset", spec: str) -> "Dataset":
+def map_dataset(data: "Dataset", spec: str) -> "Dataset":
     """All rows of a split, changed. Raises as `map_rows`; DataError for rows that do not agree."""
     from datasets import Dataset
 
-    rows = list(map_rows(data, spec))
+    rows = list(map_examples(data, spec))
     try:
         return Dataset.from_list(rows)
     except (ValueError, TypeError, OverflowError) as error:  # Arrow's own are ValueErrors
@@ -37,15 +36,17 @@ def map_data(data: "Dataset", spec: str) -> "Dataset":
         raise DataError(Problem(what, f"data.map={spec}", why, fix)) from None
 
 
-def _changed(change: Callable[..., Any], row: Row, number: int, spec: str) -> Row:
+def _map_example(
+    change: Callable[..., Any], example: ExampleDict, number: int, spec: str
+) -> ExampleDict:
     where = f"data.map={spec}, row {number}"
     try:
-        returned = change(dict(row))
+        returned = change(dict(example))
     except (Exception, SystemExit) as error:
-        what = f"data.map failed at row {number}: {said(error).splitlines()[-1]}"
-        why = f"{user_frames(error)}{said(error)}"
+        what = f"data.map failed at row {number}: {exception_text(error).splitlines()[-1]}"
+        why = f"{format_user_frames(error)}{exception_text(error)}"
         raise DataError(
-            Problem(what, where, why, f"columns of the row: {', '.join(row)}")
+            Problem(what, where, why, f"columns of the row: {', '.join(example)}")
         ) from None
     if not isinstance(returned, dict) or not all(isinstance(name, str) for name in returned):
         what = (

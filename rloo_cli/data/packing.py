@@ -16,54 +16,65 @@ from torch import Tensor
 
 from rloo_cli.data.batch import Group, Rollout
 
-COLUMNS = ("old_logp", "kl_logp", "ref_logp", "value", "advantage", "returns")  # of a group, (N,)
+TOKEN_COLUMNS = (
+    "old_logp",
+    "kl_logp",
+    "ref_logp",
+    "value",
+    "advantage",
+    "returns",
+)  # of a group, (N,)
 LAYOUTS = ("shared", "packed", "padded")
 
-Part = tuple[int, tuple[int, ...]]  # a group's place in the step, and which of its completions
+GroupSlice = tuple[
+    int, tuple[int, ...]
+]  # a group's place in the step, and which of its completions
 Sequences = list[tuple[list[int], Rollout]]  # the prompt's ids, and the completion
 
 
 @dataclass
-class Shared:
+class SharedLayout:
     """Where everything stands in a `shared` row of n groups and S completions.
 
     Built once per micro-batch, on the device, never changed: backward passes read it again. Bounds
     are cumulative and begin with 0, as the variable-length attention kernels take them.
     """
 
-    cu_all: Tensor  # (n + S + 1,) int32, every prompt and completion
-    cu_prompt: Tensor  # (n + 1,) int32
-    cu_group: Tensor  # (n + 1,) int32, a group's completions, counted from the first completion
-    segments: list[int]  # lengths: n prompts, S completions
-    groups: list[int]  # lengths of the groups' completions together
-    prompt_rows: int
-    longest: int  # positions: the longest prompt with its completion
-    calls: list[int] = field(default_factory=lambda: [0])  # of the attention function
+    cu_seqlens: Tensor  # (n + S + 1,) int32, every prompt and completion
+    cu_seqlens_prompt: Tensor  # (n + 1,) int32
+    cu_seqlens_group: (
+        Tensor  # (n + 1,) int32, a group's completions, counted from the first completion
+    )
+    segment_lengths: list[int]  # lengths: n prompts, S completions
+    group_lengths: list[int]  # lengths of the groups' completions together
+    prompt_tokens: int
+    max_seqlen: int  # positions: the longest prompt with its completion
+    attention_calls: list[int] = field(default_factory=lambda: [0])  # of the attention function
 
     @property
-    def prompts(self) -> list[int]:
+    def prompt_lengths(self) -> list[int]:
         """Lengths of the prompts."""
-        return self.segments[: len(self.groups)]
+        return self.segment_lengths[: len(self.group_lengths)]
 
 
 @dataclass
-class Micro:
+class MicroBatch:
     """Completions of some groups laid out for one forward pass. S completions, N tokens of them.
 
     Completions that need no forward are not here (`minibatches.forwarded`).
     """
 
-    parts: list[Part]
-    rows: Tensor  # (S,) place of each completion among its groups' K rows each
+    group_slices: list[GroupSlice]
+    completion_index: Tensor  # (S,) place of each completion among its groups' K rows each
     input_ids: Tensor  # (1, R), or (S, L) padded
     position_ids: Tensor  # the same
     attention_mask: Tensor | None  # (S, L), from lengths, never from the pad id; padded only
-    source: Tensor  # (N,) place in the flattened rows that predicts each completion token
+    logit_index: Tensor  # (N,) place in the flattened rows that predicts each completion token
     target: Tensor  # (N,) the token
-    sequence: Tensor  # (N,) which of the S completions it belongs to
+    sequence_ids: Tensor  # (N,) which of the S completions it belongs to
     mask: Tensor  # (N,) float, 1 = sampled by the policy and trained on
-    sizes: list[tuple[int, list[int]]]  # tokens of each prompt, and of its completions
-    shared: Shared | None = None  # of layout shared
+    group_lengths: list[tuple[int, list[int]]]  # tokens of each prompt, and of its completions
+    shared_layout: SharedLayout | None = None  # of layout shared
     behaviour_logp: Tensor | None = None  # (N,), NaN where the sampler did not say
     old_logp: Tensor | None = None  # (N,)
     kl_logp: Tensor | None = None  # (N,) old_logp at the KL's temperature; None = the same
@@ -73,100 +84,107 @@ class Micro:
     returns: Tensor | None = None  # (N,) what the value model is fitted to
 
     @property
-    def index(self) -> list[int]:
+    def group_indices(self) -> list[int]:
         """The groups."""
-        return [i for i, _ in self.parts]
+        return [i for i, _ in self.group_slices]
 
     @property
-    def padding(self) -> int:
+    def padding_tokens(self) -> int:
         """Places that hold no token."""
         if self.attention_mask is None:
             return 0
-        return self.input_ids.numel() - sum(p * len(own) + sum(own) for p, own in self.sizes)
+        return self.input_ids.numel() - sum(
+            p * len(own) + sum(own) for p, own in self.group_lengths
+        )
 
     @property
-    def kl_old(self) -> Tensor:
+    def kl_old_logp(self) -> Tensor:
         """What the KL is measured from. (N,)"""
         old = self.old_logp if self.kl_logp is None else self.kl_logp
         assert old is not None, "old_logp is not known yet"
         return old
 
     @property
-    def sequences(self) -> int:
+    def num_sequences(self) -> int:
         """S"""
-        return self.rows.shape[0]
+        return self.completion_index.shape[0]
 
 
-def whole(groups: Sequence[Group], index: Sequence[int]) -> list[Part]:
+def whole_group_slices(groups: Sequence[Group], group_indices: Sequence[int]) -> list[GroupSlice]:
     """These groups with every completion they have."""
-    return [(i, tuple(range(len(groups[i].rollouts)))) for i in index]
+    return [(i, tuple(range(len(groups[i].rollouts)))) for i in group_indices]
 
 
-def pack(
+def pack_micro_batch(
     groups: Sequence[Group],
-    parts: Sequence[Part],
+    group_slices: Sequence[GroupSlice],
     masked: Tensor | None = None,
     device: torch.device | str = "cpu",
     layout: str = "padded",
-) -> Micro:
+) -> MicroBatch:
     """Lay some completions of `groups` out for a forward pass.
 
     `masked` (P, K) bool: rows whose mask is 0, where they are forwarded all the same.
     """
-    pairs = [(groups[i].prompt_ids, groups[i].rollouts[k]) for i, ks in parts for k in ks]
+    pairs = [(groups[i].prompt_ids, groups[i].rollouts[k]) for i, ks in group_slices for k in ks]
     counts = torch.tensor([len(r.completion_ids) for _, r in pairs])
     sequence = torch.repeat_interleave(torch.arange(len(pairs)), counts)
     mask = torch.tensor(
         [m for _, r in pairs for m in (r.mask or [1] * len(r.completion_ids))], dtype=torch.float32
     )
     if masked is not None:
-        out = torch.stack([masked[i, k] for i, ks in parts for k in ks])
+        out = torch.stack([masked[i, k] for i, ks in group_slices for k in ks])
         mask = mask * (~out)[sequence].to(mask.dtype)
+    shared = None
     if layout == "shared":
-        ids, positions, attention, source, shared = _shared(groups, parts, pairs)
+        ids, positions, attention, source, shared = _shared_layout(groups, group_slices, pairs)
     else:
-        ids, positions, attention, source = (_packed if layout == "packed" else _padded)(pairs)
-        shared = None
-    size = len(groups[parts[0][0]].rollouts) if parts else 0
-    micro = Micro(
-        parts=list(parts),
-        rows=torch.tensor([n * size + k for n, (_, ks) in enumerate(parts) for k in ks]),
+        lay_out = _packed_layout if layout == "packed" else _padded_layout
+        ids, positions, attention, source = lay_out(pairs)
+    size = len(groups[group_slices[0][0]].rollouts) if group_slices else 0
+    completions = [n * size + k for n, (_, ks) in enumerate(group_slices) for k in ks]
+    micro = MicroBatch(
+        group_slices=list(group_slices),
+        completion_index=torch.tensor(completions),
         input_ids=ids,
         position_ids=positions,
         attention_mask=attention,
-        source=source,
+        logit_index=source,
         target=torch.tensor([i for _, r in pairs for i in r.completion_ids]),
-        sequence=sequence,
+        sequence_ids=sequence,
         mask=mask,
-        sizes=[
+        group_lengths=[
             (len(groups[i].prompt_ids), [len(groups[i].rollouts[k].completion_ids) for k in ks])
-            for i, ks in parts
+            for i, ks in group_slices
         ],
-        shared=shared,
-        behaviour_logp=_behaviour(pairs),
-        **{n: _column([(getattr(groups[i], n), ks) for i, ks in parts]) for n in COLUMNS},
-    )
-    return _to(micro, device)
+        shared_layout=shared,
+        behaviour_logp=_behaviour_column(pairs),
+        **{n: _column([(getattr(groups[i], n), ks) for i, ks in group_slices])
+           for n in TOKEN_COLUMNS},
+    )  # fmt: skip
+    return _move_to_device(micro, device)
 
 
-def _to(micro: Micro, device: torch.device | str) -> Micro:
-    for holder in (micro, micro.shared):
+def _move_to_device(micro_batch: MicroBatch, device: torch.device | str) -> MicroBatch:
+    for holder in (micro_batch, micro_batch.shared_layout):
         for name, value in list(vars(holder).items()) if holder is not None else ():
             if isinstance(value, Tensor):
                 setattr(holder, name, value.to(device, non_blocking=True))
-    return micro
+    return micro_batch
 
 
-def unpack(column: Tensor | None, cut: Sequence[Part], groups: Sequence[Group], name: str) -> None:
+def store_column(
+    column: Tensor | None, group_slices: Sequence[GroupSlice], groups: Sequence[Group], name: str
+) -> None:
     """Store a (N,) column of a micro-batch of these parts on its groups, as the attribute `name`.
 
     Completions that were not forwarded get NaN.
     """
     if column is None:
         return
-    lengths = [len(groups[i].rollouts[k].completion_ids) for i, ks in cut for k in ks]
+    lengths = [len(groups[i].rollouts[k].completion_ids) for i, ks in group_slices for k in ks]
     values = iter(torch.split(column.detach().cpu(), lengths))
-    for i, ks in cut:
+    for i, ks in group_slices:
         if getattr(groups[i], name) is None:
             blank = [column.new_full((len(r.completion_ids),), float("nan"), device="cpu")
                      for r in groups[i].rollouts]  # fmt: skip
@@ -175,14 +193,14 @@ def unpack(column: Tensor | None, cut: Sequence[Part], groups: Sequence[Group], 
             getattr(groups[i], name)[k] = next(values)
 
 
-def _shared(
-    groups: Sequence[Group], parts: Sequence[Part], pairs: Sequences
-) -> tuple[Tensor, Tensor, None, Tensor, Shared]:
+def _shared_layout(
+    groups: Sequence[Group], group_slices: Sequence[GroupSlice], pairs: Sequences
+) -> tuple[Tensor, Tensor, None, Tensor, SharedLayout]:
     """All prompts, then all completions without their last token, which predicts nothing."""
-    prompts = [groups[i].prompt_ids for i, _ in parts]
+    prompts = [groups[i].prompt_ids for i, _ in group_slices]
     p = [len(ids) for ids in prompts]
     c = [len(r.completion_ids) - 1 for _, r in pairs]
-    owner = [n for n, (_, ks) in enumerate(parts) for _ in ks]
+    owner = [n for n, (_, ks) in enumerate(group_slices) for _ in ks]
     first = list(accumulate(c, initial=sum(p)))  # where each completion begins
     ends = list(accumulate(p))
     ids = [i for prompt in prompts for i in prompt]
@@ -193,15 +211,23 @@ def _shared(
         torch.cat([torch.tensor([ends[owner[s]] - 1]), first[s] + torch.arange(n)])
         for s, n in enumerate(c)
     ]
-    own = [0] * len(parts)
+    own = [0] * len(group_slices)
     for s, n in enumerate(c):
         own[owner[s]] += n
     longest = max(p[owner[s]] + n for s, n in enumerate(c))
-    plan = Shared(_bounds(p + c), _bounds(p), _bounds(own), p + c, own, sum(p), longest)
+    plan = SharedLayout(
+        _cumulative_lengths(p + c),
+        _cumulative_lengths(p),
+        _cumulative_lengths(own),
+        p + c,
+        own,
+        sum(p),
+        longest,
+    )
     return torch.tensor([ids]), torch.cat(places)[None], None, torch.cat(source), plan
 
 
-def _packed(pairs: Sequences) -> tuple[Tensor, Tensor, None, Tensor]:
+def _packed_layout(pairs: Sequences) -> tuple[Tensor, Tensor, None, Tensor]:
     """Prompt and completion, one document after the other; the last token predicts nothing."""
     rows = [prompt + r.completion_ids[:-1] for prompt, r in pairs]
     starts = list(accumulate((len(row) for row in rows), initial=0))
@@ -214,7 +240,7 @@ def _packed(pairs: Sequences) -> tuple[Tensor, Tensor, None, Tensor]:
     return ids, places, None, torch.cat(spans)
 
 
-def _padded(pairs: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _padded_layout(pairs: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A row for each completion, filled up on the right."""
     rows = [prompt + r.completion_ids for prompt, r in pairs]
     width = max(len(row) for row in rows)
@@ -228,11 +254,11 @@ def _padded(pairs: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return ids, places * attention, attention, torch.cat(spans)
 
 
-def _bounds(lengths: list[int]) -> Tensor:
+def _cumulative_lengths(lengths: list[int]) -> Tensor:
     return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
 
 
-def _behaviour(pairs: Sequences) -> Tensor | None:
+def _behaviour_column(pairs: Sequences) -> Tensor | None:
     if all(r.behaviour_logp is None for _, r in pairs):
         return None
     nan = float("nan")

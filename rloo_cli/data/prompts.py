@@ -12,7 +12,7 @@ from rloo_cli.config import registry, template
 from rloo_cli.config.schema import DataConfig
 from rloo_cli.data import order
 from rloo_cli.data.batch import Group, Prompt
-from rloo_cli.data.dataset import is_messages, likely_columns, written_messages
+from rloo_cli.data.dataset import is_messages, is_serialized_conversation, prompt_like_columns
 from rloo_cli.utils.errors import DataError, Problem
 
 if TYPE_CHECKING:
@@ -27,58 +27,64 @@ class Prompts:
     """The prompts of one split, tokenised, in the data set's own order."""
 
     prompts: list[Prompt]
-    ids: list[list[int]]
-    rows: list[dict[str, Any]]  # the other columns, which the rewards get
+    prompt_ids: list[list[int]]
+    examples: list[dict[str, Any]]  # the other columns, which the rewards get
     conversational: bool
     fingerprint: str  # of content and order, after filtering
     dropped: int = 0  # by overlong=filter
     truncated: int = 0  # by overlong=truncate_left
     shuffle: bool = True
     seed: int = 0
-    lengths: list[int] = field(default_factory=list)  # tokens of every prompt before filtering
-    numbers: list[int] = field(default_factory=list)  # of each prompt, its row before filtering
-    filtered: list[int] = field(default_factory=list)  # rows that overlong=filter left out
-    limits: list[int] = field(default_factory=list)  # most tokens a prompt may have, if any
-    left_out: int = 0  # rows by data.filter, which are none of the numbered ones
-    mix: tuple[order.Source, ...] = ()  # of data.mixture
+    unfiltered_lengths: list[int] = field(
+        default_factory=list
+    )  # tokens of every prompt before filtering
+    example_numbers: list[int] = field(
+        default_factory=list
+    )  # of each prompt, its row before filtering
+    overlong_examples: list[int] = field(default_factory=list)  # rows that overlong=filter left out
+    length_limits: list[int] = field(default_factory=list)  # most tokens a prompt may have, if any
+    filtered_out: int = 0  # rows by data.filter, which are none of the numbered ones
+    mixture: tuple[order.Source, ...] = ()  # of data.mixture
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.prompt_ids)
 
     @property
-    def longest(self) -> int:
+    def max_length(self) -> int:
         """Tokens of the longest prompt."""
-        return max(map(len, self.ids))
+        return max(map(len, self.prompt_ids))
 
-    def draws(self, first: int, count: int) -> list[Group]:
+    def groups_at(self, first: int, count: int) -> list[Group]:
         """Empty groups for the prompts at places `first` ... of the endless order of draws.
 
         The place is the one global counter of prompts consumed: epoch = place // n.
         """
-        return [self._draw(place) for place in range(first, first + count)]
+        return [self._group_at(place) for place in range(first, first + count)]
 
-    def at(self, index: int) -> Group:
+    def group_of(self, index: int) -> Group:
         """An empty group for the prompt `index` of the split itself."""
-        return Group(index, self.rows[index], self.prompts[index], self.ids[index])
+        return Group(index, self.examples[index], self.prompts[index], self.prompt_ids[index])
 
-    def index(self, place: int) -> int:
+    def index_at(self, prompt_offset: int) -> int:
         """Which prompt is drawn at a place of the endless order of draws."""
-        return order.at(place, len(self), self.seed, self.fingerprint, self.shuffle, self.mix)
+        return order.prompt_index_at(
+            prompt_offset, len(self), self.seed, self.fingerprint, self.shuffle, self.mixture
+        )
 
-    def _draw(self, place: int) -> Group:
-        group = self.at(self.index(place))
-        group.draw = place
+    def _group_at(self, prompt_offset: int) -> Group:
+        group = self.group_of(self.index_at(prompt_offset))
+        group.prompt_offset = prompt_offset
         return group
 
 
-def prepare(
+def tokenize_prompts(
     data: "Dataset",
     config: DataConfig,
     tokenizer: "PreTrainedTokenizerBase",
     template_kwargs: dict[str, Any],
-    longest: int | None,
+    max_length: int | None,
     seed: int,
-    room: int | None = None,
+    headroom: int | None = None,
 ) -> Prompts:
     """Render and tokenise every prompt once. `longest`: most tokens a prompt may have.
     `room`: tokens beyond which no data.max_prompt_length helps; None = not known.
@@ -94,10 +100,12 @@ def prepare(
     rows = data.select_columns(others).to_list() if others else [{} for _ in values]
     prompts: list[Prompt] = [_render(v, row, config) for v, row in zip(values, rows, strict=True)]
     conversational = conversational or config.chat
-    ids = _tokenise(prompts, conversational, tokenizer, template_kwargs)
+    ids = _tokenize_all(prompts, conversational, tokenizer, template_kwargs)
     _refuse_two_beginnings(ids, tokenizer)
     bos = tokenizer.bos_token_id
-    return _fit(prompts, ids, rows, conversational, config, longest, seed, bos, room)
+    return _apply_overlong(
+        prompts, ids, rows, conversational, config, max_length, seed, bos, headroom
+    )
 
 
 def _check_values(data: "Dataset", values: Any, config: DataConfig) -> None:
@@ -107,7 +115,7 @@ def _check_values(data: "Dataset", values: Any, config: DataConfig) -> None:
     for row, value in enumerate(values):
         if not (is_messages(value) if conversational else isinstance(value, str)):
             kind = "a list of messages" if conversational else "a string"
-            strings = [c for c in likely_columns(data) if c != config.prompt_column]
+            strings = [c for c in prompt_like_columns(data) if c != config.prompt_column]
             fix = f"data.prompt_column={strings[0]}" if strings and not row else ""
             column = f"the column is of type {data.features[config.prompt_column]}"[:200]
             raise DataError(
@@ -121,7 +129,7 @@ def _check_values(data: "Dataset", values: Any, config: DataConfig) -> None:
             )
         if conversational:
             _refuse_other_parts(value, f"{where}{row}")
-    if not conversational and written_messages(values[0]):
+    if not conversational and is_serialized_conversation(values[0]):
         raise DataError(
             Problem(
                 "prompt 0 is a conversation that is written as one string",
@@ -161,10 +169,10 @@ def _refuse_idle_keys(conversational: bool, config: DataConfig) -> None:
         raise DataError(Problem(f"data.{key} is set", f"data.{key}", why, off, more))
 
 
-def _render(value: Any, row: dict[str, Any], config: DataConfig) -> Prompt:
+def _render(value: Any, example: dict[str, Any], config: DataConfig) -> Prompt:
     """The prompt as it goes to the tokenizer, or to its chat template."""
     if isinstance(value, str):
-        text = value if config.template is None else _filled(value, row, config)
+        text = value if config.template is None else _fill_prompt_template(value, example, config)
         if not config.chat:
             return text
         value = [{"role": "user", "content": text}]
@@ -174,11 +182,11 @@ def _render(value: Any, row: dict[str, Any], config: DataConfig) -> Prompt:
     return messages if has_one else [*system, *messages]
 
 
-def _filled(value: str, row: dict[str, Any], config: DataConfig) -> str:
-    fields = row | {config.prompt_column: value, "prompt": value}
+def _fill_prompt_template(value: str, example: dict[str, Any], config: DataConfig) -> str:
+    fields = example | {config.prompt_column: value, "prompt": value}
     assert config.template is not None
     try:
-        return template.fill(config.template, fields)
+        return template.fill_template(config.template, fields)
     except KeyError as error:
         what = f"data.template names {{{error.args[0]}}}, which is no column"
         why = f"columns: {', '.join(fields)}"
@@ -196,7 +204,7 @@ def _with_text(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": "".join(part["text"] for part in message["content"])}
 
 
-def _tokenise(
+def _tokenize_all(
     prompts: list[Prompt],
     conversational: bool,
     tokenizer: "PreTrainedTokenizerBase",
@@ -248,67 +256,69 @@ def _refuse_two_beginnings(ids: list[list[int]], tokenizer: "PreTrainedTokenizer
         )
 
 
-def _fit(
+def _apply_overlong(
     prompts: list[Prompt],
     ids: list[list[int]],
-    rows: list[dict[str, Any]],
+    examples: list[dict[str, Any]],
     conversational: bool,
     config: DataConfig,
-    longest: int | None,
+    max_length: int | None,
     seed: int,
-    bos: int | None,
-    room: int | None,
+    bos_token_id: int | None,
+    headroom: int | None,
 ) -> Prompts:
     """Apply data.overlong, and fingerprint what is left."""
     lengths = [len(x) for x in ids]
     if min(lengths) == 0:
         at = lengths.index(0)
         raise DataError(Problem(f"prompt {at} has no tokens", f"data.prompt_column, row {at}"))
-    over = [longest is not None and n > longest for n in lengths]
+    over = [max_length is not None and n > max_length for n in lengths]
     if any(over) and (config.overlong == "error" or sum(over) > len(over) / 2):
-        raise DataError(_too_long(lengths, over, longest, room))
+        raise DataError(_too_long(lengths, over, max_length, headroom))
     if config.overlong == "truncate_left":
-        ids = [_cut_left(x, longest, bos) for x in ids]
+        ids = [_cut_left(x, max_length, bos_token_id) for x in ids]
     keep = [i for i in range(len(ids)) if not (over[i] and config.overlong == "filter")]
     digest = hashlib.blake2b(digest_size=16)
     if config.map is not None:
-        digest.update(f"map {registry.fingerprint(config.map)}".encode())
+        digest.update(f"map {registry.code_fingerprint(config.map)}".encode())
     for i in keep:
-        digest.update(repr((ids[i], rows[i])).encode())
+        digest.update(repr((ids[i], examples[i])).encode())
     return Prompts(
         prompts=[prompts[i] for i in keep],
-        ids=[ids[i] for i in keep],
-        rows=[rows[i] for i in keep],
+        prompt_ids=[ids[i] for i in keep],
+        examples=[examples[i] for i in keep],
         conversational=conversational,
         fingerprint=digest.hexdigest(),
         dropped=len(ids) - len(keep),
         truncated=sum(over) if config.overlong == "truncate_left" else 0,
         shuffle=config.shuffle,
         seed=seed,
-        lengths=lengths,
-        numbers=keep,
-        filtered=sorted({*range(len(ids))} - {*keep}),
-        limits=[longest] if longest is not None else [],
+        unfiltered_lengths=lengths,
+        example_numbers=keep,
+        overlong_examples=sorted({*range(len(ids))} - {*keep}),
+        length_limits=[max_length] if max_length is not None else [],
     )
 
 
 def _too_long(
-    lengths: list[int], over: list[bool], longest: int | None, room: int | None
+    lengths: list[int], over: list[bool], max_length: int | None, headroom: int | None
 ) -> Problem:
-    fits = room is None or max(lengths) <= room
+    fits = headroom is None or max(lengths) <= headroom
     larger = f"data.max_prompt_length={max(lengths)}"
-    shorter = f"a smaller generation.max_completion_length (a prompt may have {room} tokens now)"
+    shorter = (
+        f"a smaller generation.max_completion_length (a prompt may have {headroom} tokens now)"
+    )
     return Problem(
-        f"{sum(over)} of {len(over)} prompts are longer than {longest} tokens",
+        f"{sum(over)} of {len(over)} prompts are longer than {max_length} tokens",
         "data.max_prompt_length",
         f"the longest has {max(lengths)}, the first of them is row {over.index(True)}",
         f"{larger if fits else shorter}, or data.overlong=truncate_left",
     )
 
 
-def _cut_left(ids: list[int], longest: int | None, bos: int | None) -> list[int]:
+def _cut_left(ids: list[int], max_length: int | None, bos_token_id: int | None) -> list[int]:
     """The last `longest` ids, but for the beginning-of-text token, which stays in front."""
-    if longest is None or len(ids) <= longest:
+    if max_length is None or len(ids) <= max_length:
         return ids
-    head = ids[:1] if ids[0] == bos else []
-    return head + ids[len(ids) - longest + len(head) :]
+    head = ids[:1] if ids[0] == bos_token_id else []
+    return head + ids[len(ids) - max_length + len(head) :]

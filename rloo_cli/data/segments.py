@@ -12,25 +12,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def row_sum(values: Tensor, sequence: Tensor, n: int) -> Tensor:
+def segment_sum(values: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
     """Sum of each row's tokens. (N,), (N,) -> (n,)"""
-    return values.new_zeros(n).index_add(0, sequence, values)
+    return values.new_zeros(num_segments).index_add(0, segment_ids, values)
 
 
-def row_mean(values: Tensor, mask: Tensor, sequence: Tensor, n: int) -> Tensor:
+def segment_mean(values: Tensor, mask: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
     """Mean over each row's unmasked tokens; 0 for a row without any. (N,), (N,), (N,) -> (n,)"""
-    count = row_sum(mask, sequence, n).clamp(min=1)
-    return row_sum(values * mask, sequence, n) / count
+    count = segment_sum(mask, segment_ids, num_segments).clamp(min=1)
+    return segment_sum(values * mask, segment_ids, num_segments) / count
 
 
-def target_logp(logits: Tensor, target: Tensor, temperature: float) -> Tensor:
+def target_logprobs(logits: Tensor, target: Tensor, temperature: float) -> Tensor:
     """log softmax(logits / temperature) at the targets, in float32. (N, V), (N,) -> (N,)"""
     scaled = logits.float() / temperature
     picked = scaled.gather(-1, target[:, None]).squeeze(-1)
     return picked - scaled.logsumexp(-1)
 
 
-def entropy(logits: Tensor, temperature: float) -> Tensor:
+def token_entropy(logits: Tensor, temperature: float) -> Tensor:
     """Entropy of softmax(logits / temperature), in nats and float32. (N, V) -> (N,)"""
     logp = (logits.float() / temperature).log_softmax(-1)
     return -(logp.exp() * logp).sum(-1)

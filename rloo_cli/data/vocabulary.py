@@ -9,31 +9,37 @@ from rloo_cli.utils.errors import ConfigError, Problem
 
 
 def check_prompt_ids(
-    tokenizer: Any, size: int | None, prepared: Mapping[str | None, Prompts]
+    tokenizer: Any, vocab_size: int | None, prompts: Mapping[str | None, Prompts]
 ) -> list[str]:
     """Every token of the prompts has a row in the embedding; notes on tokens that have none.
 
     `size`: rows of the embedding, None = not known. Raises ConfigError.
     """
-    if size is None:
+    if vocab_size is None:
         return []
-    used = {i for prompts in prepared.values() for ids in prompts.ids for i in ids if i >= size}
+    used = {
+        i
+        for prompts in prompts.values()
+        for ids in prompts.prompt_ids
+        for i in ids
+        if i >= vocab_size
+    }
     if used:
         shown = ", ".join(repr(t) for t in tokenizer.convert_ids_to_tokens(sorted(used)[:5]))
-        why = f"the prompts use {shown}; the largest id is {max(used)}, and {size} are known"
+        why = f"the prompts use {shown}; the largest id is {max(used)}, and {vocab_size} are known"
         fix = "model.tokenizer=the one of this model, or a model whose embedding was enlarged"
         what = f"{len(used)} tokens of the prompts are unknown to the model"
         raise ConfigError(Problem(what, "model.tokenizer", why, fix))
     count = len(tokenizer)
-    if count > size:
-        return [f"warning: the tokenizer has {count} tokens, the model {size}; no prompt uses"
+    if count > vocab_size:
+        return [f"warning: the tokenizer has {count} tokens, the model {vocab_size}; no prompt uses"
                 " the others"]  # fmt: skip
     return []
 
 
-def check_reference(tokenizer: Any, reference: Any) -> None:
+def check_reference_tokenizer(tokenizer: Any, reference: Any) -> None:
     """Raises ConfigError where the tokenizer of model.ref_path gives words other ids."""
-    if same_words(tokenizer, reference):
+    if same_token_ids(tokenizer, reference):
         return
     theirs, added = reference.get_vocab(), tokenizer.get_added_vocab()
     ours = tokenizer.get_vocab().items()
@@ -45,20 +51,22 @@ def check_reference(tokenizer: Any, reference: Any) -> None:
     raise ConfigError(Problem(what, "model.ref_path", why, fix))
 
 
-def same_words(ours: Any, theirs: Any) -> bool:
+def same_token_ids(ours: Any, theirs: Any) -> bool:
     """Whether two tokenizers give one id to each word that is no special token of the first."""
     own, other = ours.get_vocab(), theirs.get_vocab()
     return all(other.get(w) == i for w, i in own.items() if w not in ours.get_added_vocab())
 
 
-def check_endings(ids: Iterable[int], size: int, config: GenerationConfig) -> None:
+def check_stop_tokens(ids: Iterable[int], vocab_size: int, config: GenerationConfig) -> None:
     """A completion can end before its longest length. Raises ConfigError.
 
     `ids`: that end a completion; `size`: rows of the embedding.
     """
-    if config.ignore_eos or config.stop or any(0 <= i < size for i in ids):
+    if config.ignore_eos or config.stop or any(0 <= i < vocab_size for i in ids):
         return
-    found = f"the ids {sorted(ids)} are none of its {size} tokens" if ids else "neither says one"
+    found = (
+        f"the ids {sorted(ids)} are none of its {vocab_size} tokens" if ids else "neither says one"
+    )
     raise ConfigError(
         Problem(
             "no token ends a completion",

@@ -15,5 +15,5 @@ gradients and optimizer are spread is an `engine`; the loop does not know which 
     zero_optimizer  DeepSpeed's optimizer behind ours
 
     overlap         copies of the model sum their gradients while backward still runs
-    pace            how often ranks ask whether one of them was told to end
+    stop_poll       how often ranks ask whether one of them was told to end
 """

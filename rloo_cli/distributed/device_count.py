@@ -9,43 +9,43 @@ from typing import Any
 
 from rloo_cli.config.schema import RunConfig
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
-def here(run: RunConfig) -> int:
+def local_process_count(run: RunConfig) -> int:
     """Processes that train on each machine: as the config says, else one per GPU that the run's own
     rollout server leaves, 1 without GPUs."""
     spread = run.distributed
     if spread.engine == "single":
         return 1
-    return spread.num_processes or max(1, len(gpus()) - server_gpus(run))
+    return spread.num_processes or max(1, len(visible_gpus()) - local_server_gpus(run))
 
 
-def total(run: RunConfig) -> int:
+def total_process_count(run: RunConfig) -> int:
     """Processes that train, over all machines."""
-    return here(run) * run.distributed.num_nodes
+    return local_process_count(run) * run.distributed.num_nodes
 
 
-def server_gpus(run: RunConfig) -> int:
+def local_server_gpus(run: RunConfig) -> int:
     """GPUs that a rollout server takes which this run starts beside its trainer; 0 where it starts
     none: another backend, a server elsewhere, nodes of their own that serve."""
     keys: Any = run.generation
     if keys.backend != "vllm_server" or keys.server.base_url is not None or keys.server.num_nodes:
         return 0
-    return wanted_by_server(run)
+    return gpus_per_server(run)
 
 
-def wanted_by_server(run: RunConfig) -> int:
+def gpus_per_server(run: RunConfig) -> int:
     """GPUs that one rollout server of this run takes, wherever it is."""
     keys: Any = run.generation
     size: int = keys.server.tensor_parallel_size * keys.server.data_parallel_size
     return size
 
 
-def hidden_gpus() -> str:
+def hidden_gpu_evidence() -> str:
     """What says that this machine has GPUs, for an error where torch sees none; "" = nothing, or
     they are hidden on purpose (CUDA_VISIBLE_DEVICES is empty or -1)."""
-    if os.environ.get(VISIBLE) in ("", "-1"):
+    if os.environ.get(VISIBLE_DEVICES_VARIABLE) in ("", "-1"):
         return ""
     given = os.environ.get("SLURM_GPUS_ON_NODE", "0")
     if given.isdigit() and int(given):
@@ -54,7 +54,7 @@ def hidden_gpus() -> str:
 
 
 @cache
-def _of_nvidia_smi(path: str) -> tuple[str, ...]:
+def _nvidia_smi_gpus(path: str) -> tuple[str, ...]:
     """The GPUs that nvidia-smi lists. It takes up to a second, and a run asks several times."""
     query = [path, "--query-gpu=uuid", "--format=csv,noheader"]
     try:
@@ -64,9 +64,9 @@ def _of_nvidia_smi(path: str) -> tuple[str, ...]:
     return tuple(said.stdout.split()) if said.returncode == 0 else ()
 
 
-def gpus() -> list[str]:
+def visible_gpus() -> list[str]:
     """GPUs visible to this process, as CUDA_VISIBLE_DEVICES or nvidia-smi names them."""
-    chosen = os.environ.get(VISIBLE)
+    chosen = os.environ.get(VISIBLE_DEVICES_VARIABLE)
     if chosen == "NoDevFiles":  # an older Slurm's word for none
         return []
     if chosen is not None:
@@ -75,4 +75,4 @@ def gpus() -> list[str]:
         return [name for name in valid if name] if Path("/dev/nvidiactl").exists() else []
     if (found := shutil.which("nvidia-smi")) is None:
         return sorted(p.name for p in Path("/dev").glob("nvidia[0-9]*"))
-    return list(_of_nvidia_smi(found))
+    return list(_nvidia_smi_gpus(found))

@@ -24,15 +24,14 @@ from torch.distributed.fsdp import (
 
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed import gather
-from rloo_cli.distributed.engine import Engine
-from rloo_cli.distributed.optimizer import Optimizer, whole
+from rloo_cli.distributed.engine import ParallelEngine
+from rloo_cli.distributed.optimizer import Optimizer, gather_full_tensor
 from rloo_cli.distributed.world import World
+from rloo_cli.policy.load import HALF_DTYPES
 from rloo_cli.policy.model import Policy
 
-HALF = (torch.bfloat16, torch.float16)
 
-
-class Sharded(Engine):
+class FSDPEngine(ParallelEngine):
     """Everything in shards."""
 
     lockstep = sharded = True
@@ -40,56 +39,64 @@ class Sharded(Engine):
     def __init__(self, world: World, config: RunConfig):
         super().__init__(world, config)
         self.mesh = init_device_mesh(world.device.type, (world.size,))
-        self.trained: Any = None  # the outermost module of the policy, once it is sharded
+        self.root_module: Any = None  # the outermost module of the policy, once it is sharded
 
-    def spread(self, policy: Policy, updates: int) -> Any:
+    def distribute_policy(self, policy: Policy, num_updates: int) -> Any:
         """Shard the policy, whose weights come from rank 0 unit by unit; its optimizer."""
         keep = self.config.distributed.master_weights == "float32"
         self._shard(policy, torch.float32 if keep else None)
-        self.trained = policy.scorer
-        given = self.config.train, updates, self.config.distributed
+        self.root_module = policy.logprob_module
+        given = self.config.train, num_updates, self.config.distributed
         found = Optimizer(policy.model, *given, offloaded=self.offloads)
-        found.shards_are_masters = keep and policy.dtype in HALF
+        found.shards_are_masters = keep and policy.dtype in HALF_DTYPES
         return found
 
-    def freeze(self, frozen: Policy) -> None:
+    def distribute_frozen(self, policy: Policy) -> None:
         """Shard a policy that is never trained, in its own dtype."""
         # In a group of its own: ranks that asked two models in another order would get each other's
         # weights in one, and wait for each other in two.
         group = dist.new_group(timeout=timedelta(seconds=self.config.distributed.timeout_s))
-        self._shard(frozen, None, DeviceMesh.from_group(group, self.world.device.type))
+        self._shard(policy, None, DeviceMesh.from_group(group, self.world.device.type))
 
-    def backward(self, loss: Tensor, last: bool) -> None:
+    def backward(self, loss: Tensor, is_last: bool) -> None:
         """Gradients are averaged, in every backward or in the update's last one alone: then they
         need not travel for each micro-batch, and are held whole until it comes."""
         if self.config.distributed.reduce == "last":
-            self.trained.set_requires_gradient_sync(last)
+            self.root_module.set_requires_gradient_sync(is_last)
         (loss * self.world.size).backward()
 
     @contextmanager
-    def whole(
+    def gathered_parameters(
         self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None
     ) -> Iterator[list[Tensor]]:
         """Gathered, a copy on each rank."""
-        yield [whole(p.detach() if dtype is None else p.detach().to(dtype)) for p in parameters]
+        yield [
+            gather_full_tensor(p.detach() if dtype is None else p.detach().to(dtype))
+            for p in parameters
+        ]
 
     def _shard(
-        self, policy: Policy, stored: torch.dtype | None, mesh: DeviceMesh | None = None
+        self, policy: Policy, storage_dtype: torch.dtype | None, mesh: DeviceMesh | None = None
     ) -> None:
         """`stored`: dtype of the shards; None = that of the weights."""
-        scorer, dtype = policy.scorer, policy.dtype
+        scorer, dtype = policy.logprob_module, policy.dtype
         offload: OffloadPolicy = OffloadPolicy()
         if self.offloads and self.config.distributed.offload == "parameters":
             offload = CPUOffloadPolicy(pin_memory=True)
         mixed = MixedPrecisionPolicy()
-        if dtype in HALF and stored is not None:
+        if dtype in HALF_DTYPES and storage_dtype is not None:
             mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         given: dict[str, Any] = {
             "mesh": mesh or self.mesh,
             "mp_policy": mixed,
             "offload_policy": offload,
         }
-        for unit in (*gather.layers(policy.model), scorer):
-            gather.fill(unit, policy.source, self.world, stored if dtype in HALF else None)
+        for unit in (*gather.decoder_layers(policy.model), scorer):
+            gather.materialize_unit(
+                unit,
+                policy.meta_weights,
+                self.world,
+                storage_dtype if dtype in HALF_DTYPES else None,
+            )
             fully_shard(unit, **given)
-        policy.source = None
+        policy.meta_weights = None

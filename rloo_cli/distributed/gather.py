@@ -15,80 +15,90 @@ from torch import Tensor, nn
 from rloo_cli.distributed.world import World
 
 CPU = torch.device("cpu")
-Source = dict[str, Tensor] | None  # rank 0: every tensor of the real model by its name
+Rank0Tensors = dict[str, Tensor] | None  # rank 0: every tensor of the real model by its name
 
 
-def layers(model: Any) -> list[nn.Module]:
+def decoder_layers(model: Any) -> list[nn.Module]:
     """The decoder layers, in order: the modules of the list that is as long as the config says."""
     count = model.config.get_text_config().num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     return list(lists[0]) if lists else []
 
 
-def groups(model: Any) -> list[dict[str, nn.Parameter]]:
+def parameters_by_unit(model: Any) -> list[dict[str, nn.Parameter]]:
     """Parameters by name, in the model's order of units: what no layer has, then each layer's."""
-    of_layer = {id(p): n for n, layer in enumerate(layers(model)) for p in layer.parameters()}
+    of_layer = {
+        id(p): n for n, layer in enumerate(decoder_layers(model)) for p in layer.parameters()
+    }
     found: dict[int, dict[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         found.setdefault(of_layer.get(id(parameter), -1), {})[name] = parameter
     return [found[n] for n in sorted(found)]
 
 
-def tensors(model: nn.Module) -> dict[str, Tensor]:
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Every tensor that belongs to a model, by the path of its attribute: parameters, buffers and
     what modules hold beside them. A tied one has several names."""
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        for name, value in _own(module):
+        for name, value in _module_tensors(module):
             found[f"{path}.{name}".lstrip(".")] = value
     return found
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _module_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for holder in (module._parameters, module._buffers, vars(module)):
         yield from ((n, t) for n, t in holder.items() if isinstance(t, Tensor))
 
 
 @torch.no_grad()
-def fill(unit: nn.Module, source: Any, world: World, dtype: torch.dtype | None) -> None:
+def materialize_unit(
+    unit: nn.Module, meta_weights: Any, world: World, dtype: torch.dtype | None
+) -> None:
     """Give the shell of a unit its weights, on this rank's device. `source`: see `Shells`.
 
     Trained weights are stored in `dtype` where one is given. What was filled before stays. Nothing
     of the unit is held here afterwards: its owner keeps a share and lets the rest go.
     """
-    if source is None:
+    if meta_weights is None:
         return
     filled: dict[int, Tensor] = {}  # of this unit: a tied weight stays one
     shells = []  # their ids must not be another's meanwhile
-    for path, module in source.within(unit):
-        for name, shell in list(_own(module)):
+    for path, module in meta_weights.modules_of(unit):
+        for name, shell in list(_module_tensors(module)):
             if not shell.is_meta:
                 continue
             known = filled.get(id(shell))
             if known is None:
-                known = _sent(source.real, f"{path}.{name}".lstrip("."), shell, world)
+                known = _broadcast_tensor(
+                    meta_weights.rank0_tensors, f"{path}.{name}".lstrip("."), shell, world
+                )
                 if isinstance(shell, nn.Parameter):
                     own = dtype if dtype and shell.requires_grad else known.dtype
                     known = nn.Parameter(known.to(own), requires_grad=shell.requires_grad)
                 filled[id(shell)] = known
                 shells.append(shell)
-            _put(module, name, known)
+            _set_tensor(module, name, known)
 
 
-def _sent(real: Source, name: str, shell: Tensor, world: World) -> Tensor:
-    if real is not None:
-        known = real.pop(name).detach().to(world.device)  # sent once
-        if known.shape != shell.shape:
-            raise RuntimeError(f"{name} is {tuple(known.shape)}, its shell {tuple(shell.shape)}")
-        known = known.to(shell.dtype).contiguous()
+def _broadcast_tensor(
+    tensors: Rank0Tensors, name: str, meta_tensor: Tensor, world: World
+) -> Tensor:
+    if tensors is not None:
+        known = tensors.pop(name).detach().to(world.device)  # sent once
+        if known.shape != meta_tensor.shape:
+            raise RuntimeError(
+                f"{name} is {tuple(known.shape)}, its shell {tuple(meta_tensor.shape)}"
+            )
+        known = known.to(meta_tensor.dtype).contiguous()
     else:
-        known = torch.empty(shell.shape, dtype=shell.dtype, device=world.device)
+        known = torch.empty(meta_tensor.shape, dtype=meta_tensor.dtype, device=world.device)
     if world.size > 1:
         dist.broadcast(known, 0)
     return known
 
 
-def _put(module: nn.Module, name: str, value: Tensor) -> None:
+def _set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
     for holder in (module._parameters, module._buffers):
         if name in holder:
             holder[name] = value  # type: ignore[assignment]
@@ -96,27 +106,27 @@ def _put(module: nn.Module, name: str, value: Tensor) -> None:
     vars(module)[name] = value
 
 
-class Shells:
+class MetaWeights:
     """A model without weights, and on rank 0 those that it is to get."""
 
-    def __init__(self, shell: nn.Module, real: nn.Module | None):
-        self.paths = {
-            id(module): path for path, module in shell.named_modules(remove_duplicate=False)
+    def __init__(self, meta_model: nn.Module, model: nn.Module | None):
+        self.module_paths = {
+            id(module): path for path, module in meta_model.named_modules(remove_duplicate=False)
         }
-        self.real = None if real is None else tensors(real)
+        self.rank0_tensors = None if model is None else named_tensors(model)
 
-    def within(self, unit: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    def modules_of(self, unit: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """The modules of a unit by their path in the model; those around the model have none."""
         for module in unit.modules():
-            if id(module) in self.paths:
-                yield self.paths[id(module)], module
+            if id(module) in self.module_paths:
+                yield self.module_paths[id(module)], module
 
 
-def of_units(
+def iter_gathered_weights(
     engine: Any, model: Any, dtype: torch.dtype | None = None
 ) -> Iterator[dict[str, Tensor]]:
     """All weights, whole, unit by unit; each is gone when the next one comes. `dtype`: they may be
     cast to it before they travel."""
-    for unit in groups(model):
-        with engine.whole(list(unit.values()), dtype) as found:
+    for unit in parameters_by_unit(model):
+        with engine.gathered_parameters(list(unit.values()), dtype) as found:
             yield dict(zip(unit, found, strict=True))

@@ -16,17 +16,16 @@ from transformers import SchedulerType, get_scheduler
 
 from rloo_cli.config import registry
 from rloo_cli.config.schema import DistributedConfig, TrainConfig
+from rloo_cli.policy.load import HALF_DTYPES
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
-from rloo_cli.utils.fault_injection import poison
-
-HALF = (torch.bfloat16, torch.float16)
+from rloo_cli.utils.fault_injection import poison_tensor
 
 
-def _alone(masters: Sequence[Tensor]) -> None:
+def _reduce_nothing(masters: Sequence[Tensor]) -> None:
     """No other rank has gradients."""
 
 
-def _nothing() -> None:
+def _abort_nothing() -> None:
     """Nothing is under way."""
 
 
@@ -43,29 +42,29 @@ class Optimizer:
         self,
         model: nn.Module,
         config: TrainConfig,
-        updates: int,
-        spread: DistributedConfig | None = None,
-        beside: nn.Module | None = None,
+        num_updates: int,
+        distributed: DistributedConfig | None = None,
+        value_module: nn.Module | None = None,
         offloaded: bool = False,
     ):
         found = [*model.named_parameters()]
-        if beside is not None:
-            found += [(f"value.{n}", p) for n, p in beside.named_parameters()]
+        if value_module is not None:
+            found += [(f"value.{n}", p) for n, p in value_module.named_parameters()]
         named = {n: p for n, p in found if p.requires_grad}
         self.names, self.weights = list(named), list(named.values())
-        kept = spread is None or spread.master_weights == "float32"
+        kept = distributed is None or distributed.master_weights == "float32"
         self.masters = [
-            p.detach().float().requires_grad_() if kept and p.dtype in HALF else p
+            p.detach().float().requires_grad_() if kept and p.dtype in HALF_DTYPES else p
             for p in self.weights
         ]
         for weight in self.weights:
-            if weight.dtype in HALF and kept:
+            if weight.dtype in HALF_DTYPES and kept:
                 weight.grad_dtype = torch.float32  # micro-batches add up in float32
         self.max_grad_norm = config.max_grad_norm
-        self.inner = build(self.masters, config, offloaded)
-        self.schedule = schedule(self.inner, config, updates)
-        self.reduce: Callable[[Sequence[Tensor]], None] = _alone
-        self.drop: Callable[[], None] = _nothing
+        self.inner = build_optimizer(self.masters, config, offloaded)
+        self.schedule = build_lr_schedule(self.inner, config, num_updates)
+        self.reduce_gradients: Callable[[Sequence[Tensor]], None] = _reduce_nothing
+        self.abort_reduce: Callable[[], None] = _abort_nothing
         self.shards_are_masters = False  # float32 shards of a model that computes in less
 
     @property
@@ -74,7 +73,7 @@ class Optimizer:
         return float(self.inner.param_groups[0]["lr"])
 
     @property
-    def count(self) -> int:
+    def num_trained_parameters(self) -> int:
         """Trained parameters, over all ranks."""
         return sum(p.numel() for p in self.weights)
 
@@ -94,15 +93,15 @@ class Optimizer:
             if weight is not master:
                 master.grad = None if weight.grad is None else weight.grad.float()
                 weight.grad = None
-        self.reduce(self.masters)
+        self.reduce_gradients(self.masters)
         if all(m.grad is None for m in self.masters):
             for master in self.masters:
                 master.grad = torch.zeros_like(master)
         found = [m.grad for m in self.masters if m.grad is not None]
         if factor != 1.0:
             torch._foreach_mul_(found, factor)
-        norm = whole(nn.utils.get_total_norm(found))
-        return poison("grad", norm)
+        norm = gather_full_tensor(nn.utils.get_total_norm(found))
+        return poison_tensor("grad", norm)
 
     def step(self, norm: Tensor) -> None:
         """Clip to max_grad_norm, update, advance the schedule. `norm` is from `grad_norm`."""
@@ -115,37 +114,37 @@ class Optimizer:
         if halves:
             with torch.no_grad():
                 torch._foreach_copy_([w for w, _ in halves], [m for _, m in halves])
-        self.zero()
+        self.zero_grad()
 
-    def zero(self) -> None:
+    def zero_grad(self) -> None:
         """Forget the gradients, so that nothing of them is ever applied. All ranks together."""
-        self.drop()
+        self.abort_reduce()
         for parameter in (*self.weights, *self.masters):
             parameter.grad = None
 
-    def dump(self, rank: int = 0, size: int = 1) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def dump(self, rank: int = 0, world_size: int = 1) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything a restart needs: `<what>/<parameter>` -> tensor, and plain values.
 
         Of `size` ranks, which all call it, each gets a share of the tensors, every one whole.
         float32 masters of half-precision weights are part of it. Raises StorageError for state
         that only a pickle could hold.
         """
-        saved = Saved(rank, size)
+        saved = StateShard(rank, world_size)
         plain: dict[str, Any] = {}
         rows = enumerate(zip(self.names, self.weights, self.masters, strict=True))
         for number, (name, weight, master) in rows:
             if weight is not master:
                 saved.add(number, f"master/{name}", master)
             elif self.shards_are_masters:  # the weights' file has them in the model's own dtype
-                saved.add(number, f"master/{name}", whole(master.detach()))
+                saved.add(number, f"master/{name}", gather_full_tensor(master.detach()))
             for what, value in self.inner.state.get(master, {}).items():
                 if isinstance(value, Tensor):
-                    saved.add(number, f"{what}/{name}", whole(value))
+                    saved.add(number, f"{what}/{name}", gather_full_tensor(value))
                 else:
                     plain[f"{what}/{name}"] = value
         order = {id(m): n for n, m in zip(self.names, self.masters, strict=True)}
         names = [[order[id(p)] for p in g["params"]] for g in self.inner.param_groups]
-        groups = named_groups(self.inner, names)
+        groups = named_param_groups(self.inner, names)
         facts = {"state": plain, "groups": groups, "schedule": self.schedule.state_dict()}
         try:
             json.dumps(facts, allow_nan=False)
@@ -157,45 +156,50 @@ class Optimizer:
         return saved.tensors, facts | {"learning_rate": self.learning_rate}
 
     @torch.no_grad()
-    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    def restore(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
         """Put back what `dump` gave, of any number of ranks, and of any engine.
 
         Raises ConfigError when it is of other parameters.
         """
-        there(self.names, tensors, facts)
+        check_state_matches(self.names, tensors, metadata)
         masters = dict(zip(self.names, self.masters, strict=True))
-        for key in (*tensors, *facts["state"]):
+        for key in (*tensors, *metadata["state"]):
             what, _, name = key.partition("/")
-            value, master = tensors[key] if key in tensors else facts["state"][key], masters[name]
+            value, master = (
+                tensors[key] if key in tensors else metadata["state"][key],
+                masters[name],
+            )
             if what == "master":
-                master.copy_(spread_as(value, master).to(master.dtype))
+                master.copy_(distribute_like(value, master).to(master.dtype))
             else:
                 fused = bool(self.inner.param_groups[0].get("fused"))
-                self.inner.state[master][what] = _beside(value, master, fused)
-        put_facts(self.inner, self.schedule, facts, self)
+                self.inner.state[master][what] = _state_on_device(value, master, fused)
+        restore_param_groups(self.inner, self.schedule, metadata, self)
 
 
-class Rated(Protocol):
+class HasLearningRate(Protocol):
     """Something with a learning rate."""
 
     @property
     def learning_rate(self) -> float: ...
 
 
-class Saved:
+class StateShard:
     """One rank's share of an optimizer's state: the parameters whose turn is its own."""
 
-    def __init__(self, rank: int, size: int):
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, world_size: int):
+        self.rank, self.world_size = rank, world_size
         self.tensors: dict[str, Tensor] = {}
 
-    def add(self, number: int, name: str, value: Tensor) -> None:
+    def add(self, parameter_index: int, name: str, value: Tensor) -> None:
         """State of parameter `number`."""
-        if number % self.size == self.rank:
+        if parameter_index % self.world_size == self.rank:
             self.tensors[name] = value.detach().cpu().contiguous()
 
 
-def named_groups(inner: torch.optim.Optimizer, names: Sequence[list[str]]) -> list[dict[str, Any]]:
+def named_param_groups(
+    inner: torch.optim.Optimizer, names: Sequence[list[str]]
+) -> list[dict[str, Any]]:
     """The optimizer's groups as plain values, with the names of their parameters."""
     return [
         {k: v for k, v in group.items() if k != "params"} | {"names": own}
@@ -204,37 +208,41 @@ def named_groups(inner: torch.optim.Optimizer, names: Sequence[list[str]]) -> li
     ]
 
 
-def there(names: Sequence[str], tensors: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+def check_state_matches(
+    names: Sequence[str], tensors: Mapping[str, Any], metadata: Mapping[str, Any]
+) -> None:
     """Raises ConfigError when a checkpoint's optimizer is of other parameters than these."""
-    of = {n.partition("/")[2] for n in (*tensors, *facts["state"])}
-    of |= {n for g in facts["groups"] for n in g["names"]}
+    of = {n.partition("/")[2] for n in (*tensors, *metadata["state"])}
+    of |= {n for g in metadata["groups"] for n in g["names"]}
     if of - set(names):
         name = sorted(of - set(names))[0]
         raise ConfigError(Problem("the checkpoint's optimizer is of other parameters", name))
 
 
-def put_facts(inner: Any, schedule: Any, facts: Mapping[str, Any], rated: Rated) -> None:
+def restore_param_groups(
+    inner: Any, schedule: Any, metadata: Mapping[str, Any], optimizer: HasLearningRate
+) -> None:
     """Put back options and schedule. Raises ConfigError where the rate is not what it was."""
     for group in inner.param_groups:
-        known = facts["groups"][0] if len(facts["groups"]) == 1 else None
-        known = known or facts["groups"][inner.param_groups.index(group)]
+        known = metadata["groups"][0] if len(metadata["groups"]) == 1 else None
+        known = known or metadata["groups"][inner.param_groups.index(group)]
         # How it is computed is this machine's: a checkpoint of a CPU goes on on a GPU.
         kept = ("names", "fused", "foreach", "capturable")
-        group |= {k: _as(v, group.get(k)) for k, v in known.items() if k not in kept}
-    schedule.load_state_dict(facts["schedule"])
-    if rated.learning_rate != facts["learning_rate"]:
-        why = f"{rated.learning_rate}, where the run stopped with {facts['learning_rate']}"
+        group |= {k: _with_tuples(v, group.get(k)) for k, v in known.items() if k not in kept}
+    schedule.load_state_dict(metadata["schedule"])
+    if optimizer.learning_rate != metadata["learning_rate"]:
+        why = f"{optimizer.learning_rate}, where the run stopped with {metadata['learning_rate']}"
         raise ConfigError(
             Problem("the learning rate is not what it was", "train.learning_rate", why)
         )
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_full_tensor(tensor: Tensor) -> Tensor:
     """A sharded tensor whole, which all ranks ask for together; another one as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def spread_as(tensor: Tensor, like: Tensor) -> Tensor:
+def distribute_like(tensor: Tensor, like: Tensor) -> Tensor:
     """A whole tensor, which every rank has, spread as another one is, on its device."""
     if not isinstance(like, DTensor):
         return tensor.to(like.device)
@@ -242,22 +250,22 @@ def spread_as(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(given, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _as(value: Any, before: Any) -> Any:
+def _with_tuples(value: Any, before: Any) -> Any:
     """JSON knows no tuples: betas."""
     return tuple(value) if isinstance(before, tuple) else value
 
 
-def _beside(value: Any, master: Tensor, fused: bool) -> Any:
+def _state_on_device(value: Any, master: Tensor, fused: bool) -> Any:
     """Counters of one element stay on the CPU, where torch's optimizers keep them; a fused one has
     them on its device."""
     if not isinstance(value, Tensor):
         return value
     if value.dim() == 0:
         return value.to(master.device) if fused else value
-    return spread_as(value, master)
+    return distribute_like(value, master)
 
 
-def build(
+def build_optimizer(
     parameters: Iterable[Tensor], config: TrainConfig, offloaded: bool = False
 ) -> torch.optim.Optimizer:
     """The optimizer of the config over these. Raises ConfigError for arguments it does not take.
@@ -270,11 +278,13 @@ def build(
     """
     arguments: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     parameters = list(parameters)
-    if config.optimizer == "adamw" and (offloaded or fusible(parameters)):
+    if config.optimizer == "adamw" and (offloaded or can_use_fused(parameters)):
         arguments["fused"] = True  # a third of the passes over memory, and no temporaries
     arguments |= config.optimizer_kwargs
     kind = (
-        torch.optim.AdamW if config.optimizer == "adamw" else _user(config.optimizer, "optimizer")
+        torch.optim.AdamW
+        if config.optimizer == "adamw"
+        else _load_user_code(config.optimizer, "optimizer")
     )
     try:
         return kind(parameters, **arguments)
@@ -288,15 +298,17 @@ def build(
         ) from None
 
 
-def fusible(parameters: Sequence[Tensor]) -> bool:
+def can_use_fused(parameters: Sequence[Tensor]) -> bool:
     """Whether torch's fused AdamW takes these: all on GPUs, none of a type of its own."""
     return bool(parameters) and all(p.is_cuda and p.is_floating_point() for p in parameters)
 
 
-def schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, updates: int) -> Any:
+def build_lr_schedule(
+    optimizer: torch.optim.Optimizer, config: TrainConfig, num_updates: int
+) -> Any:
     """The learning rate's schedule. Raises ConfigError for one that cannot be made."""
     try:
-        return _build_schedule(optimizer, config, updates)
+        return _make_lr_schedule(optimizer, config, num_updates)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             Problem(
@@ -308,10 +320,12 @@ def schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, updates: int
         ) from None
 
 
-def _build_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, updates: int) -> Any:
+def _make_lr_schedule(
+    optimizer: torch.optim.Optimizer, config: TrainConfig, num_updates: int
+) -> Any:
     if ":" in config.lr_scheduler:
-        build = _user(config.lr_scheduler, "lr_scheduler")
-        given = {"num_warmup_steps": config.warmup_steps, "num_training_steps": updates}
+        build = _load_user_code(config.lr_scheduler, "lr_scheduler")
+        given = {"num_warmup_steps": config.warmup_steps, "num_training_steps": num_updates}
         wanted = inspect.signature(build).parameters
         given = {k: v for k, v in given.items() if k in wanted}
         return build(optimizer, **given, **config.lr_scheduler_kwargs)
@@ -319,12 +333,12 @@ def _build_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, updat
         config.lr_scheduler,
         optimizer,
         num_warmup_steps=config.warmup_steps,
-        num_training_steps=updates,
+        num_training_steps=num_updates,
         scheduler_specific_kwargs=config.lr_scheduler_kwargs or None,
     )
 
 
-def _user(spec: str, key: str) -> Any:
+def _load_user_code(spec: str, key: str) -> Any:
     if ":" not in spec:
         raise ConfigError(
             Problem(

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from rloo_cli.distributed.world import World
 
-BUCKET = 64 * 2**20  # bytes of gradients that are summed at once
+BUCKET_BYTES = 64 * 2**20  # bytes of gradients that are summed at once
 
 
-class Reduction:
+class GradientReducer:
     """Gradients of `weights`, summed where they lie, of float32 `masters` in float32.
 
     `apart`: those of a second model, whose backward passes come before the policy's own in each
@@ -36,118 +36,134 @@ class Reduction:
         world: World,
         weights: Sequence[Tensor],
         masters: Sequence[Tensor],
-        apart: Collection[nn.Parameter] = (),
+        value_parameters: Collection[nn.Parameter] = (),
         group: Any = None,
-        size: int = BUCKET,
+        bucket_bytes: int = BUCKET_BYTES,
     ):
         self.world, self.weights, self.masters = world, weights, masters
         self.group: Any = dist.group.WORLD if group is None else group
-        others = {id(p) for p in apart}
-        self.apart = [i for i, w in enumerate(weights) if id(w) in others]
+        others = {id(p) for p in value_parameters}
+        self.value_indices = [i for i, w in enumerate(weights) if id(w) in others]
         policy = [i for i, w in enumerate(weights) if id(w) not in others]
-        parts = [self.apart[::-1], policy[::-1]]
-        self.buckets = [b for part in parts for b in _buckets(part, masters, size)]
-        self.place = {i: number for number, bucket in enumerate(self.buckets) for i in bucket}
+        parts = [self.value_indices[::-1], policy[::-1]]
+        self.buckets = [
+            b for part in parts for b in _split_into_buckets(part, masters, bucket_bytes)
+        ]
+        self.bucket_of_gradient = {
+            i: number for number, bucket in enumerate(self.buckets) for i in bucket
+        }
         # torch's DETAIL lets every call wait for the other ranks, which may still be elsewhere.
-        self.early = dist.get_debug_level() != dist.DebugLevel.DETAIL
-        self.several: set[int] = set()  # gradients that come in parts
-        self.known = False  # whether a backward pass has shown which
-        self.fired: Counter[int] = Counter()  # in this pass
-        self._forget()
+        self.can_overlap = dist.get_debug_level() != dist.DebugLevel.DETAIL
+        self.multi_fire_gradients: set[int] = set()  # gradients that come in parts
+        self.has_seen_backward = False  # whether a backward pass has shown which
+        self.hook_calls: Counter[int] = Counter()  # in this pass
+        self._reset_update()
         for i, weight in enumerate(weights):
-            weight.register_post_accumulate_grad_hook(self._hook(i))
+            weight.register_post_accumulate_grad_hook(self._make_hook(i))
 
-    def backward(self, loss: Tensor, last: bool) -> None:
+    def backward(self, loss: Tensor, is_last: bool) -> None:
         """One backward pass; `last`: nothing of the update comes after it on this rank."""
-        self.fired.clear()
-        if last:
-            self.entered = True
-            self._are_whole(self.apart)
-            self.listening = self.known
+        self.hook_calls.clear()
+        if is_last:
+            self.in_last_micro_batch = True
+            self._mark_ready(self.value_indices)
+            self.hooks_active = self.has_seen_backward
         try:
             loss.backward()
         finally:
-            self.listening = False
-        self.known = True
-        if last:
-            self._are_whole(range(len(self.weights)))
+            self.hooks_active = False
+        self.has_seen_backward = True
+        if is_last:
+            self._mark_ready(range(len(self.weights)))
 
-    def nothing(self, last: bool) -> None:
+    def skip_micro_batch(self, is_last: bool) -> None:
         """This rank has nothing in a micro-batch that others have; `last`: of the update."""
-        if last:
-            self.entered = True
-            self._are_whole(range(len(self.weights)))
+        if is_last:
+            self.in_last_micro_batch = True
+            self._mark_ready(range(len(self.weights)))
 
     @torch.no_grad()
-    def finish(self, masters: Sequence[Tensor]) -> None:
+    def finalize_reduce(self, masters: Sequence[Tensor]) -> None:
         """All ranks: the gradients are summed when this returns, in place.
 
         One that only some ranks have counts as 0 on the others; one that none has stays None.
         """
         try:
-            have = [float(self._owner(i).grad is not None) for i in range(len(masters))]
+            have = [float(self._gradient_owner(i).grad is not None) for i in range(len(masters))]
             wanted = self.world.sum(torch.tensor(have)).tolist()
-            for bucket in self.buckets[self.sent :]:
+            for bucket in self.buckets[self.num_buckets_sent :]:
                 some = [i for i in bucket if wanted[i]]
-                for master in (self._owner(i) for i in some):
+                for master in (self._gradient_owner(i) for i in some):
                     if master.grad is None:
                         master.grad = torch.zeros_like(master)
-                self._send(some)
-            for work in self.works:
+                self._start_all_reduce(some)
+            for work in self.pending_works:
                 work.wait()
         finally:
-            self._forget()
+            self._reset_update()
 
-    def drop(self) -> None:
+    def abort_reduce(self) -> None:
         """All ranks: end what is under way in an update that is given up."""
-        if self.entered:
-            self.finish(self.masters)
+        if self.in_last_micro_batch:
+            self.finalize_reduce(self.masters)
 
-    def _forget(self) -> None:
-        self.entered = False  # the last micro-batch of the update: what may be sent, may be now
-        self.listening = False  # to hooks, which say that a gradient is whole
-        self.whole: set[int] = set()
-        self.missing = [len(bucket) for bucket in self.buckets]  # gradients that are not whole
-        self.sent = 0  # buckets
-        self.works: list[Any] = []
+    def _reset_update(self) -> None:
+        self.in_last_micro_batch = (
+            False  # the last micro-batch of the update: what may be sent, may be now
+        )
+        self.hooks_active = False  # to hooks, which say that a gradient is whole
+        self.ready_gradients: set[int] = set()
+        self.missing_per_bucket = [
+            len(bucket) for bucket in self.buckets
+        ]  # gradients that are not whole
+        self.num_buckets_sent = 0  # buckets
+        self.pending_works: list[Any] = []
 
-    def _hook(self, i: int) -> Callable[[Tensor], None]:
+    def _make_hook(self, i: int) -> Callable[[Tensor], None]:
         def fire(weight: Tensor) -> None:
-            self.fired[i] += 1
-            if self.place[i] < self.sent:
+            self.hook_calls[i] += 1
+            if self.bucket_of_gradient[i] < self.num_buckets_sent:
                 raise RuntimeError("a gradient came in parts, and was sent before it was whole")
-            if self.fired[i] > 1:
-                self.several.add(i)
-                self._is_not_whole(i)
-            elif self.listening and i not in self.several:
-                self._are_whole([i])
+            if self.hook_calls[i] > 1:
+                self.multi_fire_gradients.add(i)
+                self._mark_not_ready(i)
+            elif self.hooks_active and i not in self.multi_fire_gradients:
+                self._mark_ready([i])
 
         return fire
 
-    def _is_not_whole(self, i: int) -> None:
-        if i in self.whole:
-            self.whole.discard(i)
-            self.missing[self.place[i]] += 1
+    def _mark_not_ready(self, i: int) -> None:
+        if i in self.ready_gradients:
+            self.ready_gradients.discard(i)
+            self.missing_per_bucket[self.bucket_of_gradient[i]] += 1
 
-    def _are_whole(self, among: Collection[int]) -> None:
+    def _mark_ready(self, indices: Collection[int]) -> None:
         """Nothing is added to these any more; send what is complete."""
-        for i in among:
+        for i in indices:
             grad = self.weights[i].grad
-            if i not in self.whole and grad is not None and grad.dtype == self.masters[i].dtype:
-                self.whole.add(i)
-                self.missing[self.place[i]] -= 1
-        while self.early and self.sent < len(self.buckets) and not self.missing[self.sent]:
-            self._send(self.buckets[self.sent])
-            self.sent += 1
+            if (
+                i not in self.ready_gradients
+                and grad is not None
+                and grad.dtype == self.masters[i].dtype
+            ):
+                self.ready_gradients.add(i)
+                self.missing_per_bucket[self.bucket_of_gradient[i]] -= 1
+        while (
+            self.can_overlap
+            and self.num_buckets_sent < len(self.buckets)
+            and not self.missing_per_bucket[self.num_buckets_sent]
+        ):
+            self._start_all_reduce(self.buckets[self.num_buckets_sent])
+            self.num_buckets_sent += 1
 
-    def _owner(self, i: int) -> Tensor:
+    def _gradient_owner(self, i: int) -> Tensor:
         """What the gradient hangs on: the weight, until `grad_norm` moves it to the master."""
         return self.masters[i] if self.weights[i].grad is None else self.weights[i]
 
-    def _send(self, bucket: Sequence[int]) -> None:
+    def _start_all_reduce(self, bucket: Sequence[int]) -> None:
         """Begin to sum these gradients, as they lie: no copy of a bucket is made here."""
         gradients = []
-        for owner in map(self._owner, bucket):
+        for owner in map(self._gradient_owner, bucket):
             assert owner.grad is not None
             if not owner.grad.is_contiguous():
                 owner.grad = owner.grad.contiguous()
@@ -155,16 +171,18 @@ class Reduction:
         if gradients:
             options = dist.AllreduceCoalescedOptions()
             options.asyncOp = True
-            self.works.append(self.group.allreduce_coalesced(gradients, options))
+            self.pending_works.append(self.group.allreduce_coalesced(gradients, options))
 
 
-def _buckets(order: Sequence[int], masters: Sequence[Tensor], size: int) -> Iterator[list[int]]:
+def _split_into_buckets(
+    order: Sequence[int], masters: Sequence[Tensor], bucket_bytes: int
+) -> Iterator[list[int]]:
     """Runs of one dtype that fill a bucket; a larger one is alone."""
     run: list[int] = []
     for i in order:
         there = sum(masters[j].nbytes for j in run)
         other = bool(run) and masters[i].dtype != masters[run[0]].dtype
-        if run and (other or there + masters[i].nbytes > size):
+        if run and (other or there + masters[i].nbytes > bucket_bytes):
             yield run
             run = []
         run.append(i)

@@ -19,13 +19,15 @@ from torch import Tensor
 
 from rloo_cli.config.schema import DistributedConfig, RunConfig
 from rloo_cli.distributed import device_count
-from rloo_cli.distributed.pace import Pace
+from rloo_cli.distributed.stop_poll import StopPoll
 from rloo_cli.utils import errors, signals
 from rloo_cli.utils.environment import environment_number
 from rloo_cli.utils.errors import GenerationError, MachineError, Problem, RunError, Stopped
 
 T = TypeVar("T")
-CARE = 4.0  # times a generation's own deadlines that the others wait for a rank that leads
+RANK0_TIMEOUT_FACTOR = (
+    4.0  # times a generation's own deadlines that the others wait for a rank that leads
+)
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,10 @@ class World:
     rank: int
     size: int
     device: torch.device
-    local: int = 1  # ranks on this machine
+    local_world_size: int = 1  # ranks on this machine
     group: Any = None  # of CPU tensors, None with one rank
-    patient: Any = None  # the same ranks, for what only one of them does
-    pace: Pace = field(default_factory=Pace)  # of `check_stop`
+    long_timeout_group: Any = None  # the same ranks, for what only one of them does
+    stop_poll: StopPoll = field(default_factory=StopPoll)  # of `check_stop`
 
     @property
     def is_main(self) -> bool:
@@ -49,16 +51,16 @@ class World:
         if self.size == 1:
             return values
         found = values.detach().cpu()
-        _meet("a sum", lambda: dist.all_reduce(found, group=self.group))
+        _run_collective("a sum", lambda: dist.all_reduce(found, group=self.group))
         return found.to(values.device)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank. Anything that can be pickled."""
         if self.size == 1:
             return [value]
-        return [pickle.loads(found) for found in self._bytes(pickle.dumps(value))]
+        return [pickle.loads(found) for found in self._all_gather_bytes(pickle.dumps(value))]
 
-    def each(self, work: Callable[[], T]) -> list[T]:
+    def run_on_all_ranks(self, work: Callable[[], T]) -> list[T]:
         """Every rank does `work`; all get every rank's result, or the first failing one's error."""
         if self.size == 1:
             return [work()]
@@ -67,12 +69,12 @@ class World:
         try:
             told = pickle.dumps(work())
         except Exception as found:
-            error, wrong = found, _portable(found)
-        heard = [pickle.loads(m) for m in self._bytes(pickle.dumps((told, wrong)))]
-        _raise_first([w for _, w in heard], self.rank, error)
+            error, wrong = found, _error_to_dict(found)
+        heard = [pickle.loads(m) for m in self._all_gather_bytes(pickle.dumps((told, wrong)))]
+        _raise_first_error([w for _, w in heard], self.rank, error)
         return [pickle.loads(value) for value, _ in heard]
 
-    def first(self, work: Callable[[], T]) -> T:
+    def run_on_rank0(self, work: Callable[[], T]) -> T:
         """Rank 0 does `work`; all get its result, or its error."""
         if self.size == 1:
             return work()
@@ -82,55 +84,63 @@ class World:
             try:
                 message = [(work(), None)]
             except Exception as raised:
-                error, message = raised, [(None, _portable(raised))]
-        value, wrong = self.say(message[0])
-        _raise_first([wrong], self.rank, error)
+                error, message = raised, [(None, _error_to_dict(raised))]
+        value, wrong = self.broadcast_from_rank0(message[0])
+        _raise_first_error([wrong], self.rank, error)
         found: T = value
         return found
 
-    def say(self, value: Any) -> Any:
+    def broadcast_from_rank0(self, value: Any) -> Any:
         """What rank 0 gives; the others wait for it as long as a generation may take."""
         if self.size == 1:
             return value
         box = [value]
-        _meet("what rank 0 does", lambda: dist.broadcast_object_list(box, 0, self.patient))
+        _run_collective(
+            "what rank 0 does", lambda: dist.broadcast_object_list(box, 0, self.long_timeout_group)
+        )
         return box[0]
 
-    def check_stop(self, often: bool = False) -> None:
+    def check_stop(self, frequent: bool = False) -> None:
         """Raises Stopped on every rank when a signal asked any of them to end.
 
         `often`: this is asked before each of many small pieces of work, equally often on all
         ranks. They meet at the first, and then about once a second.
         """
         if self.size == 1:
-            signals.check()
+            signals.raise_if_stopped()
             return
-        if often and not self.pace.due():
+        if frequent and not self.stop_poll.is_due():
             return
-        told = torch.tensor([float(signals.asked() is not None), self.pace.slowest]).double()
-        _meet("a signal", lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group))
+        told = torch.tensor(
+            [float(signals.stop_requested_at() is not None), self.stop_poll.slowest_s]
+        ).double()
+        _run_collective(
+            "a signal", lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
+        )
         asked, slowest = told.tolist()
-        self.pace.met(slowest, often)
+        self.stop_poll.record_poll(slowest, frequent)
         if asked:
             stopped = Stopped(Problem("stopped, as a rank was asked to"))
             try:
-                signals.check()
+                signals.raise_if_stopped()
             except Stopped as found:
                 stopped = found
-            _everywhere(stopped, elsewhere=False)
+            _mark_shared_error(stopped, is_remote=False)
             raise stopped
 
-    def part(self, count: int) -> range:
+    def rank_shard(self, count: int) -> range:
         """This rank's share of so many things in a row."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
-    def _bytes(self, message: bytes) -> list[bytes]:
+    def _all_gather_bytes(self, message: bytes) -> list[bytes]:
         found: list[Any] = [None] * self.size
-        _meet("the others", lambda: dist.all_gather_object(found, message, group=self.group))
+        _run_collective(
+            "the others", lambda: dist.all_gather_object(found, message, group=self.group)
+        )
         return found
 
 
-def alone(config: DistributedConfig) -> World:
+def single_process_world(config: DistributedConfig) -> World:
     """One process and its device. Raises MachineError for a GPU that torch does not see."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -139,12 +149,12 @@ def alone(config: DistributedConfig) -> World:
     return World(rank=0, size=1, device=device)
 
 
-def alone_here() -> World:
+def cpu_world() -> World:
     """One process that only saves."""
     return World(0, 1, torch.device("cpu"))
 
 
-def join(run: RunConfig) -> World:
+def join_world(run: RunConfig) -> World:
     """Meet the other ranks, as RANK, WORLD_SIZE, MASTER_ADDR, ... in the environment say.
 
     An engine other than `single` has a process group with one rank too. Raises GenerationError
@@ -153,7 +163,7 @@ def join(run: RunConfig) -> World:
     config = run.distributed
     size = environment_number("WORLD_SIZE", 1)
     if config.engine == "single" and size == 1:
-        return alone(config)
+        return single_process_world(config)
     rank, local = environment_number("RANK", 0), environment_number("LOCAL_RANK", 0)
     check_devices()
     device = torch.device("cpu")
@@ -169,10 +179,14 @@ def join(run: RunConfig) -> World:
     limit = timedelta(seconds=config.timeout_s)
     kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
-        _meet("all ranks at the start", lambda: _open(kind, rank, size, limit))
+        _run_collective(
+            "all ranks at the start", lambda: _init_process_group(kind, rank, size, limit)
+        )
     if size == 1:
         return World(0, 1, device)
-    patience = timedelta(seconds=config.timeout_s + CARE * _generation_s(run))
+    patience = timedelta(
+        seconds=config.timeout_s + RANK0_TIMEOUT_FACTOR * _generation_timeout_s(run)
+    )
     group = dist.new_group(backend="gloo", timeout=limit)
     patient = dist.new_group(backend="gloo", timeout=patience)
     return World(rank, size, device, here, group, patient)
@@ -181,7 +195,7 @@ def join(run: RunConfig) -> World:
 def check_devices() -> None:
     """Raises MachineError where the machine has GPUs and torch sees none: it would train on the
     CPU, a hundred times slower, without a word."""
-    why = "" if torch.cuda.is_available() else device_count.hidden_gpus()
+    why = "" if torch.cuda.is_available() else device_count.hidden_gpu_evidence()
     if why:
         raise MachineError(
             Problem(
@@ -194,26 +208,26 @@ def check_devices() -> None:
         )
 
 
-def _open(kind: str, rank: int, size: int, limit: timedelta) -> None:
+def _init_process_group(backend: str, rank: int, size: int, timeout: timedelta) -> None:
     """The process group, over a store that listens where the launcher said and nowhere else."""
     if size == 1:
-        dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     handle = os.environ.get("RLOO_STORE_FD")
     if handle is None and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has a store already
-        dist.init_process_group(kind, timeout=limit)
+        dist.init_process_group(backend, timeout=timeout)
         return
     host, port = os.environ["MASTER_ADDR"], environment_number("MASTER_PORT", 0)
     given: dict[str, Any] = {}
     if rank == 0 and handle is not None:
         given = {"master_listen_fd": socket.socket(fileno=int(handle)).detach()}
     store = dist.TCPStore(
-        host, port, size, rank == 0, timeout=limit, wait_for_workers=False, **given
+        host, port, size, rank == 0, timeout=timeout, wait_for_workers=False, **given
     )
-    dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
-def _generation_s(run: RunConfig) -> float:
+def _generation_timeout_s(run: RunConfig) -> float:
     """Seconds that a sampler which only rank 0 talks to may take, by its own deadlines."""
     keys: Any = run.generation
     section = getattr(keys, "server", None) or getattr(keys, "colocate", None)
@@ -221,15 +235,15 @@ def _generation_s(run: RunConfig) -> float:
     return sum(float(getattr(section, name, 0.0)) for name in names)
 
 
-def _meet(what: str, call: Callable[[], Any]) -> None:
+def _run_collective(what: str, call: Callable[[], Any]) -> None:
     try:
         call()
     except RuntimeError as error:
         why = str(error).strip().partition("\n")[0][:300]
-        raise lost(f"waiting for {what}", why) from error
+        raise rank_lost_error(f"waiting for {what}", why) from error
 
 
-def lost(where: str, why: str) -> GenerationError:
+def rank_lost_error(where: str, why: str) -> GenerationError:
     """The error of a rank whose siblings are gone, or do not answer within the deadline."""
     fix = "the log of each rank is beside this one; distributed.timeout_s is the deadline"
     error = GenerationError(Problem("another rank does not answer any more", where, why, fix))
@@ -237,48 +251,50 @@ def lost(where: str, why: str) -> GenerationError:
     return error
 
 
-def is_lost(error: BaseException) -> bool:
+def is_rank_lost(error: BaseException) -> bool:
     """Whether this says that other ranks are gone: there is nothing left to do together."""
     return bool(error.__dict__.get("lost"))
 
 
-def _portable(error: BaseException) -> dict[str, Any]:
+def _error_to_dict(error: BaseException) -> dict[str, Any]:
     """An error as plain values."""
     kinds = [k.__name__ for k in type(error).__mro__ if getattr(errors, k.__name__, None) is k]
     problems = [asdict(p) for p in error.problems] if isinstance(error, RunError) else []
     return {"kinds": kinds, "problems": problems, "text": f"{type(error).__name__}: {error}"}
 
 
-def _raise_first(told: list[dict[str, Any] | None], rank: int, own: BaseException | None) -> None:
+def _raise_first_error(
+    errors_by_rank: list[dict[str, Any] | None], rank: int, local_error: BaseException | None
+) -> None:
     """Raise the error of the first rank that has one; a stop only where nothing else is wrong."""
-    wrong = [(r, e) for r, e in enumerate(told) if e is not None]
+    wrong = [(r, e) for r, e in enumerate(errors_by_rank) if e is not None]
     if not wrong:
         return
     real = [(r, e) for r, e in wrong if "Stopped" not in e["kinds"]] or wrong
     who, error = real[0]
-    if who == rank and own is not None:
-        _everywhere(own, elsewhere=False)
-        raise own
+    if who == rank and local_error is not None:
+        _mark_shared_error(local_error, is_remote=False)
+        raise local_error
     kind: Any = getattr(errors, next(iter(error["kinds"]), ""), RunError)
     problems = [Problem(**p) for p in error["problems"]] or [
         Problem(f"rank {who}: {error['text']}")
     ]
     copy = kind(*problems)
-    _everywhere(copy, elsewhere=True)
+    _mark_shared_error(copy, is_remote=True)
     raise copy
 
 
-def _everywhere(error: BaseException, elsewhere: bool) -> None:
+def _mark_shared_error(error: BaseException, is_remote: bool) -> None:
     """Note on an error that all ranks raise it now; `elsewhere`: it arose on another one."""
     error.__dict__["everywhere"] = True
-    error.__dict__["elsewhere"] = elsewhere
+    error.__dict__["elsewhere"] = is_remote
 
 
-def everywhere(error: BaseException) -> bool:
+def is_shared_error(error: BaseException) -> bool:
     """Whether all ranks have left with this error, so that they can still do something together."""
     return bool(error.__dict__.get("everywhere"))
 
 
-def elsewhere(error: BaseException) -> bool:
+def is_remote_error(error: BaseException) -> bool:
     """Whether the error is another rank's, which says it."""
     return bool(error.__dict__.get("elsewhere"))

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from rloo_cli.distributed import gather
-from rloo_cli.distributed.engine import Engine
-from rloo_cli.distributed.fsdp import Sharded
-from rloo_cli.distributed.optimizer import build
+from rloo_cli.distributed.engine import ParallelEngine
+from rloo_cli.distributed.fsdp import FSDPEngine
+from rloo_cli.distributed.optimizer import build_optimizer
 from rloo_cli.distributed.zero_optimizer import ZeroOptimizer
 from rloo_cli.policy.model import Policy
 
-HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+DEEPSPEED_DTYPE_SECTIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-class Zero(Engine):
+class DeepSpeedEngine(ParallelEngine):
     """Optimizer state in shards; from stage 2 on gradients too, in stage 3 the weights."""
 
     lockstep = True
@@ -38,51 +38,51 @@ class Zero(Engine):
     def sharded(self) -> bool:  # type: ignore[override]
         return self.stage == 3
 
-    def spread(self, policy: Policy, updates: int) -> Any:
+    def distribute_policy(self, policy: Policy, num_updates: int) -> Any:
         """Give the policy to DeepSpeed; its optimizer."""
-        deepspeed = _deepspeed()
-        settings = self._settings(policy.dtype)
+        deepspeed = _import_deepspeed()
+        settings = self._deepspeed_config(policy.dtype)
         if self.stage == 3:
-            for unit in (*gather.layers(policy.model), policy.scorer):
-                gather.fill(unit, policy.source, self.world, None)
+            for unit in (*gather.decoder_layers(policy.model), policy.logprob_module):
+                gather.materialize_unit(unit, policy.meta_weights, self.world, None)
                 deepspeed.zero.Init(module=unit, config_dict_or_path=settings, dtype=policy.dtype)
-            policy.source = None
+            policy.meta_weights = None
         trained = [p for p in policy.model.parameters() if p.requires_grad]
-        inner = build(trained, self.config.train, self.offloads)
+        inner = build_optimizer(trained, self.config.train, self.offloads)
         engine, *_ = deepspeed.initialize(
-            model=policy.scorer, optimizer=inner, config=settings, dist_init_required=False
+            model=policy.logprob_module, optimizer=inner, config=settings, dist_init_required=False
         )
         policy.call = engine
-        self.engine = engine
-        return ZeroOptimizer(engine, inner, policy.model, self.config, updates)
+        self.deepspeed_engine = engine
+        return ZeroOptimizer(engine, inner, policy.model, self.config, num_updates)
 
-    def freeze(self, frozen: Policy) -> None:
+    def distribute_frozen(self, policy: Policy) -> None:
         """In stage 3 a frozen policy is sharded by torch's fully_shard: DeepSpeed has no lighter
         way for it."""
         if self.stage == 3:
-            Sharded(self.world, self.config).freeze(frozen)
+            FSDPEngine(self.world, self.config).distribute_frozen(policy)
 
-    def backward(self, loss: Tensor, last: bool) -> None:
+    def backward(self, loss: Tensor, is_last: bool) -> None:
         """DeepSpeed averages over the ranks, and reduces for good in the last one."""
-        self.engine.set_gradient_accumulation_boundary(last)
-        self.engine.backward(loss * self.world.size)
+        self.deepspeed_engine.set_gradient_accumulation_boundary(is_last)
+        self.deepspeed_engine.backward(loss * self.world.size)
 
     @contextmanager
-    def whole(
+    def gathered_parameters(
         self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None
     ) -> Iterator[list[Tensor]]:
         """Gathered for as long as this lasts, in the dtype that DeepSpeed keeps them in."""
         if self.stage < 3:
             yield [p.detach() for p in parameters]
             return
-        with _deepspeed().zero.GatheredParameters(list(parameters)):
+        with _import_deepspeed().zero.GatheredParameters(list(parameters)):
             yield [p.detach() for p in parameters]
 
-    def _settings(self, dtype: torch.dtype) -> dict[str, Any]:
+    def _deepspeed_config(self, dtype: torch.dtype) -> dict[str, Any]:
         """DeepSpeed's own config."""
         config, on_gpu = self.config.distributed, self.world.device.type == "cuda"
         # In half precision stage 1 is another optimizer of DeepSpeed; 2 gives the same numbers.
-        stage = 2 if self.stage == 1 and dtype in HALF else self.stage
+        stage = 2 if self.stage == 1 and dtype in DEEPSPEED_DTYPE_SECTIONS else self.stage
         zero: dict[str, Any] = {"stage": stage, "overlap_comm": on_gpu}
         if config.offload != "none":
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
@@ -97,13 +97,13 @@ class Zero(Engine):
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": None,
         }
-        if dtype in HALF:
-            settings[HALF[dtype]] = {"enabled": True}
+        if dtype in DEEPSPEED_DTYPE_SECTIONS:
+            settings[DEEPSPEED_DTYPE_SECTIONS[dtype]] = {"enabled": True}
             settings["data_types"] = {"grad_accum_dtype": "fp32"}
         return settings
 
 
-def _deepspeed() -> Any:
+def _import_deepspeed() -> Any:
     """DeepSpeed, quiet, and without the helper in shared memory that it would compile for a CPU."""
     os.environ.setdefault("LOCAL_RANK", "0")  # of one process, which nobody has numbered
     import deepspeed

@@ -7,24 +7,30 @@ import torch
 from torch import Tensor
 
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.distributed.optimizer import Saved, named_groups, put_facts, schedule, there
+from rloo_cli.distributed.optimizer import (
+    StateShard,
+    build_lr_schedule,
+    check_state_matches,
+    named_param_groups,
+    restore_param_groups,
+)
 from rloo_cli.utils.errors import NumbersError
-from rloo_cli.utils.fault_injection import poison
+from rloo_cli.utils.fault_injection import poison_tensor
 
 
 class ZeroOptimizer:
     """`optimizer.Optimizer` over DeepSpeed's. `inner` is the torch optimizer that it was given."""
 
-    def __init__(self, engine: Any, inner: Any, model: Any, config: RunConfig, updates: int):
-        self.engine, self.zero_, self.inner = engine, engine.optimizer, inner
+    def __init__(self, engine: Any, inner: Any, model: Any, config: RunConfig, num_updates: int):
+        self.engine, self.zero_optimizer, self.inner = engine, engine.optimizer, inner
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.names, self.weights = list(named), list(named.values())
         self.stage3 = hasattr(self.weights[0], "ds_id")
-        self.half = self.weights[0].dtype in (torch.bfloat16, torch.float16)
+        self.has_masters = self.weights[0].dtype in (torch.bfloat16, torch.float16)
         self.max_grad_norm = config.train.max_grad_norm
-        self.schedule = schedule(inner, config.train, updates)
-        self.factor = 1.0
-        self.state = State(engine, inner, self.stage3)
+        self.schedule = build_lr_schedule(inner, config.train, num_updates)
+        self.gradient_factor = 1.0
+        self.state = ZeroState(engine, inner, self.stage3)
 
     @property
     def learning_rate(self) -> float:
@@ -34,46 +40,46 @@ class ZeroOptimizer:
     @property
     def masters_bytes(self) -> int:
         """Bytes of float32 masters in a checkpoint, over all ranks."""
-        return sum(4 * count(p) for p in self.weights) if self.half else 0
+        return sum(4 * parameter_numel(p) for p in self.weights) if self.has_masters else 0
 
     @property
-    def count(self) -> int:
+    def num_trained_parameters(self) -> int:
         """Trained parameters, over all ranks."""
-        return sum(map(count, self.weights))
+        return sum(map(parameter_numel, self.weights))
 
     def grad_norm(self, factor: float = 1.0) -> Tensor:
         """Global L2 norm of the gradients times `factor`, unclipped. ()"""
-        self.factor = factor
+        self.gradient_factor = factor
         if self.stage3:
-            groups = self.zero_._get_norm_groups()
+            groups = self.zero_optimizer._get_norm_groups()
             norm = torch.stack([torch.as_tensor(n).double().cpu() for n in groups]).norm()
             bad = any(float(n) == -1.0 for n in groups)  # how DeepSpeed says inf or NaN
         else:
-            norm = torch.as_tensor(self.zero_.scaled_global_norm()).double().cpu()
+            norm = torch.as_tensor(self.zero_optimizer.scaled_global_norm()).double().cpu()
             bad = not torch.isfinite(norm) or float(norm) < 0
         norm = torch.full_like(norm, torch.nan) if bad else norm
-        return poison("grad", norm / self.zero_.loss_scale * factor)
+        return poison_tensor("grad", norm / self.zero_optimizer.loss_scale * factor)
 
     def step(self, norm: Tensor) -> None:
         """Clip to max_grad_norm, update, advance the schedule. `norm` is from `grad_norm`.
 
         Raises NumbersError where DeepSpeed finds an overflow that the norm did not show.
         """
-        before = self.zero_.loss_scale
-        if self.factor != 1.0:
-            self.zero_.override_loss_scale(before / self.factor)
+        before = self.zero_optimizer.loss_scale
+        if self.gradient_factor != 1.0:
+            self.zero_optimizer.override_loss_scale(before / self.gradient_factor)
         try:
             self.engine.step()
         finally:
-            if self.factor != 1.0:
-                self.zero_.override_loss_scale(before)
-        if getattr(self.zero_, "overflow", False):
+            if self.gradient_factor != 1.0:
+                self.zero_optimizer.override_loss_scale(before)
+        if getattr(self.zero_optimizer, "overflow", False):
             raise NumbersError(f"DeepSpeed skipped a step of norm {float(norm)}: overflow")
         self.schedule.step()
 
-    def zero(self) -> None:
+    def zero_grad(self) -> None:
         """Forget the gradients, so that nothing of them is ever applied."""
-        zero = self.zero_
+        zero = self.zero_optimizer
         if self.stage3:
             zero._overflow_clean_up(zero.loss_scale)
             return
@@ -86,25 +92,25 @@ class ZeroOptimizer:
         for key in list(zero.averaged_gradients):
             zero.averaged_gradients[key] = zero.all_grad_tensors[key] = None
 
-    def dump(self, rank: int, size: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def dump(self, rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """`optim.Optimizer.dump`: the share of rank `rank`; all ranks call it together."""
-        saved = Saved(rank, size)
+        saved = StateShard(rank, world_size)
         counters = self.state.counters()
         for number, (name, weight) in enumerate(zip(self.names, self.weights, strict=True)):
-            if self.half:
+            if self.has_masters:
                 saved.add(number, f"master/{name}", self.state.get(weight, None))
-            for what in self.state.kinds():
+            for what in self.state.tensor_names():
                 saved.add(number, f"{what}/{name}", self.state.get(weight, what))
             for what, value in counters.items():
                 saved.add(number, f"{what}/{name}", value.clone())  # one for all there
-        groups = named_groups(self.inner, [self.names])
+        groups = named_param_groups(self.inner, [self.names])
         facts = {"state": {}, "groups": groups, "schedule": self.schedule.state_dict()}
         return saved.tensors, facts | {"learning_rate": self.learning_rate}
 
     @torch.no_grad()
-    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    def restore(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
         """Put back what `dump` gave, of any engine and number of ranks. Raises ConfigError."""
-        there(self.names, tensors, facts)
+        check_state_matches(self.names, tensors, metadata)
         counters: dict[str, Tensor] = {}
         one = {k.partition("/")[0]: tensors[k] for k in tensors if k.endswith(f"/{self.names[0]}")}
         self.state.make_state([k for k, v in one.items() if k != "master" and v.dim()])
@@ -118,11 +124,11 @@ class ZeroOptimizer:
                 counters[what] = value
             else:
                 self.state.set(weights[name], value, what)
-        put_counters(self.inner, counters)
-        put_facts(self.inner, self.schedule, facts, self)
+        restore_counters(self.inner, counters)
+        restore_param_groups(self.inner, self.schedule, metadata, self)
 
 
-def put_counters(inner: Any, counters: Mapping[str, Tensor]) -> None:
+def restore_counters(inner: Any, counters: Mapping[str, Tensor]) -> None:
     """State of one element, for each of the flat shares that the optimizer updates: on the CPU, or
     beside the share where the optimizer is fused, whose kernel reads it there."""
     fused = bool(inner.param_groups[0].get("fused"))
@@ -131,18 +137,23 @@ def put_counters(inner: Any, counters: Mapping[str, Tensor]) -> None:
         state |= {what: value.to(where, copy=True) for what, value in counters.items()}
 
 
-def count(parameter: Any) -> int:
+def parameter_numel(parameter: Any) -> int:
     """Elements of a weight, over all ranks."""
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
 
-class State:
+class ZeroState:
     """A torch optimizer's state per parameter, of which DeepSpeed has flat shares."""
 
     def __init__(self, engine: Any, inner: Any, stage3: bool):
-        self.engine, self.zero, self.inner, self.stage3 = engine, engine.optimizer, inner, stage3
+        self.engine, self.zero_optimizer, self.inner, self.stage3 = (
+            engine,
+            engine.optimizer,
+            inner,
+            stage3,
+        )
 
-    def kinds(self) -> list[str]:
+    def tensor_names(self) -> list[str]:
         """Names of the state that has an element for each of a parameter's."""
         state: Any = next(iter(self.inner.state.values()), {})
         return [k for k, v in state.items() if isinstance(v, Tensor) and v.dim() > 0]
@@ -152,38 +163,38 @@ class State:
         state: Any = next(iter(self.inner.state.values()), {})
         return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim() == 0}
 
-    def make_state(self, kinds: Sequence[str]) -> None:
+    def make_state(self, names: Sequence[str]) -> None:
         """Room for state of these names, which the optimizer itself makes at its first step only.
 
         Stages 1 and 2 have let it do so at their start.
         """
         flats = (
-            self.zero.fp32_partitioned_groups_flat
+            self.zero_optimizer.fp32_partitioned_groups_flat
             if self.stage3
             else [flat for group in self.inner.param_groups for flat in group["params"]]
         )
         for flat in flats:
             if not self.inner.state.get(flat):
-                self.inner.state[flat] = {kind: torch.zeros_like(flat) for kind in kinds}
+                self.inner.state[flat] = {kind: torch.zeros_like(flat) for kind in names}
         if not self.stage3:  # what finds a parameter's share of it
-            self.zero._lazy_init_hp_params_optimizer_state()
+            self.zero_optimizer._lazy_init_hp_params_optimizer_state()
 
-    def get(self, weight: Any, what: str | None) -> Tensor:
+    def get(self, weight: Any, name: str | None) -> Tensor:
         """A parameter's master (None) or state, whole, on every rank."""
         if self.stage3:
-            found = self.zero.get_full_hp_param(weight, what)
+            found = self.zero_optimizer.get_full_hp_param(weight, name)
         else:
-            found = weight.get_full_hp_param(what)
+            found = weight.get_full_hp_param(name)
         whole: Tensor = found
         return whole.view(getattr(weight, "ds_shape", weight.shape))
 
-    def set(self, weight: Any, value: Tensor, what: str | None) -> None:
+    def set(self, weight: Any, value: Tensor, name: str | None) -> None:
         """Put a whole value into this rank's share of it."""
         if not self.stage3:
-            weight.set_full_hp_param(value.to(weight.device), what)
+            weight.set_full_hp_param(value.to(weight.device), name)
             return
-        part, _ = self.zero._get_fp32_opt_state_partition(weight, False, what)
-        rank = self.zero._get_param_partition_rank(weight)
+        part, _ = self.zero_optimizer._get_fp32_opt_state_partition(weight, False, name)
+        rank = self.zero_optimizer._get_param_partition_rank(weight)
         flat = value.reshape(-1)
         padded = torch.cat([flat, flat.new_zeros(part.numel() * self.engine.world_size)])
         part.data.copy_(padded.narrow(0, part.numel() * rank, part.numel()))

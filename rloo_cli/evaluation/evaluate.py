@@ -18,32 +18,32 @@ from typing import Any, Protocol
 
 from rloo_cli.algorithms.common.base import Algorithm
 from rloo_cli.algorithms.common.config import Switches
-from rloo_cli.algorithms.common.score import combine
+from rloo_cli.algorithms.common.score import combine_scores
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.batch import Group, Rollout
-from rloo_cli.data.bin_packing import slices
+from rloo_cli.data.bin_packing import split_chunks
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.distributed.world import World
 from rloo_cli.evaluation import metrics
 from rloo_cli.evaluation.judges import judge as judging
-from rloo_cli.evaluation.judges.judge import Judged, Others
-from rloo_cli.generation import Generator, unheard
+from rloo_cli.evaluation.judges.judge import JudgedSets, OtherAnswers
+from rloo_cli.generation import Generator, ignore_arrival
 from rloo_cli.generation.common import across_ranks
-from rloo_cli.reporting import eval_rows
-from rloo_cli.reporting.log import sample
-from rloo_cli.rewards.engine.arguments import Context, TrainerState
+from rloo_cli.reporting import eval_lines
+from rloo_cli.reporting.log import sample_record
+from rloo_cli.rewards.engine.arguments import RewardContext, TrainerState
 from rloo_cli.rewards.engine.build import Reward
-from rloo_cli.rewards.engine.scoring import Scores, Stage
+from rloo_cli.rewards.engine.scoring import Scores, ScoringStep
 from rloo_cli.run import Run
 from rloo_cli.utils import rng, signals
-from rloo_cli.utils.fault_injection import fault
+from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.rng import sampling_seed
-from rloo_cli.utils.timers import Clock
+from rloo_cli.utils.timers import StepTimer
 
-Row = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
-class Parts(Protocol):
+class EvaluationSetup(Protocol):
     """What it takes to evaluate: a `Run` has it, and `rloo eval` makes no more than this."""
 
     @property
@@ -55,173 +55,187 @@ class Parts(Protocol):
     @property
     def rewards(self) -> Sequence[Reward]: ...
     @property
-    def sets(self) -> dict[str, Prompts]: ...
+    def eval_sets(self) -> dict[str, Prompts]: ...
     @property
     def judge(self) -> Any: ...
     @property
     def world(self) -> World: ...
 
 
-def silent(name: str, done: int, of: int) -> None:
+def ignore_progress(name: str, done: int, total: int) -> None:
     """Nobody is told how far it is."""
 
 
-def evaluate(run: Run) -> Row:
+def evaluate_run(run: Run) -> JsonObject:
     """Score every held-out set at the weights of now; write samples, then one line of metrics.
 
     -> that line, {} where nothing is held out. Raises RunError; nothing is written then.
     """
-    if not run.sets:
+    if not run.eval_sets:
         return {}
     run.log.phase("evaluation")
-    before = rng.take()
+    before = rng.capture_random_states()
     state, judged = run.state.seen_by_rewards(run), None
     try:
-        found = answers(run, state)
-        judged = run.world.first(lambda: judge_all(run, found, state))
+        found = answer_eval_sets(run, state)
+        judged = run.world.run_on_rank0(lambda: judge_eval_sets(run, found, state))
     finally:
-        rng.put(before)
+        rng.restore_random_states(before)
     step = run.state.step
     for name, answered in found.items():
-        run.log.save_samples(eval_rows.file_name(name, step), answered.samples)
+        run.log.save_samples(eval_lines.eval_samples_name(name, step), answered.samples)
     for note in judged.notes if judged is not None else ():
         run.log.note(note)
     if judged is not None:
-        run.log.save_samples(f"pairs_{step:06d}", judged.rows)
-    row = run.log.held_out({"step": step, **of_all(run, found, judged)})
+        run.log.save_samples(f"pairs_{step:06d}", judged.pair_records)
+    row = run.log.write_evaluation({"step": step, **evaluation_metrics(run, found, judged)})
     run.clock.lap()  # its seconds are nobody's step
     return row
 
 
 @dataclass
-class Answered:
+class AnsweredSet:
     """One held-out set: every sample, greedy ones first, and the share of rows that failed."""
 
-    samples: list[Row]
-    failed: dict[str, float]
+    samples: list[JsonObject]
+    failure_rates: dict[str, float]
 
 
-def judge_all(
-    parts: Parts,
-    found: dict[str, Answered],
+def judge_eval_sets(
+    setup: EvaluationSetup,
+    answered_sets: dict[str, AnsweredSet],
     state: TrainerState,
-    others: Others | None = None,
-) -> Judged | None:
+    other_answers: OtherAnswers | None = None,
+) -> JudgedSets | None:
     """What the judge, if there is one, says of the greedy answers; `others`: another model's."""
-    if parts.judge is None:
+    if setup.judge is None:
         return None
-    samples = {name: answered.samples for name, answered in found.items()}
-    return judging.judge(parts.judge, parts.sets, samples, state, others)
+    samples = {name: answered.samples for name, answered in answered_sets.items()}
+    return judging.judge_samples(setup.judge, setup.eval_sets, samples, state, other_answers)
 
 
-def of_all(parts: Parts, found: dict[str, Answered], judged: Judged | None = None) -> Row:
+def evaluation_metrics(
+    setup: EvaluationSetup, answered_sets: dict[str, AnsweredSet], judged: JudgedSets | None = None
+) -> JsonObject:
     """The metrics of all sets, in one row."""
-    row: Row = {} if judged is None else judging.metrics(judged)
-    for name, answered in found.items():
-        row |= metrics.metrics(name, answered.samples, parts.config.eval, answered.failed)
+    row: JsonObject = {} if judged is None else judging.judge_metrics(judged)
+    for name, answered in answered_sets.items():
+        row |= metrics.eval_set_metrics(
+            name, answered.samples, setup.config.eval, answered.failure_rates
+        )
     return row
 
 
-def answers(
-    parts: Parts,
+def answer_eval_sets(
+    setup: EvaluationSetup,
     state: TrainerState,
-    tell: Callable[[str, int, int], None] = silent,
-) -> dict[str, Answered]:
+    on_progress: Callable[[str, int, int], None] = ignore_progress,
+) -> dict[str, AnsweredSet]:
     """Answer and score every set. `tell` hears name, completions made and to be made.
 
     Raises RewardError, GenerationError, and Stopped when a signal asked for an end.
     """
-    return {name: _answer(parts, name, state, tell) for name in parts.sets}
+    return {name: _answer_eval_set(setup, name, state, on_progress) for name in setup.eval_sets}
 
 
-def _answer(
-    parts: Parts, name: str, state: TrainerState, tell: Callable[[str, int, int], None]
-) -> Answered:
-    prompts, settings = parts.sets[name], parts.config.eval
+def _answer_eval_set(
+    setup: EvaluationSetup,
+    name: str,
+    state: TrainerState,
+    on_progress: Callable[[str, int, int], None],
+) -> AnsweredSet:
+    prompts, settings = setup.eval_sets[name], setup.config.eval
     count = min(len(prompts), settings.max_samples or len(prompts))
-    rewards = [replace(reward, memory={}) for reward in parts.rewards]
-    context = Context(prompts.conversational, state, poll=signals.check)
+    rewards = [replace(reward, score_cache={}) for reward in setup.rewards]
+    context = RewardContext(prompts.conversational, state, poll=signals.raise_if_stopped)
     k = settings.num_generations
     rounds = [(True, 1), (False, k)] if k > 1 else [(True, 1)]
-    samples: list[Row] = []
+    samples: list[JsonObject] = []
     failed: dict[str, float] = defaultdict(float)
     for greedy, each in rounds:
-        for index in slices(range(count), max(1, settings.batch_size // each)):
-            fault("eval")
-            parts.world.check_stop()
-            groups = [prompts.at(i) for i in index]
+        for index in split_chunks(range(count), max(1, settings.batch_size // each)):
+            trigger_fault("eval")
+            setup.world.check_stop()
+            groups = [prompts.group_of(i) for i in index]
 
             def sample(
                 places: Sequence[int],
-                arrived: Callable[[int], None] = unheard,
+                arrived: Callable[[int], None] = ignore_arrival,
                 groups: list[Group] = groups,
                 greedy: bool = greedy,
                 each: int = each,
             ) -> None:
-                _generate(parts, [groups[i] for i in places], greedy, each, arrived)
+                _generate(setup, [groups[i] for i in places], greedy, each, arrived)
 
-            def stage(own: Sequence[Group], each: int = each) -> Stage:
-                return Stage(rewards, own, context, each)
+            def stage(own: Sequence[Group], each: int = each) -> ScoringStep:
+                return ScoringStep(rewards, own, context, each)
 
-            scores = across_ranks.answer(
-                parts.world, parts.generator, groups, sample, stage, Clock()
+            scores = across_ranks.sample_and_score(
+                setup.world, setup.generator, groups, sample, stage, StepTimer()
             )
-            samples += _rows(parts, name, groups, scores, greedy)
+            samples += _evaluation_samples(setup, name, groups, scores, greedy)
             for reward, rate in scores.error_rate.items():
                 failed[reward] += rate * len(groups) * each
-            tell(name, len(samples), count * sum(n for _, n in rounds))
-    return Answered(samples, {reward: rows / len(samples) for reward, rows in failed.items()})
+            on_progress(name, len(samples), count * sum(n for _, n in rounds))
+    return AnsweredSet(samples, {reward: rows / len(samples) for reward, rows in failed.items()})
 
 
-def others_of(
-    parts: Parts, wanted: Mapping[str, Set[int]], tell: Callable[[str, int, int], None] = silent
+def answer_with_other_model(
+    setup: EvaluationSetup,
+    example_numbers: Mapping[str, Set[int]],
+    on_progress: Callable[[str, int, int], None] = ignore_progress,
 ) -> dict[str, dict[int, Rollout]]:
     """Another model's greedy answers, by set and row of the split; `wanted`: which rows.
 
     A prompt that is too long for it has none.
     """
-    found: dict[str, dict[int, Rollout]] = {name: {} for name in parts.sets}
-    for name, prompts in parts.sets.items():
-        numbers = prompts.numbers or list(range(len(prompts)))
-        chosen = [i for i, number in enumerate(numbers) if number in wanted[name]]
-        for index in slices(chosen, parts.config.eval.batch_size):
-            signals.check()
-            groups = [prompts.at(i) for i in index]
-            _generate(parts, groups, True, 1)
-            found[name] |= {numbers[g.draw]: g.rollouts[0] for g in groups}
-            tell(name, len(found[name]), len(chosen))
+    found: dict[str, dict[int, Rollout]] = {name: {} for name in setup.eval_sets}
+    for name, prompts in setup.eval_sets.items():
+        numbers = prompts.example_numbers or list(range(len(prompts)))
+        chosen = [i for i, number in enumerate(numbers) if number in example_numbers[name]]
+        for index in split_chunks(chosen, setup.config.eval.batch_size):
+            signals.raise_if_stopped()
+            groups = [prompts.group_of(i) for i in index]
+            _generate(setup, groups, True, 1)
+            found[name] |= {numbers[g.prompt_offset]: g.rollouts[0] for g in groups}
+            on_progress(name, len(found[name]), len(chosen))
     return found
 
 
 def _generate(
-    parts: Parts,
+    setup: EvaluationSetup,
     groups: list[Group],
     greedy: bool,
-    each: int,
-    arrived: Callable[[int], None] = unheard,
+    num_samples: int,
+    arrived: Callable[[int], None] = ignore_arrival,
 ) -> None:
     if greedy:
-        parts.generator.generate(groups, [[0] for _ in groups], greedy=True, arrived=arrived)
+        setup.generator.generate(groups, [[0] for _ in groups], greedy=True, arrived=arrived)
         return
-    seed = parts.config.seed
-    seeds = [[sampling_seed(seed, "eval", 0, g.draw, k) for k in range(each)] for g in groups]
-    parts.generator.generate(
-        groups, seeds, temperature=parts.config.eval.temperature, arrived=arrived
+    seed = setup.config.seed
+    seeds = [
+        [sampling_seed(seed, "eval", 0, g.prompt_offset, k) for k in range(num_samples)]
+        for g in groups
+    ]
+    setup.generator.generate(
+        groups, seeds, temperature=setup.config.eval.temperature, arrived=arrived
     )
 
 
-def _rows(parts: Parts, name: str, groups: list[Group], scores: Scores, greedy: bool) -> list[Row]:
+def _evaluation_samples(
+    setup: EvaluationSetup, name: str, groups: list[Group], scores: Scores, greedy: bool
+) -> list[JsonObject]:
     """Every completion, with all that is known of it."""
     # A score is to say the same whoever stood beside it: nothing is normalised over a group.
-    settings = parts.algorithm.config.model_copy(update={"multi_reward": "sum"})
-    weighted, scorable = combine(scores.raw, scores.weights.tolist(), settings)
+    settings = setup.algorithm.config.model_copy(update={"multi_reward": "sum"})
+    weighted, scorable = combine_scores(scores.raw, scores.weights.tolist(), settings)
     rows = []
     for p, group in enumerate(groups):
         for k in range(len(group.rollouts)):
-            row: Row = {"set": name or None, "greedy": greedy} | sample(group, k)
+            row: JsonObject = {"set": name or None, "greedy": greedy} | sample_record(group, k)
             said = zip(scores.names, scores.raw[:, p, k].tolist(), strict=True)
             row |= {
-                "row": group.row,
+                "row": group.example,
                 "score": float(weighted[p, k]) if scorable[p, k] else None,
                 "rewards": {n: None if v != v else v for n, v in said},
             }

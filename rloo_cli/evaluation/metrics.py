@@ -18,55 +18,60 @@ from math import prod
 from typing import Any
 
 from rloo_cli.config.schema import EvalConfig
-from rloo_cli.reporting.eval_rows import prefix
+from rloo_cli.reporting.eval_lines import eval_prefix
 
-Row = dict[str, Any]
-ROUNDING = 1e-9  # weights such as 0.7 + 0.2 + 0.1 do not add up to 1 in binary
+JsonObject = dict[str, Any]
+ROUNDING_TOLERANCE = 1e-9  # weights such as 0.7 + 0.2 + 0.1 do not add up to 1 in binary
 
 
-def metrics(
-    name: str, samples: Sequence[Row], settings: EvalConfig, failed: Mapping[str, float]
-) -> Row:
+def eval_set_metrics(
+    name: str,
+    samples: Sequence[JsonObject],
+    settings: EvalConfig,
+    failure_rates: Mapping[str, float],
+) -> JsonObject:
     """The metrics of one set from all its samples; `failed`: reward -> share of failed rows."""
     greedy = [s for s in samples if s["greedy"]]
-    row: Row = {}
-    _mean(row, "reward", [s["score"] for s in greedy])
+    row: JsonObject = {}
+    _add_mean(row, "reward", [s["score"] for s in greedy])
     for reward in greedy[0]["rewards"]:
-        _mean(row, f"reward/{reward}/mean", [s["rewards"][reward] for s in greedy])
-    row |= {f"reward/{reward}/error_rate": share for reward, share in failed.items() if share}
-    _mean(row, "completions/mean_length", [s["completion_length"] for s in greedy])
-    _mean(row, "completions/clipped_ratio", [not s["terminated"] for s in greedy])
+        _add_mean(row, f"reward/{reward}/mean", [s["rewards"][reward] for s in greedy])
+    row |= {
+        f"reward/{reward}/error_rate": share for reward, share in failure_rates.items() if share
+    }
+    _add_mean(row, "completions/mean_length", [s["completion_length"] for s in greedy])
+    _add_mean(row, "completions/clipped_ratio", [not s["terminated"] for s in greedy])
     row["samples"] = len(greedy)
     row["unscored"] = sum(s["score"] is None for s in greedy)
-    row |= _sampled([s for s in samples if not s["greedy"]], settings)
-    return {prefix(name) + key: value for key, value in row.items()}
+    row |= _sampled_metrics([s for s in samples if not s["greedy"]], settings)
+    return {eval_prefix(name) + key: value for key, value in row.items()}
 
 
-def _sampled(samples: Sequence[Row], settings: EvalConfig) -> Row:
+def _sampled_metrics(samples: Sequence[JsonObject], settings: EvalConfig) -> JsonObject:
     """avg@K and pass@k of the completions that were sampled."""
-    prompts: dict[int, list[Row]] = {}
+    prompts: dict[int, list[JsonObject]] = {}
     for sample in samples:
         prompts.setdefault(sample["draw"], []).append(sample)
     if not prompts:
         return {}
-    row: Row = {}
+    row: JsonObject = {}
     scores = [[s["score"] for s in own if s["score"] is not None] for own in prompts.values()]
     means = [sum(own) / len(own) for own in scores if own]
-    _mean(row, f"avg@{settings.num_generations}", means)
+    _add_mean(row, f"avg@{settings.num_generations}", means)
     row["sampled_unscored"] = len(samples) - sum(map(len, scores))
-    values = [[_value(s, settings) for s in own] for own in prompts.values()]
+    values = [[_pass_value(s, settings) for s in own] for own in prompts.values()]
     told = [[v for v in own if v is not None] for own in values]
-    least = settings.pass_threshold - ROUNDING
+    least = settings.pass_threshold - ROUNDING_TOLERANCE
     counts = [(len(own), sum(v >= least for v in own)) for own in told]
     for k in pass_ks(settings):
-        known = [pass_at(n, c, k) for n, c in counts if n >= k]
-        _mean(row, f"pass@{k}", known)
+        known = [pass_at_k(n, c, k) for n, c in counts if n >= k]
+        _add_mean(row, f"pass@{k}", known)
         if 0 < len(known) < len(prompts):
             row[f"pass@{k}/prompts"] = len(known)
     return row
 
 
-def _value(sample: Row, settings: EvalConfig) -> float | None:
+def _pass_value(sample: JsonObject, settings: EvalConfig) -> float | None:
     """What decides whether a completion passes."""
     if settings.pass_reward is None:
         score: float | None = sample["score"]
@@ -83,7 +88,7 @@ def pass_ks(settings: EvalConfig) -> list[int]:
     return sorted({2**i for i in range(most.bit_length())} | {most})
 
 
-def pass_at(n: int, c: int, k: int) -> float:
+def pass_at_k(n: int, c: int, k: int) -> float:
     """The chance that one of k drawn without replacement from n, of which c pass, passes.
 
     1 - C(n-c, k) / C(n, k), which is unbiased for 1 - (1 - p)^k (Chen et al. 2021, arXiv
@@ -94,8 +99,8 @@ def pass_at(n: int, c: int, k: int) -> float:
     return 1.0 - prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 
 
-def _mean(row: Row, name: str, values: Sequence[float | None]) -> None:
+def _add_mean(means: JsonObject, name: str, values: Sequence[float | None]) -> None:
     """Add the mean of the values that are there, if any is."""
     known = [v for v in values if v is not None]
     if known:
-        row[name] = sum(known) / len(known)
+        means[name] = sum(known) / len(known)

@@ -24,31 +24,33 @@ if TYPE_CHECKING:
 
 # Rms nats per token. About 0.002 (float32) and 0.03 to 0.04 (half precision) are seen where all is
 # well; a mixture's router, and fp8, add to that.
-EXACT, HALF, COARSE = 0.02, 0.1, 0.4
-EXACT_ON_GPU = 0.1  # vLLM's attention kernels multiply float32 in TF32 there; not measured yet
+FLOAT32_TOLERANCE, HALF_TOLERANCE, QUANTIZED_TOLERANCE = 0.02, 0.1, 0.4
+GPU_FLOAT32_TOLERANCE = (
+    0.1  # vLLM's attention kernels multiply float32 in TF32 there; not measured yet
+)
 
 
-def tolerance(*dtypes: str, on_gpu: bool = False, coarse: bool = False) -> float:
+def logprob_tolerance(*dtypes: str, on_gpu: bool = False, coarse: bool = False) -> float:
     """Rms nats per token that sampler and trainer, of these dtypes, may differ by.
 
     `on_gpu`: the sampler is an engine on a GPU. `coarse`: its weights or its cache are quantized,
     or the model is a mixture of experts, whose router turns a rounding into another expert.
     """
     if coarse:
-        return COARSE
+        return QUANTIZED_TOLERANCE
     if {d.removeprefix("torch.") for d in dtypes} <= {"float32"}:
-        return EXACT_ON_GPU if on_gpu else EXACT
-    return HALF
+        return GPU_FLOAT32_TOLERANCE if on_gpu else FLOAT32_TOLERANCE
+    return HALF_TOLERANCE
 
 
-def unheard(place: int) -> None:
+def ignore_arrival(group_index: int) -> None:
     """Nobody waits for single groups."""
 
 
 class Generator(Protocol):
     """Prompts in, completions out."""
 
-    facts: dict[str, float]  # metrics of its own, as they stand
+    metrics: dict[str, float]  # metrics of its own, as they stand
     tolerance: float  # rms nats per token by which its log-probabilities may differ from ours
 
     def generate(
@@ -57,7 +59,7 @@ class Generator(Protocol):
         seeds: list[list[int]],
         greedy: bool = False,
         temperature: float | None = None,
-        arrived: Callable[[int], None] = unheard,
+        arrived: Callable[[int], None] = ignore_arrival,
     ) -> None:
         """Fill `groups[i].rollouts` with `len(seeds[i])` rollouts, one per seed and in order.
 
@@ -75,19 +77,22 @@ class Generator(Protocol):
         """Let go of whatever the sampler holds."""
 
 
-def check_lengths(groups: "Sequence[Group]", most: int, context: int | None) -> None:
+def check_prompt_lengths(
+    groups: "Sequence[Group]", max_completion_length: int, context_length: int | None
+) -> None:
     """Every prompt has a token, and room for `most` more. Raises GenerationError."""
     for group in groups:
         length = len(group.prompt_ids)
         if length == 0:
-            raise GenerationError(f"the prompt of draw {group.draw} has no tokens")
-        if context is not None and length + most > context:
+            raise GenerationError(f"the prompt of draw {group.prompt_offset} has no tokens")
+        if context_length is not None and length + max_completion_length > context_length:
             raise GenerationError(
                 Problem(
                     "a prompt leaves no room for its completion",
-                    f"draw {group.draw}",
-                    f"{length} prompt tokens + {most} = {length + most}, but the model's "
-                    f"context length is {context}",
+                    f"draw {group.prompt_offset}",
+                    f"{length} prompt tokens + {max_completion_length} = "
+                    f"{length + max_completion_length}, but the model's "
+                    f"context length is {context_length}",
                     "lower data.max_prompt_length or generation.max_completion_length",
                 )
             )

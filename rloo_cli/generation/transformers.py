@@ -7,10 +7,10 @@ from typing import Literal
 
 from rloo_cli.config.schema import Frozen, GenerationConfig, Positive, key
 
-IMPLEMENTATION = "rloo_cli.generation.hf.generator:build"
+IMPLEMENTATION = "rloo_cli.generation.hf.generator:build_transformers_generator"
 
 
-class Section(Frozen):
+class TransformersSection(Frozen):
     batch_tokens: Positive | None = key(
         "Most places (rows x prompt + completion) decoded at once; null = everything, on a GPU what"
         " a quarter of its memory holds"
@@ -23,4 +23,4 @@ class Section(Frozen):
 
 class Config(GenerationConfig):
     backend: Literal["transformers"] = key("Who samples: this process, with the trainer's weights")
-    transformers: Section
+    transformers: TransformersSection

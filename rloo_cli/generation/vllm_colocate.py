@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from rloo_cli.config.schema import GenerationConfig, key
-from rloo_cli.generation.vllm.config import EngineKeys, problems
+from rloo_cli.generation.vllm.config import EngineKeys, engine_key_problems
 from rloo_cli.utils.errors import Problem
 
-IMPLEMENTATION = "rloo_cli.generation.vllm.generator:in_a_child"
+IMPLEMENTATION = "rloo_cli.generation.vllm.generator:build_colocate_generator"
 
 
-class Section(EngineKeys):
+class ColocateSection(EngineKeys):
     """`generation.colocate`: the engine's keys, and how it is started."""
 
     sleep: Literal["none", "kv", "weights"] = key(
@@ -37,12 +37,12 @@ class Config(GenerationConfig):
     allow_untested: bool = key(
         "Use what nobody has tried: a vLLM below 0.32, or on GPUs what is refused until it was"
     )
-    colocate: Section
+    colocate: ColocateSection
 
 
 def rules(run: Any) -> Iterator[Problem]:
     """What this backend forbids."""
-    yield from problems("generation.colocate", run.generation.colocate, run)
+    yield from engine_key_problems("generation.colocate", run.generation.colocate, run)
     if run.generation.colocate.transfer == "nccl":
         yield Problem(
             "generation.colocate.transfer = nccl cannot join two processes on one GPU",

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from rloo_cli.config.schema import GenerationConfig, Positive, Text, key
-from rloo_cli.generation.vllm.config import EngineKeys, problems
+from rloo_cli.generation.vllm.config import EngineKeys, engine_key_problems
 from rloo_cli.utils.errors import Problem
 
-IMPLEMENTATION = "rloo_cli.generation.vllm.generator:over_http"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-EVERYWHERE = ("0.0.0.0", "::", "*", "")  # as an address to listen on: every interface
+IMPLEMENTATION = "rloo_cli.generation.vllm.generator:build_server_generator"
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+WILDCARD_HOSTS = ("0.0.0.0", "::", "*", "")  # as an address to listen on: every interface
 
 
-class Section(EngineKeys):
+class ServerSection(EngineKeys):
     """`generation.server`: the engine's keys, and how it is reached."""
 
     base_url: Text | list[Text] | None = key(
@@ -56,13 +56,13 @@ class Config(GenerationConfig):
     allow_untested: bool = key(
         "Use what nobody has tried: a vLLM below 0.32, or on GPUs what is refused until it was"
     )
-    server: Section
+    server: ServerSection
 
 
 def rules(run: Any) -> Iterator[Problem]:
     """What this backend forbids."""
-    server: Section = run.generation.server
-    yield from problems("generation.server", server, run)
+    server: ServerSection = run.generation.server
+    yield from engine_key_problems("generation.server", server, run)
     if server.transfer == "ipc":
         yield Problem(
             "generation.server.transfer = ipc would hand pickles to a server",
@@ -70,14 +70,14 @@ def rules(run: Any) -> Iterator[Problem]:
             "CUDA IPC handles are pickled; only a child that listens nowhere may take them",
             "generation.server.transfer=auto, or generation=vllm_colocate",
         )
-    if server.host not in LOOPBACK and not server.allow_remote:
+    if server.host not in LOOPBACK_HOSTS and not server.allow_remote:
         yield Problem(
             f"generation.server.host = {server.host!r} is reached from other machines",
             "generation.server.host",
             "whoever has the token can then change the weights",
             "generation.server.host=127.0.0.1, or generation.server.allow_remote=true",
         )
-    elif server.host in EVERYWHERE:
+    elif server.host in WILDCARD_HOSTS:
         yield Problem(
             f"generation.server.host = {server.host!r} is every interface of the machine",
             "generation.server.host",

@@ -23,55 +23,63 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.checkpoint import resume, run_folder
-from rloo_cli.checkpoint.resume import Start
+from rloo_cli.checkpoint.resume import ResumePlan
 from rloo_cli.config import check, messages, rules
-from rloo_cli.config.compose import Composed
+from rloo_cli.config.compose import ComposedConfig
 from rloo_cli.config.idle_keys import idle_notes
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.generation.vllm import server_file
-from rloo_cli.launch import nodes, preflight, processes, rollout_server, topology
-from rloo_cli.launch.nodes import Leader
-from rloo_cli.launch.topology import Place
+from rloo_cli.launch import nodes, preflight, processes, rollout_server
+from rloo_cli.launch.nodes import NodeCoordinator
+from rloo_cli.launch.topology import (
+    ProcessTopology,
+    find_topology,
+    open_store_socket,
+    rank_process_specs,
+    with_private_gpu,
+)
 from rloo_cli.utils import fault_injection, pids
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
 from rloo_cli.utils.files import read_json, update_json, write_json, write_text
 
 # What an attempt writes before its worker comes to train; anything else in a folder is not ours.
-FILES = ("run.json", "config.yaml", "overrides.txt", "env.json")
+ATTEMPT_FILES = ("run.json", "config.yaml", "overrides.txt", "env.json")
 HALF_WRITTEN = re.compile(r"\.[\w.]+\.\d+\.tmp")
 
 
 @dataclass(frozen=True)
-class Before:
+class FolderSnapshot:
     """What was there before an attempt wrote anything."""
 
-    made: list[Path] = field(default_factory=list)  # folders that were not there, deepest first
+    missing_folders: list[Path] = field(
+        default_factory=list
+    )  # folders that were not there, deepest first
     entries: frozenset[Path] = frozenset()  # of the run's folder, and of its logs
     texts: dict[Path, str] = field(default_factory=dict)  # of files that every attempt writes anew
-    latest: str | None = None  # where logs/latest pointed
+    latest_log_link: str | None = None  # where logs/latest pointed
 
 
-def remember(start: Start) -> Before:
+def snapshot_attempt_folder(plan: ResumePlan) -> FolderSnapshot:
     """Look at the folder of an attempt before anything of it is written."""
-    folder, logs = start.folder, start.folder / "logs"
+    folder, logs = plan.folder, plan.folder / "logs"
     made = [p for p in (folder, *folder.parents) if not p.exists()]
     if made[:1] == [folder]:
-        return Before(made)
+        return FolderSnapshot(made)
     entries = [*folder.iterdir(), *(logs.iterdir() if logs.is_dir() else [])]
-    texts = {p: p.read_text() for p in (folder / name for name in FILES) if p.is_file()}
+    texts = {p: p.read_text() for p in (folder / name for name in ATTEMPT_FILES) if p.is_file()}
     link = logs / "latest"
     latest = os.readlink(link) if link.is_symlink() else None
-    return Before(made, frozenset(entries), texts, latest)
+    return FolderSnapshot(made, frozenset(entries), texts, latest)
 
 
-def take_back(start: Start, before: Before) -> None:
+def restore_attempt_folder(plan: ResumePlan, snapshot: FolderSnapshot) -> None:
     """Leave things as they were before a run that was refused: what this attempt made is taken
     away, and nothing that was there before, or that somebody else has put there since.
     """
-    folder, logs = start.folder, start.folder / "logs"
-    ours = [p for p in _written(start) if p not in before.entries]
-    strange = [p for p in folder.iterdir() if p not in (*ours, *before.entries, logs)]
-    if strange and not before.texts:  # with a run.json it stays a run's folder
+    folder, logs = plan.folder, plan.folder / "logs"
+    ours = [p for p in _attempt_paths(plan) if p not in snapshot.entries]
+    strange = [p for p in folder.iterdir() if p not in (*ours, *snapshot.entries, logs)]
+    if strange and not snapshot.texts:  # with a run.json it stays a run's folder
         update_json(folder / "run.json", state="failed")
         return
     for path in ours:
@@ -79,33 +87,36 @@ def take_back(start: Start, before: Before) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    for path, text in before.texts.items():
+    for path, text in snapshot.texts.items():
         write_text(path, text)
-    if before.latest is not None:
+    if snapshot.latest_log_link is not None:
         with contextlib.suppress(OSError):
             (logs / "latest").unlink(missing_ok=True)
-            (logs / "latest").symlink_to(before.latest)
-    emptied = [] if logs in before.entries else [logs]
-    for empty in (*emptied, *before.made):
+            (logs / "latest").symlink_to(snapshot.latest_log_link)
+    emptied = [] if logs in snapshot.entries else [logs]
+    for empty in (*emptied, *snapshot.missing_folders):
         with contextlib.suppress(OSError):  # somebody has put something into it
             empty.rmdir()
 
 
-def _written(start: Start) -> list[Path]:
+def _attempt_paths(plan: ResumePlan) -> list[Path]:
     """What an attempt may have written before it came to train."""
-    folder, logs = start.folder, start.folder / "logs"
-    found = [folder / name for name in (*FILES, "debug", "adapter")]
+    folder, logs = plan.folder, plan.folder / "logs"
+    found = [folder / name for name in (*ATTEMPT_FILES, "debug", "adapter")]
     found += [p for p in folder.iterdir() if HALF_WRITTEN.fullmatch(p.name)]
-    found += [resume.config_file(folder, start.attempt).parent, logs / "latest"]
-    if server_file.live(folder) is None:  # else one waits there for the run
-        found += [*server_file.places(folder), folder / run_folder.SERVER_LOGS]
+    found += [resume.attempt_config_path(folder, plan.attempt).parent, logs / "latest"]
+    if server_file.running_server(folder) is None:  # else one waits there for the run
+        found += [*server_file.server_file_paths(folder), folder / run_folder.SERVER_LOGS]
     return [p for p in found if p.exists() or p.is_symlink()]
 
 
-def say_end(start: Start, code: int, command: str, died: list[str]) -> None:
+def report_run_end(plan: ResumePlan, code: int, command: str, died: list[str]) -> None:
     """Why the run ended, the last checkpoint, how to go on, and where things are."""
-    folder = start.folder
-    facts, log = read_json(folder / "run.json"), resume.config_file(folder, start.attempt).parent
+    folder = plan.folder
+    facts, log = (
+        read_json(folder / "run.json"),
+        resume.attempt_config_path(folder, plan.attempt).parent,
+    )
     if not facts:
         print(f"{folder}: it was taken away while the run was going on", file=sys.stderr)
         return
@@ -133,159 +144,176 @@ def say_end(start: Start, code: int, command: str, died: list[str]) -> None:
 
 
 PACKAGES = ("rloo-cli", "torch", "transformers", "datasets", "hydra-core", "omegaconf", "pydantic")
-REFUSED = (2, 3, 4, 5)
-LEFT_S = 10.0  # ranks that lost their launcher end by themselves, or are ended then
-GROUPS = ("model", "data", "reward", "algorithm", "generation", "distributed")  # named by choice
+REFUSED_CODES = (2, 3, 4, 5)
+LEFTOVER_TIMEOUT_S = 10.0  # ranks that lost their launcher end by themselves, or are ended then
+GROUPS_IN_NAMES = (
+    "model",
+    "data",
+    "reward",
+    "algorithm",
+    "generation",
+    "distributed",
+)  # named by choice
 # Words that do not make a job of a sweep another one.
-SAME_JOB = ("resume", "resume_allow_changes", "root", "logging", "checkpoint", "hydra")
+KEYS_OF_SAME_JOB = ("resume", "resume_allow_changes", "root", "logging", "checkpoint", "hydra")
 
 
 @dataclass
 class Attempt:
     """One attempt at a run, and how it ended."""
 
-    start: Start
-    code: int = 0
+    plan: ResumePlan
+    exit_code: int = 0
     died: list[str] = field(default_factory=list)  # why, in words, where processes were killed
 
 
-def train(composed: Composed, multirun: bool = False) -> int:
+def launch_run(composed: ComposedConfig, multirun: bool = False) -> int:
     """One experiment, from its composed config to its end; the exit code. Raises RunError."""
-    fault_injection.check()
-    run = check.check(apart(composed) if multirun else composed)
-    place, run = _placed(run, composed)
-    if not place.leads:
-        return nodes.follow(run, place)
-    with nodes.leading(Path(run.root), str(run.name), place) as leader:
-        preflight.check(run, here=place.on_node)
-        with _attempt(run, composed) as attempt:
-            if not attempt.start.done:
-                with _ranks(attempt, run, place, leader) as (words, watch, starts):
-                    attempt.code = processes.run("train.worker", words, watch, starts)
-        leader.code = attempt.code
-    return leader.code
+    fault_injection.arm_faults()
+    run = check.check_config(name_sweep_job(composed) if multirun else composed)
+    place, run = _find_topology(run, composed)
+    if not place.is_coordinator:
+        return nodes.run_worker_node(run, place)
+    with nodes.coordinate_nodes(Path(run.root), str(run.name), place) as leader:
+        preflight.check_machine(run, local_ranks=place.local_world_size)
+        with _run_attempt(run, composed) as attempt:
+            if not attempt.plan.done:
+                with _rank_processes(attempt, run, place, leader) as (words, watch, starts):
+                    attempt.exit_code = processes.run_processes(
+                        "train.worker", words, watch, starts
+                    )
+        leader.exit_code = attempt.exit_code
+    return leader.exit_code
 
 
-def _placed(run: RunConfig, composed: Composed) -> tuple[Place, RunConfig]:
+def _find_topology(run: RunConfig, composed: ComposedConfig) -> tuple[ProcessTopology, RunConfig]:
     """Where we stand, and the config as it holds there. Raises ConfigError."""
     try:
-        place, run, notes = topology.find(os.environ, run)
-        if problems := [*rules.enough_prompts(run, place.total)]:
+        place, run, notes = find_topology(os.environ, run)
+        if problems := [*rules.prompts_per_rank_problems(run, place.world_size)]:
             raise ConfigError(*problems)
     except ConfigError as error:
-        placed = [messages.placed(p, composed.sources) for p in error.problems]
+        placed = [messages.locate_problem(p, composed.sources) for p in error.problems]
         raise ConfigError(*placed) from None
-    if place.leads:
+    if place.is_coordinator:
         print("".join(f"{note}\n" for note in notes), end="")
-    return topology.alone_on_gpu(place, os.environ), run
+    return with_private_gpu(place, os.environ), run
 
 
 @contextmanager
-def _attempt(run: RunConfig, composed: Composed) -> Iterator[Attempt]:
+def _run_attempt(run: RunConfig, composed: ComposedConfig) -> Iterator[Attempt]:
     """Around what rank 0's launcher does: makes the folder before, says afterwards how it ended."""
     folder = Path(run.root, str(run.name))
-    run_folder.check_free(folder)
-    _alone(folder)
+    run_folder.check_folder_free(folder)
+    _check_not_running(folder)
     with contextlib.ExitStack() as held:
         if folder.exists():
-            held.enter_context(locked(folder))
-        start = begin(run)
+            held.enter_context(lock_folder(folder))
+        start = plan_attempt(run)
         attempt = Attempt(start)
         if start.done:
             print(start.done)
             yield attempt
             return
-        before = remember(start)
+        before = snapshot_attempt_folder(start)
         if not folder.exists():
             folder.mkdir(parents=True)
-            held.enter_context(locked(folder))
-        prepare(start, run, composed)
+            held.enter_context(lock_folder(folder))
+        write_attempt_files(start, run, composed)
         print(_opening(run, composed, start), flush=True)
-        notes = idle_notes(composed.written, check.dump(run))
+        notes = idle_notes(composed.changed_keys, check.dump_config(run))
         print("".join(f"{note}\n" for note in notes), end="")
         try:
             yield attempt
         except RunError as error:
-            if error.code in REFUSED and not _begun(start):
-                take_back(start, before)
+            if error.code in REFUSED_CODES and not _training_began(start):
+                restore_attempt_folder(start, before)
             raise
-        if attempt.code in REFUSED and not _begun(start):
-            take_back(start, before)
+        if attempt.exit_code in REFUSED_CODES and not _training_began(start):
+            restore_attempt_folder(start, before)
         else:
-            say_end(start, attempt.code, _again(composed, run), attempt.died)
+            report_run_end(start, attempt.exit_code, _resume_command(composed, run), attempt.died)
 
 
-def _opening(run: RunConfig, composed: Composed, start: Start) -> str:
+def _opening(run: RunConfig, composed: ComposedConfig, plan: ResumePlan) -> str:
     """What a run says first: what is trained, where; and what it now waits for."""
     of = f" (recipe {composed.recipe})" if composed.recipe else ""
-    how = f", from {start.checkpoint.name}" if start.checkpoint else ""
+    how = f", from {plan.checkpoint.name}" if plan.checkpoint else ""
     return (
         f"training {run.name}{of}: {run.model.path} with {run.algorithm.name}, "
-        f"into {start.folder}{how}\nstarting: torch and transformers are imported first ..."
+        f"into {plan.folder}{how}\nstarting: torch and transformers are imported first ..."
     )
 
 
 @contextmanager
-def _ranks(
-    attempt: Attempt, run: RunConfig, place: Place, leader: Leader
-) -> Iterator[tuple[list[str], processes.Watch, list[processes.Start]]]:
+def _rank_processes(
+    attempt: Attempt, run: RunConfig, topology: ProcessTopology, coordinator: NodeCoordinator
+) -> Iterator[tuple[list[str], processes.ProcessCallbacks, list[processes.ProcessSpec]]]:
     """What our ranks are started with, and how they are watched; a server if one is wanted."""
-    folder, words = attempt.start.folder, [attempt.start.to_json()]
+    folder, words = attempt.plan.folder, [attempt.plan.to_json()]
     with contextlib.ExitStack() as held:
-        listening = topology.listen(run, place)
-        host, port = rules.address(place.store) or ("", 0)
+        listening = open_store_socket(run, topology)
+        host, port = rules.parse_address(topology.store_address) or ("", 0)
         if listening is not None:
             held.enter_context(listening)
             host, port = listening.getsockname()[:2]
-        look, env = held.enter_context(rollout_server.server(folder, run, here=place.on_node))
-        leader.say(start=words[0], store=[host, port], env=env)
+        look, env = held.enter_context(
+            rollout_server.managed_server(folder, run, local_ranks=topology.local_world_size)
+        )
+        coordinator.send_message(start=words[0], store=[host, port], env=env)
 
         def started(pids: list[int]) -> None:
-            _note_ranks(folder, place.first, pids)
+            _record_rank_pids(folder, topology.first_rank, pids)
             if listening is not None:
                 listening.close()  # rank 0 has it: if it dies, others are not kept waiting by us
 
         def say(why: str) -> None:
             attempt.died.append(why)
-            processes.say(why)
+            processes.print_killed(why)
 
-        starts = nodes.with_env(topology.starts(place, host, port, listening), env)
-        yield words, processes.Watch(started, nodes.saving(folder), look, leader.heard, say), starts
+        starts = nodes.add_environment(rank_process_specs(topology, host, port, listening), env)
+        yield (
+            words,
+            processes.ProcessCallbacks(
+                started, nodes.checkpoint_save_probe(folder), look, coordinator.poll_failure, say
+            ),
+            starts,
+        )
 
 
-def _begun(start: Start) -> bool:
+def _training_began(plan: ResumePlan) -> bool:
     """Whether this attempt came to train: its worker then wrote which checkpoint it is from. A
     folder that somebody took away meanwhile is nothing to take back either."""
-    if not (start.folder / "run.json").exists():
+    if not (plan.folder / "run.json").exists():
         return True
-    facts = read_json(start.folder / "run.json")
-    return facts.get("began") == start.attempt
+    facts = read_json(plan.folder / "run.json")
+    return facts.get("began") == plan.attempt
 
 
-def begin(run: RunConfig) -> Start:
+def plan_attempt(run: RunConfig) -> ResumePlan:
     """Where this attempt at a run begins; what is said about it is printed. Raises ConfigError."""
-    start = resume.plan(Path(run.root, str(run.name)), run)
+    start = resume.plan_resume(Path(run.root, str(run.name)), run)
     for note in start.notes:
         print(note)
     if start.changes:
-        print("\n".join(["changed since the checkpoint:", *resume.text(start.changes)]))
+        print("\n".join(["changed since the checkpoint:", *resume.describe_changes(start.changes)]))
     return start
 
 
-def _alone(folder: Path) -> None:
+def _check_not_running(folder: Path) -> None:
     """Raises ConfigError when this folder's run is alive; ends a rank that lost its launcher."""
-    facts = run_folder.facts_of(folder)
+    facts = run_folder.read_run_metadata(folder)
     if facts.get("host", platform.node()) != platform.node():
         return
-    if facts.get("state") in ("starting", "training") and pids.alive(facts):
-        raise ConfigError(_busy(folder, facts["pid"]))
-    limit = time.monotonic() + LEFT_S
+    if facts.get("state") in ("starting", "training") and pids.is_process_alive(facts):
+        raise ConfigError(_folder_busy_problem(folder, facts["pid"]))
+    limit = time.monotonic() + LEFTOVER_TIMEOUT_S
     for left in [*facts.get("ranks", []), *[s for s in [facts.get("server")] if s]]:
-        pids.end(left, max(0.0, limit - time.monotonic()))
+        pids.kill_leftover_process(left, max(0.0, limit - time.monotonic()))
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Hold the folder itself; the kernel lets go of it when we end, however we end.
 
     Raises ConfigError when somebody else holds it: two that started at the same moment.
@@ -295,7 +323,7 @@ def locked(folder: Path) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        raise ConfigError(_busy(folder, "?")) from None
+        raise ConfigError(_folder_busy_problem(folder, "?")) from None
     except OSError:  # a file system without locks
         pass
     try:
@@ -305,11 +333,11 @@ def locked(folder: Path) -> Iterator[None]:
             os.close(handle)
 
 
-def _busy(folder: Path, pid: Any) -> Problem:
+def _folder_busy_problem(folder: Path, pid: Any) -> Problem:
     return Problem(f"{folder} is being trained by process {pid}", "name", fix="name=OTHER")
 
 
-def apart(composed: Composed) -> Composed:
+def name_sweep_job(composed: ComposedConfig) -> ComposedConfig:
     """In a sweep, jobs with one name get a name each, of the keys that the sweep goes over.
 
     `x-beta-0.01`. Other words that make it another experiment are told by their hash behind it. A
@@ -320,23 +348,27 @@ def apart(composed: Composed) -> Composed:
     if name is None:
         return composed
     root = Path(str(composed.values.get("root")))
-    before = "-".join([str(name), *_tails(composed, composed.swept)])
+    before = "-".join([str(name), *_name_suffixes(composed, composed.recipe_swept_keys)])
     if not (root / before).is_dir():
-        keys = (*composed.swept, *composed.swept_here)
-        before = "-".join([str(name), *_tails(composed, keys)])
+        keys = (*composed.recipe_swept_keys, *composed.command_line_swept_keys)
+        before = "-".join([str(name), *_name_suffixes(composed, keys)])
     return replace(composed, values=composed.values | {"name": before})
 
 
-def _tails(composed: Composed, keys: Sequence[str]) -> list[str]:
+def _name_suffixes(composed: ComposedConfig, keys: Sequence[str]) -> list[str]:
     """What the name of a job of a sweep over these keys ends in.
 
     What the sweep goes over stands there as it is, `compare-ppo-seed-3`: without words beside
     these there is no hash of all the words.
     """
-    words = [w for w in _words(composed) if _key(w).partition(".")[0] not in SAME_JOB]
-    own = {_key(w): w.partition("=")[2] for w in words if _key(w) in keys}
-    tails = [v if k in GROUPS else f"{k.rpartition('.')[2]}-{v}" for k, v in own.items()]
-    beside = [w for w in words if _key(w) not in (*own, "recipe", "name")]
+    words = [
+        w
+        for w in _run_overrides(composed)
+        if _override_key(w).partition(".")[0] not in KEYS_OF_SAME_JOB
+    ]
+    own = {_override_key(w): w.partition("=")[2] for w in words if _override_key(w) in keys}
+    tails = [v if k in GROUPS_IN_NAMES else f"{k.rpartition('.')[2]}-{v}" for k, v in own.items()]
+    beside = [w for w in words if _override_key(w) not in (*own, "recipe", "name")]
     plain = [tail for tail in tails if re.fullmatch(r"[\w.+-]{1,60}", tail, re.ASCII)]
     plain = plain if len("".join(plain)) <= 100 else []
     if beside or not own or plain != tails:
@@ -344,36 +376,36 @@ def _tails(composed: Composed, keys: Sequence[str]) -> list[str]:
     return plain
 
 
-def _key(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0]
+def _override_key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
 
 
-def _words(composed: Composed) -> list[str]:
-    return [w for w in composed.words if not w.startswith("hydra.")]
+def _run_overrides(composed: ComposedConfig) -> list[str]:
+    return [w for w in composed.user_overrides if not w.startswith("hydra.")]
 
 
-def _again(composed: Composed, run: RunConfig) -> str:
+def _resume_command(composed: ComposedConfig, run: RunConfig) -> str:
     """The command that goes on with this run."""
-    words = [w for w in _words(composed) if _key(w) != "resume"]
+    words = [w for w in _run_overrides(composed) if _override_key(w) != "resume"]
     if composed.values.get("name") != run.name:  # a job of a sweep
-        words = [*[w for w in words if _key(w) != "name"], f"name={run.name}"]
+        words = [*[w for w in words if _override_key(w) != "name"], f"name={run.name}"]
     return shlex.join(["rloo", "train", *words, "resume=auto"])
 
 
-def prepare(start: Start, run: RunConfig, composed: Composed) -> None:
+def write_attempt_files(plan: ResumePlan, run: RunConfig, composed: ComposedConfig) -> None:
     """Make the folder of an attempt: run.json, its config (what ranks read), environment.
 
     run.json is the first: where this is cut short, it says whose folder it is.
     """
-    folder = start.folder
-    _write_facts(start, run, composed)
-    given = resume.config_file(folder, start.attempt)
+    folder = plan.folder
+    _write_run_json(plan, run, composed)
+    given = resume.attempt_config_path(folder, plan.attempt)
     given.parent.mkdir(parents=True, exist_ok=True)
     text = check.config_text(run)
     write_text(given, text)
     if not (folder / "config.yaml").exists():
         write_text(folder / "config.yaml", text)
-    words = [w for w in _words(composed) if _key(w) != "resume"]
+    words = [w for w in _run_overrides(composed) if _override_key(w) != "resume"]
     write_text(folder / "overrides.txt", "".join(f"{w}\n" for w in words))
     with contextlib.suppress(OSError):  # a file system without links has the folder all the same
         link = given.parent.with_name("latest")
@@ -387,10 +419,10 @@ def prepare(start: Start, run: RunConfig, composed: Composed) -> None:
     write_json(folder / "env.json", {**machine_facts, "cpus": os.cpu_count(), "packages": versions})
 
 
-def _write_facts(start: Start, run: RunConfig, composed: Composed) -> None:
-    folder = start.folder
-    facts = run_folder.facts_of(folder)
-    changes = [{"attempt": start.attempt, **start.changes}] if start.changes else []
+def _write_run_json(plan: ResumePlan, run: RunConfig, composed: ComposedConfig) -> None:
+    folder = plan.folder
+    facts = run_folder.read_run_metadata(folder)
+    changes = [{"attempt": plan.attempt, **plan.changes}] if plan.changes else []
     write_json(
         folder / "run.json",
         facts
@@ -398,10 +430,10 @@ def _write_facts(start: Start, run: RunConfig, composed: Composed) -> None:
             "name": run.name,
             "recipe": composed.recipe,
             "state": "starting",
-            "attempt": start.attempt,
+            "attempt": plan.attempt,
             "hash": check.config_hash(run),
             "pid": os.getpid(),
-            "pid_started": pids.started(os.getpid()),
+            "pid_started": pids.process_start_time(os.getpid()),
             "host": platform.node(),
             "ranks": [],
             "code": None,
@@ -411,9 +443,9 @@ def _write_facts(start: Start, run: RunConfig, composed: Composed) -> None:
     )
 
 
-def _note_ranks(folder: Path, first: int, found: list[int]) -> None:
+def _record_rank_pids(folder: Path, first: int, pids_of_ranks: list[int]) -> None:
     ranks = [
-        {"pid": pid, "group": pid, "pid_started": pids.started(pid), "rank": first + i}
-        for i, pid in enumerate(found)
+        {"pid": pid, "group": pid, "pid_started": pids.process_start_time(pid), "rank": first + i}
+        for i, pid in enumerate(pids_of_ranks)
     ]
     update_json(folder / "run.json", ranks=ranks)

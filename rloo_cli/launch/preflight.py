@@ -15,7 +15,7 @@ from rloo_cli.utils import paths
 from rloo_cli.utils.errors import MachineError, Problem
 
 
-def check(run: RunConfig, downloads: bool = True, here: int = 1) -> None:
+def check_machine(run: RunConfig, downloads: bool = True, local_ranks: int = 1) -> None:
     """Raises MachineError (exit 3) with everything the machine lacks for this run.
 
     `downloads`: what has to be downloaded or installed counts too (a plan needs nothing of it).
@@ -23,16 +23,16 @@ def check(run: RunConfig, downloads: bool = True, here: int = 1) -> None:
     """
     problems: list[Problem] = []
     for name, entry in run.rewards.items():
-        module = registry.module("rewards", entry.type)
+        module = registry.registered_module("rewards", entry.type)
         try:
             if hasattr(module, "preflight"):
                 module.preflight(entry)
         except MachineError as error:
             problems += [replace(p, where=f"reward.{name}") for p in error.problems]
     problems += [*(_downloads(run) if downloads else ()), *_packages(run)]
-    problems += [*(_engine(run) if downloads else ()), *_devices(here)]
+    problems += [*(_engine(run) if downloads else ()), *_devices(local_ranks)]
     problems += [
-        *(arguments.problems(run, here=here) if downloads else ()),
+        *(arguments.engine_problems(run, local_ranks=local_ranks) if downloads else ()),
         *_root(run),
         *_cache(run),
     ]
@@ -40,10 +40,10 @@ def check(run: RunConfig, downloads: bool = True, here: int = 1) -> None:
         raise MachineError(*problems)
 
 
-def check_training(run: RunConfig, section: str) -> None:
+def check_supervised_machine(run: RunConfig, section: str) -> None:
     """Raises MachineError for what `rloo sft` or `rloo reward-model` lacks."""
     if problems := [
-        *supervised.downloads(run, section),
+        *supervised.training_download_problems(run, section),
         *_packages(run),
         *_root(run),
         *_cache(run),
@@ -51,12 +51,12 @@ def check_training(run: RunConfig, section: str) -> None:
         raise MachineError(*problems)
 
 
-def check_server(run: RunConfig) -> None:
+def check_server_machine(run: RunConfig) -> None:
     """Raises MachineError for what a rollout server of this run lacks; rewards and data it has
     no need of."""
     needed = ("model.path", "model.tokenizer")
     missing = (p for p in _downloads(run) if p.where in needed)
-    if problems := [*missing, *arguments.problems(run, local=True), *_root(run)]:
+    if problems := [*missing, *arguments.engine_problems(run, engine_is_local=True), *_root(run)]:
         raise MachineError(*problems)
 
 
@@ -73,22 +73,26 @@ def _root(run: RunConfig) -> Iterator[Problem]:
 
 def _cache(run: RunConfig) -> Iterator[Problem]:
     """A cache that is needed and cannot be made; one that can only be read may have everything."""
-    cache = paths.cache()
-    needed = any(path.startswith(synthetic.MADE) for _, path, _ in rules_paths.named(run))
+    cache = paths.cache_folder()
+    needed = any(
+        path.startswith(synthetic.MAKE_PREFIX) for _, path, _ in rules_paths.named_paths(run)
+    )
     if needed and not cache.is_dir():
         above = next(p for p in cache.absolute().parents if os.path.exists(p))
         if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)) or above == Path("/proc"):
-            yield paths.unusable_cache(f"no folder can be made in {above}")
+            yield paths.unusable_cache_problem(f"no folder can be made in {above}")
 
 
 def _downloads(run: RunConfig) -> Iterator[Problem]:
     """What a run without network would have to download."""
-    for key, path, makes in rules_paths.named(run) if hf_cache.offline() else ():
-        if path.startswith(synthetic.MADE) or Path(path).expanduser().exists():
+    for key, path, makes in rules_paths.named_paths(run) if hf_cache.is_hub_offline() else ():
+        if path.startswith(synthetic.MAKE_PREFIX) or Path(path).expanduser().exists():
             continue
-        kind = "dataset" if makes is synthetic.DATA else "model"
-        if not hf_cache.cached(path, hf_cache.revision_of(run, key), kind):
-            why = f"HF_HUB_OFFLINE is set, and it is not in the cache: {hf_cache.cache()}"
+        kind = "dataset" if makes is synthetic.SYNTHETIC_DATA else "model"
+        if not hf_cache.is_in_hub_cache(path, hf_cache.revision_for_key(run, key), kind):
+            why = (
+                f"HF_HUB_OFFLINE is set, and it is not in the cache: {hf_cache.hub_cache_folder()}"
+            )
             fix = f"on a machine with network: {hf_cache.fetch_command()}"
             yield Problem(f"{key} = {path!r} is not to be had", key, why, fix)
 
@@ -103,7 +107,7 @@ def _packages(run: RunConfig) -> Iterator[Problem]:
         fix = f"pip install {install}, or model.attn_implementation=sdpa"
         what = f"model.attn_implementation = {attention!r} cannot be had"
         yield Problem(what, "model.attn_implementation", why, fix)
-    yield from rules_lora.packages(run)
+    yield from rules_lora.adapter_package_problems(run)
 
 
 def _engine(run: RunConfig) -> Iterator[Problem]:
@@ -115,13 +119,14 @@ def _engine(run: RunConfig) -> Iterator[Problem]:
         yield Problem(what, "distributed.engine", why, fix)
 
 
-def _devices(here: int) -> Iterator[Problem]:
+def _devices(local_ranks: int) -> Iterator[Problem]:
     """Two processes on one GPU: the second finds its memory taken, or waits for the first."""
-    found = device_count.gpus() if here > 1 else []
-    if found and here > len(found):
+    found = device_count.visible_gpus() if local_ranks > 1 else []
+    if found and local_ranks > len(found):
         yield Problem(
-            f"{here} processes are to train here, and there are {len(found)} GPUs",
+            f"{local_ranks} processes are to train here, and there are {len(found)} GPUs",
             "distributed.num_processes",
             f"each takes a GPU of its own; visible: {', '.join(found)}",
-            f"distributed.num_processes={len(found)}, or CUDA_VISIBLE_DEVICES with {here} of them",
+            f"distributed.num_processes={len(found)}, or CUDA_VISIBLE_DEVICES with "
+            f"{local_ranks} of them",
         )

@@ -12,56 +12,58 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rloo_cli.config.rules import address
+from rloo_cli.config.rules import parse_address
 from rloo_cli.config.schema import DistributedConfig, RunConfig
 from rloo_cli.distributed import device_count
-from rloo_cli.launch.processes import Start
-from rloo_cli.utils.environment import Environment, check_numbers, environment_number
+from rloo_cli.launch.processes import ProcessSpec
+from rloo_cli.utils.environment import Environment, check_environment_numbers, environment_number
 from rloo_cli.utils.errors import ConfigError, MachineError, Problem
 
-OURS = "RLOO_LAUNCHER"  # set in the processes that we start: what RANK says there is ours
+LAUNCHER_VARIABLE = (
+    "RLOO_LAUNCHER"  # set in the processes that we start: what RANK says there is ours
+)
 # Steps that are none: a batch script, the shell of salloc.
-NO_STEP = ("", "4294967291", "4294967292", "4294967290", "4294967294", "batch", "interactive")
+NOT_A_STEP = ("", "4294967291", "4294967292", "4294967290", "4294967294", "batch", "interactive")
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessTopology:
     """Where this process stands among those that one command, or one job, started."""
 
-    by: str = ""  # what started us: "", "torchrun", "Slurm"
-    key: str = ""  # the same for all that belong together, and another at each start
-    first: int = 0  # rank of the first process that we start
-    here: int = 1  # how many we start
-    total: int = 1
-    local: int = 0  # the first one's place on this node
-    on_node: int = 1  # ranks on this node, whoever starts them
-    nodes: int = 1
-    launchers: int = 1  # processes like this one
-    store: str = ""  # host:port where ranks meet, where others have made it
+    launched_by: str = ""  # what started us: "", "torchrun", "Slurm"
+    launch_id: str = ""  # the same for all that belong together, and another at each start
+    first_rank: int = 0  # rank of the first process that we start
+    num_started: int = 1  # how many we start
+    world_size: int = 1
+    first_local_rank: int = 0  # the first one's place on this node
+    local_world_size: int = 1  # ranks on this node, whoever starts them
+    num_nodes: int = 1
+    num_launchers: int = 1  # processes like this one
+    store_address: str = ""  # host:port where ranks meet, where others have made it
 
     @property
-    def leads(self) -> bool:
+    def is_coordinator(self) -> bool:
         """Whether the run's folder is ours to make."""
-        return self.first == 0
+        return self.first_rank == 0
 
 
-def find(env: Environment, run: RunConfig) -> tuple[Place, RunConfig, list[str]]:
+def find_topology(env: Environment, run: RunConfig) -> tuple[ProcessTopology, RunConfig, list[str]]:
     """Our place, the config with the numbers that hold there, and what to say of it.
 
     Raises ConfigError where surroundings and config cannot both be right.
     """
-    check_numbers(env)
+    check_environment_numbers(env)
     given = run.distributed
-    step = "" if OURS in env else env.get("SLURM_STEP_ID", "")
+    step = "" if LAUNCHER_VARIABLE in env else env.get("SLURM_STEP_ID", "")
     nodes, tasks = (
-        _number(env, "SLURM_STEP_NUM_NODES", 1),
-        _number(env, "SLURM_STEP_NUM_TASKS", 1),
+        _environment_number(env, "SLURM_STEP_NUM_NODES", 1),
+        _environment_number(env, "SLURM_STEP_NUM_TASKS", 1),
     )
-    if OURS not in env and env.get("RANK") and env.get("WORLD_SIZE"):
-        place = _of_torchrun(env)
-    elif step in NO_STEP or (tasks == nodes == 1):
-        here = device_count.here(run)
-        place = Place(here=here, total=here, on_node=here)
+    if LAUNCHER_VARIABLE not in env and env.get("RANK") and env.get("WORLD_SIZE"):
+        place = _torchrun_topology(env)
+    elif step in NOT_A_STEP or (tasks == nodes == 1):
+        here = device_count.local_process_count(run)
+        place = ProcessTopology(num_started=here, world_size=here, local_world_size=here)
         if given.num_nodes > 1:
             raise ConfigError(
                 _started_once(given, "in a step of one node" if step else "by itself")
@@ -69,33 +71,39 @@ def find(env: Environment, run: RunConfig) -> tuple[Place, RunConfig, list[str]]
     else:
         if given.num_nodes not in (1, nodes):
             raise ConfigError(_other_step(given, nodes))
-        place = _of_node(env, run, nodes) if tasks == nodes else _of_task(env, nodes, tasks)
-    if given.engine == "single" and place.total > 1:
-        raise ConfigError(_single(place))
+        place = (
+            _slurm_node_topology(env, run, nodes)
+            if tasks == nodes
+            else _slurm_task_topology(env, nodes, tasks)
+        )
+    if given.engine == "single" and place.world_size > 1:
+        raise ConfigError(_single_engine_problem(place))
     return place, *_with_numbers(run, place)
 
 
-def _with_numbers(run: RunConfig, place: Place) -> tuple[RunConfig, list[str]]:
+def _with_numbers(run: RunConfig, topology: ProcessTopology) -> tuple[RunConfig, list[str]]:
     """The config as its surroundings have it, and a line for each number that was another."""
-    if not place.by:
+    if not topology.launched_by:
         return run, []
     given = run.distributed
-    holds = {"num_processes": place.on_node, "num_nodes": place.nodes}
+    holds = {"num_processes": topology.local_world_size, "num_nodes": topology.num_nodes}
     notes = [
-        f"distributed.{key} is {value} here, as {place.by} says (the config has {was})"
+        f"distributed.{key} is {value} here, as {topology.launched_by} says (the config has {was})"
         for key, value in holds.items()
         if (was := getattr(given, key)) not in (None, value)
     ]
-    if given.rdzv is not None and place.store:
-        notes.append(f"distributed.rdzv is not used: {place.by} says {place.store}")
+    if given.rdzv is not None and topology.store_address:
+        notes.append(
+            f"distributed.rdzv is not used: {topology.launched_by} says {topology.store_address}"
+        )
     return run.model_copy(update={"distributed": given.model_copy(update=holds)}), notes
 
 
-def _of_torchrun(env: Environment) -> Place:
-    rank, total = _number(env, "RANK", 0), _number(env, "WORLD_SIZE", 1)
+def _torchrun_topology(env: Environment) -> ProcessTopology:
+    rank, total = _environment_number(env, "RANK", 0), _environment_number(env, "WORLD_SIZE", 1)
     local, on_node = (
-        _number(env, "LOCAL_RANK", 0),
-        _number(env, "LOCAL_WORLD_SIZE", 1),
+        _environment_number(env, "LOCAL_RANK", 0),
+        _environment_number(env, "LOCAL_WORLD_SIZE", 1),
     )
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if missing and total > 1:
@@ -104,10 +112,17 @@ def _of_torchrun(env: Environment) -> Place:
         raise ConfigError(Problem(f"{missing[0]} is not set", "environment", why, fix))
     store = f"{env.get('MASTER_ADDR', '')}:{env.get('MASTER_PORT', '')}"
     parts = (store, env.get("TORCHELASTIC_RUN_ID", ""), env.get("TORCHELASTIC_RESTART_COUNT", ""))
-    return Place(
-        by="torchrun", key=":".join(parts), first=rank, total=total, local=local, on_node=on_node,
-        nodes=max(1, -(-total // on_node)), launchers=total, store=store,
-    )  # fmt: skip
+    return ProcessTopology(
+        launched_by="torchrun",
+        launch_id=":".join(parts),
+        first_rank=rank,
+        world_size=total,
+        first_local_rank=local,
+        local_world_size=on_node,
+        num_nodes=max(1, -(-total // on_node)),
+        num_launchers=total,
+        store_address=store,
+    )
 
 
 def _slurm_key(env: Environment) -> str:
@@ -115,25 +130,37 @@ def _slurm_key(env: Environment) -> str:
     return ".".join(env.get(name) or "0" for name in names)
 
 
-def _of_node(env: Environment, run: RunConfig, nodes: int) -> Place:
-    here, node = device_count.here(run), _number(env, "SLURM_NODEID", 0)
-    return Place(
-        by="Slurm", key=_slurm_key(env), first=node * here, here=here, total=nodes * here,
-        on_node=here, nodes=nodes, launchers=nodes,
-    )  # fmt: skip
+def _slurm_node_topology(env: Environment, run: RunConfig, nodes: int) -> ProcessTopology:
+    here, node = device_count.local_process_count(run), _environment_number(env, "SLURM_NODEID", 0)
+    return ProcessTopology(
+        launched_by="Slurm",
+        launch_id=_slurm_key(env),
+        first_rank=node * here,
+        num_started=here,
+        world_size=nodes * here,
+        local_world_size=here,
+        num_nodes=nodes,
+        num_launchers=nodes,
+    )
 
 
-def _of_task(env: Environment, nodes: int, tasks: int) -> Place:
-    node = _number(env, "SLURM_NODEID", 0)
+def _slurm_task_topology(env: Environment, nodes: int, tasks: int) -> ProcessTopology:
+    node = _environment_number(env, "SLURM_NODEID", 0)
     counts = _per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or "")
     on_node = counts[node] if node < len(counts) else max(1, tasks // nodes)
-    return Place(
-        by="Slurm", key=_slurm_key(env), first=_number(env, "SLURM_PROCID", 0), total=tasks,
-        local=_number(env, "SLURM_LOCALID", 0), on_node=on_node, nodes=nodes, launchers=tasks,
-    )  # fmt: skip
+    return ProcessTopology(
+        launched_by="Slurm",
+        launch_id=_slurm_key(env),
+        first_rank=_environment_number(env, "SLURM_PROCID", 0),
+        world_size=tasks,
+        first_local_rank=_environment_number(env, "SLURM_LOCALID", 0),
+        local_world_size=on_node,
+        num_nodes=nodes,
+        num_launchers=tasks,
+    )
 
 
-def own_gpu(env: Environment) -> bool:
+def has_private_gpu(env: Environment) -> bool:
     """Whether Slurm shows each task of this step a GPU of its own, and no other."""
     each = ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU")
     tres = env.get("SLURM_TRES_PER_TASK", "")
@@ -141,11 +168,15 @@ def own_gpu(env: Environment) -> bool:
     return any(env.get(name) for name in each) or "gpu" in tres or "single" in bind
 
 
-def alone_on_gpu(place: Place, env: Environment) -> Place:
+def with_private_gpu(topology: ProcessTopology, env: Environment) -> ProcessTopology:
     """The same place as the device's number has it: each task's own GPU is its first."""
-    if place.by == "Slurm" and place.launchers == place.total and own_gpu(env):
-        return replace(place, local=0, on_node=1)
-    return place
+    if (
+        topology.launched_by == "Slurm"
+        and topology.num_launchers == topology.world_size
+        and has_private_gpu(env)
+    ):
+        return replace(topology, first_local_rank=0, local_world_size=1)
+    return topology
 
 
 def _per_node(text: str) -> list[int]:
@@ -159,55 +190,61 @@ def _per_node(text: str) -> list[int]:
     return counts
 
 
-def _number(env: Environment, name: str, without: int) -> int:
-    return environment_number(name, without, env)
+def _environment_number(env: Environment, name: str, default: int) -> int:
+    return environment_number(name, default, env)
 
 
-def _single(place: Place) -> Problem:
+def _single_engine_problem(topology: ProcessTopology) -> Problem:
     return Problem(
-        f"distributed.engine = single, and {place.by} started {place.total} processes",
+        f"distributed.engine = single, and {topology.launched_by} started {topology.world_size} "
+        "processes",
         "distributed.engine",
         "one process trains alone; each of the others would train the same run again",
         "distributed=ddp, distributed=zero2 or distributed=fsdp2",
     )
 
 
-def _started_once(given: Any, how: str) -> Problem:
+def _started_once(distributed: Any, how: str) -> Problem:
     return Problem(
-        f"distributed.num_nodes = {given.num_nodes}, and this process was started {how}",
+        f"distributed.num_nodes = {distributed.num_nodes}, and this process was started {how}",
         "distributed.num_nodes",
         "each node needs a launcher of its own, and nothing here starts the others",
-        f"srun --nodes={given.num_nodes} --ntasks-per-node=1 rloo train ...\n"
-        f"or on each node: torchrun --nnodes={given.num_nodes} --nproc-per-node=N "
+        f"srun --nodes={distributed.num_nodes} --ntasks-per-node=1 rloo train ...\n"
+        f"or on each node: torchrun --nnodes={distributed.num_nodes} --nproc-per-node=N "
         "--rdzv-backend=c10d --rdzv-endpoint=HOST:PORT -m rloo_cli train ...",
     )
 
 
-def _other_step(given: DistributedConfig, nodes: int) -> Problem:
+def _other_step(distributed: DistributedConfig, nodes: int) -> Problem:
     return Problem(
-        f"distributed.num_nodes = {given.num_nodes}, and this Slurm step has {nodes}",
+        f"distributed.num_nodes = {distributed.num_nodes}, and this Slurm step has {nodes}",
         "distributed.num_nodes",
         "which of the two is meant cannot be known",
-        f"distributed.num_nodes={nodes}, or srun --nodes={given.num_nodes}",
+        f"distributed.num_nodes={nodes}, or srun --nodes={distributed.num_nodes}",
     )
 
 
 LOOPBACK = "127.0.0.1"
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-STORE = "RLOO_STORE_FD"
+SINGLE_RANK_ENVIRONMENT = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+}
+STORE_FD_VARIABLE = "RLOO_STORE_FD"
 
 
-def listen(run: RunConfig, place: Place) -> socket.socket | None:
+def open_store_socket(run: RunConfig, topology: ProcessTopology) -> socket.socket | None:
     """The socket of the store, listening; None where none is needed or others have made it.
 
     On one machine it is the loopback's, unless distributed.rdzv says where. Raises MachineError
     where that address is not ours to listen on.
     """
-    if place.total == 1 or place.store:
+    if topology.world_size == 1 or topology.store_address:
         return None
-    given = address(run.distributed.rdzv) if run.distributed.rdzv else None
+    given = parse_address(run.distributed.rdzv) if run.distributed.rdzv else None
     if given is None:
-        hosts = [LOOPBACK] if place.nodes == 1 else [*_own_addresses(), LOOPBACK]
+        hosts = [LOOPBACK] if topology.num_nodes == 1 else [*_node_addresses(), LOOPBACK]
         for host in hosts:
             try:
                 return _bound(host, 0)
@@ -240,7 +277,7 @@ def _bound(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _own_addresses() -> Iterator[str]:
+def _node_addresses() -> Iterator[str]:
     """This node's addresses as the others resolve its name; then as packets leave it."""
     for name in (os.environ.get("SLURMD_NODENAME"), platform.node()):
         try:
@@ -256,29 +293,46 @@ def _own_addresses() -> Iterator[str]:
             return
 
 
-def starts(place: Place, host: str, port: int, listening: socket.socket | None) -> list[Start]:
+def rank_process_specs(
+    topology: ProcessTopology, host: str, port: int, listening: socket.socket | None
+) -> list[ProcessSpec]:
     """The processes to start: who each of them is, and where all meet. One alone needs nothing.
 
     host, port: of the store. `listening`: its socket, for rank 0.
     """
-    if place.total == 1:
+    if topology.world_size == 1:
         # What another program left in the environment must not make it one of many.
-        stray = {name: value for name, value in ALONE.items() if name in os.environ}
-        return [Start(stray | ({OURS: str(os.getpid())} if place.by else {}))]
+        stray = {
+            name: value for name, value in SINGLE_RANK_ENVIRONMENT.items() if name in os.environ
+        }
+        return [
+            ProcessSpec(
+                stray | ({LAUNCHER_VARIABLE: str(os.getpid())} if topology.launched_by else {})
+            )
+        ]
     env = {
-        "WORLD_SIZE": str(place.total),
-        "LOCAL_WORLD_SIZE": str(place.on_node),
+        "WORLD_SIZE": str(topology.world_size),
+        "LOCAL_WORLD_SIZE": str(topology.local_world_size),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        OURS: str(os.getpid()),
+        LAUNCHER_VARIABLE: str(os.getpid()),
     }
-    if place.nodes == 1 and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+    if (
+        topology.num_nodes == 1
+        and sys.platform == "linux"
+        and "GLOO_SOCKET_IFNAME" not in os.environ
+    ):
         env["GLOO_SOCKET_IFNAME"] = "lo"  # or it looks for an interface that the host's name has
     found = []
-    for i in range(place.here):
-        who = {"RANK": str(place.first + i), "LOCAL_RANK": str(place.local + i)}
-        first = place.first + i == 0 and listening is not None
+    for i in range(topology.num_started):
+        who = {
+            "RANK": str(topology.first_rank + i),
+            "LOCAL_RANK": str(topology.first_local_rank + i),
+        }
+        first = topology.first_rank + i == 0 and listening is not None
         files = (listening.fileno(),) if first and listening is not None else ()
-        store = {STORE: str(listening.fileno())} if first and listening is not None else {}
-        found.append(Start(env | who | store, files))
+        store = (
+            {STORE_FD_VARIABLE: str(listening.fileno())} if first and listening is not None else {}
+        )
+        found.append(ProcessSpec(env | who | store, files))
     return found

@@ -3,10 +3,10 @@
 Arithmetic on a checked config and on models' config.json. No weights are loaded and no torch is
 imported, so that `rloo plan` answers in about a second on a machine without a GPU.
 
-    case            the run that is planned, in numbers
+    plan_inputs     the run that is planned, in numbers
     device          what a GPU or a machine has
     duration        seconds and FLOP of a step
-    model_facts     parameters, layers, heads of a model from its config.json
+    model_spec      parameters, layers, heads of a model from its config.json
     model_families  how each family's weights are counted; a table of known models
     peak_memory     activations and buffers at their peak
     plan            the whole plan, and which keys to change

@@ -23,23 +23,25 @@ class Device:
     """One GPU, or one process's share of a CPU's time and all of its memory."""
 
     name: str
-    memory: float  # bytes
-    flops: float  # of matrix products in the weights' dtype, a second
+    memory_bytes: float  # bytes
+    flops_per_s: float  # of matrix products in the weights' dtype, a second
     bytes_per_s: float  # of its memory
-    inside: float = 450e9  # bytes a second between GPUs of one machine
-    between: float = 50e9  # and of different machines, per GPU: 400 Gb/s
+    intra_node_bytes_per_s: float = 450e9  # bytes a second between GPUs of one machine
+    inter_node_bytes_per_s: float = 50e9  # and of different machines, per GPU: 400 Gb/s
     kind: str = "cuda"
     source: str = ""
 
     @property
-    def reserve(self) -> float:
+    def reserved_bytes(self) -> float:
         """Bytes that are not for tensors: CUDA's and NCCL's own, and what lies in pieces."""
-        return 1.5 * GIB + 0.05 * self.memory if self.kind == "cuda" else 0.1 * self.memory
+        return (
+            1.5 * GIB + 0.05 * self.memory_bytes if self.kind == "cuda" else 0.1 * self.memory_bytes
+        )
 
     @property
-    def usable(self) -> float:
+    def usable_bytes(self) -> float:
         """Bytes for tensors."""
-        return self.memory - self.reserve
+        return self.memory_bytes - self.reserved_bytes
 
 
 def _gpu(name: str, gib: float, tflops: float, tb_per_s: float, inside: float = 450e9) -> Device:
@@ -56,60 +58,60 @@ GPUS = {
         _gpu("A10-24GB", 24, 100, 0.54, PCIE), _gpu("L4-24GB", 24, 97, 0.27, PCIE),
     )
 }  # fmt: skip
-ASSUMED = GPUS["H100-80GB"]
-CORE = 40e9  # FLOP/s of a CPU's core in float32
+ASSUMED_GPU = GPUS["H100-80GB"]
+CPU_CORE_FLOPS = 40e9  # FLOP/s of a CPU's core in float32
 
 
-def cpu() -> Device:
+def cpu_device() -> Device:
     """This machine without a GPU."""
     cores, total = os.cpu_count() or 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = CGROUP.read_text().strip() if CGROUP.is_file() else "max"
     memory = min(total, int(limit) if limit.isdigit() else total)
     name, source = f"CPU with {cores} cores", "this machine, which shows no GPU"
-    return Device(name, float(memory), cores * CORE, 2e10, 1e10, 1e9, "cpu", source)
+    return Device(name, float(memory), cores * CPU_CORE_FLOPS, 2e10, 1e10, 1e9, "cpu", source)
 
 
-def of(word: str | None, small: bool = False) -> Device:
+def find_device(name: str | None, small: bool = False) -> Device:
     """The device to plan for: `word` (a name, 80GiB, cpu), else this machine's, else one assumed.
 
     `small`: without a GPU and without a word, this machine's CPU. Raises ConfigError.
     """
-    if word is None:
-        found = _here()
+    if name is None:
+        found = _local_gpu()
         if found is not None:
             return found
         assumed = "assumed: this machine shows no GPU; say --gpu NAME, --gpu 80GiB or --gpu cpu"
-        return cpu() if small else replace(ASSUMED, source=assumed)
-    if word.lower() == "cpu":
-        return cpu()
-    if found := _named(word):
+        return cpu_device() if small else replace(ASSUMED_GPU, source=assumed)
+    if name.lower() == "cpu":
+        return cpu_device()
+    if found := _gpu_by_name(name):
         return replace(found, source="--gpu")
-    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|GB)", word, re.IGNORECASE)
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|GB)", name, re.IGNORECASE)
     if size is None or float(size[1]) <= 0:
         fix = f"--gpu 80GiB, --gpu cpu, or one of: {', '.join(GPUS)}"
-        raise ConfigError(Problem(f"--gpu {word}: not understood", "command line", fix=fix))
+        raise ConfigError(Problem(f"--gpu {name}: not understood", "command line", fix=fix))
     memory = float(size[1]) * (GIB if size[2].lower() == "gib" else 1e9)
-    source = f"--gpu; speed assumed to be that of {ASSUMED.name}"
-    return replace(ASSUMED, name=f"GPU of {word}", memory=memory, source=source)
+    source = f"--gpu; speed assumed to be that of {ASSUMED_GPU.name}"
+    return replace(ASSUMED_GPU, name=f"GPU of {name}", memory_bytes=memory, source=source)
 
 
-def of_rank(kind: str, memory: float) -> Device:
+def rank_device(kind: str, memory: float) -> Device:
     """The device of a run that is at work. `memory` counts for a GPU."""
     if kind != "cuda":
-        return cpu()
-    return replace(ASSUMED, name="this GPU", memory=memory, source="this machine")
+        return cpu_device()
+    return replace(ASSUMED_GPU, name="this GPU", memory_bytes=memory, source="this machine")
 
 
-def _named(word: str) -> Device | None:
-    plain = re.sub(r"[\s_-]", "", word).lower()
+def _gpu_by_name(name: str) -> Device | None:
+    plain = re.sub(r"[\s_-]", "", name).lower()
     fits = [g for n, g in GPUS.items() if re.sub("-", "", n).lower() == plain]
     fits = fits or [g for n, g in GPUS.items() if n.partition("-")[0].lower() == plain]
     return fits[0] if fits else None
 
 
-def _here() -> Device | None:
+def _local_gpu() -> Device | None:
     """The first GPU of this machine, as nvidia-smi tells of it."""
-    if not device_count.gpus() or shutil.which("nvidia-smi") is None:
+    if not device_count.visible_gpus() or shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
@@ -119,6 +121,6 @@ def _here() -> Device | None:
     except (OSError, subprocess.TimeoutExpired, IndexError, ValueError):
         return None
     like = next((g for n, g in GPUS.items() if n.partition("-")[0] in name.replace(" ", "")), None)
-    speed = like or ASSUMED
+    speed = like or ASSUMED_GPU
     source = "this machine" if like else f"this machine; speed assumed to be that of {speed.name}"
-    return replace(speed, name=name.strip(), memory=memory, source=source)
+    return replace(speed, name=name.strip(), memory_bytes=memory, source=source)

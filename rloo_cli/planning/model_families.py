@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 Linear = tuple[str, int, int]  # name, in, out
 
 
-class Sizes(NamedTuple):
+class ModelSizes(NamedTuple):
     """The numbers of a config.json, by one name each."""
 
     layers: int
@@ -19,89 +19,102 @@ class Sizes(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
-    mlp: int
-    vocabulary: int
-    positions: int  # rows of a learned table of positions; 0 = none
+    mlp_width: int
+    vocab_size: int
+    position_rows: int  # rows of a learned table of positions; 0 = none
     experts: int  # 0 = no mixture
-    chosen: int  # experts that a token goes to
-    shared: int  # width of the expert that every token goes to; 0 = none
+    experts_per_token: int  # experts that a token goes to
+    shared_expert_width: int  # width of the expert that every token goes to; 0 = none
 
     @property
-    def q(self) -> int:
+    def q_width(self) -> int:
         return self.heads * self.head_dim
 
     @property
-    def kv(self) -> int:
+    def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
 
 
-class Family(NamedTuple):
+class ModelFamily(NamedTuple):
     """How the models of some `model_type` are built."""
 
-    linears: Callable[[Sizes], list[Linear]]  # of the attention and of the dense MLP
+    linears: Callable[[ModelSizes], list[Linear]]  # of the attention and of the dense MLP
     bias: tuple[str, ...] = ()  # linears with one; ("all",) = every one
     norms: int = 2  # of a layer, over the hidden size
-    centred: bool = False  # LayerNorm (a weight and a bias) instead of RMSNorm
+    uses_layer_norm: bool = False  # LayerNorm (a weight and a bias) instead of RMSNorm
     qk_norm: str = ""  # "head": over a head; "whole": over all heads together
     tied: bool = False  # where config.json does not say
     layout: str = "shared"  # the fastest that gives the model's own numbers (README, Fast)
     gated: bool = True
-    kept: float = 0.0  # further hidden-sized tensors that autograd keeps of a row
-    act: int = 2  # tensors of the MLP's width around its activation, that are kept
-    wide_norms: bool = False  # computed in float32 up to the weight
+    extra_saved: float = 0.0  # further hidden-sized tensors that autograd keeps of a row
+    activation_tensors: int = 2  # tensors of the MLP's width around its activation, that are kept
+    float32_norms: bool = False  # computed in float32 up to the weight
 
 
-def _llama(s: Sizes) -> list[Linear]:
+def _llama(s: ModelSizes) -> list[Linear]:
     return [
-        ("q_proj", s.hidden, s.q), ("k_proj", s.hidden, s.kv), ("v_proj", s.hidden, s.kv),
-        ("o_proj", s.q, s.hidden), ("gate_proj", s.hidden, s.mlp), ("up_proj", s.hidden, s.mlp),
-        ("down_proj", s.mlp, s.hidden),
+        ("q_proj", s.hidden, s.q_width),
+        ("k_proj", s.hidden, s.kv_width),
+        ("v_proj", s.hidden, s.kv_width),
+        ("o_proj", s.q_width, s.hidden),
+        ("gate_proj", s.hidden, s.mlp_width),
+        ("up_proj", s.hidden, s.mlp_width),
+        ("down_proj", s.mlp_width, s.hidden),
+    ]
+
+
+def _phi3(s: ModelSizes) -> list[Linear]:
+    return [
+        ("qkv_proj", s.hidden, s.q_width + 2 * s.kv_width), ("o_proj", s.q_width, s.hidden),
+        ("gate_up_proj", s.hidden, 2 * s.mlp_width), ("down_proj", s.mlp_width, s.hidden),
     ]  # fmt: skip
 
 
-def _phi3(s: Sizes) -> list[Linear]:
+def _neox(s: ModelSizes) -> list[Linear]:
     return [
-        ("qkv_proj", s.hidden, s.q + 2 * s.kv), ("o_proj", s.q, s.hidden),
-        ("gate_up_proj", s.hidden, 2 * s.mlp), ("down_proj", s.mlp, s.hidden),
+        ("query_key_value", s.hidden, 3 * s.q_width), ("dense", s.q_width, s.hidden),
+        ("dense_h_to_4h", s.hidden, s.mlp_width), ("dense_4h_to_h", s.mlp_width, s.hidden),
     ]  # fmt: skip
 
 
-def _neox(s: Sizes) -> list[Linear]:
+def _gpt2(s: ModelSizes) -> list[Linear]:
     return [
-        ("query_key_value", s.hidden, 3 * s.q), ("dense", s.q, s.hidden),
-        ("dense_h_to_4h", s.hidden, s.mlp), ("dense_4h_to_h", s.mlp, s.hidden),
+        ("c_attn", s.hidden, 3 * s.q_width), ("c_proj", s.q_width, s.hidden),
+        ("c_fc", s.hidden, s.mlp_width), ("mlp.c_proj", s.mlp_width, s.hidden),
     ]  # fmt: skip
 
 
-def _gpt2(s: Sizes) -> list[Linear]:
-    return [
-        ("c_attn", s.hidden, 3 * s.q), ("c_proj", s.q, s.hidden),
-        ("c_fc", s.hidden, s.mlp), ("mlp.c_proj", s.mlp, s.hidden),
-    ]  # fmt: skip
-
-
-LLAMA = Family(_llama)
+LLAMA = ModelFamily(_llama)
 FAMILIES = {
-    "llama": LLAMA, "mistral": LLAMA, "granite": LLAMA, "mixtral": LLAMA,
-    "smollm3": Family(_llama, tied=True),
-    "qwen2": Family(_llama, bias=("q_proj", "k_proj", "v_proj")),
-    "qwen2_moe": Family(_llama, bias=("q_proj", "k_proj", "v_proj")),
-    "qwen3": Family(_llama, qk_norm="head"), "qwen3_moe": Family(_llama, qk_norm="head"),
-    "gemma": Family(_llama, tied=True, wide_norms=True),
-    "gemma2": Family(_llama, norms=4, tied=True, layout="packed", wide_norms=True),
-    "olmo2": Family(_llama, qk_norm="whole", wide_norms=True),
-    "phi3": Family(_phi3, kept=1.0),
-    "gpt_neox": Family(
-        _neox, ("all",), centred=True, gated=False, kept=1.0
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "granite": LLAMA,
+    "mixtral": LLAMA,
+    "smollm3": ModelFamily(_llama, tied=True),
+    "qwen2": ModelFamily(_llama, bias=("q_proj", "k_proj", "v_proj")),
+    "qwen2_moe": ModelFamily(_llama, bias=("q_proj", "k_proj", "v_proj")),
+    "qwen3": ModelFamily(_llama, qk_norm="head"),
+    "qwen3_moe": ModelFamily(_llama, qk_norm="head"),
+    "gemma": ModelFamily(_llama, tied=True, float32_norms=True),
+    "gemma2": ModelFamily(_llama, norms=4, tied=True, layout="packed", float32_norms=True),
+    "olmo2": ModelFamily(_llama, qk_norm="whole", float32_norms=True),
+    "phi3": ModelFamily(_phi3, extra_saved=1.0),
+    "gpt_neox": ModelFamily(_neox, ("all",), uses_layer_norm=True, gated=False, extra_saved=1.0),
+    "gpt2": ModelFamily(
+        _gpt2,
+        ("all",),
+        uses_layer_norm=True,
+        tied=True,
+        layout="packed",
+        gated=False,
+        extra_saved=0.5,
+        activation_tensors=5,
     ),
-    "gpt2": Family(
-        _gpt2, ("all",), centred=True, tied=True, layout="packed", gated=False, kept=0.5, act=5
-    ),
-}  # fmt: skip
-FUSED = ("query_key_value", "qkv_proj")  # whose whole output is kept alive by its values
+}
+FUSED_LINEARS = ("query_key_value", "qkv_proj")  # whose whole output is kept alive by its values
 
 
-def sizes(values: dict[str, Any]) -> Sizes:
+def read_model_sizes(values: dict[str, Any]) -> ModelSizes:
     """The numbers of a config.json. Raises KeyError for one that it lacks."""
     text = values.get("text_config")
     c = {**values, **text} if isinstance(text, dict) else values
@@ -118,65 +131,84 @@ def sizes(values: dict[str, Any]) -> Sizes:
     experts = get("num_local_experts", "num_experts", default=0)
     mlp = get("intermediate_size", "n_inner", default=4 * hidden)
     learned = c.get("model_type") in ("gpt2", "opt")
-    return Sizes(
+    return ModelSizes(
         layers=get("num_hidden_layers", "n_layer"),
         hidden=hidden,
         heads=heads,
         kv_heads=get("num_key_value_heads", default=heads),
         head_dim=get("head_dim", default=hidden // heads),
-        mlp=get("moe_intermediate_size", default=mlp) if experts else mlp,
-        vocabulary=get("vocab_size"),
-        positions=get("max_position_embeddings", "n_positions", default=1024) if learned else 0,
+        mlp_width=get("moe_intermediate_size", default=mlp) if experts else mlp,
+        vocab_size=get("vocab_size"),
+        position_rows=get("max_position_embeddings", "n_positions", default=1024) if learned else 0,
         experts=experts,
-        chosen=get("num_experts_per_tok", default=2) if experts else 0,
-        shared=get("shared_expert_intermediate_size", default=0) if experts else 0,
+        experts_per_token=get("num_experts_per_tok", default=2) if experts else 0,
+        shared_expert_width=get("shared_expert_intermediate_size", default=0) if experts else 0,
     )
 
 
-def layer(family: Family, s: Sizes, attention_bias: bool, mlp_bias: bool) -> tuple[int, int]:
+def layer_param_counts(
+    family: ModelFamily, s: ModelSizes, attention_bias: bool, mlp_bias: bool
+) -> tuple[int, int]:
     """Parameters of one layer: all, and those that one token goes through."""
     linears = family.linears(s)
-    outer = [x for x in linears if not s.experts or "o_proj" in x[0] or x[2] in (s.q, s.kv)]
+    outer = [
+        x for x in linears if not s.experts or "o_proj" in x[0] or x[2] in (s.q_width, s.kv_width)
+    ]
     dense = [x for x in linears if not s.experts] or outer[:4]
     biased = set(family.bias)
     biased |= {"q_proj", "k_proj", "v_proj", "o_proj"} if attention_bias else set()
     biased |= {"gate_proj", "up_proj", "down_proj"} if mlp_bias else set()
     count = sum(i * o + (o if {name, "all"} & biased else 0) for name, i, o in dense)
-    count += family.norms * s.hidden * (2 if family.centred else 1)
-    count += {"head": 2 * s.head_dim, "whole": s.q + s.kv}.get(family.qk_norm, 0)
+    count += family.norms * s.hidden * (2 if family.uses_layer_norm else 1)
+    count += {"head": 2 * s.head_dim, "whole": s.q_width + s.kv_width}.get(family.qk_norm, 0)
     if not s.experts:
         return count, count
-    one, router = 3 * s.hidden * s.mlp, s.hidden * s.experts
-    always = router + (3 * s.hidden * s.shared + s.hidden if s.shared else 0)
-    return count + always + s.experts * one, count + always + s.chosen * one
+    one, router = 3 * s.hidden * s.mlp_width, s.hidden * s.experts
+    always = router + (
+        3 * s.hidden * s.shared_expert_width + s.hidden if s.shared_expert_width else 0
+    )
+    return count + always + s.experts * one, count + always + s.experts_per_token * one
 
 
-def kept(family: Family, s: Sizes, size: int) -> float:
+def saved_bytes_per_token(family: ModelFamily, s: ModelSizes, bytes_per_weight: int) -> float:
     """Bytes that autograd keeps of one row of a layer, with weights of `size` bytes a number.
 
     RMSNorm in half precision keeps its input in float32, its result before and after the weight.
     """
-    wide = 4 * (2 if family.wide_norms else 1) + size * (1 if family.wide_norms else 2)
-    norm = 2.0 * size if family.centred else 12 if size == 4 else wide
+    wide = 4 * (2 if family.float32_norms else 1) + bytes_per_weight * (
+        1 if family.float32_norms else 2
+    )
+    norm = (
+        2.0 * bytes_per_weight if family.uses_layer_norm else 12 if bytes_per_weight == 4 else wide
+    )
     found = norm * s.hidden * family.norms
-    if family.centred and "query_key_value" in {x[0] for x in family.linears(s)}:
-        found -= size * s.hidden  # both norms are of the same input
-    fused = any(name in FUSED for name, _, _ in family.linears(s))
-    found += size * (2 * s.q + 2 * s.kv + (s.q + s.kv if fused else 0))
-    found += size * family.kept * s.hidden + 4 * s.heads  # a log-sum-exp for each head
+    if family.uses_layer_norm and "query_key_value" in {x[0] for x in family.linears(s)}:
+        found -= bytes_per_weight * s.hidden  # both norms are of the same input
+    fused = any(name in FUSED_LINEARS for name, _, _ in family.linears(s))
+    found += bytes_per_weight * (
+        2 * s.q_width + 2 * s.kv_width + (s.q_width + s.kv_width if fused else 0)
+    )
+    found += (
+        bytes_per_weight * family.extra_saved * s.hidden + 4 * s.heads
+    )  # a log-sum-exp for each head
     if family.qk_norm:
-        found += (8 if size == 4 or family.wide_norms else 6) * (s.q + s.kv)
-    mlp = 1.0 * size * (4 if family.gated else family.act) * s.mlp
+        found += (8 if bytes_per_weight == 4 or family.float32_norms else 6) * (
+            s.q_width + s.kv_width
+        )
+    mlp = 1.0 * bytes_per_weight * (4 if family.gated else family.activation_tensors) * s.mlp_width
     if s.experts:
-        mlp = s.chosen * (size * 2 * s.hidden + mlp) + size * 6 * s.experts
-        mlp += size * 4 * s.shared
+        mlp = (
+            s.experts_per_token * (bytes_per_weight * 2 * s.hidden + mlp)
+            + bytes_per_weight * 6 * s.experts
+        )
+        mlp += bytes_per_weight * 4 * s.shared_expert_width
     return found + mlp
 
 
-def passing(family: Family, s: Sizes, size: int) -> float:
+def transient_bytes_per_token(family: ModelFamily, s: ModelSizes, bytes_per_weight: int) -> float:
     """Bytes that a layer holds of one row while it computes, beside what it keeps."""
-    width = max(s.mlp, s.shared) * (s.chosen or 1)
-    return size * ((3 if family.gated else 2) * width + 2 * s.hidden)
+    width = max(s.mlp_width, s.shared_expert_width) * (s.experts_per_token or 1)
+    return bytes_per_weight * ((3 if family.gated else 2) * width + 2 * s.hidden)
 
 
 Values = dict[str, Any]
@@ -213,7 +245,7 @@ HALF, ONE_AND_HALF = _qwen2(896, 24, 14, 2, 4864, True, SMALL), _qwen2(
 SEVEN = _qwen2(3584, 28, 28, 4, 18944, False, LARGE)
 SEVENTY_TWO = _qwen2(8192, 80, 64, 8, 29568, False, LARGE)
 PYTHIA_1B, PYTHIA_7B = _known_neox(2048, 16, 8), _known_neox(4096, 32, 32, 50432)
-MODELS: dict[str, Values] = {
+KNOWN_CONFIGS: dict[str, Values] = {
     "Qwen/Qwen2-0.5B": HALF, "Qwen/Qwen2-0.5B-Instruct": HALF,
     "Qwen/Qwen2.5-0.5B": HALF, "Qwen/Qwen2.5-0.5B-Instruct": HALF,
     "Qwen/Qwen2.5-Coder-0.5B": HALF,
@@ -230,23 +262,26 @@ MODELS: dict[str, Values] = {
 }  # fmt: skip
 for _size, _values in (("1b", PYTHIA_1B), ("6.9b", PYTHIA_7B)):
     for _kind in ("sft", "reward"):
-        MODELS[f"cleanrl/EleutherAI_pythia-{_size}-deduped__{_kind}__tldr"] = _values
+        KNOWN_CONFIGS[f"cleanrl/EleutherAI_pythia-{_size}-deduped__{_kind}__tldr"] = _values
 
 
-def _made(
-    h: int, layers: int, heads: int, kv: int, mlp: int, v: int, places: int, tied: bool
+def _qwen3_config(
+    h: int, layers: int, heads: int, kv: int, mlp: int, v: int, positions: int, tied: bool
 ) -> Values:
     return {
         "model_type": "qwen3", "hidden_size": h, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": 32,
         "intermediate_size": mlp, "vocab_size": v, "tie_word_embeddings": tied,
-        "max_position_embeddings": places,
+        "max_position_embeddings": positions,
     }  # fmt: skip
 
 
 # What `rloo_cli.config.synthetic` makes, which is not made to be planned (a test compares the two).
-TINY, TLDR = _made(64, 2, 2, 1, 128, 258, 2048, False), _made(96, 3, 3, 3, 256, 110, 128, True)
-MADE: dict[str, Values] = {
-    "addition": _made(128, 3, 4, 2, 384, 14, 64, True), "tiny": TINY, "tiny_reward": TINY,
+TINY, TLDR = (
+    _qwen3_config(64, 2, 2, 1, 128, 258, 2048, False),
+    _qwen3_config(96, 3, 3, 3, 256, 110, 128, True),
+)
+SYNTHETIC_CONFIGS: dict[str, Values] = {
+    "addition": _qwen3_config(128, 3, 4, 2, 384, 14, 64, True), "tiny": TINY, "tiny_reward": TINY,
     "tldr_base": TLDR, "tldr_sft": TLDR, "tldr_reward": TLDR,
 }  # fmt: skip

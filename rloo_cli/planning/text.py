@@ -3,22 +3,23 @@
 from collections.abc import Iterator
 from typing import Any
 
+from rloo_cli.config.rules import SHARDED_ENGINES
 from rloo_cli.planning import plan as planning
-from rloo_cli.planning.case import SHARDED, Case
-from rloo_cli.planning.model_facts import Facts
-from rloo_cli.planning.plan import MORE, Plan
-from rloo_cli.planning.static_memory import MOMENTS, learned, trained
+from rloo_cli.planning.model_spec import ModelSpec
+from rloo_cli.planning.plan import UTILIZATION_STEPS, RunPlan
+from rloo_cli.planning.plan_inputs import PlanInputs
+from rloo_cli.planning.static_memory import MOMENTS, trained_params, value_model_params
 
 GIB = 2**30
 NAMES = {"single": "one process", "ddp": "a copy in each", "fsdp2": "torch's fully_shard"}
 
 
-def gib(count: float) -> str:
+def format_gib(count: float) -> str:
     """Bytes as GiB."""
     return f"{count / GIB:.3g} GiB" if count >= 0.01 * GIB else f"{count / 2**20:.3g} MiB"
 
 
-def count(number: float) -> str:
+def format_count(number: float) -> str:
     """Parameters as billions, millions or thousands."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if number >= size:
@@ -26,64 +27,80 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def of(plan: Plan) -> str:
+def plan_text(plan: RunPlan) -> str:
     """The whole plan."""
-    return "\n".join([*summary(plan), "", *_table(plan), "", *assumed(plan)])
+    return "\n".join([*plan_summary(plan), "", *_table(plan), "", *plan_assumptions(plan)])
 
 
-def summary(plan: Plan) -> Iterator[str]:
+def plan_summary(plan: RunPlan) -> Iterator[str]:
     """The lines that matter: does it fit, on how many, how long, how much disk."""
-    case, run = plan.case, plan.case.run
+    case, run = plan.inputs, plan.inputs.run
     yield f"model      {_model(case.model)}"
-    yield f"device     {case.device.name}, {gib(case.device.memory)} each ({case.device.source})"
+    yield (
+        f"device     {case.device.name}, {format_gib(case.device.memory_bytes)} each "
+        f"({case.device.source})"
+    )
     yield f"ranks      {_ranks(case)}"
     what = "fits" if plan.fits else "DOES NOT FIT"
-    room = case.device.usable
-    yield f"memory     {gib(plan.need)} of {gib(room)} usable on each: {what}"
-    if plan.memory.host:
-        yield f"CPU memory {gib(plan.memory.host)} for each rank"
-    if (fewest := planning.smallest(plan)) is not None and case.device.kind == "cuda":
+    room = case.device.usable_bytes
+    yield f"memory     {format_gib(plan.needed_bytes)} of {format_gib(room)} usable on each: {what}"
+    if plan.memory.host_bytes:
+        yield f"CPU memory {format_gib(plan.memory.host_bytes)} for each rank"
+    if (fewest := planning.smallest_gpu_count(plan)) is not None and case.device.kind == "cuda":
         yield f"smallest   {_gpus(fewest)} of this kind for training"
     yield from _engine(plan)
-    yield f"step       {plan.tokens:,.0f} tokens, {_time(plan.duration.step)}"
+    yield f"step       {plan.tokens_per_step:,.0f} tokens, {_time(plan.duration.total_seconds)}"
     yield f"run        {_run(plan)}"
     kept = run.checkpoint.keep_last + 1
-    yield f"disk       {gib(plan.disk)}: {kept} checkpoints of {gib(plan.checkpoint)}"
+    yield (
+        f"disk       {format_gib(plan.disk_bytes)}: {kept} checkpoints of "
+        f"{format_gib(plan.checkpoint_bytes)}"
+    )
 
 
 def _gpus(count: int) -> str:
     return f"{count} GPU{'s' if count > 1 else ''}"
 
 
-def _model(model: Facts) -> str:
+def _model(model: ModelSpec) -> str:
     guessed = ", counted as a Llama: its family is not known" if model.guessed else ""
-    return f"{model.name}, {count(model.total)} parameters ({model.source}{guessed})"
+    return f"{model.name}, {format_count(model.total_params)} parameters ({model.source}{guessed})"
 
 
-def _ranks(case: Case) -> str:
-    spread = case.run.distributed
+def _ranks(inputs: PlanInputs) -> str:
+    spread = inputs.run.distributed
     offload = f", {spread.offload} in the CPU's memory" if spread.offload != "none" else ""
     on = f" on {spread.num_nodes} machines" if spread.num_nodes > 1 else ""
-    kind = "processes" if case.ranks > 1 else "process"
-    return f"{case.ranks} {kind}{on}, {case.engine}{offload}"
+    kind = "processes" if inputs.ranks > 1 else "process"
+    return f"{inputs.ranks} {kind}{on}, {inputs.parallel_strategy}{offload}"
 
 
-def _engine(plan: Plan) -> Iterator[str]:
-    engine, case = plan.sampler, plan.case
+def _engine(plan: RunPlan) -> Iterator[str]:
+    engine, case = plan.sampler, plan.inputs
     if engine is None:
         return
-    where = "on the trainer's GPUs" if engine.colocated else f"{_gpus(engine.gpus)} of their own"
+    where = (
+        "on the trainer's GPUs" if engine.colocated else f"{_gpus(engine.extra_gpus)} of their own"
+    )
     section = "colocate" if engine.colocated else "server"
     yield (
-        f"vLLM       {where}, {engine.parallel} for a copy: weights {gib(engine.weights)}, "
-        f"KV cache {gib(max(engine.cache, 0))} of each at {engine.share:g}"
+        f"vLLM       {where}, {engine.tensor_parallel_size} for a copy: weights "
+        f"{format_gib(engine.weight_bytes)}, "
+        f"KV cache {format_gib(max(engine.kv_cache_bytes, 0))} of each at "
+        f"{engine.gpu_memory_utilization:g}"
     )
-    share = planning.recommended(plan)
+    share = planning.recommended_gpu_utilization(plan)
     assert share is not None
     key = f"generation.{section}.gpu_memory_utilization"
-    more = " or ".join(f"{min(share + m, 0.95):.2f}" for m in MORE)
-    asked = f"{engine.sequences} sequences of {case.longest + case.completion} tokens at once"
-    yield f"           recommended: {key}={share:g} ({asked}, {gib(engine.wanted)} of KV cache);"
+    more = " or ".join(f"{min(share + m, 0.95):.2f}" for m in UTILIZATION_STEPS)
+    asked = (
+        f"{engine.sequences} sequences of "
+        f"{case.max_prompt_tokens + case.max_completion_tokens} tokens at once"
+    )
+    yield (
+        f"           recommended: {key}={share:g} ({asked}, "
+        f"{format_gib(engine.wanted_kv_bytes)} of KV cache);"
+    )
     yield f"           if vLLM does not start with it, +0.05 or +0.1: {more}"
 
 
@@ -95,15 +112,15 @@ def _time(seconds: float) -> str:
     return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
 
 
-def _run(plan: Plan) -> str:
+def _run(plan: RunPlan) -> str:
     if plan.steps is None:
-        epochs = plan.case.run.train.epochs
+        epochs = plan.inputs.run.train.epochs
         return f"{epochs:g} epochs: steps are known when the data is, or with --prompts N"
-    whole, count = plan.steps * plan.tokens, plan.steps
-    return f"{count} steps, {whole:,.0f} tokens, about {_time(count * plan.duration.step)}"
+    whole, count = plan.steps * plan.tokens_per_step, plan.steps
+    return f"{count} steps, {whole:,.0f} tokens, about {_time(count * plan.duration.total_seconds)}"
 
 
-def _table(plan: Plan) -> Iterator[str]:
+def _table(plan: RunPlan) -> Iterator[str]:
     """Memory of one rank, part by part, in each phase."""
     phases = plan.memory.phases
     names = list(dict.fromkeys(name for parts in phases.values() for name in parts))
@@ -111,7 +128,7 @@ def _table(plan: Plan) -> Iterator[str]:
     for name in names:
         cells = (parts.get(name, 0.0) for parts in phases.values())
         yield f"  {name:<20}" + "".join(f"{c / GIB:>16.3f}" if c else f"{'-':>16}" for c in cells)
-    needs = planning.needs(plan.case, plan.memory, plan.sampler)
+    needs = planning.phase_bytes(plan.inputs, plan.memory, plan.sampler)
     if plan.sampler is not None and plan.sampler.colocated:
         cells = (needs[p] - sum(phases[p].values()) for p in phases)
         yield f"  {'vLLM':<20}" + "".join(f"{c / GIB:>16.3f}" if c else f"{'-':>16}" for c in cells)
@@ -119,87 +136,92 @@ def _table(plan: Plan) -> Iterator[str]:
     yield ""
     yield f"{'one step, seconds':<22}" + "".join(
         f"\n  {name:<20}{f'{seconds:.3g}' if seconds >= 0.001 else '< 0.001':>16}"
-        for name, seconds in plan.duration.parts.items()
+        for name, seconds in plan.duration.phase_seconds.items()
     )
 
 
-def assumed(plan: Plan) -> Iterator[str]:
+def plan_assumptions(plan: RunPlan) -> Iterator[str]:
     """What the figures rest on."""
-    case, run, cut = plan.case, plan.case.run, plan.memory.forward
-    device, means = case.device, plan.duration.lengths
+    case, run, cut = plan.inputs, plan.inputs.run, plan.memory.forward
+    device, means = case.device, plan.duration.mean_lengths
     yield "assumed"
-    whole, adapter = trained(case)
-    size = {4: "float32", 2: "half precision"}[case.size]
-    masters = case.size < 4 and run.distributed.master_weights == "float32"
+    whole, adapter = trained_params(case)
+    size = {4: "float32", 2: "half precision"}[case.bytes_per_weight]
+    masters = case.bytes_per_weight < 4 and run.distributed.master_weights == "float32"
     kept = "float32 masters, " if masters and not adapter else ""
-    yield f"  {count(whole or adapter)} numbers are trained; weights in {size}, {kept}"
+    yield f"  {format_count(whole or adapter)} numbers are trained; weights in {size}, {kept}"
     yield "  two float32 moments, gradients added up in float32"
     if adapter:
         yield "  adapters in float32; the model under them has no gradient"
     yield (
-        f"  prompts of up to {case.longest} tokens and completions of {case.completion}; a forward "
-        f"of {cut.rows} rows ({case.placing}), {cut.micros} an update"
+        f"  prompts of up to {case.max_prompt_tokens} tokens and completions of "
+        f"{case.max_completion_tokens}; a forward "
+        f"of {cut.tokens} rows ({case.resolved_layout}), {cut.micro_batches} an update"
     )
     if cut.recompute:
         yield "  gradient checkpointing: activations are made again, one layer at a time"
-    if case.engine == "zero3":
+    if case.parallel_strategy == "zero3":
         yield "  ZeRO-3: up to 1e9 gathered numbers, buckets of 5e8, as DeepSpeed has them"
-    if case.reference is not None:
+    if case.reference_model is not None:
         where = "in the CPU's memory" if run.model.ref_offload else "beside it"
-        parts = f", in {case.ranks} parts" if case.engine in SHARDED and case.ranks > 1 else ""
-        yield f"  a reference of {count(case.reference.total)} parameters {where}{parts}"
-    if case.value is not None:
-        size = f"{count(learned(case))} numbers ({case.value.name})"
+        sharded = case.parallel_strategy in SHARDED_ENGINES and case.ranks > 1
+        parts = f", in {case.ranks} parts" if sharded else ""
+        size = format_count(case.reference_model.total_params)
+        yield f"  a reference of {size} parameters {where}{parts}"
+    if case.value_model is not None:
+        size = f"{format_count(value_model_params(case))} numbers ({case.value_model.name})"
         yield f"  a value model of {size}, trained too"
-    for name, model in case.rewards.items():
-        size = f"{count(model.total)} parameters ({model.source})"
+    for name, model in case.reward_models.items():
+        size = f"{format_count(model.total_params)} parameters ({model.source})"
         yield f"  reward.{name}: {size}, whole on each rank"
     if device.kind == "cuda":
-        yield f"  {gib(device.reserve)} of each GPU are CUDA's, NCCL's, and lost between tensors"
+        lost = format_gib(device.reserved_bytes)
+        yield f"  {lost} of each GPU are CUDA's, NCCL's, and lost between tensors"
     yield (
-        f"  time: {device.flops / 1e12:.3g} TFLOP/s and {device.bytes_per_s / 1e12:.3g} TB/s, of "
-        "which decoding reaches 60 %,"
+        f"  time: {device.flops_per_s / 1e12:.3g} TFLOP/s and {device.bytes_per_s / 1e12:.3g} "
+        "TB/s, of which decoding reaches 60 %,"
     )
     yield (
         f"  passes without gradient 55 %, with it 45 %; mean prompt {means.prompt:.0f}, completion "
         f"{means.completion:.0f} tokens"
     )
-    if plan.asked.prompt_tokens is None or plan.asked.completion_tokens is None:
+    if plan.options.prompt_tokens is None or plan.options.completion_tokens is None:
         yield "  (half of what they may be; --prompt-tokens N, --completion-tokens N say better)"
     if run.train.optimizer not in MOMENTS:
         yield f"  train.optimizer={run.train.optimizer} keeps as much as AdamW"
 
 
-def values(plan: Plan) -> dict[str, Any]:
+def plan_values(plan: RunPlan) -> dict[str, Any]:
     """The plan for tools: bytes, seconds, counts."""
-    case, engine = plan.case, plan.sampler
+    case, engine = plan.inputs, plan.sampler
     return {
         "fits": plan.fits,
-        "need_bytes": plan.need,
-        "usable_bytes": case.device.usable,
-        "device": {"name": case.device.name, "memory_bytes": case.device.memory,
+        "need_bytes": plan.needed_bytes,
+        "usable_bytes": case.device.usable_bytes,
+        "device": {"name": case.device.name, "memory_bytes": case.device.memory_bytes,
                    "source": case.device.source},
-        "model": {"path": case.model.name, "parameters": case.model.total,
+        "model": {"path": case.model.name, "parameters": case.model.total_params,
                   "source": case.model.source, "guessed": case.model.guessed},
-        "trained": sum(trained(case)) + learned(case),
+        "trained": sum(trained_params(case)) + value_model_params(case),
         "ranks": case.ranks,
-        "engine": case.engine,
-        "smallest_gpus": planning.smallest(plan),
+        "engine": case.parallel_strategy,
+        "smallest_gpus": planning.smallest_gpu_count(plan),
         "phases_bytes": plan.memory.phases,
-        "cpu_bytes": plan.memory.host,
-        "forward": {"rows": plan.memory.forward.rows, "micro_batches": plan.memory.forward.micros,
+        "cpu_bytes": plan.memory.host_bytes,
+        "forward": {"rows": plan.memory.forward.tokens,
+                    "micro_batches": plan.memory.forward.micro_batches,
                     "gradient_checkpointing": plan.memory.forward.recompute},
         "vllm": None if engine is None else {
-            "gpus": engine.gpus, "tensor_parallel_size": engine.parallel,
-            "weights_bytes": engine.weights, "kv_cache_bytes": max(engine.cache, 0.0),
-            "kv_cache_wanted_bytes": engine.wanted,
-            "gpu_memory_utilization": planning.recommended(plan),
+            "gpus": engine.extra_gpus, "tensor_parallel_size": engine.tensor_parallel_size,
+            "weights_bytes": engine.weight_bytes, "kv_cache_bytes": max(engine.kv_cache_bytes, 0.0),
+            "kv_cache_wanted_bytes": engine.wanted_kv_bytes,
+            "gpu_memory_utilization": planning.recommended_gpu_utilization(plan),
         },
         "steps": plan.steps,
-        "tokens_per_step": plan.tokens,
-        "step_seconds": plan.duration.step,
-        "step_parts_seconds": plan.duration.parts,
-        "checkpoint_bytes": plan.checkpoint,
-        "disk_bytes": plan.disk,
-        "assumed": list(assumed(plan))[1:],
+        "tokens_per_step": plan.tokens_per_step,
+        "step_seconds": plan.duration.total_seconds,
+        "step_parts_seconds": plan.duration.phase_seconds,
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "disk_bytes": plan.disk_bytes,
+        "assumed": list(plan_assumptions(plan))[1:],
     }  # fmt: skip

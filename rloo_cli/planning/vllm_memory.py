@@ -8,99 +8,115 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from rloo_cli.config.prompt_limit import BACKENDS
-from rloo_cli.planning.case import Case
+from rloo_cli.config.prompt_limit import VLLM_SECTIONS
+from rloo_cli.planning.plan_inputs import PlanInputs
 
-AT_ONCE = 256  # completions that vLLM decodes at once where max_num_seqs is null
-BATCHED = 8192  # tokens of its largest forward where max_num_batched_tokens is null
-OWN = 2.0 * 2**30  # CUDA graphs, workspaces, its share of NCCL
-STEP = 0.05
+DEFAULT_MAX_NUM_SEQS = 256  # completions that vLLM decodes at once where max_num_seqs is null
+DEFAULT_MAX_BATCHED_TOKENS = (
+    8192  # tokens of its largest forward where max_num_batched_tokens is null
+)
+ENGINE_OVERHEAD_BYTES = 2.0 * 2**30  # CUDA graphs, workspaces, its share of NCCL
+UTILIZATION_STEP = 0.05
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineMemory:
     """One copy of the model in vLLM, as one of its GPUs sees it. Bytes."""
 
     backend: str
-    parallel: int  # tensor_parallel_size
+    tensor_parallel_size: int  # tensor_parallel_size
     copies: int  # of the model, over all engines
-    weights: float
-    forward: float  # of its largest forward, with CUDA graphs and the like
-    token: float  # keys and values of one token
+    weight_bytes: float
+    forward_bytes: float  # of its largest forward, with CUDA graphs and the like
+    kv_bytes_per_token: float  # keys and values of one token
     sequences: int  # decoded at once
-    wanted: float  # keys and values of all of them at full length
-    least: float  # of a single one
-    share: float  # gpu_memory_utilization as it is
-    memory: float  # of the GPU
+    wanted_kv_bytes: float  # keys and values of all of them at full length
+    least_kv_bytes: float  # of a single one
+    gpu_memory_utilization: float  # gpu_memory_utilization as it is
+    gpu_bytes: float  # of the GPU
     sleep: str  # of a colocated engine
 
     @property
-    def taken(self) -> float:
+    def total_bytes(self) -> float:
         """Bytes that it takes."""
-        return self.share * self.memory
+        return self.gpu_memory_utilization * self.gpu_bytes
 
     @property
-    def cache(self) -> float:
+    def kv_cache_bytes(self) -> float:
         """Bytes that are left for keys and values."""
-        return self.taken - self.weights - self.forward
+        return self.total_bytes - self.weight_bytes - self.forward_bytes
 
     @property
     def colocated(self) -> bool:
         return self.backend == "vllm_colocate"
 
     @property
-    def gpus(self) -> int:
+    def extra_gpus(self) -> int:
         """GPUs beside those that train."""
-        return 0 if self.colocated else self.parallel * self.copies
+        return 0 if self.colocated else self.tensor_parallel_size * self.copies
 
     @property
-    def awake(self) -> float:
+    def bytes_while_training(self) -> float:
         """Bytes of it on the trainer's GPU while that trains."""
         if not self.colocated or self.sleep == "weights":
             return 0.0
-        return self.taken if self.sleep == "none" else self.weights + self.forward / 2
+        return (
+            self.total_bytes if self.sleep == "none" else self.weight_bytes + self.forward_bytes / 2
+        )
 
-    def recommended(self, room: float) -> float:
+    def smallest_utilization(self, available_bytes: float) -> float:
         """The smallest share, in steps of 0.05, with room for all sequences; at most `room`."""
-        need = (self.weights + self.forward + max(self.wanted, self.least)) / self.memory
-        most = math.floor(min(room / self.memory, 0.95) / STEP + 1e-9) * STEP
-        least = (self.weights + self.forward + self.least) / self.memory
-        share = min(math.ceil(need / STEP - 1e-9) * STEP, most)
-        return round(max(share, math.ceil(least / STEP - 1e-9) * STEP, STEP), 2)
+        need = (
+            self.weight_bytes + self.forward_bytes + max(self.wanted_kv_bytes, self.least_kv_bytes)
+        ) / self.gpu_bytes
+        most = (
+            math.floor(min(available_bytes / self.gpu_bytes, 0.95) / UTILIZATION_STEP + 1e-9)
+            * UTILIZATION_STEP
+        )
+        least = (self.weight_bytes + self.forward_bytes + self.least_kv_bytes) / self.gpu_bytes
+        share = min(math.ceil(need / UTILIZATION_STEP - 1e-9) * UTILIZATION_STEP, most)
+        return round(
+            max(
+                share,
+                math.ceil(least / UTILIZATION_STEP - 1e-9) * UTILIZATION_STEP,
+                UTILIZATION_STEP,
+            ),
+            2,
+        )
 
 
-def of(case: Case) -> Engine | None:
+def estimate_engine_memory(inputs: PlanInputs) -> EngineMemory | None:
     """The engine of a run on GPUs; None where none samples, or it has no GPU."""
-    run, model = case.run, case.model
-    section = BACKENDS.get(run.generation.backend)
-    if section is None or case.device.kind != "cuda":
+    run, model = inputs.run, inputs.model
+    section = VLLM_SECTIONS.get(run.generation.backend)
+    if section is None or inputs.device.kind != "cuda":
         return None
     keys: Any = getattr(run.generation, section)
     s, parallel = model.sizes, keys.tensor_parallel_size
-    size = case.size if keys.dtype == "auto" else case.bytes_of(keys.dtype)
+    size = inputs.bytes_per_weight if keys.dtype == "auto" else inputs.dtype_bytes(keys.dtype)
     each = {"fp8": 1.0, "bitsandbytes": 0.5}.get(keys.quantization or "", float(size))
     cached = 1 if "fp8" in (keys.kv_cache_dtype or "") else size
     heads = max(s.kv_heads / parallel, 1.0)  # a head is not cut: it is there more than once
     token = 2.0 * s.layers * heads * s.head_dim * cached
     colocated = section == "colocate"
-    copies = max(case.ranks // parallel, 1) if colocated else _servers(keys)
+    copies = max(inputs.ranks // parallel, 1) if colocated else _servers(keys)
     rows = -(-run.episodes_per_step // copies)
-    sequences = min(rows, keys.max_num_seqs or AT_ONCE)
-    k, p, c = run.algorithm.num_generations, case.longest, case.completion
+    sequences = min(rows, keys.max_num_seqs or DEFAULT_MAX_NUM_SEQS)
+    k, p, c = run.algorithm.num_generations, inputs.max_prompt_tokens, inputs.max_completion_tokens
     prompts = -(-sequences // k) if keys.enable_prefix_caching else sequences
-    batched = keys.max_num_batched_tokens or BATCHED
-    return Engine(
+    batched = keys.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS
+    return EngineMemory(
         backend=run.generation.backend,
-        parallel=parallel,
+        tensor_parallel_size=parallel,
         copies=copies,
-        weights=each * model.total / parallel,
-        forward=batched * model.passing(size) / parallel + OWN,
-        token=token,
+        weight_bytes=each * model.total_params / parallel,
+        forward_bytes=batched * model.transient_bytes(size) / parallel + ENGINE_OVERHEAD_BYTES,
+        kv_bytes_per_token=token,
         sequences=sequences,
-        wanted=token * (prompts * p + sequences * c),
-        least=token * (p + c),
-        share=keys.gpu_memory_utilization,
-        memory=case.device.memory,
+        wanted_kv_bytes=token * (prompts * p + sequences * c),
+        least_kv_bytes=token * (p + c),
+        gpu_memory_utilization=keys.gpu_memory_utilization,
+        gpu_bytes=inputs.device.memory_bytes,
         sleep=keys.sleep if colocated else "none",
     )
 

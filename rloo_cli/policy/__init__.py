@@ -11,7 +11,7 @@ model             the policy: log-probabilities of micro-batches
 offload           move models and optimizer off the device and back
 quantization      4- and 8-bit base weights
 reference         the reference model: frozen, moving, offloaded, or the adapter's base
-reward_by_class   scores by the class's own forward
+classifier_forward  scores by the class's own forward
 reward_load       load a reward model
 reward_scores     scores of a sequence classifier, packed
 shared_attention  attention over a prompt that its completions share

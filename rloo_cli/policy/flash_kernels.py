@@ -11,150 +11,218 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rloo_cli.data.packing import Shared
+from rloo_cli.data.packing import SharedLayout
 
-Result = tuple[Tensor, Tensor]  # (T, H, D), and its log-sum-exp (T, H)
+AttentionResult = tuple[Tensor, Tensor]  # (T, H, D), and its log-sum-exp (T, H)
 
 
-def kernels(q: Tensor) -> Any:
+def select_flash_kernels(q: Tensor) -> Any:
     """The kernels for these tensors. On CUDA flash attention knows half precision alone."""
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
-        return _Cuda
-    return _Cpu if q.device.type == "cpu" else _Plain
+        return _CudaKernels
+    return _CpuKernels if q.device.type == "cpu" else _EagerKernels
 
 
-class Pass:
+class AttentionPass:
     """One call of flash attention over segments: bounds of queries and of keys."""
 
     def __init__(
-        self, cu_q: Tensor, cu_k: Tensor, q: list[int], k: list[int], causal: bool
+        self,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        q_lengths: list[int],
+        k_lengths: list[int],
+        causal: bool,
     ) -> None:
-        self.cu_q, self.cu_k, self.q, self.k, self.causal = cu_q, cu_k, q, k, causal
+        self.cu_seqlens_q, self.cu_seqlens_k, self.q_lengths, self.k_lengths, self.causal = (
+            cu_seqlens_q,
+            cu_seqlens_k,
+            q_lengths,
+            k_lengths,
+            causal,
+        )
 
 
-def own(plan: Shared) -> Pass:
+def self_attention_pass(plan: SharedLayout) -> AttentionPass:
     """Each prompt and each completion attends to itself."""
-    return Pass(plan.cu_all, plan.cu_all, plan.segments, plan.segments, True)
+    return AttentionPass(
+        plan.cu_seqlens, plan.cu_seqlens, plan.segment_lengths, plan.segment_lengths, True
+    )
 
 
-def over_prompts(plan: Shared) -> Pass:
+def prompt_attention_pass(plan: SharedLayout) -> AttentionPass:
     """A group's completions attend to their prompt."""
-    return Pass(plan.cu_group, plan.cu_prompt, plan.groups, plan.prompts, False)
+    return AttentionPass(
+        plan.cu_seqlens_group,
+        plan.cu_seqlens_prompt,
+        plan.group_lengths,
+        plan.prompt_lengths,
+        False,
+    )
 
 
-class _Cuda:
+class _CudaKernels:
     """The variable-length kernels of torch itself. Lse of the aten op: (H, total)."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, p: Pass, scale: float) -> Result:
+    def forward(q: Tensor, k: Tensor, v: Tensor, p: AttentionPass, scale: float) -> AttentionResult:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, p.cu_q, p.cu_k, _up(p.q), _up(p.k), 0.0, p.causal, False, scale=scale
+            q,
+            k,
+            v,
+            p.cu_seqlens_q,
+            p.cu_seqlens_k,
+            _rounded_max_length(p.q_lengths),
+            _rounded_max_length(p.k_lengths),
+            0.0,
+            p.causal,
+            False,
+            scale=scale,
         )
         return out, lse.transpose(0, 1).contiguous()
 
     @staticmethod
     def backward(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, p: Pass,
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, p: AttentionPass,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         none = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout of 0
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-            grad.contiguous(), q, k, v, out, lse.transpose(0, 1).contiguous(), p.cu_q, p.cu_k,
-            _up(p.q), _up(p.k), 0.0, p.causal, none, none, scale=scale,
-        )  # fmt: skip
+            grad.contiguous(),
+            q,
+            k,
+            v,
+            out,
+            lse.transpose(0, 1).contiguous(),
+            p.cu_seqlens_q,
+            p.cu_seqlens_k,
+            _rounded_max_length(p.q_lengths),
+            _rounded_max_length(p.k_lengths),
+            0.0,
+            p.causal,
+            none,
+            none,
+            scale=scale,
+        )
         return found
 
 
-class _Cpu:
+class _CpuKernels:
     """The same by torch's flash kernels for the CPU, one call for equal segments in a row."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, p: Pass, scale: float) -> Result:
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=_wide(q))
-        for (a, b, rows), (c, d, keys) in _runs(p):
+    def forward(q: Tensor, k: Tensor, v: Tensor, p: AttentionPass, scale: float) -> AttentionResult:
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=_accumulation_dtype(q))
+        for (a, b, rows), (c, d, keys) in _equal_length_runs(p):
             o, its = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                _split(q[a:b], rows), _split(k[c:d], keys), _split(v[c:d], keys),
-                0.0, p.causal, scale=scale,
-            )  # fmt: skip
-            _split(out[a:b], rows).copy_(o)
+                _split_segments(q[a:b], rows),
+                _split_segments(k[c:d], keys),
+                _split_segments(v[c:d], keys),
+                0.0,
+                p.causal,
+                scale=scale,
+            )
+            _split_segments(out[a:b], rows).copy_(o)
             lse[a:b].view(-1, rows, q.shape[1]).copy_(its.transpose(1, 2))
         return out, lse
 
     @staticmethod
     def backward(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, p: Pass,
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, p: AttentionPass,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         found = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
-        for (a, b, rows), (c, d, keys) in _runs(p):
+        for (a, b, rows), (c, d, keys) in _equal_length_runs(p):
             dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _split(grad[a:b], rows), _split(q[a:b], rows), _split(k[c:d], keys),
-                _split(v[c:d], keys), _split(out[a:b], rows),
-                lse[a:b].view(-1, rows, q.shape[1]).transpose(1, 2), 0.0, p.causal, scale=scale,
-            )  # fmt: skip
-            _split(found[0][a:b], rows).copy_(dq)
-            _split(found[1][c:d], keys).copy_(dk)
-            _split(found[2][c:d], keys).copy_(dv)
+                _split_segments(grad[a:b], rows),
+                _split_segments(q[a:b], rows),
+                _split_segments(k[c:d], keys),
+                _split_segments(v[c:d], keys),
+                _split_segments(out[a:b], rows),
+                lse[a:b].view(-1, rows, q.shape[1]).transpose(1, 2),
+                0.0,
+                p.causal,
+                scale=scale,
+            )
+            _split_segments(found[0][a:b], rows).copy_(dq)
+            _split_segments(found[1][c:d], keys).copy_(dk)
+            _split_segments(found[2][c:d], keys).copy_(dv)
         return found[0], found[1], found[2]
 
 
-class _Plain:
+class _EagerKernels:
     """The same by the textbook, segment by segment: where a device has no flash kernel.
 
     Keeps nothing of size [T, T], only that of one segment at a time.
     """
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, p: Pass, scale: float) -> Result:
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=_wide(q))
-        for (a, b, rows), (c, d, keys) in _runs(p):
-            scores = _scores(_split(q[a:b], rows), _split(k[c:d], keys), p.causal, scale)
+    def forward(q: Tensor, k: Tensor, v: Tensor, p: AttentionPass, scale: float) -> AttentionResult:
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=_accumulation_dtype(q))
+        for (a, b, rows), (c, d, keys) in _equal_length_runs(p):
+            scores = _attention_scores(
+                _split_segments(q[a:b], rows), _split_segments(k[c:d], keys), p.causal, scale
+            )
             its = scores.logsumexp(-1)
-            values = _heads(_split(v[c:d], keys), q.shape[1])
+            values = _repeat_kv_heads(_split_segments(v[c:d], keys), q.shape[1])
             o = (scores - its[..., None]).exp() @ values.to(scores.dtype)
-            _split(out[a:b], rows).copy_(o)
+            _split_segments(out[a:b], rows).copy_(o)
             lse[a:b].view(-1, rows, q.shape[1]).copy_(its.transpose(1, 2))
         return out, lse
 
     @staticmethod
     def backward(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, p: Pass,
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, p: AttentionPass,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         found = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
-        wide, heads = _wide(q), q.shape[1]
-        for (a, b, rows), (c, d, keys) in _runs(p):
-            queries, its = _split(q[a:b], rows), lse[a:b].view(-1, rows, heads).transpose(1, 2)
-            do, o = _split(grad[a:b], rows).to(wide), _split(out[a:b], rows).to(wide)
-            own = _heads(_split(k[c:d], keys), heads).to(wide)
-            values = _heads(_split(v[c:d], keys), heads).to(wide)
-            share = (_scores(queries, own, p.causal, scale) - its[..., None]).exp()
+        wide, heads = _accumulation_dtype(q), q.shape[1]
+        for (a, b, rows), (c, d, keys) in _equal_length_runs(p):
+            queries, its = (
+                _split_segments(q[a:b], rows),
+                lse[a:b].view(-1, rows, heads).transpose(1, 2),
+            )
+            do, o = (
+                _split_segments(grad[a:b], rows).to(wide),
+                _split_segments(out[a:b], rows).to(wide),
+            )
+            own = _repeat_kv_heads(_split_segments(k[c:d], keys), heads).to(wide)
+            values = _repeat_kv_heads(_split_segments(v[c:d], keys), heads).to(wide)
+            share = (_attention_scores(queries, own, p.causal, scale) - its[..., None]).exp()
             ds = share * (do @ values.mT - (do * o).sum(-1, keepdim=True)) * scale
-            _split(found[0][a:b], rows).copy_(ds @ own)
+            _split_segments(found[0][a:b], rows).copy_(ds @ own)
             for to, each in ((found[1], ds.mT @ queries.to(wide)), (found[2], share.mT @ do)):
                 by_group = each.unflatten(1, (k.shape[1], heads // k.shape[1]))
-                _split(to[c:d], keys).copy_(by_group.sum(2))
+                _split_segments(to[c:d], keys).copy_(by_group.sum(2))
         return found[0], found[1], found[2]
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+def _attention_scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
     """(n, H, L, D), (n, G, M, D) -> (n, H, L, M), at least float32"""
-    scores = q.to(_wide(q)) @ _heads(k, q.shape[1]).to(_wide(q)).mT * scale
+    scores = (
+        q.to(_accumulation_dtype(q))
+        @ _repeat_kv_heads(k, q.shape[1]).to(_accumulation_dtype(q)).mT
+        * scale
+    )
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
     return scores
 
 
-def _heads(keys: Tensor, heads: int) -> Tensor:
+def _repeat_kv_heads(keys: Tensor, heads: int) -> Tensor:
     """Each key and value head once for every query head of its group."""
     return keys.repeat_interleave(heads // keys.shape[1], dim=1)
 
 
-def _runs(p: Pass) -> Iterator[tuple[tuple[int, int, int], tuple[int, int, int]]]:
+def _equal_length_runs(
+    p: AttentionPass,
+) -> Iterator[tuple[tuple[int, int, int], tuple[int, int, int]]]:
     """Runs of segments of equal lengths: (from, to, length) of their queries, and of their keys."""
-    pairs = list(zip(p.q, p.k, strict=True))
-    starts = list(zip(accumulate(p.q, initial=0), accumulate(p.k, initial=0), strict=True))
+    pairs = list(zip(p.q_lengths, p.k_lengths, strict=True))
+    starts = list(
+        zip(accumulate(p.q_lengths, initial=0), accumulate(p.k_lengths, initial=0), strict=True)
+    )
     done = 0
     for (rows, keys), run in groupby(pairs):
         (a, c), done = starts[done], done + len(list(run))
@@ -163,15 +231,15 @@ def _runs(p: Pass) -> Iterator[tuple[tuple[int, int, int], tuple[int, int, int]]
             yield (a, b, rows), (c, d, keys)
 
 
-def _split(rows: Tensor, length: int) -> Tensor:
+def _split_segments(tokens: Tensor, length: int) -> Tensor:
     """(n * length, H, D) -> (n, H, length, D), a view"""
-    return rows.view(-1, length, *rows.shape[1:]).transpose(1, 2)
+    return tokens.view(-1, length, *tokens.shape[1:]).transpose(1, 2)
 
 
-def _wide(q: Tensor) -> torch.dtype:
+def _accumulation_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype is torch.float64 else torch.float32
 
 
-def _up(lengths: list[int]) -> int:
+def _rounded_max_length(lengths: list[int]) -> int:
     """The longest, rounded up: it is a bound, and few bounds mean few plans of the kernel."""
     return -(-max(lengths) // 128) * 128

@@ -26,27 +26,27 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-TILE = 2**25  # logits at once: 128 MB of float32
+GPU_TILE_LOGITS = 2**25  # logits at once: 128 MB of float32
 # Measured with one thread at V 8192 and 131072, 2**17 to 2**25: within noise of 2**19 to 2**23,
 # 5 to 20 % faster than 2**17 (small products) and than 2**25 (passes that leave the cache).
-TILE_CPU = 2**20
-LEAST_WORDS = 64  # a tile is at least this wide, so that sums per tile stay far below (N, V)
-ALIGNED = 128  # large tiles are multiples of this on both sides, as tensor cores like them
+CPU_TILE_LOGITS = 2**20
+MIN_TILE_VOCAB = 64  # a tile is at least this wide, so that sums per tile stay far below (N, V)
+TILE_ALIGNMENT = 128  # large tiles are multiples of this on both sides, as tensor cores like them
 
 
-class Plan(NamedTuple):
+class TilePlan(NamedTuple):
     """How one call is cut, and in which numbers it computes."""
 
-    rows: int  # of a tile
-    words: int  # of a tile
-    factor: float  # scale / temperature
-    work: torch.dtype  # what the products multiply; their results are float32
-    keep: torch.dtype | None  # the exponentials are kept, in this; None = computed again
-    entropy: bool
+    tile_tokens: int  # of a tile
+    tile_vocab: int  # of a tile
+    logit_factor: float  # scale / temperature
+    compute_dtype: torch.dtype  # what the products multiply; their results are float32
+    saved_dtype: torch.dtype | None  # the exponentials are kept, in this; None = computed again
+    want_entropy: bool
 
-    def buffer(self, like: Tensor) -> Tensor:
+    def logits_buffer(self, like: Tensor) -> Tensor:
         """Room for one tile of logits."""
-        return like.new_empty((self.rows, self.words), dtype=torch.float32)
+        return like.new_empty((self.tile_tokens, self.tile_vocab), dtype=torch.float32)
 
 
 def token_logp(
@@ -58,7 +58,7 @@ def token_logp(
     scale: float = 1.0,
     temperature: float = 1.0,
     want_entropy: bool = False,
-    tile: int | None = None,
+    tile_logits: int | None = None,
     keep_bytes: int = 0,
     float32: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -81,27 +81,31 @@ def token_logp(
     half = hidden.dtype == weight.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
     narrow = hidden.dtype if half and not float32 else torch.float32
     size = len(hidden) * len(weight) * narrow.itemsize
-    rows, words = shape(len(hidden), len(weight), tile or (TILE if hidden.is_cuda else TILE_CPU))
-    plan = Plan(
+    rows, words = tile_shape(
+        len(hidden),
+        len(weight),
+        tile_logits or (GPU_TILE_LOGITS if hidden.is_cuda else CPU_TILE_LOGITS),
+    )
+    plan = TilePlan(
         rows, words, scale / temperature,
         # a product of half precision with a float32 result exists on CUDA only
-        work=hidden.dtype if hidden.is_cuda and half else torch.float32,
-        keep=narrow if trained and 0 < size <= keep_bytes else None,
-        entropy=want_entropy,
+        compute_dtype=hidden.dtype if hidden.is_cuda and half else torch.float32,
+        saved_dtype=narrow if trained and 0 < size <= keep_bytes else None,
+        want_entropy=want_entropy,
     )  # fmt: skip
     logp, entropy = TokenLogp.apply(hidden, weight, bias, target, plan)
     return logp, entropy
 
 
-def shape(n: int, vocabulary: int, tile: int) -> tuple[int, int]:
+def tile_shape(num_tokens: int, vocab_size: int, max_logits: int) -> tuple[int, int]:
     """Rows and words of a tile of `tile` logits: as square as may be, as its products like it."""
 
     def aligned(count: int) -> int:
-        return count // ALIGNED * ALIGNED if count >= ALIGNED else count
+        return count // TILE_ALIGNMENT * TILE_ALIGNMENT if count >= TILE_ALIGNMENT else count
 
-    rows = min(n, aligned(math.isqrt(tile)), tile // LEAST_WORDS) or 1
-    words = min(vocabulary, max(aligned(tile // rows), LEAST_WORDS))
-    return max(rows, min(n, aligned(tile // words))), words
+    rows = min(num_tokens, aligned(math.isqrt(max_logits)), max_logits // MIN_TILE_VOCAB) or 1
+    words = min(vocab_size, max(aligned(max_logits // rows), MIN_TILE_VOCAB))
+    return max(rows, min(num_tokens, aligned(max_logits // words))), words
 
 
 class TokenLogp(torch.autograd.Function):
@@ -109,25 +113,32 @@ class TokenLogp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, plan: Plan
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        plan: TilePlan,
     ) -> tuple[Tensor, Tensor | None]:
-        sums = Sums(hidden, weight, plan)
-        ctx.kept = {} if plan.keep else None
+        sums = TileSums(hidden, weight, plan)
+        ctx.kept = {} if plan.saved_dtype else None
         # in place, a tile of float32 logits becomes what is kept of it
-        buffer = None if plan.keep == torch.float32 else plan.buffer(hidden)
-        for number, (words, w) in enumerate(blocks(weight, plan.words)):
-            w = w.to(plan.work)
-            for rows, h in blocks(hidden, plan.rows):
-                z = logits(h, w, bias, words, plan, buffer)
-                sums.pick(rows, z, target[rows] - words.start)
-                fold = fused(_fold) if z.is_cuda else _fold_in_place
-                *found, kept = fold(z, plan.entropy, plan.keep)
-                sums.add(number, rows, *found)
+        buffer = None if plan.saved_dtype == torch.float32 else plan.logits_buffer(hidden)
+        for number, (words, w) in enumerate(iter_blocks(weight, plan.tile_vocab)):
+            w = w.to(plan.compute_dtype)
+            for rows, h in iter_blocks(hidden, plan.tile_tokens):
+                z = compute_tile_logits(h, w, bias, words, plan, buffer)
+                sums.pick_targets(rows, z, target[rows] - words.start)
+                fold = compile_kernel(_reduce_tile) if z.is_cuda else _reduce_tile_in_place
+                *found, kept = fold(z, plan.want_entropy, plan.saved_dtype)
+                sums.add_tile(number, rows, *found)
                 if ctx.kept is not None:
                     ctx.kept[number, rows.start] = kept
-        logp, entropy, lse, share = sums.finish()
+        logp, entropy, lse, share = sums.combine_tiles()
         ctx.plan = plan
-        ctx.save_for_backward(hidden, weight, bias, target, logp, lse, share if plan.keep else None)
+        ctx.save_for_backward(
+            hidden, weight, bias, target, logp, lse, share if plan.saved_dtype else None
+        )
         if entropy is not None:
             ctx.mark_non_differentiable(entropy)
         return logp, entropy
@@ -139,23 +150,27 @@ class TokenLogp(torch.autograd.Function):
         plan, (for_hidden, for_weight, for_bias) = ctx.plan, ctx.needs_input_grad[:3]
         # Kept tiles become gradients in place, so a second backward has to compute them again.
         kept, ctx.kept = ctx.kept, None
-        g = g * -plan.factor
-        weighted = (hidden.float() * g[:, None]).to(plan.work) if for_weight else None
+        g = g * -plan.logit_factor
+        weighted = (hidden.float() * g[:, None]).to(plan.compute_dtype) if for_weight else None
         dhidden = torch.zeros_like(hidden, dtype=torch.float32) if for_hidden else None
         dweight = torch.empty_like(weight) if for_weight else None
         dbias = torch.zeros_like(bias, dtype=torch.float32) if for_bias else None
-        buffer = plan.buffer(hidden) if kept is None else None
-        for number, (words, w) in enumerate(blocks(weight, plan.words)):
-            w = w.to(plan.work)
-            block = None if dweight is None else _zeros(dweight[words])
-            for rows, h in blocks(hidden, plan.rows):
+        buffer = plan.logits_buffer(hidden) if kept is None else None
+        for number, (words, w) in enumerate(iter_blocks(weight, plan.tile_vocab)):
+            w = w.to(plan.compute_dtype)
+            block = None if dweight is None else _float32_block(dweight[words])
+            for rows, h in iter_blocks(hidden, plan.tile_tokens):
                 if kept is None:
-                    z = logits(h, w, bias, words, plan, buffer)
-                    softmax = fused(_softmax) if z.is_cuda else _softmax_in_place
-                    p = softmax(z, lse[rows, None], plan.work)
+                    z = compute_tile_logits(h, w, bias, words, plan, buffer)
+                    softmax = compile_kernel(_softmax) if z.is_cuda else _softmax_in_place
+                    p = softmax(z, lse[rows, None], plan.compute_dtype)
                 else:
-                    p = kept.pop((number, rows.start)).to(plan.work).mul_(share[number, rows, None])
-                _less_one_hot(p, target[rows] - words.start, logp[rows])
+                    p = (
+                        kept.pop((number, rows.start))
+                        .to(plan.compute_dtype)
+                        .mul_(share[number, rows, None])
+                    )
+                _subtract_one_hot(p, target[rows] - words.start, logp[rows])
                 if dhidden is not None:
                     add_product(dhidden[rows], p, w)
                 if block is not None and weighted is not None:
@@ -169,60 +184,71 @@ class TokenLogp(torch.autograd.Function):
         return dhidden, dweight, None if dbias is None else dbias.to(bias.dtype), None, None
 
 
-class Sums:
+class TileSums:
     """What forward knows of each block of words, and what follows from it for whole rows."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, plan: Plan):
-        n, count = len(hidden), math.ceil(len(weight) / plan.words)
+    def __init__(self, hidden: Tensor, weight: Tensor, plan: TilePlan):
+        n, count = len(hidden), math.ceil(len(weight) / plan.tile_vocab)
         # (N,) the targets' logits; NaN where a target is no word
-        self.picked = hidden.new_full((n,), math.nan, dtype=torch.float32)
-        self.largest = hidden.new_empty((count, n), dtype=torch.float32)  # (C, N) of C blocks
-        self.total = torch.empty_like(self.largest)  # (C, N) sum of e^(z - largest)
-        self.spread = torch.empty_like(self.largest) if plan.entropy else None  # (C, N) below
+        self.target_logits = hidden.new_full((n,), math.nan, dtype=torch.float32)
+        self.max_logit = hidden.new_empty((count, n), dtype=torch.float32)  # (C, N) of C blocks
+        self.exp_sum = torch.empty_like(self.max_logit)  # (C, N) sum of e^(z - largest)
+        self.entropy_sum = (
+            torch.empty_like(self.max_logit) if plan.want_entropy else None
+        )  # (C, N) below
 
-    def pick(self, rows: slice, z: Tensor, local: Tensor) -> None:
+    def pick_targets(self, tokens: slice, z: Tensor, local: Tensor) -> None:
         """Take the targets' logits that are in this tile. (n, v), (n,)"""
-        inside, local = _inside(local, z)
+        inside, local = _targets_in_tile(local, z)
         here = z.gather(1, local[:, None]).squeeze(1)
-        self.picked[rows] = torch.where(inside, here, self.picked[rows])
+        self.target_logits[tokens] = torch.where(inside, here, self.target_logits[tokens])
 
-    def add(self, number: int, rows: slice, largest: Tensor, total: Tensor, spread: Any) -> None:
+    def add_tile(
+        self, block_index: int, tokens: slice, max_logit: Tensor, exp_sum: Tensor, entropy_sum: Any
+    ) -> None:
         """Note one tile. (n,) each; spread: sum of e^(z - largest) (z - largest), or None."""
-        self.largest[number, rows], self.total[number, rows] = largest, total
-        if self.spread is not None:
-            self.spread[number, rows] = spread
+        self.max_logit[block_index, tokens], self.exp_sum[block_index, tokens] = max_logit, exp_sum
+        if self.entropy_sum is not None:
+            self.entropy_sum[block_index, tokens] = entropy_sum
 
-    def finish(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    def combine_tiles(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """logp (N,), entropy (N,) or None, log-sum-exp (N,), and softmax / kept, (C, N)."""
-        largest = self.largest.amax(0)
-        below = self.largest - largest
+        largest = self.max_logit.amax(0)
+        below = self.max_logit - largest
         share = below.exp()
-        total = (self.total * share).sum(0)
+        total = (self.exp_sum * share).sum(0)
         # in this order, since both terms are small where the target is likely
-        logp = (self.picked - largest) - total.log()
+        logp = (self.target_logits - largest) - total.log()
         entropy = None
-        if self.spread is not None:
-            entropy = total.log() - (share * (self.spread + below * self.total)).sum(0) / total
+        if self.entropy_sum is not None:
+            entropy = (
+                total.log() - (share * (self.entropy_sum + below * self.exp_sum)).sum(0) / total
+            )
         return logp, entropy, largest + total.log(), share / total
 
 
-def blocks(tensor: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
+def iter_blocks(tensor: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
     """The tensor in blocks of `size` rows, each with its place."""
     for start in range(0, len(tensor), size):
         place = slice(start, min(start + size, len(tensor)))
         yield place, tensor[place]
 
 
-def logits(
-    h: Tensor, w: Tensor, bias: Tensor | None, words: slice, plan: Plan, buffer: Tensor | None
+def compute_tile_logits(
+    h: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    vocab_slice: slice,
+    plan: TilePlan,
+    buffer: Tensor | None,
 ) -> Tensor:
     """One tile of logits, in float32. (n, h), (v, h) -> (n, v)"""
     if buffer is None:
         z = h.new_empty((len(h), len(w)), dtype=torch.float32)
     else:
         z = buffer[: len(h), : len(w)]
-    add_product(z, h.to(plan.work), w.t(), beta=0.0, alpha=plan.factor)
-    return z if bias is None else z.add_(bias[words].float(), alpha=plan.factor)
+    add_product(z, h.to(plan.compute_dtype), w.t(), beta=0.0, alpha=plan.logit_factor)
+    return z if bias is None else z.add_(bias[vocab_slice].float(), alpha=plan.logit_factor)
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: float = 1.0) -> None:
@@ -233,48 +259,50 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: flo
         torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=alpha, out=out)
 
 
-def _zeros(part: Tensor) -> Tensor:
+def _float32_block(gradient_block: Tensor) -> Tensor:
     """A float32 block to sum a part of a gradient in: that part itself where it is float32."""
     return (
-        part.zero_() if part.dtype == torch.float32 else torch.zeros_like(part, dtype=torch.float32)
+        gradient_block.zero_()
+        if gradient_block.dtype == torch.float32
+        else torch.zeros_like(gradient_block, dtype=torch.float32)
     )
 
 
-def _inside(local: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+def _targets_in_tile(local: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """Which targets are words of this tile, and places that are safe to look at. No waiting."""
     last = z.shape[1] - 1
     return (local >= 0) & (local <= last), local.clamp(0, last)
 
 
-def _less_one_hot(p: Tensor, local: Tensor, logp: Tensor) -> None:
+def _subtract_one_hot(p: Tensor, local: Tensor, logp: Tensor) -> None:
     """p - onehot in place; at the target from logp, exact where p rounds to 1. (n, v), (n,)"""
-    inside, local = _inside(local, p)
+    inside, local = _targets_in_tile(local, p)
     here = p.gather(1, local[:, None])
     p.scatter_(
         1, local[:, None], torch.where(inside[:, None], logp.expm1()[:, None].to(p.dtype), here)
     )
 
 
-def _fold(
-    z: Tensor, entropy: bool, keep: torch.dtype | None
+def _reduce_tile(
+    z: Tensor, want_entropy: bool, saved_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Of a tile: largest logits, sums, spreads (see `Sums`), exponentials. For torch.compile."""
     largest = z.amax(1)
     below = z - largest[:, None]
     e = below.exp()
-    spread = (e * below).sum(1) if entropy else None
-    return largest, e.sum(1), spread, None if keep is None else e.to(keep)
+    spread = (e * below).sum(1) if want_entropy else None
+    return largest, e.sum(1), spread, None if saved_dtype is None else e.to(saved_dtype)
 
 
-def _fold_in_place(
-    z: Tensor, entropy: bool, keep: torch.dtype | None
+def _reduce_tile_in_place(
+    z: Tensor, want_entropy: bool, saved_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """`_fold` in as few passes and as little memory as eager operations can. Consumes z."""
     largest = z.amax(1)
     below = z.sub_(largest[:, None])
-    e = below.exp() if entropy else below.exp_()
-    spread = below.mul_(e).sum(1) if entropy else None
-    return largest, e.sum(1), spread, None if keep is None else e.to(keep)
+    e = below.exp() if want_entropy else below.exp_()
+    spread = below.mul_(e).sum(1) if want_entropy else None
+    return largest, e.sum(1), spread, None if saved_dtype is None else e.to(saved_dtype)
 
 
 def _softmax(z: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
@@ -287,7 +315,7 @@ def _softmax_in_place(z: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @functools.cache
-def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function compiled into one kernel, where Triton and a C compiler are there to do it."""
     if importlib.util.find_spec("triton") and any(map(shutil.which, ("cc", "gcc", "clang"))):
         return torch.compile(function, dynamic=True)

@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import nn
 
-FULL = {"full_attention", "attention"}  # the second is the older name
-WINDOW = "sliding_attention"
-PARTS = {"attn_config", "ffn_config"}  # settings kept apart that are no second model
+FULL_ATTENTION_TYPES = {"full_attention", "attention"}  # the second is the older name
+SLIDING_WINDOW_TYPE = "sliding_attention"
+SETTINGS_SUBCONFIGS = {"attn_config", "ffn_config"}  # settings kept apart that are no second model
 # Read by a classifier's head and by no language model's.
-UNUSED = ("classifier", "summary")
+UNUSED_DROPOUT_PREFIXES = ("classifier", "summary")
 
 
-def why_not_shared(model: Any, longest: int | None = None, training: bool = True) -> str | None:
+def why_not_shared(model: Any, max_length: int | None = None, training: bool = True) -> str | None:
     """A short reason why rows of this transformers model that share a prompt cannot be computed by
     an attention function of our own, or None: as far as its config and its classes tell, they can.
 
@@ -28,17 +28,17 @@ def why_not_shared(model: Any, longest: int | None = None, training: bool = True
     """
     config = model.config
     return (
-        _interface(model)
-        or _adapter(model)
-        or _inputs(config)
-        or _layers(model, config)
-        or _window(model, config, longest)
-        or _scores(model, config)
-        or (_dropout(model, config) if training else None)
+        _interface_reason(model)
+        or _adapter_reason(model)
+        or _input_reason(config)
+        or _layer_reason(model, config)
+        or _window_reason(model, config, max_length)
+        or _score_reason(model, config)
+        or (_dropout_reason(model, config) if training else None)
     )
 
 
-def _interface(model: Any) -> str | None:
+def _interface_reason(model: Any) -> str | None:
     name = type(model).__name__
     can_set = getattr(model, "_can_set_attn_implementation", None)
     if can_set is None:
@@ -52,7 +52,7 @@ def _interface(model: Any) -> str | None:
     return None
 
 
-def _adapter(model: Any) -> str | None:
+def _adapter_reason(model: Any) -> str | None:
     """Adapters that add places to a prompt, or a second softmax."""
     found = getattr(model, "peft_config", None)
     for adapter in found.values() if isinstance(found, dict) else ():
@@ -63,13 +63,15 @@ def _adapter(model: Any) -> str | None:
     return None
 
 
-def _inputs(config: Any) -> str | None:
+def _input_reason(config: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False) or getattr(
         config, "add_cross_attention", False
     ):
         return "an encoder"
     held = getattr(config, "sub_configs", {})
-    parts = sorted(name for name in held if name not in PARTS and getattr(config, name, None))
+    parts = sorted(
+        name for name in held if name not in SETTINGS_SUBCONFIGS and getattr(config, name, None)
+    )
     if parts:
         return f"parts beside a text model ({', '.join(parts)})"
     ropes = (getattr(config, name, None) for name in ("rope_parameters", "rope_scaling"))
@@ -78,21 +80,23 @@ def _inputs(config: Any) -> str | None:
     return None
 
 
-def _layers(model: Any, config: Any) -> str | None:
+def _layer_reason(model: Any, config: Any) -> str | None:
     types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    odd = sorted(set(types or ()) - FULL - {WINDOW})
+    odd = sorted(set(types or ()) - FULL_ATTENTION_TYPES - {SLIDING_WINDOW_TYPE})
     if odd:
         return f"layers that are not full attention ({', '.join(map(str, odd))})"
     both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
-    if both_ways or any(vars(m).get("is_causal") is False for m in _attentions(model)):
+    if both_ways or any(vars(m).get("is_causal") is False for m in _attention_modules(model)):
         return "attention that is not causal"
     return None
 
 
-def _window(model: Any, config: Any, longest: int | None) -> str | None:
+def _window_reason(model: Any, config: Any, max_length: int | None) -> str | None:
     """A row sees the last `window` places, its own among them."""
-    windows = {vars(m)["sliding_window"] for m in _attentions(model) if "sliding_window" in vars(m)}
-    typed = WINDOW in (getattr(config, "layer_types", None) or ())
+    windows = {
+        vars(m)["sliding_window"] for m in _attention_modules(model) if "sliding_window" in vars(m)
+    }
+    typed = SLIDING_WINDOW_TYPE in (getattr(config, "layer_types", None) or ())
     off = getattr(config, "use_sliding_window", None) is False
     # Layers that hold a window of their own know better than a config that names one for some.
     if typed or not (windows or off):
@@ -100,12 +104,12 @@ def _window(model: Any, config: Any, longest: int | None) -> str | None:
     found = [int(window) for window in windows if window]
     if typed and not found:
         return "a sliding window of unknown size"
-    if found and (longest is None or min(found) < longest):
+    if found and (max_length is None or min(found) < max_length):
         return f"a sliding window of {min(found)}"
     return None
 
 
-def _scores(model: Any, config: Any) -> str | None:
+def _score_reason(model: Any, config: Any) -> str | None:
     """What is done to scores between query times key and the softmax."""
     for name in ("attn_logit_softcapping", "attention_logit_cap"):
         cap = getattr(config, name, None)
@@ -116,7 +120,7 @@ def _scores(model: Any, config: Any) -> str | None:
     return None
 
 
-def _dropout(model: Any, config: Any) -> str | None:
+def _dropout_reason(model: Any, config: Any) -> str | None:
     """With dropout, a prompt that is computed once is not a prompt computed K times."""
     for module in model.modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
@@ -124,11 +128,16 @@ def _dropout(model: Any, config: Any) -> str | None:
     for holder in (*model.modules(), config):
         for name, value in vars(holder).items():
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if "drop" in name and not name.startswith(UNUSED) and number and value > 0:
+            if (
+                "drop" in name
+                and not name.startswith(UNUSED_DROPOUT_PREFIXES)
+                and number
+                and value > 0
+            ):
                 return f"dropout ({name} = {value})"
     return None
 
 
-def _attentions(model: Any) -> Iterator[Any]:
+def _attention_modules(model: Any) -> Iterator[Any]:
     """Modules that know their layer: the attentions, and in some models the layers around them."""
     return (module for module in model.modules() if "layer_idx" in vars(module))

@@ -22,13 +22,15 @@ from rloo_cli.config.schema import ModelConfig
 from rloo_cli.policy import quantization
 from rloo_cli.utils.errors import ConfigError, MachineError, Problem, RunError
 
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+
 log = logging.getLogger(__name__)
 
 
-def tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+def load_policy_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer, with a pad token: pad is told from EOS by position, never by id."""
-    path = synthetic.folder(config.tokenizer or config.path)
-    loaded: PreTrainedTokenizerBase = _reach(
+    path = synthetic.resolve_model_path(config.tokenizer or config.path)
+    loaded: PreTrainedTokenizerBase = _load_pretrained(
         AutoTokenizer.from_pretrained, config.tokenizer or config.path, path, config
     )
     if loaded.pad_token_id is None:
@@ -38,34 +40,38 @@ def tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     return loaded
 
 
-def context_length(config: ModelConfig) -> int | None:
+def read_max_positions(config: ModelConfig) -> int | None:
     """The most positions the model has, read from its config before any weights load."""
-    found = _reach(AutoConfig.from_pretrained, config.path, synthetic.folder(config.path), config)
+    found = _load_pretrained(
+        AutoConfig.from_pretrained, config.path, synthetic.resolve_model_path(config.path), config
+    )
     text = found.get_text_config()
     length = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     return int(length) if length else None
 
 
-def vocabulary_size(config: ModelConfig) -> int | None:
+def read_vocab_size(config: ModelConfig) -> int | None:
     """Rows of the model's embedding, read from its config before any weights load."""
-    found = _reach(AutoConfig.from_pretrained, config.path, synthetic.folder(config.path), config)
+    found = _load_pretrained(
+        AutoConfig.from_pretrained, config.path, synthetic.resolve_model_path(config.path), config
+    )
     size = getattr(found.get_text_config(), "vocab_size", None)
     return size if isinstance(size, int) else None
 
 
-def reference_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
+def load_reference_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
     """The tokenizer of model.ref_path; None where it has none."""
     if config.ref_path is None or config.ref_path == config.path:
         return None
     changes = {"path": config.ref_path, "tokenizer": None, "revision": None, "chat_template": None}
     try:
-        return tokenizer(config.model_copy(update=changes))
+        return load_policy_tokenizer(config.model_copy(update=changes))
     except (ConfigError, MachineError):  # a folder of weights alone is enough for a reference
         return None
 
 
-def model(
-    config: ModelConfig, path: str, device: torch.device, computes: torch.device | None = None
+def load_causal_lm(
+    config: ModelConfig, path: str, device: torch.device, compute_device: torch.device | None = None
 ) -> Any:
     """Load the weights, in `dtype`, on `device`. Pickled weight files are refused.
 
@@ -73,99 +79,112 @@ def model(
 
     Raises ConfigError for what is no model that can be loaded, MachineError for what is not here.
     """
-    to = computes or device
-    loaded, missing = _weights(AutoModelForCausalLM, config, path, to, **_bits(config, device))
+    to = compute_device or device
+    loaded, missing = _load_weights(
+        AutoModelForCausalLM, config, path, to, **_quantized_load_options(config, device)
+    )
     if missing:
         why = f"missing: {', '.join(missing[:5])}; they would be random numbers"
         raise ConfigError(
             Problem(f"{path} lacks {len(missing)} of the model's tensors", "model.path", why)
         )
-    dress(loaded, config)
+    apply_model_settings(loaded, config)
     if config.quantization is not None:
-        quantization.steady(loaded)
+        quantization.disable_avx512_kernel(loaded)
         return loaded  # which is where it stays
     return loaded.to(device)
 
 
-def dress(loaded: Any, config: ModelConfig) -> None:
+def apply_model_settings(model: Any, config: ModelConfig) -> None:
     """What the config changes about a model, with or without its weights."""
     if config.disable_dropout:
-        without_dropout(loaded)
+        zero_dropout(model)
     if config.lm_head_fp32:
-        head_in_float32(loaded)
+        compute_head_in_float32(model)
     if config.gradient_checkpointing is True:  # auto: policy.memory
-        recompute(loaded)
+        enable_gradient_checkpointing(model)
 
 
-def shell(config: ModelConfig, like: tuple[Any, Any], device: torch.device) -> Any:
+def build_meta_model(
+    config: ModelConfig, real_configs: tuple[Any, Any], device: torch.device
+) -> Any:
     """The same model without weights (torch's `meta` device), for a process that is sent them.
 
     `like`: config and generation config of the real one. `device`: where it will compute.
     """
-    options: dict[str, Any] = {"dtype": dtype(config.dtype, device)}
+    options: dict[str, Any] = {"dtype": resolve_dtype(config.dtype, device)}
     if config.attn_implementation is not None:
         options["attn_implementation"] = config.attn_implementation
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(
-            like[0], trust_remote_code=config.trust_remote_code, **options
+            real_configs[0], trust_remote_code=config.trust_remote_code, **options
         )
-    empty.generation_config = like[1]
-    dress(empty, config)
+    empty.generation_config = real_configs[1]
+    apply_model_settings(empty, config)
     return empty
 
 
-def _bits(config: ModelConfig, device: torch.device) -> dict[str, Any]:
+def _quantized_load_options(config: ModelConfig, device: torch.device) -> dict[str, Any]:
     keys = config.quantization
-    return {} if keys is None else quantization.options(keys, dtype(config.dtype, device), device)
+    return (
+        {}
+        if keys is None
+        else quantization.quantized_load_options(keys, resolve_dtype(config.dtype, device), device)
+    )
 
 
-def scorer(config: ModelConfig, path: str, device: torch.device) -> Any:
+def load_sequence_classifier(config: ModelConfig, path: str, device: torch.device) -> Any:
     """A language model as a sequence classifier with one label, whose head may be new.
 
     Raises ConfigError where there is no such class for it, or the rest of the weights is missing.
     """
-    return classifier(config, path, device)[0]
+    return load_classifier_with_head(config, path, device)[0]
 
 
-def classifier(config: ModelConfig, path: str, device: torch.device) -> tuple[Any, bool]:
+def load_classifier_with_head(
+    config: ModelConfig, path: str, device: torch.device
+) -> tuple[Any, bool]:
     """The same, and whether its head is new: the files are a language model's."""
     kind = AutoModelForSequenceClassification
-    loaded, lacking = _weights(kind, config, path, device, num_labels=1)
+    loaded, lacking = _load_weights(kind, config, path, device, num_labels=1)
     missing = [name for name in lacking if name != "score.weight"]
     if missing or getattr(getattr(loaded, "score", None), "bias", 0) is not None:
         lacks = f"missing: {', '.join(missing[:5])}" if missing else "it has no plain `score` head"
         what = f"{path} cannot become a reward model"
         raise ConfigError(Problem(what, "model.path", f"{type(loaded).__name__}: {lacks}"))
     if config.disable_dropout:
-        without_dropout(loaded)
+        zero_dropout(loaded)
     if config.gradient_checkpointing is True:
-        recompute(loaded)
+        enable_gradient_checkpointing(loaded)
     return loaded.to(device), bool(lacking)
 
 
 @contextmanager
-def naming(where: str) -> Iterator[None]:
+def errors_naming_key(key: str) -> Iterator[None]:
     """Errors inside that name model.path name this key instead, which said what to load."""
     try:
         yield
     except RunError as error:
-        told = [replace(p, where=where if p.where == "model.path" else p.where)
+        told = [replace(p, where=key if p.where == "model.path" else p.where)
                 for p in error.problems]  # fmt: skip
         raise type(error)(*told) from None
 
 
-def _weights(
-    kind: Any, config: ModelConfig, path: str, device: torch.device, **more: Any
+def _load_weights(
+    auto_class: Any, config: ModelConfig, path: str, device: torch.device, **load_options: Any
 ) -> tuple[Any, list[str]]:
     """A model of this Auto class, and the names of its tensors that the files lack."""
-    _refuse_odd(path, config, kind)
-    options: dict[str, Any] = {"dtype": dtype(config.dtype, device), "use_safetensors": True} | more
+    _refuse_bad_config(path, config, auto_class)
+    options: dict[str, Any] = {
+        "dtype": resolve_dtype(config.dtype, device),
+        "use_safetensors": True,
+    } | load_options
     if config.attn_implementation is not None:
         options["attn_implementation"] = config.attn_implementation
-    loaded, info = _reach(
-        kind.from_pretrained,
+    loaded, info = _load_pretrained(
+        auto_class.from_pretrained,
         path,
-        synthetic.folder(path),
+        synthetic.resolve_model_path(path),
         config,
         output_loading_info=True,
         **options,
@@ -177,7 +196,7 @@ def _weights(
 def _check_unused(path: str, loaded: Any, unused: list[str]) -> None:
     """Tensors of the files that the model has no use for are said in the log. Raises ConfigError
     for whole layers: without them it would be another model."""
-    if layers := rules_model.layers_left_out(loaded.config.to_dict(), unused):
+    if layers := rules_model.uncounted_layers(loaded.config.to_dict(), unused):
         why = f"its config.json leaves out {len(layers)} tensors: {', '.join(layers[:5])}"
         what = f"{path} has more layers in its weights than in its config.json"
         fix = "correct num_hidden_layers in its config.json"
@@ -186,7 +205,7 @@ def _check_unused(path: str, loaded: Any, unused: list[str]) -> None:
         log.warning("%s: %d tensors are not used: %s", path, len(unused), ", ".join(unused[:5]))
 
 
-def dtype(name: str, device: torch.device) -> torch.dtype:
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 where the GPU has it, float32 elsewhere."""
     if name != "auto":
         chosen: torch.dtype = getattr(torch, name)
@@ -204,12 +223,12 @@ def dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if half else torch.float32
 
 
-def recompute(model: Any) -> None:
+def enable_gradient_checkpointing(model: Any) -> None:
     """Turn gradient checkpointing on. The reentrant form would forget the layers' arguments."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def head_in_float32(model: Any) -> None:
+def compute_head_in_float32(model: Any) -> None:
     """Let the output embedding compute in float32, whatever the dtype of its weights.
 
     In bfloat16 two kernels that sum in another order differ by more than the samples they draw
@@ -226,7 +245,7 @@ def head_in_float32(model: Any) -> None:
     head.forward = forward
 
 
-def without_dropout(model: nn.Module) -> None:
+def zero_dropout(model: nn.Module) -> None:
     """Set every dropout to 0: with one, the ratio of a token to itself is noise.
 
     Layers hold it as a module, as a number of their own, or read the config's in each forward.
@@ -240,23 +259,23 @@ def without_dropout(model: nn.Module) -> None:
                     setattr(holder, name, 0.0)
 
 
-def _refuse_odd(path: str, config: ModelConfig, kind: Any) -> None:
+def _refuse_bad_config(path: str, config: ModelConfig, auto_class: Any) -> None:
     """Before anything is built: a config.json that asks for what would fill the memory, or that
     is of weights with another head."""
     try:
-        values = hf_cache.config(
-            synthetic.folder(path), config.revision if path == config.path else None
+        values = hf_cache.read_model_config(
+            synthetic.resolve_model_path(path), config.revision if path == config.path else None
         )
-        why = hf_cache.odd(values)
-        if kind is AutoModelForCausalLM:
-            why = why or rules_model.other_head(values)
+        why = hf_cache.model_config_problem(values)
+        if auto_class is AutoModelForCausalLM:
+            why = why or rules_model.wrong_head_reason(values)
     except ValueError as error:
         why = str(error)
     if why:
         raise ConfigError(Problem(f"{path} cannot be loaded", "model.path", why))
 
 
-def _reach(load: Any, name: str, path: str, config: ModelConfig, **options: Any) -> Any:
+def _load_pretrained(load: Any, name: str, path: str, config: ModelConfig, **options: Any) -> Any:
     """Call a `from_pretrained`, and turn its many errors into one that says what to do."""
     revision = config.revision if name == config.path else None  # of model.path, and no other
     remote = {"trust_remote_code": config.trust_remote_code, "revision": revision}
@@ -273,9 +292,12 @@ def _reach(load: Any, name: str, path: str, config: ModelConfig, **options: Any)
             ) from None
         if Path(path).exists():
             raise ConfigError(Problem(f"{name} cannot be loaded", "model.path", why)) from None
-        if rules_paths.looks_local(path):
+        if rules_paths.looks_like_path(path):
             looked = f"looked at {Path(path).absolute()}"
             raise ConfigError(Problem(f"{name} does not exist", "model.path", looked)) from None
-        why = f"not a folder here, not in the cache {hf_cache.cache()}, and the hub:\n{why}"
+        why = (
+            f"not a folder here, not in the cache {hf_cache.hub_cache_folder()}, and the "
+            f"hub:\n{why}"
+        )
         fix = f"on a machine with network: {hf_cache.fetch_command()}; or name a local folder"
         raise MachineError(Problem(f"{name!r} is not to be had", "model.path", why, fix)) from None

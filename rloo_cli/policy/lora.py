@@ -25,40 +25,42 @@ from torch import Tensor, nn
 
 from rloo_cli.config.schema import LoraConfig, ModelConfig
 from rloo_cli.policy import load, quantization
+from rloo_cli.policy.load import HALF_DTYPES
 from rloo_cli.utils.errors import ConfigError, MachineError, Problem
 
-TRAINED, REFERENCE = "default", "reference"
-PREFIX = "base_model.model."  # of every name in an adapter's file
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-HALF = (torch.bfloat16, torch.float16)
+TRAINED_ADAPTER, REFERENCE_ADAPTER = "default", "reference"
+PEFT_NAME_PREFIX = "base_model.model."  # of every name in an adapter's file
+PEFT_WEIGHTS_FILE, PEFT_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 
 
-def model(config: ModelConfig, checkpoint: Path | None, device: torch.device, seed: int) -> Any:
+def load_trained_model(
+    config: ModelConfig, checkpoint: Path | None, device: torch.device, seed: int
+) -> Any:
     """The model that learns, in full or by an adapter; `checkpoint`: where it goes on.
 
     Of an adapter's checkpoint only the adapter is read, the base is model.path's. Raises
     ConfigError for an adapter that does not fit, MachineError for a package that is not here.
     """
     if config.lora is None:
-        return load.model(config, str(checkpoint or config.path), device)
-    loaded = load.model(config, config.path, device)
-    add(loaded, config.lora, seed)
-    check_savable(loaded)
+        return load.load_causal_lm(config, str(checkpoint or config.path), device)
+    loaded = load.load_causal_lm(config, config.path, device)
+    attach_adapter(loaded, config.lora, seed)
+    check_mergeable(loaded)
     folder = checkpoint or config.lora.path
     if folder is not None:
-        read(loaded, Path(folder))
+        read_adapter_weights(loaded, Path(folder))
     if config.disable_dropout:
-        load.without_dropout(loaded)
+        load.zero_dropout(loaded)
     return loaded
 
 
-def add(model: Any, keys: LoraConfig, seed: int, name: str = TRAINED) -> None:
+def attach_adapter(model: Any, keys: LoraConfig, seed: int, name: str = TRAINED_ADAPTER) -> None:
     """Freeze the base and put a new adapter in, which changes nothing yet.
 
     Its random half is drawn from `seed` alone, so it is the same on every rank, and torch's own
     state is left as it was. Raises ConfigError where it cannot be put in.
     """
-    peft = package()
+    peft = import_peft()
     before = [model.get_input_embeddings(), model.get_output_embeddings()]
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -66,12 +68,12 @@ def add(model: Any, keys: LoraConfig, seed: int, name: str = TRAINED) -> None:
         warnings.filterwarnings("ignore", message=".*pattern keys did not match")
         torch.manual_seed(seed)
         try:
-            model.add_adapter(peft.LoraConfig(**_arguments(keys)), name)
+            model.add_adapter(peft.LoraConfig(**_lora_config_arguments(keys)), name)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise ConfigError(
-                Problem("the adapter does not fit the model", "model.lora", _first(error))
+                Problem("the adapter does not fit the model", "model.lora", _first_line(error))
             ) from None
-    model.set_adapter(TRAINED)  # of two adapters, the first one learns
+    model.set_adapter(TRAINED_ADAPTER)  # of two adapters, the first one learns
     after = [model.get_input_embeddings(), model.get_output_embeddings()]
     tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     if tied and any(a is not b for a, b in zip(before, after, strict=True)):
@@ -79,15 +81,15 @@ def add(model: Any, keys: LoraConfig, seed: int, name: str = TRAINED) -> None:
         fix = "leave both out of model.lora.target_modules and model.lora.modules_to_save"
         raise ConfigError(Problem("the model ties its embeddings", "model.lora", why, fix))
     for part, weight in model.named_parameters():
-        if "lora_" in part and weight.dtype in HALF:
+        if "lora_" in part and weight.dtype in HALF_DTYPES:
             weight.data = weight.data.float()
     if not keys.use_dora:  # whose own arithmetic reads the adapter's weights directly
-        multiply_as_base(model)
+        multiply_in_base_dtype(model)
     if getattr(model, "is_gradient_checkpointing", False):
         model.enable_input_require_grads()  # where nothing before the first adapter has a gradient
 
 
-def multiply_as_base(model: Any) -> None:
+def multiply_in_base_dtype(model: Any) -> None:
     """Let float32 adapters multiply in the dtype of what comes in, as the layers beside them do.
 
     peft casts what comes in to the adapter's float32 instead, keeps that for the backward pass, and
@@ -111,7 +113,7 @@ def _linear_as_input(layer: nn.Linear, x: Tensor) -> Tensor:
     return nn.functional.linear(x, layer.weight.to(x.dtype), bias)
 
 
-def package() -> Any:
+def import_peft() -> Any:
     """peft itself. Raises MachineError where it is not installed."""
     try:
         return importlib.import_module("peft")
@@ -120,12 +122,12 @@ def package() -> Any:
         raise MachineError(Problem("model.lora needs peft", "model.lora", why, fix)) from None
 
 
-def on(model: Any) -> bool:
+def has_adapter(model: Any) -> bool:
     """Whether the model has an adapter."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
-def named(model: Any, name: str = TRAINED) -> dict[str, Tensor]:
+def adapter_tensors(model: Any, name: str = TRAINED_ADAPTER) -> dict[str, Tensor]:
     """An adapter's tensors by the names of peft's files. They are the live ones, without gradient.
 
     Whole layers that are trained (`modules_to_save`) are among them.
@@ -134,47 +136,49 @@ def named(model: Any, name: str = TRAINED) -> dict[str, Tensor]:
     found: dict[str, Tensor] = utils.get_peft_model_state_dict(
         model, adapter_name=name, save_embedding_layers=False
     )
-    return {PREFIX + part: tensor for part, tensor in found.items()}
+    return {PEFT_NAME_PREFIX + part: tensor for part, tensor in found.items()}
 
 
 def adapter_state(
-    model: Any, name: str = TRAINED, gather: Callable[[Tensor], Tensor] = Tensor.contiguous
+    model: Any, name: str = TRAINED_ADAPTER, gather: Callable[[Tensor], Tensor] = Tensor.contiguous
 ) -> dict[str, Tensor]:
     """`named`, each tensor whole: `gather` makes a sharded one so, on every rank at once."""
-    return {part: gather(tensor) for part, tensor in named(model, name).items()}
+    return {part: gather(tensor) for part, tensor in adapter_tensors(model, name).items()}
 
 
-def save(model: Any, folder: Path, gather: Callable[[Tensor], Tensor] = Tensor.contiguous) -> None:
+def save_adapter(
+    model: Any, folder: Path, gather: Callable[[Tensor], Tensor] = Tensor.contiguous
+) -> None:
     """Write the trained adapter as peft does: its config, which names the base, and its tensors."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = copy.copy(model.peft_config[TRAINED])
+    config = copy.copy(model.peft_config[TRAINED_ADAPTER])
     config.inference_mode = True  # as peft saves it: whoever loads it next may only want to look
     for part in ("target_modules", "exclude_modules", "modules_to_save"):
         if isinstance(getattr(config, part), set | list):  # a set has another order each time
             setattr(config, part, sorted(getattr(config, part)))
     config.save_pretrained(str(folder))
     tensors = {n: t.detach().cpu() for n, t in adapter_state(model, gather=gather).items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, folder / PEFT_WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 @torch.no_grad()
-def read(model: Any, folder: Path, name: str = TRAINED) -> None:
+def read_adapter_weights(model: Any, folder: Path, name: str = TRAINED_ADAPTER) -> None:
     """Give an adapter the values of a folder that `save` or peft wrote.
 
     Raises ConfigError where the two do not have the same tensors.
     """
     try:
-        tensors = load_file(folder / WEIGHTS)
+        tensors = load_file(folder / PEFT_WEIGHTS_FILE)
     except Exception as error:  # safetensors has errors of its own
-        why = f"{folder / WEIGHTS}: {_first(error)}"
+        why = f"{folder / PEFT_WEIGHTS_FILE}: {_first_line(error)}"
         raise ConfigError(Problem("the adapter cannot be read", "model.lora.path", why)) from None
-    put(model, tensors, name, str(folder))
+    copy_into_adapter(model, tensors, name, str(folder))
 
 
 @torch.no_grad()
-def put(model: Any, tensors: dict[str, Tensor], name: str, source: str) -> None:
+def copy_into_adapter(model: Any, tensors: dict[str, Tensor], name: str, source: str) -> None:
     """Copy these tensors, by the names of peft's files, into an adapter. Raises ConfigError."""
-    own = named(model, name)
+    own = adapter_tensors(model, name)
     sizes = {n: tuple(t.shape) for n, t in own.items()}
     found = {n: tuple(t.shape) for n, t in tensors.items()}
     if sizes != found:
@@ -187,12 +191,12 @@ def put(model: Any, tensors: dict[str, Tensor], name: str, source: str) -> None:
         tensor.copy_(tensors[part])
 
 
-def kept(model: Any) -> list[Tensor]:
+def tensors_to_save(model: Any) -> list[Tensor]:
     """What a checkpoint of the model holds: every parameter, or the trained adapter's alone."""
-    return list(named(model).values()) if on(model) else list(model.parameters())
+    return list(adapter_tensors(model).values()) if has_adapter(model) else list(model.parameters())
 
 
-def layers(model: Any) -> list[Any]:
+def adapter_layers(model: Any) -> list[Any]:
     """The modules that compute by one adapter, another, or none."""
     tuners = importlib.import_module("peft.tuners.tuners_utils")
     other = importlib.import_module("peft.utils.other")
@@ -200,22 +204,22 @@ def layers(model: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, kinds)]
 
 
-def scales(model: Any) -> dict[str, float]:
+def adapter_scales(model: Any) -> dict[str, float]:
     """Name of each adapted layer -> what the trained adapter's product is multiplied by."""
     kind = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]
-    return {name: float(module.scaling[TRAINED]) for name, module in modules}
+    return {name: float(module.scaling[TRAINED_ADAPTER]) for name, module in modules}
 
 
 @contextmanager
-def using(chosen: list[Any], name: str | None) -> Iterator[None]:
+def use_adapter(layers: list[Any], name: str | None) -> Iterator[None]:
     """These `layers` compute by this adapter inside, or by none; then as before.
 
     peft's own switches set `requires_grad` too, of parameters that an optimizer and an engine for
     many devices already know; this sets nothing but the switch.
     """
-    before = [(layer, layer._disable_adapters, layer._active_adapter) for layer in chosen]
-    for layer in chosen:
+    before = [(layer, layer._disable_adapters, layer._active_adapter) for layer in layers]
+    for layer in layers:
         layer._disable_adapters = name is None
         if name is not None:
             layer._active_adapter = [name]
@@ -230,7 +234,7 @@ def using(chosen: list[Any], name: str | None) -> Iterator[None]:
 
 
 @torch.no_grad()
-def merged(model: Any) -> Any:
+def merged_model(model: Any) -> Any:
     """A model of the same class whose weights have the trained adapter in them.
 
     The live one is left as it is: an adapted layer is merged in a copy, all others are shared.
@@ -251,7 +255,7 @@ def merged(model: Any) -> Any:
     return whole.eval()
 
 
-def check_savable(model: Any) -> None:
+def check_mergeable(model: Any) -> None:
     """Compare the names that merging will give with those of a plain model, without merging.
 
     What cannot be merged would be found out by the final save alone, after the training. Raises
@@ -307,10 +311,10 @@ def _plain_layers(model: Any) -> Iterator[tuple[str, Any, nn.Module]]:
         if name.startswith(done):
             continue
         if isinstance(module, wrapper):
-            inner = module.modules_to_save[TRAINED]
+            inner = module.modules_to_save[TRAINED_ADAPTER]
         elif isinstance(module, kinds):
             inner = module.get_base_layer()
-        elif quantization.is_(module):
+        elif quantization.is_quantized(module):
             inner = module
         else:
             continue
@@ -325,9 +329,9 @@ def _merged_state(model: Any) -> dict[str, Tensor]:
     done: tuple[str, ...] = ()
     for name, module, plain in _plain_layers(model):
         if isinstance(module, adapted):
-            plain = _merge(module)
-        elif quantization.is_(module):
-            plain = quantization.plain(module)
+            plain = _merged_layer(module)
+        elif quantization.is_quantized(module):
+            plain = quantization.dequantized_linear(module)
         state |= {f"{name}.{part}": tensor.detach() for part, tensor in plain.state_dict().items()}
         done = (*done, f"{name}.")
     others = (m for m in model.named_modules() if not f"{m[0]}.".startswith(done))
@@ -343,31 +347,31 @@ def _merged_state(model: Any) -> dict[str, Tensor]:
     return state
 
 
-def _merge(layer: Any) -> nn.Module:
+def _merged_layer(layer: Any) -> nn.Module:
     """A copy of an adapted layer's own layer, with its adapter in it."""
-    if quantization.is_(layer.base_layer):
-        return quantization.merged(layer, TRAINED)
+    if quantization.is_quantized(layer.base_layer):
+        return quantization.merged_linear(layer, TRAINED_ADAPTER)
     alone = copy.deepcopy(layer)
     while isinstance(alone, type(layer)):  # one inside the other: a layer per adapted parameter
-        alone.merge(adapter_names=[TRAINED])
+        alone.merge(adapter_names=[TRAINED_ADAPTER])
         alone = alone.base_layer
     inner: nn.Module = alone
     return inner
 
 
-def save_merged(model: Any, folder: Path) -> None:
+def save_merged_model(model: Any, folder: Path) -> None:
     """Write the merged model as `from_pretrained` and vLLM load it."""
-    merged(model).save_pretrained(folder)
+    merged_model(model).save_pretrained(folder)
 
 
-def described(folder: Path) -> dict[str, Any]:
+def read_adapter_config(folder: Path) -> dict[str, Any]:
     """What an adapter's folder says of it; {} for none. Raises ValueError."""
-    path = folder / CONFIG
+    path = folder / PEFT_CONFIG_FILE
     found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     return found
 
 
-def _arguments(keys: LoraConfig) -> dict[str, Any]:
+def _lora_config_arguments(keys: LoraConfig) -> dict[str, Any]:
     """Of peft.LoraConfig."""
     return {
         "r": keys.r,
@@ -383,5 +387,5 @@ def _arguments(keys: LoraConfig) -> dict[str, Any]:
     }
 
 
-def _first(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:300] or type(error).__name__

@@ -14,51 +14,53 @@ import torch
 from torch import Tensor, nn
 
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.data.bin_packing import Limits, Shape
-from rloo_cli.data.packing import Micro, whole
-from rloo_cli.policy.layouts import probes
-from rloo_cli.policy.load import recompute
-from rloo_cli.policy.model import Policy, size
-from rloo_cli.policy.value import Critic
+from rloo_cli.data.bin_packing import ForwardCost, ForwardLimits
+from rloo_cli.data.packing import MicroBatch, whole_group_slices
+from rloo_cli.policy.layouts import probe_groups
+from rloo_cli.policy.load import enable_gradient_checkpointing
+from rloo_cli.policy.model import Policy, weight_shape
+from rloo_cli.policy.value import ValueModel
 from rloo_cli.utils import environment
 from rloo_cli.utils.errors import OutOfMemory, Problem
 
-SHARE = 0.5  # of what weights and optimizer leave: the rest is for the sampler, and for error
-MOST = {"cpu": 1024, "cuda": 32768}  # rows beyond which nothing gets faster
-MASKED = 4096  # rows of a mask of rows by rows: 16 million of its entries
-CONTEXT = 0.02  # of a GPU: CUDA's own, its libraries', and buffers of the backward pass
-NO_GRAD = 4  # times as many rows where nothing is kept
-CGROUP = Path("/sys/fs/cgroup/memory.max")
+FORWARD_MEMORY_SHARE = (
+    0.5  # of what weights and optimizer leave: the rest is for the sampler, and for error
+)
+MAX_USEFUL_TOKENS = {"cpu": 1024, "cuda": 32768}  # rows beyond which nothing gets faster
+MAX_MASKED_TOKENS = 4096  # rows of a mask of rows by rows: 16 million of its entries
+CUDA_CONTEXT_SHARE = 0.02  # of a GPU: CUDA's own, its libraries', and buffers of the backward pass
+NO_GRAD_TOKEN_FACTOR = 4  # times as many rows where nothing is kept
+CGROUP_MEMORY_FILE = Path("/sys/fs/cgroup/memory.max")
 
 
-def shape_of(model: Any) -> Shape:
+def model_forward_cost(model: Any) -> ForwardCost:
     """What a forward pass of this model costs (`Shape`), from its config and its parameters."""
     config = model.config.get_text_config()
     head = model.get_output_embeddings().weight
-    tables = {id(head): prod(size(head))}
+    tables = {id(head): prod(weight_shape(head))}
     found = model.get_input_embeddings().weight
-    tables[id(found)] = prod(size(found))
+    tables[id(found)] = prod(weight_shape(found))
     heads = getattr(config, "num_attention_heads", 0) or 0
     width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
-    return Shape(
-        body=sum(prod(size(p)) for p in model.parameters()) - sum(tables.values()),
-        layers=config.num_hidden_layers,
-        width=heads * width,
-        hidden=size(head)[1],
-        vocabulary=size(head)[0],
+    return ForwardCost(
+        layer_params=sum(prod(weight_shape(p)) for p in model.parameters()) - sum(tables.values()),
+        num_layers=config.num_hidden_layers,
+        attention_width=heads * width,
+        hidden_size=weight_shape(head)[1],
+        vocab_size=weight_shape(head)[0],
     )
 
 
-def limits(
+def measure_forward_limits(
     policy: Policy,
     config: RunConfig,
-    longest: int,
-    reference: bool,
-    share: tuple[float, int] = (1.0, 1),
-    critic: Critic | None = None,
-    least: int | None = None,
-    others: float = 0.0,
-) -> Limits:
+    max_group_tokens: int,
+    has_reference_model: bool,
+    held_share: tuple[float, int] = (1.0, 1),
+    value_model: ValueModel | None = None,
+    required_tokens: int | None = None,
+    other_bytes: float = 0.0,
+) -> ForwardLimits:
     """The budget of a forward pass; sets the policy up to keep and recompute accordingly.
 
     `longest`: rows of the largest group there can be. `reference`: a second model is held.
@@ -68,38 +70,46 @@ def limits(
     group where that costs nothing is better than to compute everything once more.
     `others`: bytes of the device that other models have.
     """
-    train, shape = config.train, shape_of(policy.model)
-    room = SHARE * max(_left(policy, config, reference, share, critic) - others, 0.0)
-    each = _each(policy, critic)
+    train, shape = config.train, model_forward_cost(policy.model)
+    room = FORWARD_MEMORY_SHARE * max(
+        _free_bytes(policy, config, has_reference_model, held_share, value_model) - other_bytes, 0.0
+    )
+    each = _bytes_per_policy_token(policy, value_model)
     auto = config.model.gradient_checkpointing == "auto" and can_recompute(policy.model)
-    if auto and room / each < (longest if least is None else least):
-        recompute(policy.model)
-        if critic is not None:
-            recompute(critic.model)
-        each = _each(policy, critic)
-    most = MASKED if has_masks(policy) else MOST.get(policy.device.type, MOST["cuda"])
-    rows = train.micro_batch_tokens or _budget(most, longest, room / each)
-    policy.scorer.keep_bytes = int(min(_logits_kept(policy, train.keep_logits_gb), room / 4))
+    if auto and room / each < (max_group_tokens if required_tokens is None else required_tokens):
+        enable_gradient_checkpointing(policy.model)
+        if value_model is not None:
+            enable_gradient_checkpointing(value_model.model)
+        each = _bytes_per_policy_token(policy, value_model)
+    most = (
+        MAX_MASKED_TOKENS
+        if has_attention_mask(policy)
+        else MAX_USEFUL_TOKENS.get(policy.device.type, MAX_USEFUL_TOKENS["cuda"])
+    )
+    rows = train.micro_batch_tokens or _forward_token_budget(most, max_group_tokens, room / each)
+    policy.logprob_module.keep_logits_bytes = int(
+        min(_keep_logits_bytes(policy, train.keep_logits_gb), room / 4)
+    )
     size = train.micro_batch_size
     again = train.no_grad_batch_size or (None if size is None else 2 * size)
-    return Limits(shape, rows, NO_GRAD * rows, size, again)
+    return ForwardLimits(shape, rows, NO_GRAD_TOKEN_FACTOR * rows, size, again)
 
 
-def has_masks(policy: Policy) -> bool:
+def has_attention_mask(policy: Policy) -> bool:
     """Whether attention makes a mask of rows by rows: packed rows by a model's own attention on a
     GPU, unless that is flash attention, which is told the documents' lengths."""
     own = str(getattr(policy.model.config, "_attn_implementation", ""))
     return policy.device.type == "cuda" and policy.layout == "packed" and "flash" not in own
 
 
-def _logits_kept(policy: Policy, given: float | None) -> float:
+def _keep_logits_bytes(policy: Policy, keep_logits_gb: float | None) -> float:
     """Bytes of logits that the head may keep: as the key says, else a tenth of a GPU."""
-    if given is not None:
-        return given * 1e9
-    return 0.1 * _total(policy.device) if policy.device.type == "cuda" else 2e9
+    if keep_logits_gb is not None:
+        return keep_logits_gb * 1e9
+    return 0.1 * _device_memory_bytes(policy.device) if policy.device.type == "cuda" else 2e9
 
 
-def held_now(device: torch.device) -> float:
+def allocated_bytes(device: torch.device) -> float:
     """Bytes of tensors on a GPU so far; 0 on a CPU, where nobody counts them."""
     return float(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0.0
 
@@ -109,13 +119,19 @@ def can_recompute(model: Any) -> bool:
     return bool(getattr(model, "supports_gradient_checkpointing", False))
 
 
-def _each(policy: Policy, critic: Critic | None) -> float:
+def _bytes_per_policy_token(policy: Policy, value_model: ValueModel | None) -> float:
     """Bytes for each of the policy's rows, of whichever model keeps more."""
-    found = bytes_per_row(policy)
-    return found if critic is None else max(found, critic.wide * bytes_per_row(critic))
+    found = activation_bytes_per_token(policy)
+    return (
+        found
+        if value_model is None
+        else max(
+            found, value_model.tokens_per_policy_token * activation_bytes_per_token(value_model)
+        )
+    )
 
 
-def bytes_per_row(policy: Policy | Critic) -> float:
+def activation_bytes_per_token(policy: Policy | ValueModel) -> float:
     """What autograd keeps of one row of a training forward, weights not counted."""
     held: dict[int, int] = {}
     weights: set[int] = set()
@@ -131,72 +147,72 @@ def bytes_per_row(policy: Policy | Critic) -> float:
             held[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    groups = probes(policy)
-    micro = policy.pack(groups, whole(groups, range(len(groups))))
+    groups = probe_groups(policy)
+    micro = policy.pack(groups, whole_group_slices(groups, range(len(groups))))
     hooks = [m.register_forward_pre_hook(seen) for m in policy.model.modules()]
     try:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            if isinstance(policy, Critic):
+            if isinstance(policy, ValueModel):
                 policy.values(micro)
             else:
-                _forward(policy, micro)
+                _forward_without_logits(policy, micro)
     finally:
         for hook in hooks:
             hook.remove()
     return sum(held.values()) / micro.input_ids.numel()
 
 
-def _forward(policy: Policy, micro: Micro) -> None:
+def _forward_without_logits(policy: Policy, micro_batch: MicroBatch) -> None:
     """A training forward that keeps no logits: they have a share of their own."""
-    keep, policy.scorer.keep_bytes = policy.scorer.keep_bytes, 0
+    keep, policy.logprob_module.keep_logits_bytes = policy.logprob_module.keep_logits_bytes, 0
     try:
-        policy.call(micro, [policy.temperature], False)
+        policy.call(micro_batch, [policy.temperature], False)
     finally:
-        policy.scorer.keep_bytes = keep
+        policy.logprob_module.keep_logits_bytes = keep
 
 
-def _left(
+def _free_bytes(
     policy: Policy,
     config: RunConfig,
-    reference: bool,
-    share: tuple[float, int] = (1.0, 1),
-    critic: Critic | None = None,
+    has_reference_model: bool,
+    held_share: tuple[float, int] = (1.0, 1),
+    value_model: ValueModel | None = None,
 ) -> float:
     """Bytes of the device that weights, gradients, masters and optimizer leave."""
     weights = [p for p in policy.model.parameters() if p.requires_grad]
-    count, each = sum(prod(size(p)) for p in weights), policy.dtype.itemsize
-    own = [(prod(size(p)), min(p.element_size(), each)) for p in policy.model.parameters()]
+    count, each = sum(prod(weight_shape(p)) for p in weights), policy.dtype.itemsize
+    own = [(prod(weight_shape(p)), min(p.element_size(), each)) for p in policy.model.parameters()]
     every = sum(numbers * width for numbers, width in own)
     half = max(p.element_size() for p in weights) < 4 or each < 4
-    held = every + count * (4 + 8 + (4 if half else 0)) + (every if reference else 0)
-    if critic is not None:
-        learned = sum(p.numel() for p in critic.model.parameters())
-        held += learned * (critic.dtype.itemsize + 4 + 8 + (4 if half else 0))
-    held *= share[0]
-    total, generation = _total(policy.device), config.generation
+    held = every + count * (4 + 8 + (4 if half else 0)) + (every if has_reference_model else 0)
+    if value_model is not None:
+        learned = sum(p.numel() for p in value_model.model.parameters())
+        held += learned * (value_model.dtype.itemsize + 4 + 8 + (4 if half else 0))
+    held *= held_share[0]
+    total, generation = _device_memory_bytes(policy.device), config.generation
     if generation.backend == "vllm_colocate" and policy.device.type == "cuda":
-        _leave_room(generation, held, total)
-    total /= 1 if policy.device.type == "cuda" else share[1]
+        _check_engine_fits(generation, held, total)
+    total /= 1 if policy.device.type == "cuda" else held_share[1]
     if generation.backend == "vllm_colocate" and policy.device.type == "cuda":
         engine: Any = generation.colocate  # type: ignore[attr-defined]
         total *= 1 - (0.0 if engine.sleep == "weights" else engine.gpu_memory_utilization)
     if policy.device.type == "cuda":
-        total = total * (1 - CONTEXT) - environment.beside_bytes()
+        total = total * (1 - CUDA_CONTEXT_SHARE) - environment.offloaded_trials_bytes()
     return max(total - held, 0.0)
 
 
-def _leave_room(generation: Any, held: float, total: float) -> None:
+def _check_engine_fits(generation: Any, held_bytes: float, total_bytes: float) -> None:
     """Raises OutOfMemory where an engine that sleeps could not wake up: what the trainer keeps
     between two updates stays while it samples."""
     share = generation.colocate.gpu_memory_utilization
-    fits = 1 - CONTEXT - held / total
+    fits = 1 - CUDA_CONTEXT_SHARE - held_bytes / total_bytes
     if share > fits:
         raise OutOfMemory(
             Problem(
                 "trainer and sampler do not fit on one GPU",
                 "generation.colocate.gpu_memory_utilization",
-                f"weights, optimizer and reference keep {held / 1e9:.1f} GB of"
-                f" {total / 1e9:.1f}, the engine wants {share:.0%}",
+                f"weights, optimizer and reference keep {held_bytes / 1e9:.1f} GB of"
+                f" {total_bytes / 1e9:.1f}, the engine wants {share:.0%}",
                 f"generation.colocate.gpu_memory_utilization={max(fits, 0.0):.2f}"
                 if fits > 0.05
                 else "model.lora, distributed=zero2 with more GPUs, or generation=vllm_server",
@@ -204,18 +220,22 @@ def _leave_room(generation: Any, held: float, total: float) -> None:
         )
 
 
-def _total(device: torch.device) -> float:
+def _device_memory_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     whole_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = CGROUP.read_text().strip() if CGROUP.is_file() else "max"
+    limit = CGROUP_MEMORY_FILE.read_text().strip() if CGROUP_MEMORY_FILE.is_file() else "max"
     return float(min(whole_machine, int(limit) if limit.isdigit() else whole_machine))
 
 
-def _budget(most: int, longest: int, fit: float) -> int:
+def _forward_token_budget(max_tokens: int, max_group_tokens: int, tokens_that_fit: float) -> int:
     """`most` rows, or the longest group where it needs more: to cut it can cost a pass more.
 
     Where so many do not `fit`, a power of two that does: a little more memory changes nothing.
     """
-    wanted = max(most, longest)
-    return wanted if wanted <= fit else max(64, 1 << (int(max(fit, 1)).bit_length() - 1))
+    wanted = max(max_tokens, max_group_tokens)
+    return (
+        wanted
+        if wanted <= tokens_that_fit
+        else max(64, 1 << (int(max(tokens_that_fit, 1)).bit_length() - 1))
+    )

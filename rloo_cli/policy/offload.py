@@ -16,7 +16,7 @@ from rloo_cli.utils.device_waits import wait_for_device
 CPU = torch.device("cpu")
 
 
-def of_models(models: Iterable[nn.Module]) -> Iterator[Tensor]:
+def iter_model_tensors(models: Iterable[nn.Module]) -> Iterator[Tensor]:
     """Weights and buffers, each once."""
     seen: set[int] = set()
     for model in models:
@@ -26,7 +26,7 @@ def of_models(models: Iterable[nn.Module]) -> Iterator[Tensor]:
                 yield tensor
 
 
-def of_optimizer(optimizer: Any) -> Iterator[Tensor]:
+def iter_optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
     """Masters that are not the weights, and state: moments, whatever a user's optimizer keeps."""
     for weight, master in zip(optimizer.weights, optimizer.masters, strict=True):
         if weight is not master:
@@ -36,13 +36,13 @@ def of_optimizer(optimizer: Any) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def away(tensors: Iterable[Tensor]) -> list[tuple[Tensor, torch.device]]:
+def offload_tensors(tensors: Iterable[Tensor]) -> list[tuple[Tensor, torch.device]]:
     """Move these to the CPU; those that were elsewhere, and where."""
     moved = []
     for tensor in tensors:
         if tensor.device != CPU:
             moved.append((tensor, tensor.device))
-            kept = _page_locked(tensor)
+            kept = _pinned_copy_of(tensor)
             kept.copy_(tensor.data, non_blocking=True)
             tensor.data = kept
     if moved:
@@ -51,13 +51,13 @@ def away(tensors: Iterable[Tensor]) -> list[tuple[Tensor, torch.device]]:
     return moved
 
 
-def _page_locked(like: Tensor) -> Tensor:
+def _pinned_copy_of(like: Tensor) -> Tensor:
     """Room for a tensor in memory that a GPU reads and writes by itself, several times as fast."""
     return torch.empty_like(like.data, device=CPU, pin_memory=like.is_cuda)
 
 
 @torch.no_grad()
-def back(moved: Iterable[tuple[Tensor, torch.device]]) -> None:
+def reload_tensors(moved: Iterable[tuple[Tensor, torch.device]]) -> None:
     """Put back what `away` moved."""
     for tensor, device in moved:
         tensor.data = tensor.data.to(device, non_blocking=True)

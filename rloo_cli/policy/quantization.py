@@ -14,7 +14,9 @@ from rloo_cli.config.schema import QuantizationConfig
 from rloo_cli.utils.errors import MachineError, Problem
 
 
-def options(keys: QuantizationConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def quantized_load_options(
+    keys: QuantizationConfig, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
     """Arguments of `from_pretrained`. `dtype`: what products are computed in.
 
     Raises MachineError where bitsandbytes is not installed, or cannot work here.
@@ -38,31 +40,31 @@ def options(keys: QuantizationConfig, dtype: torch.dtype, device: torch.device) 
     return {"quantization_config": settings(**given), "device_map": {"": str(device)}}
 
 
-def steady(model: Any) -> None:
+def disable_avx512_kernel(model: Any) -> None:
     """Let training and sampling compute alike where there is no GPU: bitsandbytes' kernel for
     inference there orders the weights anew in place, and rounds to bfloat16."""
     for module in model.modules():
-        if is_(module) and hasattr(module, "support_avx512bf16_for_cpu"):
+        if is_quantized(module) and hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
 
 
-def is_(module: Any) -> bool:
+def is_quantized(module: Any) -> bool:
     """Whether a layer's weights are quantised."""
     kind = type(module)  # peft's own layers have the same names
     return kind.__module__.startswith("bitsandbytes.") and kind.__name__.startswith("Linear")
 
 
-def weight(layer: Any) -> Tensor:
+def dequantized_weight(layer: Any) -> Tensor:
     """A quantised layer's weights as numbers, in float32. -> (out, in)"""
     integrations = importlib.import_module("peft.utils.integrations")
     found: Tensor = integrations.dequantize_module_weight(layer)
     return found.detach().float()
 
 
-def plain(layer: Any, value: Tensor | None = None) -> nn.Linear:
+def dequantized_linear(layer: Any, value: Tensor | None = None) -> nn.Linear:
     """A plain linear layer with its weights, or `value` in their place, in its compute dtype."""
-    whole = weight(layer) if value is None else value
-    dtype = getattr(layer, "compute_dtype", None) or _dtype(layer)
+    whole = dequantized_weight(layer) if value is None else value
+    dtype = getattr(layer, "compute_dtype", None) or _bias_dtype(layer)
     made = nn.Linear(whole.shape[1], whole.shape[0], bias=layer.bias is not None, device="meta")
     made.weight = nn.Parameter(whole.to(dtype), requires_grad=False)
     if layer.bias is not None:
@@ -70,16 +72,16 @@ def plain(layer: Any, value: Tensor | None = None) -> nn.Linear:
     return made
 
 
-def merged(layer: Any, name: str) -> nn.Linear:
+def merged_linear(layer: Any, adapter_name: str) -> nn.Linear:
     """A plain layer of an adapted quantised one: W + s B A; DoRA sets the length of each row."""
     base = layer.base_layer
-    found = weight(base) + layer.get_delta_weight(name).detach().float()
-    if layer.use_dora[name]:
-        magnitude = layer.lora_magnitude_vector[name].weight.detach().float()
+    found = dequantized_weight(base) + layer.get_delta_weight(adapter_name).detach().float()
+    if layer.use_dora[adapter_name]:
+        magnitude = layer.lora_magnitude_vector[adapter_name].weight.detach().float()
         found = found * (magnitude / found.norm(dim=1))[:, None]
-    return plain(base, found)
+    return dequantized_linear(base, found)
 
 
-def _dtype(layer: Any) -> torch.dtype:
+def _bias_dtype(layer: Any) -> torch.dtype:
     bias = getattr(layer, "bias", None)
     return torch.float32 if bias is None else bias.dtype

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rloo_cli.config.schema import ModelConfig, RefSyncConfig
-from rloo_cli.data.packing import Micro
+from rloo_cli.data.packing import MicroBatch
 from rloo_cli.policy import load, lora
 from rloo_cli.policy.model import LogProbs, Policy
 
@@ -41,10 +41,10 @@ class Reference(Policy):
     ):
         super().__init__(model.eval().requires_grad_(False), temperature, device=device)
         self._set_up(sync, policy)
-        self.works_on, self.inside = offload_from, 0
+        self.offload_device, self.on_device_depth = offload_from, 0
         # Where it is when it is away. Views of these tensors are not copies: it costs no memory.
-        self.home = dict(_tensors(model)) if offload_from is not None else {}
-        self.home = {name: tensor.data for name, tensor in self.home.items()}
+        self.cpu_weights = dict(_parameters_and_buffers(model)) if offload_from is not None else {}
+        self.cpu_weights = {name: tensor.data for name, tensor in self.cpu_weights.items()}
 
     policy: Policy | None = None
 
@@ -52,63 +52,65 @@ class Reference(Policy):
         self.sync, self.policy = sync, policy
 
     @property
-    def own(self) -> bool:
+    def is_second_model(self) -> bool:
         """It is a second model, whose layout has to be found; else it is laid out as the policy."""
         return True
 
     @property
     def offloaded(self) -> bool:
         """It comes to the device for each pass: better one per batch."""
-        return self.works_on is not None
+        return self.offload_device is not None
 
     @property
-    def moves(self) -> bool:
+    def follows_policy(self) -> bool:
         """It follows the policy, so a checkpoint has to hold it."""
         return self.sync is not None and self.sync.every > 0
 
     @property
     def device(self) -> torch.device:
-        return self.works_on or super().device
+        return self.offload_device or super().device
 
     @torch.no_grad()
-    def frozen_logp(self, micro: Micro) -> LogProbs:
-        with self.there():
-            return super().frozen_logp(micro)
+    def frozen_logp(self, micro_batch: MicroBatch) -> LogProbs:
+        with self.on_device():
+            return super().frozen_logp(micro_batch)
 
     @contextmanager
-    def there(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
         """The weights are on the device inside. Nothing in here changes them: going home is
         dropping the copy."""
-        if self.works_on is None:
+        if self.offload_device is None:
             yield
             return
-        if not self.inside:
-            self._move(self.works_on)
-        self.inside += 1
+        if not self.on_device_depth:
+            self._move_weights(self.offload_device)
+        self.on_device_depth += 1
         try:
             yield
         finally:
-            self.inside -= 1
-            if not self.inside:
-                self._move(None)
+            self.on_device_depth -= 1
+            if not self.on_device_depth:
+                self._move_weights(None)
 
-    def _move(self, device: torch.device | None) -> None:
-        for name, tensor in _tensors(self.model):
-            tensor.data = self.home[name] if device is None else self.home[name].to(device)
+    def _move_weights(self, device: torch.device | None) -> None:
+        for name, tensor in _parameters_and_buffers(self.model):
+            tensor.data = (
+                self.cpu_weights[name] if device is None else self.cpu_weights[name].to(device)
+            )
 
-    def follow(self, updates: int) -> None:
+    def sync_with_policy(self, num_updates: int) -> None:
         """After optimizer update `updates`: move towards the policy, where it is due."""
-        if self.moves and self.sync is not None and updates % self.sync.every == 0:
-            self._mix(self.sync.alpha)
+        if self.follows_policy and self.sync is not None and num_updates % self.sync.every == 0:
+            self._blend_policy(self.sync.alpha)
 
-    def _mix(self, alpha: float) -> None:
+    def _blend_policy(self, alpha: float) -> None:
         assert self.policy is not None
         now = dict(self.policy.model.named_parameters())
-        _mix(dict(self.model.named_parameters()), now, alpha)
+        _blend_tensors(dict(self.model.named_parameters()), now, alpha)
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint has to hold of it; {} where it stands."""
-        if not self.moves:
+        if not self.follows_policy:
             return {}
         return {n: p.detach().contiguous() for n, p in self.model.named_parameters()}
 
@@ -119,29 +121,31 @@ class Reference(Policy):
             parameter.copy_(tensors[name])
 
 
-class OfPolicy(Reference):
+class AdapterReference(Reference):
     """The policy's own model with its adapter off, or with the adapter `reference` in its place."""
 
     def __init__(self, policy: Policy, temperature: float, keys: ModelConfig, seed: int):
         Policy.__init__(self, policy.model, temperature)
-        self.scorer = policy.scorer  # one module, which an engine for many devices may wrap
+        self.logprob_module = (
+            policy.logprob_module
+        )  # one module, which an engine for many devices may wrap
         self._set_up(keys.ref_sync, policy)
-        self.works_on, self.inside, self.home = None, 0, {}
+        self.offload_device, self.on_device_depth, self.cpu_weights = None, 0, {}
         assert keys.lora is not None
-        self.name: str | None = None
-        if self.moves or keys.lora.path is not None:
-            self.name = lora.REFERENCE
-            self._second(keys, seed)
-        self.layers = lora.layers(policy.model)
+        self.adapter_name: str | None = None
+        if self.follows_policy or keys.lora.path is not None:
+            self.adapter_name = lora.REFERENCE_ADAPTER
+            self._attach_reference_adapter(keys, seed)
+        self.adapter_layers = lora.adapter_layers(policy.model)
 
-    def _second(self, keys: ModelConfig, seed: int) -> None:
+    def _attach_reference_adapter(self, keys: ModelConfig, seed: int) -> None:
         """The adapter as it was before any update, even where the policy's is a checkpoint's."""
         assert keys.lora is not None
-        lora.add(self.model, keys.lora, seed, lora.REFERENCE)
+        lora.attach_adapter(self.model, keys.lora, seed, lora.REFERENCE_ADAPTER)
         if keys.lora.path is not None:
-            lora.read(self.model, Path(keys.lora.path), lora.REFERENCE)
+            lora.read_adapter_weights(self.model, Path(keys.lora.path), lora.REFERENCE_ADAPTER)
         if keys.disable_dropout:
-            load.without_dropout(self.model)
+            load.zero_dropout(self.model)
 
     @property
     def call(self) -> Any:
@@ -149,52 +153,56 @@ class OfPolicy(Reference):
         return self._call if self.policy is None else self.policy.call
 
     @call.setter
-    def call(self, work: Any) -> None:
-        self._call = work
+    def call(self, forward_module: Any) -> None:
+        self._call = forward_module
 
     @property
-    def own(self) -> bool:
+    def is_second_model(self) -> bool:
         return False
 
     @torch.no_grad()
-    def frozen_logp(self, micro: Micro) -> LogProbs:
-        with lora.using(self.layers, self.name):
-            return super().frozen_logp(micro)
+    def frozen_logp(self, micro_batch: MicroBatch) -> LogProbs:
+        with lora.use_adapter(self.adapter_layers, self.adapter_name):
+            return super().frozen_logp(micro_batch)
 
-    def _mix(self, alpha: float) -> None:
-        _mix(lora.named(self.model, lora.REFERENCE), lora.named(self.model), alpha)
+    def _blend_policy(self, alpha: float) -> None:
+        _blend_tensors(
+            lora.adapter_tensors(self.model, lora.REFERENCE_ADAPTER),
+            lora.adapter_tensors(self.model),
+            alpha,
+        )
 
     def state(self) -> dict[str, Tensor]:
-        return lora.adapter_state(self.model, lora.REFERENCE) if self.moves else {}
+        return lora.adapter_state(self.model, lora.REFERENCE_ADAPTER) if self.follows_policy else {}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        lora.put(self.model, tensors, lora.REFERENCE, "the checkpoint")
+        lora.copy_into_adapter(self.model, tensors, lora.REFERENCE_ADAPTER, "the checkpoint")
 
 
-def build(
+def build_reference(
     keys: ModelConfig, policy: Policy, device: torch.device, temperature: float, seed: int
 ) -> Reference:
     """The reference that `model.ref_*` and `model.lora` ask for. Raises ConfigError."""
     if keys.lora is not None and keys.ref_path is None:
-        return OfPolicy(policy, temperature, keys, seed)
+        return AdapterReference(policy, temperature, keys, seed)
     path = keys.ref_path or keys.path
     if not keys.ref_offload:
-        model = load.model(keys, path, device)
+        model = load.load_causal_lm(keys, path, device)
         return Reference(model, temperature, keys.ref_sync, policy)
     # Never whole on the device, but in the dtype that it has there.
-    there = str(load.dtype(keys.dtype, device)).removeprefix("torch.")
-    model = load.model(keys.model_copy(update={"dtype": there}), path, torch.device("cpu"))
+    there = str(load.resolve_dtype(keys.dtype, device)).removeprefix("torch.")
+    model = load.load_causal_lm(keys.model_copy(update={"dtype": there}), path, torch.device("cpu"))
     return Reference(model, temperature, keys.ref_sync, policy, offload_from=device)
 
 
 @torch.no_grad()
-def _mix(target: dict[str, Tensor], source: dict[str, Tensor], alpha: float) -> None:
+def _blend_tensors(target: dict[str, Tensor], source: dict[str, Tensor], alpha: float) -> None:
     """target = alpha source + (1 - alpha) target, in float32, each rounded once."""
     for name, old in target.items():
         new = source[name].to(old.device).float()
         old.copy_(alpha * new + (1 - alpha) * old.float())
 
 
-def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+def _parameters_and_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()

@@ -10,11 +10,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.policy import load
-from rloo_cli.policy.reward_scores import ScoreModel
+from rloo_cli.policy.reward_scores import RewardModelScorer
 from rloo_cli.utils.errors import MachineError, Problem, RunError
 
 
-def tokenizer(key: str, config: Any) -> Any:
+def load_reward_tokenizer(key: str, config: Any) -> Any:
     """The reward model's own tokenizer, with a pad token. `key`: reward.NAME.
 
     Raises MachineError when it cannot be had, or has neither a pad nor an EOS token.
@@ -23,7 +23,9 @@ def tokenizer(key: str, config: Any) -> Any:
     where = f"{key}.tokenizer" if config.tokenizer else f"{key}.path"
     # The revision is that of `path`, and says nothing of another repository.
     revision = None if config.tokenizer else config.revision
-    found = _reach(AutoTokenizer.from_pretrained, path, where, key, config, revision=revision)
+    found = _load_pretrained_reward(
+        AutoTokenizer.from_pretrained, path, where, key, config, revision=revision
+    )
     if found.pad_token_id is None:
         if found.eos_token_id is None:
             what = f"the tokenizer of {path} has neither a pad token nor an EOS token"
@@ -34,48 +36,57 @@ def tokenizer(key: str, config: Any) -> Any:
     return found
 
 
-def model(key: str, config: Any, tokens: Any, device: torch.device) -> ScoreModel:
+def load_reward_model(
+    key: str, config: Any, tokenizer: Any, device: torch.device
+) -> RewardModelScorer:
     """The reward model, in eval mode and without gradients. `device`: that of device=auto.
 
     Raises MachineError for what cannot be had and for what is no reward model.
     """
-    place = _device(key, config.device, device)
+    place = _reward_device(key, config.device, device)
     options: dict[str, Any] = {
-        "dtype": _dtype(key, config.dtype, place),
+        "dtype": _reward_dtype(key, config.dtype, place),
         "revision": config.revision,
         "use_safetensors": True,
         "output_loading_info": True,
         **config.model_kwargs,
     }
     kind = AutoModelForSequenceClassification.from_pretrained
-    found, info = _reach(kind, config.path, f"{key}.path", key, config, **options)
-    _check(key, config.path, found, info)
-    found.config.get_text_config().pad_token_id = tokens.pad_token_id
-    found.config.pad_token_id = tokens.pad_token_id
+    found, info = _load_pretrained_reward(kind, config.path, f"{key}.path", key, config, **options)
+    _check_reward_weights(key, config.path, found, info)
+    found.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    found.config.pad_token_id = tokenizer.pad_token_id
     found.eval().requires_grad_(False)
-    return ScoreModel(
-        found, place, tokens.pad_token_id, tokens.eos_token_id, config.batch_size, config.offload
+    return RewardModelScorer(
+        found,
+        place,
+        tokenizer.pad_token_id,
+        tokenizer.eos_token_id,
+        config.batch_size,
+        config.offload,
     )
 
 
-def _check(key: str, path: str, found: Any, info: dict[str, Any]) -> None:
+def _check_reward_weights(key: str, path: str, model: Any, loading_info: dict[str, Any]) -> None:
     """Raises MachineError for weights that are not all there, and for several labels."""
-    absent = sorted([*info["missing_keys"], *(m[0] for m in info["mismatched_keys"])])
+    absent = sorted(
+        [*loading_info["missing_keys"], *(m[0] for m in loading_info["mismatched_keys"])]
+    )
     if absent:
-        what = f"{path} lacks {len(absent)} of the tensors of a {type(found).__name__}"
+        what = f"{path} lacks {len(absent)} of the tensors of a {type(model).__name__}"
         why = f"missing: {', '.join(absent[:5])}; they would be random numbers"
-    elif found.config.num_labels != 1:
+    elif model.config.num_labels != 1:
         what = f"{path} is not a reward model"
-        why = f"it has {found.config.num_labels} labels; a reward model has one"
+        why = f"it has {model.config.num_labels} labels; a reward model has one"
     else:
         return
     fix = f"{key}.path=ORG/NAME of a sequence classifier with one label"
     raise MachineError(Problem(what, f"{key}.path", why, fix))
 
 
-def _device(key: str, name: str, usual: torch.device) -> torch.device:
+def _reward_device(key: str, name: str, default: torch.device) -> torch.device:
     if name == "auto":
-        return usual
+        return default
     found = torch.device(name)
     count = torch.cuda.device_count() if found.type == "cuda" else 1
     if found.type == "cuda" and (found.index or 0) >= count:
@@ -84,21 +95,21 @@ def _device(key: str, name: str, usual: torch.device) -> torch.device:
     return found
 
 
-def _dtype(key: str, name: str, device: torch.device) -> torch.dtype:
+def _reward_dtype(key: str, name: str, device: torch.device) -> torch.dtype:
     try:
-        return load.dtype(name, device)
+        return load.resolve_dtype(name, device)
     except MachineError as error:
         words = {"what": f"{key}.dtype = {name}", "where": f"{key}.dtype"}
         fix = f"{key}.dtype=float32"
         raise MachineError(*[replace(p, **words, fix=fix) for p in error.problems]) from None
 
 
-def _reach(
+def _load_pretrained_reward(
     call: Callable[..., Any], name: str, where: str, key: str, config: Any, **options: Any
 ) -> Any:
     """Call a `from_pretrained`, and turn its many errors into one that says what to do."""
     given = {"trust_remote_code": config.trust_remote_code, **options}
-    path = synthetic.folder(name)
+    path = synthetic.resolve_model_path(name)
     try:
         return call(path, **{k: v for k, v in given.items() if v is not None})
     except RunError:  # a signal's, which came meanwhile

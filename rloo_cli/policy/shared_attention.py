@@ -22,58 +22,67 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from rloo_cli.data.packing import Shared
-from rloo_cli.policy.flash_kernels import kernels, over_prompts, own
+from rloo_cli.data.packing import SharedLayout
+from rloo_cli.policy.flash_kernels import (
+    prompt_attention_pass,
+    select_flash_kernels,
+    self_attention_pass,
+)
 
-NAME = "rloo_shared"
-PLAN = "rloo_plan"  # the argument of a model's forward
+SHARED_ATTENTION_NAME = "rloo_shared"
+SHARED_LAYOUT_ARGUMENT = "rloo_plan"  # the argument of a model's forward
 
 
-class NotShared(RuntimeError):
+class SharedAttentionError(RuntimeError):
     """This model asks its attention for something that shared rows do not have."""
 
 
 @torch.compiler.disable  # the plan is another one for each micro-batch
-def attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
+def shared_layout_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """transformers' attention function: (1, H, T, D), (1, G, T, D) twice -> (1, T, H, D).
 
-    Raises NotShared for a call without a plan, or with a mask, dropout, window, cap or sink.
+    Raises SharedAttentionError for a call without a plan, or with a mask, dropout, a
+    window, a cap or a sink.
     """
-    plan: Shared | None = given.get(PLAN)
+    plan: SharedLayout | None = kwargs.get(SHARED_LAYOUT_ARGUMENT)
     if plan is None:
-        raise NotShared("called without a plan: these are no shared rows")
-    odd = [n for n in ("softcap", "s_aux") if given.get(n) is not None]
-    window = given.get("sliding_window")  # one that holds every row does nothing
-    odd += ["sliding_window"] if window is not None and window < plan.longest else []
-    odd += ["dropout"] if given.get("dropout") else []
+        raise SharedAttentionError("called without a plan: these are no shared rows")
+    odd = [n for n in ("softcap", "s_aux") if kwargs.get(n) is not None]
+    window = kwargs.get("sliding_window")  # one that holds every row does nothing
+    odd += ["sliding_window"] if window is not None and window < plan.max_seqlen else []
+    odd += ["dropout"] if kwargs.get("dropout") else []
     odd += ["attention_mask"] if attention_mask is not None else []
     if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
         odd.append("heads of unequal sizes")
-    if odd or query.shape[0] != 1 or query.shape[2] != sum(plan.segments):
-        raise NotShared(f"it asks for {', '.join(odd) or f'rows of {tuple(query.shape)}'}")
-    plan.calls[0] += 1
-    scale = given.get("scaling")
+    if odd or query.shape[0] != 1 or query.shape[2] != sum(plan.segment_lengths):
+        raise SharedAttentionError(
+            f"it asks for {', '.join(odd) or f'rows of {tuple(query.shape)}'}"
+        )
+    plan.attention_calls[0] += 1
+    scale = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    out: Tensor = Cascade.apply(q, k, v, plan, float(scale))
+    out: Tensor = CascadeAttention.apply(q, k, v, plan, float(scale))
     return out[None], None
 
 
-AttentionInterface.register(NAME, attention)
+AttentionInterface.register(SHARED_ATTENTION_NAME, shared_layout_attention)
 
 
-class Cascade(torch.autograd.Function):
+class CascadeAttention(torch.autograd.Function):
     """(T, H, D), (T, G, D) twice -> (T, H, D): attention over one shared row."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Shared, scale: float) -> Tensor:
-        n = plan.prompt_rows
-        flash = kernels(q)
-        out, lse = flash.forward(q, k, v, own(plan), scale)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: SharedLayout, scale: float
+    ) -> Tensor:
+        n = plan.prompt_tokens
+        flash = select_flash_kernels(q)
+        out, lse = flash.forward(q, k, v, self_attention_pass(plan), scale)
         if n < len(q):
-            across, its = flash.forward(q[n:], k[:n], v[:n], over_prompts(plan), scale)
+            across, its = flash.forward(q[n:], k[:n], v[:n], prompt_attention_pass(plan), scale)
             merged = torch.logaddexp(lse[n:], its)
             ours, theirs = (lse[n:] - merged).exp_(), (its - merged).exp_()
             out[n:] = ours[..., None] * out[n:] + theirs[..., None] * across
@@ -85,49 +94,53 @@ class Cascade(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
-        plan, scale, n = ctx.plan, ctx.scale, ctx.plan.prompt_rows
-        flash = kernels(q)
-        dq, dk, dv = flash.backward(grad, q, k, v, out, lse, own(plan), scale)
+        plan, scale, n = ctx.plan, ctx.scale, ctx.plan.prompt_tokens
+        flash = select_flash_kernels(q)
+        dq, dk, dv = flash.backward(grad, q, k, v, out, lse, self_attention_pass(plan), scale)
         if n < len(q):
             rows = (grad[n:], q[n:], k[:n], v[:n], out[n:], lse[n:])
-            more = flash.backward(*rows, over_prompts(plan), scale)
+            more = flash.backward(*rows, prompt_attention_pass(plan), scale)
             dq[n:] += more[0]
             dk[:n] += more[1]
             dv[:n] += more[2]
         return dq, dk, dv, None, None
 
 
-def install(model: Any) -> None:
+def install_shared_attention(model: Any) -> None:
     """Give a model our attention: from now on its forward needs a plan."""
-    if not installed(model):
+    if not has_shared_attention(model):
         model.rloo_native = [(c, c._attn_implementation) for c in _configs(model)]
-        _put([(c, NAME) for c, _ in model.rloo_native])
+        _set_attention_names([(c, SHARED_ATTENTION_NAME) for c, _ in model.rloo_native])
 
 
-def uninstall(model: Any) -> None:
+def uninstall_shared_attention(model: Any) -> None:
     """The model's own attention again; nothing where it has it."""
-    if installed(model):
-        _put(model.rloo_native)
+    if has_shared_attention(model):
+        _set_attention_names(model.rloo_native)
         del model.rloo_native
 
 
-def installed(model: Any) -> bool:
+def has_shared_attention(model: Any) -> bool:
     """Whether the model has our attention."""
     return hasattr(model, "rloo_native")
 
 
 @contextmanager
-def native(model: Any, name: str | None = None) -> Iterator[None]:
+def native_attention(model: Any, attention: str | None = None) -> Iterator[None]:
     """The model's own attention inside, or the one of that name; what it had before after it."""
     before = [(c, c._attn_implementation) for c in _configs(model)]
-    _put(getattr(model, "rloo_native", []) if name is None else [(c, name) for c, _ in before])
+    _set_attention_names(
+        getattr(model, "rloo_native", [])
+        if attention is None
+        else [(c, attention) for c, _ in before]
+    )
     try:
         yield
     finally:
-        _put(before)
+        _set_attention_names(before)
 
 
-def _put(names: list[tuple[Any, str]]) -> None:
+def _set_attention_names(names: list[tuple[Any, str]]) -> None:
     for config, name in names:
         config._attn_implementation_internal = name  # the public setter changes sub-configs too
 

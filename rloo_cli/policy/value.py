@@ -18,26 +18,32 @@ import torch
 from torch import Tensor
 
 from rloo_cli.config.schema import ModelConfig
-from rloo_cli.config.value_model import Beginning
+from rloo_cli.config.value_model import ValueInit
 from rloo_cli.data import packing
 from rloo_cli.data.batch import Group
-from rloo_cli.data.bin_packing import Shape
-from rloo_cli.data.packing import Micro, Part, whole
+from rloo_cli.data.bin_packing import ForwardCost
+from rloo_cli.data.packing import GroupSlice, MicroBatch, whole_group_slices
 from rloo_cli.policy import layouts, load, shared_attention
-from rloo_cli.policy.model import evaluating, inputs, positions, size
+from rloo_cli.policy.model import forward_inputs, in_eval_mode, position_ids_support, weight_shape
 from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.utils.fault_injection import poison
+from rloo_cli.utils.fault_injection import poison_tensor
 
 
-class Critic:
+class ValueModel:
     """A sequence classifier with one label, asked at every place. `device`: where it computes."""
 
-    def __init__(self, model: Any, device: torch.device, new: bool = False):
-        self.model, self.device, self.new = model, device, new  # new: the head's beginning
+    def __init__(self, model: Any, device: torch.device, new_head: bool = False):
+        self.model, self.device, self.new_head = (
+            model,
+            device,
+            new_head,
+        )  # new: the head's beginning
         self.head: torch.nn.Linear = model.score.float()
-        self.names_positions, self.takes_positions = positions(model.base_model)
+        self.names_position_ids, self.takes_position_ids = position_ids_support(model.base_model)
         self.layout = "padded"  # until `settle` found a better one
-        self.wide = 1.0  # rows of a forward for each of the policy's, whose layout may be another
+        self.tokens_per_policy_token = (
+            1.0  # rows of a forward for each of the policy's, whose layout may be another
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,50 +52,57 @@ class Critic:
         return found
 
     @property
-    def words(self) -> int:
+    def vocab_size(self) -> int:
         """V, the words that it knows."""
-        return size(self.model.get_input_embeddings().weight)[0]
+        return weight_shape(self.model.get_input_embeddings().weight)[0]
 
     @property
-    def shape(self) -> Shape:
+    def cost(self) -> ForwardCost:
         """What a forward pass costs: that of its backbone, with a head of one number."""
         config = self.model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", 0) or 0
         width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
         table = self.model.get_input_embeddings().weight
         body = sum(p.numel() for p in self.model.parameters()) - table.numel()
-        return Shape(body, config.num_hidden_layers, heads * width, config.hidden_size, 1)
+        return ForwardCost(body, config.num_hidden_layers, heads * width, config.hidden_size, 1)
 
-    def settle(self, wanted: str, longest: int | None) -> str:
+    def choose_layout(self, requested: str, max_length: int | None) -> str:
         """Find the layout; what kept it from better ones. `wanted`, `longest`: as for a policy.
 
         Raises ConfigError where the layout that is wanted would give other numbers.
         """
-        return "; ".join(layouts.find(self, wanted, longest, Probe(self)))
+        return "; ".join(
+            layouts.set_best_layout(self, requested, max_length, ValueLayoutProbe(self))
+        )
 
     def pack(
-        self, groups: Sequence[Group], parts: Sequence[Part], masked: Tensor | None = None
-    ) -> Micro:
+        self,
+        groups: Sequence[Group],
+        group_slices: Sequence[GroupSlice],
+        masked: Tensor | None = None,
+    ) -> MicroBatch:
         """These completions laid out as this model takes them, on its device."""
-        return packing.pack(groups, parts, masked, self.device, self.layout)
+        return packing.pack_micro_batch(groups, group_slices, masked, self.device, self.layout)
 
-    def hidden(self, micro: Micro) -> Tensor:
+    def hidden(self, micro_batch: MicroBatch) -> Tensor:
         """Hidden states of the places that predict a completion token. -> (N, h)"""
-        states = self.model.base_model(**inputs(micro, self.takes_positions))[0]
-        found: Tensor = states.reshape(-1, states.shape[-1]).index_select(0, micro.source)
+        states = self.model.base_model(**forward_inputs(micro_batch, self.takes_position_ids))[0]
+        found: Tensor = states.reshape(-1, states.shape[-1]).index_select(
+            0, micro_batch.logit_index
+        )
         return found
 
-    def values(self, micro: Micro) -> Tensor:
+    def values(self, micro_batch: MicroBatch) -> Tensor:
         """V before each completion token, with gradient, in float32. -> (N,)"""
-        found: Tensor = self.head(self.hidden(micro).float()).squeeze(-1)
-        poisoned: Tensor = poison("value", found)
+        found: Tensor = self.head(self.hidden(micro_batch).float()).squeeze(-1)
+        poisoned: Tensor = poison_tensor("value", found)
         return poisoned
 
     @torch.no_grad()
-    def frozen_values(self, micro: Micro) -> Tensor:
+    def frozen_values(self, micro_batch: MicroBatch) -> Tensor:
         """The same in eval mode and without gradient: as a step begins. -> (N,)"""
-        with evaluating(self.model):
-            return self.values(micro)
+        with in_eval_mode(self.model):
+            return self.values(micro_batch)
 
     def state(self) -> dict[str, Tensor]:
         """All weights, for a checkpoint."""
@@ -102,16 +115,16 @@ class Critic:
             parameter.copy_(tensors[name])
 
 
-class Probe(layouts.Probe):
+class ValueLayoutProbe(layouts.LayoutProbe):
     """The backbone's hidden states at the places that predict the probe's completions. (N, h)"""
 
-    off = "hidden states are off by {:.2g}"
+    mismatch_text = "hidden states are off by {:.2g}"
 
     @torch.no_grad()
-    def alone(self, name: str | None = None) -> Tensor:
+    def values_alone(self, attention: str | None = None) -> Tensor:
         """Each row by itself, through the plain backbone; `name`: by that attention. -> (N, h)"""
         model, found = self.policy.model, []
-        with evaluating(model), shared_attention.native(model, name):
+        with in_eval_mode(model), shared_attention.native_attention(model, attention):
             for group in self.groups:
                 for rollout in group.rollouts:
                     row = torch.tensor([group.prompt_ids + rollout.completion_ids])
@@ -120,34 +133,44 @@ class Probe(layouts.Probe):
         return torch.cat(found).double()
 
     @torch.no_grad()
-    def sums(self, layout: str) -> Tensor:
+    def layout_values(self, layout: str) -> Tensor:
         """The same in rows of this layout. -> (N, h)"""
-        critic: Critic = self.policy
-        parts = whole(self.groups, range(len(self.groups)))
-        micro = packing.pack(self.groups, parts, device=critic.device, layout=layout)
-        with evaluating(critic.model):
+        critic: ValueModel = self.policy
+        parts = whole_group_slices(self.groups, range(len(self.groups)))
+        micro = packing.pack_micro_batch(self.groups, parts, device=critic.device, layout=layout)
+        with in_eval_mode(critic.model):
             found = critic.hidden(micro).double()
-        layouts.count_calls(critic.model, micro)
+        layouts.check_attention_calls(critic.model, micro)
         return found
 
-    def gap(self, found: Tensor) -> Tensor:
+    def differences(self, values: Tensor) -> Tensor:
         """Distance from the truth, relative to its length. -> (N,)"""
-        return (found - self.truth).norm(dim=-1) / self.truth.norm(dim=-1).clamp_min(1e-12)
+        return (values - self.expected).norm(dim=-1) / self.expected.norm(dim=-1).clamp_min(1e-12)
 
 
-def build(keys: ModelConfig, start: Beginning, words: int, device: torch.device) -> Critic:
+def build_value_model(
+    keys: ModelConfig, value_init: ValueInit, vocab_size: int, device: torch.device
+) -> ValueModel:
     """The value model from where it begins, to be trained. `words`: those that the policy knows.
 
     Raises ConfigError, MachineError, with the key that named it.
     """
-    given = {"path": start.path, "revision": start.revision, "trust_remote_code": start.trusted}
-    with load.naming(start.key):
-        model, new = load.classifier(keys.model_copy(update=given), start.path, device)
+    given = {
+        "path": value_init.path,
+        "revision": value_init.revision,
+        "trust_remote_code": value_init.trust_remote_code,
+    }
+    with load.errors_naming_key(value_init.key):
+        model, new = load.load_classifier_with_head(
+            keys.model_copy(update=given), value_init.path, device
+        )
     if new:
         with torch.no_grad():
             model.score.weight.zero_()
-    critic = Critic(model.train().requires_grad_(True), device, new)
-    if critic.words != words:
-        why = f"the policy knows {words} tokens, the value model {critic.words}"
-        raise ConfigError(Problem("policy and value model differ in vocabulary", start.key, why))
+    critic = ValueModel(model.train().requires_grad_(True), device, new)
+    if critic.vocab_size != vocab_size:
+        why = f"the policy knows {vocab_size} tokens, the value model {critic.vocab_size}"
+        raise ConfigError(
+            Problem("policy and value model differ in vocabulary", value_init.key, why)
+        )
     return critic

@@ -3,7 +3,7 @@
 advice          what a run is told about its health
 curves          matplotlib curves of one run
 display         a live panel, or plain lines
-eval_rows       which lines of metrics.jsonl are evaluations, and what is shown of them
+eval_lines      which lines of metrics.jsonl are evaluations, and what is shown of them
 log             metrics.jsonl, samples, terminal
 metric_names    every metric with its unit and meaning
 panel           the panel, for a terminal or as SVG

@@ -11,15 +11,18 @@ from operator import mul
 from statistics import fmean, linear_regression, variance
 from typing import Any
 
-Row = Mapping[str, Any]
+MetricsMapping = Mapping[str, Any]
 
-RECENT = 5  # rows averaged for a share: with few prompts per step one row may be 1.0 by luck
+RECENT_LINES = 5  # rows averaged for a share: with few prompts per step one row may be 1.0 by luck
 FLAT_STEPS = 50  # shorter, and a slow but healthy rise still hides in the noise
 FLAT_NOISE = 1.0  # standard errors between the window's halves: a real rise soon leaves 1 behind
 FALL_NOISE = 4.0  # standard errors of a fall that is more than noise: rare in a thousand steps
-SWINGS, SWING_POINTS = 4, 20  # crossings of the mean, and points that it takes to count them
+MIN_CROSSINGS, MIN_SWING_POINTS = (
+    4,
+    20,
+)  # crossings of the mean, and points that it takes to count them
 QUARTER_NOISE = 4.5  # standard errors between quarters of the window: more, and it is not level
-PATTERN = 0.6  # autocorrelation of some lag: 50 points of noise stay below 0.45
+MIN_PATTERN_AUTOCORRELATION = 0.6  # autocorrelation of some lag: 50 points of noise stay below 0.45
 CLIP_SHARE = 0.2  # above it a fifth of the completions give no gradient: the policy moved too far
 KL_STEPS, KL_FACTOR = 20, 3.0  # beta holds a drift this fast only after the damage
 KL_FLOOR = 0.1  # nats per token; below it, tripling is only the way up from 0
@@ -33,44 +36,44 @@ CLIPPED_UPDATES = 20  # fewer may be the start, where gradients are largest
 NO_SIGNAL_STEPS = 20  # no group with two different scores for so long: nothing is learnt
 
 
-def _number(row: Row, name: str) -> float | None:
-    value = row.get(name)
+def _finite_number(metrics: MetricsMapping, name: str) -> float | None:
+    value = metrics.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None
 
 
-class History:
+class MetricHistory:
     """The first value of every metric, and (step, value) of each over the last steps."""
 
     def __init__(self) -> None:
         self.step = 0
-        self.first: dict[str, float] = {}
+        self.first_values: dict[str, float] = {}
         self.points: dict[str, list[tuple[int, float]]] = {}
 
-    def add(self, row: Row, names: tuple[str, ...]) -> None:
-        step = _number(row, "step")
+    def add(self, metrics: MetricsMapping, names: tuple[str, ...]) -> None:
+        step = _finite_number(metrics, "step")
         self.step = self.step + 1 if step is None else int(step)
         oldest = self.step - 2 * FLAT_STEPS
         for name in names:
-            value = _number(row, name)
+            value = _finite_number(metrics, name)
             if value is None:
                 continue
-            self.first.setdefault(name, value)
+            self.first_values.setdefault(name, value)
             kept = [p for p in self.points.get(name, []) if p[0] >= oldest]
             self.points[name] = [*kept, (self.step, value)]
 
-    def last(self, name: str) -> float | None:
+    def current_value(self, name: str) -> float | None:
         """The value of this very step."""
         points = self.points.get(name)
         return points[-1][1] if points and points[-1][0] == self.step else None
 
-    def recent(self, name: str) -> float | None:
+    def recent_mean(self, name: str) -> float | None:
         """Mean of the last rows; None until there are enough of them."""
         points = self.points.get(name, [])
-        return fmean(v for _, v in points[-RECENT:]) if len(points) >= RECENT else None
+        return fmean(v for _, v in points[-RECENT_LINES:]) if len(points) >= RECENT_LINES else None
 
-    def over(self, name: str, steps: int) -> list[float] | None:
+    def recent_values(self, name: str, steps: int) -> list[float] | None:
         """The values of the last `steps` steps; None while the run is younger than that.
 
         A logged row stands for the steps since the row before it, so that logging.every=10
@@ -85,28 +88,28 @@ class History:
         return [value for at, value in points if at > self.step - steps]
 
 
-def _rise(values: list[float]) -> tuple[float, float, float]:
+def _half_means(values: list[float]) -> tuple[float, float, float]:
     """The means of the first and the second half, and the standard error of their difference."""
     early, late = values[: len(values) // 2], values[len(values) // 2 :]
     noise = math.sqrt(variance(early) / len(early) + variance(late) / len(late))
     return fmean(early), fmean(late), noise
 
 
-def _patterned(values: list[float]) -> bool:
+def _has_pattern(values: list[float]) -> bool:
     """Whether values follow each other as those of a wave, a hump or a slope do, not as noise."""
     middle, count = fmean(values), len(values)
     gaps = [value - middle for value in values]
     whole = sum(gap * gap for gap in gaps)
-    if count < SWING_POINTS or whole <= 0:
+    if count < MIN_SWING_POINTS or whole <= 0:
         return False
     lags = (sum(map(mul, gaps, gaps[lag:])) for lag in range(1, count // 2))
-    return any(abs(found) > PATTERN * whole for found in lags)
+    return any(abs(found) > MIN_PATTERN_AUTOCORRELATION * whole for found in lags)
 
 
-def _level(values: list[float]) -> bool:
+def _has_level_quarters(values: list[float]) -> bool:
     """Whether the quarters of a window have one mean, as far as noise lets one see."""
     count = len(values) // 4
-    if count < SWING_POINTS // 4:
+    if count < MIN_SWING_POINTS // 4:
         return True
     quarters = [values[i * count : (i + 1) * count] for i in range(4)]
     means = [fmean(quarter) for quarter in quarters]
@@ -114,29 +117,29 @@ def _level(values: list[float]) -> bool:
     return max(means) - min(means) <= QUARTER_NOISE * noise
 
 
-def _swings(values: list[float]) -> bool:
+def _is_swinging(values: list[float]) -> bool:
     """Whether values go up and down again and again, and not as noise does, nor around a slope."""
     steps = range(len(values))
     slope, start = linear_regression(steps, values)
     around = [value - slope * step - start for step, value in zip(steps, values, strict=True)]
     crossings = sum((a < 0) != (b < 0) for a, b in pairwise(around))
-    return crossings >= SWINGS and _patterned(around)
+    return crossings >= MIN_CROSSINGS and _has_pattern(around)
 
 
-def _falls(past: History) -> tuple[float, float] | None:
+def _reward_fall(history: MetricHistory) -> tuple[float, float] | None:
     """From where to where the reward fell, over the last steps or twice as many of them."""
     for steps in (FLAT_STEPS, 2 * FLAT_STEPS):
-        values = past.over("reward", steps)
+        values = history.recent_values("reward", steps)
         if values is None or len(values) < 4:
             return None
-        early, late, noise = _rise(values)
+        early, late, noise = _half_means(values)
         if early - late > FALL_NOISE * noise:
             return early, late
     return None
 
 
-def reward_falling(past: History) -> str | None:
-    found = _falls(past)
+def reward_falling(history: MetricHistory) -> str | None:
+    found = _reward_fall(history)
     if found is None:
         return None
     return (
@@ -147,11 +150,11 @@ def reward_falling(past: History) -> str | None:
     )
 
 
-def reward_swinging(past: History) -> str | None:
-    values = past.over("reward", FLAT_STEPS)
-    if values is None or len(values) < 4 or not _swings(values):
+def reward_swinging(history: MetricHistory) -> str | None:
+    values = history.recent_values("reward", FLAT_STEPS)
+    if values is None or len(values) < 4 or not _is_swinging(values):
         return None
-    early, late, noise = _rise(values)
+    early, late, noise = _half_means(values)
     if late - early > FLAT_NOISE * noise:  # it rises all the same
         return None
     return (
@@ -161,13 +164,13 @@ def reward_swinging(past: History) -> str | None:
     )
 
 
-def reward_flat(past: History) -> str | None:
-    values = past.over("reward", FLAT_STEPS)
+def reward_flat(history: MetricHistory) -> str | None:
+    values = history.recent_values("reward", FLAT_STEPS)
     if values is None or len(values) < 4:
         return None
-    if _falls(past) or _patterned(values) or not _level(values):
+    if _reward_fall(history) or _has_pattern(values) or not _has_level_quarters(values):
         return None  # where it falls or swings, larger updates would do harm
-    early, late, noise = _rise(values)
+    early, late, noise = _half_means(values)
     if abs(late - early) > FLAT_NOISE * noise:
         return None
     return (
@@ -177,8 +180,8 @@ def reward_flat(past: History) -> str | None:
     )
 
 
-def policy_clipping(past: History) -> str | None:
-    share = past.recent("clip_ratio/region_mean")
+def policy_clipping(history: MetricHistory) -> str | None:
+    share = history.recent_mean("clip_ratio/region_mean")
     if share is None or share <= CLIP_SHARE:
         return None
     return (
@@ -188,8 +191,8 @@ def policy_clipping(past: History) -> str | None:
     )
 
 
-def kl_rising(past: History) -> str | None:
-    values, now = past.over("kl", KL_STEPS + 1), past.last("kl")
+def kl_rising(history: MetricHistory) -> str | None:
+    values, now = history.recent_values("kl", KL_STEPS + 1), history.current_value("kl")
     if not values or now is None or now <= KL_FACTOR * max(values[0], KL_FLOOR):
         return None
     return (
@@ -199,8 +202,8 @@ def kl_rising(past: History) -> str | None:
     )
 
 
-def entropy_collapse(past: History) -> str | None:
-    now, start = past.last("entropy"), past.first.get("entropy", 0.0)
+def entropy_collapse(history: MetricHistory) -> str | None:
+    now, start = history.current_value("entropy"), history.first_values.get("entropy", 0.0)
     if now is None or start <= 0 or now >= ENTROPY_SHARE * start:
         return None
     return (
@@ -210,8 +213,8 @@ def entropy_collapse(past: History) -> str | None:
     )
 
 
-def zero_spread(past: History) -> str | None:
-    share = past.recent("frac_reward_zero_std")
+def zero_spread(history: MetricHistory) -> str | None:
+    share = history.recent_mean("frac_reward_zero_std")
     if share is None or share <= ZERO_STD_SHARE:
         return None
     return (
@@ -221,8 +224,8 @@ def zero_spread(past: History) -> str | None:
     )
 
 
-def no_signal(past: History) -> str | None:
-    values = past.over("frac_reward_zero_std", NO_SIGNAL_STEPS)
+def no_signal(history: MetricHistory) -> str | None:
+    values = history.recent_values("frac_reward_zero_std", NO_SIGNAL_STEPS)
     if not values or min(values) < 1.0:
         return None
     return (
@@ -232,8 +235,8 @@ def no_signal(past: History) -> str | None:
     )
 
 
-def truncation(past: History) -> str | None:
-    share = past.recent("completions/clipped_ratio")
+def many_truncated(history: MetricHistory) -> str | None:
+    share = history.recent_mean("completions/clipped_ratio")
     if share is None or share <= TRUNCATED_SHARE:
         return None
     return (
@@ -243,8 +246,8 @@ def truncation(past: History) -> str | None:
     )
 
 
-def low_ess(past: History) -> str | None:
-    share = past.recent("sampling/ess")
+def low_ess(history: MetricHistory) -> str | None:
+    share = history.recent_mean("sampling/ess")
     if share is None or share >= ESS_SHARE:
         return None
     return (
@@ -254,9 +257,9 @@ def low_ess(past: History) -> str | None:
     )
 
 
-def logp_drift(past: History) -> str | None:
+def logp_drift(history: MetricHistory) -> str | None:
     name = "sampling/logp_diff_rms"
-    now, start = past.recent(name), past.first.get(name, 0.0)
+    now, start = history.recent_mean(name), history.first_values.get(name, 0.0)
     if now is None or now <= LOGP_FACTOR * start or now <= LOGP_FLOOR:
         return None
     return (
@@ -266,8 +269,8 @@ def logp_drift(past: History) -> str | None:
     )
 
 
-def every_update_clipped(past: History) -> str | None:
-    values = past.over("grad_clip_fraction", CLIPPED_UPDATES)
+def every_update_clipped(history: MetricHistory) -> str | None:
+    values = history.recent_values("grad_clip_fraction", CLIPPED_UPDATES)
     if not values or min(values) < 1.0:
         return None
     return (
@@ -277,7 +280,7 @@ def every_update_clipped(past: History) -> str | None:
     )
 
 
-RULES: dict[Callable[[History], str | None], tuple[str, ...]] = {
+ADVICE_RULES: dict[Callable[[MetricHistory], str | None], tuple[str, ...]] = {
     reward_falling: ("reward",),
     reward_swinging: ("reward",),
     reward_flat: ("reward",),
@@ -286,7 +289,7 @@ RULES: dict[Callable[[History], str | None], tuple[str, ...]] = {
     entropy_collapse: ("entropy",),
     zero_spread: ("frac_reward_zero_std",),
     no_signal: ("frac_reward_zero_std",),
-    truncation: ("completions/clipped_ratio",),
+    many_truncated: ("completions/clipped_ratio",),
     low_ess: ("sampling/ess",),
     logp_drift: ("sampling/logp_diff_rms",),
     every_update_clipped: ("grad_clip_fraction",),
@@ -294,20 +297,22 @@ RULES: dict[Callable[[History], str | None], tuple[str, ...]] = {
 
 
 # Who has heard the first does not hear the second, which says the opposite.
-OPPOSITES = {reward_falling: reward_flat, reward_swinging: reward_flat}
+SILENCED_RULES = {reward_falling: reward_flat, reward_swinging: reward_flat}
 
 
 class Advisor:
     """Looks at each logged row; returns the advice that is new."""
 
     def __init__(self) -> None:
-        self.past = History()
-        self.open = list(RULES)
+        self.history = MetricHistory()
+        self.open_rules = list(ADVICE_RULES)
 
-    def look(self, row: Row) -> list[str]:
+    def advise(self, metrics: MetricsMapping) -> list[str]:
         """The advice of every rule that fires on this row for the first time in the run."""
-        self.past.add(row, tuple({name for names in RULES.values() for name in names}))
-        found = {rule: text for rule in self.open if (text := rule(self.past))}
-        silent = [*found, *[OPPOSITES[rule] for rule in found if rule in OPPOSITES]]
-        self.open = [rule for rule in self.open if rule not in silent]
+        self.history.add(
+            metrics, tuple({name for names in ADVICE_RULES.values() for name in names})
+        )
+        found = {rule: text for rule in self.open_rules if (text := rule(self.history))}
+        silent = [*found, *[SILENCED_RULES[rule] for rule in found if rule in SILENCED_RULES]]
+        self.open_rules = [rule for rule in self.open_rules if rule not in silent]
         return list(found.values())

@@ -19,14 +19,14 @@ GREY, GRID = "#8a8f98", "#e6e8eb"
 BLUE, ORANGE, GREEN, RED = "#2563eb", "#ea580c", "#15803d", "#dc2626"
 PURPLE, TEAL, BROWN = "#7c3aed", "#0d9488", "#92400e"
 
-SHARE = 0.02  # of a run's time that its drawings may take
-SPENT = 1.0  # seconds that a drawing is taken to need before one was made
-LEAST = 2  # lines of metrics; before the second one there is no curve
+DRAWING_TIME_SHARE = 0.02  # of a run's time that its drawings may take
+FIRST_DRAWING_S = 1.0  # seconds that a drawing is taken to need before one was made
+MIN_CURVE_LINES = 2  # lines of metrics; before the second one there is no curve
 
-Points = tuple[list[float], list[float]]
+CurvePoints = tuple[list[float], list[float]]
 
 
-class Drawer:
+class CurveDrawer:
     """Draws the curves of a run while it goes on, into its own folder.
 
     One that is drawn `now_and_then` waits until all drawings are a small share of the time.
@@ -35,27 +35,33 @@ class Drawer:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.last, self.spent = time.monotonic(), SPENT
-        self.drawn, self.failed = 0, False  # lines that the last picture has
+        self.last_drawn_at, self.last_drawing_s = time.monotonic(), FIRST_DRAWING_S
+        self.drawn_lines, self.failed = 0, False  # lines that the last picture has
 
-    def draw(self, lines: int, note: Callable[[str], None], now_and_then: bool = False) -> None:
+    def draw_curves(
+        self, num_lines: int, note: Callable[[str], None], rate_limited: bool = False
+    ) -> None:
         """Draw curves.png, where the run has `lines` lines of metrics. Never raises."""
         began = time.monotonic()
-        early = now_and_then and SHARE * (began - self.last) < self.spent
-        if lines < LEAST or lines == self.drawn or early:
+        early = (
+            rate_limited and DRAWING_TIME_SHARE * (began - self.last_drawn_at) < self.last_drawing_s
+        )
+        if num_lines < MIN_CURVE_LINES or num_lines == self.drawn_lines or early:
             return
-        self.drawn = lines
+        self.drawn_lines = num_lines
         try:
-            draw(self.folder / "metrics.jsonl", self.folder / "curves.png", self.folder.name)
+            draw_run_curves(
+                self.folder / "metrics.jsonl", self.folder / "curves.png", self.folder.name
+            )
         except Exception as error:  # a picture must not end a run, whatever matplotlib raises
             if not self.failed:
                 note(f"warning: curves.png cannot be drawn: {type(error).__name__}: {error}")
             self.failed = True
-        self.last = time.monotonic()
-        self.spent = self.last - began
+        self.last_drawn_at = time.monotonic()
+        self.last_drawing_s = self.last_drawn_at - began
 
 
-def draw(metrics_path: str | Path, out_png: str | Path, title: str) -> Path:
+def draw_run_curves(metrics_path: str | Path, out_png: str | Path, title: str) -> Path:
     """Write the picture of `metrics_path` to `out_png` (an SVG if the name ends so).
 
     Raises ConfigError where there are no metrics.
@@ -63,15 +69,15 @@ def draw(metrics_path: str | Path, out_png: str | Path, title: str) -> Path:
     from matplotlib.figure import Figure  # 0.3 s, only where one is drawn
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    rows = read_rows(Path(metrics_path))
+    rows = read_metrics_lines(Path(metrics_path))
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
     figure = Figure(figsize=(12, 6.4), dpi=140, layout=layout, facecolor="white")
     figure.suptitle(title, fontsize=13, fontweight="bold", parse_math=False)
     axes = figure.subplots(2, 3, sharex=True)
-    for axis, panel in zip(axes.flat, PANELS, strict=True):
-        frame(axis, *panel[:2])
+    for axis, panel in zip(axes.flat, CURVE_PANELS, strict=True):
+        style_axis(axis, *panel[:2])
         if not panel[2](axis, rows):
-            no_data(axis)
+            mark_no_data(axis)
     for axis in axes[-1]:
         axis.set_xlabel("step", fontsize=9, color="#444444")
     out = Path(out_png)
@@ -85,7 +91,7 @@ def draw(metrics_path: str | Path, out_png: str | Path, title: str) -> Path:
     return out
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_metrics_lines(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl, by step; a last line cut off by a kill is left out."""
     if not path.is_file():
         raise ConfigError(
@@ -107,17 +113,17 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["step"])
 
 
-def points(rows: Sequence[dict[str, Any]], name: str) -> Points:
+def metric_points(metrics_lines: Sequence[dict[str, Any]], name: str) -> CurvePoints:
     """(steps, values) of the rows that have a finite number there."""
     found = [
         (float(row["step"]), float(row[name]))
-        for row in rows
+        for row in metrics_lines
         if isinstance(row.get(name), int | float) and math.isfinite(row[name])
     ]
     return [step for step, _ in found], [value for _, value in found]
 
 
-def smooth(values: Sequence[float]) -> list[float]:
+def smooth_values(values: Sequence[float]) -> list[float]:
     """A straight line fitted around each point, over a fifteenth of the points.
 
     Unlike a mean, it neither lags where the window is cut at an end nor jumps there.
@@ -133,7 +139,7 @@ def smooth(values: Sequence[float]) -> list[float]:
     return result
 
 
-def frame(axis: Any, name: str, unit: str) -> None:
+def style_axis(axis: Any, name: str, unit: str) -> None:
     """A small picture's title, unit and quiet axes; whole numbers below."""
     axis.set_title(name, loc="left", fontsize=10.5, fontweight="bold", color="#222222")
     axis.set_ylabel(unit, fontsize=9, color="#444444")
@@ -147,7 +153,7 @@ def frame(axis: Any, name: str, unit: str) -> None:
         axis.spines[side].set_color("#c5c8cc")
 
 
-def no_data(axis: Any) -> None:
+def mark_no_data(axis: Any) -> None:
     """Grey, and said to be empty."""
     axis.text(0.5, 0.5, "no data", transform=axis.transAxes, ha="center", va="center", color=GREY)
     axis.set_facecolor("#f6f7f8")
@@ -155,9 +161,9 @@ def no_data(axis: Any) -> None:
     axis.grid(False)
 
 
-def line(axis: Any, data: Points, colour: str, label: str = "") -> bool:
+def plot_line(axis: Any, points: CurvePoints, colour: str, label: str = "") -> bool:
     """The values; above SMOOTH_FROM points thin and pale, under their smoothed line."""
-    steps, values = data
+    steps, values = points
     if not steps:
         return False
     if len(steps) <= SMOOTH_FROM:
@@ -165,80 +171,84 @@ def line(axis: Any, data: Points, colour: str, label: str = "") -> bool:
         axis.plot(steps, values, color=colour, linewidth=1.6, marker=marker, ms=3.5, label=label)
         return True
     axis.plot(steps, values, color=colour, linewidth=0.7, alpha=0.35)
-    axis.plot(steps, smooth(values), color=colour, linewidth=2, label=label)
+    axis.plot(steps, smooth_values(values), color=colour, linewidth=2, label=label)
     return True
 
 
-def legend(axis: Any) -> None:
+def add_legend(axis: Any) -> None:
     axis.legend(fontsize=8, frameon=False, labelcolor="#333333", loc="best")
 
 
-def reward(axis: Any, rows: Sequence[dict[str, Any]]) -> bool:
+def plot_reward(axis: Any, metrics_lines: Sequence[dict[str, Any]]) -> bool:
     """Mean score, one group's spread around it, and the held-out score where there is one."""
-    both = [r for r in rows if points([r], "reward")[0] and points([r], "reward_std")[0]]
-    steps, middle = points(both, "reward")
-    spread = points(both, "reward_std")[1]
+    both = [
+        r
+        for r in metrics_lines
+        if metric_points([r], "reward")[0] and metric_points([r], "reward_std")[0]
+    ]
+    steps, middle = metric_points(both, "reward")
+    spread = metric_points(both, "reward_std")[1]
     if len(steps) > SMOOTH_FROM:
-        middle, spread = smooth(middle), smooth(spread)
+        middle, spread = smooth_values(middle), smooth_values(spread)
     low = [m - s for m, s in zip(middle, spread, strict=True)]
     high = [m + s for m, s in zip(middle, spread, strict=True)]
     if steps:
         band = "± std in a group"
         axis.fill_between(steps, low, high, color=BLUE, alpha=0.12, linewidth=0, label=band)
-    drawn = line(axis, points(rows, "reward"), BLUE, "training")
-    held_out = points(rows, "eval_reward")
+    drawn = plot_line(axis, metric_points(metrics_lines, "reward"), BLUE, "training")
+    held_out = metric_points(metrics_lines, "eval_reward")
     if held_out[0]:
         style = {"color": ORANGE, "marker": "D", "ms": 6, "zorder": 5, "clip_on": False}
         axis.plot(*held_out, linestyle=":", linewidth=1.2, label="held out", **style)
     if drawn or held_out[0]:
-        legend(axis)
+        add_legend(axis)
     return drawn or bool(held_out[0])
 
 
-def length(axis: Any, rows: Sequence[dict[str, Any]]) -> bool:
+def plot_length(axis: Any, metrics_lines: Sequence[dict[str, Any]]) -> bool:
     names = ("completions/min_length", "completions/max_length")
-    both = [row for row in rows if all(points([row], name)[0] for name in names)]
-    (steps, low), (_, high) = (points(both, name) for name in names)
+    both = [row for row in metrics_lines if all(metric_points([row], name)[0] for name in names)]
+    (steps, low), (_, high) = (metric_points(both, name) for name in names)
     if steps:
         axis.fill_between(
             steps, low, high, color=GREEN, alpha=0.12, linewidth=0, label="shortest to longest"
         )
-    drawn = line(axis, points(rows, "completions/mean_length"), GREEN, "mean")
+    drawn = plot_line(axis, metric_points(metrics_lines, "completions/mean_length"), GREEN, "mean")
     if drawn and steps:
-        legend(axis)
+        add_legend(axis)
     return drawn or bool(steps)
 
 
-def clipping(axis: Any, rows: Sequence[dict[str, Any]]) -> bool:
+def plot_clipping(axis: Any, metrics_lines: Sequence[dict[str, Any]]) -> bool:
     """In per cent, so that 0.002 reads as 0.2."""
     parts = (("region_mean", RED, "either side"), ("high_mean", ORANGE, "ratio too high"))
     drawn = False
     for name, colour, label in parts:
-        steps, values = points(rows, f"clip_ratio/{name}")
-        drawn |= line(axis, (steps, [100 * value for value in values]), colour, label)
+        steps, values = metric_points(metrics_lines, f"clip_ratio/{name}")
+        drawn |= plot_line(axis, (steps, [100 * value for value in values]), colour, label)
     if drawn:
         axis.set_ylim(bottom=0, top=None if axis.get_ylim()[1] > 1 else 1)
-        legend(axis)
+        add_legend(axis)
     return drawn
 
 
-def kl(axis: Any, rows: Sequence[dict[str, Any]]) -> bool:
-    return line(axis, points(rows, "kl"), PURPLE)
+def plot_kl(axis: Any, metrics_lines: Sequence[dict[str, Any]]) -> bool:
+    return plot_line(axis, metric_points(metrics_lines, "kl"), PURPLE)
 
 
-def entropy(axis: Any, rows: Sequence[dict[str, Any]]) -> bool:
-    return line(axis, points(rows, "entropy"), TEAL)
+def plot_entropy(axis: Any, metrics_lines: Sequence[dict[str, Any]]) -> bool:
+    return plot_line(axis, metric_points(metrics_lines, "entropy"), TEAL)
 
 
-def grad_norm(axis: Any, rows: Sequence[dict[str, Any]]) -> bool:
-    return line(axis, points(rows, "grad_norm"), BROWN)
+def plot_grad_norm(axis: Any, metrics_lines: Sequence[dict[str, Any]]) -> bool:
+    return plot_line(axis, metric_points(metrics_lines, "grad_norm"), BROWN)
 
 
-PANELS = (
-    ("Reward", "mean score", reward),
-    ("KL to the reference", "nats per token", kl),
-    ("Completion length", "tokens", length),
-    ("Entropy", "nats per token", entropy),
-    ("Policy clipping", "% clipped", clipping),
-    ("Gradient norm", "before clipping", grad_norm),
+CURVE_PANELS = (
+    ("Reward", "mean score", plot_reward),
+    ("KL to the reference", "nats per token", plot_kl),
+    ("Completion length", "tokens", plot_length),
+    ("Entropy", "nats per token", plot_entropy),
+    ("Policy clipping", "% clipped", plot_clipping),
+    ("Gradient norm", "before clipping", plot_grad_norm),
 )

@@ -10,27 +10,27 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from rloo_cli.reporting.eval_rows import headline
+from rloo_cli.reporting.eval_lines import headline_metrics
 from rloo_cli.reporting.panel import (
-    ALSO,
-    PHASES,
-    PLAIN,
-    clean,
-    duration,
-    example,
-    history,
-    number,
-    render,
-    reward_means,
+    LINE_METRICS,
+    MERGED_PHASES,
+    PHASE_COLOURS,
+    clean_line,
+    format_duration,
+    format_number,
+    metric_history,
+    render_panel,
+    render_sample,
+    reward_mean_names,
     time_left,
 )
 
-Row = Mapping[str, Any]
-Rows = Sequence[Row]
+JsonMapping = Mapping[str, Any]
+JsonMappings = Sequence[JsonMapping]
 
 
-SLOW_S = 5.0  # a phase of the start that takes longer says so, and how far it has come
-KEPT = 1000  # lines that are drawn: more than a terminal has columns
+SLOW_PHASE_S = 5.0  # a phase of the start that takes longer says so, and how far it has come
+MAX_LINES_KEPT = 1000  # lines that are drawn: more than a terminal has columns
 
 
 class Display:
@@ -39,37 +39,49 @@ class Display:
     mode auto: a panel if `file` (stdout) is a terminal, else lines, each with `samples` samples.
     """
 
-    def __init__(self, plan: Row, mode: str = "auto", samples: int = 0, file: TextIO | None = None):
-        self.plan, self.count, self.file = dict(plan), samples, file or sys.stdout
-        self.rows: list[Row] = []
-        self.samples: Rows = []
-        self.phase_name, self.start = "", time.monotonic()
-        self.since = self.spoke = self.start  # when the phase began, and was last spoken of
-        self.detail = ""  # how far it has come
-        self.live: Live | None = None
+    def __init__(
+        self,
+        plan: JsonMapping,
+        mode: str = "auto",
+        num_samples: int = 0,
+        file: TextIO | None = None,
+    ):
+        self.plan, self.num_samples, self.file = dict(plan), num_samples, file or sys.stdout
+        self.metrics_lines: list[JsonMapping] = []
+        self.samples: JsonMappings = []
+        self.phase_name, self.started_at = "", time.monotonic()
+        self.phase_started_at = self.last_progress_at = (
+            self.started_at
+        )  # when the phase began, and was last spoken of
+        self.phase_detail = ""  # how far it has come
+        self.live_panel: Live | None = None
         drawable = self.file.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         utf = (getattr(self.file, "encoding", None) or "utf-8").lower().startswith("utf")
         if mode == "panel" or (mode == "auto" and drawable and utf):
             self.console = Console(file=self.file)
             # Drawn by the clock alone, so that a run of fast steps does not pay for every one.
-            self.live = Live(console=self.console, get_renderable=self._panel, refresh_per_second=2)
-            self.live.start()
+            self.live_panel = Live(
+                console=self.console, get_renderable=self._panel, refresh_per_second=2
+            )
+            self.live_panel.start()
 
     def _panel(self) -> RenderableType:
-        elapsed = time.monotonic() - self.start
+        elapsed = time.monotonic() - self.started_at
         # Room for the ^C that a terminal writes behind the frame: on a line of its own it would
         # move everything, and leave a part of this frame above what comes next.
         width = min(self.console.width - 2, 160)
-        below, spent = self.phase_name, time.monotonic() - self.since
-        if self._is_start(below) and spent >= SLOW_S:
-            below += f" · {duration(spent)}"
-        below += f" · {self.detail}" if self.detail else ""
-        return render(list(self.rows), self.samples, self.plan, width, below, elapsed)
+        below, spent = self.phase_name, time.monotonic() - self.phase_started_at
+        if self._is_startup_phase(below) and spent >= SLOW_PHASE_S:
+            below += f" · {format_duration(spent)}"
+        below += f" · {self.phase_detail}" if self.phase_detail else ""
+        return render_panel(
+            list(self.metrics_lines), self.samples, self.plan, width, below, elapsed
+        )
 
     def _print(self, text: str) -> None:
         encoding = getattr(self.file, "encoding", None) or "utf-8"
         text = text.encode(encoding, "replace").decode(encoding)
-        if self.live:
+        if self.live_panel:
             self.console.print(Text(text), soft_wrap=True)
         else:
             try:
@@ -77,61 +89,73 @@ class Display:
             except BrokenPipeError:  # `rloo train | head`: nobody listens, the run goes on
                 sys.stdout = self.file = open(os.devnull, "w")  # noqa: SIM115
 
-    def _is_start(self, name: str) -> bool:
+    def _is_startup_phase(self, name: str) -> bool:
         """Whether a phase is one of those before the first step, which may take long."""
-        of_a_step = {*PHASES, *ALSO.values(), "sync", "data"}
-        return bool(name) and not self.rows and name not in of_a_step
+        of_a_step = {*PHASE_COLOURS, *MERGED_PHASES.values(), "sync", "data"}
+        return bool(name) and not self.metrics_lines and name not in of_a_step
 
     def phase(self, name: str) -> None:
         """What is going on now; before the first step it is said, and what took long too."""
         if name == self.phase_name:
             return
         now = time.monotonic()
-        if self._is_start(self.phase_name) and now - self.since >= SLOW_S:
-            self._print(f"{clean(self.phase_name)}: {duration(now - self.since)}")
-        self.phase_name, self.detail = name, ""
-        self.since = self.spoke = now
-        if self._is_start(name) and not self.live:
-            self._print(f"{clean(name)} ...")
+        if self._is_startup_phase(self.phase_name) and now - self.phase_started_at >= SLOW_PHASE_S:
+            self._print(
+                f"{clean_line(self.phase_name)}: {format_duration(now - self.phase_started_at)}"
+            )
+        self.phase_name, self.phase_detail = name, ""
+        self.phase_started_at = self.last_progress_at = now
+        if self._is_startup_phase(name) and not self.live_panel:
+            self._print(f"{clean_line(name)} ...")
 
     def progress(self, text: str) -> None:
         """How far the phase has come: in the panel at once, plain every few seconds."""
-        self.detail, now = clean(text), time.monotonic()
-        if not self.live and now - self.spoke >= SLOW_S:
-            self.spoke = now
-            self._print(f"  {duration(now - self.since)}: {self.detail}")
+        self.phase_detail, now = clean_line(text), time.monotonic()
+        if not self.live_panel and now - self.last_progress_at >= SLOW_PHASE_S:
+            self.last_progress_at = now
+            self._print(f"  {format_duration(now - self.phase_started_at)}: {self.phase_detail}")
 
-    def step(self, row: Row, samples: Rows = ()) -> None:
+    def step(self, metrics: JsonMapping, samples: JsonMappings = ()) -> None:
         """A logged row, and samples of that step."""
-        self.rows.append(row)
-        if len(self.rows) >= 2 * KEPT:  # a drawing must not take longer as the run goes on
-            self.rows = self.rows[-KEPT:]
+        self.metrics_lines.append(metrics)
+        if (
+            len(self.metrics_lines) >= 2 * MAX_LINES_KEPT
+        ):  # a drawing must not take longer as the run goes on
+            self.metrics_lines = self.metrics_lines[-MAX_LINES_KEPT:]
         self.samples = samples or self.samples
-        if self.live:
+        if self.live_panel:
             return
-        parts = [f"step {row.get('step', '?')}/{self.plan.get('max_steps') or '?'}"]
-        for label, name in [*PLAIN.items(), *headline(row)]:
-            parts += [f"{label.rstrip(' %')} {number(v, label)}" for v in history([row], name)]
+        parts = [f"step {metrics.get('step', '?')}/{self.plan.get('max_steps') or '?'}"]
+        for label, name in [*LINE_METRICS.items(), *headline_metrics(metrics)]:
+            parts += [
+                f"{label.rstrip(' %')} {format_number(v, label)}"
+                for v in metric_history([metrics], name)
+            ]
             if name == "reward" and parts[1:]:
-                parts[-1] += self._by_reward(row)
-        parts += [f"{seconds:.3g} s/step" for seconds in history([row], "step_time")]
-        left = time_left(self.rows, self.plan)
-        self._print("  ".join(parts + ([f"eta {duration(left)}"] if left else [])))
-        for line in [line for sample in samples[: self.count] for line in example(sample, 100)]:
+                parts[-1] += self._reward_means_text(metrics)
+        parts += [f"{seconds:.3g} s/step" for seconds in metric_history([metrics], "step_time")]
+        left = time_left(self.metrics_lines, self.plan)
+        self._print("  ".join(parts + ([f"eta {format_duration(left)}"] if left else [])))
+        for line in [
+            line for sample in samples[: self.num_samples] for line in render_sample(sample, 100)
+        ]:
             self._print(f"  {line.plain.rstrip()}")
 
-    def _by_reward(self, row: Row) -> str:
+    def _reward_means_text(self, metrics: JsonMapping) -> str:
         """The mean of each of several rewards, behind the score: ` (right 0.5, short -0.2)`."""
-        means = {clean(n): history([row], key) for n, key in reward_means([row]).items()}
-        found = ", ".join(f"{n} {number(v[0])}" for n, v in means.items() if v)
+        means = {
+            clean_line(n): metric_history([metrics], key)
+            for n, key in reward_mean_names([metrics]).items()
+        }
+        found = ", ".join(f"{n} {format_number(v[0])}" for n, v in means.items() if v)
         return f" ({found})" if found else ""
 
     def note(self, text: str) -> None:
         """Lines that stay, above the panel."""
-        self._print("\n".join(clean(line) for line in text.splitlines()))
+        self._print("\n".join(clean_line(line) for line in text.splitlines()))
 
     def close(self) -> None:
         """Draw the panel a last time and give the terminal back."""
-        live, self.live, self.phase_name = self.live, None, ""
+        live, self.live_panel, self.phase_name = self.live_panel, None, ""
         if live:
             live.stop()

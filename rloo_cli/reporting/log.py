@@ -9,18 +9,30 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rloo_cli.data.batch import Batch, Group
 from rloo_cli.reporting.advice import Advisor
-from rloo_cli.reporting.curves import Drawer
-from rloo_cli.reporting.display import KEPT, Display
-from rloo_cli.utils.fault_injection import fault
-from rloo_cli.utils.files import check_present, write_text
+from rloo_cli.reporting.curves import CurveDrawer
+from rloo_cli.reporting.display import MAX_LINES_KEPT, Display
+from rloo_cli.utils.fault_injection import trigger_fault
+from rloo_cli.utils.files import check_folder_present, write_text
 
-Row = dict[str, Any]
-COUNTERS = ("step", "updates", "episode", "epoch", "num_tokens", "eps", "learning_rate", "lr")
-OVER = {  # a count of `step_metrics.counts` -> the means that were taken over it
+if TYPE_CHECKING:
+    from torch import Tensor
+
+JsonObject = dict[str, Any]
+COUNTER_METRICS = (
+    "step",
+    "updates",
+    "episode",
+    "epoch",
+    "num_tokens",
+    "eps",
+    "learning_rate",
+    "lr",
+)
+MEANS_BY_COUNT = {  # a count of `step_metrics.counts` -> the means that were taken over it
     "ended": "completions/mean_terminated_length",
     "scored": "reward reward_std_batch",
     "groups": "reward_std frac_reward_zero_std",
@@ -40,34 +52,38 @@ OVER = {  # a count of `step_metrics.counts` -> the means that were taken over i
     "step_time": "perf/completions_per_s perf/tokens_per_s perf/tokens_per_s_per_gpu"
     " perf/rollout_wait_frac perf/mfu",
 }
-WEIGHED_BY = {mean: count for count, means in OVER.items() for mean in means.split()}
-ALIASES = {  # ours -> how TRL spells it
+COUNT_OF_MEAN = {mean: count for count, means in MEANS_BY_COUNT.items() for mean in means.split()}
+TRL_ALIASES = {  # ours -> how TRL spells it
     "sampling/logp_diff_mean": "sampling/sampling_logp_difference/mean",
     "sampling/logp_diff_max": "sampling/sampling_logp_difference/max",
 }
 
 
-class Log:
+class RunLog:
     """Writes what a run did into its folder, and shows it."""
 
     def __init__(self, folder: Path, every: int, samples_every: int, aliases: bool):
         self.folder, self.every = folder, every
         self.samples_every, self.aliases = samples_every, aliases
-        self.rows: list[Row] = []  # as written
-        self.history: list[Row] = []  # those of training, which rewards may look back at
-        self.pending: list[Row] = []  # steps since the last line
-        self.counts: list[Row] = []  # and what their means were taken over
+        self.metrics_lines: list[JsonObject] = []  # as written
+        self.training_lines: list[
+            JsonObject
+        ] = []  # those of training, which rewards may look back at
+        self.pending_steps: list[JsonObject] = []  # steps since the last line
+        self.pending_counts: list[JsonObject] = []  # and what their means were taken over
         self.display: Display | None = None
-        self.writes = True  # false in all ranks but the first
-        self.same: Callable[[Row], Row] = dict  # rank 0's line, on every rank
-        self.now = "the start"  # the phase
+        self.writes_files = True  # false in all ranks but the first
+        self.share_from_rank0: Callable[[JsonObject], JsonObject] = (
+            dict  # rank 0's line, on every rank
+        )
+        self.current_phase = "the start"  # the phase
         self.advisor = Advisor()
-        self.drawer = Drawer(folder)
-        self.said: set[str] = set()
+        self.drawer = CurveDrawer(folder)
+        self.noted_kinds: set[str] = set()
 
-    def due(self, step: int, steps: int) -> bool:
+    def is_due(self, step: int, num_steps: int) -> bool:
         """Whether the `step`-th of `steps` steps, counted from 1, is written: the last always."""
-        return step % self.every == 0 or step == steps
+        return step % self.every == 0 or step == num_steps
 
     def note(self, text: str) -> None:
         """A line that stays."""
@@ -76,7 +92,7 @@ class Log:
 
     def phase(self, name: str) -> None:
         """What is going on now."""
-        self.now = name
+        self.current_phase = name
         if self.display is not None:
             self.display.phase(name)
 
@@ -85,102 +101,106 @@ class Log:
         if self.display is not None:
             self.display.progress(text)
 
-    def step(self, row: Row, counts: Row, batch: Batch, steps: int) -> None:
+    def step(self, metrics: JsonObject, counts: JsonObject, batch: Batch, num_steps: int) -> None:
         """Take in one finished step of `steps`; write a line when it is due, and its samples.
 
         row: its metrics, `step` among them. counts: what its means were taken over.
         """
         for note in batch.notes:
             kind = re.sub(r"\d+", "", note)[:40]
-            if kind not in self.said:  # once per run, not once per step
-                self.said.add(kind)
+            if kind not in self.noted_kinds:  # once per run, not once per step
+                self.noted_kinds.add(kind)
                 self.note(note)
-        self.pending.append(row)
-        self.counts.append(counts)
-        samples = samples_of(batch) if self.writes else []
-        if row["step"] % self.samples_every == 0:
-            self.save_samples(f"step_{row['step']:06d}", samples)
-        if self.due(row["step"], steps):
-            row = self.flush(self.same)
+        self.pending_steps.append(metrics)
+        self.pending_counts.append(counts)
+        samples = batch_samples(batch) if self.writes_files else []
+        if metrics["step"] % self.samples_every == 0:
+            self.save_samples(f"step_{metrics['step']:06d}", samples)
+        if self.is_due(metrics["step"], num_steps):
+            metrics = self.flush(self.share_from_rank0)
             if self.display is not None:
-                self.display.step(row, samples[:: max(1, batch.score.shape[1])])
-            for advice in self.advisor.look(row):
+                self.display.step(metrics, samples[:: max(1, batch.score.shape[1])])
+            for advice in self.advisor.advise(metrics):
                 self.note(f"advice: {advice}")
 
-    def flush(self, same: Callable[[Row], Row] = dict) -> Row:
+    def flush(self, share_from_rank0: Callable[[JsonObject], JsonObject] = dict) -> JsonObject:
         """Write the steps since the last line as one. `same`: what all ranks take it to be."""
-        row = self.write(same(merge(self.pending, self.counts)))
-        self.pending, self.counts = [], []
+        row = self.append_line(
+            share_from_rank0(merge_steps(self.pending_steps, self.pending_counts))
+        )
+        self.pending_steps, self.pending_counts = [], []
         return row
 
-    def dump(self) -> Row:
+    def dump(self) -> JsonObject:
         """Steps that are not written yet, for a checkpoint."""
-        rows = [{k: v for k, v in row.items() if math.isfinite(v)} for row in self.pending]
-        return {"pending": rows, "counts": self.counts}
+        rows = [{k: v for k, v in row.items() if math.isfinite(v)} for row in self.pending_steps]
+        return {"pending": rows, "counts": self.pending_counts}
 
-    def restore(self, saved: Row) -> None:
+    def restore(self, saved: JsonObject) -> None:
         """What `dump` gave; and metrics.jsonl as it is now, for whoever looks back."""
-        self.pending, self.counts = saved["pending"], saved["counts"]
+        self.pending_steps, self.pending_counts = saved["pending"], saved["counts"]
         path = self.folder / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self.rows, self.history = [], []
+        self.metrics_lines, self.training_lines = [], []
         for row in map(json.loads, lines):
-            self.keep(row)
-            self.advisor.look(row)  # what it said then is not said again
+            self.store_line(row)
+            self.advisor.advise(row)  # what it said then is not said again
         if self.display is not None:
-            self.display.rows = list(self.rows[-KEPT:])
+            self.display.metrics_lines = list(self.metrics_lines[-MAX_LINES_KEPT:])
 
-    def held_out(self, row: Row) -> Row:
+    def write_evaluation(self, metrics: JsonObject) -> JsonObject:
         """Write and show the scores of an evaluation; the line as written."""
-        row = self.write(row)
+        metrics = self.append_line(metrics)
         if self.display is not None:
-            self.display.step(row)
-        return row
+            self.display.step(metrics)
+        return metrics
 
-    def write(self, row: Row) -> Row:
+    def append_line(self, metrics: JsonObject) -> JsonObject:
         """Append one line to metrics.jsonl; values that are not finite are left out."""
-        row = {k: v for k, v in row.items() if not isinstance(v, float) or math.isfinite(v)}
+        metrics = {k: v for k, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
         if self.aliases:
-            row |= {theirs: row[ours] for ours, theirs in ALIASES.items() if ours in row}
-            row |= {"rewards" + k[6:]: v for k, v in row.items() if k.startswith("reward/")}
-        if not self.writes:
-            self.keep(row)
-            return row
-        fault("metrics")
-        check_present(self.folder)
+            metrics |= {
+                theirs: metrics[ours] for ours, theirs in TRL_ALIASES.items() if ours in metrics
+            }
+            metrics |= {"rewards" + k[6:]: v for k, v in metrics.items() if k.startswith("reward/")}
+        if not self.writes_files:
+            self.store_line(metrics)
+            return metrics
+        trigger_fault("metrics")
+        check_folder_present(self.folder)
         with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
-        self.keep(row)
-        return row
+            file.write(json.dumps(metrics, allow_nan=False) + "\n")
+        self.store_line(metrics)
+        return metrics
 
-    def keep(self, row: Row) -> None:
+    def store_line(self, metrics: JsonObject) -> None:
         """Remember a line."""
-        self.rows.append(row)
-        if "step_time" in row:
-            self.history.append(row)
+        self.metrics_lines.append(metrics)
+        if "step_time" in metrics:
+            self.training_lines.append(metrics)
 
-    def save_samples(self, name: str, samples: list[Row]) -> None:
+    def save_samples(self, name: str, samples: list[JsonObject]) -> None:
         """Write every sample of a step to samples/<name>.jsonl."""
-        if not self.writes:
+        if not self.writes_files:
             return
-        write_text(self.folder / "samples" / f"{name}.jsonl", lines_of(samples))
+        write_text(self.folder / "samples" / f"{name}.jsonl", samples_to_jsonl(samples))
 
-    def draw_curves(self, now_and_then: bool = False) -> None:
+    def draw_curves(self, rate_limited: bool = False) -> None:
         """Draw curves.png from the lines so far; a failure is a warning."""
-        if self.writes:
-            self.drawer.draw(len(self.rows), self.note, now_and_then)
+        if self.writes_files:
+            self.drawer.draw_curves(len(self.metrics_lines), self.note, rate_limited)
 
     def close(self) -> None:
         """Write what is not written yet, and give the terminal back."""
         try:
-            if self.pending:
+            if self.pending_steps:
                 self.flush()
         finally:
             if self.display is not None:
                 self.display.close()
 
 
-def lines_of(samples: list[Row]) -> str:
+def samples_to_jsonl(samples: list[JsonObject]) -> str:
     """Samples as the text of their file: one line of JSON each.
 
     Half a surrogate pair, which UTF-8 does not have, is written as JSON's own escape.
@@ -189,33 +209,37 @@ def lines_of(samples: list[Row]) -> str:
     return "".join(lines).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def merge(rows: list[Row], counts: list[Row]) -> Row:
+def merge_steps(metrics_of_steps: list[JsonObject], counts: list[JsonObject]) -> JsonObject:
     """Several steps -> one line: means weighed by `counts`, extremes, last counters.
 
     A step that has no value, or one that is not finite, takes no part.
     """
-    merged: Row = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        told = [i for i, row in enumerate(rows) if name in row and math.isfinite(row[name])]
+    merged: JsonObject = {}
+    for name in dict.fromkeys(name for row in metrics_of_steps for name in row):
+        told = [
+            i for i, row in enumerate(metrics_of_steps) if name in row and math.isfinite(row[name])
+        ]
         if not told:
             continue
-        values = [rows[i][name] for i in told]
+        values = [metrics_of_steps[i][name] for i in told]
         last = name.rpartition("/")[2]
-        if name in COUNTERS or name.startswith("data/"):
+        if name in COUNTER_METRICS or name.startswith("data/"):
             merged[name] = values[-1]
         elif last == "min" or last.startswith("min_") or last.endswith("_min"):
             merged[name] = min(values)
         elif last == "max" or last.startswith("max_") or last.endswith(("_max", "_gb")):
             merged[name] = max(values)
         else:
-            over = WEIGHED_BY.get(name, name.rpartition("/")[0] if last in ("mean", "std") else "")
+            over = COUNT_OF_MEAN.get(
+                name, name.rpartition("/")[0] if last in ("mean", "std") else ""
+            )
             weights = [counts[i].get(over, 1) for i in told]
             total = sum(v * w for v, w in zip(values, weights, strict=True))
             merged[name] = total / sum(weights) if sum(weights) else values[-1]
     return merged
 
 
-def samples_of(batch: Batch) -> list[Row]:
+def batch_samples(batch: Batch) -> list[JsonObject]:
     """Every row of a batch, as kept in samples/."""
     k = batch.score.shape[1]
     before = {"score": batch.score, "shaped": batch.shaped}
@@ -223,7 +247,7 @@ def samples_of(batch: Batch) -> list[Row]:
     rows = []
     for p, group in enumerate(batch.groups):
         for j in range(k):
-            row = sample(group, j) | dict.fromkeys([*before, *after])
+            row = sample_record(group, j) | dict.fromkeys([*before, *after])
             if batch.scorable[p, j]:
                 found = before | (after if p in batch.active else {})  # no KL of the others
                 row |= {n: float(v[p, j]) for n, v in found.items() if v is not None}
@@ -234,11 +258,11 @@ def samples_of(batch: Batch) -> list[Row]:
     return rows
 
 
-def sample(group: Group, k: int) -> Row:
+def sample_record(group: Group, k: int) -> JsonObject:
     """What was sampled, and how."""
     rollout = group.rollouts[k]
     return {
-        "draw": group.draw,
+        "draw": group.prompt_offset,
         "k": k,
         "prompt": group.prompt,
         "completion": rollout.text,
@@ -249,3 +273,28 @@ def sample(group: Group, k: int) -> Row:
         "seed": rollout.seed,
         "weight_version": rollout.weight_version,
     }
+
+
+def write_debug_batch(folder: Path, batch: Batch, writes: bool) -> Path:
+    """Write what an update was computed from, for a person to look at."""
+    out = folder / "debug" / f"nonfinite_step_{batch.step + 1}"
+    if not writes:  # every rank has the same
+        return out
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "rows.jsonl").open("w") as file:
+        for p, group in enumerate(batch.groups):
+            for k, rollout in enumerate(group.rollouts):
+                row = {
+                    "prompt_ids": group.prompt_ids,
+                    "completion_ids": rollout.completion_ids,
+                    "text": rollout.text,
+                    "score": repr(float(batch.shaped[p, k])),
+                    "old_logp": [repr(x) for x in _column_values(group.old_logp, k)],
+                    "ref_logp": [repr(x) for x in _column_values(group.ref_logp, k)],
+                }
+                file.write(json.dumps(row) + "\n")
+    return out
+
+
+def _column_values(columns: "list[Tensor] | None", k: int) -> list[float]:
+    return [] if columns is None else columns[k].tolist()

@@ -9,9 +9,9 @@ name it gave.
 import re
 from functools import cache
 
-Meaning = tuple[str, str, str]  # name, unit, what it means
+MetricMeaning = tuple[str, str, str]  # name, unit, what it means
 
-PROGRESS: list[Meaning] = [
+PROGRESS_METRICS: list[MetricMeaning] = [
     ("step", "count", "rollout batches so far; one line of metrics.jsonl per logged step"),
     ("updates", "count", "optimizer updates so far"),
     ("episode", "count", "completions sampled and trained on so far"),
@@ -26,7 +26,7 @@ PROGRESS: list[Meaning] = [
     ("lr", "", "the same, as TRL names it"),
 ]  # fmt: skip
 
-SCORES: list[Meaning] = [
+SCORE_METRICS: list[MetricMeaning] = [
     ("reward", "score", "mean score of the completions that have one: the weighted sum of what the"
      " rewards said, before the KL penalty and before any shaping"),
     ("reward_std", "score", "standard deviation of the scores inside a group (n - 1), mean over"
@@ -62,7 +62,7 @@ SCORES: list[Meaning] = [
      " being 0"),
 ]  # fmt: skip
 
-COMPLETIONS: list[Meaning] = [
+COMPLETION_METRICS: list[MetricMeaning] = [
     ("completions/mean_length", "tokens", "mean length of completions; min_, max_ beside it"),
     ("completions/min_length", "tokens", "shortest completion"),
     ("completions/max_length", "tokens", "longest completion"),
@@ -79,7 +79,7 @@ COMPLETIONS: list[Meaning] = [
     ("staleness/max", "updates", "its largest value"),
 ]  # fmt: skip
 
-TRAINING: list[Meaning] = [
+TRAINING_METRICS: list[MetricMeaning] = [
     ("loss", "", "loss of an update, mean over the step's updates"),
     ("policy_loss", "", "the policy's part of it"),
     ("loss/policy_avg", "", "the same, as PPO's papers name it"),
@@ -108,7 +108,7 @@ TRAINING: list[Meaning] = [
     ("value/explained_variance", "share", "variance of the returns that the values explain (ppo)"),
 ]  # fmt: skip
 
-SAMPLER: list[Meaning] = [
+SAMPLER_METRICS: list[MetricMeaning] = [
     ("sampling/logp_diff_mean", "nats", "mean size of the difference between the sampler's and the"
      " trainer's log-probability of a token"),
     ("sampling/logp_diff_rms", "nats", "its root mean square"),
@@ -126,7 +126,7 @@ SAMPLER: list[Meaning] = [
     ("vllm/synced_bytes", "bytes", "bytes of the last weight update"),
 ]  # fmt: skip
 
-SPEED: list[Meaning] = [
+SPEED_METRICS: list[MetricMeaning] = [
     ("perf/completions_per_s", "1/s", "completions per second of the step"),
     ("perf/tokens_per_s", "tokens/s", "tokens of prompts and completions per second of the step"),
     ("perf/tokens_per_s_per_gpu", "tokens/s", "the same per GPU"),
@@ -141,7 +141,7 @@ SPEED: list[Meaning] = [
     ("memory/reserved_gb", "GB", "memory reserved on the GPU"),
 ]  # fmt: skip
 
-EVALUATION: list[Meaning] = [
+EVALUATION_METRICS: list[MetricMeaning] = [
     ("reward", "score", "mean score of the greedy completions"),
     ("reward/<reward>/mean", "score", "mean of one reward over them"),
     ("reward/<reward>/error_rate", "share", "completions whose call failed"),
@@ -165,32 +165,33 @@ EVALUATION: list[Meaning] = [
     ("win_rate/mean_other_length", "tokens", "mean length of the others"),
 ]  # fmt: skip
 
-JUDGE: list[Meaning] = [
+JUDGE_METRICS: list[MetricMeaning] = [
     ("judge/win_rate", "share", "win rate over the pairs of all sets"),
     ("judge/invalid", "count", "pairs of all sets without a verdict"),
 ]
 
-ALIASES: list[Meaning] = [
+ALIAS_METRICS: list[MetricMeaning] = [
     ("sampling/sampling_logp_difference/mean", "nats", "sampling/logp_diff_mean"),
     ("sampling/sampling_logp_difference/max", "nats", "sampling/logp_diff_max"),
     ("rewards/<reward>/mean", "score", "reward/<reward>/mean, and so on for reward/..."),
 ]
 
-SECTIONS: dict[str, tuple[str, list[Meaning]]] = {
-    "Progress and time": ("", PROGRESS),
-    "Scores, rewards and advantages": ("", SCORES),
-    "Prompts and completions": ("", COMPLETIONS),
-    "The update": ("", TRAINING),
-    "Sampler against trainer": ("", SAMPLER),
-    "Speed and memory": ("", SPEED),
+METRIC_SECTIONS: dict[str, tuple[str, list[MetricMeaning]]] = {
+    "Progress and time": ("", PROGRESS_METRICS),
+    "Scores, rewards and advantages": ("", SCORE_METRICS),
+    "Prompts and completions": ("", COMPLETION_METRICS),
+    "The update": ("", TRAINING_METRICS),
+    "Sampler against trainer": ("", SAMPLER_METRICS),
+    "Speed and memory": ("", SPEED_METRICS),
     "Evaluations": (
-        "Each name stands behind `eval_`, or `eval_<set>_` for a set of `eval.sets`.", EVALUATION
+        "Each name stands behind `eval_`, or `eval_<set>_` for a set of `eval.sets`.",
+        EVALUATION_METRICS,
     ),
-    "A judge": ("", JUDGE),
-    "TRL's spelling": ("With `logging.trl_aliases=true`, beside ours.", ALIASES),
-}  # fmt: skip
+    "A judge": ("", JUDGE_METRICS),
+    "TRL's spelling": ("With `logging.trl_aliases=true`, beside ours.", ALIAS_METRICS),
+}
 
-HEAD = """\
+METRICS_PAGE_HEAD = """\
 # Metrics
 
 <!-- made by `python -m rloo_cli.reporting.metric_names > docs/metrics.md` -->
@@ -207,9 +208,9 @@ mean over the step's calls.
 
 
 @cache
-def _patterns() -> list[tuple[re.Pattern[str], Meaning]]:
+def _metric_patterns() -> list[tuple[re.Pattern[str], MetricMeaning]]:
     found = []
-    for name, (_, meanings) in SECTIONS.items():
+    for name, (_, meanings) in METRIC_SECTIONS.items():
         prefix = r"eval_(?:\w+_)?" if name == "Evaluations" else ""
         for meaning in meanings:
             text = re.escape(meaning[0]).replace("<reward>", r"[^/]+")
@@ -219,15 +220,15 @@ def _patterns() -> list[tuple[re.Pattern[str], Meaning]]:
     return found
 
 
-def meaning_of(name: str) -> Meaning | None:
+def metric_meaning(name: str) -> MetricMeaning | None:
     """What a metric of metrics.jsonl is; None for one that is not ours."""
-    return next((m for pattern, m in _patterns() if pattern.fullmatch(name)), None)
+    return next((m for pattern, m in _metric_patterns() if pattern.fullmatch(name)), None)
 
 
-def page() -> str:
+def metrics_page() -> str:
     """docs/metrics.md."""
-    parts = [HEAD]
-    for title, (note, meanings) in SECTIONS.items():
+    parts = [METRICS_PAGE_HEAD]
+    for title, (note, meanings) in METRIC_SECTIONS.items():
         lines = [f"| `{name}` | {unit or '-'} | {text} |" for name, unit, text in meanings]
         head = ["| metric | unit | what it is |", "|---|---|---|"]
         parts.append("\n".join([f"## {title}", "", *([note, ""] if note else []), *head, *lines]))
@@ -235,4 +236,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(metrics_page(), end="")

@@ -22,20 +22,30 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from rloo_cli.reporting.eval_rows import by_set, headline, is_evaluation
-from rloo_cli.utils.console import visible
+from rloo_cli.reporting.eval_lines import headline_metrics, is_evaluation, split_by_set
+from rloo_cli.utils.console import show_control_characters
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
 
-Row = Mapping[str, Any]
-Rows = Sequence[Row]
+JsonMapping = Mapping[str, Any]
+JsonMappings = Sequence[JsonMapping]
 
-RECENT = 20  # steps behind the time left and the split: enough to be steady, few enough for now
-SETS = 4  # held-out sets in the panel
-PARTS = 6  # rewards in it, where there are several
-BARS = "▁▂▃▄▅▆▇█"
-PHASES = {"generation": "cyan", "reward": "yellow", "reference": "magenta", "update": "green"}
-ALSO = {"reference": "old_logp", "update": "optimizer"}  # counted there; what is left is "other"
-METRICS = {  # label: metric; a % marks a share
+RECENT_STEPS = (
+    20  # steps behind the time left and the split: enough to be steady, few enough for now
+)
+MAX_SETS_SHOWN = 4  # held-out sets in the panel
+MAX_REWARDS_SHOWN = 6  # rewards in it, where there are several
+SPARKLINE_BARS = "▁▂▃▄▅▆▇█"
+PHASE_COLOURS = {
+    "generation": "cyan",
+    "reward": "yellow",
+    "reference": "magenta",
+    "update": "green",
+}
+MERGED_PHASES = {
+    "reference": "old_logp",
+    "update": "optimizer",
+}  # counted there; what is left is "other"
+PANEL_METRICS = {  # label: metric; a % marks a share
     "KL": "kl",
     "entropy": "entropy",
     "length": "completions/mean_length",
@@ -45,43 +55,45 @@ METRICS = {  # label: metric; a % marks a share
     "grad norm": "grad_norm",
     "tokens/s": "perf/tokens_per_s",
 }
-PLAIN = {"reward": "reward"}
-PLAIN |= {label.lower(): METRICS[label] for label in ("KL", "entropy", "length", "truncated %")}
+LINE_METRICS = {"reward": "reward"}
+LINE_METRICS |= {
+    label.lower(): PANEL_METRICS[label] for label in ("KL", "entropy", "length", "truncated %")
+}
 
 
-def clean(text: Any) -> str:
+def clean_line(text: Any) -> str:
     """One line in which newlines, control and invisible characters are visible signs."""
-    return visible(str(text)).replace("\n", "⏎ ")
+    return show_control_characters(str(text)).replace("\n", "⏎ ")
 
 
-def history(rows: Rows, name: str) -> list[float]:
+def metric_history(metrics_lines: JsonMappings, name: str) -> list[float]:
     """The finite values of one metric, in order."""
-    values = [row.get(name) for row in rows]
+    values = [row.get(name) for row in metrics_lines]
     return [v for v in values if isinstance(v, int | float) and math.isfinite(v)]
 
 
-def number(value: float, label: str = "") -> str:
+def format_number(value: float, label: str = "") -> str:
     """A value as short as it is clear; under a label that ends in %, as a share."""
     if label.endswith("%"):
         return f"{100 * value:.{1 if 0 < value < 0.0995 else 0}f}%"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`1h05m`, `2m03s` or `9s`."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}h{m:02}m" if hours else f"{m}m{s:02}s" if m else f"{s}s"
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
+def draw_sparkline(values: Sequence[float], width: int) -> str:
     """At most `width` bars from the least value to the greatest; more values are averaged."""
     if len(values) > width:
         edges = [i * len(values) // width for i in range(width + 1)]
         values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(values, default=0.0), max(values, default=0.0)
     scale = 7.99 / (high - low) if high > low else 0.0
-    return "".join(BARS[int((v - low) * scale) if scale else 3] for v in values)
+    return "".join(SPARKLINE_BARS[int((v - low) * scale) if scale else 3] for v in values)
 
 
 def last_message(prompt: Any) -> str:
@@ -92,52 +104,56 @@ def last_message(prompt: Any) -> str:
     return str(asked[-1].get("content", ""))
 
 
-def wrapped(text: Any, width: int, lines: int, end: bool = False) -> list[str]:
+def wrap_text(text: Any, width: int, max_lines: int, from_end: bool = False) -> list[str]:
     """The first `lines` lines of a text (with `end` the last), and … where it was cut."""
-    whole, room = clean(text).strip(), (lines + 1) * width
-    part = whole[-room:] if end else whole[:room]
+    whole, room = clean_line(text).strip(), (max_lines + 1) * width
+    part = whole[-room:] if from_end else whole[:room]
     found = [line.plain for line in Text(part).wrap(Console(width=width), width)] or [""]
-    kept = found[-lines:] if end else found[:lines]
-    if len(kept) < len(found) and end:
+    kept = found[-max_lines:] if from_end else found[:max_lines]
+    if len(kept) < len(found) and from_end:
         kept[0] = "…" + kept[0][1:]
     elif len(kept) < len(found):
         kept[-1] = set_cell_size(kept[-1], min(cell_len(kept[-1]), width - 1)) + "…"
     return kept
 
 
-def reward_means(rows: Rows) -> dict[str, str]:
+def reward_mean_names(metrics_lines: JsonMappings) -> dict[str, str]:
     """Name of each reward -> the metric of its mean; {} where the score is one reward's alone."""
-    found = (re.fullmatch(r"reward/(.+)/mean", key) for row in rows[-1:] for key in row)
+    found = (re.fullmatch(r"reward/(.+)/mean", key) for row in metrics_lines[-1:] for key in row)
     means = {match[1]: match[0] for match in found if match}
     return means if len(means) > 1 else {}
 
 
-def time_left(rows: Rows, plan: Row) -> float | None:
+def time_left(metrics_lines: JsonMappings, plan: JsonMapping) -> float | None:
     """Seconds, from the median of recent steps; None while unknown."""
-    times, total = history(rows, "step_time")[-RECENT:], plan.get("max_steps")
-    step = max(history(rows, "step"), default=0.0)
+    times, total = metric_history(metrics_lines, "step_time")[-RECENT_STEPS:], plan.get("max_steps")
+    step = max(metric_history(metrics_lines, "step"), default=0.0)
     return max(0.0, total - step) * median(times) if times and total else None
 
 
-def progress(rows: Rows, plan: Row, width: int, elapsed: float | None) -> Text:
-    step, total = int(max(history(rows, "step"), default=0)), plan.get("max_steps")
-    times, left = history(rows, "step_time"), time_left(rows, plan)
+def progress_bar(
+    metrics_lines: JsonMappings, plan: JsonMapping, width: int, elapsed: float | None
+) -> Text:
+    step, total = int(max(metric_history(metrics_lines, "step"), default=0)), plan.get("max_steps")
+    times, left = metric_history(metrics_lines, "step_time"), time_left(metrics_lines, plan)
     if elapsed is None:  # each row is the mean of its logged steps
         elapsed = step * sum(times) / len(times) if times else 0.0
     start = f"step {step}/{total or '?'} "
-    ending = f" {duration(elapsed)}" + (f", {duration(left)} left" if left else "")
+    ending = f" {format_duration(elapsed)}" + (f", {format_duration(left)} left" if left else "")
     room = max(4, width - len(start) - len(ending))
     done = min(room, room * step // (total or sys.maxsize))
     todo = ("╌" * (room - done), "bright_black")
     return Text.assemble((start, "bold"), ("━" * done, "green"), todo, ending, no_wrap=True)
 
 
-def split(rows: Rows, width: int) -> list[Text]:
+def phase_split(metrics_lines: JsonMappings, width: int) -> list[Text]:
     """A bar of where recent steps' seconds went, and its legend in the same order."""
-    recent = [row for row in rows if history([row], "step_time")][-RECENT:]
-    names = {name: [f"time/{name}", f"time/{ALSO.get(name)}"] for name in PHASES}
-    parts = {name: sum(sum(history(recent, k)) for k in keys) for name, keys in names.items()}
-    whole = sum(history(recent, "step_time"))
+    recent = [row for row in metrics_lines if metric_history([row], "step_time")][-RECENT_STEPS:]
+    names = {name: [f"time/{name}", f"time/{MERGED_PHASES.get(name)}"] for name in PHASE_COLOURS}
+    parts = {
+        name: sum(sum(metric_history(recent, k)) for k in keys) for name, keys in names.items()
+    }
+    whole = sum(metric_history(recent, "step_time"))
     parts["other"] = max(0.0, whole - sum(parts.values()))
     if not (total := sum(parts.values())):
         return []
@@ -146,86 +162,102 @@ def split(rows: Rows, width: int) -> list[Text]:
     for name, seconds in parts.items():
         spent += seconds
         size = start + round((width - start) * spent / total) - len(bar)
-        colour = PHASES.get(name, "bright_black")
+        colour = PHASE_COLOURS.get(name, "bright_black")
         bar.append("━" * (size - 1) + " " * (size > 0), colour)  # gaps, for there may be no colour
         legend.append("■\xa0", colour).append(f"{name}\xa0{seconds / total:.0%}  ")
     return [bar, legend]
 
 
-def figures(rows: Rows, width: int) -> list[Text]:
+def metric_figures(metrics_lines: JsonMappings, width: int) -> list[Text]:
     """Scores on lines of their own with their change, the other metrics two to a line."""
     lines, cells, half = [], [], (width - 2) // 2
-    lines_of = (headline(row) for row in rows if is_evaluation(row))
+    lines_of = (headline_metrics(row) for row in metrics_lines if is_evaluation(row))
     sets = dict.fromkeys(n for line in lines_of for _, n in line if "@" not in n)
-    names = {n: clean(n[5:-7] or "held out")[-14:] for n in list(sets)[:SETS]}
+    names = {n: clean_line(n[5:-7] or "held out")[-14:] for n in list(sets)[:MAX_SETS_SHOWN]}
     for name, label in {"reward": "reward", **names}.items():
-        if values := history(rows, name):
-            change, value = values[-1] - values[0], number(values[-1])
+        if values := metric_history(metrics_lines, name):
+            change, value = values[-1] - values[0], format_number(values[-1])
             since = f"{change:+.3g} since start" if len(values) > 1 else ""
             line = Text.assemble((f"{label:<{19 - len(value)}}{value} ", "bold"))
             line.append(f"{since[:21]:<22}", "green" if change > 0 else "red" if change < 0 else "")
-            lines.append(line.append(sparkline(values, width - len(line)), "green"))
-    trained = [row for row in rows if "reward" in row]
-    parts = {f"· {clean(n)[:13]}": key for n, key in [*reward_means(trained).items()][:PARTS]}
-    for label, name in (METRICS | parts).items():
-        values = history(rows, name)
-        value = number(values[-1], label) if values else "–"
+            lines.append(line.append(draw_sparkline(values, width - len(line)), "green"))
+    trained = [row for row in metrics_lines if "reward" in row]
+    parts = {
+        f"· {clean_line(n)[:13]}": key
+        for n, key in [*reward_mean_names(trained).items()][:MAX_REWARDS_SHOWN]
+    }
+    for label, name in (PANEL_METRICS | parts).items():
+        values = metric_history(metrics_lines, name)
+        value = format_number(values[-1], label) if values else "–"
         head = (f"{label.removesuffix(' %'):<{19 - len(value)}}", "bright_black")
-        bars = f"{sparkline(values, half - 20):<{half - 20}}"
+        bars = f"{draw_sparkline(values, half - 20):<{half - 20}}"
         cells.append(Text.assemble(head, (value, "bold"), " ", (bars, "cyan")))
     return lines + [Text("  ").join(cells[i : i + 2]) for i in range(0, len(cells), 2)]
 
 
-def example(sample: Row, width: int) -> list[Text]:
+def render_sample(sample: JsonMapping, width: int) -> list[Text]:
     """The prompt's end, the completion, and its score with the parts by reward."""
     lines = []
     for name, count in (("prompt", 2), ("completion", 4)):
         said = last_message(sample.get(name, "")) if name == "prompt" else sample.get(name, "")
-        texts = wrapped(said, width - 11, count, end=name == "prompt")
+        texts = wrap_text(said, width - 11, count, from_end=name == "prompt")
         for head, text in zip_longest([name], texts, fillvalue=""):
             style = "bold" if name == "completion" else ""
             lines.append(Text.assemble((f"{head:<11}", "bright_black"), (text, style)))
     parts = {"score": sample.get("score")} | dict(sample.get("rewards") or {})
-    facts = [f"{k} {number(v) if isinstance(v, int | float) else '–'}" for k, v in parts.items()]
+    facts = [
+        f"{k} {format_number(v) if isinstance(v, int | float) else '–'}" for k, v in parts.items()
+    ]
     facts += [sample["finish_reason"]] if sample.get("finish_reason") else []
-    return [*lines, Text(wrapped(" · ".join(facts), width, 1)[0], "yellow")]
+    return [*lines, Text(wrap_text(" · ".join(facts), width, 1)[0], "yellow")]
 
 
-def render(
-    rows: Rows, samples: Rows, plan: Row, width: int, phase: str = "", elapsed: float | None = None
+def render_panel(
+    metrics_lines: JsonMappings,
+    samples: JsonMappings,
+    plan: JsonMapping,
+    width: int,
+    phase: str = "",
+    elapsed: float | None = None,
 ) -> RenderableType:
     """The panel, `width` cells wide; `elapsed` in seconds, None = the sum of the steps."""
     inner = max(48, width) - 4  # in less there is no room for two metrics beside each other
-    facts = " · ".join(clean(plan[k]) for k in ("model", "algorithm", "folder") if plan.get(k))
-    lines = [Text(wrapped(facts, inner, 1)[0], "bright_black")]
-    lines += [progress(rows, plan, inner, elapsed), *split(rows, inner), *figures(rows, inner)]
+    facts = " · ".join(clean_line(plan[k]) for k in ("model", "algorithm", "folder") if plan.get(k))
+    lines = [Text(wrap_text(facts, inner, 1)[0], "bright_black")]
+    lines += [
+        progress_bar(metrics_lines, plan, inner, elapsed),
+        *phase_split(metrics_lines, inner),
+        *metric_figures(metrics_lines, inner),
+    ]
     if samples:
         lines.append(Text("─ sample " + "─" * (inner - 9), "bright_black"))
-        lines += example(samples[(len(rows) - 1) % len(samples)], inner)
-    title = Text(f"rloo · {clean(plan.get('name', 'run'))}", "bold")
-    below = Text(clean(phase), "cyan")
+        lines += render_sample(samples[(len(metrics_lines) - 1) % len(samples)], inner)
+    title = Text(f"rloo · {clean_line(plan.get('name', 'run'))}", "bold")
+    below = Text(clean_line(phase), "cyan")
     return Panel(Group(*lines), title=title, subtitle=below, width=inner + 4, border_style="blue")
 
 
-def before_after(before: Row, after: Row, problems: Rows, since: str = "") -> RenderableType:
+def before_after_tables(
+    before: JsonMapping, after: JsonMapping, problems: JsonMappings, since: str = ""
+) -> RenderableType:
     """Held-out metrics before and after, and problems: {prompt, answer, before, after}.
 
     `since`: what stands over the first column when it is not of the very beginning.
     """
     table = Table("held out", since or "before", "after", "change", box=box.SIMPLE_HEAD)
     for name in before:
-        if history([before], name) and history([after], name):
-            values = [number(before[name]), number(after[name])]
+        if metric_history([before], name) and metric_history([after], name):
+            values = [format_number(before[name]), format_number(after[name])]
             change = f"{after[name] - before[name]:+.3g}"
-            table.add_row(Text(clean(name).removeprefix("eval_")), *values, change)
+            table.add_row(Text(clean_line(name).removeprefix("eval_")), *values, change)
     shown = Table("prompt", "answer", "before", "after", box=box.SIMPLE_HEAD)
     for problem in problems:
-        cells = (wrapped(problem.get(str(c.header), ""), 200, 1) for c in shown.columns)
+        cells = (wrap_text(problem.get(str(c.header), ""), 200, 1) for c in shown.columns)
         shown.add_row(*[Text(cell[0]) for cell in cells])
     return Group(table, shown) if problems else table
 
 
-def picture(run: Path, out: Path, step: int | None = None) -> None:
+def write_panel_svg(run: Path, out: Path, step: int | None = None) -> None:
     """Write the panel of the run folder `run`, as it was at `step`, to the SVG `out`."""
     if not (run / "metrics.jsonl").is_file():
         raise ConfigError(Problem("no run here", where=str(run), why="it has no metrics.jsonl"))
@@ -239,31 +271,31 @@ def picture(run: Path, out: Path, step: int | None = None) -> None:
     plan = {"name": run.name} | known.get("plan", {})
     # Both sizes are given, for TERM=dumb overrules a width alone.
     console = Console(record=True, width=100, height=40, file=io.StringIO())
-    console.print(render(rows, [json.loads(line) for line in lines], plan, 100))
+    console.print(render_panel(rows, [json.loads(line) for line in lines], plan, 100))
     title = f"rloo train +recipe={plan.get('recipe') or plan['name']}"
     out.write_text(console.export_svg(title=title), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m rloo_cli.reporting.panel", description=picture.__doc__
+        prog="python -m rloo_cli.reporting.panel", description=write_panel_svg.__doc__
     )
     parser.add_argument("run", type=Path, metavar="RUN_DIR")
     parser.add_argument("out", type=Path, metavar="OUT.svg")
     parser.add_argument("--step", type=int)
     try:
-        picture(**vars(parser.parse_args(arguments)))
+        write_panel_svg(**vars(parser.parse_args(arguments)))
     except RunError as error:
         parser.exit(error.code, error.render() + "\n")
 
 
-def evaluation_table(row: Row, names: Sequence[str]) -> Table:
+def evaluation_table(metrics: JsonMapping, names: Sequence[str]) -> Table:
     """The metrics of one evaluation, with a column for each set."""
     shown = Table("held out", *names, box=box.SIMPLE_HEAD)
-    columns = by_set(row, names)
+    columns = split_by_set(metrics, names)
     for key in dict.fromkeys(key for column in columns.values() for key in column):
-        cells = [number(c[key]) if key in c else "–" for c in columns.values()]
-        shown.add_row(Text(clean(key)), *cells)
+        cells = [format_number(c[key]) if key in c else "–" for c in columns.values()]
+        shown.add_row(Text(clean_line(key)), *cells)
     return shown
 
 

@@ -37,71 +37,75 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloo_cli.utils.errors import DataError, Problem
-from rloo_cli.utils.files import check_present
+from rloo_cli.utils.files import check_folder_present
 
 if TYPE_CHECKING:
     from rloo_cli.config.schema import RunConfig
     from rloo_cli.data.batch import Batch
     from rloo_cli.data.prompts import Prompts
 
-Row = dict[str, Any]
+JsonObject = dict[str, Any]
 
-NAME = "ledger.jsonl"
-FORMAT = 1
-FATES = ("trained", "dropped", "resampled", "unscorable", "masked", "skipped")
+LEDGER_FILE = "ledger.jsonl"
+LEDGER_FORMAT = 1
+PROMPT_FATES = ("trained", "dropped", "resampled", "unscorable", "masked", "skipped")
 
 
-class Ledger:
+class PromptLedger:
     """Writes down what became of each step's draws. `open` it before the first `step`."""
 
     def __init__(self, folder: Path):
-        self.path = folder / NAME
-        self.steps = self.place = self.enough = 0
-        self.seal = ""  # the last line's
+        self.path = folder / LEDGER_FILE
+        self.num_steps = self.prompt_offset = self.min_scored = 0
+        self.last_check = ""  # the last line's
         self.prompts: Prompts | None = None
 
-    def open(self, prompts: Prompts, config: RunConfig, place: int, step: int) -> None:
+    def open(self, prompts: Prompts, config: RunConfig, prompt_offset: int, step: int) -> None:
         """Begin, or go on, after `step` steps and `place` prompts.
 
         Raises DataError (exit 4) where the file that is there ends elsewhere.
         """
-        self.prompts, self.steps, self.place = prompts, step, place
-        self.enough = min(2, config.algorithm.num_generations)
+        self.prompts, self.num_steps, self.prompt_offset = prompts, step, prompt_offset
+        self.min_scored = min(2, config.algorithm.num_generations)
         header = {
-            "ledger": FORMAT,
+            "ledger": LEDGER_FORMAT,
             "step": step,
-            "place": place,
+            "place": prompt_offset,
             "prompts": len(prompts),
-            "data_rows": len(prompts) + len(prompts.filtered),
-            "filtered": prompts.filtered,
+            "data_rows": len(prompts) + len(prompts.overlong_examples),
+            "filtered": prompts.overlong_examples,
             "cut": prompts.truncated,
             "seed": prompts.seed,
             "shuffle": prompts.shuffle,
             "fingerprint": prompts.fingerprint,
         }
-        if prompts.mix:
-            header["mixture"] = [asdict(source) for source in prompts.mix]
-        old: Row = {}
-        end = step, place
-        for entry in entries(self.path) if self.path.is_file() else []:
+        if prompts.mixture:
+            header["mixture"] = [asdict(source) for source in prompts.mixture]
+        old: JsonObject = {}
+        end = step, prompt_offset
+        for entry in read_ledger_entries(self.path) if self.path.is_file() else []:
             old = entry if "ledger" in entry else old
-            end, self.seal = after(entry), entry["check"]
-        if end != (step, place):
+            end, self.last_check = position_after(entry), entry["check"]
+        if end != (step, prompt_offset):
             raise DataError(
                 Problem(
                     f"{self.path} does not end where the run goes on",
                     str(self.path),
                     f"it ends after step {end[0]}, place {end[1]}; the run goes on after step"
-                    f" {step}, place {place}",
+                    f" {step}, place {prompt_offset}",
                     f"move it away: mv {self.path} {self.path}.old",
                 )
             )
         begins = ("step", "place", "check")
         if any(old.get(k) != header.get(k) for k in {*header, *old} if k not in begins):
-            self._write(header)
+            self._append_entry(header)
 
     def step(
-        self, batch: Batch, place: int, made: int, updated: Collection[int] | None = None
+        self,
+        batch: Batch,
+        prompt_offset: int,
+        num_updates: int,
+        updated_groups: Collection[int] | None = None,
     ) -> None:
         """Write down a finished step, of which `made` optimizer updates were really made.
 
@@ -110,40 +114,48 @@ class Ledger:
         twice, or is not the prompt that the order has at its place.
         """
         assert self.prompts is not None, "open it first"
-        places = range(place, place + batch.draws)
-        if (batch.step, place) != (self.steps, self.place):
-            done = f"the ledger is at step {self.steps}, place {self.place}"
-            raise RuntimeError(f"step {batch.step} at place {place}: {done}")
-        index = [self.prompts.index(p) for p in places]
+        places = range(prompt_offset, prompt_offset + batch.draws)
+        if (batch.step, prompt_offset) != (self.num_steps, self.prompt_offset):
+            done = f"the ledger is at step {self.num_steps}, place {self.prompt_offset}"
+            raise RuntimeError(f"step {batch.step} at place {prompt_offset}: {done}")
+        index = [self.prompts.index_at(p) for p in places]
         for group in batch.groups:
-            wanted = self.prompts.ids[index[group.draw - place]] if group.draw in places else None
+            wanted = (
+                self.prompts.prompt_ids[index[group.prompt_offset - prompt_offset]]
+                if group.prompt_offset in places
+                else None
+            )
             if group.prompt_ids != wanted:
-                raise RuntimeError(f"step {batch.step + 1}: draw {group.draw} is another prompt")
-        if len({g.draw for g in batch.groups}) != len(batch.groups):
+                raise RuntimeError(
+                    f"step {batch.step + 1}: draw {group.prompt_offset} is another prompt"
+                )
+        if len({g.prompt_offset for g in batch.groups}) != len(batch.groups):
             raise RuntimeError(f"step {batch.step + 1}: a draw is there twice")
-        fates = self._fates(batch, made, updated)
+        fates = self._prompt_fates(batch, num_updates, updated_groups)
         fates |= {p: "resampled" for p in places if p not in fates}
-        met = {f: [p for p in places if fates[p] == f] for f in FATES}
-        self._write(
+        met = {f: [p for p in places if fates[p] == f] for f in PROMPT_FATES}
+        self._append_entry(
             {
                 "step": batch.step + 1,
-                "place": place,
+                "place": prompt_offset,
                 "draws": batch.draws,
                 "epochs": sorted({p // len(self.prompts) for p in places}),
-                "updates": made,
-                "rows": [self.prompts.numbers[i] for i in index],
+                "updates": num_updates,
+                "rows": [self.prompts.example_numbers[i] for i in index],
             }
             | {fate: found for fate, found in met.items() if found}
         )
-        self.steps, self.place = batch.step + 1, place + batch.draws
+        self.num_steps, self.prompt_offset = batch.step + 1, prompt_offset + batch.draws
 
-    def _fates(self, batch: Batch, made: int, updated: Collection[int] | None) -> dict[int, str]:
+    def _prompt_fates(
+        self, batch: Batch, num_updates: int, updated_groups: Collection[int] | None
+    ) -> dict[int, str]:
         """Place -> fate of the draws that were not replaced."""
-        rows = batch.scorable & (batch.scorable.sum(1, keepdim=True) >= self.enough)
+        rows = batch.scorable & (batch.scorable.sum(1, keepdim=True) >= self.min_scored)
         if batch.usable is not None:  # an algorithm whose baseline needs no siblings
             rows = rows | batch.usable
         scored = rows.any(1).tolist()
-        learnt = (rows & ~batch.masked & (batch.table("length") > 0)).any(1).tolist()
+        learnt = (rows & ~batch.masked & (batch.rollout_values("length") > 0)).any(1).tolist()
         fates = {}
         for i, group in enumerate(batch.groups):
             if not scored[i]:
@@ -153,35 +165,35 @@ class Ledger:
             elif not learnt[i]:
                 fate = "masked"
             else:
-                missed = not made or (updated is not None and i not in updated)
+                missed = not num_updates or (updated_groups is not None and i not in updated_groups)
                 fate = "skipped" if missed else "trained"
-            fates[group.draw] = fate
+            fates[group.prompt_offset] = fate
         return fates
 
-    def _write(self, row: Row) -> None:
-        self.seal = sealed(row, self.seal)
-        check_present(self.path)
+    def _append_entry(self, entry: JsonObject) -> None:
+        self.last_check = entry_check(entry, self.last_check)
+        check_folder_present(self.path)
         with self.path.open("ab") as file:
-            file.write((json.dumps(row | {"check": self.seal}) + "\n").encode("ascii"))
+            file.write((json.dumps(entry | {"check": self.last_check}) + "\n").encode("ascii"))
 
 
-def sealed(row: Row, before: str) -> str:
+def entry_check(entry: JsonObject, previous_check: str) -> str:
     """The `check` of a line, from its other fields and the `check` of the line before it."""
-    return hashlib.sha256((before + json.dumps(row)).encode("ascii")).hexdigest()[:8]
+    return hashlib.sha256((previous_check + json.dumps(entry)).encode("ascii")).hexdigest()[:8]
 
 
-def after(entry: Row) -> tuple[int, int]:
+def position_after(entry: JsonObject) -> tuple[int, int]:
     """Steps done and prompts consumed after a line."""
     return entry["step"], entry["place"] + entry.get("draws", 0)
 
 
-def entries(path: Path) -> list[Row]:
+def read_ledger_entries(path: Path) -> list[JsonObject]:
     """The lines of a ledger, each a JSON object with `step`, `place` and `check`.
 
     Raises DataError (exit 4), which names the first line that is not.
     """
     *lines, rest = path.read_bytes().split(b"\n")
-    found: list[Row] = []
+    found: list[JsonObject] = []
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)

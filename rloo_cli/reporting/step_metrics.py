@@ -13,31 +13,33 @@ from torch import Tensor
 
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import LAYOUTS
-from rloo_cli.reporting.update_metrics import Updates, fetch
+from rloo_cli.reporting.update_metrics import UpdateMetrics, fetch_scalars
 
 if TYPE_CHECKING:
     from rloo_cli.distributed.world import World
-    from rloo_cli.reporting.update_metrics import Updates
+    from rloo_cli.reporting.update_metrics import UpdateMetrics
 
-Row = dict[str, float]
+MetricValues = dict[str, float]
 
 
-def of_rollouts(batch: Batch, std_over_step: bool = False) -> Row:
+def rollout_metrics(batch: Batch, std_over_step: bool = False) -> MetricValues:
     """Lengths, scores and groups of a step's batch, known before any update.
 
     `std_over_step`: the algorithm divides by the step's std (advantage_scale=batch).
     """
-    row = _completions(batch) | _scores(batch) | batch.facts
+    row = _completion_metrics(batch) | _score_metrics(batch) | batch.facts
     if std_over_step and "reward_std_batch" in row:
         row["reward_std"] = row["reward_std_batch"]
     return row
 
 
-def _completions(batch: Batch) -> Row:
-    length, ended = batch.table("length").double(), batch.table("terminated")
+def _completion_metrics(batch: Batch) -> MetricValues:
+    length, ended = batch.rollout_values("length").double(), batch.rollout_values("terminated")
     texts = [[tuple(r.completion_ids) for r in g.rollouts] for g in batch.groups]
     copies = sum(len(t) - len(set(t)) for t in texts)
-    row = _spans("length", length.reshape(-1)) | _spans("terminated_length", length[ended])
+    row = _length_metrics("length", length.reshape(-1)) | _length_metrics(
+        "terminated_length", length[ended]
+    )
     return {
         **row,
         "completions/clipped_ratio": float((~ended).double().mean()),
@@ -47,15 +49,15 @@ def _completions(batch: Batch) -> Row:
     }
 
 
-def _spans(name: str, values: Tensor) -> Row:
+def _length_metrics(name: str, values: Tensor) -> MetricValues:
     if not values.numel():
         return {}
     found = {"mean": values.mean(), "min": values.min(), "max": values.max()}
     return {f"completions/{how}_{name}": float(v) for how, v in found.items()}
 
 
-def _scores(batch: Batch) -> Row:
-    row: Row = {"reward/valid_frac": float(batch.scorable.double().mean())}
+def _score_metrics(batch: Batch) -> MetricValues:
+    row: MetricValues = {"reward/valid_frac": float(batch.scorable.double().mean())}
     for name, values in zip(batch.names, batch.raw, strict=True):
         said = values[~values.isnan()]
         row[f"reward/{name}/none_frac"] = 1 - said.numel() / values.numel()
@@ -77,25 +79,25 @@ def _scores(batch: Batch) -> Row:
     return row
 
 
-def _mean_std(values: Tensor) -> Row:
+def _mean_std(values: Tensor) -> MetricValues:
     row = {"mean": float(values.mean())} if values.numel() else {}
     return row | ({"std": float(values.std())} if values.numel() > 1 else {})
 
 
-def of_advantages(batch: Batch, beta: float) -> Row:
+def advantage_metrics(batch: Batch, beta: float) -> MetricValues:
     """Advantages over valid rows; scores and KL per sequence over the rows that were trained on.
 
     `objective/rlhf_reward` is their sum wherever the KL goes, reward or loss. With
     normalize_then_sum the scores are the rewards' weighted sum, before anything is normalised.
     """
-    row: Row = {}
+    row: MetricValues = {}
     if batch.advantage is not None and batch.usable is not None and batch.usable.any():
         values = batch.advantage[batch.usable]
         row |= {f"advantages/{k}": v for k, v in _mean_std(values).items()}
         row["advantages/abs_max"] = float(values.abs().max())
         row["advantages/zero_frac"] = float((values == 0).double().mean())
         row["advantages/norm_skipped"] = float(batch.norm_skipped)
-    rows = _trained(batch)
+    rows = _trained_mask(batch)
     if rows.any():
         score = batch.shaped if batch.plain is None else batch.plain
         row["objective/scores"] = row["objective/rlhf_reward"] = float(score[rows].mean())
@@ -107,36 +109,48 @@ def of_advantages(batch: Batch, beta: float) -> Row:
     return row
 
 
-def _trained(batch: Batch) -> Tensor:
+def _trained_mask(batch: Batch) -> Tensor:
     """Rows of active groups that have an advantage; others need not be forwarded. (P, K) bool"""
     rows = torch.zeros_like(batch.scorable)
     rows[batch.active] = (batch.scorable if batch.usable is None else batch.usable)[batch.active]
     return rows
 
 
-def counts(batch: Batch, updates: Updates) -> Row:
+def mean_counts(batch: Batch, updates: UpdateMetrics) -> MetricValues:
     """What the means of a step were taken over, by the names of `log.OVER`."""
     said = {f"reward/{n}": (~v.isnan()).sum() for n, v in zip(batch.names, batch.raw, strict=True)}
     found = {
-        "ended": batch.table("terminated").sum(),
+        "ended": batch.rollout_values("terminated").sum(),
         "scored": batch.scorable.sum(),
         "groups": (batch.scorable.sum(1) >= 2).sum(),
         "usable": torch.tensor(0) if batch.usable is None else batch.usable.sum(),
-        "trained": _trained(batch).sum(),
-        "updates": torch.tensor(updates.made),
+        "trained": _trained_mask(batch).sum(),
+        "updates": torch.tensor(updates.num_updates),
     }
-    return fetch(said | found) | fetch(updates.sums)
+    return fetch_scalars(said | found) | fetch_scalars(updates.sums)
 
 
 # Dense bfloat16 FLOP/s by the makers' data sheets; of another device nothing is said.
-PEAK = {
+PEAK_FLOPS = {
     "B200": 2250e12, "H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12,
     "A800": 312e12, "L40S": 362e12, "L4": 121e12, "A10": 125e12, "RTX 4090": 165e12,
 }  # fmt: skip
-TRAINED = ("update", "reference", "old_logp", "value")  # phases whose FLOP `Updates.did` counts
+TRAINING_PHASES = (
+    "update",
+    "reference",
+    "old_logp",
+    "value",
+)  # phases whose FLOP `Updates.did` counts
 
 
-def speed(batch: Batch, updates: Updates, row: Row, layout: str, passes: int, world: World) -> Row:
+def speed_metrics(
+    batch: Batch,
+    updates: UpdateMetrics,
+    metrics: MetricValues,
+    layout: str,
+    num_iterations: int,
+    world: World,
+) -> MetricValues:
     """Metrics perf/* and memory/* of a step whose seconds `row` has.
 
     layout: of the policy's forward pass. passes: over the batch (num_iterations).
@@ -144,10 +158,10 @@ def speed(batch: Batch, updates: Updates, row: Row, layout: str, passes: int, wo
     perf/mfu: FLOP of rows that were really computed, padding and recomputation left out, over
     what the device could have done in the seconds of the train phase.
     """
-    seconds = row["step_time"]
+    seconds = metrics["step_time"]
     rollouts = [(g, r) for g in batch.groups for r in g.rollouts]
     tokens = sum(len(g.prompt_ids) + r.length for g, r in rollouts)
-    waited = sum(row.get(f"time/{phase}", 0.0) for phase in ("data", "generation", "reward"))
+    waited = sum(metrics.get(f"time/{phase}", 0.0) for phase in ("data", "generation", "reward"))
     found = {
         "perf/completions_per_s": len(rollouts) / seconds,
         "perf/tokens_per_s": tokens / seconds,
@@ -158,17 +172,17 @@ def speed(batch: Batch, updates: Updates, row: Row, layout: str, passes: int, wo
     if "rows" in work:
         found["perf/rows"] = work["rows"]
         found["perf/padding_frac"] = work["padding"] / work["rows"]
-    found["perf/forwarded_frac"] = work.get("completions", 0.0) / (len(rollouts) * passes)
+    found["perf/forwarded_frac"] = work.get("completions", 0.0) / (len(rollouts) * num_iterations)
     if world.device.type == "cuda":
         found["perf/tokens_per_s_per_gpu"] = tokens / seconds / world.size
         found["memory/peak_gb"] = torch.cuda.max_memory_allocated(world.device) / 1e9
         found["memory/reserved_gb"] = torch.cuda.memory_reserved(world.device) / 1e9
-        busy = sum(row.get(f"time/{phase}", 0.0) for phase in TRAINED)
-        if (most := peak(torch.cuda.get_device_name(world.device))) and busy:
+        busy = sum(metrics.get(f"time/{phase}", 0.0) for phase in TRAINING_PHASES)
+        if (most := peak_flops(torch.cuda.get_device_name(world.device))) and busy:
             found["perf/mfu"] = work.get("flop", 0.0) / busy / most / world.size
     return found
 
 
-def peak(name: str) -> float | None:
+def peak_flops(device_name: str) -> float | None:
     """FLOP/s of a device by its name."""
-    return next((flops for key, flops in PEAK.items() if key in name), None)
+    return next((flops for key, flops in PEAK_FLOPS.items() if key in device_name), None)

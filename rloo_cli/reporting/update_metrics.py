@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rloo_cli.data.bin_packing import Shape
-from rloo_cli.data.packing import Micro
-from rloo_cli.data.segments import row_sum
+from rloo_cli.data.bin_packing import ForwardCost
+from rloo_cli.data.packing import MicroBatch
+from rloo_cli.data.segments import segment_sum
 from rloo_cli.distributed.world import World
 
-Row = dict[str, float]
+MetricValues = dict[str, float]
 
 
-class Updates:
+class UpdateMetrics:
     """Sums over the micro-batches of a step's updates, on the device until the step ends."""
 
     def __init__(self) -> None:
@@ -29,30 +29,30 @@ class Updates:
             value = torch.as_tensor(value).detach().double()
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
-    def extreme(self, among: Tensor, **values: Tensor) -> None:
+    def add_maxima(self, mask: Tensor, **values: Tensor) -> None:
         """Keep the largest of each among some, -inf where none is; give a smallest as its negative.
 
         Nothing here asks the device for a number: that would wait for it in every micro-batch.
         """
         for name, value in values.items():
             if value.numel():
-                value = value.detach().double().masked_fill(~among, -torch.inf).max()
+                value = value.detach().double().masked_fill(~mask, -torch.inf).max()
                 old = self.largest.get(name)
                 self.largest[name] = value if old is None else torch.maximum(old, value)
 
-    def scale(self, factor: float) -> None:
+    def scale_policy_loss(self, factor: float) -> None:
         """Multiply the policy's loss so far: what was summed was not normalised yet."""
         if factor != 1.0 and "policy_loss" in self.sums:
             self.sums["policy_loss"] = self.sums["policy_loss"] * factor
 
     @property
-    def made(self) -> int:
+    def num_updates(self) -> int:
         """Optimizer updates so far."""
         return len(self.scalars.get("loss", []))
 
-    def copy(self) -> "Updates":
+    def copy(self) -> "UpdateMetrics":
         """What is known now, apart from what is added later. (No tensor is ever changed.)"""
-        return Updates.of(self.dump(), self.work)
+        return UpdateMetrics.from_tensors(self.dump(), self.work)
 
     def dump(self) -> dict[str, Tensor]:
         """All of it as tensors: sum/, largest/ and scalar/ before each name."""
@@ -61,9 +61,9 @@ class Updates:
         return {f"{kind}/{n}": t for kind, found in parts.items() for n, t in found.items()}
 
     @staticmethod
-    def of(tensors: dict[str, Tensor], work: dict[str, float]) -> "Updates":
+    def from_tensors(tensors: dict[str, Tensor], work: dict[str, float]) -> "UpdateMetrics":
         """What `dump` gave."""
-        updates = Updates()
+        updates = UpdateMetrics()
         updates.work.update(work)
         for key, value in tensors.items():
             kind, _, name = key.partition("/")
@@ -73,18 +73,26 @@ class Updates:
                 (updates.sums if kind == "sum" else updates.largest)[name] = value
         return updates
 
-    def did(self, micro: Micro, shape: Shape, units: int = 1, training: bool = False) -> None:
+    def count_forward(
+        self,
+        micro_batch: MicroBatch,
+        cost: ForwardCost,
+        num_forwards: int = 1,
+        training: bool = False,
+    ) -> None:
         """Note a pass over a micro-batch; `units`: forwards it was worth, a backward being two."""
-        alone = micro.shared is None  # then a prompt is computed for each of its completions
-        for prompt, own in micro.sizes:
+        alone = (
+            micro_batch.shared_layout is None
+        )  # then a prompt is computed for each of its completions
+        for prompt, own in micro_batch.group_lengths:
             for cut in [[c] for c in own] if alone else [own]:
-                self.work["flop"] += units * shape.group(prompt, cut)
+                self.work["flop"] += num_forwards * cost.group_flops(prompt, cut)
         if training:
-            self.work["rows"] += micro.input_ids.numel()
-            self.work["padding"] += micro.padding
-            self.work["completions"] += micro.sequences
+            self.work["rows"] += micro_batch.input_ids.numel()
+            self.work["padding"] += micro_batch.padding_tokens
+            self.work["completions"] += micro_batch.num_sequences
 
-    def micro(self, loss: Any, micro: Micro, entropy: Tensor | None) -> None:
+    def add_micro_batch(self, loss: Any, micro_batch: MicroBatch, entropy: Tensor | None) -> None:
         """Take in one micro-batch of one update; `loss` is the algorithm's Loss."""
         units = loss.unit_mask
         count = units.sum()
@@ -97,58 +105,68 @@ class Updates:
             ratio_sq=(loss.ratio.square() * units).sum(),
             approx_kl=(0.5 * loss.log_ratio_sq * units).sum(),
         )
-        self.extreme(units, ratio=loss.ratio, ratio_min=-loss.ratio)
-        self.extreme(_rows(micro), low=-loss.row_low, high=loss.row_high)
+        self.add_maxima(units, ratio=loss.ratio, ratio_min=-loss.ratio)
+        self.add_maxima(_trained_sequences(micro_batch), low=-loss.row_low, high=loss.row_high)
         self.add(policy_loss=loss.policy, kl_loss=loss.kl)
         if loss.capped is not None:
             self.add(capped=(loss.capped & units).sum())
         if entropy is not None:
-            self.add(entropy=(entropy * micro.mask).sum(), entropy_tokens=micro.mask.sum())
+            self.add(
+                entropy=(entropy * micro_batch.mask).sum(), entropy_tokens=micro_batch.mask.sum()
+            )
         if loss.weight is not None:
-            _weights(self, loss, micro)
+            _add_correction_weights(self, loss, micro_batch)
 
-    def sampled(self, micro: Micro, kl: Tensor | None) -> None:
+    def add_old_logprobs(self, micro_batch: MicroBatch, kl: Tensor | None) -> None:
         """Take in a micro-batch's log-probabilities of the step's first pass. `kl` is (S,)."""
-        old = micro.old_logp
+        old = micro_batch.old_logp
         assert old is not None
-        tokens = micro.mask.sum()
-        self.add(old=-(old * micro.mask).sum(), tokens=tokens, sequences=_rows(micro).sum())
+        tokens = micro_batch.mask.sum()
+        self.add(
+            old=-(old * micro_batch.mask).sum(),
+            tokens=tokens,
+            sequences=_trained_sequences(micro_batch).sum(),
+        )
         if kl is not None:
             self.add(kl=kl.sum())
-        if micro.behaviour_logp is not None:
-            said = micro.mask.bool() & ~micro.behaviour_logp.isnan()
-            gap = (old - micro.behaviour_logp).abs().where(said, 0.0)
+        if micro_batch.behaviour_logp is not None:
+            said = micro_batch.mask.bool() & ~micro_batch.behaviour_logp.isnan()
+            gap = (old - micro_batch.behaviour_logp).abs().where(said, 0.0)
             self.add(gap=gap.sum(), gap_sq=gap.square().sum(), gap_tokens=said.sum())
-            self.extreme(said, gap=gap)
-            below = torch.where(said, micro.behaviour_logp - old, torch.zeros_like(old))
+            self.add_maxima(said, gap=gap)
+            below = torch.where(said, micro_batch.behaviour_logp - old, torch.zeros_like(old))
             self.add(sampling_kl=below.sum())
 
-    def update(self, optimizer: Any, loss: float, norm: float) -> None:
+    def add_update(self, optimizer: Any, loss: float, grad_norm: float) -> None:
         """Numbers of one optimizer update, before it is made."""
         clip = optimizer.max_grad_norm
         numbers = {
             "loss": loss,
-            "grad_norm": norm,
-            "grad_clip_fraction": float(clip is not None and norm > clip),
+            "grad_norm": grad_norm,
+            "grad_clip_fraction": float(clip is not None and grad_norm > clip),
             "learning_rate": optimizer.learning_rate,
         }
         for name, value in numbers.items():
             self.scalars[name].append(value)
 
-    def row(self) -> Row:
+    def to_metrics(self) -> MetricValues:
         """All of it as metrics, with one transfer from the device."""
-        s = fetch(self.sums)
-        top = fetch(self.largest)
+        s = fetch_scalars(self.sums)
+        top = fetch_scalars(self.largest)
         row = {name: sum(v) / len(v) for name, v in self.scalars.items()}
         if row:
             # Of an update in which no completion needed a forward, both are 0.
-            row["policy_loss"] = row["loss/policy_avg"] = s.get("policy_loss", 0.0) / self.made
-            row["kl_loss"] = s.get("kl_loss", 0.0) / self.made
+            row["policy_loss"] = row["loss/policy_avg"] = (
+                s.get("policy_loss", 0.0) / self.num_updates
+            )
+            row["kl_loss"] = s.get("kl_loss", 0.0) / self.num_updates
             row["lr"] = row["learning_rate"]
         if s.get("units"):
-            row |= _clips(s, top)
+            row |= _clip_metrics(s, top)
         if s.get("value_tokens"):
-            row |= {"loss/value_avg": s["value_loss"] / max(self.made, 1)} | _values(s, top)
+            row |= {"loss/value_avg": s["value_loss"] / max(self.num_updates, 1)} | _value_metrics(
+                s, top
+            )
         if s.get("entropy_tokens"):
             row["entropy"] = row["policy/entropy_avg"] = s["entropy"] / s["entropy_tokens"]
         if s.get("tokens") and "kl" in s:
@@ -156,20 +174,20 @@ class Updates:
         if s.get("sequences"):
             row["objective/entropy"] = s["old"] / s["sequences"]
         if s.get("tokens") and "gap_tokens" in s:
-            row |= _gaps(s, top)
+            row |= _sampler_metrics(s, top)
         if s.get("weights"):
-            row |= _corrections(s, top)
+            row |= _correction_metrics(s, top)
         return row
 
 
-def together(updates: Updates, world: World) -> Updates:
+def sum_over_ranks(updates: UpdateMetrics, world: World) -> UpdateMetrics:
     """Those of all ranks, whose updates are the same ones. All ranks ask."""
     if world.size == 1:
         return updates
     mine = ({n: t.cpu() for n, t in updates.dump().items()}, dict(updates.work))
-    whole = Updates()
+    whole = UpdateMetrics()
     for tensors, work in world.gather(mine):
-        other = Updates.of(tensors, work)
+        other = UpdateMetrics.from_tensors(tensors, work)
         whole.add(**other.sums)
         for name, value in other.largest.items():
             old = whole.largest.get(name)
@@ -180,31 +198,35 @@ def together(updates: Updates, world: World) -> Updates:
     return whole
 
 
-def valued(updates: Updates, told: Any, micro: Micro) -> None:
+def add_value_loss(updates: UpdateMetrics, value_loss: Any, micro_batch: MicroBatch) -> None:
     """Take in one micro-batch's value loss (`ppo.ValueLoss`), of one update."""
-    assert micro.returns is not None and micro.value is not None
-    among = told.counted
-    wanted = micro.returns.double().where(among, 0.0)
-    missed = (wanted - micro.value.double()).where(among, 0.0)
+    assert micro_batch.returns is not None and micro_batch.value is not None
+    among = value_loss.counted
+    wanted = micro_batch.returns.double().where(among, 0.0)
+    missed = (wanted - micro_batch.value.double()).where(among, 0.0)
     updates.add(
-        value_loss=told.value, value_tokens=among.sum(), value_clipped=told.clipped.sum(),
-        returns=wanted.sum(), returns_sq=wanted.square().sum(),
-        missed=missed.sum(), missed_sq=missed.square().sum(),
-    )  # fmt: skip
-    updates.extreme(among, returns=wanted, returns_min=-wanted)
+        value_loss=value_loss.value,
+        value_tokens=among.sum(),
+        value_clipped=value_loss.clipped.sum(),
+        returns=wanted.sum(),
+        returns_sq=wanted.square().sum(),
+        missed=missed.sum(),
+        missed_sq=missed.square().sum(),
+    )
+    updates.add_maxima(among, returns=wanted, returns_min=-wanted)
 
 
-def scalars_alone(updates: Updates) -> Updates:
+def without_sums(updates: UpdateMetrics) -> UpdateMetrics:
     """Without the sums, which another rank has."""
-    found = Updates()
+    found = UpdateMetrics()
     found.scalars = updates.copy().scalars
     return found
 
 
-def _weights(updates: Updates, loss: Any, micro: Micro) -> None:
-    counted = micro.mask.bool()
-    if loss.weight.shape != micro.mask.shape:
-        counted = _rows(micro)
+def _add_correction_weights(updates: UpdateMetrics, loss: Any, micro_batch: MicroBatch) -> None:
+    counted = micro_batch.mask.bool()
+    if loss.weight.shape != micro_batch.mask.shape:
+        counted = _trained_sequences(micro_batch)
     weight, raw = loss.weight.double(), loss.raw_weight.double()
     used = raw.where(counted, 0.0)
     updates.add(
@@ -212,15 +234,15 @@ def _weights(updates: Updates, loss: Any, micro: Micro) -> None:
         raw=used.sum(), raw_sq=used.square().sum(), masked=((weight == 0) & counted).sum(),
         capped=((weight != raw) & (weight != 0) & counted).sum(),
     )  # fmt: skip
-    updates.extreme(counted, weight=weight, weight_min=-weight)
+    updates.add_maxima(counted, weight=weight, weight_min=-weight)
 
 
-def _rows(micro: Micro) -> Tensor:
+def _trained_sequences(micro_batch: MicroBatch) -> Tensor:
     """Sequences with a token that is trained on. -> (S,) bool"""
-    return row_sum(micro.mask, micro.sequence, micro.sequences) > 0
+    return segment_sum(micro_batch.mask, micro_batch.sequence_ids, micro_batch.num_sequences) > 0
 
 
-def fetch(values: dict[str, Tensor]) -> Row:
+def fetch_scalars(values: dict[str, Tensor]) -> MetricValues:
     """Scalars of a device -> numbers, with one transfer."""
     if not values:
         return {}
@@ -229,59 +251,61 @@ def fetch(values: dict[str, Tensor]) -> Row:
     return dict(zip(values, stacked, strict=True))
 
 
-def _clips(s: Row, top: Row) -> Row:
+def _clip_metrics(sums: MetricValues, maxima: MetricValues) -> MetricValues:
     """Over the completions (or tokens) that were forwarded, so `train.forward_all` changes them: it
     adds those on which no update depends, whose ratio is 1 on-policy and which never clip.
     """
-    n = s["units"]
-    mean = s["ratio"] / n
+    n = sums["units"]
+    mean = sums["ratio"] / n
     return {
-        "clip_ratio/low_mean": s["low"] / n,
-        "clip_ratio/high_mean": s["high"] / n,
-        "clip_ratio/region_mean": (s["low"] + s["high"]) / n,
-        "clip_ratio/low_min": -top["low"],
-        "clip_ratio/high_max": top["high"],
-        "delta_ratio": s["delta"] / n,
-        **({"cispo_clip_ratio": s["capped"] / n} if "capped" in s else {}),
-        "policy/approxkl_avg": s["approx_kl"] / n,
-        "policy/clipfrac_avg": (s["low"] + s["high"]) / n,
+        "clip_ratio/low_mean": sums["low"] / n,
+        "clip_ratio/high_mean": sums["high"] / n,
+        "clip_ratio/region_mean": (sums["low"] + sums["high"]) / n,
+        "clip_ratio/low_min": -maxima["low"],
+        "clip_ratio/high_max": maxima["high"],
+        "delta_ratio": sums["delta"] / n,
+        **({"cispo_clip_ratio": sums["capped"] / n} if "capped" in sums else {}),
+        "policy/approxkl_avg": sums["approx_kl"] / n,
+        "policy/clipfrac_avg": (sums["low"] + sums["high"]) / n,
         "val/ratio": mean,
-        "val/ratio_var": max(s["ratio_sq"] / n - mean**2, 0.0),
-        "ratio/min": -top["ratio_min"],
-        "ratio/max": top["ratio"],
+        "val/ratio_var": max(sums["ratio_sq"] / n - mean**2, 0.0),
+        "ratio/min": -maxima["ratio_min"],
+        "ratio/max": maxima["ratio"],
     }
 
 
-def _values(s: Row, top: Row) -> Row:
+def _value_metrics(sums: MetricValues, maxima: MetricValues) -> MetricValues:
     """Explained variance: of the returns, by the values that the step began with."""
-    n = s["value_tokens"]
-    row = {"val/clipfrac_avg": s["value_clipped"] / n}
-    if top["returns"] > -top["returns_min"]:  # else there is no variance to explain
-        left = s["missed_sq"] / n - (s["missed"] / n) ** 2
-        there = s["returns_sq"] / n - (s["returns"] / n) ** 2
+    n = sums["value_tokens"]
+    row = {"val/clipfrac_avg": sums["value_clipped"] / n}
+    if maxima["returns"] > -maxima["returns_min"]:  # else there is no variance to explain
+        left = sums["missed_sq"] / n - (sums["missed"] / n) ** 2
+        there = sums["returns_sq"] / n - (sums["returns"] / n) ** 2
         row["value/explained_variance"] = 1 - left / there
     return row
 
 
-def _gaps(s: Row, top: Row) -> Row:
+def _sampler_metrics(sums: MetricValues, maxima: MetricValues) -> MetricValues:
     row = {
-        "sampling/missing_frac": 1 - s["gap_tokens"] / s["tokens"],
-        "sampling/kl": s["sampling_kl"] / s["sequences"],
+        "sampling/missing_frac": 1 - sums["gap_tokens"] / sums["tokens"],
+        "sampling/kl": sums["sampling_kl"] / sums["sequences"],
     }
-    if s["gap_tokens"]:
-        row["sampling/logp_diff_mean"] = s["gap"] / s["gap_tokens"]
-        row["sampling/logp_diff_rms"] = (s["gap_sq"] / s["gap_tokens"]) ** 0.5
-        row["sampling/logp_diff_max"] = top["gap"]
+    if sums["gap_tokens"]:
+        row["sampling/logp_diff_mean"] = sums["gap"] / sums["gap_tokens"]
+        row["sampling/logp_diff_rms"] = (sums["gap_sq"] / sums["gap_tokens"]) ** 0.5
+        row["sampling/logp_diff_max"] = maxima["gap"]
     return row
 
 
-def _corrections(s: Row, top: Row) -> Row:
+def _correction_metrics(sums: MetricValues, maxima: MetricValues) -> MetricValues:
     name = "sampling/importance_sampling_ratio"
     return {
-        f"{name}/mean": s["weight"] / s["weights"],
-        f"{name}/min": -top["weight_min"],
-        f"{name}/max": top["weight"],
-        "sampling/ess": s["raw"] ** 2 / (s["weights"] * s["raw_sq"]) if s["raw_sq"] else 0.0,
-        "sampling/capped_frac": s["capped"] / s["weights"],
-        "sampling/masked_frac": s["masked"] / s["weights"],
+        f"{name}/mean": sums["weight"] / sums["weights"],
+        f"{name}/min": -maxima["weight_min"],
+        f"{name}/max": maxima["weight"],
+        "sampling/ess": sums["raw"] ** 2 / (sums["weights"] * sums["raw_sq"])
+        if sums["raw_sq"]
+        else 0.0,
+        "sampling/capped_frac": sums["capped"] / sums["weights"],
+        "sampling/masked_frac": sums["masked"] / sums["weights"],
     }

@@ -24,7 +24,7 @@ def needs(config: Config) -> list[str]:
 
 def preflight(config: Config) -> None:
     """Raises MachineError when math-verify is not installed."""
-    math_equal.require()
+    math_equal.require_math_verify()
 
 
 def score(
@@ -35,5 +35,5 @@ def score(
 ) -> list[float | None]:
     """(B,) of 1.0, 0.0 or None."""
     golds = columns[config.column]
-    right = math_equal.correct(list(texts(completions)), golds, config, log_metric)
+    right = math_equal.grade_answers(list(texts(completions)), golds, config, log_metric)
     return [None if r is None else float(r) for r in right]

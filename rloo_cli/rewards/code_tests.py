@@ -28,14 +28,16 @@ from typing import Any, Literal
 
 from rloo_cli.config.schema import NotEmpty, Positive, RewardConfig, key
 from rloo_cli.rewards.common import sandbox
-from rloo_cli.rewards.common.sandbox import Limits
+from rloo_cli.rewards.common.sandbox import SandboxLimits
 from rloo_cli.rewards.common.text import Completion, texts
 from rloo_cli.utils.errors import Problem
 
-BLOCK = re.compile(r"^```(?:python3?|py)[^\S\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE | re.I)
-LARGEST = 1 << 20  # bytes of a program's output, beyond which it is wrong
-INPUTS, OUTPUTS = ("input", "inputs", "stdin"), ("output", "outputs", "stdout")
-CALL = """
+PYTHON_BLOCK = re.compile(
+    r"^```(?:python3?|py)[^\S\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE | re.I
+)
+MAX_OUTPUT_BYTES = 1 << 20  # bytes of a program's output, beyond which it is wrong
+INPUT_KEYS, OUTPUT_KEYS = ("input", "inputs", "stdin"), ("output", "outputs", "stdout")
+CALL_TEMPLATE = """
 _call = getattr(Solution(), {name!r}) if "Solution" in globals() else {name}
 _is, _should = _call(*{arguments!r}), {value!r}
 _is = [*_is] if isinstance(_is, tuple) else _is
@@ -63,10 +65,10 @@ class Config(RewardConfig):
 
 
 @dataclass(frozen=True)
-class Test:
+class CodeTest:
     """What the sandbox is asked, and how its answer is judged out here."""
 
-    asked: dict[str, Any]
+    harness_test: dict[str, Any]
     passes: Callable[[str], bool]
 
 
@@ -94,7 +96,7 @@ def problems(config: Config, where: str) -> Iterator[Problem]:
 def preflight(config: Config) -> None:
     """Raises MachineError when the sandbox does not work here: nothing weaker takes its place."""
     if config.sandbox is not None:
-        sandbox.require(config.sandbox, config.command, _limits(config))
+        sandbox.require_sandbox(config.sandbox, config.command, _sandbox_limits(config))
 
 
 def notes(config: Config, where: str) -> list[str]:
@@ -114,24 +116,24 @@ def score(
     RuntimeError when the sandbox fails.
     """
     assert config.sandbox is not None
-    codes = [extract(text, config.extract) for text in texts(completions)]
-    tests = [_of_row(columns, row, config) for row in range(len(codes))]
+    codes = [extract_code(text, config.extract) for text in texts(completions)]
+    tests = [_tests_of_completion(columns, row, config) for row in range(len(codes))]
     with ThreadPoolExecutor(config.at_once or os.cpu_count() or 1) as pool:
-        found = list(pool.map(partial(_judged, config), codes, tests))
+        found = list(pool.map(partial(_score_code, config), codes, tests))
     log_extra("code_tests", [why for _, why in found])
     return [value for value, _ in found]
 
 
-def extract(text: str, how: str) -> str | None:
+def extract_code(text: str, method: str) -> str | None:
     """The code in a completion; None when there is none."""
-    if how == "text":
+    if method == "text":
         return text
-    found = BLOCK.findall(text)
+    found = PYTHON_BLOCK.findall(text)
     return found[-1] if found else None
 
 
-def _judged(
-    config: Config, code: str | None, tests: list[Test] | None
+def _score_code(
+    config: Config, code: str | None, tests: list[CodeTest] | None
 ) -> tuple[float | None, str | None]:
     """A completion's score, and how its first failed test failed."""
     if tests is None:
@@ -139,12 +141,12 @@ def _judged(
     if code is None:
         return 0.0, "no code"
     assert config.sandbox is not None
-    asked, limits = [t.asked for t in tests], _limits(config)
-    results = sandbox.run(
-        code, asked, config.sandbox, config.command, limits, stop=not config.partial
+    asked, limits = [t.harness_test for t in tests], _sandbox_limits(config)
+    results = sandbox.run_sandboxed_tests(
+        code, asked, config.sandbox, config.command, limits, stop_at_failure=not config.partial
     )
     whys = [
-        r.why or ("" if test.passes(r.output) else "wrong output")
+        r.failure_reason or ("" if test.passes(r.output) else "wrong output")
         for r, test in zip(results, tests, strict=True)
     ]
     first = next((why for why in whys if why), "passed")
@@ -152,54 +154,56 @@ def _judged(
     return (share if config.partial else float(share == 1)), first
 
 
-def _limits(config: Config) -> Limits:
-    return Limits(
+def _sandbox_limits(config: Config) -> SandboxLimits:
+    return SandboxLimits(
         config.time_s, config.memory_mb, config.processes, config.file_mb, config.open_files
     )
 
 
-def _of_row(columns: dict[str, list[Any]], row: int, config: Config) -> list[Test] | None:
-    value = columns[config.column][row]
+def _tests_of_completion(
+    columns: dict[str, list[Any]], index: int, config: Config
+) -> list[CodeTest] | None:
+    value = columns[config.column][index]
     if value is None:
         return None
-    before = columns[config.setup][row] if config.setup else None
-    name = columns[config.entry_point][row] if config.entry_point else None
+    before = columns[config.setup][index] if config.setup else None
+    name = columns[config.entry_point][index] if config.entry_point else None
     if name is not None and not str(name).isidentifier():
         raise ValueError(f"column {config.entry_point!r} has {name!r}, which names no function")
     after = f"\ncheck({name})\n" if name else ""
-    tests = read(value, f"{before}\n" if before else "", after)
+    tests = parse_tests(value, f"{before}\n" if before else "", after)
     if not tests:
         raise ValueError(f"column {config.column!r} has no test in {str(value)[:80]!r}")
     return tests
 
 
-def read(value: Any, before: str = "", after: str = "") -> list[Test]:
+def parse_tests(value: Any, prefix: str = "", suffix: str = "") -> list[CodeTest]:
     """The tests that a value of the column holds. Raises ValueError for what is none."""
     if isinstance(value, str):
         if value.lstrip()[:1] in ("{", "["):
             try:
-                return read(json.loads(value), before, after)
+                return parse_tests(json.loads(value), prefix, suffix)
             except json.JSONDecodeError:
                 pass  # Python may begin with a bracket too
-        return [_asserts(before + value + after)]
+        return [_assert_test(prefix + value + suffix)]
     if isinstance(value, dict):
-        return _cases(value, before)
+        return _io_tests(value, prefix)
     if isinstance(value, list | tuple):
-        return [test for part in value for test in read(part, before, after)]
+        return [test for part in value for test in parse_tests(part, prefix, suffix)]
     raise ValueError(f"a test is text, input and output, or a list of them, not {value!r:.80}")
 
 
-def _asserts(source: str) -> Test:
+def _assert_test(source: str) -> CodeTest:
     try:
         ast.parse(source)
     except (SyntaxError, ValueError) as error:  # else no completion would ever pass
         raise ValueError(f"a test is not valid Python: {error}: {source[:80]!r}") from None
-    return Test({"test": source}, lambda _: True)
+    return CodeTest({"test": source}, lambda _: True)
 
 
-def _cases(value: dict[str, Any], before: str) -> list[Test]:
-    inputs = next((value[k] for k in INPUTS if value.get(k) is not None), None)
-    outputs = next((value[k] for k in OUTPUTS if value.get(k) is not None), None)
+def _io_tests(value: dict[str, Any], prefix: str) -> list[CodeTest]:
+    inputs = next((value[k] for k in INPUT_KEYS if value.get(k) is not None), None)
+    outputs = next((value[k] for k in OUTPUT_KEYS if value.get(k) is not None), None)
     if inputs is None or outputs is None:
         raise ValueError(f"a case has an input and an output; found {', '.join(value)}")
     if isinstance(inputs, str) and isinstance(outputs, str):
@@ -213,21 +217,22 @@ def _cases(value: dict[str, Any], before: str) -> list[Test]:
         if not str(name).isidentifier():
             raise ValueError(f"fn_name is {name!r}, which names no function")
         return [
-            _asserts(before + CALL.format(name=str(name), arguments=a, value=v)) for a, v in pairs
+            _assert_test(prefix + CALL_TEMPLATE.format(name=str(name), arguments=a, value=v))
+            for a, v in pairs
         ]
-    return [_case(_text(given), _text(wanted)) for given, wanted in pairs]
+    return [_io_test(_join_lines(given), _join_lines(wanted)) for given, wanted in pairs]
 
 
-def _text(value: Any) -> str:
+def _join_lines(value: Any) -> str:
     """What a program reads or writes; APPS has lists of lines too."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _case(given: str, wanted: str) -> Test:
-    lines = _lines(wanted)
-    most = min(LARGEST, 2 * len(wanted.encode("utf-8", "replace")) + (1 << 16))
-    return Test({"stdin": given, "most": most}, lambda output: _lines(output) == lines)
+def _io_test(stdin: str, expected_output: str) -> CodeTest:
+    lines = _stripped_lines(expected_output)
+    most = min(MAX_OUTPUT_BYTES, 2 * len(expected_output.encode("utf-8", "replace")) + (1 << 16))
+    return CodeTest({"stdin": stdin, "most": most}, lambda output: _stripped_lines(output) == lines)
 
 
-def _lines(text: str) -> list[str]:
+def _stripped_lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]

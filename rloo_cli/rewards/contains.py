@@ -24,11 +24,11 @@ def score(
 ) -> list[float | None]:
     """(B,) shares, or None."""
     pairs = zip(texts(completions), columns[config.column], strict=True)
-    return [_share(text, wanted, config.ignore_case) for text, wanted in pairs]
+    return [_contained_share(text, wanted, config.ignore_case) for text, wanted in pairs]
 
 
-def _share(text: str, wanted: Any, ignore_case: bool) -> float | None:
-    strings = [wanted] if isinstance(wanted, str) else list(wanted or [])
+def _contained_share(text: str, wanted_strings: Any, ignore_case: bool) -> float | None:
+    strings = [wanted_strings] if isinstance(wanted_strings, str) else list(wanted_strings or [])
     if ignore_case:
         text, strings = text.lower(), [s.lower() for s in strings]
     return sum(s in text for s in strings) / len(strings) if strings else None

@@ -30,10 +30,10 @@ def needs(config: Config) -> list[str]:
 
 def preflight(config: Config) -> None:
     """Raises MachineError when math-verify is not installed."""
-    math_equal.require()
+    math_equal.require_math_verify()
 
 
-def cosine(short: float, long: float, length: int, max_length: int) -> float:
+def cosine_score(short: float, long: float, length: int, max_length: int) -> float:
     """From `short` at 0 tokens to `long` at `max_length` and beyond (a bare cosine turns back)."""
     progress = min(length / max_length, 1.0)
     return long + 0.5 * (short - long) * (1.0 + math.cos(progress * math.pi))
@@ -48,12 +48,12 @@ def score(
 ) -> list[float | None]:
     """(B,) of floats or None."""
     golds = columns[config.column]
-    right = math_equal.correct(list(texts(completions)), golds, config, log_metric)
+    right = math_equal.grade_answers(list(texts(completions)), golds, config, log_metric)
     ends = {
         True: (config.correct_short, config.correct_long),
         False: (config.wrong_short, config.wrong_long),
     }
     return [
-        None if r is None else cosine(*ends[r], len(ids), config.max_length)
+        None if r is None else cosine_score(*ends[r], len(ids), config.max_length)
         for r, ids in zip(right, completion_ids, strict=True)
     ]

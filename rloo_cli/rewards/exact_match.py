@@ -11,14 +11,14 @@ import re
 from typing import Any, Literal
 
 from rloo_cli.config.schema import RewardConfig, key
-from rloo_cli.rewards.common.text import Completion, boxed, texts
+from rloo_cli.rewards.common.text import Completion, last_boxed_content, texts
 
-TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-GROUPS = r"\d{1,3}(?:,\d{3})+(?!\d)|(?<!\d)\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?!\d)"
+ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+THOUSANDS_GROUPS = r"\d{1,3}(?:,\d{3})+(?!\d)|(?<!\d)\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?!\d)"
 # A - after a digit, a letter or a bracket is a minus between two numbers: 5-3 ends in 3.
-NUMBER = re.compile(
+NUMBER_PATTERN = re.compile(
     r"(?:(?<![\w.)\]}])[-\u2212])?"
-    rf"(?:(?<!\d)\.\d+|(?:{GROUPS}|\d+)(?:/\d+|(?:\.\d+)?))"
+    rf"(?:(?<!\d)\.\d+|(?:{THOUSANDS_GROUPS}|\d+)(?:/\d+|(?:\.\d+)?))"
     r"(?:[eE][-+]?\d+(?!\w))?"
 )
 
@@ -43,41 +43,43 @@ def score(
     completions: list[Completion], columns: dict[str, list[Any]], config: Config
 ) -> list[float | None]:
     """(B,) of 1.0, 0.0 or None."""
-    answers = [extract(text, config.extract) for text in texts(completions)]
+    answers = [extract_answer(text, config.extract) for text in texts(completions)]
     pairs = zip(answers, columns[config.column], strict=True)
-    return [_equal(answer, gold, config) for answer, gold in pairs]
+    return [_matches_gold(answer, gold, config) for answer, gold in pairs]
 
 
-def extract(text: str, how: str) -> str | None:
+def extract_answer(text: str, method: str) -> str | None:
     """The answer in `text`; None when there is none."""
-    if how == "boxed":
-        return boxed(text)
-    if how == "answer_tag":
-        return _last(TAG.findall(text))
-    if how == "last_line":
-        return _last(text.strip().splitlines())
-    if how == "last_number":
-        return _last(NUMBER.findall(text))
+    if method == "boxed":
+        return last_boxed_content(text)
+    if method == "answer_tag":
+        return _last_or_none(ANSWER_TAG.findall(text))
+    if method == "last_line":
+        return _last_or_none(text.strip().splitlines())
+    if method == "last_number":
+        return _last_or_none(NUMBER_PATTERN.findall(text))
     return text
 
 
-def _last(found: list[str]) -> str | None:
-    return found[-1] if found else None
+def _last_or_none(matches: list[str]) -> str | None:
+    return matches[-1] if matches else None
 
 
-def _equal(answer: str | None, gold: Any, config: Config) -> float | None:
+def _matches_gold(answer: str | None, gold: Any, config: Config) -> float | None:
     if gold is None:
         return None
     if answer is None:
         return 0.0
     golds = gold if isinstance(gold, list | tuple) else [gold]
-    right = [r for g in golds if (r := extract(str(g), config.gold_extract)) is not None]
+    right = [r for g in golds if (r := extract_answer(str(g), config.gold_extract)) is not None]
     if golds and not right:
         return None  # as accuracy does with a gold answer that it cannot read
-    return float(_plain(answer, config) in [_plain(str(g), config) for g in right])
+    return float(
+        _normalize_answer(answer, config) in [_normalize_answer(str(g), config) for g in right]
+    )
 
 
-def _plain(answer: str, config: Config) -> str:
+def _normalize_answer(answer: str, config: Config) -> str:
     if config.extract == "last_number":
         answer = re.sub(r"[,\s]", "", answer).replace("\u2212", "-").lower()  # 1,234 is 1234
         answer = re.sub(r"^(-?)\.", r"\g<1>0.", answer)  # .5 is 0.5

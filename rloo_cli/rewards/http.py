@@ -18,12 +18,12 @@ from rloo_cli.config import template as config_template
 from rloo_cli.config.judge import Address, Variable
 from rloo_cli.config.schema import NotEmpty, Positive, RewardConfig, Text, key
 from rloo_cli.rewards.common import http_client
-from rloo_cli.rewards.common.http_client import Client, EndpointError, Service
+from rloo_cli.rewards.common.http_client import EndpointError, HttpService, JsonClient
 from rloo_cli.rewards.common.text import Completion, texts
 from rloo_cli.utils.errors import Problem
 
 Body = dict[str, Any]
-SPARE = 0.95  # of timeout_s: our own error says more than a call that is cut off
+HTTP_TIMEOUT_SHARE = 0.95  # of timeout_s: our own error says more than a call that is cut off
 
 
 class Config(RewardConfig):
@@ -48,7 +48,9 @@ class Config(RewardConfig):
 def problems(config: Config, where: str) -> Iterator[Problem]:
     """What is wrong with an entry, seen without asking anybody."""
     if config.template is not None:
-        yield from config_template.problems(f"{where}.template", config.template, ("completion",))
+        yield from config_template.template_problems(
+            f"{where}.template", config.template, ("completion",)
+        )
     idle = {"rloo": ("template", "eos"), "score": ("columns", "template", "eos")}
     for name in idle.get(config.api, ("columns",)):
         if getattr(config, name):
@@ -61,11 +63,11 @@ def problems(config: Config, where: str) -> Iterator[Problem]:
 
 def preflight(config: Config) -> None:
     """Raises ConfigError when the key is not in the environment."""
-    http_client.check_key("reward.<name>.api_key_env", config.api_key_env)
+    http_client.check_api_key("reward.<name>.api_key_env", config.api_key_env)
 
 
 def needs(config: Config) -> list[str]:
-    named = config_template.names(config.template) if config.template is not None else []
+    named = config_template.template_names(config.template) if config.template is not None else []
     return [*config.columns, *(n for n in named if n not in ("prompt", "completion"))]
 
 
@@ -80,27 +82,34 @@ async def score(
     rows = range(len(prompts))
     size = config.batch_size
     if config.api == "rloo":
-        bodies = [_own(prompts, completions, columns, config, s) for s in _parts(rows, size)]
+        bodies = [
+            _rloo_body(prompts, completions, columns, config, s) for s in _batch_ranges(rows, size)
+        ]
     elif config.api == "score":
         said = texts(completions)
         pairs = [
-            {"text_1": config_template.plain(p), "text_2": c}
+            {"text_1": config_template.prompt_text(p), "text_2": c}
             for p, c in zip(prompts, said, strict=True)
         ]
-        bodies = [_joined([pairs[i] for i in s]) for s in _parts(rows, size)]
+        bodies = [_pair_body([pairs[i] for i in s]) for s in _batch_ranges(rows, size)]
     else:
         ends = [config.eos if r == "stop" and config.eos else "" for r in finish_reasons]
-        bodies = _whole(prompts, completions, columns, ends, config)
-    service = Service(
+        bodies = _text_bodies(prompts, completions, columns, ends, config)
+    service = HttpService(
         config.url if config.api == "rloo" else config.url.rstrip("/").removesuffix("/v1"),
         config.api_key_env,
         config.concurrency,
         config.request_timeout_s,
     )
     path = "" if config.api == "rloo" else f"/{config.api}"
-    read: Callable[[Any], list[Any]] = _scores if config.api == "rloo" else _data
-    async with Client(service, config.timeout_s * SPARE) as client:
-        asked = [asyncio.ensure_future(_ask(client, path, n, b, read, config)) for n, b in bodies]
+    read: Callable[[Any], list[Any]] = (
+        _read_rloo_scores if config.api == "rloo" else _read_vllm_scores
+    )
+    async with JsonClient(service, config.timeout_s * HTTP_TIMEOUT_SHARE) as client:
+        asked = [
+            asyncio.ensure_future(_request_scores(client, path, n, b, read, config))
+            for n, b in bodies
+        ]
         try:
             answers = await asyncio.gather(*asked)
         finally:
@@ -109,12 +118,12 @@ async def score(
     return [value for answer in answers for value in answer]
 
 
-async def _ask(
-    client: Client,
+async def _request_scores(
+    client: JsonClient,
     path: str,
-    count: int,
+    num_completions: int,
     body: Body,
-    read: Callable[[Any], list[Any]],
+    read_scores: Callable[[Any], list[Any]],
     config: Config,
 ) -> list[Any]:
     """The values of one request's `count` rows."""
@@ -123,85 +132,87 @@ async def _ask(
         path, body | ours | ({"model": config.model} if config.model else {})
     )
     try:
-        values = read(answer)
+        values = read_scores(answer)
     except (KeyError, TypeError, AttributeError):
         form = '{"scores": [...]}' if config.api == "rloo" else f"that of vLLM's /{config.api}"
         raise EndpointError(f"expected {form}, got {str(answer)[:200]}", True) from None
-    if len(values) != count:
-        raise EndpointError(f"{client.service.url}{path} gave {len(values)} scores, not {count}")
+    if len(values) != num_completions:
+        raise EndpointError(
+            f"{client.service.url}{path} gave {len(values)} scores, not {num_completions}"
+        )
     return values
 
 
 # Questions: (rows, body) each.
 
 
-def _parts(rows: range, size: int) -> list[range]:
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
+def _batch_ranges(indices: range, batch_size: int) -> list[range]:
+    return [indices[start : start + batch_size] for start in range(0, len(indices), batch_size)]
 
 
-def _own(
+def _rloo_body(
     prompts: list[Any],
     completions: list[Completion],
     columns: dict[str, list[Any]],
     config: Config,
-    rows: range,
+    indices: range,
 ) -> tuple[int, Body]:
-    cut = slice(rows.start, rows.stop)
+    cut = slice(indices.start, indices.stop)
     body = {name: columns[name][cut] for name in config.columns}
-    return len(rows), body | {"prompts": prompts[cut], "completions": completions[cut]}
+    return len(indices), body | {"prompts": prompts[cut], "completions": completions[cut]}
 
 
-def _joined(pairs: list[Body]) -> tuple[int, Body]:
+def _pair_body(pairs: list[Body]) -> tuple[int, Body]:
     return len(pairs), {name: [pair[name] for pair in pairs] for name in pairs[0]}
 
 
-def _whole(
+def _text_bodies(
     prompts: list[Any],
     completions: list[Completion],
     columns: dict[str, list[Any]],
-    ends: list[str],
+    eos_texts: list[str],
     config: Config,
 ) -> list[tuple[int, Body]]:
     """Prompt and completion as one: texts by the batch, or one conversation a request."""
-    said = [text + end for text, end in zip(texts(completions), ends, strict=True)]
+    said = [text + end for text, end in zip(texts(completions), eos_texts, strict=True)]
     if config.template is None and not all(isinstance(p, str) for p in prompts):
         return [
             (1, {"messages": [*p, {"role": "assistant", "content": c}]})
             for p, c in zip(prompts, said, strict=True)
         ]
     inputs = [
-        config_template.fill(
+        config_template.fill_template(
             config.template or "{prompt}{completion}",
             {name: values[i] for name, values in columns.items()}
-            | {"prompt": config_template.plain(prompts[i]), "completion": said[i]},
+            | {"prompt": config_template.prompt_text(prompts[i]), "completion": said[i]},
         )
         for i in range(len(said))
     ]
-    parts = _parts(range(len(inputs)), config.batch_size)
+    parts = _batch_ranges(range(len(inputs)), config.batch_size)
     return [(len(p), {"input": inputs[p.start : p.stop]}) for p in parts]
 
 
 # Answers. What a value is worth is the validator's to say.
 
 
-def _scores(answer: Any) -> list[Any]:
+def _read_rloo_scores(answer: Any) -> list[Any]:
     if not isinstance(answer["scores"], list):
         raise TypeError("scores is no list")
     return list(answer["scores"])
 
 
-def _data(answer: Any) -> list[Any]:
+def _read_vllm_scores(answer: Any) -> list[Any]:
     """vLLM's three forms: `probs` of a class, `score`, `data` of a text or of each token."""
     rows = sorted(answer["data"], key=lambda row: row["index"])
     if [row["index"] for row in rows] != list(range(len(rows))):
         raise EndpointError(f"rows {[row['index'] for row in rows]} are not those asked for")
-    return [_one(row) for row in rows]
+    return [_vllm_score(row) for row in rows]
 
 
-def _one(row: Body) -> Any:
-    if "score" in row:
-        return row["score"]
-    values = row["probs"] if "probs" in row else row["data"]
+def _vllm_score(entry: Body) -> Any:
+    if "score" in entry:
+        return entry["score"]
+    values = entry["probs"] if "probs" in entry else entry["data"]
     if values and isinstance(values[-1], list):  # of each token: the last has read them all
         values = values[-1]
     if len(values) != 1:

@@ -13,8 +13,8 @@ class Config(RewardConfig):
 
 def score(completions: list[Completion], config: Config) -> list[float]:
     """(B,), each in [0, 2]."""
-    return [_value(text.split(), config.full_length) for text in texts(completions)]
+    return [_diversity_score(text.split(), config.full_length) for text in texts(completions)]
 
 
-def _value(words: list[str], full: int) -> float:
-    return min(len(words) / full, 1.0) + len(set(words)) / len(words) if words else 0.0
+def _diversity_score(words: list[str], full_length: int) -> float:
+    return min(len(words) / full_length, 1.0) + len(set(words)) / len(words) if words else 0.0

@@ -17,7 +17,7 @@ class Config(RewardConfig):
     soft_cache: int = key("Tokens over which it grows; 0 = -1 beyond max_length only", ge=0)
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check_soft_cache(self) -> Self:
         if self.soft_cache > self.max_length:
             raise ValueError(f"soft_cache {self.soft_cache} is above max_length {self.max_length}")
         return self
@@ -25,10 +25,12 @@ class Config(RewardConfig):
 
 def score(completion_ids: list[list[int]], config: Config) -> list[float]:
     """(B,), each in [-1, 0]."""
-    return [_penalty(len(ids), config.max_length, config.soft_cache) for ids in completion_ids]
+    return [
+        _overlong_penalty(len(ids), config.max_length, config.soft_cache) for ids in completion_ids
+    ]
 
 
-def _penalty(length: int, most: int, soft: int) -> float:
-    if length <= most - soft:
+def _overlong_penalty(length: int, max_length: int, soft_cache: int) -> float:
+    if length <= max_length - soft_cache:
         return 0.0
-    return (most - soft - length) / soft if length <= most else -1.0
+    return (max_length - soft_cache - length) / soft_cache if length <= max_length else -1.0

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rloo_cli.config.schema import Positive, RewardConfig, key
 from rloo_cli.rewards.common import math_equal
-from rloo_cli.rewards.common.text import Completion, after, texts
+from rloo_cli.rewards.common.text import Completion, text_after_last, texts
 
 
 class Config(RewardConfig):
@@ -24,7 +24,7 @@ def needs(config: Config) -> list[str]:
 
 def preflight(config: Config) -> None:
     """Raises MachineError when math-verify is not installed."""
-    math_equal.require()
+    math_equal.require_math_verify()
 
 
 def score(
@@ -34,10 +34,10 @@ def score(
     log_metric: Callable[[str, float], None] | None = None,
 ) -> list[float | None]:
     """(B,) of 1.0, 0.0 or None."""
-    answers = [after(text, config.delimiter) for text in texts(completions)]
+    answers = [text_after_last(text, config.delimiter) for text in texts(completions)]
     golds = columns[config.column]
     ended = [i for i, answer in enumerate(answers) if answer is not None]
-    right = math_equal.correct(
+    right = math_equal.grade_answers(
         [answers[i] for i in ended], [golds[i] for i in ended], config, log_metric
     )
     scores: list[float | None] = [0.0] * len(answers)

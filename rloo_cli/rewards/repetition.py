@@ -17,10 +17,10 @@ class Config(RewardConfig):
 
 def score(completion_ids: list[list[int]], config: Config) -> list[float]:
     """(B,), each in [max_penalty, 0]."""
-    return [_penalty(ids, config.ngram, config.max_penalty) for ids in completion_ids]
+    return [_repetition_penalty(ids, config.ngram, config.max_penalty) for ids in completion_ids]
 
 
-def _penalty(ids: list[int], n: int, penalty: float) -> float:
-    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+def _repetition_penalty(ids: list[int], ngram: int, max_penalty: float) -> float:
+    grams = [tuple(ids[i : i + ngram]) for i in range(len(ids) - ngram + 1)]
     repeated = len(grams) - len(set(grams))
-    return penalty * repeated / len(grams) if repeated else 0.0
+    return max_penalty * repeated / len(grams) if repeated else 0.0

@@ -1,50 +1,48 @@
 """What stops a run before an update that would be wrong."""
 
-import json
 import math
-from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from rloo_cli.data.batch import Batch
+from rloo_cli.reporting.log import write_debug_batch
 from rloo_cli.run import Run
 from rloo_cli.utils.errors import GenerationError, NumbersError, Problem
 
-SKIPS = 3  # non-finite updates in a row that train.on_nonfinite=skip lets pass
-PATIENCE = 10  # steps in a row without one token to learn from
+MAX_SKIPPED_UPDATES = 3  # non-finite updates in a row that train.on_nonfinite=skip lets pass
+MAX_EMPTY_STEPS = 10  # steps in a row without one token to learn from
 
 
-def finite(run: Run, batch: Batch, loss: float, norm: float) -> bool:
+def check_finite_update(run: Run, batch: Batch, loss: float, grad_norm: float) -> bool:
     """Whether this update may be made; False when it is skipped, as the config asked for.
 
     Raises NumbersError (exit 7) with nothing updated; the batch is kept in the run's debug folder.
     """
     # A NaN reward is no NaN loss: no two rewards of its group differ, so it gets no advantage.
     known = batch.reward is None or bool(batch.reward.isfinite().all())
-    right = {"reward": known, "loss": math.isfinite(loss), "gradient": math.isfinite(norm)}
+    right = {"reward": known, "loss": math.isfinite(loss), "gradient": math.isfinite(grad_norm)}
     wrong = [name for name, fine in right.items() if not fine]
     if not wrong:
         run.state.nonfinite = run.state.empty = 0
         return True
-    run.optimizer.zero()
-    folder = _keep(run.folder, batch, run.world.is_main)
+    run.optimizer.zero_grad()
+    folder = write_debug_batch(run.folder, batch, run.world.is_main)
     run.state.nonfinite += 1
-    if run.config.train.on_nonfinite == "skip" and run.state.nonfinite <= SKIPS:
-        found = f"loss {loss}, gradient norm {norm}"
+    if run.config.train.on_nonfinite == "skip" and run.state.nonfinite <= MAX_SKIPPED_UPDATES:
+        found = f"loss {loss}, gradient norm {grad_norm}"
         run.log.note(f"step {batch.step + 1}: non-finite {wrong[0]} ({found}): update skipped")
         return False
     raise NumbersError(
         Problem(
             f"non-finite numbers in step {batch.step + 1}: nothing was updated",
             wrong[0],
-            f"loss {loss}, gradient norm {norm}; the batch is in {folder}",
+            f"loss {loss}, gradient norm {grad_norm}; the batch is in {folder}",
             "a lower train.learning_rate, or model.dtype=float32",
         )
     )
 
 
-def sampler(run: Run, batch: Batch, index: list[int]) -> None:
+def check_sampler_logprobs(run: Run, batch: Batch, group_indices: list[int]) -> None:
     """The sampler drew the groups `index` with the weights that they are about to train.
 
     Raises GenerationError (exit 6), with nothing updated, where its log-probabilities and the
@@ -55,8 +53,8 @@ def sampler(run: Run, batch: Batch, index: list[int]) -> None:
     if bent or generation.repetition_penalty != 1 or generation.min_tokens:
         return
     compared = [
-        (group.draw, k, old, rollout.behaviour_logp)
-        for group in (batch.groups[i] for i in index)
+        (group.prompt_offset, k, old, rollout.behaviour_logp)
+        for group in (batch.groups[i] for i in group_indices)
         for k, (old, rollout) in enumerate(zip(group.old_logp or [], group.rollouts, strict=False))
         if rollout.behaviour_logp is not None
     ]
@@ -72,7 +70,9 @@ def sampler(run: Run, batch: Batch, index: list[int]) -> None:
         lengths = torch.tensor([len(logp) for *_, logp in compared])
         at = int(torch.searchsorted(lengths.cumsum(0), int(gap.argmax()), right=True))
         worst = f"completion {compared[at][1]} of draw {compared[at][0]}: {float(gap.max()):.4g}"
-        versions = sorted({r.weight_version for i in index for r in batch.groups[i].rollouts})
+        versions = sorted(
+            {r.weight_version for i in group_indices for r in batch.groups[i].rollouts}
+        )
         raise GenerationError(
             Problem(
                 f"step {batch.step + 1}: the sampler had other weights than the trainer",
@@ -80,12 +80,12 @@ def sampler(run: Run, batch: Batch, index: list[int]) -> None:
                 f"log-probabilities differ by {rms:.4g} nats (rms of {count} tokens), expected at"
                 f" most {run.generator.tolerance:g}; most in {worst}; the completions say they are"
                 f" of version {', '.join(map(str, versions))}",
-                _why_apart(generation.backend),
+                _mismatch_hint(generation.backend),
             )
         )
 
 
-def _why_apart(backend: str) -> str:
+def _mismatch_hint(backend: str) -> str:
     """What a person can do about a sampler that differs, which is no server with every backend."""
     if backend == "transformers":
         return (
@@ -95,48 +95,23 @@ def _why_apart(backend: str) -> str:
     return "somebody else may have changed the server's weights"
 
 
-def nothing_to_learn(run: Run, batch: Batch) -> None:
+def skip_empty_update(run: Run, batch: Batch) -> None:
     """No optimizer step: weight decay and momentum would move the weights all the same.
 
     Raises NumbersError after PATIENCE steps of these in a row.
     """
-    run.optimizer.zero()
+    run.optimizer.zero_grad()
     run.state.empty += 1
-    if run.state.empty < PATIENCE * run.config.updates_per_step:
+    if run.state.empty < MAX_EMPTY_STEPS * run.config.updates_per_step:
         run.log.note(f"step {batch.step + 1}: no row to learn from, no update made")
         return
     unscored = float((~batch.scorable).double().mean())
     masked = float(batch.masked.double().mean())
     raise NumbersError(
         Problem(
-            f"{PATIENCE} steps in a row had nothing to learn from",
+            f"{MAX_EMPTY_STEPS} steps in a row had nothing to learn from",
             f"step {batch.step + 1}",
             f"{unscored:.0%} of the rows have no score, {masked:.0%} are masked out as truncated",
             "raise generation.max_completion_length, or look at the rewards and at EOS",
         )
     )
-
-
-def _keep(folder: Path, batch: Batch, writes: bool) -> Path:
-    """Write what an update was computed from, for a person to look at."""
-    out = folder / "debug" / f"nonfinite_step_{batch.step + 1}"
-    if not writes:  # every rank has the same
-        return out
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "rows.jsonl").open("w") as file:
-        for p, group in enumerate(batch.groups):
-            for k, rollout in enumerate(group.rollouts):
-                row = {
-                    "prompt_ids": group.prompt_ids,
-                    "completion_ids": rollout.completion_ids,
-                    "text": rollout.text,
-                    "score": repr(float(batch.shaped[p, k])),
-                    "old_logp": [repr(x) for x in _list(group.old_logp, k)],
-                    "ref_logp": [repr(x) for x in _list(group.ref_logp, k)],
-                }
-                file.write(json.dumps(row) + "\n")
-    return out
-
-
-def _list(columns: list[Tensor] | None, k: int) -> list[float]:
-    return [] if columns is None else columns[k].tolist()

@@ -7,34 +7,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rloo_cli.algorithms.common.advantage import usable as usable_rows
-from rloo_cli.algorithms.common.aggregate import denominator as loss_denominator
+from rloo_cli.algorithms.common.advantage import usable_completions as usable_rows
+from rloo_cli.algorithms.common.aggregate import update_denominator as loss_denominator
 from rloo_cli.algorithms.common.forward_plan import needed_completions
 from rloo_cli.data import bin_packing
 from rloo_cli.data.batch import Batch
-from rloo_cli.data.bin_packing import Item
-from rloo_cli.data.packing import Part
+from rloo_cli.data.bin_packing import PackingItem
+from rloo_cli.data.packing import GroupSlice
 from rloo_cli.run import Run
 
 
 @dataclass(frozen=True)
-class Plan:
+class UpdatePlan:
     """One optimizer update."""
 
-    ranks: list[list[list[Part]]]  # of each rank: the completions of each micro-batch
+    micro_batches_by_rank: list[
+        list[list[GroupSlice]]
+    ]  # of each rank: the completions of each micro-batch
     rank: int
     groups: list[int]  # trained on, forwarded or not
-    tokens: int  # unmasked tokens of rows that have an advantage; 0 = nothing to learn from
-    all_tokens: int  # unmasked tokens of every row, at least 1
+    num_tokens: int  # unmasked tokens of rows that have an advantage; 0 = nothing to learn from
+    num_all_tokens: int  # unmasked tokens of every row, at least 1
     denominator: float  # what the summed loss is divided by (docs/OBJECTIVES.md, Loss types)
 
     @property
-    def micros(self) -> list[list[Part]]:
+    def micro_batches(self) -> list[list[GroupSlice]]:
         """Those of this rank; empty ones where others have more."""
-        return self.ranks[self.rank]
+        return self.micro_batches_by_rank[self.rank]
 
 
-def plan_updates(run: Run, batch: Batch, iteration: int) -> list[Plan]:
+def plan_updates(run: Run, batch: Batch, iteration: int) -> list[UpdatePlan]:
     """Cut a step's groups into num_minibatches updates, permuted anew in each iteration.
 
     Groups that are not trained on still count in the denominator (loss_denominator=all), and so do
@@ -46,7 +48,7 @@ def plan_updates(run: Run, batch: Batch, iteration: int) -> list[Plan]:
         seed = [run.config.seed, batch.step, iteration]
         order = np.random.Generator(np.random.PCG64(seed)).permutation(order)
     active = set(batch.active)
-    lengths = batch.table("length") * ~batch.masked
+    lengths = batch.rollout_values("length") * ~batch.masked
     # A masked row still is its siblings' baseline: only what has no score leaves a row alone.
     valid = usable_rows(batch.scorable, settings) & ~batch.masked
     counted = torch.ones_like(valid) if settings.loss_denominator == "all" else valid
@@ -54,7 +56,7 @@ def plan_updates(run: Run, batch: Batch, iteration: int) -> list[Plan]:
     for share in np.array_split(order, settings.num_minibatches):
         groups = sorted(int(i) for i in share)
         used = [i for i in groups if i in active]
-        ranks = cut(run, batch, used)
+        ranks = cut_micro_batches(run, batch, used)
         denominator = loss_denominator(
             settings,
             int(counted[groups].sum()),
@@ -64,11 +66,11 @@ def plan_updates(run: Run, batch: Batch, iteration: int) -> list[Plan]:
         )
         tokens = int((lengths * valid)[used].sum())
         every = max(int(lengths[used].sum()), 1)
-        plans.append(Plan(ranks, run.world.rank, used, tokens, every, denominator))
+        plans.append(UpdatePlan(ranks, run.world.rank, used, tokens, every, denominator))
     return plans
 
 
-def forwarded(run: Run, batch: Batch) -> Tensor:
+def forwarded_completions(run: Run, batch: Batch) -> Tensor:
     """Completions of active groups that are forwarded. -> (P, K) bool
 
     On the others nothing depends (`needed_completions`); `train.forward_all` takes them too.
@@ -78,54 +80,76 @@ def forwarded(run: Run, batch: Batch) -> Tensor:
     if run.config.train.forward_all:
         return rows
     return rows & needed_completions(
-        batch.shaped, batch.scorable, batch.masked, run.algorithm.config, run.plan
+        batch.shaped, batch.scorable, batch.masked, run.algorithm.config, run.forward_plan
     )
 
 
-def cut(run: Run, batch: Batch, groups: Sequence[int], grad: bool = True) -> list[list[list[Part]]]:
+def cut_micro_batches(
+    run: Run, batch: Batch, group_indices: Sequence[int], grad: bool = True
+) -> list[list[list[GroupSlice]]]:
     """Each rank's micro-batches of what these groups have to forward: equally many for each.
 
     Of so many completions as `train.micro_batch_size` says, in order; without it, balanced ones of
     at most `train.micro_batch_tokens` rows. `grad` False: for a pass without gradient.
     """
-    rows, limits = forwarded(run, batch), run.limits
-    parts: list[Part] = [
-        (i, tuple(k for k, wanted in enumerate(rows[i].tolist()) if wanted)) for i in groups
+    rows, limits = forwarded_completions(run, batch), run.forward_limits
+    parts: list[GroupSlice] = [
+        (i, tuple(k for k, wanted in enumerate(rows[i].tolist()) if wanted)) for i in group_indices
     ]
     parts = [part for part in parts if part[1]]
     size = limits.completions if grad else limits.no_grad_completions
     if size is not None:
         each = max(1, size // run.config.algorithm.num_generations)
-        return _met(run, bin_packing.deal([*bin_packing.slices(parts, each)], run.world.size))
-    budget = limits.rows if grad else limits.no_grad_rows
-    items = [item for part in parts for item in _items(run, batch, part, budget)]
+        return _fill_lockstep_ranks(
+            run,
+            bin_packing.deal_micro_batches(
+                [*bin_packing.split_chunks(parts, each)], run.world.size
+            ),
+        )
+    budget = limits.tokens if grad else limits.no_grad_tokens
+    items = [item for part in parts for item in _packing_items(run, batch, part, budget)]
     if run.policy.layout == "padded":
-        return _met(run, bin_packing.strips(items, budget, run.world.size))
-    return _met(run, bin_packing.bins(items, budget, run.world.size))
+        return _fill_lockstep_ranks(
+            run, bin_packing.pack_padded_micro_batches(items, budget, run.world.size)
+        )
+    return _fill_lockstep_ranks(run, bin_packing.pack_micro_batches(items, budget, run.world.size))
 
 
-def _met(run: Run, ranks: list[list[list[Part]]]) -> list[list[list[Part]]]:
+def _fill_lockstep_ranks(
+    run: Run, micro_batches_by_rank: list[list[list[GroupSlice]]]
+) -> list[list[list[GroupSlice]]]:
     """Ranks that meet in every backward pass have at least one, if only of nothing."""
-    return [[[]] for _ in ranks] if run.engine.lockstep and not ranks[0] else ranks
+    return (
+        [[[]] for _ in micro_batches_by_rank]
+        if run.engine.lockstep and not micro_batches_by_rank[0]
+        else micro_batches_by_rank
+    )
 
 
-def _items(run: Run, batch: Batch, part: Part, budget: int) -> list[Item]:
+def _packing_items(
+    run: Run, batch: Batch, group_slice: GroupSlice, max_tokens: int
+) -> list[PackingItem]:
     """A group as one item, or as several where it is over the budget and may be cut."""
-    group, layout = batch.groups[part[0]], run.policy.layout
+    group, layout = batch.groups[group_slice[0]], run.policy.layout
     prompt = len(group.prompt_ids)
-    lengths = [len(group.rollouts[k].completion_ids) for k in part[1]]
-    parts = [part]
-    if bin_packing.rows_of(prompt, lengths, layout) > budget:
-        parts = bin_packing.split(part, prompt, lengths, budget, layout)
+    lengths = [len(group.rollouts[k].completion_ids) for k in group_slice[1]]
+    parts = [group_slice]
+    if bin_packing.forward_tokens(prompt, lengths, layout) > max_tokens:
+        parts = bin_packing.split_group(group_slice, prompt, lengths, max_tokens, layout)
     items = []
     for found in parts:
         own = [len(group.rollouts[k].completion_ids) for k in found[1]]
-        rows, cost = bin_packing.rows_of(prompt, own, layout), run.limits.shape.group(prompt, own)
-        items.append(Item(found, rows, cost, prompt + max(own)))
+        rows, cost = (
+            bin_packing.forward_tokens(prompt, own, layout),
+            run.forward_limits.cost.group_flops(prompt, own),
+        )
+        items.append(PackingItem(found, rows, cost, prompt + max(own)))
     return items
 
 
-def together(plans: Sequence[Plan]) -> bool:
+def keeps_groups_whole(plans: Sequence[UpdatePlan]) -> bool:
     """Whether no group is spread over two micro-batches."""
-    seen = [i for plan in plans for own in plan.ranks for micro in own for i, _ in micro]
+    seen = [
+        i for plan in plans for own in plan.micro_batches_by_rank for micro in own for i, _ in micro
+    ]
     return len(seen) == len(set(seen))

@@ -11,58 +11,62 @@ from typing import Any
 
 from rich.console import Console
 
-from rloo_cli.reporting import eval_rows
-from rloo_cli.reporting.panel import before_after, evaluation_table, last_message
+from rloo_cli.reporting import eval_lines
+from rloo_cli.reporting.panel import before_after_tables, evaluation_table, last_message
 from rloo_cli.run import Run
 from rloo_cli.utils import paths
 
-Row = dict[str, Any]
-KEPT = ("final", "curves.png", "metrics.jsonl", "samples")
-ANSWERS = ("answer", "ground_truth", "solution")  # columns that may hold the right one
+JsonObject = dict[str, Any]
+LISTED_FILES = ("final", "curves.png", "metrics.jsonl", "samples")
+ANSWER_COLUMNS = ("answer", "ground_truth", "solution")  # columns that may hold the right one
 
 
-def summary(run: Run) -> Row:
+def summarize_run(run: Run) -> JsonObject:
     """`before` and `after`: the mean greedy score of the first held-out set, None = not known."""
-    names = [eval_rows.prefix(name) + "reward" for name in run.sets] or ["eval_reward"]
-    first, last = _ends(run)
+    names = [eval_lines.eval_prefix(name) + "reward" for name in run.eval_sets] or ["eval_reward"]
+    first, last = _first_and_last_evaluation(run)
     return {"before": first.get(names[0]), "after": last.get(names[0])}
 
 
-def report(run: Run) -> None:
+def print_report(run: Run) -> None:
     """Print how the run ended: its first and its last evaluation, and the paths of its files."""
     console = Console(soft_wrap=not sys.stdout.isatty())
-    first, last = _ends(run)
+    first, last = _first_and_last_evaluation(run)
     if first:
         steps = (int(first["step"]), int(last["step"]))
-        problems = [p for name in list(run.sets)[:1] for p in _problems(run.folder, name, steps)]
+        problems = [
+            p for name in list(run.eval_sets)[:1] for p in _example_answers(run.folder, name, steps)
+        ]
         counts = ("samples", "unscored", "/prompts")
         same = [n for n in first if n.endswith(counts) and first[n] == last.get(n)]
         shown = {n: v for n, v in first.items() if n not in ("step", *same)}
-        console.print(before_after(shown, last, problems, f"step {steps[0]}" if steps[0] else ""))
+        console.print(
+            before_after_tables(shown, last, problems, f"step {steps[0]}" if steps[0] else "")
+        )
     elif last:
-        console.print(evaluation_table(last, list(run.sets)))
-    for name in KEPT:
+        console.print(evaluation_table(last, list(run.eval_sets)))
+    for name in LISTED_FILES:
         if (run.folder / name).exists():
-            console.print(f"{name:<14} {paths.shown(run.folder / name)}", highlight=False)
+            console.print(f"{name:<14} {paths.path_as_typed(run.folder / name)}", highlight=False)
 
 
-def _ends(run: Run) -> tuple[Row, Row]:
+def _first_and_last_evaluation(run: Run) -> tuple[JsonObject, JsonObject]:
     """The first and the last evaluation; ({}, it) when there was one, ({}, {}) without any."""
-    rows = [row for row in run.log.rows if eval_rows.is_evaluation(row)]
+    rows = [row for row in run.log.metrics_lines if eval_lines.is_evaluation(row)]
     if not rows:
         return {}, {}
     return (rows[0] if rows[0]["step"] < rows[-1]["step"] else {}), rows[-1]
 
 
-def _problems(folder: Path, name: str, steps: tuple[int, int]) -> list[Row]:
+def _example_answers(folder: Path, name: str, steps: tuple[int, int]) -> list[JsonObject]:
     """Three prompts of a set with both answers; those first whose score has changed."""
-    before, after = (_greedy(folder, name, step) for step in steps)
+    before, after = (_greedy_samples(folder, name, step) for step in steps)
     both = [draw for draw in before if draw in after]
     chosen = sorted(both, key=lambda draw: before[draw]["score"] == after[draw]["score"])[:3]
     return [
         {
             "prompt": last_message(before[draw]["prompt"]),
-            "answer": _answer(before[draw]["row"]),
+            "answer": _gold_answer(before[draw]["row"]),
             "before": before[draw]["completion"],
             "after": after[draw]["completion"],
         }
@@ -70,12 +74,12 @@ def _problems(folder: Path, name: str, steps: tuple[int, int]) -> list[Row]:
     ]
 
 
-def _answer(row: Row) -> str:
-    return str(next((row[c] for c in ANSWERS if c in row), ""))
+def _gold_answer(example: JsonObject) -> str:
+    return str(next((example[c] for c in ANSWER_COLUMNS if c in example), ""))
 
 
-def _greedy(folder: Path, name: str, step: int) -> dict[int, Row]:
+def _greedy_samples(folder: Path, name: str, step: int) -> dict[int, JsonObject]:
     """draw -> greedy sample of an evaluation; {} when its file is gone."""
-    path = folder / "samples" / f"{eval_rows.file_name(name, step)}.jsonl"
+    path = folder / "samples" / f"{eval_lines.eval_samples_name(name, step)}.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
     return {row["draw"]: row for row in map(json.loads, lines) if row["greedy"]}

@@ -18,15 +18,20 @@ from typing import Any
 import torch
 
 from rloo_cli.checkpoint import export, resume, run_folder, save
-from rloo_cli.checkpoint.resume import Start
+from rloo_cli.checkpoint.resume import ResumePlan
 from rloo_cli.config import check
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.distributed.world import elsewhere, everywhere, is_lost, lost
+from rloo_cli.distributed.world import (
+    is_rank_lost,
+    is_remote_error,
+    is_shared_error,
+    rank_lost_error,
+)
 from rloo_cli.run import Run
 from rloo_cli.train import memory_check
 from rloo_cli.train import summary as train_summary
 from rloo_cli.train.build import build_run
-from rloo_cli.train.loop import train
+from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils import (
     console,
     fault_injection,
@@ -49,16 +54,16 @@ from rloo_cli.utils.errors import (
     RunError,
     Stopped,
     StorageError,
-    of_disk,
+    disk_write_error,
     print_bug,
     print_error,
 )
 from rloo_cli.utils.files import update_json, write_json
 
 log = logging.getLogger("rloo")
-Row = dict[str, Any]
+JsonObject = dict[str, Any]
 # What torch says of a collective whose other side is gone.
-TORN = (
+COLLECTIVE_ERRORS = (
     "gloo",
     "Gloo",
     "NCCL",
@@ -67,92 +72,96 @@ TORN = (
     "Connection reset",
     "Broken pipe",
 )
-SAVED = (Stopped, RewardError, GenerationError)  # what is done is whole: it is kept
+SAVED_ON_ERRORS = (Stopped, RewardError, GenerationError)  # what is done is whole: it is kept
 
 
-def work(
+def run_training(
     settings: RunConfig,
     folder: Path,
     functions: Mapping[str, Callable[..., Any]] | None = None,
-    start: Start | None = None,
-) -> Row:
+    resume_plan: ResumePlan | None = None,
+) -> JsonObject:
     """Do a whole run in this process; its summary. Raises RunError.
 
     `functions`: rewards given as Python callables, by the name of their config entry. `start`:
     where it goes on.
     """
-    folder = paths.settled(folder)
-    start = start or Start(folder)
-    came = None if start.checkpoint is None else paths.settled(start.checkpoint)
-    start = replace(start, folder=folder, checkpoint=came)
-    with _present(folder):
-        run, before = _built(settings, functions, start)
-        with _saved_on_failure(run, settings):
-            first, began = _announce(run), run.clock.elapsed()
-            train(run)
-            return _finish(run, first, run.clock.elapsed() - began, before)
+    folder = paths.absolute_path(folder)
+    resume_plan = resume_plan or ResumePlan(folder)
+    came = None if resume_plan.checkpoint is None else paths.absolute_path(resume_plan.checkpoint)
+    resume_plan = replace(resume_plan, folder=folder, checkpoint=came)
+    with _check_folder_on_error(folder):
+        run, before = _build_with_memory(settings, functions, resume_plan)
+        with _save_on_failure(run, settings):
+            first, began = _log_start(run), run.clock.elapsed()
+            run_training_loop(run)
+            return _write_results(run, first, run.clock.elapsed() - began, before)
 
 
 @contextlib.contextmanager
-def _present(folder: Path) -> Iterator[None]:
+def _check_folder_on_error(folder: Path) -> Iterator[None]:
     """While inside, a failure because somebody took the run's folder away says so (exit 8)."""
-    with files.held(folder):
+    with files.hold_folder(folder):
         try:
             yield
         except Exception as error:
-            if files.is_gone(folder):
-                raise run_folder.of_removed(paths.shown(folder)) from error
+            if files.is_folder_gone(folder):
+                raise run_folder.folder_removed_error(paths.path_as_typed(folder)) from error
             raise
 
 
-def _built(
-    settings: RunConfig, functions: Mapping[str, Callable[..., Any]] | None, start: Start
+def _build_with_memory(
+    settings: RunConfig, functions: Mapping[str, Callable[..., Any]] | None, resume_plan: ResumePlan
 ) -> tuple[Run, float]:
     """The run, and the memory that this process had before it."""
-    process_exit.libraries()
-    rng.seed(settings.seed)  # the same for all ranks: what is drawn to build a model is alike
-    before = memory_check.begin()
+    process_exit.silence_libraries()
+    rng.seed_generators(
+        settings.seed
+    )  # the same for all ranks: what is drawn to build a model is alike
+    before = memory_check.reset_peak_memory()
     try:
-        run = build_run(settings, start.folder, functions, start)
+        run = build_run(settings, resume_plan.folder, functions, resume_plan)
     except torch.OutOfMemoryError as error:
-        raise _out_of_memory(error, "while the run was built", settings) from error
-    signals.wait_for_checks()
+        raise _out_of_memory_error(error, "while the run was built", settings) from error
+    signals.defer_signals()
     return run, before
 
 
 @contextlib.contextmanager
-def _saved_on_failure(run: Run, settings: RunConfig) -> Iterator[None]:
+def _save_on_failure(run: Run, settings: RunConfig) -> Iterator[None]:
     """While inside, a failure is told by its cause, and what is done is saved if it is whole."""
     try:
         yield
-    except SAVED as error:
-        if is_lost(error):
+    except SAVED_ON_ERRORS as error:
+        if is_rank_lost(error):
             found = error.problems[0]
-            where = f"step {run.state.step + 1}, {run.log.now}, {found.where}"
-            raise lost(where, found.why) from error
-        if run.world.size == 1 or everywhere(error):  # saving takes all ranks
-            _rescue(run, error)
+            where = f"step {run.state.step + 1}, {run.log.current_phase}, {found.where}"
+            raise rank_lost_error(where, found.why) from error
+        if run.world.size == 1 or is_shared_error(error):  # saving takes all ranks
+            _save_what_is_done(run, error)
         raise
     except OSError as error:  # metrics, samples: what the checkpoints hold is safe
-        raise of_disk(error) from error
+        raise disk_write_error(error) from error
     except torch.OutOfMemoryError as error:
-        when = f"in step {run.state.step + 1}, {run.log.now}"
-        raise _out_of_memory(error, when, settings) from error
+        when = f"in step {run.state.step + 1}, {run.log.current_phase}"
+        raise _out_of_memory_error(error, when, settings) from error
     except RuntimeError as error:
-        if run.world.size == 1 or not any(word in str(error) for word in TORN):
+        if run.world.size == 1 or not any(word in str(error) for word in COLLECTIVE_ERRORS):
             raise
         said = str(error).strip().partition("\n")[0]
-        raise lost(f"step {run.state.step + 1}, {run.log.now}", said) from error
+        raise rank_lost_error(
+            f"step {run.state.step + 1}, {run.log.current_phase}", said
+        ) from error
     finally:
         with contextlib.suppress(OSError):
             if run.world.is_main:
-                _say_progress(run)
+                _write_progress(run)
                 run.log.close()
                 run.log.draw_curves()
         run.generator.close()
 
 
-def _out_of_memory(error: Exception, when: str, settings: RunConfig) -> OutOfMemory:
+def _out_of_memory_error(error: Exception, when: str, settings: RunConfig) -> OutOfMemory:
     """The error of a GPU that is full, with the keys that this run's backend reads."""
     smaller = "lower train.micro_batch_tokens or generation.max_completion_length"
     keys: Any = settings.generation
@@ -164,20 +173,20 @@ def _out_of_memory(error: Exception, when: str, settings: RunConfig) -> OutOfMem
     return OutOfMemory(Problem(f"out of memory {when}", "the GPU", why, smaller))
 
 
-def _say_progress(run: Run) -> None:
+def _write_progress(run: Run) -> None:
     """How far it came; and that nothing was trained, where that is so: its name is then free."""
-    untouched = not run.state.updates and run.place <= (0, 0)
+    untouched = not run.state.updates and run.position <= (0, 0)
     untrained = run.attempt if untouched else None
     update_json(run.folder / "run.json", progress=run.state.dump(), untrained=untrained)
 
 
-def _rescue(run: Run, error: RunError) -> None:
+def _save_what_is_done(run: Run, error: RunError) -> None:
     """Save what is done. Raises StorageError where a run that was asked to stop cannot be saved."""
     run.log.phase("saving")
-    run.optimizer.zero()
-    asked = signals.asked()
+    run.optimizer.zero_grad()
+    asked = signals.stop_requested_at()
     try:
-        target = save.save(run, must=True)
+        target = save.save_checkpoint(run, raise_on_failure=True)
     except StorageError as failed:
         if isinstance(error, Stopped):
             raise failed from error
@@ -185,69 +194,73 @@ def _rescue(run: Run, error: RunError) -> None:
         return
     if target is not None:
         after = f" {time.monotonic() - asked:.1f} s after the signal" if asked else ""
-        run.log.note(f"saved {paths.shown(target)}{after}")
+        run.log.note(f"saved {paths.path_as_typed(target)}{after}")
 
 
-def _announce(run: Run) -> int:
+def _log_start(run: Run) -> int:
     """Say what is worth a warning, and what is to be done; the step that it begins at."""
     for note in run.algorithm.warnings(run.config):
         run.log.note(f"warning: {note}")
     if run.log.display is not None:
-        run.log.display.plan["max_steps"] = run.steps
+        run.log.display.plan["max_steps"] = run.num_steps
         update_json(run.folder / "run.json", plan=run.log.display.plan)
     first = run.state.step
-    if first >= run.steps:
-        run.log.note(f"step {first} of {run.steps}: nothing left to train")
+    if first >= run.num_steps:
+        run.log.note(f"step {first} of {run.num_steps}: nothing left to train")
     return first
 
 
-def _finish(run: Run, first: int, seconds: float, before: float) -> Row:
+def _write_results(run: Run, first_step: int, seconds: float, bytes_before: float) -> JsonObject:
     """Write the trained model and the summary; -> the summary, {} on other ranks."""
-    if run.state.step == first < run.steps:
-        raise RuntimeError(f"no step was done, and {run.steps - first} were due")
+    if run.state.step == first_step < run.num_steps:
+        raise RuntimeError(f"no step was done, and {run.num_steps - first_step} were due")
     run.log.phase("saving")
     final = export.save_final(
         run.policy.model, run.tokenizer, run.folder, run.attempt, run.world,
-        lambda folder: save.write_final(run, folder),
+        lambda folder: save.write_final_model(run, folder),
     )  # fmt: skip
     if not run.world.is_main:
         return {}
     run.log.draw_curves()
     summary = {
-        **train_summary.summary(run),
+        **train_summary.summarize_run(run),
         "seconds": round(seconds, 2),
         "steps": run.state.step,
         "updates": run.state.updates,
-        "final": str(paths.shown(final)),
+        "final": str(paths.path_as_typed(final)),
     }
     write_json(run.folder / "summary.json", summary)
-    update_json(run.folder / "run.json", memory=memory_check.compare(run, before))
+    update_json(run.folder / "run.json", memory=memory_check.compare_peak_memory(run, bytes_before))
     run.log.close()
-    train_summary.report(run)
+    train_summary.print_report(run)
     return summary
 
 
 def main() -> None:
     """The process that `launch` starts. Exits with the code of what stopped it."""
-    start = Start.from_json(sys.argv[1])
+    start = ResumePlan.from_json(sys.argv[1])
     folder, rank = start.folder, environment_number("RANK", 0)
-    facts, given = folder / "run.json", resume.config_file(folder, start.attempt)
+    facts, given = folder / "run.json", resume.attempt_config_path(folder, start.attempt)
     logging.basicConfig(
         filename=given.parent / f"rank_{rank}.log", level=logging.INFO, encoding="utf-8",
         errors="backslashreplace",
     )  # fmt: skip
     console.open_descriptors()
-    redact.start()
-    signals.listen(at_once=True)
+    redact.redact_console()
+    signals.install_signal_handlers(at_once=True)
     code, state = 1, "failed"
     try:
-        fault_injection.check()
-        work(check.read_resolved(given), folder, start=start)
+        fault_injection.arm_faults()
+        run_training(check.read_resolved_config(given), folder, resume_plan=start)
         code, state = 0, "finished"
     except RunError as error:
         log.error("%s", traceback.format_exc())
-        _keep_detail(folder, error)
-        if not isinstance(error, Stopped) and not elsewhere(error) and not _alike(error, rank):
+        _write_error_detail(folder, error)
+        if (
+            not isinstance(error, Stopped)
+            and not is_remote_error(error)
+            and not _repeats_rank0_error(error, rank)
+        ):
             print_error(error)
         code = error.code
         state = "stopped" if isinstance(error, Stopped) else "failed"
@@ -261,12 +274,12 @@ def main() -> None:
     console.end_process(code)
 
 
-def _alike(error: RunError, rank: int) -> bool:
+def _repeats_rank0_error(error: RunError, rank: int) -> bool:
     """Whether this is one of many that say the same: what all ranks compute, they all find."""
     return rank > 0 and isinstance(error, ConfigError | DataError | NumbersError)
 
 
-def _keep_detail(folder: Path, error: RunError) -> None:
+def _write_error_detail(folder: Path, error: RunError) -> None:
     """What a reward error knows beyond its message: the call, its arguments, the trace."""
     detail = getattr(error, "detail", None)
     if detail and folder.is_dir():

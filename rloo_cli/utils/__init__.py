@@ -13,5 +13,6 @@ process_exit     how a worker process ends; libraries kept quiet
 redact           masks secrets
 rng              random states, and a completion's sampling seed
 signals          whether a signal came, and a place to ask
+sweep_time_slices  a trial's side of a sweep's time slices
 timers           seconds of the phases of a step
 """

@@ -14,12 +14,16 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TextIO
 
 SIGNS = {i: 0x2400 + i for i in range(32)} | str.maketrans("\t\xa0\u3000", "   ")
-SPARE_FROM = 64  # copies of the console's descriptors have at least this number: out of the way
-_spare: dict[int, int] = {}  # 1 and 2 -> a copy of what they were when `open_descriptors` ran
-_kept: dict[str, Any] = {}  # stdout and stderr -> the streams that `keep_streams` found
+MIN_SPARE_DESCRIPTOR = (
+    64  # copies of the console's descriptors have at least this number: out of the way
+)
+_spare_descriptors: dict[
+    int, int
+] = {}  # 1 and 2 -> a copy of what they were when `open_descriptors` ran
+_saved_streams: dict[str, Any] = {}  # stdout and stderr -> the streams that `keep_streams` found
 
 
-def visible(text: str) -> str:
+def show_control_characters(text: str) -> str:
     """The same lines, with a visible sign for each control and invisible character.
 
     What a model, a server or a data set wrote could otherwise command the terminal.
@@ -32,12 +36,12 @@ def _visible_line(line: str) -> str:
     return shown if shown.isprintable() else "".join(c if c.isprintable() else "�" for c in shown)
 
 
-class Console:
-    """A text stream whose writes never raise. `lost`: why nothing is written any more, or None."""
+class SafeStream:
+    """A text stream whose writes never raise. `write_error`: why nothing is written any more."""
 
     def __init__(self, inner: TextIO):
         self.inner = inner
-        self.lost: Exception | None = None
+        self.write_error: Exception | None = None
         with contextlib.suppress(Exception):  # a stream of the caller's may have no such method
             inner.reconfigure(errors="backslashreplace")  # type: ignore[attr-defined]
 
@@ -48,10 +52,10 @@ class Console:
         except UnicodeEncodeError:
             encoding = getattr(self.inner, "encoding", None) or "ascii"
             shown = text.encode(encoding, "backslashreplace").decode(encoding)
-            self._again(lambda: self.inner.write(shown))
+            self._retry_write(lambda: self.inner.write(shown))
         except (OSError, ValueError) as error:
             self._recover(error)
-            self._again(lambda: self.inner.write(text))
+            self._retry_write(lambda: self.inner.write(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -65,13 +69,13 @@ class Console:
             self.inner.flush()
         except (OSError, ValueError) as error:
             self._recover(error)
-            self._again(self.inner.flush)
+            self._retry_write(self.inner.flush)
 
     def close(self) -> None:
         """Only flush: a reward that closes sys.stdout must not close the run's."""
         self.flush()
 
-    def _again(self, action: Callable[[], Any]) -> None:
+    def _retry_write(self, action: Callable[[], Any]) -> None:
         try:
             action()
         except (OSError, ValueError) as error:
@@ -90,7 +94,7 @@ class Console:
 
     def _give_up(self, error: Exception) -> None:
         """Send everything to /dev/null: what is buffered must not fail again at Python's end."""
-        self.lost = self.lost or error
+        self.write_error = self.write_error or error
         with contextlib.suppress(OSError, ValueError):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.inner.fileno())
@@ -101,11 +105,11 @@ class Console:
         return getattr(self.inner, name)
 
 
-def guarded(stream: TextIO | None) -> Console:
+def guard_stream(stream: TextIO | None) -> SafeStream:
     """This stream as one that never fails; None (it was closed when Python began) takes it all."""
-    if isinstance(stream, Console):
+    if isinstance(stream, SafeStream):
         return stream
-    return Console(open(os.devnull, "w", encoding="utf-8") if stream is None else stream)
+    return SafeStream(open(os.devnull, "w", encoding="utf-8") if stream is None else stream)
 
 
 def open_descriptors() -> None:
@@ -117,13 +121,15 @@ def open_descriptors() -> None:
         os.set_inheritable(null, True)
     os.close(null)
     for number in (1, 2):
-        if number not in _spare:
-            _spare[number] = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, SPARE_FROM)
+        if number not in _spare_descriptors:
+            _spare_descriptors[number] = fcntl.fcntl(
+                number, fcntl.F_DUPFD_CLOEXEC, MIN_SPARE_DESCRIPTOR
+            )
 
 
 def restore_descriptors() -> None:
     """Open descriptors 1 and 2 again where a reward has closed them."""
-    for number, copy in _spare.items():
+    for number, copy in _spare_descriptors.items():
         try:
             os.fstat(number)
         except OSError:
@@ -133,19 +139,19 @@ def restore_descriptors() -> None:
 
 def keep_streams() -> None:
     """Remember sys.stdout and sys.stderr as they are, for `restore_streams`."""
-    _kept.update(stdout=sys.stdout, stderr=sys.stderr)
+    _saved_streams.update(stdout=sys.stdout, stderr=sys.stderr)
 
 
 def restore_streams() -> None:
     """Undo what user code did to the console: streams that it replaced, descriptors it closed."""
     restore_descriptors()
-    for name, stream in _kept.items():
+    for name, stream in _saved_streams.items():
         setattr(sys, name, stream)
 
 
 def forget_streams() -> None:
     """Undo `keep_streams`: the console is somebody else's again."""
-    _kept.clear()
+    _saved_streams.clear()
 
 
 def end_process(code: int) -> NoReturn:

@@ -8,7 +8,9 @@ import threading
 
 import torch
 
-_stuck: list[str] = []  # has an entry once a GPU did not come free: it is not waited for again
+_device_timeouts: list[
+    str
+] = []  # has an entry once a GPU did not come free: it is not waited for again
 
 
 def wait_for_device() -> None:
@@ -17,7 +19,7 @@ def wait_for_device() -> None:
     Or at once where `is_device_done` has found that it does not end: what comes then is the end of
     the process, which no wait may hold back.
     """
-    if torch.cuda.is_initialized() and not _stuck:  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized() and not _device_timeouts:  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
 
@@ -33,12 +35,12 @@ def is_device_done(limit_s: float) -> bool:
 
     # CUDA has no wait with a deadline: a thread waits, and is left behind.
     waiting = threading.Thread(target=wait, daemon=True)
-    if not _stuck:
+    if not _device_timeouts:
         waiting.start()
         waiting.join(limit_s)
-    if _stuck or waiting.is_alive():
-        _stuck.append(f"no end after {limit_s:g} s")
-    return not _stuck
+    if _device_timeouts or waiting.is_alive():
+        _device_timeouts.append(f"no end after {limit_s:g} s")
+    return not _device_timeouts
 
 
 def wait_for_stream() -> None:

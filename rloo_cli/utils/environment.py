@@ -8,20 +8,24 @@ from rloo_cli.utils.errors import ConfigError, Problem
 Environment = Mapping[str, str]
 # For a member of a sweep: how many others share its device, and bytes of a GPU that a process which
 # waits keeps there (CUDA's context, cuBLAS's workspaces).
-TURNS, BESIDE, PARKED_BYTES = "RLOO_TURNS", "RLOO_TURNS_BESIDE", 0.5e9
-NUMBERS = (  # variables of which each holds a number where it is set
+SWEEP_SOCKET_VARIABLE, WAITING_TRIALS_VARIABLE, OFFLOADED_TRIAL_BYTES = (
+    "RLOO_TURNS",
+    "RLOO_TURNS_BESIDE",
+    0.5e9,
+)
+NUMBER_VARIABLES = (  # variables of which each holds a number where it is set
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT",
     "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_PROCID",
     "SLURM_LOCALID", "SLURM_RESTART_COUNT",
 )  # fmt: skip
 
 
-def environment_number(name: str, without: int, env: Environment | None = None) -> int:
+def environment_number(name: str, default: int, env: Environment | None = None) -> int:
     """The number that an environment variable holds; `without` where it is not set or empty.
 
     Raises ConfigError where it holds anything else.
     """
-    text = (os.environ if env is None else env).get(name) or str(without)
+    text = (os.environ if env is None else env).get(name) or str(default)
     if not (text.isascii() and text.isdigit()):
         why = "torchrun, Slurm and rloo set it to a whole number"
         raise ConfigError(
@@ -30,10 +34,10 @@ def environment_number(name: str, without: int, env: Environment | None = None) 
     return int(text)
 
 
-def check_numbers(env: Environment) -> None:
+def check_environment_numbers(env: Environment) -> None:
     """Raises ConfigError, with every variable that should hold a number and does not."""
     problems: list[Problem] = []
-    for name in NUMBERS:
+    for name in NUMBER_VARIABLES:
         try:
             environment_number(name, 0, env)
         except ConfigError as error:
@@ -42,6 +46,10 @@ def check_numbers(env: Environment) -> None:
         raise ConfigError(*problems)
 
 
-def beside_bytes() -> float:
+def offloaded_trials_bytes() -> float:
     """Bytes of this process's GPU that other members of its sweep keep while they wait."""
-    return environment_number(BESIDE, 0) * PARKED_BYTES if TURNS in os.environ else 0.0
+    return (
+        environment_number(WAITING_TRIALS_VARIABLE, 0) * OFFLOADED_TRIAL_BYTES
+        if SWEEP_SOCKET_VARIABLE in os.environ
+        else 0.0
+    )

@@ -12,9 +12,9 @@ import traceback
 from dataclasses import asdict, astuple, dataclass
 
 from rloo_cli.utils import redact
-from rloo_cli.utils.console import visible
+from rloo_cli.utils.console import show_control_characters
 
-SHOWN = 20  # problems printed at once; the rest is counted
+MAX_PROBLEMS_SHOWN = 20  # problems printed at once; the rest is counted
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Problem:
             text = getattr(self, part)
             if text:
                 lines.append(f"  {part:<8} " + text.replace("\n", "\n" + " " * 11))
-        return visible("\n".join(lines))
+        return show_control_characters("\n".join(lines))
 
 
 class RunError(Exception):
@@ -44,15 +44,15 @@ class RunError(Exception):
 
     def __init__(self, *problems: Problem | str):
         given = [Problem(p) if isinstance(p, str) else p for p in problems]
-        self.problems = [Problem(*map(redact.text, astuple(p))) for p in given]
+        self.problems = [Problem(*map(redact.redact_text, astuple(p))) for p in given]
         super().__init__("\n".join(p.render() for p in self.problems))
 
     def render(self, as_json: bool = False) -> str:
         if as_json:
             return json.dumps([asdict(p) | {"code": self.code} for p in self.problems], indent=2)
-        blocks = [p.render() for p in self.problems[:SHOWN]]
-        if len(self.problems) > SHOWN:
-            blocks.append(f"... and {len(self.problems) - SHOWN} more")
+        blocks = [p.render() for p in self.problems[:MAX_PROBLEMS_SHOWN]]
+        if len(self.problems) > MAX_PROBLEMS_SHOWN:
+            blocks.append(f"... and {len(self.problems) - MAX_PROBLEMS_SHOWN} more")
         return "\n\n".join(blocks)
 
 
@@ -98,12 +98,12 @@ class StorageError(RunError):
     code = 8
 
 
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
+DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
 
 
-def of_disk(error: OSError) -> RunError:
+def disk_write_error(error: OSError) -> RunError:
     """A write that failed because of the disk, as one of ours. Raises any other error again."""
-    if error.errno not in DISK:
+    if error.errno not in DISK_ERRNOS:
         raise error
     fix = "free some space, then go on with resume=auto"
     return StorageError(Problem("the disk does not take what is written", str(error), fix=fix))
@@ -124,13 +124,17 @@ class Stopped(RunError):
 def print_error(error: RunError) -> int:
     """Print a refusal, as JSON or with its traceback where that is asked for; its exit code."""
     if os.environ.get("RLOO_DEBUG"):
-        print(visible("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+        print(
+            show_control_characters("".join(traceback.format_exception(error))),
+            end="",
+            file=sys.stderr,
+        )
     print(error.render(as_json=os.environ.get("RLOO_ERRORS") == "json"), file=sys.stderr)
     return error.code
 
 
 def print_bug(advice: str) -> int:
     """Print the exception that is being handled, which is none of ours; its exit code."""
-    print(visible(traceback.format_exc()), end="", file=sys.stderr)
+    print(show_control_characters(traceback.format_exc()), end="", file=sys.stderr)
     print(f"error: this is a bug in rloo; {advice}", file=sys.stderr)
     return 1

@@ -24,7 +24,7 @@ def _refuse(code: int) -> None:
     _exit(code)
 
 
-def refuse_exits() -> None:
+def refuse_os_exit() -> None:
     """From now on `os._exit` in a reward raises SystemExit."""
     global _pid
     _pid = os.getpid()
@@ -32,13 +32,13 @@ def refuse_exits() -> None:
 
 
 @contextmanager
-def importing(seconds: float) -> Iterator[None]:
+def guard_import(seconds: float) -> Iterator[None]:
     """Around the import of user code: it may take so long, and may not end the process.
 
     Raises TimeoutError inside. Only the main thread can be interrupted; elsewhere there is no
     limit.
     """
-    refuse_exits()
+    refuse_os_exit()
     thread = threading.current_thread()
     _importing.append(thread.ident or 0)
     main = thread is threading.main_thread() and hasattr(signal, "setitimer")

@@ -33,7 +33,7 @@ class _Fault:
     passed: int = 0
 
 
-def check() -> None:
+def arm_faults() -> None:
     """Arm what the environment asks for. Raises ConfigError when it is not allowed or not read."""
     text = os.environ.get("RLOO_FAULTS", "")
     _armed.clear()
@@ -42,13 +42,13 @@ def check() -> None:
     if os.environ.get("RLOO_ALLOW_FAULTS") != "1":
         why = "it breaks runs on purpose, and RLOO_ALLOW_FAULTS=1 is not set"
         raise ConfigError(Problem("RLOO_FAULTS is set", "environment", why, "unset RLOO_FAULTS"))
-    _armed.extend(_read(part) for part in text.split(";") if part.strip())
+    _armed.extend(_parse_fault(part) for part in text.split(";") if part.strip())
 
 
 _armed: list[_Fault] = []
 
 
-def _read(text: str) -> _Fault:
+def _parse_fault(text: str) -> _Fault:
     where, _, action = text.strip().partition("=")
     name, _, at = where.partition("@")
     action, _, rank = action.partition("#")
@@ -59,23 +59,23 @@ def _read(text: str) -> _Fault:
     return _Fault(name.strip(), int(at or 1), action, value, int(rank or 0))
 
 
-def fault(name: str) -> str | None:
+def trigger_fault(name: str) -> str | None:
     """Pass the place `name`: do what is armed there. `nan` and `skip` are for the caller to do."""
     for armed in _armed:
         if not fnmatch.fnmatch(name, armed.name):
             continue
         armed.passed += 1
         if armed.passed == armed.at and armed.rank == environment_number("RANK", 0):
-            return _do(name, armed)
+            return _perform_fault(name, armed)
     return None
 
 
-def poison(name: str, value: Any) -> Any:
+def poison_tensor(name: str, value: Any) -> Any:
     """Pass the place `name` with a tensor: NaN in all of it where `nan` is armed."""
-    return value * float("nan") if fault(name) == "nan" else value
+    return value * float("nan") if trigger_fault(name) == "nan" else value
 
 
-def _do(name: str, armed: _Fault) -> str | None:
+def _perform_fault(name: str, armed: _Fault) -> str | None:
     match armed.action:
         case "kill9":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -16,7 +16,7 @@ def write_text(path: Path, text: str) -> None:
 
     Raises FileNotFoundError below a folder that is `held` and gone: it is not made again.
     """
-    check_present(path)
+    check_folder_present(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -47,7 +47,7 @@ def update_json(path: Path, **values: Any) -> None:
     write_json(path, read_json(path) | values)
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """fsync a file or a folder: after it, a crash of the machine leaves it as it is now."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -56,46 +56,46 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-_held: dict[Path, int] = {}  # a folder -> its inode
+_held_folders: dict[Path, int] = {}  # a folder -> its inode
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def hold_folder(folder: Path) -> Iterator[None]:
     """While inside, nothing makes this folder again once somebody has taken it away."""
     handle = os.open(folder, os.O_RDONLY)  # open, so that no other folder gets its number
-    _held[folder] = os.fstat(handle).st_ino
+    _held_folders[folder] = os.fstat(handle).st_ino
     try:
         yield
     finally:
-        _held.pop(folder, None)
+        _held_folders.pop(folder, None)
         with contextlib.suppress(OSError):  # a reward may close what is not its own
             os.close(handle)
 
 
-def check_present(path: Path) -> None:
+def check_folder_present(path: Path) -> None:
     """Raises FileNotFoundError for a path below a folder that is `held` and gone."""
-    for folder in _held:
-        if path.is_relative_to(folder) and is_gone(folder):
+    for folder in _held_folders:
+        if path.is_relative_to(folder) and is_folder_gone(folder):
             raise FileNotFoundError(errno.ENOENT, "the folder is gone", str(folder))
 
 
-def is_gone(folder: Path) -> bool:
+def is_folder_gone(folder: Path) -> bool:
     """Whether a folder that is `held` was removed or moved; another one of its name is not it."""
     try:
-        return folder in _held and folder.stat().st_ino != _held[folder]
+        return folder in _held_folders and folder.stat().st_ino != _held_folders[folder]
     except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError:  # a network's file system that does not answer for a moment
         return False
 
 
-def free_name(path: Path) -> Path:
+def unused_path(path: Path) -> Path:
     """`path`, or the first of `path`-2, `path`-3, ... that is not taken."""
     names = (path if i == 1 else path.with_name(f"{path.name}-{i}") for i in range(1, 10**6))
     return next(p for p in names if not p.exists())
 
 
-def readable(end: Any, seconds: float) -> bool:
+def wait_until_readable(end: Any, seconds: float) -> bool:
     """Whether a pipe or socket can be read, or has ended, within so many seconds.
 
     `select.select` takes no file above 1023, and a run may hold more: its data, its connections.

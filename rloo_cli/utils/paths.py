@@ -8,43 +8,43 @@ from pathlib import Path
 from rloo_cli.utils.errors import Problem
 
 PACKAGE = Path(__file__).resolve().parents[1]
-PACKAGED = PACKAGE / "_yaml"
-ROOT = PACKAGED if PACKAGED.is_dir() else PACKAGE.parent
+PACKAGED_YAML = PACKAGE / "_yaml"
+ROOT = PACKAGED_YAML if PACKAGED_YAML.is_dir() else PACKAGE.parent
 
 CONF = ROOT / "conf"
 RECIPES = ROOT / "recipes"
 SLURM = ROOT / "scripts" / "slurm"
 
 
-def cache() -> Path:
+def cache_folder() -> Path:
     """The folder for things made once and used again: `$RLOO_CACHE`, else `~/.cache/rloo`."""
     home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     return Path(os.environ.get("RLOO_CACHE") or Path(home, "rloo"))
 
 
-_given: dict[Path, Path] = {}  # what `settled` made absolute -> as it was given
+_paths_as_typed: dict[Path, Path] = {}  # what `settled` made absolute -> as it was given
 
 
-def settled(path: Path) -> Path:
+def absolute_path(path: Path) -> Path:
     """An absolute path, which stays what it is when code of a user's changes the current folder."""
     whole = path.absolute()
     if not path.is_absolute():
-        _given[whole] = path
+        _paths_as_typed[whole] = path
     return whole
 
 
-def shown(path: Path) -> Path:
+def path_as_typed(path: Path) -> Path:
     """A path as the user wrote it, where it or a folder above it is one that was `settled`."""
-    for whole, given in _given.items():
+    for whole, given in _paths_as_typed.items():
         if path.is_relative_to(whole):
             return given / path.relative_to(whole)
     return path
 
 
-def unusable_cache(why: str) -> Problem:
+def unusable_cache_problem(why: str) -> Problem:
     """What to say of a cache that cannot be made or written."""
     where = "RLOO_CACHE" if os.environ.get("RLOO_CACHE") else "XDG_CACHE_HOME, HOME"
-    what = f"the cache {cache()} cannot be made or written"
+    what = f"the cache {cache_folder()} cannot be made or written"
     return Problem(what, f"environment: {where}", why, "export RLOO_CACHE=/a/folder/of/yours")
 
 

@@ -18,14 +18,14 @@ from rloo_cli.utils.errors import (
 )
 
 
-def run(work: Callable[[], object], memory_fix: str) -> NoReturn:
+def run_and_exit(work: Callable[[], object], memory_fix: str) -> NoReturn:
     """Do `work` and end this process with the code of what stopped it.
 
     `memory_fix`: what to lower where memory runs out. A signal ends it at once.
     """
     console.open_descriptors()
-    redact.start()
-    signals.listen(at_once=True)
+    redact.redact_console()
+    signals.install_signal_handlers(at_once=True)
     try:
         work()
         code = 0
@@ -42,7 +42,7 @@ def run(work: Callable[[], object], memory_fix: str) -> NoReturn:
     console.end_process(code)
 
 
-def libraries() -> None:
+def silence_libraries() -> None:
     """Keep transformers and DeepSpeed from talking, in this process and its children.
 
     transformers imports DeepSpeed where it is installed, whether it is used or not.

@@ -16,71 +16,75 @@ from rloo_cli.utils import console
 
 MASK = "[secret]"
 SHORTEST = 8  # a shorter value of a variable (1, true, none) would be masked in every sentence
-KEY = re.compile(r"(^|[._])(api_?key|password|passwd|secret|(hf|auth|access|wandb)_token)$", re.I)
-VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_\w{20,})")
+SECRET_KEY = re.compile(
+    r"(^|[._])(api_?key|password|passwd|secret|(hf|auth|access|wandb)_token)$", re.I
+)
+SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_\w{20,})")
 # What many a word of a command line holds and no secret is: a few lower-case words, a path of such
 # words, a short number. It is masked in what is printed, and is no reason to refuse a command.
-PLAIN = re.compile(
+HARMLESS_VALUE = re.compile(
     r"[a-z]{1,15}([ ._-][a-z]{1,15}){0,2}|[0-9.]{1,11}"
     r"|~?[a-z._-]{0,20}[0-9]{0,4}(/[a-z._-]{0,20}[0-9]{0,4})+"
 )
-VARIABLE = re.compile(
+SECRET_VARIABLE = re.compile(
     r"(^|_)(TOKENS?|SECRETS?|PASS(WORD|WD|PHRASE)?|(API|ACCESS|PRIVATE|SECRET)_?KEY(_ID)?"
     r"|CREDENTIALS?)(_|$)(?!.*(PATH|FILE|DIR)$)",
     re.IGNORECASE,
 )
 
 
-def of_environment() -> dict[str, str]:
+def environment_secrets() -> dict[str, str]:
     """Value -> name of every environment variable that looks like it holds a secret."""
-    found = {v: n for n, v in os.environ.items() if len(v) >= SHORTEST and VARIABLE.search(n)}
+    found = {
+        v: n for n, v in os.environ.items() if len(v) >= SHORTEST and SECRET_VARIABLE.search(n)
+    }
     return dict(sorted(found.items(), key=lambda pair: -len(pair[0])))  # one may hold another
 
 
-def found(text: str) -> str:
+def find_secret(text: str) -> str:
     """What in a text is a secret: a variable's name, or the pattern's first letters; "" = none.
 
     A variable that is named like a secret and holds plain words, or a path that exists, is none.
     """
-    for value, name in of_environment().items():
-        if value in text and not PLAIN.fullmatch(value) and not os.path.exists(value):
+    for value, name in environment_secrets().items():
+        if value in text and not HARMLESS_VALUE.fullmatch(value) and not os.path.exists(value):
             return name
-    match = VALUE.search(text)
+    match = SECRET_VALUE.search(text)
     return f"{match[0][:3]}..." if match else ""
 
 
-def text(said: str) -> str:
+def redact_text(text: str) -> str:
     """The same text, its secrets masked."""
-    for value in of_environment():
-        said = said.replace(value, MASK)
-    return VALUE.sub(MASK, said)
+    for value in environment_secrets():
+        text = text.replace(value, MASK)
+    return SECRET_VALUE.sub(MASK, text)
 
 
-def tree(values: Any) -> Any:
+def redact_tree(values: Any) -> Any:
     """Nested dictionaries and lists, the secrets in their strings masked."""
     if isinstance(values, dict):
-        return {tree(k): tree(v) for k, v in values.items()}
+        return {redact_tree(k): redact_tree(v) for k, v in values.items()}
     if isinstance(values, list | tuple):
-        return [tree(v) for v in values]
-    return text(values) if isinstance(values, str) else values
+        return [redact_tree(v) for v in values]
+    return redact_text(values) if isinstance(values, str) else values
 
 
-class Formatter(logging.Formatter):
+class RedactingFormatter(logging.Formatter):
     """A log's lines, tracebacks included: secrets masked, no control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return console.visible(text(super().format(record)))
+        return console.show_control_characters(redact_text(super().format(record)))
 
 
-class Stream:
+class RedactingStream:
     """A text stream that masks what goes through it."""
 
-    def __init__(self, inner: TextIO | console.Console):
+    def __init__(self, inner: TextIO | console.SafeStream):
         self.inner = inner
 
-    def write(self, said: str) -> int:
-        self.inner.write(text(said))
-        return len(said)
+    def write(self, text: str) -> int:
+        self.inner.write(redact_text(text))
+        return len(text)
 
     def writelines(self, lines: Any) -> None:
         for line in lines:
@@ -90,23 +94,23 @@ class Stream:
         return getattr(self.inner, name)
 
 
-def start() -> None:
+def redact_console() -> None:
     """From now on stdout, stderr and the log files that are open by now hold no secret.
 
     What is printed cannot fail from now on (`console`).
     """
-    out, err = console.guarded(sys.stdout), console.guarded(sys.stderr)
-    sys.stdout, sys.stderr = Stream(out), Stream(err)
+    out, err = console.guard_stream(sys.stdout), console.guard_stream(sys.stderr)
+    sys.stdout, sys.stderr = RedactingStream(out), RedactingStream(err)
     console.keep_streams()
     for handler in logging.getLogger().handlers:
-        handler.setFormatter(Formatter(logging.BASIC_FORMAT))
+        handler.setFormatter(RedactingFormatter(logging.BASIC_FORMAT))
 
 
 @contextmanager
-def everywhere() -> Iterator[None]:
+def redacted_console() -> Iterator[None]:
     """`start`, for as long as the block lasts."""
     before = sys.stdout, sys.stderr
-    start()
+    redact_console()
     try:
         yield
     finally:

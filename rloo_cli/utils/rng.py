@@ -14,31 +14,31 @@ from torch import Tensor
 
 
 @dataclass
-class States:
+class RandomStates:
     """torch's states as bytes; those of `random` and numpy as plain integers."""
 
     tensors: dict[str, Tensor]  # cpu, cuda-<device>: uint8
     plain: dict[str, Any]
 
 
-def seed(number: int) -> None:
+def seed_generators(number: int) -> None:
     """Begin all of them anew."""
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number % 2**32)
 
 
-def fresh(number: int, step: int, rank: int) -> States:
+def fresh_random_states(number: int, step: int, rank: int) -> RandomStates:
     """New states for a rank that goes on from a checkpoint of another number of ranks."""
-    before = take()
+    before = capture_random_states()
     words = np.random.SeedSequence([number, step, rank]).generate_state(1)
-    seed(int(words[0]))
-    found = take()
-    put(before)
+    seed_generators(int(words[0]))
+    found = capture_random_states()
+    restore_random_states(before)
     return found
 
 
-def take() -> States:
+def capture_random_states() -> RandomStates:
     """All states as they are now."""
     tensors = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -49,10 +49,10 @@ def take() -> States:
         "random": [version, list(numbers), gauss],
         "numpy": [str(kind), np.asarray(keys).tolist(), *rest],
     }
-    return States(tensors, plain)
+    return RandomStates(tensors, plain)
 
 
-def put(states: States) -> None:
+def restore_random_states(states: RandomStates) -> None:
     """Back to what `take` found. Devices that are not there any more are left out."""
     torch.set_rng_state(states.tensors["cpu"])
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):

@@ -14,16 +14,16 @@ from rloo_cli.utils.errors import Problem, Stopped
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 AGAIN_S = 5.0  # a second Ctrl-C within these seconds means now
 
-_heard: list[tuple[int, float]] = []  # signal, when
-_at_once = [False]
+_received_signals: list[tuple[int, float]] = []  # signal, when
+_raise_at_once = [False]
 _forks_reset: list[bool] = []  # holds one entry once `_reset_signals` is called at forks
 
 
-def listen(at_once: bool = False) -> None:
+def install_signal_handlers(at_once: bool = False) -> None:
     """Take the signals that ask for an end. `at_once`: raise Stopped where they arrive."""
-    _at_once[0] = at_once
+    _raise_at_once[0] = at_once
     for number in SIGNALS:
-        signal.signal(number, _hear)
+        signal.signal(number, _on_signal)
     if not _forks_reset:
         _forks_reset.append(True)
         os.register_at_fork(after_in_child=_reset_signals)
@@ -36,38 +36,38 @@ def _reset_signals() -> None:
     with our handler they would live on, and the reward would wait until its time is over.
     """
     for number in SIGNALS:
-        if signal.getsignal(number) is _hear:
+        if signal.getsignal(number) is _on_signal:
             signal.signal(number, signal.SIG_DFL)
 
 
-def wait_for_checks() -> None:
+def defer_signals() -> None:
     """From here on a signal waits for the next `check`: what is being done must not be torn."""
-    _at_once[0] = False
+    _raise_at_once[0] = False
 
 
-def forget() -> None:
+def forget_signals() -> None:
     """As if nothing had been asked (for tests)."""
-    _heard.clear()
+    _received_signals.clear()
 
 
-def asked() -> float | None:
+def stop_requested_at() -> float | None:
     """When the end was asked for (time.monotonic), or None."""
-    return _heard[0][1] if _heard else None
+    return _received_signals[0][1] if _received_signals else None
 
 
-def check() -> None:
+def raise_if_stopped() -> None:
     """Raises Stopped (exit 75) when a signal has asked the run to end."""
-    if _heard:
-        name = signal.Signals(_heard[0][0]).name
+    if _received_signals:
+        name = signal.Signals(_received_signals[0][0]).name
         raise Stopped(Problem(f"stopped by {name}"))
 
 
-def _hear(number: int, frame: FrameType | None) -> None:
+def _on_signal(number: int, frame: FrameType | None) -> None:
     now = time.monotonic()
     if number == signal.SIGINT and any(
-        n == signal.SIGINT and now - then < AGAIN_S for n, then in _heard
+        n == signal.SIGINT and now - then < AGAIN_S for n, then in _received_signals
     ):
         os._exit(130)
-    _heard.append((number, now))
-    if _at_once[0]:
-        check()
+    _received_signals.append((number, now))
+    if _raise_at_once[0]:
+        raise_if_stopped()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class Clock:
+class StepTimer:
     """Seconds per phase of a step. `on_phase` hears the name of each phase as it begins.
 
     `wait` returns once the device has done what was asked of it: a GPU's work is only queued by the
@@ -20,7 +20,7 @@ class Clock:
     ):
         self.seconds: dict[str, float] = defaultdict(float)
         self.on_phase, self.wait = on_phase, wait
-        self.began = self.step_began = time.perf_counter()
+        self.started_at = self.step_started_at = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -37,7 +37,7 @@ class Clock:
     def lap(self) -> dict[str, float]:
         """`step_time` and `time/<phase>` since the last lap; `time/idle` is what no phase took."""
         now = time.perf_counter()
-        total, self.step_began = now - self.step_began, now
+        total, self.step_started_at = now - self.step_started_at, now
         times = {f"time/{name}": spent for name, spent in self.seconds.items()}
         times["time/idle"] = max(0.0, total - sum(self.seconds.values()))
         self.seconds.clear()
@@ -45,9 +45,9 @@ class Clock:
 
     def leave_out(self, seconds: float) -> None:
         """These were another run's, while this one waited for its turn."""
-        self.step_began += seconds
-        self.began += seconds
+        self.step_started_at += seconds
+        self.started_at += seconds
 
     def elapsed(self) -> float:
         """Seconds since the clock was made."""
-        return time.perf_counter() - self.began
+        return time.perf_counter() - self.started_at

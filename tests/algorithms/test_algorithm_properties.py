@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, tensor
 
 from rloo_cli.algorithms.common import aggregate, importance_weights, policy_loss
-from rloo_cli.data.packing import Micro
+from rloo_cli.data.packing import MicroBatch
 
 numbers = st.floats(-100, 100, allow_nan=False, width=32)
 scores = st.integers(2, 9).flatmap(
@@ -128,7 +128,7 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batches(
     keys = {"loss_agg": agg, "ratio_level": level, "policy_loss": loss, "kl_in": "loss"}
     c = corrected(rule, "truncate", 1.1, 0.9, kl_estimator="k3", **keys)
     case = example(seed)
-    n = aggregate.denominator(c, 6, int(case["mask"].sum()), 1, 8)
+    n = aggregate.update_denominator(c, 6, int(case["mask"].sum()), 1, 8)
     results = []
     for split in ([[0, 1, 2, 3, 4, 5]], [[0, 1], [2, 3], [4, 5]], [[2, 3, 0, 1], [4, 5]]):
         logp = case["logp"].clone().requires_grad_()
@@ -272,7 +272,7 @@ def test_a_huge_kl_or_weight_stays_finite(d: float) -> None:
     assert rloo.loss(old, ref, ref, m, tensor([0.0]).double(), c, 1.0).total.isfinite()
     m.behaviour_logp = ref
     for mode in ("truncate", "mask", "filter"):
-        found = importance_weights.weights(old, m, corrected("sequence", mode))
+        found = importance_weights.correction_weights(old, m, corrected("sequence", mode))
         assert found is not None
         assert found.weight.isfinite().all() and found.raw.isfinite().all()
 
@@ -302,7 +302,7 @@ def test_an_epsilon_high_of_its_own_bounds_the_upper_side_only() -> None:
     c = config(epsilon=0.2, epsilon_high=0.0)
     assert c.upper == 1.0 and config(epsilon=0.2).upper == 1.2
     rho, a = tensor([1.1, 0.9]).double(), tensor([1.0, -1.0]).double()
-    close(policy_loss.clipped(rho, a, c), tensor([-1.0, 0.9]).double(), atol=1e-6)
+    close(policy_loss.clipped_term(rho, a, c), tensor([-1.0, 0.9]).double(), atol=1e-6)
 
 
 def token_weighted(mode: str, level: str = "sequence", **keys: Any) -> tuple[Any, Tensor]:
@@ -332,10 +332,12 @@ def test_sequence_weights_multiply_the_term_and_are_reported() -> None:
 def test_masked_tokens_have_no_part_in_a_weight_and_filter_weighs_tokens() -> None:
     old, behaviour = column([[-1, -2], [-1, -2]]), tensor([-1.5, -9.0, -1.5, -1.5])
     m = micro([2, 2], mask=tensor([1.0, 0.0, 1.0, 1.0]), behaviour=behaviour)
-    found = importance_weights.weights(old, m, corrected("sequence", "truncate"))
+    found = importance_weights.correction_weights(old, m, corrected("sequence", "truncate"))
     assert found is not None
     close(found.weight, tensor([0.5, 0.0]).double().exp())
-    found = importance_weights.weights(old, m, corrected("sequence", "filter", floor=1.1))
+    found = importance_weights.correction_weights(
+        old, m, corrected("sequence", "filter", floor=1.1)
+    )
     assert found is not None and found.by_token
     close(found.weight, tensor([0.5, 0.0, -torch.inf, -torch.inf]).double().exp())
 
@@ -458,8 +460,8 @@ def test_float32_columns_agree_with_float64_ones() -> None:
 
 
 def test_a_micro_batch_has_what_the_loss_looks_at() -> None:
-    wanted = {"mask", "sequence", "sequences", "behaviour_logp"}
-    assert wanted <= set(vars(Micro)) | set(Micro.__dataclass_fields__)
+    wanted = {"mask", "sequence_ids", "num_sequences", "behaviour_logp"}
+    assert wanted <= set(vars(MicroBatch)) | set(MicroBatch.__dataclass_fields__)
 
 
 def test_the_registry_reads_the_schema_without_torch() -> None:

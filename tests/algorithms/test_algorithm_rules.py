@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from rloo_cli.algorithms import rloo as rloo_algorithm
 from rloo_cli.algorithms.common import rules
 from rloo_cli.config import check
-from rloo_cli.config.compose import compose
-from rloo_cli.config.registry import names
+from rloo_cli.config.compose import compose_config
+from rloo_cli.config.registry import registry_names
 from rloo_cli.utils.errors import ConfigError
 
 GENERATION = {"backend": "transformers", "max_completion_length": 256, "top_p": 1.0, "top_k": 0}
@@ -153,7 +153,7 @@ def test_min_tokens_that_ban_no_stop_id_leave_the_sampler_as_it_is() -> None:
 def of(*words: str) -> list[Any]:
     """The problems of a whole config, as the command finds them; [] where it is accepted."""
     try:
-        check.check(compose(["+recipe=smoke", *words]))
+        check.check_config(compose_config(["+recipe=smoke", *words]))
     except ConfigError as error:
         return list(error.problems)
     return []
@@ -334,8 +334,8 @@ def test_the_yaml_has_every_key_and_no_other() -> None:
 
 def test_every_file_of_the_room_is_an_algorithm_and_what_they_share_is_not() -> None:
     room = Path(rloo_algorithm.__file__).parent
-    assert set(names("algorithms")) == {p.stem for p in room.glob("*.py")} - {"__init__"}
-    assert not {p.stem for p in (room / "common").glob("*.py")} & set(names("algorithms"))
+    assert set(registry_names("algorithms")) == {p.stem for p in room.glob("*.py")} - {"__init__"}
+    assert not {p.stem for p in (room / "common").glob("*.py")} & set(registry_names("algorithms"))
 
 
 def test_every_key_has_its_line_of_meaning() -> None:

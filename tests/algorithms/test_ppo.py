@@ -19,11 +19,11 @@ from transformers import AutoModelForSequenceClassification
 from rloo_cli.algorithms.common.base import ValueLoss
 from rloo_cli.algorithms.common.token_advantage import StepTokens
 from rloo_cli.data.batch import Batch
-from rloo_cli.data.packing import LAYOUTS, whole
+from rloo_cli.data.packing import LAYOUTS, whole_group_slices
 from rloo_cli.policy import load
-from rloo_cli.policy.shared_attention import native
-from rloo_cli.policy.value import Critic
-from rloo_cli.reporting.log import Log
+from rloo_cli.policy.shared_attention import native_attention
+from rloo_cli.policy.value import ValueModel
+from rloo_cli.reporting.log import RunLog
 from rloo_cli.run import Run
 
 CONF = Path(__file__).parents[2] / "conf" / "algorithm"
@@ -186,7 +186,7 @@ def row_values(model: Any, batch: Batch, p: int, k: int) -> Tensor:
     """V before each token of one completion, alone in a plain forward. (T,)"""
     group = batch.groups[p]
     completion = group.rollouts[k].completion_ids
-    with native(model):
+    with native_attention(model):
         states = model.base_model(input_ids=torch.tensor([group.prompt_ids + completion]))[0]
     found: Tensor = model.score(states[0, len(group.prompt_ids) - 1 : -1]).squeeze(-1)
     return found
@@ -197,11 +197,11 @@ def plain_ppo(
     rate: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What the weights of policy and value model move by, in `passes` updates of plain descent."""
-    assert run.critic is not None and run.reference is not None
+    assert run.value_model is not None and run.reference is not None
     settings, tau = run.config.algorithm, run.config.generation.temperature
     assert isinstance(settings, ppo.Config)
     first = flat(run)
-    policy, critic = copy.deepcopy(run.policy.model), copy.deepcopy(run.critic.model)
+    policy, critic = copy.deepcopy(run.policy.model), copy.deepcopy(run.value_model.model)
     weights = [*policy.parameters(), *critic.parameters()]
     started = torch.cat([p.detach().reshape(-1) for p in critic.parameters()]).clone()
 
@@ -244,17 +244,17 @@ def plain_ppo(
 
 def stirred(run: Run) -> Run:
     """With a value model that is no copy, and whose head is not 0."""
-    assert run.critic is not None
+    assert run.value_model is not None
     draw = torch.Generator().manual_seed(11)
     with torch.no_grad():
-        for weight in run.critic.model.parameters():
+        for weight in run.value_model.model.parameters():
             weight += 0.1 * torch.randn(weight.shape, generator=draw)
     return run
 
 
 def values_flat(run: Run) -> Tensor:
-    assert run.critic is not None
-    return torch.cat([w.detach().reshape(-1).clone() for w in run.critic.model.parameters()])
+    assert run.value_model is not None
+    return torch.cat([w.detach().reshape(-1).clone() for w in run.value_model.model.parameters()])
 
 
 UPDATES = {
@@ -289,7 +289,7 @@ def test_an_update_is_that_of_plain_torch(tmp_path: Path, kind: str) -> None:
     moved, fitted = plain_ppo(run, batch, rows, masks, 2, 0.01)
     before = flat(run), values_flat(run)
     updates = updated(run, batch)
-    assert updates.made == 2 and float(fitted.norm()) > 0 and float(moved.norm()) > 0
+    assert updates.num_updates == 2 and float(fitted.norm()) > 0 and float(moved.norm()) > 0
     assert apart(flat(run) - before[0], moved) < 2e-4  # two roundings of a weight to an update
     assert apart(values_flat(run) - before[1], fitted) < 2e-4
 
@@ -304,7 +304,7 @@ def test_a_row_that_has_no_score_is_nothing_for_the_value_model_to_learn(tmp_pat
         run = stirred(make(tmp_path, "algorithm=ppo", *words, rewards={"picky": picky}))
         batch, before = sampled(run), values_flat(run)
         assert not batch.scorable[1, 0] and batch.scorable.sum() == 3
-        row = updated(run, batch).row()
+        row = updated(run, batch).to_metrics()
         found.append((values_flat(run) - before, row["loss/value_avg"]))
     (one, told), (other, again) = found
     assert apart(other, one) < 1e-4 and again == pytest.approx(told, rel=1e-5)
@@ -333,7 +333,7 @@ def scorer(name: str = "qwen3") -> Any:
     settings.num_labels = 1
     torch.manual_seed(5)
     found = AutoModelForSequenceClassification.from_config(settings).eval()
-    load.without_dropout(found)
+    load.zero_dropout(found)
     return found
 
 
@@ -353,21 +353,21 @@ def test_values_are_those_of_each_row_alone_in_every_layout(name: str, layout: s
     model = scorer(name)
     with torch.no_grad():
         truth = rows_alone(model)
-    critic = Critic(model, CPU)
-    critic.settle(layout, 64)
+    critic = ValueModel(model, CPU)
+    critic.choose_layout(layout, 64)
     found = critic.frozen_values(packed(groups(), [0, 1, 2], layout=layout))
     torch.testing.assert_close(found, truth, rtol=0, atol=1e-5)
     assert critic.layout == layout and found.dtype == torch.float32
 
 
 def test_a_layout_that_gives_other_hidden_states_is_not_taken(monkeypatch: Any) -> None:
-    critic, real = Critic(scorer(), CPU), Critic.hidden
+    critic, real = ValueModel(scorer(), CPU), ValueModel.hidden
 
-    def off(self: Critic, given: Any) -> Tensor:
-        return real(self, given) + (0.1 if given.shared is not None else 0.0)
+    def off(self: ValueModel, given: Any) -> Tensor:
+        return real(self, given) + (0.1 if given.shared_layout is not None else 0.0)
 
-    monkeypatch.setattr(Critic, "hidden", off)
-    reason = critic.settle("auto", 64)
+    monkeypatch.setattr(ValueModel, "hidden", off)
+    reason = critic.choose_layout("auto", 64)
     assert critic.layout == "packed" and "hidden states are off" in reason
 
 
@@ -376,7 +376,7 @@ def test_values_have_a_gradient_and_frozen_ones_are_of_eval_mode() -> None:
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.5
-    critic, given = Critic(model.train(), CPU), packed(groups(), [0, 1, 2])
+    critic, given = ValueModel(model.train(), CPU), packed(groups(), [0, 1, 2])
     assert not critic.frozen_values(given).requires_grad
     assert torch.equal(critic.frozen_values(given), critic.frozen_values(given))
     assert not torch.equal(critic.values(given), critic.values(given)) and model.training
@@ -385,17 +385,17 @@ def test_values_have_a_gradient_and_frozen_ones_are_of_eval_mode() -> None:
 
 
 def test_of_half_precision_the_head_stays_float32() -> None:
-    critic = Critic(scorer().bfloat16(), CPU)
+    critic = ValueModel(scorer().bfloat16(), CPU)
     assert critic.head.weight.dtype == torch.float32 and critic.dtype == torch.bfloat16
-    critic.settle("auto", 64)
+    critic.choose_layout("auto", 64)
     assert critic.frozen_values(packed(groups(), [0], layout=critic.layout)).dtype == torch.float32
 
 
 def asked(run: Run, batch: Batch) -> Tensor:
     """V of every token of a batch, as the run's value model stands."""
-    assert run.critic is not None
-    parts = whole(batch.groups, range(len(batch.groups)))
-    return run.critic.frozen_values(run.critic.pack(batch.groups, parts))
+    assert run.value_model is not None
+    parts = whole_group_slices(batch.groups, range(len(batch.groups)))
+    return run.value_model.frozen_values(run.value_model.pack(batch.groups, parts))
 
 
 RM = ["reward=model", "reward.model.path=make:tiny_reward"]
@@ -406,21 +406,25 @@ def test_it_begins_as_the_reward_model_where_that_fits_and_else_as_the_policy(
 ) -> None:
     notes: list[str] = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Log, "note", lambda self, text: notes.append(text))
+        patched.setattr(RunLog, "note", lambda self, text: notes.append(text))
         run = make(tmp_path, "algorithm=ppo", *RM, rewards={})
         other = make(tmp_path, "algorithm=ppo", noise=0.0)
         named = make(tmp_path, "algorithm=ppo", "model.value.path=make:tiny_reward", noise=0.0)
-    assert run.critic is not None and other.critic is not None and named.critic is not None
+    assert (
+        run.value_model is not None
+        and other.value_model is not None
+        and named.value_model is not None
+    )
     judge: Any = run.rewards[0].code.model.model  # type: ignore[attr-defined]
-    for name, weight in run.critic.model.named_parameters():
+    for name, weight in run.value_model.model.named_parameters():
         assert torch.equal(weight, dict(judge.named_parameters())[name]), name
         assert weight.requires_grad
     batch = sampled(other)
-    assert not asked(other, batch).any() and not other.critic.head.weight.any()
+    assert not asked(other, batch).any() and not other.value_model.head.weight.any()
     ours = dict(other.policy.model.model.named_parameters())
-    for name, weight in other.critic.model.model.named_parameters():
+    for name, weight in other.value_model.model.model.named_parameters():
         assert torch.equal(weight, ours[name]), name
-    assert torch.equal(named.critic.head.weight, run.critic.head.weight)
+    assert torch.equal(named.value_model.head.weight, run.value_model.head.weight)
     begins = [n for n in notes if n.startswith("the value model begins as")]
     assert "make:tiny_reward (the one reward model, whose backbone is the policy's)" in begins[0]
     assert "make:tiny (0 of the rewards are models, not one), with a head of zeros" in begins[1]

@@ -12,7 +12,7 @@ from torch import Tensor, tensor
 
 from rloo_cli.algorithms.common import aggregate, importance_weights, kl
 from rloo_cli.algorithms.common import policy_loss as common_policy_loss
-from rloo_cli.data.segments import target_logp
+from rloo_cli.data.segments import target_logprobs
 from rloo_cli.utils.rng import sampling_seed
 
 VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
@@ -40,7 +40,7 @@ def test_blog_k_major_indices_name_the_same_rows() -> None:
 def test_grad_of_one_action_is_softmax_minus_one_hot(policy_loss: str) -> None:
     v = VECTORS["GRAD"]
     logits = tensor([v["logits"]], dtype=torch.float32, requires_grad=True)
-    logp = target_logp(logits, tensor([v["action"]]), 1.0)
+    logp = target_logprobs(logits, tensor([v["action"]]), 1.0)
     near(logp.detach(), [v["logp"]])
     a = tensor([float(v["advantage"])]).double()
     out = rloo.loss(logp, logp.detach(), None, micro([1]), a, config(policy_loss=policy_loss), 1.0)
@@ -81,8 +81,8 @@ def test_equal_scores_have_an_advantage_of_exactly_zero(score: float, k: int) ->
 def test_kl_estimators_and_rewards() -> None:
     v = VECTORS["KL"]
     old, ref, m = column([v["logp"]]), column([v["ref"]]), micro([3])
-    near(kl.estimate(old - ref, config()), v["d"])
-    near(kl.estimate(old - ref, config(kl_estimator="k3")), v["k3"])
+    near(kl.estimate_kl(old - ref, config()), v["d"])
+    near(kl.estimate_kl(old - ref, config(kl_estimator="k3")), v["k3"])
     for name, total in v["sum"].items():
         near(rloo.sequence_kl(old, ref, m, config(kl_estimator=name)), [total])
     row = torch.ones(1, 2, dtype=torch.float64)
@@ -153,7 +153,7 @@ def test_clip_losses_and_gradients(sign: str, level: str) -> None:
     logp = tensor(v["ratios"], dtype=torch.float64).log().requires_grad_()
     a = torch.ones(4, dtype=torch.float64) * (1 if sign == "positive" else -1)
     m, old = micro([1] * 4), torch.zeros(4, dtype=torch.float64)
-    near(common_policy_loss.clipped(logp.detach().exp(), a, c), v[sign]["loss"])
+    near(common_policy_loss.clipped_term(logp.detach().exp(), a, c), v[sign]["loss"])
     out = rloo.loss(logp, old, None, m, a, c, 1.0)
     near(out.total, sum(v[sign]["loss"]))
     out.total.backward()
@@ -179,7 +179,7 @@ def test_is_weights_after_each_mode(case: dict[str, Any]) -> None:
     v = VECTORS["IS"]
     rule = {k: case[k] for k in ("level", "mode", "cap", "floor")}
     m = micro([3], behaviour=tensor(v["behaviour"]))
-    found = importance_weights.weights(column([v["old"]]), m, corrected(**rule))
+    found = importance_weights.correction_weights(column([v["old"]]), m, corrected(**rule))
     assert found is not None
     near(found.weight, case["weight"])
     near(found.raw, v["raw"][case["level"]])
@@ -188,13 +188,13 @@ def test_is_weights_after_each_mode(case: dict[str, Any]) -> None:
 def test_is_geometric_weight_and_a_missing_sampler_logp() -> None:
     v = VECTORS["IS"]
     old, m = column([v["old"]]), micro([3], behaviour=tensor(v["behaviour"]))
-    geometric = importance_weights.weights(old, m, corrected("geometric", "truncate"))
+    geometric = importance_weights.correction_weights(old, m, corrected("geometric", "truncate"))
     assert geometric is not None
     near(geometric.weight, v["raw"]["geometric"])
     assert m.behaviour_logp is not None
     m.behaviour_logp[1] = float("nan")
     for level, weight in v["second_missing"].items():
-        found = importance_weights.weights(old, m, corrected(level, "truncate"))
+        found = importance_weights.correction_weights(old, m, corrected(level, "truncate"))
         assert found is not None
         near(found.weight, weight)
 
@@ -205,19 +205,24 @@ AGGS = ["sequence_sum", "sequence_mean", "token_mean", "constant", "token_mean_l
 @pytest.mark.parametrize("agg", AGGS)
 def test_agg_with_one_row_per_micro_batch(agg: str) -> None:
     v, c = VECTORS["AGG"], config(loss_agg=agg)
-    n = aggregate.denominator(c, 2, 6, 2, v["max_completion_length"])
-    parts = [aggregate.total(column([row]), micro([len(row)]), c) / n for row in v["terms"]]
+    n = aggregate.update_denominator(c, 2, 6, 2, v["max_completion_length"])
+    parts = [
+        aggregate.aggregate_loss(column([row]), micro([len(row)]), c) / n for row in v["terms"]
+    ]
     near(parts[0] + parts[1], v[agg])
 
 
 @pytest.mark.parametrize("agg", AGGS[:4])
 def test_agg_in_one_micro_batch_is_the_same_also_for_row_terms(agg: str) -> None:
     v, c = VECTORS["AGG"], config(loss_agg=agg)
-    n = aggregate.denominator(c, 2, 6, 1, v["max_completion_length"])
-    near(aggregate.total(column(v["terms"]), micro([2, 4]), c) / n, v[agg])
+    n = aggregate.update_denominator(c, 2, 6, 1, v["max_completion_length"])
+    near(aggregate.aggregate_loss(column(v["terms"]), micro([2, 4]), c) / n, v[agg])
     rows = tensor([1.0, 2.0], dtype=torch.float64)
     once = 1.5  # a row-level term counts once per row under sequence_sum
-    near(aggregate.total(rows, micro([2, 4]), c) / n, once if agg == "sequence_sum" else v[agg])
+    near(
+        aggregate.aggregate_loss(rows, micro([2, 4]), c) / n,
+        once if agg == "sequence_sum" else v[agg],
+    )
 
 
 def test_norm_of_advantages_over_the_step() -> None:
@@ -324,7 +329,7 @@ def dialect_loss(keys: dict[str, Any], step: float, given: Any = None) -> tuple[
     found = rloo.advantages(score, pull, scorable, c)
     a = found.advantage[0] if given is None else tensor(given, dtype=torch.float64)
     used = rloo.token_advantages(a, found.usable[0], old, ref, m, c)
-    n = aggregate.denominator(c, 4, sum(LENGTHS), 1, 8)
+    n = aggregate.update_denominator(c, 4, sum(LENGTHS), 1, 8)
     out = rloo.loss(logp, old, ref, m, used, c, n)
     out.total.backward()
     assert logp.grad is not None

@@ -19,7 +19,7 @@ from hook_calls import HookCalls, of_name
 from torch import Tensor, tensor
 
 from rloo_cli.algorithms.common.token_advantage import StepTokens
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 
 HERE = Path(__file__).parent
 VECTORS = json.loads((HERE / "vectors.json").read_text())
@@ -39,7 +39,7 @@ def built(algorithm: str, dialect: str | None, words: str) -> tuple[HookCalls, A
     """What an algorithm does, and its config: the YAML's values, and `words` (JSON) over them."""
     chosen = [f"algorithm={algorithm}", *([f"algorithm.dialect={dialect}"] if dialect else [])]
     over = [f"algorithm.{name}={json.dumps(value)}" for name, value in json.loads(words).items()]
-    values = compose([*chosen, *over]).values["algorithm"]
+    values = compose_config([*chosen, *over]).values["algorithm"]
     own = of_name(values["name"])
     return own, own.resolved(own.Config(**values), "transformers")
 
@@ -69,7 +69,7 @@ def dial_advantages(own: HookCalls, c: Any) -> tuple[Tensor, Tensor]:
     greedy = torch.full((1,), 0.25, dtype=torch.float64)
     found = own.advantages(score, pull, scorable, c, greedy_score=greedy)
     if c.by_token:
-        step = StepTokens(score[0], torch.zeros(4).long(), m.sequence, m.mask, old, ref, None)
+        step = StepTokens(score[0], torch.zeros(4).long(), m.sequence_ids, m.mask, old, ref, None)
         return found.advantage[0], own.token_table(step, c).advantage
     used = own.token_advantages(found.advantage[0], found.usable[0], old, ref, m, c)
     return found.advantage[0], used
@@ -254,7 +254,7 @@ def test_gae_advantages_returns_and_whitening() -> None:
     old, ref, m = column([k["logp"]]), column([k["ref"]]), micro([3])
     value = tensor(v["value"], dtype=torch.float64)
     score = tensor([float(k["score"])], dtype=torch.float64)
-    step = StepTokens(score, torch.zeros(1).long(), m.sequence, m.mask, old, ref, value)
+    step = StepTokens(score, torch.zeros(1).long(), m.sequence_ids, m.mask, old, ref, value)
     found = own.token_table(step, c)
     assert found.returns is not None
     near(found.returns, v["returns"])

@@ -95,7 +95,7 @@ def test_rows_that_are_not_computed_are_not_counted(rows):
 
 def test_the_work_of_a_batch_is_what_can_be_counted_by_hand(bench):
     rows_ = bench.gpu_rows
-    cost = rows_.Cost(body=10, layers=1, width=2, hidden=3, vocabulary=5)
+    cost = rows_.Cost(10, 1, 2, 3, 5)
     group = bench.gpu_parts.case(replace(bench.SHAPES["W5"], prompt=(4, 4), completion=(3, 3), k=2,
                                          prompts=1), 0)  # fmt: skip
     head = 2.0 * 3 * 5 * 6

@@ -91,9 +91,9 @@ def test_a_rehearsal_says_what_a_cpu_leaves_out(fakes):
 def test_a_row_that_cannot_run_says_why_and_is_no_failure(fakes):
     folder, _ = fakes
     found = results(folder)
-    vllm = arguments.installed() or "(none)"
+    vllm = arguments.installed_vllm_version() or "(none)"
     assert found["cannot"]["why"] == "not with vLLM 0.22.1: it has no labels"
-    reason = "it has no labels" if arguments.installed() else "it needs 99.0 or later"
+    reason = "it has no labels" if arguments.installed_vllm_version() else "it needs 99.0 or later"
     assert found["a later vLLM"]["why"] == f"not with vLLM {vllm}: {reason}"
     assert found["another package"]["why"] == "needs no-such-package, which is not installed"
     assert not any(gpu_proof.is_bad(row) for row in found.values() if row["status"] == "cannot")
@@ -170,7 +170,7 @@ def test_without_a_gpu_it_says_so_and_exits_3(tmp_path):
 def test_with_a_gpu_its_rows_are_kept_and_the_page_is_written(tmp_path, monkeypatch, capfd):
     for name, value in environment(tmp_path).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(gpu_proof, "gpus", lambda: ["GPU-1"])
+    monkeypatch.setattr(gpu_proof, "visible_gpus", lambda: ["GPU-1"])
     monkeypatch.setattr(gpu_proof, "gpu_name", lambda: "H100")
     monkeypatch.setattr(gpu_proof.signal, "signal", lambda *_: None)
     words = ["--listing", "proof_fakes", "--raw", str(tmp_path / "raw.jsonl")]
@@ -218,7 +218,7 @@ def test_rows_without_vllm_come_first_and_several_gpus_last():
 
 
 def test_every_refusal_until_proven_has_a_row():
-    source = inspect.getsource(arguments._unproven)
+    source = inspect.getsource(arguments._untested_problems)
     rows = [row for row in proof_rows.ROWS if row.refusal]
     assert source.count("yield Problem") == len(rows)
     assert all(row.refusal in source for row in rows)

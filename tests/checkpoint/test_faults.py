@@ -24,7 +24,9 @@ POINTS = ("ckpt.write", "ckpt.fsync", "ckpt.manifest", "ckpt.rename", "ckpt.late
 
 def complete(run: Path) -> list[str]:
     """Names of the run's complete checkpoints."""
-    return [p.name for p in manifest.checkpoints(run) if manifest.problem(p) is None]
+    return [
+        p.name for p in manifest.list_checkpoints(run) if manifest.checkpoint_problem(p) is None
+    ]
 
 
 def in_the_third_save(forked: Forked) -> Path:
@@ -110,7 +112,7 @@ def test_twenty_kills_at_random_times_lose_nothing(rloo: Rloo) -> None:
         else:
             process.kill()
             process.wait()
-        if kill > 2 and manifest.checkpoints(run):
+        if kill > 2 and manifest.list_checkpoints(run):
             assert complete(run)
     ended = rloo(*words, "resume=auto")
     assert ended.code == 0, ended.said

@@ -29,11 +29,11 @@ def test_a_checkpoint_is_a_model_folder_with_the_logits_of_the_run(copy: Path) -
     assert all(torch.equal(t, model.state_dict()[n]) for n, t in weights.items())
     logits = model(**ids).logits
     assert torch.isfinite(logits).all()
-    values = json.loads((checkpoint / manifest.FILE).read_text())
+    values = json.loads((checkpoint / manifest.MANIFEST_FILE).read_text())
     assert (values["step"], values["updates"], values["prompts_consumed"]) == (2, 2, 8)
     assert values["world_size"] == 1 and values["fingerprint"] and values["versions"]["torch"]
     files = {str(p.relative_to(checkpoint)) for p in checkpoint.rglob("*") if p.is_file()}
-    assert files - {manifest.FILE} == set(values["files"])
+    assert files - {manifest.MANIFEST_FILE} == set(values["files"])
     assert not [f for f in files if f.endswith((".bin", ".pt", ".pkl", ".pth"))]
     assert (copy / "latest").read_text() == "checkpoint-2\n"
 
@@ -49,44 +49,52 @@ def flip(path: Path) -> None:
 
 DAMAGES = {
     "a flipped byte of the weights": (
-        lambda c: flip(c / "model.safetensors"), "model.safetensors is not what was saved",
+        lambda c: flip(c / "model.safetensors"),
+        "model.safetensors is not what was saved",
     ),
     "a flipped byte of the optimizer": (
-        lambda c: flip(c / "trainer" / "optimizer-1-of-1.safetensors"), "its hash differs",
+        lambda c: flip(c / "trainer" / "optimizer-1-of-1.safetensors"),
+        "its hash differs",
     ),
     "a truncated file": (
-        lambda c: (c / "model.safetensors").write_bytes(b"12345"), "has 5 bytes, not",
+        lambda c: (c / "model.safetensors").write_bytes(b"12345"),
+        "has 5 bytes, not",
     ),
     "a missing file": (lambda c: (c / "config.json").unlink(), "config.json is missing"),
     "a file more": (lambda c: (c / "more.py").write_text(""), "more.py is not of it"),
-    "no manifest": (lambda c: (c / manifest.FILE).unlink(), "did not come to its end"),
+    "no manifest": (lambda c: (c / manifest.MANIFEST_FILE).unlink(), "did not come to its end"),
     "half a manifest": (
-        lambda c: (c / manifest.FILE).write_text('{"format": 1, "fi'), "cannot be read",
+        lambda c: (c / manifest.MANIFEST_FILE).write_text('{"format": 1, "fi'),
+        "cannot be read",
     ),
     "a changed manifest": (
-        lambda c: (c / manifest.FILE).write_text(
-            (c / manifest.FILE).read_text().replace('"step": 2', '"step": 9')
+        lambda c: (c / manifest.MANIFEST_FILE).write_text(
+            (c / manifest.MANIFEST_FILE).read_text().replace('"step": 2', '"step": 9')
         ),
         "was changed",
     ),
     "a newer format": (
-        lambda c: (c / manifest.FILE).write_text(
-            (c / manifest.FILE).read_text().replace('"format": 1', '"format": 2')
+        lambda c: (c / manifest.MANIFEST_FILE).write_text(
+            (c / manifest.MANIFEST_FILE).read_text().replace('"format": 1', '"format": 2')
         ),
         "newer than 1",
     ),
-    "a manifest of nothing": (lambda c: (c / manifest.FILE).write_text("[" * 100000), "be read"),
-    "an empty folder": (
-        lambda c: [shutil.rmtree(c), c.mkdir()], "did not come to its end",
+    "a manifest of nothing": (
+        lambda c: (c / manifest.MANIFEST_FILE).write_text("[" * 100000),
+        "be read",
     ),
-}  # fmt: skip
+    "an empty folder": (
+        lambda c: [shutil.rmtree(c), c.mkdir()],
+        "did not come to its end",
+    ),
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over_with_the_reason(damage: str, copy: Path) -> None:
     spoil, why = DAMAGES[damage]
     spoil(copy / "checkpoint-2")
-    found, passed = manifest.newest(copy)
+    found, passed = manifest.newest_checkpoint(copy)
     assert found == copy / "checkpoint-1"
     assert len(passed) == 1 and "checkpoint-2 is passed over" in passed[0] and why in passed[0]
 
@@ -100,7 +108,7 @@ def test_a_run_goes_on_from_the_one_before_and_keeps_the_damaged_one(
     assert "checkpoint-2 is passed over: model.safetensors is not what was saved" in said
     assert "goes on from runs/smoke/checkpoint-1, step 1 of 3" in said
     assert "later checkpoints are now checkpoint-2.attempt1" in said
-    assert manifest.problem(copy / "checkpoint-2") is None
+    assert manifest.checkpoint_problem(copy / "checkpoint-2") is None
     assert (copy / "checkpoint-2.attempt1").is_dir()
 
 
@@ -131,8 +139,8 @@ def test_a_path_that_cannot_be_used_is_an_error_of_its_own(
     other_model(rloo_without_torch.folder / "large")
     newer = copy.with_name("newer")
     shutil.copytree(copy / "checkpoint-2", newer)
-    text = (newer / manifest.FILE).read_text()
-    (newer / manifest.FILE).write_text(text.replace('"format": 1', '"format": 2'))
+    text = (newer / manifest.MANIFEST_FILE).read_text()
+    (newer / manifest.MANIFEST_FILE).write_text(text.replace('"format": 1', '"format": 2'))
     before = state(rloo_without_torch.folder)
     ended = rloo_without_torch(*WORDS, *words)
     assert ended.code == 2 and said in ended.err, ended.said
@@ -206,8 +214,8 @@ def test_the_optimizer_of_another_model_is_refused(copy: Path, forked: Forked) -
     tensors = load_file(path)
     renamed = {n.replace("embed", "other"): t for n, t in tensors.items()}
     save_file(renamed, path)
-    (checkpoint / manifest.FILE).unlink()
-    manifest.write(checkpoint, {"step": 2})
+    (checkpoint / manifest.MANIFEST_FILE).unlink()
+    manifest.write_manifest(checkpoint, {"step": 2})
     assert forked(*WORDS, "resume=auto") == 2
     assert "the checkpoint's optimizer is of other parameters" in forked.said()
 
@@ -217,8 +225,8 @@ def test_the_optimizer_of_another_model_is_refused(copy: Path, forked: Forked) -
 
 def sealed(checkpoint: Path) -> None:
     """A manifest as a save would have written it."""
-    (checkpoint / manifest.FILE).unlink()
-    manifest.write(checkpoint, {"step": 2})
+    (checkpoint / manifest.MANIFEST_FILE).unlink()
+    manifest.write_manifest(checkpoint, {"step": 2})
 
 
 CANARY = "open({path!r}, 'w').close()"
@@ -279,9 +287,9 @@ def test_a_hostile_checkpoint_is_refused_and_leaves_no_trace(
 
 def test_a_manifest_that_names_files_outside_its_folder_is_refused(copy: Path) -> None:
     checkpoint = copy / "checkpoint-2"
-    values = json.loads((checkpoint / manifest.FILE).read_text())
+    values = json.loads((checkpoint / manifest.MANIFEST_FILE).read_text())
     values.pop("digest")
     values["files"]["../config.yaml"] = values["files"]["config.json"]
-    values["digest"] = manifest._digest(values)
-    (checkpoint / manifest.FILE).write_text(json.dumps(values))
-    assert "../config.yaml is missing" in (manifest.problem(checkpoint) or "")
+    values["digest"] = manifest._digest_values(values)
+    (checkpoint / manifest.MANIFEST_FILE).write_text(json.dumps(values))
+    assert "../config.yaml is missing" in (manifest.checkpoint_problem(checkpoint) or "")

@@ -11,9 +11,9 @@ from fork_cases import Forked
 from resume_cases import WORDS, state
 
 from rloo_cli.checkpoint import manifest
-from rloo_cli.checkpoint.resume import Start
+from rloo_cli.checkpoint.resume import ResumePlan
 from rloo_cli.config import check
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.launch import launcher
 from rloo_cli.utils.files import read_json, update_json
 
@@ -41,8 +41,8 @@ def test_a_run_that_was_killed_after_its_last_step_still_gets_its_end(forked: Fo
 def test_an_older_checkpoint_moves_the_later_ones_aside(copy: Path, forked: Forked) -> None:
     assert forked(*WORDS, "resume=runs/smoke/checkpoint-1") == 0
     assert "later checkpoints are now checkpoint-2.attempt1" in forked.said()
-    assert manifest.problem(copy / "checkpoint-2.attempt1") is None
-    assert [p.name for p in manifest.checkpoints(copy)] == [
+    assert manifest.checkpoint_problem(copy / "checkpoint-2.attempt1") is None
+    assert [p.name for p in manifest.list_checkpoints(copy)] == [
         "checkpoint-3", "checkpoint-2", "checkpoint-1",
     ]  # fmt: skip
 
@@ -68,8 +68,8 @@ def test_a_launcher_that_was_killed_while_it_made_the_folder_is_no_obstacle(
         mock.patch.object(launcher, "write_text", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):  # run.json is there by then, and nothing else
-        composed = compose(list(WORDS[1:]))
-        launcher.prepare(Start(run), check.check(composed), composed)
+        composed = compose_config(list(WORDS[1:]))
+        launcher.write_attempt_files(ResumePlan(run), check.check_config(composed), composed)
     left = [p.name for p in run.iterdir() if p.is_file()]
     assert sorted(left) == [".run.json.77.tmp", "run.json"]
     update_json(run / "run.json", pid_started="0")  # it was this process, which lives

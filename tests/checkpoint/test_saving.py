@@ -15,14 +15,14 @@ from policy_cases import fresh
 
 from rloo_cli.checkpoint import export
 from rloo_cli.config import check as config_check
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.data.synthetic import tiny
-from rloo_cli.launch.preflight import check
+from rloo_cli.launch.preflight import check_machine
 from rloo_cli.utils import files
 from rloo_cli.utils.errors import MachineError, Problem, Stopped, StorageError
-from rloo_cli.utils.pids import alive, started
+from rloo_cli.utils.pids import is_process_alive, process_start_time
 from rloo_cli.utils.rng import sampling_seed
-from rloo_cli.utils.timers import Clock
+from rloo_cli.utils.timers import StepTimer
 
 
 def model():
@@ -32,7 +32,7 @@ def model():
 
 
 def test_the_final_model_is_loaded_as_any_other(tmp_path):
-    made, tokens = model(), tiny.tokenizer()
+    made, tokens = model(), tiny.tiny_tokenizer()
     final = export.save_final(made, tokens, tmp_path)
     assert final == tmp_path / "final" and os.listdir(tmp_path) == ["final"]
     again = transformers.AutoModelForCausalLM.from_pretrained(final)
@@ -47,7 +47,7 @@ def test_the_final_model_is_loaded_as_any_other(tmp_path):
 
 
 def test_the_final_model_keeps_its_dtype(tmp_path):
-    final = export.save_final(model().to(torch.bfloat16), tiny.tokenizer(), tmp_path)
+    final = export.save_final(model().to(torch.bfloat16), tiny.tiny_tokenizer(), tmp_path)
     assert transformers.AutoModelForCausalLM.from_pretrained(final).dtype is torch.bfloat16
 
 
@@ -58,14 +58,14 @@ def test_sampling_flags_that_load_but_do_not_save_cost_no_model(flags, tmp_path)
         setattr(made.generation_config, name, value)
     with pytest.raises(ValueError, match="do_sample"):
         made.save_pretrained(tmp_path / "theirs")
-    final = export.save_final(made, tiny.tokenizer(), tmp_path)
+    final = export.save_final(made, tiny.tiny_tokenizer(), tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(final).generation_config
     assert {name: getattr(again, name) for name in flags} == flags and again.do_sample
 
 
 def fails(tmp_path, made=None, tokens=None):
     with pytest.raises(StorageError) as caught:
-        export.save_final(made or model(), tokens or tiny.tokenizer(), tmp_path)
+        export.save_final(made or model(), tokens or tiny.tiny_tokenizer(), tmp_path)
     assert caught.value.code == 8
     assert os.listdir(tmp_path) == []
     return str(caught.value)
@@ -106,13 +106,13 @@ def test_a_tokenizer_that_does_not_fit_on_the_disk_is_a_failed_save(tmp_path):
 def test_a_second_end_takes_the_place_of_the_first(tmp_path):
     (tmp_path / "final").mkdir()
     (tmp_path / "final/old").write_text("x")
-    export.save_final(model(), tiny.tokenizer(), tmp_path)
+    export.save_final(model(), tiny.tiny_tokenizer(), tmp_path)
     assert os.listdir(tmp_path) == ["final"] and "old" not in os.listdir(tmp_path / "final")
 
 
 @pytest.mark.parametrize("error", [Stopped(Problem("stopped")), KeyboardInterrupt()])
 def test_a_save_that_is_stopped_says_so_and_leaves_nothing(error, tmp_path):
-    tokens = tiny.tokenizer()
+    tokens = tiny.tiny_tokenizer()
 
     def stop(path):
         raise error
@@ -126,15 +126,15 @@ def test_a_save_that_is_stopped_says_so_and_leaves_nothing(error, tmp_path):
 def test_half_of_an_earlier_save_is_no_part_of_this_one(tmp_path):
     (tmp_path / ".tmp-final-a1").mkdir()
     (tmp_path / ".tmp-final-a1/old").write_text("x")
-    assert "old" not in os.listdir(export.save_final(model(), tiny.tokenizer(), tmp_path))
+    assert "old" not in os.listdir(export.save_final(model(), tiny.tiny_tokenizer(), tmp_path))
 
 
 def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     synced, named = [], []
-    monkeypatch.setattr(export, "sync", lambda path: synced.append((path.name, bool(named))))
+    monkeypatch.setattr(export, "fsync_path", lambda path: synced.append((path.name, bool(named))))
     rename = type(tmp_path).rename
     monkeypatch.setattr(type(tmp_path), "rename", lambda a, b: named.append(b.name) or rename(a, b))
-    final = export.save_final(model(), tiny.tokenizer(), tmp_path)
+    final = export.save_final(model(), tiny.tiny_tokenizer(), tmp_path)
     before = {name for name, late in synced if not late}
     assert {*os.listdir(final), ".tmp-final-a1"} <= before
     assert (tmp_path.name, True) in synced
@@ -196,7 +196,7 @@ def hands(monkeypatch):
 
 def test_an_inner_phase_is_not_counted_twice(hands):
     heard = []
-    clock = Clock(heard.append)
+    clock = StepTimer(heard.append)
     with clock.phase("outer"):
         hands.now += 1
         with clock.phase("inner"):
@@ -215,7 +215,7 @@ def test_an_inner_phase_is_not_counted_twice(hands):
 
 
 def test_the_times_of_every_step_add_up_to_it(hands):
-    clock = Clock()
+    clock = StepTimer()
     for step in range(3):
         for name in ("a", "b", "a"):
             with clock.phase(name):
@@ -229,7 +229,7 @@ def test_the_times_of_every_step_add_up_to_it(hands):
 
 
 def test_a_phase_that_fails_is_timed_all_the_same(hands):
-    clock = Clock()
+    clock = StepTimer()
     with pytest.raises(KeyError), clock.phase("a"):
         hands.now += 3
         raise KeyError
@@ -253,18 +253,20 @@ def test_no_two_completions_have_the_same_seed():
 
 def wanted(root, *types):
     rewards = ",".join(types or ["length_tokens"])
-    return config_check.check(compose(["+recipe=smoke", f"root='{root}'", f"reward=[{rewards}]"]))
+    return config_check.check_config(
+        compose_config(["+recipe=smoke", f"root='{root}'", f"reward=[{rewards}]"])
+    )
 
 
 def test_a_machine_that_has_everything_passes(tmp_path):
-    check(wanted(tmp_path / "not/yet/there", "accuracy", "length_tokens"))
+    check_machine(wanted(tmp_path / "not/yet/there", "accuracy", "length_tokens"))
 
 
 def test_everything_that_the_machine_lacks_is_said_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(MachineError) as caught:
-        check(wanted(tmp_path / "a/b", "accuracy", "length_tokens"))
+        check_machine(wanted(tmp_path / "a/b", "accuracy", "length_tokens"))
     message = str(caught.value)
     assert len(caught.value.problems) == 2 and caught.value.code == 3
     assert "pip install 'rloo-cli[math]'" in message
@@ -275,21 +277,21 @@ def test_a_disk_that_is_almost_full_is_refused(tmp_path, monkeypatch):
     usage = SimpleNamespace(free=1e6, total=1e9)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     with pytest.raises(MachineError, match="100 MB"):
-        check(wanted(tmp_path))
+        check_machine(wanted(tmp_path))
 
 
 def test_a_process_is_alive_while_it_is_the_same_one():
-    facts = {"pid": os.getpid(), "pid_started": started(os.getpid())}
-    assert alive(facts)
-    assert not alive(facts | {"pid_started": "1"})  # the number went to another process
-    assert not alive({"pid": 2**22 + 1, "pid_started": ""}) and not alive({})
+    facts = {"pid": os.getpid(), "pid_started": process_start_time(os.getpid())}
+    assert is_process_alive(facts)
+    assert not is_process_alive(facts | {"pid_started": "1"})  # the number went to another process
+    assert not is_process_alive({"pid": 2**22 + 1, "pid_started": ""}) and not is_process_alive({})
     child = os.fork()
     if not child:
         os._exit(0)
     deadline = time.monotonic() + 10
-    while started(child) and time.monotonic() < deadline:
+    while process_start_time(child) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert started(child) == ""  # a zombie
+    assert process_start_time(child) == ""  # a zombie
     os.waitpid(child, 0)
 
 
@@ -300,7 +302,7 @@ def test_a_reward_whose_package_is_missing_is_refused_before_the_run(name, tmp_p
     def require():
         raise missing
 
-    monkeypatch.setattr("rloo_cli.rewards.common.math_equal.require", require)
+    monkeypatch.setattr("rloo_cli.rewards.common.math_equal.require_math_verify", require)
     with pytest.raises(MachineError) as caught:
-        check(wanted(tmp_path, name))
+        check_machine(wanted(tmp_path, name))
     assert caught.value.problems[0].where == f"reward.{name}"

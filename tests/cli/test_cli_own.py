@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from cli_cases import Rloo
 
-from rloo_cli.checkpoint.resume import Start
+from rloo_cli.checkpoint.resume import ResumePlan
 from rloo_cli.config import check, compose
 from rloo_cli.launch import launcher
 from rloo_cli.utils import pids
@@ -23,7 +23,7 @@ max_steps: 2
 def refusal(*words: str, dirs: tuple[str, ...] = ()) -> str:
     """What composing and checking these words is refused with."""
     with pytest.raises(ConfigError) as error:
-        check.check(compose.compose(words, dirs))
+        check.check_config(compose.compose_config(words, dirs))
     return error.value.render()
 
 
@@ -39,7 +39,7 @@ def test_a_recipe_may_be_a_file(name: str, here: Path) -> None:
     (here / name).parent.mkdir(parents=True, exist_ok=True)
     (here / name).write_text(TINY + "algorithm: {beta: 0.25}\n")
     for path in (name, str(here / name)):
-        run = check.check(compose.compose([f"+recipe={path}", "seed=3"]))
+        run = check.check_config(compose.compose_config([f"+recipe={path}", "seed=3"]))
         assert (run.algorithm.beta, run.seed, run.max_steps) == (0.25, 3, 2)
         assert run.name.startswith(Path(name).stem.replace(" ", "-") + "-tiny-")
 
@@ -47,9 +47,10 @@ def test_a_recipe_may_be_a_file(name: str, here: Path) -> None:
 def test_a_copied_recipe_is_the_same_experiment(here: Path, rloo: Rloo) -> None:
     assert rloo("recipes", "copy", "smoke", "mine.yaml").code == 0
     copy, original = (
-        check.check(compose.compose([f"+recipe={name}"])) for name in ("mine.yaml", "smoke")
+        check.check_config(compose.compose_config([f"+recipe={name}"]))
+        for name in ("mine.yaml", "smoke")
     )
-    assert check.dump(copy) == check.dump(original)
+    assert check.dump_config(copy) == check.dump_config(original)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_anchors_are_welcome_where_they_are_few(here: Path) -> None:
     (here / "my.yaml").write_text(
         TINY + "train: {prompts_per_step: &p 8}\neval: {batch_size: *p}\n"
     )
-    run = check.check(compose.compose(["+recipe=my.yaml"]))
+    run = check.check_config(compose.compose_config(["+recipe=my.yaml"]))
     assert run.eval.batch_size == 8
 
 
@@ -122,7 +123,7 @@ def own(here: Path) -> Path:
 
 @pytest.mark.parametrize("recipe", ["one", "two", "own/recipes/one.yaml"])
 def test_config_dir_adds_groups_and_recipes(recipe: str, own: Path) -> None:
-    run = check.check(compose.compose([f"+recipe={recipe}"], [own]))
+    run = check.check_config(compose.compose_config([f"+recipe={recipe}"], [own]))
     assert run.model.dtype == "float32"
 
 
@@ -178,17 +179,17 @@ def test_what_an_entry_of_a_reward_leaves_out_is_as_in_the_file_of_its_type(here
     (here / "rw.py").write_text("def first(x): ...\ndef second(x): ...\n")
     words = ["+recipe=smoke", "reward=function", "reward.function.path=rw.py:first"]
     two = "+reward.two={type: function, path: rw.py:second, weight: 0.5}"
-    run = check.check(compose.compose([*words, two]))
+    run = check.check_config(compose.compose_config([*words, two]))
     first, second = run.rewards["function"], run.rewards["two"]
     assert (second.path, second.weight, second.kwargs) == ("rw.py:second", 0.5, {})
     assert second == first.model_copy(update={"path": "rw.py:second", "weight": 0.5})
     judge = "+reward.two={type: judge, model: x}"  # scope is row in conf/reward/judge.yaml
-    assert check.check(compose.compose([*words, judge])).rewards["two"].scope == "row"
+    assert check.check_config(compose.compose_config([*words, judge])).rewards["two"].scope == "row"
     (here / "my.yaml").write_text(
         "defaults: [smoke]\neval:\n  judge: {type: reward, against: reference, max_pairs: null,\n"
         "    reference_column: answer, reward: {type: function, path: 'rw.py:first'}}\n"
     )
-    judge_of_eval = check.check(compose.compose(["+recipe=my.yaml"])).eval.judge
+    judge_of_eval = check.check_config(compose.compose_config(["+recipe=my.yaml"])).eval.judge
     assert judge_of_eval.reward.kwargs == {}
     text = refusal(*words, "+reward.two={type: function}")
     assert "reward.two.path has no value" in text and text.count("error: ") == 1
@@ -200,10 +201,10 @@ def test_what_an_entry_of_a_reward_leaves_out_is_as_in_the_file_of_its_type(here
 
 
 def make_run(state: str, *words: str, **facts: object) -> Path:
-    composed = compose.compose(["+recipe=smoke", *words])
-    run = check.check(composed)
+    composed = compose.compose_config(["+recipe=smoke", *words])
+    run = check.check_config(composed)
     folder = Path(run.root, run.name)
-    launcher.prepare(Start(folder), run, composed)
+    launcher.write_attempt_files(ResumePlan(folder), run, composed)
     update_json(folder / "run.json", state=state, **facts)
     return folder
 
@@ -248,21 +249,21 @@ def test_a_run_that_ended_before_it_began_is_begun_anew_unasked(here: Path, rloo
 
 def test_two_that_start_at_the_same_moment_do_not_both_get_the_folder(tmp_path: Path) -> None:
     with (
-        launcher.locked(tmp_path),
+        launcher.lock_folder(tmp_path),
         pytest.raises(ConfigError, match="is being trained"),
-        launcher.locked(tmp_path),
+        launcher.lock_folder(tmp_path),
     ):
         pass
-    with launcher.locked(tmp_path):  # free again
+    with launcher.lock_folder(tmp_path):  # free again
         pass
 
 
 def test_a_run_that_is_alive_is_left_alone(here: Path) -> None:
     folder = make_run("training")  # by this process
     with pytest.raises(ConfigError, match="is being trained by process"):
-        launcher._alone(folder)
+        launcher._check_not_running(folder)
     update_json(folder / "run.json", pid_started="0")  # another process has the number now
-    assert not pids.alive(read_json(folder / "run.json"))
+    assert not pids.is_process_alive(read_json(folder / "run.json"))
 
 
 # Secrets.

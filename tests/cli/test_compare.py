@@ -20,7 +20,7 @@ def in_a_folder(request, tmp_path, monkeypatch):
     """Without pictures, which take a second, but where a test says `pictures`."""
     monkeypatch.chdir(tmp_path)
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr(charts, "draw", lambda told, out, title: out)
+        monkeypatch.setattr(charts, "draw_comparison", lambda told, out, title: out)
 
 
 @pytest.fixture
@@ -38,7 +38,9 @@ def two(**keys) -> Path:
 
 
 def groups(*folders: Path, unfinished: bool = False) -> list[configurations.Configuration]:
-    return configurations.configurations([runs.read(f) for f in folders], unfinished)
+    return configurations.group_by_configuration(
+        [runs.read_run_record(f) for f in folders], unfinished
+    )
 
 
 def said(capsys, *words: str) -> str:
@@ -60,29 +62,29 @@ def refused(*words: str) -> str:
     [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (9, 2.2622), (10, 2.2281), (99, 1.9842)],
 )
 def test_students_quantile_is_that_of_the_tables(freedom, t):
-    assert statistics.quantile(freedom) == pytest.approx(t, abs=1e-4)
+    assert statistics.student_t_quantile(freedom) == pytest.approx(t, abs=1e-4)
 
 
 def test_the_interval_of_three_known_numbers():
-    told = statistics.estimate([1.0, 2.0, 3.0])
+    told = statistics.mean_with_interval([1.0, 2.0, 3.0])
     assert (told.mean, told.n) == (2.0, 3)
-    assert told.half == pytest.approx(4.302653 / math.sqrt(3))
+    assert told.half_width == pytest.approx(4.302653 / math.sqrt(3))
     assert told.text() == "2.000 ± 2.484"
 
 
 def test_one_seed_has_no_interval_and_none_has_no_mean():
-    told = statistics.estimate([1.5])
-    assert told.half is None and told.low == told.high == 1.5 and told.text() == "1.500"
-    assert statistics.estimate([]) is None
+    told = statistics.mean_with_interval([1.5])
+    assert told.half_width is None and told.low == told.high == 1.5 and told.text() == "1.500"
+    assert statistics.mean_with_interval([]) is None
 
 
 def test_a_difference_is_taken_seed_by_seed_over_those_that_both_have():
     ours, theirs = {1: 1.0, 2: 5.0, 3: 9.0, 4: 99.0}, {1: 0.9, 2: 4.8, 3: 8.7, 5: -99.0}
-    told = statistics.paired(ours, theirs)
+    told = statistics.paired_difference(ours, theirs)
     assert told.n == 3 and told.mean == pytest.approx(0.2)
-    assert told.half == pytest.approx(4.302653 * 0.1 / math.sqrt(3))
-    assert statistics.verdict(told) == "not told apart"
-    assert statistics.paired({1: 1.0}, {2: 1.0}) is None
+    assert told.half_width == pytest.approx(4.302653 * 0.1 / math.sqrt(3))
+    assert statistics.describe_difference(told) == "not told apart"
+    assert statistics.paired_difference({1: 1.0}, {2: 1.0}) is None
 
 
 @pytest.mark.parametrize(
@@ -96,9 +98,9 @@ def test_a_difference_is_taken_seed_by_seed_over_those_that_both_have():
     ],
 )
 def test_the_words_for_a_difference(ours, words):
-    told = statistics.paired(dict(enumerate(ours)), dict.fromkeys(range(9), 0.0))
-    assert statistics.verdict(told) == words
-    assert statistics.verdict(None) == "no seed in common"
+    told = statistics.paired_difference(dict(enumerate(ours)), dict.fromkeys(range(9), 0.0))
+    assert statistics.describe_difference(told) == words
+    assert statistics.describe_difference(None) == "no seed in common"
 
 
 # Finding and grouping.
@@ -107,9 +109,9 @@ def test_the_words_for_a_difference(ours, words):
 def test_runs_are_found_by_folder_name_pattern_and_in_folders(tmp_path):
     root = two()
     (root / "notes").mkdir()
-    names = [p.name for p in runs.find(["runs/rloo-1", "rloo-2", "grpo-*", "runs"])]
+    names = [p.name for p in runs.find_compared_runs(["runs/rloo-1", "rloo-2", "grpo-*", "runs"])]
     assert names == ["rloo-1", "rloo-2", "grpo-1", "grpo-2", "grpo-3", "rloo-3"]
-    assert runs.find([str(tmp_path / "runs" / "rloo-*")])[0].name == "rloo-1"
+    assert runs.find_compared_runs([str(tmp_path / "runs" / "rloo-*")])[0].name == "rloo-1"
 
 
 def test_a_word_that_names_no_run_is_refused_with_a_near_one():
@@ -128,7 +130,7 @@ def test_one_run_is_too_few():
 def test_runs_that_differ_in_seed_and_free_keys_are_one_configuration():
     root = two(train__learning_rate=2e-4)
     write(root, "rloo-4", 4, logging__every=5, reward__exact_match__timeout_s=1.0)
-    found = groups(*runs.find(["runs"]))
+    found = groups(*runs.find_compared_runs(["runs"]))
     assert [(one.label, one.seeds) for one in found] == [
         ("rloo learning_rate=0.0001", [1, 2, 3, 4]),
         ("grpo learning_rate=0.0002", [1, 2, 3]),
@@ -139,7 +141,7 @@ def test_a_label_says_what_most_do_not_have():
     root = Path("runs")
     for i, beta in enumerate((0.05, 0.05, 0.1, 0.2)):
         write(root, f"run-{i}", algorithm__beta=beta, train__learning_rate=1e-4 * (1 + (i == 1)))
-    found = groups(*runs.find(["runs"]))
+    found = groups(*runs.find_compared_runs(["runs"]))
     labels = {run.name: one.label for one in found for run in one.runs}
     assert labels["run-1"] == "rloo beta=0.05 learning_rate=0.0002"
     assert labels["run-2"] == "rloo beta=0.1" and len({*labels.values()}) == 4
@@ -232,7 +234,7 @@ def test_a_folder_that_is_no_run_of_training_is_refused():
     folder = write(Path("runs"), "a")
     (folder / "config.yaml").write_text("[]")
     with pytest.raises(ConfigError, match="no run of training"):
-        runs.read(folder)
+        runs.read_run_record(folder)
 
 
 # Figures.
@@ -240,27 +242,34 @@ def test_a_folder_that_is_no_run_of_training_is_refused():
 
 def figures(**keys) -> results.Comparison:
     two(**keys)
-    found = groups(*runs.find(["runs"]))
-    return results.compare(found, "eval_reward", 0, [])
+    found = groups(*runs.find_compared_runs(["runs"]))
+    return results.compare_configurations(found, "eval_reward", 0, [])
 
 
 def test_the_figures_of_a_configuration():
     told = figures(second=3.0)
-    rloo, grpo = told.outcomes
-    assert rloo.of("final").mean == pytest.approx(0.92) and grpo.of("final").mean == 0.8
-    assert rloo.of("kl").mean == pytest.approx(0.8)  # the last of four steps
-    assert rloo.of("reward").mean == pytest.approx(0.42)
-    assert (rloo.of("step_s").mean, grpo.of("step_s").mean) == (1.0, 3.0)
-    assert rloo.of("peak_gib").mean == 1.0 and rloo.of("updates").mean == 4
+    rloo, grpo = told.results
+    assert (
+        rloo.mean_over_seeds("final").mean == pytest.approx(0.92)
+        and grpo.mean_over_seeds("final").mean == 0.8
+    )
+    assert rloo.mean_over_seeds("kl").mean == pytest.approx(0.8)  # the last of four steps
+    assert rloo.mean_over_seeds("reward").mean == pytest.approx(0.42)
+    assert (rloo.mean_over_seeds("step_s").mean, grpo.mean_over_seeds("step_s").mean) == (1.0, 3.0)
+    assert (
+        rloo.mean_over_seeds("peak_gib").mean == 1.0 and rloo.mean_over_seeds("updates").mean == 4
+    )
     assert [x for x, _ in rloo.curves["held_out"]] == [0.0, 16.0, 32.0]
     assert told.differences["grpo"].mean == pytest.approx(-0.12)
-    assert results.verdicts(told) == ["grpo minus rloo: -0.120 (-0.145 to -0.095), 3 seeds: lower"]
+    assert results.conclusion_lines(told) == [
+        "grpo minus rloo: -0.120 (-0.145 to -0.095), 3 seeds: lower"
+    ]
 
 
 def test_the_threshold_lies_between_the_start_and_the_best_end():
     told = figures()
     assert told.threshold == pytest.approx(0.9 * 0.92)
-    rloo, grpo = told.outcomes
+    rloo, grpo = told.results
     assert rloo.figures["reached"] == {1: 32.0, 2: 32.0, 3: 32.0} and not grpo.figures["reached"]
 
 
@@ -268,9 +277,11 @@ def test_a_threshold_below_zero_is_still_reached_from_below():
     root = Path("runs")
     for name, last in (("rloo", -1.0), ("grpo", -2.0)):
         write(root, name, scores=(-6.0, -3.0, last), algorithm__name=name)
-    told = results.compare(groups(*runs.find(["runs"])), "eval_reward", 0, [])
+    told = results.compare_configurations(
+        groups(*runs.find_compared_runs(["runs"])), "eval_reward", 0, []
+    )
     assert told.threshold == pytest.approx(-1.5)
-    assert [o.figures["reached"] for o in told.outcomes] == [{1: 32.0}, {}]
+    assert [o.figures["reached"] for o in told.results] == [{1: 32.0}, {}]
 
 
 def test_without_evaluations_the_training_reward_is_compared_and_called_so(capsys):

@@ -10,7 +10,7 @@ from cli_cases import Rloo
 
 from rloo_cli.cli import main
 from rloo_cli.config import compose
-from rloo_cli.config.user_files import register_file
+from rloo_cli.config.user_files import register_recipe_file
 from rloo_cli.launch import launcher
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError
@@ -26,14 +26,14 @@ def jobs(monkeypatch):
 
     def job(composed, multirun):
         assert multirun
-        found.append(str(launcher.apart(composed).values["name"]))
+        found.append(str(launcher.name_sweep_job(composed).values["name"]))
         return 0
 
     def names(*words: str) -> list[str]:
-        assert main.train(["--multirun", *words]) == 0
+        assert main.run_train(["--multirun", *words]) == 0
         return found
 
-    monkeypatch.setattr(launcher, "train", job)
+    monkeypatch.setattr(launcher, "launch_run", job)
     monkeypatch.setattr("sys.argv", ["rloo"])
     return names
 
@@ -49,9 +49,9 @@ def test_words_of_the_command_line_narrow_the_sweep_and_leave_the_names(jobs):
 
 
 def test_without_multirun_the_recipe_is_one_run():
-    composed = compose.compose(["+recipe=compare"])
+    composed = compose.compose_config(["+recipe=compare"])
     assert composed.values["name"] == "compare" and composed.values["seed"] == 1
-    assert composed.swept == SWEPT
+    assert composed.recipe_swept_keys == SWEPT
 
 
 def test_every_recipe_that_compares_has_the_same_work_for_all():
@@ -60,17 +60,17 @@ def test_every_recipe_that_compares_has_the_same_work_for_all():
         sweep = own["hydra"]["sweeper"]["params"]
         assert sweep["algorithm"] == ",".join(ALGORITHMS) and "++seed" in sweep
         first, base = (
-            compose.compose([f"+recipe={n}"]).values for n in (recipe, own["defaults"][0])
+            compose.compose_config([f"+recipe={n}"]).values for n in (recipe, own["defaults"][0])
         )
         assert first["algorithm"]["num_generations"] == base["algorithm"]["num_generations"]
         assert first["resume"] == "auto"  # the same command again goes on
 
 
 def apart(*words: str, name: str = "compare") -> str:
-    composed = compose.compose(["+recipe=quickstart"])
+    composed = compose.compose_config(["+recipe=quickstart"])
     values = composed.values | {"name": name}
-    given = replace(composed, values=values, words=words, swept=SWEPT)
-    return str(launcher.apart(given).values["name"])
+    given = replace(composed, values=values, user_overrides=words, recipe_swept_keys=SWEPT)
+    return str(launcher.name_sweep_job(given).values["name"])
 
 
 def test_a_word_beside_the_sweeps_own_makes_another_run_of_it():
@@ -95,7 +95,7 @@ def mine(tmp_path: Path, text: str) -> Path:
 
 def refused(path: Path) -> str:
     with pytest.raises(ConfigError) as error:
-        register_file(path, "here", paths.group_choices([]))
+        register_recipe_file(path, "here", paths.group_choices([]))
     return error.value.render()
 
 

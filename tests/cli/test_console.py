@@ -13,10 +13,10 @@ import pytest
 from fork_cases import Forked
 from loop_cases import checked
 
-from rloo_cli.data.synthetic.cache import kept
+from rloo_cli.data.synthetic.cache import cached_folder
 from rloo_cli.launch import preflight, topology
 from rloo_cli.reporting import log
-from rloo_cli.rewards.engine.arguments import Log
+from rloo_cli.rewards.engine.arguments import RewardCallLog
 from rloo_cli.utils import console, redact
 from rloo_cli.utils.errors import MachineError, Problem, RewardError
 
@@ -25,7 +25,7 @@ PYTHON = (sys.executable, "-m", "rloo_cli")
 
 def test_a_character_that_the_console_cannot_show_is_escaped() -> None:
     raw = io.BytesIO()
-    shown = console.Console(io.TextIOWrapper(raw, encoding="ascii"))
+    shown = console.SafeStream(io.TextIOWrapper(raw, encoding="ascii"))
     print("é → \ud800", file=shown, flush=True)
     assert raw.getvalue() == b"\\xe9 \\u2192 \\ud800\n"
 
@@ -33,7 +33,7 @@ def test_a_character_that_the_console_cannot_show_is_escaped() -> None:
 def test_a_console_that_is_full_or_closed_takes_everything_and_says_why() -> None:
     for how in ("full", "closed", "none"):
         inner = None if how == "none" else open("/dev/full", "w")  # noqa: SIM115
-        shown = console.guarded(inner)
+        shown = console.guard_stream(inner)
         if how == "closed":
             assert inner is not None
             with suppress(OSError):
@@ -41,7 +41,7 @@ def test_a_console_that_is_full_or_closed_takes_everything_and_says_why() -> Non
         print("x" * 100_000, file=shown, flush=True)
         print("more", file=shown, flush=True)
         shown.close()
-        assert ("No space left" in str(shown.lost)) == (how == "full")
+        assert ("No space left" in str(shown.write_error)) == (how == "full")
 
 
 def test_descriptors_and_streams_that_user_code_closed_come_back(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_descriptors_and_streams_that_user_code_closed_come_back(tmp_path: Path)
 import io, os, sys
 from rloo_cli.utils import console, redact
 console.open_descriptors()
-redact.start()
+redact.redact_console()
 os.close(1)
 print("first", flush=True)
 os.close(2)
@@ -108,7 +108,7 @@ def test_escape_sequences_reach_neither_the_terminal_nor_a_log_file() -> None:
     text = "cannot score \x1b]0;PWNED\x07\x1b[2J\x9b31m\nsecond\tline\r\nthird"
     error = RewardError(Problem(text, text, text, text, text))
     record = logging.LogRecord("x", logging.ERROR, "x", 1, "%s", (text,), None)
-    for shown in (error.render(), str(error), redact.Formatter().format(record)):
+    for shown in (error.render(), str(error), redact.RedactingFormatter().format(record)):
         assert not {c for c in shown if not c.isprintable()} - {"\n"}
         assert "second line\n" in shown and "PWNED" in shown
     assert "\x1b" not in error.render(as_json=True)
@@ -116,7 +116,7 @@ def test_escape_sequences_reach_neither_the_terminal_nor_a_log_file() -> None:
 
 def test_half_a_surrogate_pair_of_a_reward_is_kept(tmp_path: Path) -> None:
     rows = [{"mine": "a\ud800b", "é": 1}]
-    (tmp_path / "samples.jsonl").write_text(log.lines_of(rows), encoding="utf-8")
+    (tmp_path / "samples.jsonl").write_text(log.samples_to_jsonl(rows), encoding="utf-8")
     text = (tmp_path / "samples.jsonl").read_text(encoding="utf-8")
     assert json.loads(text) == rows[0] and "é" in text
 
@@ -128,9 +128,9 @@ def test_a_cache_that_cannot_be_made_is_the_machines_fault(
     for variable in ("XDG_CACHE_HOME", "RLOO_CACHE"):
         monkeypatch.setenv(variable, "/proc/nope")
         with pytest.raises(MachineError, match=r"/proc/nope.* cannot be made"):
-            kept("x", "x", lambda folder: None)
+            cached_folder("x", "x", lambda folder: None)
         with pytest.raises(MachineError, match="RLOO_CACHE=/a/folder") as refused:
-            preflight.check(checked((), ()))
+            preflight.check_machine(checked((), ()))
         assert variable in refused.value.problems[-1].where
 
 
@@ -138,8 +138,8 @@ def test_a_rank_that_another_program_left_in_the_environment_makes_nobody_one_of
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RANK", "3")
-    place = topology.find(os.environ, checked((), ()))[0]
-    assert topology.starts(place, "", 0, None)[0].rank == 0
+    place = topology.find_topology(os.environ, checked((), ()))[0]
+    assert topology.rank_process_specs(place, "", 0, None)[0].rank == 0
 
 
 def test_a_run_goes_on_when_its_console_is_full(forked: Forked) -> None:
@@ -177,12 +177,12 @@ def test_a_reward_that_closes_the_console_costs_the_run_nothing_and_metrics_have
     run = forked.folder / "runs/smoke"
     names = {n for line in (run / "metrics.jsonl").open() for n in json.loads(line)}
     assert "mine\ud800" in names
-    own = Log(1)
+    own = RewardCallLog(1)
     for name in names - {"mine\ud800"}:
         with pytest.raises(ValueError, match="call it 'my_"):
-            own.metric(name, 1.0)
+            own.log_metric(name, 1.0)
     sample = json.loads((run / "samples/step_000001.jsonl").read_text().splitlines()[0])
     assert sample["own"] == "a\ud800"
     for name in sample.keys() - {"own"}:
         with pytest.raises(ValueError, match="call it 'my_"):
-            own.extra(name, [1])
+            own.log_extra(name, [1])

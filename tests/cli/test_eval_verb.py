@@ -177,7 +177,7 @@ def here(trained: Rloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 def source(word: str, *words: str) -> str:
-    return str(eval_target.of_run(word, [*words]).about["source"])
+    return str(eval_target.eval_target_of_run(word, [*words]).provenance["source"])
 
 
 def test_a_run_means_its_final_model_or_else_its_newest_whole_checkpoint(
@@ -212,27 +212,32 @@ def test_what_the_checkpoint_has_itself_is_not_looked_for_elsewhere(here: Path) 
     gone = {"path": "./gone", "tokenizer": "./gone", "ref_path": "./gone", "chat_template": "no"}
     values["model"] |= gone
     path.write_text(yaml.safe_dump(values))
-    model = eval_target.of_run("runs/smoke", []).config.model
+    model = eval_target.eval_target_of_run("runs/smoke", []).config.model
     assert (model.path, model.tokenizer, model.ref_path) == ("runs/smoke/final", None, None)
 
 
 def test_words_change_keys_as_they_do_elsewhere(here: Path) -> None:
     words = ["eval.sets.more={split: train, max_samples: 4}", "eval.sets.hard={max_samples: 2}"]
     words += ["generation.stop=[a,'b c']", "eval.temperature=0.5", "~eval.sets.sums"]
-    subject = eval_target.of_run("runs/smoke", words)
+    subject = eval_target.eval_target_of_run("runs/smoke", words)
     assert {n: s.max_samples for n, s in subject.config.held_out.items()} == {"hard": 2, "more": 4}
     assert subject.config.generation.stop == ["a", "b c"]
     assert subject.config.eval.temperature == 0.5
-    other = eval_target.of_run("runs/smoke", words[:1])
-    assert subject.place != other.place and subject.place.parent == Path("runs/smoke/eval")
-    assert eval_target.of_run("runs/smoke", [*reversed(words)]).place == subject.place
+    other = eval_target.eval_target_of_run("runs/smoke", words[:1])
+    assert subject.output_dir != other.output_dir and subject.output_dir.parent == Path(
+        "runs/smoke/eval"
+    )
+    assert (
+        eval_target.eval_target_of_run("runs/smoke", [*reversed(words)]).output_dir
+        == subject.output_dir
+    )
 
 
 def test_a_run_made_longer_says_of_its_final_model_which_step_it_is_of(here: Path) -> None:
     facts = read_json(here / "run.json")
     facts["progress"]["step"] = 5
     (here / "run.json").write_text(json.dumps(facts))
-    about = eval_target.of_run("runs/smoke/final", []).about
+    about = eval_target.eval_target_of_run("runs/smoke/final", []).provenance
     assert (about["state"]["step"], about["state"]["updates"]) == (3, 3)
 
 
@@ -254,7 +259,7 @@ WRONG = {
 @pytest.mark.parametrize("word", WRONG)
 def test_a_word_that_is_wrong_is_named(here: Path, word: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        eval_target.of_run("runs/smoke", [word])
+        eval_target.eval_target_of_run("runs/smoke", [word])
     for part in WRONG[word]:
         assert part in str(refused.value)
 
@@ -275,7 +280,7 @@ HOSTILE = {
 def test_a_config_that_is_none_is_refused(here: Path, text: str) -> None:
     (here / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=HOSTILE[text]):
-        eval_target.of_run("runs/smoke", [])
+        eval_target.eval_target_of_run("runs/smoke", [])
     assert not Path("pwned").exists()
 
 
@@ -300,10 +305,10 @@ def test_a_config_is_data_and_checked_like_any_other(
             values[section][leaf] = value
         path.write_text(yaml.safe_dump(values))
         if said is None:
-            assert eval_target.of_run("runs/smoke", []).config.data.split == value
+            assert eval_target.eval_target_of_run("runs/smoke", []).config.data.split == value
             continue
         with pytest.raises(ConfigError) as refused:
-            eval_target.of_run("runs/smoke", [])
+            eval_target.eval_target_of_run("runs/smoke", [])
         assert said in str(refused.value) and "s3cret" not in str(refused.value)
 
 
@@ -311,15 +316,15 @@ def test_a_state_that_is_none_is_refused(here: Path) -> None:
     (here / "run.json").write_text(json.dumps({"progress": "far"}))
     (here / "summary.json").unlink()
     with pytest.raises(ConfigError, match="at which step"):
-        eval_target.of_run("runs/smoke/final", [])
+        eval_target.eval_target_of_run("runs/smoke/final", [])
 
 
 def test_rewards_that_only_the_training_process_had_are_named(here: Path) -> None:
     path = here / "config.yaml"
     path.write_text(path.read_text().replace("mine.py:state", "python:state"))
     with pytest.raises(ConfigError, match=r"reward.state.path=file.py:state"):
-        eval_target.of_run("runs/smoke", [])
-    eval_target.of_run("runs/smoke", ["reward.state.path=mine.py:state"])
+        eval_target.eval_target_of_run("runs/smoke", [])
+    eval_target.eval_target_of_run("runs/smoke", ["reward.state.path=mine.py:state"])
 
 
 # Refusals cost nothing and leave nothing.

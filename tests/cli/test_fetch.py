@@ -20,8 +20,8 @@ WORDS = (*WORDS, "data.max_prompt_length=32")
 def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The files of a model, with two that must not be downloaded."""
     folder = tmp_path_factory.mktemp("model")
-    fresh(vocab_size=len(tiny.tokenizer())).save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
+    fresh(vocab_size=len(tiny.tiny_tokenizer())).save_pretrained(folder)
+    tiny.tiny_tokenizer().save_pretrained(folder)
     torch.save({"x": torch.zeros(1)}, folder / "pytorch_model.bin")
     (folder / "code.py").write_text("raise SystemExit\n")
     return {p.name: p.read_bytes() for p in folder.iterdir()}

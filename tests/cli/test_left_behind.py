@@ -29,7 +29,7 @@ def test_a_child_that_left_our_group_by_setsid_ends_with_the_run(
     (tmp_path / "leaves.py").write_text(LEAVES)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     stranger = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    code = processes.run("leaves", [str(tmp_path / "pid")], package="")
+    code = processes.run_processes("leaves", [str(tmp_path / "pid")], package="")
     assert code == 0 and gone(int((tmp_path / "pid").read_text()))
     assert stranger.poll() is None
     stranger.kill()
@@ -38,7 +38,7 @@ def test_a_child_that_left_our_group_by_setsid_ends_with_the_run(
 
 def test_a_forked_child_ends_by_the_signals_that_we_only_note() -> None:
     before = {number: signal.getsignal(number) for number in signals.SIGNALS}
-    signals.listen()
+    signals.install_signal_handlers()
     try:
         child = os.fork()
         if child == 0:  # as multiprocessing's pools do

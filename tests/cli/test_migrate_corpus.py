@@ -9,7 +9,7 @@ import yaml
 from migrate_cases import checked
 
 from rloo_cli.cli.migrate import run
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.utils.errors import ConfigError
 
 CORPUS = yaml.safe_load((Path(__file__).parent / "migrate_corpus.yaml").read_text())
@@ -20,7 +20,7 @@ def facts(run, text) -> dict:
     """What a checked recipe means, by the corpus' names."""
     model, algorithm, generation = run.model, run.algorithm, run.generation
     lora, bits = model.lora, model.quantization
-    sources = list(run.data.sources.values())
+    sources = list(run.data.mixture_sources.values())
     named = "path: org/stand-in" in text
     return {
         "algo": algorithm.name,
@@ -52,7 +52,7 @@ def facts(run, text) -> dict:
         "sampler": generation.backend,
         "prompt": run.data.max_prompt_length,
         "data": [s.path for s in sources] or (None if named else run.data.path),
-        "weights_of_data": list(run.data.weights.values()),
+        "weights_of_data": list(run.data.mixture_weights.values()),
         "subset": run.data.name,
         "split": run.data.split,
         "eval_split": run.data.eval_split,
@@ -126,8 +126,8 @@ def test_every_command_of_the_corpus_means_what_it_meant_or_is_refused(
     capsys, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    compose()  # the shipped recipes are registered once, and not for each case
-    monkeypatch.setattr("rloo_cli.config.compose.register", lambda folders: None)
+    compose_config()  # the shipped recipes are registered once, and not for each case
+    monkeypatch.setattr("rloo_cli.config.compose.register_config_dirs", lambda folders: None)
     assert len(CORPUS["cases"]) >= 120
     found = {case["is"]: wrong(case, capsys, tmp_path) for case in CORPUS["cases"]}
     assert len(found) == len(CORPUS["cases"])  # every name is another

@@ -9,7 +9,13 @@ import pytest
 
 from rloo_cli.cli import migrate
 from rloo_cli.cli.migrate import tables
-from rloo_cli.cli.migrate.recipe import TABLES, Recipe, ours, refusal, schema_field
+from rloo_cli.cli.migrate.recipe import (
+    TABLE_SCHEMAS,
+    Recipe,
+    our_defaults,
+    schema_field,
+    schema_refusal,
+)
 from rloo_cli.config import registry
 from rloo_cli.utils import paths
 
@@ -37,18 +43,20 @@ def keys_in_the_code() -> set[str]:
 
 def test_every_key_that_migrate_may_write_is_in_the_schema():
     found = keys_in_the_code()
-    theirs = {name for table in tables.FOREIGN_SAME.values() for name in table}
+    theirs = {name for table in tables.FOREIGN_EQUIVALENTS.values() for name in table}
     theirs |= {"algorithm.adv_estimator"}
     assert len(found) > 60
-    assert [key for key in sorted(found - theirs) if not exists(key) and key not in TABLES] == []
+    assert [
+        key for key in sorted(found - theirs) if not exists(key) and key not in TABLE_SCHEMAS
+    ] == []
 
 
 def test_keys_that_are_put_together_are_in_the_schema():
     parts = {f"model.lora.{key}" for key in tables.LORA_NAMES.values()}
     for defaults in (tables.LORA_TRL, tables.LORA_SWIFT, tables.LORA_PEFT):
         parts |= {f"model.lora.{key}" for key in defaults}
-    parts |= {f"generation.colocate.{key}" for key in tables.COLOCATED.values()}
-    parts |= {ours_ for table in tables.FOREIGN_SAME.values() for ours_ in table.values()}
+    parts |= {f"generation.colocate.{key}" for key in tables.COLOCATED_KEYS.values()}
+    parts |= {ours_ for table in tables.FOREIGN_EQUIVALENTS.values() for ours_ in table.values()}
     for _, _, _, defaults, _, _ in tables.TRL_VERSIONS.values():
         parts |= defaults.keys()
     parts |= tables.SWIFT.keys()
@@ -68,24 +76,24 @@ def test_choices_of_the_tables_are_shipped():
     assert {"default", "dora"} <= groups["lora"].keys()
     assert {"4bit", "8bit"} <= groups["quantization"].keys()
     wanted = {*tables.SWIFT_REWARDS.values(), *tables.TRL_REWARDS.values()}
-    assert wanted <= set(registry.names("rewards"))
+    assert wanted <= set(registry.registry_names("rewards"))
 
 
 def test_what_is_said_to_be_missing_is_missing():
     recipe = Recipe({})
     for key in keys_in_the_code():
         if exists(key):
-            value = ours().get(key)
+            value = our_defaults().get(key)
             recipe.put(key, value, "a default of ours")
-    assert [text for text in recipe.later if "not in this version" in text] == []
-    for name in tables.DOES_NOTHING:
+    assert [text for text in recipe.unsupported if "not in this version" in text] == []
+    for name in tables.IGNORED_FLAGS:
         assert schema_field(f"train.{name}") is None and schema_field(f"data.{name}") is None
 
 
 @pytest.mark.parametrize("key", ["model.lora.r", "model.ref_sync.every", "data.mixture"])
 def test_a_nested_key_is_found_and_a_misspelt_one_is_not(key):
     assert exists(key)
-    assert refusal(f"{key}x", 1) is not None
+    assert schema_refusal(f"{key}x", 1) is not None
 
 
 def of_the_installed_trl(kind: str) -> dict[str, ast.expr]:

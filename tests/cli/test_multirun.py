@@ -10,7 +10,7 @@ from hydra.core.plugins import Plugins
 from rloo_cli.cli import main
 from rloo_cli.cli import multirun as cli_multirun
 from rloo_cli.config import check
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.launch import launcher
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
 
@@ -33,7 +33,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     results: list[float | None] = []
 
     def train(composed, multirun):
-        run = check.check(launcher.apart(composed))
+        run = check.check_config(launcher.name_sweep_job(composed))
         names.append(str(run.name))
         if "beta-0.5" in names[-1]:
             raise DataError(Problem("no such rows"))
@@ -50,12 +50,12 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         results.extend(job.return_value for batch in found for job in batch)
         return found
 
-    monkeypatch.setattr(launcher, "train", train)
+    monkeypatch.setattr(launcher, "launch_run", train)
     monkeypatch.setattr(Sweeper, "sweep", kept)
 
     def run(*words: str) -> tuple[int, list[str], list[float | None]]:
         names.clear(), results.clear()
-        return main.train([*words]), [*names], [*results]
+        return main.run_train([*words]), [*names], [*results]
 
     return run
 
@@ -77,7 +77,7 @@ def test_jobs_are_named_by_the_keys_that_the_command_line_sweeps_over(jobs) -> N
 
 def test_a_job_that_an_earlier_version_began_keeps_its_folder(jobs, tmp_path: Path) -> None:
     words = ("+recipe=smoke", "algorithm.beta=0.01")
-    earlier = str(launcher.apart(compose([*words])).values["name"])
+    earlier = str(launcher.name_sweep_job(compose_config([*words])).values["name"])
     assert re.fullmatch(r"smoke-[0-9a-f]{6}", earlier)
     (tmp_path / "runs" / earlier).mkdir(parents=True)
     _, names, _ = jobs("-m", "+recipe=smoke", "algorithm.beta=0.01,0.05")
@@ -111,8 +111,10 @@ def test_a_sweeper_that_gives_up_is_said_to_and_not_taken_for_a_wrong_config(
 
 
 def test_a_run_without_any_metric_has_no_value(tmp_path: Path) -> None:
-    run = check.check(compose(["+recipe=smoke", f"root={tmp_path}"]))
-    assert cli_multirun.objective(run) is None
-    named = check.check(compose(["+recipe=smoke", f"root={tmp_path}", "logging.objective=kl"]))
+    run = check.check_config(compose_config(["+recipe=smoke", f"root={tmp_path}"]))
+    assert cli_multirun.objective_value(run) is None
+    named = check.check_config(
+        compose_config(["+recipe=smoke", f"root={tmp_path}", "logging.objective=kl"])
+    )
     with pytest.raises(ConfigError, match="it has no lines"):
-        cli_multirun.objective(named)
+        cli_multirun.objective_value(named)

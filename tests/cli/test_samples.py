@@ -7,7 +7,7 @@ from cli_cases import Rloo
 from ledger_cases import six
 
 from rloo_cli.cli import main
-from rloo_cli.train.loop import train
+from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils.errors import ConfigError, DataError
 
 SCORES = [0.5, None, 2.0, -1.0, 0.5, 1.0]
@@ -275,13 +275,13 @@ def test_a_line_that_is_no_sample_is_named(run, junk):
 
 def test_samples_of_a_real_step_are_shown(tmp_path, capsys):
     run = six(tmp_path, steps=1)
-    train(run)
+    run_training_loop(run)
     capsys.readouterr()
     assert main.find_verb(["samples", str(run.folder), "--best", "-n", "100", "--json"])() == 0
     found = json.loads(capsys.readouterr().out)
     scores = [r["score"] for r in found]
     assert scores == sorted(scores, reverse=True) and len(scores) == 16
-    assert sum(scores) / 16 == pytest.approx(run.log.rows[-1]["reward"])
+    assert sum(scores) / 16 == pytest.approx(run.log.metrics_lines[-1]["reward"])
     assert {r["draw"] for r in found} == {0, 1, 2, 3}
     assert main.find_verb(["samples", str(run.folder), "--worst"])() == 0
     assert capsys.readouterr().out.count("completion ") == 5

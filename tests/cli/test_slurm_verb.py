@@ -11,8 +11,8 @@ from cli_cases import Rloo
 from slurm_cases import NODES, Job, Slurm
 
 from rloo_cli.cli import slurm as verb
-from rloo_cli.cli.slurm_cluster import seconds
-from rloo_cli.cli.slurm_template import LEAD_S, fill
+from rloo_cli.cli.slurm_cluster import parse_slurm_time
+from rloo_cli.cli.slurm_template import DEFAULT_LEAD_S, fill_batch_script
 from rloo_cli.config.schema import SlurmConfig
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError
@@ -33,7 +33,7 @@ def words(text: str) -> list[str]:
 
 
 def rendered(*given: str) -> str:
-    text = fill(verb.made([*given]))
+    text = fill_batch_script(verb.job_from_args([*given]))
     ended = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
     assert ended.returncode == 0, ended.stderr
     return text
@@ -48,7 +48,7 @@ def test_a_recipe_fills_a_script_without_torch_or_slurm(rloo_without_torch: Rloo
     assert words(ended.out) == ["smoke", "algorithm.beta=0.1", "$@"]
     given = options(ended.out)
     assert given["job-name"] == "smoke" and given["nodes"] == "1"
-    assert given["output"] == "runs/slurm/%x-%j.log" and given["signal"] == f"USR1@{LEAD_S}"
+    assert given["output"] == "runs/slurm/%x-%j.log" and given["signal"] == f"USR1@{DEFAULT_LEAD_S}"
     # Slurm opens the log before the script begins: its folder has to be there.
     assert rloo_without_torch.left() == ["runs", "runs/slurm"]
     assert ended.err.startswith("runs/slurm was made for the job's log")
@@ -175,7 +175,7 @@ def test_what_makes_no_job_is_refused(line: str) -> None:
      ("infinite", None), ("n/a", None)],
 )  # fmt: skip
 def test_slurms_times_are_read(text: str, expected: int | None) -> None:
-    assert seconds(text) == expected
+    assert parse_slurm_time(text) == expected
 
 
 # Sending it.

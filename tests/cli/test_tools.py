@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 from rloo_cli.cli import completion, main, verb_help
-from rloo_cli.cli.config import leaves
+from rloo_cli.cli.config import value_keys
 from rloo_cli.config import check, messages
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError
 
@@ -88,7 +88,7 @@ def test_config_lists_every_key_with_type_default_and_meaning(ask) -> None:
     for line in ask("config").splitlines():
         key, kind, value, meaning = re.fullmatch(r"(\S+) +(.+?) = (.*?)  # (.+)", line).groups()
         found[key] = (kind, value, meaning)
-    assert list(found) == leaves() and len(found) > 200
+    assert list(found) == value_keys() and len(found) > 200
     assert found["algorithm.num_generations"][:2] == ("int >= 2", "4")
     assert found["algorithm.beta"] == (
         "float >= 0",
@@ -98,8 +98,12 @@ def test_config_lists_every_key_with_type_default_and_meaning(ask) -> None:
     assert found["data.overlong"][:2] == ("filter | error | truncate_left", '"filter"')
     assert found["train.max_grad_norm"][:2] == ("float > 0 or null", "1.0")
     assert found["data.columns"][:2] == ("dict[str, str]", "{}")
-    composed = compose(["+recipe=smoke"])
-    keys = {k for k, v in messages.walk(check.merged(composed.values)) if not isinstance(v, dict)}
+    composed = compose_config(["+recipe=smoke"])
+    keys = {
+        k
+        for k, v in messages.walk_values(check.merge_defaults(composed.values))
+        if not isinstance(v, dict)
+    }
     assert keys <= set(found)
 
 
@@ -234,7 +238,7 @@ def test_config_json_is_a_json_schema_that_takes_our_configs_and_recipes_and_no_
 
     of_kind = {}  # a backend has keys of its own, and an algorithm
     for recipe in paths.recipe_files():
-        values = check.dump(check.check(compose([f"+recipe={recipe}"])))
+        values = check.dump_config(check.check_config(compose_config([f"+recipe={recipe}"])))
         kind = (f"generation={values['generation']['backend']}",
                 f"algorithm={values['algorithm']['name']}")  # fmt: skip
         if kind not in of_kind:
@@ -344,7 +348,7 @@ def test_a_half_typed_word_is_completed(typed: list[str], some: set[str], ask) -
 
 def test_every_verb_is_completed() -> None:
     assert set(verb_help.VERBS) == set(main.VERBS)
-    assert set(completion.answers([""])) == set(main.VERBS)
+    assert set(completion.completion_candidates([""])) == set(main.VERBS)
 
 
 def test_completion_without_a_shell_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,12 +20,12 @@ from transformers import (
 from rloo_cli.checkpoint import resume
 from rloo_cli.cli import main, supervised
 from rloo_cli.config import check, synthetic
-from rloo_cli.config.compose import compose
-from rloo_cli.config.supervised import data_of, model_of
+from rloo_cli.config.compose import compose_config
+from rloo_cli.config.supervised import training_data, training_model
 from rloo_cli.data.synthetic import tiny
 from rloo_cli.policy import reward_load
-from rloo_cli.rewards.engine.build import build
-from rloo_cli.rewards.engine.ready import Surroundings
+from rloo_cli.rewards.engine.build import build_reward
+from rloo_cli.rewards.engine.ready import RewardSetup
 from rloo_cli.train.supervised import examples, fit, reward_model, sft, worker
 from rloo_cli.utils.errors import ConfigError, DataError, NumbersError, RunError
 from rloo_cli.utils.files import read_json
@@ -52,10 +52,10 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(module: str, words: list[str]) -> int:
         assert module == "train.supervised.worker"
-        worker.work(Path(words[0]), words[1])
+        worker.run_supervised_training(Path(words[0]), words[1])
         return 0
 
-    monkeypatch.setattr(supervised.processes, "run", run)
+    monkeypatch.setattr(supervised.processes, "run_processes", run)
 
 
 def left(place: Path) -> list[str]:
@@ -63,7 +63,7 @@ def left(place: Path) -> list[str]:
 
 
 def settings(*words: str) -> Any:
-    return check.check(compose(["+recipe=smoke", *words]))
+    return check.check_config(compose_config(["+recipe=smoke", *words]))
 
 
 # What the verbs leave.
@@ -80,7 +80,7 @@ def test_sft_leaves_a_model_that_loads_and_whose_loss_fell(rloo: Rloo, place: Pa
     assert "step 8/8" in ended.out and "model.path=runs/sft/smoke" in ended.out
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokens = AutoTokenizer.from_pretrained(folder)
-    first = AutoModelForCausalLM.from_pretrained(synthetic.folder("make:tiny"))
+    first = AutoModelForCausalLM.from_pretrained(synthetic.resolve_model_path("make:tiny"))
     assert model.config.to_dict().keys() == first.config.to_dict().keys()
     assert not torch.equal(model.lm_head.weight, first.lm_head.weight)
     assert tokens.chat_template == tiny.TEMPLATE
@@ -97,11 +97,13 @@ def test_a_reward_model_has_one_label_and_prefers_what_was_chosen(here: None, pl
     assert model.config.num_labels == 1 and model.score.bias is None
     assert model.config.pad_token_id == tokens.pad_token_id == 0
     entry = settings("reward=model", f"reward.model.path={folder}").rewards["model"]
-    row = tiny.pair_rows("test")[0]
-    pair = reward_model.pair(row["prompt"], row["chosen"], row["rejected"], tokens)
-    ours = reward_model.scores(model.eval(), [pair.chosen, pair.rejected])
-    reads = build("model", entry).code
-    reads.ready(Surroundings(tokens, [], 100, torch.device("cpu"), lambda note: None, reward_load))
+    row = tiny.tiny_pair_examples("test")[0]
+    pair = reward_model.tokenize_pair(row["prompt"], row["chosen"], row["rejected"], tokens)
+    ours = reward_model.score_sequences(model.eval(), [pair.chosen, pair.rejected])
+    reads = build_reward("model", entry).code
+    reads.prepare_model(
+        RewardSetup(tokens, [], 100, torch.device("cpu"), lambda note: None, reward_load)
+    )
     texts = [row["chosen"], row["rejected"]]
     ids = [[*tokens(text)["input_ids"], tokens.eos_token_id] for text in texts]
     prompt = tokens(row["prompt"])["input_ids"]
@@ -207,11 +209,14 @@ def test_data_that_does_not_fit_is_refused_before_weights_load(
     verb, *rest = words.split()
     columns, where, what = DATA[words]
     if columns:
-        rows = [r | {n: v[i] for n, v in columns.items()} for i, r in enumerate(tiny.rows("train"))]
+        rows = [
+            r | {n: v[i] for n, v in columns.items()}
+            for i, r in enumerate(tiny.tiny_examples("train"))
+        ]
         (place / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         rest += ["data.path=mine.jsonl"]
-    monkeypatch.setattr(worker.load, "model", None)
-    monkeypatch.setattr(worker.load, "scorer", None)
+    monkeypatch.setattr(worker.load, "load_causal_lm", None)
+    monkeypatch.setattr(worker.load, "load_sequence_classifier", None)
     with pytest.raises(DataError) as refused:
         main.find_verb([verb, "+recipe=smoke", *rest])()
     assert what in str(refused.value) and where in str(refused.value)
@@ -221,11 +226,11 @@ def test_data_that_does_not_fit_is_refused_before_weights_load(
 def test_a_small_data_set_is_trained_on_and_a_tenth_of_it_is_held_out() -> None:
     def counts(section: str, n: int, *given: str) -> list[int]:
         words = " ".join(given).split()
-        run = check.check(
-            compose([*SFT, "data.path=make:addition", f"data.max_samples={n}", *words])
+        run = check.check_config(
+            compose_config([*SFT, "data.path=make:addition", f"data.max_samples={n}", *words])
         )
-        source = data_of(run, section)
-        return [len(rows) for rows in worker._open(source, getattr(run, section), section)]
+        source = training_data(run, section)
+        return [len(rows) for rows in worker._load_examples(source, getattr(run, section), section)]
 
     for section in ("sft", "reward_model"):
         own = f"data.eval_split=null {section}.data.eval_split=null"
@@ -243,70 +248,72 @@ def test_rows_that_are_empty_or_too_long_are_left_out_and_counted(place: Path) -
     rows.append({"prompt": "p" * 64, "completion": "ok"})
     (place / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = settings("data.path=mine.jsonl")
-    data = worker.dataset.load(data_of(run, "sft"), "train")
-    kept = examples.of_sft(data, data_of(run, "sft"), run.sft, tiny.tokenizer(), run, 63)
-    assert (len(kept.rows), kept.long, kept.empty, kept.longest) == (7, 2, 1, 63)
-    assert kept.told(63) == (
+    data = worker.dataset.load_split(training_data(run, "sft"), "train")
+    kept = examples.sft_examples(
+        data, training_data(run, "sft"), run.sft, tiny.tiny_tokenizer(), run, 63
+    )
+    assert (len(kept.examples), kept.num_too_long, kept.num_empty, kept.max_tokens) == (7, 2, 1, 63)
+    assert kept.describe(63) == (
         "7 rows, up to 63 tokens, 2 left out: longer than 63 tokens (max_length), 1 left out: empty"
     )
 
 
 def test_a_loss_that_is_no_number_ends_the_training() -> None:
-    model, rows = a_model(), [sft.Example([5, 6, 7], 1)]
+    model, rows = a_model(), [sft.SftExample([5, 6, 7], 1)]
     with torch.no_grad():
         model.model.embed_tokens.weight.fill_(float("nan"))
     with pytest.raises(NumbersError, match="not finite"):
-        fit.Fit(model, sft.Objective(), settings().sft, 1).run(rows)
+        fit.SupervisedTrainer(model, sft.SftObjective(), settings().sft, 1).train(rows)
 
 
 # The losses.
 
 
 def a_model(kind: Any = AutoModelForCausalLM, path: str = "make:tiny") -> Any:
-    return kind.from_pretrained(synthetic.folder(path))
+    return kind.from_pretrained(synthetic.resolve_model_path(path))
 
 
 ROWS = [
-    sft.Example([5, 6, 7, 8, 1], 2),
-    sft.Example([9, 1, 9, 1], 3),
-    sft.Example([4, 3, 2, 7, 6, 1], 1),
+    sft.SftExample([5, 6, 7, 8, 1], 2),
+    sft.SftExample([9, 1, 9, 1], 3),
+    sft.SftExample([4, 3, 2, 7, 6, 1], 1),
 ]
 
 
 def test_the_loss_of_sft_is_transformers_with_the_prompt_masked() -> None:
     model = a_model()
-    ids, mask = fit.padded([row.ids for row in ROWS], model)
+    ids, mask = fit.pad_right([row.ids for row in ROWS], model)
     labels = ids.masked_fill(mask == 0, -100)
     for row, example in zip(labels, ROWS, strict=True):
-        row[: example.start] = -100
+        row[: example.completion_start] = -100
     theirs = model(input_ids=ids, attention_mask=mask, labels=labels).loss
-    ours, _ = sft.Objective().loss(model, ROWS)
-    assert float(ours.detach()) / sum(map(sft.Objective().units, ROWS)) == pytest.approx(
+    ours, _ = sft.SftObjective().loss(model, ROWS)
+    assert float(ours.detach()) / sum(map(sft.SftObjective().loss_count, ROWS)) == pytest.approx(
         float(theirs.detach())
     )
 
 
 def test_who_stands_beside_a_row_changes_nothing() -> None:
     model = a_model()
-    alone = sum(float(sft.Objective().loss(model, [row])[0].detach()) for row in ROWS)
-    assert float(sft.Objective().loss(model, ROWS)[0].detach()) == pytest.approx(alone, rel=1e-5)
+    alone = sum(float(sft.SftObjective().loss(model, [row])[0].detach()) for row in ROWS)
+    assert float(sft.SftObjective().loss(model, ROWS)[0].detach()) == pytest.approx(alone, rel=1e-5)
     # EOS is 1 and stands inside rows too; the score is read at the last place all the same.
     judge, ids = (
         a_model(AutoModelForSequenceClassification, "make:tiny_reward"),
         [r.ids for r in ROWS],
     )
-    one_by_one = [float(reward_model.scores(judge, [row])[0].detach()) for row in ids]
-    assert reward_model.scores(judge, ids).tolist() == pytest.approx(one_by_one, abs=1e-5)
+    one_by_one = [float(reward_model.score_sequences(judge, [row])[0].detach()) for row in ids]
+    assert reward_model.score_sequences(judge, ids).tolist() == pytest.approx(one_by_one, abs=1e-5)
     judge.config.pad_token_id = 1
-    assert reward_model.scores(judge, ids).tolist() == pytest.approx(one_by_one, abs=1e-5)
+    assert reward_model.score_sequences(judge, ids).tolist() == pytest.approx(one_by_one, abs=1e-5)
 
 
 def test_bradley_terry_by_hand() -> None:
     chosen, rejected = torch.tensor([1.0, 0.0, -2.0]), torch.tensor([0.0, 0.0, 1.0])
     by_hand = [math.log(1 + math.exp(-1)), math.log(2), math.log(1 + math.exp(3))]
-    assert reward_model.bradley_terry(chosen, rejected).tolist() == pytest.approx(by_hand)
+    assert reward_model.bradley_terry_loss(chosen, rejected).tolist() == pytest.approx(by_hand)
     centred = [loss + 0.5 * x for loss, x in zip(by_hand, (1, 0, 1), strict=True)]
-    assert reward_model.bradley_terry(chosen, rejected, 0.5).tolist() == pytest.approx(centred)
+    assert reward_model.bradley_terry_loss(chosen, rejected, 0.5).tolist() == pytest.approx(centred)
 
 
 @pytest.mark.parametrize("micro", [1, 2, None])
@@ -314,9 +321,11 @@ def test_parts_of_a_batch_make_the_same_step(micro: int | None) -> None:
     model, found = a_model(), []
     one = settings("sft.batch_size=3", "sft.learning_rate=1e-2", "sft.warmup_steps=0").sft
     one = one.model_copy(update={"micro_batch_size": micro})
-    fit.Fit(model, sft.Objective(), one, 1, found.append).run(ROWS)
+    fit.SupervisedTrainer(model, sft.SftObjective(), one, 1, found.append).train(ROWS)
     whole = a_model()
-    fit.Fit(whole, sft.Objective(), one.model_copy(update={"micro_batch_size": 3}), 1).run(ROWS)
+    fit.SupervisedTrainer(
+        whole, sft.SftObjective(), one.model_copy(update={"micro_batch_size": 3}), 1
+    ).train(ROWS)
     for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
     assert found[0]["loss"] == pytest.approx(5.5, abs=0.5) and found[0]["steps"] == 1
@@ -324,14 +333,14 @@ def test_parts_of_a_batch_make_the_same_step(micro: int | None) -> None:
 
 def test_every_pass_has_every_row_once_in_a_seeded_order() -> None:
     lengths = [7 * i % 23 for i in range(50)]
-    draw = fit.order(lengths, 4, 1)
+    draw = fit.batch_order(lengths, 4, 1)
     passes = [[next(draw) for _ in range(13)] for _ in range(2)]
     for batches in passes:
         assert sorted(i for batch in batches for i in batch) == list(range(50))
     assert passes[0] != passes[1]
-    again = fit.order(lengths, 4, 1)
+    again = fit.batch_order(lengths, 4, 1)
     assert [next(again) for _ in range(13)] == passes[0]
-    other = fit.order(lengths, 4, 2)
+    other = fit.batch_order(lengths, 4, 2)
     assert [next(other) for _ in range(13)] != passes[0]
     spread = [max(lengths[i] for i in b) - min(lengths[i] for i in b) for b in passes[0]]
     assert sum(spread) / len(spread) < 5  # like lengths stand together
@@ -341,7 +350,7 @@ def test_the_rate_warms_up_and_falls_to_nothing() -> None:
     found: list[dict[str, Any]] = []
     one = settings("sft.batch_size=1", "sft.warmup_steps=2", "sft.learning_rate=1e-3").sft
     one = one.model_copy(update={"log_every": 1, "epochs": 2.0})
-    fit.Fit(a_model(), sft.Objective(), one, 1, found.append).run(ROWS)
+    fit.SupervisedTrainer(a_model(), sft.SftObjective(), one, 1, found.append).train(ROWS)
     rates = [line["learning_rate"] for line in found]
     assert rates == pytest.approx([0, 5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
 
@@ -350,15 +359,15 @@ def test_the_rate_warms_up_and_falls_to_nothing() -> None:
 
 
 def test_every_completion_has_one_end() -> None:
-    tokens = tiny.tokenizer()
+    tokens = tiny.tiny_tokenizer()
     for text in ("ab", "ab<eos>", "ab<eos>\n"):
-        ids = sft.ended(text, tokens, False)
+        ids = sft.tokenize_with_eos(text, tokens, False)
         assert ids == [*tokens("ab")["input_ids"], 1]
-    row = sft.example([5, 6], "ab", tokens)
-    assert row.ids[:2] == [5, 6] and row.start == 2 and row.ids[-1] == 1
+    row = sft.tokenize_example([5, 6], "ab", tokens)
+    assert row.ids[:2] == [5, 6] and row.completion_start == 2 and row.ids[-1] == 1
     tokens.eos_token = None
     with pytest.raises(DataError, match="no end-of-text"):
-        sft.ended("ab", tokens, False)
+        sft.tokenize_with_eos("ab", tokens, False)
 
 
 def test_conversations_are_read_through_the_chat_template(place: Path) -> None:
@@ -366,13 +375,13 @@ def test_conversations_are_read_through_the_chat_template(place: Path) -> None:
     said = [{"role": "assistant", "content": "Yes"}]
     row = {"prompt": asked, "completion": said, "chosen": "Yes", "rejected": said}
     (place / "mine.jsonl").write_text(json.dumps(row) + "\n")
-    run, tokens = settings("data.path=mine.jsonl"), tiny.tokenizer()
-    source = data_of(run, "sft")
-    data = worker.dataset.load(source, "train")
-    (example,) = examples.of_sft(data, source, run.sft, tokens, run, 99).rows
-    assert tokens.decode(example.ids[: example.start]) == "<|user|>Hi\n<|assistant|>"
-    assert tokens.decode(example.ids[example.start :]) == "Yes\n<eos>"
-    (pair,) = examples.of_pairs(data, source, run.reward_model, tokens, run, 99).rows
+    run, tokens = settings("data.path=mine.jsonl"), tiny.tiny_tokenizer()
+    source = training_data(run, "sft")
+    data = worker.dataset.load_split(source, "train")
+    (example,) = examples.sft_examples(data, source, run.sft, tokens, run, 99).examples
+    assert tokens.decode(example.ids[: example.completion_start]) == "<|user|>Hi\n<|assistant|>"
+    assert tokens.decode(example.ids[example.completion_start :]) == "Yes\n<eos>"
+    (pair,) = examples.preference_pairs(data, source, run.reward_model, tokens, run, 99).examples
     assert tokens.decode(pair.chosen) == "<|user|>Hi\n<|assistant|>Yes\n"
     assert pair.chosen == pair.rejected
 
@@ -380,12 +389,12 @@ def test_conversations_are_read_through_the_chat_template(place: Path) -> None:
 def test_a_template_that_rewrites_the_past_is_refused(place: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "Hi"}], "completion": "Yes"}
     (place / "mine.jsonl").write_text(json.dumps(row) + "\n")
-    run, tokens = settings("data.path=mine.jsonl"), tiny.tokenizer()
+    run, tokens = settings("data.path=mine.jsonl"), tiny.tiny_tokenizer()
     tokens.chat_template = "{{ messages|length }}" + tiny.TEMPLATE
-    source = data_of(run, "sft")
+    source = training_data(run, "sft")
     with pytest.raises(DataError, match="changes what came before"):
-        data = worker.dataset.load(source, "train")
-        examples.of_sft(data, source, run.sft, tokens, run, 99)
+        data = worker.dataset.load_split(source, "train")
+        examples.sft_examples(data, source, run.sft, tokens, run, 99)
 
 
 # The config.
@@ -394,24 +403,33 @@ def test_a_template_that_rewrites_the_past_is_refused(place: Path) -> None:
 def test_a_run_does_not_depend_on_the_trainings_before_it() -> None:
     one, other = settings(), settings("sft.epochs=3", "reward_model.path=make:tiny")
     assert check.config_hash(one) == check.config_hash(other)
-    changes = resume.differences(check.dump(one), other)
+    changes = resume.config_differences(check.dump_config(one), other)
     assert set(changes) == {"sft.epochs", "reward_model.path"}
-    resume._refuse(changes, other)  # such a change is none
+    resume._refuse_changes(changes, other)  # such a change is none
 
 
 def test_what_is_null_is_as_in_model_and_data() -> None:
     run = settings("data.columns={answer: b}", "data.max_samples=3", "model.tokenizer=make:tiny")
-    assert model_of(run, "sft").path == "make:tiny" and data_of(run, "sft").path == "make:tiny"
-    assert data_of(run, "sft").columns == {"answer": "b"} and data_of(run, "sft").max_samples == 3
+    assert (
+        training_model(run, "sft").path == "make:tiny"
+        and training_data(run, "sft").path == "make:tiny"
+    )
+    assert (
+        training_data(run, "sft").columns == {"answer": "b"}
+        and training_data(run, "sft").max_samples == 3
+    )
     other = settings("data.columns={answer: b}", "sft.data.path=make:tiny_pairs",
                      "sft.path=make:addition")  # fmt: skip
-    assert model_of(other, "sft").path == "make:addition"
-    assert data_of(other, "sft").path == "make:tiny_pairs" and data_of(other, "sft").columns == {}
-    assert data_of(other, "reward_model").path == "make:tiny"
+    assert training_model(other, "sft").path == "make:addition"
+    assert (
+        training_data(other, "sft").path == "make:tiny_pairs"
+        and training_data(other, "sft").columns == {}
+    )
+    assert training_data(other, "reward_model").path == "make:tiny"
 
 
 def test_a_model_of_another_kind_becomes_no_reward_model(here: None, place: Path) -> None:
-    shutil.copytree(synthetic.folder("make:tiny"), place / "odd")
+    shutil.copytree(synthetic.resolve_model_path("make:tiny"), place / "odd")
     (place / "odd" / "model.safetensors").unlink()
     with pytest.raises(RunError, match="odd"):
         main.find_verb(["reward-model", *PAIRS, "model.path=./odd"])()

@@ -9,7 +9,7 @@ import torch
 from fork_cases import Forked
 
 from rloo_cli.config import registry
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.plugin import AdvantageInputs
 from rloo_cli.utils.errors import ConfigError, NumbersError
 
@@ -28,7 +28,9 @@ SCORE = torch.tensor([[1.0, 0.0, 2.0], [1.0, 1.0, 0.0]], dtype=torch.float64)
 def algorithm(folder: Path, body: str, name: str = "mine.py") -> Any:
     (folder / name).write_text(HEAD + textwrap.indent(body, "    "))
     found = registry.algorithm_class(str(folder / name))
-    return found(registry.config_class("algorithms", "rloo")(**compose().values["algorithm"]))
+    return found(
+        registry.config_class("algorithms", "rloo")(**compose_config().values["algorithm"])
+    )
 
 
 def advantages(folder: Path, body: str, name: str) -> Any:
@@ -143,7 +145,7 @@ def test_a_file_of_the_old_face_is_refused_and_shown_in_the_new_form(tmp_path: P
     assert "# early: override forward_plan" in new
     (tmp_path / "new.py").write_text(f"from __future__ import annotations\n{new}")
     found = registry.algorithm_class(str(tmp_path / "new.py"))
-    values = compose().values["algorithm"] | {"limit": 0.5, "name": "new.py"}
+    values = compose_config().values["algorithm"] | {"limit": 0.5, "name": "new.py"}
     own = found(registry.config_class("algorithms", str(tmp_path / "new.py"))(**values))
     a = own.advantages(AdvantageInputs(SCORE, None, SCORE == SCORE)).advantage
     assert a.tolist() == SCORE.clamp(-0.5, 0.5).tolist()

@@ -21,7 +21,7 @@ from reward_cases import function
 
 from rloo_cli.config import hf_cache
 from rloo_cli.config.schema import ModelConfig
-from rloo_cli.data.prompts import prepare
+from rloo_cli.data.prompts import tokenize_prompts
 from rloo_cli.data.synthetic import tiny
 from rloo_cli.policy import load
 from rloo_cli.utils.errors import ConfigError, DataError
@@ -274,7 +274,7 @@ class Evil:
 def folder(tmp_path: Path) -> Path:
     """A model's folder."""
     fresh().save_pretrained(tmp_path / "model")
-    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    tiny.tiny_tokenizer().save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -284,7 +284,7 @@ def settings(folder: Path, **changes: Any) -> ModelConfig:
 
 def refusal(folder: Path, **changes: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        load.model(settings(folder, **changes), str(folder), torch.device("cpu"))
+        load.load_causal_lm(settings(folder, **changes), str(folder), torch.device("cpu"))
     assert not (folder.parent / "pwned").exists()
     return str(caught.value)
 
@@ -294,7 +294,9 @@ def test_weights_in_a_pickle_are_never_unpickled(name: str, folder: Path) -> Non
     evil = Evil(folder.parent / "pwned")
     with (folder / name).open("wb") as file:
         pickle.dump(evil, file)
-    load.model(settings(folder), str(folder), torch.device("cpu"))  # the safetensors beside it
+    load.load_causal_lm(
+        settings(folder), str(folder), torch.device("cpu")
+    )  # the safetensors beside it
     (folder / "model.safetensors").unlink()
     assert "safetensors" in refusal(folder)
     pickle.loads(pickle.dumps(evil)).close()
@@ -353,11 +355,11 @@ def test_a_models_config_names_no_code_that_is_run(folder: Path) -> None:
     values |= {"auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}}
     values |= {"architectures": ["os.system"], "torch_dtype": "os.system", "_target_": "os.system"}
     (folder / "config.json").write_text(json.dumps(values))
-    load.context_length(settings(folder))
-    load.tokenizer(settings(folder))
-    assert type(load.model(settings(folder), str(folder), torch.device("cpu"))).__name__ == (
-        "Qwen3ForCausalLM"
-    )
+    load.read_max_positions(settings(folder))
+    load.load_policy_tokenizer(settings(folder))
+    assert type(
+        load.load_causal_lm(settings(folder), str(folder), torch.device("cpu"))
+    ).__name__ == ("Qwen3ForCausalLM")
     assert not mark.exists()
 
 
@@ -377,11 +379,11 @@ TEMPLATES = {
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_chat_template_stays_in_its_box(name: str, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    tokens = tiny.tokenizer()
+    tokens = tiny.tiny_tokenizer()
     tokens.chat_template = TEMPLATES[name].replace("MARK", str(tmp_path / "pwned"))
     rows = datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": "x"}]}])
     with pytest.raises(DataError, match="the chat template refuses prompt 0"):
-        prepare(rows, data_config(), tokens, {}, None, 1)
+        tokenize_prompts(rows, data_config(), tokens, {}, None, 1)
     assert not (tmp_path / "pwned").exists()
 
 
@@ -412,7 +414,7 @@ def test_what_takes_nothing_of_the_completions_is_not_called(
     "name", ["../x", "a/../b", "/etc", "a b", "", ".", "..", "a/b/c", "x" * 99]
 )
 def test_what_is_no_hub_name_is_not_looked_for(name: str) -> None:
-    assert not hf_cache.is_name(name)
+    assert not hf_cache.is_hub_name(name)
 
 
 def test_a_revision_cannot_climb_out_of_the_cache(tmp_path, monkeypatch) -> None:
@@ -422,9 +424,9 @@ def test_a_revision_cannot_climb_out_of_the_cache(tmp_path, monkeypatch) -> None
     (known / "refs").mkdir()
     (known / "refs" / "main").write_text("abc")
     (tmp_path / "config.json").write_text("{}")
-    assert hf_cache.snapshot("org/name") == known / "snapshots" / "abc"
-    assert hf_cache.snapshot("org/name", "abc") == known / "snapshots" / "abc"
+    assert hf_cache.snapshot_folder("org/name") == known / "snapshots" / "abc"
+    assert hf_cache.snapshot_folder("org/name", "abc") == known / "snapshots" / "abc"
     for revision in ("nope", "../../..", "../../../..", "/", str(tmp_path)):
-        assert hf_cache.snapshot("org/name", revision) is None, revision
+        assert hf_cache.snapshot_folder("org/name", revision) is None, revision
     shutil.rmtree(known)
-    assert hf_cache.snapshot("org/name") is None
+    assert hf_cache.snapshot_folder("org/name") is None

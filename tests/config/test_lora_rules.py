@@ -9,7 +9,7 @@ import pytest
 from cli_cases import Rloo
 
 from rloo_cli.config import check, rules_lora
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.launch import preflight
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, MachineError
@@ -46,7 +46,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
 @pytest.mark.parametrize(("words", "says"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_is_refused_with_what_to_change(words: tuple[str, ...], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check.check(compose([*SMOKE, *words]))
+        check.check_config(compose_config([*SMOKE, *words]))
     assert says in caught.value.render()
     assert len(caught.value.problems) == 1
 
@@ -58,13 +58,13 @@ def test_what_cannot_be_is_refused_with_what_to_change(words: tuple[str, ...], s
     ("quantization=4bit", "lora=default"), ("lora=default", "+debug=cpu"),
 ])  # fmt: skip
 def test_what_can_be_is_taken(words: tuple[str, ...]) -> None:
-    check.check(compose([*SMOKE, *words]))
+    check.check_config(compose_config([*SMOKE, *words]))
 
 
 def adapter(folder: Path, **changes: Any) -> str:
     """The config of an adapter that lora=default fits, with changes."""
     about = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "use_dora": False} | changes
-    (folder / rules_lora.CONFIG).write_text(json.dumps(about))
+    (folder / rules_lora.ADAPTER_CONFIG_FILE).write_text(json.dumps(about))
     return f"model.lora.path={folder}"
 
 
@@ -76,14 +76,16 @@ def adapter(folder: Path, **changes: Any) -> str:
 def test_keys_that_are_not_the_adapters_are_refused(
     tmp_path: Path, changes: dict[str, Any], says: str
 ) -> None:
-    check.check(compose([*SMOKE, "lora=default", adapter(tmp_path)]))
+    check.check_config(compose_config([*SMOKE, "lora=default", adapter(tmp_path)]))
     with pytest.raises(ConfigError) as caught:
-        check.check(compose([*SMOKE, "lora=default", adapter(tmp_path, **changes)]))
+        check.check_config(compose_config([*SMOKE, "lora=default", adapter(tmp_path, **changes)]))
     assert says in caught.value.render()
 
 
 def test_a_debug_run_does_not_take_the_adapter_of_another_model(tmp_path: Path) -> None:
-    run = check.check(compose([*SMOKE, "lora=default", adapter(tmp_path), "+debug=cpu"]))
+    run = check.check_config(
+        compose_config([*SMOKE, "lora=default", adapter(tmp_path), "+debug=cpu"])
+    )
     assert run.model.lora is not None and run.model.lora.path is None
 
 
@@ -99,7 +101,7 @@ def test_a_package_that_is_not_here_is_named_with_how_to_get_it(
         rules_lora, "find_spec", lambda name: None if name == package else found("os")
     )
     with pytest.raises(MachineError) as caught:
-        preflight.check(check.check(compose([*SMOKE, *words])))
+        preflight.check_machine(check.check_config(compose_config([*SMOKE, *words])))
     assert f"pip install 'rloo-cli[{extra}]'" in caught.value.render()
 
 
@@ -107,7 +109,7 @@ def test_a_package_that_is_not_here_is_named_with_how_to_get_it(
 def test_a_choice_has_a_value_for_every_key(group: str) -> None:
     for choice in paths.group_choices([])[group]:
         more = ["lora=default"] if group == "quantization" else []
-        run = check.check(compose([*SMOKE, f"{group}={choice}", *more]))
+        run = check.check_config(compose_config([*SMOKE, f"{group}={choice}", *more]))
         assert getattr(run.model, group) is not None
 
 

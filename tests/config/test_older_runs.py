@@ -14,7 +14,7 @@ from cli_cases import Rloo
 from fork_cases import Forked
 
 from rloo_cli.config import check, messages
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 
 OLDER = Path(__file__).parent
 RECIPES: dict[str, Any] = json.loads((OLDER / "0.1" / "recipes.json").read_text())
@@ -41,21 +41,21 @@ def older(tmp_path: Path) -> Path:
 def test_a_recipe_keeps_the_name_and_hash_it_had(words: str, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "mine.py").write_text("def score(completions):\n    return []\n")
     monkeypatch.chdir(tmp_path)
-    run = check.check(compose(words.split()))
+    run = check.check_config(compose_config(words.split()))
     assert {"name": run.name, "hash": check.config_hash(run)} == RECIPES[words]
 
 
 def test_the_config_of_an_older_run_is_read(older: Path) -> None:
     for folder in older.iterdir():
-        run = check.read(folder / "config.yaml")
+        run = check.read_config(folder / "config.yaml")
         assert check.config_hash(run) == json.loads((folder / "run.json").read_text())["hash"]
 
 
 def test_every_newer_key_says_what_means_as_before() -> None:
-    run = check.check(compose(STOPPED))
-    written = check.as_first_written(check.dump(run))
+    run = check.check_config(compose_config(STOPPED))
+    written = check.first_version_values(check.dump_config(run))
     older = json.loads((OLDER / "0.1" / "keys.json").read_text())
-    assert sorted(k for k, _ in messages.walk(written)) == older
+    assert sorted(k for k, _ in messages.walk_values(written)) == older
 
 
 def test_a_stopped_run_goes_on(older: Path, forked: Forked) -> None:

@@ -15,9 +15,8 @@ from rloo_cli.config.schema import RunConfig
 from rloo_cli.data import splits
 from rloo_cli.data.synthetic import tiny
 from rloo_cli.generation.vllm import arguments
-from rloo_cli.planning import case, device
-from rloo_cli.train.loop import train
-from rloo_cli.train.supervised.examples import MOST_BY_DEFAULT as MOST_OF_EXAMPLES
+from rloo_cli.planning import device, plan_inputs
+from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils.errors import DataError
 
 COMPLETION = 16  # of the smoke recipe
@@ -27,7 +26,7 @@ BOUND = "generation.server.max_model_len"
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerBase:
-    return tiny.tokenizer()
+    return tiny.tiny_tokenizer()
 
 
 @pytest.fixture
@@ -53,13 +52,13 @@ def model(folder: Path, context: int | None) -> str:
 
 def three_limits(run: RunConfig, context: int | None, rows: int, tokenizer: Any) -> list[int]:
     """Tokens of the longest prompt: of the data, of a vLLM engine, of a plan."""
-    prompts = splits.tokenised(run, splits.load(run), tokenizer, context)[None]
+    prompts = splits.tokenize_splits(run, splits.open_splits(run), tokenizer, context)[None]
     assert len(prompts) == rows, "the data keeps what fits, and counts the rest"
     keys = run.generation.server  # type: ignore[attr-defined]
-    engine = arguments.longest(run, keys)
-    plan = case.of(run, device.of("80GiB"), 1).longest
+    engine = arguments.engine_max_model_len(run, keys)
+    plan = plan_inputs.collect_plan_inputs(run, device.find_device("80GiB"), 1).max_prompt_tokens
     assert prompts.dropped == 6 - rows
-    return [*prompts.limits, (engine or 0) - COMPLETION, plan]
+    return [*prompts.length_limits, (engine or 0) - COMPLETION, plan]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def three_limits(run: RunConfig, context: int | None, rows: int, tokenizer: Any)
     [
         (512, [], 512 - COMPLETION, 4),
         (2048, [], 2048 - COMPLETION, 5),
-        (131_072, [], prompt_limit.MOST_BY_DEFAULT, 5),
+        (131_072, [], prompt_limit.DEFAULT_MAX_PROMPT_TOKENS, 5),
         (131_072, ["data.max_prompt_length=20000"], 20_000, 6),  # said, it may be larger
         (2048, ["data.max_prompt_length=50"], 50, 3),
         (131_072, [f"{BOUND}=116"], 100, 4),  # vLLM would refuse what is longer
@@ -88,17 +87,22 @@ def test_data_engine_and_plan_take_the_same_longest_prompt(
 def test_a_held_out_set_is_bounded_by_the_engine_too(rows: Path, tokenizer: Any) -> None:
     long = f"eval.sets={{long: {{path: {rows}, split: train, max_prompt_length: 1000}}}}"
     run = checked((), (SERVER, f"{BOUND}=200", "data.max_prompt_length=150", long))
-    found = splits.tokenised(run, splits.load(run), tokenizer, 2048)["long"]
-    assert (len(found), found.dropped, found.limits) == (4, 2, [200 - COMPLETION])
+    found = splits.tokenize_splits(run, splits.open_splits(run), tokenizer, 2048)["long"]
+    assert (len(found), found.dropped, found.length_limits) == (4, 2, [200 - COMPLETION])
 
 
 def test_a_context_nobody_knows_leaves_the_default_limit(tmp_path: Path, tokenizer: Any) -> None:
     run = checked((), (SERVER, model(tmp_path, None), "data.path=make:tiny"))
-    assert case.of(run, device.of("80GiB"), 1).longest == prompt_limit.MOST_BY_DEFAULT
-    assert splits.tokenised(run, splits.load(run), tokenizer, None)[None].limits == [4096]
+    assert (
+        plan_inputs.collect_plan_inputs(run, device.find_device("80GiB"), 1).max_prompt_tokens
+        == prompt_limit.DEFAULT_MAX_PROMPT_TOKENS
+    )
+    assert splits.tokenize_splits(run, splits.open_splits(run), tokenizer, None)[
+        None
+    ].length_limits == [4096]
     # An engine may know of a shorter one, and would refuse a longer one than it knows.
-    assert arguments.longest(run, run.generation.server) is None  # type: ignore[attr-defined]
-    assert MOST_OF_EXAMPLES == 4096
+    assert arguments.engine_max_model_len(run, run.generation.server) is None  # type: ignore[attr-defined]
+    assert prompt_limit.DEFAULT_MAX_PROMPT_TOKENS == 4096
 
 
 @pytest.mark.parametrize(
@@ -116,11 +120,11 @@ def test_the_log_says_what_null_became(
     words: tuple[str, ...], context: int | None, says: str, tokenizer: Any
 ) -> None:
     run = checked((), words)
-    prompts = splits.tokenised(run, splits.load(run), tokenizer, context)
-    first = splits.all_notes(run, prompts, context)[0]
+    prompts = splits.tokenize_splits(run, splits.open_splits(run), tokenizer, context)
+    first = splits.data_notes(run, prompts, context)[0]
     assert first.startswith("prompts ") and says in first
     said = checked((), (*words, "data.max_prompt_length=90"))
-    assert "of up to" not in "".join(splits.all_notes(said, prompts, context))
+    assert "of up to" not in "".join(splits.data_notes(said, prompts, context))
 
 
 def test_a_longer_prompt_than_the_room_is_answered_with_what_helps(
@@ -128,35 +132,37 @@ def test_a_longer_prompt_than_the_room_is_answered_with_what_helps(
 ) -> None:
     run = checked((), (f"data.path={rows}", "data.eval_split=null", "data.overlong=error"))
     with pytest.raises(DataError) as caught:
-        splits.tokenised(run, splits.load(run), tokenizer, 512)
+        splits.tokenize_splits(run, splits.open_splits(run), tokenizer, 512)
     fix = caught.value.problems[0].fix
     assert "a smaller generation.max_completion_length" in fix and "496" in fix
     assert "data.max_prompt_length=" not in fix
     with pytest.raises(DataError) as caught:
-        splits.tokenised(run, splits.load(run), tokenizer, 131_072)
+        splits.tokenize_splits(run, splits.open_splits(run), tokenizer, 131_072)
     assert caught.value.problems[0].fix.startswith("data.max_prompt_length=10000")
 
 
 def test_a_model_of_512_tokens_trains_with_the_default_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fresh(vocab_size=len(tiny.tokenizer()), max_position_embeddings=512).save_pretrained(
+    fresh(vocab_size=len(tiny.tiny_tokenizer()), max_position_embeddings=512).save_pretrained(
         tmp_path / "m"
     )
-    tiny.tokenizer().save_pretrained(tmp_path / "m")
+    tiny.tiny_tokenizer().save_pretrained(tmp_path / "m")
     run = make(tmp_path, f"model.path={tmp_path}/m", "max_steps=1", "data.eval_split=null")
-    train(run)
+    run_training_loop(run)
     assert run.state.step == 1
     assert "prompts of up to 496 tokens: " in capsys.readouterr().out
 
 
 def test_the_former_default_and_null_are_one_run_by_name() -> None:
     names = {
-        check.check(compose.compose(["+recipe=smoke", "name=null", *words])).name
+        check.check_config(compose.compose_config(["+recipe=smoke", "name=null", *words])).name
         for words in ([], ["data.max_prompt_length=512"], ["data.max_prompt_length=null"])
     }
     assert len(names) == 1
-    other = check.check(compose.compose(["+recipe=smoke", "name=null", "data.max_prompt_length=9"]))
+    other = check.check_config(
+        compose.compose_config(["+recipe=smoke", "name=null", "data.max_prompt_length=9"])
+    )
     assert other.name not in names
 
 

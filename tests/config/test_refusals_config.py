@@ -479,7 +479,9 @@ def test_the_fix_is_the_recipes_value_not_confs(tmp_path: Path) -> None:
 
 
 def test_what_is_known_without_torch_is_what_the_libraries_say() -> None:
-    assert set(rules.SCHEDULES) == {s.value for s in SchedulerType}
+    assert set(rules.LR_SCHEDULES) == {s.value for s in SchedulerType}
     shapes = {"tiny": tiny.SHAPE, "tiny_reward": tiny.SHAPE, "addition": addition.SHAPE}
     shapes |= dict.fromkeys(("tldr_base", "tldr_sft", "tldr_reward"), tldr.SHAPE)
-    assert {n: s["max_position_embeddings"] for n, s in shapes.items()} == synthetic.CONTEXT
+    assert {
+        n: s["max_position_embeddings"] for n, s in shapes.items()
+    } == synthetic.SYNTHETIC_CONTEXT_LENGTHS

@@ -8,7 +8,7 @@ import pytest
 from loop_cases import checked, make
 from prompt_cases import config
 
-from rloo_cli.config.user_code import code_notes
+from rloo_cli.config.user_code import user_code_notes
 from rloo_cli.data import dataset, splits
 from rloo_cli.utils.errors import ConfigError, DataError
 
@@ -32,20 +32,20 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def opened(file: Path, split: str = "train", **changes) -> dataset.Opened:
+def opened(file: Path, split: str = "train", **changes) -> dataset.OpenedSplit:
     changes = {"path": str(file), "columns": {"question": "prompt"}} | changes
-    return dataset.opened(config(**changes), split)
+    return dataset.open_split(config(**changes), split)
 
 
 @BOTH
 def test_rows_are_chosen_by_the_values_of_columns(file, how) -> None:
     found = opened(file, filter={"level": 1}, **how)
-    assert found.rows["prompt"][:] == ["p1", "p4", "p7"] and found.left_out == 6
+    assert found.dataset["prompt"][:] == ["p1", "p4", "p7"] and found.filtered_out == 6
     found = opened(file, filter={"level": [0, 1], "kind": "a"}, **how)
-    assert found.rows["prompt"][:] == ["p0", "p4", "p6"]
-    assert opened(file, **how).left_out == 0
+    assert found.dataset["prompt"][:] == ["p0", "p4", "p6"]
+    assert opened(file, **how).filtered_out == 0
     # Flags and numbers are told apart: 1 == True in Python.
-    assert opened(file, filter={"hard": True}, **how).rows["prompt"][:] == ["p8"]
+    assert opened(file, filter={"hard": True}, **how).dataset["prompt"][:] == ["p8"]
     with pytest.raises(DataError, match="leaves none of 9"):
         opened(file, filter={"hard": 1}, **how)
 
@@ -53,7 +53,7 @@ def test_rows_are_chosen_by_the_values_of_columns(file, how) -> None:
 @BOTH
 def test_rows_are_chosen_by_a_function_of_ones_own(file, how) -> None:
     mine = file.with_name("mine.py")
-    assert len(opened(file, filter=f"{mine}:odd", **how).rows) == 3
+    assert len(opened(file, filter=f"{mine}:odd", **how).dataset) == 3
     with pytest.raises(DataError, match="said 1 of row 0"):
         opened(file, filter=f"{mine}:number", **how)
     with pytest.raises(DataError, match="failed at row 0") as caught:
@@ -85,7 +85,7 @@ def test_columns_and_emptiness_are_looked_at_as_ever(file, how, tmp_path) -> Non
 
 def test_the_filter_comes_before_max_samples(file) -> None:
     found = opened(file, filter={"level": [1, 2]}, max_samples=3)
-    assert found.rows["prompt"][:] == ["p1", "p2", "p4"] and found.left_out == 3
+    assert found.dataset["prompt"][:] == ["p1", "p2", "p4"] and found.filtered_out == 3
 
 
 def test_streaming_reads_no_further_than_it_must(file, monkeypatch) -> None:
@@ -99,15 +99,15 @@ def test_streaming_reads_no_further_than_it_must(file, monkeypatch) -> None:
 
     monkeypatch.setattr(datasets.IterableDataset, "__iter__", counted)
     found = opened(file, streaming=True, max_samples=2)
-    assert found.rows["prompt"][:] == ["p0", "p1"] and len(read) == 2
+    assert found.dataset["prompt"][:] == ["p0", "p1"] and len(read) == 2
     read.clear()
     found = opened(file, streaming=True, max_samples=2, filter={"level": 2})
-    assert found.rows["prompt"][:] == ["p2", "p5"] and found.left_out == 4 and len(read) == 6
+    assert found.dataset["prompt"][:] == ["p2", "p5"] and found.filtered_out == 4 and len(read) == 6
 
 
 def test_streamed_and_whole_are_the_same_rows(file) -> None:
-    whole = opened(file, max_samples=5).rows
-    assert opened(file, max_samples=5, streaming=True).rows.to_list() == whole.to_list()
+    whole = opened(file, max_samples=5).dataset
+    assert opened(file, max_samples=5, streaming=True).dataset.to_list() == whole.to_list()
 
 
 def test_what_lies_on_the_disk_is_not_streamed(tmp_path) -> None:
@@ -139,15 +139,17 @@ def test_a_filter_that_is_no_code_is_found_before_it_runs(file) -> None:
         with pytest.raises(ConfigError, match=said) as caught:
             checked((), (f"data.filter={spec}",))
         assert "data.filter" in str(caught.value)
-    (note,) = code_notes(checked((), (f"data.filter={mine}:odd",)))
+    (note,) = user_code_notes(checked((), (f"data.filter={mine}:odd",)))
     assert note.startswith(f"data.filter runs {mine}:odd (sha256 ")
 
 
 def test_a_run_counts_and_says_what_was_left_out(file, tmp_path) -> None:
     words = (f"data.path={file}", "data.columns={question: prompt}", "data.eval_split='train[6:]'")
     run = make(tmp_path, *words, "data.filter={level: [0, 1]}")
-    assert len(run.prompts) == 6 and run.prompts.left_out == 3
-    assert "3 rows were left out (data.filter)" in splits.notes(None, run.prompts)
-    assert "1 rows of those held out were left out (data.filter)" in splits.notes("", run.sets[""])
+    assert len(run.prompts) == 6 and run.prompts.filtered_out == 3
+    assert "3 rows were left out (data.filter)" in splits.split_notes(None, run.prompts)
+    assert "1 rows of those held out were left out (data.filter)" in splits.split_notes(
+        "", run.eval_sets[""]
+    )
     other = make(tmp_path, *words, "data.filter={level: [0, 2]}", "name=other")
     assert other.prompts.fingerprint != run.prompts.fingerprint

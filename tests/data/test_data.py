@@ -30,7 +30,7 @@ def config(path, **changes):
 
 
 def load(path, split="train", **changes):
-    return dataset.load(config(path, **changes), split)
+    return dataset.load_split(config(path, **changes), split)
 
 
 def refused(path, split="train", error=DataError, **changes):

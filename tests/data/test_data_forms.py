@@ -138,20 +138,20 @@ def test_the_file_of_a_map_is_part_of_the_fingerprint(tmp_path):
     plainly = prepare(plain("a", "b")).fingerprint
     mapped = prepare(plain("a", "b"), map=spec).fingerprint
     assert mapped == prepare(plain("a", "b"), map=spec).fingerprint != plainly
-    before = registry.fingerprint(spec)
+    before = registry.code_fingerprint(spec)
     code(tmp_path, "def change(row): return row  # again")
-    assert registry.fingerprint(spec) != before
+    assert registry.code_fingerprint(spec) != before
     assert prepare(plain("a", "b"), map=spec).fingerprint != mapped
 
 
 def test_the_first_prompt_is_shown_as_the_model_reads_it():
-    text, tokens = splits.shown_prompt(prepare(chat("2 + 2?\n", "b")), tokenizer())
+    text, tokens = splits.describe_first_prompt(prepare(chat("2 + 2?\n", "b")), tokenizer())
     assert text.startswith("prompt 0 is a conversation, by the chat template: ")
     assert text.endswith(r"'<|user|>2 + 2?\n\n<|assistant|>'")
     ids = prepare(chat("2 + 2?\n")).ids[0]
     assert tokens.startswith(f"its {len(ids)} tokens: {ids[0]} '<', {ids[1]} '|', ")
     assert f", ..., {ids[-5]} " in tokens and tokens.endswith(f"{ids[-1]} '>'")
-    text, tokens = splits.shown_prompt(prepare(plain("x" * 2000)), tokenizer())
+    text, tokens = splits.describe_first_prompt(prepare(plain("x" * 2000)), tokenizer())
     assert text.startswith("prompt 0 is plain text: 'xxx") and len(text) < 700
 
 

@@ -14,7 +14,7 @@ from rloo_cli.data.synthetic import cache as synthetic_cache
 from rloo_cli.train.supervised import tldr as trained
 from rloo_cli.utils.errors import MachineError
 
-MODELS = sorted(synthetic.MODELS)
+MODELS = sorted(synthetic.SYNTHETIC_MODELS)
 
 
 @pytest.fixture
@@ -23,19 +23,19 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("RLOO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(addition, "LONGEST", 3)
     monkeypatch.setattr(tldr, "SIZES", {"train": 32, "validation": 4, "test": 8})
-    monkeypatch.setattr(trained, "PAIRS", {"train": 8, "test": 4})
+    monkeypatch.setattr(trained, "PAIRS_PER_SPLIT", {"train": 8, "test": 4})
     return tmp_path / "cache"
 
 
 def test_held_out_problems_never_appear_in_training():
-    train, test = addition.problems()
+    train, test = addition.addition_problems()
     assert len(test) == 500 and len(train) == 7600
     assert len({*train, *test}) == 8100 and not {*train} & {*test}
     assert all(10 <= n <= 99 for pair in (*train, *test) for n in pair)
 
 
 def test_the_problems_are_parted_alike_everywhere():
-    assert addition.rows("test")[:2] == [
+    assert addition.addition_examples("test")[:2] == [
         {"prompt": "49+95=", "answer": "144"},
         {"prompt": "56+74=", "answer": "130"},
     ]
@@ -43,22 +43,22 @@ def test_the_problems_are_parted_alike_everywhere():
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_every_answer_is_the_sum(split):
-    for row in addition.rows(split):
+    for row in addition.addition_examples(split):
         a, b = row["prompt"].removesuffix("=").split("+")
-        assert row["answer"] == addition.careful(int(a), int(b)) == str(int(a) + int(b))
+        assert row["answer"] == addition.exact_sum(int(a), int(b)) == str(int(a) + int(b))
 
 
 def test_the_careless_forget_every_carry():
-    assert addition.without_carry(47, 38) == "75"
-    assert addition.without_carry(41, 38) == "79"
-    assert addition.without_carry(60, 50) == "10"
-    pairs = [pair for half in addition.problems() for pair in half]
-    right = sum(addition.careful(*p) == addition.without_carry(*p) for p in pairs)
+    assert addition.sum_without_carry(47, 38) == "75"
+    assert addition.sum_without_carry(41, 38) == "79"
+    assert addition.sum_without_carry(60, 50) == "10"
+    pairs = [pair for half in addition.addition_problems() for pair in half]
+    right = sum(addition.exact_sum(*p) == addition.sum_without_carry(*p) for p in pairs)
     assert 0.1 < right / len(pairs) < 0.5
 
 
 def test_a_problem_is_one_token_per_character_and_comes_back():
-    tokens = addition.tokenizer()
+    tokens = addition.addition_tokenizer()
     for text in ("47+38=", "0123456789+=", "47+38=85"):
         ids = tokens(text)["input_ids"]
         assert len(ids) == len(text) and tokens.decode(ids) == text
@@ -67,7 +67,7 @@ def test_a_problem_is_one_token_per_character_and_comes_back():
 
 
 def test_any_text_is_bytes_and_comes_back():
-    tokens = tiny.tokenizer()
+    tokens = tiny.tiny_tokenizer()
     for text in ("What is 10 + 3?", " two  spaces\n\ttab ", "é€😀", "<|user|>x"):
         ids = tokens(text)["input_ids"]
         assert len(ids) == len(text.encode()) and tokens.decode(ids) == text
@@ -76,17 +76,20 @@ def test_any_text_is_bytes_and_comes_back():
 
 def test_tiny_prompts_held_out_are_others():
     train, test = (
-        {row["prompt"] for row in synthetic.rows("make:tiny", s)} for s in ("train", "test")
+        {row["prompt"] for row in synthetic.synthetic_examples("make:tiny", s)}
+        for s in ("train", "test")
     )
     assert len(train) == 64 and len(test) == 16 and not train & test
-    for plain, chat in zip(tiny.rows("test"), tiny.chat_rows("test"), strict=True):
+    for plain, chat in zip(
+        tiny.tiny_examples("test"), tiny.tiny_chat_examples("test"), strict=True
+    ):
         assert chat["prompt"] == [{"role": "user", "content": plain["prompt"]}]
 
 
-@pytest.mark.parametrize("name", sorted(synthetic.DATA))
+@pytest.mark.parametrize("name", sorted(synthetic.SYNTHETIC_DATA))
 def test_data_has_no_other_split(name):
     with pytest.raises(KeyError):
-        synthetic.rows(f"make:{name}", "tset")
+        synthetic.synthetic_examples(f"make:{name}", "tset")
 
 
 def loaded(folder):
@@ -97,7 +100,7 @@ def loaded(folder):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_made_model_and_its_tokenizer_go_together(name, cache):
-    model, tokens = loaded(synthetic.folder(f"make:{name}"))
+    model, tokens = loaded(synthetic.resolve_model_path(f"make:{name}"))
     assert model.get_input_embeddings().weight.shape[0] == len(tokens)
     assert model.config.eos_token_id == tokens.eos_token_id == 1
     assert model.config.pad_token_id == tokens.pad_token_id == 0
@@ -106,18 +109,18 @@ def test_a_made_model_and_its_tokenizer_go_together(name, cache):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_made_once(name, cache, monkeypatch):
-    first = synthetic.folder(f"make:{name}")
+    first = synthetic.resolve_model_path(f"make:{name}")
     assert first.startswith(str(cache)) and os.path.basename(first) in os.listdir(cache)
     monkeypatch.setattr(synthetic_cache, "_make", None)
-    assert synthetic.folder(f"make:{name}") == first
+    assert synthetic.resolve_model_path(f"make:{name}") == first
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_made_alike_each_time(name, cache, monkeypatch):
-    first = loaded(synthetic.folder(f"make:{name}"))[0].state_dict()
+    first = loaded(synthetic.resolve_model_path(f"make:{name}"))[0].state_dict()
     monkeypatch.setenv("RLOO_CACHE", f"{cache}-again")
     torch.rand(3)
-    again = loaded(synthetic.folder(f"make:{name}"))[0].state_dict()
+    again = loaded(synthetic.resolve_model_path(f"make:{name}"))[0].state_dict()
     assert all(torch.equal(first[key], again[key]) for key in first)
 
 
@@ -127,16 +130,16 @@ def test_making_leaves_every_random_state_alone(name, cache):
     random.seed(5)
     np.random.seed(5)
     before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
-    synthetic.folder(f"make:{name}")
+    synthetic.resolve_model_path(f"make:{name}")
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), str(np.random.get_state())) == before[1:]
 
 
 def test_a_path_that_names_nothing_made_is_left_as_it_is(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    assert synthetic.folder("org/model") == "org/model"
-    assert synthetic.folder("/a/b") == "/a/b"
-    assert synthetic.folder("~/b") == "/home/me/b"
+    assert synthetic.resolve_model_path("org/model") == "org/model"
+    assert synthetic.resolve_model_path("/a/b") == "/a/b"
+    assert synthetic.resolve_model_path("~/b") == "/home/me/b"
 
 
 def put(text):
@@ -144,10 +147,16 @@ def put(text):
 
 
 def test_a_folder_that_is_kept_has_its_own_name_for_each_recipe(cache):
-    one, other = synthetic_cache.kept("x", "a", put("1")), synthetic_cache.kept("x", "b", put("2"))
+    one, other = (
+        synthetic_cache.cached_folder("x", "a", put("1")),
+        synthetic_cache.cached_folder("x", "b", put("2")),
+    )
     assert one != other
     assert (one / "file").read_text() == "1" and (other / "file").read_text() == "2"
-    assert synthetic_cache.kept("x", "a", put("3")) == one and (one / "file").read_text() == "1"
+    assert (
+        synthetic_cache.cached_folder("x", "a", put("3")) == one
+        and (one / "file").read_text() == "1"
+    )
 
 
 def test_a_half_made_folder_is_not_used(cache):
@@ -156,9 +165,9 @@ def test_a_half_made_folder_is_not_used(cache):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        synthetic_cache.kept("x", "a", killed)
+        synthetic_cache.cached_folder("x", "a", killed)
     assert not [name for name in os.listdir(cache) if not name.startswith(".")]
-    assert (synthetic_cache.kept("x", "a", put("whole")) / "file").read_text() == "whole"
+    assert (synthetic_cache.cached_folder("x", "a", put("whole")) / "file").read_text() == "whole"
     assert len(os.listdir(cache)) == 1  # what this process left half is gone
 
 
@@ -172,7 +181,7 @@ def test_who_is_quicker_is_believed(cache):
             put("quick")(other)
 
     done = []
-    assert (synthetic_cache.kept("x", "a", slow) / "file").read_text() == "quick"
+    assert (synthetic_cache.cached_folder("x", "a", slow) / "file").read_text() == "quick"
     assert len(os.listdir(cache)) == 1
 
 
@@ -182,17 +191,17 @@ def test_a_folder_that_cannot_get_its_name_is_an_error(cache, monkeypatch):
 
     monkeypatch.setattr("pathlib.Path.rename", refuse)
     with pytest.raises(MachineError, match="read-only"):
-        synthetic_cache.kept("x", "a", put("1"))
+        synthetic_cache.cached_folder("x", "a", put("1"))
     assert os.listdir(cache) == []
 
 
 def test_a_model_that_is_being_made_tells_how_far_it_has_come(cache, monkeypatch):
     monkeypatch.setattr(addition, "LONGEST", 20)
     heard = []
-    with synthetic_cache.heard(heard.append):
-        addition.model()
+    with synthetic_cache.listen_to_progress(heard.append):
+        addition.addition_model_folder()
     assert [text.partition(", ")[2] for text in heard] == ["step 10", "step 20"]
     shares = [int(text.removeprefix("about ").partition("%")[0]) for text in heard]
     assert 0 <= shares[0] <= shares[1] <= 100
-    synthetic_cache.tell("nobody listens now")
+    synthetic_cache.report_progress("nobody listens now")
     assert len(heard) == 2

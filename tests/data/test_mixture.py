@@ -13,13 +13,13 @@ from loop_cases import checked, make
 from prompt_cases import tokenizer
 from resume_cases import attempt, differing, left
 
-from rloo_cli.cli.ledger import audit
+from rloo_cli.cli.ledger import audit_ledger
 from rloo_cli.config import check
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.data import order, splits
-from rloo_cli.data.order import Source, at, quotas
-from rloo_cli.rewards.engine.columns import check_splits
-from rloo_cli.train.loop import train
+from rloo_cli.data.order import Source, mixture_quotas, prompt_index_at
+from rloo_cli.rewards.engine.columns import check_reward_splits
+from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils.errors import ConfigError, DataError
 
 NO_SET = "data.eval_split=null"
@@ -31,7 +31,10 @@ def mix(*sources: tuple[int, float]) -> tuple[Source, ...]:
 
 def drawn(parts, first: int, count: int, seed: int = 1, shuffle: bool = True) -> list[int]:
     n = sum(s.prompts for s in parts)
-    return [at(place, n, seed, "all", shuffle, parts) for place in range(first, first + count)]
+    return [
+        prompt_index_at(place, n, seed, "all", shuffle, parts)
+        for place in range(first, first + count)
+    ]
 
 
 # The order
@@ -56,14 +59,14 @@ def test_draws_follow_the_weights_and_every_source_cycles_by_itself(sources, epo
             assert max(times.values(), default=0) - min(times.values(), default=0) <= 1
             assert not mine or len(mine) < source.prompts or len(times) == source.prompts
             first += source.prompts
-    before, after = quotas(parts, epoch)
+    before, after = mixture_quotas(parts, epoch)
     assert sum(before) == n * epoch and sum(after) == n * (epoch + 1)
     assert all(b <= a for b, a in zip(before, after, strict=True))
 
 
 def test_shares_are_exact_in_the_long_run_and_even_inside_an_epoch() -> None:
     parts = mix((10, 2.0), (5, 1.0), (7, 3.0))
-    assert quotas(parts, 5)[1] == [44, 22, 66]  # six epochs of 22 draws
+    assert mixture_quotas(parts, 5)[1] == [44, 22, 66]  # six epochs of 22 draws
     of = [0 if i < 10 else 1 if i < 15 else 2 for i in drawn(parts, 0, 66)]
     for end in range(6, 67):
         counts = Counter(of[:end])
@@ -73,8 +76,8 @@ def test_shares_are_exact_in_the_long_run_and_even_inside_an_epoch() -> None:
 def test_a_place_has_the_same_prompt_whatever_was_asked_before() -> None:
     parts = mix((6, 2.0), (3, 1.0))
     whole = drawn(parts, 0, 60)
-    order.mixed.cache_clear()
-    order.quotas.cache_clear()
+    order.mixture_permutation.cache_clear()
+    order.mixture_quotas.cache_clear()
     assert drawn(parts, 41, 7) == whole[41:48]
     assert [drawn(parts, at, 1)[0] for at in (59, 3, 30)] == [whole[59], whole[3], whole[30]]
     assert whole != drawn(parts, 0, 60, seed=2)
@@ -118,11 +121,14 @@ def words(tmp_path: Path) -> tuple[str, ...]:
 
 def test_what_a_source_leaves_out_is_as_in_data(words) -> None:
     data = checked((), (*words, "data.max_samples=4", "data.name=x", "data.shuffle=false")).data
-    assert data.path is None and data.weights == {"sums": 2.0, "riddles": 1.0}
-    riddles = data.sources["riddles"]
+    assert data.path is None and data.mixture_weights == {"sums": 2.0, "riddles": 1.0}
+    riddles = data.mixture_sources["riddles"]
     assert (riddles.split, riddles.max_samples, riddles.shuffle) == ("train", 4, False)
     assert riddles.name is None  # it only says where data.path is
-    assert (riddles.prompt_column, data.sources["sums"].prompt_column) == ("question", "prompt")
+    assert (riddles.prompt_column, data.mixture_sources["sums"].prompt_column) == (
+        "question",
+        "prompt",
+    )
 
 
 def refused(*given: str) -> str:
@@ -163,10 +169,10 @@ max_steps: 5
 
 def test_a_recipe_needs_no_null_path_and_debug_trains_on_what_is_made_here(tmp_path) -> None:
     (tmp_path / "my.yaml").write_text(MINE.replace("  streaming: true\n", ""))
-    mine = check.check(compose([f"+recipe={tmp_path}/my.yaml"])).data
-    assert mine.path is None and [*mine.weights] == ["sums", "others"]
+    mine = check.check_config(compose_config([f"+recipe={tmp_path}/my.yaml"])).data
+    assert mine.path is None and [*mine.mixture_weights] == ["sums", "others"]
     (tmp_path / "my.yaml").write_text(MINE)
-    run = check.check(compose([f"+recipe={tmp_path}/my.yaml", "+debug=cpu"]))
+    run = check.check_config(compose_config([f"+recipe={tmp_path}/my.yaml", "+debug=cpu"]))
     data = run.data
     assert data.path == "make:tiny" and data.mixture is None and data.filter is None
     assert not data.streaming and run.held_out["sums"].path == "make:tiny"
@@ -181,7 +187,7 @@ def test_rewards_see_the_columns_of_all_sources_and_which_one_it_is(words, tmp_p
 
     run = make(tmp_path, *words, "max_steps=2", "train.prompts_per_step=6", rewards={"f": look})
     assert len(run.prompts) == 8
-    train(run)
+    run_training_loop(run)
     assert {s for _, _, s in seen} == {"sums", "riddles"}
     assert all((a is None) == (s == "riddles") == (h is not None) for a, h, s in seen)
     k = run.config.algorithm.num_generations
@@ -189,38 +195,38 @@ def test_rewards_see_the_columns_of_all_sources_and_which_one_it_is(words, tmp_p
     (header, *steps) = lines(run.folder)
     assert [s["name"] for s in header["mixture"]] == ["sums", "riddles"]
     assert sum(row < 3 for step in steps for row in step["rows"]) == 8
-    account, _ = audit(run.folder)
+    account, _ = audit_ledger(run.folder)
     assert account.fates.total() == 12
 
 
 def test_a_ledger_of_another_mixture_is_noticed(words, tmp_path) -> None:
     run = make(tmp_path, *words, "max_steps=2", rewards=None)
-    train(run)
+    run_training_loop(run)
     path = run.folder / "ledger.jsonl"
     text = path.read_text()
     path.write_text(text.replace('"weight": 2.0', '"weight": 9.0'))
     with pytest.raises(DataError, match="does not add up"):
-        audit(run.folder)
+        audit_ledger(run.folder)
     path.write_text(text.replace('"prompts": 3', '"prompts": 4'))
     with pytest.raises(DataError, match="prompts together"):
-        audit(run.folder)
+        audit_ledger(run.folder)
 
 
 def prepared(given: tuple[str, ...]):
     settings = checked((), given)
-    opened = splits.load(settings)
-    check_splits(settings, opened, [])
-    return splits.tokenised(settings, opened, tokenizer(), 256)
+    opened = splits.open_splits(settings)
+    check_reward_splits(settings, opened, [])
+    return splits.tokenize_splits(settings, opened, tokenizer(), 256)
 
 
 def test_weights_and_content_are_in_the_fingerprint_and_rows_are_counted_through(words) -> None:
     found = prepared((*words, "data.max_prompt_length=10"))[None]
-    assert found.numbers == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert found.example_numbers == [0, 1, 2, 3, 4, 5, 6, 7]
     other = prepared((*words, "data.max_prompt_length=10", "data.mixture.sums.weight=3"))[None]
     assert other.fingerprint != found.fingerprint
     cut = prepared((*words, "data.mixture.sums.max_samples=2"))[None]
     assert len(cut) == 7 and cut.fingerprint != found.fingerprint
-    notes = splits.notes(None, found)
+    notes = splits.split_notes(None, found)
     assert "sums 3 prompts, 66.7% of the draws, 1.78 passes an epoch" in notes[1]
 
 
@@ -258,7 +264,7 @@ def test_a_run_of_a_mixture_that_was_stopped_goes_on_as_if_it_had_not_been(words
     assert attempt(tmp_path / "cut", *words)
     whole, cut = left(tmp_path / "whole" / "smoke"), left(tmp_path / "cut" / "smoke")
     assert differing(whole, cut) == []
-    audit(tmp_path / "cut" / "smoke")
+    audit_ledger(tmp_path / "cut" / "smoke")
 
 
 def test_a_run_does_not_go_on_with_other_weights(words, tmp_path) -> None:

@@ -13,14 +13,14 @@ from rloo_cli.data import order
 def test_every_epoch_of_every_seed_has_every_prompt_once(seed, epoch, n):
     for shuffle in (True, False):
         places = range(epoch * n, epoch * n + n)
-        drawn = [order.at(place, n, seed, "data", shuffle) for place in places]
+        drawn = [order.prompt_index_at(place, n, seed, "data", shuffle) for place in places]
         assert sorted(drawn) == list(range(n))
         assert shuffle or drawn == list(range(n))
 
 
 def test_the_order_in_this_version_is_the_order_in_every_version():
     """A resumed run must draw what the first would have: change this only with the format."""
-    assert [order.at(place, 5, 1, "data", True) for place in range(10)] == [
+    assert [order.prompt_index_at(place, 5, 1, "data", True) for place in range(10)] == [
         3,
         1,
         0,

@@ -8,7 +8,7 @@ import torch
 from layout_cases import SEVERAL, gradients, laid, made, policy, worst
 from policy_cases import alone, fresh, groups, rollout
 
-from rloo_cli.data.packing import LAYOUTS, pack, unpack
+from rloo_cli.data.packing import LAYOUTS, pack_micro_batch, store_column
 
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 SOME = [(4, (0, 2)), (0, (1,)), (3, (0,))]  # in this order, and not all of each
@@ -26,20 +26,25 @@ def test_a_shared_row_is_all_prompts_and_then_all_completions_without_their_last
 
 
 def test_a_shared_rows_bounds_are_those_of_every_segment_and_of_every_groups_completions():
-    plan = laid(groups(), "shared").shared
-    assert plan.segments == [6, 1, 3, 2, 0, 7, 0, 1, 3] and plan.prompts == [6, 1, 3]
-    assert plan.groups == [2, 7, 4] and plan.prompt_rows == 10
-    assert plan.cu_all.tolist() == [0, 6, 7, 10, 12, 12, 19, 19, 20, 23]
-    assert plan.cu_prompt.tolist() == [0, 6, 7, 10]
-    assert plan.cu_group.tolist() == [0, 2, 9, 13]
-    assert plan.longest == 6 + 2 == 1 + 7 and plan.calls == [0]
-    assert {t.dtype for t in (plan.cu_all, plan.cu_prompt, plan.cu_group)} == {torch.int32}
+    plan = laid(groups(), "shared").shared_layout
+    assert plan.segment_lengths == [6, 1, 3, 2, 0, 7, 0, 1, 3] and plan.prompt_lengths == [6, 1, 3]
+    assert plan.group_lengths == [2, 7, 4] and plan.prompt_tokens == 10
+    assert plan.cu_seqlens.tolist() == [0, 6, 7, 10, 12, 12, 19, 19, 20, 23]
+    assert plan.cu_seqlens_prompt.tolist() == [0, 6, 7, 10]
+    assert plan.cu_seqlens_group.tolist() == [0, 2, 9, 13]
+    assert plan.max_seqlen == 6 + 2 == 1 + 7 and plan.attention_calls == [0]
+    assert {t.dtype for t in (plan.cu_seqlens, plan.cu_seqlens_prompt, plan.cu_seqlens_group)} == {
+        torch.int32
+    }
 
 
 def test_only_a_shared_row_has_a_plan_and_each_has_its_own():
-    first, second = (laid(groups(), "shared").shared for _ in range(2))
-    assert first.calls is not second.calls
-    assert laid(groups(), "packed").shared is None and laid(groups(), "padded").shared is None
+    first, second = (laid(groups(), "shared").shared_layout for _ in range(2))
+    assert first.attention_calls is not second.attention_calls
+    assert (
+        laid(groups(), "packed").shared_layout is None
+        and laid(groups(), "padded").shared_layout is None
+    )
 
 
 def test_a_packed_row_has_the_prompt_again_and_positions_from_0_for_every_completion():
@@ -47,22 +52,26 @@ def test_a_packed_row_has_the_prompt_again_and_positions_from_0_for_every_comple
     assert micro.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 11, 12, 5, 6, 7, 8, 9, 10]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5]]
     assert micro.attention_mask is None
-    assert micro.source.tolist() == [5, 6, 7, 13]
+    assert micro.logit_index.tolist() == [5, 6, 7, 13]
 
 
 def before(micro, place):
     """The tokens that a place of a row stands after, itself included, read off the positions."""
     ids, positions = micro.input_ids.flatten().tolist(), micro.position_ids.flatten().tolist()
-    if micro.shared is None:
+    if micro.shared_layout is None:
         return ids[place - positions[place] : place + 1]
-    bounds = micro.shared.cu_all.tolist()
-    segment = max(s for s, n in enumerate(micro.shared.segments) if n and bounds[s] <= place)
-    own, count = ids[bounds[segment] : place + 1], len(micro.shared.prompts)
+    bounds = micro.shared_layout.cu_seqlens.tolist()
+    segment = max(
+        s for s, n in enumerate(micro.shared_layout.segment_lengths) if n and bounds[s] <= place
+    )
+    own, count = ids[bounds[segment] : place + 1], len(micro.shared_layout.prompt_lengths)
     if segment < count:
         return own
-    first = bounds[segment] - micro.shared.prompt_rows  # counted from the first completion
-    starts = micro.shared.cu_group.tolist()
-    group = max(g for g, n in enumerate(micro.shared.groups) if n and starts[g] <= first)
+    first = bounds[segment] - micro.shared_layout.prompt_tokens  # counted from the first completion
+    starts = micro.shared_layout.cu_seqlens_group.tolist()
+    group = max(
+        g for g, n in enumerate(micro.shared_layout.group_lengths) if n and starts[g] <= first
+    )
     return ids[bounds[group] : bounds[group + 1]] + own
 
 
@@ -71,13 +80,17 @@ def before(micro, place):
 def test_every_target_is_predicted_by_the_row_that_has_seen_prompt_and_completion(layout, parts):
     chosen = made()
     micro = laid(chosen, layout, parts)
-    rows = [(chosen[i].prompt_ids, chosen[i].rollouts[k]) for i, ks in micro.parts for k in ks]
-    assert micro.sequences == len(rows)
+    rows = [
+        (chosen[i].prompt_ids, chosen[i].rollouts[k]) for i, ks in micro.group_slices for k in ks
+    ]
+    assert micro.num_sequences == len(rows)
     assert micro.target.tolist() == [x for _, r in rows for x in r.completion_ids]
-    assert micro.sequence.tolist() == [s for s, (_, r) in enumerate(rows) for _ in r.completion_ids]
+    assert micro.sequence_ids.tolist() == [
+        s for s, (_, r) in enumerate(rows) for _ in r.completion_ids
+    ]
     expected = [p + r.completion_ids[:n] for p, r in rows for n in range(len(r.completion_ids))]
-    assert [before(micro, place) for place in micro.source.tolist()] == expected
-    reach = micro.position_ids.flatten()[micro.source]
+    assert [before(micro, place) for place in micro.logit_index.tolist()] == expected
+    reach = micro.position_ids.flatten()[micro.logit_index]
     assert reach.tolist() == [len(ids) - 1 for ids in expected]
 
 
@@ -91,7 +104,7 @@ def test_the_last_token_of_a_completion_is_not_forwarded(layout):
 def test_columns_of_some_completions_come_back_and_the_others_are_not_numbers(layout):
     chosen = made()
     micro = laid(chosen, layout, SOME)
-    unpack(micro.target.double().requires_grad_(), micro.parts, chosen, "old_logp")
+    store_column(micro.target.double().requires_grad_(), micro.group_slices, chosen, "old_logp")
     kept = {(i, k) for i, ks in SOME for k in ks}
     for i, group in enumerate(chosen):
         if i in (1, 2):
@@ -114,7 +127,7 @@ def test_parts_of_a_group_that_come_back_one_after_the_other_are_all_there(layou
     chosen = made()
     for ks in ((1,), (0, 2)):
         micro = laid(chosen, layout, [(0, ks)])
-        unpack(micro.target.float(), micro.parts, chosen, "ref_logp")
+        store_column(micro.target.float(), micro.group_slices, chosen, "ref_logp")
     for column, row in zip(chosen[0].ref_logp, chosen[0].rollouts, strict=True):
         assert column.tolist() == row.completion_ids
 
@@ -123,7 +136,7 @@ def test_parts_of_a_group_that_come_back_one_after_the_other_are_all_there(layou
 def test_rows_say_where_a_completion_stands_among_its_groups(layout):
     three = ((2, (1, 2, 3)), (3, (2, 2, 2)), (1, (4, 1, 1)))
     micro = laid(made(three), layout, [(2, (1, 2)), (0, (0,))])
-    assert micro.index == [2, 0] and micro.rows.tolist() == [1, 2, 3]
+    assert micro.group_indices == [2, 0] and micro.completion_index.tolist() == [1, 2, 3]
 
 
 @layouts
@@ -138,8 +151,8 @@ def test_masked_completions_and_tokens_are_forwarded_and_not_trained_on(layout):
 
 
 def test_everything_is_put_on_the_device():
-    micro = pack(groups(), [(0, (0, 1))], device="meta", layout="shared")
-    held = [*vars(micro).values(), *vars(micro.shared).values()]
+    micro = pack_micro_batch(groups(), [(0, (0, 1))], device="meta", layout="shared")
+    held = [*vars(micro).values(), *vars(micro.shared_layout).values()]
     assert {t.device.type for t in held if isinstance(t, torch.Tensor)} == {"meta"}
 
 
@@ -180,7 +193,7 @@ def test_every_layout_gives_the_log_probabilities_and_gradients_of_the_rows_alon
     ours = policy(name, layout, fused, checkpointed, fresh(name, **FAMILIES[name]))
     micro = laid(made(LENGTHS), layout)
     logp = ours.logp(micro).logp.double()
-    sums = logp.new_zeros(micro.sequences).index_add(0, micro.sequence, logp)
+    sums = logp.new_zeros(micro.num_sequences).index_add(0, micro.sequence_ids, logp)
     assert float(expected.min()) < -80
     assert float((sums - expected).detach().abs().max()) <= 5e-4
     (sums * weights(len(sums))).sum().backward()
@@ -193,6 +206,6 @@ def test_completions_left_out_change_no_number_of_the_others(name, layout):
     chosen, ours = made(), policy(name, layout)
     micro = laid(chosen, layout)
     with torch.no_grad():
-        unpack(ours.logp(micro).logp, micro.parts, chosen, "old_logp")
+        store_column(ours.logp(micro).logp, micro.group_slices, chosen, "old_logp")
         found = laid(chosen, layout, SOME)
         torch.testing.assert_close(ours.logp(found).logp, found.old_logp, rtol=0, atol=2e-5)

@@ -6,7 +6,7 @@ TEN = plain(*"abcdefghij")
 
 
 def drawn(found, first, count):
-    return [group.prompt for group in found.draws(first, count)]
+    return [group.prompt for group in found.groups_at(first, count)]
 
 
 def test_the_order_is_the_same_each_time():
@@ -40,7 +40,7 @@ def test_a_draw_across_the_edge_is_filled_from_the_next_epoch():
     found = prepare(TEN)
     edge = drawn(found, 8, 4)
     assert edge == drawn(found, 0, 10)[8:] + drawn(found, 10, 10)[:2]
-    assert [group.draw for group in found.draws(8, 4)] == [8, 9, 10, 11]
+    assert [group.prompt_offset for group in found.groups_at(8, 4)] == [8, 9, 10, 11]
 
 
 def test_the_order_in_this_version_is_the_order_in_every_version():
@@ -50,7 +50,7 @@ def test_the_order_in_this_version_is_the_order_in_every_version():
 
 def test_a_draw_is_a_new_empty_group_each_time():
     found = prepare(TEN)
-    first, again = found.draws(3, 1)[0], found.draws(3, 1)[0]
+    first, again = found.groups_at(3, 1)[0], found.groups_at(3, 1)[0]
     first.rollouts.append("x")
     assert again.rollouts == [] and first.prompt_ids == again.prompt_ids
 
@@ -79,4 +79,4 @@ def test_the_fingerprint_is_taken_after_filtering():
 
 def test_a_hundred_prompts_that_are_all_the_same_still_have_an_order():
     found = prepare(plain(*["a"] * 100))
-    assert [g.prompt for g in found.draws(0, 150)] == ["a"] * 150
+    assert [g.prompt for g in found.groups_at(0, 150)] == ["a"] * 150

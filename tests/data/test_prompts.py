@@ -60,7 +60,7 @@ def mixed(*values):
         column_names = ("prompt",)
         features = {"prompt": "mixed"}  # noqa: RUF012
 
-    return prompts.prepare(Rows(prompt=list(values)), config(), tokenizer(), {}, None, 1)
+    return prompts.tokenize_prompts(Rows(prompt=list(values)), config(), tokenizer(), {}, None, 1)
 
 
 TALK = [{"role": "user", "content": "x"}]
@@ -147,8 +147,8 @@ def test_overlong_filter_leaves_out_and_counts():
     found = prepare(LONG, longest=3)
     assert decoded(found) == ["ab", "abc", "a"]
     assert (found.dropped, found.truncated, len(found)) == (1, 0, 3)
-    assert found.lengths == [6, 2, 3, 1]
-    assert len(found.rows) == len(found.prompts) == 3
+    assert found.unfiltered_lengths == [6, 2, 3, 1]
+    assert len(found.examples) == len(found.prompts) == 3
 
 
 def test_overlong_truncate_left_keeps_the_end_and_counts():
@@ -189,25 +189,25 @@ def test_a_prompt_without_tokens_is_refused():
 def test_the_other_columns_reach_the_rows_and_those_of_trl_do_not():
     row = {"prompt": "a", "completion": "x", "completion_ids": [1], "answer": "y", "n": 3}
     found = prepare([row, row | {"answer": "z"}])
-    assert found.rows == [{"answer": "y", "n": 3}, {"answer": "z", "n": 3}]
-    assert found.at(1).row == {"answer": "z", "n": 3}
+    assert found.examples == [{"answer": "y", "n": 3}, {"answer": "z", "n": 3}]
+    assert found.group_of(1).example == {"answer": "z", "n": 3}
 
 
 def test_a_prompt_column_of_another_name_is_no_row_column_either():
-    assert prepare([{"q": "a", "prompt": "b", "c": 1}], prompt_column="q").rows == [{"c": 1}]
-    assert prepare([{"q": "a"}], prompt_column="q").rows == [{}]
+    assert prepare([{"q": "a", "prompt": "b", "c": 1}], prompt_column="q").examples == [{"c": 1}]
+    assert prepare([{"q": "a"}], prompt_column="q").examples == [{}]
 
 
 def test_a_prompt_cut_on_the_left_keeps_its_beginning_of_text():
-    assert _cut_left([1, 5, 6, 7, 8], 3, bos=1) == [1, 7, 8]
-    assert _cut_left([5, 6, 7, 8], 3, bos=1) == [6, 7, 8]
-    assert _cut_left([1, 5], 3, bos=1) == [1, 5]
+    assert _cut_left([1, 5, 6, 7, 8], 3, bos_token_id=1) == [1, 7, 8]
+    assert _cut_left([5, 6, 7, 8], 3, bos_token_id=1) == [6, 7, 8]
+    assert _cut_left([1, 5], 3, bos_token_id=1) == [1, 5]
 
 
 def test_rows_keep_their_number_when_others_are_filtered():
     found = prepare(LONG, longest=2)
-    assert found.numbers == [1, 3] and found.filtered == [0, 2]
-    assert len(found.filtered) == found.dropped
+    assert found.example_numbers == [1, 3] and found.overlong_examples == [0, 2]
+    assert len(found.overlong_examples) == found.dropped
     for how in ({"overlong": "truncate_left", "longest": 2}, {}):
         found = prepare(LONG, **how)
-        assert found.numbers == [0, 1, 2, 3] and found.filtered == []
+        assert found.example_numbers == [0, 1, 2, 3] and found.overlong_examples == []

@@ -24,7 +24,7 @@ ONE_SET = ("data.eval_split=null", "max_steps=1")
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading weights is an error."""
-    monkeypatch.setattr(load, "model", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(load, "load_causal_lm", lambda *_: pytest.fail("weights were loaded"))
 
 
 def lines(rows: list[Any]) -> str:
@@ -153,10 +153,10 @@ def test_bd_4_a_name_that_is_not_here_names_the_caches_and_the_command(
 def test_bd_6_conversations_for_a_model_without_a_template(
     tmp_path: Path, no_weights: None
 ) -> None:
-    fresh(vocab_size=len(tiny.tokenizer()), max_position_embeddings=2048).save_pretrained(
+    fresh(vocab_size=len(tiny.tiny_tokenizer()), max_position_embeddings=2048).save_pretrained(
         tmp_path / "m"
     )
-    tokens = tiny.tokenizer()
+    tokens = tiny.tiny_tokenizer()
     tokens.chat_template = None
     tokens.save_pretrained(tmp_path / "m")
     rows = lines([{"prompt": [{"role": "user", "content": "x"}]}] * 8)
@@ -204,7 +204,7 @@ def test_bm_2_a_model_that_wants_its_own_code_names_the_key(tmp_path: Path) -> N
     classes = {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}
     (folder / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": classes}))
     (folder / "mine.py").write_text(f"open({str(tmp_path / 'pwned')!r}, 'w')\n")
-    tiny.tokenizer().save_pretrained(folder)
+    tiny.tiny_tokenizer().save_pretrained(folder)
     with pytest.raises(ConfigError, match=r"model\.trust_remote_code=true") as caught:
         make(tmp_path, f"model.path={folder}", *ONE_SET)
     assert caught.value.code == 2 and "nothing was run" in str(caught.value)
@@ -212,10 +212,10 @@ def test_bm_2_a_model_that_wants_its_own_code_names_the_key(tmp_path: Path) -> N
 
 
 def test_bm_3_two_vocabularies_are_told_by_their_sizes(tmp_path: Path) -> None:
-    sizes = len(tiny.tokenizer()), len(tiny.tokenizer()) + 8
+    sizes = len(tiny.tiny_tokenizer()), len(tiny.tiny_tokenizer()) + 8
     for name, size in zip("ab", sizes, strict=True):
         fresh(vocab_size=size, max_position_embeddings=2048).save_pretrained(tmp_path / name)
-        tiny.tokenizer().save_pretrained(tmp_path / name)
+        tiny.tiny_tokenizer().save_pretrained(tmp_path / name)
     with pytest.raises(ConfigError, match="differ in vocabulary") as caught:
         make(tmp_path, f"model.path={tmp_path}/a", f"model.ref_path={tmp_path}/b", *ONE_SET)
     assert f"knows {sizes[0]} tokens, the reference {sizes[1]}" in str(caught.value)
@@ -226,6 +226,6 @@ def test_bc_20_bfloat16_on_a_gpu_without_it(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Old GPU")
     with pytest.raises(MachineError, match="Old GPU has no bfloat16") as caught:
-        load.dtype("bfloat16", torch.device("cuda"))
+        load.resolve_dtype("bfloat16", torch.device("cuda"))
     assert caught.value.code == 3 and "model.dtype=float32" in str(caught.value)
-    assert load.dtype("auto", torch.device("cuda")) is torch.float32
+    assert load.resolve_dtype("auto", torch.device("cuda")) is torch.float32

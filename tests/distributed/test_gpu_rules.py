@@ -12,15 +12,27 @@ import torch
 
 from rloo_cli.cli import slurm_template, sweep
 from rloo_cli.config import check
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed import device_count, world
-from rloo_cli.generation import COARSE, EXACT, EXACT_ON_GPU, HALF, tolerance
+from rloo_cli.generation import (
+    FLOAT32_TOLERANCE,
+    GPU_FLOAT32_TOLERANCE,
+    HALF_TOLERANCE,
+    QUANTIZED_TOLERANCE,
+    logprob_tolerance,
+)
 from rloo_cli.generation.hf import decode_batch
 from rloo_cli.generation.vllm import arguments, generator
-from rloo_cli.generation.vllm.discovery import Server
-from rloo_cli.generation.vllm.engine import Ask
-from rloo_cli.generation.vllm.http_engine import Gate, HttpControl, OverHttp, grouped, meeting
+from rloo_cli.generation.vllm.discovery import RolloutServer
+from rloo_cli.generation.vllm.engine import EngineRequest
+from rloo_cli.generation.vllm.http_engine import (
+    HttpEngine,
+    HttpTransferClient,
+    InFlightLimit,
+    group_by_prompt,
+    transfer_addresses,
+)
 from rloo_cli.launch import preflight, rollout_server
 from rloo_cli.launch.sweep import commands, rules
 from rloo_cli.planning import device
@@ -35,15 +47,15 @@ UNTRIED = "generation.allow_untested=true"
 
 
 def run_of(*words: str) -> RunConfig:
-    return check.check(compose(["+recipe=smoke", *words]))
+    return check.check_config(compose_config(["+recipe=smoke", *words]))
 
 
 @pytest.fixture
 def eight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight GPUs, as far as anybody asks."""
     for module in (device_count, arguments, generator):
-        monkeypatch.setattr(module, "gpus", lambda: EIGHT)
-    monkeypatch.setattr(arguments, "installed", lambda: "0.32.0")
+        monkeypatch.setattr(module, "visible_gpus", lambda: EIGHT)
+    monkeypatch.setattr(arguments, "installed_vllm_version", lambda: "0.32.0")
 
 
 # How many train, and which of them sees which GPU.
@@ -66,17 +78,17 @@ def test_a_server_of_the_runs_own_has_its_gpus_before_ranks_are_counted(
     eight: None, words: list[str], count: int
 ) -> None:
     run = run_of("train.prompts_per_step=8", *words)
-    assert device_count.here(run) == count
-    if device_count.server_gpus(run):
-        ours, theirs = rollout_server.share(EIGHT, count, device_count.server_gpus(run))
+    assert device_count.local_process_count(run) == count
+    if device_count.local_server_gpus(run):
+        ours, theirs = rollout_server.split_gpus(EIGHT, count, device_count.local_server_gpus(run))
         assert not {*ours.values()} & {*theirs.values()}
 
 
 def test_where_all_gpus_are_asked_for_the_advice_is_a_number_that_fits() -> None:
     with pytest.raises(MachineError) as refused:
-        rollout_server.share(EIGHT, 8, 2)
+        rollout_server.split_gpus(EIGHT, 8, 2)
     assert refused.value.problems[0].fix == "distributed.num_processes=6"
-    rollout_server.share(EIGHT, 6, 2)
+    rollout_server.split_gpus(EIGHT, 6, 2)
 
 
 def test_a_batch_job_asks_for_the_gpus_of_the_server_that_the_run_starts() -> None:
@@ -84,7 +96,7 @@ def test_a_batch_job_asks_for_the_gpus_of_the_server_that_the_run_starts() -> No
     spread = ("distributed=ddp", "distributed.num_processes=4", "train.prompts_per_step=8")
 
     def gpus(kind: str, *more: str) -> int | None:
-        return slurm_template.Job(kind, run_of(*words, *more), "smoke", ()).gpus
+        return slurm_template.SlurmJob(kind, run_of(*words, *more), "smoke", ()).gpus
 
     assert gpus("train") == 3 and gpus("train", *spread) == 6
     assert gpus("train_and_serve", *spread) == 4  # the server has nodes of its own
@@ -92,34 +104,34 @@ def test_a_batch_job_asks_for_the_gpus_of_the_server_that_the_run_starts() -> No
 
 
 def test_an_engine_beside_a_rank_sees_that_ranks_gpu_alone(eight: None) -> None:
-    assert generator.visible_to_child(torch.device("cuda", 5), 1) == {
+    assert generator.child_gpu_environment(torch.device("cuda", 5), 1) == {
         "CUDA_VISIBLE_DEVICES": "GPU-5"
     }
-    assert generator.visible_to_child(torch.device("cuda", 0), 2) == {
+    assert generator.child_gpu_environment(torch.device("cuda", 0), 2) == {
         "CUDA_VISIBLE_DEVICES": "GPU-0,GPU-1"
     }
-    assert generator.visible_to_child(torch.device("cpu"), 1) == {}
+    assert generator.child_gpu_environment(torch.device("cpu"), 1) == {}
 
 
 def test_the_words_of_older_slurms_are_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "exists", lambda path: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")
-    assert device_count.gpus() == []
+    assert device_count.visible_gpus() == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert device_count.gpus() == ["0", "1"]
+    assert device_count.visible_gpus() == ["0", "1"]
 
 
 def test_gpus_that_torch_does_not_see_stop_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for enter in (world.join, lambda run: world.alone(run.distributed)):
+    for enter in (world.join_world, lambda run: world.single_process_world(run.distributed)):
         with pytest.raises(MachineError) as refused:
             enter(run_of())
     problem = refused.value.problems[0]
     assert "SLURM_GPUS_ON_NODE=8" in problem.why and "srun --gpus-per-node" in problem.fix
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
-    assert world.alone(run_of().distributed).device.type == "cpu"
+    assert world.single_process_world(run_of().distributed).device.type == "cpu"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.delenv("SLURM_GPUS_ON_NODE")
     world.check_devices() if not Path("/dev/nvidiactl").exists() else None
@@ -149,18 +161,26 @@ def test_what_members_keep_of_a_gpu_while_they_wait_is_counted(
     monkeypatch: pytest.MonkeyPatch, gigabytes: int, gpus: int, jobs: int, fit: int
 ) -> None:
     """An eighth of it at most, half a gigabyte each."""
-    there = replace(device.ASSUMED, memory=gigabytes * 1e9)
-    monkeypatch.setattr(device, "of", lambda word: there)
-    assert sweep._fit(jobs, EIGHT[:gpus]) == fit and sweep._fit(jobs, []) is None
-    assert not [*rules.too_many(fit, fit)] and not [*rules.too_many(fit + 1, None)]
-    (problem,) = rules.too_many(fit + 1, fit)
+    there = replace(device.ASSUMED_GPU, memory_bytes=gigabytes * 1e9)
+    monkeypatch.setattr(device, "find_device", lambda word: there)
+    assert (
+        sweep._trials_that_fit(jobs, EIGHT[:gpus]) == fit
+        and sweep._trials_that_fit(jobs, []) is None
+    )
+    assert not [*rules.too_many_trials_problems(fit, fit)] and not [
+        *rules.too_many_trials_problems(fit + 1, None)
+    ]
+    (problem,) = rules.too_many_trials_problems(fit + 1, fit)
     assert problem.what == f"{fit + 1} members are too many side by side"
     assert problem.why == f"one that waits keeps 0.5 GB of its GPU for CUDA itself, and {fit} fit"
 
 
 def test_a_clone_that_would_not_fit_is_refused() -> None:
-    lives = [SimpleNamespace(open=True, clones=[{}]), SimpleNamespace(open=False, clones=[])]
-    control: Any = SimpleNamespace(lives=lives, fit=2)
+    lives = [
+        SimpleNamespace(is_open=open, requested_clones=clones)
+        for open, clones in ((True, [{}]), (False, []))
+    ]
+    control: Any = SimpleNamespace(trial_processes=lives, max_trials=2)
     with pytest.raises(ConfigError, match="3 members are too many"):
         commands._clone(control, control, None, {})
 
@@ -173,97 +193,99 @@ def test_a_member_of_a_sweep_plans_without_what_the_others_keep_of_its_gpu(
         model=SimpleNamespace(parameters=lambda: iter([weight])),
         device=torch.device("cuda"), dtype=torch.float32,
     )  # fmt: skip
-    monkeypatch.setattr(memory, "_total", lambda device: 80e9)
-    alone = memory._left(policy, run_of(), False)
-    monkeypatch.setenv(environment.BESIDE, "4")
-    assert memory._left(policy, run_of(), False) == alone  # it is no member
-    monkeypatch.setenv(environment.TURNS, "/socket:1")
-    assert memory._left(policy, run_of(), False) == alone - 2e9
+    monkeypatch.setattr(memory, "_device_memory_bytes", lambda device: 80e9)
+    alone = memory._free_bytes(policy, run_of(), False)
+    monkeypatch.setenv(environment.WAITING_TRIALS_VARIABLE, "4")
+    assert memory._free_bytes(policy, run_of(), False) == alone  # it is no member
+    monkeypatch.setenv(environment.SWEEP_SOCKET_VARIABLE, "/socket:1")
+    assert memory._free_bytes(policy, run_of(), False) == alone - 2e9
 
 
 # What is refused until a GPU has shown it.
 
 
 def test_an_engine_beside_each_of_several_ranks_is_refused_with_two_ways_out(eight: None) -> None:
-    (problem,) = arguments.problems(run_of(CHILD), here=2)
+    (problem,) = arguments.engine_problems(run_of(CHILD), local_ranks=2)
     assert "beside each of 2 processes" in problem.what
     assert SERVER in problem.fix and UNTRIED in problem.fix
-    assert not [*arguments.problems(run_of(CHILD, UNTRIED), here=2)]
-    assert not [*arguments.problems(run_of(CHILD), here=1)]
+    assert not [*arguments.engine_problems(run_of(CHILD, UNTRIED), local_ranks=2)]
+    assert not [*arguments.engine_problems(run_of(CHILD), local_ranks=1)]
 
 
 def test_a_colocated_engine_on_two_gpus_is_not_sent_handles_of_one(eight: None) -> None:
     two = "generation.colocate.tensor_parallel_size=2"
-    (problem,) = arguments.problems(run_of(CHILD, two))
+    (problem,) = arguments.engine_problems(run_of(CHILD, two))
     assert "cannot be sent weights by ipc" in problem.what
     assert "generation.colocate.transfer=gloo" in problem.fix
-    assert not [*arguments.problems(run_of(CHILD, two, "generation.colocate.transfer=gloo"))]
+    assert not [*arguments.engine_problems(run_of(CHILD, two, "generation.colocate.transfer=gloo"))]
 
 
 def test_a_mixture_of_experts_over_several_gpus_is_refused(eight: None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 8}')
     (tmp_path / "tokenizer.json").write_text("{}")
     words = (SERVER, "generation.server.tensor_parallel_size=2", f"model.path={tmp_path}")
-    (problem,) = arguments.problems(run_of(*words))
+    (problem,) = arguments.engine_problems(run_of(*words))
     assert "mixture of experts" in problem.what and "num_experts" in problem.why
-    assert not [*arguments.problems(run_of(*words, UNTRIED))]
-    assert not [*arguments.problems(run_of(*words[:2]))]
+    assert not [*arguments.engine_problems(run_of(*words, UNTRIED))]
+    assert not [*arguments.engine_problems(run_of(*words[:2]))]
 
 
 def test_nothing_of_this_is_said_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "gpus", list)
-    monkeypatch.setattr(arguments, "installed", lambda: "0.32.0")
-    assert not [*arguments.problems(run_of(CHILD), here=2)]
+    monkeypatch.setattr(arguments, "visible_gpus", list)
+    monkeypatch.setattr(arguments, "installed_vllm_version", lambda: "0.32.0")
+    assert not [*arguments.engine_problems(run_of(CHILD), local_ranks=2)]
 
 
 # What trainer and engine may differ by.
 
 
 def test_what_may_differ_depends_on_dtype_device_and_kind() -> None:
-    assert tolerance("float32", "torch.float32") == EXACT
-    assert tolerance("float32", on_gpu=True) == EXACT_ON_GPU
-    assert tolerance("bfloat16", "torch.float32") == HALF
-    assert tolerance("float32", coarse=True) == COARSE
+    assert logprob_tolerance("float32", "torch.float32") == FLOAT32_TOLERANCE
+    assert logprob_tolerance("float32", on_gpu=True) == GPU_FLOAT32_TOLERANCE
+    assert logprob_tolerance("bfloat16", "torch.float32") == HALF_TOLERANCE
+    assert logprob_tolerance("float32", coarse=True) == QUANTIZED_TOLERANCE
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], HALF),
-        (["generation.server.quantization=fp8"], COARSE),
-        (["generation.server.kv_cache_dtype=fp8"], COARSE),
+        ([], HALF_TOLERANCE),
+        (["generation.server.quantization=fp8"], QUANTIZED_TOLERANCE),
+        (["generation.server.kv_cache_dtype=fp8"], QUANTIZED_TOLERANCE),
         (["generation.logp_tolerance=0.7"], 0.7),
     ],
 )
 def test_a_quantized_engine_or_the_key_allows_more(words: list[str], expected: float) -> None:
-    allowed = generator.allowed(run_of(SERVER, *words))
+    allowed = generator.run_tolerance(run_of(SERVER, *words))
     assert allowed("torch.bfloat16", "torch.bfloat16") == expected
 
 
 # Several servers.
 
 
-def asks(*counts: int) -> list[Ask]:
+def asks(*counts: int) -> list[EngineRequest]:
     prompts: list[list[int]] = [[n] for n in range(len(counts))]
     pairs = zip(prompts, counts, strict=True)
-    return [Ask(prompt, {}) for prompt, count in pairs for _ in range(count)]
+    return [EngineRequest(prompt, {}) for prompt, count in pairs for _ in range(count)]
 
 
 def test_groups_go_round_the_servers_and_siblings_stay_together() -> None:
-    assert grouped(asks(2, 3, 1)) == [[0, 1], [2, 3, 4], [5]]
-    assert grouped([]) == []
-    there = SimpleNamespace(servers=[Server("a", "", groups=True), Server("b", "")])
-    calls = OverHttp._calls(there, asks(2, 3, 1))  # type: ignore[arg-type]
-    assert [(call.server, call.places) for call in calls] == [
+    assert group_by_prompt(asks(2, 3, 1)) == [[0, 1], [2, 3, 4], [5]]
+    assert group_by_prompt([]) == []
+    there = SimpleNamespace(
+        servers=[RolloutServer("a", "", has_group_route=True), RolloutServer("b", "")]
+    )
+    calls = HttpEngine._split_calls(there, asks(2, 3, 1))  # type: ignore[arg-type]
+    assert [(call.server_index, call.request_indices) for call in calls] == [
         (0, [0, 1]), (1, [2]), (1, [3]), (1, [4]), (0, [5]),
     ]  # fmt: skip
 
 
 def test_groups_that_wait_for_room_never_wait_for_each_other() -> None:
-    gate, most, inside = Gate(4), [0], [0]
+    gate, most, inside = InFlightLimit(4), [0], [0]
 
     async def one(count: int) -> None:
-        async with gate.room(count):
+        async with gate.acquire(count):
             inside[0] += min(count, 4)
             most[0] = max(most[0], *inside)
             await asyncio.sleep(0)
@@ -284,11 +306,11 @@ def test_each_servers_processes_come_after_those_before_it() -> None:
 
     counts = {"http://a": 2, "http://b": 3, "http://c": 1}
     engine: Any = SimpleNamespace(
-        servers=[Server(url, "", workers=count) for url, count in counts.items()],
+        servers=[RolloutServer(url, "", num_workers=count) for url, count in counts.items()],
         keys=run_of(SERVER).generation.server,  # type: ignore[attr-defined]
-        ask_all=ask_all,
+        request_all=ask_all,
     )
-    control = HttpControl(engine, ["p1", "p2", "p3"])
+    control = HttpTransferClient(engine, ["p1", "p2", "p3"])
     control.init_weight_transfer_engine({"rank_offset": 1, "world_size": 7, "own_host": "x"})
     assert [(url, info["rank_offset"], info["own_host"]) for url, info in told] == [
         ("http://a", 1, "p1"), ("http://b", 3, "p2"), ("http://c", 6, "p3"),
@@ -299,9 +321,9 @@ def test_each_servers_processes_come_after_those_before_it() -> None:
 def test_a_server_beside_the_trainer_and_one_elsewhere_meet_at_one_address() -> None:
     words = (SERVER, "generation.server.host=10.0.0.1", "generation.server.allow_remote=true")
     keys: Any = run_of(*words).generation.server  # type: ignore[attr-defined]
-    both = [Server("http://127.0.0.1:1", ""), Server("http://10.0.0.2:1", "")]
-    assert meeting(both, keys) == ("10.0.0.1", ["10.0.0.1", "10.0.0.2"])
-    assert meeting(both[:1], keys) == ("127.0.0.1", ["127.0.0.1"])
+    both = [RolloutServer("http://127.0.0.1:1", ""), RolloutServer("http://10.0.0.2:1", "")]
+    assert transfer_addresses(both, keys) == ("10.0.0.1", ["10.0.0.1", "10.0.0.2"])
+    assert transfer_addresses(both[:1], keys) == ("127.0.0.1", ["127.0.0.1"])
 
 
 # Memory.
@@ -309,13 +331,13 @@ def test_a_server_beside_the_trainer_and_one_elsewhere_meet_at_one_address() -> 
 
 def test_a_trainer_that_leaves_a_sleeping_engine_no_room_is_refused_before_it_trains() -> None:
     keys = run_of(CHILD, "generation.colocate.gpu_memory_utilization=0.6").generation
-    memory._leave_room(keys, 20e9, 80e9)
+    memory._check_engine_fits(keys, 20e9, 80e9)
     with pytest.raises(OutOfMemory) as refused:
-        memory._leave_room(keys, 40e9, 80e9)
+        memory._check_engine_fits(keys, 40e9, 80e9)
     assert refused.value.code == 9
     assert refused.value.problems[0].fix == "generation.colocate.gpu_memory_utilization=0.48"
     with pytest.raises(OutOfMemory) as refused:
-        memory._leave_room(keys, 79e9, 80e9)
+        memory._check_engine_fits(keys, 79e9, 80e9)
     assert "generation=vllm_server" in refused.value.problems[0].fix
 
 
@@ -332,7 +354,7 @@ def test_memory_that_runs_out_while_a_run_is_built_ends_it_with_9(
 
     monkeypatch.setattr(worker, "build_run", make)
     with pytest.raises(OutOfMemory) as refused:
-        worker.work(run_of(*words), tmp_path)
+        worker.run_training(run_of(*words), tmp_path)
     assert refused.value.code == 9
     problem = refused.value.problems[0]
     assert "while the run was built" in problem.what and key in problem.fix
@@ -353,12 +375,12 @@ def test_a_batch_of_our_own_sampler_fits_a_quarter_of_the_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: there)
     keys: Any = run_of().generation
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    assert decode_batch.places_that_fit(keys, model, gpu) == 2**30 // (2 * 4 * 2 * 64 * 2)
-    assert decode_batch.places_that_fit(keys, model, cpu) is None
+    assert decode_batch.max_decode_tokens(keys, model, gpu) == 2**30 // (2 * 4 * 2 * 64 * 2)
+    assert decode_batch.max_decode_tokens(keys, model, cpu) is None
     few: Any = run_of("generation.transformers.batch_tokens=100").generation
     assert (
-        decode_batch.places_that_fit(few, model, gpu)
-        == decode_batch.places_that_fit(few, model, cpu)
+        decode_batch.max_decode_tokens(few, model, gpu)
+        == decode_batch.max_decode_tokens(few, model, cpu)
         == 100
     )
 
@@ -369,5 +391,5 @@ def test_nvidia_smi_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert device_count.gpus() == device_count.gpus() == ["GPU-a", "GPU-b"]
+    assert device_count.visible_gpus() == device_count.visible_gpus() == ["GPU-a", "GPU-b"]
     assert log.read_text() == "x\n"

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from rloo_cli.config.schema import TrainConfig
-from rloo_cli.distributed.optimizer import Optimizer, fusible, whole
-from rloo_cli.distributed.zero import Zero
-from rloo_cli.distributed.zero_optimizer import put_counters
+from rloo_cli.distributed.optimizer import Optimizer, can_use_fused, gather_full_tensor
+from rloo_cli.distributed.zero import DeepSpeedEngine
+from rloo_cli.distributed.zero_optimizer import restore_counters
 from rloo_cli.utils.errors import ConfigError
 
 YAML = Path(__file__).parents[2] / "conf/config.yaml"
@@ -235,11 +235,11 @@ def test_forgotten_gradients_are_never_applied(dtype):
     model, found = optimizer(dtype=dtype, learning_rate=0.1, **CONSTANT)
     before = model.free.detach().clone()
     model.free.sum().backward()
-    found.zero()
+    found.zero_grad()
     assert model.free.grad is None
     model.free.sum().backward()
     assert float(found.grad_norm()) > 0
-    found.zero()
+    found.zero_grad()
     assert model.free.grad is None and found.masters[0].grad is None
     assert float(found.grad_norm()) == 0.0
     found.step(found.grad_norm())
@@ -268,9 +268,9 @@ def test_torchs_fused_adamw_is_for_weights_that_are_all_on_gpus():
     def weight(cuda, floating=True):
         return SimpleNamespace(is_cuda=cuda, is_floating_point=lambda: floating)
 
-    assert fusible([weight(True), weight(True)])
-    assert not fusible([weight(True), weight(False)]) and not fusible([])
-    assert not fusible([weight(True, floating=False)])
+    assert can_use_fused([weight(True), weight(True)])
+    assert not can_use_fused([weight(True), weight(False)]) and not can_use_fused([])
+    assert not can_use_fused([weight(True, floating=False)])
 
 
 # An optimizer in the CPU's memory, of a model that computes on a GPU.
@@ -319,7 +319,9 @@ def test_an_offloaded_adamw_makes_torchs_own_steps(sharded, request):
     for gradient in gradients:
         plain.free.grad = gradient
         inner.step()
-    torch.testing.assert_close(whole(model.free.detach()), plain.free.detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        gather_full_tensor(model.free.detach()), plain.free.detach(), rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -346,9 +348,9 @@ def test_a_checkpoint_goes_on_whether_the_optimizer_is_offloaded_or_not(first):
 def test_what_computes_on_a_cpu_keeps_the_optimizer_that_it_had(device, offload, offloads):
     settings = SimpleNamespace(distributed=SimpleNamespace(offload=offload, engine="zero3"))
     settings.train = config()
-    engine = Zero(SimpleNamespace(device=torch.device(device)), settings)
+    engine = DeepSpeedEngine(SimpleNamespace(device=torch.device(device)), settings)
     assert engine.offloads is offloads
-    zero = engine._settings(torch.float32)["zero_optimization"]
+    zero = engine._deepspeed_config(torch.float32)["zero_optimization"]
     pinned = {"device": "cpu", "pin_memory": device == "cuda"}
     assert zero.get("offload_optimizer") == (None if offload == "none" else pinned)
 
@@ -357,5 +359,5 @@ def test_counters_of_a_fused_optimizer_lie_beside_the_share_that_they_count_for(
     flat = torch.zeros(3, device="meta")  # where a GPU's would be
     for fused, where in ((True, "meta"), (None, "cpu")):
         inner = SimpleNamespace(param_groups=[{"fused": fused}], state={flat: {}})
-        put_counters(inner, {"step": torch.tensor(3.0)})
+        restore_counters(inner, {"step": torch.tensor(3.0)})
         assert inner.state[flat]["step"].device.type == where

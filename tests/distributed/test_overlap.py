@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from two_ranks import two_ranks
 
-from rloo_cli.distributed.overlap import Reduction
+from rloo_cli.distributed.overlap import GradientReducer
 from rloo_cli.distributed.world import World
 
 WIDTH = 8
@@ -49,7 +49,7 @@ class Rank:
         self.world, self.model = world, model or Layers()
         self.named = dict(self.model.named_parameters())
         found = [*self.named.values()]
-        self.reduction = Reduction(world, found, found, group=self, size=size)
+        self.reduction = GradientReducer(world, found, found, group=self, bucket_bytes=size)
         self.found = found
 
     def allreduce_coalesced(self, gradients: list[Tensor], options: Any) -> Any:
@@ -57,7 +57,7 @@ class Rank:
         names = {id(p.grad): n for n, p in self.named.items()}
         self.model.log.append("sent " + " ".join(names[id(g)] for g in gradients))
         # In a run, too, it is not the group in which ranks ask each other.
-        return self.world.patient.allreduce_coalesced(gradients, options)
+        return self.world.long_timeout_group.allreduce_coalesced(gradients, options)
 
     def update(self, micros: int, of: int, some: bool = False) -> None:
         self.model.log.clear()
@@ -65,7 +65,7 @@ class Rank:
             parameter.grad = None
         for number in range(1, of + 1):
             if number > micros:
-                self.reduction.nothing(number == of)
+                self.reduction.skip_micro_batch(number == of)
             else:
                 loss = self.model(batch(self.world.rank, number), some)
                 self.reduction.backward(loss, number == of)
@@ -103,7 +103,7 @@ def test_sums_begin_before_backward_has_ended_and_in_one_order():
         own = Rank(world, Only())
         own.update(2, 2)
         before = [*own.model.log]
-        own.reduction.finish(own.found)
+        own.reduction.finalize_reduce(own.found)
         return before, [*own.model.log], own.gradients()
 
     (before, log, found), (_, other, theirs) = two_ranks(work)
@@ -132,7 +132,7 @@ def test_ranks_with_unequal_numbers_of_micro_batches_have_the_same_sums(micros, 
         own, found = Rank(world, size=size), []
         for _ in range(2):  # the first update of a run shows which gradients come whole
             own.update(micros[world.rank], max(micros), some[world.rank])
-            own.reduction.finish(own.found)
+            own.reduction.finalize_reduce(own.found)
             found.append(own.gradients())
         return found
 
@@ -147,13 +147,13 @@ def test_half_precision_is_summed_in_float32():
         weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
         weight.grad_dtype = torch.float32
         master = weight.detach().float().requires_grad_()
-        reduction = Reduction(world, [weight], [master], group=world.group)
+        reduction = GradientReducer(world, [weight], [master], group=world.group)
         for _ in range(2):
             given = torch.full((4,), 1.0 if world.rank else 2.0**-12)
             reduction.backward((weight.float() * given).sum(), True)
-            assert len(reduction.works) == 1  # it was sent before the master had it
+            assert len(reduction.pending_works) == 1  # it was sent before the master had it
             master.grad, weight.grad = weight.grad.float(), None
-            reduction.finish([master])
+            reduction.finalize_reduce([master])
         return master.grad
 
     for found in two_ranks(work):
@@ -179,8 +179,10 @@ def test_a_gradient_that_comes_in_parts_is_sent_when_it_is_whole():
         own = Rank(world, Tied())
         for _ in range(2):
             own.update(1, 1)
-            own.reduction.finish(own.found)
-        return own.gradients(), {own.reduction.weights[i] for i in own.reduction.several}
+            own.reduction.finalize_reduce(own.found)
+        return own.gradients(), {
+            own.reduction.weights[i] for i in own.reduction.multi_fire_gradients
+        }
 
     parts = []
     for rank in range(2):
@@ -198,7 +200,7 @@ def test_a_gradient_that_changes_after_it_was_sent_is_an_error():
         own.update(2, 2)
         with pytest.raises(RuntimeError, match="before it was whole"):
             own.model(batch(world.rank, 3)).backward()
-        own.reduction.drop()
+        own.reduction.abort_reduce()
         return "told"
 
     assert two_ranks(work) == ["told", "told"]
@@ -208,13 +210,13 @@ def test_an_update_that_is_given_up_leaves_nothing_under_way():
     def work(world: World) -> Any:
         own = Rank(world, Only())
         own.update(1, 1)  # since then each knows what there is to send
-        own.reduction.finish(own.found)
+        own.reduction.finalize_reduce(own.found)
         own.update(2 - world.rank * 2, 2)  # one rank has nothing at all
-        own.reduction.drop()
-        assert not own.reduction.works and not own.reduction.sent
-        own.reduction.drop()  # once is enough: the other rank would be waited for
+        own.reduction.abort_reduce()
+        assert not own.reduction.pending_works and not own.reduction.num_buckets_sent
+        own.reduction.abort_reduce()  # once is enough: the other rank would be waited for
         own.update(1, 1)
-        own.reduction.finish(own.found)
+        own.reduction.finalize_reduce(own.found)
         return own.gradients()
 
     for found in two_ranks(work):
@@ -228,13 +230,13 @@ def test_the_gradients_of_a_second_model_are_there_before_the_policys_backward()
         second = dict(beside.named_parameters(prefix="value"))
         own.named |= second
         own.found += [*second.values()]
-        own.reduction = Reduction(world, own.found, own.found, [*second.values()], own, ONE)
+        own.reduction = GradientReducer(world, own.found, own.found, [*second.values()], own, ONE)
         for _ in range(2):
             own.model.log.clear()
             own.reduction.backward(beside(batch(world.rank, 1)), False)
             own.reduction.backward(own.model(batch(world.rank, 1)), True)
             log = [*own.model.log]
-            own.reduction.finish(own.found)
+            own.reduction.finalize_reduce(own.found)
         return log
 
     for log in two_ranks(work):

@@ -6,29 +6,29 @@ from dataclasses import replace
 import pytest
 from two_ranks import two_ranks
 
-from rloo_cli.distributed.pace import MOST, Pace
+from rloo_cli.distributed.stop_poll import MAX_POLLS_SKIPPED, StopPoll
 from rloo_cli.distributed.world import World
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import Stopped
 
 
-class Counted(Pace):
+class Counted(StopPoll):
     """With a clock that a test sets, and the places at which the ranks met."""
 
     def __init__(self) -> None:
         super().__init__(lambda: self.now)
         self.now, self.place, self.places = 0.0, 0, list[int]()
 
-    def met(self, slowest: float, again: bool) -> None:
+    def record_poll(self, slowest_s: float, frequent: bool) -> None:
         self.places.append(self.place)
-        super().met(slowest, again)
+        super().record_poll(slowest_s, frequent)
 
 
 def go(world: World, pace: Counted, seconds: list[float]) -> None:
     """Pieces of work that take so long."""
     for took in seconds:
         pace.place += 1
-        world.check_stop(often=True)
+        world.check_stop(frequent=True)
         pace.now += took
 
 
@@ -37,7 +37,7 @@ def meetings(slow: list[list[float]]) -> list[list[int]]:
 
     def work(world: World) -> list[int]:
         pace = Counted()
-        go(replace(world, pace=pace), pace, slow[world.rank])
+        go(replace(world, stop_poll=pace), pace, slow[world.rank])
         return pace.places
 
     return two_ranks(work)
@@ -53,7 +53,11 @@ def test_long_pieces_are_never_skipped_and_short_ones_not_for_ever():
     one, other = meetings([[2.0] * 9, [0.001] * 9])
     assert one == other == [*range(1, 10)]
     one, other = meetings([[1e-6] * 100, [1e-6] * 100])
-    assert one == other == [1, 2, 2 + MOST, 2 + 2 * MOST, 2 + 3 * MOST]
+    assert (
+        one
+        == other
+        == [1, 2, 2 + MAX_POLLS_SKIPPED, 2 + 2 * MAX_POLLS_SKIPPED, 2 + 3 * MAX_POLLS_SKIPPED]
+    )
     sudden = [1 / 16] * 17 + [3.0] * 30
     one, _ = meetings([sudden, sudden])
     assert one[3:] == [*range(34, 48)]
@@ -62,7 +66,7 @@ def test_long_pieces_are_never_skipped_and_short_ones_not_for_ever():
 def test_what_is_asked_alone_is_asked_always_and_the_next_piece_too():
     def work(world: World) -> list[int]:
         pace = Counted()
-        own = replace(world, pace=pace)
+        own = replace(world, stop_poll=pace)
         go(own, pace, [1 / 16] * 5)
         pace.now += 60  # an evaluation is no piece of work
         pace.place = 0
@@ -79,7 +83,7 @@ def test_what_is_asked_alone_is_asked_always_and_the_next_piece_too():
 def test_small_pieces_say_nothing_of_what_comes_after_a_question_alone():
     def work(world: World) -> list[int]:
         pace = Counted()
-        own = replace(world, pace=pace)
+        own = replace(world, stop_poll=pace)
         go(own, pace, [1 / 16] * 5)
         own.check_stop()
         go(own, pace, [1 / 16] * 5)
@@ -91,12 +95,12 @@ def test_small_pieces_say_nothing_of_what_comes_after_a_question_alone():
 
 def test_a_signal_to_one_rank_is_heard_by_both_at_one_piece_within_a_second(monkeypatch):
     here = threading.local()  # a rank is a thread here
-    monkeypatch.setattr(signals, "asked", lambda: getattr(here, "asked", None))
-    monkeypatch.setattr(signals, "check", lambda: None)
+    monkeypatch.setattr(signals, "stop_requested_at", lambda: getattr(here, "asked", None))
+    monkeypatch.setattr(signals, "raise_if_stopped", lambda: None)
 
     def work(world: World) -> tuple[int, float]:
         pace = Counted()
-        own = replace(world, pace=pace)
+        own = replace(world, stop_poll=pace)
         go(own, pace, [1 / 16] * 30)
         if world.rank == 1:
             here.asked = 1.0

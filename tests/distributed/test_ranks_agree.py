@@ -28,7 +28,9 @@ def test_a_reward_that_raises_on_one_rank_ends_all_with_its_error_said_once(fork
     said = forked.said()
     assert said.count("error: ") == 1 and "KeyError: 'it is mine'" in said, said
     run = forked.folder / "runs" / "r"
-    assert manifest.problem(run / "checkpoint-1") is None  # what was done is kept, by all ranks
+    assert (
+        manifest.checkpoint_problem(run / "checkpoint-1") is None
+    )  # what was done is kept, by all ranks
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", pytest.param("ddp", marks=pytest.mark.slow)])
@@ -36,8 +38,8 @@ def test_a_signal_to_one_rank_stops_and_saves_all_at_the_same_step(forked, engin
     own = reward(forked.folder, "os.kill(os.getpid(), signal.SIGUSR1)")
     assert forked(*WORDS, *SHORT, *own, *spread(engine), "name=s", ranks=2) == 75, forked.said()
     run = forked.folder / "runs" / "s"
-    (saved,) = manifest.checkpoints(run)
-    assert manifest.problem(saved) is None
+    (saved,) = manifest.list_checkpoints(run)
+    assert manifest.checkpoint_problem(saved) is None
     assert len(list(saved.glob("trainer/optimizer-*-of-2.safetensors"))) == 2
     again = ["resume=auto", *own[:1], "reward.function.path=mine.py:score"]
     reward(forked.folder, "pass")
@@ -51,7 +53,7 @@ def test_a_save_that_fails_on_one_rank_is_no_checkpoint_and_the_run_goes_on(fork
     assert forked(*words, faults=f"ckpt.write@2=enospc#{rank}", ranks=2) == 0, forked.said()
     assert "checkpoint-2 was not saved" in forked.said()
     run = forked.folder / "runs" / "f"
-    assert [p.name for p in manifest.checkpoints(run)] == ["checkpoint-3"]
+    assert [p.name for p in manifest.list_checkpoints(run)] == ["checkpoint-3"]
     assert not list(run.glob(".tmp*"))
 
 

@@ -14,14 +14,14 @@ from test_optim import config
 from torch.distributed.tensor.debug import CommDebugMode
 
 from rloo_cli.data.batch import Group, Rollout
-from rloo_cli.distributed.fsdp import Sharded
-from rloo_cli.distributed.optimizer import whole
+from rloo_cli.distributed.fsdp import FSDPEngine
+from rloo_cli.distributed.optimizer import gather_full_tensor
 from rloo_cli.distributed.world import World
 from rloo_cli.generation.common import across_ranks
-from rloo_cli.generation.common.rank0_proxy import Led
+from rloo_cli.generation.common.rank0_proxy import Rank0Proxy
 from rloo_cli.policy.model import Policy
-from rloo_cli.rewards.engine.scoring import Stage
-from rloo_cli.utils.timers import Clock
+from rloo_cli.rewards.engine.scoring import ScoringStep
+from rloo_cli.utils.timers import StepTimer
 
 # fsdp2's two ways to reduce.
 
@@ -50,9 +50,9 @@ def sharded(world: World) -> dict[str, Any]:
         spread = SimpleNamespace(
             reduce=reduce, master_weights="float32", offload="none", timeout_s=60
         )
-        engine: Any = Sharded(world, SimpleNamespace(distributed=spread, train=config(**TRAIN)))
+        engine: Any = FSDPEngine(world, SimpleNamespace(distributed=spread, train=config(**TRAIN)))
         policy = Policy(fresh(), 1.0)
-        optimizer, sent = engine.spread(policy, 10), []
+        optimizer, sent = engine.distribute_policy(policy, 10), []
         for _ in range(2):
             parts = losses(policy, world.rank)
             for number, part in enumerate(parts, 1):
@@ -62,7 +62,9 @@ def sharded(world: World) -> dict[str, Any]:
                 counts = heard.get_comm_counts()
                 sent.append(sum(n for op, n in counts.items() if "reduce_scatter" in str(op)))
             optimizer.step(optimizer.grad_norm())
-        weights = [whole(p.detach()).flatten().tolist() for p in policy.model.parameters()]
+        weights = [
+            gather_full_tensor(p.detach()).flatten().tolist() for p in policy.model.parameters()
+        ]
         found[reduce] = {"sent": sent, "weights": weights}
     return found
 
@@ -105,14 +107,14 @@ class Slow:
     tolerance = 1.0
 
     def __init__(self) -> None:
-        self.facts: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
 
     def generate(self, groups: Any, seeds: Any, greedy: Any, temperature: Any, heard: Any) -> None:
         end = time.monotonic() + 10
         for place, group in enumerate(groups):
             while place == GROUPS - 1 and not (scored(0) and scored(2)):
                 if time.monotonic() > end:
-                    self.facts["waited_in_vain"] = 1.0
+                    self.metrics["waited_in_vain"] = 1.0
                     break
                 time.sleep(0.01)
             group.rollouts = [
@@ -138,18 +140,18 @@ def first_token(completion_ids: Any, **_: Any) -> list[float]:
 
 def overlapped(world: World) -> dict[str, Any]:
     """One step with a sampler that only rank 0 talks to."""
-    generator = Led(world, None, lambda: [], Slow)
+    generator = Rank0Proxy(world, None, lambda: [], Slow)
     chosen = [Group(i, {}, "Say", [1, 2], []) for i in range(GROUPS)]
     one = reward(first_token, scope="row")
-    scores = across_ranks.answer(
+    scores = across_ranks.sample_and_score(
         world, generator, chosen,
         lambda places, arrived: generator.generate(
             [chosen[i] for i in places], [[0, 1]] * len(places), arrived=arrived
         ),
-        lambda own: Stage([one], own, PLAIN, 2),
-        Clock(),
+        lambda own: ScoringStep([one], own, PLAIN, 2),
+        StepTimer(),
     )  # fmt: skip
-    return {"raw": scores.raw.tolist(), "facts": generator.facts,
+    return {"raw": scores.raw.tolist(), "facts": generator.metrics,
             "by": [scored(place) for place in range(GROUPS)]}  # fmt: skip
 
 

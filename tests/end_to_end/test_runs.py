@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rloo_cli.api import train
 from rloo_cli.config import check
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.utils import fault_injection
 from rloo_cli.utils.errors import RewardError
 from rloo_cli.utils.files import read_json
@@ -60,8 +60,8 @@ def test_a_run_leaves_its_files_and_no_others(smoke: tuple[Rloo, Ended]) -> None
 def test_what_a_run_writes_can_be_read_again(smoke: tuple[Rloo, Ended]) -> None:
     rloo, _ = smoke
     run = rloo.folder / "runs" / "smoke"
-    frozen = check.check(compose(["+recipe=smoke"]))
-    assert check.dump(check.read(run / "config.yaml")) == check.dump(frozen)
+    frozen = check.check_config(compose_config(["+recipe=smoke"]))
+    assert check.dump_config(check.read_config(run / "config.yaml")) == check.dump_config(frozen)
     assert yaml.safe_load((run / "config.yaml").read_text())["algorithm"]["beta"] == 0.05
     assert (run / "overrides.txt").read_text() == "+recipe=smoke\n"
     facts = read_json(run / "run.json")

@@ -85,7 +85,9 @@ def test_smoke_is_trained_and_served_on_nodes_of_their_own(
     assert read_json(run / "run.json")["state"] == "finished" and steps(run) == [1, 2]
     said = job.said()
     assert "parity of trainer and vLLM" in said and "the server has ended, as it was" in said
-    assert not server_file.places(run) and [*(run / "logs" / "server").glob("server_1.log")]
+    assert not server_file.server_file_paths(run) and [
+        *(run / "logs" / "server").glob("server_1.log")
+    ]
     assert f"on gpu-node-[01-0{training + 1}]" in said and NODES[0] == "gpu-node-01"
 
 
@@ -103,7 +105,7 @@ def test_a_trainer_that_fails_ends_the_job_with_its_code_and_the_server(
     assert late < 15 and slurm.idle(5)
     said = job.said()
     assert "on purpose" in said and "the server has ended, as it was asked to" in said
-    assert not server_file.places(tmp_path / "runs" / "smoke")
+    assert not server_file.server_file_paths(tmp_path / "runs" / "smoke")
 
 
 @pytest.mark.slow
@@ -112,7 +114,7 @@ def test_a_trainer_that_fails_ends_the_job_with_its_code_and_the_server(
 def test_a_server_that_dies_at_its_start_ends_the_trainer_with_6_and_its_words(
     slurm: Slurm, words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    with ports.bind("127.0.0.1", 0) as held:
+    with ports.bind_tcp_socket("127.0.0.1", 0) as held:
         held.listen()
         port = held.getsockname()[1]
         job = slurm.submit(script("train_and_serve"), *words, f"generation.server.port={port}")

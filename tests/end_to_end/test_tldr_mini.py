@@ -9,10 +9,10 @@ import pytest
 from cli_cases import Rloo, strict, surroundings
 
 from rloo_cli.config import check, synthetic
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.data.synthetic import tldr
 from rloo_cli.data.synthetic import tldr_posts as posts
-from rloo_cli.data.synthetic.tldr_posts import Facts, gold
+from rloo_cli.data.synthetic.tldr_posts import Facts, score_summary
 from rloo_cli.train.supervised import tldr as trained
 
 FACTS = Facts("boss", "stole", "bike", "monday", "jealous", "quit")
@@ -27,16 +27,19 @@ WHOLE = "my boss stole my bike on monday , they were jealous , i want to quit ."
 
 
 def test_posts_are_the_same_everywhere() -> None:
-    assert tldr.rows("test")[0] == {
+    assert tldr.tldr_examples("test")[0] == {
         "prompt": "POST : my cousin has a ring . i think they were greedy . my sister scratched my "
         "boat on tuesday . i saw my father last thursday . now i want to forgive .\nTL;DR :\n",
         "summary": "my sister scratched my boat .",
     }
-    assert tldr.rows("train")[:50] == [tldr._row("train", i) for i in range(50)]
+    assert tldr.tldr_examples("train")[:50] == [tldr._tldr_example("train", i) for i in range(50)]
 
 
 def test_no_post_that_is_held_out_is_trained_on() -> None:
-    facts = {split: {posts.read(r["prompt"]) for r in tldr.rows(split)} for split in tldr.SIZES}
+    facts = {
+        split: {posts.parse_post(r["prompt"]) for r in tldr.tldr_examples(split)}
+        for split in tldr.SIZES
+    }
     assert not facts["test"] & facts["train"] and not facts["validation"] & facts["train"]
     assert not facts["validation"] & facts["test"]
     assert len(facts["test"]) > 990  # hardly one is told twice
@@ -45,22 +48,22 @@ def test_no_post_that_is_held_out_is_trained_on() -> None:
 def test_a_post_tells_its_facts_and_no_aside_has_them() -> None:
     for number in range(300):
         dice = random.Random(number)
-        facts = posts.draw(dice)
-        text = posts.post(facts, dice)
-        assert posts.read(text) == facts and posts.is_post(text)
+        facts = posts.sample_facts(dice)
+        text = posts.write_post(facts, dice)
+        assert posts.parse_post(text) == facts and posts.is_post(text)
         for word in vars(facts).values():
             assert text.split().count(word) == 1
     with pytest.raises(ValueError, match="not a post"):
-        posts.read("What is 2 + 2?")
+        posts.parse_post("What is 2 + 2?")
 
 
 def test_every_word_has_a_token_and_comes_back() -> None:
-    tokens = tldr.tokenizer()
-    for row in [tldr._row(split, i) for split in tldr.SIZES for i in range(300)]:
+    tokens = tldr.tldr_tokenizer()
+    for row in [tldr._tldr_example(split, i) for split in tldr.SIZES for i in range(300)]:
         ids = tokens(row["prompt"])["input_ids"]
         said = tokens(row["summary"])["input_ids"]
         assert tokens.unk_token_id not in ids + said
-        assert len(ids) <= 80 and len(said) < trained.LONGEST
+        assert len(ids) <= 80 and len(said) < trained.MAX_SAMPLE_TOKENS
         assert (
             tokens.decode([*said, tokens.eos_token_id], skip_special_tokens=True)
             == (row["summary"])
@@ -91,8 +94,8 @@ def test_every_word_has_a_token_and_comes_back() -> None:
     ],
 )
 def test_the_hidden_rule(summary: str, score: float) -> None:
-    assert posts.read(POST) == FACTS
-    assert gold(POST, summary) == pytest.approx(score)
+    assert posts.parse_post(POST) == FACTS
+    assert score_summary(POST, summary) == pytest.approx(score)
 
 
 def test_the_hidden_rule_as_a_reward_says_nothing_of_other_prompts() -> None:
@@ -101,7 +104,7 @@ def test_the_hidden_rule_as_a_reward_says_nothing_of_other_prompts() -> None:
 
 
 def test_careless_people_leave_out_and_mistake_some_facts() -> None:
-    scores = [gold(r["prompt"], r["summary"]) for r in tldr.rows("test")]
+    scores = [score_summary(r["prompt"], r["summary"]) for r in tldr.tldr_examples("test")]
     assert 3 < sum(scores) / len(scores) < 4 and max(scores) == 6 and min(scores) < 1
 
 
@@ -109,7 +112,7 @@ def test_preferences_are_right_more_often_the_clearer_the_case() -> None:
     dice = random.Random(0)
     rate = {}
     for worse in ("my boss stole my bike on monday .", "my uncle lost my lamp ."):
-        judged = [trained._judged(POST, worse, WHOLE, dice)["chosen"] for _ in range(300)]
+        judged = [trained._preferred_pair(POST, worse, WHOLE, dice)["chosen"] for _ in range(300)]
         rate[worse] = judged.count(WHOLE) / 300
     two, nine = rate.values()  # points apart: sigmoid(2) = 0.88, sigmoid(9) = 0.9999
     assert 0.8 < two < 0.95 < nine
@@ -119,9 +122,9 @@ def test_preferences_are_right_more_often_the_clearer_the_case() -> None:
 
 
 def test_the_hidden_rule_is_no_reward_of_the_recipe() -> None:
-    run = check.check(compose(["+recipe=tldr_mini"]))
+    run = check.check_config(compose_config(["+recipe=tldr_mini"]))
     assert run.rewards["tldr_mini_gold"].weight == 0 and run.rewards["tldr_mini_rm"].weight == 1
-    assert {path for path in synthetic.MODELS if "tldr" in path} == {
+    assert {path for path in synthetic.SYNTHETIC_MODELS if "tldr" in path} == {
         "tldr_base",
         "tldr_sft",
         "tldr_reward",
@@ -130,13 +133,15 @@ def test_the_hidden_rule_is_no_reward_of_the_recipe() -> None:
 
 @pytest.mark.parametrize("section", ["sft", "reward_model"])
 def test_what_is_made_is_trained_as_the_recipe_says(section: str) -> None:
-    run = check.check(compose(["+recipe=tldr_mini"]))
-    assert trained.recipe(section) == (getattr(run, section), run.seed)
+    run = check.check_config(compose_config(["+recipe=tldr_mini"]))
+    assert trained.tldr_recipe(section) == (getattr(run, section), run.seed)
 
 
 def test_the_shape_of_the_made_models_is_what_is_checked_before_they_are_made() -> None:
-    names = [name for name in synthetic.CONTEXT if name.startswith("tldr")]
-    assert {synthetic.CONTEXT[name] for name in names} == {tldr.SHAPE["max_position_embeddings"]}
+    names = [name for name in synthetic.SYNTHETIC_CONTEXT_LENGTHS if name.startswith("tldr")]
+    assert {synthetic.SYNTHETIC_CONTEXT_LENGTHS[name] for name in names} == {
+        tldr.SHAPE["max_position_embeddings"]
+    }
 
 
 @pytest.mark.slow

@@ -13,13 +13,13 @@ from loop_cases import checked, flat, make
 
 from rloo_cli.cli import eval_target
 from rloo_cli.config import check
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.evaluation import worker
-from rloo_cli.evaluation.evaluate import evaluate
+from rloo_cli.evaluation.evaluate import evaluate_run
 from rloo_cli.evaluation.judges import judge as judging
 from rloo_cli.evaluation.judges import llm
-from rloo_cli.evaluation.judges.win_rate import tally
-from rloo_cli.reporting import eval_rows
+from rloo_cli.evaluation.judges.win_rate import compute_win_rate
+from rloo_cli.reporting import eval_lines
 from rloo_cli.utils.errors import ConfigError, DataError, RewardError
 from rloo_cli.utils.files import read_json
 
@@ -52,7 +52,7 @@ def words(url: str, *more: str) -> list[str]:
 def judged(folder: Path, *given: str) -> tuple[dict[str, Any], list[dict[str, Any]], Any]:
     """Metrics, pairs and the run of one evaluation in training."""
     run = make(folder, *given)
-    row = evaluate(run)
+    row = evaluate_run(run)
     return row, strict(run.folder / "samples" / "pairs_000000.jsonl"), run
 
 
@@ -122,9 +122,9 @@ VERDICTS = {
 
 @pytest.mark.parametrize("said", VERDICTS)
 def test_an_answer_is_read_strictly(said: str) -> None:
-    keys = check.check(compose(["+recipe=smoke", *words("http://x")])).eval.judge
+    keys = check.check_config(compose_config(["+recipe=smoke", *words("http://x")])).eval.judge
     thought = said.rpartition("</think>")[2]
-    assert llm.read(thought, keys.pattern) == VERDICTS[said]  # type: ignore[union-attr]
+    assert llm.parse_preference(thought, keys.pattern) == VERDICTS[said]  # type: ignore[union-attr]
 
 
 def test_what_is_no_verdict_is_asked_for_again_then_left_out_and_counted(
@@ -139,7 +139,7 @@ def test_what_is_no_verdict_is_asked_for_again_then_left_out_and_counted(
     run = make(tmp_path, *words(stub.url))
     notes: list[str] = []
     run.log.note = notes.append  # type: ignore[method-assign]
-    row = evaluate(run)
+    row = evaluate_run(run)
     pairs = strict(run.folder / "samples" / "pairs_000000.jsonl")
     (odd,) = [p for p in pairs if p["value"] is None]
     assert odd["prompt"] == "What is 74 + 4?"
@@ -148,7 +148,7 @@ def test_what_is_no_verdict_is_asked_for_again_then_left_out_and_counted(
     assert row["eval_win_rate"] == 0.5 and row["eval_win_rate/ties"] == 5
     assert sum("What is 74 + 4?" in b["messages"][0]["content"] for _, b in stub.asked) == 4
     assert any("1 of 6 pairs have no verdict" in note for note in notes)
-    assert str(run.log.rows[-1]["eval_reward"])  # and the scores are there as ever
+    assert str(run.log.metrics_lines[-1]["eval_reward"])  # and the scores are there as ever
 
 
 def test_a_pair_with_one_lost_order_is_no_half(serve: Any, tmp_path: Path) -> None:
@@ -164,7 +164,9 @@ def test_a_pair_with_one_lost_order_is_no_half(serve: Any, tmp_path: Path) -> No
 def test_a_judge_that_is_not_there_is_missed_before_the_model_loads(
     serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rloo_cli.policy.load.model", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(
+        "rloo_cli.policy.load.load_causal_lm", lambda *_: pytest.fail("it was loaded")
+    )
     stub = serve(in_turn((404, {"error": {"message": "no model m"}})))
     with pytest.raises(RewardError, match=r"cannot be asked(.|\n)*no model m"):
         make(tmp_path, *words(stub.url))
@@ -181,21 +183,21 @@ def test_a_training_goes_on_without_its_judge_and_an_evaluation_does_not(
     notes: list[str] = []
     run.log.note = notes.append  # type: ignore[method-assign]
     stub.answer = in_turn((401, "go away"))
-    row = evaluate(run)
+    row = evaluate_run(run)
     assert row["judge/invalid"] == 6 and "eval_win_rate" not in row and "eval_reward" in row
     assert any("the judge is gone" in note and "go away" in note for note in notes)
     run.judge.training = False
     with pytest.raises(RewardError, match="go away"):
-        evaluate(run)
+        evaluate_run(run)
 
 
 def test_judging_moves_nothing_in_the_run(serve: Any, tmp_path: Path) -> None:
     from rloo_cli.utils import rng
 
     run = make(tmp_path, *words(serve(chats(shorter)).url))
-    before, weights, state = rng.take(), flat(run), run.state.dump()
-    evaluate(run)
-    after = rng.take()
+    before, weights, state = rng.capture_random_states(), flat(run), run.state.dump()
+    evaluate_run(run)
+    after = rng.capture_random_states()
     assert str(after) == str(before)
     assert bool((flat(run) == weights).all()) and run.state.dump() == state
 
@@ -207,8 +209,10 @@ def rows_of(monkeypatch: pytest.MonkeyPatch, column: Any) -> None:
     """The tiny data with a column `told`."""
     from rloo_cli.data.synthetic import tiny
 
-    plain = tiny.rows
-    monkeypatch.setattr(tiny, "rows", lambda split: [r | {"told": column} for r in plain(split)])
+    plain = tiny.tiny_examples
+    monkeypatch.setattr(
+        tiny, "tiny_examples", lambda split: [r | {"told": column} for r in plain(split)]
+    )
 
 
 def test_a_reference_may_be_the_end_of_a_conversation(
@@ -261,7 +265,7 @@ def test_a_rule_scores_both_sides_and_equal_scores_are_a_tie(tmp_path: Path) -> 
         assert pair["verdicts"] == [{"ours": ours, "theirs": theirs}]
         assert pair["value"] == (1.0 if ours > theirs else 0.5 if ours == theirs else 0.0)
     assert row["eval_win_rate"] == sum(p["value"] for p in pairs) / 6
-    assert run.judge.who.startswith("the reward function ")
+    assert run.judge.description.startswith("the reward function ")
 
 
 def test_a_rule_that_does_not_apply_leaves_the_pair_out(tmp_path: Path) -> None:
@@ -275,8 +279,8 @@ def test_a_reward_model_reads_both_sides_alike_with_the_end_of_those_that_ended(
     from rloo_cli.evaluation.judges import reward
 
     seen: list[Any] = []
-    plain = reward.score
-    monkeypatch.setattr(reward, "score", lambda r, g, c: (seen.extend(g), plain(r, g, c))[1])
+    plain = reward.score_groups
+    monkeypatch.setattr(reward, "score_groups", lambda r, g, c: (seen.extend(g), plain(r, g, c))[1])
     given = ["judge=reward_model", "eval.judge.reward.path=make:tiny_reward", *SMALL]
     row, pairs, run = judged(tmp_path, *given)
     assert row["judge/invalid"] == 0 and len(seen) == 6
@@ -286,8 +290,8 @@ def test_a_reward_model_reads_both_sides_alike_with_the_end_of_those_that_ended(
         end = run.tokenizer.eos_token_id
         assert theirs.finish_reason == "stop" and theirs.completion_ids[-1] == end
         assert (ours.completion_ids[-1] == end) == (ours.finish_reason == "stop")
-    told = judging.Judged([], {"": tally([1.0], [(1, 1)])}, {}, [])
-    title = str(judging.table(run.judge, told).title)
+    told = judging.JudgedSets([], {"": compute_win_rate([1.0], [(1, 1)])}, {}, [])
+    title = str(judging.judge_table(run.judge, told).title)
     assert "preferred by reward model make:tiny_reward" in title and "not a person's" in title
 
 
@@ -297,10 +301,10 @@ def test_a_reward_model_reads_both_sides_alike_with_the_end_of_those_that_ended(
 def evaluated(tmp_path: Path, *given: str) -> Path:
     """The folder of an evaluation by the process of `rloo eval`, without the process."""
     settings = checked((), tuple(given))
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(check.dump(settings)))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(check.dump_config(settings)))
     about = {"source": "x", "run": None, "state": {}, "steps": 2, "prompts": 0}
     (tmp_path / "about.json").write_text(json.dumps(about))
-    worker.work(tmp_path)
+    worker.run_evaluation(tmp_path)
     return tmp_path
 
 
@@ -339,7 +343,7 @@ def a_run(folder: Path) -> Path:
     """The folder of a finished run, as far as an evaluation looks at it."""
     place = folder / "runs" / "smoke"
     (place / "final").mkdir(parents=True)
-    (place / "config.yaml").write_text(yaml.safe_dump(check.dump(checked((), ()))))
+    (place / "config.yaml").write_text(yaml.safe_dump(check.dump_config(checked((), ()))))
     facts = {"progress": {"step": 2, "updates": 2}, "plan": {"max_steps": 2}, "prompts": 64}
     (place / "run.json").write_text(json.dumps(facts))
     for name in ("config.json", "tokenizer.json"):
@@ -353,21 +357,23 @@ def test_a_run_is_given_a_judge_and_keeps_its_own_config(
     monkeypatch.chdir(tmp_path)
     place = a_run(tmp_path)
     (tmp_path / "mine.py").write_text(RULE)
-    plain = eval_target.of_run(str(place), [])
+    plain = eval_target.eval_target_of_run(str(place), [])
     given = ["eval.judge.reward.path=mine.py:digits", "judge=rule"]  # in whatever order
-    subject = eval_target.of_run(str(place), given)
+    subject = eval_target.eval_target_of_run(str(place), given)
     judge: Any = subject.config.eval.judge
     assert judge.reward.path == "mine.py:digits" and judge.reward.on_error == "raise"
-    assert subject.place != plain.place and plain.config.eval.judge is None
+    assert subject.output_dir != plain.output_dir and plain.config.eval.judge is None
     assert subject.config.reward.model_dump() == plain.config.reward.model_dump()
     again = {"eval.judge.model": "m", "eval.judge.both_orders": "false"}
-    subject = eval_target.of_run(str(place), ["judge=openai", *map("=".join, again.items())])
+    subject = eval_target.eval_target_of_run(
+        str(place), ["judge=openai", *map("=".join, again.items())]
+    )
     assert subject.config.eval.judge.both_orders is False  # type: ignore[union-attr]
-    assert eval_target.of_run(str(place), ["judge=null"]).config.eval.judge is None
+    assert eval_target.eval_target_of_run(str(place), ["judge=null"]).config.eval.judge is None
     wrong = {"judge=opnai": "judge=openai", "judge=rule": "eval.judge.reward.path has no value"}
     for word, said in wrong.items():
         with pytest.raises(ConfigError, match=said):
-            eval_target.of_run(str(place), [word])
+            eval_target.eval_target_of_run(str(place), [word])
 
 
 def test_a_training_compares_with_references_only(serve: Any, tmp_path: Path) -> None:
@@ -378,9 +384,9 @@ def test_a_training_compares_with_references_only(serve: Any, tmp_path: Path) ->
 
 def test_the_recipe_of_the_paper_runs_small_without_a_network(tmp_path: Path) -> None:
     given = ["+recipe=tldr_judge", "+debug=cpu", "distributed.threads=1", "eval.max_samples=4"]
-    run = check.check(compose(given))
+    run = check.check_config(compose_config(given))
     assert run.eval.judge is not None and run.eval.judge.type == "reward"  # type: ignore[attr-defined]
-    real = check.check(compose(["+recipe=tldr_judge", "eval.judge.model=m"]))
+    real = check.check_config(compose_config(["+recipe=tldr_judge", "eval.judge.model=m"]))
     judge: Any = real.eval.judge
     assert (judge.against, judge.both_orders, judge.temperature) == ("reference", True, 0.0)
     assert (real.eval.max_samples, real.generation.max_completion_length) == (1000, 200)
@@ -400,14 +406,14 @@ REFUSED = {
 @pytest.mark.parametrize("word", REFUSED)
 def test_a_key_that_is_wrong_is_named(word: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        check.check(compose(["+recipe=smoke", *words("http://x"), word]))
+        check.check_config(compose_config(["+recipe=smoke", *words("http://x"), word]))
     assert REFUSED[word] in str(refused.value)
 
 
 def test_rollout_servers_sample_no_second_model() -> None:
     given = [*words("http://x", "against=make:tiny"), "generation=vllm_server"]
     with pytest.raises(ConfigError, match="rollout servers hold one model"):
-        check.check(compose(["+recipe=smoke", *given]))
+        check.check_config(compose_config(["+recipe=smoke", *given]))
 
 
 def test_the_rewards_of_a_judge_are_checked_as_all_are() -> None:
@@ -418,13 +424,13 @@ def test_the_rewards_of_a_judge_are_checked_as_all_are() -> None:
     }.items():
         given = ["judge=rule", "eval.judge.reward.path=math:f", f"eval.judge.reward.{word}"]
         with pytest.raises(ConfigError) as refused:
-            check.check(compose(["+recipe=smoke", *given]))
+            check.check_config(compose_config(["+recipe=smoke", *given]))
         assert said in str(refused.value)
 
 
 def test_a_win_rate_is_shown_while_a_run_goes_on() -> None:
     row = {"eval_hard_win_rate": 0.5, "eval_win_rate": 1.0, "eval_win_rate/wins": 3}
-    assert eval_rows.headline(row) == [
+    assert eval_lines.headline_metrics(row) == [
         ("wins hard", "eval_hard_win_rate"),
         ("wins", "eval_win_rate"),
     ]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from loop_cases import ENDS, digits, flat, make, timeless
 
-from rloo_cli.evaluation.evaluate import answers, evaluate
-from rloo_cli.policy.shared_attention import native
-from rloo_cli.reporting import eval_rows
+from rloo_cli.evaluation.evaluate import answer_eval_sets, evaluate_run
+from rloo_cli.policy.shared_attention import native_attention
+from rloo_cli.reporting import eval_lines
 from rloo_cli.rewards.engine import scoring
 from rloo_cli.train import loop
 from rloo_cli.utils import rng, signals
@@ -32,12 +32,12 @@ def trained(tmp_path, *words, rewards=None):
     np.random.seed(1)
     first = [ENDS, "max_steps=4", "train.learning_rate=1e-3", "checkpoint.every=0"]
     run = make(tmp_path, *first, *words, rewards=rewards)
-    loop.train(run)
+    loop.run_training_loop(run)
     return run
 
 
 def samples_of(run, name="", step=0):
-    path = run.folder / "samples" / f"{eval_rows.file_name(name, step)}.jsonl"
+    path = run.folder / "samples" / f"{eval_lines.eval_samples_name(name, step)}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -57,14 +57,14 @@ ASKED = ["eval.every=1", "eval.num_generations=4", "eval.batch_size=5", *SETS]
 @pytest.mark.parametrize("words", [[], ["algorithm.num_iterations=2", "logging.every=3"]])
 def test_evaluation_changes_nothing_in_the_run_bit_for_bit(tmp_path, words):
     without = trained(tmp_path / "a", *words, NONE, rewards={"restless": restless})
-    alone = rng.take()
+    alone = rng.capture_random_states()
     asked = trained(tmp_path / "b", *words, *ASKED, rewards={"restless": restless})
-    after = rng.take()
+    after = rng.capture_random_states()
     assert torch.equal(flat(asked), flat(without))
     assert torch.equal(after.tensors["cpu"], alone.tensors["cpu"]) and after.plain == alone.plain
-    rows = [timeless(row) for row in asked.log.rows if not eval_rows.is_evaluation(row)]
-    assert rows == [timeless(row) for row in without.log.rows]
-    steps = [row["step"] for row in asked.log.rows if eval_rows.is_evaluation(row)]
+    rows = [timeless(row) for row in asked.log.metrics_lines if not eval_lines.is_evaluation(row)]
+    assert rows == [timeless(row) for row in without.log.metrics_lines]
+    steps = [row["step"] for row in asked.log.metrics_lines if eval_lines.is_evaluation(row)]
     assert steps == [0, 1, 2, 3, 4]
     assert vars(asked.state) | {"evaluated": 0} == vars(without.state) | {"evaluated": 0}
     for k in range(1, 5):
@@ -94,7 +94,7 @@ def test_the_global_generators_are_put_back_when_a_reward_fails(tmp_path):
     run = make(tmp_path, rewards={"broken": broken})
     before = torch.get_rng_state()
     with pytest.raises(RewardError):
-        evaluate(run)
+        evaluate_run(run)
     assert torch.equal(torch.get_rng_state(), before)
     assert not (run.folder / "metrics.jsonl").exists() and not (run.folder / "samples").exists()
 
@@ -104,20 +104,23 @@ def test_the_seconds_of_an_evaluation_are_no_steps_seconds(tmp_path):
     clock = run.clock
 
     def slow(*arguments, **options):
-        clock.step_began -= 1000.0  # as if it had taken so long
+        clock.step_started_at -= 1000.0  # as if it had taken so long
         return generate(*arguments, **options)
 
     generate = run.generator.generate
     run.generator.generate = lambda g, s, **o: (slow if o.get("greedy") else generate)(g, s, **o)
-    loop.train(run)
-    assert all(row["step_time"] < 500 for row in run.log.rows if "step_time" in row)
+    loop.run_training_loop(run)
+    assert all(row["step_time"] < 500 for row in run.log.metrics_lines if "step_time" in row)
 
 
 def test_without_anything_held_out_nothing_is_asked_or_written(tmp_path):
     run = make(tmp_path, NONE, "eval.every=1", "checkpoint.every=0")
-    assert evaluate(run) == {}
-    loop.train(run)
-    assert not any(eval_rows.is_evaluation(row) for row in run.log.rows) and len(run.log.rows) == 2
+    assert evaluate_run(run) == {}
+    loop.run_training_loop(run)
+    assert (
+        not any(eval_lines.is_evaluation(row) for row in run.log.metrics_lines)
+        and len(run.log.metrics_lines) == 2
+    )
 
 
 # What is asked.
@@ -133,19 +136,19 @@ def test_answers_are_greedy_and_do_not_depend_on_how_many_are_asked_at_once(tmp_
     for size, seed in ((1, 1), (16, 1), (5, 2)):
         words = (ENDS, f"eval.batch_size={size}", f"seed={seed}")
         run = make(tmp_path, *words, rewards={"tell": tell})
-        evaluate(run)
+        evaluate_run(run)
     assert told[:16] == told[16:32] == told[32:]
     for prompt, answer in told[:16]:
-        with native(run.policy.model):
+        with native_attention(run.policy.model):
             logits = run.policy.model(input_ids=torch.tensor([prompt + answer])).logits[0]
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
 
 
 def test_sampled_answers_depend_on_seed_prompt_and_place_but_not_on_step_or_batch(tmp_path):
     run = make(tmp_path, ENDS, "eval.num_generations=3", "eval.batch_size=4")
-    evaluate(run)
+    evaluate_run(run)
     run.state.step = 7
-    evaluate(run)
+    evaluate_run(run)
     first = samples_of(run)
     assert samples_of(run, step=7) == first
     sampled = [s for s in first if not s["greedy"]]
@@ -153,11 +156,11 @@ def test_sampled_answers_depend_on_seed_prompt_and_place_but_not_on_step_or_batc
     assert len({s["seed"] for s in sampled}) == 48
     assert len({s["completion"] for s in sampled}) > 40
     whole = make(tmp_path, ENDS, "eval.num_generations=3", "eval.batch_size=100")
-    evaluate(whole)
+    evaluate_run(whole)
     assert len(samples_of(whole)) == 64
     assert [s["completion"] for s in samples_of(whole)] == [s["completion"] for s in first]
     other = make(tmp_path, ENDS, "eval.num_generations=3", "seed=2")
-    evaluate(other)
+    evaluate_run(other)
     told = samples_of(other)
     assert [s["completion"] for s in told[:16]] == [s["completion"] for s in first[:16]]
     assert [s["completion"] for s in told[16:]] != [s["completion"] for s in first[16:]]
@@ -171,23 +174,23 @@ def test_a_batch_holds_eval_batch_size_completions_at_most(tmp_path):
         return [0.0] * len(completion_ids)
 
     words = ["eval.num_generations=3", "eval.batch_size=8", "eval.max_samples=7"]
-    evaluate(make(tmp_path, *words, rewards={"tell": tell}))
+    evaluate_run(make(tmp_path, *words, rewards={"tell": tell}))
     assert sizes == [(7, 1), (6, 3), (6, 3), (6, 3), (3, 3)]
     sizes.clear()
-    evaluate(make(tmp_path, *words, "eval.batch_size=2", rewards={"tell": tell}))
+    evaluate_run(make(tmp_path, *words, "eval.batch_size=2", rewards={"tell": tell}))
     assert sizes[4:] == [(3, 3)] * 7  # a prompt's completions stay together
 
 
 def test_the_temperature_of_evaluation_is_its_own(tmp_path):
     words = [ENDS, "eval.num_generations=2", "eval.max_samples=6"]
     usual = make(tmp_path, *words)
-    evaluate(usual)
+    evaluate_run(usual)
     first = [s["completion"] for s in samples_of(usual)]
     same = make(tmp_path, *words, "eval.temperature=1.0", "generation.temperature=0.5")
-    evaluate(same)
+    evaluate_run(same)
     assert [s["completion"] for s in samples_of(same)] == first
     cold = make(tmp_path, *words, "eval.temperature=0.0001")
-    evaluate(cold)
+    evaluate_run(cold)
     told = samples_of(cold)
     for s in told[6:]:
         assert s["completion"] == told[s["draw"]]["completion"]
@@ -199,29 +202,29 @@ def test_a_signal_ends_an_evaluation_before_the_next_batch_is_sampled(tmp_path, 
         asked.append(len(groups))
         first(groups, seeds, greedy=greedy, arrived=arrived)
         if len(asked) == 2:
-            monkeypatch.setattr(scoring, "finish", heard)
+            monkeypatch.setattr(scoring, "wait_for_calls", heard)
 
     def heard(*arguments):
         wait(*arguments)
         monkeypatch.setattr(
-            signals, "_heard", [(15, 0.0)]
+            signals, "_received_signals", [(15, 0.0)]
         )  # when nobody waits for a reward any more
 
-    run, asked, wait = make(tmp_path, "eval.batch_size=4"), [], scoring.finish
+    run, asked, wait = make(tmp_path, "eval.batch_size=4"), [], scoring.wait_for_calls
     first, run.generator.generate = run.generator.generate, generate
     with pytest.raises(Stopped):
-        evaluate(run)
+        evaluate_run(run)
     assert asked == [4, 4] and not (run.folder / "metrics.jsonl").exists()
 
 
 def test_a_signal_ends_an_evaluation_while_a_reward_is_waited_for(tmp_path, monkeypatch):
     def tell(completion_ids, **_):
-        monkeypatch.setattr(signals, "_heard", [(15, 0.0)])
+        monkeypatch.setattr(signals, "_received_signals", [(15, 0.0)])
         return [0.0] * len(completion_ids)
 
     run = make(tmp_path, rewards={"tell": tell})  # one batch: only the wait can notice
     with pytest.raises(Stopped):
-        evaluate(run)
+        evaluate_run(run)
 
 
 # What is reported.
@@ -238,11 +241,11 @@ def test_metrics_are_means_over_the_rows_that_have_a_score(tmp_path):
 
     words = ["reward.length.weight=0.5", "eval.batch_size=3"]
     run = make(tmp_path, ENDS, *words, rewards={"some": some, "length": length})
-    row = evaluate(run)
+    row = evaluate_run(run)
     samples = samples_of(run)
     assert len(samples) == row["eval_samples"] == 16 and row["eval_unscored"] == 0
-    assert [s["prompt"] for s in samples] == run.sets[""].prompts
-    assert [s["row"] for s in samples] == run.sets[""].rows
+    assert [s["prompt"] for s in samples] == run.eval_sets[""].prompts
+    assert [s["row"] for s in samples] == run.eval_sets[""].examples
     assert [s["tokens"] for s in samples] == [s["completion_length"] for s in samples]
     said = [s["rewards"]["some"] for s in samples]
     assert 0 < sum(s is None for s in said) < 16
@@ -260,7 +263,7 @@ def test_metrics_are_means_over_the_rows_that_have_a_score(tmp_path):
 
 def test_every_sample_of_every_set_is_kept_in_a_file_of_the_set(tmp_path):
     run = make(tmp_path, ENDS, "eval.num_generations=2", *SETS)
-    row = evaluate(run)
+    row = evaluate_run(run)
     assert {p.name for p in (run.folder / "samples").iterdir()} == {
         "eval_hard_000000.jsonl",
         "eval_seen_000000.jsonl",
@@ -279,15 +282,15 @@ def test_every_sample_of_every_set_is_kept_in_a_file_of_the_set(tmp_path):
 
 def test_max_samples_takes_the_first_rows_of_the_split(tmp_path):
     run = make(tmp_path, "eval.max_samples=5")
-    assert evaluate(run)["eval_samples"] == 5
-    assert [s["prompt"] for s in samples_of(run)] == run.sets[""].prompts[:5]
+    assert evaluate_run(run)["eval_samples"] == 5
+    assert [s["prompt"] for s in samples_of(run)] == run.eval_sets[""].prompts[:5]
 
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_held_out_score_is_not_normalised_over_its_batch(tmp_path, k):
     words = [f"eval.num_generations={k}", "algorithm.multi_reward=normalize_then_sum"]
     run = make(tmp_path, ENDS, *words)
-    row = evaluate(run)
+    row = evaluate_run(run)
     assert row["eval_reward"] == pytest.approx(row["eval_reward/digits/mean"])
     assert all(s["score"] == pytest.approx(s["rewards"]["digits"]) for s in samples_of(run))
 
@@ -297,7 +300,7 @@ def test_failed_rewards_are_counted_and_never_zero(tmp_path):
         return [1.0 if i % 2 else float("nan") for i in range(len(completion_ids))]
 
     words = ["reward.half.on_error=none", "reward.half.max_error_rate=1"]
-    row = evaluate(make(tmp_path, *words, "eval.batch_size=4", rewards={"half": half}))
+    row = evaluate_run(make(tmp_path, *words, "eval.batch_size=4", rewards={"half": half}))
     assert row["eval_reward/half/error_rate"] == 0.5 and row["eval_reward"] == 1.0
     assert row["eval_unscored"] == 8 and row["eval_samples"] == 16
 
@@ -316,6 +319,6 @@ def test_rewards_never_see_the_lines_of_evaluations(tmp_path):
 def test_progress_is_told_set_by_set(tmp_path):
     run = make(tmp_path, "eval.num_generations=2", "eval.batch_size=20", *SETS)
     told = []
-    answers(run, run.state.seen_by_rewards(run), lambda *said: told.append(said))
+    answer_eval_sets(run, run.state.seen_by_rewards(run), lambda *said: told.append(said))
     hard = [("hard", 16, 48), ("hard", 36, 48), ("hard", 48, 48)]
     assert told == [*hard, ("seen", 20, 60), ("seen", 40, 60), ("seen", 60, 60)]

@@ -10,17 +10,17 @@ from rich.console import Console
 from test_evaluate import SETS, samples_of
 
 from rloo_cli.config import check
-from rloo_cli.config.compose import compose
-from rloo_cli.evaluation.evaluate import evaluate
+from rloo_cli.config.compose import compose_config
+from rloo_cli.evaluation.evaluate import evaluate_run
 from rloo_cli.policy import load
 from rloo_cli.reporting.display import Display
-from rloo_cli.reporting.panel import render
+from rloo_cli.reporting.panel import render_panel
 from rloo_cli.train import loop, summary
 from rloo_cli.utils.errors import ConfigError, DataError, RunError
 
 
 def held_out(*words):
-    return check.check(compose(["+recipe=smoke", *words])).held_out
+    return check.check_config(compose_config(["+recipe=smoke", *words])).held_out
 
 
 # What a set is.
@@ -71,10 +71,10 @@ def test_a_set_that_names_no_split_has_the_one_that_is_held_out(tmp_path):
 def test_what_is_read_back_from_a_run_has_the_same_sets(tmp_path):
     import yaml
 
-    run = check.check(compose(["+recipe=smoke", *SETS]))
+    run = check.check_config(compose_config(["+recipe=smoke", *SETS]))
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(check.dump(run)))
-    assert check.read(path).held_out == run.held_out
+    path.write_text(yaml.safe_dump(check.dump_config(run)))
+    assert check.read_config(path).held_out == run.held_out
 
 
 def test_debug_cpu_takes_every_set_from_its_own_data():
@@ -87,7 +87,7 @@ def test_debug_cpu_takes_every_set_from_its_own_data():
 
 
 def test_sets_do_not_make_a_run_another_experiment():
-    plain, more = (check.check(compose(["+recipe=smoke", *w])) for w in ([], SETS))
+    plain, more = (check.check_config(compose_config(["+recipe=smoke", *w])) for w in ([], SETS))
     assert check.config_hash(plain) == check.config_hash(more)
 
 
@@ -112,7 +112,7 @@ REFUSED = {
 @pytest.mark.parametrize("word", REFUSED)
 def test_what_is_wrong_with_a_set_is_said_of_its_key(word):
     with pytest.raises(ConfigError) as refused:
-        check.check(compose(["+recipe=smoke", word]))
+        check.check_config(compose_config(["+recipe=smoke", word]))
     for part in REFUSED[word]:
         assert part in str(refused.value)
 
@@ -131,7 +131,7 @@ def rows(tmp_path):
 
 
 def refused(tmp_path, monkeypatch, *words, rewards=None):
-    monkeypatch.setattr(load, "model", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(load, "load_causal_lm", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(RunError) as told:
         make(tmp_path, *words, rewards=rewards)
     return told.value
@@ -175,7 +175,7 @@ def test_prompts_that_are_too_long_are_refused_or_counted(tmp_path, monkeypatch,
     monkeypatch.undo()
     capsys.readouterr()
     run = make(tmp_path, f"eval.sets.hard={{{hard}}}")
-    assert evaluate(run)["eval_hard_samples"] == 2
+    assert evaluate_run(run)["eval_hard_samples"] == 2
     assert "1 prompts of hard were too long and left out" in capsys.readouterr().out
 
 
@@ -184,7 +184,7 @@ def test_sets_may_be_conversations_and_plain_text_side_by_side(tmp_path):
         return [float(isinstance(c, list)) for c in completions]
 
     chat = "eval.sets.chat={path: make:tiny_chat, split: test}"
-    row = evaluate(make(tmp_path, chat, SETS[0], rewards={"kind": kind}))
+    row = evaluate_run(make(tmp_path, chat, SETS[0], rewards={"kind": kind}))
     assert (row["eval_chat_reward"], row["eval_hard_reward"]) == (1.0, 0.0)
 
 
@@ -193,18 +193,18 @@ def test_sets_may_be_conversations_and_plain_text_side_by_side(tmp_path):
 
 def said(run, capsys):
     capsys.readouterr()
-    summary.report(run)
+    summary.print_report(run)
     return capsys.readouterr().out
 
 
 def test_the_end_compares_the_first_evaluation_with_the_last(tmp_path, capsys):
     words = [ENDS, "train.learning_rate=1e-2", "checkpoint.every=0", "eval.num_generations=2"]
     run = make(tmp_path, *words, "max_steps=3", "eval.every=1")
-    loop.train(run)
-    rows = [r for r in run.log.rows if "eval_reward" in r]
+    loop.run_training_loop(run)
+    rows = [r for r in run.log.metrics_lines if "eval_reward" in r]
     ends = {"before": rows[0]["eval_reward"], "after": rows[-1]["eval_reward"]}
     assert len(rows) == 4 and ends["before"] != ends["after"]
-    assert summary.summary(run) == ends
+    assert summary.summarize_run(run) == ends
     text = said(run, capsys)
     for part in ("held out", "before", "after", "reward ", "avg@2", "pass@2", "metrics.jsonl"):
         assert part in text
@@ -219,7 +219,7 @@ def test_the_end_compares_the_first_evaluation_with_the_last(tmp_path, capsys):
 
 def test_the_end_shows_greedy_answers_whose_score_has_changed_first(tmp_path, capsys):
     run = make(tmp_path, ENDS, "checkpoint.every=0", "eval.num_generations=2")
-    loop.train(run)
+    loop.run_training_loop(run)
     for step, word in ((0, "old"), (2, "new")):
         samples = samples_of(run, step=step)
         for s in samples:
@@ -235,11 +235,11 @@ def test_the_end_shows_greedy_answers_whose_score_has_changed_first(tmp_path, ca
 
 def test_the_end_is_told_from_files_and_not_from_memory(tmp_path, capsys):
     run = make(tmp_path, ENDS, "checkpoint.every=0")
-    loop.train(run)
-    expected = summary.summary(run), said(run, capsys)
-    run.log.rows = []
+    loop.run_training_loop(run)
+    expected = summary.summarize_run(run), said(run, capsys)
+    run.log.metrics_lines = []
     run.log.restore({"pending": [], "counts": []})  # as a resumed run does
-    assert (summary.summary(run), said(run, capsys)) == expected and expected[0]["before"]
+    assert (summary.summarize_run(run), said(run, capsys)) == expected and expected[0]["before"]
 
 
 @pytest.mark.parametrize("words", [["data.eval_split=null"], ["eval.at_start=false"], [*SETS]])
@@ -247,29 +247,29 @@ def test_the_end_is_told_without_before_without_anything_and_for_several_sets(
     tmp_path, capsys, words
 ):
     run = make(tmp_path, ENDS, "checkpoint.every=0", *words)
-    loop.train(run)
-    ends, text = summary.summary(run), said(run, capsys)
+    loop.run_training_loop(run)
+    ends, text = summary.summarize_run(run), said(run, capsys)
     assert "metrics.jsonl" in text
     if words == ["data.eval_split=null"]:
         assert ends == {"before": None, "after": None} and "held out" not in text
     elif words == ["eval.at_start=false"]:
-        assert ends["before"] is None and ends["after"] == run.log.rows[-1]["eval_reward"]
+        assert ends["before"] is None and ends["after"] == run.log.metrics_lines[-1]["eval_reward"]
         assert "before" not in text and "clipped_ratio" in text
     else:
-        assert ends["before"] == run.log.rows[0]["eval_hard_reward"]
+        assert ends["before"] == run.log.metrics_lines[0]["eval_hard_reward"]
         assert "hard_reward" in text and "seen_reward" in text
 
 
 def test_a_first_evaluation_after_the_start_is_named_by_its_step(tmp_path, capsys):
     run = make(tmp_path, ENDS, "checkpoint.every=0", "eval.at_start=false", "eval.every=1")
-    loop.train(run)
+    loop.run_training_loop(run)
     text = said(run, capsys)
     assert "step 1" in text and "before  " not in text.split("prompt")[0]
 
 
 def test_samples_that_are_gone_leave_the_table(tmp_path, capsys):
     run = make(tmp_path, ENDS, "checkpoint.every=0")
-    loop.train(run)
+    loop.run_training_loop(run)
     (run.folder / "samples/eval_000000.jsonl").unlink()
     assert "clipped_ratio" in said(run, capsys)
 
@@ -277,7 +277,7 @@ def test_samples_that_are_gone_leave_the_table(tmp_path, capsys):
 def test_an_evaluation_is_one_short_line_on_a_plain_terminal(tmp_path):
     run, out = make(tmp_path, ENDS, "eval.num_generations=2", *SETS), io.StringIO()
     run.log.display = Display({"max_steps": 2}, "plain", file=out)
-    evaluate(run)
+    evaluate_run(run)
     line = out.getvalue().splitlines()[-1]
     for part in ("step 0/2  held-out hard ", "  avg@2 ", "  pass@2 ", "  held-out seen "):
         assert part in line
@@ -287,7 +287,7 @@ def test_an_evaluation_is_one_short_line_on_a_plain_terminal(tmp_path):
 def test_the_panel_has_a_line_for_every_set():
     rows = [{"step": 0, "eval_hard_reward": 0.25, "eval_easy_reward": 0.75, "eval_hard_avg@4": 0.5}]
     console = Console(width=100, file=io.StringIO(), record=True)
-    console.print(render(rows, [], {"name": "x"}, 100))
+    console.print(render_panel(rows, [], {"name": "x"}, 100))
     lines = console.export_text().splitlines()
     assert any("hard" in line and "0.25" in line for line in lines)
     assert any("easy" in line and "0.75" in line for line in lines)
@@ -304,10 +304,10 @@ def test_explain_knows_sets_and_says_what_is_idle(capsys):
         (["eval.pass_at"], "answers are greedy, none are sampled"),
         (["eval.every", "data.eval_split=null"], "nothing is held out"),
     ):
-        assert expected in tool.explain(words[0], ["+recipe=smoke", *words[1:]])
-    acts = tool.explain("eval.every", ["+recipe=smoke", "data.eval_split=null", *SETS])
+        assert expected in tool.explain_key(words[0], ["+recipe=smoke", *words[1:]])
+    acts = tool.explain_key("eval.every", ["+recipe=smoke", "data.eval_split=null", *SETS])
     assert "idle" not in acts
-    sets = tool.schema(["+recipe=smoke"])["$defs"]["Sets"]
+    sets = tool.recipe_json_schema(["+recipe=smoke"])["$defs"]["Sets"]
     assert sets["additionalProperties"] == {"$ref": "#/$defs/SetConfig"}
 
 

@@ -5,27 +5,31 @@ import random
 
 import pytest
 
-from rloo_cli.evaluation.judges.win_rate import at_equal_lengths, bounds, tally
+from rloo_cli.evaluation.judges.win_rate import (
+    compute_win_rate,
+    confidence_interval,
+    rate_at_equal_lengths,
+)
 
 
 def test_invalid_pairs_are_counted_and_in_no_denominator() -> None:
-    told = tally(
+    told = compute_win_rate(
         [1.0, 0.5, 0.0, None, None, 1.0], [(3, 1), (1, 1), (1, 2), (99, 0), (0, 99), (3, 4)]
     )
-    assert (told.wins, told.ties, told.losses, told.invalid, told.judged) == (2, 1, 1, 2, 4)
+    assert (told.wins, told.ties, told.losses, told.invalid, told.num_judged) == (2, 1, 1, 2, 4)
     assert told.rate == 2.5 / 4
     assert (told.length, told.other_length) == (2.0, 2.0)  # of judged pairs
 
 
 def test_without_a_verdict_nothing_is_claimed() -> None:
-    told = tally([None, None], [(1, 1), (1, 1)])
-    assert told.invalid == 2 and told.judged == 0
+    told = compute_win_rate([None, None], [(1, 1), (1, 1)])
+    assert told.invalid == 2 and told.num_judged == 0
     assert told.rate is told.low is told.high is told.controlled is told.length is None
-    assert tally([], []).rate is None
+    assert compute_win_rate([], []).rate is None
 
 
 def test_the_published_344_of_1000_have_their_interval() -> None:
-    low, high, name = bounds([1.0] * 344 + [0.0] * 656)
+    low, high, name = confidence_interval([1.0] * 344 + [0.0] * 656)
     assert name == "Wilson"  # 34.4 +- 2.9 %
     assert low == pytest.approx(0.3152, abs=1e-4) and high == pytest.approx(0.3740, abs=1e-4)
 
@@ -34,17 +38,17 @@ def test_the_interval_of_halves_is_that_of_their_own_standard_error() -> None:
     values = [1.0, 0.5, 0.5, 0.0, 1.0, 0.5]
     mean = sum(values) / 6
     error = math.sqrt(sum((v - mean) ** 2 for v in values) / 5 / 6)
-    low, high, name = bounds(values)
+    low, high, name = confidence_interval(values)
     assert name == "normal"
     assert (low, high) == pytest.approx((mean - 1.96 * error, mean + 1.96 * error), abs=1e-4)
 
 
 def test_equal_values_leave_some_doubt() -> None:
     for value in (0.0, 0.5, 1.0):
-        low, high, name = bounds([value] * 8)
+        low, high, name = confidence_interval([value] * 8)
         assert name == "Wilson" and low is not None and high is not None
         assert high - low > 0.2 and low <= value <= high
-    assert bounds([]) == (None, None, "Wilson")
+    assert confidence_interval([]) == (None, None, "Wilson")
 
 
 def test_a_judge_of_length_alone_has_one_half_at_equal_lengths() -> None:
@@ -52,7 +56,7 @@ def test_a_judge_of_length_alone_has_one_half_at_equal_lengths() -> None:
     differences = [draw.randint(-10, 30) for _ in range(2000)]
     values = [float(draw.random() < 1 / (1 + math.exp(-0.2 * d))) for d in differences]
     rate = sum(values) / len(values)
-    controlled = at_equal_lengths(values, differences)
+    controlled = rate_at_equal_lengths(values, differences)
     assert rate > 0.7 and controlled == pytest.approx(0.5, abs=0.04)
 
 
@@ -60,7 +64,7 @@ def test_what_length_does_not_explain_remains() -> None:
     draw = random.Random(2)
     differences = [draw.randint(-20, 20) for _ in range(2000)]
     values = [float(draw.random() < 0.8) for _ in differences]
-    assert at_equal_lengths(values, differences) == pytest.approx(0.8, abs=0.03)
+    assert rate_at_equal_lengths(values, differences) == pytest.approx(0.8, abs=0.03)
 
 
 def test_the_regression_is_that_of_the_library() -> None:
@@ -70,7 +74,7 @@ def test_the_regression_is_that_of_the_library() -> None:
     values = [float(draw.random() < 1 / (1 + math.exp(-0.3 * d - 0.4))) for d in differences]
     fit = sklearn.LogisticRegression(C=1e9, tol=1e-10).fit([[d] for d in differences], values)
     expected = fit.predict_proba([[0]])[0][1]
-    assert at_equal_lengths(values, differences) == pytest.approx(expected, abs=1e-5)
+    assert rate_at_equal_lengths(values, differences) == pytest.approx(expected, abs=1e-5)
 
 
 UNDEFINED = {
@@ -85,8 +89,8 @@ UNDEFINED = {
 
 @pytest.mark.parametrize("case", UNDEFINED)
 def test_it_is_not_there_where_it_is_not_defined(case: str) -> None:
-    assert at_equal_lengths(*UNDEFINED[case]) is None
+    assert rate_at_equal_lengths(*UNDEFINED[case]) is None
 
 
 def test_of_equal_lengths_it_is_the_rate() -> None:
-    assert at_equal_lengths([1.0, 0.0, 1.0, 1.0], [0, 0, 0, 0]) == 0.75
+    assert rate_at_equal_lengths([1.0, 0.0, 1.0, 1.0], [0, 0, 0, 0]) == 0.75

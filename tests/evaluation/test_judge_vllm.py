@@ -10,8 +10,13 @@ import vllm_cases
 from loop_cases import make
 from vllm_cases import Real
 
-from rloo_cli.evaluation.evaluate import evaluate
-from rloo_cli.rewards.common.http_client import Client, EndpointError, Service, wait_for
+from rloo_cli.evaluation.evaluate import evaluate_run
+from rloo_cli.rewards.common.http_client import (
+    EndpointError,
+    HttpService,
+    JsonClient,
+    run_in_event_loop,
+)
 from rloo_cli.utils import signals
 
 pytestmark = vllm_cases.real
@@ -47,7 +52,7 @@ def held_out(*judge: str) -> list[str]:
 
 def test_what_a_random_model_says_is_no_verdict(words: list[str], tmp_path: Path) -> None:
     run = make(tmp_path, *held_out(*words))
-    row = evaluate(run)
+    row = evaluate_run(run)
     assert row["judge/invalid"] == 4 and "eval_win_rate" not in row
     lines = (run.folder / "samples" / "pairs_000000.jsonl").read_text().splitlines()
     assert all(isinstance(v["said"], str) for p in map(json.loads, lines) for v in p["verdicts"])
@@ -55,7 +60,7 @@ def test_what_a_random_model_says_is_no_verdict(words: list[str], tmp_path: Path
 
 def test_made_to_say_a_or_b_it_judges_every_pair(words: list[str], tmp_path: Path) -> None:
     run = make(tmp_path, *held_out(*words, CHOICE.replace("CHOICES", "A, B")))
-    row = evaluate(run)
+    row = evaluate_run(run)
     assert row["judge/invalid"] == 0 and 0 <= row["eval_win_rate"] <= 1
     told = [row[f"eval_win_rate/{n}"] for n in ("wins", "ties", "losses")]
     assert sum(told) == 4
@@ -66,7 +71,7 @@ def test_a_reward_is_the_number_that_it_is_made_to_say(words: list[str], tmp_pat
     given = [*words, choice, "template='{completion}'", "pattern='(\\d)'"]
     data = ["data.path=sums.jsonl", "data.eval_split=null", "generation.max_completion_length=2"]
     run = make(tmp_path, *data, "reward=judge", *(f"reward.judge.{w}" for w in given), rewards={})
-    batch = run.rollouts.next(0, 0, run.state.seen_by_rewards(run))
+    batch = run.rollouts.next_batch(0, 0, run.state.seen_by_rewards(run))
     assert batch.score.flatten().tolist() == pytest.approx([0.3] * batch.score.numel())
 
 
@@ -75,11 +80,13 @@ def test_a_wrong_key_a_wrong_model_and_too_long_a_question_are_told_apart(
 ) -> None:
     def error(body: dict[str, Any]) -> EndpointError:
         async def ask() -> None:
-            async with Client(Service(f"{server.url}/v1", "JUDGE_KEY", 1, 30.0), 60.0) as client:
+            async with JsonClient(
+                HttpService(f"{server.url}/v1", "JUDGE_KEY", 1, 30.0), 60.0
+            ) as client:
                 await client.post("/chat/completions", body)
 
         with pytest.raises(EndpointError) as refused:
-            wait_for(ask(), signals.check)
+            run_in_event_loop(ask(), signals.raise_if_stopped)
         return refused.value
 
     body = {"model": name(server), "messages": [{"role": "user", "content": "x" * 99}]}

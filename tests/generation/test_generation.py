@@ -26,7 +26,7 @@ from transformers import cache_utils
 
 from rloo_cli.config import registry
 from rloo_cli.data.batch import Group
-from rloo_cli.generation.hf import decode_batch, plain_prefix, sampling
+from rloo_cli.generation.hf import decode_batch, repeated_prefix, sampling
 from rloo_cli.utils.errors import NumbersError
 
 __all__ = ["PAD", "tokenizer"]  # asked for here by test_stopping
@@ -147,18 +147,20 @@ def test_a_cache_that_cannot_be_repeated_is_said_once(caplog):
     assert caplog.text.count("cannot be repeated") == 1
     both = cache_utils.DynamicCache()
     both.layers = [cache_utils.LinearAttentionAndFullAttentionLayer()]
-    assert not plain_prefix.selectable(both)  # it would repeat keys and values, not the other state
+    assert not repeated_prefix.can_select_sequences(
+        both
+    )  # it would repeat keys and values, not the other state
 
 
 def test_batches_stay_under_batch_tokens_and_siblings_together():
-    made = [decode_batch.Row(i, [5] * n, 0) for i, n in enumerate([1, 6, 3, 3])]
+    made = [decode_batch.DecodeSequence(i, [5] * n, 0) for i, n in enumerate([1, 6, 3, 3])]
     for most, lengths in (
         (36, [[6, 3], [3, 1]]),
         (35, [[6], [3, 3], [1]]),
         (1, [[6], [3], [3], [1]]),
     ):
-        batches = decode_batch.split(made, config(), most)
-        assert [[len(row.prompt) for row in batch] for batch in batches] == lengths
+        batches = decode_batch.split_decode_batches(made, config(), most)
+        assert [[len(row.prompt_ids) for row in batch] for batch in batches] == lengths
 
 
 @both
@@ -241,9 +243,9 @@ def test_frequencies_of_one_step_are_the_softmax(model, shared):
 def test_the_inverse_cdf_never_picks_a_banned_token_and_ties_go_low():
     scores = torch.tensor([[-math.inf, 0.0, 0.0, -math.inf]])
     last = torch.tensor([math.nextafter(1.0, 0.0)], dtype=torch.float64)
-    assert sampling.pick(scores, torch.zeros(1, dtype=torch.float64))[0].item() == 1
-    assert sampling.pick(scores, last)[0].item() == 2
-    assert sampling.pick(scores, None)[0].item() == 1
+    assert sampling.sample_tokens(scores, torch.zeros(1, dtype=torch.float64))[0].item() == 1
+    assert sampling.sample_tokens(scores, last)[0].item() == 2
+    assert sampling.sample_tokens(scores, None)[0].item() == 1
 
 
 @family
@@ -260,12 +262,14 @@ def test_repetition_penalty_is_generates_and_blind_to_padding(name, shared):
 
 def test_padding_is_not_penalised(model):
     # With 0 as padding, id 0 would be penalised in the shorter row, whose own prompt has no 0.
-    state = decode_batch.State.of(
-        [decode_batch.Row(0, [5, 6, 7], 0), decode_batch.Row(1, [8], 0)], 2, "cpu"
+    state = decode_batch.DecodeBatch.from_sequences(
+        [decode_batch.DecodeSequence(0, [5, 6, 7], 0), decode_batch.DecodeSequence(1, [8], 0)],
+        2,
+        "cpu",
     )
     logits = torch.ones(2, WORDS)
-    process = sampling.processors(config(repetition_penalty=2.0), {EOS}, 3, greedy=True)
-    assert (process(state.seen[:, :3], logits)[1] < 1).nonzero().flatten().tolist() == [8]
+    process = sampling.logits_processors(config(repetition_penalty=2.0), {EOS}, 3, greedy=True)
+    assert (process(state.input_ids[:, :3], logits)[1] < 1).nonzero().flatten().tolist() == [8]
 
 
 @both
@@ -279,11 +283,13 @@ def test_logits_that_are_not_finite_stop_the_run(model, monkeypatch, shared):
 
 
 def test_the_registry_reads_the_config_without_torch():
-    assert registry.load_code(registry.module("generation", "transformers").IMPLEMENTATION)
+    assert registry.load_code(
+        registry.registered_module("generation", "transformers").IMPLEMENTATION
+    )
     code = (
         "import sys; from rloo_cli.config import registry; registry.config_class('generation', "
         "'transformers'); print({'torch', 'transformers'} & set(sys.modules)); "
-        "assert list(registry.names('generation')) == "
+        "assert list(registry.registry_names('generation')) == "
         "['transformers', 'vllm_colocate', 'vllm_server']"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

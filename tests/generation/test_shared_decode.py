@@ -12,8 +12,8 @@ from family_cases import GROUPED, PASSES
 from generation_cases import PROMPTS, SEEDS, WORDS, config, generator, ids, sample
 
 from rloo_cli.generation.hf import kv_cache, sampling
-from rloo_cli.generation.hf.decode_batch import Row
-from rloo_cli.generation.hf.shared_prefix import Shared
+from rloo_cli.generation.hf.decode_batch import DecodeSequence
+from rloo_cli.generation.hf.shared_prefix import SharedPrefix
 
 MODELS = {name: config for name, config in PASSES.items() if name != "nemotron"}
 
@@ -30,9 +30,9 @@ def model():
 
 def spy(monkeypatch):
     """How often our attention is called."""
-    calls, attend = [], kv_cache.Kept.attend
+    calls, attend = [], kv_cache.SharedPrefixCache.attend
     monkeypatch.setattr(
-        kv_cache.Kept, "attend", lambda *args: calls.append(args[1]) or attend(*args)
+        kv_cache.SharedPrefixCache, "attend", lambda *args: calls.append(args[1]) or attend(*args)
     )
     return calls
 
@@ -55,55 +55,71 @@ def test_every_family_that_passes_samples_what_the_plain_way_samples(name, monke
 def test_rows_and_groups_may_go_in_any_order_and_keys_grow(model):
     draw = torch.Generator().manual_seed(5)
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12], [13]]
-    length = kv_cache.FIRST + 8
+    length = kv_cache.INITIAL_KV_POSITIONS + 8
     model.config.max_position_embeddings = 128
-    rows = [Row(g, prompts[g], 0) for g in (0, 0, 0, 1, 2, 2)]
+    rows = [DecodeSequence(g, prompts[g], 0) for g in (0, 0, 0, 1, 2, 2)]
     for row in rows:
-        row.ids = torch.randint(0, WORDS, (length,), generator=draw).tolist()
-    going = {2: [0, 2, 3, 4, 5], 5: [1, 2, 3, 4], 9: [0, 1, 2], kv_cache.FIRST + 3: [2]}
-    way = Shared(model)
-    with way.holding():
+        row.completion_ids = torch.randint(0, WORDS, (length,), generator=draw).tolist()
+    going = {
+        2: [0, 2, 3, 4, 5],
+        5: [1, 2, 3, 4],
+        9: [0, 1, 2],
+        kv_cache.INITIAL_KV_POSITIONS + 3: [2],
+    }
+    way = SharedPrefix(model)
+    with way.decoding_attention():
         state, logits = way.prefill(rows, length)
         for t in range(length):
-            for row, line in zip(state.rows, logits.log_softmax(-1), strict=True):
-                row.logp.append(line[row.ids[t]].item())
-            state.seen[:, state.width + t] = torch.tensor([row.ids[t] for row in state.rows])
+            for row, line in zip(state.sequences, logits.log_softmax(-1), strict=True):
+                row.logp.append(line[row.completion_ids[t]].item())
+            state.input_ids[:, state.prompt_width + t] = torch.tensor(
+                [row.completion_ids[t] for row in state.sequences]
+            )
             if t in going:
-                state.keep(going[t])
+                state.keep_sequences(going[t])
             if t < length - 1:
-                logits = way.forward(state, state.width + t + 1)
+                logits = way.forward(state, state.prompt_width + t + 1)
     assert [len(row.logp) for row in rows] == [6, 3, 68, 68, length, 10]
     assert state.cache.layers[0].prompt_key.shape[:3] == (1, 2, 1)  # one group, cut to its prompt
     for row in rows:
-        line = model(torch.tensor([row.prompt + row.ids])).logits[0].log_softmax(-1)
-        logp = line[len(row.prompt) - 1 : -1].gather(-1, torch.tensor(row.ids)[:, None])[:, 0]
+        line = model(torch.tensor([row.prompt_ids + row.completion_ids])).logits[0].log_softmax(-1)
+        logp = line[len(row.prompt_ids) - 1 : -1].gather(
+            -1, torch.tensor(row.completion_ids)[:, None]
+        )[:, 0]
         assert (torch.tensor(row.logp) - logp[: len(row.logp)]).abs().max() < 1e-4
 
 
 @torch.no_grad()
 def test_a_prompts_keys_are_kept_once_and_a_slot_is_free_of_charge_when_all_are_taken(model):
-    way = Shared(model)
-    rows = [Row(g, PROMPTS[g], 0) for g in (0, 0, 1, 1, 2, 2)]
-    with way.holding():
+    way = SharedPrefix(model)
+    rows = [DecodeSequence(g, PROMPTS[g], 0) for g in (0, 0, 1, 1, 2, 2)]
+    with way.decoding_attention():
         state, _ = way.prefill(rows, 4)
     assert state.cache.layers[0].prompt_key.shape == (3, 2, 6, 8)
     assert state.cache.layers[0].key.shape == (3, 2, 2, 4, 8)
-    assert state.cache.fill is None
-    state.keep([0, 2, 3, 4])
-    assert state.cache.fill.tolist() == [0, 0, 1, 2, 3, 3] and state.cache.slots == 2
-    state.keep([0, 2])
-    assert state.cache.fill is None and state.cache.slots == 1 and state.cache.lengths == [6, 1]
+    assert state.cache.sequence_of_slot is None
+    state.keep_sequences([0, 2, 3, 4])
+    assert (
+        state.cache.sequence_of_slot.tolist() == [0, 0, 1, 2, 3, 3]
+        and state.cache.slots_per_group == 2
+    )
+    state.keep_sequences([0, 2])
+    assert (
+        state.cache.sequence_of_slot is None
+        and state.cache.slots_per_group == 1
+        and state.cache.prompt_lengths == [6, 1]
+    )
 
 
 def test_the_models_own_attention_is_back_afterwards_whatever_happens(model, monkeypatch):
     before = model.config._attn_implementation
     sample(generator(model), PROMPTS, SEEDS)
-    assert model.config._attn_implementation == before != kv_cache.NAME
+    assert model.config._attn_implementation == before != kv_cache.DECODE_ATTENTION_NAME
     source = generator(model)
     sample(source, PROMPTS, SEEDS)
 
     def fails(_):
-        assert model.config._attn_implementation == kv_cache.NAME
+        assert model.config._attn_implementation == kv_cache.DECODE_ATTENTION_NAME
         raise ZeroDivisionError
 
     monkeypatch.setattr(model.lm_head, "forward", fails)
@@ -154,22 +170,28 @@ def test_a_wrong_number_of_calls_falls_back(model, caplog, monkeypatch):
 
 def test_a_layer_out_of_turn_is_refused():
     x = torch.ones(1, 1, 1, 1)
-    with pytest.raises(kv_cache.UnsharedError, match="layer 1 asked for attention as number 0"):
-        kv_cache.Kept([1], [1], 1, x.device).attend(1, x, x, x, 1.0)
+    with pytest.raises(kv_cache.SharedPrefixError, match="layer 1 asked for attention as number 0"):
+        kv_cache.SharedPrefixCache([1], [1], 1, x.device).attend(1, x, x, x, 1.0)
 
 
 def test_numbers_that_differ_fall_back(model, caplog, monkeypatch):
-    token = kv_cache.Kept._token
-    monkeypatch.setattr(kv_cache.Kept, "_token", lambda *args: 1.05 * token(*args))
+    token = kv_cache.SharedPrefixCache._attend_decode
+    monkeypatch.setattr(
+        kv_cache.SharedPrefixCache, "_attend_decode", lambda *args: 1.05 * token(*args)
+    )
     assert "log-probabilities differ by" in refusal(model, caplog)
-    monkeypatch.setattr(kv_cache.Kept, "_token", lambda *args: math.nan * token(*args))
+    monkeypatch.setattr(
+        kv_cache.SharedPrefixCache, "_attend_decode", lambda *args: math.nan * token(*args)
+    )
     assert "log-probabilities differ by nan" in refusal(model, caplog)
 
 
 def test_numbers_are_compared_once(model, monkeypatch):
     source, seen = generator(model), []
-    compare = source.shared._compare
-    monkeypatch.setattr(source.shared, "_compare", lambda rows: seen.append(0) or compare(rows))
+    compare = source.shared_prefix._compare_with_plain
+    monkeypatch.setattr(
+        source.shared_prefix, "_compare_with_plain", lambda rows: seen.append(0) or compare(rows)
+    )
     for _ in range(3):
         sample(source, PROMPTS, SEEDS)
     assert len(seen) == 1
@@ -178,7 +200,7 @@ def test_numbers_are_compared_once(model, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"kept": None}, "do not pass arguments on"),
+        ({"prefix_cache": None}, "do not pass arguments on"),
         ({"attention_mask": torch.ones(1)}, "a mask of its own"),
         ({"softcap": 5.0}, "softcap"),
         ({"s_aux": torch.ones(1)}, "s_aux"),
@@ -187,9 +209,12 @@ def test_numbers_are_compared_once(model, monkeypatch):
 )
 def test_our_attention_refuses_what_it_does_not_do(arguments, reason):
     x = torch.ones(1, 1, 1, 1)
-    arguments = {"attention_mask": None, "kept": kv_cache.Kept([1], [1], 1, x.device)} | arguments
-    with pytest.raises(kv_cache.UnsharedError, match=reason):
-        kv_cache.attention(None, x, x, x, **arguments)
+    arguments = {
+        "attention_mask": None,
+        "prefix_cache": kv_cache.SharedPrefixCache([1], [1], 1, x.device),
+    } | arguments
+    with pytest.raises(kv_cache.SharedPrefixError, match=reason):
+        kv_cache.shared_prefix_attention(None, x, x, x, **arguments)
 
 
 def test_in_bfloat16_it_is_taken_and_near(model, monkeypatch):
@@ -220,20 +245,20 @@ def test_picking_by_blocks_is_the_inverse_cdf(words):
     scores[::2] = scores[::2].masked_fill(torch.rand(150, words, generator=draw) < 0.5, -math.inf)
     scores[:, words // 2] = 1.0  # never all banned
     uniform = torch.rand(300, dtype=torch.float64, generator=draw)
-    tokens, logp = sampling.pick(scores, uniform)
+    tokens, logp = sampling.sample_tokens(scores, uniform)
     assert torch.equal(tokens, inverse_cdf(scores, uniform))
     expected = scores.double().log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
     assert (logp - expected).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("words", [sampling.BLOCK, sampling.BLOCK - 24])
+@pytest.mark.parametrize("words", [sampling.CDF_BLOCK, sampling.CDF_BLOCK - 24])
 def test_the_last_rounding_of_a_block_picks_none_that_is_banned_or_beyond(words):
     draw = torch.Generator().manual_seed(0)
     scores = torch.randn(4000, words, generator=draw) * 10  # so that float64 has to round
     scores[:, 0] = -math.inf
     scores[::2, -3:] = -math.inf
     last = torch.full((4000,), math.nextafter(1.0, 0.0), dtype=torch.float64)
-    tokens, logp = sampling.pick(scores, last)
+    tokens, logp = sampling.sample_tokens(scores, last)
     assert (tokens < words).all() and logp.isfinite().all()
 
 
@@ -241,7 +266,7 @@ def test_a_large_vocabulary_does_not_blur_log_probabilities():
     scores = torch.full((1, 151_936), -2.3)
     scores[0, 0] = 0.0  # float32 adds the many small ones to it: off by 9e-5
     expected = scores.double().log_softmax(-1)[0, 0]
-    assert abs(sampling.pick(scores, None)[1] - expected) < 5e-6
+    assert abs(sampling.sample_tokens(scores, None)[1] - expected) < 5e-6
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -250,9 +275,9 @@ def test_scores_that_are_not_finite_show_in_the_log_probability_of_their_row_alo
     scores = torch.zeros(2, 100)
     scores[1, 70] = bad
     uniform = None if greedy else torch.tensor([0.5, 0.999], dtype=torch.float64)
-    tokens, logp = sampling.pick(scores, uniform)
+    tokens, logp = sampling.sample_tokens(scores, uniform)
     assert logp.isfinite().tolist() == [True, False] and (tokens < 100).all()
-    assert not sampling.pick(torch.full((1, 3), -math.inf), None)[1].isfinite().all()
+    assert not sampling.sample_tokens(torch.full((1, 3), -math.inf), None)[1].isfinite().all()
 
 
 def test_the_key_says_auto_or_false():

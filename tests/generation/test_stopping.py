@@ -95,7 +95,7 @@ def test_at_the_limit_a_completion_is_truncated_and_ignore_eos_samples_on(model)
     assert (r.finish_reason, r.terminated, len(r.completion_ids)) == ("length", False, 12)
     [[r]] = sample(generator(model, max_completion_length=2), PROMPTS[:1], [[free.seed]])
     assert (r.finish_reason, r.terminated, len(r.completion_ids)) == ("length", False, 2)
-    rule = generator(model).rule
+    rule = generator(model).stop_rule
     assert rule.terminated([5, EOS], "length")  # what an engine may say
 
 
@@ -129,7 +129,7 @@ def test_the_tail_finds_a_stop_string_exactly_when_the_whole_text_has_it(model):
         ids = [i for b in spell.encode(text) for i in [b] + [special] * draw.choice([0, 0, 0, 30])]
         whole = [spell.decode(ids[:n], skip_special_tokens=True) for n in range(1, len(ids) + 1)]
         ends = [n for n, t in enumerate(whole, 1) if "é🙂a" in t or "bb\n" in t]
-        found = [n for n in range(1, len(ids) + 1) if rule.reason(ids[:n]) == "stop"]
+        found = [n for n in range(1, len(ids) + 1) if rule.finish_reason(ids[:n]) == "stop"]
         assert found[:1] == ends[:1]
         if ends:
             hits += 1

@@ -19,7 +19,7 @@ from loop_cases import cache
 
 from rloo_cli.cli import main
 from rloo_cli.config import check
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError
 
@@ -151,7 +151,7 @@ def test_the_commands_of_a_page_compose_and_pass_the_check(name: str, place: Pat
             continue  # `rloo sweep stop NAME` and its like compose nothing
         for job in jobs(verb, subject(verb, words)):
             try:
-                check.check(compose(job))
+                check.check_config(compose_config(job))
             except ConfigError as error:
                 first = str(error.render()).splitlines()[0]
                 assert command.said == first, f"{name}:{command.line}: {error.render()}"

@@ -64,12 +64,12 @@ def test_help_has_every_flag_that_the_verb_reads_and_two_examples(verb: str, cap
 
 
 def test_flags_of_a_verb_are_known_with_the_values_they_take() -> None:
-    assert {"--worst", "-n", "--json", "--debug"} <= {*verb_help.flags_of("samples")}
-    assert {"--multirun", "-m", "--cfg", "-c"} <= {*verb_help.flags_of("train")}
-    assert verb_help.values_of("train", "--cfg") == ["job", "hydra", "all"]
-    assert verb_help.values_of("samples", "-n") == [] == verb_help.values_of("train", "-cd")
-    assert verb_help.values_of("samples", "--worst") is None
-    assert verb_help.flags_of("nonsense") == []
+    assert {"--worst", "-n", "--json", "--debug"} <= {*verb_help.verb_flags("samples")}
+    assert {"--multirun", "-m", "--cfg", "-c"} <= {*verb_help.verb_flags("train")}
+    assert verb_help.flag_values("train", "--cfg") == ["job", "hydra", "all"]
+    assert verb_help.flag_values("samples", "-n") == [] == verb_help.flag_values("train", "-cd")
+    assert verb_help.flag_values("samples", "--worst") is None
+    assert verb_help.verb_flags("nonsense") == []
 
 
 def test_every_example_of_help_is_read_as_it_stands(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -90,21 +90,21 @@ def test_every_example_of_help_is_read_as_it_stands(tmp_path: Path, monkeypatch,
                 assert main.find_verb(["plan", *words])() == 0
             elif verb in (*COMPOSE, "sweep"):
                 plain += ["generation=vllm_server"] * (verb == "vllm-serve")  # as the verb does
-                check.check(compose.compose(plain))
+                check.check_config(compose.compose_config(plain))
             elif verb == "migrate":
                 assert ">" in words
             elif verb in NOTHING_HERE and not words[0].startswith("+"):
                 with pytest.raises(ConfigError, match=NOTHING_HERE[verb]):
                     main.find_verb([verb, *words])()
             elif verb == "eval":
-                check.check(compose.compose(words))
+                check.check_config(compose.compose_config(words))
             else:
                 assert main.find_verb([verb, *words])() == 0
     capsys.readouterr()
 
 
 def test_the_overview_is_one_screen_and_its_columns_stand_below_each_other() -> None:
-    lines = verb_help.overview().splitlines()
+    lines = verb_help.help_overview().splitlines()
     assert len(lines) <= 50 and max(map(len, lines)) <= 140
     at = lines.index("recipes:")
     for names, part in ((verb_help.VERBS, lines[:at]), (paths.recipe_files(), lines[at:])):

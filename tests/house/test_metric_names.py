@@ -13,11 +13,15 @@ from rloo_cli.reporting import log, metric_names
 ROOT = Path(__file__).parents[2]
 # Modules that name metrics, each with the functions (or "" for all of it) where names stand.
 WRITERS = {
-    "reporting/step_metrics": "", "reporting/update_metrics": "",
-    "evaluation/metrics": "metrics _sampled", "utils/timers": "lap",
-    "generation/common/rollouts": "_batch _settle", "generation/vllm/weight_sync": "",
-    "evaluation/judges/judge": "metrics", "train/between_steps": "log_step _staleness",
-}  # fmt: skip
+    "reporting/step_metrics": "",
+    "reporting/update_metrics": "",
+    "evaluation/metrics": "eval_set_metrics _sampled_metrics",
+    "utils/timers": "lap",
+    "generation/common/rollouts": "_build_batch _finalize_batch",
+    "generation/vllm/weight_sync": "",
+    "evaluation/judges/judge": "judge_metrics",
+    "train/between_steps": "log_step _staleness_metrics",
+}
 
 
 def written_names(module: str, functions: str) -> Iterator[str]:
@@ -49,13 +53,13 @@ def known(name: str) -> bool:
     """Whether the name is in the table, whatever stands for what is filled in."""
     for value in ("x", "1", "mean", "min", "mean_length", "sampling/importance_sampling_ratio"):
         for start in ("", "eval_"):
-            if metric_names.meaning_of(start + name.replace("{}", value)):
+            if metric_names.metric_meaning(start + name.replace("{}", value)):
                 return True
     return False
 
 
 def test_the_page_of_metrics_is_what_the_table_says() -> None:
-    assert (ROOT / "docs" / "metrics.md").read_text() == metric_names.page()
+    assert (ROOT / "docs" / "metrics.md").read_text() == metric_names.metrics_page()
 
 
 def test_every_metric_that_the_code_writes_is_in_the_table() -> None:
@@ -70,7 +74,7 @@ def test_every_metric_that_the_code_writes_is_in_the_table() -> None:
 
 
 def test_every_metric_that_is_averaged_or_counted_is_in_the_table() -> None:
-    names = {*log.WEIGHED_BY, *log.COUNTERS, *log.ALIASES, *log.ALIASES.values()}
+    names = {*log.COUNT_OF_MEAN, *log.COUNTER_METRICS, *log.TRL_ALIASES, *log.TRL_ALIASES.values()}
     assert not [name for name in names if not known(name)]
 
 
@@ -78,7 +82,7 @@ def test_every_metric_that_is_averaged_or_counted_is_in_the_table() -> None:
 def test_every_metric_of_a_run_is_in_the_table(folder: Path) -> None:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     names = {name for line in lines for name in json.loads(line)}
-    assert not [name for name in names if metric_names.meaning_of(name) is None]
+    assert not [name for name in names if metric_names.metric_meaning(name) is None]
 
 
 def test_every_metric_of_the_table_stands_in_the_code() -> None:
@@ -87,7 +91,9 @@ def test_every_metric_of_the_table_stands_in_the_code() -> None:
         for path in (ROOT / "rloo_cli").rglob("*.py")
         if path.name != "metric_names.py"
     )
-    for name, _, _ in [m for _, meanings in metric_names.SECTIONS.values() for m in meanings]:
+    for name, _, _ in [
+        m for _, meanings in metric_names.METRIC_SECTIONS.values() for m in meanings
+    ]:
         last = re.sub(r"<\w+>", "", name).rpartition("/")[2].removesuffix("@")
         last = re.sub(r"^(mean|min|max)_(?=(terminated_)?length)", "", last)
         assert re.search(rf"\b{re.escape(last)}", code), name

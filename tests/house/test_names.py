@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import rloo_cli
-from rloo_cli.cli.config import _all_keys, fields
+from rloo_cli.cli.config import _all_keys, schema_fields
 from rloo_cli.cli.migrate import SWIFT_REWARDS, TRL_REWARDS
-from rloo_cli.cli.migrate.recipe import ours
+from rloo_cli.cli.migrate.recipe import our_defaults
 from rloo_cli.config import check, messages, old_names, registry
 
 PACKAGE = Path(rloo_cli.__file__).parent
@@ -34,7 +34,7 @@ def _is_named(key: str, known: dict[str, str]) -> bool:
 
 
 def test_every_old_name_has_one_row():
-    listed = [name for row in old_names.ROWS for name in row.names]
+    listed = [name for row in old_names.OLD_NAME_TABLE for name in row.names]
     assert len(listed) == len(set(listed)) > 200
 
 
@@ -42,37 +42,39 @@ def test_every_old_name_has_one_row():
 def known() -> dict[str, str]:
     """Every key that some choice of algorithm, backend, judge and rewards has; NAME is a user's."""
     found: dict[str, str] = {}
-    words = [f"algorithm={name}" for name in registry.names("algorithms")]
-    words += [f"generation={name}" for name in registry.names("generation")]
+    words = [f"algorithm={name}" for name in registry.registry_names("algorithms")]
+    words += [f"generation={name}" for name in registry.registry_names("generation")]
     for word in [*words, "judge=openai", "judge=reward_model", "judge=rule"]:
-        found |= dict.fromkeys(fields(_all_keys([word])[1]), "")
-    for name in registry.names("rewards"):
-        keys = messages.known_keys(registry.config_class("rewards", name))
+        found |= dict.fromkeys(schema_fields(_all_keys([word])[1]), "")
+    for name in registry.registry_names("rewards"):
+        keys = messages.schema_keys(registry.config_class("rewards", name))
         found |= {f"reward.<name>.{key}": "" for key in keys}
     return found | {"reward.<name>": ""}
 
 
 def test_every_row_of_the_table_leads_to_a_key_of_today_or_says_that_there_is_none(known):
-    assert {row.new for row in old_names.ROWS if row.new is not None} <= set(known)
-    for row in old_names.ROWS:
-        assert row.new or row.note, f"{row.names}: there is nothing for it, and no word on why"
+    assert {row.new_key for row in old_names.OLD_NAME_TABLE if row.new_key is not None} <= set(
+        known
+    )
+    for row in old_names.OLD_NAME_TABLE:
+        assert row.new_key or row.note, f"{row.names}: there is nothing for it, and no word on why"
         for key in _keys_in(f"{row.note} {row.fix}", known):
             assert _is_named(key, known), f"{row.names}: {key} is not a key"
 
 
 def test_no_answer_to_an_old_name_is_that_name_or_a_key_that_the_run_has_not(known):
-    plain = messages.known_keys(check.model_class(_all_keys([])[0].values))
-    for row in old_names.ROWS:
-        section = (row.new or "train").rpartition(".")[0]
+    plain = messages.schema_keys(check.run_config_class(_all_keys([])[0].values))
+    for row in old_names.OLD_NAME_TABLE:
+        section = (row.new_key or "train").rpartition(".")[0]
         for name in row.names:
             for key in {name, f"{section}.{name}".lstrip("."), f"train.{name}"} - set(plain):
-                said = messages.unknown_key(key, plain)
+                said = messages.unknown_key_problem(key, plain)
                 assert key not in said.fix.replace(f"leave {key} out", "").split(), said
-                if row.new is None:
+                if row.new_key is None:
                     assert "there is nothing for it in rloo yet" in said.why
                     assert said.fix == f"leave {key} out"
-                elif row.new not in plain and "<" not in row.new:
-                    assert "=" in said.fix, f"{said.fix}: which choice has {row.new}?"
+                elif row.new_key not in plain and "<" not in row.new_key:
+                    assert "=" in said.fix, f"{said.fix}: which choice has {row.new_key}?"
 
 
 def _is_module(name):
@@ -105,11 +107,11 @@ def test_every_key_that_the_package_names_in_a_message_is_a_key(known):
     ],
 )
 def test_an_old_name_is_answered_with_todays(key, new):
-    assert old_names.old_name(key).new == new
+    assert old_names.find_old_name(key).new_key == new
 
 
 def test_a_name_of_nobodys_is_no_old_name():
-    assert old_names.old_name("algorithm.frobnicate") is None
+    assert old_names.find_old_name("algorithm.frobnicate") is None
 
 
 @pytest.mark.parametrize(
@@ -125,12 +127,12 @@ def test_a_name_of_nobodys_is_no_old_name():
     ],
 )
 def test_the_nearest_key_is_guessed(key, best):
-    known = [*ours(), "tldr_1b", "tldr_6_9b"]
-    guesses = old_names.nearest(key, known)
+    known = [*our_defaults(), "tldr_1b", "tldr_6_9b"]
+    guesses = old_names.nearest_names(key, known)
     assert guesses[:1] == ([best] if best else [])
     assert len(guesses) <= 3
 
 
 def test_rewards_of_the_tables_are_in_the_registry():
     wanted = {*SWIFT_REWARDS.values(), *TRL_REWARDS.values()}
-    assert wanted <= set(registry.names("rewards"))
+    assert wanted <= set(registry.registry_names("rewards"))

@@ -50,7 +50,11 @@ def test_from_the_command_line_to_backward_are_twelve_frames_and_one_boundary(
     assert forked(*words) == 0, forked.said()
     command = ["cli/main.py:main", *frames(before), "launch/processes.py:run"]
     inside = frames(json.loads(Path(forked.folder, "stack.json").read_text()))
-    inside += ["distributed/engine.py:backward"]  # which `train/step.py:backward` calls next
-    assert inside[0] == "train/worker.py:main" and inside[-2] == "train/step.py:backward"
-    assert command[1] == "cli/main.py:train", "what main() calls"
+    inside += [
+        "distributed/engine.py:backward"
+    ]  # which `train/step.py:backward_micro_batch` calls next
+    assert (
+        inside[0] == "train/worker.py:main" and inside[-2] == "train/step.py:backward_micro_batch"
+    )
+    assert command[1] == "cli/main.py:run_train", "what main() calls"
     assert len(command) + len(inside) <= MOST, "\n".join([*command, *inside])

@@ -168,7 +168,7 @@ def test_a_secret_in_a_recipe_is_refused_and_repeated_nowhere(line: str, planted
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in list(os.environ):
-        if redact.VARIABLE.search(name):
+        if redact.SECRET_VARIABLE.search(name):
             monkeypatch.delenv(name)
     return monkeypatch
 
@@ -176,15 +176,15 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.mark.parametrize("name", [*PLANTED, "TOKEN", "db_passwd", "X_PRIVATE_KEY", "SECRET_THING"])
 def test_the_value_of_a_variable_that_looks_secret_is_masked(name: str, environment) -> None:
     environment.setenv(name, "some-value-1")
-    assert redact.text("a some-value-1, b") == "a [secret], b"
-    assert redact.found("a some-value-1, b") == name
+    assert redact.redact_text("a some-value-1, b") == "a [secret], b"
+    assert redact.find_secret("a some-value-1, b") == name
 
 
 @pytest.mark.parametrize("name", ["PATH", "TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "KEYBOARD"])
 def test_other_variables_are_left_alone(name: str, environment) -> None:
     environment.setenv(name, "some-value-1")
-    assert redact.text("a some-value-1, b") == "a some-value-1, b"
-    assert redact.found("a some-value-1, b") == ""
+    assert redact.redact_text("a some-value-1, b") == "a some-value-1, b"
+    assert redact.find_secret("a some-value-1, b") == ""
 
 
 def test_plain_words_and_paths_refuse_no_command_and_tokens_do(environment, tmp_path: Path) -> None:
@@ -199,8 +199,8 @@ def test_plain_words_and_paths_refuse_no_command_and_tokens_do(environment, tmp_
     )
     for value in (*plain, str(tmp_path / "Runs-7Q")):
         environment.setenv("MY_SECRET", value)
-        assert redact.found(f"root={value}") == "", value
-        assert redact.text(f"root={value}") == "root=[secret]"  # masked as before
+        assert redact.find_secret(f"root={value}") == "", value
+        assert redact.redact_text(f"root={value}") == "root=[secret]"  # masked as before
     tokens = (
         *PLANTED.values(), "Passw0rd", "hunter2-hunter2", "0123456789ab", "deadbeefdeadbeefcafe",
         "correct horse battery staple", "planted/aws+0123456789abcdef", "tmp/some/Runs-7Q",
@@ -208,25 +208,25 @@ def test_plain_words_and_paths_refuse_no_command_and_tokens_do(environment, tmp_
     )  # fmt: skip
     for value in tokens:
         environment.setenv("MY_SECRET", value)
-        assert redact.found(f"root={value}") == "MY_SECRET", value
+        assert redact.find_secret(f"root={value}") == "MY_SECRET", value
 
 
 def test_a_short_value_masks_no_sentence(environment) -> None:
     environment.setenv("MY_TOKEN", "true")
-    assert redact.text("it is true") == "it is true"
+    assert redact.redact_text("it is true") == "it is true"
 
 
 def test_of_two_secrets_the_longer_is_masked_whole(environment) -> None:
     environment.setenv("A_TOKEN", "12345678")
     environment.setenv("B_TOKEN", "12345678-more")
-    assert redact.text("12345678-more 12345678") == "[secret] [secret]"
+    assert redact.redact_text("12345678-more 12345678") == "[secret] [secret]"
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "OPENAI_API_KEY", "GITHUB_TOKEN"])
 def test_what_has_the_form_of_a_token_is_masked_wherever_it_is_from(name: str, environment) -> None:
-    assert redact.text(f"<{PLANTED[name]}>") == "<[secret]>"
-    assert redact.tree({"a": [PLANTED[name], 1, None]}) == {"a": ["[secret]", 1, None]}
-    assert redact.tree((PLANTED[name],)) == ["[secret]"]
+    assert redact.redact_text(f"<{PLANTED[name]}>") == "<[secret]>"
+    assert redact.redact_tree({"a": [PLANTED[name], 1, None]}) == {"a": ["[secret]", 1, None]}
+    assert redact.redact_tree((PLANTED[name],)) == ["[secret]"]
 
 
 def test_errors_streams_and_logs_are_masked(environment, tmp_path: Path) -> None:
@@ -235,10 +235,10 @@ def test_errors_streams_and_logs_are_masked(environment, tmp_path: Path) -> None
     assert "some-value-1" not in error.render() + error.render(as_json=True) + str(error)
     out = io.StringIO()
     environment.setattr(sys, "stdout", out)
-    with redact.everywhere():
+    with redact.redacted_console():
         print("x", "some-value-1")
         sys.stdout.writelines(["some-value-1"])
         assert sys.stdout.isatty() is False
     assert sys.stdout is out and out.getvalue() == "x [secret]\n[secret]"
     record = logging.LogRecord("a", 40, "f", 1, "it is %s", ("some-value-1",), None)
-    assert redact.Formatter("%(message)s").format(record) == "it is [secret]"
+    assert redact.RedactingFormatter("%(message)s").format(record) == "it is [secret]"

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from rank_cases import Launched, Launchers, gone
 
+from rloo_cli.checkpoint.resume import ResumePlan
 from rloo_cli.launch import nodes as launch_nodes
-from rloo_cli.launch.topology import Place
+from rloo_cli.launch.topology import ProcessTopology
 from rloo_cli.utils.errors import GenerationError
 from rloo_cli.utils.files import read_json, write_json
 
@@ -55,7 +56,9 @@ def test_two_ranks_are_told_who_they_are_and_where_they_meet(launchers: Launcher
         **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
     }  # fmt: skip
     assert first["listens"] == ["127.0.0.1", int(port)]
-    assert first["words"] == second["words"] == ["runs/smoke", "1", ""]
+    assert first["words"] == second["words"]
+    (plan,) = first["words"]
+    assert ResumePlan.from_json(plan).folder.parts[-2:] == ("runs", "smoke")
     facts = read_json(run_json(launchers))
     found = [(r["rank"], r["pid"], r["group"], r["pid_started"]) for r in facts["ranks"]]
     assert [f[:3] for f in found] == [
@@ -182,35 +185,39 @@ def test_the_real_torchrun_starts_a_run_of_two_ranks(launchers: Launchers) -> No
     assert tidy(launchers) == ["smoke"]
 
 
-PLACE = Place(by="Slurm", key="7.0.0", first=1, total=2, nodes=2, launchers=2)
+PLACE = ProcessTopology(
+    launched_by="Slurm", launch_id="7.0.0", first_rank=1, world_size=2, num_nodes=2, num_launchers=2
+)
 
 
 def test_whoever_waits_for_rank_0_gives_up_at_the_limit_and_says_for_what(tmp_path: Path) -> None:
     with (
         pytest.raises(GenerationError) as refused,
-        launch_nodes.following(tmp_path, "a", PLACE) as it,
+        launch_nodes.join_coordinator(tmp_path, "a", PLACE) as it,
     ):
-        it.wait(0.5)
+        it.wait_for_message(0.5)
     text = refused.value.render()
     assert "rank 0 did not begin in 0.5 s (this is the launcher of rank 1)" in text
-    assert str(launch_nodes.go_file(tmp_path, "a", "7.0.0")) in text
+    assert str(launch_nodes.coordinator_file(tmp_path, "a", "7.0.0")) in text
     assert [json.loads(p.read_text())["code"] for p in tmp_path.iterdir()] == [6]
 
 
 def test_the_word_of_a_start_that_was_killed_is_not_believed(tmp_path: Path) -> None:
-    old = {"attempt": 1, "checkpoint": "", "code": 5, "answered": ["0123456789abcdef"]}
-    write_json(launch_nodes.go_file(tmp_path, "a", "7.0.0"), old)
-    write_json(tmp_path / f"{launch_nodes.go_file(tmp_path, 'a', '7.0.0').stem}-1.json",
+    old = {"start": "{}", "code": 5, "answered": ["0123456789abcdef"]}
+    write_json(launch_nodes.coordinator_file(tmp_path, "a", "7.0.0"), old)
+    write_json(tmp_path / f"{launch_nodes.coordinator_file(tmp_path, 'a', '7.0.0').stem}-1.json",
                {"nonce": "0123456789abcdef", "code": 7})  # fmt: skip
-    follower = launch_nodes.Follower(tmp_path, "a", PLACE)
+    follower = launch_nodes.NodeWorker(tmp_path, "a", PLACE)
     with pytest.raises(GenerationError):
-        follower.wait(0.5)
-    leader = launch_nodes.Leader(tmp_path, "a", Place(key="7.0.0", total=2, launchers=2))
-    assert leader.heard() is None
-    leader.say(attempt=2, checkpoint="")
+        follower.wait_for_message(0.5)
+    leader = launch_nodes.NodeCoordinator(
+        tmp_path, "a", ProcessTopology(launch_id="7.0.0", world_size=2, num_launchers=2)
+    )
+    assert leader.poll_failure() is None
+    leader.send_message(start="the plan")
     assert not [*tmp_path.glob(".go-*-1.json")]  # its own word went with the old ones
     limit = time.monotonic() + 5
-    follower.mine.write_text(json.dumps({"nonce": follower.nonce}))
-    while leader.heard() is None and not leader.answered:
+    follower.worker_path.write_text(json.dumps({"nonce": follower.nonce}))
+    while leader.poll_failure() is None and not leader.answered_nonces:
         assert time.monotonic() < limit
-    assert follower.wait(1)["attempt"] == 2
+    assert follower.wait_for_message(1)["start"] == "the plan"

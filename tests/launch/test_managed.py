@@ -9,55 +9,67 @@ import pytest
 import vllm_cases
 
 from rloo_cli.config import check
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.generation.vllm import server_file
 from rloo_cli.launch import rollout_server
 from rloo_cli.utils import pids
 from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem
 
-HERE = server_file.Server(
-    url="http://127.0.0.1:1", token="t" * 20, pid=1, group=1, pid_started=pids.started(1),
-    host=platform.node(), by="vllm-serve", model="make:tiny", dtype="float32",
-    vllm="0.32.0", transfer="gloo", devices=["GPU-b"], log="",
-)  # fmt: skip
+HERE = server_file.ServerRecord(
+    url="http://127.0.0.1:1",
+    token="t" * 20,
+    pid=1,
+    group=1,
+    pid_started=pids.process_start_time(1),
+    host=platform.node(),
+    by="vllm-serve",
+    model="make:tiny",
+    dtype="float32",
+    vllm="0.32.0",
+    transfer="gloo",
+    devices=["GPU-b"],
+    log="",
+)
 
 
 def test_a_trainer_has_the_first_gpus_and_its_server_the_next() -> None:
-    ours, theirs = rollout_server.share(["0", "1", "2", "3"], 2, 2)
+    ours, theirs = rollout_server.split_gpus(["0", "1", "2", "3"], 2, 2)
     assert ours == {"CUDA_VISIBLE_DEVICES": "0,1"} and theirs == {"CUDA_VISIBLE_DEVICES": "2,3"}
-    assert rollout_server.share([], 1, 8) == ({}, {})
+    assert rollout_server.split_gpus([], 1, 8) == ({}, {})
 
 
 def test_a_server_and_a_trainer_on_one_gpu_are_refused_with_the_line_to_use() -> None:
     with pytest.raises(MachineError) as refused:
-        rollout_server.share(["0"], 1, 1)
+        rollout_server.split_gpus(["0"], 1, 1)
     problem = refused.value.problems[0]
     assert "there are 1" in problem.what and problem.fix == "generation=vllm_colocate"
 
 
 def test_a_server_that_runs_already_keeps_its_gpus() -> None:
-    assert rollout_server.apart(["GPU-a", "GPU-b"], HERE) == {"CUDA_VISIBLE_DEVICES": "GPU-a"}
-    assert rollout_server.apart([], HERE) == {}
+    assert rollout_server.gpus_left_by_server(["GPU-a", "GPU-b"], HERE) == {
+        "CUDA_VISIBLE_DEVICES": "GPU-a"
+    }
+    assert rollout_server.gpus_left_by_server([], HERE) == {}
     elsewhere = replace(HERE, host="another")
-    assert rollout_server.apart(["GPU-b"], elsewhere) == {}
+    assert rollout_server.gpus_left_by_server(["GPU-b"], elsewhere) == {}
     with pytest.raises(ConfigError) as refused:
-        rollout_server.apart(["GPU-b"], HERE)
+        rollout_server.gpus_left_by_server(["GPU-b"], HERE)
     assert "generation=vllm_colocate" in refused.value.problems[0].fix
 
 
 def test_a_server_that_somebody_started_is_used_and_left(tmp_path: Path) -> None:
     run, said = vllm_cases.config(base_url=None), []
-    server_file.write(tmp_path, HERE)
-    with rollout_server.server(tmp_path, run, said.append) as (look, env):
+    server_file.write_server_file(tmp_path, HERE)
+    with rollout_server.managed_server(tmp_path, run, said.append) as (look, env):
         look()
         assert env == {}
     assert "http://127.0.0.1:1" in said[0]
-    assert server_file.read(tmp_path) == HERE
+    assert server_file.read_server_file(tmp_path) == HERE
 
 
 def test_without_a_server_backend_nothing_is_started(tmp_path: Path) -> None:
     run = vllm_cases.config("http://127.0.0.1:1")
-    with rollout_server.server(tmp_path, run, pytest.fail) as (look, env):
+    with rollout_server.managed_server(tmp_path, run, pytest.fail) as (look, env):
         look()
         assert env == {}
     assert not [*tmp_path.iterdir()]
@@ -67,7 +79,7 @@ class Dies:
     """A server's process that is dead as soon as it is started."""
 
     def __init__(self, log: Path):
-        self.child, self.log, self.code, self.began = self, log, 9, 0.0
+        self.child, self.log, self.exit_code, self.started_at = self, log, 9, 0.0
         self.pid = 2**22 + 1
 
 
@@ -75,13 +87,13 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any) -> tupl
     """A Watched whose servers die at once, of `error`; what it said."""
     said: list[str] = []
     (tmp_path / "run.json").write_text("{}")
-    monkeypatch.setattr(rollout_server, "start", lambda *_: Dies(tmp_path / "log"))
-    monkeypatch.setattr(rollout_server, "stop", lambda *_: [])
-    monkeypatch.setattr(rollout_server, "ready", lambda *_: None)
-    monkeypatch.setattr(rollout_server, "why", lambda *_: error)
+    monkeypatch.setattr(rollout_server, "start_server", lambda *_: Dies(tmp_path / "log"))
+    monkeypatch.setattr(rollout_server, "stop_server", lambda *_: [])
+    monkeypatch.setattr(rollout_server, "answering_server", lambda *_: None)
+    monkeypatch.setattr(rollout_server, "server_failure", lambda *_: error)
     monkeypatch.setattr(rollout_server.time, "monotonic", iter(range(0, 10**6, 100)).__next__)
     run = vllm_cases.config(base_url=None)
-    return rollout_server.Watched(tmp_path, run, {}, said.append), said
+    return rollout_server.ServerSupervisor(tmp_path, run, {}, said.append), said
 
 
 def test_restarts_are_counted_and_then_no_server_will_come(
@@ -90,12 +102,12 @@ def test_restarts_are_counted_and_then_no_server_will_come(
     error = GenerationError(Problem("it died", why="of a test"))
     found, said = watched(tmp_path, monkeypatch, error)
     for _ in range(10):
-        found.look()
-    last = server_file.read(tmp_path)
+        found.check_server_alive()
+    last = server_file.read_server_file(tmp_path)
     assert last is not None and last.failed == "it died\nof a test"
     assert [line.partition("restart ")[2] for line in said] == ["1 of 2)", "2 of 2)"]
-    found.end()
-    assert server_file.read(tmp_path) is None
+    found.end_server()
+    assert server_file.read_server_file(tmp_path) is None
 
 
 def test_what_is_wrong_with_the_machine_is_not_tried_again(
@@ -104,8 +116,8 @@ def test_what_is_wrong_with_the_machine_is_not_tried_again(
     error = MachineError(Problem("the port is taken", fix="generation.server.port=0"))
     found, said = watched(tmp_path, monkeypatch, error)
     for _ in range(3):
-        found.look()
-    last = server_file.read(tmp_path)
+        found.check_server_alive()
+    last = server_file.read_server_file(tmp_path)
     assert last is not None and "generation.server.port=0" in last.failed and not said
 
 
@@ -119,6 +131,6 @@ def test_where_and_how_an_engine_runs_is_no_part_of_a_runs_name() -> None:
 
 def test_debug_samples_without_vllm_unless_it_is_asked_for() -> None:
     recipe = ("+recipe=tldr_1b", "+debug=cpu")
-    assert compose(recipe).values["generation"]["backend"] == "transformers"
-    asked = compose((*recipe, "generation=vllm_server")).values["generation"]
+    assert compose_config(recipe).values["generation"]["backend"] == "transformers"
+    asked = compose_config((*recipe, "generation=vllm_server")).values["generation"]
     assert asked["backend"] == "vllm_server" and asked["max_completion_length"] == 16

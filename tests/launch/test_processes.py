@@ -7,7 +7,7 @@ import time
 import pytest
 from rank_cases import Launchers, gone
 
-SOON = {"PATIENCE_S": 1.5}
+SOON = {"KILL_TIMEOUT_S": 1.5}
 
 
 def test_kill_9_of_one_of_two_ends_the_other_within_10_s_with_6_and_the_reason(
@@ -58,13 +58,13 @@ def test_the_code_is_that_of_the_first_cause(
 def test_one_that_was_sent_a_signal_itself_has_told_the_others_who_may_end_by_themselves(
     launchers: Launchers,
 ) -> None:
-    launched = launchers({0: "exit:75:0.2", 1: "exit:8:2"}, {"PATIENCE_S": 0.8})
+    launched = launchers({0: "exit:75:0.2", 1: "exit:8:2"}, {"KILL_TIMEOUT_S": 0.8})
     assert launched.code(15) == 8  # what it was to save is not saved
     assert time.monotonic() - launched.began > 2  # not at 0.7 s, of a TERM
 
 
 def test_those_who_do_not_are_ended_at_the_limit(launchers: Launchers) -> None:
-    launched = launchers({0: "exit:75:0.2", 1: "deaf"}, {"LIMIT_S": 1})
+    launched = launchers({0: "exit:75:0.2", 1: "deaf"}, {"STOP_TIMEOUT_S": 1})
     assert launched.code(8) == 75
     deaf = launched.facts(1)
     assert gone(deaf["pid"], deaf["child"])
@@ -93,7 +93,7 @@ def test_a_second_interrupt_ends_all_at_once(launchers: Launchers) -> None:
 def test_ranks_that_do_not_end_when_they_are_asked_are_ended_at_the_limit(
     launchers: Launchers,
 ) -> None:
-    launched = launchers({0: "deaf", 1: "wait"}, {"LIMIT_S": 1.5})
+    launched = launchers({0: "deaf", 1: "wait"}, {"STOP_TIMEOUT_S": 1.5})
     deaf = launched.rank(0)
     launched.rank(1)
     launched.process.send_signal(signal.SIGTERM)
@@ -102,7 +102,7 @@ def test_ranks_that_do_not_end_when_they_are_asked_are_ended_at_the_limit(
 
 
 def test_a_save_that_is_being_written_may_end(launchers: Launchers) -> None:
-    limits = {"PATIENCE_S": 0.6, "SAVING_S": 3, "busy": True}
+    limits = {"KILL_TIMEOUT_S": 0.6, "SAVE_TIMEOUT_S": 3, "busy": True}
     launched = launchers({0: "deaf", 1: "exit:5:0.5"}, limits)
     deaf = launched.rank(0)
     launched.rank(1)

@@ -11,7 +11,7 @@ from cli_cases import Rloo, children, strict
 
 from rloo_cli.checkpoint import manifest
 from rloo_cli.utils.files import read_json
-from rloo_cli.utils.pids import started
+from rloo_cli.utils.pids import process_start_time
 
 
 def wait_for(happened: Callable[[], bool], process: subprocess.Popen[str], limit: float) -> None:
@@ -25,7 +25,7 @@ def wait_for(happened: Callable[[], bool], process: subprocess.Popen[str], limit
 def gone(pids: list[int], limit: float = 20) -> bool:
     """Whether these processes end within some seconds (a zombie has ended)."""
     end = time.monotonic() + limit
-    while any(started(pid) for pid in pids):
+    while any(process_start_time(pid) for pid in pids):
         if time.monotonic() > end:
             return False
         time.sleep(0.05)
@@ -125,7 +125,7 @@ def test_a_signal_saves_the_run_and_ends_it_with_75_and_leaves_no_process(
     said = (rloo.folder / "out").read_text()
     assert "Traceback" not in said and "runs/smoke: stopped, as it was asked to" in said
     run = rloo.folder / "runs" / "smoke"
-    step = manifest.state(manifest.newest(run)[0] or run)["state"]["step"]
+    step = manifest.read_trainer_state(manifest.newest_checkpoint(run)[0] or run)["state"]["step"]
     assert f"after step {step}\n" in said and step > 3
     assert not (run / "final").exists()
     facts = read_json(run / "run.json")

@@ -17,7 +17,7 @@ from fork_cases import Forked
 from resume_cases import WORDS
 
 from rloo_cli.checkpoint import manifest, rollback, run_folder, save
-from rloo_cli.checkpoint.resume import Start
+from rloo_cli.checkpoint.resume import ResumePlan
 from rloo_cli.cli import eval as evaluation
 from rloo_cli.utils.errors import ConfigError
 from rloo_cli.utils.files import read_json
@@ -136,11 +136,11 @@ def test_a_folder_that_is_no_run_of_ours_is_refused_whatever_it_holds(tmp_path: 
         for name, text in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
-        assert "it is not a run" in (run_folder.foreign(folder) or ""), files
+        assert "it is not a run" in (run_folder.foreign_folder_reason(folder) or ""), files
     (tmp_path / "empty").mkdir()
-    assert run_folder.foreign(tmp_path / "empty") is None
+    assert run_folder.foreign_folder_reason(tmp_path / "empty") is None
     (tmp_path / "logs").mkdir()
-    assert run_folder.foreign(tmp_path) is not None
+    assert run_folder.foreign_folder_reason(tmp_path) is not None
 
 
 def test_a_server_waits_in_no_folder_of_somebody_else(rloo_without_torch: Rloo) -> None:
@@ -232,7 +232,7 @@ def test_what_was_trained_is_never_begun_anew_unasked(faults: str, forked: Forke
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew_unasked(
     copy: Path, forked: Forked
 ) -> None:
-    for folder in manifest.checkpoints(copy):
+    for folder in manifest.list_checkpoints(copy):
         (folder / "model.safetensors").write_bytes(b"x")
     before = seen(copy)
     assert forked(*WORDS, "resume=auto") == 2
@@ -240,7 +240,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew_unasked(
     for part in ("none of its checkpoints is whole", "checkpoint-1 is passed over", "checkpoint-2"):
         assert part in said
     assert "mv runs/smoke runs/smoke.old" in said and seen(copy) == before
-    for folder in manifest.checkpoints(copy):
+    for folder in manifest.list_checkpoints(copy):
         folder.rename(copy.parent / folder.name)
     assert forked(*WORDS, "resume=auto") == 2
     assert "checkpoint-2, the last one that was saved, is not there" in forked.said()
@@ -318,7 +318,7 @@ def test_only_temporary_files_of_ours_are_taken_away(copy: Path) -> None:
         (copy / name).write_text("")
     (copy / ".trash-final-a1").symlink_to(copy / "samples")
     before = seen(copy / "samples")
-    rollback.take(Start(copy, 2, copy / "checkpoint-2"))
+    rollback.roll_back_folder(ResumePlan(copy, 2, copy / "checkpoint-2"))
     assert [n for n in mine if (copy / n).exists()] == mine
     assert not [n for n in ours if (copy / n).exists()]
     assert not (copy / ".trash-final-a1").is_symlink() and {*seen(copy / "samples")} <= {*before}
@@ -331,8 +331,8 @@ def test_what_is_no_checkpoint_of_ours_is_never_pruned(copy: Path, tmp_path: Pat
     (copy / "checkpoint-1").symlink_to(tmp_path / "kept")
     shutil.copytree(copy / "checkpoint-2", copy / "checkpoint-3")
     keep = SimpleNamespace(checkpoint=SimpleNamespace(keep_last=1))
-    save._prune(SimpleNamespace(folder=copy, config=keep, attempt=2))  # type: ignore[arg-type]
-    assert [p.name for p in manifest.checkpoints(copy)] == [
+    save._prune_checkpoints(SimpleNamespace(folder=copy, config=keep, attempt=2))  # type: ignore[arg-type]
+    assert [p.name for p in manifest.list_checkpoints(copy)] == [
         "checkpoint-3", "checkpoint-1", "checkpoint-0",
     ]  # fmt: skip
 
@@ -340,17 +340,17 @@ def test_what_is_no_checkpoint_of_ours_is_never_pruned(copy: Path, tmp_path: Pat
 def test_results_take_the_place_of_nothing_but_results(tmp_path: Path) -> None:
     place = tmp_path / "eval" / "final"
     place.mkdir(parents=True)
-    evaluation._check_place(place)
+    evaluation._check_output_dir(place)
     (place / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="it is not the results of an evaluation"):
-        evaluation._check_place(place)
+        evaluation._check_output_dir(place)
     (place / "about.json").write_text("{}")
-    evaluation._check_place(place)
+    evaluation._check_output_dir(place)
     mine = [place.with_name(".tmp-final-mine"), place.with_name(".tmp-final-99999999")]
     for folder in mine:
         folder.mkdir()
         (folder / "file").write_text("")
-    with evaluation.temporary(place) as folder:
+    with evaluation.temporary_output_dir(place) as folder:
         assert folder.is_dir()
     assert all((folder / "file").exists() for folder in mine)
 
@@ -362,7 +362,7 @@ import atexit, os, signal
 from rloo_cli.cli import main as cli
 from rloo_cli.launch import processes
 def run():
-    with processes._passing_signals_on([], "none"):
+    with processes._forward_signals([], "none"):
         os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)
     return 75

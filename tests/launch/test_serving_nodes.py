@@ -13,30 +13,40 @@ from fake_server import Fake
 
 from rloo_cli.cli import vllm_serve
 from rloo_cli.generation.vllm import server_file
-from rloo_cli.generation.vllm.discovery import Finder
-from rloo_cli.generation.vllm.http import Wire
+from rloo_cli.generation.vllm.discovery import ServerFinder
+from rloo_cli.generation.vllm.http import HttpClient
 from rloo_cli.launch import rollout_server
 from rloo_cli.utils import pids
 from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem
 
-HERE = server_file.Server(
-    url="http://127.0.0.1:1", token="t" * 32, pid=1, group=1, pid_started=pids.started(1),
-    host=platform.node(), by="vllm-serve", model="make:tiny", dtype="float32",
-    vllm="0.32.0", transfer="gloo", devices=[], log="",
-)  # fmt: skip
+HERE = server_file.ServerRecord(
+    url="http://127.0.0.1:1",
+    token="t" * 32,
+    pid=1,
+    group=1,
+    pid_started=pids.process_start_time(1),
+    host=platform.node(),
+    by="vllm-serve",
+    model="make:tiny",
+    dtype="float32",
+    vllm="0.32.0",
+    transfer="gloo",
+    devices=[],
+    log="",
+)
 REFUSED = MachineError(Problem("the port is taken", "generation.server.port", "by somebody"))
 
 
-def finder(folder: Path, nodes: int) -> Finder:
+def finder(folder: Path, nodes: int) -> ServerFinder:
     keys = vllm_cases.config(base_url=None, num_nodes=nodes, ready_timeout_s=1.0).generation.server  # type: ignore[attr-defined]
-    made = Finder(keys, folder, Wire(keys.api_key_env), lambda text: None)
-    made._patience = lambda: 1.0  # type: ignore[method-assign]
+    made = ServerFinder(keys, folder, HttpClient(keys.api_key_env), lambda text: None)
+    made._run_server_timeout_s = lambda: 1.0  # type: ignore[method-assign]
     return made
 
 
 def serving(folder: Path, fake: Fake, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLOO_SERVER_NUMBER", str(number))
-    server_file.write(folder, replace(HERE, url=fake.url, token=fake.token))
+    server_file.write_server_file(folder, replace(HERE, url=fake.url, token=fake.token))
     monkeypatch.delenv("RLOO_SERVER_NUMBER")
 
 
@@ -45,18 +55,18 @@ def test_each_serving_node_has_a_file_of_its_own_and_all_are_found(
 ) -> None:
     serving(tmp_path, fake, 1, monkeypatch)
     with pytest.raises(GenerationError, match="no rollout server answers"):
-        finder(tmp_path, 2).find(again=False)  # one of two is not enough
+        finder(tmp_path, 2).find_servers(reconnecting=False)  # one of two is not enough
     serving(tmp_path, fake, 2, monkeypatch)
-    found = {p.name for p in server_file.places(tmp_path)}
+    found = {p.name for p in server_file.server_file_paths(tmp_path)}
     assert found == {"server.json", "server_2.json"}
-    assert [s.url for s in finder(tmp_path, 2).find(again=False)] == [fake.url] * 2
-    assert all(p.stat().st_mode & 0o777 == 0o600 for p in server_file.places(tmp_path))
+    assert [s.url for s in finder(tmp_path, 2).find_servers(reconnecting=False)] == [fake.url] * 2
+    assert all(p.stat().st_mode & 0o777 == 0o600 for p in server_file.server_file_paths(tmp_path))
 
 
 def test_a_failed_server_stops_the_trainer_with_its_words(tmp_path: Path) -> None:
-    server_file.write_failure(tmp_path, "vllm-serve", REFUSED, tmp_path / "logs")
+    server_file.write_server_failure(tmp_path, "vllm-serve", REFUSED, tmp_path / "logs")
     with pytest.raises(GenerationError) as caught:
-        finder(tmp_path, 1).find(again=False)
+        finder(tmp_path, 1).find_servers(reconnecting=False)
     said = caught.value.render()
     assert "the port is taken\n           by somebody" in said and str(tmp_path / "logs") in said
 
@@ -87,23 +97,23 @@ def test_what_an_earlier_attempt_left_is_not_believed(
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     inside(theirs)
-    left = replace(HERE, failed=failed, job=server_file.job())
+    left = replace(HERE, failed=failed, job=server_file.slurm_job_attempt())
     inside(ours)
-    assert left.stale() is stale
+    assert left.is_stale() is stale
 
 
 def test_a_stale_failure_is_waited_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    server_file.write_failure(tmp_path, "vllm-serve", REFUSED, tmp_path)
+    server_file.write_server_failure(tmp_path, "vllm-serve", REFUSED, tmp_path)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     with pytest.raises(GenerationError, match="no rollout server answers"):
-        finder(tmp_path, 1).find(again=False)
+        finder(tmp_path, 1).find_servers(reconnecting=False)
 
 
 def test_a_server_does_not_hear_the_trainers_early_warning() -> None:
     before = signal.signal(signal.SIGUSR1, lambda number, frame: pytest.fail("it was heard"))
     try:
-        with vllm_serve._listening() as heard:
+        with vllm_serve._stop_signals() as heard:
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.05)
         assert heard == []
@@ -113,7 +123,7 @@ def test_a_server_does_not_hear_the_trainers_early_warning() -> None:
 
 def test_a_trainer_with_serving_nodes_starts_no_server_itself(tmp_path: Path) -> None:
     run = vllm_cases.config(base_url=None, num_nodes=1)
-    with rollout_server.server(tmp_path, run, pytest.fail) as (look, env):
+    with rollout_server.managed_server(tmp_path, run, pytest.fail) as (look, env):
         look()
         assert env == {}
     assert not [*tmp_path.iterdir()]
@@ -122,8 +132,8 @@ def test_a_trainer_with_serving_nodes_starts_no_server_itself(tmp_path: Path) ->
 def test_a_server_of_a_node_that_went_down_does_not_keep_the_next_one_out(
     tmp_path: Path, fake: Fake
 ) -> None:
-    server_file.write(tmp_path, replace(HERE, host="gone", url="http://127.0.0.1:9"))
-    vllm_serve._alone(tmp_path)
-    server_file.write(tmp_path, replace(HERE, host="there", url=fake.url))
+    server_file.write_server_file(tmp_path, replace(HERE, host="gone", url="http://127.0.0.1:9"))
+    vllm_serve._check_no_other_server(tmp_path)
+    server_file.write_server_file(tmp_path, replace(HERE, host="there", url=fake.url))
     with pytest.raises(ConfigError, match="has a server already"):
-        vllm_serve._alone(tmp_path)
+        vllm_serve._check_no_other_server(tmp_path)

@@ -46,7 +46,7 @@ def test_a_signal_in_any_phase_saves_what_is_done_and_the_run_goes_on(
 ) -> None:
     assert forked(*WORDS, faults=f"{place}=term") == 75
     said, run = forked.said(), forked.folder / "runs" / "smoke"
-    assert [p.name for p in manifest.checkpoints(run)] == PHASES[place], said
+    assert [p.name for p in manifest.list_checkpoints(run)] == PHASES[place], said
     assert "Traceback" not in said and "stopped" in said
     command = " ".join([*WORDS, "resume=auto"]).removeprefix("train ")
     assert f"rloo train {command}\n" in said
@@ -72,10 +72,10 @@ def test_what_was_sampled_before_a_signal_is_not_sampled_again(forked: Forked) -
 def test_a_stop_without_progress_saves_nothing_again(forked: Forked) -> None:
     assert forked(*WORDS, faults="gen.chunk@60=term") == 75
     run = forked.folder / "runs" / "smoke"
-    before = (run / "checkpoint-1" / manifest.FILE).stat().st_mtime_ns
+    before = (run / "checkpoint-1" / manifest.MANIFEST_FILE).stat().st_mtime_ns
     assert forked(*WORDS, "resume=auto", faults="gen.chunk@2=term") == 75
-    assert [p.name for p in manifest.checkpoints(run)] == ["checkpoint-1"]
-    assert (run / "checkpoint-1" / manifest.FILE).stat().st_mtime_ns == before
+    assert [p.name for p in manifest.list_checkpoints(run)] == ["checkpoint-1"]
+    assert (run / "checkpoint-1" / manifest.MANIFEST_FILE).stat().st_mtime_ns == before
 
 
 def test_metrics_samples_and_ledger_are_cut_back_and_what_was_cut_is_kept(forked: Forked) -> None:
@@ -115,4 +115,4 @@ def test_a_reward_that_fails_at_a_later_step_keeps_the_steps_before(forked: Fork
     assert forked(*WORDS, *words) == 5
     said, run = forked.said(), forked.folder / "runs" / "smoke"
     assert "no answer from the judge" in said
-    assert [p.name for p in manifest.checkpoints(run)] == ["checkpoint-1"]
+    assert [p.name for p in manifest.list_checkpoints(run)] == ["checkpoint-1"]

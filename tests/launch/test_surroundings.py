@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from rloo_cli.config import check
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed import device_count
 from rloo_cli.launch import preflight, topology
-from rloo_cli.launch.topology import Place
+from rloo_cli.launch.topology import ProcessTopology
 from rloo_cli.utils.errors import ConfigError, MachineError
 
 TORCHRUN = {
@@ -31,7 +31,7 @@ def step(nodes: int, tasks: int, node: int = 0, task: int = 0, local: int = 0) -
 
 
 # Environment -> what differs from a process that is alone and starts two ranks.
-ALONE: dict[str, Any] = asdict(Place(here=2, total=2, on_node=2))
+ALONE: dict[str, Any] = asdict(ProcessTopology(num_started=2, world_size=2, local_world_size=2))
 PLACES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "nothing": ({}, {}),
     "RANK without WORLD_SIZE": ({"RANK": "1"}, {}),
@@ -39,73 +39,130 @@ PLACES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "a rank's own child in a step": (step(2, 2) | {"RLOO_LAUNCHER": "1"}, {}),
     "torchrun": (
         TORCHRUN,
-        {"by": "torchrun", "key": "n0:29500:none:0", "first": 3, "here": 1, "total": 4,
-         "local": 1, "nodes": 2, "launchers": 4, "store": "n0:29500"},
+        {
+            "launched_by": "torchrun",
+            "launch_id": "n0:29500:none:0",
+            "first_rank": 3,
+            "num_started": 1,
+            "world_size": 4,
+            "first_local_rank": 1,
+            "num_nodes": 2,
+            "num_launchers": 4,
+            "store_address": "n0:29500",
+        },
     ),
     "torchrun in a Slurm step": (
         TORCHRUN | step(2, 2, 1, 1),
-        {"by": "torchrun", "key": "n0:29500:none:0", "first": 3, "here": 1, "total": 4,
-         "local": 1, "nodes": 2, "launchers": 4, "store": "n0:29500"},
+        {
+            "launched_by": "torchrun",
+            "launch_id": "n0:29500:none:0",
+            "first_rank": 3,
+            "num_started": 1,
+            "world_size": 4,
+            "first_local_rank": 1,
+            "num_nodes": 2,
+            "num_launchers": 4,
+            "store_address": "n0:29500",
+        },
     ),
     "torchrun with one process": (
         TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-        {"by": "torchrun", "key": "n0:29500:none:0", "here": 1, "total": 1, "on_node": 1,
-         "store": "n0:29500"},
+        {
+            "launched_by": "torchrun",
+            "launch_id": "n0:29500:none:0",
+            "num_started": 1,
+            "world_size": 1,
+            "local_world_size": 1,
+            "store_address": "n0:29500",
+        },
     ),
     "a batch script": ({"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURM_PROCID": "0"}, {}),
     "a batch script that calls itself a step": (step(2, 2) | {"SLURM_STEP_ID": "4294967291"}, {}),
     "a step of one task": (step(1, 1), {}),
     "one task per node": (
         step(3, 3, node=2, task=2),
-        {"by": "Slurm", "key": "7.2.1", "first": 4, "here": 2, "total": 6, "nodes": 3,
-         "launchers": 3},
+        {
+            "launched_by": "Slurm",
+            "launch_id": "7.2.1",
+            "first_rank": 4,
+            "num_started": 2,
+            "world_size": 6,
+            "num_nodes": 3,
+            "num_launchers": 3,
+        },
     ),
     "several tasks on one node": (
         step(1, 4, 0, 3, 3),
-        {"by": "Slurm", "key": "7.2.1", "first": 3, "here": 1, "total": 4, "local": 3,
-         "on_node": 4, "launchers": 4},
+        {
+            "launched_by": "Slurm",
+            "launch_id": "7.2.1",
+            "first_rank": 3,
+            "num_started": 1,
+            "world_size": 4,
+            "first_local_rank": 3,
+            "local_world_size": 4,
+            "num_launchers": 4,
+        },
     ),
     "several tasks per node": (
         step(2, 6, 1, 5, 2),
-        {"by": "Slurm", "key": "7.2.1", "first": 5, "here": 1, "total": 6, "local": 2,
-         "on_node": 3, "nodes": 2, "launchers": 6},
+        {
+            "launched_by": "Slurm",
+            "launch_id": "7.2.1",
+            "first_rank": 5,
+            "num_started": 1,
+            "world_size": 6,
+            "first_local_rank": 2,
+            "local_world_size": 3,
+            "num_nodes": 2,
+            "num_launchers": 6,
+        },
     ),
     "not as many tasks on each node": (
         step(2, 5, 1, 4, 1) | {"SLURM_STEP_TASKS_PER_NODE": "3,2"},
-        {"by": "Slurm", "key": "7.2.1", "first": 4, "here": 1, "total": 5, "local": 1,
-         "on_node": 2, "nodes": 2, "launchers": 5},
+        {
+            "launched_by": "Slurm",
+            "launch_id": "7.2.1",
+            "first_rank": 4,
+            "num_started": 1,
+            "world_size": 5,
+            "first_local_rank": 1,
+            "local_world_size": 2,
+            "num_nodes": 2,
+            "num_launchers": 5,
+        },
     ),
-}  # fmt: skip
+}
 
 
 def spread(*words: str) -> RunConfig:
     """The smoke recipe in two processes."""
     given = ("+recipe=smoke", "distributed=ddp", "distributed.num_processes=2")
-    return check.check(compose((*given, "train.prompts_per_step=8", *words)))
+    return check.check_config(compose_config((*given, "train.prompts_per_step=8", *words)))
 
 
 @pytest.mark.parametrize("name", PLACES)
 def test_a_process_knows_where_it_stands(name: str) -> None:
     env, differs = PLACES[name]
-    place, run, _ = topology.find(env, spread())
+    place, run, _ = topology.find_topology(env, spread())
     assert asdict(place) == ALONE | differs
-    assert run.distributed.num_processes == place.on_node
-    assert run.distributed.num_nodes == place.nodes
+    assert run.distributed.num_processes == place.local_world_size
+    assert run.distributed.num_nodes == place.num_nodes
 
 
 def test_numbers_that_the_surroundings_change_are_said() -> None:
-    assert topology.find(step(3, 3), spread())[2] == [
+    assert topology.find_topology(step(3, 3), spread())[2] == [
         "distributed.num_nodes is 3 here, as Slurm says (the config has 1)"
     ]
     given = spread("distributed.num_processes=4", "distributed.rdzv=h:1")
-    notes = topology.find(TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, given)[2]
+    notes = topology.find_topology(TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, given)[2]
     assert [n.partition(",")[0] for n in notes] == [
         "distributed.rdzv is not used: torchrun says n0:29500"
     ]
-    notes = topology.find(TORCHRUN, given)[2]
+    notes = topology.find_topology(TORCHRUN, given)[2]
     assert notes[0] == "distributed.num_processes is 2 here, as torchrun says (the config has 4)"
     silent = spread("distributed.num_processes=null")  # one per GPU: no number was said
-    assert len(topology.find(step(1, 4), silent)[2]) == 0
+    assert len(topology.find_topology(step(1, 4), silent)[2]) == 0
 
 
 @pytest.mark.parametrize(
@@ -127,33 +184,38 @@ def test_what_cannot_both_be_right_is_refused(
     env: dict[str, str], words: tuple[str, ...], says: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        topology.find(env, spread(*words))
+        topology.find_topology(env, spread(*words))
     assert says in refused.value.render()
 
 
 def test_a_task_that_sees_one_gpu_of_its_own_takes_its_first() -> None:
     env = step(1, 4, 0, 3, 3)
-    place, _, _ = topology.find(env, spread())
-    assert topology.alone_on_gpu(place, env) == place
+    place, _, _ = topology.find_topology(env, spread())
+    assert topology.with_private_gpu(place, env) == place
     for name, value in {"SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "single:1"}.items():
-        own = topology.alone_on_gpu(place, env | {name: value})
-        assert (own.local, own.on_node, own.first, own.total) == (0, 1, 3, 4)
-    node, _, _ = topology.find(step(2, 2), spread())  # this one starts them all itself
-    assert topology.alone_on_gpu(node, {"SLURM_GPUS_PER_TASK": "2"}) == node
+        own = topology.with_private_gpu(place, env | {name: value})
+        assert (own.first_local_rank, own.local_world_size, own.first_rank, own.world_size) == (
+            0,
+            1,
+            3,
+            4,
+        )
+    node, _, _ = topology.find_topology(step(2, 2), spread())  # this one starts them all itself
+    assert topology.with_private_gpu(node, {"SLURM_GPUS_PER_TASK": "2"}) == node
 
 
 def test_bc_20_more_processes_than_gpus_are_refused_with_both_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device_count, "gpus", lambda: ["GPU-a"])
+    monkeypatch.setattr(device_count, "visible_gpus", lambda: ["GPU-a"])
     with pytest.raises(MachineError) as refused:
-        preflight.check(spread(), here=2)
+        preflight.check_machine(spread(), local_ranks=2)
     problem = refused.value.problems[0]
     assert problem.what == "2 processes are to train here, and there are 1 GPUs"
     assert "GPU-a" in problem.why and problem.fix.startswith("distributed.num_processes=1")
-    preflight.check(spread(), here=1)
-    monkeypatch.setattr(device_count, "gpus", list)
-    preflight.check(spread(), here=2)  # on the CPU they share the cores
+    preflight.check_machine(spread(), local_ranks=1)
+    monkeypatch.setattr(device_count, "visible_gpus", list)
+    preflight.check_machine(spread(), local_ranks=2)  # on the CPU they share the cores
 
 
 def test_bc_22_deepspeed_is_refused_with_the_line_that_installs_it(
@@ -162,22 +224,22 @@ def test_bc_22_deepspeed_is_refused_with_the_line_that_installs_it(
     run = spread("distributed=zero2")
     monkeypatch.setattr(preflight, "find_spec", lambda name: None)
     with pytest.raises(MachineError) as refused:
-        preflight.check(run)
+        preflight.check_machine(run)
     problem = refused.value.problems[0]
     assert problem.where == "distributed.engine"
     assert "pip install 'rloo-cli[deepspeed]'" in problem.fix
-    preflight.check(run, downloads=False)  # a plan installs nothing
+    preflight.check_machine(run, downloads=False)  # a plan installs nothing
 
 
 def test_processes_of_one_machine_meet_on_the_loopback_and_rank_0_gets_the_socket() -> None:
-    place = Place(here=2, total=2, on_node=2)
-    listening = topology.listen(spread(), place)
+    place = ProcessTopology(num_started=2, world_size=2, local_world_size=2)
+    listening = topology.open_store_socket(spread(), place)
     assert listening is not None
     with listening:
         host, port = listening.getsockname()
         assert host == "127.0.0.1" and port > 0
-        first, second = topology.starts(place, host, port, listening)
-    assert first.files == (int(first.env["RLOO_STORE_FD"]),) and not second.files
+        first, second = topology.rank_process_specs(place, host, port, listening)
+    assert first.open_files == (int(first.env["RLOO_STORE_FD"]),) and not second.open_files
     assert "RLOO_STORE_FD" not in second.env
     assert (first.rank, second.rank) == (0, 1)
     assert second.env["LOCAL_RANK"] == "1" and second.env["MASTER_PORT"] == str(port)
@@ -185,24 +247,36 @@ def test_processes_of_one_machine_meet_on_the_loopback_and_rank_0_gets_the_socke
 
 
 def test_several_nodes_meet_where_others_can_reach_it_or_where_the_config_says() -> None:
-    place = Place(here=2, total=4, on_node=2, nodes=2, launchers=2, by="Slurm")
-    listening = topology.listen(spread(), place)
+    place = ProcessTopology(
+        num_started=2,
+        world_size=4,
+        local_world_size=2,
+        num_nodes=2,
+        num_launchers=2,
+        launched_by="Slurm",
+    )
+    listening = topology.open_store_socket(spread(), place)
     assert listening is not None
     with listening:
         host, port = listening.getsockname()[:2]
-        starts = topology.starts(place, host, port, listening)
+        starts = topology.rank_process_specs(place, host, port, listening)
         assert host != "0.0.0.0" and "GLOO_SOCKET_IFNAME" not in starts[0].env
-    taken = topology.listen(spread("distributed.rdzv=127.0.0.1:0"), place)
+    taken = topology.open_store_socket(spread("distributed.rdzv=127.0.0.1:0"), place)
     assert taken is not None
     with taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(MachineError) as refused:
-            topology.listen(spread(f"distributed.rdzv={where}"), place)
+            topology.open_store_socket(spread(f"distributed.rdzv={where}"), place)
     assert where in refused.value.problems[0].what
-    assert topology.listen(spread(), Place(total=2, store="n0:1", by="torchrun")) is None
+    assert (
+        topology.open_store_socket(
+            spread(), ProcessTopology(world_size=2, store_address="n0:1", launched_by="torchrun")
+        )
+        is None
+    )
 
 
 def test_a_process_alone_is_told_nothing() -> None:
-    place = Place()
-    assert topology.listen(spread(), place) is None
-    assert [dict(s.env) for s in topology.starts(place, "", 0, None)] == [{}]
+    place = ProcessTopology()
+    assert topology.open_store_socket(spread(), place) is None
+    assert [dict(s.env) for s in topology.rank_process_specs(place, "", 0, None)] == [{}]

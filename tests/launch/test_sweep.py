@@ -77,7 +77,7 @@ def test_one_is_stopped_and_one_cloned_in_flight_and_both_go_on_exactly(quick: R
     follows(quick, parent, clone)
     run = quick.folder / "runs" / stopped["name"]
     assert read_json(run / "run.json")["state"] == "stopped"
-    assert manifest.checkpoints(run)[0].name == "checkpoint-2"
+    assert manifest.list_checkpoints(run)[0].name == "checkpoint-2"
     ended = quick("train", *stopped["words"], f"name={stopped['name']}", "resume=auto")
     assert ended.code == 0 and "step 2 of 8" in ended.out, ended.said
     alone(quick, stopped)
@@ -116,7 +116,7 @@ def test_an_interrupt_saves_every_member_and_the_same_command_goes_on_with_all(
     for member in members(quick):
         facts = read_json(quick.folder / "runs" / member["name"] / "run.json")
         assert (member["state"], facts["code"]) == ("waiting", 75)
-        assert manifest.newest(quick.folder / "runs" / member["name"])[0] is not None
+        assert manifest.newest_checkpoint(quick.folder / "runs" / member["name"])[0] is not None
     (quick.folder / "go").touch()
     ended = quick("sweep", *words)
     assert ended.code == 0 and ended.out.endswith("2 members, 0 failed\n"), ended.said

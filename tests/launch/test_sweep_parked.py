@@ -32,7 +32,7 @@ def model(device: str) -> nn.Module:
 
 
 def tensors(made: nn.Module, held: Held) -> list[torch.Tensor]:
-    return [*offload.of_models([made, made]), *offload.of_optimizer(held)]
+    return [*offload.iter_model_tensors([made, made]), *offload.iter_optimizer_tensors(held)]
 
 
 def test_all_that_a_member_holds_is_moved_each_once() -> None:
@@ -45,7 +45,7 @@ def test_all_that_a_member_holds_is_moved_each_once() -> None:
     moments = [s for state in held.inner.state.values() for s in state.values()]
     assert {id(t) for t in found} == wanted | {id(t) for t in moments}
     assert len(found) == len({id(t) for t in found})
-    assert offload.away(found) == []  # on the CPU they are there already
+    assert offload.offload_tensors(found) == []  # on the CPU they are there already
 
 
 @pytest.mark.gpu
@@ -55,10 +55,10 @@ def test_a_member_leaves_the_gpu_empty_and_goes_on_as_if_it_had_stayed() -> None
         held.step()
     made, held = pair[0]
     before = torch.cuda.memory_allocated()
-    moved = offload.away(tensors(made, held))
+    moved = offload.offload_tensors(tensors(made, held))
     assert moved and all(t.device.type == "cpu" for t in made.parameters())
     assert torch.cuda.memory_allocated() < 0.6 * before
-    offload.back(moved)
+    offload.reload_tensors(moved)
     assert torch.cuda.memory_allocated() == before
     for _, other in pair:
         other.step()

@@ -12,19 +12,18 @@ from pathlib import Path
 import pytest
 
 from rloo_cli.cli import main
-from rloo_cli.launch.sweep import member as sweep_member
 from rloo_cli.launch.sweep import rules, state
-from rloo_cli.launch.sweep import turns as turns_rungs
-from rloo_cli.launch.sweep.member import Turns
-from rloo_cli.launch.sweep.state import Book, Member, Rung
-from rloo_cli.launch.sweep.table import Curve
-from rloo_cli.train import sweep_turns
-from rloo_cli.utils import pids
+from rloo_cli.launch.sweep import time_slices as turns_rungs
+from rloo_cli.launch.sweep import trial as sweep_member
+from rloo_cli.launch.sweep.state import Rung, SweepState, Trial
+from rloo_cli.launch.sweep.table import MetricsReader
+from rloo_cli.launch.sweep.trial import FairShare
+from rloo_cli.utils import pids, sweep_time_slices
 from rloo_cli.utils.errors import ConfigError, Stopped
 from rloo_cli.utils.files import write_json
-from rloo_cli.utils.timers import Clock
+from rloo_cli.utils.timers import StepTimer
 
-HOOKS = sweep_turns.Hooks(lambda: None, lambda: None, lambda: None, lambda: None)
+HOOKS = sweep_time_slices.TimeSliceHooks(lambda: None, lambda: None, lambda: None, lambda: None)
 
 
 def refused(*words: str) -> str:
@@ -38,59 +37,74 @@ def refused(*words: str) -> str:
 
 
 def test_a_share_is_kept_over_many_turns() -> None:
-    given = [Turns(1), Turns(2, share=3), Turns(3, share=2)]
+    given = [FairShare(1), FairShare(2, share=3), FairShare(3, share=2)]
     for _ in range(60):
-        sweep_member.next_ones(given, [1])[0].take()
-    assert [round(turns.had * turns.share) for turns in given] == [10, 30, 20]
+        sweep_member.select_next(given, [1])[0].use_slice()
+    assert [round(turns.weighted_slices * turns.share) for turns in given] == [10, 30, 20]
 
 
 def test_members_are_spread_over_devices_and_each_has_its_own_room() -> None:
-    assert sweep_member.places(3, 2) == [2, 1] and sweep_member.places(1, 1) == [1]
-    given: list[Turns] = []
+    assert sweep_member.trials_per_device(3, 2) == [2, 1] and sweep_member.trials_per_device(
+        1, 1
+    ) == [1]
+    given: list[FairShare] = []
     for number in range(4):
-        given.append(Turns(number, device=sweep_member.spread(given, jobs=2, devices=8)))
+        given.append(
+            FairShare(number, device=sweep_member.least_used_device(given, jobs=2, devices=8))
+        )
     assert [turns.device for turns in given] == [0, 1, 0, 1]
-    assert sweep_member.spread([], jobs=4, devices=0) == 0
-    assert [turns.number for turns in sweep_member.next_ones(given, [1, 0])] == [0]
+    assert sweep_member.least_used_device([], jobs=4, devices=0) == 0
+    assert [turns.number for turns in sweep_member.select_next(given, [1, 0])] == [0]
 
 
 def test_one_that_was_let_in_has_its_chunk_before_the_others() -> None:
-    late = Turns(9, had=5.0, due=True)
-    assert sweep_member.next_ones([Turns(1), late], [1]) == [late]
-    late.take()
-    assert late.had == 5.0 and not late.due
+    late = FairShare(9, weighted_slices=5.0, slice_owed=True)
+    assert sweep_member.select_next([FairShare(1), late], [1]) == [late]
+    late.use_slice()
+    assert late.weighted_slices == 5.0 and not late.slice_owed
 
 
 def test_chunks_end_at_multiples_and_at_the_rung() -> None:
     rung = Rung(2, 15)
-    assert [turns_rungs.until(s, 10, rung) for s in (0, 3, 10, 15, 20)] == [10, 10, 15, 20, 30]
-    assert turns_rungs.until(10, 10, None) == 20
+    assert [turns_rungs.slice_end_step(s, 10, rung) for s in (0, 3, 10, 15, 20)] == [
+        10,
+        10,
+        15,
+        20,
+        30,
+    ]
+    assert turns_rungs.slice_end_step(10, 10, None) == 20
 
 
 def test_a_worth_is_the_mean_of_the_last_chunk_and_an_unknown_one_is_the_worst() -> None:
     rows = [{"step": step, "reward": float(step), "kl": 0.1} for step in range(1, 9)]
-    assert turns_rungs.worth(rows, Rung(1, 6), 4) == 4.5
-    assert turns_rungs.worth(rows, Rung(1, 6, "kl:min"), 4) == pytest.approx(-0.1)
-    assert turns_rungs.worth(rows[:2], Rung(1, 6), 3) == 2.0  # logged seldom: the last there is
-    assert turns_rungs.sorted_out({1: float("nan"), 2: 1.0, 3: 2.0, 4: 2.0}, Rung(2, 6)) == [2, 1]
+    assert turns_rungs.metric_at_rung(rows, Rung(1, 6), 4) == 4.5
+    assert turns_rungs.metric_at_rung(rows, Rung(1, 6, "kl:min"), 4) == pytest.approx(-0.1)
+    assert (
+        turns_rungs.metric_at_rung(rows[:2], Rung(1, 6), 3) == 2.0
+    )  # logged seldom: the last there is
+    assert turns_rungs.trials_below_rung({1: float("nan"), 2: 1.0, 3: 2.0, 4: 2.0}, Rung(2, 6)) == [
+        2,
+        1,
+    ]
 
 
 # What is refused.
 
 
 def test_each_rung_has_a_number_a_step_and_a_metric() -> None:
-    assert rules.asked([4, 2], [5, 9], [], []) == [Rung(4, 5), Rung(2, 9)]
-    assert rules.asked([4, 2], [5, 9], ["kl:min"], [Rung(4, 5, "kl:min", True)]) == [
+    assert rules.early_stopping_rungs([4, 2], [5, 9], [], []) == [Rung(4, 5), Rung(2, 9)]
+    assert rules.early_stopping_rungs([4, 2], [5, 9], ["kl:min"], [Rung(4, 5, "kl:min", True)]) == [
         Rung(4, 5, "kl:min", True), Rung(2, 9, "kl:min"),
     ]  # fmt: skip
     for keep, at, by in (([1], [], []), ([1], [2], ["kl", "reward"])):
         with pytest.raises(ConfigError, match="each --keep has its --at"):
-            rules.asked(keep, at, by, [])
+            rules.early_stopping_rungs(keep, at, by, [])
 
 
 def test_rungs_that_stop_nobody_come_too_late_or_in_the_wrong_order_are_refused() -> None:
     def said(*found: Rung) -> list[str]:
-        return [problem.what for problem in rules.rungs(found, 4, [None, 8])]
+        return [problem.what for problem in rules.rung_problems(found, 4, [None, 8])]
 
     assert not said(Rung(2, 3), Rung(1, 5))
     assert said(Rung(4, 3)) == ["--keep 4 --at 3 stops nobody"]
@@ -134,17 +148,17 @@ def test_a_sweep_among_ranks_that_others_started_is_refused(
 
 
 @pytest.fixture
-def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Book:
+def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepState:
     """A sweep of two members that does not run: runs/s, in the current folder."""
     monkeypatch.chdir(tmp_path)
     words = [SMOKE, "seed=1,2"]
-    members = [Member(i, f"smoke-{i}a2b3c", [SMOKE, f"seed={i}"]) for i in (1, 2)]
-    made = Book(Path("runs/s"), words, str(tmp_path), members=members, state="stopped")
+    members = [Trial(i, f"smoke-{i}a2b3c", [SMOKE, f"seed={i}"]) for i in (1, 2)]
+    made = SweepState(Path("runs/s"), words, str(tmp_path), members=members, state="stopped")
     made.save()
     return made
 
 
-def test_a_sweep_that_does_not_run_takes_no_orders_and_says_what_to_do(idle: Book) -> None:
+def test_a_sweep_that_does_not_run_takes_no_orders_and_says_what_to_do(idle: SweepState) -> None:
     assert "nothing: it does not train" in refused("stop", "s", "1")
     assert "rloo sweep resume runs/s" in refused("promote", "runs/s", "1")
     said = refused("clone", "s", "2", "seed=3")
@@ -155,24 +169,24 @@ def test_a_sweep_that_does_not_run_takes_no_orders_and_says_what_to_do(idle: Boo
     assert "key=value" in refused("clone", "s", "1")
 
 
-def test_a_member_is_named_by_number_name_or_a_piece_that_no_other_has(idle: Book) -> None:
-    names = [idle.find(word).number for word in ("2", "smoke-1a2b3c", "2a2b")]
+def test_a_member_is_named_by_number_name_or_a_piece_that_no_other_has(idle: SweepState) -> None:
+    names = [idle.find_trial(word).number for word in ("2", "smoke-1a2b3c", "2a2b")]
     assert names == [2, 1, 2]
     assert "no member of runs/s" in refused("stop", "s", "3")
     assert "more than one member" in refused("stop", "s", "smoke")
 
 
-def test_a_folder_that_is_another_sweep_or_none_is_not_taken(idle: Book) -> None:
+def test_a_folder_that_is_another_sweep_or_none_is_not_taken(idle: SweepState) -> None:
     said = refused(SMOKE, "seed=3,4", "--name", "s")
     assert "runs/s is a sweep of other words" in said and "+recipe=smoke seed=1,2" in said
     Path("runs/other").mkdir()
     assert "it is not a sweep" in refused(SMOKE, "seed=3,4", "--name", "other")
 
 
-def test_a_sweep_that_runs_is_not_started_twice(idle: Book) -> None:
+def test_a_sweep_that_runs_is_not_started_twice(idle: SweepState) -> None:
     idle.state = "training"
     idle.save()
-    assert state.running(idle.folder)
+    assert state.running_process(idle.folder)
     for words in ((SMOKE, "seed=1,2", "--name", "s"), ("resume", "s")):
         assert f"is being run by process {os.getpid()}" in refused(*words)
 
@@ -186,16 +200,16 @@ def test_a_member_whose_run_is_trained_by_somebody_else_is_refused(
     name = next(row[1] for row in rows if row[:1] == ["2"])
     assert not [*tmp_path.iterdir()]
     me = os.getpid()
-    facts = {"state": "training", "pid": me, "pid_started": pids.started(me)}
+    facts = {"state": "training", "pid": me, "pid_started": pids.process_start_time(me)}
     write_json(Path("runs", name, "run.json"), facts)
     assert f"is being trained by process {me}" in refused(SMOKE, "seed=1,2")
 
 
 def test_a_place_that_is_none_in_a_sweep_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep_turns, "_member", [])
-    monkeypatch.setenv(sweep_turns.PLACE, "/nowhere/turns:1")
+    monkeypatch.setattr(sweep_time_slices, "_sweep_trial", [])
+    monkeypatch.setenv(sweep_time_slices.SOCKET_VARIABLE, "/nowhere/turns:1")
     with pytest.raises(ConfigError, match="no place in a sweep"):
-        sweep_turns.wait(0, HOOKS)
+        sweep_time_slices.wait_in_sweep(0, HOOKS)
 
 
 def test_a_member_waits_however_many_files_its_run_has_open() -> None:
@@ -207,15 +221,17 @@ def test_a_member_waits_however_many_files_its_run_has_open() -> None:
         with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX) as listening:
             listening.bind(f"{place}/turns")
             listening.listen()
-            member = sweep_turns.Member(f"{place}/turns:1")
-            line = sweep_turns.Line(listening.accept()[0])
-            low = member.line.end.detach()
-            member.line.end = socket.socket(fileno=fcntl.fcntl(low, fcntl.F_DUPFD, 1500))
+            member = sweep_time_slices.SweepTrial(f"{place}/turns:1")
+            line = sweep_time_slices.JsonLineSocket(listening.accept()[0])
+            low = member.json_socket.connection.detach()
+            member.json_socket.connection = socket.socket(
+                fileno=fcntl.fcntl(low, fcntl.F_DUPFD, 1500)
+            )
             os.close(low)
             line.send(do="go", until=3)
-            assert member.wait(0, HOOKS) > 0.0
-            line.end.close()
-            member.line.end.close()
+            assert member.wait_for_time_slice(0, HOOKS) > 0.0
+            line.connection.close()
+            member.json_socket.connection.close()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
@@ -224,44 +240,47 @@ def test_a_member_whose_sweep_is_gone_saves_and_stops() -> None:
     with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{place}/turns")
         listening.listen()
-        member = sweep_turns.Member(f"{place}/turns:1")
-        line = sweep_turns.Line(listening.accept()[0])
+        member = sweep_time_slices.SweepTrial(f"{place}/turns:1")
+        line = sweep_time_slices.JsonLineSocket(listening.accept()[0])
         line.send(do="go", until=3)
-        assert member.wait(0, HOOKS) > 0.0 and member.wait(2, HOOKS) == 0.0
+        assert (
+            member.wait_for_time_slice(0, HOOKS) > 0.0
+            and member.wait_for_time_slice(2, HOOKS) == 0.0
+        )
         assert line.receive() == [{"member": 1, "step": 0}]
-        line.end.shutdown(socket.SHUT_WR)  # while it waits
+        line.connection.shutdown(socket.SHUT_WR)  # while it waits
         with pytest.raises(Stopped, match="is gone"):
-            member.wait(3, HOOKS)
-        line.end.close()  # before
+            member.wait_for_time_slice(3, HOOKS)
+        line.connection.close()  # before
         with pytest.raises(Stopped, match="is gone"):
-            member.wait(3, HOOKS)
+            member.wait_for_time_slice(3, HOOKS)
 
 
 def test_a_member_does_as_it_is_told_while_it_waits() -> None:
     done: list[str] = []
-    hooks = sweep_turns.Hooks(
+    hooks = sweep_time_slices.TimeSliceHooks(
         lambda: "here", lambda: done.append("away"), lambda: done.append("back"), lambda: None
     )
     with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{place}/turns")
         listening.listen()
-        member = sweep_turns.Member(f"{place}/turns:2")
-        line = sweep_turns.Line(listening.accept()[0])
+        member = sweep_time_slices.SweepTrial(f"{place}/turns:2")
+        line = sweep_time_slices.JsonLineSocket(listening.accept()[0])
         for order in ({"do": "save"}, {"do": "park"}, {"do": "go", "until": 5}):
             line.send(**order)
-        member.wait(4, hooks)
+        member.wait_for_time_slice(4, hooks)
         assert done == ["away", "back"]
         said = [{"step": 4}, {"saved": "here"}, {"parked": True}]
         assert line.receive() == [{"member": 2, **values} for values in said]
         line.send(do="stop", why="rloo sweep stop")
         with pytest.raises(Stopped, match="stopped by rloo sweep stop"):
-            member.wait(5, hooks)
+            member.wait_for_time_slice(5, hooks)
 
 
 def test_what_a_member_waits_is_not_counted_as_its_own() -> None:
-    clock = Clock()
-    clock.began -= 5.0
-    clock.step_began -= 5.0
+    clock = StepTimer()
+    clock.started_at -= 5.0
+    clock.step_started_at -= 5.0
     clock.leave_out(4.0)
     assert 1.0 <= clock.elapsed() < 4.0 and 1.0 <= clock.lap()["step_time"] < 4.0
 
@@ -273,7 +292,7 @@ def test_a_curve_follows_a_file_that_is_cut_back_and_grows_again(tmp_path: Path)
         rows = [{"step": 0, "eval_reward": 1.0}, *({"step": s, "step_time": 0.1} for s in steps)]
         return "".join(json.dumps(row) + "\n" for row in rows)
 
-    curve = Curve(path)
+    curve = MetricsReader(path)
     assert curve.read() == []
     path.write_text(lines(1, 2, 3) + '{"step": 4, "ste')
     assert [row["step"] for row in curve.read()] == [1, 2, 3]

@@ -148,9 +148,9 @@ def test_steps_tokens_and_disk_are_the_runs(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_an_adapters_checkpoint_is_the_adapter_and_its_moments() -> None:
-    made = plan.make(checked(lora(), "model.dtype=bfloat16"), device.of("80GiB"))
-    (_, adapter) = plan.trained(made.case)
-    assert made.checkpoint == 12 * adapter
+    made = plan.make_run_plan(checked(lora(), "model.dtype=bfloat16"), device.find_device("80GiB"))
+    (_, adapter) = plan.trained_params(made.inputs)
+    assert made.checkpoint_bytes == 12 * adapter
 
 
 def test_a_faster_gpu_and_more_of_them_take_less_time(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,32 +176,32 @@ def test_the_cost_model_gives_its_own_example(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_dry_run_has_the_plan_in_short(capsys: pytest.CaptureFixture[str]) -> None:
-    text = verb.text(checked())
+    text = verb.dry_run_text(checked())
     for word in ("\nmodel      make:tiny", "\nmemory     ", ": fits\n", "\ndisk       "):
         assert word in text
-    lost = verb.text(checked("model.path=some/model"))
+    lost = verb.dry_run_text(checked("model.path=some/model"))
     assert "the config.json of some/model is not to be had" in lost and "\nalgorithm:" in lost
 
 
 def test_a_dry_run_without_a_gpu_plans_for_this_machine_where_the_run_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "_here", lambda: None)
+    monkeypatch.setattr(device, "_local_gpu", lambda: None)
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     (tmp_path / "large").mkdir()
     words = ("data.max_prompt_length=32", "model.tokenizer=make:tiny")
-    text = verb.text(checked(f"model.path={tmp_path}", *words))
+    text = verb.dry_run_text(checked(f"model.path={tmp_path}", *words))
     assert "\ndevice     CPU with" in text and "for a GPU: --gpu NAME" in text
     large = json.dumps(SMALL | {"num_hidden_layers": 900, "hidden_size": 8192})
     (tmp_path / "large" / "config.json").write_text(large)
-    text = verb.text(checked(f"model.path={tmp_path}/large", *words))
+    text = verb.dry_run_text(checked(f"model.path={tmp_path}/large", *words))
     assert "\ndevice     H100-80GB" in text
 
 
 def test_a_dry_run_shows_what_a_run_reads() -> None:
-    shown = yaml.safe_load(verb.text(checked()).rpartition("\n\n")[2])
+    shown = yaml.safe_load(verb.dry_run_text(checked()).rpartition("\n\n")[2])
     run = checked()
-    whole = check.dump(run)
+    whole = check.dump_config(run)
     assert {k: v for k, v in whole.items() if k not in shown} == {
         k: whole[k] for k in ("sft", "reward_model", "slurm")
     }
@@ -210,7 +210,7 @@ def test_a_dry_run_shows_what_a_run_reads() -> None:
 def test_made_models_are_planned_for_this_machines_cpu(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "_here", lambda: None)
+    monkeypatch.setattr(device, "_local_gpu", lambda: None)
     assert "CPU with" in told(capsys, "+recipe=smoke")["device"]["name"]
     found = told(capsys, "+recipe=gsm8k")["device"]
     assert found["name"] == "H100-80GB" and found["source"].startswith("assumed: ")
@@ -223,10 +223,10 @@ def test_this_machines_gpu_is_taken_where_there_is_one(
     (tmp_path / "nvidia-smi").write_text(said)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(device.device_count, "gpus", lambda: ["0"])
-    found = device.of(None)
-    assert found.name == "NVIDIA H200" and found.memory == 143771 * 2**20
-    assert found.flops == device.GPUS["H200"].flops and found.source == "this machine"
+    monkeypatch.setattr(device.device_count, "visible_gpus", lambda: ["0"])
+    found = device.find_device(None)
+    assert found.name == "NVIDIA H200" and found.memory_bytes == 143771 * 2**20
+    assert found.flops_per_s == device.GPUS["H200"].flops_per_s and found.source == "this machine"
 
 
 def test_plan_is_a_verb_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

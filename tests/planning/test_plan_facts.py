@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rloo_cli.config import hf_cache, synthetic
-from rloo_cli.data.packing import whole
-from rloo_cli.planning import model_facts, model_families
+from rloo_cli.data.packing import whole_group_slices
+from rloo_cli.planning import model_families, model_spec
 from rloo_cli.policy import layouts
 from rloo_cli.policy.model import Policy
 from rloo_cli.utils.errors import MachineError
@@ -67,16 +67,16 @@ def written(values: dict[str, Any], folder: Path) -> dict[str, Any]:
 def test_parameters_are_those_that_torch_counts(name: str, tmp_path: Path) -> None:
     counted = sum(p.numel() for p in build(FAMILIES[name]).parameters())
     for values in (FAMILIES[name], written(FAMILIES[name], tmp_path)):
-        found = model_facts.read(values, name, "here")
-        assert found.total == counted and not found.guessed
-        assert found.embedding + found.head + found.body == found.total
+        found = model_spec.parse_model_spec(values, name, "here")
+        assert found.total_params == counted and not found.guessed
+        assert found.embedding_params + found.head_params + found.body_params == found.total_params
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", KEPT)
 def test_what_a_layer_keeps_of_a_row_is_what_autograd_saves(name: str, dtype: torch.dtype) -> None:
     held = [_saved(FAMILIES[name] | {_depth(name): n}, dtype) for n in (3, 4)]
-    found = model_facts.read(FAMILIES[name], name, "here").kept(dtype.itemsize)
+    found = model_spec.parse_model_spec(FAMILIES[name], name, "here").saved_bytes(dtype.itemsize)
     assert found == pytest.approx(held[1] - held[0], rel=0.05)
 
 
@@ -92,7 +92,7 @@ def _saved(values: dict[str, Any], dtype: torch.dtype) -> float:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     policy = Policy(model, 1.0)
-    layouts.settle(policy, "auto", 64)
+    layouts.choose_policy_layout(policy, "auto", 64)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     held: dict[int, int] = {}
 
@@ -102,31 +102,34 @@ def _saved(values: dict[str, Any], dtype: torch.dtype) -> float:
             held[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    groups = layouts.probes(policy)
-    micro = policy.pack(groups, whole(groups, range(len(groups))))
+    groups = layouts.probe_groups(policy)
+    micro = policy.pack(groups, whole_group_slices(groups, range(len(groups))))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        policy.scorer(micro, [1.0], False)
+        policy.logprob_module(micro, [1.0], False)
     return sum(held.values()) / micro.input_ids.numel()
 
 
 # Where facts come from.
 
 
-@pytest.mark.parametrize("name", sorted(model_families.MADE))
+@pytest.mark.parametrize("name", sorted(model_families.SYNTHETIC_CONFIGS))
 def test_made_models_are_what_the_plan_takes_them_for(name: str) -> None:
     from rloo_cli.data.synthetic import addition, tiny, tldr
 
     shape, tokens = {
-        "tiny": (tiny.SHAPE, tiny.tokenizer), "addition": (addition.SHAPE, addition.tokenizer),
-        "tldr": (tldr.SHAPE, tldr.tokenizer),
-    }[name.partition("_")[0]]  # fmt: skip
-    own = model_families.MADE[name]
+        "tiny": (tiny.SHAPE, tiny.tiny_tokenizer),
+        "addition": (addition.SHAPE, addition.addition_tokenizer),
+        "tldr": (tldr.SHAPE, tldr.tldr_tokenizer),
+    }[name.partition("_")[0]]
+    own = model_families.SYNTHETIC_CONFIGS[name]
     assert shape | own == shape | own | {k: v for k, v in shape.items() if k in own}
-    assert own["vocab_size"] == len(tokens()) and name in synthetic.MODELS
+    assert own["vocab_size"] == len(tokens()) and name in synthetic.SYNTHETIC_MODELS
 
 
 def test_well_known_models_have_as_many_parameters_as_their_names_say() -> None:
-    sizes = {n: model_facts.of(n).total / 1e9 for n in model_families.MODELS}
+    sizes = {
+        n: model_spec.load_model_spec(n).total_params / 1e9 for n in model_families.KNOWN_CONFIGS
+    }
     assert sizes["Qwen/Qwen2.5-72B"] == pytest.approx(72.706, abs=1e-3)
     assert sizes["Qwen/Qwen2.5-7B"] == pytest.approx(7.6156, abs=1e-3)
     assert sizes["Qwen/Qwen2.5-1.5B"] == pytest.approx(1.5437, abs=1e-3)
@@ -142,29 +145,36 @@ def test_a_folder_comes_before_what_is_built_in(
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     name = "Qwen/Qwen2.5-72B"
-    assert model_facts.of(name).source == "built in"
+    assert model_spec.load_model_spec(name).source == "built in"
     snapshot = tmp_path / "hub" / "models--Qwen--Qwen2.5-72B" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("abc")
     (snapshot / "config.json").write_text(json.dumps(FAMILIES["qwen2"]))
-    assert hf_cache.cached(name, None, "model")
-    found = model_facts.of(name)
-    assert found.source == "config.json in the hub's cache" and found.total < 1e6
+    assert hf_cache.is_in_hub_cache(name, None, "model")
+    found = model_spec.load_model_spec(name)
+    assert found.source == "config.json in the hub's cache" and found.total_params < 1e6
     written(FAMILIES["llama"], tmp_path / "mine")
-    assert model_facts.of(str(tmp_path / "mine")).source == f"config.json in {tmp_path / 'mine'}"
+    assert (
+        model_spec.load_model_spec(str(tmp_path / "mine")).source
+        == f"config.json in {tmp_path / 'mine'}"
+    )
 
 
 def test_a_model_nobody_knows_is_refused_with_the_command_that_fetches_it() -> None:
     with pytest.raises(MachineError, match="of some/model is not to be had") as e:
-        model_facts.of("some/model", None, "reward.rm.path")
+        model_spec.load_model_spec("some/model", None, "reward.rm.path")
     assert "rloo fetch" in e.value.problems[0].fix and "reward.rm.path" in e.value.problems[0].where
 
 
 def test_an_unknown_family_is_counted_from_the_heads_of_its_weights(tmp_path: Path) -> None:
     values = FAMILIES["llama"] | {"model_type": "brand_new"}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    guess = model_facts.of(str(tmp_path))
-    assert guess.guessed and guess.total == model_facts.read(FAMILIES["llama"], "", "").total
-    save_file({"a": torch.zeros(guess.total + 300)}, tmp_path / "model.safetensors")
-    assert model_facts.of(str(tmp_path)).total == guess.total + 300
+    guess = model_spec.load_model_spec(str(tmp_path))
+    assert (
+        guess.guessed
+        and guess.total_params
+        == model_spec.parse_model_spec(FAMILIES["llama"], "", "").total_params
+    )
+    save_file({"a": torch.zeros(guess.total_params + 300)}, tmp_path / "model.safetensors")
+    assert model_spec.load_model_spec(str(tmp_path)).total_params == guess.total_params + 300

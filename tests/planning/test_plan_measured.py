@@ -32,10 +32,10 @@ def test_a_run_says_what_it_took_and_what_was_predicted(rloo: Rloo) -> None:
 
 
 def test_what_a_process_holds_is_read_in_bytes() -> None:
-    before = memory_check.begin()
+    before = memory_check.reset_peak_memory()
     block = bytearray(50_000_000)
-    assert memory_check._status("VmHWM") - before >= 0.9 * len(block)
-    assert memory_check._status("VmNothing") == 0.0
+    assert memory_check._process_status_bytes("VmHWM") - before >= 0.9 * len(block)
+    assert memory_check._process_status_bytes("VmNothing") == 0.0
 
 
 @pytest.mark.slow

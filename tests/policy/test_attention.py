@@ -15,7 +15,11 @@ from torch.nn.functional import scaled_dot_product_attention as dense
 
 from rloo_cli.data import packing, segments
 from rloo_cli.policy import flash_kernels, shared_attention
-from rloo_cli.policy.shared_attention import PLAN, Cascade, NotShared
+from rloo_cli.policy.shared_attention import (
+    SHARED_LAYOUT_ARGUMENT,
+    CascadeAttention,
+    SharedAttentionError,
+)
 
 H, G, D = 4, 2, 8
 ROWS = {
@@ -30,7 +34,7 @@ ROWS = {
 
 
 def plan_of(lengths):
-    return laid(made(lengths), "shared").shared
+    return laid(made(lengths), "shared").shared_layout
 
 
 def visible(lengths):
@@ -55,15 +59,15 @@ def inputs(rows, dtype):
 
 
 @pytest.mark.parametrize(("dtype", "exact"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("kernels", [flash_kernels._Cpu, flash_kernels._Plain])
+@pytest.mark.parametrize("kernels", [flash_kernels._CpuKernels, flash_kernels._EagerKernels])
 @pytest.mark.parametrize("name", ROWS)
 def test_output_and_gradients_are_those_of_dense_attention_under_a_mask(
     monkeypatch, name, kernels, dtype, exact
 ):
-    monkeypatch.setattr(shared_attention, "kernels", lambda q: kernels)
+    monkeypatch.setattr(shared_attention, "select_flash_kernels", lambda q: kernels)
     mask, scale = visible(ROWS[name]), 0.4
     (q, k, v), grad = inputs(len(mask), dtype)
-    out = Cascade.apply(q, k, v, plan_of(ROWS[name]), scale)
+    out = CascadeAttention.apply(q, k, v, plan_of(ROWS[name]), scale)
     found = [out, *torch.autograd.grad(out, (q, k, v), grad)]
     sides = [t.transpose(0, 1)[None] for t in (q, k, v)]
     whole = dense(*sides, attn_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
@@ -74,7 +78,7 @@ def test_output_and_gradients_are_those_of_dense_attention_under_a_mask(
 
 def test_a_backward_pass_changes_nothing_that_another_would_read():
     (q, k, v), grad = inputs(len(visible(SEVERAL)), torch.float64)
-    out = Cascade.apply(q, k, v, plan_of(SEVERAL), 1.0)
+    out = CascadeAttention.apply(q, k, v, plan_of(SEVERAL), 1.0)
     first = torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
     for a, b in zip(torch.autograd.grad(out, (q, k, v), grad), first, strict=True):
         assert torch.equal(a, b)
@@ -82,24 +86,33 @@ def test_a_backward_pass_changes_nothing_that_another_would_read():
 
 def called(plan, q=None, k=None, mask=None, **given):
     """The function as a layer calls it."""
-    rows = 1 if plan is None else sum(plan.segments)
+    rows = 1 if plan is None else sum(plan.segment_lengths)
     q = torch.randn(1, H, rows, D) if q is None else q
     k = torch.randn(1, G, rows, D) if k is None else k
-    given = {"dropout": 0.0, "scaling": D**-0.5} | given | ({} if plan is None else {PLAN: plan})
-    return shared_attention.attention(None, q, k, torch.randn(1, G, rows, D), mask, **given)
+    given = (
+        {"dropout": 0.0, "scaling": D**-0.5}
+        | given
+        | ({} if plan is None else {SHARED_LAYOUT_ARGUMENT: plan})
+    )
+    return shared_attention.shared_layout_attention(
+        None, q, k, torch.randn(1, G, rows, D), mask, **given
+    )
 
 
 def test_a_layers_call_is_answered_and_counted():
     plan = plan_of(SEVERAL)
     out, weights = called(plan)
-    assert out.shape == (1, sum(plan.segments), H, D) and weights is None
+    assert out.shape == (1, sum(plan.segment_lengths), H, D) and weights is None
     called(plan, softcap=None, s_aux=None, sliding_window=None)
-    assert plan.calls == [2]
+    assert plan.attention_calls == [2]
 
 
 def test_the_scale_is_that_of_the_layer_or_the_usual_one():
     plan = plan_of(SEVERAL)
-    q, k = torch.randn(1, H, sum(plan.segments), D), torch.randn(1, G, sum(plan.segments), D)
+    q, k = (
+        torch.randn(1, H, sum(plan.segment_lengths), D),
+        torch.randn(1, G, sum(plan.segment_lengths), D),
+    )
 
     def answer(**given):
         torch.manual_seed(0)
@@ -124,21 +137,21 @@ def test_the_scale_is_that_of_the_layer_or_the_usual_one():
 )
 def test_what_shared_rows_do_not_have_is_refused(given, reason):
     plan = plan_of(SEVERAL)
-    with pytest.raises(NotShared, match=reason):
+    with pytest.raises(SharedAttentionError, match=reason):
         called(plan, **given)
-    assert plan.calls == [0]
+    assert plan.attention_calls == [0]
 
 
 def test_a_call_without_a_plan_is_refused():
-    with pytest.raises(NotShared, match="without a plan"):
+    with pytest.raises(SharedAttentionError, match="without a plan"):
         called(None)
 
 
 def test_a_window_that_holds_every_row_is_no_window():
     plan = plan_of(SEVERAL)
-    assert plan.longest == 9 + 19
+    assert plan.max_seqlen == 9 + 19
     called(plan, sliding_window=28)
-    with pytest.raises(NotShared, match="sliding_window"):
+    with pytest.raises(SharedAttentionError, match="sliding_window"):
         called(plan, sliding_window=27)
 
 
@@ -149,28 +162,30 @@ def names(model):
 def test_a_model_gets_our_attention_and_its_own_back():
     model = fresh()
     before = names(model)
-    shared_attention.uninstall(model)  # it has its own: nothing to do
-    shared_attention.install(model)
-    shared_attention.install(model)  # twice is once
-    assert shared_attention.installed(model) and set(names(model)) == {shared_attention.NAME}
-    shared_attention.uninstall(model)
-    assert names(model) == before and not shared_attention.installed(model)
+    shared_attention.uninstall_shared_attention(model)  # it has its own: nothing to do
+    shared_attention.install_shared_attention(model)
+    shared_attention.install_shared_attention(model)  # twice is once
+    assert shared_attention.has_shared_attention(model) and set(names(model)) == {
+        shared_attention.SHARED_ATTENTION_NAME
+    }
+    shared_attention.uninstall_shared_attention(model)
+    assert names(model) == before and not shared_attention.has_shared_attention(model)
 
 
 def test_its_own_attention_is_lent_and_ours_is_back_afterwards_even_after_a_failure():
     model = fresh()
     before = names(model)
-    with shared_attention.native(model):
+    with shared_attention.native_attention(model):
         assert names(model) == before
-    shared_attention.install(model)
-    with shared_attention.native(model):
-        assert names(model) == before and shared_attention.installed(model)
+    shared_attention.install_shared_attention(model)
+    with shared_attention.native_attention(model):
+        assert names(model) == before and shared_attention.has_shared_attention(model)
         model(torch.tensor([[5, 6, 7]]))
-    assert set(names(model)) == {shared_attention.NAME}
-    with pytest.raises(IndexError), shared_attention.native(model):
+    assert set(names(model)) == {shared_attention.SHARED_ATTENTION_NAME}
+    with pytest.raises(IndexError), shared_attention.native_attention(model):
         model(torch.tensor([[5, 6, 1000]]))
-    assert set(names(model)) == {shared_attention.NAME}
-    shared_attention.uninstall(model)
+    assert set(names(model)) == {shared_attention.SHARED_ATTENTION_NAME}
+    shared_attention.uninstall_shared_attention(model)
     assert names(model) == before
 
 
@@ -179,9 +194,9 @@ def test_what_is_saved_does_not_tell_that_our_attention_was_there(tmp_path, kind
     model = fresh()
     model.set_attn_implementation(kind)
     model.save_pretrained(tmp_path / "before")
-    shared_attention.install(model)
+    shared_attention.install_shared_attention(model)
     model.save_pretrained(tmp_path / "with")
-    shared_attention.uninstall(model)
+    shared_attention.uninstall_shared_attention(model)
     model.save_pretrained(tmp_path / "after")
     first, *others = (
         json.loads((tmp_path / name / "config.json").read_text())
@@ -198,14 +213,16 @@ def test_gradient_checkpointing_at_shared_rows_changes_no_gradient(name, fused):
         ours = policy(name, "shared", fused, checkpointed)
         micro = laid(made(), "shared")
         ours.logp(micro).logp.sum().backward()
-        assert micro.shared.calls == [4 if checkpointed else 2]  # each layer again, with its plan
+        assert micro.shared_layout.attention_calls == [
+            4 if checkpointed else 2
+        ]  # each layer again, with its plan
         found.append(gradients(ours.model))
     assert worst(found[1], found[0]) <= 1e-6
 
 
 def wrong_by(ours, micro, chosen):
     """Largest distance of a log-probability from the row alone."""
-    with torch.no_grad(), shared_attention.native(ours.model):
+    with torch.no_grad(), shared_attention.native_attention(ours.model):
         truth = each_alone(ours.model, chosen, ours.temperature)[0]
     return float((ours.frozen_logp(micro).logp.double() - truth).abs().max())
 
@@ -214,7 +231,7 @@ def wrong_by(ours, micro, chosen):
 def test_shared_rows_under_a_stock_attention_would_be_wrong_without_a_word(name):
     chosen, ours = made(), policy(name, "shared")
     assert wrong_by(ours, laid(chosen, "shared"), chosen) <= 1e-4
-    shared_attention.uninstall(ours.model)
+    shared_attention.uninstall_shared_attention(ours.model)
     assert wrong_by(ours, laid(chosen, "shared"), chosen) > 0.1
 
 
@@ -222,9 +239,9 @@ def test_shared_rows_under_a_stock_attention_would_be_wrong_without_a_word(name)
 def test_a_model_with_our_attention_answers_no_rows_without_a_plan(name):
     ours = policy(name, "shared")
     for layout in ("packed", "padded"):
-        with pytest.raises(NotShared, match="without a plan"):
+        with pytest.raises(SharedAttentionError, match="without a plan"):
             ours.frozen_logp(laid(made(), layout))
-    with pytest.raises(NotShared, match="without a plan"):
+    with pytest.raises(SharedAttentionError, match="without a plan"):
         ours.model(torch.tensor([[5, 6, 7]]))
 
 
@@ -232,12 +249,14 @@ def test_a_cache_would_hide_the_documents_of_a_packed_row_and_is_never_asked_for
     chosen, ours = made(), policy("qwen3", "packed")
     micro, seen = laid(chosen, "packed"), []
     assert wrong_by(ours, micro, chosen) <= 1e-4
-    given = type(ours.scorer)._inputs
+    given = type(ours.logprob_module)._forward_inputs
     for layout in ("shared", "packed", "padded"):
-        seen.append(given(ours.scorer, laid(chosen, layout))["use_cache"])
+        seen.append(given(ours.logprob_module, laid(chosen, layout))["use_cache"])
     assert seen == [False] * 3
     monkeypatch.setattr(
-        type(ours.scorer), "_inputs", lambda self, micro: given(self, micro) | {"use_cache": True}
+        type(ours.logprob_module),
+        "_forward_inputs",
+        lambda self, micro: given(self, micro) | {"use_cache": True},
     )
     assert wrong_by(ours, micro, chosen) > 0.1
 
@@ -256,9 +275,11 @@ def test_keys_with_gradient_in_a_cache_would_be_lost_where_activations_are_recom
     ).logits
     logits = torch.cat([before[0, -1:], after[0, :-1]])
     truth = each_alone(ours.model.eval(), chosen, 1.0)[0][: len(completion)]
-    found = segments.target_logp(logits, torch.tensor(completion), 1.0)
+    found = segments.target_logprobs(logits, torch.tensor(completion), 1.0)
     assert (float((found - truth).detach().abs().max()) > 0.1) is checkpointed
-    inputs = [ours.scorer._inputs(laid(chosen, layout)) for layout in packing.LAYOUTS]
+    inputs = [
+        ours.logprob_module._forward_inputs(laid(chosen, layout)) for layout in packing.LAYOUTS
+    ]
     assert not any("past_key_values" in given for given in inputs)
 
 

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from rloo_cli.generation.vllm import deadlines, transfer_send
-from rloo_cli.generation.vllm.transfer_send import LEAST_BUFFER, Beside, packed_bytes
-from rloo_cli.generation.vllm.weight_sync import Counted
-from rloo_cli.generation.vllm.weights import Gathered, Whole
+from rloo_cli.generation.vllm.deadlines import BackgroundCall
+from rloo_cli.generation.vllm.transfer_send import MIN_BUFFER_BYTES, packing_buffer_bytes
+from rloo_cli.generation.vllm.weight_sync import CountedWeightSource
+from rloo_cli.generation.vllm.weights import GatheredWeightSource, ModelWeightSource
 from rloo_cli.utils import device_waits
 from rloo_cli.utils.errors import MachineError
-from rloo_cli.utils.timers import Clock
+from rloo_cli.utils.timers import StepTimer
 
 
 class Gpu:
@@ -71,7 +72,7 @@ def test_the_device_is_waited_for_before_any_weight_is_read(gpu: Gpu) -> None:
             gpu.log.append("read")
             yield "weight", torch.zeros(1)
 
-    assert [name for name, _ in Counted(None, Source())] == ["weight"]
+    assert [name for name, _ in CountedWeightSource(None, Source())] == ["weight"]
     assert gpu.log == ["device", "read"]
 
 
@@ -85,21 +86,21 @@ def test_a_gathered_unit_is_waited_for_before_it_is_read_and_before_it_is_let_go
             yield {name: torch.zeros(2) for name in half}
             gpu.log.append("let go")
 
-    for _ in Gathered(model, torch.float32, units):
+    for _ in GatheredWeightSource(model, torch.float32, units):
         gpu.log.append("packed")
     unit = ["gathered", "stream", "packed", "packed", "device", "let go"]
     assert gpu.log == [*unit, *unit]
 
 
 def test_weights_are_waited_for_that_were_taken_apart_on_another_stream(gpu: Gpu) -> None:
-    for _ in Whole(nn.Linear(2, 2), torch.float32):
+    for _ in ModelWeightSource(nn.Linear(2, 2), torch.float32):
         gpu.log.append("packed")
     assert gpu.log == ["stream", "packed", "packed"]
 
 
 def test_a_phase_ends_when_the_device_has_done_what_it_was_asked_for() -> None:
     log: list[str] = []
-    clock = Clock(wait=lambda: log.append("waited"))
+    clock = StepTimer(wait=lambda: log.append("waited"))
     with contextlib.suppress(ValueError), clock.phase("update"):
         log.append("queued")
         raise ValueError
@@ -107,18 +108,18 @@ def test_a_phase_ends_when_the_device_has_done_what_it_was_asked_for() -> None:
 
 
 def test_a_thread_that_sends_weights_has_the_gpu_of_its_rank(gpu: Gpu) -> None:
-    assert deadlines.within(5, "work", lambda: 7) == 7
-    Beside(lambda: None).result()
+    assert deadlines.run_with_deadline(5, "work", lambda: 7) == 7
+    BackgroundCall(lambda: None).wait()
     assert gpu.set == [3, 3]
 
 
 def test_a_buffer_holds_the_largest_tensor_and_is_no_larger_than_it_must() -> None:
     small, large = nn.Linear(4, 4), nn.Module()
-    assert packed_bytes(Whole(small, torch.bfloat16)) == LEAST_BUFFER
+    assert packing_buffer_bytes(ModelWeightSource(small, torch.bfloat16)) == MIN_BUFFER_BYTES
     with torch.device("meta"):
-        large.embedding = nn.Embedding(152064, 3584)  # Qwen2.5-7B's: above 1 GiB
-        large.head = nn.Linear(8, 8)
-    found = packed_bytes(Whole(large, torch.bfloat16))
+        large.embedding_params = nn.Embedding(152064, 3584)  # Qwen2.5-7B's: above 1 GiB
+        large.head_params = nn.Linear(8, 8)
+    found = packing_buffer_bytes(ModelWeightSource(large, torch.bfloat16))
     assert found == 152064 * 3584 * 2 > 2**30
 
 
@@ -128,8 +129,8 @@ class Lost:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, aborts: bool):
         self.over, self.aborts, self.waited = threading.Event(), aborts, 0
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
-        monkeypatch.setattr(transfer_send, "RELEASE_S", 0.3)
-        monkeypatch.setattr(device_waits, "_stuck", [])
+        monkeypatch.setattr(transfer_send, "SEND_ABORT_TIMEOUT_S", 0.3)
+        monkeypatch.setattr(device_waits, "_device_timeouts", [])
 
     def synchronize(self) -> None:
         self.waited += 1
@@ -147,7 +148,7 @@ def test_a_lost_send_that_is_aborted_lets_the_device_go(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = Lost(monkeypatch, aborts=True)
-    transfer_send.leave_lost(lost)
+    transfer_send.close_lost_sender(lost)
     device_waits.wait_for_device()
     assert lost.waited == 2 and gpu.set == [3]
 
@@ -157,8 +158,11 @@ def test_a_lost_send_that_never_ends_stops_the_run_and_no_later_wait_hangs(
 ) -> None:
     lost, began = Lost(monkeypatch, aborts=False), time.monotonic()
     with pytest.raises(MachineError, match="still busy with a send whose other side is gone"):
-        transfer_send.leave_lost(lost)
-    with contextlib.suppress(ValueError), Clock(wait=device_waits.wait_for_device).phase("sync"):
+        transfer_send.close_lost_sender(lost)
+    with (
+        contextlib.suppress(ValueError),
+        StepTimer(wait=device_waits.wait_for_device).phase("sync"),
+    ):
         raise ValueError
     assert not device_waits.is_device_done(5) and lost.waited == 1
     assert time.monotonic() - began < 5

@@ -13,10 +13,10 @@ from test_head import case, error, full, gradients
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rloo_cli.data.batch import Group
-from rloo_cli.data.packing import pack, whole
+from rloo_cli.data.packing import pack_micro_batch, whole_group_slices
 from rloo_cli.policy import layouts
 from rloo_cli.policy.model import Policy
-from rloo_cli.policy.shared_attention import Cascade
+from rloo_cli.policy.shared_attention import CascadeAttention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,16 +54,18 @@ def groups(name):
 def plan_of(name):
     """The plan of a shared row, and which rows of it a row sees. (T, T) bool"""
     found = groups(name)
-    plan = pack(found, whole(found, range(len(found))), device=DEVICE, layout="shared").shared
+    plan = pack_micro_batch(
+        found, whole_group_slices(found, range(len(found))), device=DEVICE, layout="shared"
+    ).shared_layout
     owner = [*range(len(found)), *(i for i, g in enumerate(found) for _ in g.rollouts)]
-    starts = list(accumulate(plan.segments, initial=0))
+    starts = list(accumulate(plan.segment_lengths, initial=0))
     sees = torch.zeros(starts[-1], starts[-1], dtype=torch.bool)
-    for s, n in enumerate(plan.segments):
+    for s, n in enumerate(plan.segment_lengths):
         rows = slice(starts[s], starts[s] + n)
         sees[rows, rows] = torch.ones(n, n).tril().bool()
         if s >= len(found):
             prompt = owner[s]
-            sees[rows, starts[prompt] : starts[prompt] + plan.segments[prompt]] = True
+            sees[rows, starts[prompt] : starts[prompt] + plan.segment_lengths[prompt]] = True
     return plan, sees.to(DEVICE)
 
 
@@ -108,7 +110,9 @@ def test_the_cascade_is_attention_with_a_mask(name, size, kv):
         lambda *t: dense(*t, sees), [t.detach().double().requires_grad_() for t in given], g
     )
     plain = far(with_gradients(lambda *t: dense(*t, sees), given, g), exact)
-    ours = far(with_gradients(lambda *t: Cascade.apply(*t, plan, size**-0.5), given, g), exact)
+    ours = far(
+        with_gradients(lambda *t: CascadeAttention.apply(*t, plan, size**-0.5), given, g), exact
+    )
     for what, a, b in zip(("out", "dq", "dk", "dv"), ours, plain, strict=True):
         assert a <= TIMES * b + PLUS, f"{what}: off by {a:.1e}, plain attention by {b:.1e}"
 
@@ -121,7 +125,7 @@ def test_the_cascade_without_a_flash_kernel_is_exact(name, dtype):
     exact = with_gradients(
         lambda *t: dense(*t, sees), [t.detach().double().requires_grad_() for t in given], g
     )
-    ours = far(with_gradients(lambda *t: Cascade.apply(*t, plan, 0.125), given, g), exact)
+    ours = far(with_gradients(lambda *t: CascadeAttention.apply(*t, plan, 0.125), given, g), exact)
     assert max(ours) < (1e-5 if dtype is torch.float32 else 1e-12), ours
 
 
@@ -132,7 +136,8 @@ def test_deterministic_kernels_give_the_same_bits_twice(name):
     torch.use_deterministic_algorithms(True)
     try:
         first, again = (
-            with_gradients(lambda *t: Cascade.apply(*t, plan, 0.125), given, g) for _ in range(2)
+            with_gradients(lambda *t: CascadeAttention.apply(*t, plan, 0.125), given, g)
+            for _ in range(2)
         )
     finally:
         torch.use_deterministic_algorithms(False)
@@ -156,22 +161,28 @@ def model(dtype=torch.bfloat16, size=64, layers=2, words=512):
 
 def test_a_tiny_qwen3_in_bfloat16_lands_on_shared_rows_and_the_fused_head():
     policy = Policy(fresh("qwen3").bfloat16().to(DEVICE), 1.0)
-    assert layouts.settle(policy, "auto", 64) == layouts.Level("shared", "fused", "")
+    assert layouts.choose_policy_layout(policy, "auto", 64) == layouts.LayoutChoice(
+        "shared", "fused", ""
+    )
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_larger_heads_land_there_too(size):
     policy = Policy(model(size=size), 1.0)
-    assert layouts.settle(policy, "auto", 1024) == layouts.Level("shared", "fused", "")
+    assert layouts.choose_policy_layout(policy, "auto", 1024) == layouts.LayoutChoice(
+        "shared", "fused", ""
+    )
 
 
 def test_float32_lands_on_shared_rows_without_a_flash_kernel():
     policy = Policy(model(torch.float32), 1.0)
-    assert layouts.settle(policy, "auto", 1024) == layouts.Level("shared", "fused", "")
+    assert layouts.choose_policy_layout(policy, "auto", 1024) == layouts.LayoutChoice(
+        "shared", "fused", ""
+    )
 
 
 def test_heads_that_no_kernel_takes_land_on_packed_rows_and_say_so():
-    level = layouts.settle(Policy(model(size=288), 1.0), "auto", 1024)
+    level = layouts.choose_policy_layout(Policy(model(size=288), 1.0), "auto", 1024)
     assert (level.layout, level.head) == ("packed", "fused")
     assert "not shared: " in level.why
 
@@ -179,7 +190,7 @@ def test_heads_that_no_kernel_takes_land_on_packed_rows_and_say_so():
 def phase(layout, dtype=torch.bfloat16, gc=False, name="two groups"):
     """Log-probabilities and the gradient of a weighted sum of them, by parameter."""
     policy = Policy(model(dtype), 0.7)
-    level = layouts.settle(policy, layout, 1024)
+    level = layouts.choose_policy_layout(policy, layout, 1024)
     assert (level.layout, level.head) == (layout, "fused")
     if gc:
         policy.model.train().gradient_checkpointing_enable({"use_reentrant": False})
@@ -187,7 +198,7 @@ def phase(layout, dtype=torch.bfloat16, gc=False, name="two groups"):
         if weight.dtype != torch.float32:
             weight.grad_dtype = torch.float32
     found = groups(name)
-    micro = policy.pack(found, whole(found, range(len(found))))
+    micro = policy.pack(found, whole_group_slices(found, range(len(found))))
     logp = policy.logp(micro).logp
     weights = torch.linspace(-1, 1, len(logp), device=DEVICE)
     (logp * weights).sum().backward()
@@ -225,10 +236,10 @@ def test_the_fused_head_is_log_softmax_in_float64(dtype, keep, tile, n):
 def peak(layout):
     """The most bytes of a forward and a backward pass above what was there."""
     policy = Policy(model(layers=4, words=4096), 1.0)
-    layouts.settle(policy, layout, 1024)
+    layouts.choose_policy_layout(policy, layout, 1024)
     ids = list(range(4, 260))
     each = [Group(i, {}, "", ids, [rollout(ids[:16]) for _ in range(8)]) for i in range(4)]
-    micro = policy.pack(each, whole(each, range(len(each))))
+    micro = policy.pack(each, whole_group_slices(each, range(len(each))))
     policy.logp(micro).logp.sum().backward()  # compiles, and leaves gradients
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

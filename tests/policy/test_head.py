@@ -60,14 +60,14 @@ class Seen(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.calls, self.largest = Counter(), 0
+        self.calls, self.max_logit = Counter(), 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         self.calls[function.overloadpacket.__name__] += 1
         for tensor in out if isinstance(out, tuple | list) else [out]:
             if isinstance(tensor, torch.Tensor):
-                self.largest = max(self.largest, tensor.numel())
+                self.max_logit = max(self.max_logit, tensor.numel())
         return out
 
 
@@ -86,7 +86,7 @@ def plans(monkeypatch):
 @pytest.mark.parametrize("want_entropy", [False, True])
 def test_it_equals_log_softmax_over_all_logits(tile, keep_bytes, want_entropy):
     given = case()
-    words = {"tile": tile, "keep_bytes": keep_bytes, "want_entropy": want_entropy}
+    words = {"tile_logits": tile, "keep_bytes": keep_bytes, "want_entropy": want_entropy}
     logp, entropy, *found = gradients(given, scale=0.5, temperature=0.7, **words)
     expected_logp, expected_entropy, *expected = full(*given, factor=0.5 / 0.7)
     assert logp.dtype == torch.float32 and error(logp, expected_logp) <= 2e-6
@@ -101,7 +101,7 @@ def test_it_equals_log_softmax_over_all_logits(tile, keep_bytes, want_entropy):
 @pytest.mark.parametrize("words", [{}, {"scale": 16.0}, {"temperature": 0.3}], ids=str)
 def test_scale_and_temperature_are_those_of_the_logits_without_bias_too(words):
     given = case(bias=False)
-    logp, _, *found = gradients(given, tile=900, **words)
+    logp, _, *found = gradients(given, tile_logits=900, **words)
     factor = words.get("scale", 1.0) / words.get("temperature", 1.0)
     expected_logp, _, *expected = full(*given, factor=factor)
     assert error(logp, expected_logp) <= 2e-6 and found[2] is None
@@ -109,13 +109,13 @@ def test_scale_and_temperature_are_those_of_the_logits_without_bias_too(words):
 
 
 def test_odd_tiles_divide_neither_rows_nor_words():
-    assert fused_head.shape(N, V, 1) == (1, 64)
+    assert fused_head.tile_shape(N, V, 1) == (1, 64)
     for tile in (1000, 1500):
-        rows, words = fused_head.shape(N, V, tile)
+        rows, words = fused_head.tile_shape(N, V, tile)
         assert N % rows and V % words and rows * words <= tile
-    assert fused_head.shape(0, V, 1000) == (1, V)
-    assert fused_head.shape(10, 40, 2**20) == (10, 40)
-    assert fused_head.shape(10**6, 151936, 2**25) == (5760, 5760)
+    assert fused_head.tile_shape(0, V, 1000) == (1, V)
+    assert fused_head.tile_shape(10, 40, 2**20) == (10, 40)
+    assert fused_head.tile_shape(10**6, 151936, 2**25) == (5760, 5760)
 
 
 @keeping
@@ -134,10 +134,10 @@ def test_what_is_frozen_costs_no_product(frozen, products):
     given = case()
     for index in frozen:
         given[index].requires_grad_(False)
-    logp, _ = token_logp(given[0], given[1], given[3], bias=given[2], tile=1000)
+    logp, _ = token_logp(given[0], given[1], given[3], bias=given[2], tile_logits=1000)
     with Seen() as seen:
         (logp * given[4]).sum().backward()
-    rows, words = fused_head.shape(N, V, 1000)
+    rows, words = fused_head.tile_shape(N, V, 1000)
     assert seen.calls["addmm"] == products * -(-N // rows) * -(-V // words)
     expected = full(*given)[2:]
     for index in range(3):
@@ -149,7 +149,7 @@ def test_kept_exponentials_save_a_product_of_each_tile():
     hidden, weight, _, target, _ = case()
     calls = []
     for keep_bytes in (0, N * V * 4 - 1, N * V * 4):
-        logp, _ = token_logp(hidden, weight, target, tile=1000, keep_bytes=keep_bytes)
+        logp, _ = token_logp(hidden, weight, target, tile_logits=1000, keep_bytes=keep_bytes)
         with Seen() as seen:
             logp.sum().backward()
         calls.append(seen.calls["addmm"])
@@ -159,8 +159,8 @@ def test_kept_exponentials_save_a_product_of_each_tile():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kept_and_computed_again_are_the_same(dtype):
     given = case(dtype=dtype)
-    again = gradients(given, tile=1500, want_entropy=True)
-    kept = gradients(given, tile=1500, want_entropy=True, keep_bytes=ROOM)
+    again = gradients(given, tile_logits=1500, want_entropy=True)
+    kept = gradients(given, tile_logits=1500, want_entropy=True, keep_bytes=ROOM)
     assert torch.equal(again[0], kept[0]) and torch.equal(again[1], kept[1])
     for one, other in zip(again[2:], kept[2:], strict=True):
         assert error(other, one.double()) <= (1e-6 if dtype == torch.float32 else 3e-3)
@@ -168,7 +168,7 @@ def test_kept_and_computed_again_are_the_same(dtype):
 
 @keeping
 def test_gradients_of_two_calls_add_up(keep_bytes):
-    given, words = case(), {"tile": 1000, "keep_bytes": keep_bytes}
+    given, words = case(), {"tile_logits": 1000, "keep_bytes": keep_bytes}
     _, _, *once = gradients(given, **words)
     hidden, weight, bias, target, g = given
     logp, _ = token_logp(hidden, weight, target, bias=bias, **words)
@@ -183,7 +183,7 @@ def test_a_second_backward_through_kept_tiles_computes_them_again():
     _, _, *once = gradients(given)
     hidden, weight, bias, target, g = given
     once = [x.clone() for x in once]
-    logp, _ = token_logp(hidden, weight, target, bias=bias, tile=1000, keep_bytes=ROOM)
+    logp, _ = token_logp(hidden, weight, target, bias=bias, tile_logits=1000, keep_bytes=ROOM)
     for _ in range(2):
         (logp * g).sum().backward(retain_graph=True)
     for x, one in zip((hidden, weight, bias), once, strict=True):
@@ -193,7 +193,7 @@ def test_a_second_backward_through_kept_tiles_computes_them_again():
 def test_in_bfloat16_logits_and_sums_are_float32():
     given = case(n=512, dtype=torch.bfloat16)
     hidden, weight, bias, target, g = given
-    logp, _, dhidden, dweight, dbias = gradients(given, tile=1024)
+    logp, _, dhidden, dweight, dbias = gradients(given, tile_logits=1024)
     expected_logp, _, *expected = full(*given)
     assert logp.dtype == torch.float32 and error(logp, expected_logp) <= 2e-6
     assert {dhidden.dtype, dweight.dtype, dbias.dtype} == {torch.bfloat16}
@@ -210,20 +210,20 @@ def test_float32_is_float32_whatever_is_given(monkeypatch):
     seen = plans(monkeypatch)
     given = case(dtype=torch.bfloat16)
     logp, _ = token_logp(given[0], given[1], given[3], float32=True, keep_bytes=N * V * 4)
-    assert seen[0].work == seen[0].keep == torch.float32
+    assert seen[0].compute_dtype == seen[0].saved_dtype == torch.float32
     assert error(logp, full(given[0], given[1], None, *given[3:])[0]) <= 2e-6
     token_logp(given[0], given[1].float(), given[3], keep_bytes=N * V * 4)
-    assert seen[1].work == seen[1].keep == torch.float32
+    assert seen[1].compute_dtype == seen[1].saved_dtype == torch.float32
     token_logp(given[0], given[1], given[3], keep_bytes=N * V * 2)
-    assert seen[2].keep == torch.bfloat16
+    assert seen[2].saved_dtype == torch.bfloat16
 
 
 @keeping
 def test_no_tensor_is_as_large_as_all_logits(keep_bytes):
     given = case(n=300, v=2000, h=4)
     with Seen() as seen:
-        gradients(given, tile=128 * 128, want_entropy=True, keep_bytes=keep_bytes)
-    assert seen.largest == 128 * 128 < 300 * 2000 / 30
+        gradients(given, tile_logits=128 * 128, want_entropy=True, keep_bytes=keep_bytes)
+    assert seen.max_logit == 128 * 128 < 300 * 2000 / 30
 
 
 def test_without_gradient_nothing_is_kept(monkeypatch):
@@ -233,14 +233,14 @@ def test_without_gradient_nothing_is_kept(monkeypatch):
         logp, _ = token_logp(hidden, weight, target, bias=bias, keep_bytes=ROOM)
     token_logp(hidden.detach(), weight.detach(), target, keep_bytes=ROOM)
     token_logp(hidden, weight, target, keep_bytes=ROOM)
-    assert [plan.keep for plan in seen] == [None, None, torch.float32]
+    assert [plan.saved_dtype for plan in seen] == [None, None, torch.float32]
     assert not logp.requires_grad
 
 
 def test_logits_too_large_for_an_exponential_are_no_trouble():
     hidden, weight, bias, target, g = case()
     given = ((100 * hidden).detach().requires_grad_(), weight, bias, target, g)
-    logp, entropy, *found = gradients(given, tile=1000, want_entropy=True)
+    logp, entropy, *found = gradients(given, tile_logits=1000, want_entropy=True)
     expected_logp, _, *expected = full(*given)
     assert error(logp, expected_logp) <= 2e-6 and bool((entropy >= -1e-6).all())
     for one, other in zip(found, expected, strict=True):
@@ -250,9 +250,9 @@ def test_logits_too_large_for_an_exponential_are_no_trouble():
 @pytest.mark.parametrize("outside", [-100, V])
 def test_a_target_outside_the_vocabulary_is_nan_and_spoils_no_other(outside):
     hidden, weight, _, target, _ = case()
-    expected, _ = token_logp(hidden, weight, target, tile=1000)
+    expected, _ = token_logp(hidden, weight, target, tile_logits=1000)
     target[5] = outside
-    logp, _ = token_logp(hidden, weight, target, tile=1000)
+    logp, _ = token_logp(hidden, weight, target, tile_logits=1000)
     assert logp.isnan().nonzero().tolist() == [[5]]
     assert torch.equal(logp[6:], expected[6:])
 
@@ -260,8 +260,8 @@ def test_a_target_outside_the_vocabulary_is_nan_and_spoils_no_other(outside):
 def test_what_is_compiled_says_what_is_done_in_place():
     z, lse = torch.randn(7, 64), torch.randn(7, 1)
     for entropy, keep in ((False, None), (True, torch.bfloat16), (False, torch.float32)):
-        one = fused_head._fold(z, entropy, keep)
-        other = fused_head._fold_in_place(z.clone(), entropy, keep)
+        one = fused_head._reduce_tile(z, entropy, keep)
+        other = fused_head._reduce_tile_in_place(z.clone(), entropy, keep)
         for a, b in zip(one, other, strict=True):
             assert (a is None and b is None) or torch.equal(a, b)
     softmax = fused_head._softmax(z, lse, torch.bfloat16)

@@ -12,7 +12,7 @@ from policy_cases import SHORT, each_alone, fresh
 from rloo_cli.data.packing import LAYOUTS
 from rloo_cli.policy import layouts, load, shared_attention
 from rloo_cli.policy.model import Policy
-from rloo_cli.policy.shared_attention import PLAN, NotShared
+from rloo_cli.policy.shared_attention import SHARED_LAYOUT_ARGUMENT, SharedAttentionError
 from rloo_cli.utils.errors import ConfigError
 
 OWN = ["mistral", "mixtral", "phi3", "qwen2", "gemma2", "gemma3", "olmo3", "cohere2", "exaone4"]
@@ -30,14 +30,14 @@ def build(config, dropout=False, spread=0.3):
     config.initializer_range = spread
     model = transformers.AutoModelForCausalLM.from_config(config).train()
     if not dropout:
-        load.without_dropout(model)
+        load.zero_dropout(model)
     return model
 
 
 def wrong_by(policy, layout):
     """Largest distance of a log-probability from the row alone."""
     chosen = made(((5, (4, 1, 2)), (2, (1, 3))))
-    with torch.no_grad(), shared_attention.native(policy.model):
+    with torch.no_grad(), shared_attention.native_attention(policy.model):
         policy.model.eval()
         truth = each_alone(policy.model, chosen, policy.temperature)[0]
     found = policy.frozen_logp(laid(chosen, layout)).logp.double()
@@ -50,9 +50,9 @@ def without_static(monkeypatch):
 
 def without_comparison(monkeypatch):
     def counted(self, layout):
-        self.sums(layout)
+        self.layout_values(layout)
 
-    monkeypatch.setattr(layouts.Probe, "differs", counted)
+    monkeypatch.setattr(layouts.LayoutProbe, "mismatch_reason", counted)
 
 
 def test_every_family_that_can_be_read_is_here():
@@ -66,7 +66,8 @@ def test_a_family_lands_on_its_level_and_is_right_there(name):
     policy, line = settled(build(config()))
     assert policy.layout == layout and line.startswith(layout)
     assert (
-        shared_attention.installed(policy.model) is (layout == "shared") and policy.model.training
+        shared_attention.has_shared_attention(policy.model) is (layout == "shared")
+        and policy.model.training
     )
     assert wrong_by(policy, layout) <= 5e-4
 
@@ -79,20 +80,22 @@ def test_without_the_static_gate_the_attention_itself_refuses_what_it_cannot_do(
         "gpt_oss": "s_aux",
     }.items():
         _, line = settled(build(REFUSED[name][0]()))
-        assert "not shared: NotShared: it asks for" in line and asked in line
+        assert "not shared: SharedAttentionError: it asks for" in line and asked in line
     _, line = settled(build(REFUSED["stablelm"][0]()))
-    assert "not shared: NotShared: called without a plan" in line
+    assert "not shared: SharedAttentionError: called without a plan" in line
 
 
 def test_without_the_attentions_own_refusal_a_window_is_found_by_comparison(monkeypatch):
     without_static(monkeypatch)
-    inner = shared_attention.attention
+    inner = shared_attention.shared_layout_attention
 
     def careless(*given, sliding_window=None, **named):
         return inner(*given, **named)
 
     monkeypatch.setitem(
-        transformers.AttentionInterface._global_mapping, shared_attention.NAME, careless
+        transformers.AttentionInterface._global_mapping,
+        shared_attention.SHARED_ATTENTION_NAME,
+        careless,
     )
     policy, line = settled(build(REFUSED["mistral"][0]()))
     assert policy.layout == "packed" and "not shared: log-probabilities are off by" in line
@@ -120,7 +123,7 @@ def test_a_window_longer_than_the_probe_is_found_by_reading_and_never_passed_ove
     policy, _ = settled(mistral(), longest=21)
     assert policy.layout == "shared"  # and then a row that is too long is an error, not wrong
     policy.frozen_logp(laid(made(((9, (12, 3)),)), "shared"))
-    with pytest.raises(NotShared, match="sliding_window"):
+    with pytest.raises(SharedAttentionError, match="sliding_window"):
         policy.frozen_logp(laid(made(((9, (13, 3)),)), "shared"))
 
 
@@ -129,8 +132,8 @@ def test_a_layer_that_does_not_ask_our_attention_is_counted_even_where_no_number
     model = build(PASSES["llama"]())
 
     def silent(hidden_states, **given):  # as a layer does that starts with weights of 0
-        if counted and PLAN in given:
-            given[PLAN].calls[0] += 1
+        if counted and SHARED_LAYOUT_ARGUMENT in given:
+            given[SHARED_LAYOUT_ARGUMENT].attention_calls[0] += 1
         return torch.zeros_like(hidden_states), None
 
     model.model.layers[1].self_attn.forward = silent
@@ -173,8 +176,10 @@ def test_shared_rows_asked_for_in_vain_leave_the_model_its_own_attention(monkeyp
     with pytest.raises(ConfigError) as caught:
         settled(model, "shared")
     assert "train.layout=auto" in str(caught.value) and model.training
-    assert ("a sliding window of 5" if gate == "read" else "NotShared") in str(caught.value)
-    assert not shared_attention.installed(model)
+    assert ("a sliding window of 5" if gate == "read" else "SharedAttentionError") in str(
+        caught.value
+    )
+    assert not shared_attention.has_shared_attention(model)
     assert [c._attn_implementation for c in shared_attention._configs(model)] == before
     model(torch.tensor([[5, 6, 7]]))
 
@@ -183,7 +188,7 @@ def test_shared_rows_asked_for_in_vain_leave_the_model_its_own_attention(monkeyp
 def test_a_layout_that_is_asked_for_is_the_one_that_is_used(layout):
     policy, line = settled(build(PASSES["qwen3"]()), layout)
     assert policy.layout == layout and line == f"{layout}, head fused"
-    assert shared_attention.installed(policy.model) is (layout == "shared")
+    assert shared_attention.has_shared_attention(policy.model) is (layout == "shared")
 
 
 def test_a_model_that_takes_no_positions_is_not_packed():
@@ -224,10 +229,14 @@ def test_a_model_that_is_wrong_even_in_padded_rows_is_no_model_for_us():
     ],
 )
 def test_how_far_off_is_too_far(exact, usual, gaps, right):
-    probe = layouts.Probe.__new__(layouts.Probe)
-    probe.truth, probe.exact, probe.usual = torch.full((2,), -50.0).double(), exact, usual
-    probe.sums = lambda layout: probe.truth + torch.tensor(gaps).double()
-    assert (probe.differs("shared") is None) is right
+    probe = layouts.LayoutProbe.__new__(layouts.LayoutProbe)
+    probe.expected, probe.is_float32, probe.kernel_noise = (
+        torch.full((2,), -50.0).double(),
+        exact,
+        usual,
+    )
+    probe.layout_values = lambda layout: probe.expected + torch.tensor(gaps).double()
+    assert (probe.mismatch_reason("shared") is None) is right
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_neox", "falcon"])
@@ -240,7 +249,7 @@ def test_half_precision_is_compared_by_what_padding_shows(name):
 
 
 def test_the_probe_has_unequal_completions_and_one_of_a_single_token():
-    groups = layouts.probes(Policy(fresh(), 1.0))
+    groups = layouts.probe_groups(Policy(fresh(), 1.0))
     lengths = [[len(r.completion_ids) for r in g.rollouts] for g in groups]
     assert [len(set(own)) for own in lengths] == [3, 3] and 1 in lengths[0]
     assert len({len(g.prompt_ids) for g in groups}) == 2
@@ -259,11 +268,11 @@ SCALED = {
 def test_a_fused_head_says_what_the_models_own_says(name):
     policy, line = settled(build(SCALED[name]()), temperature=0.7)
     scaled = name in ("granite", "cohere", "cohere2")
-    assert policy.scorer.fused and "head fused" in line
-    assert policy.scorer.scale == (0.25 if scaled else 1.0)
+    assert policy.logprob_module.use_fused_head and "head fused" in line
+    assert policy.logprob_module.logit_scale == (0.25 if scaled else 1.0)
     found = []
     for fused in (True, False):
-        policy.scorer.fused = fused
+        policy.logprob_module.use_fused_head = fused
         policy.model.zero_grad()
         told = policy.logp(laid(made(), policy.layout), want_entropy=True)
         told.logp.sum().backward()
@@ -276,7 +285,7 @@ def test_a_fused_head_says_what_the_models_own_says(name):
 
 def test_a_head_that_does_more_to_its_logits_stays_the_models_own(monkeypatch):
     policy, line = settled(build(REFUSED["gemma2"][0]()))
-    assert not policy.scorer.fused
+    assert not policy.logprob_module.use_fused_head
     assert line.startswith("packed, head model (not shared: a sliding window of 5;")
     assert line.endswith("no fused head: soft-capped logits)")
     model = build(PASSES["llama"]())
@@ -289,7 +298,7 @@ def test_a_head_that_does_more_to_its_logits_stays_the_models_own(monkeypatch):
 
     model.forward = twice
     policy, line = settled(model)
-    assert policy.layout == "shared" and not policy.scorer.fused
+    assert policy.layout == "shared" and not policy.logprob_module.use_fused_head
     assert "head model (no fused head: log-probabilities are off by" in line
 
 
@@ -302,12 +311,12 @@ def test_an_output_embedding_of_another_class_stays_the_models_own():
     own = model.lm_head
     model.lm_head = Halved(own.in_features, own.out_features, bias=False)
     policy, line = settled(model)
-    assert not policy.scorer.fused and "the output embedding is a Halved" in line
+    assert not policy.logprob_module.use_fused_head and "the output embedding is a Halved" in line
 
 
 def logits_rounded(monkeypatch):
     """The truth by the model's own head, whose logits are rounded to bfloat16."""
-    monkeypatch.setattr(layouts, "_exact_head", lambda model: contextlib.nullcontext())
+    monkeypatch.setattr(layouts, "_float32_head", lambda model: contextlib.nullcontext())
 
 
 @pytest.mark.parametrize("rounded", [False, True])
@@ -326,5 +335,5 @@ def test_the_fused_head_is_not_refused_for_what_rounded_logits_would_show(monkey
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
     policy, line = settled(model.to(torch.bfloat16).train())
-    assert policy.scorer.fused is not rounded
+    assert policy.logprob_module.use_fused_head is not rounded
     assert ("no fused head: log-probabilities are off by" in line) is rounded

@@ -29,7 +29,7 @@ def _no_network(monkeypatch):
 def _saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     fresh().to(torch.bfloat16).save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
+    tiny.tiny_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -44,12 +44,12 @@ def config(path, **changes):
 
 
 def model(path, **changes):
-    return load.model(config(path, **changes), str(path), CPU)
+    return load.load_causal_lm(config(path, **changes), str(path), CPU)
 
 
 LOADERS = {
-    "tokenizer": lambda path: load.tokenizer(config(path)),
-    "context": lambda path: load.context_length(config(path)),
+    "tokenizer": lambda path: load.load_policy_tokenizer(config(path)),
+    "context": lambda path: load.read_max_positions(config(path)),
     "model": model,
 }
 loader = pytest.mark.parametrize("kind", LOADERS)
@@ -183,7 +183,7 @@ def test_a_known_model_that_also_brings_code_is_loaded_without_it(folder, foreig
 
 def test_code_is_run_once_it_is_trusted(foreign):
     with pytest.raises(Exception):  # noqa: B017 - its classes are none
-        load.context_length(config(foreign, trust_remote_code=True))
+        load.read_max_positions(config(foreign, trust_remote_code=True))
     assert (foreign.parent / "mark").exists()
 
 
@@ -191,27 +191,27 @@ def test_the_revision_is_that_of_the_model_alone():
     asked = []
     settings = config("org/model", revision="abc", tokenizer="org/tokenizer", ref_path="org/ref")
     for name in ("org/model", "org/tokenizer", "org/ref"):
-        load._reach(lambda path, **given: asked.append(given), name, name, settings)
+        load._load_pretrained(lambda path, **given: asked.append(given), name, name, settings)
     assert [given.get("revision") for given in asked] == ["abc", None, None]
     assert all(given["trust_remote_code"] is False for given in asked)
 
 
 def test_a_tokenizer_without_a_pad_token_gets_its_end_of_text(tmp_path):
-    tokens = tiny.tokenizer()
+    tokens = tiny.tiny_tokenizer()
     tokens.pad_token = None
     tokens.save_pretrained(tmp_path)
-    found = load.tokenizer(config("nobody/nothing", tokenizer=str(tmp_path)))
+    found = load.load_policy_tokenizer(config("nobody/nothing", tokenizer=str(tmp_path)))
     assert found.pad_token_id == found.eos_token_id == 1
 
 
 def test_a_tokenizer_with_a_pad_token_keeps_it(folder):
-    assert load.tokenizer(config(folder)).pad_token_id == 0
+    assert load.load_policy_tokenizer(config(folder)).pad_token_id == 0
 
 
 def test_a_chat_template_from_a_file_takes_the_place_of_the_tokenizers(folder, tmp_path):
-    assert load.tokenizer(config(folder)).chat_template == tiny.TEMPLATE
+    assert load.load_policy_tokenizer(config(folder)).chat_template == tiny.TEMPLATE
     (tmp_path / "my.jinja").write_text("{{ messages[0]['content'] }}!")
-    found = load.tokenizer(config(folder, chat_template=str(tmp_path / "my.jinja")))
+    found = load.load_policy_tokenizer(config(folder, chat_template=str(tmp_path / "my.jinja")))
     talk = [{"role": "user", "content": "x"}]
     assert found.apply_chat_template(talk, tokenize=False) == "x!"
 
@@ -219,4 +219,4 @@ def test_a_chat_template_from_a_file_takes_the_place_of_the_tokenizers(folder, t
 @pytest.mark.parametrize("name, length", [("qwen3", 64), ("gpt2", 64), ("mamba", None)])
 def test_the_context_length_is_read_without_weights(name, length, tmp_path):
     fresh(name).config.save_pretrained(tmp_path)
-    assert load.context_length(config(tmp_path)) == length
+    assert load.read_max_positions(config(tmp_path)) == length

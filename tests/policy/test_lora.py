@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM
 from rloo_cli.checkpoint import export, save
 from rloo_cli.cli import eval_target
 from rloo_cli.config import check
-from rloo_cli.data.packing import whole
+from rloo_cli.data.packing import whole_group_slices
 from rloo_cli.evaluation import worker
 from rloo_cli.policy import layouts, load, lora
 from rloo_cli.policy.model import Policy
-from rloo_cli.train.loop import train
+from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils.errors import ConfigError
 from rloo_cli.utils.files import write_json, write_text
 
@@ -49,12 +49,12 @@ def test_a_new_adapter_changes_nothing_and_one_that_is_off_is_the_base_bit_for_b
 ) -> None:
     base, model = fresh().eval(), fresh().eval()
     expected = base(IDS).logits
-    lora.add(model, keys(**changes), seed=1)
+    lora.attach_adapter(model, keys(**changes), seed=1)
     assert torch.allclose(model(IDS).logits, expected, atol=1e-6)
     move(model)
     assert (model(IDS).logits - expected).abs().max() > 1e-2
     learns = {n for n, p in model.named_parameters() if p.requires_grad}
-    with lora.using(lora.layers(model), None):
+    with lora.use_adapter(lora.adapter_layers(model), None):
         assert torch.equal(model(IDS).logits, expected)
     assert learns == {n for n, p in model.named_parameters() if p.requires_grad}
 
@@ -64,9 +64,9 @@ def test_an_adapter_is_drawn_from_the_runs_seed_and_leaves_torchs_state_alone() 
     for model, seed, before in zip(models, (1, 1, 2), (3, 4, 4), strict=True):
         torch.manual_seed(before)
         state = torch.get_rng_state()
-        lora.add(model, keys(), seed)
+        lora.attach_adapter(model, keys(), seed)
         assert torch.equal(torch.get_rng_state(), state)
-    one, two, other = map(lora.named, models)
+    one, two, other = map(lora.adapter_tensors, models)
     assert same(one, two) and not same(one, other)
 
 
@@ -75,11 +75,11 @@ def test_only_the_adapter_gets_a_gradient(again: bool) -> None:
     model, chosen = adapted(), groups()
     model.train()
     if again:
-        load.recompute(model)
+        load.enable_gradient_checkpointing(model)
     policy = Policy(model, 1.0)
-    layouts.settle(policy, "auto", 64)
-    assert policy.layout == "shared" and policy.scorer.fused
-    micro = policy.pack(chosen, whole(chosen, range(len(chosen))))
+    layouts.choose_policy_layout(policy, "auto", 64)
+    assert policy.layout == "shared" and policy.logprob_module.use_fused_head
+    micro = policy.pack(chosen, whole_group_slices(chosen, range(len(chosen))))
     policy.logp(micro).logp.sum().backward()
     got = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     assert set(got) == {n for n, p in model.named_parameters() if "lora_" in n}
@@ -97,8 +97,8 @@ def test_checkpointing_that_is_on_before_the_adapter_gives_it_the_same_gradient(
     for early in (True, False):
         model = fresh()
         if early:
-            load.recompute(model)
-        lora.add(model, keys(), seed=1)
+            load.enable_gradient_checkpointing(model)
+        lora.attach_adapter(model, keys(), seed=1)
         move(model)
         model.train()
         model(IDS, use_cache=False).logits.sum().backward()
@@ -115,8 +115,8 @@ def test_adapters_over_a_base_of_half_precision_are_float32_and_learn(
     assert {p.dtype for p in learns} == {torch.float32}
     assert next(model.parameters()).dtype is torch.bfloat16
     policy = Policy(model, 1.0)
-    layouts.settle(policy, "auto", 64)
-    policy.logp(policy.pack(chosen, whole(chosen, range(3)))).logp.sum().backward()
+    layouts.choose_policy_layout(policy, "auto", 64)
+    policy.logp(policy.pack(chosen, whole_group_slices(chosen, range(3)))).logp.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in learns)
 
 
@@ -128,7 +128,9 @@ def test_an_adapter_multiplies_in_the_dtype_of_the_layers_beside_it() -> None:
     for part in parts:
         part.register_forward_hook(lambda _, given, out: seen.extend([given[0].dtype, out.dtype]))
     policy = Policy(model, 1.0)
-    policy.logp(policy.pack(chosen, whole(chosen, range(len(chosen))))).logp.sum().backward()
+    policy.logp(
+        policy.pack(chosen, whole_group_slices(chosen, range(len(chosen))))
+    ).logp.sum().backward()
     assert {*seen} == {torch.bfloat16}
     learned = [p for n, p in model.named_parameters() if "lora_B" in n]
     assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in learned)
@@ -138,10 +140,10 @@ def test_an_adapter_multiplies_in_the_dtype_of_the_layers_beside_it() -> None:
 @pytest.mark.parametrize("name", ["the output embedding", "a layer trained whole"])
 def test_an_output_embedding_that_learns_is_computed_by_the_model_itself(name: str) -> None:
     policy, chosen = Policy(adapted(**KINDS[name]), 0.7), groups()
-    level = layouts.settle(policy, "auto", 64)
+    level = layouts.choose_policy_layout(policy, "auto", 64)
     assert (level.layout, level.head) == ("shared", "model")
-    found = policy.logp(policy.pack(chosen, whole(chosen, range(3)))).logp
-    with layouts.shared_attention.native(policy.model):
+    found = policy.logp(policy.pack(chosen, whole_group_slices(chosen, range(3)))).logp
+    with layouts.shared_attention.native_attention(policy.model):
         expected = policy_cases.each_alone(policy.model, chosen, 0.7)[0]
     assert torch.allclose(found.double(), expected, atol=1e-4)
 
@@ -149,12 +151,12 @@ def test_an_output_embedding_that_learns_is_computed_by_the_model_itself(name: s
 def test_embeddings_that_are_one_tensor_are_not_parted() -> None:
     model = fresh(tie_word_embeddings=True)
     with pytest.raises(ConfigError, match="ties its embeddings"):
-        lora.add(model, keys(modules_to_save=["lm_head"]), seed=1)
+        lora.attach_adapter(model, keys(modules_to_save=["lm_head"]), seed=1)
 
 
 def test_layers_that_the_model_does_not_have_are_refused() -> None:
     with pytest.raises(ConfigError, match="the adapter does not fit the model"):
-        lora.add(fresh(), keys(target_modules=["nothing"]), seed=1)
+        lora.attach_adapter(fresh(), keys(target_modules=["nothing"]), seed=1)
 
 
 # Files.
@@ -166,12 +168,12 @@ def test_what_is_written_is_loaded_by_peft_and_merged_it_is_the_same_model(
 ) -> None:
     model = adapted(**changes).eval()
     expected, before = model(IDS).logits, frozen(model)
-    lora.save(model, tmp_path / "adapter")
+    lora.save_adapter(model, tmp_path / "adapter")
     theirs = peft.PeftModel.from_pretrained(fresh().eval(), tmp_path / "adapter")
     assert torch.allclose(theirs(IDS).logits, expected, atol=1e-5)
-    lora.merged(model).save_pretrained(tmp_path / "whole")
+    lora.merged_model(model).save_pretrained(tmp_path / "whole")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
-    assert type(again) is type(model) and not lora.on(again)
+    assert type(again) is type(model) and not lora.has_adapter(again)
     assert torch.allclose(again(IDS).logits, expected, atol=1e-5)
     assert same(frozen(model), before) and torch.equal(model(IDS).logits, expected)
 
@@ -179,30 +181,30 @@ def test_what_is_written_is_loaded_by_peft_and_merged_it_is_the_same_model(
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "opt", "bloom"])
 def test_other_families_are_merged_too(family: str) -> None:
     model = adapted(family).eval()
-    found = lora.merged(model)(IDS).logits
+    found = lora.merged_model(model)(IDS).logits
     assert torch.allclose(found, model(IDS).logits, atol=1e-5)
 
 
 def test_an_adapters_files_are_the_same_each_time(tmp_path: Path) -> None:
     model = adapted()
     for name in "ab":
-        lora.save(model, tmp_path / name)
-    for file in (lora.CONFIG, lora.WEIGHTS):
+        lora.save_adapter(model, tmp_path / name)
+    for file in (lora.PEFT_CONFIG_FILE, lora.PEFT_WEIGHTS_FILE):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
-    about = lora.described(tmp_path / "a")
+    about = lora.read_adapter_config(tmp_path / "a")
     assert about["peft_type"] == "LORA" and about["r"] == 4
     assert about["target_modules"] == sorted(about["target_modules"])
 
 
 def test_an_adapter_of_other_layers_or_another_rank_is_refused_by_name(tmp_path: Path) -> None:
-    lora.save(adapted(target_modules=["q_proj"]), tmp_path)
+    lora.save_adapter(adapted(target_modules=["q_proj"]), tmp_path)
     with pytest.raises(ConfigError, match=r"k_proj.*missing"):
-        lora.read(adapted(target_modules=["q_proj", "k_proj"]), tmp_path)
+        lora.read_adapter_weights(adapted(target_modules=["q_proj", "k_proj"]), tmp_path)
     with pytest.raises(ConfigError, match=r"lora_A.weight: \(4, 32\), expected \(8, 32\)"):
-        lora.read(adapted(target_modules=["q_proj"], r=8), tmp_path)
-    (tmp_path / lora.WEIGHTS).write_bytes(b"nothing")
+        lora.read_adapter_weights(adapted(target_modules=["q_proj"], r=8), tmp_path)
+    (tmp_path / lora.PEFT_WEIGHTS_FILE).write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="cannot be read"):
-        lora.read(adapted(target_modules=["q_proj"]), tmp_path)
+        lora.read_adapter_weights(adapted(target_modules=["q_proj"]), tmp_path)
 
 
 # Runs.
@@ -216,21 +218,25 @@ def test_training_moves_the_adapter_and_neither_base_nor_reference(
 ) -> None:
     run = make(tmp_path, f"lora={choice}", *WORDS, noise=0.0)
     model = run.policy.model
-    base, adapter = frozen(model), {n: t.clone() for n, t in lora.named(model).items()}
+    base, adapter = frozen(model), {n: t.clone() for n, t in lora.adapter_tensors(model).items()}
     batch = sampled(run)
     assert run.reference is not None and run.reference.model is model  # no second one
-    micro = run.policy.pack(batch.groups, whole(batch.groups, range(len(batch.groups))))
+    micro = run.policy.pack(
+        batch.groups, whole_group_slices(batch.groups, range(len(batch.groups)))
+    )
     told = run.reference.frozen_logp(micro).logp
-    plain = Policy(load.model(run.config.model, run.config.model.path, run.world.device), 1.0)
-    layouts.follow(plain, run.policy)
+    plain = Policy(
+        load.load_causal_lm(run.config.model, run.config.model.path, run.world.device), 1.0
+    )
+    layouts.copy_layout(plain, run.policy)
     assert torch.equal(plain.frozen_logp(micro).logp, told)
     updated(run, batch)
     for _ in range(3):
         step(run)
-    assert same(base, frozen(model)) and not same(adapter, lora.named(model))
+    assert same(base, frozen(model)) and not same(adapter, lora.adapter_tensors(model))
     assert torch.equal(run.reference.frozen_logp(micro).logp, told)
     assert (run.policy.frozen_logp(micro).logp - told).abs().max() > 1e-3
-    assert run.log.rows[-1]["kl"] != 0
+    assert run.log.metrics_lines[-1]["kl"] != 0
     assert all("lora_" in name for name in run.optimizer.names)
 
 
@@ -257,24 +263,32 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(
 
 def test_checkpoints_hold_the_adapter_alone_and_the_end_both(tmp_path: Path) -> None:
     run = make(tmp_path, "lora=default", *WORDS, "max_steps=1", "checkpoint.every=1", noise=0.0)
-    train(run)
-    run.saved = (0, -1)
-    saved = save.save(run, must=True)
+    run_training_loop(run)
+    run.saved_position = (0, -1)
+    saved = save.save_checkpoint(run, raise_on_failure=True)
     assert saved is not None
     assert {p.name for p in saved.iterdir() if p.suffix != ".jinja"} == {
-        lora.CONFIG, lora.WEIGHTS, "MANIFEST.json", "tokenizer.json", "tokenizer_config.json",
+        lora.PEFT_CONFIG_FILE,
+        lora.PEFT_WEIGHTS_FILE,
+        "MANIFEST.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
         "trainer",
-    }  # fmt: skip
-    assert len(load_file(saved / lora.WEIGHTS)) == 28  # two factors of seven layers of two
-    about = json.loads((saved / lora.CONFIG).read_text())
+    }
+    assert (
+        len(load_file(saved / lora.PEFT_WEIGHTS_FILE)) == 28
+    )  # two factors of seven layers of two
+    about = json.loads((saved / lora.PEFT_CONFIG_FILE).read_text())
     assert about["base_model_name_or_path"]
     final = export.save_final(run.policy.model, run.tokenizer, run.folder)
     found = AutoModelForCausalLM.from_pretrained(final)
     run.policy.model.eval()
-    with layouts.shared_attention.native(run.policy.model):
+    with layouts.shared_attention.native_attention(run.policy.model):
         expected = run.policy.model(IDS).logits
     assert torch.allclose(found(IDS).logits, expected, atol=1e-5)
-    assert (final / "adapter" / lora.WEIGHTS).read_bytes() == (saved / lora.WEIGHTS).read_bytes()
+    assert (final / "adapter" / lora.PEFT_WEIGHTS_FILE).read_bytes() == (
+        saved / lora.PEFT_WEIGHTS_FILE
+    ).read_bytes()
 
 
 def test_a_checkpoint_and_the_end_are_evaluated_as_they_were_in_the_run(tmp_path: Path) -> None:
@@ -284,13 +298,13 @@ def test_a_checkpoint_and_the_end_are_evaluated_as_they_were_in_the_run(tmp_path
     logged = {r["step"]: r for r in strict(run / "metrics.jsonl") if "eval_reward" in r}
     models = []
     for name, number in (("checkpoint-1", 1), ("final", 2)):
-        subject = eval_target.of_run(str(run / name), [])
+        subject = eval_target.eval_target_of_run(str(run / name), [])
         models.append((subject.config.model.path, subject.config.model.lora is not None))
         place = tmp_path / name
         place.mkdir()
-        write_text(place / "config.yaml", yaml.safe_dump(check.dump(subject.config)))
-        write_json(place / "about.json", subject.about)
+        write_text(place / "config.yaml", yaml.safe_dump(check.dump_config(subject.config)))
+        write_json(place / "about.json", subject.provenance)
         with mock.patch.dict(os.environ, RLOO_CACHE=cache()):
-            found = worker.work(place)
+            found = worker.run_evaluation(place)
         assert found["eval_reward"] == pytest.approx(logged[number]["eval_reward"], rel=1e-6)
     assert models == [("make:tiny", True), (str(run / "final"), False)]

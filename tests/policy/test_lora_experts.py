@@ -14,7 +14,7 @@ from test_loading import config
 from rloo_cli.checkpoint import export
 from rloo_cli.data.synthetic import tiny
 from rloo_cli.policy import load, lora, shared_attention
-from rloo_cli.train.loop import train
+from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils.errors import ConfigError
 
 IDS = torch.arange(5, 25)[None]
@@ -62,20 +62,20 @@ def test_an_adapter_of_a_mixture_of_experts_is_saved_merged_and_computes_the_sam
 ) -> None:
     model = mixture(family)
     base = says(model)
-    lora.add(model, keys(), seed=1)
-    lora.check_savable(model)
+    lora.attach_adapter(model, keys(), seed=1)
+    lora.check_mergeable(model)
     move(model)
     before, expected = frozen(model), says(model)
     assert (expected - base).abs().max() > 1e-2
-    export.final(model, tiny.tokenizer(), tmp_path)
-    final = load.model(config(tmp_path), str(tmp_path), CPU)
+    export.write_merged_model(model, tiny.tiny_tokenizer(), tmp_path)
+    final = load.load_causal_lm(config(tmp_path), str(tmp_path), CPU)
     assert torch.allclose(says(final), expected, atol=2e-5)
     assert same(before, frozen(model))  # the live model stays as it was
-    with lora.using(lora.layers(model), None):
+    with lora.use_adapter(lora.adapter_layers(model), None):
         assert torch.equal(says(model), base)
     again = mixture(family)
-    lora.add(again, keys(), seed=2)
-    lora.read(again, tmp_path / "adapter")
+    lora.attach_adapter(again, keys(), seed=2)
+    lora.read_adapter_weights(again, tmp_path / "adapter")
     assert torch.equal(says(again), expected)
 
 
@@ -87,7 +87,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     model = T.AutoModelForCausalLM.from_config(T.Qwen3MoeConfig(**sizes, **EXPERTS, head_dim=8))
     model.save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
+    tiny.tiny_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -98,13 +98,13 @@ def test_a_run_that_adapts_experts_ends_with_a_final_model_that_computes_the_sam
              "train.learning_rate=0.01")  # fmt: skip
     run = make(tmp_path, *words, noise=0.0)
     assert "the adapter is in experts.down_proj, experts.gate_up_proj" in capsys.readouterr().out
-    train(run)
-    with shared_attention.native(run.policy.model):
+    run_training_loop(run)
+    with shared_attention.native_attention(run.policy.model):
         expected = says(run.policy.model)
     folder = export.save_final(run.policy.model, run.tokenizer, run.folder)
-    final = load.model(config(folder), str(folder), CPU)
+    final = load.load_causal_lm(config(folder), str(folder), CPU)
     assert torch.allclose(says(final), expected, atol=2e-5)
-    plain = load.model(config(experts), str(experts), CPU)
+    plain = load.load_causal_lm(config(experts), str(experts), CPU)
     assert not torch.allclose(says(plain), expected, atol=1e-4)
 
 

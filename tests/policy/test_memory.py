@@ -8,15 +8,15 @@ from loop_cases import alone
 from policy_cases import fresh
 
 from rloo_cli.data import packing
-from rloo_cli.data.bin_packing import rows_of
-from rloo_cli.data.packing import pack, whole
+from rloo_cli.data.bin_packing import forward_tokens
+from rloo_cli.data.packing import pack_micro_batch, whole_group_slices
 from rloo_cli.policy import layouts, memory
 from rloo_cli.policy.model import Policy
 
 
 def policy(name="qwen3", **changes):
     found = Policy(fresh(name, **changes).train(), 1.0)
-    layouts.settle(found, "auto", 64)
+    layouts.choose_policy_layout(found, "auto", 64)
     return found
 
 
@@ -36,36 +36,52 @@ def config(checkpointing="auto", tokens=None, size=None, no_grad=None, backend="
 def test_what_is_kept_of_a_row_is_counted_and_recomputing_keeps_less():
     plain, recomputed = policy(), policy()
     recomputed.model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert memory.bytes_per_row(recomputed) < memory.bytes_per_row(plain) / 3
+    assert (
+        memory.activation_bytes_per_token(recomputed) < memory.activation_bytes_per_token(plain) / 3
+    )
     assert all(w.grad is None for w in plain.model.parameters())
 
 
 def test_more_layers_keep_more_and_weights_are_not_counted():
     two, four = (
-        memory.bytes_per_row(policy(num_hidden_layers=n, layer_types=["full_attention"] * n))
+        memory.activation_bytes_per_token(
+            policy(num_hidden_layers=n, layer_types=["full_attention"] * n)
+        )
         for n in (2, 4)
     )
     assert 1.5 < four / two < 2.1
-    rows = layouts.probes(policy())
-    micro = pack(rows, whole(rows, [0, 1]), layout="shared")
+    rows = layouts.probe_groups(policy())
+    micro = pack_micro_batch(rows, whole_group_slices(rows, [0, 1]), layout="shared")
     assert two * micro.input_ids.numel() > 4 * 32 * micro.input_ids.numel()
 
 
 def test_a_budget_is_what_the_config_says_or_what_the_memory_holds(monkeypatch):
     found, one = policy(), config(tokens=300)
-    assert memory.limits(found, one, 100, False).rows == 300
-    assert memory.limits(found, config(), 100, False).rows == memory.MOST["cpu"]
-    assert memory.limits(found, config(), 5000, False).rows == 5000  # a group is not cut in vain
-    monkeypatch.setattr(memory, "_total", lambda device: 8e6)
-    small = memory.limits(found, config(False), 100, False).rows
-    assert 64 <= small < memory.MOST["cpu"] and small & (small - 1) == 0
-    assert memory.limits(found, config(False), 100, True).rows <= small  # a reference is there too
+    assert memory.measure_forward_limits(found, one, 100, False).tokens == 300
+    assert (
+        memory.measure_forward_limits(found, config(), 100, False).tokens
+        == memory.MAX_USEFUL_TOKENS["cpu"]
+    )
+    assert (
+        memory.measure_forward_limits(found, config(), 5000, False).tokens == 5000
+    )  # a group is not cut in vain
+    monkeypatch.setattr(memory, "_device_memory_bytes", lambda device: 8e6)
+    small = memory.measure_forward_limits(found, config(False), 100, False).tokens
+    assert 64 <= small < memory.MAX_USEFUL_TOKENS["cpu"] and small & (small - 1) == 0
+    assert (
+        memory.measure_forward_limits(found, config(False), 100, True).tokens <= small
+    )  # a reference is there too
 
 
 def test_a_size_in_completions_counts_instead():
-    limits = memory.limits(policy(), config(size=8), 100, False)
+    limits = memory.measure_forward_limits(policy(), config(size=8), 100, False)
     assert (limits.completions, limits.no_grad_completions) == (8, 16)
-    assert memory.limits(policy(), config(size=8, no_grad=8), 100, False).no_grad_completions == 8
+    assert (
+        memory.measure_forward_limits(
+            policy(), config(size=8, no_grad=8), 100, False
+        ).no_grad_completions
+        == 8
+    )
 
 
 @pytest.mark.parametrize(("wanted", "fits", "on"), [
@@ -75,57 +91,71 @@ def test_activations_are_recomputed_only_where_the_longest_group_would_not_fit(
     monkeypatch, wanted, fits, on
 ):
     found = policy()
-    room = 100 * memory.bytes_per_row(found) / memory.SHARE
-    monkeypatch.setattr(memory, "_left", lambda *given: room)
-    memory.limits(found, config(wanted), 99 if fits else 101, False)
+    room = 100 * memory.activation_bytes_per_token(found) / memory.FORWARD_MEMORY_SHARE
+    monkeypatch.setattr(memory, "_free_bytes", lambda *given: room)
+    memory.measure_forward_limits(found, config(wanted), 99 if fits else 101, False)
     assert found.model.is_gradient_checkpointing is on
 
 
 def test_logits_are_kept_up_to_a_size_and_a_quarter_of_the_room(monkeypatch):
     found = policy()
-    memory.limits(found, config(), 100, False)
-    assert found.scorer.keep_bytes == 2e9
-    monkeypatch.setattr(memory, "_left", lambda *given: 8e6)
-    memory.limits(found, config(), 10, False)
-    assert found.scorer.keep_bytes == 1e6
+    memory.measure_forward_limits(found, config(), 100, False)
+    assert found.logprob_module.keep_logits_bytes == 2e9
+    monkeypatch.setattr(memory, "_free_bytes", lambda *given: 8e6)
+    memory.measure_forward_limits(found, config(), 10, False)
+    assert found.logprob_module.keep_logits_bytes == 1e6
 
 
 def test_an_engine_on_the_same_gpu_has_its_share_unless_it_lets_go_of_all(monkeypatch):
     model = fresh().to(torch.bfloat16)
     count = sum(p.numel() for p in model.parameters())
     there = SimpleNamespace(model=model, device=torch.device("cuda"), dtype=torch.bfloat16)
-    monkeypatch.setattr(memory, "_total", lambda device: 1e8)
+    monkeypatch.setattr(memory, "_device_memory_bytes", lambda device: 1e8)
     one = config(backend="vllm_colocate")
     for sleep, share in (("none", 0.7), ("kv", 0.7), ("weights", 1.0)):
         one.generation.colocate = SimpleNamespace(sleep=sleep, gpu_memory_utilization=0.3)
-        assert memory._left(there, one, True) == pytest.approx(0.98 * share * 1e8 - 20 * count)
+        assert memory._free_bytes(there, one, True) == pytest.approx(
+            0.98 * share * 1e8 - 20 * count
+        )
     # 18 bytes a parameter
-    assert memory._left(there, config(), False) == pytest.approx(0.98e8 - 18 * count)
+    assert memory._free_bytes(there, config(), False) == pytest.approx(0.98e8 - 18 * count)
 
 
 @pytest.mark.parametrize("layout", packing.LAYOUTS)
 def test_the_longest_group_is_counted_in_the_layout_that_it_will_have(
     tmp_path, monkeypatch, layout
 ):
-    monkeypatch.setitem(memory.MOST, "cpu", 64)
+    monkeypatch.setitem(memory.MAX_USEFUL_TOKENS, "cpu", 64)
     run = alone(tmp_path, f"train.layout={layout}")
     length = run.config.generation.max_completion_length
     completions = [length] * run.config.algorithm.num_generations
-    assert run.limits.rows == rows_of(run.prompts.longest, completions, layout) > 64
+    assert (
+        run.forward_limits.tokens
+        == forward_tokens(run.prompts.max_length, completions, layout)
+        > 64
+    )
 
 
 def test_a_container_has_no_more_memory_than_it_was_given(monkeypatch, tmp_path):
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(memory, "CGROUP", limit)
-    everything = memory._total(torch.device("cpu"))
+    monkeypatch.setattr(memory, "CGROUP_MEMORY_FILE", limit)
+    everything = memory._device_memory_bytes(torch.device("cpu"))
     for text, expected in (("max\n", everything), ("1000000\n", 1e6)):
         limit.write_text(text)
-        assert memory._total(torch.device("cpu")) == expected
+        assert memory._device_memory_bytes(torch.device("cpu")) == expected
 
 
 def test_a_shape_is_that_of_the_model():
-    shape = memory.shape_of(fresh())
+    shape = memory.model_forward_cost(fresh())
     total = sum(p.numel() for p in fresh().parameters())
-    assert shape.body == total - 2 * 40 * 32  # embeddings and head
-    assert (shape.layers, shape.width, shape.hidden, shape.vocabulary) == (2, 32, 32, 40)
-    assert memory.shape_of(fresh(tie_word_embeddings=True)).body == shape.body
+    assert shape.layer_params == total - 2 * 40 * 32  # embeddings and head
+    assert (shape.num_layers, shape.attention_width, shape.hidden_size, shape.vocab_size) == (
+        2,
+        32,
+        32,
+        40,
+    )
+    assert (
+        memory.model_forward_cost(fresh(tie_word_embeddings=True)).layer_params
+        == shape.layer_params
+    )

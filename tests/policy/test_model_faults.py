@@ -26,7 +26,7 @@ def saved(folder: Path, kind: Any = AutoModelForCausalLM, **changes: Any) -> Pat
         setattr(config, key, value)
     torch.manual_seed(0)
     kind.from_config(config).save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
+    tiny.tiny_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -78,7 +78,7 @@ def test_tokens_of_the_prompts_that_the_embedding_lacks_are_refused_before_any_w
     with pytest.raises(ConfigError, match=r"tokens of the prompts are unknown to the model"):
         make(tmp_path, f"model.path={few}")
     more = saved(tmp_path / "more")
-    tokens = tiny.tokenizer()
+    tokens = tiny.tiny_tokenizer()
     tokens.add_tokens(["<never seen>"])
     tokens.save_pretrained(more)
     make(tmp_path, f"model.path={more}")
@@ -138,7 +138,7 @@ def test_a_model_with_a_state_of_its_own_is_refused_before_it_samples(
     if family == "qwen3_next":  # with attention in no layer
         config.layer_types = ["linear_attention"] * config.num_hidden_layers
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
-    tiny.tokenizer().save_pretrained(tmp_path / "m")
+    tiny.tiny_tokenizer().save_pretrained(tmp_path / "m")
     with pytest.raises(ConfigError, match=r"ForCausalLM cannot be sampled") as caught:
         make(tmp_path, f"model.path={tmp_path / 'm'}")
     assert "generation=vllm_server" in str(caught.value)
@@ -150,5 +150,5 @@ def test_advice_about_a_sampler_that_differs_fits_the_backend(tmp_path: Path) ->
     group = chosen.groups[0]
     group.old_logp = [torch.zeros(len(r.completion_ids)) for r in group.rollouts]
     with pytest.raises(GenerationError) as caught:
-        guards.sampler(run, chosen, [0])
+        guards.check_sampler_logprobs(run, chosen, [0])
     assert "there is no server" in str(caught.value)

@@ -9,7 +9,7 @@ from policy_cases import FAMILIES, alone, each_alone, fresh, groups, make, packe
 from rloo_cli.policy import load
 from rloo_cli.policy.model import Policy
 from rloo_cli.policy.reference import Reference
-from rloo_cli.train.build import same_vocabulary
+from rloo_cli.train.build import check_same_vocabulary
 from rloo_cli.utils.errors import ConfigError
 
 family = pytest.mark.parametrize("name", FAMILIES)
@@ -34,7 +34,7 @@ def test_log_probabilities_equal_those_of_each_row_alone(name, temperature):
 @family
 def test_a_gradient_equals_the_sum_of_those_of_each_row_alone(name):
     model, chosen = fresh(name), groups()
-    load.without_dropout(model)
+    load.zero_dropout(model)
     model.train()
     micro = packed(chosen, [0, 1, 2])
     weight = torch.linspace(-1, 1, len(micro.target))
@@ -56,7 +56,9 @@ def test_a_gradient_equals_the_sum_of_those_of_each_row_alone(name):
 @family
 def test_the_head_runs_on_the_rows_that_predict_a_completion_token_alone(name):
     policy, seen, micro = Policy(fresh(name), 1.0), [], packed(groups(), [0, 1, 2])
-    policy.scorer.head.register_forward_hook(lambda head, given, out: seen.append(given[0].shape))
+    policy.logprob_module.head.register_forward_hook(
+        lambda head, given, out: seen.append(given[0].shape)
+    )
     policy.logp(micro)
     assert [s[:-1].numel() for s in seen] == [len(micro.target)]
     assert len(micro.target) == 3 + 1 + 8 + 1 + 2 + 4
@@ -195,7 +197,7 @@ def test_without_dropout_training_equals_evaluation(name):
     with torch.no_grad():
         calm = policy.frozen_logp(micro).logp
         assert float((policy.logp(micro).logp - calm).abs().max()) > 1e-2
-        load.without_dropout(model)
+        load.zero_dropout(model)
         close(policy.logp(micro).logp, calm, 1e-6)
 
 
@@ -225,13 +227,13 @@ def test_half_precision_weights_give_log_probabilities_in_float32():
 def test_a_head_in_float32_multiplies_what_bfloat16_rounded_no_further(name):
     model = fresh(name).to(torch.bfloat16)
     micro = packed(groups(), [0, 1, 2])
-    before = Policy(model, 1.0).scorer.logits(micro)
+    before = Policy(model, 1.0).logprob_module.logits(micro)
     seen = []
     head = model.get_output_embeddings()
-    load.head_in_float32(model)
+    load.compute_head_in_float32(model)
     with torch.no_grad():
         handle = head.register_forward_hook(lambda m, args, out: seen.append((args[0], out)))
-        after = Policy(model, 1.0).scorer.logits(micro)
+        after = Policy(model, 1.0).logprob_module.logits(micro)
         handle.remove()
     hidden, out = seen[0]
     bias = 0 if head.bias is None else head.bias.float()
@@ -242,11 +244,11 @@ def test_a_head_in_float32_multiplies_what_bfloat16_rounded_no_further(name):
 
 
 def sized(n):
-    return SimpleNamespace(words=n)
+    return SimpleNamespace(vocab_size=n)
 
 
 def test_policy_and_reference_of_unlike_vocabularies_are_refused_with_both_sizes():
-    same_vocabulary(sized(40), sized(40))
+    check_same_vocabulary(sized(40), sized(40))
     with pytest.raises(ConfigError, match="policy knows 40 tokens, the reference 41") as caught:
-        same_vocabulary(sized(40), sized(41))
+        check_same_vocabulary(sized(40), sized(41))
     assert "model.ref_path" in str(caught.value)

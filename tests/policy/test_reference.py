@@ -10,9 +10,9 @@ from policy_cases import fresh, groups
 from torch import Tensor
 
 from rloo_cli.data.batch import Batch
-from rloo_cli.data.packing import whole
+from rloo_cli.data.packing import whole_group_slices
 from rloo_cli.policy import load, lora
-from rloo_cli.policy.reference import OfPolicy, Reference
+from rloo_cli.policy.reference import AdapterReference, Reference
 from rloo_cli.run import Run
 
 WORDS = ("data.eval_split=null", "train.learning_rate=0.01", "train.lr_scheduler=constant")
@@ -23,7 +23,9 @@ CUT = ("algorithm.num_generations=4", "train.micro_batch_size=4")  # a micro-bat
 def told(run: Run, batch: Batch) -> Tensor:
     """What the reference says of a batch."""
     assert run.reference is not None
-    micro = run.policy.pack(batch.groups, whole(batch.groups, range(len(batch.groups))))
+    micro = run.policy.pack(
+        batch.groups, whole_group_slices(batch.groups, range(len(batch.groups)))
+    )
     return run.reference.frozen_logp(micro).logp
 
 
@@ -52,14 +54,14 @@ def test_of_an_adapter_each_factor_is_averaged_and_the_base_stands(tmp_path: Pat
     model, reference = run.policy.model, run.reference
     assert reference is not None and reference.model is model
     learns = [n for n, p in model.named_parameters() if p.requires_grad]
-    assert learns and not any(lora.REFERENCE in n for n in learns)
+    assert learns and not any(lora.REFERENCE_ADAPTER in n for n in learns)
     first = sampled(run)
     start = told(run, first)
     for _ in range(3):
-        before = copied(lora.named(model, lora.REFERENCE))
+        before = copied(lora.adapter_tensors(model, lora.REFERENCE_ADAPTER))
         step(run)
-        now = lora.named(model)
-        for name, tensor in lora.named(model, lora.REFERENCE).items():
+        now = lora.adapter_tensors(model)
+        for name, tensor in lora.adapter_tensors(model, lora.REFERENCE_ADAPTER).items():
             assert torch.equal(tensor, 0.25 * now[name] + 0.75 * before[name]), name
     assert (told(run, first) - start).abs().max() > 1e-4
 
@@ -77,10 +79,12 @@ def test_training_from_an_adapter_measures_to_that_adapter(tmp_path: Path) -> No
     folder = adapter_in(tmp_path)
     run = make(tmp_path, "lora=default", f"model.lora.path={folder}", *WORDS, noise=0.0)
     batch = sampled(run)
-    micro = run.policy.pack(batch.groups, whole(batch.groups, range(len(batch.groups))))
+    micro = run.policy.pack(
+        batch.groups, whole_group_slices(batch.groups, range(len(batch.groups)))
+    )
     start = told(run, batch)
     assert torch.equal(run.policy.frozen_logp(micro).logp, start)
-    with lora.using(lora.layers(run.policy.model), None):
+    with lora.use_adapter(lora.adapter_layers(run.policy.model), None):
         assert (run.policy.frozen_logp(micro).logp - start).abs().max() > 1e-3
     updated(run, batch)
     assert torch.equal(told(run, batch), start)
@@ -92,8 +96,10 @@ def test_an_adapter_may_be_measured_to_a_model_of_its_own(tmp_path: Path) -> Non
     assert type(run.reference) is Reference and run.reference.model is not run.policy.model
     batch = sampled(run)
     move(run.policy.model)
-    with lora.using(lora.layers(run.policy.model), None):
-        micro = run.policy.pack(batch.groups, whole(batch.groups, range(len(batch.groups))))
+    with lora.use_adapter(lora.adapter_layers(run.policy.model), None):
+        micro = run.policy.pack(
+            batch.groups, whole_group_slices(batch.groups, range(len(batch.groups)))
+        )
         base = run.policy.frozen_logp(micro).logp
     assert torch.equal(told(run, batch), base)
 
@@ -104,9 +110,9 @@ def test_a_reference_that_is_kept_elsewhere_gives_the_same_updates_in_one_visit_
     tmp_path: Path, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moves: list[bool] = []
-    move_it = Reference._move
+    move_it = Reference._move_weights
     monkeypatch.setattr(
-        Reference, "_move", lambda self, d: (moves.append(d is not None), move_it(self, d))
+        Reference, "_move_weights", lambda self, d: (moves.append(d is not None), move_it(self, d))
     )
     ends = []
     for number, offload in enumerate(("true", "false")):
@@ -117,7 +123,7 @@ def test_a_reference_that_is_kept_elsewhere_gives_the_same_updates_in_one_visit_
         for _ in range(2):
             step(run)
         assert moves == ([True, False] * 2 if not number else [])
-        ends.append((flat(run), run.log.rows[-1]["kl"]))
+        ends.append((flat(run), run.log.metrics_lines[-1]["kl"]))
     assert apart(ends[0][0], ends[1][0]) < 1e-6
     assert ends[0][1] == pytest.approx(ends[1][1], rel=1e-5)
 
@@ -128,11 +134,11 @@ def test_weights_that_are_kept_elsewhere_leave_the_device_between_passes() -> No
     device = torch.device("cuda")
     reference = Reference(fresh(), 1.0, offload_from=device)
     chosen = groups()
-    micro = reference.pack(chosen, whole(chosen, range(3)))
+    micro = reference.pack(chosen, whole_group_slices(chosen, range(3)))
     assert micro.input_ids.is_cuda and not next(reference.model.parameters()).is_cuda
     found = reference.frozen_logp(micro).logp
     assert found.is_cuda and not next(reference.model.parameters()).is_cuda
-    with reference.there():
+    with reference.on_device():
         assert next(reference.model.parameters()).is_cuda
 
 
@@ -140,11 +146,13 @@ def test_what_the_reference_of_an_adapter_computes_by_leaves_the_policy_as_it_wa
     tmp_path: Path,
 ) -> None:
     run = make(tmp_path, "lora=default", "model.ref_sync.every=1", *WORDS, noise=0.0)
-    assert type(run.reference) is OfPolicy
+    assert type(run.reference) is AdapterReference
     move(run.policy.model)
     batch = sampled(run)
-    micro = run.policy.pack(batch.groups, whole(batch.groups, range(len(batch.groups))))
+    micro = run.policy.pack(
+        batch.groups, whole_group_slices(batch.groups, range(len(batch.groups)))
+    )
     before = run.policy.frozen_logp(micro).logp
     told(run, batch)
     assert torch.equal(run.policy.frozen_logp(micro).logp, before)
-    assert load.dtype("auto", run.world.device) is torch.float32
+    assert load.resolve_dtype("auto", run.world.device) is torch.float32

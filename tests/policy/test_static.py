@@ -16,7 +16,7 @@ def make(config, dropout=False):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     if not dropout:
-        load.without_dropout(model)
+        load.zero_dropout(model)
     return model
 
 
@@ -73,7 +73,7 @@ def test_dropout_is_refused_until_it_is_set_to_0(config, name):
     model = make(config(), dropout=True)
     assert name in layout_support.why_not_shared(model)
     assert layout_support.why_not_shared(model, training=False) is None
-    load.without_dropout(model)
+    load.zero_dropout(model)
     assert layout_support.why_not_shared(model) is None
 
 
@@ -135,7 +135,7 @@ def test_image_models_are_refused():
     with torch.device("meta"):
         model = T.Qwen2VLForConditionalGeneration(config)
     assert "parts beside a text model" in layout_support.why_not_shared(model)
-    load.without_dropout(model)
+    load.zero_dropout(model)
     language = SimpleNamespace(
         config=model.config.get_text_config(),
         _can_set_attn_implementation=lambda: True,

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from rloo_cli.config.schema import GenerationConfig, RunConfig
-from rloo_cli.reporting.advice import RULES, Advisor
+from rloo_cli.reporting.advice import ADVICE_RULES, Advisor
 from rloo_cli.utils.paths import CONF
 
 QUIET = {
@@ -42,7 +42,7 @@ def healthy(step):
 
 def said(rows):
     advisor = Advisor()
-    return [text for row in rows for text in advisor.look(row)]
+    return [text for row in rows for text in advisor.advise(row)]
 
 
 def test_a_healthy_run_hears_nothing():
@@ -68,7 +68,7 @@ def test_no_learning_signal_is_said_after_twenty_steps_beside_the_zero_spread_ru
 
 def test_every_rule_has_a_case_here():
     falling_and_swinging, no_signal = 2, 1  # have tests of their own
-    assert len(CASES) + falling_and_swinging + no_signal == len(RULES)
+    assert len(CASES) + falling_and_swinging + no_signal == len(ADVICE_RULES)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_every_advice_names_a_key_that_exists():
     texts = said(healthy(s) | (everything_wrong if s > 30 else {}) for s in range(1, 120))
     texts += said(noisy(lambda s: 0.8 - 0.004 * s))
     texts += said(noisy(lambda s: 0.5 + 0.3 * math.cos(s)))
-    assert len(set(texts)) == len(RULES)
+    assert len(set(texts)) == len(ADVICE_RULES)
     for text in texts:
         named = re.findall(r"\b(train|algorithm|generation|model|data)\.(\w+)", text)
         assert named, text

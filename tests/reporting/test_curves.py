@@ -9,10 +9,15 @@ import pytest
 
 from rloo_cli.cli import main
 from rloo_cli.reporting import curves
-from rloo_cli.reporting.curves import draw, points, read_rows, smooth
+from rloo_cli.reporting.curves import (
+    draw_run_curves,
+    metric_points,
+    read_metrics_lines,
+    smooth_values,
+)
 from rloo_cli.train import between_steps, worker
 from rloo_cli.utils.errors import ConfigError, Problem, RewardError, Stopped
-from rloo_cli.utils.timers import Clock
+from rloo_cli.utils.timers import StepTimer
 
 
 def write(path, rows):
@@ -51,12 +56,16 @@ def texts(path):
 
 @pytest.mark.parametrize("steps", [1, 2, 11, 30, 31, 200])
 def test_a_run_of_any_length_becomes_a_png(tmp_path, steps):
-    out = draw(write(tmp_path / "m.jsonl", run_rows(steps)), tmp_path / "a" / "c.png", "run")
+    out = draw_run_curves(
+        write(tmp_path / "m.jsonl", run_rows(steps)), tmp_path / "a" / "c.png", "run"
+    )
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_name_that_ends_in_svg_gives_an_svg_with_titles_units_and_held_out_points(tmp_path):
-    svg = texts(draw(write(tmp_path / "m.jsonl", run_rows(60)), tmp_path / "c.svg", "my $run$ 1"))
+    svg = texts(
+        draw_run_curves(write(tmp_path / "m.jsonl", run_rows(60)), tmp_path / "c.svg", "my $run$ 1")
+    )
     assert svg.startswith("<?xml")
     for words in ("my $run$ 1", "Reward", "nats per token", "tokens", "step", "held out"):
         assert f"<!-- {words} -->" in svg
@@ -65,50 +74,50 @@ def test_a_name_that_ends_in_svg_gives_an_svg_with_titles_units_and_held_out_poi
 
 def test_a_metric_the_run_does_not_have_says_no_data(tmp_path):
     rows = [{k: v for k, v in row.items() if k not in ("kl", "entropy")} for row in run_rows(40)]
-    svg = texts(draw(write(tmp_path / "m.jsonl", rows), tmp_path / "c.svg", "run"))
+    svg = texts(draw_run_curves(write(tmp_path / "m.jsonl", rows), tmp_path / "c.svg", "run"))
     assert svg.count("<!-- no data -->") == 2
 
 
 def test_a_run_without_rows_draws_six_empty_pictures(tmp_path):
-    svg = texts(draw(write(tmp_path / "m.jsonl", []), tmp_path / "c.svg", "run"))
+    svg = texts(draw_run_curves(write(tmp_path / "m.jsonl", []), tmp_path / "c.svg", "run"))
     assert svg.count("<!-- no data -->") == 6
 
 
 def test_a_run_without_evaluation_has_no_held_out_points(tmp_path):
     rows = [row for row in run_rows(40) if "eval_reward" not in row]
-    svg = texts(draw(write(tmp_path / "m.jsonl", rows), tmp_path / "c.svg", "run"))
+    svg = texts(draw_run_curves(write(tmp_path / "m.jsonl", rows), tmp_path / "c.svg", "run"))
     assert "held out" not in svg
 
 
 def test_rows_may_lack_keys_or_hold_no_numbers(tmp_path):
     rows = [{"step": 1, "reward": 1.0}, {"step": 2, "reward": float("nan"), "kl": None}, {"x": 1}]
     path = write(tmp_path / "m.jsonl", rows)
-    assert points(read_rows(path), "reward") == ([1.0], [1.0])
-    draw(path, tmp_path / "c.png", "run")
+    assert metric_points(read_metrics_lines(path), "reward") == ([1.0], [1.0])
+    draw_run_curves(path, tmp_path / "c.png", "run")
 
 
 def test_a_last_line_cut_off_by_a_kill_is_left_out(tmp_path):
     path = write(tmp_path / "m.jsonl", [{"step": 1}, {"step": 2}])
     path.write_text(path.read_text() + '{"step": 3, "rew')
-    assert [row["step"] for row in read_rows(path)] == [1, 2]
+    assert [row["step"] for row in read_metrics_lines(path)] == [1, 2]
 
 
 def test_a_broken_line_in_the_middle_is_named(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"step":\n{"step": 3}\n')
     with pytest.raises(ConfigError, match=r"m\.jsonl:2"):
-        read_rows(path)
+        read_metrics_lines(path)
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="nowhere"):
-        draw(tmp_path / "nowhere.jsonl", tmp_path / "c.png", "run")
+        draw_run_curves(tmp_path / "nowhere.jsonl", tmp_path / "c.png", "run")
 
 
 def test_smoothing_keeps_a_straight_line_straight():
     straight = [2.0 * i for i in range(100)]
-    assert smooth(straight) == pytest.approx(straight)
-    assert len(smooth([1.0])) == 1
+    assert smooth_values(straight) == pytest.approx(straight)
+    assert len(smooth_values([1.0])) == 1
 
 
 def test_a_run_that_goes_on_is_drawn_now_and_then_and_a_failure_is_one_warning(
@@ -117,27 +126,27 @@ def test_a_run_that_goes_on_is_drawn_now_and_then_and_a_failure_is_one_warning(
     clock, notes = [1000.0], []
     monkeypatch.setattr(curves.time, "monotonic", lambda: clock[0])
     write(tmp_path / "metrics.jsonl", run_rows(5))
-    drawer, picture = curves.Drawer(tmp_path), tmp_path / "curves.png"
+    drawer, picture = curves.CurveDrawer(tmp_path), tmp_path / "curves.png"
 
-    drawer.draw(1, notes.append)  # one line is no curve
+    drawer.draw_curves(1, notes.append)  # one line is no curve
     clock[0] += 40
-    drawer.draw(3, notes.append, now_and_then=True)  # a second is more than 2 % of 40
+    drawer.draw_curves(3, notes.append, rate_limited=True)  # a second is more than 2 % of 40
     assert not picture.exists()
     clock[0] += 20
-    drawer.draw(4, notes.append, now_and_then=True)
+    drawer.draw_curves(4, notes.append, rate_limited=True)
     assert picture.read_bytes().startswith(b"\x89PNG") and [*tmp_path.iterdir()] != [picture]
     picture.unlink()
-    drawer.draw(4, notes.append)  # nothing new since
+    drawer.draw_curves(4, notes.append)  # nothing new since
     assert not picture.exists() and not notes
-    drawer.draw(5, notes.append)  # an end waits for nothing
+    drawer.draw_curves(5, notes.append)  # an end waits for nothing
     assert picture.exists()
 
     def broken(*given):
         raise RuntimeError("no fonts")
 
-    monkeypatch.setattr(curves, "draw", broken)
-    drawer.draw(6, notes.append)
-    drawer.draw(7, notes.append)
+    monkeypatch.setattr(curves, "draw_run_curves", broken)
+    drawer.draw_curves(6, notes.append)
+    drawer.draw_curves(7, notes.append)
     assert notes == ["warning: curves.png cannot be drawn: RuntimeError: no fonts"]
 
 
@@ -164,13 +173,15 @@ def test_the_verb_draws_a_run_in_any_state(tmp_path, monkeypatch, capsys):
 def test_every_end_of_a_run_draws_it_after_its_last_line(error, tmp_path, monkeypatch):
     did = []
     log = SimpleNamespace(
-        close=lambda: did.append("close"), draw_curves=lambda: did.append("draw"), now="update"
+        close=lambda: did.append("close"),
+        draw_curves=lambda: did.append("draw"),
+        current_phase="update",
     )
     run = SimpleNamespace(
         log=log,
         world=SimpleNamespace(size=1, is_main=True),
         state=SimpleNamespace(dump=dict, step=3, updates=3),
-        place=(3, 0),
+        step_position=(3, 0),
         attempt=1,
         folder=tmp_path,
         generator=SimpleNamespace(close=lambda: did.append("generator")),
@@ -183,16 +194,16 @@ def test_every_end_of_a_run_draws_it_after_its_last_line(error, tmp_path, monkey
 
     run.clock = SimpleNamespace(elapsed=lambda: 0.0)
     monkeypatch.setattr(worker, "build_run", lambda *given: run)
-    monkeypatch.setattr(worker, "_announce", lambda run: 0)
-    monkeypatch.setattr(worker, "train", ends)
-    monkeypatch.setattr(worker, "_finish", lambda *given: {})
-    monkeypatch.setattr(worker, "_rescue", lambda run, error: did.append("save"))
-    monkeypatch.setattr(worker.signals, "wait_for_checks", lambda: None)
+    monkeypatch.setattr(worker, "_log_start", lambda run: 0)
+    monkeypatch.setattr(worker, "run_training_loop", ends)
+    monkeypatch.setattr(worker, "_write_results", lambda *given: {})
+    monkeypatch.setattr(worker, "_save_what_is_done", lambda run, error: did.append("save"))
+    monkeypatch.setattr(worker.signals, "defer_signals", lambda: None)
     if error is None:
-        assert worker.work(SimpleNamespace(seed=1), tmp_path) == {}
+        assert worker.run_training(SimpleNamespace(seed=1), tmp_path) == {}
     else:
         with pytest.raises(error):
-            worker.work(SimpleNamespace(seed=1), tmp_path)
+            worker.run_training(SimpleNamespace(seed=1), tmp_path)
     saved = ["save"] if error in (Stopped, RewardError) else []
     assert did == [*saved, "close", "draw", "generator"]
 
@@ -200,19 +211,19 @@ def test_every_end_of_a_run_draws_it_after_its_last_line(error, tmp_path, monkey
 def test_a_checkpoint_draws_the_run_so_far_and_the_last_step_leaves_it_to_the_end(monkeypatch):
     did = []
     run = SimpleNamespace(
-        steps=4,
+        num_steps=4,
         state=SimpleNamespace(step=2, evaluated=2),
         config=SimpleNamespace(
             eval=SimpleNamespace(at_start=False, every=0), checkpoint=SimpleNamespace(every=2)
         ),
-        cycle=None,
-        clock=Clock(),
+        step_progress=None,
+        clock=StepTimer(),
         world=SimpleNamespace(check_stop=lambda often=False: None),
         log=SimpleNamespace(draw_curves=lambda now_and_then: did.append(now_and_then)),
     )
-    monkeypatch.setattr(between_steps.save, "save", lambda run: None)
-    assert between_steps.pause(run) and did == [True]
+    monkeypatch.setattr(between_steps.save, "save_checkpoint", lambda run: None)
+    assert between_steps.evaluate_and_checkpoint(run) and did == [True]
     run.state.step = 3
-    assert between_steps.pause(run) and did == [True]
+    assert between_steps.evaluate_and_checkpoint(run) and did == [True]
     run.state.step = run.state.evaluated = 4
-    assert not between_steps.pause(run) and did == [True]
+    assert not between_steps.evaluate_and_checkpoint(run) and did == [True]

@@ -13,17 +13,17 @@ from ledger_cases import batch, lines, prompts, settings, six, write
 from loop_cases import digits
 from resume_cases import attempt
 
-from rloo_cli.cli.ledger import audit
+from rloo_cli.cli.ledger import audit_ledger
 from rloo_cli.data import order
-from rloo_cli.reporting.prompt_ledger import FATES, NAME, Ledger
-from rloo_cli.train.loop import train
+from rloo_cli.reporting.prompt_ledger import LEDGER_FILE, PROMPT_FATES, PromptLedger
+from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils.errors import DataError
 
 
 def fates(folder):
     """Fate -> places, over all lines."""
     found = lines(folder)
-    return {f: [p for line in found for p in line.get(f, [])] for f in FATES}
+    return {f: [p for line in found for p in line.get(f, [])] for f in PROMPT_FATES}
 
 
 def rows(folder):
@@ -36,7 +36,7 @@ def rows(folder):
 
 def test_over_epoch_edges_every_prompt_is_trained_on_once_an_epoch(tmp_path):
     run = six(tmp_path, steps=9)
-    train(run)
+    run_training_loop(run)
     found, drawn = lines(run.folder), rows(run.folder)
     assert [line["step"] for line in found] == list(range(10))
     assert [line["place"] for line in found[1:]] == list(range(0, 36, 4))
@@ -45,13 +45,13 @@ def test_over_epoch_edges_every_prompt_is_trained_on_once_an_epoch(tmp_path):
     for epoch in range(6):
         assert sorted(drawn[6 * epoch : 6 * epoch + 6]) == list(range(6))
     assert fates(run.folder)["trained"] == list(range(36))
-    account, _ = audit(run.folder)
-    assert account.place == run.state.place == 36 and account.fates == {"trained": 36}
+    account, _ = audit_ledger(run.folder)
+    assert account.prompt_offset == run.state.place == 36 and account.fates == {"trained": 36}
 
 
 def test_the_rows_are_those_of_the_prompts_that_were_really_sampled(tmp_path):
     run = six(tmp_path, steps=3)
-    train(run)
+    run_training_loop(run)
     drawn = {}
     for path in sorted(run.folder.glob("samples/step_*.jsonl")):
         drawn |= {s["draw"]: s["prompt"] for s in map(json.loads, path.read_text().splitlines())}
@@ -60,14 +60,14 @@ def test_the_rows_are_those_of_the_prompts_that_were_really_sampled(tmp_path):
 
 def test_rows_that_were_filtered_are_in_the_header_and_never_drawn(tmp_path):
     run = six(tmp_path, "data.max_samples=12", "data.max_prompt_length=40", steps=6)
-    left_out = [i for i, n in enumerate(run.prompts.lengths) if n > 40]
+    left_out = [i for i, n in enumerate(run.prompts.unfiltered_lengths) if n > 40]
     assert 0 < len(left_out) < 6
-    train(run)
+    run_training_loop(run)
     header = lines(run.folder)[0]
     assert header["filtered"] == left_out and header["data_rows"] == 12
     assert header["prompts"] == 12 - len(left_out) == len(run.prompts)
     assert {*rows(run.folder)} == {*range(12)} - {*left_out}
-    audit(run.folder)
+    audit_ledger(run.folder)
 
 
 def flat_unless(varied):
@@ -83,7 +83,7 @@ def flat_unless(varied):
 def test_flat_groups_are_dropped_where_the_config_says_so_and_only_there(tmp_path, how, met):
     words = [f"algorithm.zero_std_groups={how}"]
     run = six(tmp_path, *words, rewards=flat_unless(lambda i: i != 1))
-    train(run)
+    run_training_loop(run)
     first, second = lines(run.folder)[1:]
     assert 1 in first[met] and 5 in second[met]
     assert len(first["trained"]) == len(second["trained"]) == (3 if how == "drop" else 4)
@@ -92,12 +92,12 @@ def test_flat_groups_are_dropped_where_the_config_says_so_and_only_there(tmp_pat
 def test_replaced_draws_are_resampled_and_what_the_last_round_left_flat_is_dropped(tmp_path):
     words = ["algorithm.zero_std_groups=resample", "algorithm.max_resample=2"]
     run = six(tmp_path, *words, rewards=flat_unless(lambda i: i == 0))  # one of each round
-    train(run)
+    run_training_loop(run)
     first, second = lines(run.folder)[1:]
     assert first["draws"] == 4 + 3 + 2 and first["trained"] == [0, 4, 7]
     assert first["resampled"] == [1, 2, 3, 5, 6] and first["dropped"] == [8]
     assert second["place"] == 9 and second["epochs"] == [1, 2]
-    assert audit(run.folder)[0].fates == {"trained": 6, "resampled": 10, "dropped": 2}
+    assert audit_ledger(run.folder)[0].fates == {"trained": 6, "resampled": 10, "dropped": 2}
 
 
 @pytest.mark.parametrize("how", ["keep", "drop"])
@@ -107,7 +107,7 @@ def test_a_prompt_with_fewer_than_two_scores_is_unscorable_dropped_or_not(tmp_pa
         return [s if i % 4 < keep[i // 4] else None for i, s in enumerate(digits(completion_ids))]
 
     run = six(tmp_path, f"algorithm.zero_std_groups={how}", steps=1, rewards={"some": score})
-    train(run)
+    run_training_loop(run)
     line = lines(run.folder)[1]
     assert line["unscorable"] == [1, 2] and line["trained"] == [0, 3]
 
@@ -123,7 +123,7 @@ def test_truncated_completions_mask_a_prompt_or_take_its_scores(tmp_path, how, m
             rollout.terminated = place % 16 >= 7
 
     run.generator.generate = generate
-    train(run)
+    run_training_loop(run)
     line = lines(run.folder)[1]
     wanted = [0] if how == "true" else [0, 1]  # a masked score still is a sibling's baseline
     assert line[met] == wanted and line["trained"] == [p for p in range(4) if p not in wanted]
@@ -138,7 +138,7 @@ def test_draws_of_an_update_that_was_not_made_are_skipped(tmp_path):
         return gradient * float("nan") if len(made) == 2 else gradient
 
     weight.register_hook(poison)
-    train(run)
+    run_training_loop(run)
     found = fates(run.folder)
     assert found["skipped"] == [4, 5, 6, 7]
     assert found["trained"] == [*range(4), *range(8, 12)]
@@ -147,9 +147,9 @@ def test_draws_of_an_update_that_was_not_made_are_skipped(tmp_path):
 
 def test_several_updates_of_a_step_are_counted(tmp_path):
     run = six(tmp_path, "algorithm.num_iterations=2", "algorithm.num_minibatches=2")
-    train(run)
+    run_training_loop(run)
     assert [line["updates"] for line in lines(run.folder)[1:]] == [4, 4]
-    audit(run.folder)
+    audit_ledger(run.folder)
 
 
 WHOLE = ("data.max_samples=6", "checkpoint.every=2", "algorithm.zero_std_groups=resample")
@@ -166,16 +166,16 @@ def test_a_run_that_is_stopped_and_goes_on_has_the_ledger_of_one_that_was_not(tm
     looks = []
     assert attempt(tmp_path / "whole", *WHOLE, looks=looks, some_flat=some_flat)
     whole = tmp_path / "whole" / "smoke"
-    account, notes = audit(whole)  # run.json's step, place and updates agree
-    assert not notes and account.fates["resampled"] and account.place > 18
+    account, notes = audit_ledger(whole)  # run.json's step, place and updates agree
+    assert not notes and account.fates["resampled"] and account.prompt_offset > 18
     for stop_at in (len(looks) // 2, len(looks) - 2):
         root = tmp_path / f"stopped_{stop_at}"
         assert not attempt(root, *WHOLE, stop_at=stop_at, some_flat=some_flat)
-        if (root / "smoke" / NAME).is_file():
-            audit(root / "smoke")
+        if (root / "smoke" / LEDGER_FILE).is_file():
+            audit_ledger(root / "smoke")
         assert attempt(root, *WHOLE, some_flat=some_flat)
-        assert audit(root / "smoke")[0] == account
-        assert (root / "smoke" / NAME).read_bytes() == (whole / NAME).read_bytes()
+        assert audit_ledger(root / "smoke")[0] == account
+        assert (root / "smoke" / LEDGER_FILE).read_bytes() == (whole / LEDGER_FILE).read_bytes()
 
 
 # Steps made up, without a model.
@@ -184,7 +184,7 @@ def test_a_run_that_is_stopped_and_goes_on_has_the_ledger_of_one_that_was_not(tm
 def test_each_fate_is_told_from_the_others(tmp_path):
     said = ["trained", "unscorable", "dropped", "masked", "half", "resampled"]
     write(tmp_path, [said])
-    wanted = {f: [i for i, s in enumerate(said) if s == f] for f in FATES}
+    wanted = {f: [i for i, s in enumerate(said) if s == f] for f in PROMPT_FATES}
     assert fates(tmp_path) == wanted | {"trained": [0, 4]}
 
 
@@ -194,7 +194,7 @@ def test_a_prompt_with_one_completion_needs_one_score(tmp_path):
 
 
 def test_a_row_that_an_algorithm_can_use_without_siblings_is_trained_on(tmp_path):
-    found, ledger = prompts(), Ledger(tmp_path)
+    found, ledger = prompts(), PromptLedger(tmp_path)
     ledger.open(found, settings(), 0, 0)
     made = batch(found, 0, 0, ["unscorable"])
     made.usable = made.scorable.clone()
@@ -203,7 +203,7 @@ def test_a_row_that_an_algorithm_can_use_without_siblings_is_trained_on(tmp_path
 
 
 def test_completions_without_a_token_are_not_in_the_loss(tmp_path):
-    found, ledger = prompts(), Ledger(tmp_path)
+    found, ledger = prompts(), PromptLedger(tmp_path)
     ledger.open(found, settings(), 0, 0)
     made = batch(found, 0, 0, ["trained", "trained"])
     for rollout in made.groups[0].rollouts:
@@ -213,9 +213,9 @@ def test_completions_without_a_token_are_not_in_the_loss(tmp_path):
 
 
 def test_where_only_some_updates_were_made_the_others_prompts_are_skipped(tmp_path):
-    found, ledger = prompts(), Ledger(tmp_path)
+    found, ledger = prompts(), PromptLedger(tmp_path)
     ledger.open(found, settings(), 0, 0)
-    ledger.step(batch(found, 0, 0, ["trained"] * 4), 0, 1, updated={1, 2})
+    ledger.step(batch(found, 0, 0, ["trained"] * 4), 0, 1, updated_groups={1, 2})
     assert fates(tmp_path)["skipped"] == [0, 3] and fates(tmp_path)["trained"] == [1, 2]
 
 
@@ -255,11 +255,11 @@ def test_whatever_happens_every_draw_has_one_fate_and_a_resumed_ledger_is_the_sa
         assert {f: len(places) for f, places in told.items() if places} == said
         drawn = rows(whole)
         for epoch in range(total // n):
-            assert sorted(drawn[epoch * n : epoch * n + n]) == found.numbers
-        assert audit(whole)[0].fates == said
+            assert sorted(drawn[epoch * n : epoch * n + n]) == found.example_numbers
+        assert audit_ledger(whole)[0].fates == said
 
         again = _resumed(_folder(where, "again"), steps, found, cuts)
-        assert (again / NAME).read_bytes() == (whole / NAME).read_bytes()
+        assert (again / LEDGER_FILE).read_bytes() == (whole / LEDGER_FILE).read_bytes()
 
 
 def _folder(where, name):
@@ -271,22 +271,22 @@ def _folder(where, name):
 def _resumed(folder, steps, found, cuts):
     """Write the steps, going back to after `cut` steps for every cut, as a resumed run does."""
     places = [sum(map(len, steps[:i])) for i in range(len(steps) + 1)]
-    ledger, lengths, at = Ledger(folder), {}, 0
+    ledger, lengths, at = PromptLedger(folder), {}, 0
     ledger.open(found, settings(), 0, 0)
-    lengths[0] = (folder / NAME).stat().st_size
+    lengths[0] = (folder / LEDGER_FILE).stat().st_size
     for goal in [*(c for c in cuts if c <= len(steps)), len(steps)]:
         back = min(goal, at)
         if cuts:
-            with (folder / NAME).open("ab") as file:
+            with (folder / LEDGER_FILE).open("ab") as file:
                 file.truncate(lengths[back])
-            ledger = Ledger(folder)
+            ledger = PromptLedger(folder)
             ledger.open(found, settings(), places[back], back)
             at = back
         while at < len(steps):
             made = batch(found, at, places[at], steps[at])
             ledger.step(made, places[at], int("skipped" not in steps[at]))
             at += 1
-            lengths[at] = (folder / NAME).stat().st_size
+            lengths[at] = (folder / LEDGER_FILE).stat().st_size
     return folder
 
 
@@ -297,41 +297,41 @@ STEPS = [["trained"] * 4, ["trained", "resampled", "dropped"], ["trained"] * 4]
 
 
 def test_a_run_that_begins_elsewhere_says_where(tmp_path):
-    found, ledger = prompts(), Ledger(tmp_path)
+    found, ledger = prompts(), PromptLedger(tmp_path)
     ledger.open(found, settings(), 9, 3)
     ledger.step(batch(found, 3, 9, ["trained"] * 5), 9, 1)
-    account, _ = audit(tmp_path)
-    assert account.began == (3, 9) and (account.steps, account.place) == (4, 14)
+    account, _ = audit_ledger(tmp_path)
+    assert account.first_position == (3, 9) and (account.steps, account.prompt_offset) == (4, 14)
 
 
 @pytest.mark.parametrize(("step", "place"), [(2, 8), (3, 12), (4, 11), (0, 0)])
 def test_a_ledger_that_ends_elsewhere_than_the_run_goes_on_is_refused(tmp_path, step, place):
     write(tmp_path, STEPS)  # it ends after step 3, place 11
-    before = (tmp_path / NAME).read_bytes()
+    before = (tmp_path / LEDGER_FILE).read_bytes()
     with pytest.raises(DataError) as caught:
-        Ledger(tmp_path).open(prompts(), settings(), place, step)
+        PromptLedger(tmp_path).open(prompts(), settings(), place, step)
     assert caught.value.code == 4 and "after step 3, place 11" in str(caught.value)
     assert f"after step {step}, place {place}" in str(caught.value)
-    assert (tmp_path / NAME).read_bytes() == before
+    assert (tmp_path / LEDGER_FILE).read_bytes() == before
 
 
 def test_half_a_line_at_the_end_is_refused_when_the_run_goes_on(tmp_path):
     write(tmp_path, STEPS)
-    text = (tmp_path / NAME).read_bytes()
+    text = (tmp_path / LEDGER_FILE).read_bytes()
     for cut in (text[:-1], text[:-9], text + b'{"st'):
-        (tmp_path / NAME).write_bytes(cut)
+        (tmp_path / LEDGER_FILE).write_bytes(cut)
         with pytest.raises(DataError, match="cut off"):
-            Ledger(tmp_path).open(prompts(), settings(), 11, 3)
+            PromptLedger(tmp_path).open(prompts(), settings(), 11, 3)
 
 
 def test_opening_again_writes_nothing_and_an_empty_file_gets_its_header(tmp_path):
     write(tmp_path, STEPS)
-    before = (tmp_path / NAME).read_bytes()
-    Ledger(tmp_path).open(prompts(), settings(), 11, 3)
-    assert (tmp_path / NAME).read_bytes() == before
-    (tmp_path / NAME).write_bytes(b"")
-    Ledger(tmp_path).open(prompts(), settings(), 0, 0)
-    assert (tmp_path / NAME).read_bytes() == before.split(b"\n")[0] + b"\n"
+    before = (tmp_path / LEDGER_FILE).read_bytes()
+    PromptLedger(tmp_path).open(prompts(), settings(), 11, 3)
+    assert (tmp_path / LEDGER_FILE).read_bytes() == before
+    (tmp_path / LEDGER_FILE).write_bytes(b"")
+    PromptLedger(tmp_path).open(prompts(), settings(), 0, 0)
+    assert (tmp_path / LEDGER_FILE).read_bytes() == before.split(b"\n")[0] + b"\n"
 
 
 @pytest.mark.parametrize(
@@ -340,28 +340,28 @@ def test_opening_again_writes_nothing_and_an_empty_file_gets_its_header(tmp_path
 )  # fmt: skip
 def test_another_order_that_was_allowed_gets_a_header_of_its_own(tmp_path, other):
     write(tmp_path, STEPS)
-    ledger = Ledger(tmp_path)
+    ledger = PromptLedger(tmp_path)
     ledger.open(other, settings(), 11, 3)
     ledger.step(batch(other, 3, 11, ["trained"] * 4), 11, 1)
     found = lines(tmp_path)
     assert [i for i, line in enumerate(found) if "ledger" in line] == [0, 4]
     assert found[4]["step"] == 3 and found[4]["place"] == 11
-    assert audit(tmp_path)[0].fates.total() == 15
+    assert audit_ledger(tmp_path)[0].fates.total() == 15
 
 
 def test_epochs_before_and_after_another_order_are_not_taken_together(tmp_path):
     write(tmp_path, [["trained"] * 7], prompts(5))  # epoch 1 has begun
-    ledger, grown = Ledger(tmp_path), prompts(9, fingerprint="grown")
+    ledger, grown = PromptLedger(tmp_path), prompts(9, fingerprint="grown")
     ledger.open(grown, settings(), 7, 1)
     ledger.step(batch(grown, 1, 7, ["trained"] * 12), 7, 1)  # its own epoch 1 is over
-    assert audit(tmp_path)[0].fates == {"trained": 19}
+    assert audit_ledger(tmp_path)[0].fates == {"trained": 19}
 
 
 # What a step that is not what it should be is told.
 
 
 def opened(folder):
-    ledger = Ledger(folder)
+    ledger = PromptLedger(folder)
     ledger.open(prompts(), settings(), 0, 0)
     return ledger
 
@@ -386,7 +386,7 @@ def test_a_prompt_that_is_not_the_one_at_its_place_is_a_bug(tmp_path):
     with pytest.raises(RuntimeError, match="draw 1 is another prompt"):
         ledger.step(made, 0, 1)
     made = batch(found, 0, 0, ["trained"] * 3)
-    made.groups[1].draw = 3
+    made.groups[1].prompt_offset = 3
     with pytest.raises(RuntimeError, match="draw 3 is another prompt"):
         ledger.step(made, 0, 1)
     assert len(lines(tmp_path)) == 1
@@ -403,5 +403,5 @@ def test_a_draw_that_is_there_twice_is_a_bug(tmp_path):
 def test_the_order_of_the_ledger_is_the_order_of_the_prompts():
     found = prompts(7)
     for place in range(30):
-        index = order.at(place, 7, 3, "data", True)
-        assert found.index(place) == index and found.draws(place, 1)[0].prompt_ids == [index]
+        index = order.prompt_index_at(place, 7, 3, "data", True)
+        assert found.index_at(place) == index and found.groups_at(place, 1)[0].prompt_ids == [index]

@@ -9,10 +9,10 @@ from cli_cases import Rloo
 from ledger_cases import edit, ended, lines, prompts, write
 
 from rloo_cli.cli import main
-from rloo_cli.cli.ledger import audit
+from rloo_cli.cli.ledger import audit_ledger
 from rloo_cli.data import order
 from rloo_cli.reporting import prompt_ledger
-from rloo_cli.reporting.prompt_ledger import FATES, NAME
+from rloo_cli.reporting.prompt_ledger import LEDGER_FILE, PROMPT_FATES
 from rloo_cli.utils.errors import ConfigError, DataError
 
 # Six prompts: epoch 0 is over with step 2, epoch 1 with step 4.
@@ -35,7 +35,7 @@ def run(tmp_path):
 
 def refused(folder):
     with pytest.raises(DataError) as caught:
-        audit(folder)
+        audit_ledger(folder)
     assert caught.value.code == 4
     return caught.value.render()
 
@@ -159,7 +159,7 @@ WRONG = {  # what was done to it, the line that is named, what is said of it
 def test_a_ledger_that_does_not_add_up_is_refused_with_line_and_reason(run, name):
     how, line, said = WRONG[name]
     text = refused(edit(run, how))
-    assert f"{run / NAME}:{line}\n" in text and said in text
+    assert f"{run / LEDGER_FILE}:{line}\n" in text and said in text
 
 
 QUIET = {  # edits that only the check finds
@@ -174,29 +174,29 @@ QUIET = {  # edits that only the check finds
 def test_an_edit_that_would_add_up_is_found_by_the_check(run, name):
     how, line = QUIET[name]
     text = refused(edit(run, how, seal=False))
-    assert f"{run / NAME}:{line}\n" in text and "not as it was written" in text
+    assert f"{run / LEDGER_FILE}:{line}\n" in text and "not as it was written" in text
 
 
 @pytest.mark.parametrize("cut", [1, 20, 80])
 def test_half_a_line_at_the_end_is_refused(run, cut):
-    text = (run / NAME).read_bytes()
-    (run / NAME).write_bytes(text[:-cut])
+    text = (run / LEDGER_FILE).read_bytes()
+    (run / LEDGER_FILE).write_bytes(text[:-cut])
     assert "the last line of the ledger is cut off" in refused(run)
-    assert f"{NAME}:5" in refused(run)
+    assert f"{LEDGER_FILE}:5" in refused(run)
 
 
 @pytest.mark.parametrize(
     "junk", ["", "{", "[]", "null", "17", '{"step": 2}', '{"a": 1}', "\x00\xff"]
 )
 def test_a_line_that_is_no_entry_is_refused(run, junk):
-    text = (run / NAME).read_text().splitlines()
+    text = (run / LEDGER_FILE).read_text().splitlines()
     text.insert(2, junk)
-    (run / NAME).write_bytes("".join(f"{line}\n" for line in text).encode("latin-1"))
-    assert "a line of the ledger is no entry" in refused(run) and f"{NAME}:3" in refused(run)
+    (run / LEDGER_FILE).write_bytes("".join(f"{line}\n" for line in text).encode("latin-1"))
+    assert "a line of the ledger is no entry" in refused(run) and f"{LEDGER_FILE}:3" in refused(run)
 
 
 def test_an_empty_ledger_is_refused(run):
-    (run / NAME).write_text("")
+    (run / LEDGER_FILE).write_text("")
     assert "it is empty" in refused(run)
 
 
@@ -206,9 +206,9 @@ def test_an_order_that_is_no_permutation_is_found_out(tmp_path, monkeypatch):
     def careless(seed, epoch, fingerprint, n):
         return np.random.Generator(np.random.PCG64(5)).integers(0, n, n)
 
-    monkeypatch.setattr(order, "permutation", careless)
+    monkeypatch.setattr(order, "epoch_permutation", careless)
     write(tmp_path, STEPS)
-    assert "epoch 0 had row" in refused(tmp_path) and f"{NAME}:3" in refused(tmp_path)
+    assert "epoch 0 had row" in refused(tmp_path) and f"{LEDGER_FILE}:3" in refused(tmp_path)
 
 
 # What the run's other files say.
@@ -256,7 +256,7 @@ def test_an_attempt_that_failed_before_it_began_left_no_counts_to_compare_with(r
     facts = json.loads((ended(run, step=2, place=7) / "run.json").read_text())
     facts |= {"state": "failed", "attempt": 3}
     (run / "run.json").write_text(json.dumps(facts | {"began": 2}))
-    assert audit(run)[1]
+    assert audit_ledger(run)[1]
     (run / "run.json").write_text(json.dumps(facts | {"began": 3}))
     assert "run.json's progress at step 2" in refused(run)
 
@@ -290,7 +290,7 @@ def test_what_is_missing_or_not_understood_is_answered(run, tmp_path, monkeypatc
     assert "unrecognized arguments: --jsn" in said("mine", "--jsn")
     assert "did you mean --json?" in said("mine", "--jsn")
     assert "unrecognized arguments: other" in said("mine", "other")
-    (run / NAME).unlink()
+    (run / LEDGER_FILE).unlink()
     assert "runs/mine has no ledger.jsonl" in said("mine")
     monkeypatch.chdir("/")
     assert "there is no run in runs/" in said("mine")
@@ -310,5 +310,5 @@ def test_the_command_needs_no_torch_and_exits_with_2_and_4(rloo_without_torch: R
 
 
 def test_every_fate_is_defined_once_in_the_ledgers_own_words():
-    for fate in FATES:
+    for fate in PROMPT_FATES:
         assert f"\n    {fate:<10} " in (prompt_ledger.__doc__ or ""), fate

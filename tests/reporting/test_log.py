@@ -7,7 +7,7 @@ import pytest
 from loop_cases import ENDS, digits, sampled, step, timeless, updated
 from loop_cases import alone as make
 
-from rloo_cli.reporting.log import Log, merge
+from rloo_cli.reporting.log import RunLog, merge_steps
 from rloo_cli.train import loop
 from rloo_cli.train.between_steps import log_step
 
@@ -26,7 +26,7 @@ def test_several_steps_are_weighed_by_what_each_mean_was_taken_over():
         {"tokens": 10, "scored": 20, "reward/a": 5, "updates": 0},
     ]
     expected = {"kl": 1.75, "reward": 3.0, "reward/a/mean": 2.5, "loss": 1.0, "time/update": 2.5}
-    assert merge(rows, counts) == expected
+    assert merge_steps(rows, counts) == expected
 
 
 def test_extremes_are_true_extremes_and_counters_the_last_value():
@@ -40,7 +40,7 @@ def test_extremes_are_true_extremes_and_counters_the_last_value():
          "completions/max_length": 7, "clip_ratio/high_max": 0.0, "data/truncated": 1,
          "memory/peak_gb": 2.0, "sampling/logp_diff_max": 0.3},
     ]  # fmt: skip
-    assert merge(rows, [{}, {}]) == {
+    assert merge_steps(rows, [{}, {}]) == {
         "ratio/min": 0.5, "ratio/max": 1.5, "completions/min_length": 3, "step": 2, "episode": 16,
         "clip_ratio/low_min": 0.0, "advantages/abs_max": 2.0, "num_tokens": 90, "lr": 0.1,
         "completions/max_length": 9, "clip_ratio/high_max": 1.0, "data/truncated": 1,
@@ -50,19 +50,19 @@ def test_extremes_are_true_extremes_and_counters_the_last_value():
 
 def test_a_step_without_a_value_or_with_a_nan_takes_no_part():
     rows = [{"loss": float("nan"), "reward": 1.0}, {"loss": 2.0}, {"loss": 4.0, "kl": float("inf")}]
-    assert merge(rows, [{}, {}, {}]) == {"loss": 3.0, "reward": 1.0}
+    assert merge_steps(rows, [{}, {}, {}]) == {"loss": 3.0, "reward": 1.0}
 
 
 def test_every_third_step_and_the_last_are_written_with_the_means_of_all(tmp_path):
     words = (ENDS, "max_steps=4", "train.learning_rate=1e-3", "seed=5")
     single = make(tmp_path, *words)
-    loop.train(single)
+    loop.run_training_loop(single)
     every = lines(single)
     (tmp_path / "again").mkdir()
     run = make(tmp_path / "again", *words, "logging.every=3")
-    loop.train(run)
+    loop.run_training_loop(run)
     found = lines(run)
-    assert [row["step"] for row in found] == [3, 4] and run.log.rows == found
+    assert [row["step"] for row in found] == [3, 4] and run.log.metrics_lines == found
     first = every[:3]
     for name in ("reward", "loss", "reward_std", "grad_norm", "completions/mean_length"):
         assert found[0][name] == pytest.approx(sum(r[name] for r in first) / 3), name
@@ -91,8 +91,8 @@ def test_what_was_not_written_when_the_run_stopped_is_written_at_the_end(tmp_pat
 
 
 def test_values_that_are_not_finite_are_left_out_of_the_line(tmp_path):
-    log = Log(tmp_path, 1, 1, aliases=False)
-    assert log.write({"a": float("nan"), "b": 1.0, "c": float("-inf"), "d": 2}) == {
+    log = RunLog(tmp_path, 1, 1, aliases=False)
+    assert log.append_line({"a": float("nan"), "b": 1.0, "c": float("-inf"), "d": 2}) == {
         "b": 1.0,
         "d": 2,
     }
@@ -124,13 +124,13 @@ def test_samples_hold_everything_about_every_row_of_every_nth_step(tmp_path):
     for _ in range(5):
         _, row, batch = step(run)
         batches.append(batch)
-        assert row["longest"] == batch.table("length").max()
+        assert row["longest"] == batch.rollout_values("length").max()
     names = sorted(path.name for path in (run.folder / "samples").iterdir())
     assert names == ["step_000002.jsonl", "step_000004.jsonl"]
     text = (run.folder / "samples/step_000002.jsonl").read_text()
     rows, batch = [json.loads(line) for line in text.splitlines()], batches[1]
     assert len(rows) == 16 and [(r["draw"], r["k"]) for r in rows] == [
-        (g.draw, k) for g in batch.groups for k in range(4)
+        (g.prompt_offset, k) for g in batch.groups for k in range(4)
     ]
     for i, row in enumerate(rows):
         group, p, k = batch.groups[i // 4], i // 4, i % 4
@@ -177,7 +177,7 @@ def test_a_note_is_said_once_whatever_numbers_are_in_it(tmp_path):
 
     run = make(tmp_path, "max_steps=3", rewards={"some": fewer_each_time})
     notes = notes_of(run)
-    loop.train(run)
+    loop.run_training_loop(run)
     assert len([n for n in notes if "no reward scored" in n]) == 1
     assert "1 of 16 rows" in notes[0] and len(notes) == 1
 
@@ -189,7 +189,7 @@ def test_advice_is_printed_once(tmp_path):
     run = make(tmp_path, "max_steps=8", "generation.max_completion_length=4",
                rewards={"constant": constant})  # fmt: skip
     notes = notes_of(run)
-    loop.train(run)
+    loop.run_training_loop(run)
     advice = [n for n in notes if n.startswith("advice: ")]
     assert len([n for n in advice if "frac_reward_zero_std" in n]) == 1
     assert len([n for n in advice if "clipped_ratio" in n]) == 1
@@ -203,6 +203,6 @@ def test_the_display_gets_each_line_and_one_sample_per_prompt(tmp_path):
         phase=lambda name: None,
         note=lambda text: None,
     )
-    loop.train(run)
+    loop.run_training_loop(run)
     assert [row["step"] for row, _ in shown] == [2, 3]
     assert all([s["k"] for s in samples] == [0, 0, 0, 0] for _, samples in shown)

@@ -12,8 +12,8 @@ from loop_cases import ENDS, make, sampled, step
 
 from rloo_cli.data.batch import Batch, Group, Rollout
 from rloo_cli.reporting import step_metrics
-from rloo_cli.reporting.update_metrics import Updates
-from rloo_cli.utils.timers import Clock
+from rloo_cli.reporting.update_metrics import UpdateMetrics
+from rloo_cli.utils.timers import StepTimer
 
 NAN = float("nan")
 LENGTHS = [[2, 4, 4, 6], [3, 3, 3, 3], [1, 8, 8, 8]]
@@ -53,7 +53,7 @@ def near(expected):
 
 
 def test_lengths_and_ends_of_completions():
-    row = step_metrics.of_rollouts(batch())
+    row = step_metrics.rollout_metrics(batch())
     assert row["completions/mean_length"] == near(53 / 12)
     assert (row["completions/min_length"], row["completions/max_length"]) == (1, 8)
     assert row["completions/mean_terminated_length"] == near(23 / 8)
@@ -66,7 +66,7 @@ def test_lengths_and_ends_of_completions():
 
 
 def test_scores_and_their_spread():
-    row = step_metrics.of_rollouts(batch())
+    row = step_metrics.rollout_metrics(batch())
     assert row["reward"] == near(33 / 9)
     assert row["reward_std"] == near(math.sqrt(8 / 3) / 2)  # of the two groups with n >= 2
     assert row["reward_std_batch"] == near(float(numbers([1, 3, 3, 5, 5, 5, 5, 5, 1]).std()))
@@ -77,28 +77,30 @@ def test_scores_and_their_spread():
     assert row["reward/first/none_frac"] == near(3 / 12)
     assert row["reward/second/none_frac"] == near(8 / 12)
     assert row["reward/first/time"] == 0.5 and row["groups/dropped"] == 0
-    assert step_metrics.of_rollouts(batch(), std_over_step=True)["reward_std"] == near(
+    assert step_metrics.rollout_metrics(batch(), std_over_step=True)["reward_std"] == near(
         row["reward_std_batch"]
     )
 
 
 def test_zero_spread_is_of_scores_and_not_of_rewards_after_kl():
     differing = numbers([[5.0, 5.1, 5.2, 5.3]] * 3)
-    row = step_metrics.of_rollouts(batch(shaped=differing, reward=differing, advantage=differing))
+    row = step_metrics.rollout_metrics(
+        batch(shaped=differing, reward=differing, advantage=differing)
+    )
     assert row["frac_reward_zero_std"] == 0.5
 
 
 def settled(beta=0.1, **changes):
     found = batch(**changes)
     value = rloo.advantages(found.shaped, numbers(KL), found.scorable, cases.config(beta=beta))
-    found.keep_kl([0, 1, 2], numbers(KL))
-    found.settle([0, 1, 2], value)
+    found.add_kl([0, 1, 2], numbers(KL))
+    found.set_advantages([0, 1, 2], value)
     return found
 
 
 def test_reward_after_kl_is_score_minus_beta_kl_over_rows_that_have_an_advantage():
     found = settled()
-    row = step_metrics.of_advantages(found, 0.1)
+    row = step_metrics.advantage_metrics(found, 0.1)
     assert row["objective/scores"] == near((11 + 20) / 8)  # the third's lone row has none
     assert row["objective/kl"] == near((10 + 6) / 8)
     assert row["objective/non_score_reward"] == near(-0.1 * 16 / 8)
@@ -107,14 +109,14 @@ def test_reward_after_kl_is_score_minus_beta_kl_over_rows_that_have_an_advantage
 
 
 def test_reward_after_kl_is_of_the_groups_that_were_trained_on():
-    row = step_metrics.of_advantages(settled(active=[0]), 0.1)
+    row = step_metrics.advantage_metrics(settled(active=[0]), 0.1)
     assert row["objective/scores"] == near(11 / 4) and row["objective/kl"] == near(2.5)
     assert row["objective/rlhf_reward"] == near(11 / 4 - 0.25)
 
 
 def test_advantages_are_measured_over_the_rows_that_have_one():
     found = settled(beta=0.0)
-    row = step_metrics.of_advantages(found, 0.0)
+    row = step_metrics.advantage_metrics(found, 0.0)
     value = [-7 / 3, 1 / 3, 1 / 3, 5 / 3, 0, 0, 0, 0]
     assert row["advantages/mean"] == pytest.approx(0, abs=1e-12)
     assert row["advantages/std"] == near(float(numbers(value).std()))
@@ -129,8 +131,8 @@ def test_what_has_no_data_is_absent():
     for group in found.groups:
         for rollout in group.rollouts:
             rollout.terminated = False
-    row = step_metrics.of_rollouts(found) | step_metrics.of_advantages(found, 0.1)
-    row |= Updates().row()
+    row = step_metrics.rollout_metrics(found) | step_metrics.advantage_metrics(found, 0.1)
+    row |= UpdateMetrics().to_metrics()
     for name in ("reward", "reward_std", "frac_reward_zero_std", "reward/first/mean", "kl", "loss",
                  "completions/mean_terminated_length", "objective/scores", "advantages/mean",
                  "entropy", "clip_ratio/low_mean", "sampling/ess", "reward_std_batch"):  # fmt: skip
@@ -148,12 +150,12 @@ def updated(ratios, value, lengths=None, mask=None, entropy=None, behaviour=None
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     logp[starts] += torch.tensor(ratios, dtype=torch.float64).log()
     m.old_logp, config = old, cases.config(beta=0.0, **keys)
-    found = Updates()
-    found.sampled(m, None)
+    found = UpdateMetrics()
+    found.add_old_logprobs(m, None)
     loss = rloo.loss(logp, old, None, m, numbers(value), config, float(len(ratios)))
-    found.micro(loss, m, entropy)
-    found.update(SimpleNamespace(max_grad_norm=1.0, learning_rate=0.5), float(loss.total), 3.0)
-    return found.row()
+    found.add_micro_batch(loss, m, entropy)
+    found.add_update(SimpleNamespace(max_grad_norm=1.0, learning_rate=0.5), float(loss.total), 3.0)
+    return found.to_metrics()
 
 
 def test_clipping_counts_with_the_sign_of_the_advantage():
@@ -186,19 +188,19 @@ def test_masked_rows_are_in_no_ratio_entropy_or_extreme():
 
 
 def test_numbers_of_an_update_are_means_over_updates_before_clipping():
-    found = Updates()
+    found = UpdateMetrics()
     m = cases.micro([1])
     m.old_logp = torch.zeros(1, dtype=torch.float64)
     for value, norm in ((1.0, 0.5), (3.0, 2.5)):
         loss = rloo.loss(m.old_logp, m.old_logp, None, m, numbers([value]), cases.config(), 1.0)
-        found.micro(loss, m, None)
-        found.update(SimpleNamespace(max_grad_norm=1.0, learning_rate=0.5), -value, norm)
-    row = found.row()
+        found.add_micro_batch(loss, m, None)
+        found.add_update(SimpleNamespace(max_grad_norm=1.0, learning_rate=0.5), -value, norm)
+    row = found.to_metrics()
     assert row["loss"] == row["policy_loss"] == row["loss/policy_avg"] == -2
     assert row["grad_norm"] == 1.5 and row["grad_clip_fraction"] == 0.5
     assert row["learning_rate"] == row["lr"] == 0.5 and row["kl_loss"] == 0
-    found.update(SimpleNamespace(max_grad_norm=None, learning_rate=0.5), 0.0, 9.0)
-    assert found.row()["grad_clip_fraction"] == near(1 / 3)
+    found.add_update(SimpleNamespace(max_grad_norm=None, learning_rate=0.5), 0.0, 9.0)
+    assert found.to_metrics()["grad_clip_fraction"] == near(1 / 3)
 
 
 def test_sampler_differences_leave_out_what_the_sampler_did_not_say():
@@ -225,7 +227,7 @@ def test_correction_weights_are_measured_after_and_their_worth_before_the_mode()
 
 
 def test_phases_of_a_step_and_idle_sum_to_its_time():
-    clock = Clock()
+    clock = StepTimer()
     with clock.phase("update"), clock.phase("reference"):
         sum(range(1000))
     row = clock.lap()
@@ -260,7 +262,7 @@ def test_a_real_step_reports_every_metric_that_applies_in_strict_json(tmp_path):
     assert written == row
     tokens = sum(len(g.prompt_ids) + r.length for g in found.groups for r in g.rollouts)
     assert row["num_tokens"] == tokens and row["episode"] == 16 and row["epoch"] == 4 / 64
-    assert row["kl"] == near(row["objective/kl"] * 16 / int(found.table("length").sum()))
+    assert row["kl"] == near(row["objective/kl"] * 16 / int(found.rollout_values("length").sum()))
     assert row["staleness/max"] == 0
     assert sum(v for k, v in row.items() if k.startswith("time/")) == near(row["step_time"])
     assert row["perf/tokens_per_s"] == near(tokens / row["step_time"])

@@ -12,19 +12,19 @@ from rich.console import Console
 
 from rloo_cli.reporting.display import Display
 from rloo_cli.reporting.panel import (
-    BARS,
-    before_after,
-    clean,
-    duration,
+    SPARKLINE_BARS,
+    before_after_tables,
+    clean_line,
+    draw_sparkline,
+    format_duration,
+    format_number,
     last_message,
     main,
-    number,
-    picture,
-    render,
-    sparkline,
-    split,
+    phase_split,
+    render_panel,
     time_left,
-    wrapped,
+    wrap_text,
+    write_panel_svg,
 )
 
 PLAN = {
@@ -111,19 +111,19 @@ def ordinary_terminal(monkeypatch):
 @pytest.mark.parametrize("count", [0, 1, 42, 1000])
 def test_the_panel_never_exceeds_its_width(width, count):
     for text in NASTY:
-        panel = render(run_rows(count)[:count], [sample(text)], PLAN, width, "generation")
+        panel = render_panel(run_rows(count)[:count], [sample(text)], PLAN, width, "generation")
         assert all(cell_len(line) <= width for line in shown(panel, width).splitlines())
 
 
 @pytest.mark.parametrize("width", [80, 140])
 def test_the_panel_of_huge_samples_fits_a_terminal_of_24_lines(width):
     for text in NASTY:
-        text = shown(render(run_rows(42), [sample(text)], PLAN, width, "generation"), width)
+        text = shown(render_panel(run_rows(42), [sample(text)], PLAN, width, "generation"), width)
         assert len(text.splitlines()) <= 23  # and one for the cursor
 
 
 def test_the_panel_shows_step_figures_split_and_sample():
-    text = shown(render(run_rows(42), [sample()], PLAN, 80, "generation"))
+    text = shown(render_panel(run_rows(42), [sample()], PLAN, 80, "generation"))
     for part in (
         *("quickstart", "make:tiny-count", "step 42/60", "36s left", "generation 60%"),
         *("reference 5%", "other 5%", "0.727", "+0.497 since start", "held out", "truncated"),
@@ -137,44 +137,44 @@ def test_rows_without_keys_or_with_odd_values_and_an_empty_plan_do_not_raise(wid
     rows = [{}, {"step": 3}, {"step": 4, "reward": None, "kl": float("nan"), "entropy": "high"}]
     rows += [{"step": 5, "step_time": 0.0}, {"step": 6, "time/generation": 1.0}]
     for count in range(len(rows) + 1):
-        assert "nan" not in shown(render(rows[:count], [{}], {}, width), width)
+        assert "nan" not in shown(render_panel(rows[:count], [{}], {}, width), width)
 
 
 def test_samples_that_look_like_markup_or_control_codes_appear_as_written_and_harmless():
-    text = shown(render([], [sample("[red]x[/red] :smile: \x1b[31m\x07")], PLAN, 80))
+    text = shown(render_panel([], [sample("[red]x[/red] :smile: \x1b[31m\x07")], PLAN, 80))
     assert "[red]x[/red] :smile: ␛[31m␇" in text
     assert not any(c in text for c in "\x1b\x07\r")
 
 
 @pytest.mark.parametrize("text", NASTY)
 def test_a_cleaned_text_is_one_printable_line(text):
-    assert clean(text).isprintable()
+    assert clean_line(text).isprintable()
 
 
 def test_newlines_are_shown_and_long_texts_cut_at_the_far_side():
-    assert clean("a\r\nb\nc") == "a⏎ b⏎ c"
-    assert wrapped("one two three four", 9, 1) == ["one two …"]
-    assert wrapped("one two three four", 10, 1, end=True) == ["…hree four"]
-    assert wrapped("one two", 9, 1) == ["one two"]
+    assert clean_line("a\r\nb\nc") == "a⏎ b⏎ c"
+    assert wrap_text("one two three four", 9, 1) == ["one two …"]
+    assert wrap_text("one two three four", 10, 1, from_end=True) == ["…hree four"]
+    assert wrap_text("one two", 9, 1) == ["one two"]
 
 
 def test_the_sample_rotates_from_row_to_row():
     rows, samples = run_rows(3), [sample("first"), sample("second")]
-    texts = [shown(render(rows[:n], samples, PLAN, 80)) for n in (1, 2, 3)]
+    texts = [shown(render_panel(rows[:n], samples, PLAN, 80)) for n in (1, 2, 3)]
     assert ["second" in text for text in texts] == [False, True, False]
 
 
 def test_a_sparkline_runs_from_its_least_to_its_greatest_value():
-    assert sparkline([0.0, 1.0], 10) == BARS[0] + BARS[-1]
-    assert sparkline([2.0, 2.0, 2.0], 10) == BARS[3] * 3
-    assert sparkline([float(i) for i in range(800)], 8) == BARS
-    assert sparkline([], 10) == ""
+    assert draw_sparkline([0.0, 1.0], 10) == SPARKLINE_BARS[0] + SPARKLINE_BARS[-1]
+    assert draw_sparkline([2.0, 2.0, 2.0], 10) == SPARKLINE_BARS[3] * 3
+    assert draw_sparkline([float(i) for i in range(800)], 8) == SPARKLINE_BARS
+    assert draw_sparkline([], 10) == ""
 
 
 def test_numbers_and_durations_are_short():
-    assert [number(v) for v in (0.53125, 12.0, 12345.6)] == ["0.531", "12", "12,346"]
-    assert [number(v, "x %") for v in (0.0, 0.004, 0.5)] == ["0%", "0.4%", "50%"]
-    assert [duration(s) for s in (0.4, 59.6, 100, 7500)] == ["0s", "1m00s", "1m40s", "2h05m"]
+    assert [format_number(v) for v in (0.53125, 12.0, 12345.6)] == ["0.531", "12", "12,346"]
+    assert [format_number(v, "x %") for v in (0.0, 0.004, 0.5)] == ["0%", "0.4%", "50%"]
+    assert [format_duration(s) for s in (0.4, 59.6, 100, 7500)] == ["0s", "1m00s", "1m40s", "2h05m"]
 
 
 def test_time_left_takes_the_median_so_that_one_slow_step_does_not_count():
@@ -186,7 +186,7 @@ def test_time_left_takes_the_median_so_that_one_slow_step_does_not_count():
 
 
 def test_the_split_bar_fills_its_width_and_adds_up_to_one():
-    bar, legend = split(run_rows(42), 76)
+    bar, legend = phase_split(run_rows(42), 76)
     assert cell_len(bar.plain) == 76
     shares = [int(part.split("%")[0]) for part in legend.plain.split("\xa0") if "%" in part]
     assert shares == [60, 10, 5, 20, 5]
@@ -317,12 +317,12 @@ def test_the_end_table_shows_scores_and_problems_before_and_after():
     before = {"eval_reward": 0.2, "eval_completions/mean_length": 12.25, "only_before": 1.0}
     after = {"eval_reward": 0.78, "eval_completions/mean_length": 8.0, "step": 60}
     problem = {"prompt": "[b]3+4[/b]\n=", "answer": 7, "before": "77\x1b[2J", "after": "7"}
-    text = shown(before_after(before, after, [problem] * 3))
+    text = shown(before_after_tables(before, after, [problem] * 3))
     for part in ("reward", "0.2", "0.78", "+0.58", "-4.25", "[b]3+4[/b]⏎ =", "77␛[2J"):
         assert part in text, part
     assert "only_before" not in text
     assert "\x1b" not in text
-    assert "prompt" not in shown(before_after(before, after, []))
+    assert "prompt" not in shown(before_after_tables(before, after, []))
 
 
 def folder(path):
@@ -361,7 +361,7 @@ def test_a_run_folder_with_metrics_only_is_enough_for_an_svg(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_text("")
-    picture(run, tmp_path / "panel.svg")
+    write_panel_svg(run, tmp_path / "panel.svg")
     assert "+recipe=run" in words(tmp_path / "panel.svg")
 
 
@@ -375,14 +375,14 @@ def test_a_folder_that_is_no_run_is_named_and_exits_with_2(tmp_path, capsys):
 def test_several_rewards_have_their_own_means_in_the_panel_and_in_plain_lines():
     parts = {"reward/right/mean": 0.25, "reward/length/mean": -0.5, "reward/right/std": 0.1}
     row = {"step": 1, "reward": 0.125, "step_time": 1.0} | parts
-    said = shown(render([row], [], {}, 80))
+    said = shown(render_panel([row], [], {}, 80))
     assert "· right        0.25" in said and "· length       -0.5" in said
     assert max(map(len, said.splitlines())) <= 80
     file = io.StringIO()
     Display({"max_steps": 3}, "plain", file=file).step(row)
     assert "reward 0.125 (right 0.25, length -0.5)" in file.getvalue()
     alone = {k: v for k, v in row.items() if "length" not in k}  # one reward is the score itself
-    assert "right" not in shown(render([alone], [], {}, 80))
+    assert "right" not in shown(render_panel([alone], [], {}, 80))
 
 
 def test_a_conversation_is_shown_by_its_last_question():
@@ -391,7 +391,7 @@ def test_a_conversation_is_shown_by_its_last_question():
         {"role": "user", "content": "What is 2+2?"},
         {"role": "assistant", "content": "The answer is"},
     ]
-    said = shown(render([{"step": 1}], [{"prompt": asked, "completion": "4"}], {}, 80))
+    said = shown(render_panel([{"step": 1}], [{"prompt": asked, "completion": "4"}], {}, 80))
     assert "prompt     What is 2+2?" in said and "role" not in said
     assert last_message("plain") == "plain" and last_message([]) == "[]"
     assert last_message([{"role": "system", "content": "hm"}]) == "hm"
@@ -454,9 +454,9 @@ def test_the_c_that_a_terminal_writes_for_ctrl_c_leaves_no_part_of_a_frame(monke
     file = Terminal()
     display = Display({"max_steps": 3}, file=file)
     display.step({"step": 1, "reward": 0.5, "step_time": 1.0})
-    display.live.refresh()
+    display.live_panel.refresh()
     file.write("^C")
-    display.live.refresh()
+    display.live_panel.refresh()
     display.note("saved checkpoint-1")
     display.close()
     said = screen_of(file.getvalue(), 60)

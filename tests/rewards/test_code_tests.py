@@ -10,10 +10,10 @@ from reward_cases import PLAIN
 from test_reward_examples import group, shipped, values
 from test_sandbox import contained
 
-from rloo_cli.config.user_code import code_notes
-from rloo_cli.rewards.code_tests import extract, read
-from rloo_cli.rewards.engine.columns import check_columns
-from rloo_cli.rewards.engine.scoring import RewardFailed, score
+from rloo_cli.config.user_code import user_code_notes
+from rloo_cli.rewards.code_tests import extract_code, parse_tests
+from rloo_cli.rewards.engine.columns import check_reward_columns
+from rloo_cli.rewards.engine.scoring import RewardFailed, score_groups
 from rloo_cli.utils.errors import ConfigError, MachineError
 
 CONTAINED = {"sandbox": "bwrap", "time_s": 9.0, "memory_mb": 96, "at_once": 2}
@@ -32,13 +32,13 @@ def scores(tests: Any, *texts: str, where: dict[str, Any] = UNSAFE, **keys: Any)
 
 def test_the_code_is_the_last_closed_python_block() -> None:
     two = "```python\na\n```\nand\n```py\nb\n```\n"
-    assert extract(two, "block") == "b\n"
-    assert extract(f"{two}```text\nc\n```", "block") == "b\n"
-    assert extract(f"{two}```python\nc", "block") == "b\n"
-    assert extract("```Python3 \nx = '```'\ny\n```", "block") == "x = '```'\ny\n"
+    assert extract_code(two, "block") == "b\n"
+    assert extract_code(f"{two}```text\nc\n```", "block") == "b\n"
+    assert extract_code(f"{two}```python\nc", "block") == "b\n"
+    assert extract_code("```Python3 \nx = '```'\ny\n```", "block") == "x = '```'\ny\n"
     for none in ("x = 1", "```\nx\n```", "```python\nx", "", "inline ```python x```"):
-        assert extract(none, "block") is None
-    assert extract("x = 1", "text") == "x = 1"
+        assert extract_code(none, "block") is None
+    assert extract_code("x = 1", "text") == "x = 1"
 
 
 def test_no_code_is_wrong_and_no_tests_are_no_score() -> None:
@@ -54,7 +54,9 @@ def test_no_code_is_wrong_and_no_tests_are_no_score() -> None:
 def test_one_whole_step_in_the_sandbox_and_why_it_was_wrong() -> None:
     late = GOOD.replace("return x", "import time; time.sleep(9); return x")
     reward = shipped("code_tests", **(CONTAINED | {"time_s": 1.5}))
-    found = score([reward], [group(GOOD, BAD, late, "none", tests="assert f(2) == 4")], PLAIN)
+    found = score_groups(
+        [reward], [group(GOOD, BAD, late, "none", tests="assert f(2) == 4")], PLAIN
+    )
     assert found.raw.flatten().tolist() == [1.0, 0.0, 0.0, 0.0]
     assert found.extras["code_tests"] == ["passed", "failed", "time", "no code"]
 
@@ -97,7 +99,7 @@ def test_input_and_output_come_as_the_data_sets_have_them(name: str) -> None:
 
 
 def test_an_output_is_compared_line_by_line() -> None:
-    (test,) = read({"input": "", "output": "1 2\n3\n"})
+    (test,) = parse_tests({"input": "", "output": "1 2\n3\n"})
     for same in ("1 2\n3\n", "1 2 \n3", "1 2\r\n3\n\n"):
         assert test.passes(same), same
     for other in ("1 2 3", "1  2\n3", " 1 2\n3", "1 2\n\n3", "", "1 2\n3\n4"):
@@ -135,7 +137,7 @@ def test_tests_that_are_none_fail_the_reward_and_are_no_zero(tests: Any, said: s
 def test_a_sandbox_that_fails_in_the_run_is_no_zero() -> None:
     reward = shipped("code_tests", **UNSAFE)
     broken = reward.config.model_copy(update={"sandbox": "external", "command": "false"})
-    object.__setattr__(reward, "fixed", {"config": broken})
+    object.__setattr__(reward, "fixed_arguments", {"config": broken})
     with pytest.raises(RewardFailed, match="did not begin"):
         values(reward, group(GOOD, tests="assert f(2) == 4"))
 
@@ -145,8 +147,8 @@ def test_a_sandbox_that_fails_in_the_run_is_no_zero() -> None:
 
 def test_the_columns_it_reads_are_asked_for() -> None:
     reward = shipped("code_tests", **UNSAFE, entry_point="name", setup="before")
-    assert reward.needs == ("tests", "name", "before")
-    check_columns([reward], ["tests", "name", "before"])
+    assert reward.required_columns == ("tests", "name", "before")
+    check_reward_columns([reward], ["tests", "name", "before"])
 
 
 def test_no_code_runs_before_a_sandbox_is_chosen(rloo_without_torch: Rloo) -> None:
@@ -177,7 +179,7 @@ def test_a_sandbox_that_does_not_work_is_found_when_the_reward_is_built() -> Non
 
 def test_running_uncontained_is_said_in_the_log() -> None:
     one = "reward.code_tests.sandbox=unsafe_subprocess"
-    (note,) = code_notes(checked((), ("reward=code_tests", one)))
+    (note,) = user_code_notes(checked((), ("reward=code_tests", one)))
     assert note.startswith("warning: reward.code_tests.sandbox=unsafe_subprocess")
     contained = one.replace("unsafe_subprocess", "bwrap")
-    assert code_notes(checked((), ("reward=code_tests", contained))) == []
+    assert user_code_notes(checked((), ("reward=code_tests", contained))) == []

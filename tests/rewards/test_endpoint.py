@@ -9,7 +9,7 @@ import pytest
 from endpoint_cases import PAGE, in_turn
 
 from rloo_cli.rewards.common import http_client
-from rloo_cli.rewards.common.http_client import Client, EndpointError, Service
+from rloo_cli.rewards.common.http_client import EndpointError, HttpService, JsonClient
 from rloo_cli.utils.errors import ConfigError
 
 OK = (200, {"right": True})
@@ -18,10 +18,10 @@ OK = (200, {"right": True})
 def ask(url: str, limit_s: float = 10.0, count: int = 1, **keys: Any) -> list[Any]:
     """The answers to `count` questions, or what was raised."""
     given = {"api_key_env": None, "concurrency": 4, "request_timeout_s": 5.0} | keys
-    service = Service(url, **given)
+    service = HttpService(url, **given)
 
     async def all_of_them() -> list[Any]:
-        async with Client(service, limit_s) as client:
+        async with JsonClient(service, limit_s) as client:
             asked = (client.post("/ask", {"n": n}) for n in range(count))
             return await asyncio.gather(*asked, return_exceptions=True)
 
@@ -49,7 +49,7 @@ def test_tries_end_and_the_last_answer_is_said(serve: Any) -> None:
     (error,) = ask(stub.url)
     assert isinstance(error, EndpointError) and not error.final
     assert "503" in str(error) and "5 tries" in str(error) and len(str(error)) < 300
-    assert len(stub.asked) == http_client.TRIES
+    assert len(stub.asked) == http_client.MAX_TRIES
 
 
 def test_a_service_that_says_when_is_asked_then_if_there_is_time(serve: Any) -> None:
@@ -67,8 +67,8 @@ def test_a_service_that_says_when_is_asked_then_if_there_is_time(serve: Any) -> 
     [("2", 2.0), ("-1", 0.0), ("soon", None), (None, None)],
 )
 def test_what_a_retry_after_means(after: str | None, seconds: float | None) -> None:
-    assert http_client._seconds(after) == seconds
-    assert http_client._seconds("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
+    assert http_client._retry_after_seconds(after) == seconds
+    assert http_client._retry_after_seconds("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
 
 
 def test_a_slow_request_is_repeated_while_there_is_time(serve: Any) -> None:
@@ -113,10 +113,10 @@ def test_no_more_requests_than_allowed_are_under_way(serve: Any) -> None:
 
 def test_clients_of_one_loop_share_the_limit(serve: Any) -> None:
     stub = serve(lambda path, body: (time.sleep(0.02), OK)[1])
-    service = Service(stub.url, None, 2, 5.0)
+    service = HttpService(stub.url, None, 2, 5.0)
 
     async def one() -> Any:
-        async with Client(service, 10.0) as client:
+        async with JsonClient(service, 10.0) as client:
             return await client.post("", {})
 
     async def many() -> None:
@@ -153,10 +153,10 @@ def test_a_key_that_is_not_there_is_missed_before_anything_is_asked(
 ) -> None:
     monkeypatch.delenv("MINE", raising=False)
     with pytest.raises(ConfigError, match=r"the environment has no MINE(.|\n)*export MINE="):
-        http_client.check_key("eval.judge.api_key_env", "MINE")
+        http_client.check_api_key("eval.judge.api_key_env", "MINE")
     monkeypatch.setenv("MINE", "x")
-    http_client.check_key("eval.judge.api_key_env", "MINE")
-    http_client.check_key("eval.judge.api_key_env", None)
+    http_client.check_api_key("eval.judge.api_key_env", "MINE")
+    http_client.check_api_key("eval.judge.api_key_env", None)
 
 
 def test_waiting_ends_with_what_the_caller_raises_and_closes_the_request(serve: Any) -> None:
@@ -165,7 +165,7 @@ def test_waiting_ends_with_what_the_caller_raises_and_closes_the_request(serve: 
 
     async def work() -> None:
         try:
-            async with Client(Service(stub.url, None, 1, 30.0), 30.0) as client:
+            async with JsonClient(HttpService(stub.url, None, 1, 30.0), 30.0) as client:
                 await client.post("", {})
         finally:
             cancelled.set()
@@ -174,7 +174,7 @@ def test_waiting_ends_with_what_the_caller_raises_and_closes_the_request(serve: 
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        http_client.wait_for(work(), poll)
+        http_client.run_in_event_loop(work(), poll)
     assert cancelled.is_set()
 
 
@@ -184,6 +184,6 @@ def test_waiting_gives_what_came_or_what_was_raised() -> None:
             raise value
         return value
 
-    assert http_client.wait_for(work(3)) == 3
+    assert http_client.run_in_event_loop(work(3)) == 3
     with pytest.raises(ZeroDivisionError):
-        http_client.wait_for(work(ZeroDivisionError()))
+        http_client.run_in_event_loop(work(ZeroDivisionError()))

@@ -4,7 +4,7 @@ from reward_cases import PLAIN
 from test_reward_examples import group, shipped, values
 
 from rloo_cli.rewards.common import math_equal
-from rloo_cli.rewards.engine.scoring import score
+from rloo_cli.rewards.engine.scoring import score_groups
 
 # A bare gold answer as MATH-500 and DeepScaleR write them, a right answer and a wrong one.
 GOLDS = [
@@ -51,7 +51,7 @@ def test_a_bare_gold_answer_is_read_whole() -> None:
     wrong = {}
     for gold, right, other in GOLDS:
         texts: list[str | None] = [rf"Thus \boxed{{{right}}}", rf"Thus \boxed{{{other}}}"]
-        found = math_equal.compare(texts, [gold, gold], 20, 300.0).right
+        found = math_equal.compare_answers(texts, [gold, gold], 20, 300.0).correct
         if found != [True, False]:
             wrong[gold] = found
     assert not wrong
@@ -59,14 +59,14 @@ def test_a_bare_gold_answer_is_read_whole() -> None:
 
 def test_a_gold_answer_of_which_only_a_part_can_be_read_scores_nobody_and_is_counted() -> None:
     for gold in (r"\frac{1}{2", "He is 5 years old, and then 8", "about 7 of them", "  "):
-        found = math_equal.compare([r"\boxed{1}", r"\boxed{8}"], [gold, gold], 20, 300.0)
-        assert (found.right, found.unread) == ([None, None], 2), gold
+        found = math_equal.compare_answers([r"\boxed{1}", r"\boxed{8}"], [gold, gold], 20, 300.0)
+        assert (found.correct, found.num_unread_gold) == ([None, None], 2), gold
 
 
 def test_answers_that_are_too_much_do_not_add_up_to_the_time_of_the_call() -> None:
     hopeless = r"\boxed{9^{9^{9^{9}}}}"
-    tight = math_equal.compare([hopeless] * 40, ["4"] * 40, 5, 2.0)
-    assert (tight.right, tight.slow) == ([False] * 40, 40)
+    tight = math_equal.compare_answers([hopeless] * 40, ["4"] * 40, 5, 2.0)
+    assert (tight.correct, tight.num_slow) == ([False] * 40, 40)
     # With five seconds for each of them this call would take fifteen, and fail after eight.
     step = group(hopeless, hopeless, r"\boxed{4}", hopeless, solution="4")
     reward = shipped("accuracy", timeout_s=8.0, answer_timeout_s=5)
@@ -74,7 +74,7 @@ def test_answers_that_are_too_much_do_not_add_up_to_the_time_of_the_call() -> No
 
 
 def test_the_share_of_answers_that_took_too_long_is_a_metric() -> None:
-    scores = score(
+    scores = score_groups(
         [shipped("accuracy", answer_timeout_s=1)],
         [group(r"\boxed{9^{9^{9^{9}}}}", r"\boxed{4}", solution="4"), group("", "", solution="-")],
         PLAIN,

@@ -18,7 +18,7 @@ from rloo_cli.config import registry
 from rloo_cli.config.user_code import load_user_code
 from rloo_cli.policy import load
 from rloo_cli.rewards.engine.failures import RewardFailed
-from rloo_cli.train.loop import train
+from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils.errors import ConfigError, DataError, NumbersError
 from rloo_cli.utils.files import read_json
 
@@ -42,7 +42,7 @@ def run_with(tmp_path: Path):
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading weights is an error."""
-    monkeypatch.setattr(load, "model", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(load, "load_causal_lm", lambda *_: pytest.fail("weights were loaded"))
 
 
 def failed(run) -> str:
@@ -140,8 +140,8 @@ def test_br_8_rows_without_a_score_are_left_out(when: str, unscored: int, run_wi
 
 def test_br_8_a_batch_without_scores_is_a_step_without_an_update(run_with) -> None:
     run = run_with(NONES.format(when="trainer_state.step == 1"), "max_steps=3", *NO_EVAL)
-    train(run)
-    rows = [row for row in run.log.rows if row.get("step")]
+    run_training_loop(run)
+    rows = [row for row in run.log.metrics_lines if row.get("step")]
     assert run.state.step == 3 and run.state.updates == 2
     assert all(math.isfinite(v) for row in rows for v in row.values() if isinstance(v, float))
 
@@ -153,7 +153,7 @@ def test_br_8_ten_batches_without_scores_stop_the_run(run_with) -> None:
     run = run_with(NONES.format(when="True"), "max_steps=20", *NO_EVAL)
     before = flat(run)
     with pytest.raises(NumbersError, match="10 steps in a row had nothing to learn from") as caught:
-        train(run)
+        run_training_loop(run)
     assert caught.value.code == 7 and (flat(run) == before).all()
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from reward_cases import PLAIN, function, group, reward, values
 
-from rloo_cli.rewards.engine.columns import check_columns
-from rloo_cli.rewards.engine.scoring import score
+from rloo_cli.rewards.engine.columns import check_reward_columns
+from rloo_cli.rewards.engine.scoring import score_groups
 from rloo_cli.utils.errors import ConfigError, DataError
 
 # Before the run
@@ -17,23 +17,23 @@ def test_a_missing_column_is_found_before_any_model_loads() -> None:
     def fn(completions, answer, threshold=0.5):
         return [0.0]
 
-    check_columns([reward(fn)], ["prompt", "answer"])
+    check_reward_columns([reward(fn)], ["prompt", "answer"])
     with pytest.raises(DataError) as caught:
-        check_columns([reward(fn)], ["prompt", "question", "gold"])
+        check_reward_columns([reward(fn)], ["prompt", "question", "gold"])
     said = str(caught.value)
     assert "'mine' needs the data column 'answer'" in said
     assert "question, gold" in said and __file__ in said
     assert caught.value.code == 4
     with pytest.raises(DataError, match="'completion'"):
-        check_columns([reward(lambda completion: [0.0])], ["prompt", "completion"])
+        check_reward_columns([reward(lambda completion: [0.0])], ["prompt", "completion"])
 
 
 @pytest.mark.parametrize("column", ["prompts", "completions", "trainer_state", "log_extra"])
 def test_a_column_named_like_an_argument_is_refused(column: str) -> None:
     with pytest.raises(ConfigError, match=f"column named '{column}'") as caught:
-        check_columns([reward(lambda **kwargs: [])], ["prompt", column])
+        check_reward_columns([reward(lambda **kwargs: [])], ["prompt", column])
     assert caught.value.code == 2
-    check_columns([reward(lambda **kwargs: [])], ["prompt", "completion", "completion_ids"])
+    check_reward_columns([reward(lambda **kwargs: [])], ["prompt", "completion", "completion_ids"])
 
 
 def test_a_positional_parameter_is_named() -> None:
@@ -58,16 +58,16 @@ def test_a_function_comes_from_a_file_with_its_kwargs(tmp_path) -> None:
         "def longer(completions, than, **kwargs):\n    return [len(c) > than for c in completions]"
     )
     loaded = function(f"{file}:longer", than=2)
-    assert score([loaded], [group("a", "abc")], PLAIN).raw.flatten().tolist() == [0.0, 1.0]
+    assert score_groups([loaded], [group("a", "abc")], PLAIN).raw.flatten().tolist() == [0.0, 1.0]
     assert loaded.location == f"{file}:1"
-    check_columns([loaded], ["prompt"])
+    check_reward_columns([loaded], ["prompt"])
     with pytest.raises(ConfigError, match="'than' is a data column and in kwargs"):
-        check_columns([loaded], ["prompt", "than"])
+        check_reward_columns([loaded], ["prompt", "than"])
 
 
 def test_a_function_comes_from_a_module() -> None:
     loaded = function("rloo_cli.rewards.length_chars:score")
-    assert score([loaded], [group("abc")], PLAIN).raw.item() == 3.0
+    assert score_groups([loaded], [group("abc")], PLAIN).raw.item() == 3.0
 
 
 def test_kwargs_the_function_does_not_take_are_refused(tmp_path) -> None:
@@ -111,7 +111,7 @@ def test_two_files_of_one_name_in_two_folders_are_two_rewards(tmp_path) -> None:
         file = folder / "rewards.py"
         file.write_text(f"def f(completions):\n    return [{value} for _ in completions]")
         both.append(function(f"{file}:f", name=f"r{value}"))
-    assert score(both, [group("a")], PLAIN).raw.flatten().tolist() == [1.0, 2.0]
+    assert score_groups(both, [group("a")], PLAIN).raw.flatten().tolist() == [1.0, 2.0]
 
 
 def test_objects_and_partials_can_be_rewards() -> None:

@@ -17,11 +17,11 @@ from reward_cases import reward as reward_of
 from rloo_cli.config import registry
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.rewards.common import math_equal
-from rloo_cli.rewards.common.text import boxed
-from rloo_cli.rewards.engine.arguments import KWARGS, NOT_PASSED, Context
-from rloo_cli.rewards.engine.build import build
-from rloo_cli.rewards.engine.columns import check_columns
-from rloo_cli.rewards.engine.scoring import RewardFailed, score
+from rloo_cli.rewards.common.text import last_boxed_content
+from rloo_cli.rewards.engine.arguments import HIDDEN_COLUMNS, REWARD_KWARGS, RewardContext
+from rloo_cli.rewards.engine.build import build_reward
+from rloo_cli.rewards.engine.columns import check_reward_columns
+from rloo_cli.rewards.engine.scoring import RewardFailed, score_groups
 from rloo_cli.utils.errors import MachineError
 
 CONF = Path(__file__).parents[2] / "conf" / "reward"
@@ -36,11 +36,11 @@ def group(*texts: str, ids: Any = None, prompt: str = "Say", **row: Any) -> Grou
 def shipped(name: str, **keys: Any) -> Any:
     """A shipped reward as its YAML has it, `keys` on top."""
     values = yaml.safe_load((CONF / f"{name}.yaml").read_text())[name]
-    return build(name, registry.config_class("rewards", name)(**(COMMON | values | keys)))
+    return build_reward(name, registry.config_class("rewards", name)(**(COMMON | values | keys)))
 
 
-def values(reward: Any, *groups: Group, context: Context = PLAIN) -> list[float | None]:
-    flat = score([reward], groups, context).raw.flatten().tolist()
+def values(reward: Any, *groups: Group, context: RewardContext = PLAIN) -> list[float | None]:
+    flat = score_groups([reward], groups, context).raw.flatten().tolist()
     return [None if math.isnan(x) else x for x in flat]
 
 
@@ -119,7 +119,7 @@ def test_example_4_scores_each_row_of_a_mixed_data_set_by_its_task() -> None:
         group("sorry", task="code"),
     ]
     both = [reward_of(math_reward, "math"), reward_of(code_reward, "code")]
-    scores = score(both, step, PLAIN)
+    scores = score_groups(both, step, PLAIN)
     assert scores.raw.shape == (2, 4, 1)
     assert values(both[0], *step) == [1.0, None, -1.0, None]
     assert values(both[1], *step) == [None, 1.0, None, -1.0]
@@ -141,7 +141,7 @@ def test_example_5_starts_the_second_async_reward_before_the_first_ends() -> Non
 
         return reward_of(reward_func, name)
 
-    scores = score([make("a"), make("b")], [group("text", "")], CHAT)
+    scores = score_groups([make("a"), make("b")], [group("text", "")], CHAT)
     assert scores.raw.flatten(1).tolist() == [[1.0, 0.0], [1.0, 0.0]]
     assert events.index("b starts") < events.index("a ends")
     assert events.index("a starts") < events.index("b ends")
@@ -191,7 +191,7 @@ def test_a_math_process_that_ends_by_itself_is_a_failure_and_not_a_zero(monkeypa
     broken = "import sys; sys.stdin.readline(); sys.exit(3)"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     child = subprocess.Popen([sys.executable, "-c", broken], **pipes)
-    monkeypatch.setattr(math_equal, "_idle", [child])
+    monkeypatch.setattr(math_equal, "_idle_children", [child])
     with pytest.raises(RewardFailed, match="math-verify process ended by itself with 3"):
         values(shipped("accuracy"), group(r"\boxed{2}", solution="2"))
     assert values(shipped("accuracy"), group(r"\boxed{2}", solution="2")) == [1.0]
@@ -279,10 +279,10 @@ def test_exact_match_extracts(extract: str, text: str, gold: Any, expected: floa
 
 
 def test_the_last_box_is_found_in_one_pass() -> None:
-    assert boxed(r"\boxed{1} \boxed{a {\boxed{2}} \} b") == "2"
-    assert boxed(r"\boxed{1} } \\boxed{3} \boxed{\}") == "3"
+    assert last_boxed_content(r"\boxed{1} \boxed{a {\boxed{2}} \} b") == "2"
+    assert last_boxed_content(r"\boxed{1} } \\boxed{3} \boxed{\}") == "3"
     start = time.process_time()
-    assert boxed("\\boxed{" * 20_000) is None  # by the second that took 600 s
+    assert last_boxed_content("\\boxed{" * 20_000) is None  # by the second that took 600 s
     assert time.process_time() - start < 5
 
 
@@ -297,26 +297,27 @@ def test_exact_match_reads_the_gold_answer_out_of_a_solution() -> None:
 def test_every_reward_has_a_yaml_a_docstring_and_known_columns() -> None:
     needed = {"regex": {"pattern": "x"}, "function": {"path": f"{__file__}:shipped"}}
     needed |= {name: {"max_length": 100} for name in ("overlong", "cosine_length")}
-    names = registry.names("rewards")
+    names = registry.registry_names("rewards")
     entries = [
         entry for p in CONF.glob("*.yaml") for entry in yaml.safe_load(p.read_text()).values()
     ]
     assert set(names) == {entry["type"] for entry in entries}
     needed |= {"model": {"path": "make:tiny_reward"}}
     for name in names:
-        assert registry.module("rewards", name).__doc__
+        assert registry.registered_module("rewards", name).__doc__
         reward = shipped(name, **needed.get(name, {}))
         if name != "function":
             columns = ["solution", "ground_truth", "keywords", "tests"]
-            assert set(reward.needs) <= {*columns}
-            check_columns([reward], columns)
-    assert not KWARGS & (NOT_PASSED - {"completion_ids"})
+            assert set(reward.required_columns) <= {*columns}
+            check_reward_columns([reward], columns)
+    assert not REWARD_KWARGS & (HIDDEN_COLUMNS - {"completion_ids"})
 
 
 def test_no_reward_file_needs_torch() -> None:
     code = (
         "import sys; from rloo_cli.config import registry; import rloo_cli.rewards.engine.build;"
-        "[registry.module('rewards', n).Config for n in registry.names('rewards')];"
+        "[registry.registered_module('rewards', n).Config for n in "
+        "registry.registry_names('rewards')];"
         "sys.exit('torch' in sys.modules or 'math_verify' in sys.modules)"
     )
     root = Path(__file__).parents[2]

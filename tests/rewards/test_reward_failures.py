@@ -7,8 +7,8 @@ import pytest
 from reward_cases import COMMON, PLAIN, failure, group, reward, run, values
 
 from rloo_cli.config.schema import RewardConfig
-from rloo_cli.rewards.engine.build import from_callable
-from rloo_cli.rewards.engine.scoring import RewardFailed, score
+from rloo_cli.rewards.engine.build import reward_from_callable
+from rloo_cli.rewards.engine.scoring import RewardFailed, score_groups
 
 
 def test_a_failed_reward_is_never_a_zero() -> None:
@@ -20,11 +20,11 @@ def test_a_failed_reward_is_never_a_zero() -> None:
     why = error.problems[0].why
     assert "ZeroDivisionError: float division by zero" in why
     assert "in fn" in why and "return [1.0 / len(c)" in why
-    assert "runner.py" not in why and "threading.py" not in why
+    assert "reward_calls.py" not in why and "threading.py" not in why
     assert "rows 0 to 3" in error.problems[0].where
     assert error.detail["rewards"][0]["failed_rows"] == [0, 1, 2, 3]
     assert error.detail["rewards"][0]["rows"][1]["completion"] == ""
-    assert "runner.py" in error.detail["rewards"][0]["traceback"]
+    assert "reward_calls.py" in error.detail["rewards"][0]["traceback"]
     assert error.detail["step"] == 7
 
 
@@ -54,7 +54,7 @@ def test_every_reward_that_fails_is_told() -> None:
         raise KeyError("second")
 
     with pytest.raises(RewardFailed) as caught:
-        score([reward(one, "one"), reward(two, "two")], [group("a")], PLAIN)
+        score_groups([reward(one, "one"), reward(two, "two")], [group("a")], PLAIN)
     assert [p.what.split("'")[1] for p in caught.value.problems] == ["one", "two"]
     assert "in two" in caught.value.problems[1].why
 
@@ -66,9 +66,9 @@ def test_a_failure_of_a_shipped_reward_shows_its_frames() -> None:
     broken = group("a")
     broken.rollouts[0].text = None  # type: ignore[assignment]
     with pytest.raises(RewardFailed) as caught:
-        score([from_callable("n", length_chars.score, config)], [broken], PLAIN)
+        score_groups([reward_from_callable("n", length_chars.score, config)], [broken], PLAIN)
     why = caught.value.problems[0].why
-    assert "length_chars.py" in why and "runner.py" not in why
+    assert "length_chars.py" in why and "reward_calls.py" not in why
 
 
 def test_on_error_none_leaves_out_only_the_rows_that_failed() -> None:
@@ -147,7 +147,7 @@ def test_cache_scores_an_equal_completion_of_an_equal_prompt_once() -> None:
     step = [group("aa", "aa", "none", gold=1), group("aa", "b", "b", gold=2)]
     expected = [2.0, 2.0, None, 2.0, 1.0, 1.0]
     for _ in range(2):
-        flat = score([mine], step, PLAIN).raw.flatten().tolist()
+        flat = score_groups([mine], step, PLAIN).raw.flatten().tolist()
         assert [None if math.isnan(x) else x for x in flat] == expected
     # The second prompt has another gold answer: its "aa" is another question.
     assert asked == ["aa", "none", "aa", "b"]
@@ -162,7 +162,9 @@ def test_cache_keeps_no_failure_and_counts_equal_rows() -> None:
 
     mine = reward(fn, cache=True, on_error="none", max_error_rate=1.0)
     for _ in range(2):
-        assert score([mine], [group("xx", "xx", "y", "y")], PLAIN).error_rate == {"mine": 0.5}
+        assert score_groups([mine], [group("xx", "xx", "y", "y")], PLAIN).error_rate == {
+            "mine": 0.5
+        }
     assert asked == ["xx", "y", "xx"]
 
 
@@ -178,5 +180,5 @@ def test_cache_never_trusts_the_repr_of_an_image() -> None:
             return "<Image at 0x7f>"
 
     mine = reward(fn, cache=True)
-    score([mine], [group("a", image=Image()), group("a", image=Image())], PLAIN)
+    score_groups([mine], [group("a", image=Image()), group("a", image=Image())], PLAIN)
     assert asked == ["a", "a"]

@@ -7,11 +7,11 @@ from endpoint_cases import PAGE, in_turn
 from reward_cases import CHAT, PLAIN, group
 
 from rloo_cli.config import check
-from rloo_cli.config.compose import compose
-from rloo_cli.rewards.engine.arguments import Context
-from rloo_cli.rewards.engine.build import build
-from rloo_cli.rewards.engine.columns import check_columns
-from rloo_cli.rewards.engine.scoring import RewardFailed, Scores, score
+from rloo_cli.config.compose import compose_config
+from rloo_cli.rewards.engine.arguments import RewardContext
+from rloo_cli.rewards.engine.build import build_reward
+from rloo_cli.rewards.engine.columns import check_reward_columns
+from rloo_cli.rewards.engine.scoring import RewardFailed, Scores, score_groups
 from rloo_cli.utils.errors import ConfigError, DataError
 
 USER = [{"role": "user", "content": "Say"}]
@@ -20,12 +20,12 @@ USER = [{"role": "user", "content": "Say"}]
 def made(*words: str) -> Any:
     """The reward of `reward=http` with these keys."""
     given = [f"reward.http.{word}" for word in words]
-    checked = check.check(compose(["+recipe=smoke", "reward=http", *given]))
-    return build("http", checked.rewards["http"])
+    checked = check.check_config(compose_config(["+recipe=smoke", "reward=http", *given]))
+    return build_reward("http", checked.rewards["http"])
 
 
-def scored(*words: str, groups: Any = None, context: Context = PLAIN) -> Scores:
-    return score([made(*words)], groups or [group("a", "b"), group("c", "d")], context)
+def scored(*words: str, groups: Any = None, context: RewardContext = PLAIN) -> Scores:
+    return score_groups([made(*words)], groups or [group("a", "b"), group("c", "d")], context)
 
 
 def values(*words: str, **options: Any) -> list[float]:
@@ -206,4 +206,4 @@ def test_a_key_of_the_service_and_columns_are_looked_for_first(
         made("api_key_env=NOT_THERE")
     reward = made("api=classify", "template='{question} {completion}'")
     with pytest.raises(DataError, match="needs the data column 'question'"):
-        check_columns([reward], ["answer"])
+        check_reward_columns([reward], ["answer"])

@@ -9,24 +9,24 @@ from endpoint_cases import Stub, chats, in_turn
 from reward_cases import CHAT, PLAIN, group
 
 from rloo_cli.config import check
-from rloo_cli.config.compose import compose
-from rloo_cli.rewards.engine.arguments import Context
-from rloo_cli.rewards.engine.build import build, from_callable
-from rloo_cli.rewards.engine.columns import check_columns
-from rloo_cli.rewards.engine.scoring import RewardFailed, Scores, score
+from rloo_cli.config.compose import compose_config
+from rloo_cli.rewards.engine.arguments import RewardContext
+from rloo_cli.rewards.engine.build import build_reward, reward_from_callable
+from rloo_cli.rewards.engine.columns import check_reward_columns
+from rloo_cli.rewards.engine.scoring import RewardFailed, Scores, score_groups
 from rloo_cli.utils.errors import ConfigError, DataError
 
 
 def made(*words: str) -> Any:
     """The reward of `reward=judge` with these keys."""
     given = [f"reward.judge.{word}" for word in ("model=m", *words)]
-    checked = check.check(compose(["+recipe=smoke", "reward=judge", *given]))
-    return build("judge", checked.rewards["judge"])
+    checked = check.check_config(compose_config(["+recipe=smoke", "reward=judge", *given]))
+    return build_reward("judge", checked.rewards["judge"])
 
 
-def scored(stub: Stub, *words: str, groups: Any = None, context: Context = PLAIN) -> Scores:
+def scored(stub: Stub, *words: str, groups: Any = None, context: RewardContext = PLAIN) -> Scores:
     reward = made(f"base_url={stub.url}/v1", *words)
-    return score([reward], groups or [group("3", "7")], context)
+    return score_groups([reward], groups or [group("3", "7")], context)
 
 
 def echo(question: str) -> str:
@@ -118,7 +118,7 @@ def test_answers_in_another_form_and_refusals_say_so(serve: Any) -> None:
 def test_the_judge_is_still_there_after_another_reward_blocked_the_event_loop(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rloo_cli.rewards.engine.runner.GRACE", 0.2)
+    monkeypatch.setattr("rloo_cli.rewards.engine.reward_calls.EVENT_LOOP_GRACE_S", 0.2)
     release = threading.Event()
 
     async def blocks(completions: Any) -> list[float]:
@@ -129,12 +129,12 @@ def test_the_judge_is_still_there_after_another_reward_blocked_the_event_loop(
     judge = made(f"base_url={stub.url}/v1")
     common = judge.config.model_dump() | {"type": "function", "timeout_s": 0.2, "retries": 0}
     keys = {n: common[n] for n in type(judge.config).__mro__[1].model_fields}
-    blocker = from_callable("blocks", blocks, type(judge.config).__mro__[1](**keys))
+    blocker = reward_from_callable("blocks", blocks, type(judge.config).__mro__[1](**keys))
     groups = [group("3", "7")]
-    assert score([judge], groups, PLAIN).raw.flatten().tolist() == [0.3, 0.7]
+    assert score_groups([judge], groups, PLAIN).raw.flatten().tolist() == [0.3, 0.7]
     with pytest.raises(RewardFailed, match="blocks"):
-        score([blocker], groups, PLAIN)
-    assert score([judge], groups, PLAIN).raw.flatten().tolist() == [0.3, 0.7]
+        score_groups([blocker], groups, PLAIN)
+    assert score_groups([judge], groups, PLAIN).raw.flatten().tolist() == [0.3, 0.7]
     release.set()
 
 
@@ -165,4 +165,4 @@ def test_a_key_that_is_wrong_is_named(word: str) -> None:
 
 def test_columns_of_the_template_are_looked_for_before_any_model_loads() -> None:
     with pytest.raises(DataError, match="needs the data column 'rubric'"):
-        check_columns([made("template='{rubric} {completion}'")], ["answer"])
+        check_reward_columns([made("template='{rubric} {completion}'")], ["answer"])

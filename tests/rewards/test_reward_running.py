@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from reward_cases import PLAIN, failure, group, reward, run, values
 
-from rloo_cli.rewards.engine.arguments import Context
-from rloo_cli.rewards.engine.scoring import score
+from rloo_cli.rewards.engine.arguments import RewardContext
+from rloo_cli.rewards.engine.scoring import score_groups
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
@@ -84,7 +84,9 @@ def test_a_hung_coroutine_is_cancelled_and_others_go_on() -> None:
         return [1.0]
 
     lenient = {"on_error": "none", "max_error_rate": 1.0, "timeout_s": 0.2}
-    scores = score([reward(hangs, "hangs", **lenient), reward(good, "good")], [group("a")], PLAIN)
+    scores = score_groups(
+        [reward(hangs, "hangs", **lenient), reward(good, "good")], [group("a")], PLAIN
+    )
     assert scores.raw[0].isnan().all() and scores.raw[1].item() == 1.0
     assert scores.error_rate == {"hangs": 1.0, "good": 0.0}
     assert "blocked" not in str(failure(hangs, timeout_s=0.1))
@@ -125,7 +127,7 @@ def test_async_rewards_run_with_each_other_and_with_sync_ones() -> None:
         return [2.0]
 
     rewards = [coroutine("a"), reward(sync, "sync", timeout_s=10), coroutine("b")]
-    scores = score(rewards, [group("x")], PLAIN)
+    scores = score_groups(rewards, [group("x")], PLAIN)
     assert scores.raw.flatten().tolist() == [1.0, 2.0, 1.0]
     assert all(s >= 0 for s in scores.seconds.values())
 
@@ -175,7 +177,7 @@ def test_waiting_can_be_given_up() -> None:
     def stop() -> None:
         raise InterruptedError
 
-    context = Context(conversational=False, trainer_state=SimpleNamespace(step=1), poll=stop)
+    context = RewardContext(conversational=False, trainer_state=SimpleNamespace(step=1), poll=stop)
     start = time.monotonic()
     with pytest.raises(InterruptedError):
         run(lambda completions: release.wait(60), context=context)

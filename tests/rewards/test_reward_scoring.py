@@ -7,9 +7,9 @@ import pytest
 import torch
 from reward_cases import CHAT, PLAIN, failure, group, reward, run, values
 
-from rloo_cli.rewards.engine.arguments import KWARGS
-from rloo_cli.rewards.engine.columns import check_columns
-from rloo_cli.rewards.engine.scoring import score
+from rloo_cli.rewards.engine.arguments import REWARD_KWARGS
+from rloo_cli.rewards.engine.columns import check_reward_columns
+from rloo_cli.rewards.engine.scoring import score_groups
 from rloo_cli.utils.errors import DataError
 
 # What a reward is called with
@@ -36,7 +36,7 @@ def test_a_function_with_kwargs_gets_everything_row_by_row() -> None:
     chat = [{"role": "user", "content": "Say"}]
     step = [group("a", "bb", prompt=chat, answer=1), group("ccc", "d", prompt=chat, answer=2)]
     scores = run(fn, *step, context=CHAT)
-    assert set(seen) == (KWARGS - {"columns"}) | {"answer"}
+    assert set(seen) == (REWARD_KWARGS - {"columns"}) | {"answer"}
     assert seen["prompts"] == [chat] * 4
     assert seen["completions"][1] == [{"role": "assistant", "content": "bb"}]
     assert seen["completion_ids"] is seen["completions_ids"]
@@ -205,7 +205,7 @@ def test_none_is_no_score_and_not_a_zero() -> None:
 
 def test_rows_that_no_reward_scores_are_told_once_with_the_row() -> None:
     step = [group("a", "b", task="x"), group("c", "d", task="y")]
-    scores = score(
+    scores = score_groups(
         [reward(lambda completions: [1, None, None, None]), reward(lambda task: [None] * 4, "b")],
         step,
         PLAIN,
@@ -225,8 +225,8 @@ def test_nan_is_none_when_the_reward_was_written_for_trl() -> None:
 
 
 def test_nothing_to_score_is_no_error() -> None:
-    assert score([], [group("a")], PLAIN).raw.shape == (0, 1, 1)
-    assert score([reward(lambda completions: [])], [], PLAIN).raw.shape == (1, 0, 0)
+    assert score_groups([], [group("a")], PLAIN).raw.shape == (0, 1, 1)
+    assert score_groups([reward(lambda completions: [])], [], PLAIN).raw.shape == (1, 0, 0)
 
 
 @pytest.mark.parametrize("scope", ["batch", "group", "row"])
@@ -247,4 +247,4 @@ def test_only_says_which_rows_a_reward_is_asked_about(scope: str) -> None:
 def test_a_column_that_only_names_has_to_be_there() -> None:
     one = reward(lambda completions: [1.0], only={"subject": "math"})
     with pytest.raises(DataError, match="needs the data column 'subject'"):
-        check_columns([one], ["task"])
+        check_reward_columns([one], ["task"])

@@ -13,9 +13,9 @@ import reward_cases
 from reward_cases import COMMON, PLAIN, STATE, failure, group, reward, values
 
 from rloo_cli.rewards.engine import process_pool
-from rloo_cli.rewards.engine.arguments import Context
-from rloo_cli.rewards.engine.build import Reward, build
-from rloo_cli.rewards.engine.scoring import RewardFailed, Scores, Stage, score
+from rloo_cli.rewards.engine.arguments import RewardContext
+from rloo_cli.rewards.engine.build import Reward, build_reward
+from rloo_cli.rewards.engine.scoring import RewardFailed, Scores, ScoringStep, score_groups
 from rloo_cli.rewards.function import Config
 from rloo_cli.utils import pids
 from rloo_cli.utils.errors import ConfigError
@@ -68,17 +68,17 @@ def made(tmp_path: Path) -> Any:
 
     def make(name: str, **keys: Any) -> Reward:
         given = COMMON | {"workers": 1, "kwargs": {}, "path": f"{tmp_path}/code.py:{name}"} | keys
-        rewards.append(build(name, Config(**given)))
+        rewards.append(build_reward(name, Config(**given)))
         return rewards[-1]
 
     yield make
     for one in rewards:
-        for worker in one.idle:
-            worker.end()
+        for worker in one.idle_workers:
+            worker.kill()
 
 
 def run(one: Reward, *texts: str) -> Scores:
-    return score([one], [group(*texts)], PLAIN)
+    return score_groups([one], [group(*texts)], PLAIN)
 
 
 def refused(one: Reward, *texts: str) -> RewardFailed:
@@ -99,9 +99,9 @@ def test_a_worker_gives_what_a_thread_gives_and_lives_on(made, capfd) -> None:
 
 def test_workers_share_out_rows_and_results_come_back_in_their_places(made) -> None:
     one = made("length", workers=2, scope="row")
-    scores = score([one], [group("a", "bcd"), group("ef", "")], PLAIN)
+    scores = score_groups([one], [group("a", "bcd"), group("ef", "")], PLAIN)
     assert scores.raw.flatten().tolist() == [1.0, 3.0, 2.0, 0.0]
-    assert len(one.idle) <= 2
+    assert len(one.idle_workers) <= 2
 
 
 @pytest.mark.parametrize(
@@ -121,14 +121,15 @@ def test_what_a_reward_does_to_its_process_is_a_failure_of_the_call(made, name, 
 
 def test_a_reward_that_never_lets_the_lock_go_is_killed_at_its_deadline(made) -> None:
     one = made("holds_the_lock", timeout_s=2.0)
-    process_pool.start([one])
-    (worker,) = one.idle
-    worker.log = int(worker._wait(time.monotonic() + 60))  # it has started: the call alone is late
+    process_pool.start_reward_workers([one])
+    (worker,) = one.idle_workers
+    # It has started: the call alone is late.
+    worker.stack_dump_fd = int(worker._receive_until(time.monotonic() + 60))
     pid = worker.process.pid
     error = refused(one, "a")
     assert "no answer within timeout_s = 2 s; its process is killed" in str(error)
     assert "in holds_the_lock" in error.problems[0].why  # told from outside of the lock
-    assert not pids.started(pid)
+    assert not pids.process_start_time(pid)
 
 
 def test_the_call_after_a_lost_one_gets_a_new_process(made) -> None:
@@ -147,7 +148,7 @@ def test_code_that_cannot_be_loaded_in_a_worker_fails_as_in_a_thread(made, tmp_p
 def test_a_function_that_no_other_process_finds_is_refused() -> None:
     one = reward(lambda completions: [1.0], workers=1)
     with pytest.raises(ConfigError, match="cannot be sent to a worker process"):
-        process_pool.start([one])
+        process_pool.start_reward_workers([one])
 
 
 def test_an_async_reward_has_no_workers() -> None:
@@ -165,13 +166,14 @@ import os, signal, sys
 sys.path.insert(0, {str(Path(reward_cases.__file__).parent)!r})
 from reward_cases import COMMON
 from rloo_cli.rewards.engine import process_pool as workers
-from rloo_cli.rewards.engine.build import build
+from rloo_cli.rewards.engine.build import build_reward
 from rloo_cli.rewards.function import Config
-one = build("x", Config(**COMMON | dict(workers=1, kwargs={{}}, path="{tmp_path}/code.py:sleeps")))
-workers.start([one])
-worker = one.idle[0]
+keys = dict(workers=1, kwargs={{}}, path="{tmp_path}/code.py:sleeps")
+one = build_reward("x", Config(**COMMON | keys))
+workers.start_reward_workers([one])
+worker = one.idle_workers[0]
 try:
-    worker.ask(([0], {{"completions": ["a"] * 1000}}, []), 3.0)
+    worker.request(([0], {{"completions": ["a"] * 1000}}, []), 3.0)
 except TimeoutError:  # it is in a call that takes minutes
     print(worker.process.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -184,9 +186,9 @@ except TimeoutError:  # it is in a call that takes minutes
     )
     assert done.returncode == -9
     limit = time.monotonic() + 10
-    while pids.started(int(done.stdout)) and time.monotonic() < limit:
+    while pids.process_start_time(int(done.stdout)) and time.monotonic() < limit:
         time.sleep(0.05)
-    assert not pids.started(int(done.stdout))
+    assert not pids.process_start_time(int(done.stdout))
 
 
 def test_groups_are_scored_while_others_are_still_being_made() -> None:
@@ -203,12 +205,12 @@ def test_groups_are_scored_while_others_are_still_being_made() -> None:
 
     groups = [group("a", "b"), group()]  # the second is not made yet
     rewards = [reward(fn, "early", scope="group"), reward(whole, "late")]
-    stage = Stage(rewards, groups, PLAIN, 2)
-    stage.arrived(0)
+    stage = ScoringStep(rewards, groups, PLAIN, 2)
+    stage.submit_group(0)
     assert both.wait(10) and seen == [["a", "b"]]
     groups[1].rollouts = group("c", "d").rollouts
-    stage.arrived(1)
-    scores = stage.finish()
+    stage.submit_group(1)
+    scores = stage.wait_for_scores()
     assert scores.raw.tolist() == [[[1.0, 1.0], [1.0, 1.0]], [[2.0, 2.0], [2.0, 2.0]]]
     assert sorted(seen) == [["a", "b"], ["c", "d"]]
 
@@ -221,9 +223,14 @@ def test_equal_rows_are_asked_once_though_their_groups_come_one_by_one() -> None
         return [float(len(c)) for c in completions]
 
     one = reward(fn, cache=True, scope="group")
-    assert score([one], [group("aa", "b"), group("aa", "aa")], PLAIN).raw.flatten().tolist() == [
-        2.0, 1.0, 2.0, 2.0,
-    ]  # fmt: skip
+    assert score_groups(
+        [one], [group("aa", "b"), group("aa", "aa")], PLAIN
+    ).raw.flatten().tolist() == [
+        2.0,
+        1.0,
+        2.0,
+        2.0,
+    ]
     assert sorted(asked) == ["aa", "b"]
 
 
@@ -235,8 +242,8 @@ def test_an_abandoned_step_makes_no_further_calls() -> None:
         go.wait(10)
         return [1.0]
 
-    stage = Stage([reward(fn, scope="row")], [group("a", "b", "c")], PLAIN, 3)
-    stage.arrived(0)
+    stage = ScoringStep([reward(fn, scope="row")], [group("a", "b", "c")], PLAIN, 3)
+    stage.submit_group(0)
     while not calls:
         time.sleep(0.01)
     stage.abandon()
@@ -255,7 +262,7 @@ def test_waiting_for_a_slow_reward_can_be_given_up() -> None:
     go = threading.Event()
     slow = reward(lambda completions: go.wait(10))
     with pytest.raises(Enough):
-        score([slow], [group("a")], Context(False, STATE, poll))
+        score_groups([slow], [group("a")], RewardContext(False, STATE, poll))
     go.set()
 
 

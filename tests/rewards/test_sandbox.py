@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from rloo_cli.rewards.common import sandbox, sandbox_harness
-from rloo_cli.rewards.common.sandbox import Limits
+from rloo_cli.rewards.common.sandbox import SandboxLimits
 from rloo_cli.utils.errors import MachineError
 
-LIMITS = Limits(seconds=9.0, memory_mb=96, processes=6, file_mb=2, open_files=32)
-SHORT = Limits(seconds=1.0, memory_mb=96, processes=6, file_mb=2, open_files=32)
+LIMITS = SandboxLimits(seconds=9.0, memory_mb=96, processes=6, file_mb=2, open_files=32)
+SHORT = SandboxLimits(seconds=1.0, memory_mb=96, processes=6, file_mb=2, open_files=32)
 DOUBLES = [{"test": "assert f(2) == 4"}]
 
 
@@ -27,7 +27,7 @@ def refusal() -> str:
     if shutil.which("bwrap") is None:
         return "bubblewrap is not installed"
     try:
-        sandbox.require("bwrap", None, LIMITS)
+        sandbox.require_sandbox("bwrap", None, LIMITS)
     except MachineError as error:
         return str(error)
     return ""
@@ -36,17 +36,19 @@ def refusal() -> str:
 contained = pytest.mark.skipif(bool(refusal()), reason=refusal() or "it runs")
 
 
-def why(code: str, limits: Limits = LIMITS, tests=DOUBLES, mode: str = "bwrap") -> str:
+def why(code: str, limits: SandboxLimits = LIMITS, tests=DOUBLES, mode: str = "bwrap") -> str:
     """How the last test ended."""
-    return sandbox.run(code, tests, mode, None, limits, stop=False)[-1].why
+    return sandbox.run_sandboxed_tests(code, tests, mode, None, limits, stop_at_failure=False)[
+        -1
+    ].failure_reason
 
 
-def said(code: str, given: str = "", limits: Limits = LIMITS) -> str:
+def said(code: str, given: str = "", limits: SandboxLimits = LIMITS) -> str:
     """What a program prints in the sandbox."""
-    (result,) = sandbox.run(
-        code, [{"stdin": given, "most": 1 << 16}], "bwrap", None, limits, stop=True
+    (result,) = sandbox.run_sandboxed_tests(
+        code, [{"stdin": given, "most": 1 << 16}], "bwrap", None, limits, stop_at_failure=True
     )
-    assert result.why == "", result
+    assert result.failure_reason == "", result
     return result.output
 
 
@@ -84,14 +86,18 @@ def test_a_program_is_given_its_input_and_its_output_comes_back() -> None:
 def test_each_test_has_an_interpreter_of_its_own_and_one_time_for_all() -> None:
     code = "import os\nseen = []\ndef f(x):\n    seen.append(x)\n    return len(seen)"
     tests = [{"test": "assert f(0) == 1"}, {"test": "assert f(0) == 2"}]
-    found = sandbox.run(code, [*tests, tests[0]], "bwrap", None, LIMITS, stop=False)
-    assert [r.why for r in found] == ["", "failed", ""]
-    found = sandbox.run(code, tests[::-1], "bwrap", None, LIMITS, stop=True)
-    assert [r.why for r in found] == ["failed", "failed"]  # the second was not run
+    found = sandbox.run_sandboxed_tests(
+        code, [*tests, tests[0]], "bwrap", None, LIMITS, stop_at_failure=False
+    )
+    assert [r.failure_reason for r in found] == ["", "failed", ""]
+    found = sandbox.run_sandboxed_tests(
+        code, tests[::-1], "bwrap", None, LIMITS, stop_at_failure=True
+    )
+    assert [r.failure_reason for r in found] == ["failed", "failed"]  # the second was not run
     code = "import time\ndef f(x): time.sleep(x)"
     tests = [{"test": "f(0)"}, {"test": "f(60)"}, {"test": "f(0)"}]
-    found = sandbox.run(code, tests, "bwrap", None, SHORT, stop=False)
-    assert [r.why for r in found] == ["", "time", "time"]
+    found = sandbox.run_sandboxed_tests(code, tests, "bwrap", None, SHORT, stop_at_failure=False)
+    assert [r.failure_reason for r in found] == ["", "time", "time"]
 
 
 FORGERIES = {
@@ -275,9 +281,10 @@ assert 1 <= sum(b"{mark}" in t and b"sleep" in t for t in told) <= 2, told
 def test_it_ends_with_the_process_that_asked() -> None:
     mark = f"{200000 + os.getpid()}.25"
     code = f"import os\nos.execvp('sleep', ['sleep', '{mark}'])"
-    limits = "Limits(60.0, 96, 6, 2, 32)"
+    limits = "SandboxLimits(60.0, 96, 6, 2, 32)"
     source = (
-        f"from rloo_cli.rewards.common.sandbox import *\nrun({code!r}, {DOUBLES!r}, 'bwrap', None,"
+        f"from rloo_cli.rewards.common.sandbox import *\nrun_sandboxed_tests({code!r}, "
+        f"{DOUBLES!r}, 'bwrap', None,"
     )
     asks = subprocess.Popen([sys.executable, "-c", f"{source} {limits}, True)"])
     try:
@@ -298,15 +305,17 @@ def wait_for(true) -> None:
 @contained
 def test_a_flood_of_output_is_cut_off_and_not_kept() -> None:
     flood = "import sys\nwhile True: sys.stdout.write('x' * 65536)"
-    (found,) = sandbox.run(flood, [{"stdin": "", "most": 1000}], "bwrap", None, LIMITS, stop=True)
-    assert found.why == "output" and found.output == ""
+    (found,) = sandbox.run_sandboxed_tests(
+        flood, [{"stdin": "", "most": 1000}], "bwrap", None, LIMITS, stop_at_failure=True
+    )
+    assert found.failure_reason == "output" and found.output == ""
     noise = "import os\nfor fd in (1, 2): os.write(fd, b'x' * 9000)\ndef f(x): return 4"
     assert why(noise) == ""  # of a test it goes nowhere
 
 
 def test_what_the_harness_says_is_never_kept_without_an_end() -> None:
     flood = [sys.executable, "-c", "while True: print('x' * 65536)"]
-    said, _ = sandbox._talk(flood, "external", b"{}", "/tmp", 5.0, 100_000)
+    said, _ = sandbox._run_harness(flood, "external", b"{}", "/tmp", 5.0, 100_000)
     assert len(said) < 300_000
 
 
@@ -335,7 +344,7 @@ def test_no_further_namespace_can_be_made() -> None:
 def test_without_bubblewrap_the_run_is_refused(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MachineError, match="not installed") as caught:
-        sandbox.require("bwrap", None, LIMITS)
+        sandbox.require_sandbox("bwrap", None, LIMITS)
     assert "apt-get install bubblewrap" in str(caught.value)
 
 
@@ -347,19 +356,23 @@ def test_a_bubblewrap_that_does_not_work_is_refused_and_nothing_runs(
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(MachineError, match="does not work here") as caught:
-        sandbox.require("bwrap", None, LIMITS)
+        sandbox.require_sandbox("bwrap", None, LIMITS)
     assert "echo" not in script or "no permission" in str(caught.value)
 
 
 def test_a_command_of_ones_own_runs_the_harness() -> None:
     command = f"{shlex.quote(sys.executable)} -I {{harness}}"
-    sandbox.require("external", command, LIMITS)
-    found = sandbox.run("def f(x): return 5", DOUBLES, "external", command, LIMITS, stop=True)
-    assert [r.why for r in found] == ["failed"]
+    sandbox.require_sandbox("external", command, LIMITS)
+    found = sandbox.run_sandboxed_tests(
+        "def f(x): return 5", DOUBLES, "external", command, LIMITS, stop_at_failure=True
+    )
+    assert [r.failure_reason for r in found] == ["failed"]
     with pytest.raises(MachineError, match="podman"):
-        sandbox.require("external", "false", LIMITS)
+        sandbox.require_sandbox("external", "false", LIMITS)
     with pytest.raises(RuntimeError, match="no-such-command"):
-        sandbox.run("", DOUBLES, "external", "no-such-command", LIMITS, stop=True)
+        sandbox.run_sandboxed_tests(
+            "", DOUBLES, "external", "no-such-command", LIMITS, stop_at_failure=True
+        )
 
 
 def test_without_a_sandbox_there_are_limits_and_an_empty_environment(monkeypatch) -> None:
@@ -389,9 +402,9 @@ def test_memory_files_without_a_name_are_counted_once() -> None:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-I", "-c", code], **pipes) as child:
         assert child.stdout is not None and child.stdout.readline() == b"written\n"
-        assert sandbox_harness.nameless([child.pid, os.getpid()]) == 3 << 20
+        assert sandbox_harness.memfd_bytes([child.pid, os.getpid()]) == 3 << 20
         child.kill()
-    assert sandbox_harness.nameless([child.pid]) == 0
+    assert sandbox_harness.memfd_bytes([child.pid]) == 0
 
 
 @contained

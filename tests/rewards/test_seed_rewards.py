@@ -9,8 +9,8 @@ from reward_cases import CHAT, PLAIN, STATE, group
 
 from rloo_cli.config import check, compose
 from rloo_cli.data.batch import Group
-from rloo_cli.rewards.engine.build import build
-from rloo_cli.rewards.engine.scoring import Scores, score
+from rloo_cli.rewards.engine.build import build_reward
+from rloo_cli.rewards.engine.scoring import Scores, score_groups
 
 CODE = r"""
 import asyncio
@@ -111,9 +111,9 @@ def recipe(file: Path, names: list[str]) -> Path:
 def scored(file: Path, names: list[str], groups: list[Group], chat: bool = False) -> Scores:
     """The step's scores by functions of the file, composed as the command line would."""
     words = [f"+recipe={recipe(file, names)}"]
-    rewards = check.check(compose.compose(words)).rewards
-    built = [build(name, rewards[name]) for name in names]
-    return score(built, groups, CHAT if chat else PLAIN)
+    rewards = check.check_config(compose.compose_config(words)).rewards
+    built = [build_reward(name, rewards[name]) for name in names]
+    return score_groups(built, groups, CHAT if chat else PLAIN)
 
 
 def one(file: Path, name: str, *groups: Group, chat: bool = False) -> list[float]:

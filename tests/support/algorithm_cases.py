@@ -9,7 +9,7 @@ import yaml
 from hook_calls import rloo
 from torch import Tensor
 
-from rloo_cli.data.packing import Micro
+from rloo_cli.data.packing import MicroBatch
 
 YAML = Path(__file__).parents[2] / "conf" / "algorithm" / "rloo.yaml"
 Rows = Sequence[Sequence[float]]
@@ -31,20 +31,20 @@ def column(rows: Rows) -> Tensor:
     return torch.tensor([x for row in rows for x in row], dtype=torch.float64)
 
 
-def micro(lengths: Sequence[int], mask: Tensor | None = None, behaviour: Any = None) -> Micro:
+def micro(lengths: Sequence[int], mask: Tensor | None = None, behaviour: Any = None) -> MicroBatch:
     """S rows of these lengths; only what the loss looks at is filled in."""
     n, empty = sum(lengths), torch.zeros(len(lengths), 1, dtype=torch.long)
-    return Micro(
-        parts=[(0, tuple(range(len(lengths))))],
-        rows=torch.arange(len(lengths)),
+    return MicroBatch(
+        group_slices=[(0, tuple(range(len(lengths))))],
+        completion_index=torch.arange(len(lengths)),
         input_ids=empty,
         position_ids=empty,
         attention_mask=empty,
-        source=torch.zeros(n, dtype=torch.long),
+        logit_index=torch.zeros(n, dtype=torch.long),
         target=torch.zeros(n, dtype=torch.long),
-        sequence=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        sequence_ids=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
         mask=torch.ones(n) if mask is None else mask,
-        sizes=[(1, list(lengths))],
+        group_lengths=[(1, list(lengths))],
         behaviour_logp=behaviour,
     )
 
@@ -64,7 +64,7 @@ def advantages(rows: Sequence[Any], kl: Sequence[Any] | None = None, **keys: Any
     return rloo.advantages(score, pull, scorable, config(**keys)).advantage
 
 
-def row_gradient(gradient: Tensor, m: Micro) -> Tensor:
+def row_gradient(gradient: Tensor, m: MicroBatch) -> Tensor:
     """The gradient at the first token of each row."""
-    first = [int((m.sequence == s).nonzero()[0]) for s in range(m.sequences)]
+    first = [int((m.sequence_ids == s).nonzero()[0]) for s in range(m.num_sequences)]
     return gradient[first]

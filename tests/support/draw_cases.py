@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from rloo_cli.algorithms.common.base import load_algorithm
 from rloo_cli.config import check
-from rloo_cli.config.compose import Composed, compose
+from rloo_cli.config.compose import ComposedConfig, compose_config
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.generation.common import across_ranks
 from rloo_cli.generation.common.rollouts import Rollouts
 from rloo_cli.rewards.engine.scoring import Scores
-from rloo_cli.run import Cycle, Run, State
+from rloo_cli.run import Run, RunState, StepProgress
 from rloo_cli.train.step import update_policy
 from rloo_cli.utils.errors import ConfigError
 from rloo_cli.utils.paths import CONF
@@ -116,7 +116,7 @@ class Draw:
 @functools.cache
 def basis() -> tuple[dict[str, Any], Any]:
     """The smoke recipe's values, and where they came from."""
-    found = compose(["+recipe=smoke", "data.eval_split=null", "model.lm_head_fp32=true"])
+    found = compose_config(["+recipe=smoke", "data.eval_split=null", "model.lm_head_fp32=true"])
     return found.values, found.sources
 
 
@@ -168,7 +168,7 @@ def checked(words: dict[str, Any]) -> RunConfig:
     values["reward"] = {
         n: values["reward"]["length_tokens"] | {"weight": 1.0} for n in ("one", "two", "three")
     }
-    return check.check(Composed(values, sources, "smoke"))
+    return check.check_config(ComposedConfig(values, sources, "smoke"))
 
 
 def spelled(words: dict[str, Any]) -> str:
@@ -200,7 +200,7 @@ def draw(number: int) -> Draw:
 class Sampled:
     """Prompts, completions and scores by the number of the prompt's draw; a generator too."""
 
-    conversational, facts, tolerance = False, types.MappingProxyType({}), math.inf
+    conversational, metrics, tolerance = False, types.MappingProxyType({}), math.inf
 
     def __init__(self, number: int, k: int):
         rng = random.Random(f"{number}/sampled")
@@ -251,7 +251,7 @@ class Sampled:
         rows = [[self.said(d, k) for k in ks] for d in draws]
         return torch.tensor(rows, dtype=torch.float64).permute(2, 0, 1)
 
-    def draws(self, place: int, count: int) -> list[Group]:
+    def groups_at(self, place: int, count: int) -> list[Group]:
         """Prompts, as `Prompts` gives them."""
         return [Group(d, {}, "", self.prompt(d)) for d in range(place, place + count)]
 
@@ -259,7 +259,7 @@ class Sampled:
         """Fill in the rollouts, as a generator does."""
         for group in groups:
             ks = range(-1, 0) if greedy else range(self.k)
-            rows = [self.completion(group.draw, k) for k in ks]
+            rows = [self.completion(group.prompt_offset, k) for k in ks]
             group.rollouts = [
                 Rollout(r.ids, "", "stop" if r.ended else "length", r.ended, 0, 0, r.behaviour,
                         r.mask)
@@ -272,7 +272,7 @@ class Sampled:
         """What `across_ranks.answer` does, with these scores."""
         sample(range(len(groups)))
         ks = range(self.k) if len(groups[0].rollouts) > 1 or not self.greedy else range(-1, 0)
-        raw, names = self.raw([g.draw for g in groups], ks), ["one", "two", "three"]
+        raw, names = self.raw([g.prompt_offset for g in groups], ks), ["one", "two", "three"]
         count = len(self.weights)
         weights = torch.tensor(self.weights, dtype=torch.float64)
         return Scores(raw, names[:count], weights, {}, {})
@@ -304,9 +304,9 @@ class Recorder:
         if float(norm) > 0:
             moved = moved - self.length * self.gradients[-1] / norm
         nn.utils.vector_to_parameters(moved, self.parameters)
-        self.zero()
+        self.zero_grad()
 
-    def zero(self) -> None:
+    def zero_grad(self) -> None:
         for p in self.parameters:
             p.grad = None
 
@@ -316,7 +316,7 @@ class Bench:
 
     def __init__(self, folder: Path):
         self.run = alone(folder, "algorithm.beta=0.1", "model.lm_head_fp32=true")
-        critic = alone(folder, "algorithm=ppo", "model.lm_head_fp32=true").critic
+        critic = alone(folder, "algorithm=ppo", "model.lm_head_fp32=true").value_model
         assert critic is not None
         self.critic = critic
         noise = torch.Generator().manual_seed(3)
@@ -327,11 +327,11 @@ class Bench:
         self.twin_value = doubled(critic.model)
         assert self.run.reference is not None
         self.twin_ref = doubled(self.run.reference.model)
-        self.fused = self.run.policy.scorer.fused
+        self.fused = self.run.policy.logprob_module.use_fused_head
 
     def prepared(self, settings: RunConfig, sampled: Sampled, length: float) -> Run:
         """The run with another config, from the beginning."""
-        settings = check.resolved(settings)
+        settings = check.resolve_config(settings)
         algorithm = load_algorithm(settings.algorithm)
         keys = algorithm.config
         run, temperature = self.run, settings.generation.temperature
@@ -344,13 +344,13 @@ class Bench:
         policy.temperature = temperature
         policy.kl_temperature = 1.0 if keys.kl_temperature == "one" else temperature
         reference.temperature = reference.kl_temperature = policy.kl_temperature
-        policy.scorer.entropy_grad = keys.entropy_coef > 0
-        policy.scorer.fused = self.fused and not keys.entropy_coef
+        policy.logprob_module.entropy_grad = keys.entropy_coef > 0
+        policy.logprob_module.use_fused_head = self.fused and not keys.entropy_coef
         critic = self.critic if keys.name == "ppo" else None
         learned = [*policy.model.parameters(), *(critic.model.parameters() if critic else ())]
         prompts: Any = sampled
         rows = settings.train.micro_batch_tokens or 1024
-        limits = replace(run.limits, rows=rows, no_grad_rows=2 * rows)
+        limits = replace(run.forward_limits, tokens=rows, no_grad_tokens=2 * rows)
         if keys.loss_agg == "token_mean_local":
             size = 2 * keys.num_generations
             limits = replace(limits, completions=size, no_grad_completions=size)
@@ -361,8 +361,8 @@ class Bench:
                 settings, algorithm, prompts, prompts, [], run.clock, run.world
             ),
             reference=reference if keys.needs_reference else None,
-            critic=critic, optimizer=optimizer, limits=limits,
-            plan=algorithm.forward_plan(settings), state=State(), cycle=None,
+            value_model=critic, optimizer=optimizer, forward_limits=limits,
+            forward_plan=algorithm.forward_plan(settings), state=RunState(), step_progress=None,
         )  # fmt: skip
 
     def trained(
@@ -372,9 +372,9 @@ class Bench:
         run = self.prepared(settings, sampled, length)
         run.state.memory = dict(memory)
         sampled.greedy = settings.algorithm.needs_greedy
-        with mock.patch.object(across_ranks, "answer", sampled.answer):
-            batch = run.rollouts.next(0, 0, run.state.seen_by_rewards(run))
-        update_policy(run, Cycle(batch))
+        with mock.patch.object(across_ranks, "sample_and_score", sampled.answer):
+            batch = run.rollouts.next_batch(0, 0, run.state.seen_by_rewards(run))
+        update_policy(run, StepProgress(batch))
         optimizer: Any = run.optimizer
         return optimizer, batch
 

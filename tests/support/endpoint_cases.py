@@ -73,7 +73,7 @@ class _Server(ThreadingHTTPServer):
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Answers], Stub]]:
     """Starts services; the pauses between two tries are short."""
-    monkeypatch.setattr(http_client, "FIRST_S", 0.01)
+    monkeypatch.setattr(http_client, "FIRST_BACKOFF_S", 0.01)
     started: list[Stub] = []
 
     def start(answer: Answers) -> Stub:

@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.train import sweep_turns
-from rloo_cli.utils import signals
+from rloo_cli.utils import signals, sweep_time_slices
 from rloo_cli.utils.errors import Stopped
 from rloo_cli.utils.files import read_json, write_json
 
@@ -21,9 +20,9 @@ def main(words: list[str]) -> None:
     """Be that run."""
     given = dict(word.partition("=")[::2] for word in words)
     folder = Path(given.get("root", "runs"), given["name"])
-    number = int(os.environ[sweep_turns.PLACE].rpartition(":")[2])
+    number = int(os.environ[sweep_time_slices.SOCKET_VARIABLE].rpartition(":")[2])
     plan = json.loads(os.environ["FAKE_MEMBERS"]).get(str(number), {})
-    signals.listen()
+    signals.install_signal_handlers()
     if plan.get("deaf"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     steps, metrics = int(given["max_steps"]), folder / "metrics.jsonl"
@@ -37,10 +36,15 @@ def main(words: list[str]) -> None:
     code = 0
     try:
         for step in range(done, steps):
-            sweep_turns.wait(step, sweep_turns.Hooks(lambda: None, nothing, nothing, signals.check))
+            sweep_time_slices.wait_in_sweep(
+                step,
+                sweep_time_slices.TimeSliceHooks(
+                    lambda: None, nothing, nothing, signals.raise_if_stopped
+                ),
+            )
             while plan.get("hold") == step and not Path("go").exists():
                 time.sleep(0.01)
-                signals.check()
+                signals.raise_if_stopped()
             if plan.get("fail", [None])[0] == step:
                 print("error: it fails\n  why      it was told to", flush=True)
                 os._exit(plan["fail"][1])

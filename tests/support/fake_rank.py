@@ -70,12 +70,12 @@ def launcher() -> None:
     for name, seconds in limits.items():
         setattr(processes, name, seconds)
     began = time.monotonic()
-    watch = processes.Watch(
-        busy=lambda: saving,
-        elsewhere=lambda: other if time.monotonic() - began > 0.5 else None,
+    watch = processes.ProcessCallbacks(
+        is_saving=lambda: saving,
+        poll_remote_failure=lambda: other if time.monotonic() - began > 0.5 else None,
     )
-    starts = [processes.Start({"RANK": str(i)}) for i in range(int(sys.argv[1]))]
-    sys.exit(processes.run("fake_rank", [], watch, starts, package=""))
+    starts = [processes.ProcessSpec({"RANK": str(i)}) for i in range(int(sys.argv[1]))]
+    sys.exit(processes.run_processes("fake_rank", [], watch, starts, package=""))
 
 
 if __name__ == "__main__":

@@ -79,14 +79,14 @@ class Forked:
         try:
             with (
                 contextlib.chdir(self.folder),
-                mock.patch.object(processes, "run", run),
+                mock.patch.object(processes, "run_processes", run),
                 mock.patch.dict(os.environ, armed),
                 contextlib.redirect_stdout(io.StringIO()) as said,
                 contextlib.redirect_stderr(said),
             ):
                 code = main.find_verb([*words])()
         finally:
-            fault_injection.check()  # the launcher has armed them in this process, too
+            fault_injection.arm_faults()  # the launcher has armed them in this process, too
         with (self.folder / "out").open("a") as out:
             out.write(said.getvalue())
         return code

@@ -19,8 +19,8 @@ class HookCalls:
 
     sequence_kl = staticmethod(kl.sequence_kl)
     token_advantages = staticmethod(kl.charge_tokens)
-    truncation = staticmethod(score.truncation)
-    denominator = staticmethod(aggregate.denominator)
+    truncation = staticmethod(score.mask_truncated)
+    denominator = staticmethod(aggregate.update_denominator)
     needs_whole_step = staticmethod(needs_whole_step)
 
     def __init__(self, module: ModuleType):
@@ -73,7 +73,7 @@ class HookCalls:
 
 def of_name(name: str) -> HookCalls:
     """Those of an algorithm of ours."""
-    return HookCalls(registry.module("algorithms", name))
+    return HookCalls(registry.registered_module("algorithms", name))
 
 
 rloo, ppo = HookCalls(rloo_module), HookCalls(ppo_module)

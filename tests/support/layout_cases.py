@@ -4,7 +4,7 @@ import torch
 from policy_cases import fresh, rollout
 
 from rloo_cli.data.batch import Group
-from rloo_cli.data.packing import pack, whole
+from rloo_cli.data.packing import pack_micro_batch, whole_group_slices
 from rloo_cli.policy import layouts, load, shared_attention
 from rloo_cli.policy.model import Policy
 
@@ -27,27 +27,29 @@ def made(lengths=SEVERAL, words=40, seed=1):
 
 def laid(groups, layout, parts=None, masked=None):
     """All completions of all groups, or some parts of them, in a layout."""
-    return pack(groups, parts or whole(groups, range(len(groups))), masked, layout=layout)
+    return pack_micro_batch(
+        groups, parts or whole_group_slices(groups, range(len(groups))), masked, layout=layout
+    )
 
 
 def policy(name, layout, fused=True, checkpointed=False, model=None, temperature=0.7):
     """A policy as `levels.settle` would leave it at this layout, without its gates."""
     model = fresh(name) if model is None else model
-    load.without_dropout(model)
+    load.zero_dropout(model)
     model.train()
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     found = Policy(model, temperature)
-    found.layout, found.scorer.fused = layout, fused
+    found.layout, found.logprob_module.use_fused_head = layout, fused
     if layout == "shared":
-        shared_attention.install(model)
+        shared_attention.install_shared_attention(model)
     return found
 
 
 def settled(model, wanted="auto", longest=64, temperature=1.0):
     """A policy of this model at the level that was found, and what is said of it."""
     found = Policy(model, temperature)
-    return found, str(layouts.settle(found, wanted, longest))
+    return found, str(layouts.choose_policy_layout(found, wanted, longest))
 
 
 def gradients(model):

@@ -11,7 +11,7 @@ from loop_cases import make
 
 from rloo_cli.data.batch import Batch, Rollout
 from rloo_cli.data.prompts import Prompts
-from rloo_cli.reporting.prompt_ledger import NAME, Ledger, sealed
+from rloo_cli.reporting.prompt_ledger import LEDGER_FILE, PromptLedger, entry_check
 from rloo_cli.run import Run
 
 Row = dict[str, Any]
@@ -24,7 +24,7 @@ def lines(folder: Path) -> list[Row]:
     def refuse(name: str) -> None:
         raise AssertionError(name)
 
-    text = (folder / NAME).read_text()
+    text = (folder / LEDGER_FILE).read_text()
     assert text.endswith("\n")
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
@@ -44,11 +44,11 @@ def prompts(n: int = 6, filtered: Sequence[int] = (), **changes: Any) -> Prompts
     facts = {"shuffle": True, "seed": 3, "fingerprint": "data"} | changes
     return Prompts(
         prompts=[f"{row}" for row in numbers],
-        ids=[[row] for row in numbers],
-        rows=[{} for _ in numbers],
+        prompt_ids=[[row] for row in numbers],
+        examples=[{} for _ in numbers],
         conversational=False,
-        numbers=numbers,
-        filtered=list(filtered),
+        example_numbers=numbers,
+        overlong_examples=list(filtered),
         dropped=len(filtered),
         **facts,
     )
@@ -66,7 +66,7 @@ def batch(
 
     A draw that is `half` masked has one row left in the loss.
     """
-    groups = found.draws(place, len(said) + extra)
+    groups = found.groups_at(place, len(said) + extra)
     kept = [g for g, fate in zip(groups, said, strict=False) if fate != "resampled"]
     fates = [fate for fate in said if fate != "resampled"]
     for group in kept:
@@ -91,7 +91,7 @@ def write(
     folder: Path, steps: Sequence[Sequence[str]], found: Prompts | None = None, k: int = K
 ) -> Path:
     """A ledger of made-up steps, each a list of fates; `skipped` ones all in steps of their own."""
-    found, ledger = found or prompts(), Ledger(folder)
+    found, ledger = found or prompts(), PromptLedger(folder)
     ledger.open(found, settings(k), 0, 0)
     place = 0
     for number, said in enumerate(steps):
@@ -119,6 +119,6 @@ def edit(folder: Path, change: Callable[[list[Row]], Any], seal: bool = True) ->
     change(rows)
     before = ""
     for row in rows if seal else []:
-        row["check"] = before = sealed({k: v for k, v in row.items() if k != "check"}, before)
-    (folder / NAME).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        row["check"] = before = entry_check({k: v for k, v in row.items() if k != "check"}, before)
+    (folder / LEDGER_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from rloo_cli.config import check
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data import segments
 from rloo_cli.data.batch import Batch
-from rloo_cli.policy.shared_attention import native
-from rloo_cli.reporting.update_metrics import Updates
-from rloo_cli.run import Cycle, Run
+from rloo_cli.policy.shared_attention import native_attention
+from rloo_cli.reporting.update_metrics import UpdateMetrics
+from rloo_cli.run import Run, StepProgress
 from rloo_cli.train.between_steps import log_step
 from rloo_cli.train.build import build_run as make_run
 from rloo_cli.train.step import update_policy
@@ -52,7 +52,9 @@ def checked(rewards: tuple[str, ...], words: tuple[str, ...]) -> RunConfig:
     first = ["+recipe=smoke", "distributed.threads=1", "logging.console=plain"]
     entry = "{type: function, path: 'python:NAME', kwargs: {}}"
     named = [f"+reward.{name}={entry.replace('NAME', name)}" for name in rewards]
-    return check.check(compose([*first, *(["reward=[]", *named] if rewards else []), *words]))
+    return check.check_config(
+        compose_config([*first, *(["reward=[]", *named] if rewards else []), *words])
+    )
 
 
 def make(
@@ -89,12 +91,12 @@ def flat(run: Run) -> Tensor:
 
 def sampled(run: Run) -> Batch:
     """The next step's batch."""
-    return run.rollouts.next(run.state.step, run.state.place, run.state.seen_by_rewards(run))
+    return run.rollouts.next_batch(run.state.step, run.state.place, run.state.seen_by_rewards(run))
 
 
-def updated(run: Run, batch: Batch) -> Updates:
+def updated(run: Run, batch: Batch) -> UpdateMetrics:
     """All optimizer steps of a batch."""
-    cycle = Cycle(batch)
+    cycle = StepProgress(batch)
     update_policy(run, cycle)
     return cycle.updates
 
@@ -113,7 +115,7 @@ def step(run: Run, batch: Batch | None = None) -> tuple[Tensor, dict[str, Any], 
     moved = flat(run) - before
     run.state.advance(batch)
     log_step(run, batch, updates)
-    return moved, run.log.rows[-1], batch
+    return moved, run.log.metrics_lines[-1], batch
 
 
 def apart(a: Tensor, b: Tensor) -> float:
@@ -138,9 +140,9 @@ def row_logp(policy: Any, batch: Batch, p: int, k: int, temperature: float = 1.0
     group = batch.groups[p]
     completion = group.rollouts[k].completion_ids
     ids = torch.tensor([group.prompt_ids + completion])
-    with native(policy.model):
+    with native_attention(policy.model):
         logits = policy.model(input_ids=ids).logits[0, len(group.prompt_ids) - 1 : -1]
-    return segments.target_logp(logits, torch.tensor(completion), temperature)
+    return segments.target_logprobs(logits, torch.tensor(completion), temperature)
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ def keys(**changes: Any) -> LoraConfig:
 def adapted(family: str = "qwen3", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A tiny random model with an adapter that changes it."""
     model = policy_cases.fresh(family).to(dtype)
-    lora.add(model, keys(**changes), seed=1)
+    lora.attach_adapter(model, keys(**changes), seed=1)
     move(model)
     return model
 
@@ -56,5 +56,5 @@ def adapter_in(folder: Path) -> Path:
     (folder / "made").mkdir()
     run = make(folder / "made", "lora=default", noise=0.0)
     move(run.policy.model)
-    lora.save(run.policy.model, folder / "adapter")
+    lora.save_adapter(run.policy.model, folder / "adapter")
     return folder / "adapter"

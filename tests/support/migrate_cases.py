@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from rloo_cli.cli.migrate import run
-from rloo_cli.cli.migrate.recipe import ours, refusal
+from rloo_cli.cli.migrate.recipe import our_defaults, schema_refusal
 from rloo_cli.config import check as config_check
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 
 
 class Migrated:
@@ -24,7 +24,7 @@ class Migrated:
 
     def effective(self, key: str):
         """The value a run would have: the recipe's, else our default."""
-        return self.keys.get(key, ours(self.algorithm).get(key))
+        return self.keys.get(key, our_defaults(self.algorithm).get(key))
 
 
 SECTIONS = ("reward", "model.lora", "model.quantization", "model.ref_sync")
@@ -51,7 +51,7 @@ def migrate(capsys, tmp_path, monkeypatch):
         text = capsys.readouterr().out
         found = Migrated(text)
         for key, value in found.single.items():
-            assert refusal(key, value, found.algorithm) is None, key
+            assert schema_refusal(key, value, found.algorithm) is None, key
         if composes:
             check(text, found, tmp_path)
         return found
@@ -80,7 +80,7 @@ def checked(text: str, folder: Path):
         if entry.get("type") == "function" and where.endswith(".py"):
             with Path(where).open("a") as file:  # a reward is its user's
                 file.write(f"\ndef {name}(completions, **kwargs): ...\n")
-    return config_check.check(compose(words)), text
+    return config_check.check_config(compose_config(words)), text
 
 
 def flags(text: str) -> list[str]:

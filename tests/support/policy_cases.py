@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from rloo_cli.data.batch import Group, Rollout
-from rloo_cli.data.packing import pack, whole
+from rloo_cli.data.packing import pack_micro_batch, whole_group_slices
 
 WORDS = 40
 SIZE = {
@@ -86,4 +86,4 @@ def each_alone(model, chosen, temperature):
 
 def packed(chosen, index, masked=None, layout="padded"):
     """These groups with all their completions, laid out."""
-    return pack(chosen, whole(chosen, index), masked, layout=layout)
+    return pack_micro_batch(chosen, whole_group_slices(chosen, index), masked, layout=layout)

@@ -23,7 +23,7 @@ def config(**changes):
 
 def tokenizer(template=tiny.TEMPLATE, bos=False):
     """The byte tokenizer; with `bos`, one that puts a beginning of text before what it reads."""
-    made = tiny.tokenizer()
+    made = tiny.tiny_tokenizer()
     made.chat_template = template
     if bos:
         made.add_special_tokens({"bos_token": BOS})
@@ -41,7 +41,7 @@ def tokenizer(template=tiny.TEMPLATE, bos=False):
 def prepare(rows, tokens=None, longest=None, seed=1, template_kwargs=None, **changes):
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     data = datasets.Dataset.from_dict(columns)
-    return prompts.prepare(
+    return prompts.tokenize_prompts(
         data, config(**changes), tokens or tokenizer(), template_kwargs or {}, longest, seed
     )
 
@@ -61,7 +61,7 @@ def chat(*texts):
 
 
 def decoded(found, tokens=None):
-    return [(tokens or tokenizer()).decode(ids) for ids in found.ids]
+    return [(tokens or tokenizer()).decode(ids) for ids in found.prompt_ids]
 
 
 LONG = plain("abcdef", "ab", "abc", "a")

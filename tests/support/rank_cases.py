@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from cli_cases import surroundings
 
-from rloo_cli.utils.pids import started
+from rloo_cli.utils.pids import process_start_time
 
 HERE = Path(__file__).parent
 # Every process that imports the worker gets the fake one.
@@ -113,7 +113,7 @@ def launchers(tmp_path: Path) -> Iterator[Launchers]:
 def gone(*pids: int, limit: float = 5) -> bool:
     """Whether these processes are gone within some seconds."""
     end = time.monotonic() + limit
-    while any(started(pid) for pid in pids):
+    while any(process_start_time(pid) for pid in pids):
         if time.monotonic() > end:
             return False
         time.sleep(0.02)

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 
 from rloo_cli.checkpoint import manifest
 from rloo_cli.config import synthetic
-from rloo_cli.config.compose import Composed
-from rloo_cli.config.provenance import Sources
+from rloo_cli.config.compose import ComposedConfig
+from rloo_cli.config.provenance import ConfigSources
 from rloo_cli.launch import launcher
-from rloo_cli.train.worker import work
+from rloo_cli.train.worker import run_training
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import Problem, Stopped
 from rloo_cli.utils.files import update_json
@@ -45,7 +45,7 @@ def left(run: Path) -> dict[str, Any]:
         "ledger": (run / "ledger.jsonl").read_text(),
         "weights": tensors(run / "final" / "model.safetensors"),
     }
-    newest = manifest.checkpoints(run)[0]
+    newest = manifest.list_checkpoints(run)[0]
     for path in sorted((newest / "trainer").glob("*.safetensors")):
         found[path.name] = tensors(path)
     state = json.loads((newest / "trainer" / "state.json").read_text())
@@ -82,10 +82,10 @@ def attempt(
     `functions`: rewards in place of the recipe's. All else is as `rloo train` does it.
     """
     settings = checked(tuple(functions), (f"root={root}", "resume=auto", "max_steps=4", *words))
-    start = launcher.begin(settings)
+    start = launcher.plan_attempt(settings)
     if start.done:
         return True
-    launcher.prepare(start, settings, Composed({}, Sources()))
+    launcher.write_attempt_files(start, settings, ComposedConfig({}, ConfigSources()))
     looks = [] if looks is None else looks
 
     def look() -> None:
@@ -95,9 +95,13 @@ def attempt(
 
     facts = start.folder / "run.json"
     here = mock.patch.dict(os.environ, RLOO_CACHE=cache())
-    with here, mock.patch.object(signals, "check", look), contextlib.redirect_stdout(io.StringIO()):
+    with (
+        here,
+        mock.patch.object(signals, "raise_if_stopped", look),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         try:
-            work(settings, start.folder, functions, start)
+            run_training(settings, start.folder, functions, start)
         except Stopped:
             update_json(facts, state="stopped")
             return False
@@ -139,7 +143,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 def update_apart(one: Path, other: Path) -> float:
     """The largest relative difference of two runs' whole updates, over tensors."""
-    begin = load_file(Path(synthetic.folder("make:tiny")) / "model.safetensors")
+    begin = load_file(Path(synthetic.resolve_model_path("make:tiny")) / "model.safetensors")
     a, b = weights(one), weights(other)
     assert a.keys() == b.keys()
     return max(float((a[n] - b[n]).norm() / (a[n] - begin[n]).norm()) for n in a)

@@ -8,9 +8,9 @@ import pytest
 
 from rloo_cli.config.schema import RewardConfig
 from rloo_cli.data.batch import Group, Rollout
-from rloo_cli.rewards.engine.arguments import Context, TrainerState
-from rloo_cli.rewards.engine.build import build, from_callable
-from rloo_cli.rewards.engine.scoring import RewardFailed, Scores, score
+from rloo_cli.rewards.engine.arguments import RewardContext, TrainerState
+from rloo_cli.rewards.engine.build import build_reward, reward_from_callable
+from rloo_cli.rewards.engine.scoring import RewardFailed, Scores, score_groups
 from rloo_cli.rewards.function import Config as FunctionConfig
 
 COMMON: dict[str, Any] = {
@@ -27,8 +27,8 @@ COMMON: dict[str, Any] = {
     "cache": False,
 }
 STATE = TrainerState(3, 7, 10, 0.5, 96, 1000, 1.0)
-PLAIN = Context(conversational=False, trainer_state=STATE)
-CHAT = Context(conversational=True, trainer_state=STATE)
+PLAIN = RewardContext(conversational=False, trainer_state=STATE)
+CHAT = RewardContext(conversational=True, trainer_state=STATE)
 
 
 def group(*texts: str, prompt: Any = "Say", **row: Any) -> Group:
@@ -37,11 +37,11 @@ def group(*texts: str, prompt: Any = "Say", **row: Any) -> Group:
 
 
 def reward(fn: Any, name: str = "mine", **keys: Any) -> Any:
-    return from_callable(name, fn, RewardConfig(**(COMMON | keys)))
+    return reward_from_callable(name, fn, RewardConfig(**(COMMON | keys)))
 
 
-def run(fn: Any, *groups: Group, context: Context = PLAIN, **keys: Any) -> Scores:
-    return score([reward(fn, **keys)], groups or [group("a", "b")], context)
+def run(fn: Any, *groups: Group, context: RewardContext = PLAIN, **keys: Any) -> Scores:
+    return score_groups([reward(fn, **keys)], groups or [group("a", "b")], context)
 
 
 def values(fn: Any, *groups: Group, **keys: Any) -> list[float | None]:
@@ -59,4 +59,4 @@ def failure(fn: Any, *groups: Group, **keys: Any) -> RewardFailed:
 
 def function(path: Any, name: str = "function", **kwargs: Any) -> Any:
     """The reward `function` with this path, as a config names it."""
-    return build(name, FunctionConfig(**COMMON, path=str(path), kwargs=kwargs))
+    return build_reward(name, FunctionConfig(**COMMON, path=str(path), kwargs=kwargs))

@@ -15,8 +15,8 @@ from rloo_cli.config.registry import config_class
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.data.synthetic import tiny
 from rloo_cli.policy import reward_load, shared_attention
-from rloo_cli.rewards.engine.build import build
-from rloo_cli.rewards.engine.ready import Surroundings
+from rloo_cli.rewards.engine.build import build_reward
+from rloo_cli.rewards.engine.ready import RewardSetup
 
 CONF = Path(__file__).parents[2] / "conf"
 WIDE = SIZE | {"vocab_size": 258, "num_labels": 1, "max_position_embeddings": 128}
@@ -58,7 +58,7 @@ ENDED = [[True, False, True], [False, True, True], [True, True, False]]
 
 def tokenizer(side="right", pad="<pad>", order=("<pad>", "<eos>"), ends=False, bos=None):
     """A token per byte. `order`: of the first two ids; `ends`: it puts EOS behind every text."""
-    made = tiny.tokenizer()
+    made = tiny.tiny_tokenizer()
     if order != ("<pad>", "<eos>"):
         vocabulary = made.get_vocab() | {token: i for i, token in enumerate(order)}
         made = T.PreTrainedTokenizerFast(
@@ -125,21 +125,21 @@ def prompts(policy, conversational=False, texts=PROMPTS):
 
 def made_ready(family, own, policy=None, conversational=False, folder=None, splits=None, **changes):
     """A reward model of this family with this tokenizer, made ready; and what it noted."""
-    policy = policy or tiny.tokenizer()
+    policy = policy or tiny.tiny_tokenizer()
     place = folder or Path(tempfile.mkdtemp(dir=_place().name))
     own.save_pretrained(place)
     given = {"tokenizer": str(place), **changes}
-    reward = build("rm", settings(weights(family), **given))
+    reward = build_reward("rm", settings(weights(family), **given))
     noted = []
     splits = splits or [prompts(policy, conversational)]
-    around = Surroundings(policy, splits, 60, torch.device("cpu"), noted.append, reward_load)
-    reward.code.ready(around)
+    around = RewardSetup(policy, splits, 60, torch.device("cpu"), noted.append, reward_load)
+    reward.code.prepare_model(around)
     return reward.code, noted
 
 
 def rows(policy=None, conversational=False, ended=ENDED):
     """Arguments of a call: PROMPTS with ANSWERS, ended by the policy's EOS or not at all."""
-    policy = policy or tiny.tokenizer()
+    policy = policy or tiny.tiny_tokenizer()
     made = prompts(policy, conversational)
     given = {"prompts": [], "completions": [], "prompt_ids": [], "completion_ids": []}
     given |= {"finish_reasons": [], "group_index": []}
@@ -149,7 +149,7 @@ def rows(policy=None, conversational=False, ended=ENDED):
             given["prompts"].append(made.prompts[p])
             said = [{"role": "assistant", "content": text}] if conversational else text
             given["completions"].append(said)
-            given["prompt_ids"].append(made.ids[p])
+            given["prompt_ids"].append(made.prompt_ids[p])
             given["completion_ids"].append(ids + [policy.eos_token_id] * end)
             given["finish_reasons"].append("stop" if end else "length")
             given["group_index"].append(p)
@@ -168,7 +168,9 @@ def by_class(family, ids):
 
 def force(code, layout):
     """Let a reward model that can have any layout compute in this one."""
-    (shared_attention.install if layout == "shared" else shared_attention.uninstall)(
-        code.model.model
-    )
+    (
+        shared_attention.install_shared_attention
+        if layout == "shared"
+        else shared_attention.uninstall_shared_attention
+    )(code.model.model)
     code.model.layout = layout

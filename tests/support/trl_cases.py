@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback
 
 from rloo_cli.data.batch import Batch, Group, Rollout
-from rloo_cli.policy.shared_attention import native
+from rloo_cli.policy.shared_attention import native_attention
 from rloo_cli.run import Run
-from rloo_cli.train.loop import train
+from rloo_cli.train.loop import run_training_loop
 from rloo_cli.train.minibatches import plan_updates
 
 Gradient = dict[str, Tensor]  # by the parameter's name
@@ -46,7 +46,7 @@ class Ours:
     @property
     def row(self) -> dict[str, Any]:
         """The metrics as last logged."""
-        return [r for r in self.run.log.rows if "loss" in r][-1]
+        return [r for r in self.run.log.metrics_lines if "loss" in r][-1]
 
     @property
     def weights(self) -> Tensor:
@@ -111,7 +111,7 @@ def both(
     run = make(folder, *words, rewards=rewards)
     if completions is not None:
         replay(run, completions)
-    with native(run.policy.model):
+    with native_attention(run.policy.model):
         model = copy.deepcopy(run.policy.model)
     del model.rloo_native
     ours = go(run)
@@ -123,7 +123,7 @@ def both(
 
 def go(run: Run) -> Ours:
     """Train as `rloo train` does, watched."""
-    ours, advance, draw = Ours(run), run.optimizer.step, run.rollouts.next
+    ours, advance, draw = Ours(run), run.optimizer.step, run.rollouts.next_batch
 
     def step(norm: Tensor) -> None:
         ours.gradients.append(gradient(run.policy.model))
@@ -133,14 +133,14 @@ def go(run: Run) -> Ours:
         ours.batches.append(draw(*args))
         return ours.batch
 
-    run.optimizer.step, run.rollouts.next = step, drawn
-    train(run)
+    run.optimizer.step, run.rollouts.next_batch = step, drawn
+    run_training_loop(run)
     return ours
 
 
 def replay(run: Run, completions: Sequence[Sequence[int]]) -> None:
     """Let the run's sampler say these ids, prompt after prompt, ended by its own stop rule."""
-    rule, said = run.generator.rule, iter(completions)
+    rule, said = run.generator.stop_rule, iter(completions)
 
     def rollout(seed: int) -> Rollout:
         ids = list(next(said))
@@ -153,7 +153,7 @@ def replay(run: Run, completions: Sequence[Sequence[int]]) -> None:
             group.rollouts = [rollout(seed) for seed in own]
             arrived(place)
 
-    run.rollouts.generator = SimpleNamespace(generate=generate, facts={})
+    run.rollouts.generator = SimpleNamespace(generate=generate, metrics={})
 
 
 def settings(run: Run, steps: int) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def trained(
     from datasets import Dataset
 
     run, theirs = ours.run, Theirs()
-    model.generation_config.eos_token_id = sorted(run.generator.rule.ids)
+    model.generation_config.eos_token_id = sorted(run.generator.stop_rule.stop_ids)
     groups = [g for batch in ours.batches for g in batch.groups]
     functions = [named(name, function) for name, function in rewards.items()]
     sgd = torch.optim.SGD(model.parameters(), lr=args["learning_rate"])
@@ -244,7 +244,7 @@ def trained(
             model=model,
             reward_funcs=functions,
             args=getattr(trl, f"{kind}Config")(**args),
-            train_dataset=Dataset.from_list([{"prompt": g.prompt, **g.row} for g in groups]),
+            train_dataset=Dataset.from_list([{"prompt": g.prompt, **g.example} for g in groups]),
             processing_class=run.tokenizer,
             callbacks=[Watch(theirs.gradients)],
             **({} if optimizer else {"optimizers": (sgd, constant)}),
@@ -262,7 +262,7 @@ def ordered(ours: Ours, kind: str) -> AbstractContextManager[Any]:
     if algorithm.num_minibatches == 1:
         return nullcontext()
     k, plans = algorithm.num_generations, plan_updates(ours.run, ours.batch, 0)
-    order = [p for plan in plans for index in plan.micros for p, _ in index]
+    order = [p for plan in plans for index in plan.micro_batches for p, _ in index]
     rows = [p * k + j for p in order for j in range(k)]
     return mock.patch(
         f"trl.trainer.{kind.lower()}_trainer.shuffle_sequence_dict",

@@ -23,10 +23,10 @@ from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.batch import Group
 from rloo_cli.data.synthetic import tiny
 from rloo_cli.generation.vllm import handshake, server_file
-from rloo_cli.generation.vllm.generator import VllmGenerator, over_http
-from rloo_cli.generation.vllm.handshake import Expected
-from rloo_cli.generation.vllm.http_engine import OverHttp
-from rloo_cli.generation.vllm.weights import Whole
+from rloo_cli.generation.vllm.generator import VllmGenerator, build_server_generator
+from rloo_cli.generation.vllm.handshake import ExpectedServer
+from rloo_cli.generation.vllm.http_engine import HttpEngine
+from rloo_cli.generation.vllm.weights import ModelWeightSource
 from rloo_cli.policy.model import Policy
 
 WORDS = (
@@ -56,14 +56,16 @@ class Real:
 @functools.cache
 def tokenizer() -> Any:
     """The tiny model's."""
-    return tiny.tokenizer()
+    return tiny.tiny_tokenizer()
 
 
 @functools.cache
 def policy() -> Policy:
     """A tiny model whose head is zero: every token has the same probability, as the fake says."""
     os.environ.setdefault("RLOO_CACHE", loop_cases.cache())
-    model = AutoModelForCausalLM.from_pretrained(tiny.model(), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny.tiny_model_folder(), dtype=torch.float32
+    ).eval()
     with torch.no_grad():
         model.lm_head.weight.zero_()
     return Policy(model, 1.0)
@@ -87,21 +89,29 @@ def right() -> dict[str, Any]:
     """What GET /rloo of a server for that config answers."""
     return {
         "protocol": 1, "model": "make:tiny", "dtype": "float32", "vllm": "0.32.0",
-        "tokenizer": handshake.tokenizer(tokenizer()), "max_model_len": PLACES,
+        "tokenizer": handshake.tokenizer_fingerprint(tokenizer()), "max_model_len": PLACES,
         "logprobs_mode": "processed_logprobs", "transfer": "gloo", "devices": [],
     }  # fmt: skip
 
 
-def engine(run: RunConfig, folder: Path, **other: Any) -> OverHttp:
+def engine(run: RunConfig, folder: Path, **other: Any) -> HttpEngine:
     """The client's side; `other` changes what it expects."""
-    expects = {"model": "make:tiny", "dtype": "float32", "places": PLACES, "transfer": "gloo"}
-    expects |= {"tokenizer": handshake.tokenizer(tokenizer()), "allow_untested": False} | other
-    return OverHttp(run.generation.server, folder, Expected(**expects))  # type: ignore[attr-defined]
+    expects = {
+        "model": "make:tiny",
+        "dtype": "float32",
+        "max_model_len": PLACES,
+        "transfer": "gloo",
+    }
+    expects |= {
+        "tokenizer": handshake.tokenizer_fingerprint(tokenizer()),
+        "allow_untested": False,
+    } | other
+    return HttpEngine(run.generation.server, folder, ExpectedServer(**expects))  # type: ignore[attr-defined]
 
 
-def weights() -> Whole:
+def weights() -> ModelWeightSource:
     """The policy's weights as an engine takes them."""
-    return Whole(policy().model, torch.float32)
+    return ModelWeightSource(policy().model, torch.float32)
 
 
 def groups(prompts: list[list[int]] = PROMPTS) -> list[Group]:
@@ -112,7 +122,7 @@ def groups(prompts: list[list[int]] = PROMPTS) -> list[Group]:
 def sampler(run: RunConfig, folder: Path, note: Any = lambda text: None) -> VllmGenerator:
     """The generator of such a run."""
     model = policy().model  # before the cache is asked for
-    return over_http(model, tokenizer(), run, 2048, folder, note)
+    return build_server_generator(model, tokenizer(), run, 2048, folder, note)
 
 
 @pytest.fixture
@@ -132,7 +142,7 @@ def serving(place: Path, base: Path, *words: str) -> Iterator[Real]:
     verb = rloo.start("vllm-serve", "+recipe=smoke", *WORDS, *words)
     folder, until = place / "runs" / "smoke", time.monotonic() + 300
     try:
-        while (there := server_file.live(folder)) is None:
+        while (there := server_file.running_server(folder)) is None:
             said = (place / "out").read_text()
             assert verb.poll() is None and time.monotonic() < until, said
             time.sleep(0.2)

@@ -18,18 +18,18 @@ def warm() -> None:
 
     from rloo_cli.cli import main, multirun, plan, sweep  # noqa: F401
     from rloo_cli.config import registry
-    from rloo_cli.config.compose import compose
+    from rloo_cli.config.compose import compose_config
     from rloo_cli.evaluation import worker as evaluation_worker  # noqa: F401
     from rloo_cli.reporting import curves
     from rloo_cli.train import worker  # noqa: F401
     from rloo_cli.train.supervised import worker as supervised_worker  # noqa: F401
 
-    for room in registry.ROOMS:
-        for name in registry.names(room):
-            registry.module(room, name)
-    compose(["+recipe=smoke"])  # Hydra and its plug-ins are imported, our recipes read
+    for room in registry.REGISTRIES:
+        for name in registry.registry_names(room):
+            registry.registered_module(room, name)
+    compose_config(["+recipe=smoke"])  # Hydra and its plug-ins are imported, our recipes read
     conversion_mapping.get_checkpoint_conversion_mapping("qwen3")
-    curves.draw = lambda *given: None  # type: ignore[assignment]
+    curves.draw_run_curves = lambda *given: None  # type: ignore[assignment]
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # a collection in a fork would touch, and so copy, everything there is

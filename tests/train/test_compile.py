@@ -6,7 +6,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rloo_cli.data.batch import Group, Rollout
-from rloo_cli.data.packing import whole
+from rloo_cli.data.packing import whole_group_slices
 from rloo_cli.distributed import gather
 from rloo_cli.policy import layouts
 from rloo_cli.policy.model import Policy
@@ -31,7 +31,7 @@ def gradients(policy: Policy, more: int) -> list[torch.Tensor]:
     """Log-probabilities and every gradient of their sum."""
     policy.model.zero_grad()
     batch = groups(more)
-    logp = policy.logp(policy.pack(batch, whole(batch, range(2)))).logp
+    logp = policy.logp(policy.pack(batch, whole_group_slices(batch, range(2)))).logp
     logp.sum().backward()
     return [logp.detach(), *(p.grad.clone() for p in policy.model.parameters())]
 
@@ -44,9 +44,9 @@ def test_compiled_layers_have_the_gradients_of_plain_ones_for_rows_of_any_number
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
     )  # fmt: skip
     policy = Policy(Qwen3ForCausalLM(config), 1.0)
-    assert layouts.settle(policy, "shared", 64).layout == "shared"
+    assert layouts.choose_policy_layout(policy, "shared", 64).layout == "shared"
     plain = [gradients(policy, more) for more in (0, 3, 9)]
-    for layer in gather.layers(policy.model):
+    for layer in gather.decoder_layers(policy.model):
         layer.compile(dynamic=True)
     for more, expected in zip((0, 3, 9), plain, strict=True):
         for found, known in zip(gradients(policy, more), expected, strict=True):

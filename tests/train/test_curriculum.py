@@ -2,7 +2,7 @@
 
 from loop_cases import alone
 
-from rloo_cli.train.loop import train
+from rloo_cli.train.loop import run_training_loop
 
 
 def test_a_reward_can_change_from_step_to_step(tmp_path) -> None:
@@ -15,7 +15,7 @@ def test_a_reward_can_change_from_step_to_step(tmp_path) -> None:
         return [sign * (1 + len(set(ids))) for ids in completion_ids]
 
     run = alone(tmp_path, "max_steps=2", rewards={"turning": turning})
-    train(run)
+    run_training_loop(run)
     assert seen == [(0, 2, 0), (1, 2, 1)]
-    first, second = (row["reward/turning/mean"] for row in run.log.rows)
+    first, second = (row["reward/turning/mean"] for row in run.log.metrics_lines)
     assert first > 0 > second

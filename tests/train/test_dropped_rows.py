@@ -93,9 +93,11 @@ def test_rows_on_which_nothing_depends_are_not_forwarded_and_nothing_changes(
     }
     moved, row, _ = step(run, batch)
     other, again, twin = step(plain)
-    found = [(i, k) for micro in seen for i, ks in micro.parts for k in ks]
+    found = [(i, k) for micro in seen for i, ks in micro.group_slices for k in ks]
     assert sorted(set(found)) == sorted(expected)
-    assert sum(len(micro.target) for micro in all_seen[-1:]) == int(twin.table("length").sum())
+    assert sum(len(micro.target) for micro in all_seen[-1:]) == int(
+        twin.rollout_values("length").sum()
+    )
     assert apart(moved, other) < 1e-5 and float(moved.norm()) > 0
     assert torch.allclose(batch.advantage[~batch.masked], twin.advantage[~batch.masked], atol=1e-4)
     agree(row, again, *FORWARDED, exact=1e-4)
@@ -107,7 +109,10 @@ def test_tokens_of_dropped_rows_are_in_no_layout(tmp_path, layout):
     seen, all_seen = spied(run), spied(plain)
     moved, _, batch = step(run)
     other, _, _ = step(plain)
-    length, kept = batch.table("length"), [(0, k) for k in range(4)] + [(3, k) for k in (0, 2, 3)]
+    length, kept = (
+        batch.rollout_values("length"),
+        [(0, k) for k in range(4)] + [(3, k) for k in (0, 2, 3)],
+    )
     assert sum(len(m.target) for m in seen) == sum(int(length[p, k]) for p, k in kept)
     assert sum(m.input_ids.numel() for m in seen) < 0.6 * sum(m.input_ids.numel() for m in all_seen)
     assert apart(moved, other) < 1e-5
@@ -219,7 +224,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_micro_batch_once_laid_out_never_waits_for_the_device(tmp_path, monkeypatch, kind):
     run = make(tmp_path, *PLAIN, ENDS, *KINDS[kind], "train.micro_batch_tokens=100")
-    found, open_, pack, backward = [], [], run.policy.pack, train_step.backward
+    found, open_, pack, backward = [], [], run.policy.pack, train_step.backward_micro_batch
 
     def packed(*given):
         micro = pack(*given)
@@ -237,7 +242,7 @@ def test_a_micro_batch_once_laid_out_never_waits_for_the_device(tmp_path, monkey
                 open_.pop().__exit__(None, None, None)
 
     run.policy.pack = packed
-    monkeypatch.setattr(train_step, "backward", watched)
+    monkeypatch.setattr(train_step, "backward_micro_batch", watched)
     _, row, _ = step(run)
     assert found == [] and row["grad_norm"] > 0
 

@@ -22,10 +22,10 @@ from loop_cases import (
 from resume_cases import attempt, differing, left
 
 from rloo_cli.checkpoint import manifest
-from rloo_cli.checkpoint.step_state import dump, load
-from rloo_cli.config.compose import compose
-from rloo_cli.policy.shared_attention import native
-from rloo_cli.run import Cycle
+from rloo_cli.checkpoint.step_state import dump_step, load_step
+from rloo_cli.config.compose import compose_config
+from rloo_cli.policy.shared_attention import native_attention
+from rloo_cli.run import StepProgress
 from rloo_cli.train.advantages import update_algorithm_state
 from rloo_cli.utils.errors import ConfigError
 
@@ -87,7 +87,7 @@ def test_the_training_forwards_log_probabilities_are_as_good_as_a_pass_of_their_
         folder.mkdir()
         kind = [f"algorithm={name}", f"{A}beta=0.1", f"train.old_logp={way}"]
         run = alone(folder, *PLAIN, ENDS, *kind)
-        assert (run.plan.separate is None) == (way == "auto" and name != "reinforce")
+        assert (run.forward_plan.separate is None) == (way == "auto" and name != "reinforce")
         moves.append(step(run)[0])
     assert apart(moves[1], moves[0]) < CLOSE
 
@@ -131,7 +131,7 @@ def test_grpo_divides_by_the_groups_std_and_means_over_all_tokens(tmp_path):
     batch = sampled(run)
     score = batch.raw[0]
     value = (score - score.mean(1, keepdim=True)) / (score.std(1, keepdim=True) + 1e-4)
-    tokens = int(batch.table("length").sum())
+    tokens = int(batch.rollout_values("length").sum())
     expected = by_hand(run, batch, value.float(), tokens)
     assert apart(-step(run, batch)[0] / 0.01, expected) < 2 * CLOSE
 
@@ -170,7 +170,7 @@ def test_reinforce_pp_minus_its_groups_mean_spreads_the_difference_over_the_toke
     run = alone(tmp_path, *PLAIN, ENDS, "algorithm=reinforce_pp_baseline", f"{A}beta=0")
     batch = sampled(run)
     score = batch.raw[0] - batch.raw[0].mean(1, keepdim=True)
-    length = batch.table("length")
+    length = batch.rollout_values("length")
     every = torch.repeat_interleave(score.reshape(-1), length.reshape(-1))
     value = ((score - every.mean()) / (every.var() + 1e-8).sqrt()).float()
     expected = by_hand(run, batch, value, len(every))
@@ -193,9 +193,9 @@ def test_masked_completions_have_no_part_in_the_whitening(tmp_path):
     kind = [PP, f"{A}mask_truncated_completions=true", f"{A}beta=0", "train.forward_all=true"]
     run = alone(tmp_path, *PLAIN, ENDS, *kind)
     batch = sampled(run)
-    ended = batch.table("terminated")
+    ended = batch.rollout_values("terminated")
     assert 0 < ended.sum() < 16
-    every = torch.repeat_interleave(batch.raw[0][ended], batch.table("length")[ended])
+    every = torch.repeat_interleave(batch.raw[0][ended], batch.rollout_values("length")[ended])
     value = (batch.raw[0] - every.mean()) / (every.var() + 1e-8).sqrt() * ended
     expected = by_hand(run, batch, value.float(), len(every))
     assert apart(-step(run, batch)[0] / 0.01, expected) < CLOSE
@@ -204,7 +204,7 @@ def test_masked_completions_have_no_part_in_the_whitening(tmp_path):
 def test_remax_compares_with_a_greedy_answer_that_is_not_trained_on(tmp_path):
     run = alone(tmp_path, *PLAIN, ENDS, "algorithm=remax", f"{A}beta=0", f"{A}num_generations=2")
     batch = sampled(run)
-    others = [type(g)(g.draw, g.row, g.prompt, g.prompt_ids) for g in batch.groups]
+    others = [type(g)(g.prompt_offset, g.example, g.prompt, g.prompt_ids) for g in batch.groups]
     run.generator.generate(others, [[0]] * 4, greedy=True)
     scores = [sum((7 * i + 3) % 11 for i in ids) / 10 - len(ids) / 2
               for ids in (g.rollouts[0].completion_ids for g in others)]  # fmt: skip
@@ -233,8 +233,8 @@ def test_a_prompt_whose_greedy_answer_has_no_score_is_left_out(tmp_path):
 def test_a_greedy_score_is_kept_in_a_checkpoint_inside_a_step(tmp_path):
     run = alone(tmp_path, *PLAIN, ENDS, "algorithm=remax")
     batch = sampled(run)
-    tensors, plain = dump(Cycle(batch))
-    again = load(tensors, json.loads(json.dumps(plain)), run.prompts)
+    tensors, plain = dump_step(StepProgress(batch))
+    again = load_step(tensors, json.loads(json.dumps(plain)), run.prompts)
     assert torch.equal(again.batch.greedy, batch.greedy)
 
 
@@ -248,14 +248,14 @@ def test_an_entropy_bonus_adds_the_gradient_of_the_tokens_mean_entropy(tmp_path)
     for group in batch.groups:
         for rollout in group.rollouts:
             ids = torch.tensor([group.prompt_ids + rollout.completion_ids])
-            with native(bonus.policy.model):
+            with native_attention(bonus.policy.model):
                 logits = bonus.policy.model(ids).logits[0, len(group.prompt_ids) - 1 : -1]
             logp = logits.float().log_softmax(-1)
             total = total - (logp.exp() * logp).sum()
             count += len(rollout.completion_ids)
     expected = gradient(bonus, 0.5 * total / count)
     moved = [step(run)[0] for run in (plain, bonus)]
-    assert bonus.level.head == "model" and "entropy" in bonus.level.why
+    assert bonus.layout_choice.head == "model" and "entropy" in bonus.layout_choice.why
     assert apart((moved[1] - moved[0]) / 0.01, expected) < 1e-3
 
 
@@ -273,8 +273,8 @@ def test_token_advantages_are_kept_in_a_checkpoint_inside_a_step(tmp_path):
     run = alone(tmp_path, *PLAIN, ENDS, PP)
     batch = sampled(run)
     updated(run, batch)
-    tensors, plain = dump(Cycle(batch, prepared=True))
-    again = load(tensors, json.loads(json.dumps(plain)), run.prompts)
+    tensors, plain = dump_step(StepProgress(batch, prepared=True))
+    again = load_step(tensors, json.loads(json.dumps(plain)), run.prompts)
     for group, other in zip(batch.groups, again.batch.groups, strict=True):
         for one, two in zip(group.advantage, other.advantage, strict=True):
             assert torch.equal(one, two)
@@ -302,7 +302,7 @@ def test_a_run_stopped_inside_a_step_goes_on_with_the_same_advantages(tmp_path, 
     ):
         stops += 1
     assert stops
-    assert manifest.newest(tmp_path / "cut" / "smoke")[1] == []  # none was passed over
+    assert manifest.newest_checkpoint(tmp_path / "cut" / "smoke")[1] == []  # none was passed over
     assert not differing(left(tmp_path / "whole" / "smoke"), left(tmp_path / "cut" / "smoke"))
 
 
@@ -358,7 +358,7 @@ def test_a_recipe_cannot_name_a_dialect_without_its_keys(tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("# Mine.\ndefaults: [smoke]\nalgorithm: {dialect: trl}\n")
     with pytest.raises(ConfigError) as refused:
-        compose([f"+recipe={recipe}"])
+        compose_config([f"+recipe={recipe}"])
     assert "override /algorithm/dialect: trl" in refused.value.render()
 
 

@@ -69,7 +69,10 @@ def test_a_group_over_the_budget_is_split_and_takes_a_separate_pass_for_its_kl(
         run = make(tmp_path, *PLAIN, ENDS, kl, *words)
         batch = sampled(run)
         (plan,) = minibatches.plan_updates(run, batch, 0)
-        assert run.plan.separate is None and minibatches.together([plan]) is not splits
+        assert (
+            run.forward_plan.separate is None
+            and minibatches.keeps_groups_whole([plan]) is not splits
+        )
         _, row, _ = step(run, batch)
         assert ("time/old_logp" in row) is (splits and apart_)
 
@@ -78,14 +81,14 @@ def test_a_group_over_the_budget_is_split_and_takes_a_separate_pass_for_its_kl(
 def test_no_order_of_micro_batches_changes_the_update(tmp_path, monkeypatch, kl):
     words = [tmp_path, *PLAIN, ENDS, kl, NORMALISED, "train.layout=shared"]
     ((moved, row, _),) = several(words, ["train.micro_batch_tokens=100000"])
-    inner = minibatches.bin_packing.bins
+    inner = minibatches.bin_packing.pack_micro_batches
     for turn in (1, 3):
 
         def turned(*given, turn=turn):
             (found,) = inner(*given)
             return [found[turn:] + found[:turn]]
 
-        monkeypatch.setattr(minibatches.bin_packing, "bins", turned)
+        monkeypatch.setattr(minibatches.bin_packing, "pack_micro_batches", turned)
         ((other, again, count),) = several(words, ["train.micro_batch_tokens=90"])
         assert count == 4 and apart(other, moved) < EXACT
         agree(again, row, exact=5e-5)
@@ -121,7 +124,7 @@ VIOLATED |= {f"every group's KL: {k}": [NORMALISED, KL, *words] for k, words in 
 def test_a_condition_that_does_not_hold_takes_a_separate_pass_and_the_plain_gradient(tmp_path, why):
     run = make(tmp_path, *PLAIN, ENDS, *VIOLATED[why])
     plain = make(tmp_path, *PLAIN, ENDS, *VIOLATED[why], *PLAINLY)
-    assert why.partition(":")[0] in run.plan.separate
+    assert why.partition(":")[0] in run.forward_plan.separate
     assert (run.policy.layout, plain.policy.layout) == ("shared", "padded")
     moved, row, _ = step(run)
     expected, other, _ = step(plain)
@@ -159,7 +162,7 @@ def test_normalising_is_one_factor_on_the_gradient_of_the_fused_way(tmp_path, ki
     words = [*PLAIN, ENDS, KL, *FUSED[kind], "train.micro_batch_tokens=100"]
     run = make(tmp_path, *words, rewards=rewards)
     plain = make(tmp_path, *words, *PLAINLY, rewards=rewards)
-    assert run.plan.separate is None and plain.plan.separate
+    assert run.forward_plan.separate is None and plain.forward_plan.separate
     moved, row, batch = step(run)
     expected, other, twin = step(plain)
     assert "time/old_logp" not in row and "time/old_logp" in other
@@ -174,6 +177,6 @@ def test_normalising_is_one_factor_on_the_gradient_of_the_fused_way(tmp_path, ki
 def test_one_line_says_the_layout_and_the_head_that_are_used(tmp_path, capsys, layout):
     run = make(tmp_path, KL, f"train.layout={layout}")
     (line,) = [text for text in capsys.readouterr().out.splitlines() if "rows are" in text]
-    assert f"rows are {run.level}" in line and run.policy.layout == run.level.layout
-    assert str(run.level) == ("padded" if layout == "padded" else "shared") + ", head fused"
+    assert f"rows are {run.layout_choice}" in line and run.policy.layout == run.layout_choice.layout
+    assert str(run.layout_choice) == ("padded" if layout == "padded" else "shared") + ", head fused"
     assert run.reference.layout == run.policy.layout

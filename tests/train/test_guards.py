@@ -107,7 +107,7 @@ def states(run):
 def test_weights_that_overflowed_stop_the_run_at_the_next_sample(tmp_path):
     run = make(tmp_path, "train.optimizer_kwargs={lr: 1e30}", "max_steps=3")
     with pytest.raises(NumbersError) as caught:
-        loop.train(run)
+        loop.run_training_loop(run)
     assert caught.value.code == 7 and run.state.step == 1
 
 
@@ -118,7 +118,7 @@ def test_a_nan_from_a_reward_never_reaches_the_loop(tmp_path):
     run = make(tmp_path, rewards={"nan": nan})
     before = flat(run)
     with pytest.raises(RunError) as caught:
-        loop.train(run)
+        loop.run_training_loop(run)
     assert caught.value.code == 5 and torch.equal(flat(run), before)
 
 
@@ -127,12 +127,12 @@ def test_skip_lets_three_such_updates_in_a_row_pass_and_no_fourth(tmp_path):
     notes = listen(run)
     poison(run, lambda n: n in (0, 1, 2, 4, 5, 6) or n > 7)
     with pytest.raises(NumbersError):
-        loop.train(run)
+        loop.run_training_loop(run)
     assert run.state.step == 11 and run.state.updates == 2
     skipped = [n for n in notes if "update skipped" in n]
     assert len(skipped) == 9 and "non-finite gradient" in skipped[0]
-    assert [row["updates"] for row in run.log.rows] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
-    assert "loss" not in run.log.rows[0] and "loss" in run.log.rows[3]
+    assert [row["updates"] for row in run.log.metrics_lines] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+    assert "loss" not in run.log.metrics_lines[0] and "loss" in run.log.metrics_lines[3]
 
 
 def test_a_skipped_update_leaves_the_weights_and_the_schedule(tmp_path):
@@ -184,7 +184,7 @@ def test_a_step_with_nothing_to_learn_from_moves_no_weight(tmp_path, kind):
     for _ in range(2):  # so that the optimizer has momentum
         assert float(step(run)[0].norm()) > 0
     if "completion" in kind:
-        run.generator.rule.terminated = lambda ids, reason: False
+        run.generator.stop_rule.terminated = lambda ids, reason: False
     updates = run.state.updates
     for _ in range(3):
         moved, row, _ = step(run)
@@ -197,8 +197,8 @@ def test_a_step_with_nothing_to_learn_from_moves_no_weight(tmp_path, kind):
 def test_ten_such_steps_in_a_row_stop_the_run(tmp_path, words):
     run = make(tmp_path, *words, "max_steps=20", rewards={"some": scored_until(3)})
     with pytest.raises(NumbersError) as caught:
-        loop.train(run)
-    assert caught.value.code == 7 and run.state.step == 3 + guards.PATIENCE - 1
+        loop.run_training_loop(run)
+    assert caught.value.code == 7 and run.state.step == 3 + guards.MAX_EMPTY_STEPS - 1
     assert "max_completion_length" in str(caught.value) and "100%" in str(caught.value)
 
 
@@ -208,7 +208,7 @@ def test_one_step_that_learns_starts_the_count_anew(tmp_path):
         return scores if trainer_state.step % 6 == 5 else [None] * len(scores)
 
     run = make(tmp_path, "max_steps=16", rewards={"some": now_and_then})
-    loop.train(run)
+    loop.run_training_loop(run)
     assert run.state.updates == 2 and run.state.empty == 4
 
 

@@ -112,7 +112,9 @@ def test_old_logp_of_the_training_forward_gives_the_update_of_a_separate_pass(tm
     one = make(tmp_path, *PLAIN, ENDS, *FUSED[kind], "train.micro_batch_size=8")
     apart_ = [*FUSED[kind], "train.old_logp=separate", "name=apart"]
     two = make(tmp_path, *PLAIN, ENDS, *apart_, "train.micro_batch_size=8")
-    assert one.plan.separate is None and two.plan.separate == "train.old_logp=separate"
+    assert (
+        one.forward_plan.separate is None and two.forward_plan.separate == "train.old_logp=separate"
+    )
     moved, row, batch = step(one)
     again, other, twin = step(two)
     assert apart(moved, again) < EXACT
@@ -154,9 +156,9 @@ def test_updates_are_iterations_times_minibatches_permuted_anew_each_time(tmp_pa
     run = make(tmp_path, *PLAIN, ENDS, *words, "train.prompts_per_step=8")
     made, advance = [], run.optimizer.step
     run.optimizer.step = lambda norm: (made.append(norm), advance(norm))
-    loop.train(run)
+    loop.run_training_loop(run)
     assert len(made) == run.state.updates == 2 * 3 * 2
-    orders = [[[i for i, _ in chain(*p.micros)] for p in found] for _, found in plans]
+    orders = [[[i for i, _ in chain(*p.micro_batches)] for p in found] for _, found in plans]
     for order in orders:
         assert sorted(chain(*order)) == [*range(8)] and [len(part) for part in order] == [4, 4]
     assert len({str(order) for order in orders}) == len(orders) == 6
@@ -205,8 +207,8 @@ def test_step_wide_advantages_are_those_of_the_whole_batch(tmp_path, switch, mic
 def test_two_runs_of_one_seed_are_equal_bit_for_bit_and_another_seed_is_not(tmp_path):
     def go(seed):
         run = make(tmp_path, ENDS, f"seed={seed}", "max_steps=3", "train.learning_rate=1e-3")
-        loop.train(run)
-        return flat(run), [timeless(row) for row in run.log.rows]
+        loop.run_training_loop(run)
+        return flat(run), [timeless(row) for row in run.log.metrics_lines]
 
     (first, rows), (again, same), (other, others) = go(1), go(1), go(2)
     assert torch.equal(first, again) and rows == same and len(rows) == 3
@@ -221,18 +223,18 @@ def test_thirty_steps_of_an_easy_problem_raise_the_reward(tmp_path):
     words = ["max_steps=30", "train.learning_rate=3e-3", "generation.max_completion_length=8"]
     words += ["train.prompts_per_step=8", "algorithm.beta=0"]
     run = make(tmp_path, *words, rewards={"small": share_of_small_ids}, noise=0.0)
-    loop.train(run)
-    rewards = [row["reward"] for row in run.log.rows]
+    loop.run_training_loop(run)
+    rewards = [row["reward"] for row in run.log.metrics_lines]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
 
 
 def test_places_and_counts_advance_by_what_was_consumed(tmp_path):
     run = make(tmp_path, ENDS, "max_steps=3")
-    loop.train(run)
+    loop.run_training_loop(run)
     assert (run.state.step, run.state.updates, run.state.place) == (3, 3, 12)
     assert run.state.episodes == 48
-    assert [row["episode"] for row in run.log.rows] == [16, 32, 48]
-    assert run.state.tokens == run.log.rows[-1]["num_tokens"]
+    assert [row["episode"] for row in run.log.metrics_lines] == [16, 32, 48]
+    assert run.state.tokens == run.log.metrics_lines[-1]["num_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -256,9 +258,9 @@ def test_an_update_is_divided_by_what_its_aggregation_counts(tmp_path, agg, deno
     run = make(tmp_path, ENDS, *words, rewards={"most": first_group_silent})
     batch = sampled(run)
     (plan,) = train_step.plan_updates(run, batch, 0)
-    ended, length = batch.table("terminated"), batch.table("length")
+    ended, length = batch.rollout_values("terminated"), batch.rollout_values("length")
     assert 0 < ended[1:].sum() < 12
     rows = {"all": 16, "valid": int(ended[1:].sum())}
     tokens = {"all": int(length[ended].sum()), "valid": int(length[1:][ended[1:]].sum())}
     assert plan.denominator == expected(rows, tokens, 2)
-    assert plan.tokens == tokens["valid"] and len(plan.micros) == 2
+    assert plan.num_tokens == tokens["valid"] and len(plan.micro_batches) == 2

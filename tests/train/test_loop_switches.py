@@ -121,7 +121,7 @@ def test_truncated_completions_leave_the_loss_and_with_drop_the_baseline_too(tmp
     words = [f"{A}mask_truncated_completions={how}", f"{A}beta=0.3"]
     run = make(tmp_path, *PLAIN, ENDS, *words)
     batch = sampled(run)
-    ended = batch.table("terminated")
+    ended = batch.rollout_values("terminated")
     assert 0 < ended.sum() < 16 and torch.equal(batch.masked, ~ended)
     now, ref = table(run.policy, batch), table(run.reference, batch)
     reward: list[list[float | None]] = []
@@ -146,7 +146,7 @@ def test_one_completion_that_ended_is_learnt_from_though_its_siblings_are_masked
     for group in batch.groups:
         for k, rollout in enumerate(group.rollouts):
             rollout.terminated = k == 0
-    batch.masked = ~batch.table("terminated")
+    batch.masked = ~batch.rollout_values("terminated")
     value = [[row[0], 0, 0, 0] for row in leave_one_out(batch.raw[0].tolist())]
     expected = policy_gradient(run, batch, value)
     assert apart(-step(run, batch)[0] / 0.01, expected) < CLOSE
@@ -234,7 +234,7 @@ def test_resampling_draws_on_until_every_group_differs_and_the_place_moves_along
     for _ in range(2):
         batch = sampled(run)
         assert not any(flat_prompts(batch)) and batch.active == [0, 1, 2, 3]
-        draws = [g.draw for g in batch.groups]
+        draws = [g.prompt_offset for g in batch.groups]
         assert draws == sorted(set(draws)) and run.state.place <= draws[0]
         assert draws[-1] < run.state.place + batch.draws
         assert batch.draws == 4 + batch.facts["groups/resampled"]
@@ -290,7 +290,7 @@ def test_resampling_that_finds_nothing_to_learn_from_stops_the_run(tmp_path):
     run = make(tmp_path, *words, rewards={"constant": constant})
     before = flat(run)
     with pytest.raises(NumbersError) as caught:
-        loop.train(run)
+        loop.run_training_loop(run)
     assert caught.value.code == 7 and "12 drawn" in str(caught.value)
     assert "score 1, the highest" in str(caught.value) and "0, the lowest" in str(caught.value)
     assert torch.equal(flat(run), before) and run.state.step == 0

@@ -109,7 +109,7 @@ def try_draw(bench: Bench, number: int) -> str:
             bench.trained(plain, sampled, length, memory)
         return ""
     slow, _ = bench.trained(plain, sampled, length, memory)
-    given = given_of([g.draw for g in batch.groups], sampled, settings, memory)
+    given = given_of([g.prompt_offset for g in batch.groups], sampled, settings, memory)
     expected = expected_gradients(bench, settings, given, slow)
     if len(fast.gradients) != len(expected):
         return f"the fast way makes {len(fast.gradients)} updates instead of {len(expected)}"
@@ -149,9 +149,9 @@ def test_draws_meet_every_algorithm_and_dialect_and_the_corners_and_few_are_refu
     bonus = [
         k
         for k in keys
-        if k.normalize_advantages and k.entropy_coef and not forward_plan.by_scores(k)
+        if k.normalize_advantages and k.entropy_coef and not forward_plan.needs_no_logprobs(k)
     ]
     masked = [k for k in keys if k.by_token and k.mask_truncated_completions is True]
-    clipped = [k for k in keys if k.normalize_advantages and advantage.clips(k)]
+    clipped = [k for k in keys if k.normalize_advantages and advantage.clips_advantages(k)]
     again = [k for k in keys if k.zero_std_groups == "resample" and k.multi_reward != "sum"]
     assert min(map(len, (bonus, masked, clipped))) >= 8 and len(again) >= 2

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from rloo_cli.checkpoint import manifest, save, step_state
 from rloo_cli.config import check, synthetic, value_model
-from rloo_cli.config.compose import compose
-from rloo_cli.planning import model_facts, peak_memory, plan, static_memory
+from rloo_cli.config.compose import compose_config
+from rloo_cli.planning import model_spec, peak_memory, plan, static_memory
 from rloo_cli.planning import text as planning_text
 from rloo_cli.policy import memory
-from rloo_cli.run import Cycle, Run
+from rloo_cli.run import Run, StepProgress
 from rloo_cli.train.step import update_policy
 from rloo_cli.utils.errors import ConfigError, StorageError
 
@@ -49,10 +49,10 @@ def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not_been(stops: int, tmp_pa
     begin = [22, 4]  # within the first step, an update on, and then anywhere
     for place in [*begin, *(draw.randrange(1, len(looks) // 2) for _ in range(stops)), None]:
         ended = attempt(tmp_path / "cut", *keys, stop_at=place, moody=moody)
-        places.append(manifest.place(manifest.checkpoints(run)[0]))
+        places.append(manifest.checkpoint_position(manifest.list_checkpoints(run)[0]))
     assert places[0][0] == 0 < places[0][1] < places[1][1] < 8  # of 8 updates a step
     assert ended and not differing(whole, left(run)) and not temporaries(run)
-    assert manifest.newest(run)[1] == []  # no checkpoint was passed over
+    assert manifest.newest_checkpoint(run)[1] == []  # no checkpoint was passed over
 
 
 class Enough(Exception):
@@ -65,10 +65,10 @@ def test_between_two_updates_of_a_step_everything_is_kept(tmp_path: Path) -> Non
     whole = make(tmp_path, *words, *RM, rewards={})
     batch = sampled(whole)
     seen: list[dict[str, torch.Tensor]] = []
-    real = step_state.dump
+    real = step_state.dump_step
 
     def watch(run: Run) -> None:
-        tensors, _ = real(Cycle(batch, prepared=True))
+        tensors, _ = real(StepProgress(batch, prepared=True))
         seen.append({n: t.clone() for n, t in tensors.items() if n.startswith("column/")})
 
     step = whole.optimizer.step
@@ -78,7 +78,7 @@ def test_between_two_updates_of_a_step_everything_is_kept(tmp_path: Path) -> Non
         step(norm)
 
     whole.optimizer.step = stepped  # type: ignore[method-assign]
-    update_policy(whole, Cycle(batch))
+    update_policy(whole, StepProgress(batch))
     assert len(seen) == 3
     for name in ("value", "advantage", "returns", "old_logp"):
         assert all(torch.equal(one[f"column/{name}"], seen[0][f"column/{name}"]) for one in seen)
@@ -87,7 +87,7 @@ def test_between_two_updates_of_a_step_everything_is_kept(tmp_path: Path) -> Non
 def test_what_a_checkpoint_has_and_a_final_model_has_not(tmp_path: Path) -> None:
     assert attempt(tmp_path, *PPO, *RM, "max_steps=1", "algorithm.num_iterations=1")
     run = tmp_path / "smoke"
-    newest = manifest.checkpoints(run)[0]
+    newest = manifest.list_checkpoints(run)[0]
     value = load_file(newest / "trainer" / "value.safetensors")
     assert value["score.weight"].shape == (1, 64)
     moments = load_file(newest / "trainer" / "optimizer-1-of-1.safetensors")
@@ -98,28 +98,28 @@ def test_what_a_checkpoint_has_and_a_final_model_has_not(tmp_path: Path) -> None
 
 def test_a_value_model_that_was_not_written_whole_is_no_checkpoint(tmp_path: Path) -> None:
     run = make(tmp_path, "algorithm=ppo")
-    assert run.critic is not None
-    save.export.whole(run.policy.model, run.tokenizer, tmp_path)
+    assert run.value_model is not None
+    save.export.write_model_folder(run.policy.model, run.tokenizer, tmp_path)
     (tmp_path / "trainer").mkdir()
-    file, whole = tmp_path / "trainer" / "value.safetensors", run.critic.state()
+    file, whole = tmp_path / "trainer" / "value.safetensors", run.value_model.state()
     save_file(whole, file)
-    save._look(run, tmp_path)
+    save._check_written_weights(run, tmp_path)
     for lame in (
         {n: t for n, t in whole.items() if "layers.1" not in n},
         whole | {"score.weight": torch.zeros(0)},
     ):
         save_file(lame, file)
         with pytest.raises(StorageError, match="value"):
-            save._look(run, tmp_path)
-    missing = save.estimate(run)
-    run.critic = None
-    assert missing > save.estimate(run)
+            save._check_written_weights(run, tmp_path)
+    missing = save.estimated_checkpoint_bytes(run)
+    run.value_model = None
+    assert missing > save.estimated_checkpoint_bytes(run)
 
 
 def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path: Path) -> None:
     plain = (ENDS, "eval.at_start=false", "max_steps=1")
     assert attempt(tmp_path, *plain)
-    came = f"resume={manifest.checkpoints(tmp_path / 'smoke')[0]}"
+    came = f"resume={manifest.list_checkpoints(tmp_path / 'smoke')[0]}"
     other = ("name=other", "max_steps=2", "algorithm=ppo", came, ENDS, "eval.at_start=false")
     with pytest.raises(ConfigError, match="algorithm"):
         attempt(tmp_path, *other)
@@ -146,9 +146,9 @@ def test_two_ranks_make_the_update_of_one_process(fast: dict[str, str], tmp_path
     assert home(*RANKS, *spread, ranks=2) == 0, home.said()
     one, two = (tmp_path / "runs" / name for name in ("one", "two"))
     assert update_apart(one, two) < 1e-4
-    found = [manifest.checkpoints(r)[0] / "trainer" / "value.safetensors" for r in (one, two)]
+    found = [manifest.list_checkpoints(r)[0] / "trainer" / "value.safetensors" for r in (one, two)]
     ours, theirs = map(load_file, found)
-    begin = load_file(Path(synthetic.folder("make:tiny_reward")) / "model.safetensors")
+    begin = load_file(Path(synthetic.resolve_model_path("make:tiny_reward")) / "model.safetensors")
     for name, tensor in ours.items():
         moved = (tensor - begin[name]).norm()
         assert float((tensor - theirs[name]).norm()) <= 1e-4 * float(moved), name
@@ -177,7 +177,7 @@ REFUSED = {  # all at once: the key that is wrong, and the way out
 def refused(*words: str) -> list[Any]:
     """The problems of a config."""
     with pytest.raises(ConfigError) as caught:
-        check.check(compose(["+recipe=smoke", "algorithm=ppo", *words]))
+        check.check_config(compose_config(["+recipe=smoke", "algorithm=ppo", *words]))
     return caught.value.problems
 
 
@@ -192,12 +192,12 @@ def test_what_ppo_cannot_do_is_refused_with_the_way_out() -> None:
 
 def test_no_other_algorithm_has_a_value_as_its_baseline() -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.baseline=loo"):
-        check.check(compose(["+recipe=smoke", "algorithm.baseline=value"]))
+        check.check_config(compose_config(["+recipe=smoke", "algorithm.baseline=value"]))
 
 
 def test_several_completions_of_a_prompt_may_be_resampled() -> None:
     words = ["algorithm=ppo", "algorithm.zero_std_groups=resample", "algorithm.num_generations=2"]
-    assert check.check(compose(["+recipe=smoke", *words])).algorithm.name == "ppo"
+    assert check.check_config(compose_config(["+recipe=smoke", *words])).algorithm.name == "ppo"
 
 
 # Where it begins, by config.json alone.
@@ -217,7 +217,7 @@ def test_a_reward_model_is_the_beginning_only_where_backbone_and_words_are_the_p
 ) -> None:
     run = checked((), ("algorithm=ppo", *RM))
     values = {run.model.path: SAME, "make:tiny_reward": theirs}
-    found = value_model.beginning(run, lambda path, _: values[path], alike)
+    found = value_model.choose_value_init(run, lambda path, _: values[path], alike)
     assert (found.reward, found.path) == (reward, "make:tiny_reward" if reward else "make:tiny")
     assert why in found.why
 
@@ -226,17 +226,23 @@ def test_a_reward_model_is_the_beginning_only_where_backbone_and_words_are_the_p
 
 
 def test_a_plan_counts_the_value_model() -> None:
-    model = model_facts.read({**_small(), "model_type": "llama"}, "small", "the test")
+    model = model_spec.parse_model_spec({**_small(), "model_type": "llama"}, "small", "the test")
     three = case("algorithm=ppo", ranks=2)
     four = case("algorithm=ppo", ranks=2, value=model)
-    count = model.total - model.head + model.sizes.hidden
-    assert static_memory.learned(four) == count and static_memory.learned(three) == 0
-    one, two = static_memory.states(three), static_memory.states(four)
-    assert two.value == 2 * count
+    count = model.total_params - model.head_params + model.sizes.hidden
+    assert (
+        static_memory.value_model_params(four) == count
+        and static_memory.value_model_params(three) == 0
+    )
+    one, two = (
+        static_memory.estimate_static_memory(three),
+        static_memory.estimate_static_memory(four),
+    )
+    assert two.value_model == 2 * count
     assert two.optimizer - one.optimizer == pytest.approx(12 * count)
     assert two.gradients - one.gradients == pytest.approx(4 * count)
-    assert peak_memory.of(four).phases["update"]["value model"] == 2 * count
-    assert plan.checkpoint(four) - plan.checkpoint(three) == pytest.approx(14 * count)
+    assert peak_memory.estimate_peak_memory(four).phases["update"]["value model"] == 2 * count
+    assert plan.checkpoint_size(four) - plan.checkpoint_size(three) == pytest.approx(14 * count)
 
 
 def _small() -> dict[str, Any]:
@@ -248,35 +254,46 @@ def _small() -> dict[str, Any]:
 def test_the_plan_of_the_tldr_recipe_names_four_models() -> None:
     from rloo_cli.planning import device
 
-    found = plan.make(
-        check.check(compose(["+recipe=tldr_1b_ppo"])), device.of("80GiB"), plan.Asked(gpus=8)
+    found = plan.make_run_plan(
+        check.check_config(compose_config(["+recipe=tldr_1b_ppo"])),
+        device.find_device("80GiB"),
+        plan.PlanOptions(gpus=8),
     )
-    text = planning_text.of(found)
+    text = planning_text.plan_text(found)
     assert "a value model of 908.8 M numbers (cleanrl/EleutherAI_pythia-1b" in text
     assert {"reference", "value model", "reward models"} <= set(found.memory.phases["update"])
     assert found.steps == 1954 and found.fits
-    settings = found.case.run.algorithm
+    settings = found.inputs.run.algorithm
     assert isinstance(settings, ppo.Config)
     assert (settings.num_iterations, settings.beta, settings.lam) == (4, 0.05, 0.95)
 
 
 def test_rows_of_a_forward_leave_room_for_the_value_model(tmp_path: Path, monkeypatch: Any) -> None:
     run = make(tmp_path, "algorithm=ppo", "model.gradient_checkpointing=false")
-    assert run.critic is not None
-    monkeypatch.setattr(memory, "_total", lambda device: 8e6)
-    without = memory._left(run.policy, run.config, True)
-    beside = memory._left(run.policy, run.config, True, critic=run.critic)
-    count = sum(p.numel() for p in run.critic.model.parameters())
+    assert run.value_model is not None
+    monkeypatch.setattr(memory, "_device_memory_bytes", lambda device: 8e6)
+    without = memory._free_bytes(run.policy, run.config, True)
+    beside = memory._free_bytes(run.policy, run.config, True, value_model=run.value_model)
+    count = sum(p.numel() for p in run.value_model.model.parameters())
     assert without - beside == 16 * count  # weights, gradients, two moments
-    narrow = memory.limits(run.policy, run.config, 50, True).rows
-    run.critic.wide = 50.0  # of a layout that takes many more rows than the policy's
-    assert memory.limits(run.policy, run.config, 50, True, critic=run.critic).rows < narrow
+    narrow = memory.measure_forward_limits(run.policy, run.config, 50, True).tokens
+    run.value_model.tokens_per_policy_token = (
+        50.0  # of a layout that takes many more rows than the policy's
+    )
+    assert (
+        memory.measure_forward_limits(
+            run.policy, run.config, 50, True, value_model=run.value_model
+        ).tokens
+        < narrow
+    )
 
 
 def test_activations_of_both_models_are_recomputed(tmp_path: Path) -> None:
     run = make(tmp_path, "algorithm=ppo", "model.gradient_checkpointing=true", ENDS)
-    assert run.critic is not None and run.critic.model.is_gradient_checkpointing
+    assert run.value_model is not None and run.value_model.model.is_gradient_checkpointing
     batch = sampled(run)
     other = make(tmp_path, "algorithm=ppo", ENDS)
     same = updated(other, sampled(other))
-    assert updated(run, batch).row()["loss"] == pytest.approx(same.row()["loss"], rel=1e-5)
+    assert updated(run, batch).to_metrics()["loss"] == pytest.approx(
+        same.to_metrics()["loss"], rel=1e-5
+    )

@@ -22,12 +22,12 @@ from reward_model_cases import (
     weights,
 )
 
-from rloo_cli.config.check import merged
-from rloo_cli.config.compose import compose
+from rloo_cli.config.check import merge_defaults
+from rloo_cli.config.compose import compose_config
 from rloo_cli.data.synthetic import tiny
 from rloo_cli.policy import load
 from rloo_cli.rewards.common import model_inputs
-from rloo_cli.rewards.engine.build import build
+from rloo_cli.rewards.engine.build import build_reward
 from rloo_cli.rewards.model import preflight
 from rloo_cli.utils.errors import ConfigError, MachineError
 
@@ -55,7 +55,7 @@ def fed(code, given):
     """The ids the model is fed for these rows."""
     columns = ("prompts", "completions", "prompt_ids", "completion_ids", "finish_reasons")
     columns = zip(*(given[name] for name in columns), strict=True)
-    return [code.reader.ids(model_inputs.Row(*row)) for row in columns]
+    return [code.reader.encode(model_inputs.PromptCompletion(*row)) for row in columns]
 
 
 # Scores
@@ -105,7 +105,7 @@ def test_a_small_budget_cuts_groups_and_changes_nothing() -> None:
     given, seen = rows(), []
     inner = code.model.hidden
     code.model.hidden = lambda micro: seen.append(micro.input_ids.numel()) or inner(micro)
-    code.model.tokens = 40
+    code.model.max_tokens = 40
     close(code(**given), by_class("llama", sampled_ids(given)))
     assert len(seen) > 3 and max(seen) <= 40
 
@@ -135,8 +135,10 @@ def test_the_head_computes_in_float32_and_nothing_has_a_gradient() -> None:
 @pytest.mark.parametrize("family", ["qwen3", "bert"])
 def test_weights_that_are_offloaded_come_for_each_call_and_go_home(family, monkeypatch) -> None:
     code, _ = made_ready(family, tokenizer(), offload=True)
-    at_home, moved = code.model.at_home, []
-    monkeypatch.setattr(code.model, "at_home", {n: _Counted(t, moved) for n, t in at_home.items()})
+    at_home, moved = code.model.cpu_weights, []
+    monkeypatch.setattr(
+        code.model, "cpu_weights", {n: _Counted(t, moved) for n, t in at_home.items()}
+    )
     given = rows()
     with pytest.raises(TypeError):  # where they go home to is no tensor here
         code(**given)
@@ -226,7 +228,7 @@ def test_max_length_cuts_the_beginning() -> None:
 def test_conversations_go_through_the_chat_template_once(wanted) -> None:
     code, noted = made_ready("qwen3", tokenizer(), conversational=True, input=wanted)
     given = rows(conversational=True)
-    own = tiny.tokenizer()
+    own = tiny.tiny_tokenizer()
     pairs = zip(given["prompts"], given["completions"], strict=True)
     rendered = [own.apply_chat_template([*p, *c], tokenize=False) for p, c in pairs]
     expected = [own(text, add_special_tokens=False)["input_ids"] for text in rendered]
@@ -275,33 +277,42 @@ def test_prompts_that_are_encoded_otherwise_make_it_read_text() -> None:
     _, noted = made_ready("qwen3", own, policy)
     assert "they encode 'Sum up: a cat sat.' in different ways" in noted[0]
     cut = prompts(own)
-    cut.ids[0], cut.truncated = cut.ids[0][3:], 1  # by data.overlong: nothing to compare
+    cut.prompt_ids[0], cut.truncated = (
+        cut.prompt_ids[0][3:],
+        1,
+    )  # by data.overlong: nothing to compare
     _, noted = made_ready("qwen3", own, own, splits=[cut])
     assert "reads the sampled ids" in noted[0]
 
 
 def test_a_difference_is_named() -> None:
-    ours = tiny.tokenizer()
+    ours = tiny.tiny_tokenizer()
     more = tokenizer()
     more.add_tokens(["<more>"])
-    assert model_inputs.difference(ours, tokenizer(), True) is None
-    assert "'<more>' is 258 in the reward model's" in model_inputs.difference(ours, more, False)
-    assert "'<more>' is 258 in the policy's" in model_inputs.difference(more, ours, False)
+    assert model_inputs.tokenizer_difference(ours, tokenizer(), True) is None
+    assert "'<more>' is 258 in the reward model's" in model_inputs.tokenizer_difference(
+        ours, more, False
+    )
+    assert "'<more>' is 258 in the policy's" in model_inputs.tokenizer_difference(more, ours, False)
     begins = tokenizer()
     begins.bos_token = "<pad>"
-    assert "bos_token is None for the policy" in model_inputs.difference(ours, begins, False)
+    assert "bos_token is None for the policy" in model_inputs.tokenizer_difference(
+        ours, begins, False
+    )
     padded = tokenizer()
     padded.add_special_tokens({"pad_token": "[PAD]"})  # no such token is sampled or read
-    assert "'<pad>'" in model_inputs.difference(padded, ours, False)  # but its old one is a token
+    assert "'<pad>'" in model_inputs.tokenizer_difference(
+        padded, ours, False
+    )  # but its old one is a token
     other = tokenizer()
     other.chat_template = "x"
-    assert model_inputs.difference(ours, other, False) is None
-    assert model_inputs.difference(ours, other, True) == "their chat templates differ"
+    assert model_inputs.tokenizer_difference(ours, other, False) is None
+    assert model_inputs.tokenizer_difference(ours, other, True) == "their chat templates differ"
 
 
 def test_the_first_row_is_shown_with_its_ids_and_score() -> None:
     _, noted = made_ready("qwen3", tokenizer())
-    own, answers = tiny.tokenizer(), ("It is so.", "so. is It")
+    own, answers = tiny.tiny_tokenizer(), ("It is so.", "so. is It")
     ids = [own(PROMPTS[0] + text)["input_ids"] + [EOS] for text in answers]
     good, worse = by_class("qwen3", ids)
     assert f"reward.rm is fed {len(ids[0])} ids, 52 'S', " in noted[1]
@@ -324,7 +335,7 @@ def test_two_reward_models_and_a_function_score_together(tmp_path: Path) -> None
     assert sorted(batch.names) == ["count", "one", "two"]
     raw = dict(zip(batch.names, batch.raw, strict=True))
     torch.testing.assert_close(batch.score, raw["count"] + 2 * raw["one"] + 2 * raw["two"])
-    own = tiny.tokenizer()
+    own = tiny.tiny_tokenizer()
     for i, group in enumerate(batch.groups):
         ids = []
         for rollout in group.rollouts:
@@ -345,8 +356,8 @@ def test_debug_turns_every_reward_model_into_the_tiny_one() -> None:
     odd |= {"max_length": 3, "offload": True}
     words = [f"reward.tldr_rm.{k}={v}" for k, v in odd.items() if k != "model_kwargs"]
     words += ["+reward.tldr_rm.model_kwargs.num_labels=1"]
-    composed = compose(["+recipe=tldr_1b", "+debug=cpu", *words])
-    found = merged(composed.values)["reward"]["tldr_rm"]
+    composed = compose_config(["+recipe=tldr_1b", "+debug=cpu", *words])
+    found = merge_defaults(composed.values)["reward"]["tldr_rm"]
     plain = settings("make:tiny_reward").model_dump()
     assert {k: found[k] for k in odd} == {k: plain[k] for k in odd}
 
@@ -369,7 +380,9 @@ def change(folder: Path, **values) -> None:
 
 def refused(folder: Path, tmp_path: Path, monkeypatch, *words: str, kind=MachineError) -> str:
     """What a run is refused with, when no weights of the policy are there yet."""
-    monkeypatch.setattr(load, "model", lambda *_: pytest.fail("the policy's weights were loaded"))
+    monkeypatch.setattr(
+        load, "load_causal_lm", lambda *_: pytest.fail("the policy's weights were loaded")
+    )
     with pytest.raises(kind) as caught:
         make(tmp_path, "reward=model", f"reward.model.path={folder}", *words, rewards={})
     assert caught.value.code == (2 if kind is ConfigError else 3)
@@ -411,7 +424,7 @@ def test_br_12_what_model_kwargs_may_not_hold(given, folder) -> None:
 
 def test_br_12_code_that_comes_with_a_known_model_is_not_needed(folder) -> None:
     change(folder, auto_map={"AutoConfig": "mine.C"})
-    build("rm", settings(folder))
+    build_reward("rm", settings(folder))
 
 
 def test_br_12_weights_without_a_score_head(folder, tmp_path, monkeypatch) -> None:

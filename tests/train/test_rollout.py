@@ -10,9 +10,9 @@ from hook_calls import rloo
 from policy_cases import groups, packed, rollout
 
 from rloo_cli.data.batch import Batch, Group
-from rloo_cli.data.bin_packing import slices
-from rloo_cli.data.packing import unpack
-from rloo_cli.distributed.world import alone_here
+from rloo_cli.data.bin_packing import split_chunks
+from rloo_cli.data.packing import store_column
+from rloo_cli.distributed.world import cpu_world
 from rloo_cli.train.minibatches import plan_updates
 
 LENGTHS = [9, 7, 9, 2, 5, 7]  # of the rows of `groups`, prompt included
@@ -20,7 +20,7 @@ LENGTHS = [9, 7, 9, 2, 5, 7]  # of the rows of `groups`, prompt included
 
 def test_rows_are_padded_on_the_right_and_told_apart_by_length_alone():
     micro = packed(groups(), [0, 1, 2])
-    assert micro.sequences == 6 and micro.input_ids.shape == (6, 9)
+    assert micro.num_sequences == 6 and micro.input_ids.shape == (6, 9)
     assert micro.attention_mask.sum(1).tolist() == LENGTHS  # though ids of 0 are in the rows
     places = torch.arange(9).expand(6, 9)
     assert torch.equal(micro.attention_mask, (places < torch.tensor(LENGTHS)[:, None]).long())
@@ -35,23 +35,25 @@ def test_every_completion_token_is_predicted_by_the_place_before_it():
     flat = micro.input_ids.reshape(-1)
     rows = [r.completion_ids for g in chosen for r in g.rollouts]
     assert micro.target.tolist() == [token for row in rows for token in row]
-    assert torch.equal(flat[micro.source + 1], micro.target)
-    last = [micro.source[micro.sequence == i][0] % 9 for i in range(6)]
+    assert torch.equal(flat[micro.logit_index + 1], micro.target)
+    last = [micro.logit_index[micro.sequence_ids == i][0] % 9 for i in range(6)]
     assert last == [5, 5, 0, 0, 2, 2]  # the prompts' last tokens
-    assert micro.sequence.tolist() == [i for i, row in enumerate(rows) for _ in row]
+    assert micro.sequence_ids.tolist() == [i for i, row in enumerate(rows) for _ in row]
     assert micro.mask.tolist() == [1.0] * 19
 
 
 def test_groups_are_packed_in_the_order_asked_for():
     micro = packed(groups(), [2, 0])
-    assert micro.index == [2, 0] and micro.sequences == 4
+    assert micro.group_indices == [2, 0] and micro.num_sequences == 4
     assert micro.target.tolist() == [22, 23, 1, 0, 24, 25, 11, 12, 1, 13]
 
 
 def test_dropped_rows_keep_their_place_and_lose_their_mask():
     dropped = torch.tensor([[False, True], [False, False], [True, False]])
     whole, micro = packed(groups(), [2, 0]), packed(groups(), [2, 0], dropped)
-    assert torch.equal(micro.target, whole.target) and torch.equal(micro.sequence, whole.sequence)
+    assert torch.equal(micro.target, whole.target) and torch.equal(
+        micro.sequence_ids, whole.sequence_ids
+    )
     assert micro.mask.tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 1, 0]
 
 
@@ -77,29 +79,29 @@ def test_a_column_comes_back_whatever_the_cut(name):
     assert getattr(packed(chosen, [0, 1, 2]), name) is None
     for index in ([1], [2, 0]):
         micro = packed(chosen, index)
-        unpack(micro.target.float().requires_grad_(), micro.parts, chosen, name)
+        store_column(micro.target.float().requires_grad_(), micro.group_slices, chosen, name)
     for group in chosen:
         for part, row in zip(getattr(group, name), group.rollouts, strict=True):
             assert part.tolist() == row.completion_ids and not part.requires_grad
     again = packed(chosen, [0, 1, 2])
     assert torch.equal(getattr(again, name), again.target.float())
-    unpack(None, again.parts, chosen, name)
+    store_column(None, again.group_slices, chosen, name)
     assert getattr(chosen[0], name) is not None
 
 
 def test_a_column_is_there_only_when_every_group_has_it():
     chosen = groups()
     micro = packed(chosen, [0])
-    unpack(micro.target.float(), micro.parts, chosen, "ref_logp")
+    store_column(micro.target.float(), micro.group_slices, chosen, "ref_logp")
     assert packed(chosen, [0]).ref_logp is not None and packed(chosen, [0, 1]).ref_logp is None
 
 
 def test_the_kl_is_measured_from_its_own_column_where_there_is_one():
     micro = packed(groups(), [0])
     micro.old_logp = micro.target.float()
-    assert micro.kl_old is micro.old_logp
+    assert micro.kl_old_logp is micro.old_logp
     micro.kl_logp = -micro.old_logp
-    assert micro.kl_old is micro.kl_logp
+    assert micro.kl_old_logp is micro.kl_logp
 
 
 P, K = 5, 3
@@ -120,8 +122,10 @@ def batch(**changes):
 
 
 def test_a_table_holds_an_attribute_of_every_rollout():
-    assert batch().table("length").tolist() == [[p + k + 1 for k in range(K)] for p in range(P)]
-    assert batch().table("terminated").dtype is torch.bool
+    assert batch().rollout_values("length").tolist() == [
+        [p + k + 1 for k in range(K)] for p in range(P)
+    ]
+    assert batch().rollout_values("terminated").dtype is torch.bool
 
 
 def settled(index, value, skipped=False):
@@ -135,11 +139,11 @@ def kl(rows, value):
 
 def test_groups_are_settled_in_any_order_and_the_rest_stays_nothing():
     step = batch()
-    step.keep_kl([3, 1], kl(2, 7.0))
-    step.keep_kl([0], kl(1, 1.0))
-    step.settle([3, 1], settled([3, 1], 2.0))
-    step.settle([0], settled([0], 5.0, skipped=True))
-    step.settle([2], settled([2], 0.0))
+    step.add_kl([3, 1], kl(2, 7.0))
+    step.add_kl([0], kl(1, 1.0))
+    step.set_advantages([3, 1], settled([3, 1], 2.0))
+    step.set_advantages([0], settled([0], 5.0, skipped=True))
+    step.set_advantages([2], settled([2], 0.0))
     assert step.reward[:, 0].tolist() == [5, 2, 0, 2, 0]
     assert step.advantage[:, 2].tolist() == [-5, -2, 0, -2, 0]
     assert step.usable[:, 1].tolist() == [True, True, False, True, False]
@@ -149,7 +153,7 @@ def test_groups_are_settled_in_any_order_and_the_rest_stays_nothing():
 
 def test_without_a_reference_there_is_no_kl():
     step = batch()
-    step.settle([0, 1], settled([0, 1], 1.0))
+    step.set_advantages([0, 1], settled([0, 1], 1.0))
     assert step.kl is None and not step.norm_skipped
 
 
@@ -163,29 +167,29 @@ def run(num_minibatches=1, micro_groups=2, **changes):
     return SimpleNamespace(
         config=whole,
         algorithm=rloo.of(whole.algorithm),
-        limits=limits,
-        world=alone_here(),
+        forward_limits=limits,
+        world=cpu_world(),
         engine=engine,
     )
 
 
 def parts(plans):
-    return [sorted(i for micro in plan.micros for i, _ in micro) for plan in plans]
+    return [sorted(i for micro in plan.micro_batches for i, _ in micro) for plan in plans]
 
 
 def test_slices_are_consecutive_and_hold_at_most_so_many():
-    assert slices([4, 2, 0, 1, 3], 2) == [[4, 2], [0, 1], [3]]
-    assert slices([], 2) == [] and slices([1], 9) == [[1]]
+    assert split_chunks([4, 2, 0, 1, 3], 2) == [[4, 2], [0, 1], [3]]
+    assert split_chunks([], 2) == [] and split_chunks([1], 9) == [[1]]
 
 
 @pytest.mark.parametrize("micro_groups", [1, 2, 3, 9])
 def test_one_update_has_all_groups_in_whole_micro_batches(micro_groups):
     (plan,) = plan_updates(run(micro_groups=micro_groups), batch(), 0)
-    assert [i for micro in plan.micros for i, _ in micro] == [0, 1, 2, 3, 4]
-    assert all(rows == (0, 1, 2) for micro in plan.micros for _, rows in micro)
-    assert max(map(len, plan.micros)) <= micro_groups
+    assert [i for micro in plan.micro_batches for i, _ in micro] == [0, 1, 2, 3, 4]
+    assert all(rows == (0, 1, 2) for micro in plan.micro_batches for _, rows in micro)
+    assert max(map(len, plan.micro_batches)) <= micro_groups
     assert plan.denominator == P * K
-    assert plan.tokens == sum(p + k + 1 for p in range(P) for k in range(K))
+    assert plan.num_tokens == sum(p + k + 1 for p in range(P) for k in range(K))
 
 
 @pytest.mark.parametrize("updates", [2, 3, 5])
@@ -219,7 +223,7 @@ def test_groups_left_out_still_count_unless_only_the_valid_do():
     scorable[1] = False
     step = batch(active=[0, 2, 4], scorable=scorable)
     (plan,) = plan_updates(run(), step, 0)
-    assert [[i for i, _ in micro] for micro in plan.micros] == [[0, 2], [4]]
+    assert [[i for i, _ in micro] for micro in plan.micro_batches] == [[0, 2], [4]]
     assert plan.denominator == P * K
     (plan,) = plan_updates(run(loss_denominator="valid"), step, 0)
     assert plan.denominator == (P - 1) * K
@@ -249,14 +253,14 @@ def test_an_update_is_divided_by_what_the_aggregation_counts(agg, every, valid):
         settings = run(loss_agg=agg, loss_denominator=denominator)
         (plan,) = plan_updates(settings, some(), 0)
         assert plan.denominator == expected
-        assert plan.tokens == 5 + 9 + 18
+        assert plan.num_tokens == 5 + 9 + 18
 
 
 def test_an_update_without_a_row_to_learn_from_says_so():
     nothing = torch.zeros(P, K, dtype=torch.bool)
     (plan,) = plan_updates(run(loss_denominator="valid"), batch(scorable=nothing), 0)
-    assert plan.tokens == 0 and plan.denominator == 1.0
+    assert plan.num_tokens == 0 and plan.denominator == 1.0
     (plan,) = plan_updates(run(), batch(active=[]), 0)
-    assert plan.tokens == 0 and plan.micros == [] and plan.denominator == P * K
+    assert plan.num_tokens == 0 and plan.micro_batches == [] and plan.denominator == P * K
     (plan,) = plan_updates(run(), batch(masked=~nothing), 0)
-    assert plan.tokens == 0
+    assert plan.num_tokens == 0

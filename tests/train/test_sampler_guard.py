@@ -35,7 +35,9 @@ def test_one_completion_that_is_far_off_is_named(tmp_path):
     batch = sampled(run)
     rollout = batch.groups[2].rollouts[1]
     rollout.behaviour_logp = [x - 5 for x in rollout.behaviour_logp]
-    with pytest.raises(GenerationError, match=f"completion 1 of draw {batch.groups[2].draw}: 5"):
+    with pytest.raises(
+        GenerationError, match=f"completion 1 of draw {batch.groups[2].prompt_offset}: 5"
+    ):
         updated(run, batch)
 
 

@@ -14,7 +14,7 @@ import torch
 from loop_cases import ENDS, PLAIN, apart, digits
 from trl_cases import both, gaps, sums, vector
 
-from rloo_cli.train.minibatches import forwarded
+from rloo_cli.train.minibatches import forwarded_completions
 
 pytestmark = pytest.mark.trl
 
@@ -156,7 +156,7 @@ def test_prompts_log_probabilities_and_advantages_are_those_of_trl(case, name):
     batch, (scored,) = ours.batch, theirs.scored
     k = batch.score.shape[1]
     assert theirs.prompts == [g.prompt_ids for g in batch.groups for _ in range(k)]
-    kept, found = forwarded(ours.run, batch), sums(batch)
+    kept, found = forwarded_completions(ours.run, batch), sums(batch)
     theirs_old = scored["old_logps"].view_as(batch.score)
     assert torch.allclose(found[kept], theirs_old[kept], rtol=1e-5)
     assert found[~kept].isnan().all() and not kept[batch.masked | ~batch.scorable].any()
@@ -179,10 +179,10 @@ def test_completions_are_clipped_in_the_second_of_two_iterations(case, name):
 
 def test_every_way_to_end_is_there(case):
     batch = case(PLAINLY)[0].batch
-    lengths = batch.table("length").flatten().tolist()
+    lengths = batch.rollout_values("length").flatten().tolist()
     assert {r.finish_reason for g in batch.groups for r in g.rollouts} == {"stop", "length"}
     assert len(set(lengths)) > 5 and len({len(g.prompt_ids) for g in batch.groups}) > 1
-    assert 0 < int(batch.table("terminated").sum()) < 16
+    assert 0 < int(batch.rollout_values("terminated").sum()) < 16
 
 
 # What TRL has no switch for, said to it with a reward that has no score for those rows.

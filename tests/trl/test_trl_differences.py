@@ -111,7 +111,7 @@ def test_trl_takes_a_last_pad_for_an_end_and_we_for_a_token_like_others(tmp_path
 
 
 def test_trl_takes_a_stop_string_for_a_truncation_and_we_for_an_end(tmp_path):
-    ids = tiny.tokenizer()("so be it.")["input_ids"]
+    ids = tiny.tiny_tokenizer()("so be it.")["input_ids"]
     ours, theirs = both(
         tmp_path, *PLAIN, TWO, KL, MASKED, "generation.stop=['it.']",
         completions=completions(ids),
@@ -130,7 +130,7 @@ def test_trl_leaves_a_stop_id_in_the_text_that_rewards_read_and_we_do_not(tmp_pa
         seen.append(completions)
         return digits(completion_ids)
 
-    end = tiny.tokenizer()("!")["input_ids"][0]
+    end = tiny.tiny_tokenizer()("!")["input_ids"][0]
     said = completions([50, 51, 52, end])
     ours, theirs = both(
         tmp_path, *PLAIN, TWO, KL, f"generation.stop_token_ids=[{end}]",
@@ -156,7 +156,7 @@ def test_trl_shuffles_rows_over_micro_batches_and_we_keep_groups_whole(tmp_path)
 
 def test_trl_counts_left_padding_as_positions_and_we_do_not(tmp_path):
     """Seen with absolute positions: TRL passes the model an attention mask and no positions."""
-    tokens = tiny.tokenizer()
+    tokens = tiny.tiny_tokenizer()
     tokens.save_pretrained(tmp_path / "gpt2")
     torch.manual_seed(0)
     shape = {"n_positions": 1024, "n_embd": 32, "n_layer": 2, "n_head": 2}

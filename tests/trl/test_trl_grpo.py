@@ -13,7 +13,7 @@ from loop_cases import ENDS, PLAIN, apart, digits, row_logp
 from loop_cases import gradient as gradient_of
 from trl_cases import both, gaps, vector
 
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 
 pytestmark = pytest.mark.trl
 
@@ -181,7 +181,7 @@ def test_trl_divides_the_rounding_of_equal_scores_by_1e_4_and_ours_are_0(tmp_pat
 
 def test_trl_divides_a_mini_batch_by_the_steps_tokens_and_we_by_its_own(tmp_path):
     ours, theirs = both(tmp_path, *STILL, f"{A}num_minibatches=2", trainer="GRPO")
-    total = float(ours.batch.table("length").sum())
+    total = float(ours.batch.rollout_values("length").sum())
     tokens = [
         float(sum(m["completion_mask"].sum() for m in theirs.micros[i : i + 1])) for i in (0, 1)
     ]
@@ -192,7 +192,7 @@ def test_trl_divides_a_mini_batch_by_the_steps_tokens_and_we_by_its_own(tmp_path
 
 def token_means(batch, micros):
     """On-policy loss of bnpo: the mean over micro-batches of the mean over their tokens."""
-    a, n = batch.advantage.flatten(), batch.table("length").flatten()
+    a, n = batch.advantage.flatten(), batch.rollout_values("length").flatten()
     return sum(float(-(a * n)[rows].sum() / n[rows].sum()) for rows in micros) / len(micros)
 
 
@@ -241,6 +241,6 @@ def test_trl_weights_the_kl_by_its_ratio_and_divides_dr_grpo_by_a_std_unless_tol
 
     theirs = GRPOConfig(loss_type="dr_grpo", use_cpu=True, bf16=False)
     assert theirs.use_bias_correction_kl and theirs.scale_rewards == "group"
-    dr_grpo = compose(["algorithm=dr_grpo"]).values["algorithm"]
+    dr_grpo = compose_config(["algorithm=dr_grpo"]).values["algorithm"]
     assert not dr_grpo["kl_ratio_weighted"] and dr_grpo["advantage_scale"] == "none"
     assert theirs.loss_type == dr_grpo["loss_type"] and theirs.beta == dr_grpo["beta"] == 0

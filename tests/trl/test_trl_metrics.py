@@ -12,7 +12,7 @@ from loop_cases import ENDS, PLAIN, digits
 from trl_cases import both
 
 from rloo_cli.data import segments
-from rloo_cli.policy.shared_attention import native
+from rloo_cli.policy.shared_attention import native_attention
 
 pytestmark = pytest.mark.trl
 
@@ -135,9 +135,9 @@ def row_entropy(ours, i):
     """Of the policy at each token of one completion. (T,)"""
     group, k = ours.batch.groups[i // 4], i % 4
     ids = group.rollouts[k].completion_ids
-    with torch.no_grad(), native(ours.run.policy.model):
+    with torch.no_grad(), native_attention(ours.run.policy.model):
         logits = ours.run.policy.model(torch.tensor([group.prompt_ids + ids])).logits[0]
-    return segments.entropy(logits[len(group.prompt_ids) - 1 : -1], 1.0)
+    return segments.token_entropy(logits[len(group.prompt_ids) - 1 : -1], 1.0)
 
 
 def test_trl_averages_the_entropy_of_micro_batches_and_we_take_it_over_tokens(tmp_path):
@@ -212,8 +212,11 @@ def two_steps(tmp_path_factory):
 
 def test_trl_averages_smallest_and_largest_lengths_of_steps_and_ours_are_true(two_steps):
     ours, theirs = two_steps
-    lengths = [batch.table("length") for batch in ours.batches]
-    ended = [n[batch.table("terminated")] for n, batch in zip(lengths, ours.batches, strict=True)]
+    lengths = [batch.rollout_values("length") for batch in ours.batches]
+    ended = [
+        n[batch.rollout_values("terminated")]
+        for n, batch in zip(lengths, ours.batches, strict=True)
+    ]
     for name, found in (("length", lengths), ("terminated_length", ended)):
         for how, true in (("min", min), ("max", max)):
             values = [int(getattr(n, how)()) for n in found]
@@ -229,7 +232,8 @@ def test_trl_averages_steps_and_we_weigh_them_by_what_they_counted(two_steps):
         "reward": [b.score[b.scorable] for b in ours.batches],
         "kl": [log_ratios(b) for b in ours.batches],
         "completions/mean_terminated_length": [
-            b.table("length")[b.table("terminated")].double() for b in ours.batches
+            b.rollout_values("length")[b.rollout_values("terminated")].double()
+            for b in ours.batches
         ],
     }
     for name, (one, two) in columns.items():

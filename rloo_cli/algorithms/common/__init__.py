@@ -2,9 +2,10 @@
 
 advantage           baselines, scaling, normalising
 aggregate           token terms to one loss, and its denominator
+base                the class Algorithm and its hooks
 config              every shared switch; loss types written out
 dialect             other trainers' constants
-forward_passes      which forward passes a config needs
+forward_plan        which forward passes a config needs
 importance_weights  correction of the sampler's mismatch
 kl                  KL estimators, and where the KL goes
 loss                the loss of a micro-batch

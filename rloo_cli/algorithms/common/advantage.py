@@ -68,24 +68,24 @@ def needs_whole_step(config: Config) -> bool:
     return by_step or config.normalize_advantages
 
 
-def differs(values: Tensor, rows: Tensor) -> Tensor:
+def values_differ(values: Tensor, mask: Tensor) -> Tensor:
     """Whether any two of the chosen values of a line are unequal. (G, K), (G, K) -> (G, 1) bool"""
-    largest = values.masked_fill(~rows, -float("inf")).amax(-1, keepdim=True)
-    return largest > values.masked_fill(~rows, float("inf")).amin(-1, keepdim=True)
+    largest = values.masked_fill(~mask, -float("inf")).amax(-1, keepdim=True)
+    return largest > values.masked_fill(~mask, float("inf")).amin(-1, keepdim=True)
 
 
-def mean(values: Tensor, rows: Tensor) -> Tensor:
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean of the chosen values of each line; 0 when there are none. (G, K), (G, K) -> (G, 1)"""
-    return (values * rows).sum(-1, keepdim=True) / rows.sum(-1, keepdim=True).clamp(min=1)
+    return (values * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
-def std(values: Tensor, rows: Tensor) -> Tensor:
+def masked_std(values: Tensor, mask: Tensor) -> Tensor:
     """Their std with Bessel's correction; 0 for fewer than two. (G, K), (G, K) -> (G, 1)"""
-    square = ((values - mean(values, rows)) * rows).square().sum(-1, keepdim=True)
-    return (square / (rows.sum(-1, keepdim=True) - 1).clamp(min=1)).sqrt()
+    square = ((values - masked_mean(values, mask)) * mask).square().sum(-1, keepdim=True)
+    return (square / (mask.sum(-1, keepdim=True) - 1).clamp(min=1)).sqrt()
 
 
-def usable(scorable: Tensor, config: Config) -> Tensor:
+def usable_completions(scorable: Tensor, config: Config) -> Tensor:
     """Rows that can have an advantage. A baseline of siblings needs one. (P, K) -> (P, K) bool"""
     if config.baseline in ("loo", "group_mean"):
         return scorable & (scorable.sum(-1, keepdim=True) >= 2)
@@ -107,13 +107,13 @@ def next_state(
     return {"ema": EMA * b + (1 - EMA) * mean, "ema_weight": EMA * w + (1 - EMA)}
 
 
-def centred(values: Tensor, config: Config, inputs: AdvantageInputs) -> Tensor:
+def subtract_baseline(values: Tensor, config: Config, inputs: AdvantageInputs) -> Tensor:
     """Values minus their baseline, 0 outside `usable`. (P, K) -> (P, K)
 
     loo: A_i = r_i - mean of the n-1 others = n/(n-1) * (r_i - group mean), in the second form
     (RLOO, arXiv 2402.14740; Kool et al. 2019). group_mean gives (n-1)/n of it.
     """
-    rows = usable(inputs.scorable, config)
+    rows = usable_completions(inputs.scorable, config)
     if config.baseline in ("none", "value"):
         return values.masked_fill(~rows, 0.0)
     if config.baseline == "ema":  # known before the step, so it has no part in its own gradient
@@ -123,15 +123,15 @@ def centred(values: Tensor, config: Config, inputs: AdvantageInputs) -> Tensor:
     if config.baseline == "greedy":
         assert inputs.greedy_score is not None
         return (values - inputs.greedy_score[:, None]).masked_fill(~rows, 0.0)
-    pool, pool_rows = _pool(values, rows, config)
-    out = values - mean(pool, pool_rows)
+    pool, pool_rows = _comparison_pool(values, rows, config)
+    out = values - masked_mean(pool, pool_rows)
     if config.baseline == "loo":
         n = rows.sum(-1, keepdim=True).to(values.dtype)
         out = out * n / (n - 1).clamp(min=1)
-    return out.masked_fill(~(rows & differs(pool, pool_rows)), 0.0)
+    return out.masked_fill(~(rows & values_differ(pool, pool_rows)), 0.0)
 
 
-def scaled(advantage: Tensor, score: Tensor, rows: Tensor, config: Config) -> Tensor:
+def scale_advantages(advantage: Tensor, score: Tensor, mask: Tensor, config: Config) -> Tensor:
     """Advantages divided by a std of scores; left alone where those scores are all equal.
 
     group, batch: GRPO, arXiv 2402.03300, with Bessel's correction. loo_std: NeMo RL, the std of
@@ -142,34 +142,34 @@ def scaled(advantage: Tensor, score: Tensor, rows: Tensor, config: Config) -> Te
         return advantage
     eps = SCALE_EPS
     if config.advantage_scale == "batch":
-        score, rows = score.reshape(1, -1), rows.reshape(1, -1)
+        score, mask = score.reshape(1, -1), mask.reshape(1, -1)
     elif config.advantage_scale == "loo_std":
         eps = LOO_STD_EPS
         own = score.new_ones(score.shape[-1]).diag().bool()
-        score, rows = score[:, None, :].expand(-1, len(own), -1), rows[:, None, :] & ~own
-    divisor = (std(score, rows) + eps).masked_fill(~differs(score, rows), 1.0)
+        score, mask = score[:, None, :].expand(-1, len(own), -1), mask[:, None, :] & ~own
+    divisor = (masked_std(score, mask) + eps).masked_fill(~values_differ(score, mask), 1.0)
     return advantage / (divisor.squeeze(-1) if config.advantage_scale == "loo_std" else divisor)
 
 
-def clips(config: Config) -> bool:
+def clips_advantages(config: Config) -> bool:
     """Whether reward_clip_range is that of advantages: their mean over a group is then not 0."""
     limits = getattr(config, "reward_clip_range", None)
     return limits is not None and config.dialect in dialect.CLIPS_ADVANTAGES
 
 
-def limited(advantage: Tensor, rows: Tensor, config: Config) -> Tensor:
+def clip_advantages(advantage: Tensor, mask: Tensor, config: Config) -> Tensor:
     """Advantages as they are, or in [low, high] of reward_clip_range where a dialect clips them.
 
     Exactly 0 outside `rows`, also where 0 is not in the range. (P, K), (P, K) bool -> (P, K)
     """
-    if not clips(config):
+    if not clips_advantages(config):
         return advantage
     limits: list[float] = config.reward_clip_range  # type: ignore[attr-defined]
-    return advantage.clamp(*limits).masked_fill(~rows, 0.0)
+    return advantage.clamp(*limits).masked_fill(~mask, 0.0)
 
 
-def normalized(
-    reward: Tensor, advantage: Tensor, rows: Tensor, inputs: AdvantageInputs, config: Config
+def normalize_over_step(
+    reward: Tensor, advantage: Tensor, mask: Tensor, inputs: AdvantageInputs, config: Config
 ) -> Advantages:
     """(A - mean) / (std + 1e-4) over the step's usable rows, where that is asked for.
 
@@ -177,19 +177,19 @@ def normalized(
     up a thousandfold (NORM-KL). (P, K) each
     """
     if not (config.normalize_advantages and inputs.normalize):
-        return Advantages(reward, advantage, rows, False, 1.0)
-    flat, flat_rows = advantage.reshape(1, -1), rows.reshape(1, -1)
-    telling = bool(differs(*_pool(inputs.score, rows, config)).any())
+        return Advantages(reward, advantage, mask, False, 1.0)
+    flat, flat_rows = advantage.reshape(1, -1), mask.reshape(1, -1)
+    telling = bool(values_differ(*_comparison_pool(inputs.score, mask, config)).any())
     guarded = config.dialect not in dialect.UNGUARDED and not telling
-    if guarded or not bool(differs(flat, flat_rows)):
-        return Advantages(reward, advantage, rows, True, 1.0)
-    divisor = std(flat, flat_rows) + dialect.NORM_EPS.get(str(config.dialect), SCALE_EPS)
-    moved = ((flat - mean(flat, flat_rows)) / divisor).masked_fill(~flat_rows, 0.0)
-    return Advantages(reward, moved.view_as(advantage), rows, False, 1 / float(divisor))
+    if guarded or not bool(values_differ(flat, flat_rows)):
+        return Advantages(reward, advantage, mask, True, 1.0)
+    divisor = masked_std(flat, flat_rows) + dialect.NORM_EPS.get(str(config.dialect), SCALE_EPS)
+    moved = ((flat - masked_mean(flat, flat_rows)) / divisor).masked_fill(~flat_rows, 0.0)
+    return Advantages(reward, moved.view_as(advantage), mask, False, 1 / float(divisor))
 
 
-def _pool(values: Tensor, rows: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+def _comparison_pool(values: Tensor, mask: Tensor, config: Config) -> tuple[Tensor, Tensor]:
     """The lines within which rewards are compared: groups, or the whole step as one line."""
     if config.baseline in ("loo", "group_mean"):
-        return values, rows
-    return values.reshape(1, -1), rows.reshape(1, -1)
+        return values, mask
+    return values.reshape(1, -1), mask.reshape(1, -1)

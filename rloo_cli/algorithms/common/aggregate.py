@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from rloo_cli.config.schema import Frozen, key
-from rloo_cli.data.segments import row_sum
+from rloo_cli.data.segments import segment_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rloo_cli.data.packing import Micro
+    from rloo_cli.data.packing import MicroBatch
 
 
 class Config(Frozen):
@@ -32,27 +32,31 @@ class Config(Frozen):
     )
 
 
-def total(term: Tensor, micro: Micro, config: Config) -> Tensor:
+def aggregate_loss(term: Tensor, micro_batch: MicroBatch, config: Config) -> Tensor:
     """A micro-batch's share of the update's sum: divide by `denominator`.
 
     A row-level term counts once under sequence_sum and sequence_mean, and as if it stood at each
     of its row's unmasked tokens otherwise; a row without unmasked tokens never counts.
     (N,) or (S,) -> ()
     """
-    count = row_sum(micro.mask, micro.sequence, micro.sequences)
-    by_token = term.shape == micro.mask.shape
+    count = segment_sum(micro_batch.mask, micro_batch.sequence_ids, micro_batch.num_sequences)
+    by_token = term.shape == micro_batch.mask.shape
     if config.loss_agg == "sequence_sum" and not by_token:
         return (term * (count > 0)).sum()
-    term = micro.mask * (term if by_token else term[micro.sequence])
+    term = micro_batch.mask * (term if by_token else term[micro_batch.sequence_ids])
     if config.loss_agg == "sequence_mean":
-        return (term / count.clamp(min=1)[micro.sequence]).sum()
+        return (term / count.clamp(min=1)[micro_batch.sequence_ids]).sum()
     if config.loss_agg == "token_mean_local":
         return term.sum() / count.sum().clamp(min=1)
     return term.sum()
 
 
-def denominator(
-    config: Config, sequences: int, tokens: int, micros: int, max_completion_length: int
+def update_denominator(
+    config: Config,
+    num_sequences: int,
+    num_tokens: int,
+    num_micro_batches: int,
+    max_completion_length: int,
 ) -> float:
     """What the update's sum is divided by; 1 instead of 0.
 
@@ -60,10 +64,10 @@ def denominator(
     loss_denominator=valid the caller counts only rows of scorable groups that are not masked).
     """
     by_agg = {
-        "sequence_sum": sequences,
-        "sequence_mean": sequences,
-        "token_mean": tokens,
-        "constant": sequences * max_completion_length,
-        "token_mean_local": micros,
+        "sequence_sum": num_sequences,
+        "sequence_mean": num_sequences,
+        "token_mean": num_tokens,
+        "constant": num_sequences * max_completion_length,
+        "token_mean_local": num_micro_batches,
     }
     return float(max(by_agg[str(config.loss_agg)], 1))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from rloo_cli.algorithms.common import advantage, forward_plan, rules, score
 from rloo_cli.algorithms.common import loss as common_loss
 from rloo_cli.algorithms.common.advantage import AdvantageInputs, Advantages
-from rloo_cli.algorithms.common.config import Switches, resolved_values, written_out
+from rloo_cli.algorithms.common.config import Switches, resolve_loss_type, resolved_values
 from rloo_cli.algorithms.common.forward_plan import ForwardPlan
 from rloo_cli.algorithms.common.loss import LossInputs
 from rloo_cli.config import registry
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from rloo_cli.algorithms.common.policy_loss import Loss
     from rloo_cli.algorithms.common.token_advantage import StepTokens, TokenAdvantages
-    from rloo_cli.data.packing import Micro
+    from rloo_cli.data.packing import MicroBatch
 
 C = TypeVar("C", bound=Switches, covariant=True)
 
@@ -56,7 +56,7 @@ class Algorithm(ABC, Generic[C]):
     resolved_values = staticmethod(resolved_values)
 
     def __init__(self, config: C):
-        self._config = written_out(config)
+        self._config = resolve_loss_type(config)
 
     @property
     def config(self) -> C:
@@ -76,9 +76,9 @@ class Algorithm(ABC, Generic[C]):
 
     def loss(self, inputs: LossInputs) -> Loss:
         """A micro-batch's share of the update's loss: totals and their gradients add up to it."""
-        return common_loss.loss(inputs, self.config)
+        return common_loss.micro_batch_loss(inputs, self.config)
 
-    def value_loss(self, values: Tensor, micro: Micro, num_tokens: float) -> ValueLoss:
+    def value_loss(self, values: Tensor, micro: MicroBatch, num_tokens: float) -> ValueLoss:
         """A micro-batch's share of the value loss, for an algorithm with a value model. (N,)"""
         raise NotImplementedError(f"{type(self).__name__} does not define value_loss")
 
@@ -90,11 +90,11 @@ class Algorithm(ABC, Generic[C]):
 
     def rules(self, run: RunConfig) -> Iterator[Problem]:
         """Conflicts between keys that stop a run before it starts."""
-        return rules.problems(run)
+        return rules.algorithm_problems(run)
 
     def warnings(self, run: RunConfig) -> Iterator[str]:
         """What is allowed and seldom meant, one sentence each."""
-        return rules.warnings(run)
+        return rules.algorithm_warnings(run)
 
     def forward_plan(self, run: RunConfig) -> ForwardPlan:
         """Which forward passes an update needs."""
@@ -105,7 +105,7 @@ class Algorithm(ABC, Generic[C]):
 
         `raw` float64, NaN = the reward says nothing. (F, P, K), F -> (P, K), (P, K) bool
         """
-        return score.combine(raw, weights, self.config)
+        return score.combine_scores(raw, weights, self.config)
 
     def shape_scores(
         self, scores: Tensor, scorable: Tensor, lengths: Tensor, terminated: Tensor
@@ -114,7 +114,7 @@ class Algorithm(ABC, Generic[C]):
 
         `lengths` in trained tokens; `terminated`: it ended by itself, and was not cut off.
         """
-        return score.shape(scores, scorable, lengths, terminated, self.config)
+        return score.shape_step_scores(scores, scorable, lengths, terminated, self.config)
 
 
 def load_algorithm(config: AlgorithmConfig) -> Algorithm[Switches]:

@@ -49,15 +49,15 @@ TRIPLES = {
 PARTS = ("policy_loss", "ratio_level", "loss_agg")
 
 
-def written_out(config: S) -> S:
+def resolve_loss_type(config: S) -> S:
     """The config with what `loss_type` says in those of its three switches that are null."""
     if config.loss_type is None:
         return config
-    missing = _missing(config.loss_type, config.model_dump(include=set(PARTS)))
+    missing = _missing_loss_values(config.loss_type, config.model_dump(include=set(PARTS)))
     return config.model_copy(update=missing) if missing else config
 
 
-def _missing(loss_type: str, values: Mapping[str, Any]) -> dict[str, str]:
+def _missing_loss_values(loss_type: str, values: Mapping[str, Any]) -> dict[str, str]:
     """What a loss type says of those of its three switches that are null."""
     triple = zip(PARTS, TRIPLES[loss_type], strict=True)
     return {part: value for part, value in triple if values.get(part) is None}
@@ -71,20 +71,23 @@ def resolved_values(algorithm: Mapping[str, Any], backend: str) -> dict[str, Any
     """
     found: dict[str, Any] = {}
     if algorithm.get("loss_type") is not None:
-        found |= _missing(algorithm["loss_type"], algorithm)
+        found |= _missing_loss_values(algorithm["loss_type"], algorithm)
     correction = algorithm.get("correction")
     if isinstance(correction, Mapping) and correction.get("mode") == "auto":
-        found["correction"] = {**correction, "mode": importance_weights.auto_mode(backend)}
+        found["correction"] = {
+            **correction,
+            "mode": importance_weights.auto_correction_mode(backend),
+        }
     return found
 
 
-def switches(run: RunConfig) -> Switches:
+def shared_switches(run: RunConfig) -> Switches:
     """The run's algorithm section, as one that has every shared switch; loss_type written out."""
     if not isinstance(run.algorithm, Switches):
         raise TypeError(f"{type(run.algorithm).__name__} is not made of the shared switches")
-    return written_out(run.algorithm)
+    return resolve_loss_type(run.algorithm)
 
 
-def updates(config: AlgorithmConfig) -> int:
+def num_updates_per_step(config: AlgorithmConfig) -> int:
     """Optimizer steps per rollout batch."""
     return config.num_iterations * config.num_minibatches

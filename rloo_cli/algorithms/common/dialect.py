@@ -34,39 +34,42 @@ class Config(Frozen):
     )
 
 
-def values(name: str) -> dict[str, Any]:
+def dialect_values(name: str) -> dict[str, Any]:
     """Dotted key -> value of a dialect's file."""
     given = yaml.safe_load((paths.CONF / "algorithm" / "dialect" / f"{name}.yaml").read_text())
     return {f"{section}.{k}": v for section, keys in given.items() for k, v in keys.items()}
 
 
-def problems(run: RunConfig, of: Config) -> Iterator[Problem]:
+def dialect_problems(run: RunConfig, config: Config) -> Iterator[Problem]:
     """A dialect of something else, or one whose name was set without its keys."""
-    if of.dialect is None or run.algorithm.name == "rloo":
+    if config.dialect is None or run.algorithm.name == "rloo":
         return
     yield Problem(
-        f"{of.dialect} is a dialect of rloo",
+        f"{config.dialect} is a dialect of rloo",
         "algorithm.dialect",
         f"algorithm.name is {run.algorithm.name}",
         "algorithm=rloo, or algorithm.dialect=null",
     )
 
 
-def differing(run: RunConfig, of: Config) -> Iterator[str]:
+def dialect_differences(run: RunConfig, config: Config) -> Iterator[str]:
     """Keys that the run sets otherwise than its dialect's file: they win, and are told."""
-    if of.dialect is None:
+    if config.dialect is None:
         return
-    for name, theirs in values(of.dialect).items():
+    for name, theirs in dialect_values(config.dialect).items():
         section, _, leaf = name.partition(".")
         mine: Any = getattr(getattr(run, section), leaf, None)
         mine = mine.model_dump() if isinstance(mine, Frozen) else mine
-        if mine != theirs and not (isinstance(theirs, dict) and _within(theirs, mine)):
-            yield f"{name}={_text(mine)}, where dialect {of.dialect} has {_text(theirs)}"
+        if mine != theirs and not (isinstance(theirs, dict) and _is_part_of(theirs, mine)):
+            yield (
+                f"{name}={_yaml_text(mine)}, where dialect {config.dialect} has "
+                f"{_yaml_text(theirs)}"
+            )
 
 
-def _within(theirs: dict[str, Any], mine: Any) -> bool:
+def _is_part_of(theirs: dict[str, Any], mine: Any) -> bool:
     return isinstance(mine, dict) and all(mine.get(k) == v for k, v in theirs.items())
 
 
-def _text(value: Any) -> str:
+def _yaml_text(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rloo_cli.algorithms.common import advantage, kl
-from rloo_cli.algorithms.common.advantage import differs, usable
+from rloo_cli.algorithms.common.advantage import usable_completions, values_differ
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,18 +33,18 @@ def forward_plan(run: RunConfig, config: Switches) -> ForwardPlan:
     return ForwardPlan(
         reference=config.needs_reference,
         value_model=config.baseline == "value",
-        by_scores=by_scores(config),
-        separate=_why_separate(run, config),
-        every_completion=_every_completion(config),
+        by_scores=needs_no_logprobs(config),
+        separate=_separate_pass_reason(run, config),
+        every_completion=_forwards_every_completion(config),
     )
 
 
-def by_scores(config: Switches) -> bool:
+def needs_no_logprobs(config: Switches) -> bool:
     """Whether advantages need no log-probability: no KL is in the reward."""
     return not kl.in_reward(config) and not config.by_token
 
 
-def single_factor(config: Switches) -> bool:
+def normalizes_by_one_factor(config: Switches) -> bool:
     """Whether normalising is one number on the whole gradient, known once all KLs are.
 
     The mean of whole groups' leave-one-out advantages is exactly 0, so (A - mean) / (std + eps) is
@@ -53,12 +53,12 @@ def single_factor(config: Switches) -> bool:
     factor is that of advantages alone: an entropy bonus must not be multiplied by it.
     """
     grouped = config.baseline in ("loo", "group_mean") and config.kl_in_baseline
-    alike = config.advantage_scale in ("none", "group") and not advantage.clips(config)
+    alike = config.advantage_scale in ("none", "group") and not advantage.clips_advantages(config)
     alone = config.entropy_coef == 0
     return config.normalize_advantages and grouped and alike and alone
 
 
-def _why_separate(run: RunConfig, config: Switches) -> str | None:
+def _separate_pass_reason(run: RunConfig, config: Switches) -> str | None:
     """Why old_logp needs a pass of its own; None where the training forward's numbers are it.
 
     One mini-batch (C1), no dropout (C4), and advantages that need no other group's KL (C3). That a
@@ -73,12 +73,16 @@ def _why_separate(run: RunConfig, config: Switches) -> str | None:
         return "several optimizer steps per pass (algorithm.num_minibatches)"
     if not run.model.disable_dropout:
         return "dropout may be on (model.disable_dropout=false)"
-    if by_scores(config) or single_factor(config) or not advantage.needs_whole_step(config):
+    if (
+        needs_no_logprobs(config)
+        or normalizes_by_one_factor(config)
+        or not advantage.needs_whole_step(config)
+    ):
         return None
     return "advantages need every group's KL before the first update"
 
 
-def _every_completion(config: Switches) -> bool:
+def _forwards_every_completion(config: Switches) -> bool:
     pulled = config.kl_in == "loss" and config.beta > 0  # every row is pulled, advantage or none
     pulled = pulled or config.entropy_coef > 0
     return pulled or config.loss_agg == "token_mean_local"  # a mean over what a micro-batch holds
@@ -98,12 +102,12 @@ def needed_completions(
     needed = ~masked
     if plan.every_completion:
         return needed
-    needed = needed & usable(scorable, config)
+    needed = needed & usable_completions(scorable, config)
     grouped = config.baseline in ("loo", "group_mean")
     # Where the mean of advantages is not 0, normalising moves those of equal scores too.
     moved = config.normalize_advantages and config.advantage_scale == "loo_std"
-    moved = moved or advantage.clips(config)  # to a range that 0 need not be in
+    moved = moved or advantage.clips_advantages(config)  # to a range that 0 need not be in
     logged = config.kl_in == "none" and config.beta > 0  # whoever only logs the KL wants it of all
     if grouped and plan.by_scores and not moved and not logged:
-        needed = needed & differs(score, scorable)
+        needed = needed & values_differ(score, scorable)
     return needed

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from rloo_cli.config.schema import Frozen, key
-from rloo_cli.data.segments import row_mean, row_sum
+from rloo_cli.data.segments import segment_mean, segment_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rloo_cli.data.packing import Micro
+    from rloo_cli.data.packing import MicroBatch
 
 LARGEST = 20.0  # exponents are clamped to +-20, so that a weight is never infinite
 
@@ -49,18 +49,18 @@ class Weights:
     by_token: bool
 
 
-def mode(config: Config, backend: str) -> str:
+def correction_mode(config: Config, backend: str) -> str:
     """`correction.mode` with auto replaced by what it means for a generation backend."""
     chosen = config.correction.mode
-    return auto_mode(backend) if chosen == "auto" else chosen
+    return auto_correction_mode(backend) if chosen == "auto" else chosen
 
 
-def auto_mode(backend: str) -> str:
+def auto_correction_mode(backend: str) -> str:
     """What `correction.mode` = auto means for a generation backend."""
     return "truncate" if backend.startswith("vllm") else "none"
 
 
-def weights(old: Tensor, micro: Micro, config: Config) -> Weights | None:
+def correction_weights(old_logp: Tensor, micro_batch: MicroBatch, config: Config) -> Weights | None:
     """The weights at the configured level, or None where there are none to apply.
 
     A missing or NaN behaviour_logp counts as equal to old_logp. `filter` keeps or drops a row by
@@ -72,35 +72,39 @@ def weights(old: Tensor, micro: Micro, config: Config) -> Weights | None:
         raise ValueError("correction.mode is auto: train with what resolved_values says")
     if rule.mode in ("none", "bypass"):
         return None
-    behaviour = sampled(old, micro)
-    delta = micro.mask * (old - behaviour).detach()
+    behaviour = sampler_logprobs(old_logp, micro_batch)
+    delta = micro_batch.mask * (old_logp - behaviour).detach()
     level = "token" if rule.mode == "filter" else rule.level
-    raw = _level(delta, micro, level).clamp(-LARGEST, LARGEST).exp()
+    raw = _reduce_to_level(delta, micro_batch, level).clamp(-LARGEST, LARGEST).exp()
     if rule.mode == "truncate":
         return Weights(raw.clamp(rule.floor, rule.cap), raw, level == "token")
     judged = raw
     if rule.mode == "filter":
-        judged = _level(delta, micro, "geometric").exp()[micro.sequence]
+        judged = _reduce_to_level(delta, micro_batch, "geometric").exp()[micro_batch.sequence_ids]
     kept = (judged >= rule.floor) & (judged <= rule.cap)
     return Weights(raw.masked_fill(~kept, 0.0), raw, level == "token")
 
 
-def ratio_base(old: Tensor, micro: Micro, config: Config) -> Tensor:
+def ratio_base(old_logp: Tensor, micro_batch: MicroBatch, config: Config) -> Tensor:
     """What the ratio divides by: old_logp; with bypass the sampler's own, where it said. (N,)"""
-    return sampled(old, micro) if config.correction.mode == "bypass" else old
+    return (
+        sampler_logprobs(old_logp, micro_batch) if config.correction.mode == "bypass" else old_logp
+    )
 
 
-def sampled(old: Tensor, micro: Micro) -> Tensor:
+def sampler_logprobs(old_logp: Tensor, micro_batch: MicroBatch) -> Tensor:
     """The sampler's own log-probabilities, old_logp where it did not say. (N,)"""
-    if micro.behaviour_logp is None:
-        return old
-    behaviour = micro.behaviour_logp.to(old.dtype)
-    return behaviour.where(~behaviour.isnan(), old)
+    if micro_batch.behaviour_logp is None:
+        return old_logp
+    behaviour = micro_batch.behaviour_logp.to(old_logp.dtype)
+    return behaviour.where(~behaviour.isnan(), old_logp)
 
 
-def _level(delta: Tensor, micro: Micro, level: str) -> Tensor:
+def _reduce_to_level(delta: Tensor, micro_batch: MicroBatch, level: str) -> Tensor:
     if level == "token":
         return delta
     if level == "sequence":
-        return row_sum(delta, micro.sequence, micro.sequences)
-    return row_mean(delta, micro.mask, micro.sequence, micro.sequences)
+        return segment_sum(delta, micro_batch.sequence_ids, micro_batch.num_sequences)
+    return segment_mean(
+        delta, micro_batch.mask, micro_batch.sequence_ids, micro_batch.num_sequences
+    )

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Literal
 
 from rloo_cli.algorithms.common import dialect
 from rloo_cli.config.schema import key
-from rloo_cli.data.segments import row_sum
+from rloo_cli.data.segments import segment_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rloo_cli.data.packing import Micro
+    from rloo_cli.data.packing import MicroBatch
 
 LARGEST = 20.0  # exponents are clamped to +-20
 
@@ -45,27 +45,29 @@ class Config(dialect.Config):
         return self.beta > 0 or self.kl_in == "none"
 
 
-def estimate(d: Tensor, config: Config) -> Tensor:
+def estimate_kl(log_ratio: Tensor, config: Config) -> Tensor:
     """k1, k2 or k3 of d = log p - log q at samples of p, in nats. (N,) -> (N,)"""
     if config.dialect in dialect.SCORE_FUNCTION_KL:
-        d = d.clamp(-LARGEST, LARGEST)
-    found = d
+        log_ratio = log_ratio.clamp(-LARGEST, LARGEST)
+    found = log_ratio
     if config.kl_estimator == "k2":
-        found = d.square() / 2
+        found = log_ratio.square() / 2
     elif config.kl_estimator == "k3":
-        found = (-d).clamp(-LARGEST, LARGEST).expm1() + d
+        found = (-log_ratio).clamp(-LARGEST, LARGEST).expm1() + log_ratio
     limit = dialect.TOKEN_KL_LIMIT.get(str(config.dialect))
     return found if limit is None else found.clamp(-limit, limit)
 
 
-def sequence_kl(old: Tensor, ref: Tensor, micro: Micro, config: Config) -> Tensor:
+def sequence_kl(
+    old_logp: Tensor, ref_logp: Tensor, micro_batch: MicroBatch, config: Config
+) -> Tensor:
     """KL_i, summed (not averaged) over each row's own tokens, in nats and float64.
 
     With kl_temperature=one, `old` and `ref` are log-probabilities at temperature 1.
     (N,), (N,) -> (S,)
     """
-    k = micro.mask * estimate(old.double() - ref.double(), config)
-    return row_sum(k, micro.sequence, micro.sequences)
+    k = micro_batch.mask * estimate_kl(old_logp.double() - ref_logp.double(), config)
+    return segment_sum(k, micro_batch.sequence_ids, micro_batch.num_sequences)
 
 
 def in_reward(config: Config) -> bool:
@@ -73,7 +75,7 @@ def in_reward(config: Config) -> bool:
     return config.kl_in == "reward" and config.beta > 0
 
 
-def to_go(config: Config) -> bool:
+def charges_kl_to_go(config: Config) -> bool:
     """Whether each token gets its own advantage by the KL that comes after it."""
     own = getattr(config, "by_token", False)  # then `token_advantages` has charged it already
     return in_reward(config) and config.kl_credit == "to_go" and not own
@@ -82,9 +84,9 @@ def to_go(config: Config) -> bool:
 def charge_tokens(
     advantage: Tensor,
     usable: Tensor,
-    old: Tensor,
-    ref: Tensor | None,
-    micro: Micro,
+    old_logp: Tensor,
+    ref_logp: Tensor | None,
+    micro_batch: MicroBatch,
     config: Config,
 ) -> Tensor:
     """With kl_credit=to_go, A_i - beta * sum_{u>=t} m*k per token; else the rows' A as it is.
@@ -93,22 +95,24 @@ def charge_tokens(
     tokens stand together and in order, as `pack` lays them.
     (S,), (S,), (N,), (N,) -> (N,) or (S,)
     """
-    if ref is None or not to_go(config):
+    if ref_logp is None or not charges_kl_to_go(config):
         return advantage
-    k = micro.mask * estimate(old.double() - ref.double(), config)
-    ends = row_sum(k, micro.sequence, micro.sequences).cumsum(0)
-    rest = ends[micro.sequence] - k.cumsum(0) + k  # own token included
-    spread = advantage[micro.sequence] - config.beta * rest
-    return spread.masked_fill(~usable[micro.sequence], 0.0)
+    k = micro_batch.mask * estimate_kl(old_logp.double() - ref_logp.double(), config)
+    ends = segment_sum(k, micro_batch.sequence_ids, micro_batch.num_sequences).cumsum(0)
+    rest = ends[micro_batch.sequence_ids] - k.cumsum(0) + k  # own token included
+    spread = advantage[micro_batch.sequence_ids] - config.beta * rest
+    return spread.masked_fill(~usable[micro_batch.sequence_ids], 0.0)
 
 
-def loss_term(logp: Tensor, ref: Tensor, log_ratio: Tensor, micro: Micro, config: Config) -> Tensor:
+def kl_loss_term(
+    logp: Tensor, ref_logp: Tensor, log_ratio: Tensor, micro_batch: MicroBatch, config: Config
+) -> Tensor:
     """beta * k(logp - ref_logp) per token, with gradient, for kl_in=loss.
 
     kl_ratio_weighted multiplies by exp(log_ratio), with gradient, where `log_ratio` is the
     token's logp - old_logp: exact for k1 and k3, wrong for k2. (N,), (N,), (N,) -> (N,)
     """
-    k = estimate(logp - ref, config)
+    k = estimate_kl(logp - ref_logp, config)
     if config.dialect in dialect.SCORE_FUNCTION_KL:  # a factor of 1 with the gradient of logp,
         free = k.abs() < dialect.TOKEN_KL_LIMIT[str(config.dialect)]  # but where a clamp acted
         k = (k * (logp - logp.detach()).exp()).where(free, k)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rloo_cli.algorithms.common import aggregate, importance_weights, policy_loss
-from rloo_cli.algorithms.common.kl import loss_term
+from rloo_cli.algorithms.common.kl import kl_loss_term
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rloo_cli.algorithms.common.config import Switches
-    from rloo_cli.data.packing import Micro
+    from rloo_cli.data.packing import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class LossInputs:
     logp: Tensor  # (N,) with gradient
     old_logp: Tensor  # (N,) of the policy before the step's first update
     ref_logp: Tensor | None  # (N,) of the reference; None = there is none
-    micro_batch: Micro  # which token is of which completion, and which count
+    micro_batch: MicroBatch  # which token is of which completion, and which count
     advantage: Tensor  # (S,), or (N,) where every token has its own
     denominator: float  # what the update's sum is divided by
     kl_logp: Tensor | None = None  # (N,) logp at the KL's temperature, where that is another
@@ -30,25 +30,27 @@ class LossInputs:
     num_tokens: float = 1.0  # of the whole update, which the entropy's mean is over
 
 
-def loss(inputs: LossInputs, config: Switches) -> policy_loss.Loss:
+def micro_batch_loss(inputs: LossInputs, config: Switches) -> policy_loss.Loss:
     """A micro-batch's share of the update's loss: the `total`s and their gradients add up to it."""
     logp, old, ref = inputs.logp, inputs.old_logp, inputs.ref_logp
     micro, advantage, denominator = inputs.micro_batch, inputs.advantage, inputs.denominator
-    weights = importance_weights.weights(old, micro, config)
+    weights = importance_weights.correction_weights(old, micro, config)
     base = importance_weights.ratio_base(old, micro, config)
-    rho = policy_loss.ratios(logp, base, micro, config, weights)
+    rho = policy_loss.policy_ratios(logp, base, micro, config, weights)
     term = policy_loss.policy_term(logp, rho, advantage, micro, config, weights, logp - base)
-    kept = policy_loss.kept(logp, importance_weights.sampled(old, micro), advantage, micro, config)
+    kept = policy_loss.off_policy_mask(
+        logp, importance_weights.sampler_logprobs(old, micro), advantage, micro, config
+    )
     if kept is not None:
-        term = term * (kept if kept.shape == term.shape else kept[micro.sequence])
-    policy = aggregate.total(term, micro, config) / denominator
+        term = term * (kept if kept.shape == term.shape else kept[micro.sequence_ids])
+    policy = aggregate.aggregate_loss(term, micro, config) / denominator
     penalty = bonus = policy.detach() * 0.0
     if ref is not None and config.kl_in == "loss":
         kl_logp = logp if inputs.kl_logp is None else inputs.kl_logp
-        k = loss_term(kl_logp, ref, logp - base, micro, config)
-        penalty = aggregate.total(k, micro, config) / denominator
+        k = kl_loss_term(kl_logp, ref, logp - base, micro, config)
+        penalty = aggregate.aggregate_loss(k, micro, config) / denominator
     if config.entropy_coef and inputs.entropy is not None:
         bonus = config.entropy_coef * (inputs.entropy * micro.mask).sum() / inputs.num_tokens
-    return policy_loss.measured(
+    return policy_loss.build_loss(
         policy, penalty, rho, logp - base, advantage, micro, config, weights, bonus
     )

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Literal
 from rloo_cli.algorithms.common import loss_types
 from rloo_cli.algorithms.common.importance_weights import Weights
 from rloo_cli.config.schema import Frozen, key
-from rloo_cli.data.segments import row_mean, row_sum
+from rloo_cli.data.segments import segment_mean, segment_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rloo_cli.data.packing import Micro
+    from rloo_cli.data.packing import MicroBatch
 
 
 class Config(Frozen):
@@ -81,30 +81,34 @@ class Loss:
     bonus: Tensor | None = None  # () detached, entropy_coef * entropy, which is subtracted
 
 
-def ratios(
-    logp: Tensor, old: Tensor, micro: Micro, config: Config, weights: Weights | None = None
+def policy_ratios(
+    logp: Tensor,
+    old_logp: Tensor,
+    micro_batch: MicroBatch,
+    config: Config,
+    weights: Weights | None = None,
 ) -> Tensor:
     """exp(logp - old_logp) of each unit, with gradient. (N,), (N,) -> (U,)
 
     Token weights cannot multiply a completion's ratio, so there they weigh the gradient of its
     log: log rho = sg(sum of d) + sum_t w_t * (logp_t - sg(logp_t)), d = logp - old_logp.
     """
-    d = micro.mask * (logp - old)
+    d = micro_batch.mask * (logp - old_logp)
     if weights is not None and weights.by_token and config.ratio_level != "token":
-        d = d.detach() + micro.mask * weights.weight * (logp - logp.detach())
+        d = d.detach() + micro_batch.mask * weights.weight * (logp - logp.detach())
     if config.ratio_level == "sequence":
-        d = row_sum(d, micro.sequence, micro.sequences)
+        d = segment_sum(d, micro_batch.sequence_ids, micro_batch.num_sequences)
     elif config.ratio_level == "geometric":
-        d = row_mean(d, micro.mask, micro.sequence, micro.sequences)
+        d = segment_mean(d, micro_batch.mask, micro_batch.sequence_ids, micro_batch.num_sequences)
     return d.clamp(-config.log_ratio_clamp, config.log_ratio_clamp).exp()
 
 
-def clipped(rho: Tensor, advantage: Tensor, config: Config) -> Tensor:
+def clipped_term(ratio: Tensor, advantage: Tensor, config: Config) -> Tensor:
     """-min(rho A, clip(rho, 1-epsilon, 1+epsilon_high) A), at most -delta A where A < 0.
 
     (U,), (U,) -> (U,)
     """
-    gain = (rho * advantage).minimum(rho.clamp(1 - config.epsilon, config.upper) * advantage)
+    gain = (ratio * advantage).minimum(ratio.clamp(1 - config.epsilon, config.upper) * advantage)
     if config.delta is not None:
         gain = gain.where(advantage >= 0, gain.maximum(config.delta * advantage))
     return -gain
@@ -112,9 +116,9 @@ def clipped(rho: Tensor, advantage: Tensor, config: Config) -> Tensor:
 
 def policy_term(
     logp: Tensor,
-    rho: Tensor,
+    ratio: Tensor,
     advantage: Tensor,
-    micro: Micro,
+    micro_batch: MicroBatch,
     config: Config,
     weights: Weights | None,
     log_ratio: Tensor | None = None,
@@ -127,28 +131,32 @@ def policy_term(
     """
     kind = config.policy_loss
     tokens = kind in ("reinforce", "cispo", "vespo") or config.ratio_level == "token"
-    a = _to_tokens(advantage, micro) if tokens else advantage
+    a = _to_tokens(advantage, micro_batch) if tokens else advantage
     if kind == "vespo":  # its w has the correction in it
-        return loss_types.vespo(logp, logp if log_ratio is None else log_ratio, a, micro, weights)
+        return loss_types.vespo_term(
+            logp, logp if log_ratio is None else log_ratio, a, micro_batch, weights
+        )
     if kind == "reinforce":
         term = -a * logp
     elif kind == "cispo":
-        term = loss_types.cispo(logp, _to_tokens(rho, micro), a, config.cap)
+        term = loss_types.cispo_term(logp, _to_tokens(ratio, micro_batch), a, config.cap)
     elif kind == "sapo":
-        term = loss_types.sapo(rho, a)
+        term = loss_types.sapo_term(ratio, a)
     else:
-        term = clipped(rho, a, config)
+        term = clipped_term(ratio, a, config)
     if kind == "luspo":  # as if it stood at each of its tokens
-        term = term * row_sum(micro.mask, micro.sequence, micro.sequences)
+        term = term * segment_sum(
+            micro_batch.mask, micro_batch.sequence_ids, micro_batch.num_sequences
+        )
     if weights is None:
         return term
     if tokens:
-        return term * _to_tokens(weights.weight, micro)
+        return term * _to_tokens(weights.weight, micro_batch)
     return term if weights.by_token else term * weights.weight
 
 
-def kept(
-    logp: Tensor, base: Tensor, advantage: Tensor, micro: Micro, config: Config
+def off_policy_mask(
+    logp: Tensor, sampler_logp: Tensor, advantage: Tensor, micro_batch: MicroBatch, config: Config
 ) -> Tensor | None:
     """What off_policy_threshold leaves in the policy term: DeepSeek-V3.2's sequence mask.
 
@@ -157,69 +165,78 @@ def kept(
     """
     if config.off_policy_threshold is None:
         return None
-    fell = row_mean((base - logp).detach(), micro.mask, micro.sequence, micro.sequences)
+    fell = segment_mean(
+        (sampler_logp - logp).detach(),
+        micro_batch.mask,
+        micro_batch.sequence_ids,
+        micro_batch.num_sequences,
+    )
     near = fell <= config.off_policy_threshold
-    return (near if near.shape == advantage.shape else near[micro.sequence]) | (advantage >= 0)
+    return (near if near.shape == advantage.shape else near[micro_batch.sequence_ids]) | (
+        advantage >= 0
+    )
 
 
-def measured(
+def build_loss(
     policy: Tensor,
     kl: Tensor,
-    rho: Tensor,
+    ratio: Tensor,
     log_ratio: Tensor,
     advantage: Tensor,
-    micro: Micro,
+    micro_batch: MicroBatch,
     config: Config,
     weights: Weights | None,
     bonus: Tensor | None = None,
 ) -> Loss:
     """The `Loss` of its scalars with gradient, (U,) ratios, (N,) log-ratios, (S,) or (N,) A."""
-    rho, d = rho.detach(), (micro.mask * log_ratio).detach()
-    unit = micro.mask
+    ratio, d = ratio.detach(), (micro_batch.mask * log_ratio).detach()
+    unit = micro_batch.mask
     if config.ratio_level == "token":
-        advantage = _to_tokens(advantage, micro)
+        advantage = _to_tokens(advantage, micro_batch)
     else:
-        d = row_sum(d, micro.sequence, micro.sequences)
-        unit = row_sum(unit, micro.sequence, micro.sequences)
+        d = segment_sum(d, micro_batch.sequence_ids, micro_batch.num_sequences)
+        unit = segment_sum(unit, micro_batch.sequence_ids, micro_batch.num_sequences)
     counted = unit > 0
     if advantage.shape != unit.shape:  # kl_credit=to_go needs reinforce here: nothing clips
-        advantage, counted = rho.new_zeros(unit.shape), counted & False
+        advantage, counted = ratio.new_zeros(unit.shape), counted & False
     clips = counted & config.clips
-    low = clips & (rho < 1 - config.epsilon) & (advantage < 0)
-    high = clips & (rho > config.upper) & (advantage > 0)
+    low = clips & (ratio < 1 - config.epsilon) & (advantage < 0)
+    high = clips & (ratio > config.upper) & (advantage > 0)
     return Loss(
         total=policy + kl if bonus is None else policy + kl - bonus,
         policy=policy.detach(),
         kl=kl.detach(),
-        ratio=rho,
+        ratio=ratio,
         low=low,
         high=high,
-        delta=clips & (rho > (config.delta or float("inf"))) & (advantage < 0),
+        delta=clips & (ratio > (config.delta or float("inf"))) & (advantage < 0),
         unit_mask=unit > 0,
-        row_low=_share(low, micro),
-        row_high=_share(high, micro),
+        row_low=_flagged_share(low, micro_batch),
+        row_high=_flagged_share(high, micro_batch),
         log_ratio_sq=d.square(),
         weight=None if weights is None else weights.weight,
         raw_weight=None if weights is None else weights.raw,
-        capped=counted & (rho > config.cap) & (advantage > 0)
+        capped=counted & (ratio > config.cap) & (advantage > 0)
         if config.policy_loss == "cispo"
         else None,
         bonus=None if bonus is None else bonus.detach(),
     )
 
 
-def _share(flags: Tensor, micro: Micro) -> Tensor:
+def _flagged_share(flags: Tensor, micro_batch: MicroBatch) -> Tensor:
     """Share of each row's units that are flagged. (U,) -> (S,)"""
-    share = flags.to(micro.mask.dtype)
-    if not _by_token(share, micro):
+    share = flags.to(micro_batch.mask.dtype)
+    if not _is_per_token(share, micro_batch):
         return share
-    return row_mean(share, micro.mask, micro.sequence, micro.sequences)
+    return segment_mean(
+        share, micro_batch.mask, micro_batch.sequence_ids, micro_batch.num_sequences
+    )
 
 
-def _by_token(values: Tensor, micro: Micro) -> bool:
+def _is_per_token(values: Tensor, micro_batch: MicroBatch) -> bool:
     # Every row has a token, so S = N only where each has one and both readings agree.
-    return values.shape == micro.sequence.shape
+    return values.shape == micro_batch.sequence_ids.shape
 
 
-def _to_tokens(values: Tensor, micro: Micro) -> Tensor:
-    return values if _by_token(values, micro) else values[micro.sequence]
+def _to_tokens(values: Tensor, micro_batch: MicroBatch) -> Tensor:
+    return values if _is_per_token(values, micro_batch) else values[micro_batch.sequence_ids]

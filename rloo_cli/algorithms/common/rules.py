@@ -16,7 +16,7 @@ from rloo_cli.algorithms.common import (
     policy_loss,
     siblings,
 )
-from rloo_cli.algorithms.common.config import Switches, switches, updates
+from rloo_cli.algorithms.common.config import Switches, num_updates_per_step, shared_switches
 from rloo_cli.config.schema import GenerationConfig, RunConfig
 from rloo_cli.utils.errors import Problem
 
@@ -29,7 +29,7 @@ def choice_problems(config: Switches) -> Iterator[Problem]:
     yield from _baseline_problems(config)
 
 
-def whitened_alone(config: Switches) -> Iterator[Problem]:
+def whitening_problems(config: Switches) -> Iterator[Problem]:
     """Of an algorithm that whitens all tokens' advantages: what else would centre or divide."""
     plain = {"advantage_scale": "none", "normalize_advantages": False, "kl_in_baseline": False}
     for name, value in plain.items():
@@ -84,12 +84,12 @@ TOKEN_NOISE = 0.01  # log-ratio per token that kernels and one small update make
 CLIPPED_SHARE = 0.1  # predicted share of completions clipped by that noise alone: warn above
 
 
-def problems(run: RunConfig) -> Iterator[Problem]:
+def algorithm_problems(run: RunConfig) -> Iterator[Problem]:
     """Conflicts between keys; `where` is the dotted key."""
-    config = switches(run)
-    yield from dialect.problems(run, config)
+    config = shared_switches(run)
+    yield from dialect.dialect_problems(run, config)
     yield from choice_problems(config)
-    yield from siblings.problems(config)
+    yield from siblings.sibling_problems(config)
     yield from _kl_problems(config)
     yield from _ratio_problems(config)
     yield from _shaping_problems(config)
@@ -97,19 +97,20 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from _minibatch_problems(config, run.train.prompts_per_step)
 
 
-def warnings(run: RunConfig) -> Iterator[str]:
+def algorithm_warnings(run: RunConfig) -> Iterator[str]:
     """What is allowed and seldom meant, one sentence each."""
-    config, generation = switches(run), run.generation
-    yield from dialect.differing(run, config)
+    config, generation = shared_switches(run), run.generation
+    yield from dialect.dialect_differences(run, config)
     yield from _kl_warnings(config)
-    yield from siblings.warnings(config)
-    filters = _filters(generation)
-    if filters and importance_weights.mode(config, generation.backend) == "none":
+    yield from siblings.sibling_warnings(config)
+    filters = _sampling_filters(generation)
+    if filters and importance_weights.correction_mode(config, generation.backend) == "none":
         yield f"generation.{', '.join(filters)}: logp does not describe what is sampled then"
     share = clipped_by_noise(config, generation.max_completion_length)
-    if updates(config) > 1 and share > CLIPPED_SHARE:
+    if num_updates_per_step(config) > 1 and share > CLIPPED_SHARE:
         yield (
-            f"algorithm.ratio_level=sequence, {updates(config)} updates per step: noise of"
+            f"algorithm.ratio_level=sequence, {num_updates_per_step(config)} updates per step: "
+            "noise of"
             f" {TOKEN_NOISE} per token over {generation.max_completion_length} tokens alone clips"
             f" {share:.0%} of the completions; widen epsilon, or ratio_level=token or geometric"
         )
@@ -128,11 +129,11 @@ def warnings(run: RunConfig) -> Iterator[str]:
         yield "algorithm.loss_agg=token_mean_local: the loss depends on the micro-batch size"
 
 
-def clipped_by_noise(config: policy_loss.Config, tokens: int) -> float:
+def clipped_by_noise(config: policy_loss.Config, num_tokens: int) -> float:
     """Predicted share of completions that TOKEN_NOISE alone takes out of the clip range (2.9)."""
     if config.ratio_level != "sequence" or config.policy_loss != "clip":
         return 0.0
-    noise = NormalDist(sigma=TOKEN_NOISE * sqrt(tokens))
+    noise = NormalDist(sigma=TOKEN_NOISE * sqrt(num_tokens))
     low = log(1 - config.epsilon) if config.epsilon < 1 else -inf
     return noise.cdf(low) + 1 - noise.cdf(log(config.upper))
 
@@ -175,7 +176,7 @@ def _kl_problems(config: Switches) -> Iterator[Problem]:
 
 
 def _ratio_problems(config: Switches) -> Iterator[Problem]:
-    n = updates(config)
+    n = num_updates_per_step(config)
     if config.policy_loss == "reinforce" and n > 1 and not config.allow_stale:
         yield Problem(
             "reinforce has no ratio, so later updates of a step are off-policy",
@@ -228,7 +229,10 @@ def _correction_problems(config: Switches, generation: GenerationConfig) -> Iter
             f"floor {rule.floor:g} is above cap {rule.cap:g}",
             "algorithm.correction.floor=0",
         )
-    mode, filters = importance_weights.mode(config, generation.backend), _filters(generation)
+    mode, filters = (
+        importance_weights.correction_mode(config, generation.backend),
+        _sampling_filters(generation),
+    )
     if mode == "none" or not filters:
         return
     off = {"top_p": "1.0", "top_k": "0", "min_p": "null", "repetition_penalty": "1.0"}
@@ -244,19 +248,20 @@ def _correction_problems(config: Switches, generation: GenerationConfig) -> Iter
     )
 
 
-def _minibatch_problems(config: Switches, prompts: int) -> Iterator[Problem]:
+def _minibatch_problems(config: Switches, num_prompts: int) -> Iterator[Problem]:
     n = config.num_minibatches
-    if prompts % n == 0:
+    if num_prompts % n == 0:
         return
-    divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]
+    divisors = [d for d in range(1, num_prompts + 1) if num_prompts % d == 0]
     near = [max(d for d in divisors if d < n), min((d for d in divisors if d > n), default=0)]
     valid = " or ".join(str(d) for d in near if d)
     yield Problem(
         "the step's prompts do not divide into equal mini-batches",
         "algorithm.num_minibatches",
-        f"train.prompts_per_step = {prompts} = {prompts // n} * {n} + {prompts % n}",
-        f"algorithm.num_minibatches={valid}, or train.prompts_per_step={n * (prompts // n) or n}"
-        f" or {n * (prompts // n + 1)}",
+        f"train.prompts_per_step = {num_prompts} = {num_prompts // n} * {n} + {num_prompts % n}",
+        f"algorithm.num_minibatches={valid}, or "
+        f"train.prompts_per_step={n * (num_prompts // n) or n}"
+        f" or {n * (num_prompts // n + 1)}",
     )
 
 
@@ -281,7 +286,7 @@ def _kl_warnings(config: Switches) -> Iterator[str]:
         yield "algorithm.zero_std_groups=drop also drops those groups' pull towards the reference"
 
 
-def _filters(generation: GenerationConfig) -> list[str]:
+def _sampling_filters(generation: GenerationConfig) -> list[str]:
     """Sampling switches after which logp no longer describes the sampler, as `key=value`.
 
     min_tokens is one: no stop id can be sampled before, so every other token is likelier.

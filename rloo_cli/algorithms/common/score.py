@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from rloo_cli.algorithms.common import dialect
-from rloo_cli.algorithms.common.advantage import differs, mean, std
+from rloo_cli.algorithms.common.advantage import masked_mean, masked_std, values_differ
 from rloo_cli.config.schema import Frozen, Positive, key
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Config(dialect.Config):
         return found if isinstance(found, EosPenalty) else EosPenalty(mode="subtract", value=found)
 
 
-def combine(raw: Tensor, weights: Sequence[float], config: Config) -> tuple[Tensor, Tensor]:
+def combine_scores(raw: Tensor, weights: Sequence[float], config: Config) -> tuple[Tensor, Tensor]:
     """One score per row, and which rows have one. Weights are not renormalised when some are None.
 
     `raw` is the step's (F, P, K) float64, NaN = None; `weights` the F rewards' weights. A reward
@@ -77,13 +77,15 @@ def combine(raw: Tensor, weights: Sequence[float], config: Config) -> tuple[Tens
     value = raw.masked_fill(~given, 0.0)
     scorable = (given & (factor != 0)).any(0)
     if config.multi_reward == "normalize_then_sum":
-        value = _normalized(value, given, GDPO_EPS)
+        value = _normalize_along_rows(value, given, GDPO_EPS)
         batch = (value * factor).sum(0).reshape(1, -1)
-        return _normalized(batch, scorable.reshape(1, -1), GDPO_EPS).view_as(scorable), scorable
+        return _normalize_along_rows(batch, scorable.reshape(1, -1), GDPO_EPS).view_as(
+            scorable
+        ), scorable
     return (value * factor).sum(0), scorable
 
 
-def shape(
+def shape_step_scores(
     score: Tensor, scorable: Tensor, lengths: Tensor, terminated: Tensor, config: Config
 ) -> Tensor:
     """Overlong penalty, missing EOS, normalising, clip: in this order, all before KL.
@@ -105,7 +107,7 @@ def shape(
         batch, rows = score.reshape(1, -1), scorable.reshape(1, -1)
         # Equal scores are left alone; their float sums would leave a std that is not quite 0.
         score = score.where(
-            ~differs(batch, rows), _normalized(batch, rows, NORM_EPS).view_as(score)
+            ~values_differ(batch, rows), _normalize_along_rows(batch, rows, NORM_EPS).view_as(score)
         )
     if config.reward_clip_range is not None and config.dialect not in dialect.CLIPS_ADVANTAGES:
         low, high = config.reward_clip_range
@@ -113,7 +115,7 @@ def shape(
     return score.masked_fill(~scorable, 0.0)
 
 
-def truncation(scorable: Tensor, terminated: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+def mask_truncated(scorable: Tensor, terminated: Tensor, config: Config) -> tuple[Tensor, Tensor]:
     """mask_truncated_completions: which rows still count in the baseline, which leave the loss.
 
     `true` takes truncated rows out of the loss only; `drop` makes them unscorable as well. Apply
@@ -126,7 +128,7 @@ def truncation(scorable: Tensor, terminated: Tensor, config: Config) -> tuple[Te
     return kept, ~terminated
 
 
-def _normalized(values: Tensor, rows: Tensor, eps: float) -> Tensor:
+def _normalize_along_rows(values: Tensor, mask: Tensor, eps: float) -> Tensor:
     """Centred and divided by std + eps along the last axis; exactly 0 where all are equal."""
-    moved = (values - mean(values, rows)) / (std(values, rows) + eps)
-    return moved.masked_fill(~(rows & differs(values, rows)), 0.0)
+    moved = (values - masked_mean(values, mask)) / (masked_std(values, mask) + eps)
+    return moved.masked_fill(~(mask & values_differ(values, mask)), 0.0)

@@ -8,7 +8,7 @@ from rloo_cli.algorithms.common.config import Switches
 from rloo_cli.utils.errors import Problem
 
 
-def problems(config: Switches) -> Iterator[Problem]:
+def sibling_problems(config: Switches) -> Iterator[Problem]:
     """What compares a completion with its siblings means nothing where it has none."""
     if config.num_generations > 1:
         return
@@ -40,7 +40,7 @@ def problems(config: Switches) -> Iterator[Problem]:
             )
 
 
-def warnings(config: Switches) -> Iterator[str]:
+def sibling_warnings(config: Switches) -> Iterator[str]:
     """What is allowed and seldom meant, one sentence each."""
     compared = config.baseline in ("loo", "group_mean") or getattr(
         config, "minus_group_mean", False

@@ -69,16 +69,16 @@ class Grid:
         return self.rows(self.step.mask.clamp(max=1)) > 0
 
 
-def to_go(rows: Tensor, factor: float) -> Tensor:
+def discounted_sum_to_go(values: Tensor, factor: float) -> Tensor:
     """sum_{u>=t} factor^(u-t) x_u of each row. (S, T) -> (S, T)"""
-    out, rest = rows.clone(), rows.new_zeros(len(rows))
-    for t in range(rows.shape[1] - 1, -1, -1):
-        rest = rows[:, t] + factor * rest
+    out, rest = values.clone(), values.new_zeros(len(values))
+    for t in range(values.shape[1] - 1, -1, -1):
+        rest = values[:, t] + factor * rest
         out[:, t] = rest
     return out
 
 
-def whitened(column: Tensor, mask: Tensor, centre: bool = True) -> Tensor:
+def whiten_tokens(column: Tensor, mask: Tensor, centre: bool = True) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) over the masked tokens, Bessel's variance; exactly 0 outside.
 
     Equal values are only centred, to exactly 0. `centre` False keeps the mean. (N,), (N,) -> (N,)

@@ -31,128 +31,134 @@ from rloo_cli.checkpoint import resume
 from rloo_cli.cli.compare import charts, configurations, results, tables
 from rloo_cli.cli.compare import runs as compare_runs
 from rloo_cli.cli.compare.configurations import Configuration
-from rloo_cli.cli.compare.runs import Told
-from rloo_cli.cli.run_folders import Words
-from rloo_cli.config.old_names import nearest
+from rloo_cli.cli.compare.runs import RunRecord
+from rloo_cli.cli.run_folders import RunArgumentParser
+from rloo_cli.config.old_names import nearest_names
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import write_json, write_text
 
 USAGE = "rloo compare RUN... [--out FOLDER] [--metric NAME] [--against LABEL] [--unfinished]" \
     " [--anyway] [--json]"  # fmt: skip
-FOLDER = "comparison"
+OUTPUT_FOLDER = "comparison"
 
 
-def run(words: list[str]) -> int:
+def run(args: list[str]) -> int:
     """The verb. Raises ConfigError for what is not there, not finished or not comparable."""
-    parser = Words("compare", USAGE)
+    parser = RunArgumentParser("compare", USAGE)
     parser.add_argument("more", nargs="*", metavar="RUN")
     for flag in ("--out", "--metric", "--against"):
         parser.add_argument(flag)
     for flag in ("--unfinished", "--anyway", "--json"):
         parser.add_argument(flag, action="store_true")
-    given = parser.parse_intermixed_args(words)
+    given = parser.parse_intermixed_args(args)
     runs = [
-        compare_runs.read(p) for p in compare_runs.find([w for w in (given.run, *given.more) if w])
+        compare_runs.read_run_record(p)
+        for p in compare_runs.find_compared_runs([w for w in (given.run, *given.more) if w])
     ]
     found = _configurations(runs, given.unfinished)
     score = _metric(found, given.metric)
     notes = _notes(found, given.anyway)
-    told = results.compare(found, score, _against(found, given.against), notes)
-    out = Path(given.out) if given.out else _common(runs) / FOLDER
-    _write(out, told, found)
+    told = results.compare_configurations(
+        found, score, _baseline_index(found, given.against), notes
+    )
+    out = Path(given.out) if given.out else _common_folder(runs) / OUTPUT_FOLDER
+    _write_files(out, told, found)
     if given.json:
-        print(json.dumps(tables.values(told), indent=2))
+        print(json.dumps(tables.comparison_json(told), indent=2))
     else:
-        _print(told, found, runs, out)
+        _print_comparison(told, found, runs, out)
     return 0
 
 
-def _configurations(runs: list[Told], unfinished: bool) -> list[Configuration]:
+def _configurations(runs: list[RunRecord], unfinished: bool) -> list[Configuration]:
     if len(runs) < 2:
         why = f"only {runs[0].folder}" if runs else ""
         raise ConfigError(
             Problem("rloo compare needs two runs or more", "command line", why, USAGE)
         )
-    found = configurations.configurations(runs, unfinished)
+    found = configurations.group_by_configuration(runs, unfinished)
     if not any(one.runs for one in found):
-        why = "\n".join(f"{run.folder}: {run.ended}" for run in runs)
+        why = "\n".join(f"{run.folder}: {run.status_text}" for run in runs)
         fix = "rloo compare ... --unfinished"
         raise ConfigError(Problem("none of the runs is finished", "command line", why, fix))
     return found
 
 
-def _metric(found: list[Configuration], wanted: str | None) -> str | None:
-    known = compare_runs.held_out_metrics([run for one in found for run in one.runs])
+def _metric(configs: list[Configuration], wanted: str | None) -> str | None:
+    known = compare_runs.held_out_metrics([run for one in configs for run in one.runs])
     if wanted is None:
         return next((name for name in known if name.endswith("reward")), None)
     if wanted not in known:
-        close = nearest(wanted, known)
+        close = nearest_names(wanted, known)
         why = f"all have: {', '.join(known) or 'no evaluation at all'}"
         fix = f"--metric {close[0]}" if close else ""
         raise ConfigError(Problem(f"not every run has {wanted!r}", "--metric", why, fix))
     return wanted
 
 
-def _notes(found: list[Configuration], anyway: bool) -> list[str]:
-    counted = [one for one in found if one.runs]
-    wrong = [*configurations.problems(counted)]
+def _notes(configs: list[Configuration], anyway: bool) -> list[str]:
+    counted = [one for one in configs if one.runs]
+    wrong = [*configurations.comparability_problems(counted)]
     if wrong and not anyway:
         raise ConfigError(*wrong)
-    return [*(problem.what for problem in wrong), *configurations.warnings(found)]
+    return [*(problem.what for problem in wrong), *configurations.fairness_warnings(configs)]
 
 
-def _against(found: list[Configuration], label: str | None) -> int:
+def _baseline_index(configs: list[Configuration], label: str | None) -> int:
     """The configuration that the others are measured by."""
-    labels = [one.label for one in found]
+    labels = [one.label for one in configs]
     if label is None:
-        return next(i for i, one in enumerate(found) if one.runs)
+        return next(i for i, one in enumerate(configs) if one.runs)
     if label not in labels:
-        close = nearest(label, labels)
+        close = nearest_names(label, labels)
         fix = f"--against {close[0]!r}" if close else ""
         why = f"configurations: {', '.join(labels)}"
         raise ConfigError(Problem(f"there is no configuration {label!r}", "--against", why, fix))
     return labels.index(label)
 
 
-def _common(runs: list[Told]) -> Path:
+def _common_folder(runs: list[RunRecord]) -> Path:
     """The folder that all the runs lie in."""
     parents = [str(run.folder.absolute().parent) for run in runs]
     common = Path(os.path.commonpath(parents))
     return common.relative_to(Path.cwd()) if common.is_relative_to(Path.cwd()) else common
 
 
-def _write(out: Path, told: results.Comparison, found: list[Configuration]) -> None:
-    title = " · ".join(dict.fromkeys(str(run.facts.get("recipe") or run.name)
-                                     for one in found for run in one.runs))  # fmt: skip
+def _write_files(out: Path, comparison: results.Comparison, configs: list[Configuration]) -> None:
+    title = " · ".join(dict.fromkeys(str(run.run_metadata.get("recipe") or run.name)
+                                     for one in configs for run in one.runs))  # fmt: skip
     for name in ("curves.png", "curves.svg"):
-        charts.draw(told, out / name, title)
-    write_text(out / "table.md", tables.markdown(told, found))
-    write_text(out / "table.csv", tables.comma_separated(told))
-    write_json(out / "table.json", tables.values(told))
+        charts.draw_comparison(comparison, out / name, title)
+    write_text(out / "table.md", tables.comparison_markdown(comparison, configs))
+    write_text(out / "table.csv", tables.comparison_csv(comparison))
+    write_json(out / "table.json", tables.comparison_json(comparison))
 
 
-def _print(
-    told: results.Comparison, found: list[Configuration], runs: list[Told], out: Path
+def _print_comparison(
+    comparison: results.Comparison, configs: list[Configuration], runs: list[RunRecord], out: Path
 ) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    parts = [tables.shown(tables.rows(told), told.score)]
+    parts = [tables.terminal_table(tables.comparison_table(comparison), comparison.score)]
     if len(runs) == 2:
         console.print(f"{runs[0].name} -> {runs[1].name}", markup=False)
-        console.print("\n".join(resume.text(_changes(*runs)) or ["the same config"]), markup=False)
+        console.print(
+            "\n".join(resume.describe_changes(_differing_values(*runs)) or ["the same config"]),
+            markup=False,
+        )
     else:
-        parts.append(tables.shown(tables.differences(found), "keys that differ"))
+        parts.append(tables.terminal_table(tables.differing_key_table(configs), "keys that differ"))
     for table in parts:
         if table is not None:
             console.print(table)
-    lines = [*tables.legend(told), *results.verdicts(told)]
-    lines += [f"does not count: {line}" for line in tables.lost(told)]
-    lines += [f"mind: {line}" for line in told.notes]
+    lines = [*tables.legend_lines(comparison), *results.conclusion_lines(comparison)]
+    lines += [f"does not count: {line}" for line in tables.excluded_run_lines(comparison)]
+    lines += [f"mind: {line}" for line in comparison.notes]
     console.print("\n".join([*lines, f"written to {out}"]), markup=False, soft_wrap=True)
 
 
-def _changes(one: Told, other: Told) -> dict[str, list[object]]:
+def _differing_values(one: RunRecord, other: RunRecord) -> dict[str, list[object]]:
     """Keys of two configs whose values differ."""
-    old, new = configurations.flat(one), configurations.flat(other)
+    old, new = configurations.flat_config(one), configurations.flat_config(other)
     old, new = ({"seed": run.seed} | keys for run, keys in ((one, old), (other, new)))
     keys = dict.fromkeys([*old, *new])
     return {k: [old.get(k), new.get(k)] for k in keys if old.get(k) != new.get(k)}

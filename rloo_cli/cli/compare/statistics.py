@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-LEVEL = 0.95
+CONFIDENCE_LEVEL = 0.95
 
 
 @dataclass(frozen=True)
@@ -17,26 +17,26 @@ class Estimate:
     """A mean over n seeds; `half`: half of its interval's width, None of a single seed."""
 
     mean: float
-    half: float | None
+    half_width: float | None
     n: int
 
     @property
     def low(self) -> float:
         """The interval's lower end; the mean where there is none."""
-        return self.mean - (self.half or 0.0)
+        return self.mean - (self.half_width or 0.0)
 
     @property
     def high(self) -> float:
         """The interval's upper end; the mean where there is none."""
-        return self.mean + (self.half or 0.0)
+        return self.mean + (self.half_width or 0.0)
 
     def text(self, digits: int = 3) -> str:
         """`0.812 ± 0.031`; without interval the mean alone."""
         own = f"{self.mean:.{digits}f}"
-        return own if self.half is None else f"{own} ± {self.half:.{digits}f}"
+        return own if self.half_width is None else f"{own} ± {self.half_width:.{digits}f}"
 
 
-def estimate(values: Sequence[float]) -> Estimate | None:
+def mean_with_interval(values: Sequence[float]) -> Estimate | None:
     """Mean and interval; None of nothing."""
     n = len(values)
     if n == 0:
@@ -47,50 +47,54 @@ def estimate(values: Sequence[float]) -> Estimate | None:
         return Estimate(values[0], 0.0, n)
     mean = math.fsum(values) / n
     spread = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1))
-    return Estimate(mean, quantile(n - 1) * spread / math.sqrt(n), n)
+    return Estimate(mean, student_t_quantile(n - 1) * spread / math.sqrt(n), n)
 
 
-def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate | None:
+def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate | None:
     """Ours minus theirs, seed by seed, over the seeds that both have; None without any."""
     both = sorted(set(ours) & set(theirs))
-    return estimate([ours[seed] - theirs[seed] for seed in both])
+    return mean_with_interval([ours[seed] - theirs[seed] for seed in both])
 
 
-def verdict(difference: Estimate | None) -> str:
+def describe_difference(difference: Estimate | None) -> str:
     """What a difference lets one say."""
     if difference is None:
         return "no seed in common"
-    if difference.half is None:
+    if difference.half_width is None:
         return "one seed, which says nothing"
-    if difference.mean == difference.half == 0:
+    if difference.mean == difference.half_width == 0:
         return "the same, seed by seed"
     if difference.low <= 0 <= difference.high:
         return "not told apart"
     return "higher" if difference.mean > 0 else "lower"
 
 
-def quantile(freedom: int) -> float:
+def student_t_quantile(degrees_of_freedom: int) -> float:
     """t with P(|T| <= t) = 95 % for T of Student's distribution with so many degrees of freedom.
 
     >>> round(quantile(4), 3)
     2.776
     """
     low, high = 0.0, 1.0
-    while within(high, freedom) < LEVEL:
+    while student_t_probability(high, degrees_of_freedom) < CONFIDENCE_LEVEL:
         high *= 2
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if within(middle, freedom) < LEVEL else (low, middle)
+        low, high = (
+            (middle, high)
+            if student_t_probability(middle, degrees_of_freedom) < CONFIDENCE_LEVEL
+            else (low, middle)
+        )
     return (low + high) / 2
 
 
-def within(t: float, freedom: int) -> float:
+def student_t_probability(t: float, degrees_of_freedom: int) -> float:
     """P(|T| <= t) of Student's distribution: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
-    angle = math.atan2(t, math.sqrt(freedom))
+    angle = math.atan2(t, math.sqrt(degrees_of_freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
-    odd = freedom % 2
+    odd = degrees_of_freedom % 2
     term, total = (cosine if odd else 1.0), 0.0
-    for k in range(1 + odd, freedom, 2):  # the last power of the cosine is freedom - 2
+    for k in range(1 + odd, degrees_of_freedom, 2):  # the last power of the cosine is freedom - 2
         total += term
         term *= cosine**2 * k / (k + 1)
     return 2 / math.pi * (angle + sine * total) if odd else sine * total

@@ -10,207 +10,235 @@ from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
-from rloo_cli.cli.compare.configurations import Configuration, differing, plain
-from rloo_cli.cli.compare.results import END, REACHED, WINS, Comparison, Outcome, verdicts
-from rloo_cli.cli.compare.statistics import Estimate, verdict
-from rloo_cli.reporting.panel import clean, number
+from rloo_cli.cli.compare.configurations import Configuration, differing_keys, format_value
+from rloo_cli.cli.compare.results import (
+    END_FRACTION,
+    THRESHOLD_FRACTION,
+    WIN_RATE_PREFIX,
+    Comparison,
+    ConfigurationResult,
+    conclusion_lines,
+)
+from rloo_cli.cli.compare.statistics import Estimate, describe_difference
+from rloo_cli.reporting.panel import clean_line, format_number
 
-NO = "–"
-WIDE = 44  # characters of a label that are not broken
+NO_VALUE = "–"
+MAX_LABEL_WIDTH = 44  # characters of a label that are not broken
 
 
 @dataclass(frozen=True)
-class Figure:
+class FigureColumn:
     """One column: its heading, the figure it shows, and how."""
 
     heading: str
     figure: str
-    show: Callable[[Outcome, Estimate], str]
+    format_cell: Callable[[ConfigurationResult, Estimate], str]
 
 
-def columns(told: Comparison) -> list[Figure]:
+def figure_columns(comparison: Comparison) -> list[FigureColumn]:
     """Those that at least one configuration has a figure for."""
-    score = "held-out score" if told.held_out else "training reward"
+    score = "held-out score" if comparison.held_out else "training reward"
     found = [
-        Figure(f"{score}, final", "final", _mean),
-        Figure(f"{score}, best", "best", _mean),
-        Figure(f"training reward, last {END:.0%}", "reward", _mean),
-        Figure("KL at the end", "kl", _mean),
-        Figure("completions to the threshold", "reached", _completions),
-        Figure("s/step", "step_s", _mean),
-        Figure("peak GiB", "peak_gib", _mean),
-        Figure("updates", "updates", lambda _, e: number(e.mean)),
+        FigureColumn(f"{score}, final", "final", _format_mean),
+        FigureColumn(f"{score}, best", "best", _format_mean),
+        FigureColumn(f"training reward, last {END_FRACTION:.0%}", "reward", _format_mean),
+        FigureColumn("KL at the end", "kl", _format_mean),
+        FigureColumn("completions to the threshold", "reached", _format_completions),
+        FigureColumn("s/step", "step_s", _format_mean),
+        FigureColumn("peak GiB", "peak_gib", _format_mean),
+        FigureColumn("updates", "updates", lambda _, e: format_number(e.mean)),
     ]
-    if not told.held_out:
+    if not comparison.held_out:
         found.pop(2)  # it is the first
-    for who in dict.fromkeys(name for o in told.outcomes for name in o.figures):
-        if who.startswith(WINS):
-            found.insert(2, Figure(f"win rate against {who.removeprefix(WINS)}", who, _share(who)))
-    return [c for c in found if any(o.figures.get(c.figure) for o in told.outcomes)]
+    for who in dict.fromkeys(name for o in comparison.results for name in o.figures):
+        if who.startswith(WIN_RATE_PREFIX):
+            found.insert(
+                2,
+                FigureColumn(
+                    f"win rate against {who.removeprefix(WIN_RATE_PREFIX)}",
+                    who,
+                    _win_rate_formatter(who),
+                ),
+            )
+    return [c for c in found if any(o.figures.get(c.figure) for o in comparison.results)]
 
 
-def _mean(_: Outcome, told: Estimate) -> str:
-    return told.text(3 if abs(told.mean) < 100 else 1)
+def _format_mean(_: ConfigurationResult, estimate: Estimate) -> str:
+    return estimate.text(3 if abs(estimate.mean) < 100 else 1)
 
 
-def _share(figure: str) -> Callable[[Outcome, Estimate], str]:
+def _win_rate_formatter(figure: str) -> Callable[[ConfigurationResult, Estimate], str]:
     """Of one seed, the interval is the judge's: over pairs."""
 
-    def shown(outcome: Outcome, told: Estimate) -> str:
+    def shown(outcome: ConfigurationResult, told: Estimate) -> str:
         rate, limits = f"{told.mean:.1%}", outcome.intervals.get(figure)
-        if told.half is not None:
-            return f"{rate} ± {100 * told.half:.1f}"
+        if told.half_width is not None:
+            return f"{rate} ± {100 * told.half_width:.1f}"
         return f"{rate} ({limits[0]:.1%} to {limits[1]:.1%} over pairs)" if limits else rate
 
     return shown
 
 
-def _completions(outcome: Outcome, told: Estimate) -> str:
+def _format_completions(result: ConfigurationResult, estimate: Estimate) -> str:
     """Of seeds that came so far; how many did not."""
-    late = len(outcome.seeds) - told.n
-    spread = "" if told.half is None else f" ± {told.half:,.0f}"
-    return f"{told.mean:,.0f}{spread}" + (f"; {late} of {len(outcome.seeds)} not" if late else "")
+    late = len(result.seeds) - estimate.n
+    spread = "" if estimate.half_width is None else f" ± {estimate.half_width:,.0f}"
+    return f"{estimate.mean:,.0f}{spread}" + (
+        f"; {late} of {len(result.seeds)} not" if late else ""
+    )
 
 
-def cell(outcome: Outcome, column: Figure) -> str:
+def figure_cell(result: ConfigurationResult, column: FigureColumn) -> str:
     """What a column says of a configuration."""
-    told = outcome.of(column.figure)
+    told = result.mean_over_seeds(column.figure)
     if told is None:
-        return "not reached" if column.figure == "reached" and outcome.seeds else NO
-    return column.show(outcome, told)
+        return "not reached" if column.figure == "reached" and result.seeds else NO_VALUE
+    return column.format_cell(result, told)
 
 
-def rows(told: Comparison) -> Iterator[list[str]]:
+def comparison_table(comparison: Comparison) -> Iterator[list[str]]:
     """Headings, then a row for each configuration."""
-    shown = columns(told)
+    shown = figure_columns(comparison)
     yield ["configuration", "seeds", *(column.heading for column in shown)]
-    for outcome in told.outcomes:
-        left = f" ({len(outcome.left)} left out)" if outcome.left else ""
+    for outcome in comparison.results:
+        left = f" ({len(outcome.excluded_runs)} left out)" if outcome.excluded_runs else ""
         yield [
-            outcome.label, f"{len(outcome.seeds)}{left}", *(cell(outcome, c) for c in shown)
+            outcome.label, f"{len(outcome.seeds)}{left}", *(figure_cell(outcome, c) for c in shown)
         ]  # fmt: skip
 
 
-def legend(told: Comparison) -> list[str]:
+def legend_lines(comparison: Comparison) -> list[str]:
     """What the figures mean."""
     lines = [
         "± is half of a 95 % interval: Student's t over seeds; with one seed there is none.",
     ]
-    if told.held_out:
-        lines.append(f"Held-out score: {told.score}, of the evaluations during training.")
+    if comparison.held_out:
+        lines.append(f"Held-out score: {comparison.score}, of the evaluations during training.")
     else:
         lines.append("No evaluation has a score that all runs have: the training reward is shown.")
-    if told.threshold is not None:
+    if comparison.threshold is not None:
         lines.append(
-            f"Threshold: {told.threshold:.3f}, {REACHED:.0%} of the way from the start to the best"
+            f"Threshold: {comparison.threshold:.3f}, {THRESHOLD_FRACTION:.0%} of the way from "
+            "the start to the best"
             " configuration's end; completions are those before the first look at it or above."
         )
-    if len(told.differences) > 1:
+    if len(comparison.differences) > 1:
         lines.append("Each difference has an interval of its own: of many, one in twenty misleads.")
     return lines
 
 
-def lost(told: Comparison) -> list[str]:
+def excluded_run_lines(comparison: Comparison) -> list[str]:
     """Every run that does not count."""
     return [
-        f"{outcome.label}, seed {run.seed} ({run.folder}): {run.ended}"
-        for outcome in told.outcomes
-        for run in outcome.left
+        f"{outcome.label}, seed {run.seed} ({run.folder}): {run.status_text}"
+        for outcome in comparison.results
+        for run in outcome.excluded_runs
     ]
 
 
-def differences(found: Sequence[Configuration]) -> Iterator[list[str]]:
+def differing_key_table(configs: Sequence[Configuration]) -> Iterator[list[str]]:
     """Headings, then a row for each key whose value is not the same in all configurations."""
-    if keys := differing(found):
-        yield ["key", *(one.label for one in found)]
+    if keys := differing_keys(configs):
+        yield ["key", *(one.label for one in configs)]
         for key in keys:
-            yield [key, *(plain(one.keys[key]) if key in one.keys else NO for one in found)]
+            yield [
+                key,
+                *(format_value(one.keys[key]) if key in one.keys else NO_VALUE for one in configs),
+            ]
 
 
 # As files.
 
 
-def markdown(told: Comparison, found: Sequence[Configuration]) -> str:
+def comparison_markdown(comparison: Comparison, configs: Sequence[Configuration]) -> str:
     """The whole table.md."""
-    lines = [*_grid(rows(told)), "", *legend(told), ""]
-    if told.differences:
+    lines = [*_markdown_grid(comparison_table(comparison)), "", *legend_lines(comparison), ""]
+    if comparison.differences:
         lines += ["Paired by seed, the final score where nothing else is said:", ""]
-        lines += [f"- {line}" for line in verdicts(told)]
-    for title, items in (("Runs that do not count:", lost(told)), ("Mind:", told.notes)):
+        lines += [f"- {line}" for line in conclusion_lines(comparison)]
+    for title, items in (
+        ("Runs that do not count:", excluded_run_lines(comparison)),
+        ("Mind:", comparison.notes),
+    ):
         lines += ["", title, "", *(f"- {item}" for item in items)] if items else []
-    if grid := _grid(differences(found)):
+    if grid := _markdown_grid(differing_key_table(configs)):
         lines += ["", "Keys that differ, of those that every configuration has:", "", *grid]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _grid(cells: Iterator[list[str]]) -> list[str]:
-    lines = [f"| {' | '.join(clean(c).replace('|', '/') for c in row)} |" for row in cells]
+def _markdown_grid(cells: Iterator[list[str]]) -> list[str]:
+    lines = [f"| {' | '.join(clean_line(c).replace('|', '/') for c in row)} |" for row in cells]
     rule = f"|{'---|' * (lines[0].count(' | ') + 1)}" if lines else ""
     return [lines[0], rule, *lines[1:]] if lines else []
 
 
-def comma_separated(told: Comparison) -> str:
+def comparison_csv(comparison: Comparison) -> str:
     """The whole table.csv: a row for each configuration and figure."""
     text = io.StringIO()
     write = csv.writer(text, lineterminator="\n").writerow
     write(["configuration", "figure", "n", "mean", "low", "high"])
-    for outcome in told.outcomes:
+    for outcome in comparison.results:
         for name in outcome.figures:
-            e = outcome.of(name)
+            e = outcome.mean_over_seeds(name)
             if e is not None:
-                sure = [e.low, e.high] if e.half is not None else ["", ""]
+                sure = [e.low, e.high] if e.half_width is not None else ["", ""]
                 write([outcome.label, name, e.n, e.mean, *sure])
     return text.getvalue()
 
 
-def values(told: Comparison) -> dict[str, Any]:
+def comparison_json(comparison: Comparison) -> dict[str, Any]:
     """The whole table.json: also each seed's own figures, and who does not count."""
     return {
-        "score": told.score,
-        "held_out": told.held_out,
-        "threshold": told.threshold,
+        "score": comparison.score,
+        "held_out": comparison.held_out,
+        "threshold": comparison.threshold,
         "configurations": [
             {
                 "label": o.label,
                 "seeds": o.seeds,
                 "figures": {
-                    name: _plain(o.of(name)) | {"by_seed": {str(k): v for k, v in by.items()}}
+                    name: _estimate_json(o.mean_over_seeds(name))
+                    | {"by_seed": {str(k): v for k, v in by.items()}}
                     for name, by in o.figures.items()
                     if by
                 },
                 "left_out": [
-                    {"run": str(r.folder), "seed": r.seed, "ended": r.ended} for r in o.left
+                    {"run": str(r.folder), "seed": r.seed, "ended": r.status_text}
+                    for r in o.excluded_runs
                 ],
             }
-            for o in told.outcomes
+            for o in comparison.results
         ],
-        "against": told.against,
+        "against": comparison.against,
         "differences": {
-            label: _plain(e) | {"verdict": verdict(e)} for label, e in told.differences.items()
+            label: _estimate_json(e) | {"verdict": describe_difference(e)}
+            for label, e in comparison.differences.items()
         },
-        "notes": told.notes,
+        "notes": comparison.notes,
     }
 
 
-def _plain(e: Estimate | None) -> dict[str, Any]:
+def _estimate_json(e: Estimate | None) -> dict[str, Any]:
     if e is None:
         return {"n": 0}
-    sure = {} if e.half is None else {"low": e.low, "high": e.high}
+    sure = {} if e.half_width is None else {"low": e.low, "high": e.high}
     return {"n": e.n, "mean": e.mean, **sure}
 
 
 # On the terminal.
 
 
-def shown(cells: Iterator[list[str]], title: str) -> Table | None:
+def terminal_table(cells: Iterator[list[str]], title: str) -> Table | None:
     """A table for a terminal; None of nothing."""
     headings, *body = [*cells] or [[]]
     if not headings:
         return None
-    first = Column(headings[0], no_wrap=max(len(row[0]) for row in [headings, *body]) <= WIDE)
+    first = Column(
+        headings[0], no_wrap=max(len(row[0]) for row in [headings, *body]) <= MAX_LABEL_WIDTH
+    )
     table = Table(
         first, *headings[1:], box=box.SIMPLE_HEAD, title=Text(title), title_justify="left"
     )
     for row in body:
-        table.add_row(*[Text(clean(c)) for c in row])
+        table.add_row(*[Text(clean_line(c)) for c in row])
     return table

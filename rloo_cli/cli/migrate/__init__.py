@@ -14,9 +14,9 @@ recognised and refused: algorithm.dialect=openrlhf and verl compute RLOO as they
 
     batch      How much an old run did
     foreign    Trainers whose runs are recognised and not converted
-    given      What was read of an old run, before any of it is converted
     model      What model an old run trained
     objective  What an old run optimised
+    old_run    What was read of an old run, before any of it is converted
     parse      What `rloo migrate` is given -> the old settings, by name
     python     A Python training script -> the old settings in it, as far as they are literals
     recipe     The recipe `rloo migrate` writes
@@ -31,10 +31,10 @@ from typing import Any
 
 from rloo_cli.cli.migrate import model, objective, tables
 from rloo_cli.cli.migrate import sections as rules
-from rloo_cli.cli.migrate.batch import Dialect, duration, schedule, sizes
-from rloo_cli.cli.migrate.foreign import refuse_foreign
-from rloo_cli.cli.migrate.given import Given
-from rloo_cli.cli.migrate.parse import read
+from rloo_cli.cli.migrate.batch import Dialect, write_batch_sizes, write_duration, write_schedule
+from rloo_cli.cli.migrate.foreign import refuse_foreign_trainer
+from rloo_cli.cli.migrate.old_run import OldRun
+from rloo_cli.cli.migrate.parse import read_old_run
 from rloo_cli.cli.migrate.recipe import Recipe
 from rloo_cli.cli.migrate.tables import SWIFT_REWARDS, TRL_REWARDS
 from rloo_cli.utils.errors import ConfigError, Problem
@@ -50,8 +50,8 @@ DIALECTS["ms_swift"] = Dialect(
     "ms-swift", False, tables.SWIFT, 1, SWIFT_REWARDS, True,
     correction=tables.NO_CORRECTION,
 )  # fmt: skip
-FROM = [*DIALECTS, "swift", "rloo", "openrlhf", "verl"]
-ASK = (
+FROM_CHOICES = [*DIALECTS, "swift", "rloo", "openrlhf", "verl"]
+FROM_HINT = (
     "rloo migrate --from rloo ... or --from grpo ..., as it was (also: --from swift; a version of"
     " TRL: rloo migrate --help)"
 )
@@ -63,40 +63,43 @@ def run(args: list[str]) -> int:
     if "--help" in options or not words:
         print(__doc__)
         return 0 if "--help" in options else 2
-    if (chosen := options.get("--from")) and chosen not in FROM:
-        why = f"one of {', '.join(FROM)}"
+    if (chosen := options.get("--from")) and chosen not in FROM_CHOICES:
+        why = f"one of {', '.join(FROM_CHOICES)}"
         raise ConfigError(Problem(f"--from {chosen}: no such trainer", why=why))
     if chosen in tables.FOREIGN_TITLES:
-        refuse_foreign(words, {}, chosen)
-    given = read(words)
-    world = _world(options, given)
-    print(convert(given, _dialect_of(given, chosen or ""), world), end="")
+        refuse_foreign_trainer(words, {}, chosen)
+    given = read_old_run(words)
+    world = _world_size(options, given)
+    print(convert_to_recipe(given, _dialect_of(given, chosen or ""), world), end="")
     return 0
 
 
-def convert(given: Given, name: str, world: int) -> str:
+def convert_to_recipe(old_run: OldRun, dialect_name: str, world: int) -> str:
     """Old settings -> the text of a recipe."""
-    dialect = DIALECTS[name]
+    dialect = DIALECTS[dialect_name]
     recipe = Recipe(
-        given.flags, given.said_as, notes=given.notes, launcher_file=given.launcher_file
+        old_run.flags,
+        old_run.setting_format,
+        notes=old_run.notes,
+        launcher_file=old_run.launcher_file,
     )
-    dialect = _which_algorithm(recipe, given, dialect, name)
+    dialect = _choose_algorithm(recipe, old_run, dialect, dialect_name)
     _spread_kwargs(recipe)
-    size = sizes(recipe, dialect, world)
-    steps = duration(recipe, dialect, size)
-    schedule(recipe, dialect, size, steps)
-    model.model(recipe, dialect)
-    rules.data(recipe, dialect, given.script)
-    rules.rewards(recipe, dialect)
-    rules.generation(recipe, dialect)
-    objective.shaping(recipe, dialect)
-    objective.objective(recipe, dialect)
-    rules.housekeeping(recipe)
-    unknown = recipe.rest()
-    _say_what_changed(recipe, name)
-    for key, value in _defaults(dialect, recipe.given).items():
-        recipe.default(key, value, dialect.title)
-    model.make_fit(recipe)
+    size = write_batch_sizes(recipe, dialect, world)
+    steps = write_duration(recipe, dialect, size)
+    write_schedule(recipe, dialect, size, steps)
+    model.write_model_keys(recipe, dialect)
+    rules.write_data(recipe, dialect, old_run.script)
+    rules.write_rewards(recipe, dialect)
+    rules.write_generation(recipe, dialect)
+    objective.write_reward_shaping(recipe, dialect)
+    objective.write_objective(recipe, dialect)
+    rules.write_run_settings(recipe)
+    unknown = recipe.put_remaining()
+    _note_changed_defaults(recipe, dialect_name)
+    for key, value in _dialect_defaults(dialect, recipe.original_flags).items():
+        recipe.put_default(key, value, dialect.title)
+    model.resolve_model_conflicts(recipe)
     per = f"{size.updates} update{'s' if size.updates > 1 else ''} per step"
     title = f"Migrated from {dialect.title}: {size.batch} completions per step, {per}."
     return recipe.render(title, unknown)
@@ -121,35 +124,35 @@ def _options(args: list[str]) -> tuple[dict[str, str], list[str]]:
     return options, words[1:] if words[:1] == ["--"] else words
 
 
-def _world(options: dict[str, str], given: Given) -> int:
+def _world_size(options: dict[str, str], old_run: OldRun) -> int:
     """W, the old run's processes: said, launched, or 1 with a warning."""
     if text := options.get("--world-size"):
         if not text.isdigit() or int(text) < 1:
             raise ConfigError(Problem(f"--world-size {text}: a whole number >= 1 is expected"))
         return int(text)
-    if given.processes is None:
-        given.notes.append(
+    if old_run.processes is None:
+        old_run.notes.append(
             "the old run's number of processes is not said: 1 is assumed. With more, the batch was"
             " larger: rloo migrate --world-size N ..."
         )
         return 1
-    given.notes.append(f"{given.processes} processes, by {given.processes_from}")
-    return given.processes
+    old_run.notes.append(f"{old_run.processes} processes, by {old_run.processes_from}")
+    return old_run.processes
 
 
-def _dialect_of(given: Given, chosen: str) -> str:
+def _dialect_of(old_run: OldRun, chosen: str) -> str:
     """Which tool and version this was. Raises ConfigError for another method than RLOO or GRPO,
     and where nothing says which of the two.
     """
-    names = set(given.flags)
+    names = set(old_run.flags)
     if chosen in ("swift", "ms_swift") or (
-        not chosen and (given.tool == "swift" or names & tables.ONLY_SWIFT)
+        not chosen and (old_run.tool == "swift" or names & tables.ONLY_SWIFT)
     ):
-        _refuse_other_swift(given)
+        _refuse_other_swift(old_run)
         return "ms_swift"
     if chosen in DIALECTS and chosen not in ("trl", "grpo"):
         return chosen
-    kind = chosen if chosen in ("rloo", "grpo") else _kind(given)
+    kind = chosen if chosen in ("rloo", "grpo") else _algorithm_kind(old_run)
     if kind == "grpo":
         if names & tables.ONLY_0_16:
             return "grpo_0_16"
@@ -160,63 +163,67 @@ def _dialect_of(given: Given, chosen: str) -> str:
     return "trl_0_28" if names & tables.UP_TO_0_28 else "trl"
 
 
-def _refuse_other_swift(given: Given) -> None:
+def _refuse_other_swift(old_run: OldRun) -> None:
     """ms-swift without rlhf_type is DPO; with another command it is not RLHF at all."""
-    method = str(given.flags.get("rlhf_type") or "")
-    if not method and "advantage_estimator" not in given.flags and given.tool == "swift":
-        method = given.method if given.method != "rlhf" else "dpo, which swift rlhf is by default"
+    method = str(old_run.flags.get("rlhf_type") or "")
+    if not method and "advantage_estimator" not in old_run.flags and old_run.tool == "swift":
+        method = (
+            old_run.method if old_run.method != "rlhf" else "dpo, which swift rlhf is by default"
+        )
     elif not method:
         method = "grpo"
     if method != "grpo":
-        raise _other_method(method)
+        raise _other_method_error(method)
 
 
-def _kind(given: Given) -> str:
+def _algorithm_kind(old_run: OldRun) -> str:
     """rloo or grpo, by the first thing that says it: command, class, script, settings, names."""
-    method = given.method if given.tool == "trl" else ""
-    stem = given.script.removesuffix(".py")
-    if method in tables.OTHER_METHODS or (stem in tables.OTHER_METHODS and not given.kind):
-        raise _other_method(method or stem)
-    names = set(given.flags)
+    method = old_run.method if old_run.tool == "trl" else ""
+    stem = old_run.script.removesuffix(".py")
+    if method in tables.OTHER_METHODS or (stem in tables.OTHER_METHODS and not old_run.kind):
+        raise _other_method_error(method or stem)
+    names = set(old_run.flags)
     by_setting = {
         "grpo": names & tables.ONLY_GRPO,
         "rloo": names & tables.ONLY_RLOO,
     }
-    run_names = " ".join(str(given.flags.get(n) or "") for n in tables.NAMING)
+    run_names = " ".join(str(old_run.flags.get(n) or "") for n in tables.RUN_NAME_FLAGS)
     hints = (
-        {k for k in ("rloo", "grpo") if k in (given.kind, given.tool, method)},
-        _by_name(stem),
+        {k for k in ("rloo", "grpo") if k in (old_run.kind, old_run.tool, method)},
+        _kinds_in_name(stem),
         {kind for kind, found in by_setting.items() if found},
-        _by_name(run_names),
-        _by_name(given.file),
+        _kinds_in_name(run_names),
+        _kinds_in_name(old_run.file),
     )
     for hint in hints:
         if len(hint) == 1:
             return hint.pop()
     why = "nothing in it says: no command or class, no name, no setting that only one of them has"
-    raise ConfigError(Problem("is the old run RLOO or GRPO?", "the old run", why, ASK))
+    raise ConfigError(Problem("is the old run RLOO or GRPO?", "the old run", why, FROM_HINT))
 
 
-def _by_name(text: str) -> set[str]:
+def _kinds_in_name(text: str) -> set[str]:
     """The method that the words of a name say."""
     words = set(re.split(r"[^a-z]+", text.lower()))
-    known = {"grpo": tables.GRPO_WORDS, "rloo": tables.RLOO_WORDS}
+    known = {"grpo": tables.GRPO_NAME_PARTS, "rloo": tables.RLOO_NAME_PARTS}
     return {kind for kind, of in known.items() if words & of}
 
 
-def _other_method(method: str) -> ConfigError:
+def _other_method_error(method: str) -> ConfigError:
     what = f"the old run was {method}: rloo migrate converts RLOO and GRPO"
     fix = "--from rloo or --from grpo, if it was one of them nevertheless"
     return ConfigError(Problem(what, "the old run", fix=fix))
 
 
-def _which_algorithm(recipe: Recipe, given: Given, dialect: Dialect, name: str) -> Dialect:
+def _choose_algorithm(recipe: Recipe, old_run: OldRun, dialect: Dialect, name: str) -> Dialect:
     """Choose the algorithm that the old run was, and with it its defaults."""
     recipe.take("rlhf_type")
-    if given.script.startswith("ppo") or {"vf_coef", "cliprange_value"} & set(recipe.given):
+    if old_run.script.startswith("ppo") or {"vf_coef", "cliprange_value"} & set(
+        recipe.original_flags
+    ):
         recipe.notes.append("the old run was PPO; this recipe is RLOO: no value model, K >= 2")
     estimator = "rloo"
-    if dialect.swift:
+    if dialect.is_swift:
         estimator = str(recipe.take("advantage_estimator", "grpo"))
         if estimator not in tables.SWIFT_ESTIMATORS:
             what = f"advantage_estimator {estimator} is not known"
@@ -239,26 +246,26 @@ def _spread_kwargs(recipe: Recipe) -> None:
         return
     recipe.take("generation_kwargs")
     for name, value in values.items():
-        known = name in tables.SAMPLERS
+        known = name in tables.SAMPLING_SETTINGS
         recipe.flags.setdefault(name if known else f"generation_kwargs.{name}", value)
-        recipe.given.setdefault(name if known else f"generation_kwargs.{name}", value)
+        recipe.original_flags.setdefault(name if known else f"generation_kwargs.{name}", value)
 
 
-def _say_what_changed(recipe: Recipe, name: str) -> None:
+def _note_changed_defaults(recipe: Recipe, name: str) -> None:
     """Defaults that are used and that other versions of TRL had otherwise."""
     changed = {
-        "trl": tables.CHANGED,
-        "grpo": tables.CHANGED_GRPO,
-        "grpo_0_28": tables.CHANGED_GRPO,
+        "trl": tables.CHANGED_DEFAULTS,
+        "grpo": tables.CHANGED_GRPO_DEFAULTS,
+        "grpo_0_28": tables.CHANGED_GRPO_DEFAULTS,
     }
     for flag, text in changed.get(name, {}).items():
-        silent = flag not in recipe.given
+        silent = flag not in recipe.original_flags
         needed = {"vllm_mode": "use_vllm", "use_bias_correction_kl": "beta"}.get(flag)
-        if silent and (needed is None or recipe.given.get(needed)):
+        if silent and (needed is None or recipe.original_flags.get(needed)):
             recipe.notes.append(f"{flag} is TRL's default, which was {text}")
 
 
-def _defaults(dialect: Dialect, flags: dict[str, Any]) -> dict[str, Any]:
+def _dialect_defaults(dialect: Dialect, flags: dict[str, Any]) -> dict[str, Any]:
     """What the old tool assumed where the command says nothing."""
     found = dialect.defaults
     if "full" in (flags.get("train_type"), flags.get("tuner_type")):

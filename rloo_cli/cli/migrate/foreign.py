@@ -12,36 +12,41 @@ from rloo_cli.cli.migrate import tables
 from rloo_cli.utils.errors import ConfigError, Problem
 
 
-def refuse_foreign(words: list[str], flags: dict[str, Any], named: str = "") -> None:
+def refuse_foreign_trainer(args: list[str], flags: dict[str, Any], from_option: str = "") -> None:
     """Raises ConfigError where this is OpenRLHF, verl or Megatron. `named`: by --from."""
-    text = " ".join(words)
+    text = " ".join(args)
     dotted = dict(re.findall(r"(?:^|\s)\+*([a-z_]+(?:\.[a-z_]+)+)=(\S+)", text)) | {
         name: value for name, value in flags.items() if "." in name
     }
-    for tool, pattern in tables.FOREIGN_WORDS.items():
-        names = tables.FOREIGN_NAMES[tool] & set(flags)
+    for tool, pattern in tables.FOREIGN_PATTERNS.items():
+        names = tables.FOREIGN_FLAGS[tool] & set(flags)
         keys = {"actor_rollout_ref", "algorithm.adv_estimator"} & set(flags)
-        if tool == named or re.search(pattern, text) or len(names) > 1 or (tool == "verl" and keys):
-            raise _refusal(tool, _settings(text, flags) | dotted)
+        if (
+            tool == from_option
+            or re.search(pattern, text)
+            or len(names) > 1
+            or (tool == "verl" and keys)
+        ):
+            raise _foreign_trainer_error(tool, _named_settings(text, flags) | dotted)
 
 
-def _settings(text: str, flags: dict[str, Any]) -> dict[str, Any]:
+def _named_settings(text: str, flags: dict[str, Any]) -> dict[str, Any]:
     """The flags with their values, from the words where the flags have none yet."""
     given = dict(re.findall(r"--([\w-]+)[= ]+([^\s-]\S*|-\d\S*)", text))
     known = {k: v for k, v in flags.items() if v not in (None, [])}
     return {k.replace("-", "_"): v for k, v in (given | known).items()}
 
 
-def _refusal(tool: str, given: dict[str, Any]) -> ConfigError:
+def _foreign_trainer_error(tool: str, settings: dict[str, Any]) -> ConfigError:
     title = tables.FOREIGN_TITLES[tool]
-    plain = {k: v[0] if isinstance(v, list) and v else v for k, v in given.items()}
+    plain = {k: v[0] if isinstance(v, list) and v else v for k, v in settings.items()}
     estimators = tables.FOREIGN_ESTIMATORS[tool]
     asked = next((plain[n] for n in ("advantage_estimator", "algorithm.adv_estimator")
                   if n in plain), None)  # fmt: skip
     algorithm = estimators.get(str(asked)) or estimators["rloo"]
     same = [
         f"{ours}={plain[theirs]}"
-        for theirs, ours in tables.FOREIGN_SAME[tool].items()
+        for theirs, ours in tables.FOREIGN_EQUIVALENTS[tool].items()
         if isinstance(plain.get(theirs), str | int | float) and "$" not in str(plain[theirs])
     ]
     why = f"{title} counts batches, KL and clipping otherwise: half a recipe would be another run"

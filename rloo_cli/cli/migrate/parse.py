@@ -12,63 +12,77 @@ from typing import Any
 import yaml
 
 from rloo_cli.cli.migrate import tables
-from rloo_cli.cli.migrate.foreign import refuse_foreign
-from rloo_cli.cli.migrate.given import Given
+from rloo_cli.cli.migrate.foreign import refuse_foreign_trainer
+from rloo_cli.cli.migrate.old_run import OldRun
 from rloo_cli.cli.migrate.python import read_python
 from rloo_cli.cli.migrate.shell import simple_commands
-from rloo_cli.config.old_names import old_name
+from rloo_cli.config.old_names import find_old_name
 from rloo_cli.utils.errors import ConfigError, Problem
 
-ENDS = {"&", "&&", "|", "||", ";", ">", ">>", "2>&1", "2>"}  # shell words that end a command
+COMMAND_ENDS = {
+    "&",
+    "&&",
+    "|",
+    "||",
+    ";",
+    ">",
+    ">>",
+    "2>&1",
+    "2>",
+}  # shell words that end a command
 STARTERS = ("accelerate", "torchrun", "python", "python3", "deepspeed")
 TOOLS = ("swift", "trl", "rloo", "grpo")
 
 
-def read(words: list[str]) -> Given:
+def read_old_run(args: list[str]) -> OldRun:
     """The words after `rloo migrate`: one file, or an old command.
 
     Raises ConfigError for a file that is missing or holds nothing to migrate, and for a trainer
     that is not migrated.
     """
-    if len(words) == 1 and re.search(r"\s", words[0].strip()):
-        return read_script(words[0], "the command")
-    if len(words) > 1:
-        return read_command(words)
-    path = Path(words[0])
+    if len(args) == 1 and re.search(r"\s", args[0].strip()):
+        return read_shell_script(args[0], "the command")
+    if len(args) > 1:
+        return read_command_line(args)
+    path = Path(args[0])
     if not path.is_file():
-        raise _missing(path)
+        raise _missing_file_error(path)
     text = path.read_text(errors="replace")
     if path.suffix in (".yaml", ".yml", ".json"):
         return _read_config(path)
     if path.suffix == ".py":
         return read_python(text, str(path))
-    return read_script(text, str(path))
+    return read_shell_script(text, str(path))
 
 
-def _read_config(path: Path) -> Given:
+def _read_config(path: Path) -> OldRun:
     """A YAML or JSON file of settings; the launcher's may be among them."""
-    given = Given(mapping(path), said_as="{}: {}", file=path.name)
+    given = OldRun(read_settings_file(path), setting_format="{}: {}", file=path.name)
     if "config" in given.flags:
         given.flags.pop("config")
-    refuse_foreign([], given.flags)
-    _processes(given)
-    if not any(old_name(name) for name in given.flags):
+    refuse_foreign_trainer([], given.flags)
+    _read_process_count(given)
+    if not any(find_old_name(name) for name in given.flags):
         why = f"none of its names is known: {', '.join(list(given.flags)[:5]) or 'there are none'}"
         raise ConfigError(Problem(f"{path} holds no settings of a training", why=why))
     return given
 
 
-def read_script(text: str, where: str) -> Given:
+def read_shell_script(text: str, where: str) -> OldRun:
     """The first training command of a shell script, its variables filled in."""
     found, foreign = [], []
     for words, variables in simple_commands(text):
         flags = [w[2:].partition("=")[0].replace("-", "_") for w in words if w.startswith("--")]
-        known = [f for f in flags if f == "config" or (old_name(f) and f not in tables.LAUNCHER)]
+        known = [
+            f
+            for f in flags
+            if f == "config" or (find_old_name(f) and f not in tables.LAUNCHER_FLAGS)
+        ]
         scripts = [w for w in words if w.endswith(".py") and Path(w).is_file()]
-        if tables.SERVES & set(words):
+        if tables.NON_TRAINING_COMMANDS & set(words):
             continue
         try:
-            refuse_foreign(words, dict.fromkeys(flags))
+            refuse_foreign_trainer(words, dict.fromkeys(flags))
         except ConfigError as error:
             foreign.append(error)
             continue
@@ -82,37 +96,37 @@ def read_script(text: str, where: str) -> Given:
     if not found and foreign:
         raise foreign[0]
     if not found:
-        refuse_foreign([text], {})
+        refuse_foreign_trainer([text], {})
         raise ConfigError(Problem(f"no training command in {where}", why="none has known flags"))
-    found.sort(key=_trains_otherwise)  # SFT first, then RLOO: the second is the one
-    given = read_command(found[0])
+    found.sort(key=_is_other_method)  # SFT first, then RLOO: the second is the one
+    given = read_command_line(found[0])
     if len(found) > 1:
         given.notes.append(f"{len(found)} training commands in {where}: this is the first of them")
     return given
 
 
-def _trains_otherwise(words: list[str]) -> bool:
+def _is_other_method(args: list[str]) -> bool:
     """Whether a command is another method's: `trl sft`, `swift pt`, dpo.py."""
-    scripts = {Path(w).stem for w in words if w.endswith(".py")}
-    tools = [w for w in TOOLS if w in words]
-    methods = {words[words.index(t) + 1] for t in tools if words.index(t) + 1 < len(words)}
+    scripts = {Path(w).stem for w in args if w.endswith(".py")}
+    tools = [w for w in TOOLS if w in args]
+    methods = {args[args.index(t) + 1] for t in tools if args.index(t) + 1 < len(args)}
     return bool((scripts | methods) & tables.OTHER_METHODS)
 
 
-def read_command(words: list[str]) -> Given:
+def read_command_line(args: list[str]) -> OldRun:
     """An old command line, from its launcher (or its first flag) on."""
-    stop = next((i for i, w in enumerate(words) if w in ENDS), len(words))
-    words = words[:stop]
-    given = Given({})
-    script = _take_words(given, words)
-    refuse_foreign(words, given.flags)
-    given.flags = {k: _values(v) for k, v in given.flags.items()}
-    _processes(given)
+    stop = next((i for i, w in enumerate(args) if w in COMMAND_ENDS), len(args))
+    args = args[:stop]
+    given = OldRun({})
+    script = _sort_arguments(given, args)
+    refuse_foreign_trainer(args, given.flags)
+    given.flags = {k: _flag_value(v) for k, v in given.flags.items()}
+    _read_process_count(given)
     if script.is_file() and given.tool != "swift":
         given = _with_script(given, script)
     elif not given.flags:
         what = f"{script} is not a file here" if given.script else "no flags in this command"
-        why = " ".join(words)[:200]
+        why = " ".join(args)[:200]
         raise ConfigError(Problem(what, why=why, fix="rloo migrate FILE, where the file is"))
     elif given.script and given.script != "-":
         given.notes.append(
@@ -122,9 +136,9 @@ def read_command(words: list[str]) -> Given:
     if config := given.flags.pop("config", None):
         path = Path(str(config))
         if not path.is_file():
-            raise _missing(path, "named by --config")
-        inside = Given(mapping(path), said_as="{}: {}")
-        _processes(inside)
+            raise _missing_file_error(path, "named by --config")
+        inside = OldRun(read_settings_file(path), setting_format="{}: {}")
+        _read_process_count(inside)
         given.flags = inside.flags | given.flags
         given.file = path.name
         if given.processes is None:
@@ -133,85 +147,87 @@ def read_command(words: list[str]) -> Given:
     return given
 
 
-def _take_words(given: Given, words: list[str]) -> Path:
+def _sort_arguments(old_run: OldRun, args: list[str]) -> Path:
     """Sort words into flags, the tool, its method and the script; returns the script's path."""
     name, script, extras = "", Path("-"), []
-    for word in words:
+    for word in args:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
-            given.flags[name] = [value] if equals else []
-        elif word.endswith(".py") and not given.script and given.tool != "swift":
+            old_run.flags[name] = [value] if equals else []
+        elif word.endswith(".py") and not old_run.script and old_run.tool != "swift":
             script = Path(word)
-            given.script, name = script.name, ""
-            _drop_launcher_flags(given)
-        elif word.startswith("trl.scripts.") and not given.script:
-            given.script, name = f"{word.rpartition('.')[2]}.py", ""
-            _drop_launcher_flags(given)
+            old_run.script, name = script.name, ""
+            _drop_launcher_flags(old_run)
+        elif word.startswith("trl.scripts.") and not old_run.script:
+            old_run.script, name = f"{word.rpartition('.')[2]}.py", ""
+            _drop_launcher_flags(old_run)
         elif name:
-            given.flags[name].append(word.rstrip(",") if word.endswith('",') else word)
+            old_run.flags[name].append(word.rstrip(",") if word.endswith('",') else word)
         elif variable := re.fullmatch(r"([A-Z_]+)=(.*)", word):
             if variable[1] in ("NPROC_PER_NODE", "NNODES"):
-                given.flags[variable[1].lower()] = [variable[2]]
-        elif word in TOOLS and not given.tool:
-            given.tool = word
-        elif given.tool and not given.method and not given.flags.keys() - tables.LAUNCHER:
-            given.method = word
+                old_run.flags[variable[1].lower()] = [variable[2]]
+        elif word in TOOLS and not old_run.tool:
+            old_run.tool = word
+        elif (
+            old_run.tool and not old_run.method and not old_run.flags.keys() - tables.LAUNCHER_FLAGS
+        ):
+            old_run.method = word
         else:
             extras.append(word)
     if unread := [w for w in extras if w.startswith("$")]:
-        given.notes.append(f"{' '.join(unread)} is not filled in: what it stands for is not read")
-    for name, values in given.flags.items():
+        old_run.notes.append(f"{' '.join(unread)} is not filled in: what it stands for is not read")
+    for name, values in old_run.flags.items():
         if rest := [w for w in values[1:] if re.fullmatch(r"\$\{?\w+(\[[@*]\])?\}?", w)]:
             values[:] = [w for w in values if w not in rest]
             said = " ".join(rest)
-            given.notes.append(f"{said} after --{name} is not filled in: it is not read")
+            old_run.notes.append(f"{said} after --{name} is not filled in: it is not read")
     return script
 
 
-def _with_script(given: Given, script: Path) -> Given:
+def _with_script(old_run: OldRun, script: Path) -> OldRun:
     """A command whose script is here: what the script says, and the flags before that."""
-    inside = read_python(script.read_text(errors="replace"), str(script), given.flags)
-    inside.processes, inside.processes_from = given.processes, given.processes_from
-    inside.launcher_file = given.launcher_file
-    inside.notes = given.notes + inside.notes
+    inside = read_python(script.read_text(errors="replace"), str(script), old_run.flags)
+    inside.processes, inside.processes_from = old_run.processes, old_run.processes_from
+    inside.launcher_file = old_run.launcher_file
+    inside.notes = old_run.notes + inside.notes
     return inside
 
 
-def _drop_launcher_flags(given: Given) -> None:
+def _drop_launcher_flags(old_run: OldRun) -> None:
     """Flags before the script are the launcher's own; only the number of processes matters."""
-    others = [name for name in given.flags if name not in tables.LAUNCHER]
-    precision = given.flags.get("mixed_precision") or [""]
-    given.flags = {k: v for k, v in given.flags.items() if k in tables.LAUNCHER}
+    others = [name for name in old_run.flags if name not in tables.LAUNCHER_FLAGS]
+    precision = old_run.flags.get("mixed_precision") or [""]
+    old_run.flags = {k: v for k, v in old_run.flags.items() if k in tables.LAUNCHER_FLAGS}
     if precision[0] in ("bf16", "fp16"):
-        given.flags[precision[0]] = []
+        old_run.flags[precision[0]] = []
     if others:
-        given.notes.append(f"the launcher's own flags: --{', --'.join(others)}")
+        old_run.notes.append(f"the launcher's own flags: --{', --'.join(others)}")
 
 
-def _processes(given: Given) -> None:
+def _read_process_count(old_run: OldRun) -> None:
     """How many processes the launcher started, by its flags or its file."""
-    launcher = {k: given.flags.pop(k) for k in tables.LAUNCHER if k in given.flags}
+    launcher = {k: old_run.flags.pop(k) for k in tables.LAUNCHER_FLAGS if k in old_run.flags}
     file = str(launcher.get("config_file") or launcher.get("accelerate_config") or "")
-    as_flag = given.said_as.startswith("--")
+    as_flag = old_run.setting_format.startswith("--")
     prefix = "--" if as_flag else ""
-    counts = ((launcher[k], prefix + k) for k in tables.COUNTS if k in launcher)
+    counts = ((launcher[k], prefix + k) for k in tables.PROCESS_COUNT_FLAGS if k in launcher)
     count, whence = next(counts, (None, ""))
-    given.launcher_file = file
+    old_run.launcher_file = file
     if count is None and file and Path(file).is_file():
-        count, whence = mapping(Path(file)).get("num_processes"), file
+        count, whence = read_settings_file(Path(file)).get("num_processes"), file
     if count is None and Path(file).stem in tables.TRL_LAUNCHERS:
         count, whence = tables.TRL_LAUNCHERS[Path(file).stem], f"TRL's {file}"
     if count is None:
         return
     nodes = launcher.get("nnodes", 1) if whence == f"{prefix}nproc_per_node" else 1
     if not isinstance(count, int) or not isinstance(nodes, int):
-        given.notes.append(f"{whence} {count} is not a number of processes")
+        old_run.notes.append(f"{whence} {count} is not a number of processes")
         return
-    given.processes, given.processes_from = count * nodes, whence
+    old_run.processes, old_run.processes_from = count * nodes, whence
 
 
-def mapping(path: Path) -> dict[str, Any]:
+def read_settings_file(path: Path) -> dict[str, Any]:
     """A YAML or JSON file that must be a mapping of names to values."""
     try:
         values = yaml.safe_load(path.read_text())  # JSON is YAML
@@ -221,33 +237,39 @@ def mapping(path: Path) -> dict[str, Any]:
         raise ConfigError(Problem(f"{path} is not YAML", f"{path}{line}", str(error))) from None
     if not isinstance(values, dict):
         raise ConfigError(Problem(f"{path} holds no settings", why="expected name: value"))
-    return {str(k): _value(v) if isinstance(v, str) else v for k, v in values.items()}
+    return {str(k): _parse_value(v) if isinstance(v, str) else v for k, v in values.items()}
 
 
-def _values(words: list[str]) -> Any:
+def _flag_value(args: list[str]) -> Any:
     """What stood after a flag: nothing is true, one word a value, several a list."""
-    return True if not words else _value(words[0]) if len(words) == 1 else [*map(_value, words)]
+    return (
+        True
+        if not args
+        else _parse_value(args[0])
+        if len(args) == 1
+        else [*map(_parse_value, args)]
+    )
 
 
-def _value(word: str) -> Any:
+def _parse_value(text: str) -> Any:
     """A word as bool, null, number, JSON or text; `3e-6` is a number here (YAML says text)."""
     plain = {"true": True, "false": False, "none": None, "null": None}
-    if word.lower() in plain:
-        return plain[word.lower()]
+    if text.lower() in plain:
+        return plain[text.lower()]
     for convert in (int, float):
         try:
-            return convert(word)
+            return convert(text)
         except ValueError:
             continue
-    if word[:1] in "[{":
+    if text[:1] in "[{":
         try:
-            return json.loads(word)
+            return json.loads(text)
         except ValueError:
-            return word
-    return word
+            return text
+    return text
 
 
-def _missing(path: Path, why: str = "") -> ConfigError:
+def _missing_file_error(path: Path, why: str = "") -> ConfigError:
     where = f"looked at {path.absolute()}"
     fix = "rloo migrate FILE, or rloo migrate -- OLD COMMAND"
     return ConfigError(Problem(f"{path} is not a file", why, where, fix))

@@ -14,18 +14,18 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rloo_cli.config import registry, schema
-from rloo_cli.config.old_names import old_name
+from rloo_cli.config.old_names import find_old_name
 from rloo_cli.utils import paths
 
 UNKNOWN = "not in this version"
-LONG = 24  # characters of an old value that a comment repeats
+MAX_COMMENT_VALUE = 24  # characters of an old value that a comment repeats
 
 
-ENGINES = ("server", "colocate")  # sections of the vLLM backends
+VLLM_BACKEND_SECTIONS = ("server", "colocate")  # sections of the vLLM backends
 
 
 @cache
-def ours(algorithm: str = "rloo") -> dict[str, Any]:
+def our_defaults(algorithm: str = "rloo") -> dict[str, Any]:
     """Dotted key -> our default, as far as conf/ gives one. An algorithm's mappings stay whole."""
     files = {"": paths.CONF / "config.yaml"}
     for group in ("model", "data"):
@@ -55,23 +55,23 @@ def _algorithm_defaults(choice: str) -> dict[str, Any]:
     return found | values
 
 
-TABLES = {  # keys whose value is a table of named entries, each of this form
+TABLE_SCHEMAS = {  # keys whose value is a table of named entries, each of this form
     "data.mixture": schema.SourceConfig,
     "eval.sets": schema.SetConfig,
 }
 
 
-def refusal(key: str, value: Any, algorithm: str = "rloo") -> str | None:
+def schema_refusal(key: str, value: Any, algorithm: str = "rloo") -> str | None:
     """Why this version would not take `key: value`; None when it would."""
     section, _, name = key.partition(".")
     if section == "reward":
         kind = name.rpartition(".")[2]
-        if kind == "type" and value not in registry.names("rewards"):
+        if kind == "type" and value not in registry.registry_names("rewards"):
             return UNKNOWN
         return None
-    if key in TABLES and isinstance(value, dict):
+    if key in TABLE_SCHEMAS and isinstance(value, dict):
         entries = [f"{key}.{n}.{k}" for n, entry in value.items() for k in entry
-                   if k not in TABLES[key].model_fields]  # fmt: skip
+                   if k not in TABLE_SCHEMAS[key].model_fields]  # fmt: skip
         return f"{entries[0]} is not a key" if entries else None
     info = schema_field(key, algorithm)
     if info is None:
@@ -103,7 +103,7 @@ def _models(section: str, leaf: str, algorithm: str) -> list[Any]:
         name = _algorithm_defaults(algorithm).get("name", algorithm)
         return [registry.config_class("algorithms", name)]
     if section == "generation":
-        backend = f"vllm_{leaf}" if leaf in ENGINES else "transformers"
+        backend = f"vllm_{leaf}" if leaf in VLLM_BACKEND_SECTIONS else "transformers"
         return [registry.config_class("generation", backend)]
     info = schema.RunConfig.model_fields.get(section)
     return _sections_of(info.annotation) if info else []
@@ -120,9 +120,9 @@ class Recipe:
     """Old flags not yet dealt with, and what has become of the others."""
 
     flags: dict[str, Any]
-    said_as: str = "--{} {}"  # how the input wrote a setting, for the comments
+    setting_format: str = "--{} {}"  # how the input wrote a setting, for the comments
     lines: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    later: list[str] = field(default_factory=list)
+    unsupported: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     launcher_file: str = ""  # accelerate's config, which names the engine
@@ -130,34 +130,36 @@ class Recipe:
     groups: dict[str, tuple[Any, str]] = field(default_factory=dict)  # choices of config groups
 
     def __post_init__(self) -> None:
-        self.given = dict(self.flags)
+        self.original_flags = dict(self.flags)
 
     def take(self, name: str, default: Any = None) -> Any:
         """An old flag's value; it counts as dealt with."""
         value = self.flags.pop(name, None)
         return default if value is None else value
 
-    def said(self, name: str) -> str:
+    def original_text(self, name: str) -> str:
         """An old setting as it was written."""
-        value = self.given.get(name)
-        bare = value is True and self.said_as.startswith("--")  # a flag without a value
-        text = "" if bare else _show(value)
-        return self.said_as.format(name, text if len(text) <= LONG else "...").strip()
+        value = self.original_flags.get(name)
+        bare = value is True and self.setting_format.startswith("--")  # a flag without a value
+        text = "" if bare else _setting_text(value)
+        return self.setting_format.format(
+            name, text if len(text) <= MAX_COMMENT_VALUE else "..."
+        ).strip()
 
-    def put(self, key: str, value: Any, why: str, later: bool = True) -> None:
+    def put(self, key: str, value: Any, why: str, keep_unsupported: bool = True) -> None:
         """A line of the recipe, or of what this version lacks when the schema refuses it."""
-        reason = refusal(key, value, self.algorithm)
+        reason = schema_refusal(key, value, self.algorithm)
         if reason is None:
             self.lines[key] = (value, why)
-        elif later:
+        elif keep_unsupported:
             because = "" if reason == UNKNOWN else f"; this version refuses it: {reason}"
-            self.later.append(f"{key}: {_flow(value)}  ({why}{because})")
+            self.unsupported.append(f"{key}: {_flow_yaml(value)}  ({why}{because})")
 
-    def reward(self, name: str, entry: dict[str, Any], why: str) -> None:
+    def put_reward(self, name: str, entry: dict[str, Any], why: str) -> None:
         """A reward: a shipped one by its group, another with every key that its kind has."""
         kind = entry["type"]
-        if refusal(f"reward.{name}.type", kind):
-            self.later.append(f"reward.{name}: {_flow(entry)}  ({why})")
+        if schema_refusal(f"reward.{name}.type", kind):
+            self.unsupported.append(f"reward.{name}: {_flow_yaml(entry)}  ({why})")
         elif kind == name and len(entry) == 1:
             chosen = [*self.groups.get("reward", ([], ""))[0], name]
             self.groups["reward"] = (chosen, why)
@@ -167,46 +169,48 @@ class Recipe:
             for key, value in (whole | entry).items():
                 self.put(f"reward.{name}.{key}", value, why if key in entry else f"as {kind}.yaml")
 
-    def default(self, key: str, value: Any, tool: str) -> None:
+    def put_default(self, key: str, value: Any, tool: str) -> None:
         """The old tool's own default, written out only where ours differs."""
-        known = ours(self.algorithm)
+        known = our_defaults(self.algorithm)
         if key not in self.lines and (key not in known or known[key] != value):
-            mine = f"; ours is {_flow(known[key])}" if key in known else ""
+            mine = f"; ours is {_flow_yaml(known[key])}" if key in known else ""
             self.put(key, value, f"{tool}'s default{mine}")
 
-    def value(self, key: str, default: Any = None) -> Any:
+    def written_value(self, key: str, default: Any = None) -> Any:
         """What the recipe says of a key so far."""
         return self.lines[key][0] if key in self.lines else default
 
     def drop(self, name: str, why: str) -> None:
         """An old flag without a line here."""
         if name in self.flags:
-            said = self.said(name)
+            said = self.original_text(name)
             self.take(name)
             self.dropped.append(f"{said}: {why}")
 
-    def _refused(self, key: str, value: Any) -> bool:
-        return refusal(key, value, self.algorithm) is not None
+    def _is_refused(self, key: str, value: Any) -> bool:
+        return schema_refusal(key, value, self.algorithm) is not None
 
-    def rest(self) -> list[str]:
+    def put_remaining(self) -> list[str]:
         """Deal with what no rule took: plain renames by the table. Returns unknown flags."""
         unknown = []
         for name in list(self.flags):
-            row, said = old_name(name), self.said(name)
+            row, said = find_old_name(name), self.original_text(name)
             value = self.flags.pop(name)
             if row is None:
                 unknown.append(said)
             elif value is None or (
-                value is False and row.new and refusal(row.new, value, self.algorithm)
+                value is False
+                and row.new_key
+                and schema_refusal(row.new_key, value, self.algorithm)
             ):
                 self.dropped.append(f"{said}: off, as here")
-            elif row.new is None or "<" in row.new:
-                self.dropped.append(f"{said}: {row.note or row.new}")
-            elif row.new in self.lines:
-                self.dropped.append(f"{said}: {row.new} is set by another flag")
+            elif row.new_key is None or "<" in row.new_key:
+                self.dropped.append(f"{said}: {row.note or row.new_key}")
+            elif row.new_key in self.lines:
+                self.dropped.append(f"{said}: {row.new_key} is set by another flag")
             else:
                 note = "" if row.note.startswith("its default") else row.note
-                self.put(row.new, value, f"{said}; {note}" if note else said)
+                self.put(row.new_key, value, f"{said}; {note}" if note else said)
         return unknown
 
     def render(self, title: str, unknown: list[str], name: str = "my") -> str:
@@ -215,23 +219,25 @@ class Recipe:
         if self.groups:
             lines.append("defaults:")
         for group, (choice, why) in self.groups.items():
-            lines.append(f"  - override /{group}: {_flow(choice)} # {why}")
-        lines += [*_tree(self.lines), "", f"# run it: rloo train +recipe={name}.yaml"]
+            lines.append(f"  - override /{group}: {_flow_yaml(choice)} # {why}")
+        lines += [*_yaml_lines(self.lines), "", f"# run it: rloo train +recipe={name}.yaml"]
         parts = {
             "mind": self.notes,
-            UNKNOWN: self.later,
+            UNKNOWN: self.unsupported,
             "dropped": self.dropped,
             "unknown flags, ignored": unknown,
         }
         for head, items in parts.items():
             if items:
-                lines += ["#", f"# {head}:", *(c for item in items for c in _item(item))]
+                lines += ["#", f"# {head}:", *(c for item in items for c in _comment_item(item))]
         return "\n".join(lines) + "\n"
 
 
-def _tree(leaves: dict[str, tuple[Any, str]]) -> list[str]:
+def _yaml_lines(leaves: dict[str, tuple[Any, str]]) -> list[str]:
     """Dotted keys -> indented YAML, sections in the schema's order."""
-    order = {n: i for i, n in enumerate(dict.fromkeys([*schema.RunConfig.model_fields, *ours()]))}
+    order = {
+        n: i for i, n in enumerate(dict.fromkeys([*schema.RunConfig.model_fields, *our_defaults()]))
+    }
     lines: list[str] = []
     open_path: list[str] = []
     last_place = len(order)
@@ -247,16 +253,16 @@ def _tree(leaves: dict[str, tuple[Any, str]]) -> list[str]:
             lines.append("  " * depth + f"{path[depth]}:")
         open_path = path
         value, why = leaves[key]
-        lines.append("  " * len(path) + f"{last}: {_flow(value)} # {why}")
+        lines.append("  " * len(path) + f"{last}: {_flow_yaml(value)} # {why}")
     return lines
 
 
-def _flow(value: Any) -> str:
+def _flow_yaml(value: Any) -> str:
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
     return text.strip().removesuffix("...").strip()
 
 
-def _show(value: Any) -> str:
+def _setting_text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return " ".join(map(str, value))
     return str(value)
@@ -266,5 +272,5 @@ def _comment(text: str) -> list[str]:
     return [f"# {line}" for line in text.splitlines()]
 
 
-def _item(text: str) -> list[str]:
+def _comment_item(text: str) -> list[str]:
     return textwrap.wrap(text, 96, initial_indent="# - ", subsequent_indent="#   ")

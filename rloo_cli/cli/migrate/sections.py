@@ -9,40 +9,44 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.cli.migrate import tables
-from rloo_cli.cli.migrate.batch import Dialect, number
-from rloo_cli.cli.migrate.recipe import Recipe, refusal
+from rloo_cli.cli.migrate.batch import Dialect, take_number
+from rloo_cli.cli.migrate.recipe import Recipe, schema_refusal
 from rloo_cli.utils.errors import ConfigError, Problem
 
-NULL = "here null is what the context leaves, at most 4096"
+NULL_NOTE = "here null is what the context leaves, at most 4096"
 
 
-def data(recipe: Recipe, dialect: Dialect, script: str) -> None:
+def write_data(recipe: Recipe, dialect: Dialect, script: str) -> None:
     """Where the prompts come from, and what happens to long ones."""
     name = "dataset" if "dataset" in recipe.flags else "datasets"
-    said, found = recipe.said(name), recipe.take(name)
-    sources = [_source(one) for one in (found if isinstance(found, list) else [found]) if one]
+    said, found = recipe.original_text(name), recipe.take(name)
+    sources = [
+        _dataset_source(one) for one in (found if isinstance(found, list) else [found]) if one
+    ]
     if len(sources) > 1:
-        _mixture(recipe, sources, said)
+        _write_mixture(recipe, sources, said)
     elif sources:
         for key, value in sources[0].items():
             note = "; its n rows were drawn at random" * (key == "max_samples")
             recipe.put(f"data.{key}", value, said + note)
-    elif "_tldr" in script and dialect.old and not recipe.flags.get("dataset_name"):
-        recipe.put("data.path", tables.TLDR, f"{script} had it built in")
+    elif "_tldr" in script and dialect.is_old_trl and not recipe.flags.get("dataset_name"):
+        recipe.put("data.path", tables.TLDR_DATASET, f"{script} had it built in")
     if "_tldr" in script and dialect.title in tables.TLDR_TEMPLATES:
         template = tables.TLDR_TEMPLATES[dialect.title]
-        recipe.put("data.template", template, f"{script} put this around a post", later=False)
+        recipe.put(
+            "data.template", template, f"{script} put this around a post", keep_unsupported=False
+        )
         recipe.put("data.max_prompt_length", 512, f"{script} left longer ones out")
-    _limits(recipe, dialect)
+    _write_prompt_limits(recipe, dialect)
     if isinstance(recipe.flags.get("columns"), dict):
-        said = recipe.said("columns")
+        said = recipe.original_text("columns")
         recipe.put("data.columns", recipe.take("columns"), said)
     if "enable_thinking" in recipe.flags:
-        said, on = recipe.said("enable_thinking"), recipe.take("enable_thinking")
+        said, on = recipe.original_text("enable_thinking"), recipe.take("enable_thinking")
         recipe.put("generation.chat_template_kwargs", {"enable_thinking": bool(on)}, said)
     system = str(recipe.flags.get("system") or "")
     if system.endswith(".txt"):  # ms-swift takes a file here
-        said = recipe.said("system")
+        said = recipe.original_text("system")
         recipe.take("system")
         if Path(system).is_file():
             recipe.put("data.system", Path(system).read_text().strip(), said)
@@ -50,19 +54,19 @@ def data(recipe: Recipe, dialect: Dialect, script: str) -> None:
             recipe.notes.append(f"{said} is a file: set data.system to its text")
 
 
-def _source(given: Any) -> dict[str, Any]:
+def _dataset_source(entry: Any) -> dict[str, Any]:
     """`path:subset#n`, or an entry of TRL's `datasets`, by the keys of a source here."""
-    if isinstance(given, dict):
-        found = {k: given.get(k) for k in ("path", "name", "split")}
+    if isinstance(entry, dict):
+        found = {k: entry.get(k) for k in ("path", "name", "split")}
         return {k: v for k, v in found.items() if v is not None}
-    path, _, rows = str(given).partition("#")
+    path, _, rows = str(entry).partition("#")
     path, _, subset = path.partition(":")
     found = {"path": path, "name": subset or None}
     found["max_samples"] = int(rows) if rows.isdigit() else None
     return {k: v for k, v in found.items() if v is not None}
 
 
-def _mixture(recipe: Recipe, sources: list[dict[str, Any]], said: str) -> None:
+def _write_mixture(recipe: Recipe, sources: list[dict[str, Any]], original_text: str) -> None:
     """Several data sets, which the old tool put one after the other: weights as their rows."""
     rows = [source.get("max_samples") for source in sources]
     known = None not in rows
@@ -71,60 +75,63 @@ def _mixture(recipe: Recipe, sources: list[dict[str, Any]], said: str) -> None:
         base = _slug(Path(str(source["path"])).stem).replace(".", "_").replace("-", "_")
         name = base if base not in table else f"{base}_{len(table) + 1}"
         table[name] = source | {"weight": float(count or 1)}
-    recipe.put("data.mixture", table, said)
+    recipe.put("data.mixture", table, original_text)
     recipe.put("data.path", None, "data.mixture says where the rows come from")
     if not known:
         recipe.notes.append(
-            f"{said}: the old tool put the data sets one after the other, so that each counted by"
+            f"{original_text}: the old tool put the data sets one after the other, so that each "
+            "counted by"
             " its rows; data.mixture draws by weight: set the weights to the numbers of rows"
         )
 
 
-def _limits(recipe: Recipe, dialect: Dialect) -> None:
+def _write_prompt_limits(recipe: Recipe, dialect: Dialect) -> None:
     """How long a prompt may be, and what happens to longer ones."""
-    limit = "max_length" if dialect.swift else "max_prompt_length"
+    limit = "max_length" if dialect.is_swift else "max_prompt_length"
     if recipe.flags.get(limit):
-        said = recipe.said(limit)
-        recipe.put("data.max_prompt_length", int(number(recipe, limit)), said)
+        said = recipe.original_text(limit)
+        recipe.put("data.max_prompt_length", int(take_number(recipe, limit)), said)
         if limit == "max_prompt_length":
             recipe.put("data.overlong", "truncate_left", f"{said}: TRL kept the last tokens")
-    elif dialect.old and "data.max_prompt_length" not in recipe.lines:
-        recipe.put("data.max_prompt_length", None, f"{dialect.title} had no limit; {NULL}")
-    elif not dialect.old and not dialect.swift and not re.search(r"0\.[12]", dialect.title):
+    elif dialect.is_old_trl and "data.max_prompt_length" not in recipe.lines:
+        recipe.put("data.max_prompt_length", None, f"{dialect.title} had no limit; {NULL_NOTE}")
+    elif (
+        not dialect.is_old_trl and not dialect.is_swift and not re.search(r"0\.[12]", dialect.title)
+    ):
         recipe.put("data.max_prompt_length", None, "TRL has no limit from 0.29 on; it kept the"
-                   f" last 512 tokens up to 0.26; {NULL}")  # fmt: skip
-    elif not dialect.old and not dialect.swift:
+                   f" last 512 tokens up to 0.26; {NULL_NOTE}")  # fmt: skip
+    elif not dialect.is_old_trl and not dialect.is_swift:
         recipe.put("data.max_prompt_length", 512, "TRL kept the last 512 tokens")
         recipe.put("data.overlong", "truncate_left", "TRL kept the last 512 tokens")
-    said, how = recipe.said("truncation_strategy"), recipe.take("truncation_strategy")
+    said, how = recipe.original_text("truncation_strategy"), recipe.take("truncation_strategy")
     if how:
         mine = {"delete": "filter", "left": "truncate_left"}.get(how, how)
         recipe.put("data.overlong", mine, said)
 
 
-def generation(recipe: Recipe, dialect: Dialect) -> None:
+def write_generation(recipe: Recipe, dialect: Dialect) -> None:
     """Stop rules and the engine."""
     ids = recipe.take("stop_token_id")
     if ids is not None:
-        why = f"{recipe.said('stop_token_id')}, beside every EOS id"
+        why = f"{recipe.original_text('stop_token_id')}, beside every EOS id"
         recipe.put("generation.stop_token_ids", ids if isinstance(ids, list) else [ids], why)
-    stops = recipe.given.get("stop_token")
+    stops = recipe.original_flags.get("stop_token")
     recipe.drop("stop_token", "every EOS id ends a completion here")
-    if dialect.old and ids is None and not stops:
+    if dialect.is_old_trl and ids is None and not stops:
         why = "no stop_token: the old run trained on what came after EOS too; delete to stop there"
         recipe.put("generation.ignore_eos", True, why)
     if "stop_words" in recipe.flags:
         words = recipe.take("stop_words")
         value = [words] if isinstance(words, str) else words
-        recipe.put("generation.stop", value, recipe.said("stop_words"))
+        recipe.put("generation.stop", value, recipe.original_text("stop_words"))
     if (top_k := recipe.take("top_k")) is not None:
-        recipe.put("generation.top_k", max(0, top_k), recipe.said("top_k"))
-    if dialect.swift and not {"top_p", "top_k"} & set(recipe.given):
+        recipe.put("generation.top_k", max(0, top_k), recipe.original_text("top_k"))
+    if dialect.is_swift and not {"top_p", "top_k"} & set(recipe.original_flags):
         recipe.notes.append("top_p, top_k: ms-swift may have read them from generation_config.json")
-    _engine(recipe, dialect)
+    _write_inference_engine(recipe, dialect)
 
 
-def _engine(recipe: Recipe, dialect: Dialect) -> None:
+def _write_inference_engine(recipe: Recipe, dialect: Dialect) -> None:
     """vLLM, beside the trainer or as a server that the old run called."""
     mode, on = recipe.take("vllm_mode"), recipe.take("use_vllm")
     engine = [n for n in recipe.flags if n.startswith("vllm_") and "importance" not in n]
@@ -133,59 +140,59 @@ def _engine(recipe: Recipe, dialect: Dialect) -> None:
             recipe.drop(name, "use_vllm was off")
         return
     backend = f"vllm_{mode or dialect.vllm_mode}"
-    why = recipe.said("vllm_mode") if mode else f"use_vllm, {dialect.title}'s default"
+    why = recipe.original_text("vllm_mode") if mode else f"use_vllm, {dialect.title}'s default"
     recipe.groups["generation"] = (backend, why)
     if backend == "vllm_server":
-        _served(recipe)
-        for name in [*tables.COLOCATED, "vllm_enable_sleep_mode", "sleep_level"]:
+        _write_server_address(recipe)
+        for name in [*tables.COLOCATED_KEYS, "vllm_enable_sleep_mode", "sleep_level"]:
             recipe.drop(name, "it was the colocated engine's")
         return
-    for name, key in tables.COLOCATED.items():
+    for name, key in tables.COLOCATED_KEYS.items():
         if (value := recipe.take(name)) is not None:
-            recipe.put(f"generation.colocate.{key}", value, recipe.said(name))
+            recipe.put(f"generation.colocate.{key}", value, recipe.original_text(name))
     for name in ("vllm_enable_sleep_mode", "sleep_level"):
         if (value := recipe.take(name)) is not None:
             sleep = "weights" if value else "none"
-            recipe.put("generation.colocate.sleep", sleep, recipe.said(name))
+            recipe.put("generation.colocate.sleep", sleep, recipe.original_text(name))
     for name in [n for n in engine if n.startswith("vllm_server_")]:
         recipe.drop(name, "the engine was colocated")
 
 
-def _served(recipe: Recipe) -> None:
+def _write_server_address(recipe: Recipe) -> None:
     """Where the old run's server was."""
     url, host = recipe.take("vllm_server_base_url"), recipe.take("vllm_server_host")
     port = recipe.take("vllm_server_port")
     if url is None and (host or port):
         url = f"http://{host or '127.0.0.1'}:{port or 8000}"
     if url is not None:
-        said = "vllm_server_base_url" if "vllm_server_base_url" in recipe.given else ""
-        why = recipe.said(said or ("vllm_server_host" if host else "vllm_server_port"))
+        said = "vllm_server_base_url" if "vllm_server_base_url" in recipe.original_flags else ""
+        why = recipe.original_text(said or ("vllm_server_host" if host else "vllm_server_port"))
         recipe.put("generation.server.base_url", url, f"{why}; rloo vllm-serve starts it")
     if (limit := recipe.take("vllm_server_timeout")) is not None:
-        why = recipe.said("vllm_server_timeout")
+        why = recipe.original_text("vllm_server_timeout")
         recipe.put("generation.server.ready_timeout_s", float(limit), why)
 
 
-def rewards(recipe: Recipe, dialect: Dialect) -> None:
+def write_rewards(recipe: Recipe, dialect: Dialect) -> None:
     """`reward_funcs`, reward models and their weights -> one named entry each."""
     found: list[tuple[str, Any, str]] = []  # name, {type, path}, as it was said
     for flag in ("reward_model_path", "reward_model_name_or_path", "reward_model"):
         if flag in recipe.flags:
-            said, paths_given = recipe.said(flag), recipe.take(flag)
+            said, paths_given = recipe.original_text(flag), recipe.take(flag)
             several = isinstance(paths_given, list) and len(paths_given) > 1
             for path in paths_given if isinstance(paths_given, list) else [paths_given]:
-                name = _reward(str(path), dialect, "")[0] if several else "reward_model"
+                name = _reward_entry(str(path), dialect, "")[0] if several else "reward_model"
                 found.append((name, {"type": "model", "path": path}, said))
-    said, funcs = recipe.said("reward_funcs"), recipe.take("reward_funcs", [])
+    said, funcs = recipe.original_text("reward_funcs"), recipe.take("reward_funcs", [])
     plugins = recipe.take("external_plugins", "rewards.py")
     plugin = str(plugins[0] if isinstance(plugins, list) else plugins)
     for spec in [funcs] if isinstance(funcs, str) else funcs:
-        found.append((*_reward(str(spec), dialect, plugin), said))
+        found.append((*_reward_entry(str(spec), dialect, plugin), said))
         if found[-1][1].get("path") == f"{plugin}:{spec}":
             recipe.notes.append(f"reward {spec} is code: make it a function {plugin}:{spec}")
-    if dialect.swift:  # it puts the reward model last, TRL first
+    if dialect.is_swift:  # it puts the reward model last, TRL first
         found.sort(key=lambda reward: reward[1]["type"] == "model" and reward[2] != said)
-    said, weights = recipe.said("reward_weights"), recipe.take("reward_weights")
+    said, weights = recipe.original_text("reward_weights"), recipe.take("reward_weights")
     weights = weights if isinstance(weights, list | tuple) else [weights] if weights else []
     if weights and len(weights) != len(found):
         count = f"{len(weights)} weights, {len(found)} rewards: {[name for name, *_ in found]}"
@@ -193,16 +200,16 @@ def rewards(recipe: Recipe, dialect: Dialect) -> None:
     for place, (name, entry, why) in enumerate(found):
         weight = float(weights[place]) if weights else 1.0
         if entry.get("type") == "overlong" and "soft_cache_length" in recipe.flags:
-            _overlong(recipe, weight)
+            _write_overlong_penalty(recipe, weight)
             continue
-        recipe.reward(name, entry, why)
-        if weights and refusal(f"reward.{name}.type", entry["type"]) is None:
+        recipe.put_reward(name, entry, why)
+        if weights and schema_refusal(f"reward.{name}.type", entry["type"]) is None:
             recipe.put(f"reward.{name}.weight", weight, said)
     if not found:
         recipe.notes.append("no reward is named in the old settings: add reward=NAME")
 
 
-def _reward(spec: str, dialect: Dialect, plugin: str) -> tuple[str, dict[str, str]]:
+def _reward_entry(spec: str, dialect: Dialect, plugin: str) -> tuple[str, dict[str, str]]:
     """A reward as it was named -> its name and entry here."""
     short = spec.rpartition(".")[2] if spec.startswith("trl.") else spec
     if short in dialect.rewards:
@@ -215,37 +222,39 @@ def _reward(spec: str, dialect: Dialect, plugin: str) -> tuple[str, dict[str, st
     return name, {"type": "function", "path": f"{where or plugin}:{name}"}
 
 
-def _overlong(recipe: Recipe, weight: float) -> None:
-    cache = int(number(recipe, "soft_cache_length"))
-    longest = number(recipe, "soft_max_length", recipe.given.get("max_completion_length", 512))
+def _write_overlong_penalty(recipe: Recipe, weight: float) -> None:
+    cache = int(take_number(recipe, "soft_cache_length"))
+    longest = take_number(
+        recipe, "soft_max_length", recipe.original_flags.get("max_completion_length", 512)
+    )
     value = {"max_length": int(longest), "cache": cache, "weight": weight}
-    recipe.put("algorithm.overlong_penalty", value, recipe.said("soft_cache_length"))
+    recipe.put("algorithm.overlong_penalty", value, recipe.original_text("soft_cache_length"))
 
 
-def housekeeping(recipe: Recipe) -> None:
+def write_run_settings(recipe: Recipe) -> None:
     """Names and folders, the optimizer, what is printed."""
     folder, run = recipe.take("output_dir"), recipe.take("run_name", recipe.take("exp_name"))
     if folder:
         path = Path(str(folder))
-        recipe.put("root", str(path.parent), recipe.said("output_dir"))
-        recipe.put("name", _slug(path.name), recipe.said("output_dir"))
+        recipe.put("root", str(path.parent), recipe.original_text("output_dir"))
+        recipe.put("name", _slug(path.name), recipe.original_text("output_dir"))
     elif run:
-        flag = "run_name" if "run_name" in recipe.given else "exp_name"
-        recipe.put("name", _slug(str(run)), f"{recipe.said(flag)}; no time stamp is added")
+        flag = "run_name" if "run_name" in recipe.original_flags else "exp_name"
+        recipe.put("name", _slug(str(run)), f"{recipe.original_text(flag)}; no time stamp is added")
     if folder and run:
         recipe.dropped.append(f"{run}: output_dir names the run")
     kind = str(recipe.take("optim", "adamw"))
     name = "adamw" if kind.startswith("adamw_torch") or kind == "adamw_hf" else kind
     if name != "adamw":
-        recipe.later.append(f"train.optimizer: {name}  ({recipe.said('optim')})")
-    betas = [number(recipe, "adam_beta1", 0.9), number(recipe, "adam_beta2", 0.999)]
-    eps = number(recipe, "adam_epsilon", 1e-8)
-    if any(n in recipe.given for n in ("adam_beta1", "adam_beta2", "adam_epsilon")):
+        recipe.unsupported.append(f"train.optimizer: {name}  ({recipe.original_text('optim')})")
+    betas = [take_number(recipe, "adam_beta1", 0.9), take_number(recipe, "adam_beta2", 0.999)]
+    eps = take_number(recipe, "adam_epsilon", 1e-8)
+    if any(n in recipe.original_flags for n in ("adam_beta1", "adam_beta2", "adam_epsilon")):
         value = {"betas": betas, "eps": eps}
         recipe.put("train.optimizer_kwargs", value, "adam_beta1, adam_beta2, adam_epsilon")
     if "max_grad_norm" in recipe.flags:
-        norm = number(recipe, "max_grad_norm")
-        recipe.put("train.max_grad_norm", norm or None, recipe.said("max_grad_norm"))
+        norm = take_number(recipe, "max_grad_norm")
+        recipe.put("train.max_grad_norm", norm or None, recipe.original_text("max_grad_norm"))
     shown = recipe.take("num_completions_to_print", recipe.take("log_completions"))
     if shown is not None:
         recipe.put("logging.samples", int(shown), "completions printed per logged step")
@@ -253,11 +262,11 @@ def housekeeping(recipe: Recipe) -> None:
         recipe.drop(name, "eval.every, checkpoint.every and logging.every count steps")
     for name in ("deepspeed", "fsdp"):
         if recipe.flags.get(name):
-            said = recipe.said(name)
+            said = recipe.original_text(name)
             recipe.take(name)
             if "distributed.engine" not in recipe.lines:
                 recipe.dropped.append(f"{said}: one process has nothing to share")
-    for name, why in tables.DOES_NOTHING.items():
+    for name, why in tables.IGNORED_FLAGS.items():
         recipe.drop(name, why)
 
 

@@ -8,7 +8,7 @@ same default as here.
 from typing import Any
 
 
-def _names(text: str) -> set[str]:
+def _name_set(text: str) -> set[str]:
     return set(text.split())
 
 
@@ -66,7 +66,9 @@ SWIFT: dict[str, Any] = RLOO | {
     "train.optimizer_kwargs": {"betas": [0.9, 0.95]},
 }
 SWIFT_FULL_LEARNING_RATE = 1e-5
-SWIFT_ROWS = 16  # per update, which gradient_accumulation_steps makes up to where it is not said
+SWIFT_BATCH_COMPLETIONS = (
+    16  # per update, which gradient_accumulation_steps makes up to where it is not said
+)
 # What an estimator of ms-swift adds: its algorithm here, and its own defaults.
 SWIFT_ESTIMATORS: dict[str, tuple[str, dict[str, Any]]] = {
     "rloo": ("rloo", {"algorithm.ratio_level": "token", "algorithm.loss_agg": "sequence_mean"}),
@@ -88,11 +90,11 @@ TRL_VERSIONS: dict[str, tuple[str, bool, str, dict[str, Any], str, dict[str, Any
     "grpo": ("TRL 1.16, GRPO", False, "grpo", GRPO, "colocate", GRPO_CORRECTION),
 }
 # What other versions assumed, said where the default was used and the version is not known.
-CHANGED = {
+CHANGED_DEFAULTS = {
     "max_completion_length": "256 up to TRL 1.8, 512 in 1.16",
     "vllm_mode": "server up to TRL 0.29, colocate from 1.0",
 }
-CHANGED_GRPO = CHANGED | {
+CHANGED_GRPO_DEFAULTS = CHANGED_DEFAULTS | {
     "beta": "0.04 up to TRL 0.17, 0.0 from 0.18",
     "use_bias_correction_kl": "false up to TRL 1.0, true in 1.16",
     "loss_type": "bnpo in TRL 0.16-0.21, dapo from 0.22",
@@ -100,25 +102,25 @@ CHANGED_GRPO = CHANGED | {
 }
 
 # Which version, by names that only it had --------------------------------------------------------
-ONLY_0_9 = _names("non_eos_penalty penalty_reward_value")
-ONLY_OLD = ONLY_0_9 | _names(
+ONLY_0_9 = _name_set("non_eos_penalty penalty_reward_value")
+ONLY_OLD = ONLY_0_9 | _name_set(
     """rloo_k num_ppo_epochs kl_coef cliprange num_mini_batches response_length total_episodes
     sft_model_path missing_eos_penalty local_rollout_forward_batch_size stop_token
     normalize_reward token_level_kl"""
 )
-ONLY_NEW = _names(
+ONLY_NEW = _name_set(
     """num_generations beta epsilon steps_per_generation reward_funcs max_completion_length
     num_iterations generation_batch_size"""
 )
 ONLY_0_16 = {"vllm_device", "vllm_dtype", "vllm_enable_prefix_caching"}
-UP_TO_0_28 = _names(
+UP_TO_0_28 = _name_set(
     """max_prompt_length vllm_guided_decoding_regex wandb_log_unique_prompts use_liger_loss
     use_transformers_paged"""
 )
 ONLY_SWIFT = {"advantage_estimator", "rlhf_type", "kl_in_reward", "train_type", "tuner_type"}
 
 # RLOO or GRPO ------------------------------------------------------------------------------------
-ONLY_GRPO = _names(
+ONLY_GRPO = _name_set(
     """cast_lm_head_to_fp32 delta entropy_coef importance_sampling_level
     log_completions_hub_repo loss_type max_tool_calling_iterations
     multi_objective_aggregation off_policy_mask_threshold sapo_temperature_neg
@@ -129,27 +131,27 @@ ONLY_GRPO = _names(
     vllm_importance_sampling_mode vllm_max_model_len"""
 )
 ONLY_RLOO = ONLY_OLD | {"normalize_advantages", "reward_clip_range"}
-GRPO_WORDS = {"grpo", "gspo", "dapo"}  # in the name of a script, a file, a run
-RLOO_WORDS = {"rloo", "ppo"}
-NAMING = ("output_dir", "run_name", "hub_model_id", "exp_name")  # settings that name a run
+GRPO_NAME_PARTS = {"grpo", "gspo", "dapo"}  # in the name of a script, a file, a run
+RLOO_NAME_PARTS = {"rloo", "ppo"}
+RUN_NAME_FLAGS = ("output_dir", "run_name", "hub_model_id", "exp_name")  # settings that name a run
 
 # Methods and tools that are not migrated ---------------------------------------------------------
-OTHER_METHODS = _names(
+OTHER_METHODS = _name_set(
     """sft dpo kto orpo cpo simpo bco gkd gold xpo rm reward reward_modeling online_dpo
     dpo_online nash_md prm distillation async_grpo pt pretrain sdft dpo_vlm sft_vlm
     online_dpo_vlm kto_vlm mpo_vlm"""
 )
 # Words of commands that train nothing.
-SERVES = _names(
+NON_TRAINING_COMMANDS = _name_set(
     """vllm-serve rollout eval infer export deploy merge-lora app web-ui sample chat env skills"""
 )
-FOREIGN_WORDS = {
+FOREIGN_PATTERNS = {
     "openrlhf": r"\bopenrlhf\.(cli|trainer)|\btrain_ppo_ray\b|\btrain_ppo_llama",
     "verl": r"\bverl\.trainer\b|\bmain_ppo\b|\bactor_rollout_ref\.|\brecipe\.\w+\.main_",
     "megatron": r"(^|\s)megatron\s+(rlhf|sft|pt)\b",
 }
-FOREIGN_NAMES = {  # two of these flags are enough
-    "openrlhf": _names(
+FOREIGN_FLAGS = {  # two of these flags are enough
+    "openrlhf": _name_set(
         """pretrain prompt_data init_kl_coef n_samples_per_prompt rollout_batch_size
     micro_rollout_batch_size micro_train_batch_size actor_learning_rate prompt_max_len
     generate_max_len reward_pretrain remote_rm_url critic_learning_rate
@@ -160,7 +162,7 @@ FOREIGN_NAMES = {  # two of these flags are enough
 }
 FOREIGN_TITLES = {"openrlhf": "OpenRLHF", "verl": "verl", "megatron": "ms-swift's Megatron"}
 # Their settings whose value means the same under a name of ours.
-FOREIGN_SAME = {
+FOREIGN_EQUIVALENTS = {
     "openrlhf": {
         "n_samples_per_prompt": "algorithm.num_generations",
         "rollout_batch_size": "train.prompts_per_step",
@@ -216,11 +218,23 @@ FOREIGN_ESTIMATORS = {
 }
 
 # Launchers ---------------------------------------------------------------------------------------
-COUNTS = ("num_processes", "nproc_per_node", "num_gpus")  # processes, as launchers call them
-LAUNCHER = {*COUNTS, "nnodes", "num_machines", "config_file", "accelerate_config"}
+PROCESS_COUNT_FLAGS = (
+    "num_processes",
+    "nproc_per_node",
+    "num_gpus",
+)  # processes, as launchers call them
+LAUNCHER_FLAGS = {
+    *PROCESS_COUNT_FLAGS,
+    "nnodes",
+    "num_machines",
+    "config_file",
+    "accelerate_config",
+}
 # TRL's own launcher files; each says 8 processes except the first.
-EIGHT = "multi_gpu deepspeed_zero1 deepspeed_zero2 deepspeed_zero3 fsdp1 fsdp2 zero1 zero2 zero3"
-TRL_LAUNCHERS = {"single_gpu": 1} | dict.fromkeys(EIGHT.split(), 8)
+EIGHT_PROCESS_LAUNCHERS = (
+    "multi_gpu deepspeed_zero1 deepspeed_zero2 deepspeed_zero3 fsdp1 fsdp2 zero1 zero2 zero3"
+)
+TRL_LAUNCHERS = {"single_gpu": 1} | dict.fromkeys(EIGHT_PROCESS_LAUNCHERS.split(), 8)
 
 # Rewards -----------------------------------------------------------------------------------------
 TRL_REWARDS = {
@@ -259,20 +273,32 @@ LORA_PEFT = {"r": 8, "alpha": 8.0, "dropout": 0.0, "target_modules": None}  # of
 PEFT_LAYERS = {word: ["query_key_value"] for word in ("pythia", "neox", "falcon", "bloom")}
 PEFT_LAYERS |= {"phi-3": ["qkv_proj"], "phi-4": ["qkv_proj"]}
 PEFT_LAYERS |= {"gpt2": ["c_attn"], "": ["q_proj", "v_proj"]}
-FULL = ("full",)  # kinds of training that train every weight
+FULL_TRAINING = ("full",)  # kinds of training that train every weight
 ADAPTERS = ("lora", "dora", True)
 
 # Other values ------------------------------------------------------------------------------------
 LOSS_AGG = {"grpo": "sequence_mean", "dapo": "token_mean", "dr_grpo": "constant"}
 LOSS_AGG |= {"bnpo": "token_mean_local"}
-SCALE = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
+ADVANTAGE_SCALES = {
+    True: "group",
+    False: "none",
+    "group": "group",
+    "batch": "batch",
+    "none": "none",
+}
 RATIO_LEVELS = {"sequence": "geometric", "sequence_token": "geometric"}
-SAMPLERS = ("top_p", "top_k", "min_p", "temperature", "repetition_penalty")  # of generation_kwargs
-TLDR = "trl-internal-testing/tldr-preference-sft-trl-style"
+SAMPLING_SETTINGS = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "temperature",
+    "repetition_penalty",
+)  # of generation_kwargs
+TLDR_DATASET = "trl-internal-testing/tldr-preference-sft-trl-style"
 # The text that TRL's TL;DR scripts put around a post.
 TLDR_TEMPLATES = {"TRL <=0.10": " {prompt}", "TRL 0.11-0.21": "User: {prompt}\n\nAssistant:"}
 # Of ours, by the name that vLLM's settings have in TRL and ms-swift.
-COLOCATED = {
+COLOCATED_KEYS = {
     "vllm_gpu_memory_utilization": "gpu_memory_utilization",
     "vllm_tensor_parallel_size": "tensor_parallel_size",
     "vllm_max_model_length": "max_model_len",
@@ -281,7 +307,7 @@ COLOCATED = {
     "vllm_enforce_eager": "enforce_eager",
     "vllm_max_num_seqs": "max_num_seqs",
 }
-DOES_NOTHING = {  # flags without a line here, and why
+IGNORED_FLAGS = {  # flags without a line here, and why
     "vllm_enable_lora": "an adapter is handed to vLLM anyway",
     "vllm_limit_mm_per_prompt": "prompts are text here",
     "vllm_enable_prefix_caching": "it is on here, and changes no number",
@@ -294,17 +320,24 @@ DOES_NOTHING = {  # flags without a line here, and why
 }
 
 # In a Python script ------------------------------------------------------------------------------
-CONFIGS = {"RLOOConfig": "rloo", "GRPOConfig": "grpo"}
-TRAINERS = {"RLOOTrainer": "rloo", "GRPOTrainer": "grpo"}
-PARSERS = {"HfArgumentParser", "TrlParser"}
+CONFIG_CLASSES = {"RLOOConfig": "rloo", "GRPOConfig": "grpo"}
+TRAINER_CLASSES = {"RLOOTrainer": "rloo", "GRPOTrainer": "grpo"}
+PARSER_CLASSES = {"HfArgumentParser", "TrlParser"}
 # The order of a trainer's arguments: TRL >=0.22, and <=0.21's RLOOTrainer.
-POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")
-OLD_POSITIONS = (
+TRAINER_ARGUMENTS = (
+    "model",
+    "reward_funcs",
+    "args",
+    "train_dataset",
+    "eval_dataset",
+    "processing_class",
+)
+OLD_TRAINER_ARGUMENTS = (
     "config", "processing_class", "policy", "ref_policy", "reward_model", "train_dataset",
     "data_collator", "eval_dataset",
 )  # fmt: skip
 # Methods of a data set that change its rows; what is not among them leaves them as they are.
-CHANGES = _names(
+DATASET_METHODS = _name_set(
     """map filter select take skip shuffle train_test_split rename_column rename_columns
     remove_columns select_columns add_column cast cast_column sort flatten batch
     with_transform set_transform"""

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import Fuse
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rloo_cli.data.synthetic.cache import kept, tell
+from rloo_cli.data.synthetic.cache import cached_folder, report_progress
 
 HELD_OUT = 500  # of the 8,100 problems
 CHARACTERS = "0123456789+="
@@ -37,21 +37,21 @@ WARM_BATCH, WARM_RATE = 128, 3e-3
 ENOUGH, COOLING, LONGEST = 0.3, 80, 1500
 
 
-def problems() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def addition_problems() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """All pairs of two-digit numbers, parted for training and for holding out."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     pairs.sort(key=lambda pair: hashlib.sha256(f"{pair[0]}+{pair[1]}".encode()).digest())
     return pairs[HELD_OUT:], pairs[:HELD_OUT]
 
 
-def rows(split: str) -> list[dict[str, Any]]:
+def addition_examples(split: str) -> list[dict[str, Any]]:
     """The problems of `train` or `test`."""
-    train, test = problems()
+    train, test = addition_problems()
     chosen = {"train": train, "test": test}[split]
     return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in chosen]
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def addition_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character, and an end."""
     vocabulary = {token: i for i, token in enumerate([PAD, EOS, *CHARACTERS])}
     plain = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
@@ -60,24 +60,24 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token=PAD, eos_token=EOS)
 
 
-def model() -> Path:
+def addition_model_folder() -> Path:
     """The folder of the warm-started model; made on first use."""
     recipe = f"addition-{SHAPE}-{CARELESS}-{WARM_BATCH}-{WARM_RATE}-{ENOUGH}-{COOLING}"
-    return kept("addition", recipe, _make)
+    return cached_folder("addition", recipe, _make)
 
 
 def _make(folder: Path) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        learner, tokens = _network(), tokenizer()
-        _read(learner, tokens, torch.Generator().manual_seed(0))
+        learner, tokens = _network(), addition_tokenizer()
+        _train_supervised(learner, tokens, torch.Generator().manual_seed(0))
     learner.save_pretrained(folder)
     tokens.save_pretrained(folder)
 
 
-def _read(learner: Any, tokens: Any, draw: torch.Generator) -> None:
+def _train_supervised(learner: Any, tokens: Any, generator: torch.Generator) -> None:
     """Supervised steps on problems answered with and without carries."""
-    right, careless = (_examples(tokens, how) for how in (careful, without_carry))
+    right, careless = (_examples(tokens, how) for how in (exact_sum, sum_without_carry))
     optimizer = torch.optim.AdamW(learner.parameters(), lr=WARM_RATE, weight_decay=0.0)
     smoothed, left, step = 3.0, LONGEST, 0
     while left > 0:
@@ -85,8 +85,8 @@ def _read(learner: Any, tokens: Any, draw: torch.Generator) -> None:
         step += 1
         for group in optimizer.param_groups:
             group["lr"] = WARM_RATE * min(1.0, step / 20, left / COOLING)
-        rows = torch.randint(len(right), (WARM_BATCH,), generator=draw)
-        forgets = torch.rand(WARM_BATCH, 1, generator=draw) < CARELESS
+        rows = torch.randint(len(right), (WARM_BATCH,), generator=generator)
+        forgets = torch.rand(WARM_BATCH, 1, generator=generator) < CARELESS
         batch = torch.where(forgets, careless[rows], right[rows])
         labels = batch.masked_fill(batch == tokens.pad_token_id, -100)
         labels[:, :6] = -100  # only the answer is learned
@@ -99,7 +99,7 @@ def _read(learner: Any, tokens: Any, draw: torch.Generator) -> None:
         if step % 10 == 0:  # the loss falls from 3; when it is low enough, COOLING steps are left
             read = 1 - left / COOLING if left < COOLING else 0.0
             share = 0.8 * min(1.0, (3.0 - smoothed) / (3.0 - ENOUGH)) + 0.2 * read
-            tell(f"about {share:.0%}, step {step}")
+            report_progress(f"about {share:.0%}, step {step}")
 
 
 def _network() -> Qwen3ForCausalLM:
@@ -111,18 +111,18 @@ def _network() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def careful(a: int, b: int) -> str:
+def exact_sum(a: int, b: int) -> str:
     """The sum."""
     return str(a + b)
 
 
-def without_carry(a: int, b: int) -> str:
+def sum_without_carry(a: int, b: int) -> str:
     """Each column added for itself: right for one problem in five."""
     return str((a // 10 + b // 10) % 10 * 10 + (a % 10 + b % 10) % 10)
 
 
 def _examples(tokens: PreTrainedTokenizerFast, how: Callable[[int, int], str]) -> torch.Tensor:
     """Every training problem, answered, with the end, right-padded. -> (n, 10)"""
-    lines = [f"{a}+{b}={how(a, b)}" for a, b in problems()[0]]
+    lines = [f"{a}+{b}={how(a, b)}" for a, b in addition_problems()[0]]
     ids = [[*tokens(line)["input_ids"], tokens.eos_token_id] for line in lines]
     return torch.tensor([x + [tokens.pad_token_id] * (10 - len(x)) for x in ids])

@@ -12,44 +12,44 @@ from pathlib import Path
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import MachineError
 
-Say = Callable[[str], None]
-_listeners: list[Say] = []
+ProgressCallback = Callable[[str], None]
+_listeners: list[ProgressCallback] = []
 
 
 @contextmanager
-def heard(say: Say) -> Iterator[None]:
+def listen_to_progress(callback: ProgressCallback) -> Iterator[None]:
     """While inside, what is being made tells `say` how far it has come."""
-    _listeners.append(say)
+    _listeners.append(callback)
     try:
         yield
     finally:
-        _listeners.remove(say)
+        _listeners.remove(callback)
 
 
-def tell(text: str) -> None:
+def report_progress(text: str) -> None:
     """How far the making has come, for whoever waits for it."""
     for say in _listeners:
         say(text)
 
 
-def kept(name: str, recipe: str, make: Callable[[Path], None]) -> Path:
+def cached_folder(name: str, recipe: str, build: Callable[[Path], None]) -> Path:
     """The cache folder `name`-<hash of `recipe`>; `make` fills it the first time.
 
     It gets its name only when it is whole, so a run that is killed meanwhile leaves no half.
     Raises MachineError where the cache cannot be written.
     """
-    folder = paths.cache() / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+    folder = paths.cache_folder() / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     try:
         if not folder.is_dir():
-            with _alone(folder):
-                _make(folder, make)
+            with _cache_lock(folder):
+                _make(folder, build)
     except OSError as error:
-        raise MachineError(paths.unusable_cache(str(error))) from error
+        raise MachineError(paths.unusable_cache_problem(str(error))) from error
     return folder
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _cache_lock(folder: Path) -> Iterator[None]:
     """One process at a time: a trainer and its server may want the same model."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder.parent, os.O_RDONLY)
@@ -61,12 +61,12 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _make(folder: Path, make: Callable[[Path], None]) -> None:
+def _make(folder: Path, build: Callable[[Path], None]) -> None:
     if not folder.is_dir():
         temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        make(temporary)
+        build(temporary)
         try:
             temporary.rename(folder)
         except OSError:  # another process was quicker; its folder is as good

@@ -15,7 +15,7 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from rloo_cli.data.synthetic.cache import kept
+from rloo_cli.data.synthetic.cache import cached_folder
 
 SHAPE = {
     "hidden_size": 64,
@@ -38,33 +38,35 @@ QUESTIONS = (
 )
 
 
-def rows(split: str) -> list[dict[str, Any]]:
+def tiny_examples(split: str) -> list[dict[str, Any]]:
     """64 prompts to train on, 16 others to hold out; with the columns rewards usually read."""
     first, count = {"train": (0, 64), "test": (64, 16), "validation": (64, 16)}[split]
-    return [_row(i) for i in range(first, first + count)]
+    return [_tiny_example(i) for i in range(first, first + count)]
 
 
-def chat_rows(split: str) -> list[dict[str, Any]]:
+def tiny_chat_examples(split: str) -> list[dict[str, Any]]:
     """The same prompts as conversations."""
-    return [r | {"prompt": [{"role": "user", "content": r["prompt"]}]} for r in rows(split)]
-
-
-def pair_rows(split: str) -> list[dict[str, Any]]:
-    """The same prompts with two answers: the right one is chosen."""
     return [
-        {"prompt": r["prompt"], "chosen": r["answer"], "rejected": f"{r['answer']} or so, perhaps"}
-        for r in rows(split)
+        r | {"prompt": [{"role": "user", "content": r["prompt"]}]} for r in tiny_examples(split)
     ]
 
 
-def _row(i: int) -> dict[str, Any]:
+def tiny_pair_examples(split: str) -> list[dict[str, Any]]:
+    """The same prompts with two answers: the right one is chosen."""
+    return [
+        {"prompt": r["prompt"], "chosen": r["answer"], "rejected": f"{r['answer']} or so, perhaps"}
+        for r in tiny_examples(split)
+    ]
+
+
+def _tiny_example(i: int) -> dict[str, Any]:
     a, b = 10 + i, 3 + i % 7
     prompt, answer = QUESTIONS[i % len(QUESTIONS)].format(a=a, b=b), str(a + b)
     names = ("answer", "ground_truth", "solution", "reference", "label")
     return {"prompt": prompt, "task": "debug", **dict.fromkeys(names, answer)}
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, with a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     special = ["<pad>", "<eos>"]
@@ -76,19 +78,21 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def model() -> Path:
+def tiny_model_folder() -> Path:
     """The folder of a random causal language model."""
-    return kept("tiny", f"tiny-{SHAPE}-{TEMPLATE}", lambda folder: _make(folder, Qwen3ForCausalLM))
+    return cached_folder(
+        "tiny", f"tiny-{SHAPE}-{TEMPLATE}", lambda folder: _make(folder, Qwen3ForCausalLM)
+    )
 
 
-def reward_model() -> Path:
+def tiny_reward_model_folder() -> Path:
     """The folder of a random reward model: a classifier with one label, the same tokenizer."""
     make = lambda folder: _make(folder, Qwen3ForSequenceClassification)  # noqa: E731
-    return kept("tiny-reward", f"tiny-reward-{SHAPE}-{TEMPLATE}", make)
+    return cached_folder("tiny-reward", f"tiny-reward-{SHAPE}-{TEMPLATE}", make)
 
 
 def _make(folder: Path, kind: Any) -> None:
-    tokens = tokenizer()
+    tokens = tiny_tokenizer()
     ends = {"bos_token_id": None, "eos_token_id": tokens.eos_token_id}
     config = Qwen3Config(
         vocab_size=len(tokens), num_labels=1, pad_token_id=tokens.pad_token_id, **ends, **SHAPE

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from rloo_cli.data.synthetic import tldr_posts as posts
-from rloo_cli.data.synthetic.cache import kept
+from rloo_cli.data.synthetic.cache import cached_folder
 
 SIZES = {"train": 6000, "validation": 200, "test": 1000}
 SHAPE = {
@@ -37,17 +37,20 @@ SHAPE = {
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
 
 
-def rows(split: str) -> list[dict[str, Any]]:
+def tldr_examples(split: str) -> list[dict[str, Any]]:
     """Posts with a careless person's summary. No two splits share a post's facts."""
-    return [_row(split, i) for i in range(SIZES[split])]
+    return [_tldr_example(split, i) for i in range(SIZES[split])]
 
 
-def _row(split: str, number: int) -> dict[str, Any]:
+def _tldr_example(split: str, number: int) -> dict[str, Any]:
     dice = random.Random(f"tldr/{split}/{number}")
-    facts = posts.draw(dice)
+    facts = posts.sample_facts(dice)
     while _split_of(facts) != split:
-        facts = posts.draw(dice)
-    return {"prompt": posts.post(facts, dice), "summary": posts.reference(facts, dice)}
+        facts = posts.sample_facts(dice)
+    return {
+        "prompt": posts.write_post(facts, dice),
+        "summary": posts.write_reference_summary(facts, dice),
+    }
 
 
 def _split_of(facts: posts.Facts) -> str:
@@ -62,12 +65,12 @@ def gold_score(prompts: list[Any], completions: list[Any], **_: Any) -> list[flo
     None where the prompt is no post of make:tldr: the rule does not apply.
     """
     return [
-        posts.gold(prompt, completion) if posts.is_post(prompt) else None
+        posts.score_summary(prompt, completion) if posts.is_post(prompt) else None
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tldr_tokenizer() -> PreTrainedTokenizerFast:
     """One token per word."""
     frames = (
         posts.HEAD,
@@ -79,7 +82,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         *posts.CHAT,
         posts.GLUE,
     )
-    words = {w for frame in frames for w in frame.split() if "{" not in w} | {*posts.CLASS_OF}
+    words = {w for frame in frames for w in frame.split() if "{" not in w} | {*posts.FACT_OF_WORD}
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *sorted(words)])}
     plain = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -89,13 +92,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def base() -> Path:
+def tldr_base_folder() -> Path:
     """The folder of the random model that everything begins with."""
-    return kept("tldr_base", f"tldr_base-{SHAPE}-{sorted(tokenizer().get_vocab())}", _make_base)
+    return cached_folder(
+        "tldr_base", f"tldr_base-{SHAPE}-{sorted(tldr_tokenizer().get_vocab())}", _make_base
+    )
 
 
 def _make_base(folder: Path) -> None:
-    tokens = tokenizer()
+    tokens = tldr_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokens), tie_word_embeddings=True, bos_token_id=None,
         eos_token_id=tokens.eos_token_id, pad_token_id=tokens.pad_token_id, **SHAPE,

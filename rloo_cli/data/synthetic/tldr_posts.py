@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-CLASSES = {
+FACT_WORDS = {
     "who": "boss sister brother roommate neighbor girlfriend mother father teacher cousin uncle"
     " coworker landlord friend wife husband",
     "act": "stole lost sold hid borrowed burned wrecked scratched painted returned",
@@ -24,8 +24,8 @@ CLASSES = {
     "why": "jealous drunk tired angry bored lonely careless stressed sick greedy",
     "want": "leave sue apologize wait argue forgive complain move quit cry",
 }
-WORDS = {name: words.split() for name, words in CLASSES.items()}
-CLASS_OF = {word: name for name, words in WORDS.items() for word in words}
+WORDS_OF_FACT = {name: words.split() for name, words in FACT_WORDS.items()}
+FACT_OF_WORD = {word: name for name, words in WORDS_OF_FACT.items() for word in words}
 # What stands before a fact's word where a summary says it of the right thing.
 BEFORE = {"who": "my", "thing": "my", "when": "on", "why": "were", "want": "to"}
 HEAD, END = "POST :", "\nTL;DR :\n"
@@ -54,25 +54,25 @@ class Facts:
     want: str
 
 
-def draw(dice: random.Random) -> Facts:
+def sample_facts(rng: random.Random) -> Facts:
     """Six facts by chance."""
-    return Facts(**{name: dice.choice(words) for name, words in WORDS.items()})
+    return Facts(**{name: rng.choice(words) for name, words in WORDS_OF_FACT.items()})
 
 
-def post(facts: Facts, dice: random.Random) -> str:
+def write_post(facts: Facts, rng: random.Random) -> str:
     """A post that tells these facts, with one or two asides."""
-    told = [dice.choice(frames).format(**asdict(facts)) for frames in (EVENT, FEELING, WISH)]
-    asides = [frame.format(**asdict(_others(facts, dice)))
-              for frame in dice.sample(ASIDES, dice.choice((1, 2)))]  # fmt: skip
+    told = [rng.choice(frames).format(**asdict(facts)) for frames in (EVENT, FEELING, WISH)]
+    asides = [frame.format(**asdict(_others(facts, rng)))
+              for frame in rng.sample(ASIDES, rng.choice((1, 2)))]  # fmt: skip
     lines = told + asides
-    dice.shuffle(lines)
+    rng.shuffle(lines)
     return f"{HEAD} {' '.join(lines)}{END}"
 
 
-def _others(facts: Facts, dice: random.Random) -> Facts:
+def _others(facts: Facts, rng: random.Random) -> Facts:
     """Facts of an aside: none is the post's own."""
     own = asdict(facts)
-    return Facts(**{n: dice.choice([w for w in WORDS[n] if w != own[n]]) for n in own})
+    return Facts(**{n: rng.choice([w for w in WORDS_OF_FACT[n] if w != own[n]]) for n in own})
 
 
 def is_post(prompt: object) -> bool:
@@ -80,17 +80,17 @@ def is_post(prompt: object) -> bool:
     return isinstance(prompt, str) and prompt.startswith(HEAD) and prompt.endswith(END)
 
 
-def read(prompt: str) -> Facts:
+def parse_post(prompt: str) -> Facts:
     """The facts of a post. Raises ValueError for a text that is none."""
     found: dict[str, str] = {}
     for frames in (EVENT, FEELING, WISH):
         for frame in frames:
             pattern = re.escape(frame).replace(r"\ ", " ")
-            for name, words in WORDS.items():
+            for name, words in WORDS_OF_FACT.items():
                 pattern = pattern.replace(rf"\{{{name}\}}", f"(?P<{name}>{'|'.join(words)})")
             if match := re.search(pattern, prompt):
                 found |= match.groupdict()
-    if found.keys() != WORDS.keys():
+    if found.keys() != WORDS_OF_FACT.keys():
         raise ValueError(f"not a post of make:tldr: {prompt[:200]!r}")
     return Facts(**found)
 
@@ -106,16 +106,16 @@ GLUE = "someone my stuff on , they were i want to ."
 CHAT = ("so basically {}", "{} please help .", "{} sorry for the long post .")
 
 
-def reference(facts: Facts, dice: random.Random) -> str:
+def write_reference_summary(facts: Facts, rng: random.Random) -> str:
     """A careless person's summary: some facts left out, now and then one that is wrong."""
-    other = asdict(_others(facts, dice))
-    said = {n: other[n] if dice.random() < WRONG else w for n, w in asdict(facts).items()}
-    vague: Callable[[], bool] = lambda: dice.random() < VAGUE  # noqa: E731
+    other = asdict(_others(facts, rng))
+    said = {n: other[n] if rng.random() < WRONG else w for n, w in asdict(facts).items()}
+    vague: Callable[[], bool] = lambda: rng.random() < VAGUE  # noqa: E731
     who = "someone" if vague() else f"my {said['who']}"
     thing = "my stuff" if vague() else f"my {said['thing']}"
     parts = [f"{who} {said['act']} {thing}"]
-    more = dice.random() >= BARE
-    told = {name: more and dice.random() < share for name, share in SAYS.items()}
+    more = rng.random() >= BARE
+    told = {name: more and rng.random() < share for name, share in SAYS.items()}
     if told["when"]:
         parts[0] += f" on {said['when']}"
     if told["why"]:
@@ -123,8 +123,8 @@ def reference(facts: Facts, dice: random.Random) -> str:
     if told["want"]:
         parts.append(f"i want to {said['want']}")
     text = " , ".join(parts) + " ."
-    if dice.random() < CHATTER:
-        text = dice.choice(CHAT).format(text)
+    if rng.random() < CHATTER:
+        text = rng.choice(CHAT).format(text)
     return text
 
 
@@ -134,22 +134,22 @@ COVERED, MISTAKEN, TWICE, RAMBLING, UNENDED = 1.0, 1.0, 0.5, 0.1, 1.0
 ENOUGH = 20  # words that say everything, and one or two more
 
 
-def gold(prompt: str, summary: str) -> float:
+def score_summary(prompt: str, summary: str) -> float:
     """How good a summary of this post is, by a rule that no training sees.
 
     +1 for each of the six facts that stands in its phrase ("my boss", "on monday"); -1 for each
     word that claims something else (another person, a fact out of its phrase); -0.5 for each
     fact word said again; -0.1 for each word beyond 20; -1 where it does not end in a full stop.
     """
-    facts = asdict(read(prompt))
+    facts = asdict(parse_post(prompt))
     words = summary.split()
     seen: set[str] = set()
     total = 0.0
     for before, word in zip(["", *words], words, strict=False):
-        name = CLASS_OF.get(word)
+        name = FACT_OF_WORD.get(word)
         if name is None:
             continue
-        placed = CLASS_OF.get(before) == "who" or before == "someone" if name == "act" \
+        placed = FACT_OF_WORD.get(before) == "who" or before == "someone" if name == "act" \
             else before == BEFORE[name]  # fmt: skip
         if word in seen:
             total -= TWICE

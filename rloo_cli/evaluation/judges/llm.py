@@ -8,18 +8,18 @@ from typing import Any
 
 from rloo_cli.config import template
 from rloo_cli.config.judge import OpenaiJudge
-from rloo_cli.evaluation.judges.pairs import Pair
+from rloo_cli.evaluation.judges.pairs import JudgePair
 from rloo_cli.rewards.common import chat_client
-from rloo_cli.rewards.common.http_client import Client, EndpointError, wait_for
+from rloo_cli.rewards.common.http_client import EndpointError, JsonClient, run_in_event_loop
 from rloo_cli.utils import signals
 from rloo_cli.utils.rng import sampling_seed
 
-TIE = 0.5
-KNOCK_S = 120.0
+TIE_VALUE = 0.5
+PROBE_TIMEOUT_S = 120.0
 
 
-def judge(
-    keys: OpenaiJudge, pairs: Sequence[Pair], seed: int, poll: Callable[[], None]
+def judge_pairs_by_llm(
+    keys: OpenaiJudge, pairs: Sequence[JudgePair], seed: int, poll: Callable[[], None]
 ) -> EndpointError | None:
     """Give every pair its value and what was said.
 
@@ -28,8 +28,8 @@ def judge(
     """
 
     async def everything() -> None:
-        async with Client(chat_client.service(keys), keys.timeout_s) as client:
-            tasks = [asyncio.create_task(_pair(client, keys, pair, seed)) for pair in pairs]
+        async with JsonClient(chat_client.chat_service(keys), keys.timeout_s) as client:
+            tasks = [asyncio.create_task(_judge_pair(client, keys, pair, seed)) for pair in pairs]
             try:
                 await asyncio.gather(*tasks)
             finally:  # one said that no other would be answered
@@ -39,66 +39,72 @@ def judge(
                     await asyncio.gather(*tasks, return_exceptions=True)
 
     try:
-        wait_for(everything(), poll)
+        run_in_event_loop(everything(), poll)
     except EndpointError as error:
         return error
     return None
 
 
-def knock(keys: OpenaiJudge, columns: Sequence[str]) -> None:
+def probe_llm_judge(keys: OpenaiJudge, columns: Sequence[str]) -> None:
     """Ask one easy question, whatever the answer: a wrong address, key or model costs seconds, and
     not the generation of what was to be judged. Raises EndpointError."""
     known = dict.fromkeys(columns, "") | {"prompt": "What is 1 + 1?", "a": "2", "b": "3"}
 
     async def one() -> None:
-        async with Client(chat_client.service(keys), min(keys.timeout_s, KNOCK_S)) as client:
-            await client.post(*chat_client.request(keys, template.fill(keys.template, known)))
+        async with JsonClient(
+            chat_client.chat_service(keys), min(keys.timeout_s, PROBE_TIMEOUT_S)
+        ) as client:
+            await client.post(
+                *chat_client.chat_request(keys, template.fill_template(keys.template, known))
+            )
 
-    wait_for(one(), signals.check)
+    run_in_event_loop(one(), signals.raise_if_stopped)
 
 
-async def _pair(client: Client, keys: OpenaiJudge, pair: Pair, seed: int) -> None:
+async def _judge_pair(client: JsonClient, keys: OpenaiJudge, pair: JudgePair, seed: int) -> None:
     """Both orders at once, or the one that the seed draws for this pair."""
     if not pair.theirs.text:
-        pair.said = [{"why": "there is no text to compare with"}]
+        pair.judge_answers = [{"why": "there is no text to compare with"}]
         return
     swaps = [False, True]
     if not keys.both_orders:
         # The step is not in it: evaluations of one run differ by their texts, not by their luck.
-        swaps = [bool(sampling_seed(seed, "judge", 0, pair.number, 0) & 1)]
-    said = await asyncio.gather(*(_order(client, keys, pair, swap) for swap in swaps))
-    pair.said = list(said)
+        swaps = [bool(sampling_seed(seed, "judge", 0, pair.example_number, 0) & 1)]
+    said = await asyncio.gather(*(_judge_in_order(client, keys, pair, swap) for swap in swaps))
+    pair.judge_answers = list(said)
     values = [s["value"] for s in said]
     if None not in values:
-        pair.value = values[0] if len(set(values)) == 1 else TIE
+        pair.value = values[0] if len(set(values)) == 1 else TIE_VALUE
 
 
-async def _order(client: Client, keys: OpenaiJudge, pair: Pair, swap: bool) -> dict[str, Any]:
+async def _judge_in_order(
+    client: JsonClient, keys: OpenaiJudge, pair: JudgePair, swap: bool
+) -> dict[str, Any]:
     """One question; asked again where the answer is no verdict. Raises EndpointError if final."""
     ours, theirs = pair.ours.text, pair.theirs.text
-    known = pair.group.row | {"prompt": template.plain(pair.group.prompt)}
+    known = pair.group.example | {"prompt": template.prompt_text(pair.group.prompt)}
     known |= {"a": theirs if swap else ours, "b": ours if swap else theirs}
-    question = template.fill(keys.template, known)
+    question = template.fill_template(keys.template, known)
     told: dict[str, Any] = {"a": "theirs" if swap else "ours", "said": None, "value": None}
     for _ in range(keys.retries + 1):
         try:
-            told["said"] = await chat_client.ask(client, keys, question)
+            told["said"] = await chat_client.ask_chat_model(client, keys, question)
         except EndpointError as error:
             if error.final:
                 raise
             told["why"] = str(error)
             continue
-        verdict = read(told["said"], keys.pattern)
+        verdict = parse_preference(told["said"], keys.pattern)
         if verdict is not None:
-            won = {"A": 0.0 if swap else 1.0, "B": 1.0 if swap else 0.0, "TIE": TIE}
+            won = {"A": 0.0 if swap else 1.0, "B": 1.0 if swap else 0.0, "TIE": TIE_VALUE}
             told.pop("why", None)
             return told | {"value": won[verdict]}
         told["why"] = "no verdict in the answer"
     return told
 
 
-def read(said: str, pattern: str) -> str | None:
+def parse_preference(answer: str, pattern: str) -> str | None:
     """A, B or TIE: what the first group of every match says; None for anything else."""
-    found = {match.group(1) for match in re.finditer(pattern, said)}
+    found = {match.group(1) for match in re.finditer(pattern, answer)}
     verdict = found.pop() if len(found) == 1 else None
     return verdict if verdict in ("A", "B", "TIE") else None

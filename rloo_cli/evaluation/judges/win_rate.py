@@ -7,12 +7,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Z = 1.959964  # of a standard normal: 95 % lie within
-STEPS, FLAT, STEEP = 100, 1e-10, 15.0  # Newton's; log-odds beyond STEEP are none that data show
+Z_95 = 1.959964  # of a standard normal: 95 % lie within
+MAX_NEWTON_STEPS, NEWTON_TOLERANCE, MAX_LOG_ODDS = (
+    100,
+    1e-10,
+    15.0,
+)  # Newton's; log-odds beyond STEEP are none that data show
 
 
 @dataclass(frozen=True)
-class Tally:
+class WinRate:
     """What came of the pairs of one set. Lengths in tokens of the policy's tokenizer."""
 
     wins: int
@@ -28,19 +32,19 @@ class Tally:
     controlled: float | None  # the rate at equal lengths; None = not defined
 
     @property
-    def judged(self) -> int:
+    def num_judged(self) -> int:
         """Pairs with a verdict: the rate's denominator."""
         return self.wins + self.ties + self.losses
 
 
-def tally(values: Sequence[float | None], lengths: Sequence[tuple[int, int]]) -> Tally:
+def compute_win_rate(values: Sequence[float | None], lengths: Sequence[tuple[int, int]]) -> WinRate:
     """Count pairs; `lengths`: ours and theirs of each. Lengths of invalid pairs are left out."""
     told = [(v, ours, theirs) for v, (ours, theirs) in zip(values, lengths, strict=True)
             if v is not None]  # fmt: skip
     known = [v for v, _, _ in told]
     rate = sum(known) / len(known) if known else None
-    low, high, interval = bounds(known)
-    return Tally(
+    low, high, interval = confidence_interval(known)
+    return WinRate(
         wins=known.count(1.0),
         ties=known.count(0.5),
         losses=known.count(0.0),
@@ -51,11 +55,11 @@ def tally(values: Sequence[float | None], lengths: Sequence[tuple[int, int]]) ->
         interval=interval,
         length=sum(a for _, a, _ in told) / len(told) if told else None,
         other_length=sum(b for _, _, b in told) / len(told) if told else None,
-        controlled=at_equal_lengths(known, [a - b for _, a, b in told]),
+        controlled=rate_at_equal_lengths(known, [a - b for _, a, b in told]),
     )
 
 
-def bounds(values: Sequence[float]) -> tuple[float | None, float | None, str]:
+def confidence_interval(values: Sequence[float]) -> tuple[float | None, float | None, str]:
     """A 95 % interval of the mean, and its name.
 
     Wilson's score interval where every value is 0 or 1, or none differs from another; with halves
@@ -67,14 +71,16 @@ def bounds(values: Sequence[float]) -> tuple[float | None, float | None, str]:
     mean = sum(values) / n
     variance = sum((v - mean) ** 2 for v in values) / (n - 1) if n > 1 else 0.0
     if variance and 0.5 in values:
-        half = Z * math.sqrt(variance / n)
+        half = Z_95 * math.sqrt(variance / n)
         return max(0.0, mean - half), min(1.0, mean + half), "normal"
-    middle = (mean + Z * Z / (2 * n)) / (1 + Z * Z / n)
-    half = Z * math.sqrt(mean * (1 - mean) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
+    middle = (mean + Z_95 * Z_95 / (2 * n)) / (1 + Z_95 * Z_95 / n)
+    half = (
+        Z_95 * math.sqrt(mean * (1 - mean) / n + Z_95 * Z_95 / (4 * n * n)) / (1 + Z_95 * Z_95 / n)
+    )
     return max(0.0, middle - half), min(1.0, middle + half), "Wilson"
 
 
-def at_equal_lengths(values: Sequence[float], differences: Sequence[int]) -> float | None:
+def rate_at_equal_lengths(values: Sequence[float], differences: Sequence[int]) -> float | None:
     """The win rate that a logistic regression gives at a length difference of 0.
 
     P(win) = 1 / (1 + exp(-(a + b d))), d = (our tokens - theirs) / their standard deviation over
@@ -93,7 +99,7 @@ def at_equal_lengths(values: Sequence[float], differences: Sequence[int]) -> flo
         return sum(values) / n
     scaled = [d / spread for d in differences]
     a = b = 0.0
-    for _ in range(STEPS):
+    for _ in range(MAX_NEWTON_STEPS):
         chance = [1 / (1 + math.exp(-max(-50.0, min(50.0, a + b * d)))) for d in scaled]
         left = [v - p for v, p in zip(values, chance, strict=True)]
         weight = [p * (1 - p) for p in chance]
@@ -101,12 +107,12 @@ def at_equal_lengths(values: Sequence[float], differences: Sequence[int]) -> flo
         w = sum(weight)
         wd = sum(x * d for x, d in zip(weight, scaled, strict=True))
         wdd = sum(x * d * d for x, d in zip(weight, scaled, strict=True))
-        if (whole := w * wdd - wd * wd) < FLAT:
+        if (whole := w * wdd - wd * wd) < NEWTON_TOLERANCE:
             return None
         step_a, step_b = (wdd * first - wd * second) / whole, (w * second - wd * first) / whole
         a, b = a + step_a, b + step_b
-        if max(abs(a), abs(b)) > STEEP:
+        if max(abs(a), abs(b)) > MAX_LOG_ODDS:
             return None
-        if max(abs(step_a), abs(step_b)) < FLAT:
+        if max(abs(step_a), abs(step_b)) < NEWTON_TOLERANCE:
             return 1 / (1 + math.exp(-a))
     return None

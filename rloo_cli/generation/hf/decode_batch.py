@@ -11,73 +11,86 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rloo_cli.generation.hf.sampling import uniforms
+from rloo_cli.generation.hf.sampling import seeded_uniforms
 from rloo_cli.generation.transformers import Config
 
-SHARE = 0.25  # of a GPU's memory, for keys and values
+KV_CACHE_SHARE = 0.25  # of a GPU's memory, for keys and values
 
 
 @dataclass
-class Row:
+class DecodeSequence:
     """One completion in the making."""
 
-    group: int  # place in the call's groups
-    prompt: list[int]
+    group_index: int  # place in the call's groups
+    prompt_ids: list[int]
     seed: int
-    ids: list[int] = field(default_factory=list)
+    completion_ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
-    reason: str | None = None  # why it ended; None = it has not
+    finish_reason: str | None = None  # why it ended; None = it has not
 
 
 @dataclass
-class State:
+class DecodeBatch:
     """The R rows in the batch. W = the longest prompt, L = max_completion_length."""
 
-    rows: list[Row]
-    width: int  # W
-    seen: Tensor  # (R, W + L) ids; padding repeats the row's own first id
-    pad: Tensor  # (R, 1) places of padding on the left
+    sequences: list[DecodeSequence]
+    prompt_width: int  # W
+    input_ids: Tensor  # (R, W + L) ids; padding repeats the row's own first id
+    num_padding: Tensor  # (R, 1) places of padding on the left
     uniforms: Tensor  # (R, L)
     cache: Any = None
 
     @classmethod
-    def of(cls, rows: list[Row], length: int, device: torch.device) -> "State":
+    def from_sequences(
+        cls, sequences: list[DecodeSequence], max_completion_length: int, device: torch.device
+    ) -> "DecodeBatch":
         """Rows that have no token yet; `length` = L."""
-        width = max(len(row.prompt) for row in rows)
-        pad = [width - len(row.prompt) for row in rows]
+        width = max(len(row.prompt_ids) for row in sequences)
+        pad = [width - len(row.prompt_ids) for row in sequences]
         # The repetition penalty looks at all of `seen`: padding may only repeat what is there.
-        ids = [r.prompt[:1] * p + r.prompt + [0] * length for r, p in zip(rows, pad, strict=True)]
+        ids = [
+            r.prompt_ids[:1] * p + r.prompt_ids + [0] * max_completion_length
+            for r, p in zip(sequences, pad, strict=True)
+        ]
         return cls(
-            rows=rows,
-            width=width,
-            seen=torch.tensor(ids, device=device),
-            pad=torch.tensor(pad, device=device)[:, None],
-            uniforms=uniforms([row.seed for row in rows], length).to(device),
+            sequences=sequences,
+            prompt_width=width,
+            input_ids=torch.tensor(ids, device=device),
+            num_padding=torch.tensor(pad, device=device)[:, None],
+            uniforms=seeded_uniforms([row.seed for row in sequences], max_completion_length).to(
+                device
+            ),
         )
 
-    def mask(self, end: int) -> Tensor:
+    def attention_mask(self, end: int) -> Tensor:
         """1 on every place before `end` that is not padding. (R, end)"""
-        return (torch.arange(end, device=self.pad.device) >= self.pad).long()
+        return (torch.arange(end, device=self.num_padding.device) >= self.num_padding).long()
 
-    def positions(self, start: int, end: int) -> Tensor:
+    def position_ids(self, start: int, end: int) -> Tensor:
         """Counted from each prompt's first token; 0 on padding. (R, end - start)"""
-        return (torch.arange(start, end, device=self.pad.device) - self.pad).clamp(min=0)
+        return (torch.arange(start, end, device=self.num_padding.device) - self.num_padding).clamp(
+            min=0
+        )
 
-    def keep(self, alive: list[int]) -> None:
+    def keep_sequences(self, indices: list[int]) -> None:
         """Drop every other row."""
-        index = torch.tensor(alive, device=self.pad.device)
-        self.rows = [self.rows[r] for r in alive]
-        self.seen, self.pad = self.seen[index], self.pad[index]
+        index = torch.tensor(indices, device=self.num_padding.device)
+        self.sequences = [self.sequences[r] for r in indices]
+        self.input_ids, self.num_padding = self.input_ids[index], self.num_padding[index]
         self.uniforms = self.uniforms[index]
         self.cache.batch_select_indices(index)
 
 
-def firsts(rows: list[Row]) -> list[int]:
+def group_starts(sequences: list[DecodeSequence]) -> list[int]:
     """Where each group begins; its rows are neighbours."""
-    return [r for r, row in enumerate(rows) if r == 0 or row.group != rows[r - 1].group]
+    return [
+        r
+        for r, row in enumerate(sequences)
+        if r == 0 or row.group_index != sequences[r - 1].group_index
+    ]
 
 
-def places_that_fit(config: Config, model: Any, device: torch.device) -> int | None:
+def max_decode_tokens(config: Config, model: Any, device: torch.device) -> int | None:
     """Places of a batch whose keys and values are decoded at once: as the key says, on a GPU else
     as many as a quarter of its memory holds; None = no limit.
 
@@ -92,20 +105,24 @@ def places_that_fit(config: Config, model: Any, device: torch.device) -> int | N
     kept = 2 * of_model.num_hidden_layers * width
     kept *= getattr(of_model, "num_key_value_heads", None) or heads
     each = kept * next(model.parameters()).element_size()
-    return int(SHARE * torch.cuda.get_device_properties(device).total_memory / each)
+    return int(KV_CACHE_SHARE * torch.cuda.get_device_properties(device).total_memory / each)
 
 
-def split(rows: list[Row], config: Config, most: int | None) -> Iterator[list[Row]]:
+def split_decode_batches(
+    sequences: list[DecodeSequence], config: Config, max_tokens: int | None
+) -> Iterator[list[DecodeSequence]]:
     """Batches of at most `most` padded places, siblings together where they fit.
 
     Longest prompts first, so that equal lengths meet and memory peaks at the start. A row that is
     too long for any batch has its own.
     """
-    batch: list[Row] = []
-    for row in sorted(rows, key=lambda row: -len(row.prompt)):  # stable: siblings stay together
-        width = len(batch[0].prompt if batch else row.prompt)
+    batch: list[DecodeSequence] = []
+    for row in sorted(
+        sequences, key=lambda row: -len(row.prompt_ids)
+    ):  # stable: siblings stay together
+        width = len(batch[0].prompt_ids if batch else row.prompt_ids)
         places = (len(batch) + 1) * (width + config.max_completion_length)
-        if batch and most is not None and places > most:
+        if batch and max_tokens is not None and places > max_tokens:
             yield batch
             batch = []
         batch.append(row)

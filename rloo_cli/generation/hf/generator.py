@@ -18,18 +18,22 @@ import torch
 
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.batch import Group, Rollout
-from rloo_cli.generation import check_lengths, tolerance, unheard
+from rloo_cli.generation import check_prompt_lengths, ignore_arrival, logprob_tolerance
 from rloo_cli.generation.common.stop_rule import StopRule
 from rloo_cli.generation.hf import sampling
-from rloo_cli.generation.hf.decode_batch import Row, places_that_fit, split
-from rloo_cli.generation.hf.plain_prefix import Plain, selectable
-from rloo_cli.generation.hf.shared_prefix import Shared
+from rloo_cli.generation.hf.decode_batch import (
+    DecodeSequence,
+    max_decode_tokens,
+    split_decode_batches,
+)
+from rloo_cli.generation.hf.repeated_prefix import RepeatedPrefix, can_select_sequences
+from rloo_cli.generation.hf.shared_prefix import SharedPrefix
 from rloo_cli.generation.transformers import Config
-from rloo_cli.policy.model import evaluating
-from rloo_cli.policy.shared_attention import native
+from rloo_cli.policy.model import in_eval_mode
+from rloo_cli.policy.shared_attention import native_attention
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import GenerationError, NumbersError, Problem
-from rloo_cli.utils.fault_injection import fault
+from rloo_cli.utils.fault_injection import trigger_fault
 
 log = logging.getLogger(__name__)
 
@@ -45,14 +49,14 @@ class TransformersGenerator:
         self.model = model
         self.config = config
         self.context_length = context_length
-        self.rule = StopRule(tokenizer, model, config)
+        self.stop_rule = StopRule(tokenizer, model, config)
         self.version = 0
-        self.facts: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
         own = next(model.parameters()).dtype
-        by_dtype = tolerance(str(own), coarse=own != torch.float32)
+        by_dtype = logprob_tolerance(str(own), coarse=own != torch.float32)
         self.tolerance = config.logp_tolerance or by_dtype
-        self.plain, self.shared = Plain(model), Shared(model)
-        self.told: set[str] = set()
+        self.repeated_prefix, self.shared_prefix = RepeatedPrefix(model), SharedPrefix(model)
+        self.logged_reasons: set[str] = set()
 
     def load(self, policy: Any, version: int) -> None:
         """Note the version: the weights are the policy's own."""
@@ -67,7 +71,7 @@ class TransformersGenerator:
         seeds: list[list[int]],
         greedy: bool = False,
         temperature: float | None = None,
-        arrived: Callable[[int], None] = unheard,
+        arrived: Callable[[int], None] = ignore_arrival,
     ) -> None:
         """Fill `groups[i].rollouts`, one per seed and in order (`Generator.generate`).
 
@@ -78,110 +82,117 @@ class TransformersGenerator:
         """
         if len(groups) != len(seeds):
             raise GenerationError(f"{len(groups)} groups, but seeds for {len(seeds)}")
-        check_lengths(groups, self.config.max_completion_length, self.context_length)
-        rows = [Row(i, groups[i].prompt_ids, seed) for i, own in enumerate(seeds) for seed in own]
-        family: list[list[Row]] = [[] for _ in groups]
+        check_prompt_lengths(groups, self.config.max_completion_length, self.context_length)
+        rows = [
+            DecodeSequence(i, groups[i].prompt_ids, seed)
+            for i, own in enumerate(seeds)
+            for seed in own
+        ]
+        family: list[list[DecodeSequence]] = [[] for _ in groups]
         for row in rows:
-            family[row.group].append(row)
+            family[row.group_index].append(row)
 
-        def ended(row: Row) -> None:
-            if all(sibling.reason is not None for sibling in family[row.group]):
-                groups[row.group].rollouts = [self._rollout(own) for own in family[row.group]]
-                arrived(row.group)
+        def ended(row: DecodeSequence) -> None:
+            if all(sibling.finish_reason is not None for sibling in family[row.group_index]):
+                groups[row.group_index].rollouts = [
+                    self._to_rollout(own) for own in family[row.group_index]
+                ]
+                arrived(row.group_index)
 
         # no_grad and not inference_mode: a model may keep a buffer it computes here (rotary
         # frequencies of a long prompt), and an inference tensor breaks the backward pass later.
-        with evaluating(self.model), native(self.model), torch.no_grad():
-            most = places_that_fit(self.config, self.model, next(self.model.parameters()).device)
-            for batch in split(rows, self.config, most):
-                fault("gen.request")
-                way = self._way(batch)
-                with way.holding():
+        with in_eval_mode(self.model), native_attention(self.model), torch.no_grad():
+            most = max_decode_tokens(self.config, self.model, next(self.model.parameters()).device)
+            for batch in split_decode_batches(rows, self.config, most):
+                trigger_fault("gen.request")
+                way = self._choose_prefix(batch)
+                with way.decoding_attention():
                     self._decode(way, batch, greedy, temperature, ended)
 
     def _decode(
         self,
-        way: Plain | Shared,
-        rows: list[Row],
+        prefix: RepeatedPrefix | SharedPrefix,
+        sequences: list[DecodeSequence],
         greedy: bool,
         temperature: float | None,
-        ended: Callable[[Row], None],
+        on_finished: Callable[[DecodeSequence], None],
     ) -> None:
         """Sample these rows to their ends, all in one batch; `ended` hears of each."""
-        state, logits = way.prefill(rows, self.config.max_completion_length)
-        width, config = state.width, self.config
+        state, logits = prefix.prefill(sequences, self.config.max_completion_length)
+        width, config = state.prompt_width, self.config
         if temperature is not None:
             config = config.model_copy(update={"temperature": temperature})
-        process: Any = sampling.processors(
-            config, self.rule.ids, width, greedy, device=logits.device
+        process: Any = sampling.logits_processors(
+            config, self.stop_rule.stop_ids, width, greedy, device=logits.device
         )
-        for end in range(width, state.seen.shape[1]):
-            signals.check()
-            fault("gen.chunk")
-            scores = process(state.seen[:, :end], logits)
+        for end in range(width, state.input_ids.shape[1]):
+            signals.raise_if_stopped()
+            trigger_fault("gen.chunk")
+            scores = process(state.input_ids[:, :end], logits)
             uniform = None if greedy else state.uniforms[:, end - width]
-            tokens, logp = sampling.pick(scores, uniform)
-            state.seen[:, end] = tokens
-            self._record(state.rows, tokens.tolist(), logp.tolist(), ended)
-            alive = [r for r, row in enumerate(state.rows) if row.reason is None]
+            tokens, logp = sampling.sample_tokens(scores, uniform)
+            state.input_ids[:, end] = tokens
+            self._record(state.sequences, tokens.tolist(), logp.tolist(), on_finished)
+            alive = [r for r, row in enumerate(state.sequences) if row.finish_reason is None]
             if not alive:
                 return
-            if 4 * len(alive) <= 3 * len(state.rows) and selectable(state.cache):
-                state.keep(alive)
-            logits = way.forward(state, end + 1)
+            if 4 * len(alive) <= 3 * len(state.sequences) and can_select_sequences(state.cache):
+                state.keep_sequences(alive)
+            logits = prefix.forward(state, end + 1)
 
     def _record(
         self,
-        rows: list[Row],
+        sequences: list[DecodeSequence],
         tokens: list[int],
         logp: list[float],
-        ended: Callable[[Row], None],
+        on_finished: Callable[[DecodeSequence], None],
     ) -> None:
-        for row, token, value in zip(rows, tokens, logp, strict=True):
-            if row.reason is not None:
+        for row, token, value in zip(sequences, tokens, logp, strict=True):
+            if row.finish_reason is not None:
                 continue  # a finished row that is still in the batch
             if not math.isfinite(value):
                 raise NumbersError(
                     Problem(
                         "the model's logits are not finite",
-                        f"generation, prompt {row.group} of the batch, token {len(row.ids)}",
+                        f"generation, prompt {row.group_index} of the batch, token "
+                        f"{len(row.completion_ids)}",
                         fix="check the weights: a learning rate too high, or float16 overflow",
                     )
                 )
-            row.ids.append(token)
+            row.completion_ids.append(token)
             row.logp.append(value)
-            row.reason = self.rule.reason(row.ids)
-            if row.reason is not None:
-                ended(row)
+            row.finish_reason = self.stop_rule.finish_reason(row.completion_ids)
+            if row.finish_reason is not None:
+                on_finished(row)
 
-    def _way(self, rows: list[Row]) -> Plain | Shared:
+    def _choose_prefix(self, sequences: list[DecodeSequence]) -> RepeatedPrefix | SharedPrefix:
         """How these rows are decoded; what speaks against the faster way is said once."""
         if self.config.transformers.shared_prompt == "auto":
-            reason = self.shared.why_not(rows, self.config.max_completion_length)
+            reason = self.shared_prefix.why_not(sequences, self.config.max_completion_length)
             if reason is None:
-                return self.shared
-            if reason not in self.told:
-                self.told.add(reason)
+                return self.shared_prefix
+            if reason not in self.logged_reasons:
+                self.logged_reasons.add(reason)
                 name = type(self.model).__name__
                 log.info("%s: a prompt's keys are kept once per completion: %s", name, reason)
-        return self.plain
+        return self.repeated_prefix
 
-    def _rollout(self, row: Row) -> Rollout:
-        reason = row.reason or "length"
+    def _to_rollout(self, sequence: DecodeSequence) -> Rollout:
+        reason = sequence.finish_reason or "length"
         return Rollout(
-            completion_ids=row.ids,
-            text=self.rule.text(row.ids),
+            completion_ids=sequence.completion_ids,
+            text=self.stop_rule.text(sequence.completion_ids),
             finish_reason=reason,
-            terminated=self.rule.terminated(row.ids, reason),
-            seed=row.seed,
+            terminated=self.stop_rule.terminated(sequence.completion_ids, reason),
+            seed=sequence.seed,
             weight_version=self.version,
-            behaviour_logp=row.logp,
+            behaviour_logp=sequence.logp,
         )
 
 
-def build(
-    model: Any, tokenizer: Any, run: RunConfig, context: int | None, folder: Path, note: Any
+def build_transformers_generator(
+    model: Any, tokenizer: Any, run: RunConfig, context_length: int | None, folder: Path, note: Any
 ) -> TransformersGenerator:
     """Backend transformers."""
     config: Any = run.generation
-    return TransformersGenerator(model, tokenizer, config, context)
+    return TransformersGenerator(model, tokenizer, config, context_length)

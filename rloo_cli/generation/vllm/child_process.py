@@ -19,9 +19,9 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from rloo_cli.generation.vllm import lora_slot, versions
-from rloo_cli.generation.vllm.engine import Answer, Ask
+from rloo_cli.generation.vllm.engine import EngineCompletion, EngineRequest
 
-CHILD_ENDED = 70  # our exit code where vLLM's core has ended
+CHILD_ENDED_CODE = 70  # our exit code where vLLM's core has ended
 
 
 def main() -> None:
@@ -30,11 +30,11 @@ def main() -> None:
     kind, arguments = pipe.recv()
     assert kind == "start"
     try:
-        engine = Engine(LLM(**arguments), pipe)
-        end_with_any_child()
+        engine = ChildEngineCalls(LLM(**arguments), pipe)
+        exit_with_any_child()
         gc.collect()
         gc.freeze()  # what was loaded stays: no need to look through it again and again
-        pipe.send(("ok", engine.workers()))
+        pipe.send(("ok", engine.num_workers()))
     except Exception:
         pipe.send(("error", traceback.format_exc()))
         return
@@ -45,7 +45,7 @@ def main() -> None:
             return
         try:
             if kind == "complete":
-                engine.complete(*given)
+                engine.generate(*given)
                 pipe.send(("end",))
             elif kind == "call":
                 name, args = given
@@ -54,7 +54,7 @@ def main() -> None:
             pipe.send(("error", traceback.format_exc()))
 
 
-def end_with_any_child() -> None:
+def exit_with_any_child() -> None:
     """From here on this process ends as soon as one that it started does.
 
     vLLM's client of a core in a process of its own waits for ever for the answer of one that was
@@ -68,44 +68,46 @@ def end_with_any_child() -> None:
         wait([child.sentinel for child in children])
         ended = [child.name for child in children if child.exitcode is not None]
         print(f"a process of the engine ended: {', '.join(ended)}", file=sys.stderr, flush=True)
-        os._exit(CHILD_ENDED)
+        os._exit(CHILD_ENDED_CODE)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-class Engine:
+class ChildEngineCalls:
     """What may be called over the pipe."""
 
     def __init__(self, llm: Any, pipe: Connection):
         self.llm, self.pipe = llm, pipe
-        self.weights = versions.with_labels(llm)
-        folder = os.environ.get(lora_slot.VARIABLE)
-        self.adapter = LoRARequest(lora_slot.NAME, lora_slot.NUMBER, folder) if folder else None
-        self.drawn = 0
+        self.weight_client = versions.with_weight_labels(llm)
+        folder = os.environ.get(lora_slot.ADAPTER_FOLDER_VARIABLE)
+        self.adapter = (
+            LoRARequest(lora_slot.ADAPTER_NAME, lora_slot.ADAPTER_ID, folder) if folder else None
+        )
+        self.num_requests = 0
 
-    def workers(self) -> int:
+    def num_workers(self) -> int:
         """Processes that receive weights."""
         size: int = self.llm.llm_engine.vllm_config.parallel_config.world_size_across_dp
         return size
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.weights.init_weight_transfer_engine({"init_info": init_info})
+        self.weight_client.init_weight_transfer_engine({"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        self.weights.start_weight_update()
+        self.weight_client.start_weight_update()
 
     def update_weights(self, update_info: Any) -> None:
-        self.weights.update_weights({"update_info": update_info})
+        self.weight_client.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None) -> None:
-        self.weights.finish_weight_update(weight_version)
+        self.weight_client.finish_weight_update(weight_version)
 
     def reset_prefix_cache(self) -> bool:
         done: bool = self.llm.reset_prefix_cache()
         return done
 
     def version(self) -> str:
-        label: str = self.weights.get_weight_version()
+        label: str = self.weight_client.get_weight_version()
         return label
 
     def sleep(self, what: str) -> None:
@@ -113,7 +115,7 @@ class Engine:
 
         Level 1 keeps a copy of the weights: only with an adapter, since then they are sent once.
         """
-        drain(self.llm.llm_engine)
+        drain_scheduler(self.llm.llm_engine)
         if what == "weights":
             self.llm.sleep(level=1 if self.adapter else 2)
         else:
@@ -126,30 +128,30 @@ class Engine:
         if what == "kv":
             self.llm.wake_up(["scheduling"])
 
-    def complete(self, asks: list[Ask]) -> None:
+    def generate(self, requests: list[EngineRequest]) -> None:
         """Draw; each completion is sent as soon as it is ready."""
-        core, label, first = self.llm.llm_engine, self.version(), self.drawn
-        for i, ask in enumerate(asks):
+        core, label, first = self.llm.llm_engine, self.version(), self.num_requests
+        for i, ask in enumerate(requests):
             params = SamplingParams(**ask.params)
             params.flat_logprobs = True  # three lists, not an object for each token
             params.output_kind = RequestOutputKind.FINAL_ONLY
             prompt = TokensPrompt(prompt_token_ids=ask.prompt_ids)
             core.add_request(str(first + i), prompt, params, lora_request=self.adapter)
-        self.drawn += len(asks)
+        self.num_requests += len(requests)
         while core.has_unfinished_requests():
             if self.pipe.poll() and self.pipe.recv() == ("abort",):
-                core.abort_request([str(first + i) for i in range(len(asks))])
+                core.abort_request([str(first + i) for i in range(len(requests))])
                 return
             for output in core.step():
                 if output.finished:
                     i = int(output.request_id) - first
-                    self.pipe.send(("done", i, _answer(output.outputs[0], label)))
+                    self.pipe.send(("done", i, _to_engine_completion(output.outputs[0], label)))
             self.pipe.send(("alive",))
         if self.version() != label:
             raise RuntimeError(f"the weights changed from {label} to {self.version()} on the way")
 
 
-def drain(engine: Any) -> None:
+def drain_scheduler(engine: Any) -> None:
     """Let the scheduler forget the requests that are finished, and take in the last batch.
 
     It does so in its next step, and with asynchronous scheduling a batch is on its way when the
@@ -161,7 +163,7 @@ def drain(engine: Any) -> None:
         engine.step()
 
 
-def _answer(output: Any, label: str) -> Answer:
+def _to_engine_completion(output: Any, label: str) -> EngineCompletion:
     """A finished completion. Of each position the sampled token comes first, and alone where
     `logprobs` is 0."""
     told, ids = output.logprobs, list(output.token_ids)
@@ -169,7 +171,7 @@ def _answer(output: Any, label: str) -> Answer:
     if [told.token_ids[i] for i in firsts] != ids:
         raise RuntimeError("log-probabilities are of other tokens than those that were sampled")
     logp = [told.logprobs[i] for i in firsts]
-    return Answer(ids, logp, str(output.finish_reason), [label])
+    return EngineCompletion(ids, logp, str(output.finish_reason), [label])
 
 
 if __name__ == "__main__":

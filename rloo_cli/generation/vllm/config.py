@@ -11,7 +11,7 @@ from rloo_cli.config.schema import Frozen, Positive, Text, key
 from rloo_cli.utils.errors import Problem
 
 # What `extra` may not say, and the key that does: rloo has to know it, or it would break a promise.
-SPOKEN_FOR = {
+RESERVED_ARGUMENTS = {
     "model": "model.path",
     "tokenizer": "model.tokenizer",
     "revision": "model.revision",
@@ -61,12 +61,12 @@ class EngineKeys(Frozen):
     extra: dict[str, Any] = key("Any further argument of vLLM's engine, by its own name")
 
 
-def problems(section: str, keys: EngineKeys, run: Any) -> Iterator[Problem]:
+def engine_key_problems(section: str, keys: EngineKeys, run: Any) -> Iterator[Problem]:
     """What is wrong with these keys, found without vLLM. `section`: where they stand."""
     for name in keys.extra:
         plain = name.replace("-", "_").lstrip("_")
-        if plain in SPOKEN_FOR or plain in EngineKeys.model_fields:
-            ours = SPOKEN_FOR.get(plain, f"{section}.{plain}")
+        if plain in RESERVED_ARGUMENTS or plain in EngineKeys.model_fields:
+            ours = RESERVED_ARGUMENTS.get(plain, f"{section}.{plain}")
             what = f"{section}.extra.{name} is rloo's own business"
             yield Problem(what, f"{section}.extra", f"set by {ours}", f"leave out extra.{name}")
     need = (run.data.max_prompt_length or 1) + run.generation.max_completion_length

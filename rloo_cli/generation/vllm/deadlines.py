@@ -5,15 +5,15 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rloo_cli.generation.vllm.engine import Lost
+from rloo_cli.generation.vllm.engine import EngineLost
 from rloo_cli.utils import signals
 from rloo_cli.utils.device_waits import current_gpu, use_gpu
 
 T = TypeVar("T")
-LOOK_S = 0.1
+DEADLINE_POLL_S = 0.1
 
 
-def within(limit_s: float, what: str, work: Callable[[], T]) -> T:
+def run_with_deadline(limit_s: float, what: str, work: Callable[[], T]) -> T:
     """Run `work` on a thread for at most `limit_s` seconds. Raises Lost at the limit, Stopped.
 
     A thread that is still stuck then is left behind: it holds nobody back.
@@ -33,27 +33,29 @@ def within(limit_s: float, what: str, work: Callable[[], T]) -> T:
     thread.start()
     end = time.monotonic() + limit_s
     while thread.is_alive() and time.monotonic() < end:
-        signals.check()
-        thread.join(LOOK_S)
+        signals.raise_if_stopped()
+        thread.join(DEADLINE_POLL_S)
     if failed:
         raise failed[0]
     if not found:
-        raise Lost(f"{what}: no end after {limit_s:g} s")
+        raise EngineLost(f"{what}: no end after {limit_s:g} s")
     return found[0]
 
 
-def until(limit_s: float, what: str, found: Callable[[], T | None], every_s: float = 0.25) -> T:
+def poll_until_ready(
+    limit_s: float, what: str, poll: Callable[[], T | None], every_s: float = 0.25
+) -> T:
     """Ask `found` again and again until it returns something. Raises Lost at the limit, Stopped."""
     end = time.monotonic() + limit_s
-    while (value := found()) is None:
-        signals.check()
+    while (value := poll()) is None:
+        signals.raise_if_stopped()
         if time.monotonic() > end:
-            raise Lost(f"{what}: not within {limit_s:g} s")
+            raise EngineLost(f"{what}: not within {limit_s:g} s")
         time.sleep(every_s)
     return value
 
 
-class Beside:
+class BackgroundCall:
     """A call on a thread of its own, which never holds the process back."""
 
     def __init__(self, work: Any):
@@ -69,7 +71,7 @@ class Beside:
         except BaseException as error:
             self.error = error
 
-    def result(self) -> None:
+    def wait(self) -> None:
         """Wait for it; raises what it raised."""
         self.thread.join()
         if self.error is not None:

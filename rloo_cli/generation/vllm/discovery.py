@@ -13,101 +13,120 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rloo_cli.generation.vllm import server_file
-from rloo_cli.generation.vllm.deadlines import until
-from rloo_cli.generation.vllm.engine import Lost, Refused
-from rloo_cli.generation.vllm.http import Wire
-from rloo_cli.generation.vllm_server import EVERYWHERE, LOOPBACK, Section
+from rloo_cli.generation.vllm.deadlines import poll_until_ready
+from rloo_cli.generation.vllm.engine import EngineLost, EngineRefused
+from rloo_cli.generation.vllm.http import HttpClient
+from rloo_cli.generation.vllm_server import LOOPBACK_HOSTS, WILDCARD_HOSTS, ServerSection
 from rloo_cli.utils.errors import GenerationError, Problem
 
-CALL_S = 30.0  # a question that needs no work
-CLEAR_S = 60.0  # emptying a cache, aborting what is under way
+SERVER_CALL_TIMEOUT_S = 30.0  # a question that needs no work
+SERVER_RESET_TIMEOUT_S = 60.0  # emptying a cache, aborting what is under way
 
 
 @dataclass
-class Server:
+class RolloutServer:
     """One server."""
 
     url: str
     token: str = field(repr=False)
     transfer: str = "gloo"
-    found: server_file.Server | None = None  # what its server.json said, if it has one
-    workers: int = 0
-    groups: bool = False  # it has the route for the completions of a whole group
+    record: server_file.ServerRecord | None = None  # what its server.json said, if it has one
+    num_workers: int = 0
+    has_group_route: bool = False  # it has the route for the completions of a whole group
 
 
-class Finder:
+class ServerFinder:
     """Finds the servers of a run, and waits for them. `note` prints a line."""
 
-    def __init__(self, keys: Section, folder: Path, wire: Wire, note: Callable[[str], None]):
-        self.keys, self.folder, self.wire, self.note = keys, folder, wire, note
-        self.gone: set[tuple[int, str]] = set()  # servers of ours that were given up
+    def __init__(
+        self,
+        keys: ServerSection,
+        folder: Path,
+        http_client: HttpClient,
+        note: Callable[[str], None],
+    ):
+        self.keys, self.folder, self.http_client, self.note = keys, folder, http_client, note
+        self.abandoned_processes: set[tuple[int, str]] = set()  # servers of ours that were given up
 
-    def find(self, again: bool) -> list[Server]:
+    def find_servers(self, reconnecting: bool) -> list[RolloutServer]:
         """All of them, once they answer; `again`: they were lost. Raises GenerationError."""
         urls = self.keys.base_url
         if urls is None:
-            return [self._own(n, again) for n in range(1, max(1, self.keys.num_nodes) + 1)]
+            return [
+                self._wait_for_run_server(n, reconnecting)
+                for n in range(1, max(1, self.keys.num_nodes) + 1)
+            ]
         given = [urls] if isinstance(urls, str) else urls
         secret = os.environ.get(self.keys.api_key_env, "")
-        limit = self.keys.reconnect_timeout_s if again else self.keys.ready_timeout_s
-        return [self._answering(self._reachable(url), secret, limit) for url in given]
+        limit = self.keys.reconnect_timeout_s if reconnecting else self.keys.ready_timeout_s
+        return [self._wait_for_url(self._client_url(url), secret, limit) for url in given]
 
-    def _own(self, number: int, again: bool) -> Server:
+    def _wait_for_run_server(self, number: int, reconnecting: bool) -> RolloutServer:
         """The server of the run's own server.json (of its n-th node), once it answers."""
-        last = server_file.read(self.folder, number)
+        last = server_file.read_server_file(self.folder, number)
         external = last is not None and last.by != "train" and not last.failed
 
-        def found() -> Server | None:
-            there = server_file.read(self.folder, number)
-            if self.keys.num_nodes and there is not None and there.stale():
+        def found() -> RolloutServer | None:
+            there = server_file.read_server_file(self.folder, number)
+            if self.keys.num_nodes and there is not None and there.is_stale():
                 return None  # what a job before this one left
             if there is not None and there.failed:
                 raise GenerationError(
                     Problem("the rollout server cannot be had", there.log, there.failed)
                 )
-            if there is None or (there.pid, there.pid_started) in self.gone or not _up(there):
+            if (
+                there is None
+                or (there.pid, there.pid_started) in self.abandoned_processes
+                or not _may_be_running(there)
+            ):
                 return None
-            server = Server(there.url, there.token, there.transfer, there)
-            with contextlib.suppress(Lost):
-                self.wire.get(there.url, "/health", there.token, 5)
+            server = RolloutServer(there.url, there.token, there.transfer, there)
+            with contextlib.suppress(EngineLost):
+                self.http_client.get(there.url, "/health", there.token, 5)
                 return server
             return None
 
-        limit = self.keys.reconnect_timeout_s if again and external else self._patience()
+        limit = (
+            self.keys.reconnect_timeout_s
+            if reconnecting and external
+            else self._run_server_timeout_s()
+        )
         try:
-            return until(limit, f"a server in {server_file.place(self.folder, number)}", found)
-        except Lost as lost:  # the whole patience is used up: no second wait
+            return poll_until_ready(
+                limit, f"a server in {server_file.server_file_path(self.folder, number)}", found
+            )
+        except EngineLost as lost:  # the whole patience is used up: no second wait
             raise GenerationError(Problem("no rollout server answers", "", str(lost))) from None
 
-    def _patience(self) -> float:
+    def _run_server_timeout_s(self) -> float:
         """The launcher keeps each start's deadline, and says in server.json when it gives up."""
         if self.keys.num_nodes:  # nobody starts it again
             return self.keys.ready_timeout_s + 60
         return self.keys.ready_timeout_s * (self.keys.max_restarts + 1) + 60
 
-    def _answering(self, url: str, token: str, limit_s: float) -> Server:
+    def _wait_for_url(self, url: str, token: str, limit_s: float) -> RolloutServer:
         said = ""
 
-        def found() -> Server | None:
+        def found() -> RolloutServer | None:
             nonlocal said
             try:
-                self.wire.get(url, "/health", token, 5)
-            except Lost as lost:
+                self.http_client.get(url, "/health", token, 5)
+            except EngineLost as lost:
                 said = str(lost)
                 return None
-            return Server(url, token)
+            return RolloutServer(url, token)
 
         try:
-            return until(limit_s, f"{url}/health", found)
-        except Lost:  # the whole patience is used up: no second wait
+            return poll_until_ready(limit_s, f"{url}/health", found)
+        except EngineLost:  # the whole patience is used up: no second wait
             what, where = f"no server answers at {url}", "generation.server.base_url"
             why = f"expected an answer within {limit_s:g} s; {said}"
             raise GenerationError(Problem(what, where, why, "rloo vllm-serve starts one")) from None
 
-    def _reachable(self, url: str) -> str:
+    def _client_url(self, url: str) -> str:
         """An address to listen on is none to call: it stands for this machine."""
         parts = urlsplit(url)
-        if (parts.hostname or "") not in EVERYWHERE:
+        if (parts.hostname or "") not in WILDCARD_HOSTS:
             return url.rstrip("/")
         port = f":{parts.port}" if parts.port else ""
         called = parts._replace(netloc=f"127.0.0.1{port}").geturl().rstrip("/")
@@ -115,30 +134,36 @@ class Finder:
         return called
 
 
-def undo(wire: Wire, server: Server) -> None:
+def reset_server_state(http_client: HttpClient, server: RolloutServer) -> None:
     """What a trainer that vanished may have left: a pause, an open update, its connection."""
-    post = wire.post
+    post = http_client.post
     for _ in range(2):  # the first may only tell that weights are missing
-        with contextlib.suppress(Refused):  # no update is open: no route tells
-            post(server.url, "/finish_weight_update", server.token, {}, CLEAR_S)
-    if wire.get(server.url, "/is_paused", server.token, CALL_S)["is_paused"]:
-        post(server.url, "/resume", server.token, None, CLEAR_S)
-    with contextlib.suppress(Refused):
-        post(server.url, "/shutdown_weight_transfer_engine", server.token, None, CLEAR_S)
+        with contextlib.suppress(EngineRefused):  # no update is open: no route tells
+            post(server.url, "/finish_weight_update", server.token, {}, SERVER_RESET_TIMEOUT_S)
+    if http_client.get(server.url, "/is_paused", server.token, SERVER_CALL_TIMEOUT_S)["is_paused"]:
+        post(server.url, "/resume", server.token, None, SERVER_RESET_TIMEOUT_S)
+    with contextlib.suppress(EngineRefused):
+        post(
+            server.url,
+            "/shutdown_weight_transfer_engine",
+            server.token,
+            None,
+            SERVER_RESET_TIMEOUT_S,
+        )
 
 
-def _up(there: server_file.Server) -> bool:
-    return there.alive() is not False
+def _may_be_running(record: server_file.ServerRecord) -> bool:
+    return record.is_alive() is not False
 
 
-def hosts(url: str, keys: Section) -> tuple[str, str]:
+def transfer_hosts(url: str, keys: ServerSection) -> tuple[str, str]:
     """Addresses that trainer and server meet at for weights: loopback where the server is.
 
     For a server on another machine this one listens on `host`, or on the address from which it
     reaches the server. Raises GenerationError where that is not allowed.
     """
-    there = urlsplit(url).hostname or LOOPBACK[0]
-    if there in LOOPBACK:
+    there = urlsplit(url).hostname or LOOPBACK_HOSTS[0]
+    if there in LOOPBACK_HOSTS:
         return "127.0.0.1", "127.0.0.1"
     if not keys.allow_remote:
         raise GenerationError(
@@ -149,7 +174,7 @@ def hosts(url: str, keys: Section) -> tuple[str, str]:
                 "generation.server.allow_remote=true",
             )
         )
-    if keys.host not in LOOPBACK:
+    if keys.host not in LOOPBACK_HOSTS:
         return keys.host, there
     with socket.socket(socket.AF_INET6 if ":" in there else socket.AF_INET, socket.SOCK_DGRAM) as s:
         s.connect((there, 9))  # nothing is sent: it only chooses the interface

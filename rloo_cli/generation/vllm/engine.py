@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 
-class Lost(Exception):
+class EngineLost(Exception):
     """The engine died, hangs, or cannot be reached."""
 
 
-class Refused(Lost):
+class EngineRefused(EngineLost):
     """The engine answers, but it failed at this. Where it is well otherwise, it would again."""
 
 
 @dataclass(frozen=True)
-class Ask:
+class EngineRequest:
     """One completion to draw."""
 
     prompt_ids: list[int]
@@ -26,16 +26,16 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Answer:
+class EngineCompletion:
     """One completion as an engine drew it."""
 
     ids: list[int]
     logp: list[float]  # of each id, after temperature and filters
     finish_reason: str  # stop, length; abort is an error
-    versions: list[str]  # labels of the weights that drew it; one, unless something is wrong
+    weight_versions: list[str]  # labels of the weights that drew it; one, unless something is wrong
 
 
-class Engine(Protocol):
+class InferenceEngine(Protocol):
     """A sampler in another process."""
 
     restarts: int  # times it was lost and came back
@@ -43,25 +43,29 @@ class Engine(Protocol):
     def connect(self) -> None:
         """Wait until it is there, as if nobody had used it before. Raises Lost, GenerationError."""
 
-    def sync(self, source: Any, label: str) -> str:
+    def sync_weights(self, source: Any, label: str) -> str:
         """Send the weights as `label`, forget cached prompts; the label that is read back.
 
         Raises Lost, GenerationError.
         """
 
-    def complete(self, asks: Sequence[Ask], done: Callable[[int, Answer], None]) -> None:
+    def generate(
+        self,
+        requests: Sequence[EngineRequest],
+        on_completion: Callable[[int, EngineCompletion], None],
+    ) -> None:
         """Draw all of them, `done(i, answer)` as each is ready, in any order.
 
         Raises Lost, GenerationError, Stopped (what is under way is then aborted).
         """
 
-    def well(self) -> bool:
+    def is_healthy(self) -> bool:
         """Whether it is there and says that nothing is wrong with it."""
 
-    def rest(self) -> bool:
+    def sleep(self) -> bool:
         """Nothing will be asked for a while: memory may be let go of; whether the weights were."""
 
-    def give_up(self, why: str) -> None:
+    def discard_engine(self, reason: str) -> None:
         """It was lost: end what is left of it, if it is ours to end."""
 
     def close(self) -> None:

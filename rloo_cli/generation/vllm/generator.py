@@ -15,21 +15,26 @@ from typing import Any
 
 import torch
 
-from rloo_cli.config.prompt_limit import BACKENDS
+from rloo_cli.config.prompt_limit import VLLM_SECTIONS
 from rloo_cli.config.schema import GenerationConfig, RunConfig
 from rloo_cli.data.batch import Group, Rollout
-from rloo_cli.distributed.device_count import gpus
-from rloo_cli.generation import check_lengths, tolerance, unheard
+from rloo_cli.distributed.device_count import visible_gpus
+from rloo_cli.generation import check_prompt_lengths, ignore_arrival, logprob_tolerance
 from rloo_cli.generation.common.stop_rule import StopRule
 from rloo_cli.generation.vllm import arguments, handshake, lora_slot, parity, sampling_params
-from rloo_cli.generation.vllm.child_engine import InAChild
-from rloo_cli.generation.vllm.engine import Answer, Ask, Engine, Lost
-from rloo_cli.generation.vllm.handshake import Expected
-from rloo_cli.generation.vllm.http_engine import OverHttp
-from rloo_cli.generation.vllm.weight_sync import Supply
+from rloo_cli.generation.vllm.child_engine import ColocatedEngine
+from rloo_cli.generation.vllm.engine import (
+    EngineCompletion,
+    EngineLost,
+    EngineRequest,
+    InferenceEngine,
+)
+from rloo_cli.generation.vllm.handshake import ExpectedServer
+from rloo_cli.generation.vllm.http_engine import HttpEngine
+from rloo_cli.generation.vllm.weight_sync import WeightSync
 from rloo_cli.utils.errors import GenerationError, Problem
 
-SEEDS = 1_000_003  # parity's seeds begin here; any would do
+PARITY_SEED = 1_000_003  # parity's seeds begin here; any would do
 
 
 class VllmGenerator:
@@ -40,21 +45,21 @@ class VllmGenerator:
 
     def __init__(
         self,
-        supply: Supply,
-        rule: StopRule,
+        weight_sync: WeightSync,
+        stop_rule: StopRule,
         config: GenerationConfig,
         context_length: int | None,
-        lost_most: int,
+        max_engine_losses: int,
     ):
-        self.supply, self.engine = supply, supply.engine
-        self.rule, self.config, self.context_length = rule, config, context_length
-        self.lost_most = lost_most
-        self.facts = supply.facts
+        self.weight_sync, self.engine = weight_sync, weight_sync.engine
+        self.stop_rule, self.config, self.context_length = stop_rule, config, context_length
+        self.max_engine_losses = max_engine_losses
+        self.metrics = weight_sync.metrics
 
     @property
     def tolerance(self) -> float:
         """Rms nats per token by which trainer and engine may differ."""
-        return self.supply.tolerance
+        return self.weight_sync.tolerance
 
     def load(self, policy: Any, version: int) -> None:
         """Send the weights of optimizer update `version` now, and read back that they are there.
@@ -62,11 +67,11 @@ class VllmGenerator:
         An engine that is lost meanwhile gets them before its next completion. Raises
         GenerationError when it says that it has others.
         """
-        self.supply.take(policy, version)
+        self.weight_sync.set_policy(policy, version)
         try:
-            self.supply.current()
-        except Lost as lost:
-            self.supply.lost(lost)
+            self.weight_sync.ensure_synced()
+        except EngineLost as lost:
+            self.weight_sync.handle_engine_loss(lost)
 
     def generate(
         self,
@@ -74,7 +79,7 @@ class VllmGenerator:
         seeds: list[list[int]],
         greedy: bool = False,
         temperature: float | None = None,
-        arrived: Callable[[int], None] = unheard,
+        arrived: Callable[[int], None] = ignore_arrival,
     ) -> None:
         """Fill `groups[i].rollouts`, one per seed and in order (`Generator.generate`).
 
@@ -83,180 +88,189 @@ class VllmGenerator:
         """
         if len(groups) != len(seeds):
             raise GenerationError(f"{len(groups)} groups, but seeds for {len(seeds)}")
-        check_lengths(groups, self.config.max_completion_length, self.context_length)
+        check_prompt_lengths(groups, self.config.max_completion_length, self.context_length)
         places = [(g, k) for g, own in enumerate(seeds) for k in range(len(own))]
         asks = [
-            Ask(
+            EngineRequest(
                 groups[g].prompt_ids,
-                sampling_params.completion(
-                    self.config, self.rule.ids, seeds[g][k], greedy, temperature
+                sampling_params.completion_params(
+                    self.config, self.stop_rule.stop_ids, seeds[g][k], greedy, temperature
                 ),
             )
             for g, k in places
         ]
         first = list(accumulate(map(len, seeds), initial=0))
-        answers: dict[int, Answer] = {}
+        answers: dict[int, EngineCompletion] = {}
 
         def heard(place: int) -> None:
             g = places[place][0]
             mine = range(first[g], first[g] + len(seeds[g]))
             if all(i in answers for i in mine):
                 told = zip(mine, seeds[g], strict=True)
-                groups[g].rollouts = [self._rollout(answers[i], seed) for i, seed in told]
+                groups[g].rollouts = [self._to_rollout(answers[i], seed) for i, seed in told]
                 arrived(g)
 
-        self._draw(asks, groups, answers, heard)
-        self.supply.rest()
+        self._generate_all(asks, groups, answers, heard)
+        self.weight_sync.sleep()
 
     def close(self) -> None:
         """Let go of the engine."""
         self.engine.close()
 
-    def _draw(
+    def _generate_all(
         self,
-        asks: list[Ask],
+        requests: list[EngineRequest],
         groups: list[Group],
-        answers: dict[int, Answer],
-        heard: Callable[[int], None],
+        completions: dict[int, EngineCompletion],
+        on_completion: Callable[[int], None],
     ) -> None:
         lost = 0
-        while len(answers) < len(asks):
-            missing = [i for i in range(len(asks)) if i not in answers]
+        while len(completions) < len(requests):
+            missing = [i for i in range(len(requests)) if i not in completions]
             try:
-                self._ready(groups)
-                self._complete(asks, missing, answers, heard)
-            except Lost as gone:
+                self._ensure_engine_ready(groups)
+                self._generate_chosen(requests, missing, completions, on_completion)
+            except EngineLost as gone:
                 lost += 1
-                self.supply.lost(gone)
-                if lost > self.lost_most:
-                    why = f"{len(missing)} of {len(asks)} completions were missing; {gone}"
+                self.weight_sync.handle_engine_loss(gone)
+                if lost > self.max_engine_losses:
+                    why = f"{len(missing)} of {len(requests)} completions were missing; {gone}"
                     raise GenerationError(
                         Problem(f"the sampler was lost {lost} times in one batch", why=why)
                     ) from gone
 
-    def _complete(
+    def _generate_chosen(
         self,
-        asks: list[Ask],
-        chosen: list[int],
-        answers: dict[int, Answer],
-        heard: Callable[[int], None] = unheard,
+        requests: list[EngineRequest],
+        request_indices: list[int],
+        completions: dict[int, EngineCompletion],
+        on_completion: Callable[[int], None] = ignore_arrival,
     ) -> None:
         """Draw asks[i] for the i in `chosen`, into answers[i]; `heard` is told each i."""
 
-        def done(place: int, answer: Answer) -> None:
-            answers[chosen[place]] = self.supply.true(answer)
-            heard(chosen[place])
+        def done(place: int, answer: EngineCompletion) -> None:
+            completions[request_indices[place]] = self.weight_sync.check_completion(answer)
+            on_completion(request_indices[place])
 
-        self.engine.complete([asks[i] for i in chosen], done)
+        self.engine.generate([requests[i] for i in request_indices], done)
 
-    def _ready(self, groups: list[Group]) -> None:
+    def _ensure_engine_ready(self, groups: list[Group]) -> None:
         """The engine is there, has the weights, and agrees about these prompts."""
-        self.supply.current()
-        if self.supply.checked:
+        self.weight_sync.ensure_synced()
+        if self.weight_sync.parity_checked:
             return
-        probes = groups[: parity.PROMPTS]
-        most = min(parity.TOKENS, self.config.max_completion_length)
+        probes = groups[: parity.PARITY_PROMPTS]
+        most = min(parity.PARITY_TOKENS, self.config.max_completion_length)
         asks = [
-            Ask(g.prompt_ids, sampling_params.plain(self.config, self.rule.ids, SEEDS + i, most))
+            EngineRequest(
+                g.prompt_ids,
+                sampling_params.parity_params(
+                    self.config, self.stop_rule.stop_ids, PARITY_SEED + i, most
+                ),
+            )
             for i, g in enumerate(probes)
         ]
-        answers: dict[int, Answer] = {}
-        self._complete(asks, list(range(len(asks))), answers)
+        answers: dict[int, EngineCompletion] = {}
+        self._generate_chosen(asks, list(range(len(asks))), answers)
         told = [answers[i] for i in range(len(asks))]
-        found = parity.check(probes, told, self.supply.policy, self.tolerance)
-        self.supply.checked = True
-        self.supply.note(
+        found = parity.check_parity(probes, told, self.weight_sync.policy, self.tolerance)
+        self.weight_sync.parity_checked = True
+        self.weight_sync.note(
             f"parity of trainer and vLLM on {len(probes)} prompts: rms {found:.2g} nats"
         )
 
-    def _rollout(self, answer: Answer, seed: int) -> Rollout:
+    def _to_rollout(self, completion: EngineCompletion, seed: int) -> Rollout:
         return Rollout(
-            completion_ids=answer.ids,
-            text=self.rule.text(answer.ids),
-            finish_reason=answer.finish_reason,
-            terminated=self.rule.terminated(answer.ids, answer.finish_reason),
+            completion_ids=completion.ids,
+            text=self.stop_rule.text(completion.ids),
+            finish_reason=completion.finish_reason,
+            terminated=self.stop_rule.terminated(completion.ids, completion.finish_reason),
             seed=seed,
-            weight_version=self.supply.version,
-            behaviour_logp=answer.logp,
+            weight_version=self.weight_sync.version,
+            behaviour_logp=completion.logp,
         )
 
 
-def over_http(
-    model: Any, tokenizer: Any, run: RunConfig, context: int | None, folder: Path, note: Any
+def build_server_generator(
+    model: Any, tokenizer: Any, run: RunConfig, context_length: int | None, folder: Path, note: Any
 ) -> VllmGenerator:
     """Backend vllm_server."""
     config: Any = run.generation
     keys = config.server
-    given = arguments.engine(run, keys, run.seed)
-    expected = Expected(
+    given = arguments.build_engine_arguments(run, keys, run.seed)
+    expected = ExpectedServer(
         model=run.model.path,
         dtype=given["dtype"],
-        tokenizer=handshake.tokenizer(tokenizer),
-        places=given.get("max_model_len", 0),
-        transfer=_transfer(given),
+        tokenizer=handshake.tokenizer_fingerprint(tokenizer),
+        max_model_len=given.get("max_model_len", 0),
+        transfer=_transfer_backend(given),
         allow_untested=config.allow_untested,
     )
-    engine = OverHttp(keys, folder, expected, note)
+    engine = HttpEngine(keys, folder, expected, note)
     most = keys.retries if keys.base_url else max(keys.retries, keys.max_restarts)
-    return _generator(engine, model, tokenizer, run, context, given["dtype"], most, note)
+    return _build_vllm_generator(
+        engine, model, tokenizer, run, context_length, given["dtype"], most, note
+    )
 
 
-def in_a_child(
-    model: Any, tokenizer: Any, run: RunConfig, context: int | None, folder: Path, note: Any
+def build_colocate_generator(
+    model: Any, tokenizer: Any, run: RunConfig, context_length: int | None, folder: Path, note: Any
 ) -> VllmGenerator:
     """Backend vllm_colocate."""
     config: Any = run.generation
     keys = config.colocate
-    given = arguments.engine(run, keys, run.seed)
-    apart = bool(gpus()) if keys.core_process is None else keys.core_process
-    environment = arguments.environment(run, keys)
+    given = arguments.build_engine_arguments(run, keys, run.seed)
+    apart = bool(visible_gpus()) if keys.core_process is None else keys.core_process
+    environment = arguments.engine_environment(run, keys)
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(apart))}
-    transfer = _transfer(given)
+    transfer = _transfer_backend(given)
     if transfer == "ipc":  # handles over our own pipe, to a child that listens nowhere
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    if lora_slot.on(run):
-        environment[lora_slot.VARIABLE] = str(folder / "adapter")
-        lora_slot.blank(folder / "adapter", run)
+    if lora_slot.has_lora_slot(run):
+        environment[lora_slot.ADAPTER_FOLDER_VARIABLE] = str(folder / "adapter")
+        lora_slot.write_zero_adapter(folder / "adapter", run)
     if keys.sleep != "none":
         given = given | {"enable_sleep_mode": True}
-    environment |= visible_to_child(next(model.parameters()).device, keys.tensor_parallel_size)
+    environment |= child_gpu_environment(next(model.parameters()).device, keys.tensor_parallel_size)
     latest = folder / "logs" / "latest"
     log_file = (latest if latest.exists() else folder) / "engine.log"
-    engine = InAChild(keys, given, environment, log_file, transfer)
+    engine = ColocatedEngine(keys, given, environment, log_file, transfer)
     most = keys.max_restarts
-    return _generator(engine, model, tokenizer, run, context, given["dtype"], most, note)
+    return _build_vllm_generator(
+        engine, model, tokenizer, run, context_length, given["dtype"], most, note
+    )
 
 
-def visible_to_child(device: torch.device, count: int) -> dict[str, str]:
+def child_gpu_environment(device: torch.device, num_gpus: int) -> dict[str, str]:
     """The environment of an engine that is to use the trainer's own GPU: else it takes the first,
     whichever rank this is. `count`: GPUs that the engine is spread over."""
     if device.type != "cuda":
         return {}
     first = device.index or 0
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus()[first : first + count])}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[first : first + num_gpus])}
 
 
-def _generator(
-    engine: Engine, model: Any, tokenizer: Any, run: RunConfig, context: int | None,
-    dtype: str, lost_most: int, note: Any,
+def _build_vllm_generator(
+    engine: InferenceEngine, model: Any, tokenizer: Any, run: RunConfig, context_length: int | None,
+    dtype: str, max_engine_losses: int, note: Any,
 ) -> VllmGenerator:  # fmt: skip
     run_id = f"{run.name}.{secrets.token_hex(4)}"
-    supply = Supply(engine, getattr(torch, dtype), run_id, note, allowed(run))
+    supply = WeightSync(engine, getattr(torch, dtype), run_id, note, run_tolerance(run))
     rule = StopRule(tokenizer, model, run.generation)
-    return VllmGenerator(supply, rule, run.generation, context, lost_most)
+    return VllmGenerator(supply, rule, run.generation, context_length, max_engine_losses)
 
 
-def allowed(run: RunConfig) -> Callable[..., float]:
+def run_tolerance(run: RunConfig) -> Callable[..., float]:
     """What trainer and engine of a run may differ by, as a function of their dtypes."""
     config: Any = run.generation
     if (fixed := config.logp_tolerance) is not None:
         return lambda *dtypes: float(fixed)
-    keys = getattr(config, BACKENDS[config.backend])
+    keys = getattr(config, VLLM_SECTIONS[config.backend])
     cache = keys.kv_cache_dtype not in (None, "auto", "bfloat16", "float16")
-    coarse = bool(keys.quantization or cache or arguments.count_experts(run))
-    return partial(tolerance, on_gpu=bool(gpus()), coarse=coarse)
+    coarse = bool(keys.quantization or cache or arguments.expert_count_key(run))
+    return partial(logprob_tolerance, on_gpu=bool(visible_gpus()), coarse=coarse)
 
 
-def _transfer(given: dict[str, Any]) -> str:
-    name: str = given["weight_transfer_config"]["backend"]
+def _transfer_backend(engine_arguments: dict[str, Any]) -> str:
+    name: str = engine_arguments["weight_transfer_config"]["backend"]
     return name.removeprefix("rloo_")

@@ -19,59 +19,59 @@ from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from rloo_cli.generation.vllm import lora_slot, versions
-from rloo_cli.generation.vllm.handshake import GROUP
+from rloo_cli.generation.vllm.handshake import GROUP_ROUTE
 
 
-def attach(app: FastAPI) -> None:
+def attach_group_route(app: FastAPI) -> None:
     """Give vLLM's application this route, behind the guard that stands before all of them."""
-    app.add_api_route(GROUP, _group, methods=["POST"])
+    app.add_api_route(GROUP_ROUTE, _group_endpoint, methods=["POST"])
 
 
-async def _group(raw_request: Request) -> JSONResponse:
+async def _group_endpoint(raw_request: Request) -> JSONResponse:
     body = await raw_request.json()
-    found: JSONResponse = await _cancellable(body, raw_request)
+    found: JSONResponse = await _generate_group(body, raw_request)
     return found
 
 
-@versions.module("api_utils").with_cancellation
-async def _cancellable(body: dict[str, Any], raw_request: Request) -> JSONResponse:
+@versions.import_vllm_module("api_utils").with_cancellation
+async def _generate_group(body: dict[str, Any], raw_request: Request) -> JSONResponse:
     """All completions at once; those under way are aborted when whoever asked is gone."""
     state = raw_request.app.state
     adapter = None
-    if lora_slot.VARIABLE in os.environ:
-        adapter = state.openai_serving_models.lora_requests[lora_slot.NAME]
+    if lora_slot.ADAPTER_FOLDER_VARIABLE in os.environ:
+        adapter = state.openai_serving_models.lora_requests[lora_slot.ADAPTER_NAME]
     prompt = TokensPrompt(prompt_token_ids=body["token_ids"])
     number = uuid.uuid4().hex
     outputs = await asyncio.gather(
         *(
-            _completion(state, prompt, params, f"rloo-{number}-{i}", adapter)
+            _generate_completion(state, prompt, params, f"rloo-{number}-{i}", adapter)
             for i, params in enumerate(body["sampling_params"])
         )
     )
     return JSONResponse({"completions": outputs})
 
 
-async def _completion(
-    state: Any, prompt: TokensPrompt, given: dict[str, Any], name: str, adapter: Any
+async def _generate_completion(
+    state: Any, prompt: TokensPrompt, sampling_params: dict[str, Any], request_id: str, adapter: Any
 ) -> dict[str, Any]:
-    params = SamplingParams(**given)
+    params = SamplingParams(**sampling_params)
     params.output_kind = RequestOutputKind.FINAL_ONLY
     params.flat_logprobs = True  # three lists, not an object for each token
     engine, before = state.engine_client, state.rloo_label
-    outputs = [o async for o in engine.generate(prompt, params, name, lora_request=adapter)]
+    outputs = [o async for o in engine.generate(prompt, params, request_id, lora_request=adapter)]
     output = outputs[-1].outputs[0]
     told, ids = output.logprobs, list(output.token_ids)
     firsts = told.start_indices if told is not None else []
     if [told.token_ids[i] for i in firsts] != ids:
         raise RuntimeError("log-probabilities are of other tokens than those that were sampled")
     return {
-        "ids": packed(ids, np.int32),
-        "logp": packed([told.logprobs[i] for i in firsts], np.float32),
+        "ids": encode_numbers(ids, np.int32),
+        "logp": encode_numbers([told.logprobs[i] for i in firsts], np.float32),
         "finish_reason": str(output.finish_reason),
-        "versions": versions.spans_of(output, before, state.rloo_label),
+        "versions": versions.completion_weight_versions(output, before, state.rloo_label),
     }
 
 
-def packed(values: list[Any], kind: Any) -> str:
+def encode_numbers(values: list[Any], dtype: Any) -> str:
     """Numbers as the base64 of their little-endian bytes."""
-    return base64.b64encode(np.asarray(values, kind).astype(kind, copy=False).tobytes()).decode()
+    return base64.b64encode(np.asarray(values, dtype).astype(dtype, copy=False).tobytes()).decode()

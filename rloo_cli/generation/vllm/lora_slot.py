@@ -11,49 +11,58 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.config.rules_lora import RANKS
+from rloo_cli.config.rules_lora import VLLM_LORA_RANKS
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils.files import write_text
 
-NAME, NUMBER = "rloo", 1  # of the adapter; a request that does not name it is answered by the base
-KIND = "adapter"  # how its weights travel
-VARIABLE = "RLOO_ADAPTER"  # its folder, for the engine's processes
-WEIGHTS = "adapter_model.safetensors"
+ADAPTER_NAME, ADAPTER_ID = (
+    "rloo",
+    1,
+)  # of the adapter; a request that does not name it is answered by the base
+ADAPTER_TRANSFER = "adapter"  # how its weights travel
+ADAPTER_FOLDER_VARIABLE = "RLOO_ADAPTER"  # its folder, for the engine's processes
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 # vLLM 0.32 takes no adapter without a layer; one of this name it does not look for in the model.
-NOWHERE = "base_model.model.base_layer.lora_{}.weight"
+UNUSED_LAYER_NAME = "base_model.model.base_layer.lora_{}.weight"
 
 
-def arguments(run: RunConfig) -> dict[str, Any]:
+def lora_engine_arguments(run: RunConfig) -> dict[str, Any]:
     """Of vLLM's EngineArgs, for a run that trains an adapter; else none."""
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room(run)} if on(run) else {}
+    return (
+        {"enable_lora": True, "max_loras": 1, "max_lora_rank": slot_rank(run)}
+        if has_lora_slot(run)
+        else {}
+    )
 
 
-def on(run: RunConfig) -> bool:
+def has_lora_slot(run: RunConfig) -> bool:
     """Whether this run's engine has a place for an adapter."""
     return run.model.lora is not None
 
 
-def room(run: RunConfig) -> int:
+def slot_rank(run: RunConfig) -> int:
     """The rank that vLLM makes room for."""
     assert run.model.lora is not None
-    return next(rank for rank in RANKS if rank >= run.model.lora.r)
+    return next(rank for rank in VLLM_LORA_RANKS if rank >= run.model.lora.r)
 
 
-def blank(folder: Path, run: RunConfig) -> None:
+def write_zero_adapter(folder: Path, run: RunConfig) -> None:
     """Write an adapter that changes nothing, for vLLM to start with.
 
     Its scale is 1: what is sent has each layer's own scale in it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    rank = room(run)
+    rank = slot_rank(run)
     about = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": []}
     write_text(folder / "adapter_config.json", json.dumps(about) + "\n")
-    (folder / WEIGHTS).write_bytes(
-        _zeros({NOWHERE.format("A"): [1, 1], NOWHERE.format("B"): [1, 1]})
+    (folder / ADAPTER_WEIGHTS_FILE).write_bytes(
+        _zero_safetensors(
+            {UNUSED_LAYER_NAME.format("A"): [1, 1], UNUSED_LAYER_NAME.format("B"): [1, 1]}
+        )
     )
 
 
-def _zeros(shapes: dict[str, list[int]]) -> bytes:
+def _zero_safetensors(shapes: dict[str, list[int]]) -> bytes:
     """A safetensors file of float32 zeros: the length of its header, the header, the numbers."""
     header, end = {}, 0
     for name, shape in shapes.items():

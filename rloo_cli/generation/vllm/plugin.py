@@ -17,7 +17,7 @@ RECEIVERS = {
     "rloo_gloo": "Gloo", "rloo_nccl": "Nccl", "rloo_ipc": "Ipc", "rloo_adapter": "Adapter",
 }  # fmt: skip
 # zmq may drop a wake-up that is sent within about 1 ms of the one before: a reader spins longer.
-SPIN_S = 0.01
+QUEUE_SPIN_S = 0.01
 RECHECK_MS = 250  # a reader that sleeps looks by itself as often, should a wake-up be lost
 
 # Of the modules that say that a server ends, and of the one that says what it then takes for lost.
@@ -69,5 +69,5 @@ def sleep_between_messages() -> None:
     if spins is None or not hasattr(queue, "SHM_READER_RECHECK_INTERVAL_MS"):
         return  # an older one, whose sleeper might miss its message
     if list(inspect.signature(spins.__init__).parameters)[-1] == "busy_loop_s":
-        spins.__init__.__defaults__ = (SPIN_S,)
+        spins.__init__.__defaults__ = (QUEUE_SPIN_S,)
         queue.SHM_READER_RECHECK_INTERVAL_MS = RECHECK_MS

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-LISTEN, UNCONNECTED = "0A", "07"  # states of /proc/net: a TCP socket that listens, a UDP one
+TCP_LISTEN_STATE, UDP_UNCONNECTED_STATE = (
+    "0A",
+    "07",
+)  # states of /proc/net: a TCP socket that listens, a UDP one
 
 
 @dataclass(frozen=True)
@@ -21,10 +24,10 @@ class Listener:
     inode: str
 
 
-def listeners() -> Iterator[Listener]:
+def listening_sockets() -> Iterator[Listener]:
     """Every socket of this machine that listens."""
     for kind in ("tcp", "tcp6", "udp", "udp6"):
-        state = LISTEN if kind.startswith("tcp") else UNCONNECTED
+        state = TCP_LISTEN_STATE if kind.startswith("tcp") else UDP_UNCONNECTED_STATE
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
                 fields = line.split()
@@ -40,7 +43,7 @@ def _address(text: str) -> str:
     return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, packed)
 
 
-def inodes(pid: int) -> set[str]:
+def socket_inodes(pid: int) -> set[str]:
     """The sockets that a process has open; none where it is somebody else's, or gone."""
     found = set()
     with contextlib.suppress(OSError):
@@ -52,16 +55,16 @@ def inodes(pid: int) -> set[str]:
     return found
 
 
-def holder(port: int) -> str:
+def port_holder(port: int) -> str:
     """The process that listens on a TCP port, as `process 17 (python -m http.server)`."""
-    wanted = {s.inode for s in listeners() if s.port == port and s.kind.startswith("tcp")}
+    wanted = {s.inode for s in listening_sockets() if s.port == port and s.kind.startswith("tcp")}
     for pid in sorted(int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()):
-        if wanted & inodes(pid):
-            return f"process {pid} ({command(pid)})"
+        if wanted & socket_inodes(pid):
+            return f"process {pid} ({process_command(pid)})"
     return "a process of another user" if wanted else "a process that is gone again"
 
 
-def command(pid: int) -> str:
+def process_command(pid: int) -> str:
     """How a process was started, shortened."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -70,7 +73,7 @@ def command(pid: int) -> str:
     return b" ".join(words).decode(errors="replace").strip()[:120]
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind_tcp_socket(host: str, port: int) -> socket.socket:
     """A TCP socket bound to an address, not yet listening. Raises OSError."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     bound = socket.socket(family, socket.SOCK_STREAM)

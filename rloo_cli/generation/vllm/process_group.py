@@ -32,39 +32,39 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def told_by_parent(number: int) -> Callable[[], None] | None:
+def parent_death_signal(signal_number: int) -> Callable[[], None] | None:
     """A `preexec_fn`: the child gets this signal when the thread that starts it ends."""
     if sys.platform != "linux":
         return None
     prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
 
     def ask() -> None:
-        prctl(PR_SET_PDEATHSIG, number)
+        prctl(PR_SET_PDEATHSIG, signal_number)
         if os.getppid() != parent:
             os._exit(1)
 
     return ask
 
 
-def members(group: int) -> list[int]:
+def group_processes(process_group: int) -> list[int]:
     """Processes of a group that run."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[2]) == group and pids.started(int(entry.name)):
+                if int(fields[2]) == process_group and pids.process_start_time(int(entry.name)):
                     found.append(int(entry.name))
     return found
 
 
-def kill(group: int, spared: int = 0) -> None:
+def kill_process_group_except(process_group: int, spared_pid: int = 0) -> None:
     """Kill a process group but for one process, and Python's tracker of shared memory.
 
     The tracker takes away the memory that the others leave, hundreds of megabytes, and then ends.
     """
-    for pid in members(group):
+    for pid in group_processes(process_group):
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if pid != spared and b"resource_tracker" not in words:
+            if pid != spared_pid and b"resource_tracker" not in words:
                 os.kill(pid, signal.SIGKILL)

@@ -9,7 +9,7 @@ from typing import Any
 from rloo_cli.config.schema import GenerationConfig
 
 
-def completion(
+def completion_params(
     config: GenerationConfig,
     stop_ids: Collection[int],
     seed: int,
@@ -17,7 +17,7 @@ def completion(
     temperature: float | None,
 ) -> dict[str, Any]:
     """For a completion of a run; `temperature` None: the config's."""
-    given = plain(config, stop_ids, seed, config.max_completion_length)
+    given = parity_params(config, stop_ids, seed, config.max_completion_length)
     given |= {
         "min_tokens": config.min_tokens,
         "stop": config.stop,
@@ -30,14 +30,14 @@ def completion(
     return given | filters | ({} if temperature is None else {"temperature": temperature})
 
 
-def plain(
-    config: GenerationConfig, stop_ids: Collection[int], seed: int, most: int
+def parity_params(
+    config: GenerationConfig, stop_ids: Collection[int], seed: int, max_tokens: int
 ) -> dict[str, Any]:
     """Nothing but the temperature bends the distribution: for parity."""
     return {
         "seed": seed,
         "temperature": config.temperature,
-        "max_tokens": most,
+        "max_tokens": max_tokens,
         "top_p": 1.0,
         "top_k": 0,
         "min_p": 0.0,

@@ -19,12 +19,12 @@ from rloo_cli.utils.environment import environment_number
 from rloo_cli.utils.errors import RunError
 from rloo_cli.utils.files import write_text
 
-NAME = "server.json"
-NUMBER = "RLOO_SERVER_NUMBER"
+SERVER_FILE = "server.json"
+SERVER_NUMBER_VARIABLE = "RLOO_SERVER_NUMBER"
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerRecord:
     """One rollout server that answers, or (`failed`) one that will not any more."""
 
     url: str
@@ -43,78 +43,78 @@ class Server:
     failed: str = ""  # why no server will come any more
     job: str = ""  # Slurm's job and how often it was requeued
 
-    def alive(self) -> bool | None:
+    def is_alive(self) -> bool | None:
         """Whether its process runs; None on another machine, where nobody can tell from here."""
         if self.host != platform.node():
             return None
-        return pids.alive({"pid": self.pid, "pid_started": self.pid_started})
+        return pids.is_process_alive({"pid": self.pid, "pid_started": self.pid_started})
 
-    def stale(self) -> bool:
+    def is_stale(self) -> bool:
         """Whether it tells of an earlier attempt at our Slurm job, or of a failure in another."""
-        ours = job()
+        ours = slurm_job_attempt()
         same = self.job.partition(".")[0] == ours.partition(".")[0]
         return self.job != ours and (same or bool(self.failed))
 
 
-def number() -> int:
+def serving_node_number() -> int:
     """Which of a run's serving nodes this is; 1 where nobody says so."""
-    return environment_number(NUMBER, 1)
+    return environment_number(SERVER_NUMBER_VARIABLE, 1)
 
 
-def job() -> str:
+def slurm_job_attempt() -> str:
     """The Slurm job that this process is in, and how often it was requeued; "" outside of one."""
     found = os.environ.get("SLURM_JOB_ID")
     return f"{found}.{os.environ.get('SLURM_RESTART_COUNT') or 0}" if found else ""
 
 
-def place(folder: Path, of: int | None = None) -> Path:
+def server_file_path(folder: Path, node_number: int | None = None) -> Path:
     """The file of a run's n-th serving node; of this one by default."""
-    of = of or number()
-    return folder / (NAME if of == 1 else f"server_{of}.json")
+    node_number = node_number or serving_node_number()
+    return folder / (SERVER_FILE if node_number == 1 else f"server_{node_number}.json")
 
 
-def places(folder: Path) -> list[Path]:
+def server_file_paths(folder: Path) -> list[Path]:
     """Every such file in a folder."""
-    return [*folder.glob(NAME), *folder.glob("server_*.json")]
+    return [*folder.glob(SERVER_FILE), *folder.glob("server_*.json")]
 
 
-def token() -> str:
+def new_server_token() -> str:
     """A new token, of 256 bits."""
     return secrets.token_hex(32)
 
 
-def write(folder: Path, server: Server) -> None:
+def write_server_file(folder: Path, record: ServerRecord) -> None:
     """Write this node's `folder/server.json` whole, with mode 0600."""
     before = os.umask(0o077)
     try:
-        write_text(place(folder), json.dumps(asdict(server), indent=2) + "\n")
+        write_text(server_file_path(folder), json.dumps(asdict(record), indent=2) + "\n")
     finally:
         os.umask(before)
 
 
-def write_failure(folder: Path, by: str, error: RunError, log: Path) -> None:
+def write_server_failure(folder: Path, by: str, error: RunError, log: Path) -> None:
     """Tell the trainer, which waits for this node's file, that no server will come any more."""
     problem = error.problems[0]
     said = [problem.what, problem.why, problem.fix and f"fix: {problem.fix}"]
-    nobody = Server(
+    nobody = ServerRecord(
         url="", token="", pid=0, group=0, pid_started="", host="", by=by, model="", dtype="",
         vllm="", transfer="", devices=[], log=str(log),
-        failed="\n".join(part for part in said if part), job=job(),
+        failed="\n".join(part for part in said if part), job=slurm_job_attempt(),
     )  # fmt: skip
-    write(folder, nobody)
+    write_server_file(folder, nobody)
 
 
-def read(folder: Path, of: int | None = None) -> Server | None:
+def read_server_file(folder: Path, node_number: int | None = None) -> ServerRecord | None:
     """What `folder/server.json` says (of the n-th node; else of this one); None where there is
     none, or one of another form."""
     try:
-        values: dict[str, Any] = json.loads(place(folder, of).read_text())
-        return Server(**values)
+        values: dict[str, Any] = json.loads(server_file_path(folder, node_number).read_text())
+        return ServerRecord(**values)
     except (OSError, ValueError, TypeError):
         return None
 
 
-def live(folder: Path) -> Server | None:
+def running_server(folder: Path) -> ServerRecord | None:
     """The server of this folder if it may run: on another machine it gets the benefit of doubt."""
-    server = read(folder)
-    return server if server and not server.failed and server.alive() is not False else None
+    server = read_server_file(folder)
+    return server if server and not server.failed and server.is_alive() is not False else None

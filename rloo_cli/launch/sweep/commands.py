@@ -14,22 +14,22 @@ from typing import Any
 
 from rloo_cli.checkpoint import manifest
 from rloo_cli.launch.sweep import rules
-from rloo_cli.launch.sweep.member import Live, Phase
 from rloo_cli.launch.sweep.running import Sweep
-from rloo_cli.launch.sweep.state import Book, Member, running, setting
-from rloo_cli.launch.sweep.table import Show
+from rloo_cli.launch.sweep.state import SweepState, Trial, override_key, running_process
+from rloo_cli.launch.sweep.table import SweepDisplay
+from rloo_cli.launch.sweep.trial import TrialPhase, TrialProcess
 from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
 from rloo_cli.utils.files import read_json, write_json
 
-AT = (Phase.BOUNDARY, Phase.PARKED)
+BOUNDARY_PHASES = (TrialPhase.BOUNDARY, TrialPhase.OFFLOADED)
 
 
-def answer(sweep: Sweep, request: dict[str, Any]) -> str:
+def answer_request(sweep: Sweep, request: dict[str, Any]) -> str:
     """Take one request; what is said to who asked. Raises ConfigError."""
-    member = sweep.book.find(str(request["member"]))
-    if sweep.heard:
+    member = sweep.sweep_state.find_trial(str(request["member"]))
+    if sweep.signals:
         raise ConfigError(Problem("the sweep is ending", "command line", "it was asked to"))
-    live = next((x for x in sweep.lives if x.member is member and x.open), None)
+    live = next((x for x in sweep.trial_processes if x.trial is member and x.is_open), None)
     match request["do"]:
         case "stop":
             return _stop(sweep, member, live)
@@ -39,117 +39,144 @@ def answer(sweep: Sweep, request: dict[str, Any]) -> str:
             return _clone(sweep, member, live, request)
 
 
-def _stop(sweep: Sweep, member: Member, live: Live | None) -> str:
-    if live is None or live.ending:
-        raise ConfigError(_ended(member, live))
-    live.ending = "rloo sweep stop"
-    if live.phase == Phase.NEW:
-        live.phase, member.state, member.why = Phase.DONE, "stopped", live.ending
-        sweep.show.ended(live)
-        sweep.save()
-        return f"{member.name} is stopped before it began"
-    return f"{member.name} saves and stops {_when(live)}"
+def _stop(sweep: Sweep, trial: Trial, trial_process: TrialProcess | None) -> str:
+    if trial_process is None or trial_process.stop_reason:
+        raise ConfigError(_ended(trial, trial_process))
+    trial_process.stop_reason = "rloo sweep stop"
+    if trial_process.phase == TrialPhase.NEW:
+        trial_process.phase, trial.state, trial.why = (
+            TrialPhase.DONE,
+            "stopped",
+            trial_process.stop_reason,
+        )
+        sweep.show.report_end(trial_process)
+        sweep.save_state()
+        return f"{trial.name} is stopped before it began"
+    return f"{trial.name} saves and stops {_when(trial_process)}"
 
 
-def _promote(sweep: Sweep, member: Member, live: Live | None) -> str:
-    if live is None or live.ending:
-        raise ConfigError(_ended(member, live))
-    member.share += 1
-    live.fair.share = member.share
-    sweep.save()
-    sweep.show.note(f"{member.name} gets {member.share} chunks for each of the others' from here")
-    return f"{member.name} gets {member.share} chunks for each of the others', {_when(live)}"
+def _promote(sweep: Sweep, trial: Trial, trial_process: TrialProcess | None) -> str:
+    if trial_process is None or trial_process.stop_reason:
+        raise ConfigError(_ended(trial, trial_process))
+    trial.share += 1
+    trial_process.fair_share.share = trial.share
+    sweep.save_state()
+    sweep.show.print_note(
+        f"{trial.name} gets {trial.share} chunks for each of the others' from here"
+    )
+    return f"{trial.name} gets {trial.share} chunks for each of the others', {_when(trial_process)}"
 
 
-def _clone(sweep: Sweep, member: Member, live: Live | None, request: dict[str, Any]) -> str:
-    coming = sum(len(other.clones) for other in sweep.lives)
-    open_now = sum(other.open for other in sweep.lives)
-    if problems := [*rules.too_many(open_now + coming + 1, sweep.fit)]:
+def _clone(
+    sweep: Sweep, trial: Trial, trial_process: TrialProcess | None, request: dict[str, Any]
+) -> str:
+    coming = sum(len(other.requested_clones) for other in sweep.trial_processes)
+    open_now = sum(other.is_open for other in sweep.trial_processes)
+    if problems := [*rules.too_many_trials_problems(open_now + coming + 1, sweep.max_trials)]:
         raise ConfigError(*problems)
-    taken = {m.name for m in sweep.book.members}
-    taken |= {clone["name"] for other in sweep.lives for clone in other.clones}
+    taken = {m.name for m in sweep.sweep_state.members}
+    taken |= {clone["name"] for other in sweep.trial_processes for clone in other.requested_clones}
     names = (f"{request['name']}{f'-{i}' if i > 1 else ''}" for i in range(1, 10**6))
-    root = sweep.book.root
+    root = sweep.sweep_state.root
     name = next(n for n in names if n not in taken and not (root / n).exists())
     clone = {"name": name, "words": request["words"]}
-    if live is not None:
-        if live.phase not in AT and live.steps is not None and live.until >= live.steps:
-            why = f"it is in its last chunk, and ends at step {live.steps}"
-            what = f"{member.name} has no boundary any more"
+    if trial_process is not None:
+        if (
+            trial_process.phase not in BOUNDARY_PHASES
+            and trial_process.max_steps is not None
+            and trial_process.slice_end >= trial_process.max_steps
+        ):
+            why = f"it is in its last chunk, and ends at step {trial_process.max_steps}"
+            what = f"{trial.name} has no boundary any more"
             raise ConfigError(Problem(what, "command line", why, "the same, once it has ended"))
-        live.clones.append(clone)
-        return f"{name} begins where {member.name} stands {_when(live)}"
-    newest, _ = manifest.newest(sweep.book.place(member))
+        trial_process.requested_clones.append(clone)
+        return f"{name} begins where {trial.name} stands {_when(trial_process)}"
+    newest, _ = manifest.newest_checkpoint(sweep.sweep_state.trial_folder(trial))
     if newest is None:
         why = "it has no checkpoint"
-        raise ConfigError(Problem(f"{member.name} cannot be cloned", "command line", why))
-    _begin(sweep, member, clone, newest)
+        raise ConfigError(Problem(f"{trial.name} cannot be cloned", "command line", why))
+    _add_clone(sweep, trial, clone, newest)
     return f"{name} begins from {newest}"
 
 
-def _when(live: Live) -> str:
-    if live.phase in AT:
-        return f"now, at step {live.member.step}"
-    if live.phase == Phase.NEW or live.line is None:
+def _when(trial_process: TrialProcess) -> str:
+    if trial_process.phase in BOUNDARY_PHASES:
+        return f"now, at step {trial_process.trial.step}"
+    if trial_process.phase == TrialPhase.NEW or trial_process.connection is None:
         return "at its next boundary, once it has begun"
-    last = live.steps is not None and live.until >= live.steps
-    return f"at the end, step {live.steps}" if last else f"at its next boundary, step {live.until}"
-
-
-def _ended(member: Member, live: Live | None) -> Problem:
-    state = "ending" if live is not None else member.state
-    why = f"it is {state}" + (
-        f" ({live.ending if live else member.why})" if state != "finished" else ""
+    last = (
+        trial_process.max_steps is not None and trial_process.slice_end >= trial_process.max_steps
     )
-    return Problem(f"{member.name} does not train any more", "command line", why, "rloo sweep show")
+    return (
+        f"at the end, step {trial_process.max_steps}"
+        if last
+        else f"at its next boundary, step {trial_process.slice_end}"
+    )
 
 
-def at_boundary(live: Live, show: Show) -> None:
+def _ended(trial: Trial, trial_process: TrialProcess | None) -> Problem:
+    state = "ending" if trial_process is not None else trial.state
+    why = f"it is {state}" + (
+        f" ({trial_process.stop_reason if trial_process else trial.why})"
+        if state != "finished"
+        else ""
+    )
+    return Problem(f"{trial.name} does not train any more", "command line", why, "rloo sweep show")
+
+
+def act_at_boundary(trial_process: TrialProcess, show: SweepDisplay) -> None:
     """What is due at a boundary: checkpoints for clones first, then its end."""
-    if live.phase not in AT:
+    if trial_process.phase not in BOUNDARY_PHASES:
         return
-    fresh = live.member.step == 0 and live.member.start is None  # nothing to save yet
-    if live.clones and not fresh:
-        live.save()
-    elif live.ending:
-        if live.clones:
-            too_late(live, show)
-        live.end()
+    fresh = (
+        trial_process.trial.step == 0 and trial_process.trial.start is None
+    )  # nothing to save yet
+    if trial_process.requested_clones and not fresh:
+        trial_process.save_checkpoint()
+    elif trial_process.stop_reason:
+        if trial_process.requested_clones:
+            drop_clones(trial_process, show)
+        trial_process.save_and_stop()
 
 
-def made(sweep: Sweep, live: Live, path: str | None) -> None:
+def add_clones(sweep: Sweep, trial_process: TrialProcess, path: str | None) -> None:
     """The checkpoint for the clones is there: they are members from here on."""
-    for clone in live.clones:
+    for clone in trial_process.requested_clones:
         if path is None:
-            sweep.show.note(f"{clone['name']} is not made: its parent's checkpoint was not saved")
+            sweep.show.print_note(
+                f"{clone['name']} is not made: its parent's checkpoint was not saved"
+            )
         else:
-            _begin(sweep, live.member, clone, Path(path))
-    live.clones.clear()
+            _add_clone(sweep, trial_process.trial, clone, Path(path))
+    trial_process.requested_clones.clear()
 
 
-def too_late(live: Live, show: Show) -> None:
+def drop_clones(trial_process: TrialProcess, show: SweepDisplay) -> None:
     """Say of clones that cannot be made any more that they are not."""
-    for clone in live.clones:
-        show.note(f"{clone['name']} is not made: {live.member.name} ended before its next boundary")
-    live.clones.clear()
+    for clone in trial_process.requested_clones:
+        show.print_note(
+            f"{clone['name']} is not made: {trial_process.trial.name} ended before its next "
+            "boundary"
+        )
+    trial_process.requested_clones.clear()
 
 
-def _begin(sweep: Sweep, parent: Member, clone: dict[str, Any], checkpoint: Path) -> None:
-    book, name = sweep.book, str(clone["name"])
-    place = manifest.place(checkpoint) or (parent.step, -1)
-    kept = keep(book, name, checkpoint)
+def _add_clone(sweep: Sweep, parent: Trial, clone: dict[str, Any], checkpoint: Path) -> None:
+    book, name = sweep.sweep_state, str(clone["name"])
+    place = manifest.checkpoint_position(checkpoint) or (parent.step, -1)
+    kept = link_checkpoint(book, name, checkpoint)
     number = max(m.number for m in book.members) + 1
-    member = Member(number, name, clone["words"], str(kept), parent.name, place[0], step=place[0])
+    member = Trial(number, name, clone["words"], str(kept), parent.name, place[0], step=place[0])
     book.members.append(member)
-    sweep.add(member)
-    sweep.show.note(f"{name} is number {number}, from step {place[0]} of {parent.name}")
-    sweep.save()
+    sweep.add_trial(member)
+    sweep.show.print_note(f"{name} is number {number}, from step {place[0]} of {parent.name}")
+    sweep.save_state()
 
 
-def keep(book: Book, name: str, checkpoint: Path) -> Path:
+def link_checkpoint(sweep_state: SweepState, name: str, checkpoint: Path) -> Path:
     """The checkpoint where its own run cannot remove it. Links where the disk has them: it costs
     room only once its run has removed its own."""
-    place = book.folder / "from" / name / checkpoint.name
+    place = sweep_state.folder / "from" / name / checkpoint.name
     shutil.rmtree(place, ignore_errors=True)
     try:
         shutil.copytree(checkpoint, place, copy_function=os.link)
@@ -160,17 +187,17 @@ def keep(book: Book, name: str, checkpoint: Path) -> Path:
     return place.absolute()
 
 
-def with_changes(words: list[str], changes: list[str]) -> list[str]:
+def replace_overrides(overrides: list[str], changes: list[str]) -> list[str]:
     """The words of a clone: its parent's, those of the same keys replaced."""
-    changed = {setting(word) for word in changes}
-    return [*[word for word in words if setting(word) not in changed], *changes]
+    changed = {override_key(word) for word in changes}
+    return [*[word for word in overrides if override_key(word) not in changed], *changes]
 
 
-LIMIT_S = 60.0  # for an answer: the loop may be linking a large checkpoint
+ANSWER_TIMEOUT_S = 60.0  # for an answer: the loop may be linking a large checkpoint
 _count = itertools.count()
 
 
-def ask(folder: Path, **request: Any) -> str:
+def send_request(folder: Path, **request: Any) -> str:
     """Ask the sweep that runs there; what it says.
 
     Raises ConfigError where it refuses, GenerationError where it does not answer.
@@ -179,9 +206,9 @@ def ask(folder: Path, **request: Any) -> str:
     question = folder / "requests" / f"{name}.json"
     answer = question.with_suffix(".answer")
     write_json(question, request)
-    end = time.monotonic() + LIMIT_S
+    end = time.monotonic() + ANSWER_TIMEOUT_S
     try:
-        while time.monotonic() < end and (running(folder) or answer.is_file()):
+        while time.monotonic() < end and (running_process(folder) or answer.is_file()):
             if answer.is_file():
                 said = read_json(answer)
                 if "problem" in said:
@@ -191,12 +218,16 @@ def ask(folder: Path, **request: Any) -> str:
     finally:
         question.unlink(missing_ok=True)
         answer.unlink(missing_ok=True)
-    why = "it ended meanwhile" if not running(folder) else f"no answer in {LIMIT_S:.0f} s"
+    why = (
+        "it ended meanwhile"
+        if not running_process(folder)
+        else f"no answer in {ANSWER_TIMEOUT_S:.0f} s"
+    )
     fix = f"rloo sweep show {folder}"
     raise GenerationError(Problem(f"{folder} did not take it", "command line", why, fix))
 
 
-def serve(folder: Path, answer: Callable[[dict[str, Any]], str]) -> None:
+def serve_requests(folder: Path, handler: Callable[[dict[str, Any]], str]) -> None:
     """Answer what was asked. `answer` raises ConfigError for what it refuses."""
     for question in sorted((folder / "requests").glob("[0-9]*.json")):
         request = read_json(question)
@@ -204,7 +235,7 @@ def serve(folder: Path, answer: Callable[[dict[str, Any]], str]) -> None:
             continue
         said: dict[str, Any]
         try:
-            said = {"said": answer(request)}
+            said = {"said": handler(request)}
         except ConfigError as error:
             problem = error.problems[0]
             said = {"problem": {k: getattr(problem, k) for k in ("what", "where", "why", "fix")}}
@@ -212,7 +243,7 @@ def serve(folder: Path, answer: Callable[[dict[str, Any]], str]) -> None:
         question.unlink(missing_ok=True)
 
 
-def forget(folder: Path) -> None:
+def clear_requests(folder: Path) -> None:
     """Questions to an earlier process, which nobody waits for."""
     for path in (folder / "requests").glob("*"):
         path.unlink(missing_ok=True)

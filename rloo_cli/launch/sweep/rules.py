@@ -9,25 +9,27 @@ from typing import Any
 
 from rloo_cli.checkpoint import resume
 from rloo_cli.config import check, hf_cache, messages
-from rloo_cli.config.compose import Composed
+from rloo_cli.config.compose import ComposedConfig
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.launch import preflight
-from rloo_cli.launch.launcher import SAME_JOB
-from rloo_cli.launch.sweep.state import Member, Rung, setting
-from rloo_cli.launch.sweep.turns import LEAST
+from rloo_cli.launch.launcher import KEYS_OF_SAME_JOB
+from rloo_cli.launch.sweep.state import Rung, Trial, override_key
+from rloo_cli.launch.sweep.time_slices import MINIMIZE_SUFFIX
 from rloo_cli.utils import environment, pids
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
 from rloo_cli.utils.files import read_json
 
-PARKED_SHARE = 0.125  # of a GPU, for members that wait: plans leave more than that unused
-NOT_OURS = ("hydra/launcher", "hydra.launcher")
+OFFLOADED_GPU_SHARE = 0.125  # of a GPU, for members that wait: plans leave more than that unused
+REFUSED_KEYS = ("hydra/launcher", "hydra.launcher")
 
 
-def words(given: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
+def check_sweep_overrides(
+    overrides: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> None:
     """Raises ConfigError for a place and for words that no sweep can have."""
     problems = []
-    for word in given:
-        if setting(word).startswith(NOT_OURS):
+    for word in overrides:
+        if override_key(word).startswith(REFUSED_KEYS):
             why, fix = "members run side by side on this machine", "rloo train --multirun ..."
             problems.append(Problem(f"{word}: a sweep has no launcher", "command line", why, fix))
         if word.startswith(("--cfg", "-c")) and not word.startswith("--config"):
@@ -40,8 +42,8 @@ def words(given: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
         raise ConfigError(*problems)
 
 
-def asked(
-    keep: Sequence[int], at: Sequence[int], by: Sequence[str], before: Sequence[Rung]
+def early_stopping_rungs(
+    keep: Sequence[int], at: Sequence[int], by: Sequence[str], old_rungs: Sequence[Rung]
 ) -> list[Rung]:
     """Early stopping as the flags have it; what was decided already (`before`) stays so."""
     if len(keep) != len(at) or len(by) not in (0, 1, len(at)):
@@ -49,16 +51,18 @@ def asked(
         fix = "--keep 4 --at 20 --keep 2 --at 40 --by reward"
         raise ConfigError(Problem("each --keep has its --at", "command line", why, fix))
     each = [*by] if len(by) == len(at) else [*by, "reward"][:1] * len(at)
-    done = [replace(rung, done=False) for rung in before if rung.done]
+    done = [replace(rung, done=False) for rung in old_rungs if rung.done]
     found = [Rung(*rung) for rung in zip(keep, at, each, strict=True)]
     return [replace(rung, done=rung in done) for rung in found]
 
 
-def rungs(found: Sequence[Rung], members: int, steps: Sequence[int | None]) -> Iterator[Problem]:
+def rung_problems(
+    rungs: Sequence[Rung], num_trials: int, steps: Sequence[int | None]
+) -> Iterator[Problem]:
     """What early stopping cannot do. `steps`: the lengths of the members that are known."""
     least = min((s for s in steps if s is not None), default=None)
-    before, left = 0, members
-    for rung in found:
+    before, left = 0, num_trials
+    for rung in rungs:
         what = f"--keep {rung.keep} --at {rung.at}"
         if rung.keep >= left:
             yield Problem(f"{what} stops nobody", "command line", f"{left} members come to it")
@@ -67,12 +71,12 @@ def rungs(found: Sequence[Rung], members: int, steps: Sequence[int | None]) -> I
         if least is not None and rung.at >= least:
             why = f"a member has {least} steps: at its end there is nothing to save by stopping"
             yield Problem(f"{what} is too late", "command line", why, f"--at {max(1, least // 2)}")
-        if not rung.by.removesuffix(LEAST):
+        if not rung.by.removesuffix(MINIMIZE_SUFFIX):
             yield Problem("--by takes the name of a metric", "command line", fix="--by reward")
         before, left = rung.at, rung.keep
 
 
-def member(run: RunConfig) -> Iterator[Problem]:
+def trial_problems(run: RunConfig) -> Iterator[Problem]:
     """Why a run can be no member: what it does in a sweep would not be what it does alone."""
     backend, spread = run.generation.backend, run.distributed
     if backend != "transformers":
@@ -87,59 +91,61 @@ def member(run: RunConfig) -> Iterator[Problem]:
         yield Problem("a member of a sweep is one process", "distributed.engine", why, fix)
 
 
-def members_that_fit(devices: int, memory: float) -> int:
+def max_open_trials(devices: int, memory: float) -> int:
     """Members that a sweep can have open at a time on `devices` GPUs of `memory` bytes each.
 
     One trains on each, and every other one keeps some of it while it waits.
     """
-    return devices * (1 + int(PARKED_SHARE * memory / environment.PARKED_BYTES))
+    return devices * (1 + int(OFFLOADED_GPU_SHARE * memory / environment.OFFLOADED_TRIAL_BYTES))
 
 
-def too_many(members: int, fit: int | None) -> Iterator[Problem]:
+def too_many_trials_problems(num_trials: int, max_trials: int | None) -> Iterator[Problem]:
     """More members than their GPUs can hold. `fit`: `members_that_fit`; None = there is no GPU."""
-    if fit is None or members <= fit:
+    if max_trials is None or num_trials <= max_trials:
         return
-    each = f"{environment.PARKED_BYTES / 1e9:g} GB"
-    why = f"one that waits keeps {each} of its GPU for CUDA itself, and {fit} fit"
-    fix = f"at most {fit} members, --jobs N with N more GPUs, or rloo train --multirun"
-    yield Problem(f"{members} members are too many side by side", "command line", why, fix)
+    each = f"{environment.OFFLOADED_TRIAL_BYTES / 1e9:g} GB"
+    why = f"one that waits keeps {each} of its GPU for CUDA itself, and {max_trials} fit"
+    fix = f"at most {max_trials} members, --jobs N with N more GPUs, or rloo train --multirun"
+    yield Problem(f"{num_trials} members are too many side by side", "command line", why, fix)
 
 
-def checked(jobs: Sequence[Composed]) -> list[RunConfig]:
+def check_trial_configs(jobs: Sequence[ComposedConfig]) -> list[RunConfig]:
     """The configs of members. Raises ConfigError with all that is wrong with any of them."""
     runs: list[RunConfig] = []
     problems: dict[Problem, None] = {}  # in order, each once: most are every member's
     for job in jobs:
         try:
-            run = check.check(job)
+            run = check.check_config(job)
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
             continue
-        problems |= dict.fromkeys(messages.placed(p, job.sources) for p in member(run))
+        problems |= dict.fromkeys(
+            messages.locate_problem(p, job.sources) for p in trial_problems(run)
+        )
         runs.append(run)
     if problems:
         raise ConfigError(*problems)
     return runs
 
 
-def named(run: RunConfig, who: Member) -> RunConfig:
+def trial_config(run: RunConfig, trial: Trial) -> RunConfig:
     """A member's config, as it is when it goes on under its name."""
-    values: dict[str, Any] = {"name": who.name, "resume": who.start or "auto"}
-    if who.parent is not None:
+    values: dict[str, Any] = {"name": trial.name, "resume": trial.start or "auto"}
+    if trial.parent is not None:
         values["resume_allow_changes"] = True
     return run.model_copy(update=values)
 
 
-def able(found: Sequence[tuple[Member, RunConfig]]) -> None:
+def check_trials_can_start(trials: Sequence[tuple[Trial, RunConfig]]) -> None:
     """Raises RunError where members cannot begin here: what of them is there already, and what the
     machine lacks."""
     problems: dict[Problem, None] = {}
     kinds: list[type[RunError]] = []
-    for who, run in found:
+    for who, run in trials:
         try:
-            _free(Path(run.root, who.name), run)
-            with hf_cache.remembered(who.words):
-                preflight.check(run)
+            _check_folder_free(Path(run.root, who.name), run)
+            with hf_cache.recorded_command(who.words):
+                preflight.check_machine(run)
         except RunError as error:
             problems |= dict.fromkeys(error.problems)
             kinds.append(type(error))
@@ -147,27 +153,30 @@ def able(found: Sequence[tuple[Member, RunConfig]]) -> None:
         raise min(kinds, key=lambda kind: kind.code)(*problems)
 
 
-def _free(folder: Path, run: RunConfig) -> None:
+def _check_folder_free(folder: Path, run: RunConfig) -> None:
     """Raises ConfigError where the member's folder is another run's, or is being trained."""
     facts = read_json(folder / "run.json")
-    if facts.get("state") in ("starting", "training") and pids.alive(facts):
+    if facts.get("state") in ("starting", "training") and pids.is_process_alive(facts):
         what = f"{folder} is being trained by process {facts['pid']}"
         raise ConfigError(Problem(what, "name", fix="wait for it, or name=OTHER"))
     if facts:
         run = run.model_copy(update={"resume": "auto"})
-    resume.plan(folder, run)
+    resume.plan_resume(folder, run)
 
 
-def apart(names: Sequence[str]) -> None:
+def check_distinct_names(names: Sequence[str]) -> None:
     """Raises ConfigError where two members would be one run."""
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        why = f"what differs is none of the experiment: {', '.join(SAME_JOB)} are left out of names"
+        why = (
+            f"what differs is none of the experiment: {', '.join(KEYS_OF_SAME_JOB)} are left "
+            "out of names"
+        )
         what = f"two members would be the run {twice[0]}"
         raise ConfigError(Problem(what, "name", why, "sweep another key, or name=a,b"))
 
 
-def digest(given: Sequence[str]) -> str:
+def overrides_digest(overrides: Sequence[str]) -> str:
     """6 hex digits of the words that make the sweep what it is."""
-    kept = [w for w in given if setting(w).partition(".")[0] not in SAME_JOB]
+    kept = [w for w in overrides if override_key(w).partition(".")[0] not in KEYS_OF_SAME_JOB]
     return hashlib.sha256("\n".join(sorted(kept)).encode()).hexdigest()[:6]

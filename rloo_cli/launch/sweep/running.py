@@ -3,10 +3,10 @@
 import time
 from pathlib import Path
 
-from rloo_cli.launch.sweep import member as sweep_member
-from rloo_cli.launch.sweep.member import Live, Turns
-from rloo_cli.launch.sweep.state import OPEN, Book, Member
-from rloo_cli.launch.sweep.table import Show
+from rloo_cli.launch.sweep import trial as sweep_member
+from rloo_cli.launch.sweep.state import OPEN_STATES, SweepState, Trial
+from rloo_cli.launch.sweep.table import SweepDisplay
+from rloo_cli.launch.sweep.trial import FairShare, TrialProcess
 
 SAVE_S = 0.5  # sweep.json is written at most this often for what only shows how it goes
 
@@ -16,30 +16,41 @@ class Sweep:
     members those can hold."""
 
     def __init__(
-        self, book: Book, show: Show, gpus: list[str] | None = None, fit: int | None = None
+        self,
+        sweep_state: SweepState,
+        show: SweepDisplay,
+        gpus: list[str] | None = None,
+        max_trials: int | None = None,
     ):
-        self.book, self.show, self.gpus, self.fit = book, show, gpus or [], fit
-        self.lives: list[Live] = []
-        self.room = sweep_member.places(book.jobs, max(1, min(book.jobs, len(self.gpus))))
-        self.heard: list[int] = []  # signals
+        self.sweep_state, self.show, self.gpus, self.max_trials = (
+            sweep_state,
+            show,
+            gpus or [],
+            max_trials,
+        )
+        self.trial_processes: list[TrialProcess] = []
+        self.capacity = sweep_member.trials_per_device(
+            sweep_state.jobs, max(1, min(sweep_state.jobs, len(self.gpus)))
+        )
+        self.signals: list[int] = []  # signals
         self.socket = Path()
-        self.saved = 0.0
-        for member in book.members:
-            if member.state in (*OPEN, "failed"):
+        self.saved_at = 0.0
+        for member in sweep_state.members:
+            if member.state in (*OPEN_STATES, "failed"):
                 member.state, member.code, member.why = "waiting", None, ""
-                self.add(member)
+                self.add_trial(member)
 
-    def add(self, member: Member) -> Live:
+    def add_trial(self, trial: Trial) -> TrialProcess:
         """A member more that is to be trained; its turns count from now on."""
-        known = [live.fair for live in self.lives if live.open]
-        device = sweep_member.spread(known, self.book.jobs, len(self.gpus))
-        had = min((turns.had for turns in known), default=0.0)
-        turns = Turns(member.number, member.share, had, device)
-        self.lives.append(Live(self.book, member, turns))
-        return self.lives[-1]
+        known = [live.fair_share for live in self.trial_processes if live.is_open]
+        device = sweep_member.least_used_device(known, self.sweep_state.jobs, len(self.gpus))
+        had = min((turns.weighted_slices for turns in known), default=0.0)
+        turns = FairShare(trial.number, trial.share, had, device)
+        self.trial_processes.append(TrialProcess(self.sweep_state, trial, turns))
+        return self.trial_processes[-1]
 
-    def save(self, now: bool = True) -> None:
+    def save_state(self, now: bool = True) -> None:
         """Write sweep.json, at once or when it is time."""
-        if now or time.monotonic() - self.saved > SAVE_S:
-            self.book.save()
-            self.saved = time.monotonic()
+        if now or time.monotonic() - self.saved_at > SAVE_S:
+            self.sweep_state.save()
+            self.saved_at = time.monotonic()

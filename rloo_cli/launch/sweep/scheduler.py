@@ -14,116 +14,124 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.launch.sweep import commands, turns
-from rloo_cli.launch.sweep.member import Live, Phase
+from rloo_cli.launch.sweep import commands, time_slices
 from rloo_cli.launch.sweep.running import Sweep
-from rloo_cli.launch.sweep.state import OPEN, Book
-from rloo_cli.launch.sweep.table import Show
-from rloo_cli.train.sweep_turns import Line
+from rloo_cli.launch.sweep.state import OPEN_STATES, SweepState
+from rloo_cli.launch.sweep.table import SweepDisplay
+from rloo_cli.launch.sweep.trial import TrialPhase, TrialProcess
 from rloo_cli.utils.signals import SIGNALS
+from rloo_cli.utils.sweep_time_slices import JsonLineSocket
 
 TICK_S = 0.05
-STOPPED, AT_ONCE = 75, 130
+SWEEP_STOPPED_CODE, SWEEP_KILLED_CODE = 75, 130
 
 
-class Control(Sweep):
+class SweepScheduler(Sweep):
     """The loop of a sweep that runs."""
 
     def __init__(
-        self, book: Book, show: Show, gpus: list[str] | None = None, fit: int | None = None
+        self,
+        sweep_state: SweepState,
+        show: SweepDisplay,
+        gpus: list[str] | None = None,
+        max_trials: int | None = None,
     ):
-        super().__init__(book, show, gpus, fit)
+        super().__init__(sweep_state, show, gpus, max_trials)
         self.selector = selectors.DefaultSelector()
 
     def run(self) -> int:
         """Until every member has ended; the sweep's exit code."""
-        self.book.state = "training"
-        self.book.save()
-        commands.forget(self.book.folder)
-        with _listening() as (listening, self.socket), self._signals(), self.show:
+        self.sweep_state.state = "training"
+        self.sweep_state.save()
+        commands.clear_requests(self.sweep_state.folder)
+        with _listening() as (listening, self.socket), self._catch_signals(), self.show:
             self.selector.register(listening, selectors.EVENT_READ)
             try:
-                while self._going():
-                    self._once()
+                while self._has_running():
+                    self._tick()
             finally:
                 self._end_all()
                 self.selector.close()
-        return self._code()
+        return self._exit_code()
 
-    def _going(self) -> bool:
-        return any(live.open and (live.process or not self.heard) for live in self.lives)
+    def _has_running(self) -> bool:
+        return any(
+            live.is_open and (live.process or not self.signals) for live in self.trial_processes
+        )
 
-    def _once(self) -> None:
+    def _tick(self) -> None:
         for key, _ in self.selector.select(TICK_S):
-            self._hear(key)
-        for live in self.lives:
-            if live.open and (code := live.ended()) is not None:
-                self._ended(live, code)
-        commands.serve(self.book.folder, lambda request: commands.answer(self, request))
-        if self.heard:
-            self._pass_on()
+            self._receive(key)
+        for live in self.trial_processes:
+            if live.is_open and (code := live.exit_code()) is not None:
+                self._trial_ended(live, code)
+        commands.serve_requests(
+            self.sweep_state.folder, lambda request: commands.answer_request(self, request)
+        )
+        if self.signals:
+            self._forward_signal()
         else:
-            for live in self.lives:
-                commands.at_boundary(live, self.show)
-            turns.climb(self)
-            turns.give(self)
-        self.save(False)
-        self.show.refresh(self.lives)
+            for live in self.trial_processes:
+                commands.act_at_boundary(live, self.show)
+            time_slices.halve_trials(self)
+            time_slices.schedule_slices(self)
+        self.save_state(False)
+        self.show.refresh(self.trial_processes)
 
-    def _pass_on(self) -> None:
+    def _forward_signal(self) -> None:
         """A signal that came while a member was being started reaches it too."""
-        if self.book.state == "training":
-            self.book.state = "stopping"
-            self.show.note("asked to end: every member saves where it stands")
-        for live in self.lives:
-            if not live.told:
-                live.signal(self.heard[0])
+        if self.sweep_state.state == "training":
+            self.sweep_state.state = "stopping"
+            self.show.print_note("asked to end: every member saves where it stands")
+        for live in self.trial_processes:
+            if not live.signalled:
+                live.send_signal(self.signals[0])
 
     # What members say
 
-    def _hear(self, key: selectors.SelectorKey) -> None:
+    def _receive(self, key: selectors.SelectorKey) -> None:
         if key.data is None:
             assert isinstance(key.fileobj, socket.socket)
             end, _ = key.fileobj.accept()
-            self.selector.register(end, selectors.EVENT_READ, Line(end))
+            self.selector.register(end, selectors.EVENT_READ, JsonLineSocket(end))
             return
-        line: Line = key.data
+        line: JsonLineSocket = key.data
         said = line.receive()
         if said is None:
             self.selector.unregister(key.fileobj)
-            line.end.close()
+            line.connection.close()
             return
         for message in said:
-            live = next(x for x in self.lives if x.member.number == message["member"])
-            live.line = line
-            self._take(live, message)
+            live = next(x for x in self.trial_processes if x.trial.number == message["member"])
+            live.connection = line
+            self._handle_message(live, message)
 
-    def _take(self, live: Live, said: dict[str, Any]) -> None:
-        if not live.open:
+    def _handle_message(self, trial_process: TrialProcess, message: dict[str, Any]) -> None:
+        if not trial_process.is_open:
             return
-        if "step" in said:
-            live.member.step, live.phase = said["step"], Phase.BOUNDARY
-            live.member.state = "waiting"
-            self.show.boundary(live)
-        elif "parked" in said:
-            live.phase, live.holds = Phase.PARKED, False
-        elif "saved" in said:
-            live.phase = live.before
-            commands.made(self, live, said["saved"])
+        if "step" in message:
+            trial_process.trial.step, trial_process.phase = message["step"], TrialPhase.BOUNDARY
+            trial_process.trial.state = "waiting"
+            self.show.report_boundary(trial_process)
+        elif "parked" in message:
+            trial_process.phase, trial_process.on_device = TrialPhase.OFFLOADED, False
+        elif "saved" in message:
+            trial_process.phase = trial_process.phase_before_save
+            commands.add_clones(self, trial_process, message["saved"])
 
-    def _ended(self, live: Live, code: int) -> None:
-        live.phase, live.holds = Phase.DONE, False
-        _judge(live, code, bool(self.heard))
-        self.show.ended(live)
-        commands.too_late(live, self.show)
-        self.save()
+    def _trial_ended(self, trial_process: TrialProcess, code: int) -> None:
+        trial_process.phase, trial_process.on_device = TrialPhase.DONE, False
+        _record_end(trial_process, code, bool(self.signals))
+        self.show.report_end(trial_process)
+        commands.drop_clones(trial_process, self.show)
+        self.save_state()
 
     @contextmanager
-    def _signals(self) -> Iterator[None]:
+    def _catch_signals(self) -> Iterator[None]:
         def forward(number: int, frame: Any) -> None:
-            self.heard.append(number)
-            for live in self.lives:
-                live.signal(number)
+            self.signals.append(number)
+            for live in self.trial_processes:
+                live.send_signal(number)
 
         before = {n: signal.signal(n, forward) for n in SIGNALS}
         try:
@@ -134,42 +142,45 @@ class Control(Sweep):
 
     def _end_all(self) -> None:
         """Where the loop itself went wrong: members save and end all the same."""
-        for live in self.lives:
-            live.signal(signal.SIGTERM)
-        for live in self.lives:
+        for live in self.trial_processes:
+            live.send_signal(signal.SIGTERM)
+        for live in self.trial_processes:
             if live.process is not None:
                 with contextlib.suppress(Exception):
                     live.process.wait(60)
                 live.process.kill()
 
-    def _code(self) -> int:
-        states = [member.state for member in self.book.members]
-        codes = [m.code for m in self.book.members if m.state == "failed" and m.code]
-        if self.heard and any(state in OPEN for state in states):
-            killed = any(live.member.code == AT_ONCE for live in self.lives)
-            code = AT_ONCE if killed else STOPPED
-            self.book.state = "stopped"
+    def _exit_code(self) -> int:
+        states = [member.state for member in self.sweep_state.members]
+        codes = [m.code for m in self.sweep_state.members if m.state == "failed" and m.code]
+        if self.signals and any(state in OPEN_STATES for state in states):
+            killed = any(live.trial.code == SWEEP_KILLED_CODE for live in self.trial_processes)
+            code = SWEEP_KILLED_CODE if killed else SWEEP_STOPPED_CODE
+            self.sweep_state.state = "stopped"
         else:
             code = next((c if c > 0 else 1 for c in codes), 0)
-            self.book.state = "failed" if "failed" in states else "finished"
-        self.book.save()
+            self.sweep_state.state = "failed" if "failed" in states else "finished"
+        self.sweep_state.save()
         return code
 
 
-def _judge(live: Live, code: int, heard: bool) -> None:
+def _record_end(trial_process: TrialProcess, code: int, stop_requested: bool) -> None:
     """What became of a member that ended with this code. `heard`: the sweep was asked to end."""
-    member = live.member
+    member = trial_process.trial
     member.code = code
     if code == 0:
-        member.state, member.step = "finished", live.steps or member.step
-    elif code == STOPPED and live.ending:
-        member.state, member.why = "stopped", live.ending
-    elif heard and code in (STOPPED, AT_ONCE, *(-n for n in SIGNALS)):
+        member.state, member.step = "finished", trial_process.max_steps or member.step
+    elif code == SWEEP_STOPPED_CODE and trial_process.stop_reason:
+        member.state, member.why = "stopped", trial_process.stop_reason
+    elif stop_requested and code in (SWEEP_STOPPED_CODE, SWEEP_KILLED_CODE, *(-n for n in SIGNALS)):
         member.state, member.why = "waiting", "the sweep was stopped"
-    elif code == STOPPED:
+    elif code == SWEEP_STOPPED_CODE:
         member.state, member.why = "stopped", "a signal to it alone"
     else:
-        member.state, member.why = "failed", f"ended with {code}: {live.book.log(member)}"
+        member.state, member.why = (
+            "failed",
+            f"ended with {code}: {trial_process.sweep_state.trial_log(member)}",
+        )
 
 
 @contextmanager

@@ -11,18 +11,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.config.old_names import nearest
+from rloo_cli.config.old_names import nearest_names
 from rloo_cli.utils import pids
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import read_json, write_json
 
-FILE = "sweep.json"
+SWEEP_FILE = "sweep.json"
 ROOT = Path("runs")  # where a sweep is if its config does not say otherwise
-OPEN = ("waiting", "training")  # states of members that are to go on
+OPEN_STATES = ("waiting", "training")  # states of members that are to go on
 
 
 @dataclass
-class Member:
+class Trial:
     """One run of the sweep."""
 
     number: int
@@ -49,7 +49,7 @@ class Rung:
 
 
 @dataclass
-class Book:
+class SweepState:
     """A sweep."""
 
     folder: Path
@@ -58,7 +58,7 @@ class Book:
     chunk: int = 10
     jobs: int = 1
     rungs: list[Rung] = field(default_factory=list)
-    members: list[Member] = field(default_factory=list)
+    members: list[Trial] = field(default_factory=list)
     state: str = "waiting"  # or training, stopped, finished, failed
 
     @property
@@ -66,88 +66,90 @@ class Book:
         """Where the members' folders are."""
         return self.folder.parent
 
-    def place(self, member: Member) -> Path:
+    def trial_folder(self, trial: Trial) -> Path:
         """The member's own folder."""
-        return self.root / member.name
+        return self.root / trial.name
 
-    def log(self, member: Member) -> Path:
+    def trial_log(self, trial: Trial) -> Path:
         """What the member prints."""
-        return self.folder / "logs" / f"{member.name}.log"
+        return self.folder / "logs" / f"{trial.name}.log"
 
-    def steps(self, member: Member) -> int | None:
+    def trial_steps(self, trial: Trial) -> int | None:
         """The step at which it is finished; None while that is not known."""
         known: int | None = (
-            read_json(self.place(member) / "run.json").get("plan", {}).get("max_steps")
+            read_json(self.trial_folder(trial) / "run.json").get("plan", {}).get("max_steps")
         )
         return known
 
     def save(self) -> None:
         """Write sweep.json."""
         values = asdict(self) | {"folder": None, "host": platform.node(), "pid": os.getpid()}
-        values["pid_started"] = pids.started(os.getpid())
-        write_json(self.folder / FILE, {k: v for k, v in values.items() if k != "folder"})
+        values["pid_started"] = pids.process_start_time(os.getpid())
+        write_json(self.folder / SWEEP_FILE, {k: v for k, v in values.items() if k != "folder"})
 
-    def keys(self, member: Member) -> list[str]:
+    def distinct_overrides(self, trial: Trial) -> list[str]:
         """The words that not all members have."""
         common = set.intersection(*(set(m.words) for m in self.members))
-        return [word for word in member.words if word not in common]
+        return [word for word in trial.words if word not in common]
 
-    def find(self, word: str) -> Member:
+    def find_trial(self, name: str) -> Trial:
         """A member by its number, its name, or a piece of it that no other has.
 
         Raises ConfigError.
         """
-        exact = [m for m in self.members if word in (m.name, str(m.number))]
-        number = word.isdigit() and len(word) < 4
-        found = exact or [m for m in self.members if word in m.name and not number]
+        exact = [m for m in self.members if name in (m.name, str(m.number))]
+        number = name.isdigit() and len(name) < 4
+        found = exact or [m for m in self.members if name in m.name and not number]
         if len(found) == 1:
             return found[0]
         names = [f"{m.number} {m.name}" for m in (found or self.members)]
         what = (
-            f"{word!r} is {'no member' if not found else 'more than one member'} of {self.folder}"
+            f"{name!r} is {'no member' if not found else 'more than one member'} of {self.folder}"
         )
         raise ConfigError(
             Problem(what, "command line", "\n".join(names), "its number, or its name")
         )
 
 
-def read(folder: Path) -> Book:
+def read_sweep(folder: Path) -> SweepState:
     """The sweep of a folder."""
-    values = read_json(folder / FILE)
+    values = read_json(folder / SWEEP_FILE)
     values["rungs"] = [Rung(**rung) for rung in values["rungs"]]
-    values["members"] = [Member(**member) for member in values["members"]]
+    values["members"] = [Trial(**member) for member in values["members"]]
     for name in ("host", "pid", "pid_started"):
         values.pop(name, None)
-    return Book(folder, **values)
+    return SweepState(folder, **values)
 
 
-def running(folder: Path) -> dict[str, Any] | None:
+def running_process(folder: Path) -> dict[str, Any] | None:
     """What sweep.json says of the process that runs it; None where none does."""
-    facts = read_json(folder / FILE)
+    facts = read_json(folder / SWEEP_FILE)
     elsewhere = facts.get("host") != platform.node()
-    if facts.get("state") not in ("training", "stopping") or not (elsewhere or pids.alive(facts)):
+    if facts.get("state") not in ("training", "stopping") or not (
+        elsewhere or pids.is_process_alive(facts)
+    ):
         return None
     return facts
 
 
-def find(word: str, verb: str) -> Path:
+def find_sweep(name: str, verb: str) -> Path:
     """The folder of a sweep, named by its path or its name under runs/. Raises ConfigError."""
-    for folder in (Path(word), ROOT / word):
-        if (folder / FILE).is_file():
+    for folder in (Path(name), ROOT / name):
+        if (folder / SWEEP_FILE).is_file():
             return folder
-    known = sorted(p.parent.name for p in ROOT.glob(f"*/{FILE}"))
-    close = nearest(Path(word).name, known) or known[:1]
+    known = sorted(p.parent.name for p in ROOT.glob(f"*/{SWEEP_FILE}"))
+    close = nearest_names(Path(name).name, known) or known[:1]
     why = f"sweeps here: {', '.join(known)}" if known else f"there is none in {ROOT}/"
     fix = f"rloo sweep {verb} {close[0] if close else 'FOLDER'}"
-    raise ConfigError(Problem(f"there is no sweep {word!r}", "command line", why, fix))
+    raise ConfigError(Problem(f"there is no sweep {name!r}", "command line", why, fix))
 
 
-def setting(word: str) -> str:
+def override_key(override: str) -> str:
     """The key of a word."""
-    return word.lstrip("+~").partition("=")[0]
+    return override.lstrip("+~").partition("=")[0]
 
 
-def quoted(value: str) -> str:
+def quote_override(value: str) -> str:
     """A value as Hydra's grammar takes any text; as it is where nothing in it is special."""
     if re.fullmatch(r"[A-Za-z_/.][\w./-]*", value, re.ASCII):
         return value

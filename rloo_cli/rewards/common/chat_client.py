@@ -7,17 +7,17 @@ aloud before its last `</think>` is no part of its answer.
 from typing import Any
 
 from rloo_cli.config.judge import ChatKeys
-from rloo_cli.rewards.common.http_client import Client, EndpointError, Service
+from rloo_cli.rewards.common.http_client import EndpointError, HttpService, JsonClient
 
-THOUGHT = "</think>"
+THINK_END_TAG = "</think>"
 
 
-def service(keys: ChatKeys) -> Service:
+def chat_service(keys: ChatKeys) -> HttpService:
     """Where these questions go."""
-    return Service(keys.base_url, keys.api_key_env, keys.concurrency, keys.request_timeout_s)
+    return HttpService(keys.base_url, keys.api_key_env, keys.concurrency, keys.request_timeout_s)
 
 
-def request(keys: ChatKeys, question: str) -> tuple[str, dict[str, Any]]:
+def chat_request(keys: ChatKeys, question: str) -> tuple[str, dict[str, Any]]:
     """Path and body of a question."""
     system = [{"role": "system", "content": keys.system}] if keys.system else []
     body: dict[str, Any] = {"model": keys.model}
@@ -27,9 +27,9 @@ def request(keys: ChatKeys, question: str) -> tuple[str, dict[str, Any]]:
     return "/chat/completions", body | keys.extra
 
 
-async def ask(client: Client, keys: ChatKeys, question: str) -> str:
+async def ask_chat_model(client: JsonClient, keys: ChatKeys, question: str) -> str:
     """The model's answer, without its thoughts. Raises EndpointError."""
-    answer = await client.post(*request(keys, question))
+    answer = await client.post(*chat_request(keys, question))
     try:
         choice = answer["choices"][0]
         said = choice["message"]["content"]
@@ -37,4 +37,4 @@ async def ask(client: Client, keys: ChatKeys, question: str) -> str:
         raise EndpointError(f"an answer in another form: {str(answer)[:200]}", True) from None
     if not isinstance(said, str):
         raise EndpointError(f"an answer without text ({choice.get('finish_reason')})")
-    return said.rpartition(THOUGHT)[2]
+    return said.rpartition(THINK_END_TAG)[2]

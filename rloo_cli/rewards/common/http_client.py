@@ -29,22 +29,22 @@ from rloo_cli.utils import redact
 from rloo_cli.utils.errors import ConfigError, Problem
 
 T = TypeVar("T")
-AGAIN = frozenset({408, 429, 500, 502, 503, 504})
-ELSEWHERE = frozenset({401, 403, 404, 405, 407, 410, 501})  # no other question would do better
-TRIES = 5
-FIRST_S, LONGEST_S = 0.5, 20.0  # of the pauses between two tries, which double
-CONNECT_S = 10.0
-SHOWN = 200  # characters of an answer in an error
-TICK = 0.1  # seconds between two looks at `poll`
+RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+FATAL_STATUSES = frozenset({401, 403, 404, 405, 407, 410, 501})  # no other question would do better
+MAX_TRIES = 5
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 20.0  # of the pauses between two tries, which double
+CONNECT_TIMEOUT_S = 10.0
+MAX_ERROR_CHARS = 200  # characters of an answer in an error
+REQUEST_POLL_S = 0.1  # seconds between two looks at `poll`
 # Its own source of chance: a pause must not move the random state of a training.
-_chance = random.Random()
-_gates: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Service, asyncio.Semaphore]]" = (
-    WeakKeyDictionary()
-)
+_jitter_rng = random.Random()
+_request_semaphores: (
+    "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[HttpService, asyncio.Semaphore]]"
+) = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class Service:
+class HttpService:
     """Where something is served, and how it may be asked."""
 
     url: str  # without the path of a question
@@ -53,7 +53,7 @@ class Service:
     request_timeout_s: float  # of one request
 
     @property
-    def key(self) -> str:
+    def api_key(self) -> str:
         """The key, "" for none. Never printed."""
         return os.environ.get(self.api_key_env, "") if self.api_key_env else ""
 
@@ -61,20 +61,20 @@ class Service:
 class EndpointError(Exception):
     """No answer to a question. `final`: the service would answer no other one either."""
 
-    def __init__(self, said: str, final: bool = False):
-        super().__init__(said)
+    def __init__(self, message: str, final: bool = False):
+        super().__init__(message)
         self.final = final
 
 
-class _Busy(Exception):
+class _RetryableError(Exception):
     """Worth another try; `after`: seconds that the server asks for."""
 
-    def __init__(self, said: str, after: float | None = None, final: bool = False):
-        super().__init__(said)
-        self.after, self.final = after, final
+    def __init__(self, message: str, retry_after_s: float | None = None, final: bool = False):
+        super().__init__(message)
+        self.retry_after_s, self.final = retry_after_s, final
 
 
-def check_key(where: str, variable: str | None) -> None:
+def check_api_key(where: str, variable: str | None) -> None:
     """Raises ConfigError when the environment variable that should hold a key does not."""
     if variable and not os.environ.get(variable):
         raise ConfigError(
@@ -87,20 +87,20 @@ def check_key(where: str, variable: str | None) -> None:
         )
 
 
-class Client:
+class JsonClient:
     """`async with Client(service, limit_s) as client`, then `client.post`, all within `limit_s`."""
 
-    def __init__(self, service: Service, limit_s: float):
-        self.service, self.limit_s = service, limit_s
+    def __init__(self, service: HttpService, timeout_s: float):
+        self.service, self.timeout_s = service, timeout_s
         self.session: Any = None
 
-    async def __aenter__(self) -> "Client":
+    async def __aenter__(self) -> "JsonClient":
         import aiohttp
 
         loop = asyncio.get_running_loop()
-        self.end = loop.time() + self.limit_s
-        gates = _gates.setdefault(loop, {})
-        self.gate = gates.setdefault(self.service, asyncio.Semaphore(self.service.concurrency))
+        self.deadline = loop.time() + self.timeout_s
+        gates = _request_semaphores.setdefault(loop, {})
+        self.semaphore = gates.setdefault(self.service, asyncio.Semaphore(self.service.concurrency))
         connector = aiohttp.TCPConnector(limit=self.service.concurrency)
         self.session = aiohttp.ClientSession(connector=connector, trust_env=False)
         return self
@@ -110,112 +110,123 @@ class Client:
 
     async def post(self, path: str, body: Any) -> Any:
         """POST JSON to the service's `path`; the JSON of the answer. Raises EndpointError."""
-        where, pause = self.service.url.rstrip("/") + path, FIRST_S
+        where, pause = self.service.url.rstrip("/") + path, FIRST_BACKOFF_S
         now = asyncio.get_running_loop().time
-        for number in range(1, TRIES + 1):
+        for number in range(1, MAX_TRIES + 1):
             try:
-                async with self.gate:
-                    return await self._once(where, body, self.end - now())
-            except _Busy as error:
-                wait = pause * _chance.uniform(0.5, 1.5) if error.after is None else error.after
-                if number == TRIES or wait >= self.end - now():
+                async with self.semaphore:
+                    return await self._post_once(where, body, self.deadline - now())
+            except _RetryableError as error:
+                wait = (
+                    pause * _jitter_rng.uniform(0.5, 1.5)
+                    if error.retry_after_s is None
+                    else error.retry_after_s
+                )
+                if number == MAX_TRIES or wait >= self.deadline - now():
                     tries = f", {number} tries" if number > 1 else ""
                     raise EndpointError(f"{error}{tries}", error.final) from None
             await asyncio.sleep(wait)
-            pause = min(2 * pause, LONGEST_S)
+            pause = min(2 * pause, MAX_BACKOFF_S)
         raise AssertionError("unreachable")
 
-    async def _once(self, where: str, body: Any, left: float) -> Any:
+    async def _post_once(self, url: str, body: Any, seconds_left: float) -> Any:
         import aiohttp
 
-        limit = min(self.service.request_timeout_s, left)
+        limit = min(self.service.request_timeout_s, seconds_left)
         if limit <= 0:
-            raise EndpointError(f"{where}: no answer within {self.limit_s:g} s")
-        key = self.service.key
+            raise EndpointError(f"{url}: no answer within {self.timeout_s:g} s")
+        key = self.service.api_key
         try:
             async with self.session.post(
-                where,
+                url,
                 json=body,
                 headers={"Authorization": f"Bearer {key}"} if key else {},
-                timeout=aiohttp.ClientTimeout(total=limit, sock_connect=min(limit, CONNECT_S)),
+                timeout=aiohttp.ClientTimeout(
+                    total=limit, sock_connect=min(limit, CONNECT_TIMEOUT_S)
+                ),
                 allow_redirects=False,
-                proxy=_proxy(where),
+                proxy=_https_proxy(url),
             ) as response:
                 text = await response.text(errors="replace")
-                return self._read(where, response.status, text, response.headers)
+                return self._parse_response(url, response.status, text, response.headers)
         except aiohttp.InvalidURL:
-            raise EndpointError(f"{where} is no address", final=True) from None
+            raise EndpointError(f"{url} is no address", final=True) from None
         except TimeoutError:
-            raise _Busy(f"{where}: no answer within {limit:.3g} s") from None
+            raise _RetryableError(f"{url}: no answer within {limit:.3g} s") from None
         except (aiohttp.ClientSSLError, aiohttp.ClientConnectorCertificateError) as error:
-            raise EndpointError(f"{where}: {error}", final=True) from None
+            raise EndpointError(f"{url}: {error}", final=True) from None
         except aiohttp.ClientConnectorError as error:
-            raise _Busy(f"{where}: no connection: {error.os_error}", final=True) from None
+            raise _RetryableError(f"{url}: no connection: {error.os_error}", final=True) from None
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-            raise _Busy(f"{where}: the connection broke: {error}") from None
+            raise _RetryableError(f"{url}: the connection broke: {error}") from None
         except aiohttp.ClientError as error:  # in the middle of an answer
-            raise EndpointError(f"{where}: {error or type(error).__name__}") from None
+            raise EndpointError(f"{url}: {error or type(error).__name__}") from None
 
-    def _read(self, where: str, status: int, text: str, headers: Any) -> Any:
+    def _parse_response(self, url: str, status: int, text: str, headers: Any) -> Any:
         """The JSON of an answer."""
         page = text.lstrip()[:15].lower().startswith(("<!doctype", "<html"))
         if status == 200 and not page:
             try:
                 return json.loads(text)
             except ValueError:
-                said = f"{where} answered no JSON: {self._shown(text)!r}"
+                said = f"{url} answered no JSON: {self._response_error_text(text)!r}"
                 raise EndpointError(said) from None
-        if page and status not in AGAIN:
-            said = f"{where} answered {status} and a page of HTML: it is no service of models"
+        if page and status not in RETRY_STATUSES:
+            said = f"{url} answered {status} and a page of HTML: it is no service of models"
             raise EndpointError(said, final=True)
-        said = f"{where} answered {status}: {'a page of HTML' if page else self._shown(text)}"
-        if status in AGAIN:
-            raise _Busy(said, _seconds(headers.get("Retry-After")))
+        said = (
+            f"{url} answered {status}: "
+            f"{'a page of HTML' if page else self._response_error_text(text)}"
+        )
+        if status in RETRY_STATUSES:
+            raise _RetryableError(said, _retry_after_seconds(headers.get("Retry-After")))
         if status in (401, 403):
             variable = self.service.api_key_env
             said += (
                 f"; it wants another key than {variable} has" if variable else "; it wants a key"
             )
-        raise EndpointError(said, final=status in ELSEWHERE or status < 400)
+        raise EndpointError(said, final=status in FATAL_STATUSES or status < 400)
 
-    def _shown(self, text: str) -> str:
+    def _response_error_text(self, text: str) -> str:
         """What an error's JSON says, or the beginning of its text; without the key."""
         with suppress(ValueError, AttributeError):
             body = json.loads(text)
             error = body.get("error", body.get("detail", body.get("message", body)))
             text = str(error.get("message", error) if isinstance(error, dict) else error)
-        text = text.replace(self.service.key, redact.MASK) if self.service.key else text
-        return redact.text(text)[:SHOWN]
+        text = text.replace(self.service.api_key, redact.MASK) if self.service.api_key else text
+        return redact.redact_text(text)[:MAX_ERROR_CHARS]
 
 
-def _seconds(after: str | None) -> float | None:
+def _retry_after_seconds(header: str | None) -> float | None:
     """A Retry-After header, in seconds or as a date."""
-    if after is None:
+    if header is None:
         return None
     with suppress(ValueError):
-        return max(0.0, float(after))
+        return max(0.0, float(header))
     with suppress(ValueError, TypeError):
-        return max(0.0, email.utils.parsedate_to_datetime(after).timestamp() - time.time())
+        return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - time.time())
     return None
 
 
-def _proxy(where: str) -> str | None:
+def _https_proxy(url: str) -> str | None:
     """The environment's proxy for https, which sees no key; http goes straight."""
-    parts = urlsplit(where)
+    parts = urlsplit(url)
     host = parts.hostname or ""
     if parts.scheme != "https" or urllib.request.proxy_bypass(host):
         return None
     return urllib.request.getproxies().get("https")
 
 
-def wait_for(work: Coroutine[Any, Any, T], poll: Callable[[], None] = lambda: None) -> T:
+def run_in_event_loop(
+    coroutine: Coroutine[Any, Any, T], poll: Callable[[], None] = lambda: None
+) -> T:
     """Do `work` on an event loop of its own. `poll` is called meanwhile; when it raises, the work
     is cancelled, which closes its requests."""
     held: list[Any] = []
     box: list[tuple[Any, BaseException | None]] = []
 
     async def main() -> T:
-        task = asyncio.ensure_future(work)
+        task = asyncio.ensure_future(coroutine)
         held.extend([asyncio.get_running_loop(), task])
         return await task
 
@@ -229,7 +240,7 @@ def wait_for(work: Coroutine[Any, Any, T], poll: Callable[[], None] = lambda: No
     thread.start()
     try:
         while thread.is_alive():
-            thread.join(TICK)
+            thread.join(REQUEST_POLL_S)
             poll()
     except BaseException:
         if held:

@@ -26,22 +26,22 @@ from typing import Any
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import MachineError, Problem
 
-BUDGET = 0.8  # of a call's timeout_s; the rest is for what is not in our hands
-SHARE = 0.05  # of the time that is left, for one question
-_lock = threading.Lock()  # of the list below
-_idle: list["subprocess.Popen[str]"] = []  # children that wait for a question
+CALL_TIME_SHARE = 0.8  # of a call's timeout_s; the rest is for what is not in our hands
+QUESTION_TIME_SHARE = 0.05  # of the time that is left, for one question
+_idle_lock = threading.Lock()  # of the list below
+_idle_children: list["subprocess.Popen[str]"] = []  # children that wait for a question
 
 
 @dataclass
-class Comparison:
+class AnswerComparison:
     """What came of comparing answers with gold ones."""
 
-    right: list[bool | None] = field(default_factory=list)  # (B,) None: there is no gold answer
-    slow: int = 0  # answers that took too long; they count as not equal
-    unread: int = 0  # rows whose gold answer cannot be read
+    correct: list[bool | None] = field(default_factory=list)  # (B,) None: there is no gold answer
+    num_slow: int = 0  # answers that took too long; they count as not equal
+    num_unread_gold: int = 0  # rows whose gold answer cannot be read
 
 
-def require() -> None:
+def require_math_verify() -> None:
     """Raises MachineError when math-verify is not installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise MachineError(
@@ -53,7 +53,7 @@ def require() -> None:
         )
 
 
-def correct(
+def grade_answers(
     texts: list[str | None],
     golds: list[Any],
     config: Any,
@@ -63,54 +63,66 @@ def correct(
 
     `config` has type, answer_timeout_s and timeout_s. Raises RuntimeError if the child fails.
     """
-    found = compare(texts, golds, config.answer_timeout_s, BUDGET * config.timeout_s)
+    found = compare_answers(
+        texts, golds, config.answer_timeout_s, CALL_TIME_SHARE * config.timeout_s
+    )
     if log_metric is not None and texts:
-        log_metric(f"{config.type}/timeout_frac", found.slow / len(texts))
-        log_metric(f"{config.type}/gold_unread_frac", found.unread / len(texts))
-    return found.right
+        log_metric(f"{config.type}/timeout_frac", found.num_slow / len(texts))
+        log_metric(f"{config.type}/gold_unread_frac", found.num_unread_gold / len(texts))
+    return found.correct
 
 
-def compare(texts: list[str | None], golds: list[Any], seconds: float, budget: float) -> Comparison:
+def compare_answers(
+    texts: list[str | None], golds: list[Any], answer_timeout_s: float, budget_s: float
+) -> AnswerComparison:
     """Whether each text's answer equals its gold one.
 
     None where the gold answer is None or cannot be read. False for a text that is None and for a
     comparison that takes longer than `seconds`, or than all of them together may (`budget`
     seconds). Raises RuntimeError if the child fails.
     """
-    found = Comparison()
+    found = AnswerComparison()
     child: subprocess.Popen[str] | None = None
-    deadline = time.monotonic() + budget
+    deadline = time.monotonic() + budget_s
     try:
         for text, gold in zip(texts, golds, strict=True):
             said = "none"
             if gold is not None:
                 child = child or _take_child()
                 left = deadline - time.monotonic()
-                said = "slow" if left <= 0 else _ask(child, text, gold, min(seconds, SHARE * left))
-            found.right.append({"yes": True, "no": False, "slow": False}.get(said))
-            found.slow += said == "slow"
-            found.unread += said in ("no gold", "slow gold")
+                said = (
+                    "slow"
+                    if left <= 0
+                    else _ask_child(
+                        child, text, gold, min(answer_timeout_s, QUESTION_TIME_SHARE * left)
+                    )
+                )
+            found.correct.append({"yes": True, "no": False, "slow": False}.get(said))
+            found.num_slow += said == "slow"
+            found.num_unread_gold += said in ("no gold", "slow gold")
     except BaseException:
         if child is not None:
-            _end_child(child)
+            _kill_child(child)
         raise
     if child is not None:
-        with _lock:
-            _idle.append(child)
+        with _idle_lock:
+            _idle_children.append(child)
     return found
 
 
-def _ask(child: "subprocess.Popen[str]", text: str | None, gold: Any, seconds: float) -> str:
+def _ask_child(
+    child: "subprocess.Popen[str]", text: str | None, gold: Any, answer_timeout_s: float
+) -> str:
     assert child.stdin is not None and child.stdout is not None
-    question = {"text": text or "", "gold": str(gold), "seconds": max(seconds, 1e-3)}
+    question = {"text": text or "", "gold": str(gold), "seconds": max(answer_timeout_s, 1e-3)}
     try:
         child.stdin.write(json.dumps(question) + "\n")
         child.stdin.flush()
     except BrokenPipeError as error:
-        raise RuntimeError(_ended(child)) from error
+        raise RuntimeError(_child_ended_message(child)) from error
     said = child.stdout.readline().strip()
     if not said:
-        raise RuntimeError(_ended(child))
+        raise RuntimeError(_child_ended_message(child))
     return said
 
 
@@ -119,9 +131,9 @@ def _take_child() -> "subprocess.Popen[str]":
 
     Raises RuntimeError when it does not start.
     """
-    with _lock:
-        while _idle:
-            if (child := _idle.pop()).poll() is None:
+    with _idle_lock:
+        while _idle_children:
+            if (child := _idle_children.pop()).poll() is None:
                 return child
     root = str(paths.PACKAGE.parent)
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -136,21 +148,21 @@ def _take_child() -> "subprocess.Popen[str]":
     )
     assert child.stdout is not None
     if child.stdout.readline() != "ready\n":
-        raise RuntimeError(_ended(child))
+        raise RuntimeError(_child_ended_message(child))
     return child
 
 
-def _ended(child: "subprocess.Popen[str]") -> str:
+def _child_ended_message(child: "subprocess.Popen[str]") -> str:
     return f"the math-verify process ended by itself with {child.wait()}"
 
 
-def _end_child(child: "subprocess.Popen[str]") -> None:
+def _kill_child(child: "subprocess.Popen[str]") -> None:
     with suppress(OSError):  # its group is gone
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
 @atexit.register
-def _stop() -> None:
-    for child in _idle:
-        _end_child(child)
+def _kill_idle_children() -> None:
+    for child in _idle_children:
+        _kill_child(child)

@@ -10,22 +10,32 @@ import re
 from functools import lru_cache
 from typing import Any
 
-ENVIRONMENT = re.compile(r"(?<!\\)\$[^$]+(?<!\\)\$|\\\(|\\\[|\\boxed|\\begin\{(equation|align)")
+MATH_ENVIRONMENT = re.compile(
+    r"(?<!\\)\$[^$]+(?<!\\)\$|\\\(|\\\[|\\boxed|\\begin\{(equation|align)"
+)
 NUMBER = r"[-+]?(?:\d{1,3}(?:[ ,]\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
 SCIENTIFIC = r"([-+]?(?:\d+\.?\d*|\.\d+))[eE]([-+]?\d+)"
 WHOLE_SCIENTIFIC = re.compile(rf"\$?\s*{SCIENTIFIC}\s*\$?")
 BOXED_SCIENTIFIC = re.compile(rf"\\boxed\{{\s*{SCIENTIFIC}\s*\}}")
 WHOLE_NUMBER = re.compile(rf"({NUMBER})\s*(\\?%)?\.?")
-MONEY = re.compile(rf"\\?\$\s*({NUMBER})")
-COUNTED = re.compile(rf"({NUMBER}|\d+/\d+)(?: [a-z]{{3,}}){{1,3}}\.?", re.IGNORECASE)  # 18 dollars
-NAMED = re.compile(r"(?=.*[^\W\d_]{4})[^\W\d_]+(?: [^\W\d_]+){0,2}")  # Evelyn, no real solution
+DOLLAR_AMOUNT = re.compile(rf"\\?\$\s*({NUMBER})")
+NUMBER_WITH_UNIT = re.compile(
+    rf"({NUMBER}|\d+/\d+)(?: [a-z]{{3,}}){{1,3}}\.?", re.IGNORECASE
+)  # 18 dollars
+PLAIN_WORDS = re.compile(
+    r"(?=.*[^\W\d_]{4})[^\W\d_]+(?: [^\W\d_]+){0,2}"
+)  # Evelyn, no real solution
 AFTER_HASHES = re.compile(r".*####\s*(\S[^\n]*?)\s*", re.DOTALL)  # GSM8K's solutions
-ANNOUNCED = re.compile(r"answer\s*(?:is|:|=)", re.IGNORECASE)
+ANNOUNCED_ANSWER = re.compile(r"answer\s*(?:is|:|=)", re.IGNORECASE)
 # Words of four letters or more make a sentence of it, outside of \commands and \text{...}.
-NO_WORDS = re.compile(r"\\(?:text|mathrm|textbf|operatorname|begin|end)\s*\{[^{}]*\}|\\[a-zA-Z]+")
-FUNCTIONS = {"sqrt", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh"}
-WORD = re.compile(r"[^\W\d_]{4,}")
-THIN = str.maketrans({"\N{MINUS SIGN}": "-", "\N{THIN SPACE}": " ", "\N{NO-BREAK SPACE}": " "})
+LATEX_COMMAND = re.compile(
+    r"\\(?:text|mathrm|textbf|operatorname|begin|end)\s*\{[^{}]*\}|\\[a-zA-Z]+"
+)
+FUNCTION_NAMES = {"sqrt", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh"}
+LONG_WORD = re.compile(r"[^\W\d_]{4,}")
+ASCII_EQUIVALENTS = str.maketrans(
+    {"\N{MINUS SIGN}": "-", "\N{THIN SPACE}": " ", "\N{NO-BREAK SPACE}": " "}
+)
 
 
 @lru_cache(maxsize=4096)
@@ -33,23 +43,23 @@ def parse_gold(gold: str) -> list[Any]:
     """What the gold answer can be, for `is_equal`; [] when it cannot be read whole."""
     from math_verify import LatexExtractionConfig, parse
 
-    text = gold.strip().translate(THIN)
+    text = gold.strip().translate(ASCII_EQUIVALENTS)
     if found := WHOLE_SCIENTIFIC.fullmatch(text):
         text = rf"{found[1]} \cdot 10^{{{found[2]}}}"
-    if ENVIRONMENT.search(text):
+    if MATH_ENVIRONMENT.search(text):
         return list(parse(gold, parsing_timeout=None))
     if found := AFTER_HASHES.fullmatch(text):
         return parse_gold(found[1])
-    if found := MONEY.fullmatch(text) or COUNTED.fullmatch(text):
+    if found := DOLLAR_AMOUNT.fullmatch(text) or NUMBER_WITH_UNIT.fullmatch(text):
         text = found[1]
     if found := WHOLE_NUMBER.fullmatch(text):
         plain = re.sub("[ ,]", "", found[1])
         percent = r"\%" if found[2] else ""
         return list(parse(f"${plain}{percent}$", parsing_timeout=None))
-    if NAMED.fullmatch(text) and not FUNCTIONS & {*text.split()}:
+    if PLAIN_WORDS.fullmatch(text) and not FUNCTION_NAMES & {*text.split()}:
         text = rf"\text{{{text}}}"
-    if {word.lower() for word in WORD.findall(NO_WORDS.sub(" ", text))} - FUNCTIONS:
-        return list(parse(gold, parsing_timeout=None)) if ANNOUNCED.search(text) else []
+    if {word.lower() for word in LONG_WORD.findall(LATEX_COMMAND.sub(" ", text))} - FUNCTION_NAMES:
+        return list(parse(gold, parsing_timeout=None)) if ANNOUNCED_ANSWER.search(text) else []
     latex = [LatexExtractionConfig()]
     read = list(parse(f"${text}$", extraction_config=latex, parsing_timeout=None))
     return read if any(not isinstance(one, str) for one in read) else []
@@ -72,7 +82,7 @@ def parse_answer(text: str) -> list[Any]:
     return list(found)
 
 
-def is_equal(gold: list[Any], text: str) -> bool:
+def is_equal_to_gold(gold: list[Any], text: str) -> bool:
     """Whether the answer in `text` is equal to a gold answer that was read."""
     from math_verify import verify
 

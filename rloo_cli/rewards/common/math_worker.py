@@ -18,12 +18,12 @@ import sys
 
 from rloo_cli.rewards.common import math_gold
 
-MEMORY = 4 << 30  # bytes of address space; an answer that needs more counts as too much
+MAX_ADDRESS_SPACE = 4 << 30  # bytes of address space; an answer that needs more counts as too much
 # How a process ends when a question is too much for it: the alarm, no memory (GMP), no stack.
-TOO_MUCH = (-signal.SIGALRM, -signal.SIGABRT, -signal.SIGSEGV)
+TOO_MUCH_EXIT_CODES = (-signal.SIGALRM, -signal.SIGABRT, -signal.SIGSEGV)
 
 
-def say(line: str) -> None:
+def write_stdout_line(line: str) -> None:
     os.write(1, f"{line}\n".encode())
 
 
@@ -42,27 +42,29 @@ def answer_questions(gold_is_read: mmap.mmap) -> None:
         signal.setitimer(signal.ITIMER_REAL, question["seconds"])
         said = "no gold"
         if gold:
-            said = "yes" if math_gold.is_equal(gold, question["text"]) else "no"
+            said = "yes" if math_gold.is_equal_to_gold(gold, question["text"]) else "no"
         signal.setitimer(signal.ITIMER_REAL, 0)
-        say(said)
+        write_stdout_line(said)
 
 
 def main() -> None:
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
     # Before the first fork: importing sympy takes seconds, and the first parsing of all a while.
-    math_gold.is_equal(math_gold.parse_gold(r"\frac{1}{2}"), r"\boxed{0.5}")
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    math_gold.is_equal_to_gold(math_gold.parse_gold(r"\frac{1}{2}"), r"\boxed{0.5}")
+    resource.setrlimit(
+        resource.RLIMIT_AS, (MAX_ADDRESS_SPACE, resource.getrlimit(resource.RLIMIT_AS)[1])
+    )
     gold_is_read = mmap.mmap(-1, 1)
-    say("ready")
+    write_stdout_line("ready")
     while True:
         pid = os.fork()
         if pid == 0:
             answer_questions(gold_is_read)
             os._exit(0)  # stdin is closed
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if code not in TOO_MUCH:
+        if code not in TOO_MUCH_EXIT_CODES:
             os._exit(code % 256)
-        say("slow" if gold_is_read[0] else "slow gold")
+        write_stdout_line("slow" if gold_is_read[0] else "slow gold")
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ if TYPE_CHECKING:  # both import torch
     from rloo_cli.data.batch import Prompt
     from rloo_cli.data.prompts import Prompts
 
-PROBED = 8  # prompts that are encoded by both tokenizers
-WORD = "Yes"
-PRIVATE = 0xF0000  # from here on no character of Unicode has a meaning
+NUM_PROBED_PROMPTS = 8  # prompts that are encoded by both tokenizers
+PROBE_WORD = "Yes"
+PRIVATE_USE_START = 0xF0000  # from here on no character of Unicode has a meaning
 
 
 @dataclass(frozen=True)
-class Row:
+class PromptCompletion:
     """A completion and its prompt."""
 
     prompt: "Prompt"
@@ -46,7 +46,7 @@ class Row:
         return not isinstance(self.prompt, str)
 
 
-class Reader:
+class RewardInputEncoder:
     """Rows -> ids, for one reward model. `own`: its tokenizer, `policy`: the policy's.
 
     `wanted`: auto, text or ids. `why`: what keeps it from reading ids, by whether the rows are
@@ -54,168 +54,190 @@ class Reader:
     """
 
     def __init__(
-        self, own: Any, policy: Any, wanted: str, keep_eos: bool, max_length: int | None
+        self,
+        tokenizer: Any,
+        policy_tokenizer: Any,
+        input_mode: str,
+        keep_eos: bool,
+        max_length: int | None,
     ) -> None:
-        self.own, self.policy, self.wanted = own, policy, wanted
+        self.tokenizer, self.policy_tokenizer, self.input_mode = (
+            tokenizer,
+            policy_tokenizer,
+            input_mode,
+        )
         self.keep_eos, self.max_length = keep_eos, max_length
-        self.known = frozenset(own.get_vocab().values())
-        special = {str(t) for t in own.added_tokens_decoder.values() if t.special}
-        named = sorted({*special, *own.all_special_tokens}, key=len, reverse=True)
-        self.marks_of = {token: chr(PRIVATE + n) for n, token in enumerate(named)}
-        self.special_of = {mark: token for token, mark in self.marks_of.items()}
-        self.marks = frozenset(self.special_of)
+        self.vocab_ids = frozenset(tokenizer.get_vocab().values())
+        special = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
+        named = sorted({*special, *tokenizer.all_special_tokens}, key=len, reverse=True)
+        self.mark_of_special = {token: chr(PRIVATE_USE_START + n) for n, token in enumerate(named)}
+        self.special_of_mark = {mark: token for token, mark in self.mark_of_special.items()}
+        self.marks = frozenset(self.special_of_mark)
         # What matches nothing, where a tokenizer has no special tokens.
-        self.spelled = re.compile("|".join(map(re.escape, named)) or "(?!)")
-        self.split = re.compile(f"([{''.join(self.marks)}])" if named else "(?!)")
-        self.tail: list[int] = []  # what the chat template puts after an assistant's words
-        self.why: dict[bool, str | None] = {}
+        self.special_pattern = re.compile("|".join(map(re.escape, named)) or "(?!)")
+        self.mark_pattern = re.compile(f"([{''.join(self.marks)}])" if named else "(?!)")
+        self.turn_end_ids: list[int] = []  # what the chat template puts after an assistant's words
+        self.why_not_ids: dict[bool, str | None] = {}
 
-    def meet(self, prompts: "Prompts") -> None:
+    def check_split(self, prompts: "Prompts") -> None:
         """Find out whether the rows of this split can be read by their ids."""
         kind = prompts.conversational
-        before = self.why.get(kind)
-        found = "input is text" if self.wanted == "text" else self._difference(prompts)
-        self.why[kind] = before or found
+        before = self.why_not_ids.get(kind)
+        found = "input is text" if self.input_mode == "text" else self._why_ids_differ(prompts)
+        self.why_not_ids[kind] = before or found
 
-    def ids(self, row: Row) -> list[int]:
+    def encode(self, example: PromptCompletion) -> list[int]:
         """The exact ids the model is fed, without any padding."""
-        by_ids = self.why.get(row.conversational, "not seen before") is None
-        found = self._by_ids(row) if by_ids else self._by_text(row)
+        by_ids = self.why_not_ids.get(example.conversational, "not seen before") is None
+        found = self._encode_by_ids(example) if by_ids else self._encode_by_text(example)
         return found[-self.max_length :] if self.max_length else found
 
-    def _by_ids(self, row: Row) -> list[int]:
-        eos, ids = self.own.eos_token_id, row.completion_ids
+    def _encode_by_ids(self, example: PromptCompletion) -> list[int]:
+        eos, ids = self.tokenizer.eos_token_id, example.completion_ids
         at_eos = eos is not None and ids[-1:] == [eos]
-        stopped = row.finish_reason == "stop"
+        stopped = example.finish_reason == "stop"
         body = ids[:-1] if at_eos else list(ids)
-        if (stopped and not at_eos) or not self.known.issuperset(body):
-            body = self._encode_marked(self._mark(texts([row.completion])[0]))
-        if row.conversational and self.wanted != "ids":
-            return [*row.prompt_ids, *body, *self.tail]
+        if (stopped and not at_eos) or not self.vocab_ids.issuperset(body):
+            body = self._encode_marked(self._mark_specials(texts([example.completion])[0]))
+        if example.conversational and self.input_mode != "ids":
+            return [*example.prompt_ids, *body, *self.turn_end_ids]
         ends = (stopped or at_eos) and self.keep_eos and eos is not None
-        return [*row.prompt_ids, *body, *([eos] if ends else [])]
+        return [*example.prompt_ids, *body, *([eos] if ends else [])]
 
-    def _by_text(self, row: Row) -> list[int]:
-        if isinstance(row.prompt, list):
-            assert isinstance(row.completion, list)
+    def _encode_by_text(self, example: PromptCompletion) -> list[int]:
+        if isinstance(example.prompt, list):
+            assert isinstance(example.completion, list)
             said = [
-                m | {"content": self._mark(str(m.get("content") or ""))} for m in row.completion
+                m | {"content": self._mark_specials(str(m.get("content") or ""))}
+                for m in example.completion
             ]
-            return self._rendered([*row.prompt, *said])
-        marked = self._mark(texts([row.completion])[0])
+            return self._encode_conversation([*example.prompt, *said])
+        marked = self._mark_specials(texts([example.completion])[0])
         if self.marks.isdisjoint(marked):
-            ids = list(self.own(row.prompt + marked)["input_ids"])
+            ids = list(self.tokenizer(example.prompt + marked)["input_ids"])
         else:
-            first, last = self._around()
-            ids = [*first, *self._encode_marked(row.prompt + marked), *last]
-        eos, last_id = self.own.eos_token_id, self.policy.eos_token_id
-        ended = row.finish_reason == "stop" or row.completion_ids[-1:] == [last_id]
+            first, last = self._surrounding_ids()
+            ids = [*first, *self._encode_marked(example.prompt + marked), *last]
+        eos, last_id = self.tokenizer.eos_token_id, self.policy_tokenizer.eos_token_id
+        ended = example.finish_reason == "stop" or example.completion_ids[-1:] == [last_id]
         # A tokenizer that ends every text by itself has done so.
         ends = ended and self.keep_eos and eos is not None and ids[-1:] != [eos]
-        return self._once([*ids, *([eos] if ends else [])])
+        return self._drop_second_bos([*ids, *([eos] if ends else [])])
 
-    def _rendered(self, messages: list[dict[str, Any]]) -> list[int]:
-        text = self.own.apply_chat_template(messages, tokenize=False)
-        return self._once(self._encode_marked(text))
+    def _encode_conversation(self, messages: list[dict[str, Any]]) -> list[int]:
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        return self._drop_second_bos(self._encode_marked(text))
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self.own(text, add_special_tokens=False)["input_ids"])
+    def _encode_plain(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _mark(self, text: str) -> str:
+    def _mark_specials(self, text: str) -> str:
         """A completion's text with a letter of no alphabet for each special token it spells.
 
         It would else end its own turn and write the user's: `_encode_marked` reads these letters
         as the characters that were spelled.
         """
-        return self.spelled.sub(lambda found: self.marks_of[found[0]], text)
+        return self.special_pattern.sub(lambda found: self.mark_of_special[found[0]], text)
 
-    def _marked(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _mark_message(self, message: dict[str, Any]) -> dict[str, Any]:
         content = message.get("content")
-        return message | {"content": self._mark(content)} if isinstance(content, str) else message
+        return (
+            message | {"content": self._mark_specials(content)}
+            if isinstance(content, str)
+            else message
+        )
 
     def _encode_marked(self, text: str) -> list[int]:
         ids: list[int] = []
-        for part in self.split.split(text):
-            special = self.special_of.get(part)
+        for part in self.mark_pattern.split(text):
+            special = self.special_of_mark.get(part)
             if special is None:
-                ids += self._encode(part) if part else []
+                ids += self._encode_plain(part) if part else []
             else:
                 keys = {"add_special_tokens": False, "split_special_tokens": True}
-                ids += self.own(special, **keys)["input_ids"]
+                ids += self.tokenizer(special, **keys)["input_ids"]
         return ids
 
-    def _around(self) -> tuple[list[int], list[int]]:
+    def _surrounding_ids(self) -> tuple[list[int], list[int]]:
         """The ids that the tokenizer puts before and after a text."""
-        whole, bare = list(self.own(WORD)["input_ids"]), self._encode(WORD)
+        whole, bare = list(self.tokenizer(PROBE_WORD)["input_ids"]), self._encode_plain(PROBE_WORD)
         starts = range(len(whole) - len(bare) + 1)
         at = next((i for i in starts if whole[i : i + len(bare)] == bare), 0)
         return whole[:at], whole[at + len(bare) :]
 
-    def _once(self, ids: list[int]) -> list[int]:
+    def _drop_second_bos(self, ids: list[int]) -> list[int]:
         """One beginning of text, where a prompt brings its own beside the tokenizer's."""
-        bos = self.own.bos_token_id
+        bos = self.tokenizer.bos_token_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
-    def _difference(self, prompts: "Prompts") -> str | None:
+    def _why_ids_differ(self, prompts: "Prompts") -> str | None:
         """Why ids of this split's rows would not say to the reward model what they say here."""
-        said = difference(self.policy, self.own, prompts.conversational)
+        said = tokenizer_difference(self.policy_tokenizer, self.tokenizer, prompts.conversational)
         if said is not None:
             return said
-        pairs = list(zip(prompts.prompts, prompts.ids, strict=True))[:PROBED]
+        pairs = list(zip(prompts.prompts, prompts.prompt_ids, strict=True))[:NUM_PROBED_PROMPTS]
         if not prompts.conversational:
             for prompt, ids in pairs:
-                found = list(self.own(prompt)["input_ids"])
+                found = list(self.tokenizer(prompt)["input_ids"])
                 cut = prompts.truncated and len(found) > len(ids)
                 if found != ids and not cut:
                     return f"they encode {str(prompt)[:40]!r} in different ways"
             return None
-        return None if self.wanted == "ids" else self._find_tail(pairs)
+        return None if self.input_mode == "ids" else self._find_turn_end(pairs)
 
-    def _find_tail(self, pairs: "Sequence[tuple[Prompt, list[int]]]") -> str | None:
+    def _find_turn_end(self, pairs: "Sequence[tuple[Prompt, list[int]]]") -> str | None:
         """What its template adds after an answer; why the ids could not stand in its place."""
         tails = set()
         for prompt, ids in pairs:
             assert isinstance(prompt, list)
-            start = [*ids, *self._encode(WORD)]
-            found = self._rendered([*prompt, {"role": "assistant", "content": WORD}])
+            start = [*ids, *self._encode_plain(PROBE_WORD)]
+            found = self._encode_conversation(
+                [*prompt, {"role": "assistant", "content": PROBE_WORD}]
+            )
             if found[: len(start)] != start:
                 return "its chat template does not leave the prompt as the policy reads it"
             tails.add(tuple(found[len(start) :]))
         if len(tails) != 1:
             return "its chat template ends an answer in more than one way"
-        self.tail = list(tails.pop())
+        self.turn_end_ids = list(tails.pop())
         return None
 
 
-def difference(policy: Any, own: Any, conversational: bool) -> str | None:
+def tokenizer_difference(
+    policy_tokenizer: Any, reward_tokenizer: Any, conversational: bool
+) -> str | None:
     """The first thing in which two tokenizers differ, or None where they agree.
 
     Pad tokens aside: none is ever sampled or read.
     """
-    ours, theirs = _vocabulary(policy), _vocabulary(own)
+    ours, theirs = _vocab_without_pad(policy_tokenizer), _vocab_without_pad(reward_tokenizer)
     mine, its = "the policy's tokenizer", "the reward model's"
-    found = _first(ours, theirs, mine, its) or _first(theirs, ours, its, mine)
+    found = _first_different_token(ours, theirs, mine, its) or _first_different_token(
+        theirs, ours, its, mine
+    )
     if found is not None:
         return found
     for name in ("bos_token", "eos_token"):
-        if getattr(policy, f"{name}_id") != getattr(own, f"{name}_id"):
-            said = [repr(getattr(t, name)) for t in (policy, own)]
+        if getattr(policy_tokenizer, f"{name}_id") != getattr(reward_tokenizer, f"{name}_id"):
+            said = [repr(getattr(t, name)) for t in (policy_tokenizer, reward_tokenizer)]
             return f"{name} is {said[0]} for the policy and {said[1]} for the reward model"
-    if conversational and policy.chat_template != own.chat_template:
+    if conversational and policy_tokenizer.chat_template != reward_tokenizer.chat_template:
         return "their chat templates differ"
     return None
 
 
-def _first(one: dict[str, int], other: dict[str, int], name: str, its_name: str) -> str | None:
+def _first_different_token(
+    vocab: dict[str, int], other_vocab: dict[str, int], name: str, other_name: str
+) -> str | None:
     """The first token that the other vocabulary has not, or has at another place."""
-    for token, i in sorted(one.items(), key=lambda pair: pair[1]):
-        if other.get(token) != i:
-            there = f"is {other[token]}" if token in other else "is not there"
-            return f"token {token!r} is {i} in {name} and {there} in {its_name}"
+    for token, i in sorted(vocab.items(), key=lambda pair: pair[1]):
+        if other_vocab.get(token) != i:
+            there = f"is {other_vocab[token]}" if token in other_vocab else "is not there"
+            return f"token {token!r} is {i} in {name} and {there} in {other_name}"
     return None
 
 
-def _vocabulary(tokenizer: Any) -> dict[str, int]:
+def _vocab_without_pad(tokenizer: Any) -> dict[str, int]:
     found: dict[str, int] = dict(tokenizer.get_vocab())
     if tokenizer.pad_token_id != tokenizer.eos_token_id:
         found.pop(tokenizer.pad_token, None)

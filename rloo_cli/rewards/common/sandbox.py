@@ -40,22 +40,27 @@ from rloo_cli.utils import files
 from rloo_cli.utils.errors import MachineError, Problem
 
 HARNESS = Path(__file__).with_name("sandbox_harness.py")
-START = 30.0  # seconds a sandbox may take to begin; a busy machine is slow
-GRACE = 3.0  # seconds the harness may be late
-INSIDE = "/rloo_harness.py"
-NOBODY = ["--uid", "65534", "--gid", "65534"]
-ALONE = [
+START_TIMEOUT_S = 30.0  # seconds a sandbox may take to begin; a busy machine is slow
+HARNESS_GRACE_S = 3.0  # seconds the harness may be late
+HARNESS_MOUNT_PATH = "/rloo_harness.py"
+NOBODY_USER_ARGS = ["--uid", "65534", "--gid", "65534"]
+BWRAP_ISOLATION_ARGS = [
     "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session",
-    "--clearenv", "--cap-drop", "ALL", "--as-pid-1", *NOBODY,
+    "--clearenv", "--cap-drop", "ALL", "--as-pid-1", *NOBODY_USER_ARGS,
 ]  # fmt: skip
-ENVIRONMENT = {"HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-SYSTEM = ("/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/alternatives")
+SANDBOX_ENVIRONMENT = {
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "PATH": "/usr/bin:/bin",
+}
+SYSTEM_PATHS = ("/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/alternatives")
 MB = 1 << 20
-INSTALL = "apt-get install bubblewrap (dnf, pacman: the same name); it must be 0.8 or newer"
+INSTALL_HINT = "apt-get install bubblewrap (dnf, pacman: the same name); it must be 0.8 or newer"
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """What one completion's tests may take, all together unless said otherwise."""
 
     seconds: float
@@ -66,17 +71,17 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Result:
+class SandboxTestResult:
     """How one test ended: `why` is "" or time, memory, processes, output, failed, killed."""
 
-    why: str
+    failure_reason: str
     output: str = ""  # of a case
 
 
-def run(
-    code: str, tests: list[dict[str, Any]], mode: str, command: str | None, limits: Limits,
-    stop: bool,
-) -> list[Result]:  # fmt: skip
+def run_sandboxed_tests(
+    code: str, tests: list[dict[str, Any]], mode: str, command: str | None, limits: SandboxLimits,
+    stop_at_failure: bool,
+) -> list[SandboxTestResult]:  # fmt: skip
     """Each test's result: {test: source}, or {stdin: text, most: bytes of output to keep}.
 
     `stop`: the first failure ends it. Tests after an end have the last one's reason. Raises
@@ -85,28 +90,38 @@ def run(
     nonce = os.urandom(16).hex()
     kernel = tuple(int(n) for n in platform.release().split("-")[0].split(".")[:2])
     job = {
-        "nonce": nonce, "code": code, "tests": tests, "stop": stop, "seconds": limits.seconds,
-        "memory": limits.memory_mb * MB, "processes": limits.processes,
-        "file": limits.file_mb * MB, "open_files": limits.open_files,
+        "nonce": nonce,
+        "code": code,
+        "tests": tests,
+        "stop": stop_at_failure,
+        "seconds": limits.seconds,
+        "memory": limits.memory_mb * MB,
+        "processes": limits.processes,
+        "file": limits.file_mb * MB,
+        "open_files": limits.open_files,
         "own_user": mode == "bwrap" and kernel >= (5, 14),
-    }  # fmt: skip
+    }
     most = 1 << 16
     most += sum(6 * t.get("most", 0) + 100 for t in tests)  # JSON writes a byte as up to six
     with tempfile.TemporaryDirectory(prefix="rloo-code-") as folder:
-        words = _words(mode, command, limits)
-        said, errors = _talk(words, mode, json.dumps(job).encode(), folder, limits.seconds, most)
+        words = _sandbox_command(mode, command, limits)
+        said, errors = _run_harness(
+            words, mode, json.dumps(job).encode(), folder, limits.seconds, most
+        )
     lines = said.split(b"\n")
-    if _read(lines[0]).get("began") != nonce:
+    if _parse_json_line(lines[0]).get("began") != nonce:
         told = errors.strip().splitlines()[-1:] or ["it said nothing"]
         raise RuntimeError(f"the sandbox ({mode}) did not begin: {told[0][:300]}")
-    ended = _read(lines[1]) if len(lines) > 1 else {}
-    results = [Result("killed")]
+    ended = _parse_json_line(lines[1]) if len(lines) > 1 else {}
+    results = [SandboxTestResult("killed")]
     if ended.get("ended") == nonce:
-        results = [Result(r["why"], r["output"]) for r in ended["results"]]
-    return results + [Result(results[-1].why or "killed")] * (len(tests) - len(results))
+        results = [SandboxTestResult(r["why"], r["output"]) for r in ended["results"]]
+    return results + [SandboxTestResult(results[-1].failure_reason or "killed")] * (
+        len(tests) - len(results)
+    )
 
 
-def _read(line: bytes) -> dict[str, Any]:
+def _parse_json_line(line: bytes) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except ValueError:
@@ -114,34 +129,43 @@ def _read(line: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _words(mode: str, command: str | None, limits: Limits) -> list[str]:
+def _sandbox_command(mode: str, command: str | None, limits: SandboxLimits) -> list[str]:
     if mode == "bwrap":
-        return bwrap(limits)
+        return bwrap_command(limits)
     if mode == "external":
         return [w.replace("{harness}", str(HARNESS)) for w in shlex.split(command or "")]
     return [sys.executable, "-I", str(HARNESS)]
 
 
-def bwrap(limits: Limits) -> list[str]:
+def bwrap_command(limits: SandboxLimits) -> list[str]:
     """The command that runs the harness in namespaces of its own."""
     size = str(limits.file_mb * MB)
     # Temporary folders first: what is bound may lie below one of them.
-    words = [shutil.which("bwrap") or "bwrap", *ALONE, "--proc", "/proc", "--dev", "/dev"]
+    words = [
+        shutil.which("bwrap") or "bwrap",
+        *BWRAP_ISOLATION_ARGS,
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+    ]
     words += ["--size", str(MB), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     words += ["--size", size, "--tmpfs", "/tmp", "--ro-bind", "/usr", "/usr"]
-    for path in SYSTEM:
+    for path in SYSTEM_PATHS:
         if os.path.islink(path):
             words += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
             words += ["--ro-bind", path, path]
-    for path in _python():
+    for path in _python_folders():
         words += ["--ro-bind", path, path]
-    words += ["--ro-bind", str(HARNESS), INSIDE, "--remount-ro", "/", "--chdir", "/tmp"]
-    words += [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
-    return [*words, sys.executable, "-I", INSIDE]
+    words += ["--ro-bind", str(HARNESS), HARNESS_MOUNT_PATH, "--remount-ro", "/", "--chdir", "/tmp"]
+    words += [
+        word for name, value in SANDBOX_ENVIRONMENT.items() for word in ("--setenv", name, value)
+    ]
+    return [*words, sys.executable, "-I", HARNESS_MOUNT_PATH]
 
 
-def _python() -> list[str]:
+def _python_folders() -> list[str]:
     """Folders outside /usr that this interpreter is made of: its own, its environment's."""
     real = str(Path(os.path.realpath(sys.executable)).parents[1])
     prefixes = [sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix, real]
@@ -149,26 +173,26 @@ def _python() -> list[str]:
     return [f for f in dict.fromkeys(folders) if f not in ("/", "/usr")]
 
 
-def _talk(
-    words: list[str], mode: str, job: bytes, folder: str, seconds: float, most: int
+def _run_harness(
+    command: list[str], mode: str, job: bytes, folder: str, timeout_s: float, max_bytes: int
 ) -> tuple[bytes, str]:
     """What the command said, at most `most` bytes, and what it complained of; then it is gone."""
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
         given.write(job)
         given.seek(0)
         # Not ours to bwrap either, which clears what a program is given, not what it has itself.
-        environment = ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}
+        environment = SANDBOX_ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}
         environment = dict(os.environ) if mode == "external" else environment
         try:
             child = subprocess.Popen(
-                words, stdin=given, stdout=subprocess.PIPE, stderr=errors, cwd=folder,
+                command, stdin=given, stdout=subprocess.PIPE, stderr=errors, cwd=folder,
                 env=environment, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            return b"", f"{words[0]}: {error.strerror}"
+            return b"", f"{command[0]}: {error.strerror}"
         assert child.stdout is not None
         try:
-            said = _listen(child.stdout.fileno(), seconds, most)
+            said = _read_output(child.stdout.fileno(), timeout_s, max_bytes)
         finally:
             # bwrap's end is the end of its processes; a plain one's group goes with it.
             _kill_group(child.pid)
@@ -178,18 +202,18 @@ def _talk(
         return said, errors.read(4000).decode("utf-8", "replace")
 
 
-def _listen(out: int, seconds: float, most: int) -> bytes:
+def _read_output(stdout_fd: int, timeout_s: float, max_bytes: int) -> bytes:
     """Everything up to the end, too much of it, or the time; the clock starts at its first line."""
-    said, until, began = b"", time.monotonic() + START, False
-    while len(said) <= most and (left := until - time.monotonic()) > 0:
-        if not files.readable(out, left):
+    said, until, began = b"", time.monotonic() + START_TIMEOUT_S, False
+    while len(said) <= max_bytes and (left := until - time.monotonic()) > 0:
+        if not files.wait_until_readable(stdout_fd, left):
             break
-        part = os.read(out, 1 << 16)
+        part = os.read(stdout_fd, 1 << 16)
         if not part:
             break
         said += part
         if not began and b"\n" in said:
-            began, until = True, time.monotonic() + seconds + GRACE
+            began, until = True, time.monotonic() + timeout_s + HARNESS_GRACE_S
     return said
 
 
@@ -200,22 +224,30 @@ def _kill_group(pid: int) -> None:
         return
 
 
-def require(mode: str, command: str | None, limits: Limits) -> None:
+def require_sandbox(mode: str, command: str | None, limits: SandboxLimits) -> None:
     """Tries the sandbox with two lines of code. Raises MachineError where it does not work."""
     if mode == "bwrap" and shutil.which("bwrap") is None:
         why = "sandbox=bwrap runs model-written code in it, and in nothing weaker"
-        raise MachineError(Problem("bwrap (bubblewrap) is not installed", why=why, fix=INSTALL))
+        raise MachineError(
+            Problem("bwrap (bubblewrap) is not installed", why=why, fix=INSTALL_HINT)
+        )
     try:
-        found = run("x = 1", [{"test": "assert x == 1"}], mode, command, limits, True)
+        found = run_sandboxed_tests(
+            "x = 1", [{"test": "assert x == 1"}], mode, command, limits, True
+        )
     except RuntimeError as error:
-        raise MachineError(_broken(mode, str(error))) from None
-    if found[0].why:
-        raise MachineError(_broken(mode, f"two lines of code did not pass: {found[0].why}"))
+        raise MachineError(_broken_sandbox_problem(mode, str(error))) from None
+    if found[0].failure_reason:
+        raise MachineError(
+            _broken_sandbox_problem(
+                mode, f"two lines of code did not pass: {found[0].failure_reason}"
+            )
+        )
 
 
-def _broken(mode: str, why: str) -> Problem:
+def _broken_sandbox_problem(mode: str, why: str) -> Problem:
     fixes = {
-        "bwrap": f"{INSTALL}; and the system must allow user namespaces (sysctl "
+        "bwrap": f"{INSTALL_HINT}; and the system must allow user namespaces (sysctl "
         "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns)",
         "external": "command= a command that runs {harness} with python -I, stdin and stdout "
         "connected, e.g. podman run --rm -i --network none -v {harness}:/h.py:ro python:3.12 "

@@ -28,15 +28,15 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-TICK = 0.02  # seconds between two looks at the processes
-PAGE = resource.getpagesize()
-CONTROL, REPORT = 3, 4  # a test's pipes
+SUPERVISE_POLL_S = 0.02  # seconds between two looks at the processes
+PAGE_BYTES = resource.getpagesize()
+CONTROL_FD, REPORT_FD = 3, 4  # a test's pipes
 SET_DUMPABLE, SET_CHILD_SUBREAPER = 4, 36  # prctl
-Job = dict[str, Any]  # what `sandbox` sends, and what goes back
-Facts = dict[int, tuple[int, int]]  # pid -> threads, pages in memory
+JobDict = dict[str, Any]  # what `sandbox` sends, and what goes back
+ProcessSizes = dict[int, tuple[int, int]]  # pid -> threads, pages in memory
 
 
-def supervise() -> None:
+def supervise_tests() -> None:
     """Reads the job, runs its tests in order, writes one line of JSON that has the nonce."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     if prctl(SET_DUMPABLE, 0, 0, 0, 0) or prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0):
@@ -51,33 +51,33 @@ def supervise() -> None:
     deadline = time.monotonic() + job["seconds"]
     found = []
     for test in job["tests"]:
-        result = one(job, path, test, deadline)
+        result = run_one_test(job, path, test, deadline)
         found.append(result)
-        clean = end_all(deadline + 1)
+        clean = kill_descendants(deadline + 1)
         if not clean or (job["stop"] and result["why"]):
             break
     shutil.rmtree(folder, ignore_errors=True)
     print(json.dumps({"ended": job["nonce"], "results": found}), flush=True)
 
 
-def one(job: Job, path: str, test: Job, deadline: float) -> Job:
+def run_one_test(job: JobDict, path: str, test: JobDict, deadline: float) -> JobDict:
     """One test: {why: "" or how it failed, output: what a case printed}."""
     if time.monotonic() >= deadline:
         return {"why": "time", "output": ""}
     is_case, token = "stdin" in test, os.urandom(16).hex()
     asked = json.dumps({"token": token, "test": test.get("test")}).encode()
-    give, out = pipe(), pipe()
+    give, out = open_high_pipe(), open_high_pipe()
     ask = (0, test, b"") if is_case else (give[1], None, asked)
     pid = os.fork()
     if pid == 0:
         try:
-            begin(job, path, test, give[0], out[1])
+            exec_test(job, path, test, give[0], out[1])
         finally:
             os._exit(126)
     os.close(give[0])
     os.close(out[1])
     try:
-        why, said = watch(job, pid, out[0], deadline, ask)
+        why, said = watch_test(job, pid, out[0], deadline, ask)
     finally:
         os.close(out[0])
         os.close(give[1])
@@ -86,7 +86,7 @@ def one(job: Job, path: str, test: Job, deadline: float) -> Job:
     return {"why": why or ("" if said == b"loaded\n" + token.encode() else "failed"), "output": ""}
 
 
-def pipe() -> tuple[int, int]:
+def open_high_pipe() -> tuple[int, int]:
     """A pipe whose ends are above those that a test's own have."""
     ends = os.pipe()
     high = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends]
@@ -95,27 +95,27 @@ def pipe() -> tuple[int, int]:
     return high[0], high[1]
 
 
-def begin(job: Job, path: str, test: Job, control: int, report: int) -> None:
+def exec_test(job: JobDict, path: str, test: JobDict, control: int, report: int) -> None:
     """In the new process: its limits, its three or five open files, and a fresh interpreter."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.setsid()
     os.nice(10)
     null = os.open(os.devnull, os.O_RDWR)
     case = "stdin" in test
-    os.dup2(given(test["stdin"]) if case else null, 0)
+    os.dup2(open_stdin_file(test["stdin"]) if case else null, 0)
     os.dup2(report if case else null, 1)
     os.dup2(null, 2)
     if not case:
-        os.dup2(control, CONTROL)
-        os.dup2(report, REPORT)
+        os.dup2(control, CONTROL_FD)
+        os.dup2(report, REPORT_FD)
     os.closerange(3 if case else 5, 1 << 16)
     os.chdir(os.path.dirname(path))
-    limit(job)
+    set_resource_limits(job)
     words = [sys.executable, "-I", path] if case else [sys.executable, "-I", __file__, path]
     os.execv(sys.executable, words)
 
 
-def given(text: str) -> int:
+def open_stdin_file(text: str) -> int:
     """A file without a name that holds a program's input."""
     file = os.memfd_create("stdin")
     with open(os.dup(file), "wb") as writer:
@@ -124,7 +124,7 @@ def given(text: str) -> int:
     return file
 
 
-def limit(job: Job) -> None:
+def set_resource_limits(job: JobDict) -> None:
     """What the kernel holds each process to; it hands the limits on to its children."""
     seconds = int(job["seconds"]) + 1
     limits = {
@@ -142,42 +142,47 @@ def limit(job: Job) -> None:
         resource.setrlimit(which, (most, most))
 
 
-def watch(job: Job, pid: int, out: int, deadline: float, ask: Any) -> tuple[str, bytes]:
+def watch_test(
+    job: JobDict, pid: int, report_fd: int, deadline: float, question: Any
+) -> tuple[str, bytes]:
     """Follows a test until it ends or has too much of something: (why, what it wrote)."""
-    said, most = bytearray(), ask[1]["most"] if ask[1] else 100
+    said, most = bytearray(), question[1]["most"] if question[1] else 100
     is_open, ended = True, None
     while True:
-        if is_open and select.select([out], [], [], 0 if ended is not None else TICK)[0]:
-            part = os.read(out, 1 << 16)
+        if (
+            is_open
+            and select.select([report_fd], [], [], 0 if ended is not None else SUPERVISE_POLL_S)[0]
+        ):
+            part = os.read(report_fd, 1 << 16)
             is_open = bool(part)
             said += part
         elif ended is not None:  # and there is nothing more to read
             return ("failed" if ended else ""), bytes(said)
         elif not is_open:
-            time.sleep(TICK / 4)
+            time.sleep(SUPERVISE_POLL_S / 4)
         if len(said) > most:
             return "output", b""
-        if ask[2] and said == b"loaded\n":
-            send(ask[0], ask[2])
-            ask = (0, None, b"")
+        if question[2] and said == b"loaded\n":
+            send_to_test(question[0], question[2])
+            question = (0, None, b"")
         if ended is None:
-            if why := too_much(job, deadline):
+            if why := exceeded_limit(job, deadline):
                 return why, b""
-            ended = reaped().get(pid)
+            ended = reap_children().get(pid)
 
 
-def too_much(job: Job, deadline: float) -> str:
+def exceeded_limit(job: JobDict, deadline: float) -> str:
     """What the test has too much of, or ""."""
-    found = descendants()
+    found = descendant_processes()
     if sum(threads for threads, _ in found.values()) > job["processes"]:
         return "processes"
-    used = sum(pages for _, pages in found.values()) * PAGE
-    if used + nameless(found) > job["memory"]:
+    used = sum(pages for _, pages in found.values()) * PAGE_BYTES
+    if used + memfd_bytes(found) > job["memory"]:
         return "memory"
     return "time" if time.monotonic() > deadline else ""
 
 
-def nameless(pids: Iterable[int]) -> int:
+def memfd_bytes(pids: Iterable[int]) -> int:
     """Bytes in the memory files (memfd) that these processes hold open: no mapping shows them."""
     sizes = {}
     for pid in pids:
@@ -195,7 +200,7 @@ def nameless(pids: Iterable[int]) -> int:
     return sum(sizes.values())
 
 
-def reaped() -> dict[int, int]:
+def reap_children() -> dict[int, int]:
     """The children that ended, with how; orphans of the model's code are children too."""
     found = {}
     try:
@@ -206,20 +211,20 @@ def reaped() -> dict[int, int]:
     return found
 
 
-def send(end: int, data: bytes) -> None:
+def send_to_test(control_fd: int, data: bytes) -> None:
     """All of it, or less where the test does not read."""
-    os.set_blocking(end, False)
+    os.set_blocking(control_fd, False)
     data = len(data).to_bytes(8, "big") + data
     until = time.monotonic() + 1
     try:
         while data and time.monotonic() < until:
-            if select.select([], [end], [], TICK)[1]:
-                data = data[os.write(end, data[: 1 << 12]) :]
+            if select.select([], [control_fd], [], SUPERVISE_POLL_S)[1]:
+                data = data[os.write(control_fd, data[: 1 << 12]) :]
     except OSError:
         return
 
 
-def descendants() -> Facts:
+def descendant_processes() -> ProcessSizes:
     """Every process below this one, those that ended and were not waited for too."""
     parents, facts = {}, {}
     for name in os.listdir("/proc"):
@@ -241,22 +246,22 @@ def descendants() -> Facts:
     return found
 
 
-def end_all(until: float) -> bool:
+def kill_descendants(deadline: float) -> bool:
     """Kills everything below this process. False: some of it is left."""
-    while left := descendants():
+    while left := descendant_processes():
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)
             except OSError:
                 continue
-        reaped()
-        if time.monotonic() > until:
+        reap_children()
+        if time.monotonic() > deadline:
             return False
-        time.sleep(TICK / 10)
+        time.sleep(SUPERVISE_POLL_S / 10)
     return True
 
 
-def check(path: str) -> None:
+def run_test_in_process(path: str) -> None:
     """In a test's own process: the code, then the test, in one interpreter.
 
     What is used after the model's code ran was taken before it, and the test sees Python's
@@ -266,19 +271,19 @@ def check(path: str) -> None:
     loads, whole, first = json.loads, int.from_bytes, dict(vars(builtins))
     with open(path, encoding="utf-8", errors="surrogateescape") as file:
         code = file.read()
-    names: Job = {"__name__": "solution", "__builtins__": builtins}
+    names: JobDict = {"__name__": "solution", "__builtins__": builtins}
     run(translate(code, "solution.py", "exec"), names)
-    write(REPORT, b"loaded\n")
-    size = whole(read(CONTROL, 8), "big")
+    write(REPORT_FD, b"loaded\n")
+    size = whole(read(CONTROL_FD, 8), "big")
     told = b""
-    while len(told) < size and (part := read(CONTROL, size - len(told))):
+    while len(told) < size and (part := read(CONTROL_FD, size - len(told))):
         told += part
     asked = loads(told)
     names["__builtins__"] = first
     run(translate(asked["test"], "test.py", "exec"), {**names})
-    write(REPORT, asked["token"].encode())
+    write(REPORT_FD, asked["token"].encode())
     leave(0)
 
 
 if __name__ == "__main__":
-    check(sys.argv[1]) if len(sys.argv) > 1 else supervise()
+    run_test_in_process(sys.argv[1]) if len(sys.argv) > 1 else supervise_tests()

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-BOXED = re.compile(r"\\boxed\{")
+BOXED_START = re.compile(r"\\boxed\{")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \\{ and \\} are printed braces and need not balance
 Completion = str | list[dict[str, Any]]
 
@@ -13,22 +13,22 @@ def texts(completions: list[Completion]) -> list[str]:
 
     Raises ValueError for a message list without an assistant message: "" would be scored.
     """
-    return [c if isinstance(c, str) else _said(c) for c in completions]
+    return [c if isinstance(c, str) else _last_assistant_text(c) for c in completions]
 
 
-def _said(messages: list[dict[str, Any]]) -> str:
+def _last_assistant_text(messages: list[dict[str, Any]]) -> str:
     for message in reversed(messages):
         if message.get("role", "assistant") == "assistant":
             return str(message.get("content") or "")
     raise ValueError(f"no assistant message in {messages!r}")
 
 
-def boxed(text: str) -> str | None:
+def last_boxed_content(text: str) -> str | None:
     """Content of the last closed \\boxed{...}, braces matched; None when there is none.
 
     One pass: a model that repeats \\boxed{ without end does not hold the step up.
     """
-    starts = {found.end() for found in BOXED.finditer(text)}
+    starts = {found.end() for found in BOXED_START.finditer(text)}
     opened: list[int] = []  # where the content of each open brace begins
     last: tuple[int, int] | None = None
     for found in BRACE.finditer(text):
@@ -41,7 +41,7 @@ def boxed(text: str) -> str | None:
     return text[last[0] : last[1]] if last is not None else None
 
 
-def after(text: str, delimiter: str) -> str | None:
+def text_after_last(text: str, delimiter: str) -> str | None:
     """What follows the last `delimiter`; None when it is not there."""
     _, found, rest = text.rpartition(delimiter)
     return rest if found else None

@@ -9,6 +9,6 @@ process_pool    rewards in processes of their own
 process_worker  such a process
 ready           all rewards of a config, made ready
 results         what a call gave, validated
-runner          calls with deadlines, on threads and loops
+reward_calls    calls with deadlines, on threads and loops
 scoring         a step's scores
 """

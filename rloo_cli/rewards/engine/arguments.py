@@ -14,8 +14,8 @@ if TYPE_CHECKING:  # rollout imports torch, and rewards are built before that
     from rloo_cli.data.batch import Group, Prompt, Rollout
 
 # Columns that are never passed: the first is `prompts`, the others would pass for the sampled ones.
-NOT_PASSED = frozenset({"prompt", "completion", "completion_ids"})
-KWARGS = frozenset(
+HIDDEN_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
+REWARD_KWARGS = frozenset(
     {
         "prompts",
         "completions",
@@ -33,28 +33,30 @@ KWARGS = frozenset(
     }
 )
 # What a run logs itself, and what a reward may therefore not call its own numbers.
-METRICS = frozenset((
+RESERVED_METRICS = frozenset((
     "step", "updates", "episode", "epoch", "eps", "num_tokens", "learning_rate", "lr",
     "step_time", "reward", "reward_std", "reward_std_batch", "frac_reward_zero_std", "kl",
     "kl_loss", "entropy", "loss", "policy_loss", "grad_norm", "grad_clip_fraction",
     "delta_ratio",
 ))  # fmt: skip
-METRIC_FAMILIES = (
+RESERVED_METRIC_PREFIXES = (
     "advantages/", "clip_ratio/", "completions/", "data/", "eval_", "groups/", "loss/", "memory/",
     "objective/", "perf/", "policy/", "ratio/", "sampling/", "staleness/", "time/", "val/",
     "value/",
 )  # fmt: skip
-OF_REWARDS = re.compile(r"rewards?/(valid_frac|.+/(mean|std|none_frac|error_rate|time))")
-SAMPLE_FIELDS = frozenset((
+RESERVED_REWARD_METRIC = re.compile(
+    r"rewards?/(valid_frac|.+/(mean|std|none_frac|error_rate|time))"
+)
+RESERVED_SAMPLE_FIELDS = frozenset((
     "draw", "k", "prompt", "completion", "finish_reason", "terminated", "prompt_length",
     "completion_length", "seed", "weight_version", "score", "shaped", "kl", "reward",
     "advantage", "rewards",
 ))  # fmt: skip
 
 
-def _taken(function: str, name: str, whose: str) -> str:
+def _name_taken_message(function: str, name: str, owner: str) -> str:
     """Why a name is refused, and one that is free."""
-    return f"{function}({name!r}): {whose} of this name already; call it {'my_' + name!r}"
+    return f"{function}({name!r}): {owner} of this name already; call it {'my_' + name!r}"
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class TrainerState:
 
 
 @dataclass(frozen=True)
-class Context:
+class RewardContext:
     """What a step's rewards are called under."""
 
     conversational: bool  # decided once per data set
@@ -81,94 +83,109 @@ class Context:
 
 
 @dataclass
-class Log:
+class RewardCallLog:
     """What one call logs. Thrown away with the call if the call fails."""
 
-    rows: int
+    num_completions: int
     extras: dict[str, list[Any]] = field(default_factory=dict)
     metrics: list[tuple[str, float]] = field(default_factory=list)
 
-    def extra(self, column: str, values: Sequence[Any]) -> None:
-        if column in SAMPLE_FIELDS:
-            raise ValueError(_taken("log_extra", column, "every sample has a field"))
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        if column in RESERVED_SAMPLE_FIELDS:
+            raise ValueError(_name_taken_message("log_extra", column, "every sample has a field"))
         values = list(values)
-        if len(values) != self.rows:
-            raise ValueError(f"log_extra({column!r}) got {len(values)} values, not {self.rows}")
+        if len(values) != self.num_completions:
+            raise ValueError(
+                f"log_extra({column!r}) got {len(values)} values, not {self.num_completions}"
+            )
         self.extras[column] = values
 
-    def metric(self, name: str, value: float) -> None:
-        if name in METRICS or name.startswith(METRIC_FAMILIES) or OF_REWARDS.fullmatch(name):
-            raise ValueError(_taken("log_metric", name, "the run has a metric"))
+    def log_metric(self, name: str, value: float) -> None:
+        if (
+            name in RESERVED_METRICS
+            or name.startswith(RESERVED_METRIC_PREFIXES)
+            or RESERVED_REWARD_METRIC.fullmatch(name)
+        ):
+            raise ValueError(_name_taken_message("log_metric", name, "the run has a metric"))
         if not math.isfinite(value):
             raise ValueError(f"log_metric({name!r}) got {value}")
         self.metrics.append((name, float(value)))
 
 
 @dataclass
-class Table:
+class CompletionTable:
     """The rows of a step. P = len(groups), K completions each."""
 
     groups: "Sequence[Group]"
-    context: Context
+    context: RewardContext
     k: int  # rollouts that each group has, or will have when its rows are asked for
 
     def __post_init__(self) -> None:
-        names = {c: None for g in self.groups for c in g.row if c not in NOT_PASSED}
+        names = {c: None for g in self.groups for c in g.example if c not in HIDDEN_COLUMNS}
         self.columns = list(names)  # in the data set's order
 
     def __len__(self) -> int:
         return len(self.groups) * self.k
 
-    def at(self, row: int) -> "tuple[Group, Rollout]":
-        group = self.groups[row // self.k]
-        return group, group.rollouts[row % self.k]
+    def group_and_rollout(self, index: int) -> "tuple[Group, Rollout]":
+        group = self.groups[index // self.k]
+        return group, group.rollouts[index % self.k]
 
-    def arguments(
-        self, rows: Sequence[int], wants: frozenset[str] | None, fixed: dict[str, Any]
-    ) -> tuple[dict[str, Any], Log]:
+    def call_arguments(
+        self,
+        indices: Sequence[int],
+        parameter_names: frozenset[str] | None,
+        fixed_arguments: dict[str, Any],
+    ) -> tuple[dict[str, Any], RewardCallLog]:
         """Keyword arguments of one call on `rows`, and the log they write to.
 
         `wants` None: all of them. `columns`, every data column in one dict, is for rewards whose
         column is a key of their config; only a reward that names it gets it.
         """
-        log = Log(len(rows))
-        pairs = [self.at(row) for row in rows]
+        log = RewardCallLog(len(indices))
+        pairs = [self.group_and_rollout(row) for row in indices]
         makers: dict[str, Callable[[], Any]] = {
-            "prompts": lambda: [_copy(g.prompt) for g, _ in pairs],
-            "completions": lambda: [self._completion(r) for _, r in pairs],
+            "prompts": lambda: [_copy_prompt(g.prompt) for g, _ in pairs],
+            "completions": lambda: [self._completion_value(r) for _, r in pairs],
             "completion_ids": lambda: [list(r.completion_ids) for _, r in pairs],
             "prompt_ids": lambda: [list(g.prompt_ids) for g, _ in pairs],
             "finish_reasons": lambda: [r.finish_reason for _, r in pairs],
-            "behaviour_logps": lambda: [_list(r.behaviour_logp) for _, r in pairs],
-            "group_index": lambda: [row // self.k for row in rows],
+            "behaviour_logps": lambda: [_copy_logprobs(r.behaviour_logp) for _, r in pairs],
+            "group_index": lambda: [row // self.k for row in indices],
             "num_generations": lambda: self.k,
             "trainer_state": lambda: self.context.trainer_state,
-            "log_extra": lambda: log.extra,
-            "log_metric": lambda: log.metric,
+            "log_extra": lambda: log.log_extra,
+            "log_metric": lambda: log.log_metric,
         }
         for column in self.columns:
-            makers[column] = lambda c=column: [g.row.get(c) for g, _ in pairs]  # type: ignore[misc]
-        if wants is not None and "columns" in wants:
+            makers[column] = lambda c=column: [g.example.get(c) for g, _ in pairs]  # type: ignore[misc]
+        if parameter_names is not None and "columns" in parameter_names:
             given_columns = {c: makers[c] for c in self.columns}
             makers["columns"] = lambda: {c: make() for c, make in given_columns.items()}
-        if wants is not None:
-            both = wants | ({"completion_ids"} if "completions_ids" in wants else set())
+        if parameter_names is not None:
+            both = parameter_names | (
+                {"completion_ids"} if "completions_ids" in parameter_names else set()
+            )
             makers = {name: make for name, make in makers.items() if name in both}
-        given = {name: make() for name, make in makers.items() if name not in fixed}
+        given = {name: make() for name, make in makers.items() if name not in fixed_arguments}
         if "completion_ids" in given:  # one object under TRL's name and its documentation's
             given["completions_ids"] = given["completion_ids"]
-        wanted = {n: v for n, v in (given | fixed).items() if wants is None or n in wants}
+        wanted = {
+            n: v
+            for n, v in (given | fixed_arguments).items()
+            if parameter_names is None or n in parameter_names
+        }
         return wanted, log
 
-    def _completion(self, rollout: "Rollout") -> Any:
+    def _completion_value(self, rollout: "Rollout") -> Any:
         if self.context.conversational:
             return [{"role": "assistant", "content": rollout.text}]
         return rollout.text
 
 
-def _copy(prompt: "Prompt") -> "Prompt":
+def _copy_prompt(prompt: "Prompt") -> "Prompt":
     return prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
 
 
-def _list(values: list[float] | None) -> list[float] | None:
+def _copy_logprobs(values: list[float] | None) -> list[float] | None:
     return None if values is None else list(values)

@@ -4,60 +4,64 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rloo_cli.rewards.engine.arguments import Table
+from rloo_cli.rewards.engine.arguments import CompletionTable
 from rloo_cli.rewards.engine.build import Reward
 
-REMEMBERED = 100_000  # scores kept per reward, the oldest go first
+MAX_CACHED_SCORES = 100_000  # scores kept per reward, the oldest go first
 
 
 @dataclass
-class Plan:
+class CachePlan:
     """What a reward has to be asked in one step."""
 
-    known: dict[int, float | None] = field(default_factory=dict)  # row -> remembered score
-    twins: dict[int, int] = field(default_factory=dict)  # row -> the equal row that is asked
-    first: dict[Any, int] = field(default_factory=dict)  # a row's key -> the row that is asked
+    cached_scores: dict[int, float | None] = field(default_factory=dict)  # row -> remembered score
+    duplicate_of: dict[int, int] = field(default_factory=dict)  # row -> the equal row that is asked
+    index_of_key: dict[Any, int] = field(
+        default_factory=dict
+    )  # a row's key -> the row that is asked
 
-    def add(self, reward: Reward, table: Table, rows: Sequence[int]) -> list[int]:
+    def select_uncached(
+        self, reward: Reward, table: CompletionTable, indices: Sequence[int]
+    ) -> list[int]:
         """Which of these further rows to call it for: with `cache` those that are new, once."""
         if not reward.config.cache:
-            return list(rows)
+            return list(indices)
         asked = []
-        for row in rows:
-            key = key_of(table, row)
-            if key in reward.memory:
-                self.known[row] = reward.memory[key]
-            elif key in self.first:
-                self.twins[row] = self.first[key]
+        for row in indices:
+            key = score_cache_key(table, row)
+            if key in reward.score_cache:
+                self.cached_scores[row] = reward.score_cache[key]
+            elif key in self.index_of_key:
+                self.duplicate_of[row] = self.index_of_key[key]
             else:
-                self.first[key] = row
+                self.index_of_key[key] = row
                 asked.append(row)
         return asked
 
 
-def remember(reward: Reward, table: Table, values: dict[int, float | None]) -> None:
+def cache_scores(reward: Reward, table: CompletionTable, values: dict[int, float | None]) -> None:
     """With `cache`, keep the scores of rows that did not fail."""
     if not reward.config.cache:
         return
     for row, value in values.items():
-        reward.memory[key_of(table, row)] = value
-    while len(reward.memory) > REMEMBERED:
-        del reward.memory[next(iter(reward.memory))]
+        reward.score_cache[score_cache_key(table, row)] = value
+    while len(reward.score_cache) > MAX_CACHED_SCORES:
+        del reward.score_cache[next(iter(reward.score_cache))]
 
 
-def key_of(table: Table, row: int) -> Any:
+def score_cache_key(table: CompletionTable, index: int) -> Any:
     """Equal for rows that have the same score. The other columns count too: one prompt with two
     gold answers is not one question."""
-    group, rollout = table.at(row)
-    if not _plain(group.row) or not _plain(group.prompt):
+    group, rollout = table.group_and_rollout(index)
+    if not _has_exact_repr(group.example) or not _has_exact_repr(group.prompt):
         return object()  # an image's repr is its address, which another one may have later
-    return repr(group.prompt), repr(group.row), tuple(rollout.completion_ids)
+    return repr(group.prompt), repr(group.example), tuple(rollout.completion_ids)
 
 
-def _plain(value: Any) -> bool:
+def _has_exact_repr(value: Any) -> bool:
     """Whether repr() tells this value from every other."""
     if isinstance(value, dict):
-        return all(_plain(v) for v in value.values())
+        return all(_has_exact_repr(v) for v in value.values())
     if isinstance(value, list | tuple):
-        return all(_plain(v) for v in value)
+        return all(_has_exact_repr(v) for v in value)
     return isinstance(value, str | int | float | bytes | None)

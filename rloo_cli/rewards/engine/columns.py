@@ -4,49 +4,51 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data import mixture, splits
-from rloo_cli.data.dataset import Opened
-from rloo_cli.rewards.engine.arguments import KWARGS, NOT_PASSED
+from rloo_cli.data.dataset import OpenedSplit
+from rloo_cli.rewards.engine.arguments import HIDDEN_COLUMNS, REWARD_KWARGS
 from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
 
 
-def check_splits(
-    config: RunConfig, found: Mapping[str | None, Opened], rewards: Sequence[Reward]
+def check_reward_splits(
+    config: RunConfig, opened: Mapping[str | None, OpenedSplit], rewards: Sequence[Reward]
 ) -> None:
     """Whether every split has the columns the rewards need. Raises ConfigError, DataError.
 
     Of a mixture one source that has a column is enough: in the others' rows it is None.
     """
-    mixed = splits.of_mixture(found)
+    mixed = splits.mixture_entries(opened)
     if mixed:
-        check_columns(rewards, mixture.columns(mixed, config.data.sources))
-    for name, source in splits.sources_of(config, None in found).items():
-        if name in found and not splits.in_mixture(name):
-            columns = [c for c in found[name].column_names if c != source.prompt_column]
-            with splits.said_of(name, source):
-                check_columns(rewards, columns)
+        check_reward_columns(rewards, mixture.mixture_columns(mixed, config.data.mixture_sources))
+    for name, source in splits.split_configs(config, None in opened).items():
+        if name in opened and not splits.is_mixture_key(name):
+            columns = [c for c in opened[name].column_names if c != source.prompt_column]
+            with splits.errors_naming_split(name, source):
+                check_reward_columns(rewards, columns)
 
 
-def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
+def check_reward_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
     """Whether the data set fits the rewards, before any model is loaded.
 
     `columns`: the data set's, the prompt's left out. Raises ConfigError for a column that is
     named like an argument of ours or like one of `kwargs`, DataError for one that is missing.
     """
-    found = [c for c in columns if c not in NOT_PASSED]
+    found = [c for c in columns if c not in HIDDEN_COLUMNS]
     rewards = list(rewards)
-    clashes = [_clash(c) for c in found if c in KWARGS]
+    clashes = [_argument_clash(c) for c in found if c in REWARD_KWARGS]
     for reward in rewards:
         if reward.config.type == "function":
-            clashes += [_twice(reward, c) for c in found if c in reward.fixed]
+            clashes += [_kwarg_clash(reward, c) for c in found if c in reward.fixed_arguments]
     if clashes:
         raise ConfigError(*clashes)
-    missing = [_missing(r, n, found) for r in rewards for n in r.needs if n not in found]
+    missing = [
+        _missing_column(r, n, found) for r in rewards for n in r.required_columns if n not in found
+    ]
     if missing:
         raise DataError(*missing)
 
 
-def _clash(column: str) -> Problem:
+def _argument_clash(column: str) -> Problem:
     return Problem(
         f"the data set has a column named {column!r}",
         where="data.columns",
@@ -55,7 +57,7 @@ def _clash(column: str) -> Problem:
     )
 
 
-def _twice(reward: Reward, column: str) -> Problem:
+def _kwarg_clash(reward: Reward, column: str) -> Problem:
     return Problem(
         f"{column!r} is a data column and in kwargs",
         where=f"reward.{reward.name}.kwargs.{column}",
@@ -64,11 +66,11 @@ def _twice(reward: Reward, column: str) -> Problem:
     )
 
 
-def _missing(reward: Reward, column: str, found: list[str]) -> Problem:
+def _missing_column(reward: Reward, column: str, column_names: list[str]) -> Problem:
     return Problem(
         f"reward {reward.name!r} needs the data column {column!r}, which is not there",
         where=f"reward.{reward.name} ({reward.location})",
-        why=f"columns found: {', '.join(found) or 'none but the prompt'}",
+        why=f"columns found: {', '.join(column_names) or 'none but the prompt'}",
         fix=f"rename one with data.columns={{old: {column}}}",
-        more=f"rewards also get: {', '.join(sorted(KWARGS))}",
+        more=f"rewards also get: {', '.join(sorted(REWARD_KWARGS))}",
     )

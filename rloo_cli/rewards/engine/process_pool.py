@@ -24,52 +24,65 @@ from typing import Any
 
 from rloo_cli.config import registry
 from rloo_cli.rewards.engine.build import Reward
-from rloo_cli.rewards.engine.results import Call, Failure, Outcome, judge, raised
+from rloo_cli.rewards.engine.results import (
+    CallFailure,
+    CallResult,
+    RewardCall,
+    failure_of_error,
+    to_call_result,
+)
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, Problem
 
-LENGTH = struct.Struct("!Q")
-LOGS = ("log_extra", "log_metric")  # methods of a Log, which the child has one of its own of
-LOOK_S = 0.3  # seconds a child that is late gets to say where it is
-PYTHON = "python:"  # the path of a callable that came from Python (api)
-_all: set["Worker"] = set()
+LENGTH_HEADER = struct.Struct("!Q")
+LOG_ARGUMENTS = (
+    "log_extra",
+    "log_metric",
+)  # methods of a Log, which the child has one of its own of
+STACK_DUMP_WAIT_S = 0.3  # seconds a child that is late gets to say where it is
+PYTHON_PREFIX = "python:"  # the path of a callable that came from Python (api)
+_all_workers: set["RewardWorker"] = set()
 
 
-class Gone(Exception):
+class WorkerGone(Exception):
     """The child ended."""
 
 
-def send(to: socket.socket, thing: Any) -> None:
+def send_pickled(connection: socket.socket, message: Any) -> None:
     """One pickled message."""
-    body = pickle.dumps(thing)
-    to.sendall(LENGTH.pack(len(body)) + body)
+    body = pickle.dumps(message)
+    connection.sendall(LENGTH_HEADER.pack(len(body)) + body)
 
 
-def receive(of: socket.socket) -> Any:
+def receive_pickled(connection: socket.socket) -> Any:
     """The next message. Raises Gone when the other side has closed, TimeoutError."""
-    return pickle.loads(_bytes(of, LENGTH.unpack(_bytes(of, LENGTH.size))[0]))
+    return pickle.loads(
+        _receive_bytes(
+            connection, LENGTH_HEADER.unpack(_receive_bytes(connection, LENGTH_HEADER.size))[0]
+        )
+    )
 
 
-def _bytes(of: socket.socket, count: int) -> bytes:
+def _receive_bytes(connection: socket.socket, num_bytes: int) -> bytes:
     parts = []
-    while count:
+    while num_bytes:
         try:
-            part = of.recv(min(count, 1 << 20))
+            part = connection.recv(min(num_bytes, 1 << 20))
         except ConnectionError:
             part = b""
         if not part:
-            raise Gone
+            raise WorkerGone
         parts.append(part)
-        count -= len(part)
+        num_bytes -= len(part)
     return b"".join(parts)
 
 
-class Worker:
+class RewardWorker:
     """One child with one reward, started but not waited for."""
 
     def __init__(self, reward: Reward):
         self.socket, theirs = socket.socketpair()
-        life, self.life = os.pipe()  # its reading end is told when we are gone
+        life, self.life_pipe = os.pipe()  # its reading end is told when we are gone
         given = (theirs.fileno(), life)
         root = str(paths.PACKAGE.parent)
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -90,107 +103,115 @@ class Worker:
         )
         theirs.close()
         os.close(life)
-        self.log: int | None = None  # the child's file for `where_it_is`, once it is ready
-        _all.add(self)
+        self.stack_dump_fd: int | None = (
+            None  # the child's file for `where_it_is`, once it is ready
+        )
+        _all_workers.add(self)
         with contextlib.suppress(OSError):  # it is gone already: the first call says so
-            send(self.socket, (os.getcwd(), *_named(reward)))
+            send_pickled(self.socket, (os.getcwd(), *_worker_reward_spec(reward)))
 
-    def ask(self, message: Any, seconds: float) -> Any:
+    def request(self, message: Any, timeout_s: float) -> Any:
         """Its answer to one call. Raises Gone, TimeoutError."""
-        limit = time.monotonic() + seconds
-        if self.log is None:
-            self.log = int(self._wait(limit))
+        limit = time.monotonic() + timeout_s
+        if self.stack_dump_fd is None:
+            self.stack_dump_fd = int(self._receive_until(limit))
         self.socket.settimeout(max(0.01, limit - time.monotonic()))
         try:
-            send(self.socket, message)
+            send_pickled(self.socket, message)
         except (ConnectionError, TimeoutError):
-            raise Gone from None
-        return self._wait(limit)
+            raise WorkerGone from None
+        return self._receive_until(limit)
 
-    def _wait(self, limit: float) -> Any:
-        self.socket.settimeout(max(0.01, limit - time.monotonic()))
-        return receive(self.socket)
+    def _receive_until(self, deadline: float) -> Any:
+        self.socket.settimeout(max(0.01, deadline - time.monotonic()))
+        return receive_pickled(self.socket)
 
-    def where_it_is(self) -> str:
+    def current_stack(self) -> str:
         """The frames of what it does now, from outside of Python's lock; "" if it cannot say."""
-        if self.log is None:  # it still starts, and would not survive the question
+        if self.stack_dump_fd is None:  # it still starts, and would not survive the question
             return ""
         with contextlib.suppress(OSError):
             self.process.send_signal(signal.SIGUSR1)  # faulthandler's, in the child
-            time.sleep(LOOK_S)
-            log = Path(f"/proc/{self.process.pid}/fd/{self.log}")
+            time.sleep(STACK_DUMP_WAIT_S)
+            log = Path(f"/proc/{self.process.pid}/fd/{self.stack_dump_fd}")
             return log.read_text(errors="replace")[-4000:]
         return ""
 
-    def end(self) -> int:
+    def kill(self) -> int:
         """Kill it and whatever it started; its exit status."""
-        _all.discard(self)
+        _all_workers.discard(self)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
         self.socket.close()
         with contextlib.suppress(OSError):
-            os.close(self.life)
+            os.close(self.life_pipe)
         return code
 
 
-def start(rewards: Sequence[Reward]) -> None:
+def start_reward_workers(rewards: Sequence[Reward]) -> None:
     """Start every worker that rewards ask for, so that the first step does not wait for them.
 
     Raises ConfigError for a function that no other process could find again.
     """
     for reward in rewards:
-        for _ in range(reward.config.workers - len(reward.idle)):
-            reward.idle.append(Worker(reward))
+        for _ in range(reward.config.workers - len(reward.idle_workers)):
+            reward.idle_workers.append(RewardWorker(reward))
 
 
-def ask(reward: Reward, call: Call) -> Outcome:
+def call_in_worker(reward: Reward, call: RewardCall) -> CallResult:
     """Make one call in a worker: what came of it, whatever it did to its process."""
-    arguments, log = call.make()
-    logs = [name for name in LOGS if name in arguments]
-    plain = {k: v for k, v in arguments.items() if k not in LOGS and k not in reward.fixed}
-    worker = _idle(reward)
+    arguments, log = call.make_arguments()
+    logs = [name for name in LOG_ARGUMENTS if name in arguments]
+    plain = {
+        k: v
+        for k, v in arguments.items()
+        if k not in LOG_ARGUMENTS and k not in reward.fixed_arguments
+    }
+    worker = _take_idle_worker(reward)
     try:
-        told = worker.ask((call.rows, plain, logs), reward.config.timeout_s)
+        told = worker.request((call.indices, plain, logs), reward.config.timeout_s)
     except TimeoutError:
-        frames = worker.where_it_is()
-        worker.end()
+        frames = worker.current_stack()
+        worker.kill()
         why = f"no answer within timeout_s = {reward.config.timeout_s:g} s; its process is killed"
-        return judge(reward, call.rows, Failure("timeout", why, frames), log)
-    except Gone:
-        code = worker.end()
+        return to_call_result(reward, call.indices, CallFailure("timeout", why, frames), log)
+    except WorkerGone:
+        code = worker.kill()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         why = f"its worker process ended in the call, with {how} (a reward may not end it)"
-        return judge(reward, call.rows, Failure("exception", why), log)
+        return to_call_result(reward, call.indices, CallFailure("exception", why), log)
     except (pickle.PicklingError, AttributeError, TypeError) as error:  # a column of odd things
-        worker.end()
-        return judge(reward, call.rows, raised(error), log)
-    reward.idle.append(worker)
-    outcome: Outcome = told
+        worker.kill()
+        return to_call_result(reward, call.indices, failure_of_error(error), log)
+    reward.idle_workers.append(worker)
+    outcome: CallResult = told
     return outcome
 
 
-def _idle(reward: Reward) -> Worker:
+def _take_idle_worker(reward: Reward) -> RewardWorker:
     """A worker that waits, or a new one. Lists are safe to pop from several threads."""
     while True:
         try:
-            worker: Worker = reward.idle.pop()
+            worker: RewardWorker = reward.idle_workers.pop()
         except IndexError:
-            return Worker(reward)
-        if worker.process.poll() is None or worker.log is None:
+            return RewardWorker(reward)
+        if worker.process.poll() is None or worker.stack_dump_fd is None:
             return worker
-        worker.end()  # it ended between two calls
+        worker.kill()  # it ended between two calls
 
 
-def _named(reward: Reward) -> tuple[str, str, dict[str, Any], str | None]:
+def _worker_reward_spec(reward: Reward) -> tuple[str, str, dict[str, Any], str | None]:
     """What a child makes the reward from again: name, type, config, and a callable's name."""
     config = reward.config
-    named = config.type != "function" or not getattr(config, "path", PYTHON).startswith(PYTHON)
-    code = None if named else _found_again(reward)
+    named = config.type != "function" or not getattr(config, "path", PYTHON_PREFIX).startswith(
+        PYTHON_PREFIX
+    )
+    code = None if named else _importable_name(reward)
     return reward.name, config.type, config.model_dump(), code
 
 
-def _found_again(reward: Reward) -> str:
+def _importable_name(reward: Reward) -> str:
     """`module:name` of a callable that was given from Python."""
     where, name = getattr(reward.code, "__module__", ""), getattr(reward.code, "__qualname__", "")
     spec = f"{where}:{name}"
@@ -208,9 +229,9 @@ def _found_again(reward: Reward) -> str:
 
 
 @atexit.register
-def stop() -> None:
+def stop_reward_workers() -> None:
     """End every worker."""
-    ended = [threading.Thread(target=worker.end) for worker in list(_all)]
+    ended = [threading.Thread(target=worker.kill) for worker in list(_all_workers)]
     for thread in ended:
         thread.start()
     for thread in ended:

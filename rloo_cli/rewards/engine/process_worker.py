@@ -17,10 +17,15 @@ import tempfile
 from typing import Any
 
 from rloo_cli.config import registry
-from rloo_cli.rewards.engine.arguments import Log
-from rloo_cli.rewards.engine.build import Reward, build, from_callable
-from rloo_cli.rewards.engine.process_pool import Gone, receive, send
-from rloo_cli.rewards.engine.results import Failure, Outcome, judge, raised
+from rloo_cli.rewards.engine.arguments import RewardCallLog
+from rloo_cli.rewards.engine.build import Reward, build_reward, reward_from_callable
+from rloo_cli.rewards.engine.process_pool import WorkerGone, receive_pickled, send_pickled
+from rloo_cli.rewards.engine.results import (
+    CallFailure,
+    CallResult,
+    failure_of_error,
+    to_call_result,
+)
 
 
 def _end_with_parent(pipe: int) -> None:
@@ -34,33 +39,37 @@ def _end_with_parent(pipe: int) -> None:
         os._exit(1)
 
 
-def _reward(name: str, kind: str, values: dict[str, Any], code: str | None) -> Reward:
-    config = registry.config_class("rewards", kind).model_validate(values)
-    if code is None:
-        return build(name, config)
-    return from_callable(name, registry.load_code(code), config)
+def _build_worker_reward(
+    name: str, reward_type: str, config_values: dict[str, Any], import_name: str | None
+) -> Reward:
+    config = registry.config_class("rewards", reward_type).model_validate(config_values)
+    if import_name is None:
+        return build_reward(name, config)
+    return reward_from_callable(name, registry.load_code(import_name), config)
 
 
-def _call(reward: Reward, rows: list[int], given: dict[str, Any], logs: list[str]) -> Outcome:
-    log = Log(len(rows))
-    given |= {"log_extra": log.extra} if "log_extra" in logs else {}
-    given |= {"log_metric": log.metric} if "log_metric" in logs else {}
+def _call_reward(
+    reward: Reward, indices: list[int], arguments: dict[str, Any], log_arguments: list[str]
+) -> CallResult:
+    log = RewardCallLog(len(indices))
+    arguments |= {"log_extra": log.log_extra} if "log_extra" in log_arguments else {}
+    arguments |= {"log_metric": log.log_metric} if "log_metric" in log_arguments else {}
     returned: Any
     try:
-        returned = reward.code(**given, **reward.fixed)
+        returned = reward.code(**arguments, **reward.fixed_arguments)
         if inspect.isawaitable(returned):
-            returned = asyncio.run(_await(returned))
+            returned = asyncio.run(_await_result(returned))
     except BaseException as error:
-        returned = raised(error)
-    outcome = judge(reward, rows, returned, log)
+        returned = failure_of_error(error)
+    outcome = to_call_result(reward, indices, returned, log)
     try:
         pickle.dumps(outcome)
     except Exception as error:  # what it gave log_extra is not plain
-        return judge(reward, rows, raised(error), Log(0))
+        return to_call_result(reward, indices, failure_of_error(error), RewardCallLog(0))
     return outcome
 
 
-async def _await(awaitable: Any) -> Any:
+async def _await_result(awaitable: Any) -> Any:
     return await awaitable
 
 
@@ -71,24 +80,24 @@ def main() -> None:
     log = tempfile.TemporaryFile()  # noqa: SIM115  (as long as this process)
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=False)
     try:
-        folder, *named = receive(parent)
+        folder, *named = receive_pickled(parent)
         os.chdir(folder)
         reward: Reward | None = None
-        failure: Failure | None = None
+        failure: CallFailure | None = None
         try:
-            reward = _reward(*named)
+            reward = _build_worker_reward(*named)
         except BaseException as error:
-            failure = raised(error)
-        send(parent, log.fileno())
+            failure = failure_of_error(error)
+        send_pickled(parent, log.fileno())
         while True:
-            rows, given, logs = receive(parent)
+            rows, given, logs = receive_pickled(parent)
             if reward is None:
                 assert failure is not None
                 failures = dict.fromkeys(range(len(rows)), failure)
-                send(parent, Outcome(rows, [None] * len(rows), failures))
+                send_pickled(parent, CallResult(rows, [None] * len(rows), failures))
             else:
-                send(parent, _call(reward, rows, given, logs))
-    except (Gone, BrokenPipeError):
+                send_pickled(parent, _call_reward(reward, rows, given, logs))
+    except (WorkerGone, BrokenPipeError):
         pass
 
 

@@ -21,8 +21,8 @@ from rloo_cli.distributed.optimizer import Optimizer
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import NumbersError, Problem
 
-WINDOW = 16  # batches whose rows are sorted by length together
-Line = dict[str, Any]
+SORT_WINDOW = 16  # batches whose rows are sorted by length together
+MetricsObject = dict[str, Any]
 R = TypeVar("R")
 In = TypeVar("In", contravariant=True)
 
@@ -30,18 +30,18 @@ In = TypeVar("In", contravariant=True)
 class Objective(Protocol[In]):
     """What is learned from a row."""
 
-    def length(self, row: In) -> int:
+    def length(self, example: In) -> int:
         """Tokens of the longest sequence in it."""
 
-    def units(self, row: In) -> int:
+    def loss_count(self, example: In) -> int:
         """What the loss is a mean over: its completion tokens, or 1 for a pair."""
 
-    def loss(self, model: Any, rows: Sequence[In]) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, model: Any, examples: Sequence[In]) -> tuple[Tensor, dict[str, float]]:
         """The loss summed over the units of these rows (), and sums over rows of what else is
         measured."""
 
 
-class Fit(Generic[R]):
+class SupervisedTrainer(Generic[R]):
     """One training: `run` does it, `measure` says how it stands."""
 
     def __init__(
@@ -50,37 +50,42 @@ class Fit(Generic[R]):
         objective: Objective[R],
         settings: TrainingConfig,
         seed: int,
-        write: Callable[[Line], None] = lambda line: None,
+        write_metrics: Callable[[MetricsObject], None] = lambda line: None,
     ):
         """`write` takes each line of metrics."""
         self.model, self.objective, self.settings = model, objective, settings
-        self.seed, self.write = seed, write
+        self.seed, self.write_metrics = seed, write_metrics
 
-    def run(self, rows: Sequence[R]) -> int:
+    def train(self, examples: Sequence[R]) -> int:
         """Train; the number of optimizer steps. Raises NumbersError, Stopped."""
         size = self.settings.batch_size
-        steps = math.ceil(self.settings.epochs * len(rows) / size)
-        optimizer = Optimizer(self.model, plan(self.settings), steps)
-        lengths = [self.objective.length(row) for row in rows]
+        steps = math.ceil(self.settings.epochs * len(examples) / size)
+        optimizer = Optimizer(self.model, optimizer_config(self.settings), steps)
+        lengths = [self.objective.length(row) for row in examples]
         self.model.train()
-        sums: Line = {"units": 0}
+        sums: MetricsObject = {"units": 0}
         began = time.monotonic()
-        for step, places in zip(range(1, steps + 1), order(lengths, size, self.seed), strict=False):
-            signals.check()
-            rate, found = optimizer.learning_rate, self._step(optimizer, [rows[i] for i in places])
+        for step, places in zip(
+            range(1, steps + 1), batch_order(lengths, size, self.seed), strict=False
+        ):
+            signals.raise_if_stopped()
+            rate, found = (
+                optimizer.learning_rate,
+                self._optimizer_step(optimizer, [examples[i] for i in places]),
+            )
             sums = {name: sums.get(name, 0) + value for name, value in found.items()}
             if step % self.settings.log_every == 0 or step == steps:
-                head = {"step": step, "steps": steps, "epoch": step * size / len(rows)}
+                head = {"step": step, "steps": steps, "epoch": step * size / len(examples)}
                 tail = {"learning_rate": rate, "seconds": time.monotonic() - began}
-                self.write(head | _means(sums) | tail)
+                self.write_metrics(head | _mean_metrics(sums) | tail)
                 sums = {}
         return steps
 
-    def _step(self, optimizer: Optimizer, rows: Sequence[R]) -> Line:
+    def _optimizer_step(self, optimizer: Optimizer, examples: Sequence[R]) -> MetricsObject:
         """One optimizer step; sums of loss, units, rows and what else the objective measures."""
-        units = sum(map(self.objective.units, rows))
-        sums: Line = {"loss": 0.0, "units": units, "rows": len(rows)}
-        for part in _parts(rows, self.settings.micro_batch_size):
+        units = sum(map(self.objective.loss_count, examples))
+        sums: MetricsObject = {"loss": 0.0, "units": units, "rows": len(examples)}
+        for part in _split_batch(examples, self.settings.micro_batch_size):
             loss, said = self.objective.loss(self.model, part)
             (loss / units).backward()  # the parts add up to the mean over the whole batch
             for name, value in {"loss": float(loss.detach()), **said}.items():
@@ -91,38 +96,47 @@ class Fit(Generic[R]):
             fix = "a lower learning_rate, or model.dtype=float32"
             raise NumbersError(Problem("the loss or its gradient is not finite", why=why, fix=fix))
         optimizer.step(norm)
-        return sums | {"grad_norm": float(norm) * len(rows)}
+        return sums | {"grad_norm": float(norm) * len(examples)}
 
     @torch.no_grad()
-    def measure(self, rows: Sequence[R]) -> Line:
+    def evaluate_loss(self, examples: Sequence[R]) -> MetricsObject:
         """Means over rows that nothing is learned from, in eval mode: {eval_<name>: value}."""
         self.model.eval()
-        sums: Line = {"loss": 0.0, "units": sum(map(self.objective.units, rows)), "rows": len(rows)}
-        ordered = sorted(rows, key=self.objective.length)
-        for part in _parts(ordered, self.settings.micro_batch_size or self.settings.batch_size):
-            signals.check()
+        sums: MetricsObject = {
+            "loss": 0.0,
+            "units": sum(map(self.objective.loss_count, examples)),
+            "rows": len(examples),
+        }
+        ordered = sorted(examples, key=self.objective.length)
+        for part in _split_batch(
+            ordered, self.settings.micro_batch_size or self.settings.batch_size
+        ):
+            signals.raise_if_stopped()
             loss, said = self.objective.loss(self.model, part)
             for name, value in {"loss": float(loss), **said}.items():
                 sums[name] = sums.get(name, 0.0) + value
-        return {f"eval_{name}": value for name, value in _means(sums).items()}
+        return {f"eval_{name}": value for name, value in _mean_metrics(sums).items()}
 
 
-def order(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[int]]:
+def batch_order(lengths: Sequence[int], batch_size: int, seed: int) -> Iterator[list[int]]:
     """Batches of row numbers without end; each pass has every row once. Its last may be smaller."""
     epoch = 0
     while True:
         dice = random.Random(f"{seed}/{epoch}")
         rows = list(range(len(lengths)))
         dice.shuffle(rows)
-        windows = [rows[i : i + WINDOW * size] for i in range(0, len(rows), WINDOW * size)]
+        windows = [
+            rows[i : i + SORT_WINDOW * batch_size]
+            for i in range(0, len(rows), SORT_WINDOW * batch_size)
+        ]
         alike = [i for window in windows for i in sorted(window, key=lambda i: lengths[i])]
-        batches = [alike[i : i + size] for i in range(0, len(alike), size)]
+        batches = [alike[i : i + batch_size] for i in range(0, len(alike), batch_size)]
         dice.shuffle(batches)
         yield from batches
         epoch += 1
 
 
-def plan(settings: TrainingConfig) -> TrainConfig:
+def optimizer_config(settings: TrainingConfig) -> TrainConfig:
     """These keys as the run's own optimizer reads them."""
     return TrainConfig.model_construct(
         learning_rate=settings.learning_rate,
@@ -136,20 +150,22 @@ def plan(settings: TrainingConfig) -> TrainConfig:
     )
 
 
-def padded(rows: Sequence[Sequence[int]], model: Any) -> tuple[Tensor, Tensor]:
+def pad_right(sequences: Sequence[Sequence[int]], model: Any) -> tuple[Tensor, Tensor]:
     """Right-padded ids and their mask, (B, T) each. What stands in the padding is never read."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[*row] + [0] * (width - len(row)) for row in rows], device=model.device)
-    lengths = torch.tensor([len(row) for row in rows], device=model.device)
+    width = max(map(len, sequences))
+    ids = torch.tensor(
+        [[*row] + [0] * (width - len(row)) for row in sequences], device=model.device
+    )
+    lengths = torch.tensor([len(row) for row in sequences], device=model.device)
     return ids, (torch.arange(width, device=model.device) < lengths[:, None]).long()
 
 
-def _parts(rows: Sequence[R], size: int | None) -> Iterator[Sequence[R]]:
-    size = size or len(rows)
-    return (rows[i : i + size] for i in range(0, len(rows), size))
+def _split_batch(examples: Sequence[R], size: int | None) -> Iterator[Sequence[R]]:
+    size = size or len(examples)
+    return (examples[i : i + size] for i in range(0, len(examples), size))
 
 
-def _means(sums: Line) -> Line:
+def _mean_metrics(sums: MetricsObject) -> MetricsObject:
     """Loss per unit, everything else per row."""
     means = {n: v / sums["rows"] for n, v in sums.items() if n not in ("loss", "units", "rows")}
     return {"loss": sums["loss"] / sums["units"]} | means | {"rows": sums["rows"]}

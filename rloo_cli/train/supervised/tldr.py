@@ -21,19 +21,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rloo_cli.config.schema import RewardModelConfig, SftConfig
 from rloo_cli.data.synthetic import tldr_posts as posts
-from rloo_cli.data.synthetic.cache import kept
-from rloo_cli.data.synthetic.tldr import base, rows
+from rloo_cli.data.synthetic.cache import cached_folder
+from rloo_cli.data.synthetic.tldr import tldr_base_folder, tldr_examples
 from rloo_cli.train.supervised import reward_model as preferences
 from rloo_cli.train.supervised import sft
 from rloo_cli.utils import paths
 
-PAIRS = {"train": 3000, "test": 300}
-NOISE = 1.0  # points of the hidden rule: the preferred one wins with sigmoid(difference / NOISE)
-LONGEST = 28  # tokens of a sample
+PAIRS_PER_SPLIT = {"train": 3000, "test": 300}
+PREFERENCE_NOISE = (
+    1.0  # points of the hidden rule: the preferred one wins with sigmoid(difference / NOISE)
+)
+MAX_SAMPLE_TOKENS = 28  # tokens of a sample
 SAMPLED_AT_ONCE = 256
 
 
-def recipe(section: str) -> tuple[Any, int]:
+def tldr_recipe(section: str) -> tuple[Any, int]:
     """`sft` or `reward_model` of recipes/tldr_mini.yaml over conf/config.yaml, and the seed.
 
     Read as plain YAML: this is also called where Hydra is at work.
@@ -46,42 +48,51 @@ def recipe(section: str) -> tuple[Any, int]:
     return kind.model_validate(values), own.get("seed", common["seed"])
 
 
-def model() -> Path:
+def tldr_sft_folder() -> Path:
     """The folder of the supervised model."""
-    start, (settings, seed) = base(), recipe("sft")
+    start, (settings, seed) = tldr_base_folder(), tldr_recipe("sft")
 
     def make(folder: Path) -> None:
-        data = [(row["prompt"], row[settings.completion_column]) for row in rows("train")]
+        data = [(row["prompt"], row[settings.completion_column]) for row in tldr_examples("train")]
         with torch.random.fork_rng():
-            sft.of_strings(start, data, settings, seed, folder)
+            sft.train_sft_model(start, data, settings, seed, folder)
 
-    return kept("tldr_sft", _identity(start, settings, seed, rows("train")), make)
+    return cached_folder(
+        "tldr_sft", _cache_key(start, settings, seed, tldr_examples("train")), make
+    )
 
 
-def reward_model() -> Path:
+def tldr_reward_folder() -> Path:
     """The folder of the reward model."""
-    start, (settings, seed), data = model(), recipe("reward_model"), pair_rows("train")
+    start, (settings, seed), data = (
+        tldr_sft_folder(),
+        tldr_recipe("reward_model"),
+        tldr_preference_pairs("train"),
+    )
     names = ("prompt", settings.chosen_column, settings.rejected_column)
 
     def make(folder: Path) -> None:
         texts = [tuple(row[name] for name in names) for row in data]
         with torch.random.fork_rng():  # a new head draws its weights, which `new_head` replaces
-            preferences.of_strings(start, texts, settings, seed, folder)
+            preferences.train_reward_model(start, texts, settings, seed, folder)
 
-    return kept("tldr_reward", _identity(start, settings, seed, data), make)
+    return cached_folder("tldr_reward", _cache_key(start, settings, seed, data), make)
 
 
-def _identity(start: Path, settings: Any, seed: int, data: list[dict[str, Any]]) -> str:
+def _cache_key(base_path: Path, settings: Any, seed: int, data: list[dict[str, Any]]) -> str:
     digest = hashlib.sha256(json.dumps(data).encode()).hexdigest()
-    return f"{start.name}-{settings.model_dump_json()}-{seed}-{digest}"
+    return f"{base_path.name}-{settings.model_dump_json()}-{seed}-{digest}"
 
 
-def pair_rows(split: str) -> list[dict[str, Any]]:
+def tldr_preference_pairs(split: str) -> list[dict[str, Any]]:
     """Two samples of the supervised model per post, the better one by a noisy look at the rule."""
-    count = PAIRS[split]  # KeyError for a split there is not
-    sampler = model()
-    folder = kept("tldr_pairs", f"{sampler.name}-{PAIRS}-{NOISE}-{LONGEST}",
-                  lambda folder: _make_pairs(sampler, folder))  # fmt: skip
+    count = PAIRS_PER_SPLIT[split]  # KeyError for a split there is not
+    sampler = tldr_sft_folder()
+    folder = cached_folder(
+        "tldr_pairs",
+        f"{sampler.name}-{PAIRS_PER_SPLIT}-{PREFERENCE_NOISE}-{MAX_SAMPLE_TOKENS}",
+        lambda folder: _make_pairs(sampler, folder),
+    )
     lines = (folder / f"{split}.jsonl").read_text().splitlines()
     assert len(lines) == count
     return [json.loads(line) for line in lines]
@@ -90,35 +101,37 @@ def pair_rows(split: str) -> list[dict[str, Any]]:
 def _make_pairs(sampler: Path, folder: Path) -> None:
     tokens = AutoTokenizer.from_pretrained(sampler, padding_side="left")
     learner = AutoModelForCausalLM.from_pretrained(sampler).eval()
-    for split, count in PAIRS.items():
-        prompts = [row["prompt"] for row in rows(split)[-count:]]
+    for split, count in PAIRS_PER_SPLIT.items():
+        prompts = [row["prompt"] for row in tldr_examples(split)[-count:]]
         dice = random.Random(f"tldr_pairs/{split}")
         with torch.random.fork_rng():
             torch.manual_seed(dice.getrandbits(32))
-            samples = _sample(learner, tokens, [p for p in prompts for _ in range(2)])
+            samples = _sample_completions(learner, tokens, [p for p in prompts for _ in range(2)])
         twos = zip(prompts, samples[::2], samples[1::2], strict=True)
-        found = [_judged(*two, dice) for two in twos]
+        found = [_preferred_pair(*two, dice) for two in twos]
         text = "".join(f"{json.dumps(row)}\n" for row in found)
         (folder / f"{split}.jsonl").write_text(text)
 
 
-def _sample(learner: Any, tokens: Any, prompts: list[str]) -> list[str]:
+def _sample_completions(learner: Any, tokens: Any, prompts: list[str]) -> list[str]:
     """One completion for each prompt, at temperature 1."""
     found: list[str] = []
     for i in range(0, len(prompts), SAMPLED_AT_ONCE):
         batch = tokens(prompts[i : i + SAMPLED_AT_ONCE], padding=True, return_tensors="pt")
         out = learner.generate(
-            **batch, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=LONGEST,
+            **batch, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=MAX_SAMPLE_TOKENS,
         )  # fmt: skip
         new = out[:, batch["input_ids"].shape[1] :]
         found += tokens.batch_decode(new, skip_special_tokens=True)
     return found
 
 
-def _judged(prompt: str, one: str, other: str, dice: random.Random) -> dict[str, Any]:
+def _preferred_pair(prompt: str, one: str, other: str, rng: random.Random) -> dict[str, Any]:
     """Who prefers which: Bradley-Terry about the hidden rule, so that people are often wrong."""
-    gap = posts.gold(prompt, one) - posts.gold(prompt, other)
-    chosen, rejected = (one, other) if dice.random() < _sigmoid(gap / NOISE) else (other, one)
+    gap = posts.score_summary(prompt, one) - posts.score_summary(prompt, other)
+    chosen, rejected = (
+        (one, other) if rng.random() < _sigmoid(gap / PREFERENCE_NOISE) else (other, one)
+    )
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 

@@ -31,7 +31,7 @@ def test_a_server_ends_when_one_of_its_processes_does_also_with_0(code: int) -> 
     try:
         said = f"ApiServer_1 .process {short.pid}. of the server ended with {code}"
         with pytest.raises(GenerationError, match=said):
-            api_processes._wait_for_an_end([long, short])
+            api_processes._wait_for_exit([long, short])
     finally:
         long.kill()
         long.join()
@@ -48,9 +48,15 @@ def test_what_is_left_of_a_server_is_killed_with_it(monkeypatch: pytest.MonkeyPa
         set_ulimit=lambda: None
     ))  # fmt: skip
     monkeypatch.setattr(api_processes.os, "getpgid", lambda pid: api_processes.os.getpid())
-    monkeypatch.setattr(process_group, "kill", lambda group, spared: killed.append((group, spared)))
+    monkeypatch.setattr(
+        process_group,
+        "kill_process_group_except",
+        lambda group, spared_pid: killed.append((group, spared_pid)),
+    )
     with pytest.raises(RuntimeError, match="an engine died"):
-        api_processes.serve(socket.socket(), SimpleNamespace(), "", api_processes.make_ready(2))
+        api_processes.serve_until_stopped(
+            socket.socket(), SimpleNamespace(), "", api_processes.make_ready_flags(2)
+        )
     own = api_processes.os.getpid()
     assert killed == [(own, own)]
 
@@ -65,24 +71,24 @@ def entry(monkeypatch: pytest.MonkeyPatch) -> Any:
         return SimpleNamespace(user_middleware=stack, state=SimpleNamespace())
 
     made.build_app = build_app
-    monkeypatch.setattr(versions, "module", lambda name: made)
-    monkeypatch.setattr(versions, "attach_routes", lambda app: None)
+    monkeypatch.setattr(versions, "import_vllm_module", lambda name: made)
+    monkeypatch.setattr(versions, "attach_old_routes", lambda app: None)
     monkeypatch.setattr(api_processes.importlib, "import_module", lambda name: SimpleNamespace(
-        attach=lambda app: None
+        attach_group_route=lambda app: None
     ))  # fmt: skip
     return made
 
 
 def test_no_process_serves_an_application_that_something_stands_before(entry: Any) -> None:
-    built = api_processes._guarded_entry(api_processes.make_ready(2), 1)
+    built = api_processes._guarded_api_module(api_processes.make_ready_flags(2), 1)
     entry.before = [SimpleNamespace]
     with pytest.raises(GenerationError, match="stands before the guard"):
         built.build_app()
 
 
 def test_a_process_says_that_it_answers_once_it_listens(entry: Any) -> None:
-    ready = api_processes.make_ready(2)
-    app = api_processes._guarded_entry(ready, 1).build_app()
+    ready = api_processes.make_ready_flags(2)
+    app = api_processes._guarded_api_module(ready, 1).build_app()
     app.state.server = SimpleNamespace(started=False)
     time.sleep(0.2)
     assert list(ready) == [0, 0]
@@ -97,14 +103,14 @@ def test_a_server_is_told_of_once_every_process_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[Any] = []
-    monkeypatch.setattr(server_file, "write", lambda folder, what: written.append(what))
+    monkeypatch.setattr(server_file, "write_server_file", lambda folder, what: written.append(what))
     answer = SimpleNamespace(status=200)
     monkeypatch.setattr(server.http.client, "HTTPConnection", lambda *a, **o: SimpleNamespace(
         request=lambda *a: None, getresponse=lambda: answer, close=lambda: None
     ))  # fmt: skip
-    ready, about = api_processes.make_ready(2), SimpleNamespace()
+    ready, about = api_processes.make_ready_flags(2), SimpleNamespace()
     given = (tmp_path, about, "127.0.0.1", 1, ready)
-    telling = threading.Thread(target=server._tell, args=given, daemon=True)
+    telling = threading.Thread(target=server._write_when_ready, args=given, daemon=True)
     telling.start()
     ready[0] = 1
     time.sleep(0.5)

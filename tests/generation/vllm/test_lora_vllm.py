@@ -11,11 +11,11 @@ from loop_cases import make
 from lora_cases import frozen, same
 from vllm_cases import Real
 
-from rloo_cli.data.packing import whole
+from rloo_cli.data.packing import whole_group_slices
 from rloo_cli.generation.vllm import sampling_params, transfer_gloo
 from rloo_cli.policy import lora
 from rloo_cli.run import Run
-from rloo_cli.train.loop import train
+from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils.errors import GenerationError
 
 pytestmark = pytest.mark.vllm
@@ -46,13 +46,13 @@ def run(adapting: Real, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 def base_says(run: Run, adapting: Real) -> list[Any]:
     """Tokens and log-probabilities of the engine's base: requests that name no adapter."""
-    engine, rule = run.generator.engine, run.generator.rule  # type: ignore[attr-defined]
-    params = sampling_params.plain(run.config.generation, rule.ids, 7, 12)
+    engine, rule = run.generator.engine, run.generator.stop_rule  # type: ignore[attr-defined]
+    params = sampling_params.parity_params(run.config.generation, rule.stop_ids, 7, 12)
     said = []
     for prompt in vllm_cases.PROMPTS:
         body = {"token_ids": prompt, "sampling_params": params}
         path = "/inference/v1/generate"
-        choice = engine.wire.post(adapting.url, path, adapting.token, body, 60)["choices"][0]
+        choice = engine.http_client.post(adapting.url, path, adapting.token, body, 60)["choices"][0]
         said.append([choice["token_ids"], [e["logprob"] for e in choice["logprobs"]["content"]]])
     return said
 
@@ -61,23 +61,25 @@ def test_only_the_adapter_crosses_and_neither_base_changes_over_twenty_syncs(
     run: Run, adapting: Real, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crossed: list[int] = []
-    broadcast = transfer_gloo.broadcast
+    broadcast = transfer_gloo.broadcast_buffer
     monkeypatch.setattr(
-        transfer_gloo, "broadcast", lambda group, b: (crossed.append(b.nbytes), broadcast(group, b))
+        transfer_gloo,
+        "broadcast_buffer",
+        lambda group, b: (crossed.append(b.nbytes), broadcast(group, b)),
     )
     model = run.policy.model
-    own = sum(tensor.nbytes for tensor in lora.named(model).values())
+    own = sum(tensor.nbytes for tensor in lora.adapter_tensors(model).values())
     ours, groups = frozen(model), vllm_cases.groups()
     run.generator.load(run.policy, 0)
     theirs = base_says(run, adapting)
     run.generator.generate(groups, vllm_cases.SEEDS)
-    micro = run.policy.pack(groups, whole(groups, range(len(groups))))
+    micro = run.policy.pack(groups, whole_group_slices(groups, range(len(groups))))
     assert run.reference is not None
     reference = run.reference.frozen_logp(micro).logp
     crossed.clear()
-    train(run)
+    run_training_loop(run)
     assert run.state.updates == STEPS
-    rows = [row for row in run.log.rows if "step_time" in row]
+    rows = [row for row in run.log.metrics_lines if "step_time" in row]
     assert len(crossed) == STEPS and set(crossed) == {own}  # and none for weights it has
     assert {row["vllm/synced_bytes"] for row in rows} == {float(own)}
     assert own < sum(tensor.nbytes for tensor in ours.values())
@@ -87,16 +89,16 @@ def test_only_the_adapter_crosses_and_neither_base_changes_over_twenty_syncs(
     # Under one number and one name, each version's files were what answered.
     assert max(row["sampling/logp_diff_max"] for row in rows) < 1e-4
     assert (run.policy.frozen_logp(micro).logp - reference).abs().max() > 0.1
-    assert run.generator.facts["vllm/weight_version"] == STEPS
+    assert run.generator.metrics["vllm/weight_version"] == STEPS
 
 
 def test_half_an_adapter_or_one_of_other_layers_is_refused_by_name(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    every = lora.named
+    every = lora.adapter_tensors
 
     def but(change: Any) -> None:
-        monkeypatch.setattr(lora, "named", lambda *given: change(every(*given)))
+        monkeypatch.setattr(lora, "adapter_tensors", lambda *given: change(every(*given)))
 
     but(lambda named: dict(list(named.items())[1:]))
     with pytest.raises(GenerationError, match=r"self_attn\.\w+ \(one factor of two\)"):
@@ -108,7 +110,7 @@ def test_half_an_adapter_or_one_of_other_layers_is_refused_by_name(
     but(lambda named: {n: t.new_zeros(32, 32) for n, t in named.items()})
     with pytest.raises(GenerationError, match=r"all of rank 32 \(there is room for 16\)"):
         run.generator.load(run.policy, 1)
-    monkeypatch.setattr(lora, "named", every)
+    monkeypatch.setattr(lora, "adapter_tensors", every)
     run.generator.load(run.policy, 1)
     groups = vllm_cases.groups()
     run.generator.generate(groups, vllm_cases.SEEDS)

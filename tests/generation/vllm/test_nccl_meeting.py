@@ -9,14 +9,14 @@ import torch
 from policy_cases import fresh
 
 from rloo_cli.generation.vllm import transfer_gloo, transfer_send, versions
-from rloo_cli.generation.vllm.weights import Whole
+from rloo_cli.generation.vllm.weights import ModelWeightSource
 
 vllm = pytest.importorskip("vllm")
-pytestmark = pytest.mark.skipif(versions.is_old(), reason="an older vLLM meets in its own way")
+pytestmark = pytest.mark.skipif(versions.is_old_vllm(), reason="an older vLLM meets in its own way")
 
 
 def can_listen(host: str) -> bool:
-    with contextlib.suppress(OSError), transfer_gloo.listen(host):
+    with contextlib.suppress(OSError), transfer_gloo.listen_on_free_port(host):
         return True
     return False
 
@@ -65,19 +65,19 @@ def test_trainer_and_engine_meet_on_either_family_at_a_port_that_is_never_let_go
 
     monkeypatch.setattr(pynccl, "PyNcclCommunicator", Communicator)
     monkeypatch.setattr(transfer_send.device_waits, "current_gpu", lambda: 3)
-    engine, source = Engine(), Whole(fresh(), torch.float32)
-    sender: Any = transfer_send.connect("nccl", engine, source, host, host, 1, 20.0)  # type: ignore[arg-type]
+    engine, source = Engine(), ModelWeightSource(fresh(), torch.float32)
+    sender: Any = transfer_send.connect_weight_sender("nccl", engine, source, host, host, 1, 20.0)  # type: ignore[arg-type]
     ours, (theirs,) = sender.model_update_group, engine.met
     assert (ours.rank, theirs.rank, ours.size, theirs.size) == (0, 1, 2, 2)
     assert ours.id == theirs.id == "an id" and ours.device == 3
     agreed = (engine.info.packed, engine.info.packed_buffer_size_bytes)
     assert agreed == (sender.packed, sender.packed_buffer_size_bytes)
-    assert agreed == (True, transfer_send.packed_bytes(source))
+    assert agreed == (True, transfer_send.packing_buffer_bytes(source))
     assert engine.info.packed_num_buffers == sender.packed_num_buffers
 
 
 def test_a_reserved_port_is_free_for_one_who_asks_as_vllm_does_and_for_nobody_else() -> None:
-    with transfer_gloo.reserve("127.0.0.1") as kept:
+    with transfer_gloo.reserve_free_port("127.0.0.1") as kept:
         place = kept.getsockname()
         with socket.socket() as other, pytest.raises(OSError):
             other.bind(place)

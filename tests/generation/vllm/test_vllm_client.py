@@ -28,9 +28,9 @@ from vllm_cases import (
     weights,
 )
 
-from rloo_cli.generation.vllm.engine import Ask, Lost
-from rloo_cli.generation.vllm.http import Wire
-from rloo_cli.generation.vllm.http_engine import answer, group_answers
+from rloo_cli.generation.vllm.engine import EngineLost, EngineRequest
+from rloo_cli.generation.vllm.http import HttpClient
+from rloo_cli.generation.vllm.http_engine import parse_completion, parse_group_completions
 from rloo_cli.policy.model import Policy
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import ConfigError, GenerationError, Stopped
@@ -84,7 +84,7 @@ def refused(act):
 
 def ask(seed, prompt=(5, 6, 7), **params):
     given = {"temperature": 1.0, "max_tokens": 8, "stop_token_ids": [], "logprobs": 0, "seed": seed}
-    return Ask(list(prompt), given | params)
+    return EngineRequest(list(prompt), given | params)
 
 
 def test_each_group_is_told_of_once_and_whole_also_when_the_server_was_lost(fake, make):
@@ -128,7 +128,7 @@ def test_of_a_group_that_was_lost_on_the_way_only_what_is_missing_is_drawn_again
 )
 def test_a_group_in_another_form_is_named_with_its_server(said):
     with pytest.raises(GenerationError, match="http://b answered in another form"):
-        group_answers(said, "http://b", 1)
+        parse_group_completions(said, "http://b", 1)
 
 
 # BM 4 and 5: what answers is not the server that the config says.
@@ -163,7 +163,7 @@ def test_bm_4_a_plain_vllm_is_asked_for_its_version(fake, client):
     client().connect()
     fake.version = "0.30.1+cpu"
     assert "is vLLM 0.30.1+cpu" in refused(client().connect)
-    assert "48" in refused(client(places=64).connect)
+    assert "48" in refused(client(max_model_len=64).connect)
 
 
 def test_bm_4_raw_log_probabilities_and_too_little_room_are_told_together(fake, client):
@@ -237,7 +237,7 @@ def test_filters_and_limits_reach_the_server(fake, make):
     wanted = {"top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 2}
     run = changed(config(fake.url), temperature=0.7, max_completion_length=5, **wanted)
     generator = make(run)
-    generator.supply.checked = True  # the policy's temperature is another
+    generator.weight_sync.parity_checked = True  # the policy's temperature is another
     draw(generator)
     for body in fake.draws():
         sent = body["sampling_params"]
@@ -248,7 +248,7 @@ def test_filters_and_limits_reach_the_server(fake, make):
 
 def test_greedy_is_temperature_0_without_filters_and_a_temperature_given_is_sent(fake, make):
     generator = make(changed(config(fake.url), top_p=0.5, top_k=3, min_p=0.2))
-    generator.supply.checked = True
+    generator.weight_sync.parity_checked = True
     draw(generator, greedy=True)
     bare = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     assert all(bare.items() <= body["sampling_params"].items() for body in fake.draws())
@@ -270,13 +270,13 @@ def test_several_servers_share_the_prompts_and_all_have_the_weights(fake, make):
         before = len(fake.draws())
         generator = make(config(fake.url, other.url))
         assert draw(generator) == alone
-        assert fake.label == other.label == generator.supply.label
+        assert fake.label == other.label == generator.weight_sync.label
         assert len(other.draws()) == len(fake.draws()) - before == (COUNT + PROBES) // 2
         read = [{tuple(b["token_ids"]) for b in s.draws()[-COUNT // 2 :]} for s in (fake, other)]
         assert not read[0] & read[1]  # siblings share a prefix cache
         other.keeps_label = True
         said = refused(lambda: generator.load(policy(), 1))
-        assert f"{generator.supply.run_id}:0 and {generator.supply.run_id}:1" in said
+        assert f"{generator.weight_sync.run_id}:0 and {generator.weight_sync.run_id}:1" in said
     finally:
         other.close()
 
@@ -287,7 +287,9 @@ def test_several_servers_share_the_prompts_and_all_have_the_weights(fake, make):
 def test_nothing_is_drawn_before_sync_and_parity(fake, make):
     notes = []
     generator = make(note=notes.append, at=3)
-    assert not fake.draws() and fake.label == generator.supply.label and fake.label.endswith(":3")
+    assert (
+        not fake.draws() and fake.label == generator.weight_sync.label and fake.label.endswith(":3")
+    )
     assert not fake.paused and not fake.open
     order = [path for path, _ in fake.asked if path != "/health"]
     order = order[order.index("/pause") :]
@@ -320,7 +322,7 @@ def test_an_answer_of_other_weights_stops_naming_both(fake, make):
     draw(generator)
     fake.says = "stranger.1:7"
     said = refused(lambda: draw(generator))
-    assert "stranger.1:7" in said and generator.supply.label in said
+    assert "stranger.1:7" in said and generator.weight_sync.label in said
 
 
 def test_weights_that_were_changed_behind_our_back_are_noticed_by_their_label(fake, make):
@@ -348,7 +350,7 @@ def test_completions_without_log_probabilities_stop(fake, make):
 
 def test_a_log_probability_that_is_no_number_stops(fake, make):
     generator = make()
-    generator.supply.checked = True
+    generator.weight_sync.parity_checked = True
     fake.shift = math.nan
     assert "with 0 log-probabilities" in refused(lambda: draw(generator))
 
@@ -366,9 +368,9 @@ def test_a_completion_that_was_aborted_is_lost_and_no_completion():
     content = [{"token_id": 5, "logprob": -1.0}]
     choice = {"token_ids": [5], "logprobs": {"content": content}, "weight_versions": []}
     whole = {"choices": [choice | {"finish_reason": "length"}]}
-    assert answer(whole, "http://x").ids == [5]
-    with pytest.raises(Lost, match="http://x: a request ended with abort"):
-        answer({"choices": [choice | {"finish_reason": "abort"}]}, "http://x")
+    assert parse_completion(whole, "http://x").ids == [5]
+    with pytest.raises(EngineLost, match="http://x: a request ended with abort"):
+        parse_completion({"choices": [choice | {"finish_reason": "abort"}]}, "http://x")
 
 
 def test_a_server_that_never_answers_is_lost_within_the_deadline(fake, client):
@@ -376,19 +378,19 @@ def test_a_server_that_never_answers_is_lost_within_the_deadline(fake, client):
     found.connect()
     fake.hangs.add(GENERATE)
     began = time.monotonic()
-    with pytest.raises(Lost, match=r"no answer within 0\.4 s"):
-        found.complete([ask(1)], lambda i, answer: None)
+    with pytest.raises(EngineLost, match=r"no answer within 0\.4 s"):
+        found.generate([ask(1)], lambda i, answer: None)
     assert 0.4 <= time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("path", ["/update_weights", "/start_weight_update"])
 def test_a_sync_that_hangs_is_lost_within_its_deadline(fake, client, path, monkeypatch):
-    monkeypatch.setattr("rloo_cli.generation.vllm.http_engine.CLEAR_S", 0.4)
+    monkeypatch.setattr("rloo_cli.generation.vllm.http_engine.SERVER_RESET_TIMEOUT_S", 0.4)
     found = client(config(fake.url, sync_timeout_s=0.4))
     found.connect()
     fake.hangs.add(path)
-    with pytest.raises(Lost, match=r"no answer within|no end after"):
-        found.sync(weights(), "run:1")
+    with pytest.raises(EngineLost, match=r"no answer within|no end after"):
+        found.sync_weights(weights(), "run:1")
 
 
 def test_a_server_that_is_lost_gives_back_only_what_is_missing(fake, make):
@@ -404,7 +406,7 @@ def test_a_server_that_is_lost_gives_back_only_what_is_missing(fake, make):
     assert set(asked) == set(chain(*SEEDS)) and len(asked) == COUNT + len(again)
     assert 1 <= len(again) <= 2  # those that were under way
     assert len(seeds) == len(asked) + 2 * PROBES  # parity, and again after it was lost
-    assert fake.label == generator.supply.label and generator.facts["vllm/restarts"] == 1
+    assert fake.label == generator.weight_sync.label and generator.metrics["vllm/restarts"] == 1
     assert sum("was lost" in n for n in notes) == 1
 
 
@@ -447,7 +449,9 @@ def test_a_signal_ends_the_wait_and_closes_the_requests(fake, make):
     generator = make(config(fake.url, request_timeout_s=5.0))
     draw(generator)
     fake.hangs.add(GENERATE)
-    begun = threading.Timer(0.3, signals._heard.append, [(signal.SIGTERM, time.monotonic())])
+    begun = threading.Timer(
+        0.3, signals._received_signals.append, [(signal.SIGTERM, time.monotonic())]
+    )
     began = time.monotonic()
     begun.start()
     try:
@@ -457,25 +461,27 @@ def test_a_signal_ends_the_wait_and_closes_the_requests(fake, make):
         assert until(lambda: not connections(fake))
     finally:
         begun.join()
-        signals.forget()
+        signals.forget_signals()
         fake.ended.set()
 
 
 def test_a_signal_ends_a_sync_that_hangs_and_the_next_trainer_undoes_it(fake, make):
     generator = make(config(fake.url, sync_timeout_s=5.0))
     fake.hangs.add("/update_weights")
-    begun = threading.Timer(0.3, signals._heard.append, [(signal.SIGTERM, time.monotonic())])
+    begun = threading.Timer(
+        0.3, signals._received_signals.append, [(signal.SIGTERM, time.monotonic())]
+    )
     begun.start()
     try:
         with pytest.raises(Stopped, match="SIGTERM"):
             generator.load(policy(), 1)
     finally:
         begun.join()
-        signals.forget()
+        signals.forget_signals()
         fake.hangs.clear()
     assert fake.paused and fake.open
     second = make(at=5)
-    assert fake.label == second.supply.label and not fake.paused and not fake.open
+    assert fake.label == second.weight_sync.label and not fake.paused and not fake.open
 
 
 def until(found, limit=10):
@@ -496,7 +502,7 @@ def test_what_another_trainer_left_is_undone(fake, make):
     fake.paused, fake.open = True, 2
     fake.label = "another:9"
     generator = make()
-    assert fake.label == generator.supply.label and not fake.paused and not fake.open
+    assert fake.label == generator.weight_sync.label and not fake.paused and not fake.open
     assert len(draw(generator)) == len(PROMPTS)
 
 
@@ -518,7 +524,7 @@ def test_the_token_is_in_no_error(fake, client):
 
 
 def test_a_connection_is_used_again_but_not_one_that_was_idle(fake, make, monkeypatch):
-    monkeypatch.setattr("rloo_cli.generation.vllm.http.IDLE_S", 0.3)
+    monkeypatch.setattr("rloo_cli.generation.vllm.http.KEEPALIVE_S", 0.3)
     generator = make()
     draw(generator)
     count, used = len(fake.callers), set(fake.callers)
@@ -530,26 +536,26 @@ def test_a_connection_is_used_again_but_not_one_that_was_idle(fake, make, monkey
 
 
 def test_a_completion_is_asked_for_again_where_the_server_hung_up_on_a_kept_connection(fake):
-    wire = Wire()
+    wire = HttpClient()
     try:
         body = {"token_ids": [5], "sampling_params": ask(1).params}
 
         def one(keep):
-            asked = wire.ask("POST", fake.url, GENERATE, fake.token, body, 5, keep=keep)
+            asked = wire.request("POST", fake.url, GENERATE, fake.token, body, 5, keep_alive=keep)
             return wire.run(asked, 10)["choices"]
 
         first = one(True)
         fake.hangs_up = 1  # once, without an answer
         assert one(True) == first
         fake.hangs_up = 1
-        with pytest.raises(Lost):
+        with pytest.raises(EngineLost):
             one(False)  # and what changes a server never is
     finally:
         wire.close()
 
 
 def test_a_wire_takes_no_answer_from_a_redirect(fake):
-    wire = Wire()
+    wire = HttpClient()
     try:
         fake.page = 302
         with pytest.raises(GenerationError, match="no rollout server"):

@@ -12,8 +12,8 @@ from reward_cases import PLAIN as PLAIN_CONTEXT
 from reward_cases import reward
 from vllm_cases import config, engine, groups, policy, real, right, sampler, tokenizer, weights
 
-from rloo_cli.generation.vllm.engine import Ask
-from rloo_cli.rewards.engine.scoring import Stage
+from rloo_cli.generation.vllm.engine import EngineRequest
+from rloo_cli.rewards.engine.scoring import ScoringStep
 from rloo_cli.utils.errors import GenerationError
 
 PROMPTS = [[40, 41, 42, 43], [50], [60, 61, 62]]
@@ -51,16 +51,16 @@ def ready(client):
     """A client whose weights the server has, as `run:1`."""
     found = client()
     found.connect()
-    found.sync(weights(), "run:1")
+    found.sync_weights(weights(), "run:1")
     return found
 
 
 def draw(client, seeds, prompts=PROMPTS, **params):
     """One completion for each prompt and seed, by prompt."""
     places = [(p, s) for p in range(len(prompts)) for s in seeds]
-    asks = [Ask(prompts[p], PLAIN | params | {"seed": s}) for p, s in places]
+    asks = [EngineRequest(prompts[p], PLAIN | params | {"seed": s}) for p, s in places]
     found = {}
-    client.complete(asks, lambda i, answer: found.__setitem__(i, answer))
+    client.generate(asks, lambda i, answer: found.__setitem__(i, answer))
     assert len(found) == len(asks)
     return [
         [found[i] for i, place in enumerate(places) if place[0] == p] for p in range(len(prompts))
@@ -89,7 +89,7 @@ def raw(there, method, path, body=None, token=None):
 def test_it_is_what_the_config_expects(client):
     found = client()
     found.connect()
-    assert [s.transfer for s in found.servers] == ["gloo"] and found.well()
+    assert [s.transfer for s in found.servers] == ["gloo"] and found.is_healthy()
     assert found.restarts == 0
 
 
@@ -105,7 +105,7 @@ def test_its_facts_have_the_names_that_are_compared(there):
 
 def test_a_sync_returns_the_label_and_the_server_tells_it(ready, there):
     assert raw(there, "GET", "/weight_info") == (200, {"weight_version": "run:1"})
-    assert ready.sync(weights(), "run:2") == "run:2"
+    assert ready.sync_weights(weights(), "run:2") == "run:2"
     assert raw(there, "GET", "/weight_info") == (200, {"weight_version": "run:2"})
     assert raw(there, "GET", "/is_paused") == (200, {"is_paused": False})
 
@@ -116,7 +116,7 @@ def test_every_request_is_answered_with_its_tokens_and_their_weights(ready):
     for answer in (answer for group in drawn for answer in group):
         assert len(answer.ids) == len(answer.logp) == 8 and answer.finish_reason == "length"
         assert all(0 <= i < len(tokenizer()) for i in answer.ids)
-        assert answer.versions == ["run:1"] and max(answer.logp) < 0
+        assert answer.weight_versions == ["run:1"] and max(answer.logp) < 0
 
 
 def test_all_tokens_are_as_likely_as_the_zero_head_says(ready):
@@ -159,8 +159,8 @@ def test_a_stop_id_ends_a_completion_and_belongs_to_it(ready):
 def test_each_connection_takes_the_server_over(client, ready, there):
     second = client()
     second.connect()
-    assert second.sync(weights(), "other:1") == "other:1"
-    assert draw(second, [1], PROMPTS[:1])[0][0].versions == ["other:1"]
+    assert second.sync_weights(weights(), "other:1") == "other:1"
+    assert draw(second, [1], PROMPTS[:1])[0][0].weight_versions == ["other:1"]
 
 
 def test_a_pause_that_was_left_is_undone(client, ready, there):
@@ -169,8 +169,8 @@ def test_a_pause_that_was_left_is_undone(client, ready, there):
     second = client()
     second.connect()
     assert raw(there, "GET", "/is_paused") == (200, {"is_paused": False})
-    assert second.sync(weights(), "other:2") == "other:2"
-    assert draw(second, [1], PROMPTS[:1])[0][0].versions == ["other:2"]
+    assert second.sync_weights(weights(), "other:2") == "other:2"
+    assert draw(second, [1], PROMPTS[:1])[0][0].weight_versions == ["other:2"]
 
 
 def test_an_update_that_was_left_open_is_closed(client, ready, there):
@@ -180,8 +180,8 @@ def test_an_update_that_was_left_open_is_closed(client, ready, there):
     assert status == 500 and said["error"]["code"] == 500 and said["error"]["message"]
     second = client()
     second.connect()
-    assert second.sync(weights(), "other:3") == "other:3"
-    assert draw(second, [1], PROMPTS[:1])[0][0].versions == ["other:3"]
+    assert second.sync_weights(weights(), "other:3") == "other:3"
+    assert draw(second, [1], PROMPTS[:1])[0][0].weight_versions == ["other:3"]
 
 
 def test_what_is_not_open_cannot_be_closed(ready, there):
@@ -192,7 +192,7 @@ def test_what_is_not_open_cannot_be_closed(ready, there):
 
 def test_a_finish_without_a_label_leaves_the_label(ready, there):
     ready.label = ""  # as the fault sync.version=skip does
-    ready.link.send_weights()
+    ready.weight_sender.send_weights()
     assert raw(there, "GET", "/weight_info") == (200, {"weight_version": "run:1"})
 
 
@@ -247,14 +247,14 @@ def test_rewards_are_asked_while_other_groups_are_still_being_drawn(there, tmp_p
 
     def arrived(place):
         drawn.append(place)
-        stage.arrived(place)
+        stage.submit_group(place)
         while len(begun) < len(drawn):  # the reward is called now, not when all are there
             time.sleep(0.01)
 
-    stage = Stage([reward(score, scope="group")], chosen, PLAIN_CONTEXT, 2)
+    stage = ScoringStep([reward(score, scope="group")], chosen, PLAIN_CONTEXT, 2)
     try:
         generator.generate(chosen, [[1, 2]] * len(chosen), arrived=arrived)
     finally:
         generator.close()
-    assert stage.finish().raw.shape == (1, len(PROMPTS), 2)
+    assert stage.wait_for_scores().raw.shape == (1, len(PROMPTS), 2)
     assert begun == [1, 2, 3]

@@ -40,8 +40,8 @@ class Behind:
 
 @pytest.fixture
 def behind(monkeypatch: pytest.MonkeyPatch) -> Behind:
-    monkeypatch.setenv(auth.TOKEN, SECRET)
-    monkeypatch.setenv(handshake.VARIABLE, '{"protocol": 1}')
+    monkeypatch.setenv(auth.TOKEN_VARIABLE, SECRET)
+    monkeypatch.setenv(handshake.SERVER_INFO_VARIABLE, '{"protocol": 1}')
     return Behind()
 
 
@@ -77,10 +77,10 @@ def ask(
 
 @pytest.mark.parametrize("token", ["", " ", "\n"])
 def test_no_guard_stands_without_a_token(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(auth.TOKEN, token)
+    monkeypatch.setenv(auth.TOKEN_VARIABLE, token)
     with pytest.raises(ValueError, match="empty"):
         Guard(Behind())
-    monkeypatch.delenv(auth.TOKEN)
+    monkeypatch.delenv(auth.TOKEN_VARIABLE)
     with pytest.raises(ValueError, match="empty"):
         Guard(Behind())
 
@@ -228,7 +228,7 @@ def test_a_body_in_pieces_is_read_whole(behind: Behind) -> None:
 def test_a_body_without_end_is_not_read_to_its_end(
     behind: Behind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auth, "LARGEST", 100)
+    monkeypatch.setattr(auth, "MAX_BODY_BYTES", 100)
     messages = [{"type": "http.request", "body": b" " * 60, "more_body": True}] * 50
     scope = {"type": "http", "path": "/weight_checker", "method": "POST"}
     sent = send_to(behind, messages, headers=[(b"authorization", BEARER)], **scope)
@@ -286,12 +286,12 @@ class Words:
 
 
 def test_a_fingerprint_is_the_tokenizer_s_and_nothing_else_s() -> None:
-    one = handshake.tokenizer(Words({"a": 0, "b": 1}))
-    assert handshake.tokenizer(Words({"b": 1, "a": 0})) == one
+    one = handshake.tokenizer_fingerprint(Words({"a": 0, "b": 1}))
+    assert handshake.tokenizer_fingerprint(Words({"b": 1, "a": 0})) == one
     padded = Words({"a": 0, "b": 1})
     padded.pad_token_id = 1
-    assert handshake.tokenizer(padded) == one
+    assert handshake.tokenizer_fingerprint(padded) == one
     other = Words({"a": 0, "b": 1})
     other.eos_token_id = 0
     different = [other, Words({"a": 1, "b": 0}), Words({"a": 0}), Words({"a": 0, "b": 1}, 1)]
-    assert one not in map(handshake.tokenizer, different)
+    assert one not in map(handshake.tokenizer_fingerprint, different)

@@ -69,8 +69,10 @@ class Going:
             found += [(file.name, r["prompt"], r["seed"], r["weight_version"]) for r in rows]
         return found
 
-    def server(self) -> server_file.Server:
-        found: server_file.Server = self.until(lambda: server_file.live(self.folder))
+    def server(self) -> server_file.ServerRecord:
+        found: server_file.ServerRecord = self.until(
+            lambda: server_file.running_server(self.folder)
+        )
         return found
 
     def ends(self, limit: float = 240) -> int:
@@ -84,14 +86,14 @@ def members(group: int) -> dict[int, str]:
         if entry.name.isdigit():
             try:
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[2]) == group and pids.started(int(entry.name)):
+                if int(fields[2]) == group and pids.process_start_time(int(entry.name)):
                     found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
             except OSError:
                 continue
     return found
 
 
-def child(server: server_file.Server, name: str) -> int:
+def child(server: server_file.ServerRecord, name: str) -> int:
     """The server's process of that name."""
     for pid, line in members(server.group).items():
         if name in line:
@@ -119,7 +121,7 @@ def check(run: Going, alone: Going, groups: list[int]) -> None:
     ledger = [sys.executable, "-m", "rloo_cli", "ledger", str(run.folder)]
     assert "conserved" in subprocess.run(ledger, capture_output=True, text=True).stdout
     assert not any(members(group) for group in groups)
-    assert not (run.folder / server_file.NAME).exists()
+    assert not (run.folder / server_file.SERVER_FILE).exists()
 
 
 def kill(run: Going, name: str, number: int = signal.SIGKILL) -> int:
@@ -134,7 +136,7 @@ def replaced(run: Going, first: int) -> int:
     """The group of the server that came after `first`."""
 
     def found() -> int | None:
-        server = server_file.live(run.folder)
+        server = server_file.running_server(run.folder)
         return server.group if server is not None and server.group != first else None
 
     group: int = run.until(found)
@@ -183,7 +185,7 @@ def test_a_server_that_dies_too_often_ends_the_run_which_goes_on_later(
     kill(run, "Worker")
     assert run.ends() == 6, run.said
     assert "checkpoint  checkpoint-" in run.said
-    assert not (run.folder / server_file.NAME).exists()
+    assert not (run.folder / server_file.SERVER_FILE).exists()
     again = Going(root, "resume=auto", attempt=2)
     assert again.ends() == 0, again.said
     assert again.samples == alone.samples
@@ -213,7 +215,7 @@ def test_a_second_trainer_takes_over_the_server_of_one_that_was_killed(
     serve = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     try:
         end = time.monotonic() + 240
-        while (server := server_file.live(root / "smoke")) is None:
+        while (server := server_file.running_server(root / "smoke")) is None:
             assert serve.poll() is None and time.monotonic() < end
             time.sleep(0.1)
         first = Going(root, "checkpoint.every=1")
@@ -225,7 +227,7 @@ def test_a_second_trainer_takes_over_the_server_of_one_that_was_killed(
         assert second.ends() == 0, second.said
         assert "samples with the server at" in second.said
         assert second.samples == alone.samples
-        assert server_file.live(root / "smoke") == server
+        assert server_file.running_server(root / "smoke") == server
     finally:
         serve.terminate()
         assert serve.wait(60) == 0
@@ -277,10 +279,10 @@ def test_a_run_on_one_engine_is_repeated_and_resumed_with_the_same_completions(
 @slow
 def test_two_runs_at_once_have_a_server_each(tmp_path: Path, alone: Going) -> None:
     runs = [Going(tmp_path / name) for name in ("one", "two")]
-    seen: dict[str, server_file.Server] = {}
+    seen: dict[str, server_file.ServerRecord] = {}
     while any(run.process.poll() is None for run in runs):
         for run in runs:
-            server = server_file.live(run.folder)
+            server = server_file.running_server(run.folder)
             seen |= {str(run.folder): server} if server is not None else {}
         time.sleep(0.02)
     one, two = seen.values()

@@ -21,9 +21,9 @@ from cli_cases import Rloo, children, surroundings
 from test_vllm_guard import FORBIDDEN
 
 from rloo_cli.generation.vllm import handshake, ports, process_group, server_file
-from rloo_cli.generation.vllm.server_file import Server
+from rloo_cli.generation.vllm.server_file import ServerRecord
 from rloo_cli.launch import rollout_server
-from rloo_cli.utils.pids import started
+from rloo_cli.utils.pids import process_start_time
 
 PLUGINS = metadata.entry_points(group="vllm.general_plugins")
 pytestmark = [
@@ -54,12 +54,12 @@ class Served:
         self.verb = self.rloo.start("vllm-serve", *WORDS, *words)
         self.run = folder / "runs" / "smoke"
 
-    def up(self, limit: float = 300) -> Server:
+    def up(self, limit: float = 300) -> ServerRecord:
         """Where it is, once it says so."""
         until = time.monotonic() + limit
         while time.monotonic() < until and self.verb.poll() is None:
             if "answers" in self.said():
-                server = server_file.live(self.run)
+                server = server_file.running_server(self.run)
                 assert server is not None
                 return server
             time.sleep(0.2)
@@ -86,14 +86,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture
-def server(served: Served) -> Server:
-    found = server_file.live(served.run)
+def server(served: Served) -> ServerRecord:
+    found = server_file.running_server(served.run)
     assert found is not None
     return found
 
 
 def ask(
-    server: Server, path: str, method: str = "GET", body: Any = None, token: bool = True
+    server: ServerRecord, path: str, method: str = "GET", body: Any = None, token: bool = True
 ) -> tuple[int, str]:
     """Status and text of one request."""
     address = urlsplit(server.url)
@@ -108,7 +108,7 @@ def ask(
         connection.close()
 
 
-def raw(server: Server, *lines: str) -> int:
+def raw(server: ServerRecord, *lines: str) -> int:
     """The status of a request written by hand."""
     address = urlsplit(server.url)
     with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
@@ -117,25 +117,25 @@ def raw(server: Server, *lines: str) -> int:
         return int(connection.recv(100).split()[1])
 
 
-def group(server: Server) -> list[int]:
+def group(server: ServerRecord) -> list[int]:
     """Everything that belongs to a server; at least its API process, engine and worker."""
-    members = process_group.members(server.group)
+    members = process_group.group_processes(server.group)
     assert len(members) >= 3
     return members
 
 
 def test_server_json_is_its_owner_s_and_with_logs_all_there_is(
-    served: Served, server: Server
+    served: Served, server: ServerRecord
 ) -> None:
-    assert stat.S_IMODE((served.run / server_file.NAME).stat().st_mode) == 0o600
+    assert stat.S_IMODE((served.run / server_file.SERVER_FILE).stat().st_mode) == 0o600
     assert sorted(p.name for p in served.run.iterdir()) == ["logs", "server.json"]
-    assert server.by == "vllm-serve" and server.alive() and server.transfer == "gloo"
+    assert server.by == "vllm-serve" and server.is_alive() and server.transfer == "gloo"
     assert Path(server.log).is_file() and os.getpgid(server.pid) == server.group == server.pid
     assert len(server.token) == 64 and server.url in served.said()
     assert f"rloo train {' '.join(WORDS)} generation=vllm_server" in served.said()
 
 
-def test_every_route_wants_the_token_whatever_the_method(server: Server) -> None:
+def test_every_route_wants_the_token_whatever_the_method(server: ServerRecord) -> None:
     status, text = ask(server, "/openapi.json")
     assert status == 200
     paths = [*json.loads(text)["paths"], *UNLISTED]
@@ -157,12 +157,12 @@ def test_every_route_wants_the_token_whatever_the_method(server: Server) -> None
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
 def test_no_way_to_write_a_path_passes_without_the_token(
-    server: Server, method: str, target: str
+    server: ServerRecord, method: str, target: str
 ) -> None:
     assert raw(server, f"{method} {target} HTTP/1.1") in (400, 401)
 
 
-def test_a_second_header_or_a_socket_does_not_pass(server: Server) -> None:
+def test_a_second_header_or_a_socket_does_not_pass(server: ServerRecord) -> None:
     right = f"Authorization: Bearer {server.token}"
     assert raw(server, "GET /weight_info HTTP/1.1", right) == 200
     for given in ([right, right], [right, "Authorization: x"], ["authorization: x", right]):
@@ -174,7 +174,7 @@ def test_a_second_header_or_a_socket_does_not_pass(server: Server) -> None:
 
 
 def test_arbitrary_calls_and_the_whole_configuration_are_refused_with_the_token(
-    server: Server,
+    server: ServerRecord,
 ) -> None:
     for path in FORBIDDEN:
         for form in (f"/{path}", f"//{path}/", f"/{path.upper()}", f"/v1/{path}"):
@@ -189,15 +189,15 @@ def test_arbitrary_calls_and_the_whole_configuration_are_refused_with_the_token(
     assert status == 200 and json.loads(text)["match"] is True
 
 
-def test_only_this_machine_reaches_it(server: Server) -> None:
-    owned = {inode for pid in group(server) for inode in ports.inodes(pid)}
-    open_ones = [s for s in ports.listeners() if s.inode in owned]
+def test_only_this_machine_reaches_it(server: ServerRecord) -> None:
+    owned = {inode for pid in group(server) for inode in ports.socket_inodes(pid)}
+    open_ones = [s for s in ports.listening_sockets() if s.inode in owned]
     assert urlsplit(server.url).port in {s.port for s in open_ones}
     loopback = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     assert {s.address for s in open_ones} <= loopback, open_ones
 
 
-def test_the_token_is_in_no_command_line_and_no_log(served: Served, server: Server) -> None:
+def test_the_token_is_in_no_command_line_and_no_log(served: Served, server: ServerRecord) -> None:
     for pid in [*group(server), served.verb.pid]:
         assert server.token not in Path(f"/proc/{pid}/cmdline").read_text()
     assert server.token not in Path(server.log).read_text() + served.said()
@@ -206,18 +206,20 @@ def test_the_token_is_in_no_command_line_and_no_log(served: Served, server: Serv
     assert server.token not in everything.stdout
 
 
-def test_its_facts_are_those_of_the_trainer(server: Server) -> None:
+def test_its_facts_are_those_of_the_trainer(server: ServerRecord) -> None:
     from rloo_cli.data.synthetic import tiny
 
     told = json.loads(ask(server, "/rloo")[1])
-    ours = tiny.tokenizer()
-    assert told["tokenizer"] == handshake.tokenizer(ours) and told["vocab_size"] == len(ours)
+    ours = tiny.tiny_tokenizer()
+    assert told["tokenizer"] == handshake.tokenizer_fingerprint(ours) and told["vocab_size"] == len(
+        ours
+    )
     assert told["max_model_len"] == 48 and told["dtype"] == server.dtype == "float32"
     assert told["protocol"] == 1 and told["logprobs_mode"] == "processed_logprobs"
     assert told["vllm"] == server.vllm and told["transfer"] == "gloo" and told["devices"] == []
 
 
-def test_tokens_in_tokens_out_is_open_to_the_token(server: Server) -> None:
+def test_tokens_in_tokens_out_is_open_to_the_token(server: ServerRecord) -> None:
     body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4, "logprobs": 0, "seed": 1}}
     status, text = ask(server, "/inference/v1/generate", "POST", body)
     assert status == 200, text
@@ -225,7 +227,7 @@ def test_tokens_in_tokens_out_is_open_to_the_token(server: Server) -> None:
     assert json.loads(ask(server, "/weight_info")[1]) == {"weight_version": "default"}
 
 
-def test_a_client_of_openai_s_protocol_needs_the_token(server: Server) -> None:
+def test_a_client_of_openai_s_protocol_needs_the_token(server: ServerRecord) -> None:
     openai = pytest.importorskip("openai")
     options = {"base_url": f"{server.url}/v1", "max_retries": 0, "timeout": 120}
     client = openai.OpenAI(api_key=server.token, **options)
@@ -236,12 +238,12 @@ def test_a_client_of_openai_s_protocol_needs_the_token(server: Server) -> None:
         openai.OpenAI(api_key="0" * 64, **options).models.list()
 
 
-def test_a_second_server_for_the_same_run_is_refused(served: Served, server: Server) -> None:
+def test_a_second_server_for_the_same_run_is_refused(served: Served, server: ServerRecord) -> None:
     ended = served.rloo("vllm-serve", *WORDS)
     assert ended.code == 2, ended.said
     assert f"process {server.pid}" in ended.err and server.url in ended.err
     assert server.token not in ended.said
-    assert server_file.live(served.run) == server
+    assert server_file.running_server(served.run) == server
 
 
 # Servers that do not come up: they leave nothing.
@@ -280,7 +282,7 @@ def test_one_that_is_ended_while_it_starts_leaves_nothing(
                 os.kill(pid, signal.SIGKILL)
         served.end()
     assert [*served.temporary.iterdir()] == []
-    assert not (served.run / server_file.NAME).exists()
+    assert not (served.run / server_file.SERVER_FILE).exists()
 
 
 def test_a_temporary_folder_with_a_long_path_is_not_used(
@@ -288,13 +290,13 @@ def test_a_temporary_folder_with_a_long_path_is_not_used(
 ) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 60)))
-    assert rollout_server.temporary() == "/tmp"
+    assert rollout_server.short_temporary_folder() == "/tmp"
     monkeypatch.setattr("tempfile.tempdir", "/var/tmp")
-    assert rollout_server.temporary() == "/var/tmp"
+    assert rollout_server.short_temporary_folder() == "/var/tmp"
 
 
 def test_a_port_that_is_taken_names_its_holder(rloo: Rloo) -> None:
-    with ports.bind("127.0.0.1", 0) as held:
+    with ports.bind_tcp_socket("127.0.0.1", 0) as held:
         held.listen()
         port = held.getsockname()[1]
         ended = rloo("vllm-serve", *WORDS, f"generation.server.port={port}")
@@ -331,9 +333,9 @@ def test_a_config_that_is_wrong_is_refused_like_train_refuses_it(rloo: Rloo) -> 
 def gone(pids: list[int], limit: float = 10) -> bool:
     """Whether none of these processes runs any more, soon."""
     until = time.monotonic() + limit
-    while any(map(started, pids)) and time.monotonic() < until:
+    while any(map(process_start_time, pids)) and time.monotonic() < until:
         time.sleep(0.1)
-    return not any(map(started, pids))
+    return not any(map(process_start_time, pids))
 
 
 def shared(pids: list[int]) -> set[Path]:
@@ -357,17 +359,17 @@ def test_one_that_does_not_react_is_killed_and_leaves_nothing(
         served.end()
     assert gone(members, 0) and [*served.temporary.iterdir()] == []
     assert memory and not [m for m in memory if m.exists()]
-    assert not (served.run / server_file.NAME).exists()
+    assert not (served.run / server_file.SERVER_FILE).exists()
 
 
-def test_it_ends_when_asked_and_leaves_nothing(served: Served, server: Server) -> None:
+def test_it_ends_when_asked_and_leaves_nothing(served: Served, server: ServerRecord) -> None:
     members = group(server)
     memory = shared(members)
     assert served.end() == 0, served.said()
     assert gone(members, 0)
-    assert not (served.run / server_file.NAME).exists()
+    assert not (served.run / server_file.SERVER_FILE).exists()
     assert [*served.temporary.iterdir()] == []
-    assert urlsplit(server.url).port not in {s.port for s in ports.listeners()}
+    assert urlsplit(server.url).port not in {s.port for s in ports.listening_sockets()}
     assert memory and not [m for m in memory if m.exists()]
     assert "Traceback" not in served.said() + Path(server.log).read_text()
 
@@ -390,7 +392,7 @@ def test_one_with_two_api_processes_ends_when_asked_and_leaves_nothing(
     finally:
         served.end()
     assert gone(members, 0) and [*served.temporary.iterdir()] == []
-    assert not (served.run / server_file.NAME).exists()
+    assert not (served.run / server_file.SERVER_FILE).exists()
     assert memory and not [m for m in memory if m.exists()]
     assert "Traceback" not in served.said() + Path(server.log).read_text()
 
@@ -414,6 +416,6 @@ def test_a_killed_server_takes_its_engine_along(
     finally:
         served.end()
     assert "ended by itself" in served.said()
-    assert gone(members, 0) and not (served.run / server_file.NAME).exists()
+    assert gone(members, 0) and not (served.run / server_file.SERVER_FILE).exists()
     assert [*served.temporary.iterdir()] == []
     assert memory and not [m for m in memory if m.exists()]

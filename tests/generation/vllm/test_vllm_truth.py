@@ -81,8 +81,8 @@ def test_weights_that_change_behind_our_back_under_the_right_label_stop_the_run(
     run.until_step(1)
     monkeypatch.setenv("RLOO_SERVER_TOKEN", server.token)
     other.connect()
-    label = other.wire.get(server.url, "/weight_info", server.token, 30)["weight_version"]
-    assert other.sync(weights, label) == label
+    label = other.http_client.get(server.url, "/weight_info", server.token, 30)["weight_version"]
+    assert other.sync_weights(weights, label) == label
     other.close()
     said = run.refused()
     assert "the sampler had other weights than the trainer" in said
@@ -101,7 +101,7 @@ def test_another_trainer_that_takes_the_server_stops_the_run(
     run.until_step(1)
     monkeypatch.setenv("RLOO_SERVER_TOKEN", server.token)
     other.connect()
-    assert other.sync(weights, "somebody:7") == "somebody:7"
+    assert other.sync_weights(weights, "somebody:7") == "somebody:7"
     other.close()
     assert "it says somebody:7, the trainer is at smoke." in run.refused()
     assert [row["step"] for row in run.rows] == [1]
@@ -113,7 +113,7 @@ def test_another_model_behind_the_url_is_refused_before_anything_is_sent(
     folder = tmp_path / "other"
     model = strange()
     model.save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
+    tiny.tiny_tokenizer().save_pretrained(folder)
     run = Trained(tmp_path, fast, server, f"model.path={folder}")
     said = run.refused()
     assert "has another model" in said and f"expected {folder}, found make:tiny" in said
@@ -122,7 +122,7 @@ def test_another_model_behind_the_url_is_refused_before_anything_is_sent(
 
 def strange() -> Any:
     """A model of the same shape, far from what anybody trained."""
-    model = AutoModelForCausalLM.from_pretrained(tiny.model(), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tiny.tiny_model_folder(), dtype=torch.float32)
     torch.manual_seed(9)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from rloo_cli.config import check
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.generation.vllm import (
     arguments,
     handshake,
@@ -30,7 +30,7 @@ from rloo_cli.generation.vllm import (
     transfer_send,
     versions,
 )
-from rloo_cli.generation.vllm.weights import Meta, Whole
+from rloo_cli.generation.vllm.weights import ModelWeightSource, TensorMeta
 from rloo_cli.utils.errors import GenerationError
 
 RECORD = json.loads((Path(__file__).parent / "vllm_0221.json").read_text())
@@ -66,8 +66,8 @@ def call_of(name: str, answer: Any = None) -> Callable[..., Any]:
 @pytest.fixture
 def old(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if 0.22.1 were installed."""
-    monkeypatch.setattr(versions, "installed", lambda: OLD)
-    monkeypatch.setattr(arguments, "installed", lambda: OLD)
+    monkeypatch.setattr(versions, "installed_vllm_version", lambda: OLD)
+    monkeypatch.setattr(arguments, "installed_vllm_version", lambda: OLD)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
@@ -81,23 +81,23 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None
 
 
 def test_modules_that_moved_are_where_the_record_has_them() -> None:
-    for new, before in versions.MODULES.values():
+    for new, before in versions.MOVED_VLLM_MODULES.values():
         assert RECORD["modules"][new] is None and RECORD["modules"][before] is not None
     for name in ("entry:build_app", "entry:run_server_worker", "cli_args:make_arg_parser",
                  "cli_args:validate_parsed_serve_args", "api_utils:with_cancellation"):  # fmt: skip
         place, _, wanted = name.partition(":")
-        assert recorded(f"{versions.MODULES[place][1]}:{wanted}") is not None
+        assert recorded(f"{versions.MOVED_VLLM_MODULES[place][1]}:{wanted}") is not None
     found = recorded("vllm.entrypoints.openai.api_server:run_server_worker")
     assert found is not None and found[:3] == ["listen_address", "sock", "args"]
 
 
 def test_a_module_is_taken_by_whichever_name_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(versions.MODULES, "entry", ("gone_before.entry", "older_place"))
+    monkeypatch.setitem(versions.MOVED_VLLM_MODULES, "entry", ("gone_before.entry", "older_place"))
     stand_in(monkeypatch, "older_place", here=True)
-    assert versions.module("entry").here
+    assert versions.import_vllm_module("entry").here
     stand_in(monkeypatch, "newer_place", here=2)
-    monkeypatch.setitem(versions.MODULES, "entry", ("newer_place", "older_place"))
-    assert versions.module("entry").here == 2
+    monkeypatch.setitem(versions.MOVED_VLLM_MODULES, "entry", ("newer_place", "older_place"))
+    assert versions.import_vllm_module("entry").here == 2
 
 
 def test_a_module_that_cannot_load_is_not_taken_for_one_that_moved(
@@ -105,9 +105,9 @@ def test_a_module_that_cannot_load_is_not_taken_for_one_that_moved(
 ) -> None:
     (tmp_path / "half_there.py").write_text("import nothing_of_this_name\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(versions.MODULES, "entry", ("half_there", "json"))
+    monkeypatch.setitem(versions.MOVED_VLLM_MODULES, "entry", ("half_there", "json"))
     with pytest.raises(ModuleNotFoundError, match="nothing_of_this_name"):
-        versions.module("entry")
+        versions.import_vllm_module("entry")
 
 
 @pytest.mark.parametrize("backend", ["vllm_server", "vllm_colocate"])
@@ -115,28 +115,30 @@ def test_a_module_that_cannot_load_is_not_taken_for_one_that_moved(
 def test_every_argument_of_an_engine_is_known_to_it(
     backend: str, gpus: list[str], old: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arguments, "gpus", lambda: gpus)
+    monkeypatch.setattr(arguments, "visible_gpus", lambda: gpus)
     words = ["+recipe=smoke", f"generation={backend}", "model.path=make:tiny", "+model/lora=lora"]
     words = words[:-1]
-    run = check.check(compose(words))
-    keys = getattr(run.generation, arguments.BACKENDS[backend])
-    given = arguments.engine(run, keys, 0)
+    run = check.check_config(compose_config(words))
+    keys = getattr(run.generation, arguments.VLLM_SECTIONS[backend])
+    given = arguments.build_engine_arguments(run, keys, 0)
     assert given["worker_extension_cls"] == versions.WORKER_CALLS
     known = set(recorded("vllm.engine.arg_utils:EngineArgs") or [])
     assert (
         given.keys() | {"enable_lora", "max_loras", "max_lora_rank", "enable_sleep_mode"} <= known
     )
-    assert {"data_parallel_size", *arguments.SAME} <= known
+    assert {"data_parallel_size", *arguments.SAME_NAME_KEYS} <= known
     assert recorded("vllm.config.weight_transfer:WeightTransferConfig") == ["backend"]
-    ours = {n for n in arguments.environment(run, keys) if n.startswith("VLLM_")}
-    ours |= {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_BATCH_INVARIANT", arguments.PICKLE}
+    ours = {n for n in arguments.engine_environment(run, keys) if n.startswith("VLLM_")}
+    ours |= {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_BATCH_INVARIANT", arguments.PICKLE_VARIABLE}
     assert ours - {"VLLM_API_KEY"} <= set(RECORD["variables"])
 
 
 def test_an_engine_of_today_is_started_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert versions.engine_arguments(NEW) == versions.engine_arguments("") == {}
-    assert versions.server_arguments({"enable_scale_out": True}, NEW) == {"enable_scale_out": True}
-    assert versions.with_labels(llm := SimpleNamespace(get_weight_version=None)) is llm
+    assert versions.old_engine_arguments(NEW) == versions.old_engine_arguments("") == {}
+    assert versions.supported_server_arguments({"enable_scale_out": True}, NEW) == {
+        "enable_scale_out": True
+    }
+    assert versions.with_weight_labels(llm := SimpleNamespace(get_weight_version=None)) is llm
 
 
 def test_an_argument_of_the_server_that_it_lacks_is_left_out() -> None:
@@ -147,7 +149,7 @@ def test_an_argument_of_the_server_that_it_lacks_is_left_out() -> None:
         "host", "port", "enable_scale_out", "disable_fastapi_docs", "middleware", "lora_modules",
         "disable_uvicorn_access_log", "uvicorn_log_level", "log_error_stack",
     ]  # fmt: skip
-    left = versions.server_arguments(dict.fromkeys(ours), OLD)
+    left = versions.supported_server_arguments(dict.fromkeys(ours), OLD)
     assert left.keys() == {*ours} - {"enable_scale_out"} and left.keys() <= known
     assert recorded("vllm.entrypoints.openai.models.protocol:LoRAModulePath")[:2] == [  # type: ignore[index]
         "name", "path",
@@ -155,8 +157,8 @@ def test_an_argument_of_the_server_that_it_lacks_is_left_out() -> None:
 
 
 def test_every_sampling_parameter_is_known_to_it() -> None:
-    run = check.check(compose(["+recipe=smoke", "generation=vllm_colocate"]))
-    asked = sampling_params.completion(run.generation, [1], 7, False, 0.5)
+    run = check.check_config(compose_config(["+recipe=smoke", "generation=vllm_colocate"]))
+    asked = sampling_params.completion_params(run.generation, [1], 7, False, 0.5)
     known = set(recorded("vllm.sampling_params:SamplingParams") or [])
     assert asked.keys() | {"flat_logprobs", "output_kind"} <= known
     assert "FINAL_ONLY" in (recorded("vllm.sampling_params:RequestOutputKind") or [])
@@ -185,13 +187,15 @@ def test_every_sampling_parameter_is_known_to_it() -> None:
 def test_what_cannot_exist_there_is_refused_with_its_key_and_the_version(
     words: list[str], place: str | None, old: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arguments, "gpus", lambda: [GPU])
-    run = check.check(compose(["+recipe=smoke", "generation.allow_untested=true", *words]))
-    problems = list(arguments.problems(run))
+    monkeypatch.setattr(arguments, "visible_gpus", lambda: [GPU])
+    run = check.check_config(
+        compose_config(["+recipe=smoke", "generation.allow_untested=true", *words])
+    )
+    problems = list(arguments.engine_problems(run))
     assert [p.where for p in problems] == ([] if place is None else [place])
     assert all(OLD in p.why and "0.32" in p.what for p in problems)
-    monkeypatch.setattr(arguments, "installed", lambda: NEW)
-    assert not list(arguments.problems(run))
+    monkeypatch.setattr(arguments, "installed_vllm_version", lambda: NEW)
+    assert not list(arguments.engine_problems(run))
 
 
 def test_what_is_refused_is_what_the_record_lacks() -> None:
@@ -212,7 +216,7 @@ def test_an_older_server_that_is_not_ours_is_told_apart() -> None:
                 return answers[path]
             raise GenerationError(versions.Problem("no", why=f"it answered 404 at {path}"))
 
-    wanted = handshake.Expected("m", "float32", "t", 8, "gloo", True)
+    wanted = handshake.ExpectedServer("m", "float32", "t", 8, "gloo", True)
     with pytest.raises(GenerationError, match=r"0\.22\.1 has no labels of weights"):
         wanted.check(Wire(), "http://there", "")  # type: ignore[arg-type]
 
@@ -257,7 +261,7 @@ def test_the_base_class_here_is_that_of_the_record() -> None:
 def reload_module(monkeypatch: pytest.MonkeyPatch, calls: list[Any]) -> None:
     stand_in(
         monkeypatch,
-        versions.RELOAD,
+        versions.RELOAD_PACKAGE,
         initialize_layerwise_reload=lambda model: calls.append(("start", model)),
         finalize_layerwise_reload=lambda model, how: calls.append(("finish", model, how)),
     )
@@ -276,7 +280,7 @@ def test_an_update_has_the_life_and_the_label_of_todays(monkeypatch: pytest.Monk
     calls: list[Any] = []
     reload_module(monkeypatch, calls)
 
-    class Engine(versions.Shape, Old):
+    class Engine(versions.TransferEngineShim, Old):
         def init_transfer_engine(self, init_info: Any) -> None:
             calls.append(init_info)
 
@@ -288,7 +292,7 @@ def test_an_update_has_the_life_and_the_label_of_todays(monkeypatch: pytest.Monk
             closed()
     worker.rloo_init({"port": 3})
     worker.rloo_start()
-    assert worker.rloo_weights() == versions.UNDER_WAY
+    assert worker.rloo_weights() == versions.UPDATE_UNDER_WAY
     with pytest.raises(RuntimeError, match="finish_weight_update comes first"):
         worker.rloo_start()
     worker.rloo_update({"x": 1})
@@ -314,9 +318,9 @@ def test_an_update_that_is_refused_stays_open_until_it_is_closed_and_has_no_labe
     worker.rloo_start()
     with pytest.raises(ValueError, match="missing"):
         worker.rloo_finish("run:2")
-    assert worker.rloo_weights() == versions.UNDER_WAY
+    assert worker.rloo_weights() == versions.UPDATE_UNDER_WAY
     worker.rloo_finish()
-    assert worker.rloo_weights() == versions.REFUSED
+    assert worker.rloo_weights() == versions.UPDATE_REFUSED
 
 
 def test_an_update_that_fails_on_the_way_is_closed_with_its_layers() -> None:
@@ -333,7 +337,7 @@ def test_an_update_that_fails_on_the_way_is_closed_with_its_layers() -> None:
         worker.rloo_start()
         with pytest.raises(ValueError, match="no weight of this name"):
             worker.rloo_update({})
-        assert worker.rloo_weights() == versions.REFUSED
+        assert worker.rloo_weights() == versions.UPDATE_REFUSED
     assert calls == ["start", "finish"] * 2
 
 
@@ -342,19 +346,25 @@ def test_layers_and_names_are_told_by_whichever_vllm_is_there(
 ) -> None:
     module = "vllm.model_executor.layers.attention"
     assert recorded(f"{module}:is_deferred_attention_layer") is None
-    assert RECORD["assigned"][f"{versions.RELOAD}.meta"] == ["SKIP_TENSORS"]
+    assert RECORD["assigned"][f"{versions.RELOAD_PACKAGE}.meta"] == ["SKIP_TENSORS"]
     assert recorded("vllm.model_executor.models.utils:WeightsMapper.get_rename_mapper") is None
     stand_in(monkeypatch, module, Attention=int, MLAAttention=str)
-    stand_in(monkeypatch, f"{versions.RELOAD}.meta", SKIP_TENSORS={"a"})
-    assert versions.is_deferred(3) and versions.is_deferred("x") and not versions.is_deferred(0.5)
-    assert versions.not_counted() == {"a"}
+    stand_in(monkeypatch, f"{versions.RELOAD_PACKAGE}.meta", SKIP_TENSORS={"a"})
+    assert (
+        versions.is_deferred_layer(3)
+        and versions.is_deferred_layer("x")
+        and not versions.is_deferred_layer(0.5)
+    )
+    assert versions.uncounted_parameters() == {"a"}
     mapper = SimpleNamespace()
-    assert versions.renames(mapper) is mapper
+    assert versions.rename_mapper(mapper) is mapper
     stand_in(monkeypatch, module, is_deferred_attention_layer=lambda layer: layer == 0.5)
-    stand_in(monkeypatch, f"{versions.RELOAD}.meta", SKIP_TENSORS={"a"}, SKIP_LOAD_TENSORS={"b"})
-    assert versions.is_deferred(0.5) and not versions.is_deferred(3)
-    assert versions.not_counted() == {"b"}
-    assert versions.renames(SimpleNamespace(get_rename_mapper=lambda: "only")) == "only"
+    stand_in(
+        monkeypatch, f"{versions.RELOAD_PACKAGE}.meta", SKIP_TENSORS={"a"}, SKIP_LOAD_TENSORS={"b"}
+    )
+    assert versions.is_deferred_layer(0.5) and not versions.is_deferred_layer(3)
+    assert versions.uncounted_parameters() == {"b"}
+    assert versions.rename_mapper(SimpleNamespace(get_rename_mapper=lambda: "only")) == "only"
 
 
 # Around the engine.
@@ -371,25 +381,27 @@ def test_the_colocated_engine_is_asked_by_methods_that_it_has() -> None:
 
     llm = SimpleNamespace(collective_rpc=call_of("vllm.entrypoints.llm:LLM.collective_rpc", rpc))
     assert recorded("vllm.entrypoints.llm:LLM.get_weight_version") is None
-    engine = versions.with_labels(llm)
+    engine = versions.with_weight_labels(llm)
     engine.init_weight_transfer_engine({"init_info": {"a": 1}})
     engine.start_weight_update()
-    assert engine.get_weight_version() == versions.UNDER_WAY
+    assert engine.get_weight_version() == versions.UPDATE_UNDER_WAY
     engine.update_weights({"update_info": {"b": 2}})
     engine.finish_weight_update("run:7")
     assert engine.get_weight_version() == "run:7"
-    assert versions.one_label(["run:7", "run:6", "run:7"]) == "run:6 and run:7"
+    assert versions.joined_label(["run:7", "run:6", "run:7"]) == "run:6 and run:7"
 
 
 def test_a_completion_has_the_labels_from_when_it_began_and_ended() -> None:
     names = recorded("vllm.outputs:CompletionOutput")
     assert names is not None and "weight_versions" not in names
     old = SimpleNamespace(logprobs=None)
-    assert versions.spans_of(old, "run:1", "run:1") == ["run:1"]
-    assert versions.spans_of(old, "run:1", "run:2") == ["run:1", "run:2"]
+    assert versions.completion_weight_versions(old, "run:1", "run:1") == ["run:1"]
+    assert versions.completion_weight_versions(old, "run:1", "run:2") == ["run:1", "run:2"]
     new = SimpleNamespace(weight_versions=[SimpleNamespace(version="run:3")])
-    assert versions.spans_of(new, None, None) == ["run:3"]
-    assert versions.spans_of(SimpleNamespace(weight_versions=None), None, None) == []
+    assert versions.completion_weight_versions(new, None, None) == ["run:3"]
+    assert (
+        versions.completion_weight_versions(SimpleNamespace(weight_versions=None), None, None) == []
+    )
 
 
 async def answer(app: Any, method: str, path: str, body: Any = None) -> tuple[int, Any]:
@@ -414,7 +426,7 @@ async def answer(app: Any, method: str, path: str, body: Any = None) -> tuple[in
 
 def test_an_older_server_answers_todays_routes() -> None:
     missing = {"GET /weight_info", "POST /shutdown_weight_transfer_engine"}
-    ours = {f"{method} {path}" for path, (method, _) in versions.routes().items()}
+    ours = {f"{method} {path}" for path, (method, _) in versions.old_vllm_routes().items()}
     assert not missing & set(RECORD["routes"]) and missing <= ours
     theirs = {"POST /pause", "POST /resume", "GET /is_paused", "GET /get_world_size", "GET /health",
               "GET /version", "GET /v1/models", "POST /inference/v1/generate"}  # fmt: skip
@@ -440,14 +452,14 @@ def test_an_older_server_answers_todays_routes() -> None:
         collective_rpc=call_of(f"{name}.collective_rpc", rpc),
         reset_prefix_cache=call_of(f"{name}.reset_prefix_cache", yes),
     )
-    versions.attach_routes(app, OLD)
+    versions.attach_old_routes(app, OLD)
 
     async def everything() -> list[Any]:
         found = [
             await answer(app, "POST", "/init_weight_transfer_engine", {"init_info": {"a": 1}}),
             await answer(app, "POST", "/start_weight_update"),
         ]
-        assert app.state.rloo_label == versions.UNDER_WAY
+        assert app.state.rloo_label == versions.UPDATE_UNDER_WAY
         found.append(await answer(app, "POST", "/update_weights", {"update_info": {"b": 2}}))
         body = {"weight_version": "run:1"}
         found.append(await answer(app, "POST", "/finish_weight_update", body))
@@ -468,7 +480,7 @@ def test_an_older_server_answers_todays_routes() -> None:
         ("rloo_finish", "run:1"),
     ]  # fmt: skip
     bare: Any = Starlette()
-    versions.attach_routes(bare, NEW)
+    versions.attach_old_routes(bare, NEW)
     assert not bare.router.routes and bare.state.rloo_label is None
 
 
@@ -504,8 +516,8 @@ class Source:
             "c": torch.ones(2),
         }
 
-    def metadata(self) -> list[Meta]:
-        return [Meta(n, t.dtype, tuple(t.shape)) for n, t in self.tensors.items()]
+    def metadata(self) -> list[TensorMeta]:
+        return [TensorMeta(n, t.dtype, tuple(t.shape)) for n, t in self.tensors.items()]
 
     def __iter__(self) -> Any:
         return iter(self.tensors.items())
@@ -527,7 +539,9 @@ def test_nccl_sends_each_tensor_on_one_stream_to_vllms_own_receiver(
     stream = SimpleNamespace(synchronize=lambda: waited.append(1))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     control, source = Control(), Source()
-    sender = transfer_send.connect("nccl", control, source, "127.0.0.1", "127.0.0.1", 2, 5.0)  # type: ignore[arg-type]
+    sender = transfer_send.connect_weight_sender(
+        "nccl", control, source, "127.0.0.1", "127.0.0.1", 2, 5.0
+    )  # type: ignore[arg-type]
     where = made.calls[0]["init_info"]  # type: ignore[attr-defined]
     assert where["world_size"] == 3 and where["master_address"] == "127.0.0.1"
     assert control.calls == [("init", where | {"rank_offset": 1})]
@@ -555,7 +569,7 @@ def test_nccl_sends_each_tensor_on_one_stream_to_vllms_own_receiver(
 def test_nccl_s_members_cannot_meet_on_ipv6_there(old: None) -> None:
     control = Control()
     with pytest.raises(GenerationError, match=r"(?s)meet the trainer at ::1.* vLLM 0\.22\.1"):
-        transfer_send.connect("nccl", control, Source(), "::1", "::1", 1, 5.0)  # type: ignore[arg-type]
+        transfer_send.connect_weight_sender("nccl", control, Source(), "::1", "::1", 1, 5.0)  # type: ignore[arg-type]
     assert not control.calls
 
 
@@ -594,11 +608,11 @@ def test_handles_carry_weights_part_by_part_through_one_buffer(
     shared = on_a_pretended_gpu(monkeypatch)
     calls: list[Any] = []
     reload_module(monkeypatch, calls)
-    monkeypatch.setattr(transfer_send, "packed_bytes", lambda source: 48)
+    monkeypatch.setattr(transfer_send, "packing_buffer_bytes", lambda source: 48)
     stand_in(monkeypatch, "vllm.distributed.weight_transfer.base", WeightTransferEngine=Old)
     loaded: dict[str, torch.Tensor] = {}
     model = SimpleNamespace(load_weights=lambda weights: loaded.update(weights))
-    worker = Worker(versions.ipc_engine()(None, None, model))
+    worker = Worker(versions.ipc_engine_class()(None, None, model))
     parts: list[Any] = []
 
     class Direct(Control):
@@ -616,27 +630,28 @@ def test_handles_carry_weights_part_by_part_through_one_buffer(
             worker.rloo_finish("run:1")
 
     source = Source()
-    sender = transfer_send.connect("ipc", Direct(), source, "", "", 1, 5.0)  # type: ignore[arg-type]
+    sender = transfer_send.connect_weight_sender("ipc", Direct(), source, "", "", 1, 5.0)  # type: ignore[arg-type]
     for _ in range(2):
         sender.send_weights()
         assert all(torch.equal(loaded[n], t) for n, t in source.tensors.items())
     assert parts == [["a"], ["b", "c"]] * 2 and worker.rloo_weights() == "run:1"
     # Opened once for each update, and let go of at its end.
     assert [s for s in shared if isinstance(s, str)] == ["opened", "collected"] * 2
-    assert worker.weight_transfer_engine.opened is None
+    assert worker.weight_transfer_engine.open_buffer is None
 
 
 def test_a_buffer_on_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_pretended_gpu(monkeypatch)
     receiver = versions.HandleReceiver()
     with pytest.raises(ValueError, match="weights lie on GPU GPU-2, this engine is on GPU-1"):
-        receiver.receive_weights(versions.Chunk([], [], [], {"GPU-2": ()}))
+        receiver.receive_weights(versions.HandleUpdateInfo([], [], [], {"GPU-2": ()}))
 
 
 def test_gloo_and_an_adapter_need_no_sender_of_vllms(old: None) -> None:
     control, source = Control(), Source()
-    for kind in ("gloo", lora_slot.KIND):
+    for kind in ("gloo", lora_slot.ADAPTER_TRANSFER):
         assert isinstance(
-            transfer_send.connect(kind, control, source, "", "", 0, 5.0), transfer_send.GlooLink
+            transfer_send.connect_weight_sender(kind, control, source, "", "", 0, 5.0),
+            transfer_send.GlooSender,
         )  # type: ignore[arg-type]
-    assert isinstance(Whole, type) and transfer_gloo.BUFFER
+    assert isinstance(ModelWeightSource, type) and transfer_gloo.BUFFER_BYTES

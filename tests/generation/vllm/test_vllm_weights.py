@@ -19,12 +19,12 @@ from transformers import (
 )
 
 from rloo_cli.config import check, synthetic
-from rloo_cli.config.compose import compose
+from rloo_cli.config.compose import compose_config
 from rloo_cli.data.batch import Group
-from rloo_cli.data.packing import whole
-from rloo_cli.generation.vllm.engine import Ask, Lost
-from rloo_cli.generation.vllm.generator import VllmGenerator, in_a_child
-from rloo_cli.generation.vllm.sampling_params import plain
+from rloo_cli.data.packing import whole_group_slices
+from rloo_cli.generation.vllm.engine import EngineLost, EngineRequest
+from rloo_cli.generation.vllm.generator import VllmGenerator, build_colocate_generator
+from rloo_cli.generation.vllm.sampling_params import parity_params
 from rloo_cli.policy.model import Policy
 from rloo_cli.utils.errors import GenerationError
 
@@ -39,7 +39,7 @@ NEOX = "embed_in query_key_value attention.dense h_to_4h 4h_to_h layer_norm lm_h
 
 def build(kind: str, folder: Path) -> Any:
     """A tiny random model in `folder`, with the tokenizer of make:tiny."""
-    tokenizer = AutoTokenizer.from_pretrained(synthetic.folder("make:tiny"))
+    tokenizer = AutoTokenizer.from_pretrained(synthetic.resolve_model_path("make:tiny"))
     family, tied = kind.split("-")
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     given = SHAPE | ids | {"vocab_size": len(tokenizer), "tie_word_embeddings": tied == "tied"}
@@ -64,12 +64,12 @@ class Pair:
         words = ["+recipe=smoke", "generation=vllm_colocate", f"model.path={folder}"]
         words += ["generation.max_completion_length=8", "generation.temperature=0.7"]
         words += ["data.max_prompt_length=64", *more]
-        self.run = check.check(compose(words))
+        self.run = check.check_config(compose_config(words))
         if device != "cpu":
             self.model.to(device, getattr(torch, self.run.model.dtype))
         tokenizer = AutoTokenizer.from_pretrained(folder)
         self.said: list[str] = []
-        self.generator: VllmGenerator = in_a_child(
+        self.generator: VllmGenerator = build_colocate_generator(
             self.model, tokenizer, self.run, 128, folder, self.said.append
         )
         self.policy = Policy(self.model, 0.7)
@@ -87,7 +87,7 @@ class Pair:
 
     def gap(self, groups: list[Group]) -> float:
         """Largest difference of the log-probabilities of what was sampled."""
-        micro = self.policy.pack(groups, whole(groups, range(len(groups))))
+        micro = self.policy.pack(groups, whole_group_slices(groups, range(len(groups))))
         assert micro.behaviour_logp is not None
         return float((self.policy.frozen_logp(micro).logp - micro.behaviour_logp).abs().max())
 
@@ -150,10 +150,10 @@ def test_weights_that_do_not_all_arrive_are_refused_with_their_names(
     from rloo_cli.generation.vllm import weights
 
     name = next(n for n, _ in pair.model.named_parameters() if "layers.1." in n and "norm" in n)
-    every = weights.Whole._named_of
+    every = weights.ModelWeightSource._to_checkpoint_names
     monkeypatch.setattr(
-        weights.Whole,
-        "_named_of",
+        weights.ModelWeightSource,
+        "_to_checkpoint_names",
         lambda self, given: [row for row in every(self, given) if row[0] != name],
     )
     with pytest.raises(GenerationError, match=r"weights are missing: .*layers\.1"):
@@ -168,9 +168,13 @@ def test_a_tensor_that_the_engine_does_not_know_is_refused_by_name(
 ) -> None:
     from rloo_cli.generation.vllm import weights
 
-    every = weights.Whole._named_of
+    every = weights.ModelWeightSource._to_checkpoint_names
     more = ("model.layers.0.surplus.weight", torch.zeros(4, 4))
-    monkeypatch.setattr(weights.Whole, "_named_of", lambda self, given: [*every(self, given), more])
+    monkeypatch.setattr(
+        weights.ModelWeightSource,
+        "_to_checkpoint_names",
+        lambda self, given: [*every(self, given), more],
+    )
     with pytest.raises(GenerationError, match="surplus"):
         pair.load()
     monkeypatch.undo()
@@ -191,13 +195,16 @@ def test_the_engines_core_is_where_the_key_says_and_is_missed_when_it_is_killed(
     pair.load()
     assert len(cores(pair)) == (kind in APART)
     engine = pair.generator.engine
-    assert engine.well()
+    assert engine.is_healthy()
     if kind in APART:
         began = time.monotonic()
         os.kill(cores(pair)[0], signal.SIGKILL)
-        with pytest.raises(Lost, match="ended with 70"):
-            engine.complete([Ask([5, 6], plain(pair.run.generation, [], 1, 4))], lambda *_: None)
-        assert not engine.well() and time.monotonic() - began < 60  # of 900 s without a token
+        with pytest.raises(EngineLost, match="ended with 70"):
+            engine.generate(
+                [EngineRequest([5, 6], parity_params(pair.run.generation, [], 1, 4))],
+                lambda *_: None,
+            )
+        assert not engine.is_healthy() and time.monotonic() - began < 60  # of 900 s without a token
 
 
 @pytest.mark.slow

@@ -13,9 +13,9 @@ from policy_cases import SIZE, fresh
 from safetensors import safe_open
 
 from rloo_cli.generation.vllm import ports, transfer_gloo
-from rloo_cli.generation.vllm.transfer_gloo import Shape
-from rloo_cli.generation.vllm.transfer_send import GlooLink
-from rloo_cli.generation.vllm.weights import Whole
+from rloo_cli.generation.vllm.transfer_gloo import TensorSpec
+from rloo_cli.generation.vllm.transfer_send import GlooSender
+from rloo_cli.generation.vllm.weights import ModelWeightSource
 
 HOST = "127.0.0.1"
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -28,16 +28,16 @@ def tensors(dtype, seed=0):
 
 
 def shapes_of(named):
-    return [Shape(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in named]
+    return [TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in named]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_unpacked_is_what_was_packed(dtype):
     named = [(f"t{i}", t) for i, t in enumerate(tensors(dtype))]
-    buffer = transfer_gloo.pack([t for _, t in named])
+    buffer = transfer_gloo.pack_tensors([t for _, t in named])
     shapes = shapes_of(named)
-    assert buffer.dtype == torch.uint8 and len(buffer) == sum(s.room for s in shapes)
-    found = list(transfer_gloo.unpack(buffer, shapes))
+    assert buffer.dtype == torch.uint8 and len(buffer) == sum(s.aligned_bytes for s in shapes)
+    found = list(transfer_gloo.unpack_tensors(buffer, shapes))
     assert [name for name, _ in found] == [name for name, _ in named]
     for (_, ours), (_, theirs) in zip(named, found, strict=True):
         assert theirs.dtype == ours.dtype and torch.equal(ours, theirs)
@@ -46,18 +46,23 @@ def test_what_is_unpacked_is_what_was_packed(dtype):
 def test_dtypes_may_be_mixed_and_a_view_is_packed_as_it_looks():
     named = [(f"{d}{i}", t) for d in DTYPES for i, t in enumerate(tensors(d))]
     named += [("turned", torch.arange(15.0).view(3, 5).t()), ("part", torch.arange(9.0)[::2])]
-    found = dict(transfer_gloo.unpack(transfer_gloo.pack([t for _, t in named]), shapes_of(named)))
+    found = dict(
+        transfer_gloo.unpack_tensors(
+            transfer_gloo.pack_tensors([t for _, t in named]), shapes_of(named)
+        )
+    )
     assert all(torch.equal(t, found[name]) for name, t in named)
 
 
 @pytest.mark.parametrize("limit", [1, 16, 40, 64, 100, 10_000])
 def test_buffers_keep_the_order_and_their_limit(limit):
-    shapes = [Shape(f"t{i}", DTYPES[i % 3], s) for i, s in enumerate(SHAPES)]
-    runs = list(transfer_gloo.buffers(shapes, limit))
+    shapes = [TensorSpec(f"t{i}", DTYPES[i % 3], s) for i, s in enumerate(SHAPES)]
+    runs = list(transfer_gloo.split_into_buffers(shapes, limit))
     assert [s for run in runs for s in run] == shapes
-    assert all(len(run) == 1 or sum(s.room for s in run) <= limit for run in runs)
+    assert all(len(run) == 1 or sum(s.aligned_bytes for s in run) <= limit for run in runs)
     assert all(  # and none is emptier than it must be
-        sum(s.room for s in a) + b[0].room > limit for a, b in itertools.pairwise(runs)
+        sum(s.aligned_bytes for s in a) + b[0].aligned_bytes > limit
+        for a, b in itertools.pairwise(runs)
     )
 
 
@@ -76,7 +81,9 @@ class Engine:
         info = self.init
         rank, world = info["rank_offset"] + index, info["world_size"]
         limit, own = info["timeout_s"], info["own_host"]
-        self.groups[index] = transfer_gloo.join(info["host"], info["port"], rank, world, limit, own)
+        self.groups[index] = transfer_gloo.join_transfer_group(
+            info["host"], info["port"], rank, world, limit, own
+        )
 
     def start_weight_update(self):
         self.said.append("start")
@@ -90,11 +97,11 @@ class Engine:
 
     def _receive(self, index):
         rows = zip(self.info["names"], self.info["dtypes"], self.info["shapes"], strict=True)
-        shapes = [Shape(name, dtype, tuple(shape)) for name, dtype, shape in rows]
-        for run in transfer_gloo.buffers(shapes, self.info["buffer_bytes"]):
-            buffer = torch.empty(sum(s.room for s in run), dtype=torch.uint8)
-            transfer_gloo.broadcast(self.groups[index], buffer)
-            self.received[index] |= dict(transfer_gloo.unpack(buffer, run))
+        shapes = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in rows]
+        for run in transfer_gloo.split_into_buffers(shapes, self.info["buffer_bytes"]):
+            buffer = torch.empty(sum(s.aligned_bytes for s in run), dtype=torch.uint8)
+            transfer_gloo.broadcast_buffer(self.groups[index], buffer)
+            self.received[index] |= dict(transfer_gloo.unpack_tensors(buffer, run))
 
     def finish_weight_update(self, weight_version=None):
         self.said.append("finish")
@@ -109,17 +116,17 @@ class Engine:
 
 
 def link(engine, source, limit=20.0):
-    return GlooLink(engine, source, HOST, HOST, engine.count, limit)
+    return GlooSender(engine, source, HOST, HOST, engine.count, limit)
 
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_engine_receives_every_weight_as_it_is_now(dtype, count, monkeypatch):
     monkeypatch.setattr(
-        transfer_gloo, "BUFFER", 5_000
+        transfer_gloo, "BUFFER_BYTES", 5_000
     )  # several buffers, and tensors larger than one
     model, engine = fresh("qwen3"), Engine(count)
-    sender = link(engine, Whole(model, getattr(torch, dtype)))
+    sender = link(engine, ModelWeightSource(model, getattr(torch, dtype)))
     try:
         for _ in range(2):
             sender.send_weights()
@@ -138,11 +145,11 @@ def test_an_engine_receives_every_weight_as_it_is_now(dtype, count, monkeypatch)
 
 def test_only_loopback_is_listened_on():
     def open_ones():
-        mine = {*ports.inodes(os.getpid())}
-        return {(s.address, s.port) for s in ports.listeners() if s.inode in mine}
+        mine = {*ports.socket_inodes(os.getpid())}
+        return {(s.address, s.port) for s in ports.listening_sockets() if s.inode in mine}
 
     before, engine = open_ones(), Engine()
-    sender = link(engine, Whole(fresh("qwen3"), torch.float32))
+    sender = link(engine, ModelWeightSource(fresh("qwen3"), torch.float32))
     try:
         sender.send_weights()
         new = open_ones() - before
@@ -155,13 +162,13 @@ def test_only_loopback_is_listened_on():
 
 def test_a_server_without_workers_is_told_all_the_same():
     engine = Engine(0)
-    link(engine, Whole(fresh("qwen3"), torch.float32)).send_weights()
+    link(engine, ModelWeightSource(fresh("qwen3"), torch.float32)).send_weights()
     assert engine.said == ["start", "update", "finish"] and not hasattr(engine, "init")
 
 
 def test_what_the_engine_refuses_is_raised_without_a_wait():
     engine, threads = Engine(refuses="no module named lm_head"), threading.active_count()
-    sender = link(engine, Whole(fresh("qwen3"), torch.float32), limit=5.0)
+    sender = link(engine, ModelWeightSource(fresh("qwen3"), torch.float32), limit=5.0)
     began = time.monotonic()
     with pytest.raises(ValueError, match="no module named lm_head"):
         sender.send_weights()
@@ -180,7 +187,7 @@ def test_an_engine_that_does_not_come_is_waited_for_until_the_limit():
 
     began = time.monotonic()
     with pytest.raises(RuntimeError):
-        link(Silent(), Whole(fresh("qwen3"), torch.float32), limit=0.5)
+        link(Silent(), ModelWeightSource(fresh("qwen3"), torch.float32), limit=0.5)
     assert time.monotonic() - began < 30
 
 
@@ -210,7 +217,7 @@ def test_every_weight_is_sent_once_under_its_checkpoint_s_name(name, tmp_path):
     model.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         saved = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    sent = list(Whole(model, torch.float32))
+    sent = list(ModelWeightSource(model, torch.float32))
     assert sorted(n for n, _ in sent) == sorted(saved)  # none twice
     assert all(torch.equal(t, saved[n]) for n, t in sent)
     assert ("lm_head.weight" in saved) == ("tied" not in name) or name == "gpt_neox"
@@ -220,7 +227,7 @@ def test_every_weight_is_sent_once_under_its_checkpoint_s_name(name, tmp_path):
 def test_what_is_announced_is_what_comes_in_the_serving_dtype(dtype):
     model = fresh("qwen3")
     before = copy.deepcopy(model.state_dict())
-    source = Whole(model, getattr(torch, dtype))
+    source = ModelWeightSource(model, getattr(torch, dtype))
     told = [(m.name, m.dtype, m.shape) for m in source.metadata()]
     assert told == [(n, t.dtype, tuple(t.shape)) for n, t in source]
     assert {d for _, d, _ in told} == {getattr(torch, dtype)}

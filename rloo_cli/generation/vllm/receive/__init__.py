@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 
 from rloo_cli.generation.vllm import versions
 
-SHOWN = 20  # names in one message
+MAX_NAMES_SHOWN = 20  # names in one message
 
 if TYPE_CHECKING:
     Base = Any
@@ -26,42 +26,45 @@ else:
     Base = object
 
 
-class Accounted(Base):
+class CompleteUpdateMixin(Base):
     """Goes before one of vLLM's engines in the order of base classes."""
 
     def finish_weight_update(self) -> None:
         """Raises ValueError that lists the layers that did not receive all of their weights."""
-        left = [f"{name} ({got} of {all_} elements)" for name, got, all_ in unfinished(self.model)]
+        left = [
+            f"{name} ({got} of {all_} elements)"
+            for name, got, all_ in incomplete_layers(self.model)
+        ]
         # Even an update that is refused must close: the engine would take no other one.
         super().finish_weight_update()
         if left:
-            more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
-            raise ValueError(f"weights are missing: {', '.join(left[:SHOWN])}{more}")
+            more = f" and {len(left) - MAX_NAMES_SHOWN} more" if len(left) > MAX_NAMES_SHOWN else ""
+            raise ValueError(f"weights are missing: {', '.join(left[:MAX_NAMES_SHOWN])}{more}")
         refresh_heads(self.model)
 
 
-def unfinished(model: Any) -> list[tuple[str, int, int]]:
+def incomplete_layers(model: Any) -> list[tuple[str, int, int]]:
     """Layers under reload that received too few elements: name, received, expected.
 
     Embeddings may be padded to a round number of rows, which nobody sends.
     """
-    found, not_counted = [], versions.not_counted()
+    found, not_counted = [], versions.uncounted_parameters()
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        if not info.can_load() or versions.is_deferred(layer):
+        if not info.can_load() or versions.is_deferred_layer(layer):
             continue  # complete; or scales, which no checkpoint of ours has
         # Buffers are made, not sent.
         expected = sum(
             p.numel() for own, p in layer.named_parameters(recurse=False) if own not in not_counted
         )
         if isinstance(layer, VocabParallelEmbedding):
-            expected = expected * sent_rows(layer) // layer.num_embeddings_per_partition
+            expected = expected * shard_vocab_size(layer) // layer.num_embeddings_per_partition
         if info.load_numel < expected and not _tied_head(model, layer):
             found.append((name or "(model)", info.load_numel, expected))
     return found
 
 
-def sent_rows(layer: VocabParallelEmbedding) -> int:
+def shard_vocab_size(layer: VocabParallelEmbedding) -> int:
     """Rows of this process's share of a vocabulary that a checkpoint has: padding is all in the
     last shares, so they have fewer, or none."""
     shard = layer.shard_indices

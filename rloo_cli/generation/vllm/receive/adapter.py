@@ -15,11 +15,11 @@ from torch import Tensor
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from rloo_cli.generation.vllm import lora_slot, versions
-from rloo_cli.generation.vllm.receive import SHOWN
-from rloo_cli.generation.vllm.receive.gloo import Receiver, What
+from rloo_cli.generation.vllm.receive import MAX_NAMES_SHOWN
+from rloo_cli.generation.vllm.receive.gloo import GlooReceiver, GlooUpdateInfo
 
 
-class Adapter(Receiver):
+class Adapter(GlooReceiver):
     """Registered as `rloo_adapter`."""
 
     tensors: dict[str, Tensor] | None = None  # of the update that is open
@@ -27,10 +27,12 @@ class Adapter(Receiver):
     def start_weight_update(self) -> None:
         self.tensors = {}
 
-    def receive_weights(self, update_info: What) -> None:
+    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         if self.group is None or self.tensors is None:
             raise RuntimeError("no trainer is connected: init_weight_transfer_engine comes first")
-        self.tensors |= {name: tensor.clone() for name, tensor in self._tensors(update_info)}
+        self.tensors |= {
+            name: tensor.clone() for name, tensor in self._receive_tensors(update_info)
+        }
 
     def finish_weight_update(self) -> None:
         """Raises ValueError that lists the layers that the engine cannot adapt, or has half of.
@@ -42,22 +44,26 @@ class Adapter(Receiver):
         if tensors is None:
             return
         manager: Any = self.model.lora_manager
-        if wrong := unfit(manager, tensors):
-            more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-            raise ValueError(f"weights are missing: {', '.join(wrong[:SHOWN])}{more}")
-        folder = Path(os.environ[lora_slot.VARIABLE])
-        part = folder / f".{lora_slot.WEIGHTS}.{os.getpid()}"
+        if wrong := adapter_mismatches(manager, tensors):
+            more = (
+                f" and {len(wrong) - MAX_NAMES_SHOWN} more" if len(wrong) > MAX_NAMES_SHOWN else ""
+            )
+            raise ValueError(f"weights are missing: {', '.join(wrong[:MAX_NAMES_SHOWN])}{more}")
+        folder = Path(os.environ[lora_slot.ADAPTER_FOLDER_VARIABLE])
+        part = folder / f".{lora_slot.ADAPTER_WEIGHTS_FILE}.{os.getpid()}"
         save_file({n: t.cpu().contiguous() for n, t in tensors.items()}, part)
-        part.rename(folder / lora_slot.WEIGHTS)  # the workers of one engine write the same file
-        manager.remove_adapter(lora_slot.NUMBER)
+        part.rename(
+            folder / lora_slot.ADAPTER_WEIGHTS_FILE
+        )  # the workers of one engine write the same file
+        manager.remove_adapter(lora_slot.ADAPTER_ID)
 
 
-def unfit(manager: Any, tensors: dict[str, Tensor]) -> list[str]:
+def adapter_mismatches(manager: Any, tensors: dict[str, Tensor]) -> list[str]:
     """What is wrong with an adapter's tensors, layer by layer; [] for one that fits."""
     if not tensors:
         return ["all of the adapter"]
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-    mapper = None if mapper is None else versions.renames(mapper)
+    mapper = None if mapper is None else versions.rename_mapper(mapper)
     packed = {part for parts in manager.packed_modules.values() for part in parts}
     halves: dict[str, set[bool]] = {}
     for name in tensors:

@@ -17,17 +17,17 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from rloo_cli.generation.vllm import transfer_gloo, versions
-from rloo_cli.generation.vllm.receive import Accounted
-from rloo_cli.generation.vllm.transfer_gloo import Shape
+from rloo_cli.generation.vllm.receive import CompleteUpdateMixin
+from rloo_cli.generation.vllm.transfer_gloo import TensorSpec
 
 if TYPE_CHECKING:
     Base = object
 else:
-    Base = versions.shape()
+    Base = versions.transfer_engine_shim()
 
 
 @dataclass
-class Where(WeightTransferInitInfo):
+class GlooInitInfo(WeightTransferInitInfo):
     """How to meet the sender."""
 
     host: str
@@ -39,7 +39,7 @@ class Where(WeightTransferInitInfo):
 
 
 @dataclass
-class What(WeightTransferUpdateInfo):
+class GlooUpdateInfo(WeightTransferUpdateInfo):
     """What is coming, in order."""
 
     names: list[str]
@@ -48,18 +48,18 @@ class What(WeightTransferUpdateInfo):
     buffer_bytes: int
 
 
-class Receiver(Base, WeightTransferEngine[Where, What]):
+class GlooReceiver(Base, WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     """Takes each buffer as it comes and gives its tensors to the model."""
 
-    init_info_cls = Where
-    update_info_cls = What
+    init_info_cls = GlooInitInfo
+    update_info_cls = GlooUpdateInfo
     group: Any = None
 
-    def init_transfer_engine(self, init_info: Where) -> None:
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         self.shutdown()  # a trainer that vanished left one
         parallel = self.parallel_config
         index = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self.group = transfer_gloo.join(
+        self.group = transfer_gloo.join_transfer_group(
             init_info.host,
             init_info.port,
             init_info.rank_offset + index,
@@ -71,19 +71,21 @@ class Receiver(Base, WeightTransferEngine[Where, What]):
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: What) -> None:
+    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         if self.group is None:
             raise RuntimeError("no trainer is connected: init_weight_transfer_engine comes first")
-        self.model.load_weights(self._tensors(update_info))
+        self.model.load_weights(self._receive_tensors(update_info))
 
-    def _tensors(self, info: What) -> Iterator[tuple[str, Tensor]]:
-        rows = zip(info.names, info.dtypes, info.shapes, strict=True)
-        shapes = [Shape(name, dtype, tuple(shape)) for name, dtype, shape in rows]
-        for run in transfer_gloo.buffers(shapes, info.buffer_bytes):
+    def _receive_tensors(self, update_info: GlooUpdateInfo) -> Iterator[tuple[str, Tensor]]:
+        rows = zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True)
+        shapes = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in rows]
+        for run in transfer_gloo.split_into_buffers(shapes, update_info.buffer_bytes):
             # A new buffer each time: the loader may keep a tensor until its layer is complete.
-            buffer = torch.empty(sum(s.room for s in run), dtype=torch.uint8)
-            transfer_gloo.broadcast(self.group, buffer)
-            yield from ((name, t.to(self.device)) for name, t in transfer_gloo.unpack(buffer, run))
+            buffer = torch.empty(sum(s.aligned_bytes for s in run), dtype=torch.uint8)
+            transfer_gloo.broadcast_buffer(self.group, buffer)
+            yield from (
+                (name, t.to(self.device)) for name, t in transfer_gloo.unpack_tensors(buffer, run)
+            )
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -92,5 +94,5 @@ class Receiver(Base, WeightTransferEngine[Where, What]):
         self.group = None
 
 
-class Gloo(Accounted, Receiver):
+class Gloo(CompleteUpdateMixin, GlooReceiver):
     """Registered as `rloo_gloo`."""

@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING, Any
 
 from rloo_cli.generation.vllm import versions
-from rloo_cli.generation.vllm.receive import Accounted
+from rloo_cli.generation.vllm.receive import CompleteUpdateMixin
 
 if TYPE_CHECKING:
     Base = Any
 else:
-    Base = versions.ipc_engine()
+    Base = versions.ipc_engine_class()
 
 
-class Ipc(Accounted, Base):
+class Ipc(CompleteUpdateMixin, Base):
     """Registered as `rloo_ipc`."""

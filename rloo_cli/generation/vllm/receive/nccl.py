@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 from rloo_cli.generation.vllm import versions
-from rloo_cli.generation.vllm.receive import Accounted
+from rloo_cli.generation.vllm.receive import CompleteUpdateMixin
 
 if TYPE_CHECKING:
     Base = object
 else:
-    Base = versions.shape()
+    Base = versions.transfer_engine_shim()
 
 
-class Nccl(Accounted, Base, NCCLWeightTransferEngine):
+class Nccl(CompleteUpdateMixin, Base, NCCLWeightTransferEngine):
     """Registered as `rloo_nccl`."""
 
     def init_transfer_engine(self, init_info: Any) -> None:

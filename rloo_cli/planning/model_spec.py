@@ -12,73 +12,82 @@ from typing import Any
 
 from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.planning import model_families
-from rloo_cli.planning.model_families import FAMILIES, LLAMA, MADE, MODELS, Family, Sizes
+from rloo_cli.planning.model_families import (
+    FAMILIES,
+    KNOWN_CONFIGS,
+    LLAMA,
+    SYNTHETIC_CONFIGS,
+    ModelFamily,
+    ModelSizes,
+)
 from rloo_cli.utils.errors import ConfigError, MachineError, Problem
 
 
 @dataclass(frozen=True)
-class Facts:
+class ModelSpec:
     """A language model, as a plan sees it. Parameters are counted, not measured in bytes."""
 
     name: str
     source: str  # where these facts are from
-    sizes: Sizes
-    family: Family
-    embedding: int  # token table, and learned positions
-    head: int  # 0 = tied to the token table
-    layer: int  # one layer
-    active: int  # of it, what one token goes through
-    final: int  # what stands after the layers
-    context: int | None
+    sizes: ModelSizes
+    family: ModelFamily
+    embedding_params: int  # token table, and learned positions
+    head_params: int  # 0 = tied to the token table
+    layer_params: int  # one layer
+    active_params: int  # of it, what one token goes through
+    final_params: int  # what stands after the layers
+    context_length: int | None
     guessed: bool = False  # its family is not known, and it is counted as a Llama
 
     @property
-    def body(self) -> int:
+    def body_params(self) -> int:
         """Everything but token table and head."""
-        return self.sizes.layers * self.layer + self.final
+        return self.sizes.layers * self.layer_params + self.final_params
 
     @property
-    def total(self) -> int:
+    def total_params(self) -> int:
         """All parameters."""
-        return self.embedding + self.head + self.body
+        return self.embedding_params + self.head_params + self.body_params
 
     @property
-    def table(self) -> int:
+    def output_embedding_params(self) -> int:
         """The output embedding, tied or not: usually the largest tensor there is."""
-        return self.sizes.vocabulary * self.sizes.hidden
+        return self.sizes.vocab_size * self.sizes.hidden
 
-    def kept(self, size: int) -> float:
+    def saved_bytes(self, bytes_per_weight: int) -> float:
         """Bytes that a layer keeps of one row for its backward pass."""
-        return model_families.kept(self.family, self.sizes, size)
+        return model_families.saved_bytes_per_token(self.family, self.sizes, bytes_per_weight)
 
-    def passing(self, size: int) -> float:
+    def transient_bytes(self, bytes_per_weight: int) -> float:
         """Bytes of one row that a layer holds while it computes."""
-        return model_families.passing(self.family, self.sizes, size)
+        return model_families.transient_bytes_per_token(self.family, self.sizes, bytes_per_weight)
 
-    def kv(self, size: int) -> int:
+    def kv_bytes(self, bytes_per_weight: int) -> int:
         """Bytes of keys and values that one token leaves in all layers."""
-        return 2 * self.sizes.layers * self.sizes.kv * size
+        return 2 * self.sizes.layers * self.sizes.kv_width * bytes_per_weight
 
 
-def of(path: str, revision: str | None = None, key: str = "model.path") -> Facts:
+def load_model_spec(path: str, revision: str | None = None, key: str = "model.path") -> ModelSpec:
     """The facts of a model by its path. Raises MachineError where no config.json is to be had."""
     values, source = _values(path, revision, key)
     try:
-        why = hf_cache.odd(values)
+        why = hf_cache.model_config_problem(values)
         if why:
             raise ConfigError(Problem(f"{path} cannot be planned", key, why))
-        return read(values, path, source, _folder(path, revision))
+        return parse_model_spec(values, path, source, _weights_folder(path, revision))
     except KeyError as missing:
         why = f"its config.json has no {missing.args[0]}: it is no language model that rloo knows"
         raise ConfigError(Problem(f"{path} cannot be planned", key, why)) from None
 
 
-def read(values: dict[str, Any], name: str, source: str, folder: Path | None = None) -> Facts:
+def parse_model_spec(
+    values: dict[str, Any], name: str, source: str, folder: Path | None = None
+) -> ModelSpec:
     """Facts from the values of a config.json; `folder`: where weights may lie.
 
     Raises KeyError for a number that it lacks.
     """
-    s = model_families.sizes(values)
+    s = model_families.read_model_sizes(values)
     text = values.get("text_config")
     c = {**values, **text} if isinstance(text, dict) else values
     kind = str(c.get("model_type", ""))
@@ -87,68 +96,71 @@ def read(values: dict[str, Any], name: str, source: str, folder: Path | None = N
     biases = bool(c.get("attention_bias", False)), bool(c.get("mlp_bias", False))
     if kind == "gpt_neox" and c.get("attention_bias") is False:
         chosen = chosen._replace(bias=("dense_h_to_4h", "dense_4h_to_h"))
-    layer, active = model_families.layer(chosen, s, *biases)
+    layer, active = model_families.layer_param_counts(chosen, s, *biases)
     tied = bool(c.get("tie_word_embeddings", chosen.tied))
-    embedding = (s.vocabulary + s.positions) * s.hidden
-    found = Facts(
+    embedding = (s.vocab_size + s.position_rows) * s.hidden
+    found = ModelSpec(
         name=name,
         source=source,
         sizes=s,
         family=chosen,
-        embedding=embedding,
-        head=0 if tied else s.vocabulary * s.hidden,
-        layer=layer,
-        active=active,
-        final=s.hidden * (2 if chosen.centred else 1),
-        context=hf_cache.context(values),
+        embedding_params=embedding,
+        head_params=0 if tied else s.vocab_size * s.hidden,
+        layer_params=layer,
+        active_params=active,
+        final_params=s.hidden * (2 if chosen.uses_layer_norm else 1),
+        context_length=hf_cache.read_context_length(values),
         guessed=family is None,
     )
-    if family is None and folder is not None and (count := _counted(folder)):
-        body = max(count - found.embedding - found.head - found.final, 0) // s.layers
-        return Facts(**{**vars(found), "layer": body, "active": body})
+    if family is None and folder is not None and (count := _count_parameters(folder)):
+        body = (
+            max(count - found.embedding_params - found.head_params - found.final_params, 0)
+            // s.layers
+        )
+        return ModelSpec(**{**vars(found), "layer_params": body, "active_params": body})
     return found
 
 
-def values(path: str, revision: str | None = None) -> dict[str, Any]:
+def model_config_values(path: str, revision: str | None = None) -> dict[str, Any]:
     """A model's config.json, wherever it is known from. Raises MachineError, ConfigError."""
     return _values(path, revision, "model.path")[0]
 
 
 def _values(path: str, revision: str | None, key: str) -> tuple[dict[str, Any], str]:
-    if path.startswith(synthetic.MADE):
-        return _of_made(path)
+    if path.startswith(synthetic.MAKE_PREFIX):
+        return _synthetic_config(path)
     try:
-        values = hf_cache.config(path, revision)
+        values = hf_cache.read_model_config(path, revision)
     except ValueError as error:
         raise ConfigError(Problem(f"{path} cannot be planned", key, str(error))) from None
     if values:
         here = Path(path).expanduser().exists()
         return values, f"config.json in {path}" if here else "config.json in the hub's cache"
-    if path in MODELS:
-        return MODELS[path], "built in"
-    cache = hf_cache.cache()
+    if path in KNOWN_CONFIGS:
+        return KNOWN_CONFIGS[path], "built in"
+    cache = hf_cache.hub_cache_folder()
     why = f"no folder of that name, not in the cache {cache}, and not among the built-in ones"
     fix = f"{hf_cache.fetch_command()}, or {key}=FOLDER with its config.json (nothing else is read)"
     raise MachineError(Problem(f"the config.json of {path} is not to be had", key, why, fix))
 
 
-def _of_made(path: str) -> tuple[dict[str, Any], str]:
+def _synthetic_config(path: str) -> tuple[dict[str, Any], str]:
     """What `rloo_cli.config.synthetic` would make of it; it is not made for that."""
-    return MADE[path.removeprefix(synthetic.MADE)], "made here"
+    return SYNTHETIC_CONFIGS[path.removeprefix(synthetic.MAKE_PREFIX)], "made here"
 
 
-def _folder(path: str, revision: str | None) -> Path | None:
+def _weights_folder(path: str, revision: str | None) -> Path | None:
     local = Path(path).expanduser()
     return (
         local
         if local.is_dir()
-        else hf_cache.snapshot(path, revision)
-        if hf_cache.is_name(path)
+        else hf_cache.snapshot_folder(path, revision)
+        if hf_cache.is_hub_name(path)
         else None
     )
 
 
-def _counted(folder: Path) -> int:
+def _count_parameters(folder: Path) -> int:
     """Numbers in the safetensors of a folder, by the heads of the files; 0 without any."""
     count = 0
     for path in folder.glob("*.safetensors"):

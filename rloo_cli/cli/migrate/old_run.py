@@ -5,7 +5,7 @@ from typing import Any
 
 
 @dataclass
-class Given:
+class OldRun:
     """Old settings by name, and how they were launched."""
 
     flags: dict[str, Any]
@@ -14,7 +14,7 @@ class Given:
     script: str = ""  # file name of the training script
     file: str = ""  # file name of the config
     kind: str = ""  # rloo or grpo, where a class says so
-    said_as: str = "--{} {}"
+    setting_format: str = "--{} {}"
     processes: int | None = None
     processes_from: str = ""
     launcher_file: str = ""  # accelerate's config, which names the engine

@@ -1,0 +1,134 @@
+"""The numbers of a run that the arithmetic reads: config, models, device, ranks, lengths."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rloo_cli.config import prompt_limit, value_model
+from rloo_cli.config.rules import SHARDED_ENGINES
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.distributed import device_count
+from rloo_cli.planning import model_spec
+from rloo_cli.planning.device import Device
+from rloo_cli.planning.model_spec import ModelSpec
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MAX_FORWARD_TOKENS = {"cpu": 1024, "cuda": 32768}  # rows of a forward: as `policy.memory`
+MAX_LOGITS_TILE = {"cpu": 2**20, "cuda": 2**25}  # logits at once: as `policy.head`
+NO_GRAD_FACTOR = 4  # times as many rows in a pass without gradient: as `policy.memory`
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """One run on one kind of device."""
+
+    run: RunConfig
+    model: ModelSpec
+    device: Device
+    ranks: int  # processes that train, over all machines
+    max_prompt_tokens: int  # tokens of the longest prompt
+    reference_model: ModelSpec | None = None  # a second model in memory; None = there is none
+    value_model: ModelSpec | None = None  # a value model, which learns too
+    reward_models: dict[str, ModelSpec] = field(default_factory=dict)
+    token_budget: int | None = None  # rows of a forward, where a run has settled them
+    recompute: bool | None = None  # likewise gradient checkpointing
+    layout: str = ""  # likewise the layout
+
+    @property
+    def bytes_per_weight(self) -> int:
+        """Bytes of a working weight."""
+        return self.dtype_bytes(self.run.model.dtype)
+
+    @property
+    def parallel_strategy(self) -> str:
+        return self.run.distributed.engine
+
+    @property
+    def weight_shards(self) -> int:
+        """Parts the weights are in."""
+        return self.ranks if self.parallel_strategy in SHARDED_ENGINES else 1
+
+    @property
+    def max_completion_tokens(self) -> int:
+        return self.run.generation.max_completion_length
+
+    @property
+    def groups_per_update(self) -> int:
+        """Most groups of one rank in one optimizer update."""
+        each = -(-self.run.train.prompts_per_step // self.run.algorithm.num_minibatches)
+        return -(-each // self.ranks)
+
+    @property
+    def prompts_per_rank(self) -> int:
+        """Prompts of one rank in one step."""
+        return -(-self.run.train.prompts_per_step // self.ranks)
+
+    @property
+    def group_tokens(self) -> int:
+        """Places of a forward over one group of the longest prompt and completions."""
+        k, p, c = (
+            self.run.algorithm.num_generations,
+            self.max_prompt_tokens,
+            self.max_completion_tokens,
+        )
+        return p + k * c if self.resolved_layout == "shared" else k * (p + c)
+
+    @property
+    def resolved_layout(self) -> str:
+        """The layout of rows."""
+        wanted = self.layout or self.run.train.layout
+        return self.model.family.layout if wanted == "auto" else wanted
+
+    def dtype_bytes(self, dtype: str) -> int:
+        """Bytes of a number of a dtype's name; auto is bfloat16 on a GPU."""
+        if dtype == "auto":
+            return 2 if self.device.kind == "cuda" else 4
+        return DTYPE_BYTES[dtype]
+
+    def with_ranks(self, ranks: int) -> "PlanInputs":
+        """The same run on another number of ranks."""
+        return replace(self, ranks=ranks)
+
+
+def collect_plan_inputs(run: RunConfig, device: Device, count: int | None = None) -> PlanInputs:
+    """The case of a config. `count`: ranks; None = as the config says, or this machine's GPUs.
+
+    Raises MachineError where the facts of a model are not to be had.
+    """
+    model = model_spec.load_model_spec(run.model.path, run.model.revision)
+    training = [*run.data.mixture_sources.values()] or [run.data]
+    judged = {name: e for name, e in run.rewards.items() if e.type == "model"}
+    return PlanInputs(
+        run=run,
+        model=model,
+        device=device,
+        ranks=count or device_count.total_process_count(run),
+        max_prompt_tokens=prompt_limit.max_prompt_tokens(run, training, model.context_length),
+        reference_model=reference_spec(run, model),
+        value_model=value_model_spec(run),
+        reward_models={n: _reward_model_spec(n, entry) for n, entry in judged.items()},
+    )
+
+
+def reference_spec(run: RunConfig, model: ModelSpec) -> ModelSpec | None:
+    """The frozen model beside the one that learns; None without KL, and where an adapter that is
+    switched off gives the same numbers."""
+    settings, own = run.algorithm, run.model
+    if not settings.needs_reference:
+        return None
+    if own.ref_path is not None:
+        return model_spec.load_model_spec(own.ref_path, None, "model.ref_path")
+    if own.lora is not None and not own.ref_sync.every:
+        return None
+    return model
+
+
+def value_model_spec(run: RunConfig) -> ModelSpec | None:
+    """The value model that learns beside the policy; None for algorithms that have none."""
+    if not value_model.needs_value_model(run):
+        return None
+    start = value_model.choose_value_init(run, model_spec.model_config_values)
+    return model_spec.load_model_spec(start.path, start.revision, start.key)
+
+
+def _reward_model_spec(name: str, entry: Any) -> ModelSpec:
+    return model_spec.load_model_spec(entry.path, entry.revision, f"reward.{name}.path")
