@@ -21,7 +21,7 @@ import yaml
 from rloo_cli.cli.eval_target import USAGE, EvalTarget, eval_target_of_recipe, eval_target_of_run
 from rloo_cli.config import check
 from rloo_cli.launch import preflight, processes, rollout_server
-from rloo_cli.utils import pids
+from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
 from rloo_cli.utils.files import write_json, write_text
 
@@ -103,7 +103,7 @@ def temporary_output_dir(output_dir: Path) -> Iterator[Path]:
         ours = number.isdigit() and (
             (left / "config.yaml").exists() or (left / "training").exists()
         )
-        if ours and not pids.process_start_time(int(number)):
+        if ours and not child_process.process_start_time(int(number)):
             shutil.rmtree(left, ignore_errors=True)
     folder = output_dir.with_name(f".tmp-{output_dir.name}-{os.getpid()}")
     folder.mkdir(parents=True)

@@ -38,7 +38,7 @@ from rloo_cli.launch.topology import (
     rank_process_specs,
     with_private_gpu,
 )
-from rloo_cli.utils import fault_injection, pids
+from rloo_cli.utils import child_process, fault_injection
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
 from rloo_cli.utils.files import read_json, update_json, write_json, write_text
 
@@ -305,11 +305,11 @@ def _check_not_running(folder: Path) -> None:
     facts = run_folder.read_run_metadata(folder)
     if facts.get("host", platform.node()) != platform.node():
         return
-    if facts.get("state") in ("starting", "training") and pids.is_process_alive(facts):
+    if facts.get("state") in ("starting", "training") and child_process.is_process_alive(facts):
         raise ConfigError(_folder_busy_problem(folder, facts["pid"]))
     limit = time.monotonic() + LEFTOVER_TIMEOUT_S
     for left in [*facts.get("ranks", []), *[s for s in [facts.get("server")] if s]]:
-        pids.kill_leftover_process(left, max(0.0, limit - time.monotonic()))
+        child_process.kill_leftover_process(left, max(0.0, limit - time.monotonic()))
 
 
 @contextmanager
@@ -433,7 +433,7 @@ def _write_run_json(plan: ResumePlan, run: RunConfig, composed: ComposedConfig) 
             "attempt": plan.attempt,
             "hash": check.config_hash(run),
             "pid": os.getpid(),
-            "pid_started": pids.process_start_time(os.getpid()),
+            "pid_started": child_process.process_start_time(os.getpid()),
             "host": platform.node(),
             "ranks": [],
             "code": None,
@@ -445,7 +445,12 @@ def _write_run_json(plan: ResumePlan, run: RunConfig, composed: ComposedConfig) 
 
 def _record_rank_pids(folder: Path, first: int, pids_of_ranks: list[int]) -> None:
     ranks = [
-        {"pid": pid, "group": pid, "pid_started": pids.process_start_time(pid), "rank": first + i}
+        {
+            "pid": pid,
+            "group": pid,
+            "pid_started": child_process.process_start_time(pid),
+            "rank": first + i,
+        }
         for i, pid in enumerate(pids_of_ranks)
     ]
     update_json(folder / "run.json", ranks=ranks)

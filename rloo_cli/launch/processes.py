@@ -5,19 +5,22 @@ then said is the first cause, not what the others made of it.
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
-from pathlib import Path
 from typing import Any
 
+from rloo_cli.utils.child_process import (
+    kill_group,
+    kill_marked_processes,
+    python_command,
+    start_child,
+)
 from rloo_cli.utils.errors import GenerationError, Problem, print_error
 from rloo_cli.utils.signals import AGAIN_S, SIGNALS
 
@@ -37,6 +40,11 @@ RUN_MARK_VARIABLE = "RLOO_FAMILY"  # marks all that the processes of one run hav
 # Until the worker can say how it ended, an interrupt ends it without a traceback.
 WORKER_BOOT = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); " \
     "from {package}{module} import main; main()"  # fmt: skip
+
+
+def default_environment() -> dict[str, str]:
+    """`DEFAULT_ENVIRONMENT`, but for what our environment says otherwise."""
+    return {name: os.environ.get(name, value) for name, value in DEFAULT_ENVIRONMENT.items()}
 
 
 @dataclass(frozen=True)
@@ -86,13 +94,11 @@ def run_processes(
     family = f"{os.getpid()}.{time.time_ns()}"  # what they start has it in its environment, too
     with _forward_signals(children, family) as heard:
         for start in specs:
-            child = subprocess.Popen(
-                # -P: no file in the current folder can pass for a package.
-                [sys.executable, "-P", "-c", boot, *arguments],
-                env={**DEFAULT_ENVIRONMENT, **os.environ, **start.env, RUN_MARK_VARIABLE: family},
+            child = start_child(
+                python_command("-c", boot, *arguments),
+                env=default_environment() | {**start.env, RUN_MARK_VARIABLE: family},
                 pass_fds=start.open_files,
-                start_new_session=True,  # a Ctrl-C reaches it once, from us
-                preexec_fn=kill_with_parent(),
+                death_signal=signal.SIGKILL,
             )
             children.append(child)
             for number, _ in list(heard):  # it came before this one was there
@@ -193,7 +199,7 @@ class _ProcessGroup:
         for child in self.children:
             if child.poll() is None:
                 if number == signal.SIGKILL:
-                    kill_process_group(child.pid)
+                    kill_group(child.pid)
                 else:
                     _send(child, number)
 
@@ -238,12 +244,6 @@ class _ProcessGroup:
         return [p for p, t in self.ended_at.items() if t <= until and self._exit_code_of(p) < 0]
 
 
-def kill_process_group(group: int) -> None:
-    """End a process group at once; nothing where it is gone."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
-
-
 def _send(child: subprocess.Popen[bytes], number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         child.send_signal(number)
@@ -263,7 +263,7 @@ def _forward_signals(
         heard.append((number, now))
         for child in list(children):
             if again:
-                kill_process_group(child.pid)  # the second Ctrl-C means now
+                kill_group(child.pid)  # the second Ctrl-C means now
             else:
                 _send(child, number)
 
@@ -276,42 +276,10 @@ def _forward_signals(
             deaf = heard and handler == signal.SIG_DFL
             signal.signal(number, _ignore if deaf else handler)
         for child in children:
-            kill_process_group(child.pid)  # whatever it started and left
+            kill_group(child.pid)  # whatever it started and left
             child.wait()
-        kill_marked_processes(run_mark)
-
-
-def kill_marked_processes(run_mark: str) -> None:
-    """Kill every process with this mark in its environment: what left the group by setsid, too."""
-    mark = f"{RUN_MARK_VARIABLE}={run_mark}".encode()
-    for _ in range(3):  # one that was just being forked is there at the second look
-        found = [
-            int(entry.name)
-            for entry in Path("/proc").glob("[0-9]*")
-            if mark in _environment(entry).split(b"\0") and entry.name != str(os.getpid())
-        ]
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if not found:
-            return
-
-
-def _environment(process: Path) -> bytes:
-    """The environment that a process began with; empty where it is gone or somebody else's."""
-    try:
-        return (process / "environ").read_bytes()
-    except OSError:
-        return b""
+        kill_marked_processes(RUN_MARK_VARIABLE, run_mark)
 
 
 def _ignore(number: int, frame: Any) -> None:
     """In place of SIG_IGN, which a process that is started later would inherit."""
-
-
-def kill_with_parent() -> Callable[[], None] | None:
-    """For the child: be killed when the process that started us dies (Linux)."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    return lambda: prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

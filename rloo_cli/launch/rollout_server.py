@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -26,10 +25,17 @@ from rloo_cli.checkpoint.run_folder import SERVER_LOGS
 from rloo_cli.config import check
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed.device_count import VISIBLE_DEVICES_VARIABLE, gpus_per_server
-from rloo_cli.generation.vllm import arguments, process_group, server_file
+from rloo_cli.generation.vllm import arguments, server_file
 from rloo_cli.generation.vllm.server_file import ServerRecord
-from rloo_cli.launch.processes import DEFAULT_ENVIRONMENT, WORKER_BOOT, kill_process_group
-from rloo_cli.utils import pids
+from rloo_cli.launch.processes import WORKER_BOOT, default_environment
+from rloo_cli.utils.child_process import (
+    kill_group,
+    kill_group_except,
+    process_start_time,
+    python_command,
+    start_child,
+    wait_for_group,
+)
 from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem, RunError
 from rloo_cli.utils.files import update_json, write_text
 
@@ -78,16 +84,12 @@ def start_server(
     inside = {"RLOO_SERVER_SCRATCH": str(scratch), "RLOO_SERVER_LOG": str(log.absolute())}
     boot = WORKER_BOOT.format(package="rloo_cli.", module="generation.vllm.server")
     try:
-        with log.open("wb") as out:
-            child = subprocess.Popen(
-                [sys.executable, "-P", "-c", boot, str(folder.absolute()), by, str(given)],
-                env={**DEFAULT_ENVIRONMENT, **os.environ, **(env or {}), **inside},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=process_group.parent_death_signal(signal.SIGTERM),
-            )
+        child = start_child(
+            python_command("-c", boot, str(folder.absolute()), by, str(given)),
+            env=default_environment() | {**(env or {}), **inside},
+            log=log,
+            death_signal=signal.SIGTERM,
+        )
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
@@ -169,25 +171,17 @@ def stop_server(process: ServerProcess, kill_timeout_s: float = SERVER_KILL_TIME
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(kill_timeout_s)
     if process.exit_code is None:
-        process_group.kill_process_group_except(child.pid)
+        kill_group_except(child.pid)
         child.wait()
-    if _remaining_processes(child.pid, 2):  # who waits for a pipe to close has had the time
-        process_group.kill_process_group_except(child.pid)
-    if _remaining_processes(child.pid, 10):
-        kill_process_group(child.pid)
-    left = _remaining_processes(child.pid, 10)
+    if wait_for_group(child.pid, 2):  # a process that waits for a pipe to close has had the time
+        kill_group_except(child.pid)
+    if wait_for_group(child.pid, 10):
+        kill_group(child.pid)
+    left = wait_for_group(child.pid, 10)
     mine = server_file.read_server_file(process.folder)
     if mine is not None and mine.pid == child.pid:
         server_file.server_file_path(process.folder).unlink(missing_ok=True)
     shutil.rmtree(process.scratch, ignore_errors=True)
-    return left
-
-
-def _remaining_processes(group: int, limit: float) -> list[int]:
-    """Processes of a group that are still there after so many seconds."""
-    until = time.monotonic() + limit
-    while (left := process_group.group_processes(group)) and time.monotonic() < until:
-        time.sleep(0.05)
     return left
 
 
@@ -331,7 +325,7 @@ class ServerSupervisor:
         self.process = start_server(self.folder, self.run, "train", self.env)
         self.has_answered = False
         pid = self.process.child.pid
-        facts = {"pid": pid, "group": pid, "pid_started": pids.process_start_time(pid)}
+        facts = {"pid": pid, "group": pid, "pid_started": process_start_time(pid)}
         if (self.folder / "run.json").exists():  # an evaluation has none
             update_json(self.folder / "run.json", server=facts)
 

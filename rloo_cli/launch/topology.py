@@ -18,11 +18,13 @@ from rloo_cli.distributed import device_count
 from rloo_cli.launch.processes import ProcessSpec
 from rloo_cli.utils.environment import Environment, check_environment_numbers, environment_number
 from rloo_cli.utils.errors import ConfigError, MachineError, Problem
+from rloo_cli.utils.ports import bind_tcp_socket
 
 LAUNCHER_VARIABLE = (
     "RLOO_LAUNCHER"  # set in the processes that we start: what RANK says there is ours
 )
 # Steps that are none: a batch script, the shell of salloc.
+STORE_BACKLOG = 1024  # ranks that may come at once
 NOT_A_STEP = ("", "4294967291", "4294967292", "4294967290", "4294967294", "batch", "interactive")
 
 
@@ -247,12 +249,12 @@ def open_store_socket(run: RunConfig, topology: ProcessTopology) -> socket.socke
         hosts = [LOOPBACK] if topology.num_nodes == 1 else [*_node_addresses(), LOOPBACK]
         for host in hosts:
             try:
-                return _bound(host, 0)
+                return bind_tcp_socket(host, 0, STORE_BACKLOG)
             except OSError:
                 continue
         given = LOOPBACK, 0
     try:
-        return _bound(*given)
+        return bind_tcp_socket(*given, STORE_BACKLOG)
     except OSError as error:
         raise MachineError(
             Problem(
@@ -262,19 +264,6 @@ def open_store_socket(run: RunConfig, topology: ProcessTopology) -> socket.socke
                 "distributed.rdzv=null",
             )
         ) from error
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listening = socket.socket(family, kind)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(where)
-        listening.listen(1024)
-    except OSError:
-        listening.close()
-        raise
-    return listening
 
 
 def _node_addresses() -> Iterator[str]:

@@ -263,10 +263,9 @@ def _rollout_memory(inputs: PlanInputs, static: StaticMemory) -> NamedBytes:
     if run.generation.backend != "transformers":
         return {}
     found: NamedBytes = {}
-    if (
-        inputs.weight_shards > 1
-    ):  # a whole copy: decoding token by token would gather it for each token
-        found["replica"] = size * model.total_params * (1.0 if inputs.weight_shards > 1 else 0.0)
+    # A whole copy: decoding token by token would gather the weights for each token.
+    if inputs.weight_shards > 1:
+        found["replica"] = size * model.total_params
     k, p, c = run.algorithm.num_generations, inputs.max_prompt_tokens, inputs.max_completion_tokens
     prompts, rows = inputs.prompts_per_rank, inputs.prompts_per_rank * k
     most = getattr(run.generation, "transformers").batch_tokens  # noqa: B009

@@ -8,8 +8,9 @@ exit_guard       user code cannot end the process
 fault_injection  fault injection for tests
 files            writes whole files or none; waits for a pipe or socket
 paths            where conf/recipes/cache lie
-pids             a process is known by its number and its start
+child_process    start processes and end them with all that they started
 process_exit     how a worker process ends; libraries kept quiet
+ports            who listens where, and a socket of our own
 redact           masks secrets
 rng              random states, and a completion's sampling seed
 signals          whether a signal came, and a place to ask

@@ -8,7 +8,7 @@ from cli_cases import Rloo
 from rloo_cli.checkpoint.resume import ResumePlan
 from rloo_cli.config import check, compose
 from rloo_cli.launch import launcher
-from rloo_cli.utils import pids
+from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import ConfigError
 from rloo_cli.utils.files import read_json, update_json
 
@@ -263,7 +263,7 @@ def test_a_run_that_is_alive_is_left_alone(here: Path) -> None:
     with pytest.raises(ConfigError, match="is being trained by process"):
         launcher._check_not_running(folder)
     update_json(folder / "run.json", pid_started="0")  # another process has the number now
-    assert not pids.is_process_alive(read_json(folder / "run.json"))
+    assert not child_process.is_process_alive(read_json(folder / "run.json"))
 
 
 # Secrets.

@@ -9,7 +9,8 @@ import pytest
 from cli_cases import strict
 from slurm_cases import NODES, Job, Slurm, script
 
-from rloo_cli.generation.vllm import ports, server_file
+from rloo_cli.generation.vllm import server_file
+from rloo_cli.utils import ports
 from rloo_cli.utils.files import read_json
 
 PLUGINS = metadata.entry_points(group="vllm.general_plugins")

@@ -12,7 +12,7 @@ from rloo_cli.config import check
 from rloo_cli.config.compose import compose_config
 from rloo_cli.generation.vllm import server_file
 from rloo_cli.launch import rollout_server
-from rloo_cli.utils import pids
+from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem
 
 HERE = server_file.ServerRecord(
@@ -20,7 +20,7 @@ HERE = server_file.ServerRecord(
     token="t" * 20,
     pid=1,
     group=1,
-    pid_started=pids.process_start_time(1),
+    pid_started=child_process.process_start_time(1),
     host=platform.node(),
     by="vllm-serve",
     model="make:tiny",

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 from cli_cases import Rloo, children, strict
+from rloo_cli.utils.pids import process_start_time
 
 from rloo_cli.checkpoint import manifest
 from rloo_cli.utils.files import read_json
-from rloo_cli.utils.pids import process_start_time
 
 
 def wait_for(happened: Callable[[], bool], process: subprocess.Popen[str], limit: float) -> None:

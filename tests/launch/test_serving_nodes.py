@@ -16,7 +16,7 @@ from rloo_cli.generation.vllm import server_file
 from rloo_cli.generation.vllm.discovery import ServerFinder
 from rloo_cli.generation.vllm.http import HttpClient
 from rloo_cli.launch import rollout_server
-from rloo_cli.utils import pids
+from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem
 
 HERE = server_file.ServerRecord(
@@ -24,7 +24,7 @@ HERE = server_file.ServerRecord(
     token="t" * 32,
     pid=1,
     group=1,
-    pid_started=pids.process_start_time(1),
+    pid_started=child_process.process_start_time(1),
     host=platform.node(),
     by="vllm-serve",
     model="make:tiny",

@@ -18,7 +18,7 @@ from rloo_cli.launch.sweep import trial as sweep_member
 from rloo_cli.launch.sweep.state import Rung, SweepState, Trial
 from rloo_cli.launch.sweep.table import MetricsReader
 from rloo_cli.launch.sweep.trial import FairShare
-from rloo_cli.utils import pids, sweep_time_slices
+from rloo_cli.utils import child_process, sweep_time_slices
 from rloo_cli.utils.errors import ConfigError, Stopped
 from rloo_cli.utils.files import write_json
 from rloo_cli.utils.timers import StepTimer
@@ -200,7 +200,7 @@ def test_a_member_whose_run_is_trained_by_somebody_else_is_refused(
     name = next(row[1] for row in rows if row[:1] == ["2"])
     assert not [*tmp_path.iterdir()]
     me = os.getpid()
-    facts = {"state": "training", "pid": me, "pid_started": pids.process_start_time(me)}
+    facts = {"state": "training", "pid": me, "pid_started": child_process.process_start_time(me)}
     write_json(Path("runs", name, "run.json"), facts)
     assert f"is being trained by process {me}" in refused(SMOKE, "seed=1,2")
 

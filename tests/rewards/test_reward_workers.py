@@ -17,7 +17,7 @@ from rloo_cli.rewards.engine.arguments import RewardContext
 from rloo_cli.rewards.engine.build import Reward, build_reward
 from rloo_cli.rewards.engine.scoring import RewardFailed, Scores, ScoringStep, score_groups
 from rloo_cli.rewards.function import Config
-from rloo_cli.utils import pids
+from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import ConfigError
 
 CODE = """
@@ -129,7 +129,7 @@ def test_a_reward_that_never_lets_the_lock_go_is_killed_at_its_deadline(made) ->
     error = refused(one, "a")
     assert "no answer within timeout_s = 2 s; its process is killed" in str(error)
     assert "in holds_the_lock" in error.problems[0].why  # told from outside of the lock
-    assert not pids.process_start_time(pid)
+    assert not child_process.process_start_time(pid)
 
 
 def test_the_call_after_a_lost_one_gets_a_new_process(made) -> None:
@@ -186,9 +186,9 @@ except TimeoutError:  # it is in a call that takes minutes
     )
     assert done.returncode == -9
     limit = time.monotonic() + 10
-    while pids.process_start_time(int(done.stdout)) and time.monotonic() < limit:
+    while child_process.process_start_time(int(done.stdout)) and time.monotonic() < limit:
         time.sleep(0.05)
-    assert not pids.process_start_time(int(done.stdout))
+    assert not child_process.process_start_time(int(done.stdout))
 
 
 def test_groups_are_scored_while_others_are_still_being_made() -> None:

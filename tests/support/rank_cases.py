@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from cli_cases import surroundings
-
 from rloo_cli.utils.pids import process_start_time
 
 HERE = Path(__file__).parent

@@ -18,8 +18,7 @@ import vLLM; a trainer never does, except for NCCL and CUDA IPC, whose sending h
     deadlines        waiting for another process
     child_engine     an engine on the trainer's own device, in a child process
     child_pipe       that child process and the one pipe to it
-    child_process    the child's side
-    process_group    processes that end with the one that started them
+    child_main       the child's side
     transfer_send    the sending end of a weight transfer
     transfer_gloo    weights over gloo, for machines without GPUs
     weights          the trainer's weights, or its adapter, as an engine wants them
@@ -30,7 +29,6 @@ import vLLM; a trainer never does, except for NCCL and CUDA IPC, whose sending h
     group_route      POST /rloo/generate: one request for a whole group
     auth             who may ask a rollout server what
     server_file      server.json
-    ports            who listens where on this machine
 
     api_processes  several processes that take requests
 """

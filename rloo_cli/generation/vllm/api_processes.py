@@ -23,7 +23,8 @@ from collections.abc import Iterable, MutableSequence
 from multiprocessing import connection
 from typing import Any
 
-from rloo_cli.generation.vllm import auth, process_group, versions
+from rloo_cli.generation.vllm import auth, versions
+from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import GenerationError, Problem
 
 ReadyFlags = MutableSequence[int]  # 1 for each API process that answers
@@ -52,7 +53,7 @@ def serve_until_stopped(
         _serve_with_several(server_socket, args, url, ready)
     finally:  # also when only one of them is gone: half a server is none
         if os.getpgid(0) == os.getpid():
-            process_group.kill_process_group_except(os.getpid(), spared_pid=os.getpid())
+            child_process.kill_group_except(os.getpid(), spared_pid=os.getpid())
 
 
 def _serve_with_several(
@@ -96,7 +97,7 @@ def run_api_process(
     client: dict[str, Any],
 ) -> None:
     """The life of one API process of several. `client`: vLLM's own, which engines it speaks to."""
-    process_group.die_with_parent()
+    child_process.die_with_parent()
     system, number = importlib.import_module("vllm.utils.system_utils"), client["client_index"]
     system.set_process_title("APIServer", str(number))
     system.decorate_logs()

@@ -1,21 +1,23 @@
 """A child process of ours that holds an engine, and the one pipe that leads to it."""
 
-import contextlib
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.generation.vllm import process_group
 from rloo_cli.generation.vllm.engine import EngineLost, EngineRefused
 from rloo_cli.utils import signals
+from rloo_cli.utils.child_process import (
+    kill_group,
+    kill_group_except,
+    python_command,
+    start_child,
+    wait_for_group,
+)
 
-CHILD_BOOT = "from rloo_cli.generation.vllm.child_process import main; main()"
+CHILD_BOOT = "from rloo_cli.generation.vllm.child_main import main; main()"
 PIPE_CALL_TIMEOUT_S = 60.0
 TRACKER_TIMEOUT_S = 2.0  # Python's tracker of shared memory clears up after the others
 
@@ -25,17 +27,13 @@ class ChildPipe:
 
     def __init__(self, environment: dict[str, str], log: Path):
         ours, theirs = socket.socketpair()
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as out, theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", CHILD_BOOT, str(theirs.fileno())],
+        with theirs:
+            self.process = start_child(
+                python_command("-c", CHILD_BOOT, str(theirs.fileno())),
+                env={**environment, "RLOO_SERVER": "1"},
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **environment, "RLOO_SERVER": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # its group is ended with it
-                preexec_fn=process_group.parent_death_signal(signal.SIGKILL),
+                log=log,
+                death_signal=signal.SIGKILL,
             )
         self.connection = Connection(ours.detach())
 
@@ -75,13 +73,10 @@ class ChildPipe:
     def kill(self) -> None:
         """End the child with everything it started."""
         self.connection.close()
-        process_group.kill_process_group_except(self.process.pid)
+        kill_group_except(self.process.pid)
         self.process.wait()
-        until = time.monotonic() + TRACKER_TIMEOUT_S
-        while process_group.group_processes(self.process.pid) and time.monotonic() < until:
-            time.sleep(0.05)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        wait_for_group(self.process.pid, TRACKER_TIMEOUT_S)
+        kill_group(self.process.pid)
 
 
 def exception_line(traceback: str) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.generation.vllm import handshake, lora_slot, process_group
+from rloo_cli.generation.vllm import handshake, lora_slot
 from rloo_cli.generation.vllm.deadlines import run_with_deadline
 from rloo_cli.generation.vllm.discovery import (
     SERVER_CALL_TIMEOUT_S,
@@ -40,6 +40,7 @@ from rloo_cli.generation.vllm.transfer_send import (
     connect_weight_sender,
 )
 from rloo_cli.generation.vllm_server import LOOPBACK_HOSTS, ServerSection
+from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import GenerationError, Problem
 from rloo_cli.utils.fault_injection import trigger_fault
 
@@ -234,7 +235,7 @@ class HttpEngine:
             there = server.record
             if there is not None and there.by == "train" and there.is_alive():
                 self.finder.abandoned_processes.add((there.pid, there.pid_started))
-                process_group.kill_process_group_except(there.group)
+                child_process.kill_group_except(there.group)
         if connected is not None:
             close_lost_sender(connected)
 

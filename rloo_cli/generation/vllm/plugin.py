@@ -11,7 +11,7 @@ import logging
 import os
 from typing import Any
 
-from rloo_cli.generation.vllm import process_group
+from rloo_cli.utils import child_process
 
 RECEIVERS = {
     "rloo_gloo": "Gloo", "rloo_nccl": "Nccl", "rloo_ipc": "Ipc", "rloo_adapter": "Adapter",
@@ -44,7 +44,7 @@ ORDERLY_END = OrderlyEnd()
 def register() -> None:
     """The entry point of the group `vllm.general_plugins`; it may be called more than once."""
     if os.environ.get("RLOO_SERVER"):
-        process_group.die_with_parent()
+        child_process.die_with_parent()
         for name in LOGGERS:
             logging.getLogger(name).addFilter(ORDERLY_END)
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory

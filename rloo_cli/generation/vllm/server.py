@@ -28,12 +28,10 @@ from rloo_cli.generation.vllm import (
     auth,
     handshake,
     lora_slot,
-    ports,
-    process_group,
     server_file,
     versions,
 )
-from rloo_cli.utils import pids
+from rloo_cli.utils import child_process, ports
 from rloo_cli.utils.errors import ConfigError, MachineError, Problem, RunError
 from rloo_cli.utils.files import write_text
 
@@ -53,7 +51,7 @@ def main() -> None:
     def end(number: int, frame: Any) -> None:
         """Until uvicorn has its own handlers. No exception: pyzmq loses it where vLLM waits."""
         if os.getpgid(0) == os.getpid():
-            process_group.kill_process_group_except(os.getpid(), spared_pid=os.getpid())
+            child_process.kill_group_except(os.getpid(), spared_pid=os.getpid())
         _remove_server_files(folder, scratch)
         os._exit(0)
 
@@ -109,7 +107,7 @@ def _run_server(folder: Path, by: str, run: Any) -> None:
         token=token,
         pid=os.getpid(),
         group=os.getpgid(0),
-        pid_started=pids.process_start_time(os.getpid()),
+        pid_started=child_process.process_start_time(os.getpid()),
         host=platform.node(),
         by=by,
         model=run.model.path,

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.utils import pids
+from rloo_cli.utils import child_process
 from rloo_cli.utils.environment import environment_number
 from rloo_cli.utils.errors import RunError
 from rloo_cli.utils.files import write_text
@@ -47,7 +47,7 @@ class ServerRecord:
         """Whether its process runs; None on another machine, where nobody can tell from here."""
         if self.host != platform.node():
             return None
-        return pids.is_process_alive({"pid": self.pid, "pid_started": self.pid_started})
+        return child_process.is_process_alive({"pid": self.pid, "pid_started": self.pid_started})
 
     def is_stale(self) -> bool:
         """Whether it tells of an earlier attempt at our Slurm job, or of a failure in another."""

@@ -15,7 +15,7 @@ from rloo_cli.launch import preflight
 from rloo_cli.launch.launcher import KEYS_OF_SAME_JOB
 from rloo_cli.launch.sweep.state import Rung, Trial, override_key
 from rloo_cli.launch.sweep.time_slices import MINIMIZE_SUFFIX
-from rloo_cli.utils import environment, pids
+from rloo_cli.utils import child_process, environment
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
 from rloo_cli.utils.files import read_json
 
@@ -156,7 +156,7 @@ def check_trials_can_start(trials: Sequence[tuple[Trial, RunConfig]]) -> None:
 def _check_folder_free(folder: Path, run: RunConfig) -> None:
     """Raises ConfigError where the member's folder is another run's, or is being trained."""
     facts = read_json(folder / "run.json")
-    if facts.get("state") in ("starting", "training") and pids.is_process_alive(facts):
+    if facts.get("state") in ("starting", "training") and child_process.is_process_alive(facts):
         what = f"{folder} is being trained by process {facts['pid']}"
         raise ConfigError(Problem(what, "name", fix="wait for it, or name=OTHER"))
     if facts:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.config.old_names import nearest_names
-from rloo_cli.utils import pids
+from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import read_json, write_json
 
@@ -84,7 +84,7 @@ class SweepState:
     def save(self) -> None:
         """Write sweep.json."""
         values = asdict(self) | {"folder": None, "host": platform.node(), "pid": os.getpid()}
-        values["pid_started"] = pids.process_start_time(os.getpid())
+        values["pid_started"] = child_process.process_start_time(os.getpid())
         write_json(self.folder / SWEEP_FILE, {k: v for k, v in values.items() if k != "folder"})
 
     def distinct_overrides(self, trial: Trial) -> list[str]:
@@ -126,7 +126,7 @@ def running_process(folder: Path) -> dict[str, Any] | None:
     facts = read_json(folder / SWEEP_FILE)
     elsewhere = facts.get("host") != platform.node()
     if facts.get("state") not in ("training", "stopping") or not (
-        elsewhere or pids.is_process_alive(facts)
+        elsewhere or child_process.is_process_alive(facts)
     ):
         return None
     return facts

@@ -94,11 +94,9 @@ def schedule_slices(sweep: Sweep) -> None:
 
 def _blocked(trial_process: TrialProcess, rung: Rung | None) -> bool:
     """It has come to the rung, and waits there for the others."""
-    return (
-        rung is not None
-        and trial_process.trial.step >= rung.at
-        and trial_process.phase != TrialPhase.NEW
-    )
+    if rung is None or trial_process.phase == TrialPhase.NEW:
+        return False
+    return trial_process.trial.step >= rung.at
 
 
 def _has_capacity(sweep: Sweep, device: int) -> bool:

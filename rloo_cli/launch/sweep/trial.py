@@ -1,17 +1,17 @@
 """One member while the sweep runs: its process, its line, and what it is doing."""
 
-import os
+import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from rloo_cli.launch.processes import DEFAULT_ENVIRONMENT, kill_with_parent
+from rloo_cli.launch.processes import default_environment
 from rloo_cli.launch.sweep.state import SweepState, Trial, quote_override
 from rloo_cli.utils import environment, sweep_time_slices
+from rloo_cli.utils.child_process import python_command, start_child
 from rloo_cli.utils.sweep_time_slices import JsonLineSocket
 
 
@@ -113,25 +113,17 @@ class TrialProcess:
         """Start its run, as `rloo train` does; what it prints goes to its log. `beside`: other
         members on its device."""
         log = self.sweep_state.trial_log(self.trial)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        env = {
-            **DEFAULT_ENVIRONMENT,
-            **os.environ,
-            sweep_time_slices.SOCKET_VARIABLE: f"{socket}:{self.trial.number}",
-        }
+        env = default_environment()
+        env[sweep_time_slices.SOCKET_VARIABLE] = f"{socket}:{self.trial.number}"
         env[environment.WAITING_TRIALS_VARIABLE] = str(num_beside)
         if gpu is not None:
             env["CUDA_VISIBLE_DEVICES"] = gpu
-        with log.open("a") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rloo_cli", "train", *self.train_overrides()],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C reaches it once, from us
-                preexec_fn=kill_with_parent(),
-            )
+        self.process = start_child(
+            python_command("-m", "rloo_cli", "train", *self.train_overrides()),
+            env=env,
+            log=log,
+            death_signal=signal.SIGKILL,
+        )
         self.phase, self.on_device = TrialPhase.RUNNING, True
 
     def train_overrides(self) -> list[str]:

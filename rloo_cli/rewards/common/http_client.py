@@ -38,9 +38,9 @@ MAX_ERROR_CHARS = 200  # characters of an answer in an error
 REQUEST_POLL_S = 0.1  # seconds between two looks at `poll`
 # Its own source of chance: a pause must not move the random state of a training.
 _jitter_rng = random.Random()
-_request_semaphores: (
-    "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[HttpService, asyncio.Semaphore]]"
-) = WeakKeyDictionary()
+_request_semaphores: WeakKeyDictionary[
+    asyncio.AbstractEventLoop, dict["HttpService", asyncio.Semaphore]
+] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)

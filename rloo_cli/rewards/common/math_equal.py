@@ -12,18 +12,19 @@ the rest of the answers count as too slow.
 import atexit
 import importlib.util
 import json
-import os
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from rloo_cli.utils import paths
+from rloo_cli.utils.child_process import (
+    package_environment,
+    python_command,
+    start_child,
+    stop_child,
+)
 from rloo_cli.utils.errors import MachineError, Problem
 
 CALL_TIME_SHARE = 0.8  # of a call's timeout_s; the rest is for what is not in our hands
@@ -102,7 +103,7 @@ def compare_answers(
             found.num_unread_gold += said in ("no gold", "slow gold")
     except BaseException:
         if child is not None:
-            _kill_child(child)
+            stop_child(child)
         raise
     if child is not None:
         with _idle_lock:
@@ -135,16 +136,13 @@ def _take_child() -> "subprocess.Popen[str]":
         while _idle_children:
             if (child := _idle_children.pop()).poll() is None:
                 return child
-    root = str(paths.PACKAGE.parent)
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    child = subprocess.Popen(
-        [sys.executable, "-P", "-m", "rloo_cli.rewards.common.math_worker"],
+    child = start_child(  # it ends when its stdin closes
+        python_command("-m", "rloo_cli.rewards.common.math_worker"),
+        env=package_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         encoding="utf-8",
-        env={**os.environ, "PYTHONPATH": path},
-        start_new_session=True,  # a Ctrl-C is ours to handle; it ends when its stdin closes
     )
     assert child.stdout is not None
     if child.stdout.readline() != "ready\n":
@@ -156,13 +154,7 @@ def _child_ended_message(child: "subprocess.Popen[str]") -> str:
     return f"the math-verify process ended by itself with {child.wait()}"
 
 
-def _kill_child(child: "subprocess.Popen[str]") -> None:
-    with suppress(OSError):  # its group is gone
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-
-
 @atexit.register
 def _kill_idle_children() -> None:
     for child in _idle_children:
-        _kill_child(child)
+        stop_child(child)

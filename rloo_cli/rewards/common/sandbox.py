@@ -27,7 +27,6 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -37,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.utils import files
+from rloo_cli.utils.child_process import start_child, stop_child
 from rloo_cli.utils.errors import MachineError, Problem
 
 HARNESS = Path(__file__).with_name("sandbox_harness.py")
@@ -184,9 +184,9 @@ def _run_harness(
         environment = SANDBOX_ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}
         environment = dict(os.environ) if mode == "external" else environment
         try:
-            child = subprocess.Popen(
-                command, stdin=given, stdout=subprocess.PIPE, stderr=errors, cwd=folder,
-                env=environment, start_new_session=True,
+            child = start_child(
+                command, environment, inherit=False,
+                stdin=given, stdout=subprocess.PIPE, stderr=errors, cwd=folder,
             )  # fmt: skip
         except OSError as error:
             return b"", f"{command[0]}: {error.strerror}"
@@ -195,8 +195,7 @@ def _run_harness(
             said = _read_output(child.stdout.fileno(), timeout_s, max_bytes)
         finally:
             # bwrap's end is the end of its processes; a plain one's group goes with it.
-            _kill_group(child.pid)
-            child.wait()
+            stop_child(child)
             child.stdout.close()
         errors.seek(0)
         return said, errors.read(4000).decode("utf-8", "replace")
@@ -215,13 +214,6 @@ def _read_output(stdout_fd: int, timeout_s: float, max_bytes: int) -> bytes:
         if not began and b"\n" in said:
             began, until = True, time.monotonic() + timeout_s + HARNESS_GRACE_S
     return said
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def require_sandbox(mode: str, command: str | None, limits: SandboxLimits) -> None:

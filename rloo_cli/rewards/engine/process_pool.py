@@ -15,7 +15,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -31,7 +30,12 @@ from rloo_cli.rewards.engine.results import (
     failure_of_error,
     to_call_result,
 )
-from rloo_cli.utils import paths
+from rloo_cli.utils.child_process import (
+    package_environment,
+    python_command,
+    start_child,
+    stop_child,
+)
 from rloo_cli.utils.errors import ConfigError, Problem
 
 LENGTH_HEADER = struct.Struct("!Q")
@@ -84,22 +88,13 @@ class RewardWorker:
         self.socket, theirs = socket.socketpair()
         life, self.life_pipe = os.pipe()  # its reading end is told when we are gone
         given = (theirs.fileno(), life)
-        root = str(paths.PACKAGE.parent)
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.process = subprocess.Popen(
-            # -P: no file in the current folder can pass for a package; -u: what is printed shows.
-            [
-                sys.executable,
-                "-uP",
-                "-m",
-                "rloo_cli.rewards.engine.process_worker",
-                *map(str, given),
-            ],
+        worker = "rloo_cli.rewards.engine.process_worker"
+        self.process = start_child(
+            python_command("-u", "-m", worker, *map(str, given)),  # -u: what is printed shows
+            env=package_environment(),
             stdin=subprocess.DEVNULL,
             stdout=2,  # what a reward prints is not for a panel
-            env={**os.environ, "PYTHONPATH": path},
             pass_fds=given,
-            start_new_session=True,  # a Ctrl-C is ours to handle
         )
         theirs.close()
         os.close(life)
@@ -140,9 +135,7 @@ class RewardWorker:
     def kill(self) -> int:
         """Kill it and whatever it started; its exit status."""
         _all_workers.discard(self)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        code = self.process.wait()
+        code = stop_child(self.process)
         self.socket.close()
         with contextlib.suppress(OSError):
             os.close(self.life_pipe)

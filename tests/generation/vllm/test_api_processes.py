@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rloo_cli.generation.vllm import api_processes, process_group, server, server_file, versions
+from rloo_cli.generation.vllm import api_processes, server, server_file, versions
 from rloo_cli.generation.vllm.auth import Guard
 from rloo_cli.utils.errors import GenerationError
 
@@ -49,8 +49,7 @@ def test_what_is_left_of_a_server_is_killed_with_it(monkeypatch: pytest.MonkeyPa
     ))  # fmt: skip
     monkeypatch.setattr(api_processes.os, "getpgid", lambda pid: api_processes.os.getpid())
     monkeypatch.setattr(
-        process_group,
-        "kill_process_group_except",
+        "kill_group_except",
         lambda group, spared_pid: killed.append((group, spared_pid)),
     )
     with pytest.raises(RuntimeError, match="an engine died"):

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import vllm_cases
 from vllm_cases import Real, real
 
-from rloo_cli.generation.vllm import ports, process_group, server_file
+from rloo_cli.generation.vllm import server_file
+from rloo_cli.utils import child_process
 
 pytestmark = real
 
@@ -38,12 +40,14 @@ class Line:
     def taken_by(self, group: int) -> int:
         """The process that has the other end."""
         port = self.http.sock.getsockname()[1]
-        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-        # 01: established; one that an earlier client of this port has left behind waits beside it.
-        (inode,) = [r[9] for r in rows if r[2].endswith(f":{port:04X}") and r[3] == "01"]
-        return next(
-            pid for pid in process_group.group_processes(group) if inode in ports.socket_inodes(pid)
-        )
+        (pid,) = [
+            each.pid
+            for each in psutil.net_connections("tcp")
+            # One that an earlier client of this port has left behind waits beside it.
+            if each.raddr and each.raddr.port == port and each.status == psutil.CONN_ESTABLISHED
+        ]
+        assert pid in child_process.group_processes(group)
+        return pid
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ import os
 os.environ.update(arguments.engine_environment(run, keys))
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM
-from rloo_cli.generation.vllm import child_process as child
+from rloo_cli.generation.vllm import child_main as child
 from rloo_cli.generation.vllm.engine import EngineRequest
 
 given = arguments.build_engine_arguments(run, keys, 0)
@@ -111,7 +111,7 @@ def test_a_waiting_process_of_an_engine_without_a_gpu_leaves_its_core_to_others(
 
 
 def child() -> Any:
-    import rloo_cli.generation.vllm.child_process as module
+    import rloo_cli.generation.vllm.child_main as module
 
     return module
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rloo_cli.generation.vllm import server_file
-from rloo_cli.utils import pids
+from rloo_cli.utils import child_process
 
 pytestmark = pytest.mark.vllm
 slow = pytest.mark.slow
@@ -86,7 +86,7 @@ def members(group: int) -> dict[int, str]:
         if entry.name.isdigit():
             try:
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[2]) == group and pids.process_start_time(int(entry.name)):
+                if int(fields[2]) == group and child_process.process_start_time(int(entry.name)):
                     found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
             except OSError:
                 continue
@@ -243,7 +243,7 @@ def test_a_colocated_engine_that_is_killed_is_replaced(tmp_path: Path, alone: Go
     engine = next(
         int(p.name) for p in Path("/proc").iterdir()
         if p.name.isdigit() and f" {rank} " in (p / "stat").read_text()
-        and b"rloo_cli.generation.vllm.child_process" in (p / "cmdline").read_bytes()
+        and b"rloo_cli.generation.vllm.child_main" in (p / "cmdline").read_bytes()
     )  # fmt: skip
     os.kill(engine, signal.SIGKILL)
     assert run.ends() == 0, run.said

@@ -18,12 +18,13 @@ from urllib.parse import urlsplit
 
 import pytest
 from cli_cases import Rloo, children, surroundings
+from rloo_cli.utils.pids import process_start_time
 from test_vllm_guard import FORBIDDEN
 
-from rloo_cli.generation.vllm import handshake, ports, process_group, server_file
+from rloo_cli.generation.vllm import handshake, server_file
 from rloo_cli.generation.vllm.server_file import ServerRecord
 from rloo_cli.launch import rollout_server
-from rloo_cli.utils.pids import process_start_time
+from rloo_cli.utils import child_process, ports
 
 PLUGINS = metadata.entry_points(group="vllm.general_plugins")
 pytestmark = [
@@ -119,7 +120,7 @@ def raw(server: ServerRecord, *lines: str) -> int:
 
 def group(server: ServerRecord) -> list[int]:
     """Everything that belongs to a server; at least its API process, engine and worker."""
-    members = process_group.group_processes(server.group)
+    members = child_process.group_processes(server.group)
     assert len(members) >= 3
     return members
 
@@ -190,8 +191,8 @@ def test_arbitrary_calls_and_the_whole_configuration_are_refused_with_the_token(
 
 
 def test_only_this_machine_reaches_it(server: ServerRecord) -> None:
-    owned = {inode for pid in group(server) for inode in ports.socket_inodes(pid)}
-    open_ones = [s for s in ports.listening_sockets() if s.inode in owned]
+    processes = {*group(server)}
+    open_ones = [s for s in ports.listening_sockets() if s.pid in processes]
     assert urlsplit(server.url).port in {s.port for s in open_ones}
     loopback = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     assert {s.address for s in open_ones} <= loopback, open_ones

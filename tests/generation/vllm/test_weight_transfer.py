@@ -12,10 +12,11 @@ import transformers
 from policy_cases import SIZE, fresh
 from safetensors import safe_open
 
-from rloo_cli.generation.vllm import ports, transfer_gloo
+from rloo_cli.generation.vllm import transfer_gloo
 from rloo_cli.generation.vllm.transfer_gloo import TensorSpec
 from rloo_cli.generation.vllm.transfer_send import GlooSender
 from rloo_cli.generation.vllm.weights import ModelWeightSource
+from rloo_cli.utils import ports
 
 HOST = "127.0.0.1"
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -145,8 +146,7 @@ def test_an_engine_receives_every_weight_as_it_is_now(dtype, count, monkeypatch)
 
 def test_only_loopback_is_listened_on():
     def open_ones():
-        mine = {*ports.socket_inodes(os.getpid())}
-        return {(s.address, s.port) for s in ports.listening_sockets() if s.inode in mine}
+        return {(s.address, s.port) for s in ports.listening_sockets() if s.pid == os.getpid()}
 
     before, engine = open_ones(), Engine()
     sender = link(engine, ModelWeightSource(fresh("qwen3"), torch.float32))

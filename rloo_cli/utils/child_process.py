@@ -1,0 +1,191 @@
+"""Processes that we start: in a session of their own, and ended with everything they started.
+
+A process is known by its pid and by the time it began, never by its name: a pid alone soon belongs
+to another process. A zombie counts as gone. What the kernel offers on Linux alone is left out on
+other systems.
+"""
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rloo_cli.utils import paths
+
+PR_SET_PDEATHSIG = 1
+POLL_S = 0.05
+
+
+def python_command(*arguments: str) -> list[str]:
+    """This Python with these arguments. No file in the current folder can pass for a package."""
+    return [sys.executable, "-P", *arguments]
+
+
+def package_environment() -> dict[str, str]:
+    """The variable by which a Python that is started elsewhere finds this package."""
+    parts = [str(paths.PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(parts)}
+
+
+def start_child(
+    command: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    inherit: bool = True,
+    log: Path | None = None,
+    death_signal: int = 0,
+    **streams: Any,
+) -> subprocess.Popen[Any]:
+    """Start a process in a session of its own: a Ctrl-C reaches it through us alone.
+
+    env: its variables, beside ours where it is to inherit them. log: the file that stdout and
+    stderr are appended to; there is no stdin then. death_signal: what the kernel sends the process
+    when the thread that called this has ended; 0 sends nothing. streams: other arguments of Popen.
+    """
+    with contextlib.ExitStack() as stack:
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            out = stack.enter_context(log.open("ab"))
+            streams |= {
+                "stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT,
+            }  # fmt: skip
+        return subprocess.Popen(
+            command,
+            env={**(os.environ if inherit else {}), **(env or {})},
+            start_new_session=True,
+            preexec_fn=_ask_for_signal(death_signal) if death_signal else None,
+            **streams,
+        )
+
+
+def _ask_for_signal(death_signal: int) -> Callable[[], None] | None:
+    """What a child does before it becomes another program, so that it hears of our end."""
+    if sys.platform != "linux":
+        return None
+    prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
+
+    def ask() -> None:
+        prctl(PR_SET_PDEATHSIG, death_signal)
+        if os.getppid() != parent:  # we died before it asked
+            os._exit(1)
+
+    return ask
+
+
+def die_with_parent() -> None:
+    """Called in a process that multiprocessing started: be killed when its parent dies.
+
+    Does nothing in a first process, such as a server's own: its starter has arranged for that.
+    The kernel watches the thread that started us; vLLM starts its processes from main threads.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent.pid:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_child(child: subprocess.Popen[Any], grace_s: float = 0.0) -> int:
+    """End a process and its group: SIGTERM, `grace_s` seconds, SIGKILL. -> its exit code"""
+    if grace_s and child.poll() is None:
+        child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(grace_s)
+    kill_group(child.pid)
+    return child.wait()
+
+
+def kill_group(group: int) -> None:
+    """Kill a process group at once; nothing happens where it is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def kill_group_except(group: int, spared_pid: int = 0) -> None:
+    """Kill a process group but for one process, and for Python's tracker of shared memory.
+
+    The tracker takes away the memory that the others leave, hundreds of megabytes, and then ends.
+    """
+    for pid in group_processes(group):
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if pid != spared_pid and not any("resource_tracker" in s for s in process.cmdline()):
+                process.kill()
+
+
+def group_processes(group: int) -> list[int]:
+    """The pids of a process group that run."""
+    members = []
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            if os.getpgid(pid) == group and process_start_time(pid):
+                members.append(pid)
+    return members
+
+
+def wait_for_group(group: int, limit_s: float) -> list[int]:
+    """Wait until a process group is gone, at most `limit_s` seconds. -> the pids that are left"""
+    until = time.monotonic() + limit_s
+    while (left := group_processes(group)) and time.monotonic() < until:
+        time.sleep(POLL_S)
+    return left
+
+
+def kill_marked_processes(name: str, value: str) -> None:
+    """Kill every process but ours whose environment has this variable with this value.
+
+    A process that has left its group by setsid is found, too.
+    """
+    for _ in range(3):  # one that is just being forked is there at the second look
+        others = (p for p in psutil.process_iter() if p.pid != os.getpid())
+        marked = [p for p in others if _has_variable(p, name, value)]
+        for process in marked:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        if not marked:
+            return
+
+
+def _has_variable(process: psutil.Process, name: str, value: str) -> bool:
+    try:
+        return bool(process.environ().get(name) == value)
+    except (psutil.Error, OSError):  # gone, or somebody else's
+        return False
+
+
+def process_start_time(pid: int) -> str:
+    """When a process began, in the kernel's ticks since boot; "" when it is gone.
+
+    psutil's time is counted from 1970, which moves when the clock is set; run.json keeps this one.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] == "Z" else fields[19]
+
+
+def is_process_alive(process: Mapping[str, Any]) -> bool:
+    """Whether the process that run.json names still runs, and is the same one."""
+    start_time = process_start_time(int(process.get("pid", -1)))
+    return bool(start_time) and start_time == process.get("pid_started")
+
+
+def kill_leftover_process(process: Mapping[str, Any], patience_s: float = 10.0) -> None:
+    """See that a process that run.json names is gone: wait for it, then kill it and its group."""
+    limit = time.monotonic() + patience_s
+    while is_process_alive(process):
+        if time.monotonic() > limit:
+            print(f"process {process['pid']} was left by an earlier attempt: it is killed")
+            kill_group(int(process["group"]))
+            limit = time.monotonic() + patience_s
+        time.sleep(POLL_S)

@@ -1,0 +1,50 @@
+"""Who listens where on this machine, and a socket of our own."""
+
+import contextlib
+import socket
+from dataclasses import dataclass
+
+import psutil
+
+
+@dataclass(frozen=True)
+class ListeningSocket:
+    """A TCP socket that listens, or a UDP socket that takes what is sent to it."""
+
+    address: str
+    port: int
+    pid: int | None  # None: a process of another user
+
+
+def listening_sockets() -> list[ListeningSocket]:
+    """Every socket of this machine that listens."""
+    return [
+        ListeningSocket(each.laddr.ip, each.laddr.port, each.pid)
+        for each in psutil.net_connections("inet")
+        if each.laddr and not each.raddr and each.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)
+    ]
+
+
+def port_holder(port: int) -> str:
+    """The process that listens on a port, as `process 17 (python -m http.server)`."""
+    holders = [each.pid for each in listening_sockets() if each.port == port]
+    for pid in holders:
+        with contextlib.suppress(psutil.Error):
+            if pid is not None:
+                return f"process {pid} ({' '.join(psutil.Process(pid).cmdline())[:120]})"
+    return "a process of another user" if holders else "a process that is gone again"
+
+
+def bind_tcp_socket(host: str, port: int, backlog: int | None = None) -> socket.socket:
+    """A TCP socket bound to an address; it listens where `backlog` is given. Raises OSError."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        if backlog is not None:
+            bound.listen(backlog)
+    except OSError:
+        bound.close()
+        raise
+    return bound
