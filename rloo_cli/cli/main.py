@@ -20,8 +20,8 @@ from rloo_cli.utils.errors import (
     Problem,
     RunError,
     StorageError,
-    print_bug,
     print_error,
+    print_exit,
 )
 
 STOPPED_CODES = (75, 130)  # exit codes of a run that was asked to end
@@ -56,12 +56,8 @@ def _errors_to_exit_code() -> Iterator[ExitStatus]:
     outcome = ExitStatus()
     try:
         yield outcome
-    except RunError as error:
-        outcome.code = print_error(error)
-    except KeyboardInterrupt:
-        outcome.code = 130
-    except Exception:
-        outcome.code = print_bug("please report it with the lines above")
+    except (Exception, KeyboardInterrupt) as error:
+        outcome.code = print_exit(error)
 
 
 def _strip_error_flags(args: list[str]) -> list[str]:

@@ -55,8 +55,8 @@ from rloo_cli.utils.errors import (
     Stopped,
     StorageError,
     disk_write_error,
-    print_bug,
     print_error,
+    print_exit,
 )
 from rloo_cli.utils.files import update_json, write_json
 
@@ -264,9 +264,9 @@ def main() -> None:
             print_error(error)
         code = error.code
         state = "stopped" if isinstance(error, Stopped) else "failed"
-    except Exception:
+    except Exception as error:
         log.error("%s", traceback.format_exc())
-        print_bug(f"the log is in {given.parent}")
+        print_exit(error, f"the log is in {given.parent}")
     finally:
         with contextlib.suppress(OSError):  # the code says how it ended; there may be no disk
             if rank == 0 and facts.exists():  # else the folder was taken away

@@ -133,8 +133,17 @@ def print_error(error: RunError) -> int:
     return error.code
 
 
-def print_bug(advice: str) -> int:
-    """Print the exception that is being handled, which is none of ours; its exit code."""
-    print(show_control_characters(traceback.format_exc()), end="", file=sys.stderr)
+def print_exit(error: BaseException, advice: str = "please report it with the lines above") -> int:
+    """Print what ended a command or one of its processes. -> the exit code that goes with it
+
+    A refusal of ours is printed as it is, an interrupt not at all, anything else as a bug, with its
+    traceback and `advice`.
+    """
+    if isinstance(error, RunError):
+        return print_error(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    trace = "".join(traceback.format_exception(error))
+    print(show_control_characters(trace), end="", file=sys.stderr)
     print(f"error: this is a bug in rloo; {advice}", file=sys.stderr)
     return 1

@@ -11,10 +11,8 @@ from rloo_cli.utils import console, redact, signals
 from rloo_cli.utils.errors import (
     OutOfMemory,
     Problem,
-    RunError,
     StorageError,
-    print_bug,
-    print_error,
+    print_exit,
 )
 
 
@@ -26,19 +24,17 @@ def run_and_exit(work: Callable[[], object], memory_fix: str) -> NoReturn:
     console.open_descriptors()
     redact.redact_console()
     signals.install_signal_handlers(at_once=True)
+    code = 0
     try:
         work()
-        code = 0
-    except RunError as error:
-        code = print_error(error)
     except OSError as error:
         what = "a file cannot be read or written"
-        code = print_error(StorageError(Problem(what, why=str(error))))
+        code = print_exit(StorageError(Problem(what, why=str(error))))
     except torch.OutOfMemoryError as error:
         why = str(error).splitlines()[0]
-        code = print_error(OutOfMemory(Problem("out of memory", why=why, fix=memory_fix)))
-    except Exception:
-        code = print_bug("please report it with the lines above")
+        code = print_exit(OutOfMemory(Problem("out of memory", why=why, fix=memory_fix)))
+    except Exception as error:
+        code = print_exit(error)
     console.end_process(code)
 
 
