@@ -6,7 +6,6 @@ label of the results names the model and, where there are other words, their has
 
 import contextlib
 import hashlib
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,9 +66,7 @@ def eval_target_of_recipe(overrides: list[str], dirs: Sequence[Path]) -> EvalTar
         w for w in overrides if w.lstrip("+").partition("=")[0] not in ("recipe", "root", "name")
     ]
     place = Path(settings.root, "eval", str(settings.name), _results_label(tail or "model", own))
-    steps = settings.max_steps or math.ceil(
-        (settings.total_episodes or 0) / settings.episodes_per_step
-    )
+    steps = settings.num_steps() or 0
     about: PlainConfig = {"source": path, "run": None, "state": {}, "steps": steps, "prompts": 0}
     return EvalTarget(settings, place, about)
 

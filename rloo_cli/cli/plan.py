@@ -6,7 +6,6 @@ config, for what a machine would do at once.
 
 import argparse
 import json
-import math
 from typing import NoReturn
 
 import yaml
@@ -140,9 +139,7 @@ def dry_run_text(run: RunConfig) -> str:
     if run.max_steps is not None:
         steps = f"{run.max_steps} (max_steps)"
     elif run.total_episodes is not None:
-        steps = (
-            f"{math.ceil(run.total_episodes / rows)} (total_episodes {run.total_episodes} / {rows})"
-        )
+        steps = f"{run.num_steps()} (total_episodes {run.total_episodes} / {rows})"
     else:
         steps = f"{run.train.epochs} epochs x prompts / {p}, known when the data is loaded"
     lines = [

@@ -6,6 +6,7 @@ and `config` puts the whole run together. Everything is frozen and strict: an un
 string for a number or a NaN is an error.
 """
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
@@ -511,3 +512,13 @@ class RunConfig(Frozen):
     def episodes_per_step(self) -> int:
         """B = P*K, the completions of one step."""
         return self.train.prompts_per_step * self.algorithm.num_generations
+
+    def num_steps(self, num_prompts: int | None = None) -> int | None:
+        """Steps of the run; None where only the number of prompts says it, and is not given."""
+        if self.max_steps is not None:
+            return self.max_steps
+        if self.total_episodes is not None:
+            return math.ceil(self.total_episodes / self.episodes_per_step)
+        if num_prompts is None or self.train.epochs is None:
+            return None
+        return math.ceil(self.train.epochs * num_prompts / self.train.prompts_per_step)

@@ -1,6 +1,5 @@
 """A run's plan: does it fit, on how few GPUs would it, how long, how much disk, what to change."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,21 +77,10 @@ def make_run_plan(run: RunConfig, device: Device, options: PlanOptions | None = 
         duration=duration.estimate_step_duration(
             found, means, sampler, cut.micro_batches, cut.recompute
         ),
-        steps=planned_steps(run, options.prompts),
+        steps=run.num_steps(options.prompts),
         checkpoint_bytes=size,
         disk_bytes=(run.checkpoint.keep_last + 1) * size,
     )
-
-
-def planned_steps(run: RunConfig, prompts: int | None) -> int | None:
-    """Rollout batches of a run; None where only the data tells."""
-    if run.max_steps is not None:
-        return run.max_steps
-    if run.total_episodes is not None:
-        return math.ceil(run.total_episodes / run.episodes_per_step)
-    if prompts is None or run.train.epochs is None:
-        return None
-    return math.ceil(run.train.epochs * prompts / run.train.prompts_per_step)
 
 
 def checkpoint_size(inputs: PlanInputs) -> float:

@@ -5,7 +5,6 @@ layouts. Data and rewards are looked at before any weights load.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -534,9 +533,6 @@ def count_steps(config: RunConfig, num_prompts: int) -> int:
                 f"train.prompts_per_step={num_prompts}",
             )
         )
-    if config.max_steps is not None:
-        return config.max_steps
-    if config.total_episodes is not None:
-        return math.ceil(config.total_episodes / config.episodes_per_step)
-    assert config.train.epochs is not None
-    return math.ceil(config.train.epochs * num_prompts / wanted)
+    steps = config.num_steps(num_prompts)
+    assert steps is not None, "config.rules asks for one of the three keys"
+    return steps
