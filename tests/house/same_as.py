@@ -23,14 +23,21 @@ HASHES = """
 import importlib, json, sys
 from rloo_cli import config as check
 try:
-    from rloo_cli.config.compose import compose
+    composing = importlib.import_module("rloo_cli.config.compose")
     check = importlib.import_module("rloo_cli.config.check")
 except ModuleNotFoundError:  # before there were rooms
-    from rloo_cli.compose import compose
+    composing = importlib.import_module("rloo_cli.compose")
+
+def named(module, *names):  # the first one that this commit has
+    return next(getattr(module, name) for name in names if hasattr(module, name))
+
+compose = named(composing, "compose_config", "compose")
+checked = named(check, "check_config", "check")
+dump = named(check, "dump_config", "dump")
 found = {}
 for words in json.load(sys.stdin):
-    run = check.check(compose(words))
-    found[" ".join(words)] = [check.config_hash(run), check.dump(run)]
+    run = checked(compose(words))
+    found[" ".join(words)] = [check.config_hash(run), dump(run)]
 print(json.dumps(found, sort_keys=True, default=str))
 """
 SMOKE = ("train", "+recipe=smoke", "max_steps=4", "checkpoint.every=1", "eval.every=2")
