@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 from policy_cases import fresh
-from rloo_cli.utils.pids import is_process_alive, process_start_time
 
 from rloo_cli.checkpoint import export
 from rloo_cli.config import check as config_check
@@ -20,6 +19,7 @@ from rloo_cli.config.compose import compose_config
 from rloo_cli.data.synthetic import tiny
 from rloo_cli.launch.preflight import check_machine
 from rloo_cli.utils import files
+from rloo_cli.utils.child_process import is_process_alive, process_start_time
 from rloo_cli.utils.errors import MachineError, Problem, Stopped, StorageError
 from rloo_cli.utils.rng import sampling_seed
 from rloo_cli.utils.timers import StepTimer

@@ -148,7 +148,7 @@ def test_the_first_prompt_is_shown_as_the_model_reads_it():
     text, tokens = splits.describe_first_prompt(prepare(chat("2 + 2?\n", "b")), tokenizer())
     assert text.startswith("prompt 0 is a conversation, by the chat template: ")
     assert text.endswith(r"'<|user|>2 + 2?\n\n<|assistant|>'")
-    ids = prepare(chat("2 + 2?\n")).ids[0]
+    ids = prepare(chat("2 + 2?\n")).prompt_ids[0]
     assert tokens.startswith(f"its {len(ids)} tokens: {ids[0]} '<', {ids[1]} '|', ")
     assert f", ..., {ids[-5]} " in tokens and tokens.endswith(f"{ids[-1]} '>'")
     text, tokens = splits.describe_first_prompt(prepare(plain("x" * 2000)), tokenizer())

@@ -25,20 +25,20 @@ def test_conversations_go_through_the_chat_template_with_a_generation_prompt():
 
 def test_a_plain_prompt_gets_the_beginning_of_text_once():
     tokens = tokenizer(bos=True)
-    assert prepare(plain("abc"), tokens).ids == [
+    assert prepare(plain("abc"), tokens).prompt_ids == [
         [tokens.bos_token_id, *tokenizer()("abc").input_ids]
     ]
 
 
 def test_a_template_and_a_tokenizer_that_both_add_the_beginning_add_it_once():
     tokens = tokenizer(WITH_BOS, bos=True)
-    ids = prepare(chat("abc"), tokens).ids[0]
+    ids = prepare(chat("abc"), tokens).prompt_ids[0]
     assert ids.count(tokens.bos_token_id) == 1 and ids[0] == tokens.bos_token_id
 
 
 def test_no_special_token_is_added_to_what_a_template_wrote():
     tokens = tokenizer(bos=True)  # its template writes none, and means it
-    assert tokens.bos_token_id not in prepare(chat("abc"), tokens).ids[0]
+    assert tokens.bos_token_id not in prepare(chat("abc"), tokens).prompt_ids[0]
 
 
 @pytest.mark.parametrize("texts", [["<bos>a", "b"], ["a", "<bos>b"]])

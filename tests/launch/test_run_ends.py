@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 from cli_cases import Rloo, children, strict
-from rloo_cli.utils.pids import process_start_time
 
 from rloo_cli.checkpoint import manifest
+from rloo_cli.utils.child_process import process_start_time
 from rloo_cli.utils.files import read_json
 
 

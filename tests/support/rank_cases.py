@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from cli_cases import surroundings
-from rloo_cli.utils.pids import process_start_time
+
+from rloo_cli.utils.child_process import process_start_time
 
 HERE = Path(__file__).parent
 # Every process that imports the worker gets the fake one.

@@ -144,7 +144,7 @@ def replay(run: Run, completions: Sequence[Sequence[int]]) -> None:
 
     def rollout(seed: int) -> Rollout:
         ids = list(next(said))
-        reason = rule.reason(ids)
+        reason = rule.finish_reason(ids)
         assert reason is not None, f"{ids} is not complete"
         return Rollout(ids, rule.text(ids), reason, rule.terminated(ids, reason), seed, 0)
 

@@ -228,7 +228,7 @@ def test_a_reward_model_is_the_beginning_only_where_backbone_and_words_are_the_p
 def test_a_plan_counts_the_value_model() -> None:
     model = model_spec.parse_model_spec({**_small(), "model_type": "llama"}, "small", "the test")
     three = case("algorithm=ppo", ranks=2)
-    four = case("algorithm=ppo", ranks=2, value=model)
+    four = case("algorithm=ppo", ranks=2, value_model=model)
     count = model.total_params - model.head_params + model.sizes.hidden
     assert (
         static_memory.value_model_params(four) == count

@@ -49,6 +49,7 @@ def test_what_is_left_of_a_server_is_killed_with_it(monkeypatch: pytest.MonkeyPa
     ))  # fmt: skip
     monkeypatch.setattr(api_processes.os, "getpgid", lambda pid: api_processes.os.getpid())
     monkeypatch.setattr(
+        api_processes.child_process,
         "kill_group_except",
         lambda group, spared_pid: killed.append((group, spared_pid)),
     )

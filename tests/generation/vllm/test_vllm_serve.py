@@ -18,13 +18,13 @@ from urllib.parse import urlsplit
 
 import pytest
 from cli_cases import Rloo, children, surroundings
-from rloo_cli.utils.pids import process_start_time
 from test_vllm_guard import FORBIDDEN
 
 from rloo_cli.generation.vllm import handshake, server_file
 from rloo_cli.generation.vllm.server_file import ServerRecord
 from rloo_cli.launch import rollout_server
 from rloo_cli.utils import child_process, ports
+from rloo_cli.utils.child_process import process_start_time
 
 PLUGINS = metadata.entry_points(group="vllm.general_plugins")
 pytestmark = [
