@@ -8,6 +8,7 @@ exit_guard       user code cannot end the process
 fault_injection  fault injection for tests
 files            writes whole files or none; waits for a pipe or socket
 paths            where conf/recipes/cache lie
+http             one JSON request with a deadline; an event loop on a thread
 child_process    start processes and end them with all that they started
 process_exit     how a worker process ends; libraries kept quiet
 ports            who listens where, and a socket of our own

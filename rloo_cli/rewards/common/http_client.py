@@ -1,13 +1,12 @@
-"""Questions to a model that somebody else serves: JSON over HTTP, bounded, repeated where safe.
+"""Requests to a model that somebody else serves: JSON over HTTP, bounded, repeated where safe.
 
-A question is asked again only where that cannot do harm and may help: the connection was refused
-or broke before an answer, the server is too busy (408, 429, 500, 502, 503, 504), or one request
-took too long while the call has time left. Every other refusal is said at once, with what the
-server answered. Keys are read from the environment, sent to the address of the config and nowhere
-else (no redirect is followed), and masked in whatever a server quotes back.
+A request is repeated only where that cannot do harm and may help: the connection was refused or
+broke before an answer, the server is too busy (408, 429, 500, 502, 503, 504), or one request took
+too long while the call has time left. Every other refusal is raised at once, with what the server
+answered. Keys are read from the environment, and masked in whatever a server quotes back.
 
-Connections belong to one `Client`, opened and closed on the event loop that uses it: nothing
-breaks when that loop is replaced. How many requests are under way is counted per loop and service.
+Connections belong to one `JsonClient`, opened and closed on the event loop that uses it: nothing
+breaks when that loop is replaced. Requests in flight are counted per loop and service.
 """
 
 import asyncio
@@ -15,7 +14,6 @@ import email.utils
 import json
 import os
 import random
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Coroutine
@@ -25,22 +23,21 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
-from rloo_cli.utils import redact
+from rloo_cli.utils import http, redact
 from rloo_cli.utils.errors import ConfigError, Problem
 
 T = TypeVar("T")
 RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 FATAL_STATUSES = frozenset({401, 403, 404, 405, 407, 410, 501})  # no other question would do better
+RETRY_REASONS = frozenset({"connection", "timeout", "closed", "broken"})
+FATAL_REASONS = frozenset({"address", "certificate"})
 MAX_TRIES = 5
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 20.0  # of the pauses between two tries, which double
-CONNECT_TIMEOUT_S = 10.0
 MAX_ERROR_CHARS = 200  # characters of an answer in an error
-REQUEST_POLL_S = 0.1  # seconds between two looks at `poll`
 # Its own source of chance: a pause must not move the random state of a training.
 _jitter_rng = random.Random()
-_request_semaphores: WeakKeyDictionary[
-    asyncio.AbstractEventLoop, dict["HttpService", asyncio.Semaphore]
-] = WeakKeyDictionary()
+Semaphores = dict["HttpService", asyncio.Semaphore]
+_request_semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, Semaphores] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -88,40 +85,35 @@ def check_api_key(where: str, variable: str | None) -> None:
 
 
 class JsonClient:
-    """`async with Client(service, limit_s) as client`, then `client.post`, all within `limit_s`."""
+    """`async with JsonClient(service, timeout_s) as client`, then `client.post`, all in time."""
 
     def __init__(self, service: HttpService, timeout_s: float):
         self.service, self.timeout_s = service, timeout_s
-        self.session: Any = None
 
     async def __aenter__(self) -> "JsonClient":
-        import aiohttp
-
         loop = asyncio.get_running_loop()
         self.deadline = loop.time() + self.timeout_s
-        gates = _request_semaphores.setdefault(loop, {})
-        self.semaphore = gates.setdefault(self.service, asyncio.Semaphore(self.service.concurrency))
-        connector = aiohttp.TCPConnector(limit=self.service.concurrency)
-        self.session = aiohttp.ClientSession(connector=connector, trust_env=False)
+        semaphores = _request_semaphores.setdefault(loop, {})
+        new = asyncio.Semaphore(self.service.concurrency)
+        self.semaphore = semaphores.setdefault(self.service, new)
+        self.session = http.open_session(self.service.concurrency)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.session.close()
 
-    async def post(self, path: str, body: Any) -> Any:
-        """POST JSON to the service's `path`; the JSON of the answer. Raises EndpointError."""
-        where, pause = self.service.url.rstrip("/") + path, FIRST_BACKOFF_S
+    async def post(self, path: str, body: object) -> Any:
+        """POST JSON to the service's `path`. Returns the answer's JSON; raises EndpointError."""
+        url, pause = self.service.url.rstrip("/") + path, FIRST_BACKOFF_S
         now = asyncio.get_running_loop().time
         for number in range(1, MAX_TRIES + 1):
             try:
                 async with self.semaphore:
-                    return await self._post_once(where, body, self.deadline - now())
+                    return await self._post_once(url, body, self.deadline - now())
             except _RetryableError as error:
-                wait = (
-                    pause * _jitter_rng.uniform(0.5, 1.5)
-                    if error.retry_after_s is None
-                    else error.retry_after_s
-                )
+                wait = error.retry_after_s
+                if wait is None:
+                    wait = pause * _jitter_rng.uniform(0.5, 1.5)
                 if number == MAX_TRIES or wait >= self.deadline - now():
                     tries = f", {number} tries" if number > 1 else ""
                     raise EndpointError(f"{error}{tries}", error.final) from None
@@ -129,71 +121,44 @@ class JsonClient:
             pause = min(2 * pause, MAX_BACKOFF_S)
         raise AssertionError("unreachable")
 
-    async def _post_once(self, url: str, body: Any, seconds_left: float) -> Any:
-        import aiohttp
-
+    async def _post_once(self, url: str, body: object, seconds_left: float) -> Any:
         limit = min(self.service.request_timeout_s, seconds_left)
         if limit <= 0:
             raise EndpointError(f"{url}: no answer within {self.timeout_s:g} s")
-        key = self.service.api_key
+        key, proxy = self.service.api_key, _https_proxy(url)
         try:
-            async with self.session.post(
-                url,
-                json=body,
-                headers={"Authorization": f"Bearer {key}"} if key else {},
-                timeout=aiohttp.ClientTimeout(
-                    total=limit, sock_connect=min(limit, CONNECT_TIMEOUT_S)
-                ),
-                allow_redirects=False,
-                proxy=_https_proxy(url),
-            ) as response:
-                text = await response.text(errors="replace")
-                return self._parse_response(url, response.status, text, response.headers)
-        except aiohttp.InvalidURL:
-            raise EndpointError(f"{url} is no address", final=True) from None
-        except TimeoutError:
-            raise _RetryableError(f"{url}: no answer within {limit:.3g} s") from None
-        except (aiohttp.ClientSSLError, aiohttp.ClientConnectorCertificateError) as error:
-            raise EndpointError(f"{url}: {error}", final=True) from None
-        except aiohttp.ClientConnectorError as error:
-            raise _RetryableError(f"{url}: no connection: {error.os_error}", final=True) from None
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-            raise _RetryableError(f"{url}: the connection broke: {error}") from None
-        except aiohttp.ClientError as error:  # in the middle of an answer
-            raise EndpointError(f"{url}: {error or type(error).__name__}") from None
+            answer = await http.send_json(self.session, "POST", url, body, key, limit, proxy)
+        except http.RequestFailed as failed:
+            if failed.reason in RETRY_REASONS:
+                raise _RetryableError(str(failed), final=failed.reason == "connection") from None
+            raise EndpointError(str(failed), final=failed.reason in FATAL_REASONS) from None
+        return self._parse_answer(url, answer)
 
-    def _parse_response(self, url: str, status: int, text: str, headers: Any) -> Any:
-        """The JSON of an answer."""
-        page = text.lstrip()[:15].lower().startswith(("<!doctype", "<html"))
+    def _parse_answer(self, url: str, answer: http.HttpAnswer) -> Any:
+        status, page = answer.status, answer.is_html
         if status == 200 and not page:
             try:
-                return json.loads(text)
+                return json.loads(answer.text)
             except ValueError:
-                said = f"{url} answered no JSON: {self._response_error_text(text)!r}"
-                raise EndpointError(said) from None
+                message = f"{url} answered no JSON: {self._error_message(answer)!r}"
+                raise EndpointError(message) from None
         if page and status not in RETRY_STATUSES:
-            said = f"{url} answered {status} and a page of HTML: it is no service of models"
-            raise EndpointError(said, final=True)
-        said = (
-            f"{url} answered {status}: "
-            f"{'a page of HTML' if page else self._response_error_text(text)}"
-        )
+            message = f"{url} answered {status} and a page of HTML: it does not serve models"
+            raise EndpointError(message, final=True)
+        message = f"{url} answered {status}: "
+        message += "a page of HTML" if page else self._error_message(answer)
         if status in RETRY_STATUSES:
-            raise _RetryableError(said, _retry_after_seconds(headers.get("Retry-After")))
+            raise _RetryableError(message, _retry_after_seconds(answer.headers.get("Retry-After")))
         if status in (401, 403):
             variable = self.service.api_key_env
-            said += (
-                f"; it wants another key than {variable} has" if variable else "; it wants a key"
-            )
-        raise EndpointError(said, final=status in FATAL_STATUSES or status < 400)
+            message += f"; it wants another key than {variable} has" if variable else ""
+            message += "" if variable else "; it wants a key"
+        raise EndpointError(message, final=status in FATAL_STATUSES or status < 400)
 
-    def _response_error_text(self, text: str) -> str:
-        """What an error's JSON says, or the beginning of its text; without the key."""
-        with suppress(ValueError, AttributeError):
-            body = json.loads(text)
-            error = body.get("error", body.get("detail", body.get("message", body)))
-            text = str(error.get("message", error) if isinstance(error, dict) else error)
-        text = text.replace(self.service.api_key, redact.MASK) if self.service.api_key else text
+    def _error_message(self, answer: http.HttpAnswer) -> str:
+        """The answer's error without the key, which some servers quote."""
+        text, key = answer.error_message(), self.service.api_key
+        text = text.replace(key, redact.MASK) if key else text
         return redact.redact_text(text)[:MAX_ERROR_CHARS]
 
 
@@ -218,38 +183,12 @@ def _https_proxy(url: str) -> str | None:
 
 
 def run_in_event_loop(
-    coroutine: Coroutine[Any, Any, T], poll: Callable[[], None] = lambda: None
+    work: Coroutine[object, object, T], poll: Callable[[], None] = lambda: None
 ) -> T:
     """Do `work` on an event loop of its own. `poll` is called meanwhile; when it raises, the work
     is cancelled, which closes its requests."""
-    held: list[Any] = []
-    box: list[tuple[Any, BaseException | None]] = []
-
-    async def main() -> T:
-        task = asyncio.ensure_future(coroutine)
-        held.extend([asyncio.get_running_loop(), task])
-        return await task
-
-    def turn() -> None:
-        try:
-            box.append((asyncio.run(main()), None))
-        except BaseException as error:
-            box.append((None, error))
-
-    thread = threading.Thread(target=turn, daemon=True, name="questions")
-    thread.start()
+    thread = http.EventLoopThread("questions")
     try:
-        while thread.is_alive():
-            thread.join(REQUEST_POLL_S)
-            poll()
-    except BaseException:
-        if held:
-            with suppress(RuntimeError):  # its loop is closed already
-                held[0].call_soon_threadsafe(held[1].cancel)
-            thread.join(5)
-        raise
-    found, error = box[0]
-    if error is not None:
-        raise error
-    answer: T = found
-    return answer
+        return thread.run(work, poll=poll)
+    finally:
+        thread.close()

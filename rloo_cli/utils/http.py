@@ -1,0 +1,181 @@
+"""JSON over HTTP: one request with a deadline, and an event loop on a thread of its own.
+
+The clients of rollout servers and of served rewards stand on it; they decide what an answer means
+and what is asked again. Proxies of the environment are not used but where one is passed, and no
+redirect is followed: a key goes to the address of the config and nowhere else.
+"""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+if TYPE_CHECKING:
+    import aiohttp
+
+T = TypeVar("T")
+CONNECT_TIMEOUT_S = 10.0
+POLL_S = 0.1  # seconds between two calls of `poll`
+FailureReason = Literal[
+    "address", "certificate", "connection", "timeout", "closed", "broken", "answer"
+]
+
+
+class RequestFailed(Exception):
+    """A request had no answer. `reason` says why:
+
+    address (it is not a URL), certificate, connection (none was made), timeout, closed (by the
+    server before it answered), broken (the network's error), answer (it ended in the middle).
+    """
+
+    def __init__(self, reason: FailureReason, message: str):
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class HttpAnswer:
+    """What a server answered."""
+
+    status: int
+    text: str
+    headers: Mapping[str, str]
+
+    @property
+    def is_html(self) -> bool:
+        """Whether it is a page for people, as a wrong address gives it."""
+        return self.text.lstrip()[:15].lower().startswith(("<!doctype", "<html"))
+
+    def error_message(self) -> str:
+        """What an error's JSON says, or the answer's text."""
+        with suppress(ValueError, AttributeError):
+            body = json.loads(self.text)
+            error = body.get("error", body.get("detail", body.get("message", body)))
+            return str(error.get("message", error) if isinstance(error, dict) else error)
+        return self.text
+
+
+def open_session(
+    max_connections: int, keepalive_s: float | None = None, keep_alive: bool = True
+) -> "aiohttp.ClientSession":
+    """Open a session; call it on the loop that uses it. 0 connections: no limit."""
+    import aiohttp  # lazy: rewards that ask no service do not need it
+
+    connector = (
+        aiohttp.TCPConnector(limit=max_connections, keepalive_timeout=keepalive_s or 15.0)
+        if keep_alive
+        else aiohttp.TCPConnector(limit=max_connections, force_close=True)
+    )
+    timeout = aiohttp.ClientTimeout(total=None)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
+
+
+async def send_json(
+    session: "aiohttp.ClientSession",
+    method: str,
+    url: str,
+    body: object,
+    key: str,
+    timeout_s: float,
+    proxy: str | None = None,
+) -> HttpAnswer:
+    """Send one request, with `body` as JSON and `key` as bearer token ("" for none).
+
+    Raises RequestFailed; an answer of any status is returned.
+    """
+    import aiohttp  # lazy: rewards that ask no service do not need it
+
+    connect_s = min(timeout_s, CONNECT_TIMEOUT_S)
+    try:
+        async with session.request(
+            method,
+            url,
+            json=body,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_s),
+            allow_redirects=False,
+            proxy=proxy,
+        ) as response:
+            text = await response.text(errors="replace")
+            if response.status != 200:
+                response.close()  # and with it the connection: servers hang up after an error
+            return HttpAnswer(response.status, text, response.headers)
+    except aiohttp.InvalidURL:
+        raise RequestFailed("address", f"{url} is not an address") from None
+    except aiohttp.ConnectionTimeoutError:
+        message = f"{url}: no connection within {round(connect_s, 2):g} s"
+        raise RequestFailed("connection", message) from None
+    except TimeoutError:
+        raise RequestFailed("timeout", f"{url}: no answer within {round(timeout_s, 2):g} s") from None
+    except (aiohttp.ClientSSLError, aiohttp.ClientConnectorCertificateError) as error:
+        raise RequestFailed("certificate", f"{url}: {error}") from None
+    except aiohttp.ClientConnectorError as error:
+        raise RequestFailed("connection", f"{url}: no connection: {error.os_error}") from None
+    except aiohttp.ServerDisconnectedError as error:
+        raise RequestFailed("closed", f"{url}: the connection broke: {error}") from None
+    except OSError as error:
+        message = f"{url}: the connection broke: {str(error) or type(error).__name__}"
+        raise RequestFailed("broken", message) from None
+    except aiohttp.ClientError as error:
+        raise RequestFailed("answer", f"{url}: {str(error) or type(error).__name__}") from None
+
+
+class EventLoopThread:
+    """An event loop on a thread, for callers that are not coroutines themselves."""
+
+    def __init__(self, name: str):
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True, name=name)
+        self.thread.start()
+
+    def run(
+        self,
+        work: Coroutine[object, object, T],
+        timeout_s: float | None = None,
+        poll: Callable[[], None] = lambda: None,
+    ) -> T:
+        """Do `work` on the loop and wait for it. `poll` is called meanwhile.
+
+        When `poll` raises or the time is over, the work is cancelled, which closes its requests,
+        so that servers abort them. Raises what `work` and `poll` raise, and RequestFailed.
+        """
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self.loop)
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            while True:
+                try:
+                    return future.result(POLL_S)
+                except TimeoutError:
+                    if future.done():  # in this very moment; or it is the work's own TimeoutError
+                        return future.result()
+                poll()
+                if end is not None and time.monotonic() > end:
+                    raise RequestFailed("timeout", f"no answer within {timeout_s:g} s")
+        finally:
+            future.cancel()
+
+    def close(self, last_work: Coroutine[object, object, None] | None = None) -> None:
+        """Do `last_work`, end what was cancelled, and end the thread."""
+        if not self.loop.is_running():
+            return
+        with suppress(Exception):
+            asyncio.run_coroutine_threadsafe(_end_tasks(last_work), self.loop).result(5)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(5)
+        if not self.thread.is_alive():
+            self.loop.close()
+
+
+async def _end_tasks(last_work: Coroutine[object, object, None] | None) -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    if last_work is not None:
+        await last_work
+    await asyncio.get_running_loop().shutdown_asyncgens()
