@@ -24,7 +24,7 @@ from rloo_cli.launch import launcher, preflight, rollout_server
 from rloo_cli.train.worker import run_training
 from rloo_cli.utils import fault_injection, paths
 from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.utils.files import read_json, update_json
+from rloo_cli.utils.files import JsonObject, read_json, update_json
 
 Reward = Callable[..., Any]
 
@@ -34,7 +34,7 @@ def train(
     rewards: Mapping[str, Reward] | None = None,
     overrides: Iterable[str] = (),
     config_dirs: Iterable[str | Path] = (),
-) -> dict[str, Any]:
+) -> JsonObject:
     """Do a whole run in this process; what is in its summary.json, and its `folder`.
 
     `recipe`: a shipped recipe's name or a YAML file. `rewards`: callables of the interface of

@@ -27,6 +27,7 @@ from rloo_cli.reporting.prompt_ledger import PromptLedger
 from rloo_cli.reporting.update_metrics import UpdateMetrics
 from rloo_cli.rewards.engine.arguments import TrainerState
 from rloo_cli.rewards.engine.build import Reward
+from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.rng import RandomStates, capture_random_states
 from rloo_cli.utils.timers import StepTimer
 
@@ -86,7 +87,7 @@ class RunState:
         )
 
     def trainer_state(
-        self, num_steps: int, num_prompts: int, config: RunConfig, history: list[dict[str, Any]]
+        self, num_steps: int, num_prompts: int, config: RunConfig, history: list[JsonObject]
     ) -> TrainerState:
         """The same from plain numbers: steps to do, prompts in the data (0 = not known), lines
         logged so far. Those of evaluations are left out: they must not change the training.
@@ -103,7 +104,7 @@ class RunState:
             log_history=history,
         )
 
-    def dump(self) -> dict[str, Any]:
+    def dump(self) -> JsonObject:
         """Plain values, for run.json."""
         return asdict(self)
 

@@ -1,10 +1,10 @@
-"""A model on the disk as `from_pretrained` and vLLM load it, whole or gathered piece by piece."""
+"""Writes a model as `from_pretrained` and vLLM load it, whole or gathered unit by unit."""
 
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -12,17 +12,24 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from rloo_cli.distributed import gather
+from rloo_cli.distributed.engine import ParallelEngine
 from rloo_cli.distributed.world import World, cpu_world
 from rloo_cli.policy import lora
+from rloo_cli.policy.model import Policy
 from rloo_cli.utils.errors import Problem, RunError, StorageError
 from rloo_cli.utils.files import fsync_path
 
-MAX_WEIGHTS_FILE_BYTES = 5 * 10**9  # bytes of weights in one file, as transformers cuts them
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+MAX_WEIGHTS_FILE_BYTES = 5 * 10**9  # transformers splits files at the same size
 WriteModel = Callable[[Path], None]
 
 
-def write_model_folder(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a model that this process has (of an adapted one the adapter) and its tokenizer."""
+def write_model_folder(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path
+) -> None:
+    """Write a model that this process has whole, or the adapter alone, and its tokenizer."""
     if lora.has_adapter(model):
         lora.save_adapter(model, folder)
     else:
@@ -31,8 +38,10 @@ def write_model_folder(model: Any, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def write_merged_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write the whole model; an adapter is merged, and lies in `adapter` beside it."""
+def write_merged_model(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path
+) -> None:
+    """Write the whole model; an adapter is merged into it, and also written to `adapter`."""
     _make_savable(model.generation_config)
     if lora.has_adapter(model):
         lora.save_adapter(model, folder / "adapter")
@@ -40,9 +49,12 @@ def write_merged_model(model: Any, tokenizer: Any, folder: Path) -> None:
     write_model_folder(model, tokenizer, folder)
 
 
-def write_gathered_model(engine: Any, policy: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a model whose weights are spread: all ranks gather, rank 0 writes, a file's worth at
-    a time. Raises what the disk raises, on rank 0, once the ranks have parted.
+def write_gathered_model(
+    engine: ParallelEngine, policy: Policy, tokenizer: "PreTrainedTokenizerBase", folder: Path
+) -> None:
+    """Write a sharded model: all ranks gather its weights, rank 0 writes them file by file.
+
+    An error of the disk is raised on rank 0, after all ranks have gathered everything.
     """
     files = _WeightsFiles(folder) if engine.world.is_main else None
     for unit in gather.iter_gathered_weights(engine, policy.model):
@@ -60,8 +72,10 @@ def write_gathered_model(engine: Any, policy: Any, tokenizer: Any, folder: Path)
 
 
 class _WeightsFiles:
-    """Weights as they come, in files of at most FILE bytes. An error waits for `close`: what is
-    left must be gathered all the same."""
+    """Writes weights as they come, in files of at most MAX_WEIGHTS_FILE_BYTES.
+
+    An error waits for `close`: the ranks must gather the other weights all the same.
+    """
 
     def __init__(self, folder: Path):
         self.folder, self.error = folder, None
@@ -70,13 +84,10 @@ class _WeightsFiles:
         self.total_bytes = 0
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """The next weights."""
+        """Keep the next weights, and write those before them once a file is full."""
         try:
-            if (
-                self.pending_tensors
-                and sum(t.nbytes for t in (*self.pending_tensors.values(), *tensors.values()))
-                > MAX_WEIGHTS_FILE_BYTES
-            ):
+            total = sum(t.nbytes for t in (*self.pending_tensors.values(), *tensors.values()))
+            if self.pending_tensors and total > MAX_WEIGHTS_FILE_BYTES:
                 self._write_file()
             self.pending_tensors |= {n: t.cpu().clone().contiguous() for n, t in tensors.items()}
         except Exception as error:  # the writers in Rust raise no OSError
@@ -84,7 +95,7 @@ class _WeightsFiles:
             self.pending_tensors = {}
 
     def close(self) -> None:
-        """The last file, and the index where there are several. Raises what went wrong."""
+        """Write the last file, and an index if there are several. Raises what `add` kept."""
         if self.error is not None:
             raise self.error
         self._write_file()
@@ -110,8 +121,8 @@ class _WeightsFiles:
 
 
 def save_final(
-    model: Any,
-    tokenizer: Any,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
     folder: Path,
     attempt: int = 1,
     world: World | None = None,
@@ -119,12 +130,13 @@ def save_final(
 ) -> Path:
     """Write weights, tokenizer, chat template and generation config to `folder`/final.
 
-    `write`: how, for a model that is spread; all ranks of `world` take part. The folder gets its
-    name only when it is complete. Raises StorageError (exit 8).
+    `write_model` writes the files, instead of `write_merged_model`; all ranks of `world` take
+    part. The folder gets its name only when it is complete. Raises StorageError (exit 8).
     """
     named, temporary = folder / "final", folder / f".tmp-final-a{attempt}"
     trash = folder / f".trash-final-a{attempt}"
     world = world or cpu_world()
+    write = write_model or (lambda to: write_merged_model(model, tokenizer, to))
 
     def begin() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -134,7 +146,7 @@ def save_final(
         for path in temporary.rglob("*"):
             fsync_path(path)
         fsync_path(temporary)
-        if named.exists():  # of an earlier end, before the run was made longer
+        if named.exists():  # the run ended once before it was made longer
             shutil.rmtree(trash, ignore_errors=True)
             named.rename(trash)
         temporary.rename(named)
@@ -142,11 +154,7 @@ def save_final(
 
     try:
         world.run_on_rank0(begin)
-        world.run_on_all_ranks(
-            lambda: (write_model or (lambda to: write_merged_model(model, tokenizer, to)))(
-                temporary
-            )
-        )
+        world.run_on_all_ranks(lambda: write(temporary))
         world.run_on_rank0(end)
     except RunError:  # a signal, not the disk
         raise
@@ -160,8 +168,8 @@ def save_final(
     return named
 
 
-def _make_savable(config: Any) -> None:
-    """Some published models' sampling flags load without `do_sample`, but do not save without."""
+def _make_savable(config: "GenerationConfig") -> None:
+    """Set `do_sample` if the config cannot be saved without: some published ones lack it."""
     try:
         config.validate(strict=True)
     except ValueError:

@@ -10,34 +10,35 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from rloo_cli.utils.fault_injection import trigger_fault
-from rloo_cli.utils.files import fsync_path, read_json, write_text
+from rloo_cli.utils.files import JsonObject, fsync_path, read_json, write_text
 
 MANIFEST_FILE = "MANIFEST.json"
 MANIFEST_FORMAT = 1  # a newer one is refused
 # checkpoint-<step>, and -<updates> behind it where it was taken inside the next step.
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)(?:-(\d+))?")
-CheckpointPosition = tuple[
-    int, int
-]  # steps done, updates done in the next one (-1: between two steps)
+# Steps done, and updates done in the next one (-1: between two steps).
+CheckpointPosition = tuple[int, int]
 
 
 def checkpoint_name(position: CheckpointPosition) -> str:
-    """The folder's name for a place."""
+    """The name of the folder of a checkpoint at this step position."""
     step, updates = position
     return f"checkpoint-{step}" + (f"-{updates}" if updates >= 0 else "")
 
 
 def checkpoint_position(folder: Path) -> CheckpointPosition | None:
-    """The place that a folder's name says; None for a name that is no checkpoint's."""
-    found = CHECKPOINT_NAME.fullmatch(folder.name)
-    return (int(found[1]), -1 if found[2] is None else int(found[2])) if found else None
+    """The step position in a folder's name; None if it is not a checkpoint's name."""
+    match = CHECKPOINT_NAME.fullmatch(folder.name)
+    return (int(match[1]), -1 if match[2] is None else int(match[2])) if match else None
 
 
-def write_manifest(folder: Path, metadata: Mapping[str, Any]) -> None:
-    """Account for every file of `folder`, each on the disk already, and add `facts`."""
+def write_manifest(folder: Path, metadata: Mapping[str, object]) -> None:
+    """Write the manifest: sizes and hashes of the files in `folder`, and `metadata`.
+
+    The files must have been fsynced.
+    """
     paths = sorted(p for p in folder.rglob("*") if p.is_file())
     with ThreadPoolExecutor(4) as pool:
         hashes = list(pool.map(_hash_file, paths))
@@ -47,17 +48,15 @@ def write_manifest(folder: Path, metadata: Mapping[str, Any]) -> None:
     }
     values = {"format": MANIFEST_FORMAT, **metadata, "files": files}
     trigger_fault("ckpt.manifest")
-    write_text(
-        folder / MANIFEST_FILE,
-        json.dumps(values | {"digest": _digest_values(values)}, indent=2) + "\n",
-    )
+    text = json.dumps(values | {"digest": _digest_values(values)}, indent=2)
+    write_text(folder / MANIFEST_FILE, text + "\n")
     for path in (*[p for p in folder.rglob("*") if p.is_dir()], folder):
         trigger_fault("ckpt.fsync")
         fsync_path(path)
 
 
 def checkpoint_problem(folder: Path) -> str | None:
-    """Why this folder is not a complete checkpoint of a format we know; None when it is."""
+    """Why this folder is not a complete checkpoint of a known format; None when it is."""
     if not folder.is_dir():
         return "it is not a folder"
     if not (folder / MANIFEST_FILE).is_file():
@@ -70,10 +69,7 @@ def checkpoint_problem(folder: Path) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"its {MANIFEST_FILE} cannot be read"
     if version > MANIFEST_FORMAT:
-        return (
-            f"its format is {version}, newer than {MANIFEST_FORMAT}, which this version of "
-            "rloo reads"
-        )
+        return f"its format {version} is newer than {MANIFEST_FORMAT}, the newest this rloo reads"
     if digest != _digest_values(values):
         return f"its {MANIFEST_FILE} was changed"
     try:
@@ -82,12 +78,9 @@ def checkpoint_problem(folder: Path) -> str | None:
         return f"its files cannot be read: {error}"
 
 
-def _files_problem(folder: Path, files: dict[str, Any]) -> str | None:
-    found = {
-        str(p.relative_to(folder))
-        for p in folder.rglob("*")
-        if p.is_file() and not p.name.startswith(".")
-    } - {MANIFEST_FILE}
+def _files_problem(folder: Path, files: JsonObject) -> str | None:
+    visible = [p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")]
+    found = {str(p.relative_to(folder)) for p in visible} - {MANIFEST_FILE}
     missing, more = sorted(set(files) - found), sorted(found - set(files))
     if missing or more:
         which = f"{missing[0]} is missing" if missing else f"{more[0]} is not of it"
@@ -105,7 +98,7 @@ def _files_problem(folder: Path, files: dict[str, Any]) -> str | None:
 
 
 def _state_problem(folder: Path) -> str | None:
-    """The shape of trainer/state.json, of which much is used before the worker looks at it."""
+    """Check the types in trainer/state.json: much of it is used before the worker reads it."""
     try:
         values = read_trainer_state(folder)
         known = dict(values["state"])
@@ -116,35 +109,36 @@ def _state_problem(folder: Path) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "its trainer/state.json is not one of a run"
     kinds = [(counts, int), (sections, dict), (texts, str)]
-    if not all(isinstance(v, kind) for found, kind in kinds for v in found):
+    if not all(isinstance(v, kind) for values_of_kind, kind in kinds for v in values_of_kind):
         return "its trainer/state.json is not one of a run"
     return None
 
 
 def list_checkpoints(run_path: Path) -> list[Path]:
     """Folders of a run that have a checkpoint's name, newest first."""
-    found = [p for p in run_path.iterdir() if checkpoint_position(p)] if run_path.is_dir() else []
-    return sorted(found, key=lambda p: checkpoint_position(p) or (0, 0), reverse=True)
+    folders = run_path.iterdir() if run_path.is_dir() else ()
+    positions = {p: position for p in folders if (position := checkpoint_position(p))}
+    return sorted(positions, key=lambda p: positions[p], reverse=True)
 
 
 def newest_checkpoint(run_path: Path) -> tuple[Path | None, list[str]]:
     """The newest complete checkpoint, and why newer ones were passed over."""
-    passed: list[str] = []
+    skipped: list[str] = []
     for folder in list_checkpoints(run_path):
         why = checkpoint_problem(folder)
         if why is None:
-            return folder, passed
-        passed.append(f"{folder} is passed over: {why}")
-    return None, passed
+            return folder, skipped
+        skipped.append(f"{folder} is passed over: {why}")
+    return None, skipped
 
 
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """What the manifest says beside its files."""
+def read_manifest(checkpoint: Path) -> JsonObject:
+    """The content of a checkpoint's manifest; {} if it has none."""
     return read_json(checkpoint / MANIFEST_FILE)
 
 
-def read_trainer_state(checkpoint: Path) -> dict[str, Any]:
-    """trainer/state.json: where the run stood, its config, and how far its journals went."""
+def read_trainer_state(checkpoint: Path) -> JsonObject:
+    """trainer/state.json: where the run stood, its config, and how long its journals were."""
     return read_json(checkpoint / "trainer" / "state.json")
 
 
@@ -153,6 +147,6 @@ def _hash_file(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
 
-def _digest_values(values: Mapping[str, Any]) -> str:
+def _digest_values(values: Mapping[str, object]) -> str:
     text = json.dumps(values, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()

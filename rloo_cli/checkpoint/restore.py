@@ -1,9 +1,8 @@
-"""A run put back to where a checkpoint stands, whatever engine and number of ranks wrote it."""
+"""Loads a checkpoint into a Run, whatever parallel engine and number of ranks wrote it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
@@ -14,18 +13,19 @@ from rloo_cli.checkpoint.resume import ResumePlan
 from rloo_cli.checkpoint.save import REFERENCE_FILE, RNG_FILE, ROLLOUTS_FILE, VALUE_FILE
 from rloo_cli.config.schema import RunConfig, TrainConfig
 from rloo_cli.data.prompts import Prompts
+from rloo_cli.distributed.optimizer import Optimizer
 from rloo_cli.reporting.update_metrics import without_sums
 from rloo_cli.run import Run, RunState
 from rloo_cli.utils import paths, rng
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
-from rloo_cli.utils.files import read_json, update_json, write_text
+from rloo_cli.utils.files import JsonObject, read_json, update_json, write_text
 
 
 def restore_run(run: Run, checkpoint: Path) -> None:
-    """Put everything but the weights (the model was loaded from the checkpoint) back.
+    """Restore everything but the weights: the model was loaded from the checkpoint already.
 
-    Of any number of ranks, and of any engine: optimizer state is stored per parameter. Raises
-    ConfigError when the checkpoint does not fit the run.
+    Optimizer state is stored per parameter, so any number of ranks and any parallel engine may
+    have written it. Raises ConfigError when the checkpoint does not fit the run.
     """
     values, trainer = manifest.read_trainer_state(checkpoint), checkpoint / "trainer"
     try:
@@ -42,7 +42,7 @@ def restore_run(run: Run, checkpoint: Path) -> None:
             plain = read_json(trainer / f"{ROLLOUTS_FILE}.json")
             run.step_progress = step_state.load_step(rollouts, plain, run.prompts)
             run.step_progress.rng = states
-            if not run.world.is_main:  # they are summed over ranks
+            if not run.world.is_main:  # the saved ones are sums over ranks: rank 0 alone has them
                 run.step_progress.updates = without_sums(run.step_progress.updates)
                 run.step_progress.marked_updates = run.step_progress.updates.copy()
         run.rng = states
@@ -58,16 +58,15 @@ def restore_run(run: Run, checkpoint: Path) -> None:
 
 
 def _apply_config_changes(
-    optimizer: Any, train_config: TrainConfig, saved_train_config: Mapping[str, Any]
+    optimizer: Optimizer, train_config: TrainConfig, saved_train_config: JsonObject
 ) -> None:
-    """What the config has otherwise than the checkpoint's run had (`before`, its section train)
-    holds from here on. Without this a changed learning rate would be recorded, and not used.
+    """Apply the values that differ from `saved_train_config`, the checkpoint's section `train`.
+
+    Without this a changed learning rate would be recorded, and not used.
     """
     inner, schedule = optimizer.inner, optimizer.schedule
-    old = {
-        "weight_decay": saved_train_config.get("weight_decay"),
-        **(saved_train_config.get("optimizer_kwargs") or {}),
-    }
+    old = dict(saved_train_config.get("optimizer_kwargs") or {})
+    old = {"weight_decay": saved_train_config.get("weight_decay")} | old
     new = {"weight_decay": train_config.weight_decay, **train_config.optimizer_kwargs}
     changed = {k: v for k, v in new.items() if old.get(k) != v}
     for group in inner.param_groups:
@@ -75,24 +74,23 @@ def _apply_config_changes(
     keys = ("learning_rate", "lr_scheduler", "warmup_steps", "lr_scheduler_kwargs")
     if all(saved_train_config.get(key) == getattr(train_config, key) for key in keys):
         return
-    shapes = getattr(schedule, "lr_lambdas", None)
-    for number, group in enumerate(inner.param_groups):
-        was, given = group["initial_lr"], saved_train_config.get("learning_rate")
-        rate = (
-            train_config.learning_rate
-            if was == given or not given
-            else was * train_config.learning_rate / given
-        )
-        # A schedule of the user's own: what it made of the rate before.
-        share = shapes[number](schedule.last_epoch) if shapes else group["lr"] / was if was else 1.0
-        group |= {"initial_lr": rate, "lr": rate * share}
+    lambdas = getattr(schedule, "lr_lambdas", None)
+    before = saved_train_config.get("learning_rate")
+    for i, group in enumerate(inner.param_groups):
+        rate, old_rate = train_config.learning_rate, group["initial_lr"]
+        if before and old_rate != before:  # a group with a rate of its own keeps its proportion
+            rate = old_rate * rate / before
+        # A user's own schedule has no lambdas: take the factor that it had reached.
+        old_factor = group["lr"] / old_rate if old_rate else 1.0
+        factor = lambdas[i](schedule.last_epoch) if lambdas else old_factor
+        group |= {"initial_lr": rate, "lr": rate * factor}
         if hasattr(schedule, "base_lrs"):
-            schedule.base_lrs[number] = rate
+            schedule.base_lrs[i] = rate
     schedule._last_lr = [group["lr"] for group in inner.param_groups]
 
 
-def _rank_random_states(run: Run, checkpoint: Path, values: dict[str, Any]) -> rng.RandomStates:
-    """This rank's random states; another number of ranks has new ones, of seed, step and rank."""
+def _rank_random_states(run: Run, checkpoint: Path, values: JsonObject) -> rng.RandomStates:
+    """This rank's random states; fresh ones if another number of ranks saved the checkpoint."""
     rank, trainer = run.world.rank, checkpoint / "trainer"
     if len(list(trainer.glob(f"{RNG_FILE}-*.safetensors"))) != run.world.size:
         return rng.fresh_random_states(run.config.seed, run.state.step, rank)
@@ -101,15 +99,17 @@ def _rank_random_states(run: Run, checkpoint: Path, values: dict[str, Any]) -> r
 
 
 class OptimizerTensors(Mapping[str, Tensor]):
-    """The optimizer's tensors in a checkpoint, of however many ranks; read when they are asked
-    for, one at a time. Raises OSError where a share is missing."""
+    """The optimizer's tensors in a checkpoint of any number of ranks, each read on access.
+
+    Raises OSError where a rank's file is missing.
+    """
 
     def __init__(self, trainer_folder: Path):
-        found = sorted(trainer_folder.glob("optimizer-*-of-*.safetensors"))
-        count = int(found[0].stem.rpartition("-")[2]) if found else 1
-        if len(found) != count:
-            raise FileNotFoundError(f"{len(found)} of {count} files of the optimizer are there")
-        self.files = [safe_open(path, "pt") for path in found]
+        files = sorted(trainer_folder.glob("optimizer-*-of-*.safetensors"))
+        count = int(files[0].stem.rpartition("-")[2]) if files else 1
+        if len(files) != count:
+            raise FileNotFoundError(f"{len(files)} of {count} files of the optimizer were found")
+        self.files = [safe_open(path, "pt") for path in files]
         self.file_of_tensor = {name: file for file in self.files for name in file.keys()}  # noqa: SIM118
 
     def __getitem__(self, name: str) -> Tensor:
@@ -124,37 +124,41 @@ class OptimizerTensors(Mapping[str, Tensor]):
 
 
 def start_attempt(run: Run, resume_plan: ResumePlan) -> None:
-    """Everything fits: the folder is this attempt's, and stays, whatever happens from here on.
+    """Take over the run folder, once all checks have passed, and load the plan's checkpoint.
 
-    Rank 0 brings it back; all ranks restore.
+    Rank 0 rolls the folder back; all ranks restore.
     """
     run.world.check_stop()
     run.has_atomic_rename = run.world.run_on_rank0(lambda: _prepare_run_folder(run, resume_plan))
-    if resume_plan.checkpoint is not None:
-        run.world.run_on_all_ranks(lambda: restore_run(run, Path(str(resume_plan.checkpoint))))
-        came = paths.path_as_typed(resume_plan.checkpoint)
-        run.log.note(f"goes on from {came}, step {run.state.step} of {run.num_steps}")
+    if (checkpoint := resume_plan.checkpoint) is not None:
+        run.world.run_on_all_ranks(lambda: restore_run(run, checkpoint))
+        shown = paths.path_as_typed(checkpoint)
+        run.log.note(f"goes on from {shown}, step {run.state.step} of {run.num_steps}")
     if run.world.is_main:
         run.ledger.open(run.prompts, run.config, run.state.place, run.state.step)
 
 
 def _prepare_run_folder(run: Run, resume_plan: ResumePlan) -> bool:
-    """Bring the run's folder back to where it goes on; whether folders can be renamed there."""
+    """Roll the run folder back to the plan's checkpoint; returns if folders can be renamed there.
+
+    The config of this attempt becomes that of the run, and run.json says that it trains.
+    """
     save.check_checkpoint_space(run)
     for note in rollback.roll_back_folder(resume_plan):
         run.log.note(note)
-    renames = rollback.can_rename_folders(resume_plan.folder, resume_plan.attempt)
-    given = resume.attempt_config_path(resume_plan.folder, resume_plan.attempt)
-    if given.is_file():
-        write_text(resume_plan.folder / "config.yaml", given.read_text())
+    folder, attempt, checkpoint = resume_plan.folder, resume_plan.attempt, resume_plan.checkpoint
+    renames = rollback.can_rename_folders(folder, attempt)
+    config_path = resume.attempt_config_path(folder, attempt)
+    if config_path.is_file():
+        write_text(folder / "config.yaml", config_path.read_text())
     update_json(
-        resume_plan.folder / "run.json",
+        folder / "run.json",
         state="training",
-        began=resume_plan.attempt,
+        began=attempt,
         fingerprint=run.prompts.fingerprint,
         prompts=len(run.prompts),
-        checkpoint=resume_plan.checkpoint.name if resume_plan.checkpoint else None,
-        came_from=str(resume_plan.checkpoint) if resume_plan.checkpoint else None,
+        checkpoint=checkpoint.name if checkpoint else None,
+        came_from=str(checkpoint) if checkpoint else None,
         save_method="rename" if renames else "manifest",
         forward={
             **asdict(run.layout_choice),
@@ -168,21 +172,15 @@ def _prepare_run_folder(run: Run, resume_plan: ResumePlan) -> bool:
 
 
 def check_same_data(resume_plan: ResumePlan, prompts: Prompts, config: RunConfig) -> None:
-    """Raises DataError when the data is not what the checkpoint's order was made of."""
+    """Raises DataError when the prompts are not those that the checkpoint was trained on."""
     if resume_plan.checkpoint is None or config.resume_allow_changes:
         return
     state = manifest.read_trainer_state(resume_plan.checkpoint)
     before, limit = state["fingerprint"], state["config"]["data"]["max_prompt_length"]
     if before != prompts.fingerprint:
+        what = "the data changed since the checkpoint: prompts would be skipped or repeated"
         why = f"{len(prompts)} prompts, fingerprint {prompts.fingerprint}; it was {before}"
-        as_it_was = "the data as it was"
+        fix = "the data as it was, or resume_allow_changes=true (it is recorded)"
         if limit is not None and config.data.max_prompt_length is None:
-            as_it_was = f"data.max_prompt_length={limit}, as it was, and {as_it_was}"
-        raise DataError(
-            Problem(
-                "the data changed since the checkpoint: prompts would be skipped or repeated",
-                f"data.path, {resume_plan.checkpoint}",
-                why,
-                f"{as_it_was}, or resume_allow_changes=true (it is recorded)",
-            )
-        )
+            fix = f"data.max_prompt_length={limit}, as it was, and {fix}"
+        raise DataError(Problem(what, f"data.path, {resume_plan.checkpoint}", why, fix))

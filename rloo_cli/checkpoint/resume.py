@@ -1,13 +1,12 @@
 """Going on where a run stopped: from which checkpoint, and with which config.
 
-Imports no torch. `plan` only looks and refuses; `rewind` changes the folder, later, once the
-worker knows that data and rewards fit.
+Imports no torch. `plan_resume` only reads and refuses; `rollback.roll_back_folder` changes the
+folder later, once the worker knows that data and rewards fit.
 """
 
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -18,9 +17,10 @@ from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils import paths
 from rloo_cli.utils.environment import environment_number
 from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import JsonObject
 
 RUN_LENGTH_KEYS = ("max_steps", "total_episodes", "train.epochs")
-# What may change in the middle of a run: none of it changes what is computed, but for rounding.
+# Keys that may change in the middle of a run: they change what is computed by rounding at most.
 CHANGEABLE_KEYS = (
     "root", "name", "resume", "resume_allow_changes", "logging", "checkpoint", "eval",
     "distributed", "data.eval_split", "train.micro_batch_size", "train.micro_batch_tokens",
@@ -29,88 +29,85 @@ CHANGEABLE_KEYS = (
     "slurm",
 )  # fmt: skip
 CHANGEABLE_REWARD_KEYS = ("timeout_s", "retries", "batch_size")
-LENGTH_FREE_SCHEDULES = (
-    "constant",
-    "constant_with_warmup",
-)  # schedules that do not know the run's end
+# Schedules that do not depend on the run's length.
+LENGTH_FREE_SCHEDULES = ("constant", "constant_with_warmup")
+ConfigChanges = dict[str, list[object]]  # key -> [before, now]
 
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """How an attempt at a run begins."""
+    """Which checkpoint an attempt goes on from, and with which changes of the config."""
 
     folder: Path
     attempt: int = 1
-    checkpoint: Path | None = None  # None: at the very beginning
-    done: str = ""  # why there is nothing to do
-    notes: list[str] = field(default_factory=list)
-    changes: dict[str, list[Any]] = field(default_factory=dict)  # key -> [before, now]
+    checkpoint: Path | None = None  # None: the run begins anew
+    done: str = ""  # why there is nothing to do; empty if there is
+    notes: list[str] = field(default_factory=list)  # for the user
+    changes: ConfigChanges = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """One line that a rank's process is given (`from_json`)."""
+        """The plan as one line, which the launcher hands to a rank's process (`from_json`)."""
         return json.dumps(asdict(self), default=str)
 
     @classmethod
     def from_json(cls, text: str) -> "ResumePlan":
-        """What `to_json` said, with the paths as they are to be kept for the whole run."""
+        """Read what `to_json` wrote. Paths become absolute, for the whole run."""
         values = json.loads(text)
-        came = values["checkpoint"]
+        checkpoint = values["checkpoint"]
+        absolute = None if checkpoint is None else paths.absolute_path(Path(checkpoint))
         folder = paths.absolute_path(Path(values["folder"]))
-        checkpoint = None if came is None else paths.absolute_path(Path(came))
-        return cls(**values | {"folder": folder, "checkpoint": checkpoint})
+        return cls(**values | {"folder": folder, "checkpoint": absolute})
 
 
 def plan_resume(folder: Path, run: RunConfig) -> ResumePlan:
     """Decide where this attempt begins. Raises ConfigError (exit 2); changes nothing."""
     run_folder.check_folder_free(folder)
-    facts = run_folder.read_run_metadata(folder)
+    metadata = run_folder.read_run_metadata(folder)
     mode = run.resume
     if mode == "never" and environment_number("SLURM_RESTART_COUNT", 0) > 0:
         mode = "auto"  # a requeued job
-    attempt = int(facts.get("attempt", 0)) + 1
+    attempt = int(metadata.get("attempt", 0)) + 1
     if mode not in ("auto", "never"):
         return _plan_from_path(folder, run, Path(mode).expanduser(), attempt)
-    if not facts:
+    if not metadata:
         return ResumePlan(folder)
-    if run_folder.is_untrained(folder, facts):
-        return ResumePlan(folder, attempt, notes=_restart_notes(folder, facts))
+    if run_folder.is_untrained(folder, metadata):
+        return ResumePlan(folder, attempt, notes=_restart_notes(folder, metadata))
     before = read_run_config(folder)
     if before is None:
         raise ConfigError(_folder_taken_problem(folder, None, run))
-    same = facts.get("hash") == check.config_hash(run)
-    if facts.get("state") == "finished" and same and _is_same_length(before, run):
+    same = metadata.get("hash") == check.config_hash(run)
+    finished = metadata.get("state") == "finished"
+    if finished and same and _is_same_length(before, run):
         why = f"{folder} is finished: nothing to do (name=... for another run of it)"
         return ResumePlan(folder, done=why)
     if mode == "never":
-        raise ConfigError(
-            _unfinished_problem(folder, facts)
-            if same
-            else _folder_taken_problem(folder, before, run)
-        )
-    checkpoint, passed = manifest.newest_checkpoint(folder)
-    if checkpoint is None and facts.get("came_from"):  # another run's, and none of its own since
-        checkpoint = Path(facts["came_from"])
+        if same:
+            raise ConfigError(_unfinished_problem(folder, metadata))
+        raise ConfigError(_folder_taken_problem(folder, before, run))
+    checkpoint, notes = manifest.newest_checkpoint(folder)
+    if checkpoint is None and metadata.get("came_from"):  # it went on from another run's checkpoint
+        checkpoint = Path(metadata["came_from"])
         if (wrong := manifest.checkpoint_problem(checkpoint)) is not None:
             raise ConfigError(Problem(f"{checkpoint} cannot be used", "resume", wrong))
     if checkpoint is None:
-        passed = _notes_without_checkpoint(folder, facts, passed)
+        notes = _notes_without_checkpoint(folder, metadata, notes)
     else:
         before = manifest.read_trainer_state(checkpoint)["config"]
     changes = config_differences(before, run)
     _refuse_changes(changes, run)
     due = run.max_steps
-    at = manifest.checkpoint_position(checkpoint) if checkpoint else None
-    if facts.get("state") == "finished" and due is not None and at is not None and at[0] >= due:
-        why = f"{folder} is at step {at[0]} of {due}: nothing to do"
+    position = manifest.checkpoint_position(checkpoint) if checkpoint else None
+    if finished and due is not None and position is not None and position[0] >= due:
+        why = f"{folder} is at step {position[0]} of {due}: nothing to do"
         return ResumePlan(folder, done=why)
-    return ResumePlan(folder, attempt, checkpoint, notes=passed, changes=changes)
+    return ResumePlan(folder, attempt, checkpoint, notes=notes, changes=changes)
 
 
-def _restart_notes(folder: Path, run_metadata: dict[str, Any]) -> list[str]:
-    """What is said of a name that is free again; nothing where its run never began."""
-    if run_metadata.get("began") is None:
+def _restart_notes(folder: Path, run_metadata: JsonObject) -> list[str]:
+    """A note that the last attempt trained nothing; empty if it never began."""
+    if (last := run_metadata.get("began")) is None:
         return []
-    last = run_metadata["began"]
     return [
         f"{folder}: attempt {last} ended before its first update, so this one begins anew;"
         f" what it left is in logs/attempt_{last} and in files named *.attempt{last}.*"
@@ -118,17 +115,17 @@ def _restart_notes(folder: Path, run_metadata: dict[str, Any]) -> list[str]:
 
 
 def _notes_without_checkpoint(
-    folder: Path, run_metadata: dict[str, Any], skipped: list[str]
+    folder: Path, run_metadata: JsonObject, skipped: list[str]
 ) -> list[str]:
-    """What is said of a run that goes on and has no checkpoint yet: it begins anew.
+    """The notes for a run that has no checkpoint yet and therefore begins anew.
 
-    Raises ConfigError where it had one: what was trained is not thrown away unasked.
+    Raises ConfigError if it had one: what was trained is not thrown away unasked.
     """
     saved = run_metadata.get("checkpoint")
     whole = [p for p in manifest.list_checkpoints(folder) if (p / manifest.MANIFEST_FILE).exists()]
     if saved is None and not whole:
         return [*skipped, f"{folder} has no checkpoint yet: it begins anew"]
-    lost = skipped or [f"{saved}, the last one that was saved, is not there any more"]
+    lost = skipped or [f"{saved}, the last one that was saved, does not exist any more"]
     raise ConfigError(
         Problem(
             f"{folder} cannot go on: none of its checkpoints is whole",
@@ -140,50 +137,46 @@ def _notes_without_checkpoint(
 
 
 def _plan_from_path(folder: Path, run: RunConfig, source: Path, attempt: int) -> ResumePlan:
-    where = f"looked at {source.absolute()}"
     if not source.exists():
-        raise ConfigError(
-            Problem(f"resume={source} does not exist", "resume", where, "resume=auto")
-        )
-    why = manifest.checkpoint_problem(source)
-    if why is not None and not (source / manifest.MANIFEST_FILE).is_file():
-        close = manifest.list_checkpoints(source)
-        fix = f"resume={close[0]}" if close else "resume=auto, or resume=RUN/checkpoint-STEP"
-        raise ConfigError(Problem(f"resume={source} is not a checkpoint", "resume", why, fix))
-    if why is not None:
-        raise ConfigError(Problem(f"resume={source} cannot be used", "resume", why, "resume=auto"))
+        why = f"looked at {source.absolute()}"
+        raise ConfigError(Problem(f"resume={source} does not exist", "resume", why, "resume=auto"))
+    problem = manifest.checkpoint_problem(source)
+    if problem is not None and not (source / manifest.MANIFEST_FILE).is_file():
+        inside = manifest.list_checkpoints(source)
+        fix = f"resume={inside[0]}" if inside else "resume=auto, or resume=RUN/checkpoint-STEP"
+        raise ConfigError(Problem(f"resume={source} is not a checkpoint", "resume", problem, fix))
+    if problem is not None:
+        what = f"resume={source} cannot be used"
+        raise ConfigError(Problem(what, "resume", problem, "resume=auto"))
     before = manifest.read_trainer_state(source)["config"]
     _check_model_size(source, run)
     changes = config_differences(before, run)
     _refuse_changes(changes, run)
-    facts = run_folder.read_run_metadata(folder)
-    own = folder.exists() and source.resolve().parent == folder.resolve()
-    if not facts or own:
-        return ResumePlan(folder, attempt, source.absolute(), changes=changes)
-    if not run_folder.is_untrained(folder, facts):
-        raise ConfigError(_folder_taken_problem(folder, read_run_config(folder), run))
-    return ResumePlan(
-        folder, attempt, source.absolute(), notes=_restart_notes(folder, facts), changes=changes
-    )
+    metadata = run_folder.read_run_metadata(folder)
+    notes: list[str] = []
+    same_run = folder.exists() and source.resolve().parent == folder.resolve()
+    if metadata and not same_run:
+        if not run_folder.is_untrained(folder, metadata):
+            raise ConfigError(_folder_taken_problem(folder, read_run_config(folder), run))
+        notes = _restart_notes(folder, metadata)
+    return ResumePlan(folder, attempt, source.absolute(), notes=notes, changes=changes)
 
 
-def config_differences(saved_config: dict[str, Any], run: RunConfig) -> dict[str, list[Any]]:
-    """Keys whose values differ: key -> [before, now]; where a run is kept is no difference, nor a
-    key that `before` did not have yet and that says "as before".
+def config_differences(saved_config: JsonObject, run: RunConfig) -> ConfigChanges:
+    """Keys whose values differ between a saved config and the run's: key -> [before, now].
+
+    Keys of the run's folder are left out, and keys that `saved_config` did not have yet whose
+    value in `run` means "as before".
     """
-    was, now = (
-        check.first_version_values(saved_config),
-        check.first_version_values(check.dump_config(run)),
-    )
-    old, new = dict(messages.walk_values(was)), dict(messages.walk_values(now))
+    old = dict(messages.walk_values(check.first_version_values(saved_config)))
+    new = dict(messages.walk_values(check.first_version_values(check.dump_config(run))))
     leaves = [k for k in {**old, **new} if not isinstance(old.get(k, new.get(k)), dict)]
-    ours = ("root", "name", "resume", "resume_allow_changes")
-    return {
-        k: [old.get(k), new.get(k)] for k in leaves if old.get(k) != new.get(k) and k not in ours
-    }
+    of_folder = ("root", "name", "resume", "resume_allow_changes")
+    differing = [k for k in leaves if old.get(k) != new.get(k) and k not in of_folder]
+    return {k: [old.get(k), new.get(k)] for k in differing}
 
 
-def _refuse_changes(changes: dict[str, list[Any]], run: RunConfig) -> None:
+def _refuse_changes(changes: ConfigChanges, run: RunConfig) -> None:
     """Raises ConfigError for a change that would make it another experiment."""
     if run.resume_allow_changes:
         return
@@ -202,14 +195,9 @@ def _refuse_changes(changes: dict[str, list[Any]], run: RunConfig) -> None:
         lines = [f"{k}: {changes[k][0]!r} -> {changes[k][1]!r}" for k in wrong]
         schedule = f"; train.lr_scheduler={run.train.lr_scheduler} depends on the run's length"
         why = "it would not be the same run" + (schedule if {*wrong} & {*RUN_LENGTH_KEYS} else "")
-        raise ConfigError(
-            Problem(
-                "the config is not that of the checkpoint",
-                wrong[0],
-                "\n".join([f"{why}:", *lines[:10], *_and_more(lines)]),
-                "take the change back, or resume_allow_changes=true (it is recorded)",
-            )
-        )
+        why = "\n".join([f"{why}:", *lines[:10], *_and_more(lines)])
+        fix = "take the change back, or resume_allow_changes=true (it is recorded)"
+        raise ConfigError(Problem("the config is not that of the checkpoint", wrong[0], why, fix))
 
 
 def _and_more(lines: list[str]) -> list[str]:
@@ -217,23 +205,22 @@ def _and_more(lines: list[str]) -> list[str]:
 
 
 def _check_model_size(checkpoint: Path, run: RunConfig) -> None:
-    """Raises ConfigError when the config's model is another than the checkpoint's."""
+    """Raises ConfigError when the config's model has other sizes than the checkpoint's."""
     path = run.model.path
     if path.startswith(synthetic.MAKE_PREFIX):
-        found = sorted(paths.cache_folder().glob(f"{path.removeprefix(synthetic.MAKE_PREFIX)}-*"))
-        path = str(found[0]) if len(found) == 1 else path
+        made = sorted(paths.cache_folder().glob(f"{path.removeprefix(synthetic.MAKE_PREFIX)}-*"))
+        path = str(made[0]) if len(made) == 1 else path
     ours, theirs = local_model_config(path), local_model_config(str(checkpoint))
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
     other = [k for k in sizes if k in ours and k in theirs and ours[k] != theirs[k]]
     if other:
-        facts = ", ".join(f"{k} {theirs[k]} there, {ours[k]} in {run.model.path}" for k in other)
-        raise ConfigError(
-            Problem(f"resume={checkpoint} holds a model of another size", "model.path", facts)
-        )
+        what = f"resume={checkpoint} holds a model of another size"
+        why = ", ".join(f"{k} {theirs[k]} there, {ours[k]} in {run.model.path}" for k in other)
+        raise ConfigError(Problem(what, "model.path", why))
 
 
-def read_run_config(folder: Path) -> dict[str, Any] | None:
-    """The config of the run in this folder; None where there is none."""
+def read_run_config(folder: Path) -> JsonObject | None:
+    """The config of the run in this folder; None if there is none that can be read."""
     path = folder / "config.yaml"
     try:
         values = yaml.safe_load(path.read_text()) if path.is_file() else None
@@ -242,20 +229,15 @@ def read_run_config(folder: Path) -> dict[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
-def _is_same_length(saved_config: dict[str, Any], run: RunConfig) -> bool:
-    lengths = (
-        saved_config.get("max_steps"),
-        saved_config.get("total_episodes"),
-        saved_config["train"]["epochs"],
-    )
+def _is_same_length(saved_config: JsonObject, run: RunConfig) -> bool:
+    steps, episodes = saved_config.get("max_steps"), saved_config.get("total_episodes")
+    lengths = (steps, episodes, saved_config["train"]["epochs"])
     return lengths == (run.max_steps, run.total_episodes, run.train.epochs)
 
 
-def _unfinished_problem(folder: Path, run_metadata: dict[str, Any]) -> Problem:
-    step, last = (
-        run_metadata.get("progress", {}).get("step", "?"),
-        run_metadata.get("checkpoint", "none yet"),
-    )
+def _unfinished_problem(folder: Path, run_metadata: JsonObject) -> Problem:
+    step = run_metadata.get("progress", {}).get("step", "?")
+    last = run_metadata.get("checkpoint", "none yet")
     state = run_metadata.get("state")
     why = f"state {state}, at step {step}, last checkpoint: {last}"
     if state == "finished":
@@ -264,9 +246,7 @@ def _unfinished_problem(folder: Path, run_metadata: dict[str, Any]) -> Problem:
     return Problem(f"{folder} is a run of this config", "resume", why, choices)
 
 
-def _folder_taken_problem(
-    folder: Path, saved_config: dict[str, Any] | None, run: RunConfig
-) -> Problem:
+def _folder_taken_problem(folder: Path, saved_config: JsonObject | None, run: RunConfig) -> Problem:
     changes = config_differences(saved_config, run) if saved_config else {}
     lines = [f"{k}: {old!r} -> {new!r}" for k, (old, new) in changes.items()]
     shown = "\n".join(["it is another config:", *lines[:10], *_and_more(lines)])
@@ -276,10 +256,10 @@ def _folder_taken_problem(
 
 
 def attempt_config_path(folder: Path, attempt: int) -> Path:
-    """Where the config of one attempt lies; it becomes the run's when the attempt begins."""
+    """The path of one attempt's config; it becomes the run's config when the attempt begins."""
     return folder / "logs" / f"attempt_{attempt}" / "config.yaml"
 
 
-def describe_changes(changes: dict[str, list[Any]]) -> list[str]:
-    """Lines that say what changed."""
+def describe_changes(changes: ConfigChanges) -> list[str]:
+    """A line for each key that changed, with its value before and now."""
     return [f"{k}: {json.dumps(a)} -> {json.dumps(b)}" for k, (a, b) in changes.items()]

@@ -1,4 +1,4 @@
-"""A run's folder, brought back to a checkpoint; and what a save needs to know of the disk.
+"""Rolls a run folder back to a checkpoint, and checks the disk space that saves need.
 
 Nothing is lost by it: what is cut off a journal, samples of later steps and later checkpoints are
 kept under another name. Only what is provably a temporary file of our own is removed.
@@ -9,13 +9,12 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rloo_cli.checkpoint import manifest
 from rloo_cli.checkpoint.resume import ResumePlan
 from rloo_cli.config.schema import CheckpointConfig
 from rloo_cli.utils.errors import MachineError, Problem
-from rloo_cli.utils.files import fsync_path, write_text
+from rloo_cli.utils.files import JsonObject, fsync_path, write_text
 
 JOURNALS = ("metrics.jsonl", "ledger.jsonl")  # appended to, and cut back to a checkpoint's length
 TEMPORARY_NAME = re.compile(
@@ -27,51 +26,44 @@ TEMPORARY_NAME = re.compile(
 
 
 def journal_lengths(folder: Path) -> dict[str, int]:
-    """Bytes of each journal, which are on the disk from here on."""
-    found = [folder / name for name in JOURNALS if (folder / name).exists()]
-    for path in found:
+    """Fsync the journals of a run; returns name -> bytes."""
+    journals = [folder / name for name in JOURNALS if (folder / name).exists()]
+    for path in journals:
         fsync_path(path)
-    return {path.name: path.stat().st_size for path in found}
+    return {path.name: path.stat().st_size for path in journals}
 
 
 def roll_back_folder(resume_plan: ResumePlan) -> list[str]:
-    """Bring a run's folder back to its checkpoint; what is cut off is kept. Returns what to say."""
-    folder = resume_plan.folder
-    saved = manifest.read_trainer_state(resume_plan.checkpoint) if resume_plan.checkpoint else {}
-    same = (
-        resume_plan.checkpoint is not None
-        and resume_plan.checkpoint.resolve().parent == folder.resolve()
-    )
-    journals = saved.get("journals", {}) if same else {}
-    state = saved.get("state", {}) if same else {}
-    place = (
-        manifest.checkpoint_position(resume_plan.checkpoint)
-        if same and resume_plan.checkpoint
-        else None
-    ) or (-1, -1)
-    said = []
+    """Roll a run folder back to the plan's checkpoint; what is cut off is kept.
+
+    Returns notes for the user. A checkpoint of another run rolls it back to its beginning.
+    """
+    folder, checkpoint = resume_plan.folder, resume_plan.checkpoint
+    if checkpoint is not None and checkpoint.resolve().parent != folder.resolve():
+        checkpoint = None
+    saved = manifest.read_trainer_state(checkpoint) if checkpoint else {}
+    journals, state = saved.get("journals", {}), saved.get("state", {})
+    position = (manifest.checkpoint_position(checkpoint) if checkpoint else None) or (-1, -1)
+    notes = []
     for path in [p for p in folder.rglob(".*") if _is_own_temporary(p, resume_plan.attempt)]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-        said.append(f"removed {path.relative_to(folder)}, left by a save that was cut short")
-    later = [
-        p
-        for p in manifest.list_checkpoints(folder)
-        if (manifest.checkpoint_position(p) or place) > place
-    ]
+        notes.append(f"removed {path.relative_to(folder)}, left by a save that was cut short")
+    checkpoints = manifest.list_checkpoints(folder)
+    later = [p for p in checkpoints if (manifest.checkpoint_position(p) or position) > position]
     if later:
         moved = [p.rename(superseded_path(p, resume_plan.attempt - 1)).name for p in later]
-        said.append(f"later checkpoints are now {', '.join(sorted(moved))}")
+        notes.append(f"later checkpoints are now {', '.join(sorted(moved))}")
     for name in JOURNALS:
         _truncate_journal(folder / name, journals.get(name, 0), resume_plan.attempt - 1)
     _move_later_samples(folder, state, resume_plan.attempt - 1)
-    if same and resume_plan.checkpoint:
-        write_text(folder / "latest", resume_plan.checkpoint.name + "\n")
+    if checkpoint:
+        write_text(folder / "latest", checkpoint.name + "\n")
     else:
         (folder / "latest").unlink(missing_ok=True)
-    return said
+    return notes
 
 
 def _is_own_temporary(path: Path, attempt: int) -> bool:
@@ -80,7 +72,7 @@ def _is_own_temporary(path: Path, attempt: int) -> bool:
 
 
 def superseded_path(path: Path, attempt: int) -> Path:
-    """A free name for a checkpoint that an attempt left and that is no longer the run's."""
+    """A free path for a checkpoint of that attempt which the run does not go on from."""
     names = (path.with_name(f"{path.name}.attempt{k}") for k in range(max(1, attempt), 10**6))
     return next(p for p in names if not p.exists())
 
@@ -98,8 +90,8 @@ def _truncate_journal(journal: Path, length: int, attempt: int) -> None:
         os.fsync(file.fileno())
 
 
-def _move_later_samples(folder: Path, state: dict[str, Any], attempt: int) -> None:
-    """Samples of steps after the checkpoint go to samples.attempt<k>.tail/."""
+def _move_later_samples(folder: Path, state: JsonObject, attempt: int) -> None:
+    """Move samples of steps after the checkpoint to samples.attempt<k>.tail/."""
     samples, tail = folder / "samples", folder / f"samples.attempt{attempt}.tail"
     limits = {"step": state.get("step", 0), "eval": state.get("evaluated", -1)}
     limits["pairs"] = limits["eval"]
@@ -111,7 +103,7 @@ def _move_later_samples(folder: Path, state: dict[str, Any], attempt: int) -> No
 
 
 def can_rename_folders(folder: Path, attempt: int) -> bool:
-    """Whether folders can be renamed whole here; if not, the manifest alone marks a checkpoint."""
+    """Whether folders can be renamed here; if not, the manifest alone marks a checkpoint."""
     first, second = (folder / f".tmp-{n}-a{attempt}" for n in ("try", "final"))
     try:
         first.mkdir()
@@ -128,7 +120,7 @@ def can_rename_folders(folder: Path, attempt: int) -> bool:
 def check_disk_space(
     folder: Path, needed_bytes: int, settings: CheckpointConfig, warn: Callable[[str], None]
 ) -> None:
-    """Raises MachineError (exit 3) when `need` bytes are more than are free, or warns."""
+    """Raises MachineError (exit 3) when fewer than `needed_bytes` are free, or calls `warn`."""
     free = shutil.disk_usage(folder).free
     if free >= needed_bytes:
         return

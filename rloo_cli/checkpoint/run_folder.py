@@ -1,9 +1,8 @@
-"""What lies where a run wants its folder: nothing, a run of ours, our rollout server, or something
-else, which is never touched.
+"""Checks the folder that a run wants: is it free, a run of ours, our rollout server, or foreign?
 
-Imports no torch. A folder is ours by what it says and never by the names in it: a run has a
-run.json, which is the first file that its launcher writes; a rollout server that waits for its run
-has a server.json, or the config that it was started with. Whatever else is there is somebody's.
+Imports no torch. A foreign folder is never touched. A folder is ours by the content of its files
+and never by their names: a run has a run.json, which is the first file that its launcher writes; a
+rollout server that waits for its run has a server.json, or the config that it was started with.
 """
 
 import json
@@ -12,25 +11,17 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from rloo_cli.generation.vllm import server_file
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
-from rloo_cli.utils.files import read_json
+from rloo_cli.utils.files import JsonObject, read_json
 
 RUN_FILE = "run.json"
 RUN_STATES = ("starting", "training", "stopped", "failed", "finished")
-CONFIG_SECTIONS = {
-    "root",
-    "name",
-    "model",
-    "generation",
-    "algorithm",
-    "train",
-}  # some of a run's config
-SERVER_LOGS = Path("logs", "server")  # what a rollout server says, and its config
+CONFIG_SECTIONS = {"root", "name", "model", "generation", "algorithm", "train"}  # every run's
+SERVER_LOGS = Path("logs", "server")  # a rollout server's log and its config
 SERVER_FILE_NAME = re.compile(r"(node_\d+_)?(config\.yaml|server_\d+\.log)|\.[\w.]+\.\d+\.tmp")
 # A launcher that was killed in its very first write leaves this one.
 HALF_WRITTEN = re.compile(r"\.(run\.json|server(_\d+)?\.json)\.\d+\.tmp")
@@ -38,8 +29,9 @@ TRAINED_PATTERNS = ("final", "summary.json", "checkpoint-*", ".tmp-*", ".trash-*
 
 
 def check_folder_free(folder: Path) -> None:
-    """Raises ConfigError unless a run may be in this folder: there is none, it is empty, a run of
-    ours is in it, or a rollout server of ours waits there. Changes nothing.
+    """Raises ConfigError unless a run may use this folder. Changes nothing.
+
+    It may if there is no such folder, it is empty, or a run or rollout server of ours is in it.
     """
     fix = f"name=OTHER, or root=OTHER, or move it away: mv {folder} {folder}.old"
     try:
@@ -47,15 +39,14 @@ def check_folder_free(folder: Path) -> None:
             raise ConfigError(Problem(f"{folder} cannot be a run's folder", "root, name", why))
         why = foreign_folder_reason(folder) if folder.exists() else None
     except PermissionError as error:
-        raise ConfigError(
-            Problem(f"{folder} cannot be read", "root, name", str(error), fix)
-        ) from None
+        problem = Problem(f"{folder} cannot be read", "root, name", str(error), fix)
+        raise ConfigError(problem) from None
     if why is not None:
         raise ConfigError(Problem(f"{folder} exists", "name", why, fix))
 
 
 def path_problem(path: Path) -> str | None:
-    """Why there is no folder at this path and none can be made; None where nothing is wrong."""
+    """Why no folder can be at this path; None if there is one, or one can be made."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:  # ValueError: a character that no path has
@@ -75,7 +66,7 @@ def _why_no_path(path: Path, error: Exception) -> str | None:
         if not above.is_dir():
             return f"{above} is {_path_kind(above.stat().st_mode)}"
         break
-    if isinstance(error, FileNotFoundError | PermissionError):  # the latter is said elsewhere
+    if isinstance(error, FileNotFoundError | PermissionError):  # the latter is reported elsewhere
         return None
     return getattr(error, "strerror", None) or str(error)
 
@@ -85,13 +76,10 @@ def _path_kind(mode: int) -> str:
 
 
 def foreign_folder_reason(folder: Path) -> str | None:
-    """Why a folder that is there is not for a run of ours; None where it is, or is empty."""
+    """Why an existing folder is not free for a run of ours; None where it is."""
     if (folder / RUN_FILE).exists() or (folder / RUN_FILE).is_symlink():
-        return (
-            None
-            if read_run_metadata(folder)
-            else f"it is not a run: its {RUN_FILE} is not one of ours"
-        )
+        why = f"it is not a run: its {RUN_FILE} is not one of ours"
+        return None if read_run_metadata(folder) else why
     found = sorted(p.name for p in folder.iterdir() if not _is_server_entry(p))
     if not found:
         return None
@@ -99,27 +87,25 @@ def foreign_folder_reason(folder: Path) -> str | None:
     return f"it is not a run: it holds {shown}, and no {RUN_FILE}"
 
 
-def read_run_metadata(folder: Path) -> dict[str, Any]:
-    """What run.json of a run of ours says; {} where there is none that reads as one."""
+def read_run_metadata(folder: Path) -> JsonObject:
+    """The content of a run's run.json; {} if there is none, or it is not one of ours."""
     try:
         values = read_json(folder / RUN_FILE)
     except (OSError, ValueError, RecursionError):
         return {}
-    known = isinstance(values, dict) and values.get("state") in RUN_STATES
-    counted = known and isinstance(values.get("attempt"), int)
-    return values if counted and isinstance(values.get("hash"), str) else {}
+    has_state = isinstance(values, dict) and values.get("state") in RUN_STATES
+    has_attempt = has_state and isinstance(values.get("attempt"), int)
+    return values if has_attempt and isinstance(values.get("hash"), str) else {}
 
 
 def _is_server_entry(path: Path) -> bool:
-    """Whether a rollout server of ours wrote this entry of a folder, or a launcher's first write
-    was cut short there."""
+    """Whether our rollout server wrote this entry, or a launcher left it in its first write."""
     if path.is_symlink():
         return False
     if path in server_file.server_file_paths(path.parent):
-        number = re.search(r"\d+", path.name)
-        return (
-            server_file.read_server_file(path.parent, int(number[0]) if number else 1) is not None
-        )
+        match = re.search(r"\d+", path.name)
+        number = int(match[0]) if match else 1
+        return server_file.read_server_file(path.parent, number) is not None
     if path.name != SERVER_LOGS.parent.name or not path.is_dir():
         return HALF_WRITTEN.fullmatch(path.name) is not None
     logs = path / SERVER_LOGS.name
@@ -128,8 +114,8 @@ def _is_server_entry(path: Path) -> bool:
     inside = [*logs.iterdir()] if logs.is_dir() else []
     if not all(SERVER_FILE_NAME.fullmatch(p.name) and p.is_file() for p in inside):
         return False
-    given = [p for p in inside if p.name.endswith("config.yaml")]
-    return all(_is_config(p) for p in given) and bool(given or not _log_files(inside))
+    configs = [p for p in inside if p.name.endswith("config.yaml")]
+    return all(_is_config(p) for p in configs) and bool(configs or not _log_files(inside))
 
 
 def _log_files(paths: list[Path]) -> list[Path]:
@@ -137,7 +123,7 @@ def _log_files(paths: list[Path]) -> list[Path]:
 
 
 def _is_config(path: Path) -> bool:
-    """Whether a file is the config of a run, as a server of ours keeps it."""
+    """Whether a file is the config of a run, as our rollout server keeps it."""
     try:
         values = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -145,27 +131,26 @@ def _is_config(path: Path) -> bool:
     return isinstance(values, dict) and set(values) >= CONFIG_SECTIONS
 
 
-def is_untrained(folder: Path, run_metadata: dict[str, Any]) -> bool:
-    """Whether the run in this folder provably ended before its first update: its worker said so,
-    or it never began; and nothing in the folder says otherwise.
+def is_untrained(folder: Path, run_metadata: JsonObject) -> bool:
+    """Whether the run in this folder provably ended before its first update.
+
+    Its worker wrote so, or it never began; and no file in the folder says otherwise.
     """
-    if (
-        run_metadata.get("came_from") or run_metadata.get("state") == "finished"
-    ):  # what it came from was trained
+    # A run that came from a checkpoint holds what was trained there.
+    if run_metadata.get("came_from") or run_metadata.get("state") == "finished":
         return False
     began = run_metadata.get("began")
     if began is not None and run_metadata.get("untrained") != began:
         return False
     if run_metadata.get("fingerprint") is not None and began is None:
         return False
-    left = any(True for pattern in TRAINED_PATTERNS for _ in folder.glob(pattern))
-    return not left and not any(
-        "step_time" in row for row in _journal_lines(folder / "metrics.jsonl")
-    )
+    if any(True for pattern in TRAINED_PATTERNS for _ in folder.glob(pattern)):
+        return False
+    return not any("step_time" in line for line in _journal_lines(folder / "metrics.jsonl"))
 
 
-def _journal_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Lines of a journal; one that cannot be read counts as that of a step."""
+def _journal_lines(path: Path) -> Iterator[JsonObject]:
+    """The lines of a journal; one that cannot be read counts as a step's."""
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         try:
             yield json.loads(line)
@@ -175,11 +160,6 @@ def _journal_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def folder_removed_error(folder: Path) -> StorageError:
     """The error of a run whose folder was taken away while it ran."""
-    return StorageError(
-        Problem(
-            f"the run's folder is gone: {folder}",
-            "root, name",
-            "it was there when the run began; somebody has removed or moved it since",
-            "the same command begins anew; where it was moved, move it back and add resume=auto",
-        )
-    )
+    why = "it was there when the run began; somebody has removed or moved it since"
+    fix = "the same command begins anew; where it was moved, move it back and add resume=auto"
+    return StorageError(Problem(f"the run's folder is gone: {folder}", "root, name", why, fix))

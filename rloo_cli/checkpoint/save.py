@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -31,20 +30,20 @@ from rloo_cli.run import Run
 from rloo_cli.utils import rng
 from rloo_cli.utils.errors import Problem, RunError, StorageError
 from rloo_cli.utils.fault_injection import trigger_fault
-from rloo_cli.utils.files import fsync_path, read_json, update_json, write_text
+from rloo_cli.utils.files import JsonObject, fsync_path, read_json, update_json, write_text
 
 VERSIONED_PACKAGES = ("rloo-cli", "torch", "transformers", "safetensors")
 RNG_FILE, ROLLOUTS_FILE = "rng", "rollouts"
-REFERENCE_FILE = "reference"  # one that moves
+REFERENCE_FILE = "reference"  # only of a reference that follows the policy
 VALUE_FILE = "value"
 
 
 def save_checkpoint(run: Run, raise_on_failure: bool = False) -> Path | None:
-    """Write a checkpoint of where the run stands; None where there is nothing new, or no room.
+    """Write a checkpoint and return its folder; None if nothing is new or the save failed.
 
-    All ranks save together: each writes its share of the optimizer, rank 0 the rest. A save that
-    fails leaves what was there before. It is a warning and the run goes on, but with `must` it
-    raises StorageError (exit 8).
+    All ranks save together: each writes its share of the optimizer, rank 0 writes the rest. A save
+    that fails leaves the older checkpoints. It is logged as a warning and the run goes on; with
+    `raise_on_failure` it raises StorageError (exit 8).
     """
     place = run.position
     if run.saved_position is not None and place <= run.saved_position:
@@ -77,7 +76,7 @@ def _publish_checkpoint(run: Run, target: Path) -> None:
 
 
 def _write_checkpoint(run: Run, position: manifest.CheckpointPosition, target: Path) -> None:
-    """Everything up to the rename that makes it a checkpoint."""
+    """Write every file, the manifest last, and rename the folder to its name."""
     whole = run.has_atomic_rename  # else the manifest alone marks it as complete
     temporary = target.with_name(f".tmp-{target.name}-a{run.attempt}") if whole else target
 
@@ -112,34 +111,30 @@ def _write_checkpoint(run: Run, position: manifest.CheckpointPosition, target: P
 
 @dataclass
 class CollectedState:
-    """What takes all ranks to know, but the weights."""
+    """What the ranks collect together before any file is written; the weights are not part."""
 
     optimizer_tensors: dict[str, Tensor]  # this rank's share of the optimizer
-    optimizer_metadata: dict[str, Any]
+    optimizer_metadata: JsonObject
     rng: rng.RandomStates  # this rank's
-    update_metrics: UpdateMetrics | None  # of the step that is being done
+    update_metrics: UpdateMetrics | None  # of the unfinished step, summed over ranks
 
 
 def _collect_state(run: Run) -> CollectedState:
     tensors, optimizer = run.optimizer.dump(run.world.rank, run.world.size)
-    if run.step_progress is None:
+    if (step := run.step_progress) is None:
         return CollectedState(tensors, optimizer, run.rng, None)
-    return CollectedState(
-        tensors,
-        optimizer,
-        run.step_progress.rng,
-        sum_over_ranks(run.step_progress.marked_updates, run.world),
-    )
+    update_metrics = sum_over_ranks(step.marked_updates, run.world)
+    return CollectedState(tensors, optimizer, step.rng, update_metrics)
 
 
 def _write_files(run: Run, folder: Path, state: CollectedState) -> None:
-    """All files but the manifest; on another rank than the first, its share of them."""
+    """Write all files but the manifest; a rank other than 0 writes its share of them."""
     trainer, rank, size = folder / "trainer", run.world.rank, run.world.size
     parts: list[tuple[str, dict[str, Tensor]]] = [
         (optimizer_file_name(rank, size), state.optimizer_tensors),
         (f"{RNG_FILE}-{rank}", state.rng.tensors),
     ]
-    writers: list[Callable[[], Any]] = []
+    writers: list[Callable[[], None]] = []
     if run.world.is_main and run.reference is not None and run.reference.follows_policy:
         parts.append((REFERENCE_FILE, run.reference.state()))
     if run.world.is_main and run.value_model is not None:
@@ -148,7 +143,7 @@ def _write_files(run: Run, folder: Path, state: CollectedState) -> None:
         if run.step_progress is not None:
             rollouts, plain = step_state.dump_step(run.step_progress, state.update_metrics)
             parts.append((ROLLOUTS_FILE, rollouts))
-            # What a user's reward said of a row may be anything that samples/ can hold, NaN too.
+            # A user's reward may log any value beside a completion, NaN too.
             write_text(trainer / f"{ROLLOUTS_FILE}.json", json.dumps(plain, default=str) + "\n")
         text = json.dumps(_trainer_state(run, state), allow_nan=False)
         writers.append(lambda: write_text(trainer / "state.json", text + "\n"))
@@ -164,11 +159,11 @@ def _write_files(run: Run, folder: Path, state: CollectedState) -> None:
 
 def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     save_file(tensors, path)
-    fsync_path(path)  # by who wrote it: another machine's sync would not reach it
+    fsync_path(path)  # by the rank that wrote it: a sync on another machine would not reach it
 
 
 def write_model(run: Run, folder: Path) -> None:
-    """The model's own files. All ranks take part."""
+    """Write the model's own files into a checkpoint. All ranks take part."""
     trigger_fault("ckpt.write")
     if run.engine.sharded:
         export.write_gathered_model(run.engine, run.policy, run.tokenizer, folder)
@@ -177,18 +172,18 @@ def write_model(run: Run, folder: Path) -> None:
 
 
 def write_final_model(run: Run, folder: Path) -> None:
-    """The trained model as others use it. All ranks take part."""
+    """Write the trained model, with an adapter merged, for use elsewhere. All ranks take part."""
     if run.engine.sharded:
         export.write_gathered_model(run.engine, run.policy, run.tokenizer, folder)
     elif run.world.is_main:
         export.write_merged_model(run.policy.model, run.tokenizer, folder)
 
 
-def _trainer_state(run: Run, state: CollectedState) -> dict[str, Any]:
-    """What state.json says."""
+def _trainer_state(run: Run, state: CollectedState) -> JsonObject:
+    """The content of trainer/state.json."""
     return {
         "state": run.state.dump(),
-        # As it was given: what `auto` came to in this run is not asked again on another machine.
+        # As the user wrote it: `auto` may resolve to another value on another machine.
         "config": read_run_config(run.folder) or check.dump_config(run.config),
         "fingerprint": run.prompts.fingerprint,
         "steps": run.num_steps,
@@ -201,11 +196,10 @@ def _trainer_state(run: Run, state: CollectedState) -> dict[str, Any]:
 
 
 def _check_written_weights(run: Run, folder: Path) -> None:
-    """Open the weights' headers again: nothing may be missing or of size 0."""
+    """Read the headers of the written weights again: nothing may be missing or of size 0."""
     # A tied head is one parameter; fused or split tensors have as many elements as before.
-    _check_elements(
-        folder.glob("*.safetensors"), lora.tensors_to_save(run.policy.model), "the model"
-    )
+    tensors = lora.tensors_to_save(run.policy.model)
+    _check_elements(folder.glob("*.safetensors"), tensors, "the model")
     if run.value_model is not None:
         own = folder / "trainer" / f"{VALUE_FILE}.safetensors"
         _check_elements([own], run.value_model.model.parameters(), "the value model")
@@ -215,7 +209,7 @@ def _check_elements(paths: Iterable[Path], parameters: Iterable[Tensor], name: s
     found, wanted = 0, sum(prod(weight_shape(p)) for p in parameters)
     for path in paths:
         with safe_open(path, "pt") as file:
-            for tensor in file.keys():  # noqa: SIM118  (it is no mapping)
+            for tensor in file.keys():  # noqa: SIM118  (it is not a mapping)
                 shape = file.get_slice(tensor).get_shape()
                 if not (count := prod(shape)):
                     raise StorageError(f"{path.name} holds {tensor} with shape {shape}")
@@ -224,7 +218,7 @@ def _check_elements(paths: Iterable[Path], parameters: Iterable[Tensor], name: s
         raise StorageError(f"the written weights have {found} elements, {name} has {wanted}")
 
 
-def _manifest_metadata(run: Run, position: manifest.CheckpointPosition) -> dict[str, Any]:
+def _manifest_metadata(run: Run, position: manifest.CheckpointPosition) -> JsonObject:
     return {
         "step": position[0],
         "updates": run.state.updates,
@@ -238,16 +232,16 @@ def _manifest_metadata(run: Run, position: manifest.CheckpointPosition) -> dict[
 
 
 def _write_latest(run: Run, target: Path) -> None:
-    """`latest`: a small text file, because links do not survive every copy."""
+    """Write the checkpoint's name to `latest`: a text file, as links do not survive every copy."""
     trigger_fault("ckpt.latest")
     write_text(run.folder / "latest", target.name + "\n")
     fsync_path(run.folder)
 
 
 def _prune_checkpoints(run: Run) -> None:
-    """Remove the oldest complete checkpoints; keep_last of them stay.
+    """Remove the oldest complete checkpoints, so that `keep_last` remain.
 
-    A folder without our manifest, or a link to one, is not ours to remove, nor counted.
+    A link, or a folder without our manifest, is neither removed nor counted.
     """
     found = manifest.list_checkpoints(run.folder)
     whole = [p for p in found if not p.is_symlink() and (p / manifest.MANIFEST_FILE).is_file()]
@@ -262,20 +256,18 @@ def _prune_checkpoints(run: Run) -> None:
 
 
 def estimated_checkpoint_bytes(run: Run) -> int:
-    """Bytes of one checkpoint: weights, and float32 masters and two moments where trained."""
-    kept = lora.tensors_to_save(run.policy.model)
-    own = run.policy.dtype.itemsize  # shards may be held in another dtype than they are saved in
-    weights = sum(
-        prod(weight_shape(p)) * (4 if lora.has_adapter(run.policy.model) else own) for p in kept
-    )
-    weights += (
-        0 if run.value_model is None else sum(p.nbytes for p in run.value_model.model.parameters())
-    )
+    """Bytes of one checkpoint: the weights, their float32 masters and the optimizer's moments."""
+    model = run.policy.model
+    # Shards may be held in another dtype than they are saved in.
+    itemsize = 4 if lora.has_adapter(model) else run.policy.dtype.itemsize
+    weights = sum(prod(weight_shape(p)) for p in lora.tensors_to_save(model)) * itemsize
+    if run.value_model is not None:
+        weights += sum(p.nbytes for p in run.value_model.model.parameters())
     return weights + run.optimizer.masters_bytes + 2 * 4 * run.optimizer.num_trained_parameters
 
 
 def check_checkpoint_space(run: Run) -> None:
-    """Before training: room for every checkpoint that is kept, one more, and the final model.
+    """Check before training that the disk has space for `keep_last` checkpoints and one more.
 
     Raises MachineError (exit 3), or warns, as checkpoint.on_low_disk says.
     """
@@ -290,13 +282,13 @@ def _check_save_space(run: Run) -> None:
 
 
 def _save_error(target: Path, error: Exception) -> StorageError:
-    text = error.problems[0].what if isinstance(error, RunError) else str(error)
+    message = error.problems[0].what if isinstance(error, RunError) else str(error)
     free = f"free: {shutil.disk_usage(target.parent).free / 1e9:.3g} GB"
     last = read_json(target.parent / "run.json").get("checkpoint", "none")
-    why = f"{text or type(error).__name__}; {free}; the last checkpoint is {last}"
+    why = f"{message or type(error).__name__}; {free}; the last checkpoint is {last}"
     return StorageError(Problem(f"{target.name} was not saved", str(target.parent), why))
 
 
 def optimizer_file_name(rank: int, world_size: int) -> str:
-    """The name of one rank's share of the optimizer, without its ending."""
+    """The name of the file with one rank's share of the optimizer, without its suffix."""
     return f"optimizer-{rank + 1}-of-{world_size}"

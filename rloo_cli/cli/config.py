@@ -13,6 +13,7 @@ from rloo_cli.config.idle_keys import idle_reasons
 from rloo_cli.config.messages import schema_keys, unknown_key_problem, walk_values
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import JsonObject
 
 
 def run(args: list[str]) -> int:
@@ -43,7 +44,7 @@ def key_listing(overrides: list[str]) -> list[str]:
     return lines
 
 
-def recipe_json_schema(overrides: list[str]) -> dict[str, Any]:
+def recipe_json_schema(overrides: list[str]) -> JsonObject:
     """The JSON schema of a recipe: no key is required, for a recipe holds only what differs."""
     _, model = _all_keys(overrides)
     found = model.model_json_schema()
@@ -59,7 +60,7 @@ def recipe_json_schema(overrides: list[str]) -> dict[str, Any]:
     return found
 
 
-def _single_key_schema(name: str, inside: dict[str, Any]) -> dict[str, Any]:
+def _single_key_schema(name: str, inside: JsonObject) -> JsonObject:
     """The schema of a mapping with this one key: of Hydra a recipe may have its own sweep."""
     return {"type": "object", "additionalProperties": False, "properties": {name: inside}}
 

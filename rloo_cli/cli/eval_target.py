@@ -30,9 +30,9 @@ from rloo_cli.config.schema import RunConfig
 from rloo_cli.config.user_files import unknown_choice_problem
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.utils.files import read_json
+from rloo_cli.utils.files import JsonObject, read_json
 
-PlainConfig = dict[str, Any]
+PlainConfig = JsonObject
 USAGE = "rloo eval RUN, rloo eval RUN/checkpoint-N, or rloo eval +recipe=NAME model.path=..."
 # Of a checkpoint these lie in its own folder; a reference is not looked at.
 CHECKPOINT_MODEL_KEYS = {

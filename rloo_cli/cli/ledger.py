@@ -11,7 +11,6 @@ import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rloo_cli.cli.run_folders import RunArgumentParser, find_run_folder
 from rloo_cli.data import order
@@ -19,13 +18,12 @@ from rloo_cli.reporting.prompt_ledger import (
     LEDGER_FILE,
     LEDGER_FORMAT,
     PROMPT_FATES,
-    JsonObject,
     entry_check,
     position_after,
     read_ledger_entries,
 )
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
-from rloo_cli.utils.files import read_json
+from rloo_cli.utils.files import JsonObject, read_json
 
 USAGE = "rloo ledger RUN [--json]"
 FINAL_STATES = (
@@ -263,7 +261,7 @@ def _position_text(step: int, prompt_offset: int) -> str:
     return f"step {step}, place {prompt_offset}"
 
 
-def ledger_summary(account: LedgerAudit) -> dict[str, Any]:
+def ledger_summary(account: LedgerAudit) -> JsonObject:
     """The account as plain values, for --json."""
     header, n = account.header, len(account.example_indices)
     epochs = [

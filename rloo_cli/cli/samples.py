@@ -27,8 +27,9 @@ from rloo_cli.cli.run_folders import RunArgumentParser, find_run_folder
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.reporting.panel import clean_line, format_number, wrap_text
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
+from rloo_cli.utils.files import JsonObject
 
-SampleRecord = dict[str, Any]
+SampleRecord = JsonObject
 USAGE = "rloo samples RUN [--step N] [--worst | --best] [-n 5] [--eval] [--set NAME]" \
     " [--reward NAME] [--json]"  # fmt: skip
 SAMPLES_FILE = re.compile(r"(?P<kind>step|eval)(?:_(?P<set>.+))?_(?P<step>\d+)\.jsonl")

@@ -11,7 +11,6 @@ stopped begins anew.
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -20,7 +19,7 @@ from rloo_cli.config import check, compose, hf_cache, messages, supervised
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.launch import preflight, processes
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
-from rloo_cli.utils.files import read_json, write_text
+from rloo_cli.utils.files import JsonObject, read_json, write_text
 
 STOPPED_CODES = (75, 130)
 VERBS = {"sft": "sft", "reward_model": "reward-model"}
@@ -94,7 +93,7 @@ def _print_results(
 ) -> None:
     """What was reached, where the model is, and what to do with it."""
     overrides = [w for w in overrides if not w.lstrip("+").startswith(("sft.", "reward_model."))]
-    summary: dict[str, Any] = read_json(output_dir / "training" / "summary.json")
+    summary: JsonObject = read_json(output_dir / "training" / "summary.json")
     for name, after in summary["after"].items():
         if name != "eval_rows":
             before = summary["before"][name]

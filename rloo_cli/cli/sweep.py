@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rloo_cli.config import compose
 from rloo_cli.config.compose import ComposedConfig
@@ -29,6 +29,7 @@ from rloo_cli.launch.sweep.state import OPEN_STATES, SweepState, Trial, override
 from rloo_cli.launch.sweep.table import SweepDisplay
 from rloo_cli.planning import device
 from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import JsonObject
 
 USAGE = "rloo sweep +recipe=NAME key=a,b [--chunk N] [--jobs N] [--name NAME] [--keep N --at STEP]"
 ComposeJobs = Callable[[list[str]], list[ComposedConfig]]
@@ -325,7 +326,7 @@ def _clone_trial(args: list[str]) -> int:
             problems.append(Problem("a clone needs a changed key", "command line", fix=fix))
         if problems:
             raise ConfigError(*problems)
-    request: dict[str, Any] = {"name": str(settings.name), "words": given}
+    request: JsonObject = {"name": str(settings.name), "words": given}
     print(commands.send_request(folder, do="clone", member=member.number, **request))
     return 0
 

@@ -1,5 +1,6 @@
 """The config: schema, composition, checks, messages. No torch.
 
+accelerate_file  what a file of `accelerate config` comes to
 check         validate, freeze, write and hash a config
 compose       Hydra: overrides and groups to one plain dictionary
 debug         what +debug replaces

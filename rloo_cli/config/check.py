@@ -31,6 +31,7 @@ from rloo_cli.config.schema import (
     SourceConfig,
 )
 from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import JsonObject
 
 # What a run may change and still be the same experiment (docs/reference.md).
 KEYS_NOT_HASHED = (
@@ -77,7 +78,7 @@ def check_config(composed: ComposedConfig) -> RunConfig:
     return run
 
 
-def merge_defaults(values: dict[str, Any], sources: ConfigSources | None = None) -> dict[str, Any]:
+def merge_defaults(values: JsonObject, sources: ConfigSources | None = None) -> JsonObject:
     """Put the defaults common to all rewards, and those of its type, under every entry of `reward`,
     and debug's reward model in.
 
@@ -117,7 +118,7 @@ def merge_defaults(values: dict[str, Any], sources: ConfigSources | None = None)
     return _with_sets(config_judge.merge_judge_defaults(_with_mixture(values), common))
 
 
-def _with_mixture(values: dict[str, Any]) -> dict[str, Any]:
+def _with_mixture(values: JsonObject) -> JsonObject:
     """What a source of data.mixture leaves out is as in `data`, but for where data.path is."""
     data = values.get("data")
     mixture = data.get("mixture") if isinstance(data, dict) else None
@@ -130,7 +131,7 @@ def _with_mixture(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"data": data | {"path": path, "mixture": whole}}
 
 
-def _with_sets(values: dict[str, Any]) -> dict[str, Any]:
+def _with_sets(values: JsonObject) -> JsonObject:
     """What a held-out set leaves out is as in `data`; where it has a path of its own, not what
     only says where data.path is. Its split, left out, is data.eval_split or test; of data of its
     own, test, and a single file's only one, train.
@@ -150,7 +151,7 @@ def _with_sets(values: dict[str, Any]) -> dict[str, Any]:
         elif stand_in and data.get("eval_split"):
             whole[name] = common | {"split": data["eval_split"]}
         else:
-            other: dict[str, Any] = {"split": data.get("eval_split") or "test"}
+            other: JsonObject = {"split": data.get("eval_split") or "test"}
             if "path" in entry:
                 is_file = str(entry["path"]).endswith((".jsonl", ".json", ".csv", ".parquet"))
                 other = {"split": "train" if is_file else "test", "name": None, "revision": None}
@@ -158,13 +159,13 @@ def _with_sets(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"eval": evaluation | {"sets": whole}}
 
 
-def build_run_config(values: dict[str, Any]) -> RunConfig:
+def build_run_config(values: JsonObject) -> RunConfig:
     """Plain values -> RunConfig. Raises pydantic's ValidationError."""
     checked: RunConfig = run_config_class(values).model_validate(values)
     return checked
 
 
-def run_config_class(values: dict[str, Any]) -> type[RunConfig]:
+def run_config_class(values: JsonObject) -> type[RunConfig]:
     """RunConfig with the sections that the chosen algorithm, backend, rewards and sets bring."""
     algorithm = registry.config_class("algorithms", values["algorithm"]["name"])
     generation = registry.config_class("generation", values["generation"]["backend"])
@@ -188,7 +189,7 @@ def run_config_class(values: dict[str, Any]) -> type[RunConfig]:
     return model
 
 
-def _data_class(values: dict[str, Any]) -> Any:
+def _data_class(values: JsonObject) -> Any:
     """DataConfig with a field for each source of the mixture."""
     data = values.get("data")
     given = data.get("mixture") if isinstance(data, dict) else None
@@ -198,21 +199,21 @@ def _data_class(values: dict[str, Any]) -> Any:
     return create_model("Data", __base__=DataConfig, mixture=(mixture | None, field))
 
 
-def dump_config(run: RunConfig) -> dict[str, Any]:
+def dump_config(run: RunConfig) -> JsonObject:
     """The plain values of a run, as written to config.yaml."""
     return run.model_dump(mode="json")
 
 
-def fill_newer_keys(values: dict[str, Any]) -> dict[str, Any]:
+def fill_newer_keys(values: JsonObject) -> JsonObject:
     """The config of a run, with the keys that its version did not have yet: as before.
 
     Raises KeyError where a section is missing that every version has written.
     """
-    filled: dict[str, Any] = _filled(run_config_class(values), values)
+    filled: JsonObject = _filled(run_config_class(values), values)
     return filled
 
 
-def _filled(model: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
+def _filled(model: type[BaseModel], values: JsonObject) -> JsonObject:
     values = dict(values)
     for name, info in model.model_fields.items():
         extra = info.json_schema_extra
@@ -231,7 +232,7 @@ def _section_model(annotation: Any) -> type[BaseModel] | None:
     return next((p for p in parts if isinstance(p, type) and issubclass(p, BaseModel)), None)
 
 
-def first_version_values(values: dict[str, Any]) -> dict[str, Any]:
+def first_version_values(values: JsonObject) -> JsonObject:
     """A run's plain values as the first version would have written them, for hash and comparison:
     without the keys that came later and say "as before", and with the defaults that were changed.
     As they are where a section is missing that every version has written: somebody changed them.
@@ -243,7 +244,7 @@ def first_version_values(values: dict[str, Any]) -> dict[str, Any]:
     return _first_version_values(run_config_class(values), values)
 
 
-def _first_version_values(model: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
+def _first_version_values(model: type[BaseModel], values: JsonObject) -> JsonObject:
     kept = {}
     for name, value in values.items():
         info = model.model_fields.get(name)
@@ -294,16 +295,16 @@ def resolve_config(run: RunConfig) -> RunConfig:
     )
 
 
-def resolved_algorithm_keys(values: dict[str, Any]) -> dict[str, Any]:
+def resolved_algorithm_keys(values: JsonObject) -> JsonObject:
     """What keys of the algorithm's section that stand for something else come to."""
     algorithm = registry.algorithm_class(values["algorithm"]["name"])
-    found: dict[str, Any] = algorithm.resolved_values(
+    found: JsonObject = algorithm.resolved_values(
         values["algorithm"], values["generation"]["backend"]
     )
     return found
 
 
-def _with_resolved_algorithm(values: dict[str, Any]) -> dict[str, Any]:
+def _with_resolved_algorithm(values: JsonObject) -> JsonObject:
     return values | {"algorithm": values["algorithm"] | resolved_algorithm_keys(values)}
 
 

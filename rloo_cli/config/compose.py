@@ -1,15 +1,14 @@
-"""Command-line words and YAML groups -> one plain dictionary, by Hydra.
+"""Composes overrides and YAML groups into one plain dictionary, by Hydra.
 
-Hydra's own grammar, groups, sweeps and interpolation hold. What differs is answered here, before
-it: plain `key=value` words reach Hydra as `++key=value`, so that our check (and not Hydra's
-advice to add a +) answers an unknown key; recipes are a group that may also be a file's path.
+Hydra's own grammar, groups, sweeps and interpolation hold. Two things differ, and are handled here
+before Hydra: a plain override `key=value` reaches Hydra as `++key=value`, so that our check (and
+not Hydra's advice to add a +) answers an unknown key; a recipe may also be a file's path.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 from hydra import compose as hydra_compose
@@ -22,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from rloo_cli.config import mistakes
+from rloo_cli.config.accelerate_file import apply_accelerate_file
 from rloo_cli.config.messages import walk_values
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.provenance import COMMAND_LINE, ConfigSources
@@ -34,14 +34,18 @@ from rloo_cli.config.user_files import (
 )
 from rloo_cli.utils import paths, redact
 from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import JsonObject
 
 GROUP_OF_KEY = {"algorithm.dialect": "algorithm/dialect"}
 
 
 def check_group_choices(
-    values: dict[Any, Any], choices: dict[str, Any], sources: ConfigSources
+    values: Mapping[str, object], choices: Mapping[str, object], sources: ConfigSources
 ) -> None:
-    """Raises ConfigError for a recipe that sets the name of a file of keys without taking it up."""
+    """Raises ConfigError for a recipe that sets the name of a group's choice without choosing it.
+
+    `choices`: group -> the choice that Hydra composed.
+    """
     for key, group in GROUP_OF_KEY.items():
         section, _, leaf = key.partition(".")
         inside = values.get(section)
@@ -55,19 +59,22 @@ def check_group_choices(
 
 
 def base_files(choices: dict[str, Path], choice: str) -> list[Path]:
-    """The files that a choice of a group begins with, nearest first."""
-    found: list[Path] = []
-    while choice in choices and choices[choice] not in found:
-        found.append(choices[choice])
-        given = yaml.safe_load(choices[choice].read_text())
-        named = [d for d in (given or {}).get("defaults", []) if isinstance(d, str)]
-        choice = next((d for d in named if d != "_self_"), "")
-    return found[1:]
+    """The files that the file of `choice` is based on (its `defaults`), nearest first.
+
+    `choices`: choice of the group -> its file.
+    """
+    files: list[Path] = []
+    while choice in choices and choices[choice] not in files:
+        files.append(choices[choice])
+        content = yaml.safe_load(choices[choice].read_text())
+        bases = [d for d in (content or {}).get("defaults", []) if isinstance(d, str)]
+        choice = next((d for d in bases if d != "_self_"), "")
+    return files[1:]
 
 
 # Hydra's keys that are the user's: how a sweep is cut into jobs, and where these run.
 HYDRA_SWEEP_KEYS = re.compile(r"hydra(/(launcher|sweeper)|\.(launcher|sweeper)\.[\w.]+)")
-# What Hydra raises for words and files that do not compose; some of it is plain Python's.
+# What Hydra raises for overrides and files that do not compose; some are plain Python's.
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError, RecursionError)
 
 
@@ -75,62 +82,60 @@ COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError,
 class ComposedConfig:
     """A composed config, not yet checked: plain values, and where each came from."""
 
-    values: dict[str, Any]
+    values: JsonObject
     sources: ConfigSources
     recipe: str | None = None
-    user_overrides: tuple[str, ...] = ()  # that compose it again, as a person writes them
+    user_overrides: tuple[str, ...] = ()  # as a person writes them; they compose it again
     recipe_swept_keys: tuple[str, ...] = ()  # keys that the recipe's own sweep goes over
     command_line_swept_keys: tuple[str, ...] = ()  # keys that the command line's sweep goes over
-    changed_keys: tuple[
-        str, ...
-    ] = ()  # keys that the user's words or the recipe set to another value
+    changed_keys: tuple[str, ...] = ()  # keys that overrides or the recipe set to another value
 
 
 def rewrite_overrides(overrides: Iterable[str], config_dirs: Sequence[Path] = ()) -> list[str]:
     """Overrides as people write them -> as Hydra takes them, recipe first and debug last.
 
-    Raises ConfigError for a word that is no override, an unknown choice of a group, a secret, and
-    a recipe file that cannot be read; all of them at once.
+    Raises ConfigError for an argument that is not an override, an unknown choice of a group, a
+    secret, and a recipe file that cannot be read; all of them at once.
     """
     groups = paths.group_choices(list(config_dirs))
     problems: list[Problem] = []
-    done: list[tuple[int, str]] = []
+    ranked: list[tuple[int, str]] = []
     overrides = list(overrides)
-    for before, word, after in zip(["", *overrides], overrides, [*overrides[1:], ""], strict=False):
+    before, after = ["", *overrides], [*overrides[1:], ""]
+    for previous, override, following in zip(before, overrides, after, strict=False):
         try:
-            if mistakes.is_flag_value(before, word):  # that was said with its flag
-                _refuse_secrets(word, word)
+            if mistakes.is_flag_value(previous, override):  # its flag is refused already
+                _refuse_secrets(override, override)
                 continue
-            value = after if mistakes.is_flag_value(word, after) else None
-            done.append(_rewrite_override(word, groups, value))
+            value = following if mistakes.is_flag_value(override, following) else None
+            ranked.append(_rewrite_override(override, groups, value))
         except ConfigError as error:
             problems += error.problems
     problems += _unknown_plugin_keys_problems(overrides)
-    recipes = [word for order, word in done if order == 0]
+    recipes = [override for rank, override in ranked if rank == 0]
     if len(recipes) > 1:
         what, why = (
             f"{len(recipes)} recipes are given",
             "a run has one; a recipe may take up another",
         )
+        where = f"{COMMAND_LINE}: {' '.join(map(_as_typed, recipes))}"
         fix = "defaults: [NAME] at the head of your own recipe, or -m +recipe=a,b for one run each"
-        problems.append(
-            Problem(what, f"{COMMAND_LINE}: {' '.join(map(_as_typed, recipes))}", why, fix)
-        )
+        problems.append(Problem(what, where, why, fix))
     if problems:
         raise ConfigError(*problems)
-    overrides = [word for _, word in sorted(done, key=lambda pair: pair[0])]
-    small = any(word.startswith("+debug=") for word in overrides)
-    if small and not any(word.startswith("generation=") for word in overrides):
+    overrides = [override for _, override in sorted(ranked, key=lambda pair: pair[0])]
+    small = any(override.startswith("+debug=") for override in overrides)
+    if small and not any(override.startswith("generation=") for override in overrides):
         overrides.insert(0, "generation=transformers")  # needs nothing, whatever the recipe takes
     return overrides
 
 
 def _unknown_plugin_keys_problems(overrides: Sequence[str]) -> Iterator[Problem]:
     """Keys of `hydra.sweeper` and `hydra.launcher` that the chosen sweeper or launcher does not
-    have. Hydra itself takes them in, and finds out when it starts the jobs, or never.
+    have. Hydra itself accepts them, and finds out when it starts the jobs, or never.
     """
-    for word in overrides:
-        bare = word.partition("=")[0].lstrip("+")
+    for override in overrides:
+        bare = override.partition("=")[0].lstrip("+")
         if not HYDRA_SWEEP_KEYS.fullmatch(bare) or "/" in bare:
             continue
         _, part, name, *_ = bare.split(".")
@@ -141,19 +146,22 @@ def _unknown_plugin_keys_problems(overrides: Sequence[str]) -> Iterator[Problem]
             declared = ConfigStore.instance().load(f"hydra/{part}/{choice}.yaml").node
         except HydraException:
             continue  # Hydra says that there is no such plugin; one in YAML declares no keys
-        known = [str(key) for key in declared if key != "_target_"]
-        if name not in known:
-            key, close = f"hydra.{part}.{name}", nearest_names(name, known)
+        keys = [str(key) for key in declared if key != "_target_"]
+        if name not in keys:
+            key, close = f"hydra.{part}.{name}", nearest_names(name, keys)
             meant = " or ".join(f"hydra.{part}.{near}" for near in close)
-            why = f"hydra/{part}={choice} has {', '.join(known) if known else 'no keys'}"
+            why = f"hydra/{part}={choice} has {', '.join(keys) if keys else 'no keys'}"
             fix = f"did you mean {meant}?" if close else f"leave {key} out"
-            yield Problem(f"{key} is not a key", f"{COMMAND_LINE}: {word}", why, fix)
+            yield Problem(f"{key} is not a key", f"{COMMAND_LINE}: {override}", why, fix)
 
 
 def _rewrite_override(
     override: str, groups: dict[str, dict[str, Path]], flag_value: str | None = None
 ) -> tuple[int, str]:
-    """A word -> its rank in the order and as Hydra takes it; `after` is the value of a flag."""
+    """An override -> its rank in the order, and the form that Hydra takes.
+
+    `flag_value`: the next argument, where `override` is a flag and that seems to be its value.
+    """
     name, equals, value = override.partition("=")
     bare = name.lstrip("+~")
     where = f"{COMMAND_LINE}: {override}"
@@ -172,10 +180,9 @@ def _rewrite_override(
     if name.startswith("~") and bare:
         return 1, override
     if not equals or not bare or "@" in bare:
-        plain = bare and not equals
-        fix = (
-            mistakes.suggest_for_bare_argument(override, groups["recipe"]) if plain else "key=VALUE"
-        )
+        fix = "key=VALUE"
+        if bare and not equals:
+            fix = mistakes.suggest_for_bare_argument(override, groups["recipe"])
         raise ConfigError(Problem(f"{override!r} is not key=value", where, fix=fix))
     if bare.startswith("hydra/"):
         return 1, f"{bare}={value}"
@@ -188,18 +195,18 @@ def _rewrite_override(
 def _rewrite_choice(
     group: str, value: str, groups: dict[str, dict[str, Path]], where: str
 ) -> tuple[int, str]:
-    """`group=choice` -> its place among the words, and how Hydra takes it."""
+    """`group=choice` -> its rank in the order, and the form that Hydra takes."""
     if value.startswith("{"):
         why, fix = f"{group} takes the name of a choice", f"{group}.KEY=VALUE for one of its keys"
-        raise ConfigError(Problem(f"{group}={value} is no choice", where, why, fix))
+        raise ConfigError(Problem(f"{group}={value} is not a choice", where, why, fix))
     if group == "recipe":
         return 0, f"+recipe={','.join(_recipe_choice(v, groups, where) for v in value.split(','))}"
     value = "[]" if value in ("", "null") else value
     for choice in [] if "$" in value else re.split(r"[,\[\]\s]+", value):
         if choice and choice not in groups[group]:
             raise ConfigError(unknown_choice_problem(group, choice, groups[group], where, value))
-    order = 2 if group == "debug" else 1
-    return order, f"{'+' if group in APPENDED_GROUPS else ''}{group}={value}"
+    rank = 2 if group == "debug" else 1
+    return rank, f"{'+' if group in APPENDED_GROUPS else ''}{group}={value}"
 
 
 def _recipe_choice(choice: str, groups: dict[str, dict[str, Path]], where: str) -> str:
@@ -213,39 +220,35 @@ def _recipe_choice(choice: str, groups: dict[str, dict[str, Path]], where: str) 
 
 
 def _refuse_secrets(key: str, override: str) -> None:
-    of = redact.find_secret(override)
-    if of or redact.SECRET_KEY.search(key.replace("-", "_")):
-        variable = of if of.isidentifier() else "HF_TOKEN" if "hf" in override.lower() else "NAME"
+    secret = redact.find_secret(override)
+    if secret or redact.SECRET_KEY.search(key.replace("-", "_")):
+        named = secret.isidentifier()
+        variable = secret if named else "HF_TOKEN" if "hf" in override.lower() else "NAME"
         key = "a word" if redact.find_secret(key) else key
-        why = f"it holds the value of ${of}; " if of.isidentifier() else ""
-        raise ConfigError(
-            Problem(
-                f"{key}: this looks like a secret",
-                COMMAND_LINE,
-                f"{why}no key takes one: what a config holds is written to disk",
-                f"export {variable}=... (or use the tool's login file), and leave {key} out",
-            )
-        )
+        why = f"it holds the value of ${secret}; " if named else ""
+        why += "no key takes one: what a config holds is written to disk"
+        fix = f"export {variable}=... (or use the tool's login file), and leave {key} out"
+        raise ConfigError(Problem(f"{key}: this looks like a secret", COMMAND_LINE, why, fix))
 
 
 def search_path_override(config_dirs: Sequence[Path]) -> list[str]:
-    """The word that makes Hydra look for groups in the user's folders too."""
-    found = [str(d.resolve()).replace("\\", "\\\\").replace("'", "\\'") for d in config_dirs]
-    folders = ",".join(f"'file://{d}'" for d in found)
-    return [f"hydra.searchpath=[{folders}]"] if found else []
+    """The override that makes Hydra look for groups in the user's folders too."""
+    escaped = [str(d.resolve()).replace("\\", "\\\\").replace("'", "\\'") for d in config_dirs]
+    folders = ",".join(f"'file://{d}'" for d in escaped)
+    return [f"hydra.searchpath=[{folders}]"] if escaped else []
 
 
 def split_config_dirs(arguments: Iterable[str]) -> tuple[list[str], list[Path]]:
-    """Words without `--config-dir DIR`, which may stand several times, and the folders it names."""
+    """The arguments without each `--config-dir DIR`, and the folders that these name."""
     rest: list[str] = []
     folders: list[Path] = []
-    given = iter(arguments)
-    for word in given:
-        name, equals, value = word.partition("=")
+    remaining = iter(arguments)
+    for argument in remaining:
+        name, equals, value = argument.partition("=")
         if name in ("--config-dir", "-cd"):
-            folders.append(Path(value if equals else next(given, "")))
+            folders.append(Path(value if equals else next(remaining, "")))
         else:
-            rest.append(word)
+            rest.append(argument)
     return rest, folders
 
 
@@ -259,45 +262,42 @@ def compose_config(
     overrides, named = split_config_dirs(overrides)
     dirs = [*map(Path, config_dirs), *named]
     register_config_dirs(dirs)
-    words = rewrite_overrides(overrides, dirs)
+    rewritten = rewrite_overrides(overrides, dirs)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(paths.CONF), version_base="1.3"):
-            cfg = hydra_compose("config", overrides=[*words, *search_path_override(dirs)],
+            cfg = hydra_compose("config", overrides=[*rewritten, *search_path_override(dirs)],
                                 return_hydra_config=True)  # fmt: skip
     except COMPOSE_ERRORS as error:
-        raise ConfigError(hydra_problem(error, words)) from None
+        raise ConfigError(hydra_problem(error, rewritten)) from None
     return read_hydra_config(cfg, cfg.hydra, dirs)
 
 
 def hydra_problem(error: Exception, overrides: Sequence[str] = ()) -> Problem:
-    """Hydra's or OmegaConf's refusal of these words, as one of ours."""
+    """Hydra's or OmegaConf's error about these overrides, as a Problem."""
     text = str(error).replace("'++", "'")
     key = getattr(error, "full_key", None)
-    names = {word: word.lstrip("+~").partition("=")[0] for word in overrides}
-    named = [word for word, name in names.items() if f"'{name}" in text or name == key]
-    word = getattr(error, "override", None) or next(iter(named), None)
-    word = _as_typed(word) if word else ""
-    where = f"{COMMAND_LINE}: {word}" if word else ""
+    names = {override: override.lstrip("+~").partition("=")[0] for override in overrides}
+    named = [override for override, name in names.items() if f"'{name}" in text or name == key]
+    override = getattr(error, "override", None) or next(iter(named), None)
+    override = _as_typed(override) if override else ""
+    where = f"{COMMAND_LINE}: {override}" if override else ""
     if isinstance(error, RecursionError):
         why = "lists of defaults take up each other, or a value is nested too deep"
         return Problem("the config does not compose: it has no end", where, why)
     if re.search("LexerNoViableAlt|^mismatched input|^extraneous input", text):
-        name, _, value = word.partition("=")
+        name, _, value = override.partition("=")
         why = "a key is letters, digits, _ and dots; a value with anything else stands in quotes"
         fix = f"'{name}=\"{value}\"'" if re.fullmatch(r"[\w.]+", name, re.ASCII) else ""
-        return Problem(f"{word!r} cannot be read", where, why, fix)
+        return Problem(f"{override!r} cannot be read", where, why, fix)
     for name, path in USER_RECIPE_FILES.items():
         text = text.replace(f"recipe/{name}", str(path)).replace(name, str(path))
     lines = [line.strip() for line in text.splitlines() if line.strip() and "hydra.cc" not in line]
     lines = lines or [type(error).__name__]
     what = f"{key}: {lines[0]}" if key and key not in lines[0] else lines[0]
-    recipes = [
-        USER_RECIPE_FILES[w.partition("=")[2]]
-        for w in overrides
-        if w.partition("=")[2] in USER_RECIPE_FILES
-    ]
-    where = where or next(map(str, recipes), "")
+    values = [override.partition("=")[2] for override in overrides]
+    recipes = [str(USER_RECIPE_FILES[value]) for value in values if value in USER_RECIPE_FILES]
+    where = where or next(iter(recipes), "")
     return Problem(f"the config does not compose: {what}"[:400], where, "\n".join(lines[1:6]))
 
 
@@ -306,12 +306,12 @@ def read_hydra_config(
 ) -> ComposedConfig:
     """A config that Hydra composed -> plain values, and where they came from.
 
-    Raises ConfigError for an interpolation to something that is not there.
+    `hydra`: its section of that name. Raises ConfigError for an interpolation of an unknown key.
     """
     choices = {str(k): v for k, v in hydra.runtime.choices.items()}
-    # Unresolved: a word may hold an interpolation, which is the config's to resolve, not ours.
-    raw: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
-    overrides = [str(word) for word in raw]
+    # Unresolved: an override may hold an interpolation, which is resolved in the config below.
+    raw = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    overrides = [str(override) for override in raw or ()]
     groups = paths.group_choices(list(config_dirs))
     groups["recipe"] |= USER_RECIPE_FILES
     files: list[tuple[Path, str]] = []
@@ -335,18 +335,19 @@ def read_hydra_config(
         key = str(getattr(error, "full_key", "") or "")
         raise ConfigError(_unresolved(error, key, cfg, sources)) from None
     assert isinstance(values, dict)
-    check_group_choices(values, choices, sources)
+    plain = {str(k): v for k, v in values.items()}
+    check_group_choices(plain, choices, sources)
+    plain = apply_accelerate_file(plain, overrides)
     recipe = choices.get("recipe")
     label = USER_RECIPE_FILES[recipe].stem if recipe in USER_RECIPE_FILES else recipe
-    words = (*[f"--config-dir={d}" for d in config_dirs], *[_as_typed(w) for w in overrides])
+    typed = (*[f"--config-dir={d}" for d in config_dirs], *[_as_typed(w) for w in overrides])
     swept = [str(key).lstrip("+") for key in hydra.sweeper.get("params") or ()]
-    plain = {str(k): v for k, v in values.items()}
     written = sources.keys_set_by_user(groups["recipe"].get(str(recipe)))
-    return ComposedConfig(plain, sources, label, words, tuple(swept), changed_keys=tuple(written))
+    return ComposedConfig(plain, sources, label, typed, tuple(swept), changed_keys=tuple(written))
 
 
 def _as_typed(override: str) -> str:
-    """A word as Hydra got it -> as a person writes it."""
+    """An override as Hydra got it -> as a person writes it."""
     name, _, value = override.partition("=")
     if name == "+recipe" and value in USER_RECIPE_FILES:
         return f"+recipe={USER_RECIPE_FILES[value]}"
@@ -354,10 +355,10 @@ def _as_typed(override: str) -> str:
 
 
 def _unresolved(error: Exception, key: str, cfg: DictConfig, sources: ConfigSources) -> Problem:
-    """An interpolation that leads nowhere: the chain of values to it."""
+    """What to say of an interpolation that cannot be resolved: the chain of values to it."""
     values = dict(walk_values(OmegaConf.to_container(cfg, resolve=False)))
-    said = (str(error).splitlines() or [type(error).__name__])[0]
-    variable = re.search(r"Environment variable '(\w+)' not found", said)
+    message = (str(error).splitlines() or [type(error).__name__])[0]
+    variable = re.search(r"Environment variable '(\w+)' not found", message)
     fix = f"export {variable[1]}=..." if variable else ""
     chain: dict[str, str] = {}
     name = key
@@ -369,5 +370,5 @@ def _unresolved(error: Exception, key: str, cfg: DictConfig, sources: ConfigSour
             fix = f"did you mean ${{{close[0]}}}?"
         onward = [n for n in named if "$" in str(values.get(n, ""))]
         name = onward[0] if onward and not lost else ""
-    why = "\n".join([*chain.values(), said])
+    why = "\n".join([*chain.values(), message])
     return Problem(f"{key}: cannot be resolved", sources.location_of(key), why, fix)

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+from rloo_cli.utils.files import JsonObject
+
 # Rewards that need more than this machine: a sandbox, a service.
 EXTERNAL_REWARDS = ("code_tests", "http", "judge")
-RESET_REWARD_MODEL_KEYS: dict[str, Any] = {  # keys of a reward model that would not fit another one
+RESET_REWARD_MODEL_KEYS: JsonObject = {  # keys of a reward model that would not fit another one
     "tokenizer": None, "revision": None, "model_kwargs": {}, "dtype": "auto",
     "trust_remote_code": False, "input": "auto", "max_length": None, "device": "auto",
     "offload": False,
@@ -17,7 +19,7 @@ BACKEND_SECTIONS = {
 }
 
 
-def apply_debug_rewards(entries: dict[str, Any], debug: dict[str, Any]) -> dict[str, Any]:
+def apply_debug_rewards(entries: JsonObject, debug: JsonObject) -> JsonObject:
     """The entries of `reward` as a debug run has them; as they are where debug says nothing."""
     model, simple = debug.get("reward_model_path"), debug.get("simple_rewards")
     found = {}
@@ -32,7 +34,7 @@ def apply_debug_rewards(entries: dict[str, Any], debug: dict[str, Any]) -> dict[
     return found
 
 
-def apply_debug_model(section: Any, debug: dict[str, Any]) -> Any:
+def apply_debug_model(section: Any, debug: JsonObject) -> Any:
     """The section `model`, without the adapter of a model that is not there."""
     keys = section.get("lora") if isinstance(section, dict) else None
     if not (isinstance(keys, dict) and debug.get("own_columns")):
@@ -40,7 +42,7 @@ def apply_debug_model(section: Any, debug: dict[str, Any]) -> Any:
     return section | {"lora": keys | {"path": None}}
 
 
-def apply_debug_generation(section: Any, debug: dict[str, Any], overrides: list[str]) -> Any:
+def apply_debug_generation(section: Any, debug: JsonObject, overrides: list[str]) -> Any:
     """The section `generation`, without what a recipe says of a backend that debug has replaced.
 
     `said`: words of the command line; what they say of one stays, and is refused.
@@ -53,7 +55,7 @@ def apply_debug_generation(section: Any, debug: dict[str, Any], overrides: list[
     return {k: v for k, v in section.items() if k not in gone}
 
 
-def apply_debug_data(section: Any, debug: dict[str, Any]) -> Any:
+def apply_debug_data(section: Any, debug: JsonObject) -> Any:
     """The section `data`, without the names that a recipe gave to other data's columns."""
     renamed = isinstance(section, dict) and debug.get("own_columns")
     return section | {"columns": {}} if renamed else section

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rloo_cli.utils.files import JsonObject
+
 # Beyond every model there is; building what such a config.json asks for would fill the memory.
 MAX_MODEL_SIZES = {
     "hidden_size": 2**18, "n_embd": 2**18, "intermediate_size": 2**21, "vocab_size": 2**24,
@@ -106,7 +108,7 @@ def fetch_command() -> str:
     return f"rloo fetch {os.environ.get('RLOO_WORDS') or '+recipe=NAME'}"
 
 
-def read_model_config(path: str, revision: str | None = None) -> dict[str, Any]:
+def read_model_config(path: str, revision: str | None = None) -> JsonObject:
     """A model's config.json, from its folder or the cache; {} where there is none.
 
     Raises ValueError for one that is not a JSON mapping.
@@ -127,7 +129,7 @@ def read_model_config(path: str, revision: str | None = None) -> dict[str, Any]:
     return values
 
 
-def read_context_length(values: dict[str, Any]) -> int | None:
+def read_context_length(values: JsonObject) -> int | None:
     """The most positions that a config.json gives its language model; None where it is unsaid.
 
     Raises ValueError for a number that can be none.
@@ -142,7 +144,7 @@ def read_context_length(values: dict[str, Any]) -> int | None:
     return length
 
 
-def model_config_problem(values: dict[str, Any]) -> str:
+def model_config_problem(values: JsonObject) -> str:
     """Why no model is built from this config.json: "" or what is wrong with it.
 
     Sizes that no model has, and attention from a hub: Python code, whoever trusts it or not.

@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-Values = dict[str, Any]
+from rloo_cli.utils.files import JsonObject
+
+Values = JsonObject
 SERVER_START_KEYS = (  # what a server is started with
     "port", "data_parallel_size", "tensor_parallel_size", "gpu_memory_utilization", "kv_cache_gb",
     "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "kv_cache_dtype",

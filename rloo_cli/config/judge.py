@@ -19,6 +19,7 @@ from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.schema import Frozen, Positive, RewardConfig, RunConfig, Text, key
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.files import JsonObject
 
 AGAINST_REFERENCE = "reference"  # `against` this is against texts of the data; else against a model
 JUDGE_TYPES = ("openai", "reward")
@@ -39,7 +40,7 @@ class ChatKeys(Frozen):
     temperature: float | None = key("Of the judge; null = not said", ge=0)
     concurrency: Positive = key("Most requests under way at once")
     request_timeout_s: float = key("Seconds one request may take", gt=0, le=1e6)
-    extra: dict[str, Any] = key("More of the request's body, e.g. {seed: 1}; it wins")
+    extra: JsonObject = key("More of the request's body, e.g. {seed: 1}; it wins")
 
 
 class JudgeKeys(Frozen):
@@ -80,7 +81,7 @@ def judge_config_class(values: Any) -> Any:
     return made
 
 
-def unknown_judge_problems(values: dict[str, Any]) -> Iterator[Problem]:
+def unknown_judge_problems(values: JsonObject) -> Iterator[Problem]:
     """What has to be right before the schema can be put together."""
     section = values.get("eval")
     judge = section.get("judge") if isinstance(section, dict) else None
@@ -102,7 +103,7 @@ def unknown_judge_problems(values: dict[str, Any]) -> Iterator[Problem]:
             yield Problem(f"{where} = {name!r}: there is no such reward", where, why, fix)
 
 
-def merge_judge_defaults(values: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
+def merge_judge_defaults(values: JsonObject, common: JsonObject) -> JsonObject:
     """The config's values with the common keys of rewards under the judge's, and with debug's
     reward model in the place of a judge that would need a network."""
     section = values.get("eval")
@@ -120,7 +121,7 @@ def merge_judge_defaults(values: dict[str, Any], common: dict[str, Any]) -> dict
     return values | {"eval": section | {"judge": judge}}
 
 
-def reward_type_defaults(entry: dict[str, Any]) -> dict[str, Any]:
+def reward_type_defaults(entry: JsonObject) -> JsonObject:
     """The values of conf/reward/TYPE.yaml for an entry of that type; {} for a type we do not have.
 
     What the user leaves out of `two: {type: function, path: my.py:score}` is as there.
@@ -132,15 +133,15 @@ def reward_type_defaults(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _read_reward_defaults(kind: str) -> dict[str, Any]:
+def _read_reward_defaults(kind: str) -> JsonObject:
     path = paths.CONF / "reward" / f"{kind}.yaml"
-    found: dict[str, Any] = yaml.safe_load(path.read_text())[kind] if path.is_file() else {}
+    found: JsonObject = yaml.safe_load(path.read_text())[kind] if path.is_file() else {}
     return found
 
 
-def shipped_judge(name: str) -> dict[str, Any]:
+def shipped_judge(name: str) -> JsonObject:
     """The values of the shipped choice `judge=<name>`."""
-    found: dict[str, Any] = yaml.safe_load((paths.CONF / "judge" / f"{name}.yaml").read_text())
+    found: JsonObject = yaml.safe_load((paths.CONF / "judge" / f"{name}.yaml").read_text())
     return found
 
 

@@ -17,6 +17,7 @@ from rloo_cli.config.provenance import ConfigSources
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils import redact
 from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.files import JsonObject
 
 MAX_INT64 = 2**63 - 1
 MIN_FLOAT64 = math.ulp(0.0)
@@ -27,7 +28,7 @@ EXPONENT = re.compile(r"(?<![\w.])[+-]?([\d_]*\.?[\d_]*)[eE][+-]?\d+(?![\w.])")
 REGISTRY_KEYS = {"algorithm": ("algorithms", "name"), "generation": ("generation", "backend")}
 
 
-def pre_schema_problems(values: dict[str, Any]) -> Iterator[Problem]:
+def pre_schema_problems(values: JsonObject) -> Iterator[Problem]:
     """Python objects, secrets, keys without a value, and names that no registry has."""
     yield from _targets(values)
     yield from _secrets(values)
@@ -38,7 +39,7 @@ def pre_schema_problems(values: dict[str, Any]) -> Iterator[Problem]:
     yield from judge.unknown_judge_problems(values)
 
 
-def section_problems(values: dict[str, Any]) -> Iterator[Problem]:
+def section_problems(values: JsonObject) -> Iterator[Problem]:
     """Sections that are something else: what is to be looked through further has to be one."""
     for name, info in {**RunConfig.model_fields, "reward_defaults": None}.items():
         of = info.annotation if info is not None else None
@@ -72,7 +73,7 @@ def schema_keys(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
     return keys
 
 
-def _targets(values: dict[str, Any]) -> Iterator[Problem]:
+def _targets(values: JsonObject) -> Iterator[Problem]:
     for key, _ in walk_values(values):
         if key.rpartition(".")[2] in ("_target_", "_convert_", "_partial_", "_recursive_"):
             yield Problem(
@@ -83,7 +84,7 @@ def _targets(values: dict[str, Any]) -> Iterator[Problem]:
             )
 
 
-def _secrets(values: dict[str, Any]) -> Iterator[Problem]:
+def _secrets(values: JsonObject) -> Iterator[Problem]:
     """Keys that would hold a secret, and values that are one (`${oc.env:HF_TOKEN}`)."""
     for key, value in walk_values(values):
         of = redact.find_secret(value) if isinstance(value, str) else ""
@@ -94,14 +95,14 @@ def _secrets(values: dict[str, Any]) -> Iterator[Problem]:
             yield Problem(f"{key}: this looks like a secret", key, why, fix)
 
 
-def _overflow_problems(values: dict[str, Any]) -> Iterator[Problem]:
+def _overflow_problems(values: JsonObject) -> Iterator[Problem]:
     for key, value in walk_values(values):
         if isinstance(value, int) and abs(value) > MAX_INT64:
             why = f"{str(value)[:20]}... is beyond {MAX_INT64}, what 64 bits hold"
             yield Problem(f"{key} is too large a number", key, why)
 
 
-def underflow_problems(values: dict[str, Any], sources: ConfigSources) -> Iterator[Problem]:
+def underflow_problems(values: JsonObject, sources: ConfigSources) -> Iterator[Problem]:
     """Numbers that are written as something other than 0, and are 0 for a computer."""
     for key, value in walk_values(values):
         if not isinstance(value, float) or value != 0:
@@ -113,7 +114,7 @@ def underflow_problems(values: dict[str, Any], sources: ConfigSources) -> Iterat
                 break
 
 
-def _missing(values: dict[str, Any]) -> Iterator[Problem]:
+def _missing(values: JsonObject) -> Iterator[Problem]:
     for key, value in walk_values(values):
         if value == "???" and (meant := _misspelt(key, values)):
             said = _clipped(meant[1]) if isinstance(meant[1], dict | list) else meant[1]
@@ -128,7 +129,7 @@ def _missing(values: dict[str, Any]) -> Iterator[Problem]:
             )
 
 
-def _misspelt(missing: str, values: dict[str, Any]) -> tuple[str, Any] | None:
+def _misspelt(missing: str, values: JsonObject) -> tuple[str, Any] | None:
     """The unknown key, and its value, that was meant to be this one, which has none."""
     section, _, leaf = missing.rpartition(".")
     inside: Any = values
@@ -142,7 +143,7 @@ def _misspelt(missing: str, values: dict[str, Any]) -> tuple[str, Any] | None:
     return next(((k, v) for k, v in near.items() if nearest_names(k, [missing])), None)
 
 
-def _fields_of(section: str, inside: dict[str, Any]) -> Iterable[str]:
+def _fields_of(section: str, inside: JsonObject) -> Iterable[str]:
     """The keys that this section has, where that is known by its name or its type."""
     top, _, rest = section.partition(".")
     kind = inside.get("type")
@@ -155,7 +156,7 @@ def _fields_of(section: str, inside: dict[str, Any]) -> Iterable[str]:
     return of.model_fields if known else inside  # type: ignore[union-attr]
 
 
-def _unregistered(values: dict[str, Any]) -> Iterator[Problem]:
+def _unregistered(values: JsonObject) -> Iterator[Problem]:
     picks: list[tuple[str, str, Any]] = [
         (f"{s}.{k}", room, (values.get(s) or {}).get(k)) for s, (room, k) in REGISTRY_KEYS.items()
     ]
@@ -190,7 +191,7 @@ def _unregistered(values: dict[str, Any]) -> Iterator[Problem]:
             )
 
 
-def _badly_named(values: dict[str, Any]) -> Iterator[Problem]:
+def _badly_named(values: JsonObject) -> Iterator[Problem]:
     """Held-out sets and sources whose name would not do in the name of a metric, file or field."""
     kinds = {"eval.sets": "a held-out set", "data.mixture": "a source"}
     fixes = {"eval.sets": "hard={split: test}", "data.mixture": "maths={path: PATH, weight: 1}"}
@@ -210,7 +211,7 @@ def _badly_named(values: dict[str, Any]) -> Iterator[Problem]:
 
 
 def validation_problems(
-    error: ValidationError, values: dict[str, Any], model: type[BaseModel]
+    error: ValidationError, values: JsonObject, model: type[BaseModel]
 ) -> list[Problem]:
     """pydantic's errors as ours: one per key, although a union reports each of its members."""
     known = schema_keys(model)

@@ -1,7 +1,7 @@
 """What one key forbids another: the rules that need more than one key, or a look at the disk.
 
-An algorithm's own rules stand in its file (`problems`); these concern the run as a whole. Each
-problem's `where` is the dotted key; `config` turns it into a file and line.
+An algorithm's own rules are in its file (`rules`); these concern the run as a whole. Each
+problem's `where` is the dotted key; `messages.locate_problem` turns it into a file and line.
 """
 
 import ast
@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 from rloo_cli.config import (
     hf_cache,
@@ -25,17 +24,18 @@ from rloo_cli.config import judge as config_judge
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.schema import DataConfig, RunConfig
 from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import JsonObject
 
 SHARDED_ENGINES = ("zero3", "fsdp2")  # engines that keep a part of the weights on each rank
 ENGINES_WITH_OFFLOAD = {"optimizer": ("zero1", "zero2", "zero3"), "parameters": ("zero3", "fsdp2")}
 
 
 def distributed_problems(run: RunConfig) -> Iterator[Problem]:
-    """Everything wrong with `distributed` as it is written."""
-    given = run.distributed
-    processes = (given.num_processes or 1) * given.num_nodes
-    for key in ("num_processes", "num_nodes") if given.engine == "single" else ():
-        number = getattr(given, key)
+    """Everything wrong with the section `distributed`."""
+    section, engine = run.distributed, run.distributed.engine
+    processes = (section.num_processes or 1) * section.num_nodes
+    for key in ("num_processes", "num_nodes") if engine == "single" else ():
+        number = getattr(section, key)
         if (number or 1) > 1:
             yield Problem(
                 f"distributed.{key} = {number}, and distributed.engine = single is one process",
@@ -43,20 +43,20 @@ def distributed_problems(run: RunConfig) -> Iterator[Problem]:
                 "single trains in one process on one device",
                 f"distributed=ddp (or zero2, fsdp2) distributed.{key}={number}",
             )
-    if given.engine != "single":
+    if engine != "single":
         yield from prompts_per_rank_problems(run, processes)
-    if given.engine not in ENGINES_WITH_OFFLOAD.get(given.offload, (given.engine,)):
-        can = ENGINES_WITH_OFFLOAD[given.offload]
+    if engine not in ENGINES_WITH_OFFLOAD.get(section.offload, (engine,)):
+        can = ENGINES_WITH_OFFLOAD[section.offload]
         yield Problem(
-            f"distributed.offload = {given.offload} is nothing that {given.engine} does",
+            f"distributed.offload = {section.offload} is nothing that {engine} does",
             "distributed.offload",
-            f"distributed.engine = {given.engine}; it needs one of: {', '.join(can)}",
-            f"distributed={can[-1]} distributed.offload={given.offload}",
+            f"distributed.engine = {engine}; it needs one of: {', '.join(can)}",
+            f"distributed={can[-1]} distributed.offload={section.offload}",
         )
     yield from _shards(run)
-    if given.rdzv is not None and parse_address(given.rdzv) is None:
+    if section.rdzv is not None and parse_address(section.rdzv) is None:
         yield Problem(
-            f"distributed.rdzv = {given.rdzv!r} is not host:port",
+            f"distributed.rdzv = {section.rdzv!r} is not host:port",
             "distributed.rdzv",
             "the port is a number from 0 (any that is free) to 65535",
             "distributed.rdzv=null, or distributed.rdzv=HOST:29500",
@@ -64,7 +64,7 @@ def distributed_problems(run: RunConfig) -> Iterator[Problem]:
 
 
 def _shards(run: RunConfig) -> Iterator[Problem]:
-    """What is done with whole weights alone."""
+    """What an engine that shards the weights cannot do, since it needs whole weights."""
     engine, model = run.distributed.engine, run.model
     if engine not in SHARDED_ENGINES:
         return
@@ -82,7 +82,7 @@ def _shards(run: RunConfig) -> Iterator[Problem]:
 
 
 def prompts_per_rank_problems(run: RunConfig, processes: int) -> Iterator[Problem]:
-    """A process without a single prompt of a step would have nothing to train on."""
+    """Fewer prompts in a step than processes: one of them would have nothing to train on."""
     prompts = run.train.prompts_per_step
     if prompts < processes:
         yield Problem(
@@ -103,14 +103,14 @@ def parse_address(text: str) -> tuple[str, int] | None:
 
 
 def data_problems(run: RunConfig) -> Iterator[Problem]:
-    """Everything wrong with where a run's rows come from."""
+    """Everything wrong with where a run's examples come from."""
     data, named = run.data, list(run.data.mixture_sources)
     if (data.path is None) != bool(named):
-        found = f"data.path={data.path or 'null'}, data.mixture={', '.join(named) or 'null'}"
+        values = f"data.path={data.path or 'null'}, data.mixture={', '.join(named) or 'null'}"
         yield Problem(
-            "rows come either from data.path or from the sources of data.mixture",
+            "examples come either from data.path or from the sources of data.mixture",
             "data.mixture" if named else "data.path",
-            f"found {found}",
+            f"found {values}",
             "data.path=null" if named else "data.path=PATH",
         )
     elif named and data.eval_split is not None and not run.held_out.keys() - {""}:
@@ -132,11 +132,11 @@ def _streaming(key: str, source: DataConfig) -> Iterator[Problem]:
         yield Problem(
             f"{key}.streaming needs {key}.max_samples",
             f"{key}.max_samples",
-            "rows are read one by one up to that number; without it all of them would be",
+            "examples are read one by one up to that number; without it all of them would be",
             f"{key}.max_samples=10000, or {key}.streaming=false",
         )
     elif (source.path or "").startswith(synthetic.MAKE_PREFIX):
-        why = f"{source.path} is made here: there is nothing to read row by row"
+        why = f"{source.path} is made here: there is nothing to read one by one"
         yield Problem(f"{key}.streaming is set", f"{key}.streaming", why, f"{key}.streaming=false")
 
 
@@ -149,32 +149,32 @@ def _template(key: str, source: DataConfig) -> Iterator[Problem]:
 
 
 def user_code_specs(run: RunConfig) -> dict[str, str]:
-    """Key -> file.py:name of every filter and map that is the user's code, the same one once."""
-    given = {
+    """Key -> file.py:name of every filter and map that is the user's code; each code once."""
+    values = {
         f"{key}.{k}": getattr(s, k)
         for key, s in configured_splits(run).items()
         for k in ("filter", "map")
     }
-    found = {key: spec for key, spec in given.items() if isinstance(spec, str)}
-    return {key: spec for n, (key, spec) in enumerate(found.items())
-            if spec not in [*found.values()][:n]}  # fmt: skip
+    codes = {key: spec for key, spec in values.items() if isinstance(spec, str)}
+    return {key: spec for n, (key, spec) in enumerate(codes.items())
+            if spec not in [*codes.values()][:n]}  # fmt: skip
 
 
 def configured_splits(run: RunConfig) -> dict[str, DataConfig]:
-    """Key -> data of every split that a run reads, "data" or "data.mixture.NAME" first."""
+    """Key -> data config of every split that a run reads; "data" or "data.mixture.NAME" first."""
     sources = {f"data.mixture.{name}": source for name, source in run.data.mixture_sources.items()}
     sets = {f"eval.sets.{name}": data for name, data in run.held_out.items() if name}
     return (sources or {"data": run.data}) | sets
 
 
-# transformers' names, which are known only once it is imported; a test compares the two.
+# transformers' names, copied because importing it is slow; a test compares the two.
 LR_SCHEDULES = (
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
     "inverse_sqrt", "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr",
     "warmup_stable_decay", "greedy",
 )  # fmt: skip
 
-# Packages that rloo brings with it: none has a reward, some load and run what they are given.
+# Packages that rloo depends on: none has a reward, and some load and run their arguments.
 DEPENDENCIES = (
     "torch", "transformers", "datasets", "tokenizers", "safetensors", "huggingface_hub", "numpy",
     "pandas", "pyarrow", "yaml", "hydra", "omegaconf", "pydantic", "jinja2", "accelerate",
@@ -182,14 +182,13 @@ DEPENDENCIES = (
 
 
 def run_problems(run: RunConfig) -> Iterator[Problem]:
-    """Everything wrong with a run whose keys are each right on their own."""
+    """Everything wrong with a run each of whose keys is valid by itself."""
     yield from _length(run)
     yield from _batch(run)
     yield from distributed_problems(run)
     yield from registry.algorithm_class(run.algorithm.name)(run.algorithm).rules(run)
-    yield from getattr(
-        registry.registered_module("generation", run.generation.backend), "rules", _no_rule_problems
-    )(run)
+    backend = registry.registered_module("generation", run.generation.backend)
+    yield from getattr(backend, "rules", _no_rule_problems)(run)
     yield from rules_paths.path_problems(run)
     yield from rules_model.model_file_problems(run)
     yield from data_problems(run)
@@ -213,18 +212,13 @@ def _length(run: RunConfig) -> Iterator[Problem]:
         "total_episodes": run.total_episodes,
         "train.epochs": run.train.epochs,
     }
-    given = [k for k, v in lengths.items() if v is not None]
-    if len(given) == 1:
+    keys = [k for k, v in lengths.items() if v is not None]
+    if len(keys) == 1:
         return
-    found = " and ".join(f"{k}={lengths[k]}" for k in given) or "none of them"
-    keep = given[0] if given else "max_steps"
-    fix = " ".join(f"{k}=null" for k in given[1:]) or f"{keep}=100"
-    yield Problem(
-        "exactly one of max_steps, total_episodes, train.epochs says how long to train",
-        given[-1] if given else "max_steps",
-        f"found {found}",
-        fix,
-    )
+    what = "exactly one of max_steps, total_episodes, train.epochs says how long to train"
+    why = f"found {' and '.join(f'{k}={lengths[k]}' for k in keys) or 'none of them'}"
+    fix = " ".join(f"{k}=null" for k in keys[1:]) or f"{keys[0] if keys else 'max_steps'}=100"
+    yield Problem(what, keys[-1] if keys else "max_steps", why, fix)
 
 
 def _batch(run: RunConfig) -> Iterator[Problem]:
@@ -241,40 +235,38 @@ def _batch(run: RunConfig) -> Iterator[Problem]:
                 near,
             )
     if not run.rewards:
-        yield Problem(
-            "no reward is chosen", "reward", "nothing would be learned", "reward=accuracy"
-        )
+        why = "nothing would be learned"
+        yield Problem("no reward is chosen", "reward", why, "reward=accuracy")
 
 
 def _rewards(run: RunConfig) -> Iterator[Problem]:
-    """User code is parsed here, not run: a name that is not there costs no import."""
+    """What is wrong with rewards and user code, which is parsed and not run."""
     entries = run.rewards.items()
     for name, entry in entries:
         if entry.workers > 1 and entry.scope == "batch":
             key = f"reward.{name}.workers"
             what = f"{key} = {entry.workers} would share out one call"
-            why = f"reward.{name}.scope = batch: all rows of a step are one call"
+            why = f"reward.{name}.scope = batch: all completions of a step are one call"
             yield Problem(what, key, why, f"reward.{name}.scope=row, or {key}=1")
         rules = getattr(registry.registered_module("rewards", entry.type), "problems", None)
         yield from rules(entry, f"reward.{name}") if rules else ()
     codes = {f"reward.{n}.path": getattr(c, "path", "") for n, c in entries if c.type == "function"}
-    judge: Any = run.eval.judge
-    if judge is not None and judge.type == "reward" and judge.reward.type == "function":
+    judge = run.eval.judge
+    if isinstance(judge, config_judge.RewardJudge) and judge.reward.type == "function":
         codes["eval.judge.reward.path"] = judge.reward.path
-    codes |= {
-        f"train.{k}": v
-        for k in ("optimizer", "lr_scheduler")
-        if ":" in (v := getattr(run.train, k))
+    trained_by = {
+        "train.optimizer": run.train.optimizer,
+        "train.lr_scheduler": run.train.lr_scheduler,
     }
+    codes |= {key: spec for key, spec in trained_by.items() if ":" in spec}
     for key, spec in (codes | user_code_specs(run)).items():
         yield from code_problems(key, spec)
-    for key, known in (("optimizer", ("adamw",)), ("lr_scheduler", LR_SCHEDULES)):
-        value = getattr(run.train, key)
-        if ":" not in value and value not in known:
-            close = nearest_names(value, known) or known[:1]
-            why = f"one of: {', '.join(known)}; or file.py:name of your own"
-            what, fix = f"train.{key} = {value!r} is unknown", f"train.{key}={close[0]}"
-            yield Problem(what, f"train.{key}", why, fix)
+    shipped = {"train.optimizer": ("adamw",), "train.lr_scheduler": LR_SCHEDULES}
+    for key, value in trained_by.items():
+        if ":" not in value and value not in shipped[key]:
+            close = nearest_names(value, shipped[key]) or shipped[key][:1]
+            why = f"one of: {', '.join(shipped[key])}; or file.py:name of your own"
+            yield Problem(f"{key} = {value!r} is unknown", key, why, f"{key}={close[0]}")
 
 
 def code_problems(key: str, spec: str) -> Iterator[Problem]:
@@ -286,9 +278,7 @@ def code_problems(key: str, spec: str) -> Iterator[Problem]:
         return
     if not where.endswith(".py"):
         package = where.partition(".")[0]
-        if package in sys.stdlib_module_names or (
-            package in DEPENDENCIES and key.startswith("rew")
-        ):
+        if package in sys.stdlib_module_names or (package in DEPENDENCIES and key[:3] == "rew"):
             why = f"{package} comes with Python or with rloo, and nothing in it is meant for this"
             yield Problem(f"{key} = {spec!r} is not code of yours", key, why, f"{key}=file.py:name")
         return
@@ -297,7 +287,9 @@ def code_problems(key: str, spec: str) -> Iterator[Problem]:
         yield Problem(f"{key}: {where} does not exist", key, f"looked at {path.absolute()}")
         return
     try:
-        tree = ast.parse(path.read_bytes(), str(path))  # bytes: in the coding that the file says
+        tree = ast.parse(
+            path.read_bytes(), str(path)
+        )  # bytes: in the encoding that the file declares
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", 1)
         yield Problem(f"{key}: {where} is not valid Python", f"{where}:{line}", str(error))
@@ -322,16 +314,16 @@ def _top_level(tree: ast.Module) -> set[str]:
     return names
 
 
-def local_model_config(path: str) -> dict[str, Any]:
-    """What a local model's config.json says of its language model; {} where there is none."""
+def local_model_config(path: str) -> JsonObject:
+    """The language model's part of a local model's config.json; {} where there is no such file."""
     values = hf_cache.read_model_config(path) if Path(path).expanduser().exists() else {}
-    found: dict[str, Any] = values.get("text_config", values)
-    return found
+    text_config: JsonObject = values.get("text_config", values)
+    return text_config
 
 
 def _evaluation(run: RunConfig) -> Iterator[Problem]:
-    k, asked, reward = run.eval.num_generations, run.eval.pass_at, run.eval.pass_reward
-    if asked is not None and (too_many := [n for n in asked if n > k]):
+    k, pass_at, reward = run.eval.num_generations, run.eval.pass_at, run.eval.pass_reward
+    if pass_at is not None and (too_many := [n for n in pass_at if n > k]):
         yield Problem(
             f"eval.pass_at asks for pass@{max(too_many)}",
             "eval.pass_at",
@@ -359,26 +351,22 @@ def _context(run: RunConfig) -> Iterator[Problem]:
     path, key = run.model.path, "generation.max_completion_length"
     try:
         values = hf_cache.read_model_config(path, run.model.revision)
-        limit, odd = (
-            prompt_limit.model_context_length(run.model),
-            hf_cache.model_config_problem(values),
-        )
+        limit = prompt_limit.model_context_length(run.model)
+        why = hf_cache.model_config_problem(values)
     except ValueError as error:
-        limit, odd = None, str(error)
-    if odd:
-        yield Problem(f"model.path = {path!r} cannot be loaded", "model.path", odd)
+        limit, why = None, str(error)
+    if why:
+        yield Problem(f"model.path = {path!r} cannot be loaded", "model.path", why)
         return
     answer, prompt = run.generation.max_completion_length, run.data.max_prompt_length or 1
     if limit is None or answer + prompt <= limit:
         return
-    prompts = f"data.max_prompt_length={limit - answer}"
     needed = f"max_prompt_length {prompt}" if run.data.max_prompt_length else "a prompt of 1 token"
-    yield Problem(
-        f"prompt and completion do not fit the model's context of {limit} tokens",
-        "data.max_prompt_length" if limit > answer else key,
-        f"{needed} + max_completion_length {answer} = {answer + prompt}",
-        prompts if limit > answer else f"{key}={max(1, limit // 2)}",
-    )
+    fix = f"{key}={max(1, limit // 2)}"
+    if limit > answer:
+        key, fix = "data.max_prompt_length", f"data.max_prompt_length={limit - answer}"
+    what = f"prompt and completion do not fit the model's context of {limit} tokens"
+    yield Problem(what, key, f"{needed} + max_completion_length {answer} = {answer + prompt}", fix)
 
 
 def _attention(run: RunConfig) -> Iterator[Problem]:

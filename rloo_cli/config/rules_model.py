@@ -3,11 +3,11 @@
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from rloo_cli.config import hf_cache
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.files import JsonObject
 
 # One of these is in the folder of every tokenizer.
 TOKENIZER_FILES = (
@@ -37,7 +37,7 @@ def model_file_problems(run: RunConfig) -> Iterator[Problem]:
     yield from _tokenizer(run)
 
 
-def wrong_head_reason(values: dict[str, Any]) -> str:
+def wrong_head_reason(values: JsonObject) -> str:
     """Why the weights of this config.json have no head of a language model; "" = they may."""
     classes = [str(c) for c in values.get("architectures") or []]
     if classes and all(c.endswith(OTHER_HEADS) for c in classes):
@@ -45,7 +45,7 @@ def wrong_head_reason(values: dict[str, Any]) -> str:
     return ""
 
 
-def uncounted_layers(values: dict[str, Any], unexpected: Iterable[str]) -> list[str]:
+def uncounted_layers(values: JsonObject, unexpected: Iterable[str]) -> list[str]:
     """Names among `unexpected` tensors of layers that the config.json does not count.
 
     Layers for predicting several tokens at once come after the others, and are left out by right.
@@ -88,7 +88,7 @@ def _tokenizer(run: RunConfig) -> Iterator[Problem]:
         yield Problem(f"{folder} has no tokenizer", key, why, "model.tokenizer=FOLDER or ORG/NAME")
 
 
-def _values(path: str, revision: str | None = None) -> dict[str, Any]:
+def _values(path: str, revision: str | None = None) -> JsonObject:
     """A model's config.json; {} for one that cannot be read, which `rules` says."""
     try:
         return hf_cache.read_model_config(path, revision)
@@ -96,7 +96,7 @@ def _values(path: str, revision: str | None = None) -> dict[str, Any]:
         return {}
 
 
-def _vocabulary(values: dict[str, Any]) -> int | None:
+def _vocabulary(values: JsonObject) -> int | None:
     inner = values.get("text_config")
     size = (inner if isinstance(inner, dict) else values).get("vocab_size")
     return size if isinstance(size, int) else None

@@ -6,11 +6,11 @@ Imports no torch. What a key of `sft` or `reward_model` leaves null is filled in
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rloo_cli.config import hf_cache, rules_lora, rules_paths, synthetic
 from rloo_cli.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
 from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.files import JsonObject
 
 TRAINING_SECTIONS = ("sft", "reward_model")
 
@@ -35,7 +35,7 @@ def training_data(run: RunConfig, section: str) -> DataConfig:
     own = training_settings(run, section).data
     given = own.model_dump(exclude_none=True)
     if own.path is not None:
-        plain: dict[str, Any] = {
+        plain: JsonObject = {
             "name": own.name,
             "revision": own.revision,
             "columns": {},

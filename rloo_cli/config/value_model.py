@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rloo_cli.config.schema import RunConfig
+from rloo_cli.utils.files import JsonObject
 
 VALUE_BASELINE = "value"  # the baseline of algorithms that have such a model
 # Of a config.json: what makes two backbones one architecture, and their ids one vocabulary.
@@ -50,7 +51,7 @@ def choose_value_init(
         trust = own.trust_remote_code
         return ValueInit(own.value.path, own.value.revision, "model.value.path",
                          "model.value.path", trust_remote_code=trust)  # fmt: skip
-    judges: dict[str, Any] = {n: e for n, e in run.rewards.items() if e.type == "model"}
+    judges: JsonObject = {n: e for n, e in run.rewards.items() if e.type == "model"}
     why = f"{len(judges)} of the rewards are models, not one" if len(judges) != 1 else ""
     for name, entry in judges.items() if not why else ():
         ours, theirs = read_values(own.path, own.revision), read_values(entry.path, entry.revision)

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Prompt = str | list[dict[str, Any]]
+from rloo_cli.utils.files import JsonObject
+
+Prompt = str | list[JsonObject]
 
 
 @dataclass
@@ -38,7 +40,7 @@ class Group:
     """K completions of one draw of a prompt, and everything computed per token for them."""
 
     prompt_offset: int  # place in the step's global order
-    example: dict[str, Any]  # the data set's other columns
+    example: JsonObject  # the data set's other columns
     prompt: Prompt
     prompt_ids: list[int]
     rollouts: list[Rollout] = field(default_factory=list)

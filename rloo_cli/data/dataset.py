@@ -17,6 +17,7 @@ from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.schema import DataConfig
 from rloo_cli.data import filters, mapping
 from rloo_cli.utils.errors import DataError, MachineError, Problem
+from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -115,8 +116,8 @@ def _rename_columns(data: "Dataset", new_names: dict[str, str]) -> "Dataset":
 
 
 def _rename_example_columns(
-    examples: Iterable[dict[str, Any]], new_names: dict[str, str]
-) -> Iterator[dict[str, Any]]:
+    examples: Iterable[JsonObject], new_names: dict[str, str]
+) -> Iterator[JsonObject]:
     for n, row in enumerate(examples):
         if not n:
             _check_names(list(row), new_names)
@@ -151,7 +152,7 @@ def _open(config: DataConfig, split: str) -> Any:
     if config.path.startswith(synthetic.MAKE_PREFIX):
         return _open_synthetic(config.path, split)
     path = Path(config.path).expanduser()
-    streaming: dict[str, Any] = {"streaming": True} if config.streaming else {}
+    streaming: JsonObject = {"streaming": True} if config.streaming else {}
     if path.is_dir() and any((path / f"{n}.json").is_file() for n in ("state", "dataset_dict")):
         if streaming:
             why = "of a data set saved to disk only what is used is read anyway"

@@ -11,12 +11,13 @@ from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.registry import load_code
 from rloo_cli.config.user_code import exception_text, format_user_frames
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
+from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-Filter = dict[str, Any] | str
-ExampleDict = dict[str, Any]
+Filter = JsonObject | str
+ExampleDict = JsonObject
 
 
 def filter_dataset(
@@ -83,7 +84,7 @@ def _filter_predicate(row_filter: Filter, columns: list[str]) -> Callable[[int, 
     return lambda _, row: matches_columns(row, row_filter)
 
 
-def matches_columns(example: ExampleDict, column_values: dict[str, Any]) -> bool:
+def matches_columns(example: ExampleDict, column_values: JsonObject) -> bool:
     """Whether every column that `wanted` names has its value in the row, or one of its list."""
     lists = {c: v if isinstance(v, list) else [v] for c, v in column_values.items()}
     return all(_among(example.get(c), values) for c, values in lists.items())

@@ -14,6 +14,7 @@ from rloo_cli.data import order
 from rloo_cli.data.batch import Group, Prompt
 from rloo_cli.data.dataset import is_messages, is_serialized_conversation, prompt_like_columns
 from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -28,7 +29,7 @@ class Prompts:
 
     prompts: list[Prompt]
     prompt_ids: list[list[int]]
-    examples: list[dict[str, Any]]  # the other columns, which the rewards get
+    examples: list[JsonObject]  # the other columns, which the rewards get
     conversational: bool
     fingerprint: str  # of content and order, after filtering
     dropped: int = 0  # by overlong=filter
@@ -81,7 +82,7 @@ def tokenize_prompts(
     data: "Dataset",
     config: DataConfig,
     tokenizer: "PreTrainedTokenizerBase",
-    template_kwargs: dict[str, Any],
+    template_kwargs: JsonObject,
     max_length: int | None,
     seed: int,
     headroom: int | None = None,
@@ -140,7 +141,7 @@ def _check_values(data: "Dataset", values: Any, config: DataConfig) -> None:
         )
 
 
-def _refuse_other_parts(messages: list[dict[str, Any]], where: str) -> None:
+def _refuse_other_parts(messages: list[JsonObject], where: str) -> None:
     """Raises DataError for a message that has parts which are not text."""
     for message in messages:
         parts = message["content"] if isinstance(message.get("content"), list) else []
@@ -169,7 +170,7 @@ def _refuse_idle_keys(conversational: bool, config: DataConfig) -> None:
         raise DataError(Problem(f"data.{key} is set", f"data.{key}", why, off, more))
 
 
-def _render(value: Any, example: dict[str, Any], config: DataConfig) -> Prompt:
+def _render(value: Any, example: JsonObject, config: DataConfig) -> Prompt:
     """The prompt as it goes to the tokenizer, or to its chat template."""
     if isinstance(value, str):
         text = value if config.template is None else _fill_prompt_template(value, example, config)
@@ -182,7 +183,7 @@ def _render(value: Any, example: dict[str, Any], config: DataConfig) -> Prompt:
     return messages if has_one else [*system, *messages]
 
 
-def _fill_prompt_template(value: str, example: dict[str, Any], config: DataConfig) -> str:
+def _fill_prompt_template(value: str, example: JsonObject, config: DataConfig) -> str:
     fields = example | {config.prompt_column: value, "prompt": value}
     assert config.template is not None
     try:
@@ -197,7 +198,7 @@ def _fill_prompt_template(value: str, example: dict[str, Any], config: DataConfi
         raise DataError(Problem(what, "data.template", str(error), fix)) from None
 
 
-def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+def _with_text(message: JsonObject) -> JsonObject:
     """A message whose parts of text are one string: few chat templates know parts."""
     if not isinstance(message.get("content"), list):
         return message
@@ -208,7 +209,7 @@ def _tokenize_all(
     prompts: list[Prompt],
     conversational: bool,
     tokenizer: "PreTrainedTokenizerBase",
-    template_kwargs: dict[str, Any],
+    template_kwargs: JsonObject,
 ) -> list[list[int]]:
     if not conversational:
         return [list(ids) for ids in tokenizer(prompts)["input_ids"]]
@@ -259,7 +260,7 @@ def _refuse_two_beginnings(ids: list[list[int]], tokenizer: "PreTrainedTokenizer
 def _apply_overlong(
     prompts: list[Prompt],
     ids: list[list[int]],
-    examples: list[dict[str, Any]],
+    examples: list[JsonObject],
     conversational: bool,
     config: DataConfig,
     max_length: int | None,

@@ -4,6 +4,12 @@ Each decoder layer is a unit that is gathered for its own forward and backward; 
 belong to the root, which is the `Scorer`: whatever asks for logits asks through it. Weights of half
 precision are shards of float32 (they are the masters) that are gathered in half precision, and
 gradients are summed in float32.
+
+accelerate's `fsdp2_prepare_model` gives the same numbers (`python bench/accelerate_parts.py`) by
+the same torch function, and is not used: it wants the whole model on each rank or a whole state
+dict on rank 0 (accelerate 1.15, utils/fsdp_utils.py:828), where weights come unit by unit here; it
+has one mesh (:773), where a frozen model has a group of its own; and it has no way on a CPU
+(state.py:1010).
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,6 +35,7 @@ from rloo_cli.distributed.optimizer import Optimizer, gather_full_tensor
 from rloo_cli.distributed.world import World
 from rloo_cli.policy.load import HALF_DTYPES
 from rloo_cli.policy.model import Policy
+from rloo_cli.utils.files import JsonObject
 
 
 class FSDPEngine(ParallelEngine):
@@ -86,7 +93,7 @@ class FSDPEngine(ParallelEngine):
         mixed = MixedPrecisionPolicy()
         if dtype in HALF_DTYPES and storage_dtype is not None:
             mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        given: dict[str, Any] = {
+        given: JsonObject = {
             "mesh": mesh or self.mesh,
             "mp_policy": mixed,
             "offload_policy": offload,

@@ -19,6 +19,7 @@ from rloo_cli.config.schema import DistributedConfig, TrainConfig
 from rloo_cli.policy.load import HALF_DTYPES
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
 from rloo_cli.utils.fault_injection import poison_tensor
+from rloo_cli.utils.files import JsonObject
 
 
 def _reduce_nothing(masters: Sequence[Tensor]) -> None:
@@ -122,7 +123,7 @@ class Optimizer:
         for parameter in (*self.weights, *self.masters):
             parameter.grad = None
 
-    def dump(self, rank: int = 0, world_size: int = 1) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def dump(self, rank: int = 0, world_size: int = 1) -> tuple[dict[str, Tensor], JsonObject]:
         """Everything a restart needs: `<what>/<parameter>` -> tensor, and plain values.
 
         Of `size` ranks, which all call it, each gets a share of the tensors, every one whole.
@@ -130,7 +131,7 @@ class Optimizer:
         that only a pickle could hold.
         """
         saved = StateShard(rank, world_size)
-        plain: dict[str, Any] = {}
+        plain: JsonObject = {}
         rows = enumerate(zip(self.names, self.weights, self.masters, strict=True))
         for number, (name, weight, master) in rows:
             if weight is not master:
@@ -199,7 +200,7 @@ class StateShard:
 
 def named_param_groups(
     inner: torch.optim.Optimizer, names: Sequence[list[str]]
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """The optimizer's groups as plain values, with the names of their parameters."""
     return [
         {k: v for k, v in group.items() if k != "params"} | {"names": own}
@@ -276,7 +277,7 @@ def build_optimizer(
     needs a compiler and two minutes at the start, and takes no sharded tensors. A model that
     computes on the CPU keeps torch's default: a run of before goes on to the same bits.
     """
-    arguments: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    arguments: JsonObject = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     parameters = list(parameters)
     if config.optimizer == "adamw" and (offloaded or can_use_fused(parameters)):
         arguments["fused"] = True  # a third of the passes over memory, and no temporaries

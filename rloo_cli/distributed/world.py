@@ -3,11 +3,19 @@
 An error is everybody's: what a rank does between two meetings is told at the second one, and all
 leave with the first failing rank's error. Plain objects travel pickled, between processes of one
 run and nobody else.
+
+Who a rank is and which GPU is its own, accelerate's PartialState says; it takes over the process
+group that is made here, because a store that it makes listens on every interface (state.py:237).
+Its object collectives are not used: they are those of the default group and have its deadline
+(utils/operations.py:500 and :695), and a wait for what rank 0 does alone has a longer one. Its
+state of a single process is not used either: a GPU has no number there (state.py:747). Line
+numbers are those of accelerate 1.15; `python bench/accelerate_parts.py` compares the numbers.
 """
 
 import os
 import pickle
 import socket
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -15,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from torch import Tensor
 
 from rloo_cli.config.schema import DistributedConfig, RunConfig
@@ -23,6 +32,7 @@ from rloo_cli.distributed.stop_poll import StopPoll
 from rloo_cli.utils import errors, signals
 from rloo_cli.utils.environment import environment_number
 from rloo_cli.utils.errors import GenerationError, MachineError, Problem, RunError, Stopped
+from rloo_cli.utils.files import JsonObject
 
 T = TypeVar("T")
 RANK0_TIMEOUT_FACTOR = (
@@ -164,32 +174,32 @@ def join_world(run: RunConfig) -> World:
     size = environment_number("WORLD_SIZE", 1)
     if config.engine == "single" and size == 1:
         return single_process_world(config)
-    rank, local = environment_number("RANK", 0), environment_number("LOCAL_RANK", 0)
+    rank, local_ranks = environment_number("RANK", 0), environment_number("LOCAL_WORLD_SIZE", 1)
     check_devices()
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        # A task that is shown one GPU alone (srun --gpu-bind) has it as its first.
-        device = torch.device("cuda", local if torch.cuda.device_count() > 1 else 0)
-        torch.cuda.set_device(device)
-    here = environment_number("LOCAL_WORLD_SIZE", 1)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    elif here > 1 and "OMP_NUM_THREADS" not in os.environ:  # each would take all cores
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
+    on_gpu = torch.cuda.is_available()
     limit = timedelta(seconds=config.timeout_s)
-    kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     if not dist.is_initialized():
         _run_collective(
-            "all ranks at the start", lambda: _init_process_group(kind, rank, size, limit)
+            "all ranks at the start", lambda: _init_process_group(backend, rank, size, limit)
         )
+    threads = torch.get_num_threads()
+    os.environ.setdefault("LOCAL_RANK", "0")  # of one process, which nobody has numbered
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the number of threads, which is set below
+        state = PartialState(cpu=not on_gpu, backend=None if on_gpu else "gloo")
+    device = state.device if on_gpu else torch.device("cpu")  # "cpu:0" there
+    if config.threads is not None:
+        threads = config.threads
+    elif local_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:  # each would take all cores
+        threads = max(1, (os.cpu_count() or 1) // local_ranks)
+    torch.set_num_threads(threads)
     if size == 1:
         return World(0, 1, device)
-    patience = timedelta(
-        seconds=config.timeout_s + RANK0_TIMEOUT_FACTOR * _generation_timeout_s(run)
-    )
     group = dist.new_group(backend="gloo", timeout=limit)
-    patient = dist.new_group(backend="gloo", timeout=patience)
-    return World(rank, size, device, here, group, patient)
+    long_wait_s = config.timeout_s + RANK0_TIMEOUT_FACTOR * _generation_timeout_s(run)
+    patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=long_wait_s))
+    return World(state.process_index, state.num_processes, device, local_ranks, group, patient)
 
 
 def check_devices() -> None:
@@ -218,7 +228,7 @@ def _init_process_group(backend: str, rank: int, size: int, timeout: timedelta) 
         dist.init_process_group(backend, timeout=timeout)
         return
     host, port = os.environ["MASTER_ADDR"], environment_number("MASTER_PORT", 0)
-    given: dict[str, Any] = {}
+    given: JsonObject = {}
     if rank == 0 and handle is not None:
         given = {"master_listen_fd": socket.socket(fileno=int(handle)).detach()}
     store = dist.TCPStore(
@@ -256,7 +266,7 @@ def is_rank_lost(error: BaseException) -> bool:
     return bool(error.__dict__.get("lost"))
 
 
-def _error_to_dict(error: BaseException) -> dict[str, Any]:
+def _error_to_dict(error: BaseException) -> JsonObject:
     """An error as plain values."""
     kinds = [k.__name__ for k in type(error).__mro__ if getattr(errors, k.__name__, None) is k]
     problems = [asdict(p) for p in error.problems] if isinstance(error, RunError) else []
@@ -264,7 +274,7 @@ def _error_to_dict(error: BaseException) -> dict[str, Any]:
 
 
 def _raise_first_error(
-    errors_by_rank: list[dict[str, Any] | None], rank: int, local_error: BaseException | None
+    errors_by_rank: list[JsonObject | None], rank: int, local_error: BaseException | None
 ) -> None:
     """Raise the error of the first rank that has one; a stop only where nothing else is wrong."""
     wrong = [(r, e) for r, e in enumerate(errors_by_rank) if e is not None]

@@ -1,9 +1,10 @@
 """`zero1`, `zero2`, `zero3`: DeepSpeed's engine, driven directly.
 
-accelerate's wrapper steps inside its `backward`, so that the number of micro-batches could not
-change from step to step: here the boundary is set before each backward pass instead. The norm is
-asked for before the step, which is only made when it is finite; a factor on all gradients (an
-advantage's normalisation, known late) goes through the loss scale.
+accelerate's wrapper gives the same sums (`python bench/accelerate_parts.py`), but it makes the
+optimizer's step inside the last `backward` (accelerate 1.15, utils/deepspeed.py:281). Here the norm
+is asked for before the step, which is only made when it is finite, and a factor on all gradients
+(an advantage's normalisation, known late) goes through the loss scale. So the engine is driven
+directly: the boundary is set before each backward pass.
 """
 
 import logging
@@ -21,6 +22,7 @@ from rloo_cli.distributed.fsdp import FSDPEngine
 from rloo_cli.distributed.optimizer import build_optimizer
 from rloo_cli.distributed.zero_optimizer import ZeroOptimizer
 from rloo_cli.policy.model import Policy
+from rloo_cli.utils.files import JsonObject
 
 DEEPSPEED_DTYPE_SECTIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -78,17 +80,17 @@ class DeepSpeedEngine(ParallelEngine):
         with _import_deepspeed().zero.GatheredParameters(list(parameters)):
             yield [p.detach() for p in parameters]
 
-    def _deepspeed_config(self, dtype: torch.dtype) -> dict[str, Any]:
+    def _deepspeed_config(self, dtype: torch.dtype) -> JsonObject:
         """DeepSpeed's own config."""
         config, on_gpu = self.config.distributed, self.world.device.type == "cuda"
         # In half precision stage 1 is another optimizer of DeepSpeed; 2 gives the same numbers.
         stage = 2 if self.stage == 1 and dtype in DEEPSPEED_DTYPE_SECTIONS else self.stage
-        zero: dict[str, Any] = {"stage": stage, "overlap_comm": on_gpu}
+        zero: JsonObject = {"stage": stage, "overlap_comm": on_gpu}
         if config.offload != "none":
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
         if config.offload == "parameters":
             zero["offload_param"] = {"device": "cpu", "pin_memory": on_gpu}
-        settings: dict[str, Any] = {
+        settings: JsonObject = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": self.config.train.max_grad_norm or 0.0,

@@ -16,6 +16,7 @@ from rloo_cli.distributed.optimizer import (
 )
 from rloo_cli.utils.errors import NumbersError
 from rloo_cli.utils.fault_injection import poison_tensor
+from rloo_cli.utils.files import JsonObject
 
 
 class ZeroOptimizer:
@@ -92,7 +93,7 @@ class ZeroOptimizer:
         for key in list(zero.averaged_gradients):
             zero.averaged_gradients[key] = zero.all_grad_tensors[key] = None
 
-    def dump(self, rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def dump(self, rank: int, world_size: int) -> tuple[dict[str, Tensor], JsonObject]:
         """`optim.Optimizer.dump`: the share of rank `rank`; all ranks call it together."""
         saved = StateShard(rank, world_size)
         counters = self.state.counters()

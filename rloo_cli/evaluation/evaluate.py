@@ -37,10 +37,9 @@ from rloo_cli.rewards.engine.scoring import Scores, ScoringStep
 from rloo_cli.run import Run
 from rloo_cli.utils import rng, signals
 from rloo_cli.utils.fault_injection import trigger_fault
+from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.rng import sampling_seed
 from rloo_cli.utils.timers import StepTimer
-
-JsonObject = dict[str, Any]
 
 
 class EvaluationSetup(Protocol):

@@ -15,12 +15,11 @@ its prompt's n falls, it is no failure to pass. A prompt with n < k takes no par
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
 
 from rloo_cli.config.schema import EvalConfig
 from rloo_cli.reporting.eval_lines import eval_prefix
+from rloo_cli.utils.files import JsonObject
 
-JsonObject = dict[str, Any]
 ROUNDING_TOLERANCE = 1e-9  # weights such as 0.7 + 0.2 + 0.1 do not add up to 1 in binary
 
 

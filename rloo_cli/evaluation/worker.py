@@ -51,9 +51,8 @@ from rloo_cli.rewards.engine.ready import build_rewards, run_ready_hooks
 from rloo_cli.run import RunState
 from rloo_cli.utils import fault_injection, process_exit
 from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.utils.files import read_json, write_json, write_text
+from rloo_cli.utils.files import JsonObject, read_json, write_json, write_text
 
-JsonObject = dict[str, Any]
 PROGRESS_INTERVAL_S = 10.0  # seconds between two lines of progress
 
 

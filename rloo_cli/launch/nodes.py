@@ -22,14 +22,14 @@ from rloo_cli.config.schema import RunConfig
 from rloo_cli.launch import preflight, processes
 from rloo_cli.launch.topology import ProcessTopology, rank_process_specs
 from rloo_cli.utils.errors import GenerationError, MachineError, Problem, RunError
-from rloo_cli.utils.files import read_json, write_json
+from rloo_cli.utils.files import JsonObject, read_json, write_json
 
 POLL_S = 0.2
 EXIT_REPORT_TIMEOUT_S = (
     15.0  # the first one waits so long for the others to have heard how it ended
 )
 HARMLESS_CODES = (0, 75)  # all of them end so together
-NodeMessage = dict[str, Any]
+NodeMessage = JsonObject
 P = TypeVar("P", "NodeCoordinator", "NodeWorker")
 
 
@@ -217,7 +217,7 @@ def run_worker_node(run: RunConfig, topology: ProcessTopology) -> int:
 def _run_ranks(
     folder: Path,
     topology: ProcessTopology,
-    message: dict[str, Any],
+    message: JsonObject,
     poll_failure: Callable[[], int | None],
 ) -> int:
     if message["total"] != topology.world_size:

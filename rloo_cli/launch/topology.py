@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rloo_cli.config import rules
 from rloo_cli.config.rules import parse_address
 from rloo_cli.config.schema import DistributedConfig, RunConfig
 from rloo_cli.distributed import device_count
@@ -78,9 +79,59 @@ def find_topology(env: Environment, run: RunConfig) -> tuple[ProcessTopology, Ru
             if tasks == nodes
             else _slurm_task_topology(env, nodes, tasks)
         )
-    if given.engine == "single" and place.world_size > 1:
+    run, notes = _with_accelerate_engine(env, run, place)
+    if run.distributed.engine == "single" and place.world_size > 1:
         raise ConfigError(_single_engine_problem(place))
-    return place, *_with_numbers(run, place)
+    run, more = _with_numbers(run, place)
+    return place, run, [*notes, *more]
+
+
+def accelerate_engine(env: Environment) -> tuple[str, str]:
+    """The engine and the offload that `accelerate launch` asks for ("" for each it does not)."""
+    cpu, engine, offload = "cpu", "", ""
+    if env.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+        stage = env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "")
+        engine = f"zero{stage}" if stage in ("1", "2", "3") else "ddp" if stage == "0" else ""
+        if env.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE") == cpu:
+            offload = "optimizer"
+        if env.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE") == cpu:
+            offload = "parameters"
+    elif env.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        engine = "fsdp2"
+        offload = "parameters" if env.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true" else ""
+    return engine, offload
+
+
+def _with_accelerate_engine(
+    env: Environment, run: RunConfig, topology: ProcessTopology
+) -> tuple[RunConfig, list[str]]:
+    """The config with the engine of `accelerate launch`, if the config chose none itself.
+
+    Raises ConfigError where the two differ: the launcher's file would be obeyed by half.
+    """
+    given = run.distributed
+    engine, offload = accelerate_engine(env)
+    plain = "ACCELERATE_MIXED_PRECISION" in env and topology.world_size > 1
+    engine = engine or ("ddp" if plain and given.engine == "single" else "")
+    if LAUNCHER_VARIABLE in env or not engine:
+        return run, []
+    wanted = {"engine": engine, "offload": offload or given.offload}
+    if wanted == {"engine": given.engine, "offload": given.offload}:
+        return run, []
+    if given.engine != "single":
+        why = f"accelerate launch says {engine}, offload {offload or 'none'}"
+        fix = f"distributed.engine={engine} distributed.offload={wanted['offload']}, or start it" \
+              " with torchrun"  # fmt: skip
+        what = f"distributed.engine = {given.engine}, and accelerate's launcher says another"
+        raise ConfigError(Problem(what, "distributed.engine", why, fix))
+    run = run.model_copy(update={"distributed": given.model_copy(update=wanted)})
+    if problems := [*rules.run_problems(run)]:
+        raise ConfigError(*problems)
+    return run, [
+        f"distributed.{key} is {value} here, as accelerate launch says (the config has {was})"
+        for key, value in wanted.items()
+        if (was := getattr(given, key)) != value
+    ]
 
 
 def _with_numbers(run: RunConfig, topology: ProcessTopology) -> tuple[RunConfig, list[str]]:

@@ -6,7 +6,9 @@ autograd keeps of one row of it. What is kept was read in transformers 5.19 and 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from rloo_cli.utils.files import JsonObject
 
 Linear = tuple[str, int, int]  # name, in, out
 
@@ -114,7 +116,7 @@ FAMILIES = {
 FUSED_LINEARS = ("query_key_value", "qkv_proj")  # whose whole output is kept alive by its values
 
 
-def read_model_sizes(values: dict[str, Any]) -> ModelSizes:
+def read_model_sizes(values: JsonObject) -> ModelSizes:
     """The numbers of a config.json. Raises KeyError for one that it lacks."""
     text = values.get("text_config")
     c = {**values, **text} if isinstance(text, dict) else values
@@ -211,7 +213,7 @@ def transient_bytes_per_token(family: ModelFamily, s: ModelSizes, bytes_per_weig
     return bytes_per_weight * ((3 if family.gated else 2) * width + 2 * s.hidden)
 
 
-Values = dict[str, Any]
+Values = JsonObject
 
 
 def _qwen2(h: int, layers: int, heads: int, kv: int, mlp: int, tied: bool, v: int) -> Values:

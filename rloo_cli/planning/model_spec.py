@@ -8,7 +8,6 @@ only the heads of their files, which say how many numbers there are.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.planning import model_families
@@ -21,6 +20,7 @@ from rloo_cli.planning.model_families import (
     ModelSizes,
 )
 from rloo_cli.utils.errors import ConfigError, MachineError, Problem
+from rloo_cli.utils.files import JsonObject
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def load_model_spec(path: str, revision: str | None = None, key: str = "model.pa
 
 
 def parse_model_spec(
-    values: dict[str, Any], name: str, source: str, folder: Path | None = None
+    values: JsonObject, name: str, source: str, folder: Path | None = None
 ) -> ModelSpec:
     """Facts from the values of a config.json; `folder`: where weights may lie.
 
@@ -121,12 +121,12 @@ def parse_model_spec(
     return found
 
 
-def model_config_values(path: str, revision: str | None = None) -> dict[str, Any]:
+def model_config_values(path: str, revision: str | None = None) -> JsonObject:
     """A model's config.json, wherever it is known from. Raises MachineError, ConfigError."""
     return _values(path, revision, "model.path")[0]
 
 
-def _values(path: str, revision: str | None, key: str) -> tuple[dict[str, Any], str]:
+def _values(path: str, revision: str | None, key: str) -> tuple[JsonObject, str]:
     if path.startswith(synthetic.MAKE_PREFIX):
         return _synthetic_config(path)
     try:
@@ -144,7 +144,7 @@ def _values(path: str, revision: str | None, key: str) -> tuple[dict[str, Any], 
     raise MachineError(Problem(f"the config.json of {path} is not to be had", key, why, fix))
 
 
-def _synthetic_config(path: str) -> tuple[dict[str, Any], str]:
+def _synthetic_config(path: str) -> tuple[JsonObject, str]:
     """What `rloo_cli.config.synthetic` would make of it; it is not made for that."""
     return SYNTHETIC_CONFIGS[path.removeprefix(synthetic.MAKE_PREFIX)], "made here"
 

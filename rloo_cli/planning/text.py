@@ -1,7 +1,6 @@
 """A plan as text for people, and as plain values for tools."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from rloo_cli.config.rules import SHARDED_ENGINES
 from rloo_cli.planning import plan as planning
@@ -9,6 +8,7 @@ from rloo_cli.planning.model_spec import ModelSpec
 from rloo_cli.planning.plan import UTILIZATION_STEPS, RunPlan
 from rloo_cli.planning.plan_inputs import PlanInputs
 from rloo_cli.planning.static_memory import MOMENTS, trained_params, value_model_params
+from rloo_cli.utils.files import JsonObject
 
 GIB = 2**30
 NAMES = {"single": "one process", "ddp": "a copy in each", "fsdp2": "torch's fully_shard"}
@@ -191,7 +191,7 @@ def plan_assumptions(plan: RunPlan) -> Iterator[str]:
         yield f"  train.optimizer={run.train.optimizer} keeps as much as AdamW"
 
 
-def plan_values(plan: RunPlan) -> dict[str, Any]:
+def plan_values(plan: RunPlan) -> JsonObject:
     """The plan for tools: bytes, seconds, counts."""
     case, engine = plan.inputs, plan.sampler
     return {

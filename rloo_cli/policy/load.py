@@ -21,6 +21,7 @@ from rloo_cli.config import hf_cache, rules_model, rules_paths, synthetic
 from rloo_cli.config.schema import ModelConfig
 from rloo_cli.policy import quantization
 from rloo_cli.utils.errors import ConfigError, MachineError, Problem, RunError
+from rloo_cli.utils.files import JsonObject
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -112,7 +113,7 @@ def build_meta_model(
 
     `like`: config and generation config of the real one. `device`: where it will compute.
     """
-    options: dict[str, Any] = {"dtype": resolve_dtype(config.dtype, device)}
+    options: JsonObject = {"dtype": resolve_dtype(config.dtype, device)}
     if config.attn_implementation is not None:
         options["attn_implementation"] = config.attn_implementation
     with torch.device("meta"):
@@ -124,7 +125,7 @@ def build_meta_model(
     return empty
 
 
-def _quantized_load_options(config: ModelConfig, device: torch.device) -> dict[str, Any]:
+def _quantized_load_options(config: ModelConfig, device: torch.device) -> JsonObject:
     keys = config.quantization
     return (
         {}
@@ -175,7 +176,7 @@ def _load_weights(
 ) -> tuple[Any, list[str]]:
     """A model of this Auto class, and the names of its tensors that the files lack."""
     _refuse_bad_config(path, config, auto_class)
-    options: dict[str, Any] = {
+    options: JsonObject = {
         "dtype": resolve_dtype(config.dtype, device),
         "use_safetensors": True,
     } | load_options

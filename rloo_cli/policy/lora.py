@@ -27,6 +27,7 @@ from rloo_cli.config.schema import LoraConfig, ModelConfig
 from rloo_cli.policy import load, quantization
 from rloo_cli.policy.load import HALF_DTYPES
 from rloo_cli.utils.errors import ConfigError, MachineError, Problem
+from rloo_cli.utils.files import JsonObject
 
 TRAINED_ADAPTER, REFERENCE_ADAPTER = "default", "reference"
 PEFT_NAME_PREFIX = "base_model.model."  # of every name in an adapter's file
@@ -364,14 +365,14 @@ def save_merged_model(model: Any, folder: Path) -> None:
     merged_model(model).save_pretrained(folder)
 
 
-def read_adapter_config(folder: Path) -> dict[str, Any]:
+def read_adapter_config(folder: Path) -> JsonObject:
     """What an adapter's folder says of it; {} for none. Raises ValueError."""
     path = folder / PEFT_CONFIG_FILE
-    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    found: JsonObject = json.loads(path.read_text()) if path.is_file() else {}
     return found
 
 
-def _lora_config_arguments(keys: LoraConfig) -> dict[str, Any]:
+def _lora_config_arguments(keys: LoraConfig) -> JsonObject:
     """Of peft.LoraConfig."""
     return {
         "r": keys.r,

@@ -20,6 +20,7 @@ from rloo_cli.data.packing import GroupSlice, MicroBatch
 from rloo_cli.policy.fused_head import token_logp
 from rloo_cli.policy.shared_attention import SHARED_LAYOUT_ARGUMENT
 from rloo_cli.utils.fault_injection import poison_tensor
+from rloo_cli.utils.files import JsonObject
 
 
 class LogProbs(NamedTuple):
@@ -89,7 +90,7 @@ class LogprobModule(nn.Module):
             logits: Tensor = self.model(**self._forward_inputs(micro_batch)).logits
         return logits.squeeze(0)
 
-    def _forward_inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
+    def _forward_inputs(self, micro_batch: MicroBatch) -> JsonObject:
         return forward_inputs(micro_batch, self.takes_position_ids)
 
 
@@ -101,9 +102,9 @@ def position_ids_support(model: Any) -> tuple[bool, bool]:
     return names, names or stars
 
 
-def forward_inputs(micro_batch: MicroBatch, takes_position_ids: bool) -> dict[str, Any]:
+def forward_inputs(micro_batch: MicroBatch, takes_position_ids: bool) -> JsonObject:
     """What the forward of a model, or of its backbone, is given of a micro-batch."""
-    given: dict[str, Any] = {"input_ids": micro_batch.input_ids, "use_cache": False}
+    given: JsonObject = {"input_ids": micro_batch.input_ids, "use_cache": False}
     if takes_position_ids:
         given["position_ids"] = micro_batch.position_ids
     if micro_batch.attention_mask is not None:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from rloo_cli.config.schema import QuantizationConfig
 from rloo_cli.utils.errors import MachineError, Problem
+from rloo_cli.utils.files import JsonObject
 
 
 def quantized_load_options(
     keys: QuantizationConfig, dtype: torch.dtype, device: torch.device
-) -> dict[str, Any]:
+) -> JsonObject:
     """Arguments of `from_pretrained`. `dtype`: what products are computed in.
 
     Raises MachineError where bitsandbytes is not installed, or cannot work here.
@@ -28,7 +29,7 @@ def quantized_load_options(
         why, fix = str(error), "pip install 'rloo-cli[quantization]'"
         what = "model.quantization needs bitsandbytes"
         raise MachineError(Problem(what, "model.quantization", why, fix)) from None
-    given: dict[str, Any] = {"load_in_8bit": True}
+    given: JsonObject = {"load_in_8bit": True}
     if keys.bits == 4:
         given = {
             "load_in_4bit": True,

@@ -12,6 +12,7 @@ from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.policy import load
 from rloo_cli.policy.reward_scores import RewardModelScorer
 from rloo_cli.utils.errors import MachineError, Problem, RunError
+from rloo_cli.utils.files import JsonObject
 
 
 def load_reward_tokenizer(key: str, config: Any) -> Any:
@@ -44,7 +45,7 @@ def load_reward_model(
     Raises MachineError for what cannot be had and for what is no reward model.
     """
     place = _reward_device(key, config.device, device)
-    options: dict[str, Any] = {
+    options: JsonObject = {
         "dtype": _reward_dtype(key, config.dtype, place),
         "revision": config.revision,
         "use_safetensors": True,
@@ -67,7 +68,7 @@ def load_reward_model(
     )
 
 
-def _check_reward_weights(key: str, path: str, model: Any, loading_info: dict[str, Any]) -> None:
+def _check_reward_weights(key: str, path: str, model: Any, loading_info: JsonObject) -> None:
     """Raises MachineError for weights that are not all there, and for several labels."""
     absent = sorted(
         [*loading_info["missing_keys"], *(m[0] for m in loading_info["mismatched_keys"])]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import JsonObject
 
 SMOOTH_FROM = 30  # points; fewer are read one by one
 GREY, GRID = "#8a8f98", "#e6e8eb"
@@ -91,7 +92,7 @@ def draw_run_curves(metrics_path: str | Path, out_png: str | Path, title: str) -
     return out
 
 
-def read_metrics_lines(path: Path) -> list[dict[str, Any]]:
+def read_metrics_lines(path: Path) -> list[JsonObject]:
     """The rows of a metrics.jsonl, by step; a last line cut off by a kill is left out."""
     if not path.is_file():
         raise ConfigError(
@@ -113,7 +114,7 @@ def read_metrics_lines(path: Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["step"])
 
 
-def metric_points(metrics_lines: Sequence[dict[str, Any]], name: str) -> CurvePoints:
+def metric_points(metrics_lines: Sequence[JsonObject], name: str) -> CurvePoints:
     """(steps, values) of the rows that have a finite number there."""
     found = [
         (float(row["step"]), float(row[name]))
@@ -179,7 +180,7 @@ def add_legend(axis: Any) -> None:
     axis.legend(fontsize=8, frameon=False, labelcolor="#333333", loc="best")
 
 
-def plot_reward(axis: Any, metrics_lines: Sequence[dict[str, Any]]) -> bool:
+def plot_reward(axis: Any, metrics_lines: Sequence[JsonObject]) -> bool:
     """Mean score, one group's spread around it, and the held-out score where there is one."""
     both = [
         r
@@ -205,7 +206,7 @@ def plot_reward(axis: Any, metrics_lines: Sequence[dict[str, Any]]) -> bool:
     return drawn or bool(held_out[0])
 
 
-def plot_length(axis: Any, metrics_lines: Sequence[dict[str, Any]]) -> bool:
+def plot_length(axis: Any, metrics_lines: Sequence[JsonObject]) -> bool:
     names = ("completions/min_length", "completions/max_length")
     both = [row for row in metrics_lines if all(metric_points([row], name)[0] for name in names)]
     (steps, low), (_, high) = (metric_points(both, name) for name in names)
@@ -219,7 +220,7 @@ def plot_length(axis: Any, metrics_lines: Sequence[dict[str, Any]]) -> bool:
     return drawn or bool(steps)
 
 
-def plot_clipping(axis: Any, metrics_lines: Sequence[dict[str, Any]]) -> bool:
+def plot_clipping(axis: Any, metrics_lines: Sequence[JsonObject]) -> bool:
     """In per cent, so that 0.002 reads as 0.2."""
     parts = (("region_mean", RED, "either side"), ("high_mean", ORANGE, "ratio too high"))
     drawn = False
@@ -232,15 +233,15 @@ def plot_clipping(axis: Any, metrics_lines: Sequence[dict[str, Any]]) -> bool:
     return drawn
 
 
-def plot_kl(axis: Any, metrics_lines: Sequence[dict[str, Any]]) -> bool:
+def plot_kl(axis: Any, metrics_lines: Sequence[JsonObject]) -> bool:
     return plot_line(axis, metric_points(metrics_lines, "kl"), PURPLE)
 
 
-def plot_entropy(axis: Any, metrics_lines: Sequence[dict[str, Any]]) -> bool:
+def plot_entropy(axis: Any, metrics_lines: Sequence[JsonObject]) -> bool:
     return plot_line(axis, metric_points(metrics_lines, "entropy"), TEAL)
 
 
-def plot_grad_norm(axis: Any, metrics_lines: Sequence[dict[str, Any]]) -> bool:
+def plot_grad_norm(axis: Any, metrics_lines: Sequence[JsonObject]) -> bool:
     return plot_line(axis, metric_points(metrics_lines, "grad_norm"), BROWN)
 
 

@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-JsonObject = dict[str, Any]
+from rloo_cli.utils.files import JsonObject
+
 HEADLINE_METRIC = re.compile(r"eval_(?:(?P<name>\w+)_)?(?P<what>reward|win_rate|avg@\d+|pass@\d+)")
 
 

@@ -9,19 +9,18 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rloo_cli.data.batch import Batch, Group
 from rloo_cli.reporting.advice import Advisor
 from rloo_cli.reporting.curves import CurveDrawer
 from rloo_cli.reporting.display import MAX_LINES_KEPT, Display
 from rloo_cli.utils.fault_injection import trigger_fault
-from rloo_cli.utils.files import check_folder_present, write_text
+from rloo_cli.utils.files import JsonObject, check_folder_present, write_text
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-JsonObject = dict[str, Any]
 COUNTER_METRICS = (
     "step",
     "updates",

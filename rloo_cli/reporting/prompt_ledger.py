@@ -34,17 +34,16 @@ import json
 from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rloo_cli.utils.errors import DataError, Problem
-from rloo_cli.utils.files import check_folder_present
+from rloo_cli.utils.files import JsonObject, check_folder_present
 
 if TYPE_CHECKING:
     from rloo_cli.config.schema import RunConfig
     from rloo_cli.data.batch import Batch
     from rloo_cli.data.prompts import Prompts
 
-JsonObject = dict[str, Any]
 
 LEDGER_FILE = "ledger.jsonl"
 LEDGER_FORMAT = 1

@@ -31,6 +31,7 @@ from rloo_cli.rewards.common import sandbox
 from rloo_cli.rewards.common.sandbox import SandboxLimits
 from rloo_cli.rewards.common.text import Completion, texts
 from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.files import JsonObject
 
 PYTHON_BLOCK = re.compile(
     r"^```(?:python3?|py)[^\S\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE | re.I
@@ -68,7 +69,7 @@ class Config(RewardConfig):
 class CodeTest:
     """What the sandbox is asked, and how its answer is judged out here."""
 
-    harness_test: dict[str, Any]
+    harness_test: JsonObject
     passes: Callable[[str], bool]
 
 
@@ -201,7 +202,7 @@ def _assert_test(source: str) -> CodeTest:
     return CodeTest({"test": source}, lambda _: True)
 
 
-def _io_tests(value: dict[str, Any], prefix: str) -> list[CodeTest]:
+def _io_tests(value: JsonObject, prefix: str) -> list[CodeTest]:
     inputs = next((value[k] for k in INPUT_KEYS if value.get(k) is not None), None)
     outputs = next((value[k] for k in OUTPUT_KEYS if value.get(k) is not None), None)
     if inputs is None or outputs is None:

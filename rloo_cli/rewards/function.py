@@ -10,15 +10,16 @@ from typing import Any, Literal
 
 from rloo_cli.config.schema import RewardConfig, key
 from rloo_cli.config.user_code import load_user_code
+from rloo_cli.utils.files import JsonObject
 
 
 class Config(RewardConfig):
     type: Literal["function"] = key("function")
     path: str = key("path/to/file.py:name or package.module:name", min_length=1)
-    kwargs: dict[str, Any] = key("Passed to the function as they are")
+    kwargs: JsonObject = key("Passed to the function as they are")
 
 
-def load(name: str, config: Config) -> tuple[Callable[..., Any], dict[str, Any]]:
+def load(name: str, config: Config) -> tuple[Callable[..., Any], JsonObject]:
     """The function and its fixed arguments. Raises ConfigError at `reward.<name>.path`."""
     code = load_user_code(config.path, f"reward.{name}.path", config.timeout_s)
     return code, dict(config.kwargs)

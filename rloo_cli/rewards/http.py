@@ -21,8 +21,9 @@ from rloo_cli.rewards.common import http_client
 from rloo_cli.rewards.common.http_client import EndpointError, HttpService, JsonClient
 from rloo_cli.rewards.common.text import Completion, texts
 from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.files import JsonObject
 
-Body = dict[str, Any]
+Body = JsonObject
 HTTP_TIMEOUT_SHARE = 0.95  # of timeout_s: our own error says more than a call that is cut off
 
 

@@ -1,14 +1,14 @@
 """A reward model: any sequence classifier with one label, with its own tokenizer.
 
-What it is fed, `reading` says; how rows are computed, `policy.scores`. Weights, tokenizer and the
-first row are looked at before the policy's weights load, and that row is shown in the log.
+`common/model_inputs.py` makes its inputs, `policy.reward_scores` computes the scores. Weights,
+tokenizer and a first input are checked before the policy's weights load; the log shows that input.
 """
 
 import math
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -16,22 +16,23 @@ from rloo_cli.config import hf_cache
 from rloo_cli.config.schema import Positive, RewardConfig, Text, key
 from rloo_cli.rewards.common.model_inputs import PromptCompletion, RewardInputEncoder
 from rloo_cli.rewards.common.text import Completion
-from rloo_cli.rewards.engine.ready import RewardSetup
+from rloo_cli.rewards.engine.ready import RewardScorer, RewardSetup
 from rloo_cli.utils.errors import ConfigError, MachineError, Problem
+from rloo_cli.utils.files import JsonObject
+
+if TYPE_CHECKING:  # these import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from rloo_cli.data.batch import Prompt
+    from rloo_cli.data.prompts import Prompts
 
 Device = Annotated[str, Field(pattern=r"^(auto|[a-z]+(:\d+)?)$")]
-# Keys of from_pretrained that are keys of ours, or must not be given at all.
+# Arguments of from_pretrained that have a key of their own here, or must not be given at all.
 RESERVED_MODEL_KWARGS = ("revision", "dtype", "torch_dtype", "trust_remote_code", "use_safetensors",
              "device_map", "output_loading_info", "ignore_mismatched_sizes")  # fmt: skip
-REFERENCE_COLUMNS = (
-    "reference",
-    "solution",
-    "answer",
-    "ground_truth",
-    "label",
-    "summary",
-    "chosen",
-)
+# Columns that may hold a good answer, for the example in the log.
+REFERENCE_COLUMNS = ("reference", "solution", "answer", "ground_truth", "label", "summary",
+             "chosen")  # fmt: skip
 
 
 class Config(RewardConfig):
@@ -39,30 +40,30 @@ class Config(RewardConfig):
     path: Text = key("Hub name or folder of the reward model, or make:tiny_reward")
     tokenizer: Text | None = key("Hub name or folder of its tokenizer; null = path")
     revision: Text | None = key("Branch, tag or commit of a hub model")
-    model_kwargs: dict[str, Any] = key("Passed to from_pretrained of the model")
+    model_kwargs: JsonObject = key("Passed to from_pretrained of the model")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "Weights' dtype, the head's aside; auto = bfloat16 on a GPU that has it, else float32"
+        "The weights' dtype, except the head's; auto = bfloat16 on a GPU that has it, else float32"
     )
     trust_remote_code: bool = key("Run Python code that comes with it (dangerous)")
     input: Literal["auto", "text", "ids"] = key(
         "What it reads: the sampled ids, or text; auto = ids where both tokenizers agree"
     )
     keep_eos: bool = key("End plain text that ended by itself with the tokenizer's EOS")
-    batch_size: Positive = key("Rows per forward pass where rows are padded")
-    max_length: Positive | None = key("Most tokens of a row; longer ones lose their beginning")
+    batch_size: Positive = key("Completions per forward pass where inputs are padded")
+    max_length: Positive | None = key("Most tokens of an input; longer ones lose their beginning")
     device: Device = key("Where it computes: auto = where the policy does, cpu, cuda, cuda:N")
-    offload: bool = key("Lies in CPU memory while it has nothing to score")
+    offload: bool = key("Keep it in CPU memory while it has nothing to score")
 
 
 def problems(config: Config, where: str) -> Iterator[Problem]:
-    """What these keys forbid each other."""
+    """The combinations of keys that are refused."""
     if config.workers:
         key, why = f"{where}.workers", "each would hold a copy of the model"
         yield Problem(f"{key}: a reward model has none", key, why, f"{key}=0")
 
 
 def preflight(config: Config) -> None:
-    """What its config.json tells without torch. Raises MachineError, ConfigError for its keys."""
+    """Check its config.json, without torch. Raises MachineError, ConfigError for model_kwargs."""
     given = [name for name in RESERVED_MODEL_KWARGS if name in config.model_kwargs]
     if given:
         why = "rloo gives it by a key of its own, or must not: pickled and random weights"
@@ -83,14 +84,14 @@ def preflight(config: Config) -> None:
         raise MachineError(Problem(f"{config.path} is not a reward model", "", why, fix))
 
 
-def _why_not_reward_model(values: dict[str, Any], config: Config) -> str:
-    """Why a config.json is none of a reward model, as far as it tells; "" = it may be one."""
+def _why_not_reward_model(values: JsonObject, config: Config) -> str:
+    """Why a model with this config.json is not a reward model; "" = it may be one."""
     if values.get("auto_map"):
         kind = str(values.get("model_type", "")).replace("-", "_")
         spec = find_spec("transformers")
         native = spec is not None and Path(spec.origin or "").with_name("models").joinpath(kind)
         if config.trust_remote_code:
-            return ""  # its class may be named as it likes
+            return ""  # its class may have any name
         if not (kind and native and native.is_dir()):
             return "it brings Python code of its own, and trust_remote_code is false"
     classes = values.get("architectures") or []
@@ -105,98 +106,92 @@ def _why_not_reward_model(values: dict[str, Any], config: Config) -> str:
     return ""
 
 
-def load(name: str, config: Config) -> "tuple[RewardModel, dict[str, Any]]":
+def load(name: str, config: Config) -> "tuple[RewardModel, dict[str, object]]":
     """The reward model, which `ready` will load, and no fixed arguments."""
     return RewardModel(name, config), {}
 
 
 def ready(code: "RewardModel", setup: RewardSetup) -> None:
-    """Load it and show what it is fed. Raises MachineError, ConfigError."""
+    """Load it and log an example of its input. Raises MachineError, ConfigError."""
     code.prepare_model(setup)
 
 
 class RewardModel:
-    """A reward that is a model: its tokenizer, how it reads, and its weights."""
+    """A reward that is a model: its weights, its tokenizer, and the encoder of its inputs."""
+
+    model: RewardScorer  # once `prepare_model` loaded it
 
     def __init__(self, name: str, config: Config) -> None:
         self.name, self.config, self.config_key = name, config, f"reward.{name}"
         self.reader: RewardInputEncoder | None = None
-        self.model: Any = None
 
     def __call__(
         self,
-        prompts: list[Any],
+        prompts: "list[Prompt]",
         completions: list[Completion],
         prompt_ids: list[list[int]],
         completion_ids: list[list[int]],
         finish_reasons: list[str],
         group_index: list[int],
     ) -> list[float]:
-        """(B,) scores, in float32. Raises ValueError for a row that the model cannot hold."""
+        """(B,) scores, in float32. Raises ValueError for an input that is too long."""
         assert self.reader is not None, f"{self.config_key} was not made ready"
-        given = zip(prompts, completions, prompt_ids, completion_ids, finish_reasons, strict=True)
-        rows = [self.reader.encode(PromptCompletion(*row)) for row in given]
-        longest, most = max(map(len, rows), default=0), self._max_positions()
+        columns = zip(prompts, completions, prompt_ids, completion_ids, finish_reasons, strict=True)
+        inputs = [self.reader.encode(PromptCompletion(*values)) for values in columns]
+        longest, most = max(map(len, inputs), default=0), self._max_positions()
         if most is not None and longest > most:
             fix = f"{self.config_key}.max_length={most} cuts such rows"
             raise ValueError(f"a row of {longest} tokens; {self.config.path} has {most}; {fix}")
-        scores: list[float] = self.model.score(rows, group_index)
-        return scores
+        return self.model.score(inputs, group_index)
 
     def prepare_model(self, setup: RewardSetup) -> None:
-        """Tokenizer, weights and layout, a first score. Raises MachineError, ConfigError."""
-        config = self.config
+        """Load tokenizer and weights, and score an example. Raises MachineError, ConfigError."""
+        config, name = self.config, self.config_key
         if config.trust_remote_code:
-            setup.log_note(
-                f"warning: {self.config_key}.trust_remote_code is on: code of {config.path} runs"
-            )
-        own = setup.reward_load.load_reward_tokenizer(self.config_key, config)
+            setup.log_note(f"warning: {name}.trust_remote_code is on: code of {config.path} runs")
+        tokenizer = setup.reward_load.load_reward_tokenizer(name, config)
         self.reader = RewardInputEncoder(
-            own, setup.tokenizer, config.input, config.keep_eos, config.max_length
+            tokenizer, setup.tokenizer, config.input, config.keep_eos, config.max_length
         )
         for prompts in setup.splits:
             self.reader.check_split(prompts)
-        self._check_input_mode(own)
-        self.model = setup.reward_load.load_reward_model(self.config_key, config, own, setup.device)
+        self._check_input_mode(tokenizer)
+        self.model = setup.reward_load.load_reward_model(name, config, tokenizer, setup.device)
         by_ids = all(why is None for why in self.reader.why_not_ids.values())
         longest = setup.max_tokens + 1 + len(self.reader.turn_end_ids) if by_ids else None
         self._check_length(longest)
-        said = self.model.choose_layout(config.max_length or longest)
+        layout = self.model.choose_layout(config.max_length or longest)
         setup.log_note(
-            f"{self.config_key}: {config.path} on {self.model.device} in {self.model.dtype}, reads"
-            f" {self._describe_input()}; rows are {said}"
+            f"{name}: {config.path} on {self.model.device} in {self.model.dtype}, reads"
+            f" {self._describe_input()}; rows are {layout}"
         )
         self._show_example(setup)
 
-    def _check_input_mode(self, tokenizer: Any) -> None:
+    def _check_input_mode(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         assert self.reader is not None
         for conversational, why in self.reader.why_not_ids.items():
             if conversational and why is not None and not tokenizer.chat_template:
                 what = f"{self.config.path} has no chat template, and the prompts are conversations"
-                fix = f"{self.config_key}.tokenizer=FOLDER of one that has"
-                raise MachineError(
-                    Problem(what, f"{self.config_key}.tokenizer", "it reads text", fix)
-                )
+                key = f"{self.config_key}.tokenizer"
+                fix = f"{key}=FOLDER of one that has"
+                raise MachineError(Problem(what, key, "it reads text", fix))
             if why is not None and self.config.input == "ids":
-                what = f"{self.config_key}.input = ids, and the tokenizers do not agree"
-                raise ConfigError(
-                    Problem(what, f"{self.config_key}.input", why, f"{self.config_key}.input=auto")
-                )
+                key = f"{self.config_key}.input"
+                what = f"{key} = ids, and the tokenizers do not agree"
+                raise ConfigError(Problem(what, key, why, f"{key}=auto"))
 
     def _check_length(self, max_tokens: int | None) -> None:
         most = self._max_positions()
         if most is not None and max_tokens is not None and max_tokens > most:
-            what = (
-                f"{self.config.path} has {most} positions, and rows of {max_tokens} tokens may come"
-            )
-            fix = f"{self.config_key}.max_length={most}, which cuts the beginning of longer rows"
-            raise ConfigError(Problem(what, f"{self.config_key}.max_length", "", fix))
+            path, key = self.config.path, f"{self.config_key}.max_length"
+            what = f"{path} has {most} positions, and rows of {max_tokens} tokens may come"
+            fix = f"{key}={most}, which cuts the beginning of longer rows"
+            raise ConfigError(Problem(what, key, "", fix))
 
     def _max_positions(self) -> int | None:
-        """The most tokens of a row that the model could not hold; None = all are cut before."""
-        found: int | None = self.model.max_positions
-        cut = self.config.max_length
-        return None if cut is not None and found is not None and cut <= found else found
+        """The most tokens of an input; None = no limit, or `max_length` cuts inputs to fit."""
+        most, cut = self.model.max_positions, self.config.max_length
+        return None if cut is not None and most is not None and cut <= most else most
 
     def _describe_input(self) -> str:
         assert self.reader is not None
@@ -206,48 +201,48 @@ class RewardModel:
         return " and ".join(filter(None, [ids, f"text ({'; '.join(reasons)})" if reasons else ""]))
 
     def _show_example(self, setup: RewardSetup) -> None:
-        """One completion of the first prompt, and a worse one: the ids, and what they score."""
+        """Score a good answer to the first prompt, and a worse one, and log the ids and scores."""
         assert self.reader is not None
         if not setup.splits:
             return
         prompts = setup.splits[0]
-        columns = prompts.examples[0]
-        told = (columns.get(name) for name in REFERENCE_COLUMNS)
-        good = next((text for text in told if isinstance(text, str) and text), "Yes.")
-        words = good.split()
-        worse = " ".join(reversed(words)) if len(words) > 1 else good[::-1]
-        rows = [_answer_to_first_prompt(prompts, text, setup.tokenizer) for text in (good, worse)]
-        ids = [self.reader.encode(row) for row in rows]
+        references = (prompts.examples[0].get(name) for name in REFERENCE_COLUMNS)
+        good = next((text for text in references if isinstance(text, str) and text), "Yes.")
+        parts = good.split()
+        worse = " ".join(reversed(parts)) if len(parts) > 1 else good[::-1]
+        answers = [_answer_to_first_prompt(prompts, a, setup.tokenizer) for a in (good, worse)]
+        ids = [self.reader.encode(answer) for answer in answers]
         try:
             scores = self.model.score(ids, [0, 0])
-        except Exception as error:  # whatever a model's own code raises
+        except Exception as error:  # a model's own code may raise anything
             why = f"{type(error).__name__}: {str(error).strip()[:300]}"
             what = f"{self.config.path} cannot score a row of this data"
             raise MachineError(Problem(what, f"{self.config_key}.path", why)) from None
         if not all(map(math.isfinite, scores)):
             what, fix = f"{self.config.path} scores {scores}", f"{self.config_key}.dtype=float32"
             raise MachineError(Problem(what, f"{self.config_key}.dtype", "no finite number", fix))
+        tokenizer = self.reader.tokenizer
         setup.log_note(
-            f"{self.config_key} is fed {len(ids[0])} ids, "
-            f"{describe_ids(self.reader.tokenizer, ids[0])}: "
-            f"{self.reader.tokenizer.decode(ids[0])[-120:]!r} scores {scores[0]:.4g}, that "
-            "answer in"
-            f" reverse {scores[1]:.4g}"
+            f"{self.config_key} is fed {len(ids[0])} ids, {describe_ids(tokenizer, ids[0])}: "
+            f"{tokenizer.decode(ids[0])[-120:]!r} scores {scores[0]:.4g}, that answer in reverse "
+            f"{scores[1]:.4g}"
         )
 
 
-def describe_ids(tokenizer: Any, ids: list[int]) -> str:
-    """The first and last ids with the tokens that they are."""
+def describe_ids(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> str:
+    """The first and last ids, each with its token."""
     tokens = tokenizer.convert_ids_to_tokens(ids)
     pairs = [f"{i} {token!r}" for i, token in zip(ids, tokens, strict=True)]
     return ", ".join(pairs if len(pairs) <= 8 else [*pairs[:3], "...", *pairs[-4:]])
 
 
-def _answer_to_first_prompt(prompts: Any, text: str, tokenizer: Any) -> PromptCompletion:
-    """An answer to the first prompt as if it had been sampled, and had ended."""
+def _answer_to_first_prompt(
+    prompts: "Prompts", text: str, tokenizer: "PreTrainedTokenizerBase"
+) -> PromptCompletion:
+    """An answer to the first prompt as if it had been sampled and had ended by itself."""
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     ids += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    said: Completion = text
+    answer: Completion = text
     if prompts.conversational:
-        said = [{"role": "assistant", "content": text}]
-    return PromptCompletion(prompts.prompts[0], said, prompts.prompt_ids[0], ids, "stop")
+        answer = [{"role": "assistant", "content": text}]
+    return PromptCompletion(prompts.prompts[0], answer, prompts.prompt_ids[0], ids, "stop")

@@ -10,7 +10,7 @@ from rloo_cli.reporting import step_metrics
 from rloo_cli.reporting.update_metrics import UpdateMetrics
 from rloo_cli.run import Run
 from rloo_cli.utils import sweep_time_slices
-from rloo_cli.utils.files import read_json
+from rloo_cli.utils.files import JsonObject, read_json
 
 
 def evaluate_and_checkpoint(run: Run) -> bool:
@@ -74,7 +74,7 @@ def _save_for_clone(run: Run) -> str | None:
 def log_step(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
     """Hand a finished step to the log: its metrics, and what their means were taken over."""
     state, settings = run.state, run.config.algorithm
-    row: dict[str, Any] = {"step": state.step}
+    row: JsonObject = {"step": state.step}
     row |= step_metrics.rollout_metrics(
         batch, _algorithm_option(settings, "advantage_scale") == "batch"
     )

@@ -64,7 +64,7 @@ from rloo_cli.utils import paths
 from rloo_cli.utils.device_waits import wait_for_device
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
 from rloo_cli.utils.fault_injection import trigger_fault
-from rloo_cli.utils.files import read_json
+from rloo_cli.utils.files import JsonObject, read_json
 from rloo_cli.utils.timers import StepTimer
 
 RewardFunctions = Mapping[str, Callable[..., Any]]  # rewards given as Python callables, by name
@@ -243,7 +243,7 @@ class RunBuilder:
     def _load_value_model(self) -> ValueModel:
         """The value model of the algorithm; the engine learns of it before it spreads."""
 
-        def read(path: str, revision: str | None) -> dict[str, Any]:
+        def read(path: str, revision: str | None) -> JsonObject:
             return hf_cache.read_model_config(synthetic.resolve_model_path(path), revision)
 
         readers = [r.code.reader for r in self.rewards if r.config.type == "model"]  # type: ignore[attr-defined]
@@ -508,7 +508,7 @@ def check_same_vocabulary(policy: Policy, reference_model: Policy) -> None:
         )
 
 
-def panel_header(config: RunConfig, beta: float, folder: Path) -> dict[str, Any]:
+def panel_header(config: RunConfig, beta: float, folder: Path) -> JsonObject:
     """The lines at the head of the panel."""
     a, prompts = config.algorithm, config.train.prompts_per_step
     return {

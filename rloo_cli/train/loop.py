@@ -1,10 +1,11 @@
-"""THE LOOP: sample, score, compare with the siblings, step. Everything else is a part it is given.
+"""THE LOOP: sample and score a batch, update the policy on it, hand the new weights to the sampler.
 
-One step is one rollout batch of P prompts with K completions each. Whole groups stay together in
-every micro-batch, so the leave-one-out baseline needs no gather. `step.py` updates the policy.
+One step is one batch of P prompts with K completions each. A group's completions stay together
+from sampling to gradient: the leave-one-out baseline needs all of them. `step.py` has the updates,
+`between_steps.py` evaluation, checkpoints and the log; `build.py` builds the `Run`.
 """
 
-from rloo_cli.reporting.update_metrics import sum_over_ranks as together_updates
+from rloo_cli.reporting.update_metrics import sum_over_ranks
 from rloo_cli.run import Run, StepProgress
 from rloo_cli.train.advantages import update_algorithm_state
 from rloo_cli.train.between_steps import evaluate_and_checkpoint, log_step
@@ -13,27 +14,29 @@ from rloo_cli.utils import rng
 
 
 def run_training_loop(run: Run) -> None:
-    """Train to the run's last step. Raises RunError, Stopped too; what was logged before stays."""
+    """Train until `run.num_steps` steps are done.
+
+    Raises RunError, and Stopped after a signal; what was logged before stays.
+    """
     state = run.state
     sync_weights(run)
     while evaluate_and_checkpoint(run):
         if run.step_progress is None:  # a resumed run may be inside a step
-            seen = state.seen_by_rewards(run)
-            run.step_progress = StepProgress(run.rollouts.next_batch(state.step, state.place, seen))
-        cycle = run.step_progress
-        update_policy(run, cycle)
+            trainer_state = state.seen_by_rewards(run)
+            batch = run.rollouts.next_batch(state.step, state.place, trainer_state)
+            run.step_progress = StepProgress(batch)
+        batch, updates = run.step_progress.batch, run.step_progress.updates
+        update_policy(run, run.step_progress)
         sync_weights(run)
         if run.world.is_main:
-            run.ledger.step(
-                cycle.batch, state.place, cycle.updates.num_updates, cycle.batch.updated
-            )
-        state.advance(cycle.batch)
-        update_algorithm_state(run, cycle.batch)
-        log_step(run, cycle.batch, together_updates(cycle.updates, run.world))
+            run.ledger.step(batch, state.place, updates.num_updates, batch.updated)
+        state.advance(batch)
+        update_algorithm_state(run, batch)
+        log_step(run, batch, sum_over_ranks(updates, run.world))
         run.step_progress, run.rng = None, rng.capture_random_states()
 
 
 def sync_weights(run: Run) -> None:
-    """Give the sampler the policy's weights, under the number of updates that made them."""
+    """Send the policy's weights to the sampler, with the number of updates as their version."""
     with run.clock.phase("sync"):
         run.generator.load(run.policy, run.state.updates)

@@ -8,7 +8,6 @@ are in it too.
 import contextlib
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from rloo_cli.planning.peak_memory import PeakMemory
 from rloo_cli.planning.plan_inputs import PlanInputs
 from rloo_cli.run import Run
 from rloo_cli.utils.errors import RunError
+from rloo_cli.utils.files import JsonObject
 
 STATUS_FILE, CLEAR_REFS_FILE = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -57,7 +57,7 @@ def plan_inputs_of_run(run: Run) -> PlanInputs:
     settings = run.config
     model = model_spec.load_model_spec(settings.model.path, settings.model.revision)
     whole = here.type == "cuda" and torch.cuda.get_device_properties(here).total_memory
-    entries: dict[str, Any] = {n: e for n, e in settings.rewards.items() if e.type == "model"}
+    entries: JsonObject = {n: e for n, e in settings.rewards.items() if e.type == "model"}
     return PlanInputs(
         run=settings,
         model=model,
@@ -77,7 +77,7 @@ def plan_inputs_of_run(run: Run) -> PlanInputs:
     )
 
 
-def compare_peak_memory(run: Run, bytes_before: float) -> dict[str, Any]:
+def compare_peak_memory(run: Run, bytes_before: float) -> JsonObject:
     """Predicted and measured peak of this rank, for run.json; noted in the log. {} without both."""
     measured, found = measured_peak_memory(run, bytes_before), predict_peak_memory(run)
     if measured is None or found is None:

@@ -7,7 +7,6 @@ the whole update, never averaged over micro-batches.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from rloo_cli.train import advantages, guards, token_advantages
 from rloo_cli.train.advantages import ForwardPass
 from rloo_cli.train.minibatches import UpdatePlan, keeps_groups_whole, plan_updates
 from rloo_cli.utils.fault_injection import poison_tensor, trigger_fault
+from rloo_cli.utils.files import JsonObject
 
 
 def update_policy(run: Run, step_progress: StepProgress) -> None:
@@ -189,7 +189,7 @@ def dummy_pass(
         group.rollouts[0], completion_ids=group.rollouts[0].completion_ids[:1], mask=None,
         behaviour_logp=None,
     )  # fmt: skip
-    blank: dict[str, Any] = dict.fromkeys(TOKEN_COLUMNS)
+    blank: JsonObject = dict.fromkeys(TOKEN_COLUMNS)
     nothing = [replace(group, prompt_ids=group.prompt_ids[:1], rollouts=[rollout], **blank)]
     micro = run.policy.pack(nothing, [(0, (0,))])
     with torch.no_grad():  # in the order of a real one: ranks that gather others would mix them

@@ -7,7 +7,6 @@ since its first evaluation.
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -15,8 +14,8 @@ from rloo_cli.reporting import eval_lines
 from rloo_cli.reporting.panel import before_after_tables, evaluation_table, last_message
 from rloo_cli.run import Run
 from rloo_cli.utils import paths
+from rloo_cli.utils.files import JsonObject
 
-JsonObject = dict[str, Any]
 LISTED_FILES = ("final", "curves.png", "metrics.jsonl", "samples")
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution")  # columns that may hold the right one
 

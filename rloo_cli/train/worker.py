@@ -58,10 +58,9 @@ from rloo_cli.utils.errors import (
     print_error,
     print_exit,
 )
-from rloo_cli.utils.files import update_json, write_json
+from rloo_cli.utils.files import JsonObject, update_json, write_json
 
 log = logging.getLogger("rloo")
-JsonObject = dict[str, Any]
 # What torch says of a collective whose other side is gone.
 COLLECTIVE_ERRORS = (
     "gloo",

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TextIO
 
+from rloo_cli.utils.files import JsonObject
+
 SIGNS = {i: 0x2400 + i for i in range(32)} | str.maketrans("\t\xa0\u3000", "   ")
 MIN_SPARE_DESCRIPTOR = (
     64  # copies of the console's descriptors have at least this number: out of the way
@@ -20,7 +22,7 @@ MIN_SPARE_DESCRIPTOR = (
 _spare_descriptors: dict[
     int, int
 ] = {}  # 1 and 2 -> a copy of what they were when `open_descriptors` ran
-_saved_streams: dict[str, Any] = {}  # stdout and stderr -> the streams that `keep_streams` found
+_saved_streams: JsonObject = {}  # stdout and stderr -> the streams that `keep_streams` found
 
 
 def show_control_characters(text: str) -> str:

@@ -8,13 +8,21 @@ import selectors
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+JsonObject = dict[str, Any]  # plain values by name, as JSON and YAML hold them
+
+
+class HasFileno(Protocol):
+    """A pipe, a socket or a connection of multiprocessing."""
+
+    def fileno(self) -> int: ...
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file, or none: temporary name, fsync, rename. Its folder is made.
+    """Write a whole file, or nothing: temporary name, fsync, rename. Its folder is created.
 
-    Raises FileNotFoundError below a folder that is `held` and gone: it is not made again.
+    Raises FileNotFoundError below a folder of `hold_folder` that is gone: it is not created again.
     """
     check_folder_present(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,19 +37,19 @@ def write_text(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
+def write_json(path: Path, values: Mapping[str, object]) -> None:
     """Write strict JSON (no NaN, no Infinity), atomically."""
     write_text(path, json.dumps(values, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The content of a JSON file; {} where there is none."""
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+def read_json(path: Path) -> JsonObject:
+    """The content of a JSON file; {} where there is no such file."""
+    values: JsonObject = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return values
 
 
-def update_json(path: Path, **values: Any) -> None:
-    """Add keys to a JSON file. Raises FileNotFoundError where its folder is not there."""
+def update_json(path: Path, **values: object) -> None:
+    """Add keys to a JSON file. Raises FileNotFoundError where its folder does not exist."""
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     write_json(path, read_json(path) | values)
@@ -61,7 +69,7 @@ _held_folders: dict[Path, int] = {}  # a folder -> its inode
 
 @contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """While inside, nothing makes this folder again once somebody has taken it away."""
+    """While inside, nothing creates this folder again once somebody has removed it."""
     handle = os.open(folder, os.O_RDONLY)  # open, so that no other folder gets its number
     _held_folders[folder] = os.fstat(handle).st_ino
     try:
@@ -73,14 +81,14 @@ def hold_folder(folder: Path) -> Iterator[None]:
 
 
 def check_folder_present(path: Path) -> None:
-    """Raises FileNotFoundError for a path below a folder that is `held` and gone."""
+    """Raises FileNotFoundError for a path below a folder of `hold_folder` that is gone."""
     for folder in _held_folders:
         if path.is_relative_to(folder) and is_folder_gone(folder):
             raise FileNotFoundError(errno.ENOENT, "the folder is gone", str(folder))
 
 
 def is_folder_gone(folder: Path) -> bool:
-    """Whether a folder that is `held` was removed or moved; another one of its name is not it."""
+    """Whether a folder of `hold_folder` was removed, moved, or replaced by a new one."""
     try:
         return folder in _held_folders and folder.stat().st_ino != _held_folders[folder]
     except (FileNotFoundError, NotADirectoryError):
@@ -95,10 +103,10 @@ def unused_path(path: Path) -> Path:
     return next(p for p in names if not p.exists())
 
 
-def wait_until_readable(end: Any, seconds: float) -> bool:
+def wait_until_readable(end: int | HasFileno, seconds: float) -> bool:
     """Whether a pipe or socket can be read, or has ended, within so many seconds.
 
-    `select.select` takes no file above 1023, and a run may hold more: its data, its connections.
+    `select.select` takes no descriptor above 1023, and a run may hold more files and connections.
     """
     with selectors.DefaultSelector() as waiting:
         waiting.register(end, selectors.EVENT_READ)

@@ -111,7 +111,9 @@ async def send_json(
         message = f"{url}: no connection within {round(connect_s, 2):g} s"
         raise RequestFailed("connection", message) from None
     except TimeoutError:
-        raise RequestFailed("timeout", f"{url}: no answer within {round(timeout_s, 2):g} s") from None
+        raise RequestFailed(
+            "timeout", f"{url}: no answer within {round(timeout_s, 2):g} s"
+        ) from None
     except (aiohttp.ClientSSLError, aiohttp.ClientConnectorCertificateError) as error:
         raise RequestFailed("certificate", f"{url}: {error}") from None
     except aiohttp.ClientConnectorError as error:

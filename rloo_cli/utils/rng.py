@@ -6,11 +6,12 @@ Sampling does not use them (a completion has its own seed), but dropout and a us
 import hashlib
 import random
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from rloo_cli.utils.files import JsonObject
 
 
 @dataclass
@@ -18,7 +19,7 @@ class RandomStates:
     """torch's states as bytes; those of `random` and numpy as plain integers."""
 
     tensors: dict[str, Tensor]  # cpu, cuda-<device>: uint8
-    plain: dict[str, Any]
+    plain: JsonObject
 
 
 def seed_generators(number: int) -> None:

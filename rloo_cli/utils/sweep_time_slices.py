@@ -17,11 +17,12 @@ from typing import Any
 from rloo_cli.utils import files
 from rloo_cli.utils.environment import SWEEP_SOCKET_VARIABLE
 from rloo_cli.utils.errors import ConfigError, Problem, Stopped
+from rloo_cli.utils.files import JsonObject
 
 SOCKET_VARIABLE = SWEEP_SOCKET_VARIABLE  # <socket>:<number>
 STOP_CHECK_S = 0.2  # how often one that waits looks whether it was asked to end
 
-SweepMessage = dict[str, Any]
+SweepMessage = JsonObject
 
 
 class JsonLineSocket:

@@ -418,6 +418,7 @@ REFUSED = [
     ["train.micro_batch_size=7"],
     ["name=${nothing}"],
     ["hf_token=x"],
+    ["distributed.accelerate_config=nothing.yaml"],
 ]
 
 

@@ -185,6 +185,20 @@ def test_the_real_torchrun_starts_a_run_of_two_ranks(launchers: Launchers) -> No
     assert tidy(launchers) == ["smoke"]
 
 
+@pytest.mark.slow
+def test_the_real_accelerate_launch_starts_a_run_of_two_ranks_by_its_file(
+    launchers: Launchers,
+) -> None:
+    file = launchers.folder / "accelerate.yaml"
+    file.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 2\n"
+                    "num_machines: 1\nmixed_precision: 'no'\n")  # fmt: skip
+    words = ["-m", "accelerate.commands.launch", "--config_file", str(file), "-m", "rloo_cli"]
+    launched = launchers.start([*words, "train", "+recipe=smoke"], {0: "exit:0:1", 1: "exit:0:1"})
+    assert launched.code(120) == 0, launched.said()
+    assert "distributed.engine is fsdp2 here, as accelerate launch says" in launched.said()
+    assert [launched.facts(i)["env"]["RANK"] for i in (0, 1)] == ["0", "1"]
+
+
 PLACE = ProcessTopology(
     launched_by="Slurm", launch_id="7.0.0", first_rank=1, world_size=2, num_nodes=2, num_launchers=2
 )

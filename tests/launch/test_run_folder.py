@@ -243,7 +243,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew_unasked(
     for folder in manifest.list_checkpoints(copy):
         folder.rename(copy.parent / folder.name)
     assert forked(*WORDS, "resume=auto") == 2
-    assert "checkpoint-2, the last one that was saved, is not there" in forked.said()
+    assert "checkpoint-2, the last one that was saved, does not exist" in forked.said()
 
 
 def test_a_run_without_a_checkpoint_begins_anew_and_says_so(forked: Forked) -> None:

@@ -280,3 +280,45 @@ def test_a_process_alone_is_told_nothing() -> None:
     place = ProcessTopology()
     assert topology.open_store_socket(spread(), place) is None
     assert [dict(s.env) for s in topology.rank_process_specs(place, "", 0, None)] == [{}]
+
+
+FSDP_LAUNCH = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_FSDP": "true"}
+ZERO_LAUNCH = {
+    "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("launch", "engine", "offload"),
+    [
+        (FSDP_LAUNCH, "fsdp2", "none"),
+        (FSDP_LAUNCH | {"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp2", "parameters"),
+        (ZERO_LAUNCH, "zero2", "optimizer"),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, "ddp", "none"),
+    ],
+)
+def test_the_engine_of_accelerate_launch_is_taken_over_and_said(
+    launch: dict[str, str], engine: str, offload: str
+) -> None:
+    run = check.check_config(compose_config(["+recipe=smoke"]))
+    _, found, notes = topology.find_topology(TORCHRUN | launch, run)
+    assert (found.distributed.engine, found.distributed.offload) == (engine, offload)
+    text = f"distributed.engine is {engine} here, as accelerate launch says (the config has single)"
+    assert text in notes
+
+
+def test_an_engine_of_the_config_that_accelerate_launch_contradicts_is_refused() -> None:
+    run = check.check_config(compose_config(["+recipe=smoke", "distributed=zero3"]))
+    with pytest.raises(ConfigError, match="accelerate's launcher says another"):
+        topology.find_topology(TORCHRUN | ZERO_LAUNCH, run)
+    # What a rank of ours inherits from the shell is not its launcher's.
+    _, found, _ = topology.find_topology(TORCHRUN | ZERO_LAUNCH | {"RLOO_LAUNCHER": "1"}, run)
+    assert found.distributed.engine == "zero3"
+
+
+def test_an_engine_of_accelerate_launch_that_the_config_cannot_have_is_refused() -> None:
+    run = check.check_config(compose_config(["+recipe=smoke", "model.ref_sync.every=4"]))
+    with pytest.raises(ConfigError, match="= fsdp2 do not go together"):
+        topology.find_topology(TORCHRUN | FSDP_LAUNCH, run)

@@ -99,9 +99,9 @@ def test_br_5_a_reward_that_raises_shows_the_users_frames_alone(run_with) -> Non
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        ("[1.0]", "returned 1 values for 16 rows"),
-        ("[1.0] * 17", "returned 17 values for 16 rows"),
-        ("[]", "returned 0 values for 16 rows"),
+        ("[1.0]", "returned 1 values for 16 completions"),
+        ("[1.0] * 17", "returned 17 values for 16 completions"),
+        ("[]", "returned 0 values for 16 completions"),
         ("None", "returned None (NoneType), not a list"),
         ("1.0", "returned 1.0 (float), not a list"),
         ("'x' * 16", "(str), not a list"),

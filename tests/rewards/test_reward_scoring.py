@@ -147,8 +147,8 @@ def test_lists_arrays_and_tensors_of_numbers_are_scores(returned: Any) -> None:
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        ([1.0], "returned 1 values for 2 rows"),
-        ([1.0] * 3, "returned 3 values for 2 rows"),
+        ([1.0], "returned 1 values for 2 completions"),
+        ([1.0] * 3, "returned 3 values for 2 completions"),
         (1.0, "returned 1.0 (float), not a list"),
         (None, "returned None (NoneType), not a list"),
         (torch.ones(2, 1), "returned a Tensor of shape (2, 1)"),

@@ -14,6 +14,7 @@ from rloo_cli.algorithms.common import (
     score,
 )
 from rloo_cli.config.schema import AlgorithmConfig, RunConfig, key
+from rloo_cli.utils.files import JsonObject
 
 
 class Switches(
@@ -63,13 +64,13 @@ def _missing_loss_values(loss_type: str, values: Mapping[str, Any]) -> dict[str,
     return {part: value for part, value in triple if values.get(part) is None}
 
 
-def resolved_values(algorithm: Mapping[str, Any], backend: str) -> dict[str, Any]:
+def resolved_values(algorithm: Mapping[str, Any], backend: str) -> JsonObject:
     """What the keys of a config's algorithm section that stand for something else come to.
 
     Plain values to merge into the section: `loss_type` written out in its three switches, and
     `correction.mode` where it is auto.
     """
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     if algorithm.get("loss_type") is not None:
         found |= _missing_loss_values(algorithm["loss_type"], algorithm)
     correction = algorithm.get("correction")

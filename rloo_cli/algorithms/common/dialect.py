@@ -14,6 +14,7 @@ import yaml
 from rloo_cli.config.schema import Frozen, key
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
     from rloo_cli.config.schema import RunConfig
@@ -34,7 +35,7 @@ class Config(Frozen):
     )
 
 
-def dialect_values(name: str) -> dict[str, Any]:
+def dialect_values(name: str) -> JsonObject:
     """Dotted key -> value of a dialect's file."""
     given = yaml.safe_load((paths.CONF / "algorithm" / "dialect" / f"{name}.yaml").read_text())
     return {f"{section}.{k}": v for section, keys in given.items() for k, v in keys.items()}
@@ -67,7 +68,7 @@ def dialect_differences(run: RunConfig, config: Config) -> Iterator[str]:
             )
 
 
-def _is_part_of(theirs: dict[str, Any], mine: Any) -> bool:
+def _is_part_of(theirs: JsonObject, mine: Any) -> bool:
     return isinstance(mine, dict) and all(mine.get(k) == v for k, v in theirs.items())
 
 

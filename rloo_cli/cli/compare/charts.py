@@ -12,6 +12,7 @@ from rloo_cli.cli.compare.results import KL, WIN_RATE_PREFIX, Comparison, Config
 from rloo_cli.cli.compare.statistics import Estimate
 from rloo_cli.reporting import curves
 from rloo_cli.reporting.panel import clean_line
+from rloo_cli.utils.files import JsonObject
 
 CONFIGURATION_COLOURS = (
     "#0072B2",
@@ -58,7 +59,7 @@ def draw_comparison(comparison: Comparison, out: Path, title: str) -> Path:
     return out
 
 
-def _style(i: int) -> dict[str, Any]:
+def _style(i: int) -> JsonObject:
     return {
         "color": CONFIGURATION_COLOURS[i % len(CONFIGURATION_COLOURS)],
         "linestyle": LINES[(i // len(CONFIGURATION_COLOURS)) % 4],

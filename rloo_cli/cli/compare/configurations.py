@@ -15,6 +15,7 @@ from rloo_cli.checkpoint import resume
 from rloo_cli.cli.compare.runs import RunRecord
 from rloo_cli.config import check, messages
 from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import JsonObject
 
 NEUTRAL_SECTIONS = (
     "seed", "root", "name", "resume", "resume_allow_changes", "logging", "checkpoint", "slurm",
@@ -26,7 +27,7 @@ HELD_OUT_KEYS = ("data.eval_split", "eval.sets", "eval.max_samples")
 BUDGET_KEYS = ("max_steps", "total_episodes", "train.epochs", "train.prompts_per_step",
           "algorithm.num_generations")  # fmt: skip
 MAX_LABEL_KEYS = 3  # keys in a label
-FlatConfig = dict[str, Any]
+FlatConfig = JsonObject
 
 
 @dataclass

@@ -7,16 +7,13 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rloo_cli.checkpoint import resume
 from rloo_cli.cli import run_folders
 from rloo_cli.config import check
 from rloo_cli.reporting import curves, eval_lines
 from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.utils.files import read_json
-
-JsonObject = dict[str, Any]
+from rloo_cli.utils.files import JsonObject, read_json
 
 
 @dataclass(frozen=True)

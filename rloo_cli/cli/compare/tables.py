@@ -4,7 +4,6 @@ import csv
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich import box
 from rich.table import Column, Table
@@ -21,6 +20,7 @@ from rloo_cli.cli.compare.results import (
 )
 from rloo_cli.cli.compare.statistics import Estimate, describe_difference
 from rloo_cli.reporting.panel import clean_line, format_number
+from rloo_cli.utils.files import JsonObject
 
 NO_VALUE = "–"
 MAX_LABEL_WIDTH = 44  # characters of a label that are not broken
@@ -186,7 +186,7 @@ def comparison_csv(comparison: Comparison) -> str:
     return text.getvalue()
 
 
-def comparison_json(comparison: Comparison) -> dict[str, Any]:
+def comparison_json(comparison: Comparison) -> JsonObject:
     """The whole table.json: also each seed's own figures, and who does not count."""
     return {
         "score": comparison.score,
@@ -218,7 +218,7 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _estimate_json(e: Estimate | None) -> dict[str, Any]:
+def _estimate_json(e: Estimate | None) -> JsonObject:
     if e is None:
         return {"n": 0}
     sure = {} if e.half_width is None else {"low": e.low, "high": e.high}

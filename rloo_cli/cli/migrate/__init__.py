@@ -27,7 +27,6 @@ recognised and refused: algorithm.dialect=openrlhf and verl compute RLOO as they
 
 import re
 from dataclasses import replace
-from typing import Any
 
 from rloo_cli.cli.migrate import model, objective, tables
 from rloo_cli.cli.migrate import sections as rules
@@ -38,6 +37,7 @@ from rloo_cli.cli.migrate.parse import read_old_run
 from rloo_cli.cli.migrate.recipe import Recipe
 from rloo_cli.cli.migrate.tables import SWIFT_REWARDS, TRL_REWARDS
 from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import JsonObject
 
 DIALECTS = {
     name: Dialect(
@@ -265,7 +265,7 @@ def _note_changed_defaults(recipe: Recipe, name: str) -> None:
             recipe.notes.append(f"{flag} is TRL's default, which was {text}")
 
 
-def _dialect_defaults(dialect: Dialect, flags: dict[str, Any]) -> dict[str, Any]:
+def _dialect_defaults(dialect: Dialect, flags: JsonObject) -> JsonObject:
     """What the old tool assumed where the command says nothing."""
     found = dialect.defaults
     if "full" in (flags.get("train_type"), flags.get("tuner_type")):

@@ -14,6 +14,7 @@ from typing import Any
 from rloo_cli.cli.migrate.recipe import Recipe, our_defaults
 from rloo_cli.cli.migrate.tables import SWIFT_BATCH_COMPLETIONS
 from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import JsonObject
 
 OLD_NAMES = ("rloo_k", "num_ppo_epochs", "num_mini_batches")  # K, passes, mini-batches
 NEW_NAMES = ("num_generations", "num_iterations", "steps_per_generation", "generation_batch_size")
@@ -28,12 +29,12 @@ class Dialect:
 
     title: str
     is_old_trl: bool  # the trainer of TRL <=0.21
-    defaults: dict[str, Any]
+    defaults: JsonObject
     device_batch: int = 8
     rewards: dict[str, str] = field(default_factory=dict)  # its reward names -> ours
     is_swift: bool = False
     vllm_mode: str = "server"
-    correction: dict[str, Any] = field(default_factory=dict)  # where vLLM samples
+    correction: JsonObject = field(default_factory=dict)  # where vLLM samples
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ the settings that mean the same under another name.
 """
 
 import re
-from typing import Any
 
 from rloo_cli.cli.migrate import tables
 from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import JsonObject
 
 
-def refuse_foreign_trainer(args: list[str], flags: dict[str, Any], from_option: str = "") -> None:
+def refuse_foreign_trainer(args: list[str], flags: JsonObject, from_option: str = "") -> None:
     """Raises ConfigError where this is OpenRLHF, verl or Megatron. `named`: by --from."""
     text = " ".join(args)
     dotted = dict(re.findall(r"(?:^|\s)\+*([a-z_]+(?:\.[a-z_]+)+)=(\S+)", text)) | {
@@ -30,14 +30,14 @@ def refuse_foreign_trainer(args: list[str], flags: dict[str, Any], from_option: 
             raise _foreign_trainer_error(tool, _named_settings(text, flags) | dotted)
 
 
-def _named_settings(text: str, flags: dict[str, Any]) -> dict[str, Any]:
+def _named_settings(text: str, flags: JsonObject) -> JsonObject:
     """The flags with their values, from the words where the flags have none yet."""
     given = dict(re.findall(r"--([\w-]+)[= ]+([^\s-]\S*|-\d\S*)", text))
     known = {k: v for k, v in flags.items() if v not in (None, [])}
     return {k.replace("-", "_"): v for k, v in (given | known).items()}
 
 
-def _foreign_trainer_error(tool: str, settings: dict[str, Any]) -> ConfigError:
+def _foreign_trainer_error(tool: str, settings: JsonObject) -> ConfigError:
     title = tables.FOREIGN_TITLES[tool]
     plain = {k: v[0] if isinstance(v, list) and v else v for k, v in settings.items()}
     estimators = tables.FOREIGN_ESTIMATORS[tool]

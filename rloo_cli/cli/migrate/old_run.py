@@ -1,14 +1,15 @@
 """What was read of an old run, before any of it is converted."""
 
 from dataclasses import dataclass, field
-from typing import Any
+
+from rloo_cli.utils.files import JsonObject
 
 
 @dataclass
 class OldRun:
     """Old settings by name, and how they were launched."""
 
-    flags: dict[str, Any]
+    flags: JsonObject
     tool: str = ""  # trl, swift, or grpo and rloo where the command says only that
     method: str = ""  # the word after the tool: rloo, grpo, rlhf, sft ...
     script: str = ""  # file name of the training script

@@ -18,6 +18,7 @@ from rloo_cli.cli.migrate.python import read_python
 from rloo_cli.cli.migrate.shell import simple_commands
 from rloo_cli.config.old_names import find_old_name
 from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import JsonObject
 
 COMMAND_ENDS = {
     "&",
@@ -227,7 +228,7 @@ def _read_process_count(old_run: OldRun) -> None:
     old_run.processes, old_run.processes_from = count * nodes, whence
 
 
-def read_settings_file(path: Path) -> dict[str, Any]:
+def read_settings_file(path: Path) -> JsonObject:
     """A YAML or JSON file that must be a mapping of names to values."""
     try:
         values = yaml.safe_load(path.read_text())  # JSON is YAML

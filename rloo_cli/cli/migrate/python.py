@@ -12,6 +12,7 @@ from typing import Any
 from rloo_cli.cli.migrate import tables
 from rloo_cli.cli.migrate.old_run import OldRun
 from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import JsonObject
 
 MAX_FOLLOWED_NAMES = 20  # names that are followed one after the other
 FUNCTION_NODES = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -80,7 +81,7 @@ def called_name(call: ast.Call) -> str:
     return ".".join(parts[-2:] if parts[-1] == "from_pretrained" else parts[-1:])
 
 
-def read_python(text: str, where: str, flags: dict[str, Any] | None = None) -> OldRun:
+def read_python(text: str, where: str, flags: JsonObject | None = None) -> OldRun:
     """Settings of the first RLOO or GRPO trainer or config, and what is literal around it.
 
     `flags`: of the command that ran the script, where it is known. Raises ConfigError for a script
@@ -326,7 +327,7 @@ def _read_load_dataset(
     """path, name and split of one load_dataset(...)."""
     parts = dict(zip(("path", "name"), call.args, strict=False))
     parts |= {k.arg: k.value for k in call.keywords if k.arg}
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     for name, node in parts.items():
         try:
             values[name] = script.literal_value(node)

@@ -16,6 +16,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from rloo_cli.config import registry, schema
 from rloo_cli.config.old_names import find_old_name
 from rloo_cli.utils import paths
+from rloo_cli.utils.files import JsonObject
 
 UNKNOWN = "not in this version"
 MAX_COMMENT_VALUE = 24  # characters of an old value that a comment repeats
@@ -25,7 +26,7 @@ VLLM_BACKEND_SECTIONS = ("server", "colocate")  # sections of the vLLM backends
 
 
 @cache
-def our_defaults(algorithm: str = "rloo") -> dict[str, Any]:
+def our_defaults(algorithm: str = "rloo") -> JsonObject:
     """Dotted key -> our default, as far as conf/ gives one. An algorithm's mappings stay whole."""
     files = {"": paths.CONF / "config.yaml"}
     for group in ("model", "data"):
@@ -46,10 +47,10 @@ def our_defaults(algorithm: str = "rloo") -> dict[str, Any]:
 
 
 @cache
-def _algorithm_defaults(choice: str) -> dict[str, Any]:
+def _algorithm_defaults(choice: str) -> JsonObject:
     """The keys of a choice of the group `algorithm`, with those of the one it begins with."""
     values = yaml.safe_load((paths.CONF / "algorithm" / f"{choice}.yaml").read_text()) or {}
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for base in values.pop("defaults", ()):
         found |= _algorithm_defaults(base)
     return found | values
@@ -119,7 +120,7 @@ def _sections_of(annotation: Any) -> list[Any]:
 class Recipe:
     """Old flags not yet dealt with, and what has become of the others."""
 
-    flags: dict[str, Any]
+    flags: JsonObject
     setting_format: str = "--{} {}"  # how the input wrote a setting, for the comments
     lines: dict[str, tuple[Any, str]] = field(default_factory=dict)
     unsupported: list[str] = field(default_factory=list)
@@ -155,7 +156,7 @@ class Recipe:
             because = "" if reason == UNKNOWN else f"; this version refuses it: {reason}"
             self.unsupported.append(f"{key}: {_flow_yaml(value)}  ({why}{because})")
 
-    def put_reward(self, name: str, entry: dict[str, Any], why: str) -> None:
+    def put_reward(self, name: str, entry: JsonObject, why: str) -> None:
         """A reward: a shipped one by its group, another with every key that its kind has."""
         kind = entry["type"]
         if schema_refusal(f"reward.{name}.type", kind):

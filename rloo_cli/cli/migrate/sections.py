@@ -12,6 +12,7 @@ from rloo_cli.cli.migrate import tables
 from rloo_cli.cli.migrate.batch import Dialect, take_number
 from rloo_cli.cli.migrate.recipe import Recipe, schema_refusal
 from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import JsonObject
 
 NULL_NOTE = "here null is what the context leaves, at most 4096"
 
@@ -54,7 +55,7 @@ def write_data(recipe: Recipe, dialect: Dialect, script: str) -> None:
             recipe.notes.append(f"{said} is a file: set data.system to its text")
 
 
-def _dataset_source(entry: Any) -> dict[str, Any]:
+def _dataset_source(entry: Any) -> JsonObject:
     """`path:subset#n`, or an entry of TRL's `datasets`, by the keys of a source here."""
     if isinstance(entry, dict):
         found = {k: entry.get(k) for k in ("path", "name", "split")}
@@ -66,11 +67,11 @@ def _dataset_source(entry: Any) -> dict[str, Any]:
     return {k: v for k, v in found.items() if v is not None}
 
 
-def _write_mixture(recipe: Recipe, sources: list[dict[str, Any]], original_text: str) -> None:
+def _write_mixture(recipe: Recipe, sources: list[JsonObject], original_text: str) -> None:
     """Several data sets, which the old tool put one after the other: weights as their rows."""
     rows = [source.get("max_samples") for source in sources]
     known = None not in rows
-    table: dict[str, dict[str, Any]] = {}
+    table: dict[str, JsonObject] = {}
     for source, count in zip(sources, rows, strict=True):
         base = _slug(Path(str(source["path"])).stem).replace(".", "_").replace("-", "_")
         name = base if base not in table else f"{base}_{len(table) + 1}"

@@ -5,7 +5,7 @@ TRL's defaults are those of `RLOOConfig` and `GRPOConfig` in 0.9.6, 0.14, 0.16, 
 same default as here.
 """
 
-from typing import Any
+from rloo_cli.utils.files import JsonObject
 
 
 def _name_set(text: str) -> set[str]:
@@ -13,7 +13,7 @@ def _name_set(text: str) -> set[str]:
 
 
 # Defaults by dialect, as keys of ours ------------------------------------------------------------
-RLOO_OLD: dict[str, Any] = {
+RLOO_OLD: JsonObject = {
     "algorithm.num_generations": 2,
     "algorithm.beta": 0.05,
     "algorithm.epsilon": 0.2,
@@ -25,7 +25,7 @@ RLOO_OLD: dict[str, Any] = {
     "train.weight_decay": 0.0,
     "train.max_grad_norm": None,  # its loop never clipped
 }
-RLOO: dict[str, Any] = {
+RLOO: JsonObject = {
     "algorithm.num_generations": 2,
     "algorithm.beta": 0.05,
     "algorithm.epsilon": 0.2,
@@ -38,7 +38,7 @@ RLOO: dict[str, Any] = {
     "train.max_grad_norm": 1.0,
 }
 RLOO_0_28 = RLOO | {"generation.max_completion_length": 256}
-GRPO: dict[str, Any] = RLOO | {
+GRPO: JsonObject = RLOO | {
     "algorithm.num_generations": 8,
     "algorithm.beta": 0.0,
     "algorithm.loss_type": "dapo",
@@ -54,7 +54,7 @@ GRPO_0_16 = GRPO_0_28 | {
     "algorithm.loss_type": "bnpo",  # 0.16; 0.14 and 0.15 had what is now called grpo
     "generation.temperature": 0.9,
 }
-SWIFT: dict[str, Any] = RLOO | {
+SWIFT: JsonObject = RLOO | {
     "algorithm.num_generations": 8,
     "algorithm.beta": 0.04,
     "generation.temperature": 0.9,
@@ -70,7 +70,7 @@ SWIFT_BATCH_COMPLETIONS = (
     16  # per update, which gradient_accumulation_steps makes up to where it is not said
 )
 # What an estimator of ms-swift adds: its algorithm here, and its own defaults.
-SWIFT_ESTIMATORS: dict[str, tuple[str, dict[str, Any]]] = {
+SWIFT_ESTIMATORS: dict[str, tuple[str, JsonObject]] = {
     "rloo": ("rloo", {"algorithm.ratio_level": "token", "algorithm.loss_agg": "sequence_mean"}),
     "grpo": ("grpo", {"algorithm.loss_type": "grpo", "algorithm.advantage_scale": "group"}),
     "reinforce_plus_plus": ("reinforce_pp", {"algorithm.loss_agg": "sequence_mean"}),
@@ -80,7 +80,7 @@ NO_CORRECTION = {"mode": "none", "level": "sequence", "cap": 3.0, "floor": 0.0}
 GRPO_CORRECTION = NO_CORRECTION | {"mode": "mask"}
 
 # name -> title, old trainer?, kind, defaults, vllm_mode, correction
-TRL_VERSIONS: dict[str, tuple[str, bool, str, dict[str, Any], str, dict[str, Any]]] = {
+TRL_VERSIONS: dict[str, tuple[str, bool, str, JsonObject, str, JsonObject]] = {
     "trl_0_9": ("TRL <=0.10", True, "rloo", RLOO_OLD, "server", NO_CORRECTION),
     "trl_0_21": ("TRL 0.11-0.21", True, "rloo", RLOO_OLD, "server", NO_CORRECTION),
     "trl_0_28": ("TRL 0.22-0.28", False, "rloo", RLOO_0_28, "server", NO_CORRECTION),

@@ -17,6 +17,7 @@ from tokenizers.decoders import Fuse
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rloo_cli.data.synthetic.cache import cached_folder, report_progress
+from rloo_cli.utils.files import JsonObject
 
 HELD_OUT = 500  # of the 8,100 problems
 CHARACTERS = "0123456789+="
@@ -44,7 +45,7 @@ def addition_problems() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     return pairs[HELD_OUT:], pairs[:HELD_OUT]
 
 
-def addition_examples(split: str) -> list[dict[str, Any]]:
+def addition_examples(split: str) -> list[JsonObject]:
     """The problems of `train` or `test`."""
     train, test = addition_problems()
     chosen = {"train": train, "test": test}[split]

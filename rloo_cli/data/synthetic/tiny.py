@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from rloo_cli.data.synthetic.cache import cached_folder
+from rloo_cli.utils.files import JsonObject
 
 SHAPE = {
     "hidden_size": 64,
@@ -38,20 +39,20 @@ QUESTIONS = (
 )
 
 
-def tiny_examples(split: str) -> list[dict[str, Any]]:
+def tiny_examples(split: str) -> list[JsonObject]:
     """64 prompts to train on, 16 others to hold out; with the columns rewards usually read."""
     first, count = {"train": (0, 64), "test": (64, 16), "validation": (64, 16)}[split]
     return [_tiny_example(i) for i in range(first, first + count)]
 
 
-def tiny_chat_examples(split: str) -> list[dict[str, Any]]:
+def tiny_chat_examples(split: str) -> list[JsonObject]:
     """The same prompts as conversations."""
     return [
         r | {"prompt": [{"role": "user", "content": r["prompt"]}]} for r in tiny_examples(split)
     ]
 
 
-def tiny_pair_examples(split: str) -> list[dict[str, Any]]:
+def tiny_pair_examples(split: str) -> list[JsonObject]:
     """The same prompts with two answers: the right one is chosen."""
     return [
         {"prompt": r["prompt"], "chosen": r["answer"], "rejected": f"{r['answer']} or so, perhaps"}
@@ -59,7 +60,7 @@ def tiny_pair_examples(split: str) -> list[dict[str, Any]]:
     ]
 
 
-def _tiny_example(i: int) -> dict[str, Any]:
+def _tiny_example(i: int) -> JsonObject:
     a, b = 10 + i, 3 + i % 7
     prompt, answer = QUESTIONS[i % len(QUESTIONS)].format(a=a, b=b), str(a + b)
     names = ("answer", "ground_truth", "solution", "reference", "label")

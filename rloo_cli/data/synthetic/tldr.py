@@ -22,6 +22,7 @@ from transformers import (
 
 from rloo_cli.data.synthetic import tldr_posts as posts
 from rloo_cli.data.synthetic.cache import cached_folder
+from rloo_cli.utils.files import JsonObject
 
 SIZES = {"train": 6000, "validation": 200, "test": 1000}
 SHAPE = {
@@ -37,12 +38,12 @@ SHAPE = {
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
 
 
-def tldr_examples(split: str) -> list[dict[str, Any]]:
+def tldr_examples(split: str) -> list[JsonObject]:
     """Posts with a careless person's summary. No two splits share a post's facts."""
     return [_tldr_example(split, i) for i in range(SIZES[split])]
 
 
-def _tldr_example(split: str, number: int) -> dict[str, Any]:
+def _tldr_example(split: str, number: int) -> JsonObject:
     dice = random.Random(f"tldr/{split}/{number}")
     facts = posts.sample_facts(dice)
     while _split_of(facts) != split:

@@ -256,7 +256,7 @@ def _format_mean(value: float | None) -> str:
 
 def judge_summary(judge: Judge, judged: JudgedSets) -> JsonObject:
     """All of it, for judge.json."""
-    sets: dict[str, Any] = {}
+    sets: JsonObject = {}
     for name, told in judged.win_rates.items():
         sets[name or "held out"] = vars(told) | {"unpaired": judged.num_unpaired[name]}
     return judge.metadata | {"sets": sets}

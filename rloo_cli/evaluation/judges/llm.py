@@ -4,7 +4,6 @@ import asyncio
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 from rloo_cli.config import template
 from rloo_cli.config.judge import OpenaiJudge
@@ -12,6 +11,7 @@ from rloo_cli.evaluation.judges.pairs import JudgePair
 from rloo_cli.rewards.common import chat_client
 from rloo_cli.rewards.common.http_client import EndpointError, JsonClient, run_in_event_loop
 from rloo_cli.utils import signals
+from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.rng import sampling_seed
 
 TIE_VALUE = 0.5
@@ -79,13 +79,13 @@ async def _judge_pair(client: JsonClient, keys: OpenaiJudge, pair: JudgePair, se
 
 async def _judge_in_order(
     client: JsonClient, keys: OpenaiJudge, pair: JudgePair, swap: bool
-) -> dict[str, Any]:
+) -> JsonObject:
     """One question; asked again where the answer is no verdict. Raises EndpointError if final."""
     ours, theirs = pair.ours.text, pair.theirs.text
     known = pair.group.example | {"prompt": template.prompt_text(pair.group.prompt)}
     known |= {"a": theirs if swap else ours, "b": ours if swap else theirs}
     question = template.fill_template(keys.template, known)
-    told: dict[str, Any] = {"a": "theirs" if swap else "ours", "said": None, "value": None}
+    told: JsonObject = {"a": "theirs" if swap else "ours", "said": None, "value": None}
     for _ in range(keys.retries + 1):
         try:
             told["said"] = await chat_client.ask_chat_model(client, keys, question)

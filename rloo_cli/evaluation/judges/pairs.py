@@ -8,8 +8,7 @@ from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.rewards.common.text import texts
 from rloo_cli.utils.errors import DataError, Problem
-
-JsonObject = dict[str, Any]
+from rloo_cli.utils.files import JsonObject
 
 
 @dataclass(frozen=True)

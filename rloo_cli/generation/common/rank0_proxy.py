@@ -13,6 +13,7 @@ from rloo_cli.data.batch import Group
 from rloo_cli.data.packing import MicroBatch
 from rloo_cli.distributed.world import World
 from rloo_cli.generation import Generator, ignore_arrival
+from rloo_cli.utils.files import JsonObject
 
 
 class Rank0Proxy:
@@ -108,7 +109,7 @@ class Rank0Proxy:
                 self.policy.frozen_logp(self.policy.pack(groups, parts))
             name, said = self.world.broadcast_from_rank0(None)
 
-    def gathered_weights(self) -> Iterator[dict[str, Any]]:
+    def gathered_weights(self) -> Iterator[JsonObject]:
         """Rank 0: all weights, gathered by all ranks, unit by unit."""
         self._exhaust_sending()
         self.world.broadcast_from_rank0(("weights", None))
@@ -132,13 +133,13 @@ class Rank0Proxy:
 class _LockedIterator:
     """An iterator that a thread may be stuck beside while another one reads it to its end."""
 
-    def __init__(self, iterator: Iterator[dict[str, Any]]):
+    def __init__(self, iterator: Iterator[JsonObject]):
         self.iterator, self.lock = iter(iterator), Lock()
 
     def __iter__(self) -> "_LockedIterator":
         return self
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> JsonObject:
         with self.lock:
             return next(self.iterator)
 
@@ -165,6 +166,6 @@ class _Rank0Policy:
         """Of what was packed last."""
         return self.proxy.frozen_logp(*self.last_packed)
 
-    def gather_weights(self) -> Iterator[dict[str, Any]]:
+    def gather_weights(self) -> Iterator[JsonObject]:
         """All weights, whole, unit by unit."""
         return self.proxy.gathered_weights()

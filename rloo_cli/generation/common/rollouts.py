@@ -5,7 +5,6 @@ What a row is worth before any KL is settled here, in the order of docs/OBJECTIV
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from rloo_cli.rewards.engine.scoring import Scores, ScoringStep
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import NumbersError, Problem
 from rloo_cli.utils.fault_injection import poison_tensor
+from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.rng import sampling_seed
 from rloo_cli.utils.timers import StepTimer
 
@@ -211,7 +211,7 @@ def _has_different_scores(batch: Batch, group_index: int) -> bool:
 
 
 def _select_groups(batch: Batch, group_indices: list[int]) -> Batch:
-    rows: dict[str, Any] = {"raw": batch.raw[:, group_indices]}
+    rows: JsonObject = {"raw": batch.raw[:, group_indices]}
     rows |= {n: getattr(batch, n)[group_indices] for n in ("score", "shaped", "scorable", "masked")}
     for name in ("greedy", "plain"):
         column = getattr(batch, name)
@@ -229,7 +229,7 @@ def _select_groups(batch: Batch, group_indices: list[int]) -> Batch:
 def _concatenate_batches(batches: list[Batch], num_sampled: int) -> Batch:
     if len(batches) == 1:
         return batches[0]
-    columns: dict[str, Any] = {"raw": torch.cat([p.raw for p in batches], dim=1)}
+    columns: JsonObject = {"raw": torch.cat([p.raw for p in batches], dim=1)}
     for name in ("score", "shaped", "scorable", "masked"):
         columns[name] = torch.cat([getattr(p, name) for p in batches])
     for name in ("greedy", "plain"):

@@ -26,6 +26,7 @@ from typing import Any
 from rloo_cli.generation.vllm import auth, versions
 from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.files import JsonObject
 
 ReadyFlags = MutableSequence[int]  # 1 for each API process that answers
 
@@ -94,7 +95,7 @@ def run_api_process(
     url: str,
     server_socket: socket.socket,
     args: Namespace,
-    client: dict[str, Any],
+    client: JsonObject,
 ) -> None:
     """The life of one API process of several. `client`: vLLM's own, which engines it speaks to."""
     child_process.die_with_parent()

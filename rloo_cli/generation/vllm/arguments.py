@@ -25,6 +25,7 @@ from rloo_cli.generation.vllm.versions import (
 from rloo_cli.generation.vllm_server import LOOPBACK_HOSTS
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.files import JsonObject
 
 PICKLE_VARIABLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 # Keys that are vLLM's own arguments, by the same name; null leaves vLLM's choice.
@@ -34,10 +35,10 @@ SAME_NAME_KEYS = (
 )  # fmt: skip
 
 
-def build_engine_arguments(run: RunConfig, keys: EngineKeys, seed: int) -> dict[str, Any]:
+def build_engine_arguments(run: RunConfig, keys: EngineKeys, seed: int) -> JsonObject:
     """The keyword arguments of vLLM's EngineArgs for a run. Makes a `make:NAME` model."""
     on_gpu, model = bool(visible_gpus()), run.model
-    given: dict[str, Any] = {
+    given: JsonObject = {
         "model": synthetic.resolve_model_path(model.path),
         "tokenizer": synthetic.resolve_model_path(model.tokenizer or model.path),
         "revision": model.revision,

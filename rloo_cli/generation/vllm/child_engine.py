@@ -34,6 +34,7 @@ from rloo_cli.generation.vllm_colocate import ColocateSection
 from rloo_cli.utils.device_waits import release_cached_memory
 from rloo_cli.utils.errors import GenerationError, Problem, Stopped
 from rloo_cli.utils.fault_injection import trigger_fault
+from rloo_cli.utils.files import JsonObject
 
 TRANSFER_HOST = "127.0.0.1"
 
@@ -45,7 +46,7 @@ class ColocatedEngine:
     def __init__(
         self,
         keys: ColocateSection,
-        arguments: dict[str, Any],
+        arguments: JsonObject,
         environment: dict[str, str],
         log: Path,
         transfer: str,
@@ -179,7 +180,7 @@ class ColocatedEngine:
 
     # What an engine does about weights (link.Control).
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+    def init_weight_transfer_engine(self, init_info: JsonObject) -> None:
         self.call("init_weight_transfer_engine", init_info)
 
     def start_weight_update(self) -> None:

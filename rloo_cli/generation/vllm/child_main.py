@@ -20,6 +20,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from rloo_cli.generation.vllm import lora_slot, versions
 from rloo_cli.generation.vllm.engine import EngineCompletion, EngineRequest
+from rloo_cli.utils.files import JsonObject
 
 CHILD_ENDED_CODE = 70  # our exit code where vLLM's core has ended
 
@@ -90,7 +91,7 @@ class ChildEngineCalls:
         size: int = self.llm.llm_engine.vllm_config.parallel_config.world_size_across_dp
         return size
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+    def init_weight_transfer_engine(self, init_info: JsonObject) -> None:
         self.weight_client.init_weight_transfer_engine({"init_info": init_info})
 
     def start_weight_update(self) -> None:

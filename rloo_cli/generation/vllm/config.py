@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from rloo_cli.config.schema import Frozen, Positive, Text, key
 from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.files import JsonObject
 
 # What `extra` may not say, and the key that does: rloo has to know it, or it would break a promise.
 RESERVED_ARGUMENTS = {
@@ -58,7 +59,7 @@ class EngineKeys(Frozen):
     transfer: Literal["auto", "gloo", "nccl", "ipc"] = key(
         "How weights travel; auto = nccl (server) or ipc (colocated) on GPUs, gloo without"
     )
-    extra: dict[str, Any] = key("Any further argument of vLLM's engine, by its own name")
+    extra: JsonObject = key("Any further argument of vLLM's engine, by its own name")
 
 
 def engine_key_problems(section: str, keys: EngineKeys, run: Any) -> Iterator[Problem]:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rloo_cli.utils.files import JsonObject
+
 
 class EngineLost(Exception):
     """The engine died, hangs, or cannot be reached."""
@@ -22,7 +24,7 @@ class EngineRequest:
     """One completion to draw."""
 
     prompt_ids: list[int]
-    params: dict[str, Any]  # vLLM's SamplingParams, the completion's own seed among them
+    params: JsonObject  # vLLM's SamplingParams, the completion's own seed among them
 
 
 @dataclass(frozen=True)

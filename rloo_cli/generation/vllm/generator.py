@@ -33,6 +33,7 @@ from rloo_cli.generation.vllm.handshake import ExpectedServer
 from rloo_cli.generation.vllm.http_engine import HttpEngine
 from rloo_cli.generation.vllm.weight_sync import WeightSync
 from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.files import JsonObject
 
 PARITY_SEED = 1_000_003  # parity's seeds begin here; any would do
 
@@ -271,6 +272,6 @@ def run_tolerance(run: RunConfig) -> Callable[..., float]:
     return partial(logprob_tolerance, on_gpu=bool(visible_gpus()), coarse=coarse)
 
 
-def _transfer_backend(engine_arguments: dict[str, Any]) -> str:
+def _transfer_backend(engine_arguments: JsonObject) -> str:
     name: str = engine_arguments["weight_transfer_config"]["backend"]
     return name.removeprefix("rloo_")

@@ -20,6 +20,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from rloo_cli.generation.vllm import lora_slot, versions
 from rloo_cli.generation.vllm.handshake import GROUP_ROUTE
+from rloo_cli.utils.files import JsonObject
 
 
 def attach_group_route(app: FastAPI) -> None:
@@ -34,7 +35,7 @@ async def _group_endpoint(raw_request: Request) -> JSONResponse:
 
 
 @versions.import_vllm_module("api_utils").with_cancellation
-async def _generate_group(body: dict[str, Any], raw_request: Request) -> JSONResponse:
+async def _generate_group(body: JsonObject, raw_request: Request) -> JSONResponse:
     """All completions at once; those under way are aborted when whoever asked is gone."""
     state = raw_request.app.state
     adapter = None
@@ -52,8 +53,8 @@ async def _generate_group(body: dict[str, Any], raw_request: Request) -> JSONRes
 
 
 async def _generate_completion(
-    state: Any, prompt: TokensPrompt, sampling_params: dict[str, Any], request_id: str, adapter: Any
-) -> dict[str, Any]:
+    state: Any, prompt: TokensPrompt, sampling_params: JsonObject, request_id: str, adapter: Any
+) -> JsonObject:
     params = SamplingParams(**sampling_params)
     params.output_kind = RequestOutputKind.FINAL_ONLY
     params.flat_logprobs = True  # three lists, not an object for each token

@@ -14,6 +14,7 @@ from rloo_cli.generation.vllm import lora_slot, versions
 from rloo_cli.generation.vllm.http import HttpClient
 from rloo_cli.generation.vllm.versions import MIN_VLLM_VERSION
 from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.files import JsonObject
 
 PROTOCOL_VERSION = 1  # of rloo's own routes and facts
 GROUP_ROUTE = "/rloo/generate"  # the route of `group_route`, where a server says that it has it
@@ -55,7 +56,7 @@ class ExpectedServer:
         Raises GenerationError with everything that differs.
         """
         try:
-            facts: dict[str, Any] = http_client.get(url, "/rloo", token, HANDSHAKE_TIMEOUT_S)
+            facts: JsonObject = http_client.get(url, "/rloo", token, HANDSHAKE_TIMEOUT_S)
         except GenerationError as error:
             if not any("404" in p.why for p in error.problems):
                 raise
@@ -65,7 +66,7 @@ class ExpectedServer:
             raise GenerationError(*problems)
         return str(facts.get("transfer", self.transfer)), GROUP_ROUTE in facts.get("routes", ())
 
-    def _plain_vllm_info(self, http_client: HttpClient, url: str, token: str) -> dict[str, Any]:
+    def _plain_vllm_info(self, http_client: HttpClient, url: str, token: str) -> JsonObject:
         """A vLLM that `rloo vllm-serve` did not start."""
         version = http_client.get(url, "/version", token, HANDSHAKE_TIMEOUT_S)
         models = http_client.get(url, "/v1/models", token, HANDSHAKE_TIMEOUT_S)
@@ -80,7 +81,7 @@ class ExpectedServer:
         first = models["data"][0]
         return {"vllm": version["version"], "max_model_len": first.get("max_model_len")}
 
-    def _differences(self, server_info: dict[str, Any], url: str) -> Iterator[Problem]:
+    def _differences(self, server_info: JsonObject, url: str) -> Iterator[Problem]:
         same = "rloo vllm-serve with the recipe and overrides of this run"
         for name in ("model", "dtype", "tokenizer"):
             ours, theirs = getattr(self, name), server_info.get(name, getattr(self, name))

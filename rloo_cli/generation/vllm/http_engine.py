@@ -43,6 +43,7 @@ from rloo_cli.generation.vllm_server import LOOPBACK_HOSTS, ServerSection
 from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import GenerationError, Problem
 from rloo_cli.utils.fault_injection import trigger_fault
+from rloo_cli.utils.files import JsonObject
 
 log = logging.getLogger(__name__)
 DEFAULT_MAX_IN_FLIGHT = 1024  # completions under way on one engine: more than it decodes at once
@@ -200,7 +201,7 @@ class HttpEngine:
     ) -> list[EngineCompletion]:
         server, limit = self.servers[call.server_index], self.keys.request_timeout_s
         chosen = [requests[i] for i in call.request_indices]
-        body: dict[str, Any] = {"token_ids": chosen[0].prompt_ids}
+        body: JsonObject = {"token_ids": chosen[0].prompt_ids}
         path = handshake.GROUP_ROUTE if server.has_group_route else "/inference/v1/generate"
         if server.has_group_route:
             body |= {"sampling_params": [ask.params for ask in chosen]}
@@ -267,7 +268,7 @@ class HttpTransferClient:
         rows = zip(servers, bodies, strict=True)
         self.engine.request_all([("POST", server, path, body) for server, body in rows], limit_s)
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+    def init_weight_transfer_engine(self, init_info: JsonObject) -> None:
         """Each server's processes come after those of the servers before it."""
         bodies, first = [], int(init_info["rank_offset"])
         for server, peer in zip(self.engine.servers, self.peers, strict=True):

@@ -9,11 +9,10 @@ torch nor vLLM.
 import json
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from rloo_cli.config.rules_lora import VLLM_LORA_RANKS
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.utils.files import write_text
+from rloo_cli.utils.files import JsonObject, write_text
 
 ADAPTER_NAME, ADAPTER_ID = (
     "rloo",
@@ -26,7 +25,7 @@ ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 UNUSED_LAYER_NAME = "base_model.model.base_layer.lora_{}.weight"
 
 
-def lora_engine_arguments(run: RunConfig) -> dict[str, Any]:
+def lora_engine_arguments(run: RunConfig) -> JsonObject:
     """Of vLLM's EngineArgs, for a run that trains an adapter; else none."""
     return (
         {"enable_lora": True, "max_loras": 1, "max_lora_rank": slot_rank(run)}

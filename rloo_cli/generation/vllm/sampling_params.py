@@ -4,9 +4,9 @@ Nothing is left to a server's defaults, which come from the model's own generati
 """
 
 from collections.abc import Collection
-from typing import Any
 
 from rloo_cli.config.schema import GenerationConfig
+from rloo_cli.utils.files import JsonObject
 
 
 def completion_params(
@@ -15,7 +15,7 @@ def completion_params(
     seed: int,
     greedy: bool,
     temperature: float | None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """For a completion of a run; `temperature` None: the config's."""
     given = parity_params(config, stop_ids, seed, config.max_completion_length)
     given |= {
@@ -32,7 +32,7 @@ def completion_params(
 
 def parity_params(
     config: GenerationConfig, stop_ids: Collection[int], seed: int, max_tokens: int
-) -> dict[str, Any]:
+) -> JsonObject:
     """Nothing but the temperature bends the distribution: for parity."""
     return {
         "seed": seed,

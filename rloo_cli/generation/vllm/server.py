@@ -33,7 +33,7 @@ from rloo_cli.generation.vllm import (
 )
 from rloo_cli.utils import child_process, ports
 from rloo_cli.utils.errors import ConfigError, MachineError, Problem, RunError
-from rloo_cli.utils.files import write_text
+from rloo_cli.utils.files import JsonObject, write_text
 
 EXTERNAL_TOKEN_VARIABLE = "RLOO_SERVER_TOKEN"  # a token that somebody chose; else one is made
 DOCS_VARIABLE = "RLOO_SERVER_DOCS"  # 1: show the list of routes (with the token), for tests
@@ -149,7 +149,7 @@ def bind_server_socket(host: str, port: int) -> socket.socket:
         raise MachineError(Problem(what, key, why, fix)) from None
 
 
-def _server_info(run: Any, keys: Any, engine_arguments: dict[str, Any]) -> dict[str, Any]:
+def _server_info(run: Any, keys: Any, engine_arguments: JsonObject) -> JsonObject:
     """What GET /rloo answers."""
     transformers = importlib.import_module("transformers")
     remote = {"trust_remote_code": run.model.trust_remote_code}
@@ -178,7 +178,7 @@ def _server_info(run: Any, keys: Any, engine_arguments: dict[str, Any]) -> dict[
     }
 
 
-def _vllm_namespace(engine_arguments: dict[str, Any], keys: Any, host: str, port: int) -> Namespace:
+def _vllm_namespace(engine_arguments: JsonObject, keys: Any, host: str, port: int) -> Namespace:
     """vLLM's own arguments: its parser's defaults, the engine's, and ours."""
     cli_args = versions.import_vllm_module("cli_args")
     argparse_utils = importlib.import_module("vllm.utils.argparse_utils")

@@ -12,12 +12,11 @@ import platform
 import secrets
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rloo_cli.utils import child_process
 from rloo_cli.utils.environment import environment_number
 from rloo_cli.utils.errors import RunError
-from rloo_cli.utils.files import write_text
+from rloo_cli.utils.files import JsonObject, write_text
 
 SERVER_FILE = "server.json"
 SERVER_NUMBER_VARIABLE = "RLOO_SERVER_NUMBER"
@@ -108,7 +107,7 @@ def read_server_file(folder: Path, node_number: int | None = None) -> ServerReco
     """What `folder/server.json` says (of the n-th node; else of this one); None where there is
     none, or one of another form."""
     try:
-        values: dict[str, Any] = json.loads(server_file_path(folder, node_number).read_text())
+        values: JsonObject = json.loads(server_file_path(folder, node_number).read_text())
         return ServerRecord(**values)
     except (OSError, ValueError, TypeError):
         return None

@@ -17,6 +17,7 @@ from rloo_cli.generation.vllm.weights import ModelWeightSource
 from rloo_cli.utils import device_waits
 from rloo_cli.utils.errors import GenerationError, MachineError, Problem
 from rloo_cli.utils.fault_injection import trigger_fault
+from rloo_cli.utils.files import JsonObject
 
 SEND_ABORT_TIMEOUT_S = (
     60.0  # for an aborted send's kernels to end: milliseconds, once they are aborted
@@ -28,7 +29,7 @@ class TransferClient(Protocol):
     """What an engine does about weights. The four methods are those of vLLM's
     `VLLMWeightSyncClient`; each raises when the engine refuses."""
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+    def init_weight_transfer_engine(self, init_info: JsonObject) -> None: ...
 
     def start_weight_update(self) -> None: ...
 
@@ -188,7 +189,7 @@ def _connect_nccl(
     return link
 
 
-def _nccl_communicator(listening: socket, init_info: dict[str, Any]) -> Any:
+def _nccl_communicator(listening: socket, init_info: JsonObject) -> Any:
     """NCCL's group, as its rank 0. `listening` is the store's from here on."""
     utils = importlib.import_module("vllm.distributed.utils")
     pynccl = importlib.import_module("vllm.distributed.device_communicators.pynccl")

@@ -28,6 +28,7 @@ from importlib import metadata
 from typing import Any
 
 from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.files import JsonObject
 
 MIN_VLLM_VERSION, MIN_UNTESTED_VERSION = (
     (0, 32),
@@ -86,14 +87,12 @@ def _import_vllm_submodule(name: str) -> Any:
     return importlib.import_module(f"rloo_cli.generation.vllm.{name}")
 
 
-def old_engine_arguments(version: str) -> dict[str, Any]:
+def old_engine_arguments(version: str) -> JsonObject:
     """What an older engine is started with besides: the methods that its workers gain."""
     return {"worker_extension_cls": WORKER_CALLS} if is_old_vllm(version) else {}
 
 
-def supported_server_arguments(
-    arguments: dict[str, Any], version: str | None = None
-) -> dict[str, Any]:
+def supported_server_arguments(arguments: JsonObject, version: str | None = None) -> JsonObject:
     """A server's own arguments, without those that an older one does not know."""
     left_out = NEW_ARGUMENTS if is_old_vllm(version) else set()
     return {name: value for name, value in arguments.items() if name not in left_out}
@@ -144,7 +143,7 @@ class WorkerCalls:
     vllm_config: Any
     weight_transfer_engine: Any
 
-    def rloo_init(self, init_info: dict[str, Any]) -> None:
+    def rloo_init(self, init_info: JsonObject) -> None:
         """Meet the trainer."""
         engine = self.weight_transfer_engine
         engine.device, engine.model_config = self._rloo_device(), self.vllm_config.model_config
@@ -158,7 +157,7 @@ class WorkerCalls:
             self.weight_transfer_engine.start_weight_update()
         self.rloo_open = True
 
-    def rloo_update(self, update_info: dict[str, Any]) -> None:
+    def rloo_update(self, update_info: JsonObject) -> None:
         """Take one part; it is on the device when this returns. One that fails closes the update,
         as in 0.32, and its layers too: the next update would count what this one left in them."""
         self._rloo_must_be_open()
@@ -352,13 +351,13 @@ class OldLLM:
         found: list[Any] = self.llm.collective_rpc(name, args=args)
         return found
 
-    def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
+    def init_weight_transfer_engine(self, request: JsonObject) -> None:
         self._call_workers("rloo_init", request["init_info"])
 
     def start_weight_update(self) -> None:
         self._call_workers("rloo_start")
 
-    def update_weights(self, request: dict[str, Any]) -> None:
+    def update_weights(self, request: JsonObject) -> None:
         self._call_workers("rloo_update", request["update_info"])
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -429,7 +428,7 @@ def attach_old_routes(app: Any, version: str | None = None) -> None:
     app.state.rloo_label = "default"
 
 
-async def _json_body(request: Any) -> dict[str, Any]:
+async def _json_body(request: Any) -> JsonObject:
     text = await request.body()
     found = json.loads(text) if text else None
     return found if isinstance(found, dict) else {}
@@ -498,7 +497,7 @@ class NcclSender:
             port = kept.getsockname()[1]
             self._connect({"master_address": host, "master_port": port, "world_size": world_size})
 
-    def _connect(self, init_info: dict[str, Any]) -> None:
+    def _connect(self, init_info: JsonObject) -> None:
         control = self.client
         engine = importlib.import_module(f"{TRANSFER_PACKAGE}.nccl_engine").NCCLWeightTransferEngine
         # The engine's call returns only once both sides have met.
@@ -572,7 +571,7 @@ class HandleSender:
         """There is no connection."""
 
 
-def _update_info(metas: list[Any], dtypes_key: str) -> dict[str, Any]:
+def _update_info(metas: list[Any], dtypes_key: str) -> JsonObject:
     """What an update says of its tensors. `dtypes`: the receiver's name for that list."""
     return {
         "names": [meta.name for meta in metas],

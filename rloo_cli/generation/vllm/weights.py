@@ -16,6 +16,7 @@ from rloo_cli.distributed import gather
 from rloo_cli.policy import lora
 from rloo_cli.policy.model import weight_shape
 from rloo_cli.utils.device_waits import wait_for_device, wait_for_stream
+from rloo_cli.utils.files import JsonObject
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class ModelWeightSource:
         fuses are taken apart again."""
         return self._to_checkpoint_names({n: p.detach() for n, p in self.model.named_parameters()})
 
-    def _to_checkpoint_names(self, parameters: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    def _to_checkpoint_names(self, parameters: JsonObject) -> list[tuple[str, Tensor]]:
         with torch.no_grad():
             return list(revert_weight_conversion(self.model, parameters).items())
 

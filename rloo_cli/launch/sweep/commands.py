@@ -19,12 +19,12 @@ from rloo_cli.launch.sweep.state import SweepState, Trial, override_key, running
 from rloo_cli.launch.sweep.table import SweepDisplay
 from rloo_cli.launch.sweep.trial import TrialPhase, TrialProcess
 from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
-from rloo_cli.utils.files import read_json, write_json
+from rloo_cli.utils.files import JsonObject, read_json, write_json
 
 BOUNDARY_PHASES = (TrialPhase.BOUNDARY, TrialPhase.OFFLOADED)
 
 
-def answer_request(sweep: Sweep, request: dict[str, Any]) -> str:
+def answer_request(sweep: Sweep, request: JsonObject) -> str:
     """Take one request; what is said to who asked. Raises ConfigError."""
     member = sweep.sweep_state.find_trial(str(request["member"]))
     if sweep.signals:
@@ -68,7 +68,7 @@ def _promote(sweep: Sweep, trial: Trial, trial_process: TrialProcess | None) -> 
 
 
 def _clone(
-    sweep: Sweep, trial: Trial, trial_process: TrialProcess | None, request: dict[str, Any]
+    sweep: Sweep, trial: Trial, trial_process: TrialProcess | None, request: JsonObject
 ) -> str:
     coming = sum(len(other.requested_clones) for other in sweep.trial_processes)
     open_now = sum(other.is_open for other in sweep.trial_processes)
@@ -161,7 +161,7 @@ def drop_clones(trial_process: TrialProcess, show: SweepDisplay) -> None:
     trial_process.requested_clones.clear()
 
 
-def _add_clone(sweep: Sweep, parent: Trial, clone: dict[str, Any], checkpoint: Path) -> None:
+def _add_clone(sweep: Sweep, parent: Trial, clone: JsonObject, checkpoint: Path) -> None:
     book, name = sweep.sweep_state, str(clone["name"])
     place = manifest.checkpoint_position(checkpoint) or (parent.step, -1)
     kept = link_checkpoint(book, name, checkpoint)
@@ -227,13 +227,13 @@ def send_request(folder: Path, **request: Any) -> str:
     raise GenerationError(Problem(f"{folder} did not take it", "command line", why, fix))
 
 
-def serve_requests(folder: Path, handler: Callable[[dict[str, Any]], str]) -> None:
+def serve_requests(folder: Path, handler: Callable[[JsonObject], str]) -> None:
     """Answer what was asked. `answer` raises ConfigError for what it refuses."""
     for question in sorted((folder / "requests").glob("[0-9]*.json")):
         request = read_json(question)
         if not request:  # who asked has gone
             continue
-        said: dict[str, Any]
+        said: JsonObject
         try:
             said = {"said": handler(request)}
         except ConfigError as error:

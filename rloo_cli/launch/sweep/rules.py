@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rloo_cli.checkpoint import resume
 from rloo_cli.config import check, hf_cache, messages
@@ -17,7 +16,7 @@ from rloo_cli.launch.sweep.state import Rung, Trial, override_key
 from rloo_cli.launch.sweep.time_slices import MINIMIZE_SUFFIX
 from rloo_cli.utils import child_process, environment
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
-from rloo_cli.utils.files import read_json
+from rloo_cli.utils.files import JsonObject, read_json
 
 OFFLOADED_GPU_SHARE = 0.125  # of a GPU, for members that wait: plans leave more than that unused
 REFUSED_KEYS = ("hydra/launcher", "hydra.launcher")
@@ -130,7 +129,7 @@ def check_trial_configs(jobs: Sequence[ComposedConfig]) -> list[RunConfig]:
 
 def trial_config(run: RunConfig, trial: Trial) -> RunConfig:
     """A member's config, as it is when it goes on under its name."""
-    values: dict[str, Any] = {"name": trial.name, "resume": trial.start or "auto"}
+    values: JsonObject = {"name": trial.name, "resume": trial.start or "auto"}
     if trial.parent is not None:
         values["resume_allow_changes"] = True
     return run.model_copy(update=values)

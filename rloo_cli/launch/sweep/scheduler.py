@@ -19,6 +19,7 @@ from rloo_cli.launch.sweep.running import Sweep
 from rloo_cli.launch.sweep.state import OPEN_STATES, SweepState
 from rloo_cli.launch.sweep.table import SweepDisplay
 from rloo_cli.launch.sweep.trial import TrialPhase, TrialProcess
+from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.signals import SIGNALS
 from rloo_cli.utils.sweep_time_slices import JsonLineSocket
 
@@ -106,7 +107,7 @@ class SweepScheduler(Sweep):
             live.connection = line
             self._handle_message(live, message)
 
-    def _handle_message(self, trial_process: TrialProcess, message: dict[str, Any]) -> None:
+    def _handle_message(self, trial_process: TrialProcess, message: JsonObject) -> None:
         if not trial_process.is_open:
             return
         if "step" in message:

@@ -9,12 +9,11 @@ import platform
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import ConfigError, Problem
-from rloo_cli.utils.files import read_json, write_json
+from rloo_cli.utils.files import JsonObject, read_json, write_json
 
 SWEEP_FILE = "sweep.json"
 ROOT = Path("runs")  # where a sweep is if its config does not say otherwise
@@ -121,7 +120,7 @@ def read_sweep(folder: Path) -> SweepState:
     return SweepState(folder, **values)
 
 
-def running_process(folder: Path) -> dict[str, Any] | None:
+def running_process(folder: Path) -> JsonObject | None:
     """What sweep.json says of the process that runs it; None where none does."""
     facts = read_json(folder / SWEEP_FILE)
     elsewhere = facts.get("host") != platform.node()

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich import box
 from rich.console import Console
@@ -16,12 +16,13 @@ from rich.text import Text
 from rloo_cli.launch.sweep.state import SweepState, Trial
 from rloo_cli.launch.sweep.trial import TrialProcess
 from rloo_cli.reporting.panel import clean_line, draw_sparkline, format_number, metric_history
+from rloo_cli.utils.files import JsonObject
 
 CURVE_WIDTH = 16  # cells
 COLOURS = {"training": "green", "failed": "red", "finished": "bold", "stopped": "bright_black"}
 FILE_WIDTH = 160  # of a table that goes to a file
 
-MetricsLine = dict[str, Any]
+MetricsLine = JsonObject
 
 
 class MetricsReader:

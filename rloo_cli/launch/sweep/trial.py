@@ -12,6 +12,7 @@ from rloo_cli.launch.processes import default_environment
 from rloo_cli.launch.sweep.state import SweepState, Trial, quote_override
 from rloo_cli.utils import environment, sweep_time_slices
 from rloo_cli.utils.child_process import python_command, start_child
+from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.sweep_time_slices import JsonLineSocket
 
 
@@ -85,9 +86,7 @@ class TrialProcess:
         )  # before: where it goes back to after saving
         self.slice_end = trial.step
         self.stop_reason = ""  # why it is to end at its next boundary
-        self.requested_clones: list[
-            dict[str, Any]
-        ] = []  # asked for, to be made at its next boundary
+        self.requested_clones: list[JsonObject] = []  # asked for, to be made at its next boundary
         self.on_device = False  # its place on the device
         self.signalled = False  # a signal was passed on to it
 

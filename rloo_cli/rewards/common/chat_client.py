@@ -4,10 +4,9 @@ Requests that the reward `judge` and the judge of `rloo eval` share. What a mode
 aloud before its last `</think>` is no part of its answer.
 """
 
-from typing import Any
-
 from rloo_cli.config.judge import ChatKeys
 from rloo_cli.rewards.common.http_client import EndpointError, HttpService, JsonClient
+from rloo_cli.utils.files import JsonObject
 
 THINK_END_TAG = "</think>"
 
@@ -17,10 +16,10 @@ def chat_service(keys: ChatKeys) -> HttpService:
     return HttpService(keys.base_url, keys.api_key_env, keys.concurrency, keys.request_timeout_s)
 
 
-def chat_request(keys: ChatKeys, question: str) -> tuple[str, dict[str, Any]]:
+def chat_request(keys: ChatKeys, question: str) -> tuple[str, JsonObject]:
     """Path and body of a question."""
     system = [{"role": "system", "content": keys.system}] if keys.system else []
-    body: dict[str, Any] = {"model": keys.model}
+    body: JsonObject = {"model": keys.model}
     body["messages"] = [*system, {"role": "user", "content": question}]
     given = {"max_tokens": keys.max_tokens, "temperature": keys.temperature}
     body |= {name: value for name, value in given.items() if value is not None}

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rloo_cli.rewards.common.text import Completion, texts
+from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:  # both import torch
     from rloo_cli.data.batch import Prompt
@@ -124,7 +125,7 @@ class RewardInputEncoder:
         ends = ended and self.keep_eos and eos is not None and ids[-1:] != [eos]
         return self._drop_second_bos([*ids, *([eos] if ends else [])])
 
-    def _encode_conversation(self, messages: list[dict[str, Any]]) -> list[int]:
+    def _encode_conversation(self, messages: list[JsonObject]) -> list[int]:
         text = self.tokenizer.apply_chat_template(messages, tokenize=False)
         return self._drop_second_bos(self._encode_marked(text))
 
@@ -139,7 +140,7 @@ class RewardInputEncoder:
         """
         return self.special_pattern.sub(lambda found: self.mark_of_special[found[0]], text)
 
-    def _mark_message(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _mark_message(self, message: JsonObject) -> JsonObject:
         content = message.get("content")
         return (
             message | {"content": self._mark_specials(content)}

@@ -33,11 +33,11 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rloo_cli.utils import files
 from rloo_cli.utils.child_process import start_child, stop_child
 from rloo_cli.utils.errors import MachineError, Problem
+from rloo_cli.utils.files import JsonObject
 
 HARNESS = Path(__file__).with_name("sandbox_harness.py")
 START_TIMEOUT_S = 30.0  # seconds a sandbox may take to begin; a busy machine is slow
@@ -79,7 +79,7 @@ class SandboxTestResult:
 
 
 def run_sandboxed_tests(
-    code: str, tests: list[dict[str, Any]], mode: str, command: str | None, limits: SandboxLimits,
+    code: str, tests: list[JsonObject], mode: str, command: str | None, limits: SandboxLimits,
     stop_at_failure: bool,
 ) -> list[SandboxTestResult]:  # fmt: skip
     """Each test's result: {test: source}, or {stdin: text, most: bytes of output to keep}.
@@ -121,7 +121,7 @@ def run_sandboxed_tests(
     )
 
 
-def _parse_json_line(line: bytes) -> dict[str, Any]:
+def _parse_json_line(line: bytes) -> JsonObject:
     try:
         found = json.loads(line)
     except ValueError:

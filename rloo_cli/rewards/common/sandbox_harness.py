@@ -1,16 +1,17 @@
 """Runs inside the sandbox: a model's code against tests, each test in a process of its own.
 
-Standard library alone, so that any Python from 3.9 on can run this file by itself (`external`).
-`supervise` reads one line of JSON, the job, and nothing of the model's runs in its process. For
-each test it starts a fresh interpreter (exec, so that no memory of the job goes along):
+It imports the standard library alone, so that any Python from 3.9 on can run this file by itself
+(`external`). `supervise_tests` reads one line of JSON, the job; none of the model's code runs in
+its process. For each test it starts a fresh interpreter (exec, so that no memory of the job is
+passed on):
 
     a case   runs the code as a program; its input is stdin, its output comes back to be judged
-             outside, and what it should have been never enters the sandbox
-    a test   (`check`, below) runs the code, says so, and only then is given the test's source and
-             a token, random for this test, which it sends back once the test's last line ran
+             outside, and the expected output never enters the sandbox
+    a test   (`run_test_in_process`) runs the code, reports that, and only then receives the test's
+             source and a random token, which it sends back once the test's last line ran
 
 The supervisor alone has stdout and the nonce, and is not dumpable: a process of the same user may
-neither read its memory nor open its pipes. `sandbox` says what this does and does not promise.
+neither read its memory nor open its pipes. sandbox.py says what this does and does not promise.
 """
 
 import builtins
@@ -28,16 +29,17 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-SUPERVISE_POLL_S = 0.02  # seconds between two looks at the processes
+SUPERVISE_POLL_S = 0.02  # seconds between two checks of the processes
 PAGE_BYTES = resource.getpagesize()
 CONTROL_FD, REPORT_FD = 3, 4  # a test's pipes
 SET_DUMPABLE, SET_CHILD_SUBREAPER = 4, 36  # prctl
-JobDict = dict[str, Any]  # what `sandbox` sends, and what goes back
+JobDict = dict[str, Any]  # JSON: a job, one of its tests, or a result
 ProcessSizes = dict[int, tuple[int, int]]  # pid -> threads, pages in memory
+TestInput = tuple[int, JobDict, bytes]  # pipe to the test, a case ({} for a test), data to send
 
 
 def supervise_tests() -> None:
-    """Reads the job, runs its tests in order, writes one line of JSON that has the nonce."""
+    """Read the job, run its tests in order, and write one line of JSON that holds the nonce."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     if prctl(SET_DUMPABLE, 0, 0, 0, 0) or prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")
@@ -49,45 +51,45 @@ def supervise_tests() -> None:
         file.write(job["code"])
     print(json.dumps({"began": job["nonce"]}), flush=True)  # from here on, blame the model's code
     deadline = time.monotonic() + job["seconds"]
-    found = []
+    results = []
     for test in job["tests"]:
         result = run_one_test(job, path, test, deadline)
-        found.append(result)
+        results.append(result)
         clean = kill_descendants(deadline + 1)
         if not clean or (job["stop"] and result["why"]):
             break
     shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps({"ended": job["nonce"], "results": found}), flush=True)
+    print(json.dumps({"ended": job["nonce"], "results": results}), flush=True)
 
 
 def run_one_test(job: JobDict, path: str, test: JobDict, deadline: float) -> JobDict:
-    """One test: {why: "" or how it failed, output: what a case printed}."""
+    """Run one test. Returns {why: "" or how it failed, output: what a case printed}."""
     if time.monotonic() >= deadline:
         return {"why": "time", "output": ""}
     is_case, token = "stdin" in test, os.urandom(16).hex()
-    asked = json.dumps({"token": token, "test": test.get("test")}).encode()
-    give, out = open_high_pipe(), open_high_pipe()
-    ask = (0, test, b"") if is_case else (give[1], None, asked)
+    data = json.dumps({"token": token, "test": test.get("test")}).encode()
+    control, report = open_high_pipe(), open_high_pipe()
+    question = (0, test, b"") if is_case else (control[1], {}, data)
     pid = os.fork()
     if pid == 0:
         try:
-            exec_test(job, path, test, give[0], out[1])
+            exec_test(job, path, test, control[0], report[1])
         finally:
             os._exit(126)
-    os.close(give[0])
-    os.close(out[1])
+    os.close(control[0])
+    os.close(report[1])
     try:
-        why, said = watch_test(job, pid, out[0], deadline, ask)
+        why, said = watch_test(job, pid, report[0], deadline, question)
     finally:
-        os.close(out[0])
-        os.close(give[1])
+        os.close(report[0])
+        os.close(control[1])
     if is_case:
         return {"why": why, "output": said.decode("utf-8", "replace")}
     return {"why": why or ("" if said == b"loaded\n" + token.encode() else "failed"), "output": ""}
 
 
 def open_high_pipe() -> tuple[int, int]:
-    """A pipe whose ends are above those that a test's own have."""
+    """Open a pipe whose descriptors are above those of a test's own pipes."""
     ends = os.pipe()
     high = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends]
     for end in ends:
@@ -96,27 +98,27 @@ def open_high_pipe() -> tuple[int, int]:
 
 
 def exec_test(job: JobDict, path: str, test: JobDict, control: int, report: int) -> None:
-    """In the new process: its limits, its three or five open files, and a fresh interpreter."""
+    """In the new process: set its limits and its open files, and start a fresh interpreter."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.setsid()
     os.nice(10)
     null = os.open(os.devnull, os.O_RDWR)
-    case = "stdin" in test
-    os.dup2(open_stdin_file(test["stdin"]) if case else null, 0)
-    os.dup2(report if case else null, 1)
+    is_case = "stdin" in test
+    os.dup2(open_stdin_file(test["stdin"]) if is_case else null, 0)
+    os.dup2(report if is_case else null, 1)
     os.dup2(null, 2)
-    if not case:
+    if not is_case:
         os.dup2(control, CONTROL_FD)
         os.dup2(report, REPORT_FD)
-    os.closerange(3 if case else 5, 1 << 16)
+    os.closerange(3 if is_case else 5, 1 << 16)
     os.chdir(os.path.dirname(path))
     set_resource_limits(job)
-    words = [sys.executable, "-I", path] if case else [sys.executable, "-I", __file__, path]
-    os.execv(sys.executable, words)
+    command = [sys.executable, "-I", path] if is_case else [sys.executable, "-I", __file__, path]
+    os.execv(sys.executable, command)
 
 
 def open_stdin_file(text: str) -> int:
-    """A file without a name that holds a program's input."""
+    """Open a nameless file that holds a program's input."""
     file = os.memfd_create("stdin")
     with open(os.dup(file), "wb") as writer:
         writer.write(text.encode("utf-8", "surrogateescape"))
@@ -125,11 +127,10 @@ def open_stdin_file(text: str) -> int:
 
 
 def set_resource_limits(job: JobDict) -> None:
-    """What the kernel holds each process to; it hands the limits on to its children."""
-    seconds = int(job["seconds"]) + 1
+    """Set the kernel's limits of each process, which its children inherit."""
     limits = {
         resource.RLIMIT_AS: job["memory"],
-        resource.RLIMIT_CPU: seconds,
+        resource.RLIMIT_CPU: int(job["seconds"]) + 1,
         resource.RLIMIT_FSIZE: job["file"],
         resource.RLIMIT_NOFILE: job["open_files"],
         resource.RLIMIT_CORE: 0,
@@ -143,16 +144,14 @@ def set_resource_limits(job: JobDict) -> None:
 
 
 def watch_test(
-    job: JobDict, pid: int, report_fd: int, deadline: float, question: Any
+    job: JobDict, pid: int, report_fd: int, deadline: float, question: TestInput
 ) -> tuple[str, bytes]:
-    """Follows a test until it ends or has too much of something: (why, what it wrote)."""
+    """Follow a test until it ends or exceeds a limit. Returns (why it failed, what it wrote)."""
     said, most = bytearray(), question[1]["most"] if question[1] else 100
     is_open, ended = True, None
     while True:
-        if (
-            is_open
-            and select.select([report_fd], [], [], 0 if ended is not None else SUPERVISE_POLL_S)[0]
-        ):
+        wait_s = 0 if ended is not None else SUPERVISE_POLL_S
+        if is_open and select.select([report_fd], [], [], wait_s)[0]:
             part = os.read(report_fd, 1 << 16)
             is_open = bool(part)
             said += part
@@ -164,7 +163,7 @@ def watch_test(
             return "output", b""
         if question[2] and said == b"loaded\n":
             send_to_test(question[0], question[2])
-            question = (0, None, b"")
+            question = (0, {}, b"")
         if ended is None:
             if why := exceeded_limit(job, deadline):
                 return why, b""
@@ -172,7 +171,7 @@ def watch_test(
 
 
 def exceeded_limit(job: JobDict, deadline: float) -> str:
-    """What the test has too much of, or ""."""
+    """The limit that the test exceeds: "processes", "memory", "time", or ""."""
     found = descendant_processes()
     if sum(threads for threads, _ in found.values()) > job["processes"]:
         return "processes"
@@ -183,7 +182,7 @@ def exceeded_limit(job: JobDict, deadline: float) -> str:
 
 
 def memfd_bytes(pids: Iterable[int]) -> int:
-    """Bytes in the memory files (memfd) that these processes hold open: no mapping shows them."""
+    """Bytes in memory files (memfd) that these processes hold open; their mappings lack them."""
     sizes = {}
     for pid in pids:
         try:
@@ -193,26 +192,26 @@ def memfd_bytes(pids: Iterable[int]) -> int:
         for path in paths:
             try:
                 if os.readlink(path).startswith("/memfd:"):
-                    facts = os.stat(path)
-                    sizes[facts.st_ino] = facts.st_blocks * 512
+                    status = os.stat(path)
+                    sizes[status.st_ino] = status.st_blocks * 512
             except OSError:
                 continue  # it was closed
     return sum(sizes.values())
 
 
 def reap_children() -> dict[int, int]:
-    """The children that ended, with how; orphans of the model's code are children too."""
-    found = {}
+    """Wait for children that ended: pid -> status. Orphans of the model's code are children too."""
+    statuses = {}
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            found[ended[0]] = ended[1]
+            statuses[ended[0]] = ended[1]
     except ChildProcessError:
         pass
-    return found
+    return statuses
 
 
 def send_to_test(control_fd: int, data: bytes) -> None:
-    """All of it, or less where the test does not read."""
+    """Send the data to a test for at most a second; a test that does not read gets less."""
     os.set_blocking(control_fd, False)
     data = len(data).to_bytes(8, "big") + data
     until = time.monotonic() + 1
@@ -225,29 +224,29 @@ def send_to_test(control_fd: int, data: bytes) -> None:
 
 
 def descendant_processes() -> ProcessSizes:
-    """Every process below this one, those that ended and were not waited for too."""
-    parents, facts = {}, {}
+    """Every process below this one, zombies included."""
+    parents, sizes = {}, {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 with open(f"/proc/{name}/stat", "rb") as file:
-                    words = file.read().rpartition(b")")[2].split()
+                    fields = file.read().rpartition(b")")[2].split()
             except OSError:
                 continue
-            parents[int(name)] = int(words[1])
-            facts[int(name)] = (max(1, int(words[17])), int(words[21]))
-    found, me = {}, os.getpid()
-    for pid in facts:
-        above = pid
-        while above in parents and above != me:
-            above = parents[above]
-        if above == me and pid != me:
-            found[pid] = facts[pid]
-    return found
+            parents[int(name)] = int(fields[1])
+            sizes[int(name)] = (max(1, int(fields[17])), int(fields[21]))
+    below, me = {}, os.getpid()
+    for pid in sizes:
+        ancestor = pid
+        while ancestor in parents and ancestor != me:
+            ancestor = parents[ancestor]
+        if ancestor == me and pid != me:
+            below[pid] = sizes[pid]
+    return below
 
 
 def kill_descendants(deadline: float) -> bool:
-    """Kills everything below this process. False: some of it is left."""
+    """Kill every process below this one. Returns False if some are left at the deadline."""
     while left := descendant_processes():
         for pid in left:
             try:
@@ -262,10 +261,10 @@ def kill_descendants(deadline: float) -> bool:
 
 
 def run_test_in_process(path: str) -> None:
-    """In a test's own process: the code, then the test, in one interpreter.
+    """In a test's own process: run the code, then the test, in one interpreter.
 
-    What is used after the model's code ran was taken before it, and the test sees Python's
-    builtins as they were then, whatever became of the originals.
+    Functions that are used after the model's code ran are looked up before it, and the test sees
+    Python's builtins as they were then, even if the code replaced them.
     """
     read, write, leave, run, translate = os.read, os.write, os._exit, exec, compile
     loads, whole, first = json.loads, int.from_bytes, dict(vars(builtins))
@@ -275,13 +274,13 @@ def run_test_in_process(path: str) -> None:
     run(translate(code, "solution.py", "exec"), names)
     write(REPORT_FD, b"loaded\n")
     size = whole(read(CONTROL_FD, 8), "big")
-    told = b""
-    while len(told) < size and (part := read(CONTROL_FD, size - len(told))):
-        told += part
-    asked = loads(told)
+    data = b""
+    while len(data) < size and (part := read(CONTROL_FD, size - len(data))):
+        data += part
+    question = loads(data)
     names["__builtins__"] = first
-    run(translate(asked["test"], "test.py", "exec"), {**names})
-    write(REPORT_FD, asked["token"].encode())
+    run(translate(question["test"], "test.py", "exec"), {**names})
+    write(REPORT_FD, question["token"].encode())
     leave(0)
 
 

@@ -1,38 +1,31 @@
-"""What a reward is called with: the table of docs/rewards.md, made for the rows of one call.
+"""Makes the arguments that a reward is called with: the table of docs/rewards.md.
 
-Rows are prompt-major: row = prompt * K + completion. Every call gets lists of its own, so that a
-reward that changes its arguments changes neither the rollouts nor what other rewards see.
+Completions are numbered prompt by prompt: index = prompt * K + k. Every call gets lists of its
+own, so that a reward that changes its arguments changes neither the rollouts nor what other
+rewards see.
 """
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # rollout imports torch, and rewards are built before that
+from rloo_cli.rewards.common.text import Completion
+from rloo_cli.utils.files import JsonObject
+
+if TYPE_CHECKING:  # batch imports torch, and rewards are built before that
     from rloo_cli.data.batch import Group, Prompt, Rollout
 
-# Columns that are never passed: the first is `prompts`, the others would pass for the sampled ones.
+# Columns that are never passed: rewards get the first as `prompts`, and could take the others for
+# what the policy sampled.
 HIDDEN_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
-REWARD_KWARGS = frozenset(
-    {
-        "prompts",
-        "completions",
-        "completion_ids",
-        "completions_ids",
-        "prompt_ids",
-        "finish_reasons",
-        "group_index",
-        "num_generations",
-        "behaviour_logps",
-        "trainer_state",
-        "columns",
-        "log_extra",
-        "log_metric",
-    }
-)
-# What a run logs itself, and what a reward may therefore not call its own numbers.
+REWARD_KWARGS = frozenset((
+    "prompts", "completions", "completion_ids", "completions_ids", "prompt_ids", "finish_reasons",
+    "group_index", "num_generations", "behaviour_logps", "trainer_state", "columns", "log_extra",
+    "log_metric",
+))  # fmt: skip
+# Names of the run's own metrics and sample fields, which a reward may not use for its numbers.
 RESERVED_METRICS = frozenset((
     "step", "updates", "episode", "epoch", "eps", "num_tokens", "learning_rate", "lr",
     "step_time", "reward", "reward_std", "reward_std_batch", "frac_reward_zero_std", "kl",
@@ -55,13 +48,18 @@ RESERVED_SAMPLE_FIELDS = frozenset((
 
 
 def _name_taken_message(function: str, name: str, owner: str) -> str:
-    """Why a name is refused, and one that is free."""
     return f"{function}({name!r}): {owner} of this name already; call it {'my_' + name!r}"
+
+
+def _is_reserved_metric(name: str) -> bool:
+    if name in RESERVED_METRICS or name.startswith(RESERVED_METRIC_PREFIXES):
+        return True
+    return RESERVED_REWARD_METRIC.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """How far the run is, for rewards that change with it (a curriculum)."""
+    """How far the run is, for rewards that change over the training (a curriculum)."""
 
     global_step: int  # optimizer updates
     step: int  # rollout batches
@@ -70,42 +68,37 @@ class TrainerState:
     episode: int
     num_input_tokens_seen: int
     num_train_epochs: float
-    log_history: list[dict[str, Any]] = field(default_factory=list)
+    log_history: list[JsonObject] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class RewardContext:
-    """What a step's rewards are called under."""
+    """What all reward calls of a step have in common."""
 
     conversational: bool  # decided once per data set
-    trainer_state: Any  # a TrainerState, or anything with its fields
-    poll: Callable[[], None] | None = None  # called while we wait; may raise to give up
+    trainer_state: object  # a TrainerState, or any object with its fields
+    poll: Callable[[], None] | None = None  # called while waiting; may raise to stop that
 
 
 @dataclass
 class RewardCallLog:
-    """What one call logs. Thrown away with the call if the call fails."""
+    """What one call logs. It is dropped if the call fails."""
 
     num_completions: int
-    extras: dict[str, list[Any]] = field(default_factory=dict)
+    extras: dict[str, list[object]] = field(default_factory=dict)
     metrics: list[tuple[str, float]] = field(default_factory=list)
 
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+    def log_extra(self, column: str, values: Sequence[object]) -> None:
         if column in RESERVED_SAMPLE_FIELDS:
             raise ValueError(_name_taken_message("log_extra", column, "every sample has a field"))
         values = list(values)
-        if len(values) != self.num_completions:
-            raise ValueError(
-                f"log_extra({column!r}) got {len(values)} values, not {self.num_completions}"
-            )
+        count, wanted = len(values), self.num_completions
+        if count != wanted:
+            raise ValueError(f"log_extra({column!r}) got {count} values, not {wanted}")
         self.extras[column] = values
 
     def log_metric(self, name: str, value: float) -> None:
-        if (
-            name in RESERVED_METRICS
-            or name.startswith(RESERVED_METRIC_PREFIXES)
-            or RESERVED_REWARD_METRIC.fullmatch(name)
-        ):
+        if _is_reserved_metric(name):
             raise ValueError(_name_taken_message("log_metric", name, "the run has a metric"))
         if not math.isfinite(value):
             raise ValueError(f"log_metric({name!r}) got {value}")
@@ -114,11 +107,11 @@ class RewardCallLog:
 
 @dataclass
 class CompletionTable:
-    """The rows of a step. P = len(groups), K completions each."""
+    """The completions of a step: K of each of P = len(groups) prompts."""
 
     groups: "Sequence[Group]"
     context: RewardContext
-    k: int  # rollouts that each group has, or will have when its rows are asked for
+    k: int  # rollouts that each group has, or will have when it is scored
 
     def __post_init__(self) -> None:
         names = {c: None for g in self.groups for c in g.example if c not in HIDDEN_COLUMNS}
@@ -135,23 +128,24 @@ class CompletionTable:
         self,
         indices: Sequence[int],
         parameter_names: frozenset[str] | None,
-        fixed_arguments: dict[str, Any],
-    ) -> tuple[dict[str, Any], RewardCallLog]:
-        """Keyword arguments of one call on `rows`, and the log they write to.
+        fixed_arguments: Mapping[str, object],
+    ) -> tuple[dict[str, object], RewardCallLog]:
+        """Keyword arguments of one call on the completions `indices`, and the log they write to.
 
-        `wants` None: all of them. `columns`, every data column in one dict, is for rewards whose
-        column is a key of their config; only a reward that names it gets it.
+        `parameter_names`: those that the reward takes; None for all. `columns`, every data column
+        in one dict, is for rewards whose column is a key of their config; only a reward that
+        names it gets it.
         """
         log = RewardCallLog(len(indices))
-        pairs = [self.group_and_rollout(row) for row in indices]
-        makers: dict[str, Callable[[], Any]] = {
+        pairs = [self.group_and_rollout(i) for i in indices]
+        makers: dict[str, Callable[[], object]] = {
             "prompts": lambda: [_copy_prompt(g.prompt) for g, _ in pairs],
             "completions": lambda: [self._completion_value(r) for _, r in pairs],
             "completion_ids": lambda: [list(r.completion_ids) for _, r in pairs],
             "prompt_ids": lambda: [list(g.prompt_ids) for g, _ in pairs],
             "finish_reasons": lambda: [r.finish_reason for _, r in pairs],
             "behaviour_logps": lambda: [_copy_logprobs(r.behaviour_logp) for _, r in pairs],
-            "group_index": lambda: [row // self.k for row in indices],
+            "group_index": lambda: [i // self.k for i in indices],
             "num_generations": lambda: self.k,
             "trainer_state": lambda: self.context.trainer_state,
             "log_extra": lambda: log.log_extra,
@@ -160,24 +154,21 @@ class CompletionTable:
         for column in self.columns:
             makers[column] = lambda c=column: [g.example.get(c) for g, _ in pairs]  # type: ignore[misc]
         if parameter_names is not None and "columns" in parameter_names:
-            given_columns = {c: makers[c] for c in self.columns}
-            makers["columns"] = lambda: {c: make() for c, make in given_columns.items()}
+            column_makers = {c: makers[c] for c in self.columns}
+            makers["columns"] = lambda: {c: make() for c, make in column_makers.items()}
         if parameter_names is not None:
-            both = parameter_names | (
-                {"completion_ids"} if "completions_ids" in parameter_names else set()
-            )
-            makers = {name: make for name, make in makers.items() if name in both}
-        given = {name: make() for name, make in makers.items() if name not in fixed_arguments}
-        if "completion_ids" in given:  # one object under TRL's name and its documentation's
-            given["completions_ids"] = given["completion_ids"]
-        wanted = {
-            n: v
-            for n, v in (given | fixed_arguments).items()
-            if parameter_names is None or n in parameter_names
-        }
-        return wanted, log
+            alias = {"completion_ids"} if "completions_ids" in parameter_names else set()
+            needed = parameter_names | alias
+            makers = {name: make for name, make in makers.items() if name in needed}
+        arguments = {name: make() for name, make in makers.items() if name not in fixed_arguments}
+        if "completion_ids" in arguments:  # one list under TRL's name and its documentation's
+            arguments["completions_ids"] = arguments["completion_ids"]
+        arguments |= fixed_arguments
+        if parameter_names is not None:
+            arguments = {n: v for n, v in arguments.items() if n in parameter_names}
+        return arguments, log
 
-    def _completion_value(self, rollout: "Rollout") -> Any:
+    def _completion_value(self, rollout: "Rollout") -> Completion:
         if self.context.conversational:
             return [{"role": "assistant", "content": rollout.text}]
         return rollout.text

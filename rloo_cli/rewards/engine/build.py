@@ -1,7 +1,7 @@
-"""A reward, ready to be called: its code, its config, and what it wants to be given."""
+"""Builds a reward: its code, its config, and the arguments that its signature asks for."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from rloo_cli.utils.errors import ConfigError, Problem
 
 POSITIONAL_ONLY_KIND = inspect.Parameter.POSITIONAL_ONLY
 VARIADIC_KINDS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+RewardFunction = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -21,20 +22,20 @@ class Reward:
 
     name: str
     config: RewardConfig
-    code: Callable[..., Any]
+    code: RewardFunction
     parameter_names: frozenset[str] | None  # names in its signature; None = everything (**kwargs)
-    required_columns: tuple[str, ...]  # data columns it cannot do without
-    fixed_arguments: dict[str, Any]  # arguments that are the same in every call
+    required_columns: tuple[str, ...]  # data columns that it needs
+    fixed_arguments: dict[str, object]  # arguments that are the same in every call
     is_async: bool
     location: str  # file:line
-    score_cache: dict[Any, float | None] = field(default_factory=dict, repr=False, compare=False)
-    idle_workers: list[Any] = field(
-        default_factory=list, repr=False, compare=False
-    )  # workers that wait
+    score_cache: dict[Hashable, float | None] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    idle_workers: list[Any] = field(default_factory=list, repr=False, compare=False)
 
 
 def build_reward(name: str, config: RewardConfig) -> Reward:
-    """The reward that `config.type` names.
+    """Build the reward that `config.type` names.
 
     Raises ConfigError (at `reward.<name>.path`) when the user's code cannot be loaded or called,
     MachineError when a package is missing.
@@ -53,21 +54,21 @@ def build_reward(name: str, config: RewardConfig) -> Reward:
     return replace(shipped, required_columns=(*shipped.required_columns, *needs))
 
 
-def reward_from_callable(name: str, function: Callable[..., Any], config: RewardConfig) -> Reward:
-    """A plain Python callable as a reward; `config` has the common keys."""
+def reward_from_callable(name: str, function: RewardFunction, config: RewardConfig) -> Reward:
+    """Build a reward from a Python callable; `config` has the keys that all rewards have."""
     return _reward_from_code(name, config, function, {}, where=f"reward.{name}")
 
 
 def _reward_from_code(
     name: str,
     config: RewardConfig,
-    code: Callable[..., Any],
-    fixed_arguments: dict[str, Any],
+    code: RewardFunction,
+    fixed_arguments: dict[str, object],
     where: str,
 ) -> Reward:
     try:
         parameters = list(inspect.signature(code).parameters.values())
-    except (TypeError, ValueError):  # some builtins have none: give everything
+    except (TypeError, ValueError):  # some builtins have no signature: pass every argument
         parameters = [inspect.Parameter("kwargs", VARIADIC_KINDS[1])]
     takes_all = any(p.kind == VARIADIC_KINDS[1] for p in parameters)
     named = {p.name: p for p in parameters if p.kind not in VARIADIC_KINDS}
@@ -76,20 +77,16 @@ def _reward_from_code(
     call = getattr(code, "__call__", None)  # noqa: B004  (an object whose __call__ is async)
     is_async = inspect.iscoroutinefunction(code) or inspect.iscoroutinefunction(call)
     if is_async and config.workers:
-        why = (
-            f"{code_location(code)} is async: its calls run side by side already, on one event loop"
-        )
-        key = f"reward.{name}.workers"
+        location, key = code_location(code), f"reward.{name}.workers"
+        why = f"{location} is async: its calls run side by side already, on one event loop"
         raise ConfigError(Problem(f"{key} would do nothing", key, why, f"{key}=0"))
+    known = REWARD_KWARGS | fixed_arguments.keys()
     return Reward(
         name=name,
         config=config,
         code=code,
         parameter_names=None if takes_all else frozenset(named),
-        required_columns=(
-            *(n for n in required if n not in REWARD_KWARGS and n not in fixed_arguments),
-            *config.only,
-        ),
+        required_columns=(*(n for n in required if n not in known), *config.only),
         fixed_arguments=fixed_arguments,
         is_async=is_async,
         location=code_location(code),
@@ -97,25 +94,22 @@ def _reward_from_code(
 
 
 def _check_reads_completions(reward: Reward) -> None:
-    """Whether a function that a config names takes anything of the completions.
+    """Raises ConfigError for a function that takes nothing of the completions.
 
-    What does not (os.system, a loader of pickles) is no reward, and is not called to find out.
+    Such a function (os.system, a loader of pickles) is not a reward and must not be called.
     """
     if reward.parameter_names is not None and not reward.parameter_names & REWARD_KWARGS:
-        key, takes = (
-            f"reward.{reward.name}.path",
-            ", ".join(sorted(reward.parameter_names)) or "nothing",
-        )
+        takes = ", ".join(sorted(reward.parameter_names)) or "nothing"
         why = f"{reward.location} takes: {takes}; it could score no completion"
         fix = "def score(completions, **kwargs): return one number per completion"
-        raise ConfigError(Problem("this is not a reward", key, why, fix))
+        raise ConfigError(Problem("this is not a reward", f"reward.{reward.name}.path", why, fix))
 
 
 def _check_signature(
-    code: Callable[..., Any],
-    parameters: dict[str, inspect.Parameter],
+    code: RewardFunction,
+    parameters: Mapping[str, inspect.Parameter],
     takes_all: bool,
-    fixed_arguments: dict[str, Any],
+    fixed_arguments: Mapping[str, object],
     where: str,
 ) -> None:
     for parameter in parameters.values():
@@ -123,11 +117,11 @@ def _check_signature(
             what = f"parameter {parameter.name!r} cannot be given by name"
             why = f"{code_location(code)} has it before a /, and rewards get keyword arguments only"
             raise ConfigError(Problem(what, where, why, "take the / out of its signature"))
-    for given in fixed_arguments:
-        key = where.removesuffix(".path") + f".kwargs.{given}"
-        if given in REWARD_KWARGS:
-            why = f"every reward is called with {given} of the completions"
-            raise ConfigError(Problem(f"{given} cannot be given", key, why, f"rename {given}"))
-        if not takes_all and given not in parameters:
+    for name in fixed_arguments:
+        key = where.removesuffix(".path") + f".kwargs.{name}"
+        if name in REWARD_KWARGS:
+            why = f"every reward is called with {name} of the completions"
+            raise ConfigError(Problem(f"{name} cannot be given", key, why, f"rename {name}"))
+        if not takes_all and name not in parameters:
             why = f"{code_location(code)} takes: {', '.join(parameters) or 'nothing'}"
-            raise ConfigError(Problem(f"the reward takes no {given!r}", key, why, f"~{key}"))
+            raise ConfigError(Problem(f"the reward takes no {name!r}", key, why, f"~{key}"))

@@ -1,4 +1,4 @@
-"""Whether the data has the columns that the rewards need, before any model is loaded."""
+"""Checks that the data has the columns that the rewards need, before any model is loaded."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -13,9 +13,9 @@ from rloo_cli.utils.errors import ConfigError, DataError, Problem
 def check_reward_splits(
     config: RunConfig, opened: Mapping[str | None, OpenedSplit], rewards: Sequence[Reward]
 ) -> None:
-    """Whether every split has the columns the rewards need. Raises ConfigError, DataError.
+    """Check that every split has the columns the rewards need. Raises ConfigError, DataError.
 
-    Of a mixture one source that has a column is enough: in the others' rows it is None.
+    In a mixture it is enough if one source has a column: in the others' examples it is None.
     """
     mixed = splits.mixture_entries(opened)
     if mixed:
@@ -28,24 +28,22 @@ def check_reward_splits(
 
 
 def check_reward_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
-    """Whether the data set fits the rewards, before any model is loaded.
+    """Check that the data set's columns, except the prompt's, fit the rewards.
 
-    `columns`: the data set's, the prompt's left out. Raises ConfigError for a column that is
-    named like an argument of ours or like one of `kwargs`, DataError for one that is missing.
+    Raises ConfigError for a column that is named like an argument of every reward or like one of
+    a reward's `kwargs`, DataError for one that is missing.
     """
-    found = [c for c in columns if c not in HIDDEN_COLUMNS]
+    names = [c for c in columns if c not in HIDDEN_COLUMNS]
     rewards = list(rewards)
-    clashes = [_argument_clash(c) for c in found if c in REWARD_KWARGS]
+    clashes = [_argument_clash(c) for c in names if c in REWARD_KWARGS]
     for reward in rewards:
         if reward.config.type == "function":
-            clashes += [_kwarg_clash(reward, c) for c in found if c in reward.fixed_arguments]
+            clashes += [_kwarg_clash(reward, c) for c in names if c in reward.fixed_arguments]
     if clashes:
         raise ConfigError(*clashes)
-    missing = [
-        _missing_column(r, n, found) for r in rewards for n in r.required_columns if n not in found
-    ]
+    missing = [(r, c) for r in rewards for c in r.required_columns if c not in names]
     if missing:
-        raise DataError(*missing)
+        raise DataError(*[_missing_column(reward, column, names) for reward, column in missing])
 
 
 def _argument_clash(column: str) -> Problem:

@@ -1,39 +1,39 @@
-"""Which failures stop the run, and what is said about them."""
+"""Decides which failures of rewards stop the run, and reports them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rloo_cli.rewards.engine.arguments import CompletionTable
 from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.rewards.engine.results import CallFailure, CallResult
 from rloo_cli.utils import redact
 from rloo_cli.utils.errors import Problem, RewardError
+from rloo_cli.utils.files import JsonObject
 
-MAX_DETAILED_FAILURES = 8  # failed rows per reward written out in full
+MAX_DETAILED_FAILURES = 8  # failed completions per reward that are written out in full
 
 
 class RewardFailed(RewardError):
     """A reward failed and the run has to stop. `detail` goes to debug/reward_error.json."""
 
-    def __init__(self, *problems: Problem, detail: dict[str, Any]):
+    def __init__(self, *problems: Problem, detail: JsonObject):
         super().__init__(*problems)
         self.detail = redact.redact_tree(detail)
 
 
 @dataclass
 class RewardResult:
-    """All that one reward said about a step."""
+    """One reward's scores of a step, by a completion's index in the step."""
 
     reward: Reward
-    values: dict[int, float | None]  # row -> value; failed rows are not in it
-    failures: dict[int, CallFailure]  # row -> why
+    values: dict[int, float | None]  # of the completions that did not fail
+    failures: dict[int, CallFailure]
     call_results: list[CallResult]
     seconds: float
 
 
 def check_reward_failures(results: Sequence[RewardResult], table: CompletionTable) -> None:
-    """Raises RewardFailed, with one problem per reward that must not go on."""
+    """Raises RewardFailed, with one problem for each reward whose failures stop the run."""
     stopping = [v for v in results if v.failures and _stops_run(v, len(table))]
     if stopping:
         step = getattr(table.context.trainer_state, "step", None)
@@ -43,18 +43,17 @@ def check_reward_failures(results: Sequence[RewardResult], table: CompletionTabl
 
 def _stops_run(result: RewardResult, num_completions: int) -> bool:
     config = result.reward.config
-    return (
-        config.on_error == "raise" or len(result.failures) > config.max_error_rate * num_completions
-    )
+    too_many = len(result.failures) > config.max_error_rate * num_completions
+    return config.on_error == "raise" or too_many
 
 
 def _failure_problem(result: RewardResult, table: CompletionTable, step: int | None) -> Problem:
     name, config = result.reward.name, result.reward.config
-    row, failure = next(iter(result.failures.items()))
-    which = describe_completion(table, row)
-    together = [r for r, f in result.failures.items() if f is failure]
-    if len(together) > 1:  # their whole call failed
-        which = f"rows {together[0]} to {together[-1]}; the first: {which}"
+    index, failure = next(iter(result.failures.items()))
+    which = describe_completion(table, index)
+    of_call = [i for i, f in result.failures.items() if f is failure]
+    if len(of_call) > 1:  # the whole call failed
+        which = f"rows {of_call[0]} to {of_call[-1]}; the first: {which}"
     why = f"{failure.frames}{failure.message}\n{len(result.failures)} of {len(table)} rows failed"
     if config.on_error != "raise":
         why += f", more than reward.{name}.max_error_rate = {config.max_error_rate:g} of them"
@@ -69,7 +68,7 @@ def _failure_problem(result: RewardResult, table: CompletionTable, step: int | N
 
 
 def describe_completion(table: CompletionTable, index: int) -> str:
-    """A row of the step in words."""
+    """Describe a completion of the step for an error or a warning."""
     group, _ = table.group_and_rollout(index)
     return (
         f"row {index} (prompt {index // table.k}, completion {index % table.k}, "
@@ -77,14 +76,14 @@ def describe_completion(table: CompletionTable, index: int) -> str:
     )
 
 
-def _failure_detail(result: RewardResult, table: CompletionTable) -> dict[str, Any]:
-    """Everything about a reward's failures, as JSON has it."""
-    rows = []
-    for row, failure in list(result.failures.items())[:MAX_DETAILED_FAILURES]:
-        group, rollout = table.group_and_rollout(row)
-        rows.append(
+def _failure_detail(result: RewardResult, table: CompletionTable) -> JsonObject:
+    """A reward's failures with the prompts and completions, for debug/reward_error.json."""
+    details = []
+    for index, failure in list(result.failures.items())[:MAX_DETAILED_FAILURES]:
+        group, rollout = table.group_and_rollout(index)
+        details.append(
             {
-                "row": row,
+                "row": index,
                 "draw": group.prompt_offset,
                 "prompt": group.prompt if isinstance(group.prompt, str) else repr(group.prompt),
                 "completion": rollout.text,
@@ -99,5 +98,5 @@ def _failure_detail(result: RewardResult, table: CompletionTable) -> dict[str, A
         "code": result.reward.location,
         "failed_rows": list(result.failures),
         "traceback": next(iter(result.failures.values())).trace,
-        "rows": rows,
+        "rows": details,
     }

@@ -37,6 +37,7 @@ from rloo_cli.utils.child_process import (
     stop_child,
 )
 from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import JsonObject
 
 LENGTH_HEADER = struct.Struct("!Q")
 LOG_ARGUMENTS = (
@@ -194,7 +195,7 @@ def _take_idle_worker(reward: Reward) -> RewardWorker:
         worker.kill()  # it ended between two calls
 
 
-def _worker_reward_spec(reward: Reward) -> tuple[str, str, dict[str, Any], str | None]:
+def _worker_reward_spec(reward: Reward) -> tuple[str, str, JsonObject, str | None]:
     """What a child makes the reward from again: name, type, config, and a callable's name."""
     config = reward.config
     named = config.type != "function" or not getattr(config, "path", PYTHON_PREFIX).startswith(

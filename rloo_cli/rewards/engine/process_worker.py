@@ -1,6 +1,6 @@
-"""The child process of `workers`: one reward, called as often as it is asked to.
+"""The child process of a reward with `workers`: it answers one call after the other.
 
-Argument 1 is the socket to the parent, argument 2 a pipe that ends with it.
+Argument 1 is the socket to the parent; argument 2 is a pipe that closes when the parent ends.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
-from typing import Any
+from collections.abc import Awaitable
 
 from rloo_cli.config import registry
 from rloo_cli.rewards.engine.arguments import RewardCallLog
@@ -26,21 +26,22 @@ from rloo_cli.rewards.engine.results import (
     failure_of_error,
     to_call_result,
 )
+from rloo_cli.utils.files import JsonObject
 
 
 def _end_with_parent(pipe: int) -> None:
-    """The kernel ends this process, whatever it does, when the other end of `pipe` is closed."""
+    """Let the kernel end this process, whatever it does, when the pipe's other end is closed."""
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-    look = select.poll()
-    look.register(pipe, select.POLLHUP)
-    if look.poll(0):  # it was closed before we asked
+    poll = select.poll()
+    poll.register(pipe, select.POLLHUP)
+    if poll.poll(0):  # it was closed before O_ASYNC was set
         os._exit(1)
 
 
 def _build_worker_reward(
-    name: str, reward_type: str, config_values: dict[str, Any], import_name: str | None
+    name: str, reward_type: str, config_values: JsonObject, import_name: str | None
 ) -> Reward:
     config = registry.config_class("rewards", reward_type).model_validate(config_values)
     if import_name is None:
@@ -49,12 +50,12 @@ def _build_worker_reward(
 
 
 def _call_reward(
-    reward: Reward, indices: list[int], arguments: dict[str, Any], log_arguments: list[str]
+    reward: Reward, indices: list[int], arguments: dict[str, object], log_arguments: list[str]
 ) -> CallResult:
     log = RewardCallLog(len(indices))
     arguments |= {"log_extra": log.log_extra} if "log_extra" in log_arguments else {}
     arguments |= {"log_metric": log.log_metric} if "log_metric" in log_arguments else {}
-    returned: Any
+    returned: object
     try:
         returned = reward.code(**arguments, **reward.fixed_arguments)
         if inspect.isawaitable(returned):
@@ -64,12 +65,12 @@ def _call_reward(
     outcome = to_call_result(reward, indices, returned, log)
     try:
         pickle.dumps(outcome)
-    except Exception as error:  # what it gave log_extra is not plain
+    except Exception as error:  # it passed an object to log_extra that cannot be pickled
         return to_call_result(reward, indices, failure_of_error(error), RewardCallLog(0))
     return outcome
 
 
-async def _await_result(awaitable: Any) -> Any:
+async def _await_result(awaitable: Awaitable[object]) -> object:
     return await awaitable
 
 
@@ -80,23 +81,23 @@ def main() -> None:
     log = tempfile.TemporaryFile()  # noqa: SIM115  (as long as this process)
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=False)
     try:
-        folder, *named = receive_pickled(parent)
+        folder, *build_arguments = receive_pickled(parent)
         os.chdir(folder)
         reward: Reward | None = None
         failure: CallFailure | None = None
         try:
-            reward = _build_worker_reward(*named)
+            reward = _build_worker_reward(*build_arguments)
         except BaseException as error:
             failure = failure_of_error(error)
         send_pickled(parent, log.fileno())
         while True:
-            rows, given, logs = receive_pickled(parent)
+            indices, arguments, log_arguments = receive_pickled(parent)
             if reward is None:
                 assert failure is not None
-                failures = dict.fromkeys(range(len(rows)), failure)
-                send_pickled(parent, CallResult(rows, [None] * len(rows), failures))
+                failures = dict.fromkeys(range(len(indices)), failure)
+                send_pickled(parent, CallResult(indices, [None] * len(indices), failures))
             else:
-                send_pickled(parent, _call_reward(reward, rows, given, logs))
+                send_pickled(parent, _call_reward(reward, indices, arguments, log_arguments))
     except (WorkerGone, BrokenPipeError):
         pass
 

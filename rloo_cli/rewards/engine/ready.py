@@ -1,58 +1,88 @@
-"""What a run knows before its weights load, told to the rewards that prepare themselves.
+"""Builds the rewards of a config, and lets them load what they need.
 
-A reward file that has something to load brings `ready(code, surroundings)`.
+A reward file that has something to load defines `ready(code, setup)`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rloo_cli.config import registry
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.rewards.engine import process_pool
-from rloo_cli.rewards.engine.build import Reward, build_reward, reward_from_callable
+from rloo_cli.rewards.engine.build import (
+    Reward,
+    RewardFunction,
+    build_reward,
+    reward_from_callable,
+)
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # these import torch
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
     from rloo_cli.data.prompts import Prompts
+
+
+class RewardScorer(Protocol):
+    """A loaded reward model (`policy.reward_scores.RewardModelScorer`)."""
+
+    device: "torch.device"
+
+    @property
+    def dtype(self) -> "torch.dtype": ...
+    @property
+    def max_positions(self) -> int | None: ...
+    def choose_layout(self, max_length: int | None) -> str: ...
+    def score(self, sequences: list[list[int]], group_of_sequence: list[int]) -> list[float]: ...
+
+
+class RewardLoader(Protocol):
+    """The functions of `policy.reward_load`, which imports torch."""
+
+    def load_reward_tokenizer(self, key: str, config: Any) -> "PreTrainedTokenizerBase": ...
+    def load_reward_model(
+        self, key: str, config: Any, tokenizer: Any, device: "torch.device"
+    ) -> RewardScorer: ...
 
 
 @dataclass(frozen=True)
 class RewardSetup:
-    """What rewards can know of the run they are in."""
+    """What a reward can use of the run while it gets ready."""
 
-    tokenizer: Any  # the policy's
-    splits: "list[Prompts]"  # the training split, where there is one, first
+    tokenizer: "PreTrainedTokenizerBase"  # the policy's
+    splits: "list[Prompts]"  # the training split, if there is one, comes first
     max_tokens: int  # the most tokens of a prompt and a completion
-    device: Any  # torch's, of the policy
-    log_note: Callable[[str], None]  # a line of the log
-    reward_load: Any  # `policy.reward_load`, which imports torch: for rewards that are models
+    device: "torch.device"  # the policy's
+    log_note: Callable[[str], None]  # writes a line to the log
+    reward_load: RewardLoader
 
 
 def run_ready_hooks(
     rewards: Iterable[Reward],
-    tokenizer: Any,
+    tokenizer: "PreTrainedTokenizerBase",
     prompts_by_set: "Mapping[Any, Prompts]",  # by the split's name
     max_completion_length: int,
-    device: Any,
+    device: "torch.device",
     log_note: Callable[[str], None],
-    reward_load: Any,
+    reward_load: RewardLoader,
 ) -> None:
-    """Make every reward ready that has to be. `most`: tokens of a completion.
-    `load`: how a model that scores is loaded (`policy.reward_load`).
+    """Call the `ready` hook of every reward that has one.
 
-    Raises MachineError, ConfigError; no weights of the policy are loaded yet.
+    `max_completion_length` is in tokens. Raises MachineError, ConfigError; no weights of the
+    policy are loaded yet.
     """
     splits = [prompts for prompts in prompts_by_set.values() if len(prompts)]
     longest = max((prompts.max_length for prompts in splits), default=0) + max_completion_length
-    around = RewardSetup(tokenizer, splits, longest, device, log_note, reward_load)
+    setup = RewardSetup(tokenizer, splits, longest, device, log_note, reward_load)
     for reward in rewards:
         module = registry.registered_module("rewards", reward.config.type)
         if hasattr(module, "ready"):
-            module.ready(reward.code, around)
+            module.ready(reward.code, setup)
 
 
-def build_rewards(config: RunConfig, functions: Mapping[str, Callable[..., Any]]) -> list[Reward]:
-    """The rewards of a config; `functions` are those given as Python callables, by name.
+def build_rewards(config: RunConfig, functions: Mapping[str, RewardFunction]) -> list[Reward]:
+    """Build the rewards of a config; `functions` are those given as Python callables, by name.
 
     Raises ConfigError, MachineError.
     """

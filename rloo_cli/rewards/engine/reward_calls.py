@@ -1,12 +1,13 @@
-"""Calls rewards: each in time, none able to take the process with it.
+"""Calls rewards, each with a time limit, so that none can end or block the process.
 
-A `Runner` makes one reward's calls of one step, from the moment they are submitted. A synchronous
-reward has a thread of its own that makes its calls one after the other, each in a daemon thread
-that is left behind when `timeout_s` is over; with `workers` it has that many threads, each with a
-child process that is killed then (`workers`). Asynchronous rewards share one event loop in one
-daemon thread, which lives on between steps (a client they keep stays usable) and is replaced when
-one of them blocks it. What a reward raises, sys.exit() too, becomes a Failure. Without `workers`,
-code that holds Python's lock for good (one endless C call) cannot be timed out from here.
+A `RewardCalls` makes one reward's calls of one step, from the moment they are submitted. A
+synchronous reward has a thread of its own that makes its calls one after the other, each in a
+daemon thread that is left behind when `timeout_s` is over; with `workers` it has that many
+threads, each with a child process that is killed then (process_pool.py). Asynchronous rewards
+share one event loop in one daemon thread, which lives on between steps (a client they keep stays
+usable) and is replaced when one of them blocks it. What a reward raises, sys.exit() too, becomes
+a CallFailure. Without `workers`, code that holds Python's lock for good (one endless C call)
+cannot be timed out from here.
 """
 
 import asyncio
@@ -15,9 +16,8 @@ import inspect
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any
 
 from rloo_cli.rewards.engine.arguments import RewardCallLog
 from rloo_cli.rewards.engine.build import Reward
@@ -33,43 +33,41 @@ from rloo_cli.rewards.engine.results import (
 from rloo_cli.utils import console
 from rloo_cli.utils.exit_guard import refuse_os_exit
 
-CALL_POLL_S = 0.1  # seconds between two looks at `poll`
+CALL_POLL_S = 0.1  # seconds between two calls of `poll`
 EVENT_LOOP_GRACE_S = 1.0  # seconds an event loop may be late before it counts as blocked
+CallFuture = Future[CallResult | None]  # None: the call was not made, as the step had failed
 
 
 class RewardCalls:
-    """One reward's calls of one step. `rows`: those of the step.
+    """One reward's calls of one step, which has `num_completions` completions.
 
     A synchronous reward whose failures already decide the step makes no further calls: then there
-    are fewer outcomes than calls. `seconds`: how long it had a call to make or to wait for.
+    are fewer results than calls. `seconds`: how long it had a call to make or to wait for.
     """
 
     def __init__(self, reward: Reward, num_completions: int):
         refuse_os_exit()
         self.reward, self.num_completions = reward, num_completions
-        self.calls: list[
-            tuple[RewardCall, Future[CallResult | None], float]
-        ] = []  # with its deadline
-        self.pending_calls: queue.SimpleQueue[tuple[RewardCall, Future[CallResult | None]] | None]
+        self.calls: list[tuple[RewardCall, CallFuture, float]] = []  # with the call's deadline
+        self.pending_calls: queue.SimpleQueue[tuple[RewardCall, CallFuture] | None]
         self.pending_calls = queue.SimpleQueue()
         self.num_threads = 0
         self.num_failed = 0
-        self.step_failed = False  # the step, by this reward's failures
+        self.step_failed = False  # this reward's failures already decide that the step fails
         self.seconds = 0.0
         self._calls_in_flight, self._busy_since, self._lock = 0, 0.0, threading.Lock()
 
     def submit(self, call: RewardCall) -> None:
-        """Make this call as soon as there is a place for it."""
-        future: Future[CallResult | None] = Future()
+        """Make this call as soon as a thread is free for it."""
+        future: CallFuture = Future()
         limit = self.reward.config.timeout_s * (self.reward.config.retries + 1) + EVENT_LOOP_GRACE_S
         self.calls.append((call, future, time.monotonic() + limit))
         self._count_call_started()
         future.add_done_callback(self._count_call_done)
         if self.reward.is_async:
-            done = asyncio.run_coroutine_threadsafe(
-                _call_async_with_retries(self.reward, call), _RewardEventLoop.current_loop()
-            )
-            done.add_done_callback(lambda told: _copy_future_result(told, future))
+            coroutine = _call_async_with_retries(self.reward, call)
+            task = asyncio.run_coroutine_threadsafe(coroutine, _RewardEventLoop.current_loop())
+            task.add_done_callback(lambda done: _copy_future_result(done, future))
             return
         self.pending_calls.put((call, future))
         if self.num_threads < max(1, self.reward.config.workers):
@@ -78,18 +76,19 @@ class RewardCalls:
             self.num_threads += 1
 
     def close(self) -> None:
-        """No more calls will come; those that wait are made unless the step is lost."""
+        """Accept no more calls; those that wait are made unless the step has failed."""
         for _ in range(self.num_threads):
             self.pending_calls.put(None)
 
     def abandon(self) -> None:
-        """What has not begun is not done, and what runs is left to itself."""
+        """Drop the calls that have not begun, and do not wait for those that run."""
         self.step_failed = True
         self.close()
 
     def call_results(self) -> list[CallResult]:
-        """What came of the calls that were made, all of them done."""
-        return [made for _, future, _ in self.calls if (made := future.result()) is not None]
+        """The results of the calls that were made; all of them must be done."""
+        results = [future.result() for _, future, _ in self.calls]
+        return [result for result in results if result is not None]
 
     def _make_calls(self) -> None:
         while (item := self.pending_calls.get()) is not None:
@@ -104,21 +103,16 @@ class RewardCalls:
     def _call_with_retries(self, call: RewardCall) -> CallResult:
         config = self.reward.config
         for _ in range(config.retries + 1):
-            outcome = (
-                call_in_worker(self.reward, call)
-                if config.workers
-                else _call_in_thread(self.reward, call)
-            )
-            if not outcome.failures:
+            make_call = call_in_worker if config.workers else _call_in_thread
+            result = make_call(self.reward, call)
+            if not result.failures:
                 break
         with self._lock:
-            self.num_failed += len(outcome.failures)
-            raises = config.on_error == "raise"
-            if self.num_failed and (
-                raises or self.num_failed > config.max_error_rate * self.num_completions
-            ):
-                self.step_failed = True  # do not wait for every other row to time out as well
-        return outcome
+            self.num_failed += len(result.failures)
+            too_many = self.num_failed > config.max_error_rate * self.num_completions
+            if self.num_failed and (config.on_error == "raise" or too_many):
+                self.step_failed = True  # do not wait until all other completions time out as well
+        return result
 
     def _count_call_started(self) -> None:
         with self._lock:
@@ -126,7 +120,7 @@ class RewardCalls:
             if self._calls_in_flight == 1:
                 self._busy_since = time.monotonic()
 
-    def _count_call_done(self, _: Any) -> None:
+    def _count_call_done(self, _: CallFuture) -> None:
         with self._lock:
             self._calls_in_flight -= 1
             if not self._calls_in_flight:
@@ -137,19 +131,19 @@ def wait_for_calls(
     reward_calls: Sequence[RewardCalls], poll: Callable[[], None] | None = None
 ) -> None:
     """Wait until every call is done or given up. `poll` is called meanwhile and may raise."""
-    for runner in reward_calls:
-        runner.close()
+    for calls in reward_calls:
+        calls.close()
     blocked = False
-    waiting = [(r, call, future, late) for r in reward_calls for call, future, late in r.calls]
+    waiting = [(c.reward, *entry) for c in reward_calls for entry in c.calls]
     while waiting:
         wait([future for _, _, future, _ in waiting], CALL_POLL_S, return_when="FIRST_COMPLETED")
         if poll is not None:
             poll()
         now = time.monotonic()
-        for runner, call, future, late in waiting:
-            if runner.reward.is_async and now > late and not future.done():
+        for reward, call, future, deadline in waiting:
+            if reward.is_async and now > deadline and not future.done():
                 blocked = True
-                _set_future_result(future, _blocked_loop_result(runner.reward, call))
+                _set_future_result(future, _blocked_loop_result(reward, call))
         waiting = [item for item in waiting if not item[2].done()]
     if blocked:
         _RewardEventLoop.abandon()
@@ -157,16 +151,14 @@ def wait_for_calls(
 
 
 def _set_future_result(
-    future: "Future[CallResult | None]",
-    result: CallResult | None = None,
-    error: BaseException | None = None,
+    future: CallFuture, result: CallResult | None = None, error: BaseException | None = None
 ) -> None:
-    """Give a future its result, unless it was given up before."""
-    with contextlib.suppress(Exception):  # InvalidStateError: somebody was quicker
+    """Set a future's result or error, unless it was given up before."""
+    with contextlib.suppress(Exception):  # InvalidStateError: it has a result already
         future.set_exception(error) if error is not None else future.set_result(result)
 
 
-def _copy_future_result(source: "Future[CallResult]", future: "Future[CallResult | None]") -> None:
+def _copy_future_result(source: Future[CallResult], future: CallFuture) -> None:
     if not source.cancelled():
         error = source.exception()
         _set_future_result(future, None if error else source.result(), error)
@@ -177,7 +169,7 @@ def _copy_future_result(source: "Future[CallResult]", future: "Future[CallResult
 
 def _call_in_thread(reward: Reward, call: RewardCall) -> CallResult:
     arguments, log = call.make_arguments()
-    box: list[Any] = []
+    box: list[object] = []
 
     def work() -> None:
         try:
@@ -195,7 +187,7 @@ def _call_in_thread(reward: Reward, call: RewardCall) -> CallResult:
     return to_call_result(reward, call.indices, returned, log)
 
 
-async def _await_value(awaitable: Any) -> Any:
+async def _await_value(awaitable: Awaitable[object]) -> object:
     return await awaitable
 
 
@@ -204,16 +196,16 @@ async def _await_value(awaitable: Any) -> Any:
 
 async def _call_async_with_retries(reward: Reward, call: RewardCall) -> CallResult:
     for _ in range(reward.config.retries + 1):
-        outcome = await _call_on_event_loop(reward, call)
-        if not outcome.failures:
+        result = await _call_on_event_loop(reward, call)
+        if not result.failures:
             break
-    return outcome
+    return result
 
 
 async def _call_on_event_loop(reward: Reward, call: RewardCall) -> CallResult:
     arguments, log = call.make_arguments()
 
-    async def work() -> Any:
+    async def work() -> object:
         try:
             return await reward.code(**arguments)
         except BaseException as error:  # SystemExit would end the loop's thread
@@ -230,14 +222,12 @@ async def _call_on_event_loop(reward: Reward, call: RewardCall) -> CallResult:
 
 
 def _blocked_loop_result(reward: Reward, call: RewardCall) -> CallResult:
-    """A call on a loop that no longer turns; the frames show who blocks it."""
-    failure = timeout_failure(
-        reward, _RewardEventLoop.thread.ident if _RewardEventLoop.thread else None
-    )
-    why = f"{failure.message}; the event loop is blocked (time.sleep in an async reward?)"
-    return to_call_result(
-        reward, call.indices, CallFailure("timeout", why, failure.frames), RewardCallLog(0)
-    )
+    """The failure of a call on a loop that is blocked; its frames show which code blocks it."""
+    thread = _RewardEventLoop.thread
+    timeout = timeout_failure(reward, thread.ident if thread else None)
+    why = f"{timeout.message}; the event loop is blocked (time.sleep in an async reward?)"
+    failure = CallFailure("timeout", why, timeout.frames)
+    return to_call_result(reward, call.indices, failure, RewardCallLog(0))
 
 
 class _RewardEventLoop:
@@ -260,7 +250,7 @@ class _RewardEventLoop:
     @classmethod
     def abandon(cls) -> None:
         if cls.loop is not None:
-            cls.loop.call_soon_threadsafe(cls.loop.stop)  # for when it is free again
+            cls.loop.call_soon_threadsafe(cls.loop.stop)  # once it is free again
         cls.loop = cls.thread = None
 
     @staticmethod
@@ -270,13 +260,13 @@ class _RewardEventLoop:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):  # from a task of the user's
                 loop.run_forever()
                 break
-        left = asyncio.all_tasks(loop)  # it was abandoned
-        for task in left:
+        tasks = asyncio.all_tasks(loop)  # the loop was abandoned
+        for task in tasks:
             task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
 
-def _handle_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """asyncio's own report, but nothing on tasks that timed out and still wait when we end."""
+def _handle_loop_exception(loop: asyncio.AbstractEventLoop, context: Mapping[str, object]) -> None:
+    """Report as asyncio does, but not tasks that timed out and still wait when the run ends."""
     if "was destroyed but it is pending" not in str(context.get("message")):
-        loop.default_exception_handler(context)
+        loop.default_exception_handler(dict(context))

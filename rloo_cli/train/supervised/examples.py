@@ -19,6 +19,7 @@ from rloo_cli.data.prompts import Prompts
 from rloo_cli.train.supervised.reward_model import PreferencePair, tokenize_pair
 from rloo_cli.train.supervised.sft import SftExample, tokenize_example, tokenize_with_eos
 from rloo_cli.utils.errors import DataError, Problem
+from rloo_cli.utils.files import JsonObject
 
 DATA_KEY_PATTERN = re.compile(r"\bdata\.(path|name|revision|split|eval_split|prompt_column)\b")
 
@@ -140,8 +141,8 @@ def _is_empty_completion(value: Any, conversational: bool, key: str, number: int
     raise DataError(Problem(f"completion {number} is not {kind}", f"{key}, row {number}", found))
 
 
-def _as_messages(value: Any) -> list[dict[str, Any]]:
-    said: list[dict[str, Any]] = [{"role": "assistant", "content": value}]
+def _as_messages(value: Any) -> list[JsonObject]:
+    said: list[JsonObject] = [{"role": "assistant", "content": value}]
     return said if isinstance(value, str) else value
 
 

@@ -20,9 +20,10 @@ from rloo_cli.config.schema import TrainConfig, TrainingConfig
 from rloo_cli.distributed.optimizer import Optimizer
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import NumbersError, Problem
+from rloo_cli.utils.files import JsonObject
 
 SORT_WINDOW = 16  # batches whose rows are sorted by length together
-MetricsObject = dict[str, Any]
+MetricsObject = JsonObject
 R = TypeVar("R")
 In = TypeVar("In", contravariant=True)
 

@@ -26,6 +26,7 @@ from rloo_cli.data.synthetic.tldr import tldr_base_folder, tldr_examples
 from rloo_cli.train.supervised import reward_model as preferences
 from rloo_cli.train.supervised import sft
 from rloo_cli.utils import paths
+from rloo_cli.utils.files import JsonObject
 
 PAIRS_PER_SPLIT = {"train": 3000, "test": 300}
 PREFERENCE_NOISE = (
@@ -79,12 +80,12 @@ def tldr_reward_folder() -> Path:
     return cached_folder("tldr_reward", _cache_key(start, settings, seed, data), make)
 
 
-def _cache_key(base_path: Path, settings: Any, seed: int, data: list[dict[str, Any]]) -> str:
+def _cache_key(base_path: Path, settings: Any, seed: int, data: list[JsonObject]) -> str:
     digest = hashlib.sha256(json.dumps(data).encode()).hexdigest()
     return f"{base_path.name}-{settings.model_dump_json()}-{seed}-{digest}"
 
 
-def tldr_preference_pairs(split: str) -> list[dict[str, Any]]:
+def tldr_preference_pairs(split: str) -> list[JsonObject]:
     """Two samples of the supervised model per post, the better one by a noisy look at the rule."""
     count = PAIRS_PER_SPLIT[split]  # KeyError for a split there is not
     sampler = tldr_sft_folder()
@@ -126,7 +127,7 @@ def _sample_completions(learner: Any, tokens: Any, prompts: list[str]) -> list[s
     return found
 
 
-def _preferred_pair(prompt: str, one: str, other: str, rng: random.Random) -> dict[str, Any]:
+def _preferred_pair(prompt: str, one: str, other: str, rng: random.Random) -> JsonObject:
     """Who prefers which: Bradley-Terry about the hidden rule, so that people are often wrong."""
     gap = posts.score_summary(prompt, one) - posts.score_summary(prompt, other)
     chosen, rejected = (
