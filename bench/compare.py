@@ -83,8 +83,8 @@ TASKS = {
         "compare", "Two-digit addition, the quickstart's task", (1, 2, 3, 4, 5),
         says="A tiny model that was warm-started on addition learns from exact match alone. The\n"
         "held-out score is the share of 500 sums it gets right, greedily. PPO goes over each\n"
-        "step's completions four times unless told otherwise, the others once: PPO with one pass\n"
-        "and RLOO with four tell what of it is that.",
+        "step's completions four times unless the row says otherwise, the others once. PPO with\n"
+        "one pass and RLOO with four show how much of a difference comes from the passes.",
     ),
     "tldr": Task(
         "compare_tldr", "TL;DR in miniature", (1, 2, 3), "eval_reward/tldr_mini_gold/mean",

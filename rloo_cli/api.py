@@ -1,4 +1,4 @@
-"""Training from Python: a recipe, and rewards of one's own.
+"""Training from Python: a recipe, and your own rewards.
 
     from rloo_cli.api import train
 
@@ -7,15 +7,14 @@
 
     summary = train("smoke", rewards={"brevity": brevity}, overrides=["max_steps=5"])
 
-The configuration is the command line's: a recipe and `key=value` words. What runs is the same
-worker, in this process.
+The configuration is the command line's: a recipe and `key=value` overrides. The same worker runs,
+in this process.
 """
 
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rloo_cli.config import check
 from rloo_cli.config.compose import ComposedConfig, compose_config
@@ -26,7 +25,7 @@ from rloo_cli.utils import fault_injection, paths
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject, read_json, update_json
 
-Reward = Callable[..., Any]
+Reward = Callable[..., object]
 
 
 def train(
@@ -35,24 +34,23 @@ def train(
     overrides: Iterable[str] = (),
     config_dirs: Iterable[str | Path] = (),
 ) -> JsonObject:
-    """Do a whole run in this process; what is in its summary.json, and its `folder`.
+    """Do a whole run in this process. -> the content of its summary.json, and its `folder`
 
     `recipe`: a shipped recipe's name or a YAML file. `rewards`: callables of the interface of
-    docs/rewards.md, by name; they take the place of the recipe's rewards, and their keys are set by
-    overrides such as `reward.NAME.weight=0.5`. A run that is finished already is not done again.
+    docs/rewards.md, by name; they replace the recipe's rewards, and their keys are set by overrides
+    such as `reward.NAME.weight=0.5`. A run that is finished already is not repeated.
 
     Raises RunError (its `code` is the exit status the command would have had).
     """
-    fault_injection.arm_faults()  # also: none of an earlier run in this process are armed any more
-    words = [f"+recipe={recipe}"] if recipe is not None else []
-    composed = compose_config(
-        [*words, *(["reward=[]"] if rewards else []), *overrides], [*config_dirs]
-    )
+    fault_injection.arm_faults()  # those of an earlier run in this process are disarmed, too
+    arguments = [f"+recipe={recipe}"] if recipe is not None else []
+    arguments += ["reward=[]"] if rewards else []
+    composed = compose_config([*arguments, *overrides], [*config_dirs])
     settings = check.check_config(_with(composed, rewards or {}))
     _in_one_process(settings)
     preflight.check_machine(settings)
-    given = Path(settings.root, str(settings.name))
-    folder = paths.absolute_path(given)  # a reward may change the current folder
+    relative_folder = Path(settings.root, str(settings.name))
+    folder = paths.absolute_path(relative_folder)  # a reward may change the current folder
     start = launcher.plan_attempt(settings)
     if not start.done:
         launcher.write_attempt_files(start, settings, composed)
@@ -64,22 +62,22 @@ def train(
         finally:
             if (folder / "run.json").exists():  # else somebody took the folder away
                 update_json(folder / "run.json", state=state)
-    return read_json(folder / "summary.json") | {"folder": str(given)}
+    return read_json(folder / "summary.json") | {"folder": str(relative_folder)}
 
 
 def _with(composed: ComposedConfig, rewards: Mapping[str, Reward]) -> ComposedConfig:
-    """The config with an entry for each callable; what overrides say of it is kept."""
+    """The config with an entry for each callable; overrides of its keys are kept."""
     entries = dict(composed.values.get("reward") or {})
     for name, code in rewards.items():
         if not name.isidentifier() or not callable(code):
             raise ConfigError(Problem(f"reward {name!r} is not a callable with a plain name"))
-        given = entries.get(name) or {}
-        entries[name] = {"type": "function", "path": f"python:{name}", "kwargs": {}} | given
+        keys = entries.get(name) or {}
+        entries[name] = {"type": "function", "path": f"python:{name}", "kwargs": {}} | keys
     return replace(composed, values=composed.values | {"reward": entries})
 
 
 def _in_one_process(settings: RunConfig) -> None:
-    """Raises ConfigError for a run that several processes would have to do."""
+    """Raise ConfigError for a run of several processes."""
     if settings.distributed.engine == "single":
         return
     why = "a call from Python is one process, which cannot become several"

@@ -1,10 +1,12 @@
-"""The parts of a run, once. `run.py` builds them, the loop uses them, this holds them."""
+"""The parts of a run: `train/build.py` builds them, and the loop uses them."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from rloo_cli.algorithms.common.base import Algorithm
 from rloo_cli.algorithms.common.config import Switches
@@ -14,7 +16,7 @@ from rloo_cli.data.batch import Batch
 from rloo_cli.data.bin_packing import ForwardLimits
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.distributed.engine import ParallelEngine
-from rloo_cli.distributed.optimizer import Optimizer
+from rloo_cli.distributed.optimizer import TrainingOptimizer
 from rloo_cli.distributed.world import World
 from rloo_cli.generation import Generator
 from rloo_cli.generation.common.rollouts import Rollouts
@@ -34,22 +36,22 @@ from rloo_cli.utils.timers import StepTimer
 
 @dataclass
 class StepProgress:
-    """The batch of the step that is being done."""
+    """The batch of the current step, and how far the updates on it have come."""
 
     batch: Batch
     updates: UpdateMetrics = field(default_factory=UpdateMetrics)
-    prepared: bool = False  # log-probabilities and advantages are known for the whole batch
+    prepared: bool = False  # log-probabilities and advantages are computed for the whole batch
     iteration: int = 0
-    done: int = 0  # updates of this iteration
+    done: int = 0  # updates made in this iteration
     marked_updates: UpdateMetrics = field(default_factory=UpdateMetrics)  # at the last mark
-    rng: RandomStates = field(default_factory=capture_random_states)  # likewise
+    rng: RandomStates = field(default_factory=capture_random_states)  # at the last mark
 
     def mark_position(self) -> None:
-        """What comes next can be done again from here."""
+        """Mark a position from which the rest of the step can be repeated."""
         self.marked_updates, self.rng = self.updates.copy(), capture_random_states()
 
     def next_iteration(self) -> None:
-        """All updates of an iteration are made."""
+        """Go on to the next iteration over the batch."""
         self.iteration, self.done = self.iteration + 1, 0
 
 
@@ -58,39 +60,37 @@ StepPosition = tuple[int, int]  # steps done; updates done in the next one, -1 =
 
 @dataclass
 class RunState:
-    """Where a run stands: what a checkpoint must hold beside weights and optimizer."""
+    """The state of a run: what a checkpoint must hold beside weights and optimizer."""
 
     step: int = 0  # rollout batches done
     updates: int = 0  # optimizer updates done
-    place: int = 0  # prompts consumed, over all epochs
+    place: int = 0  # the prompt offset: prompts consumed, over all epochs
     episodes: int = 0  # completions trained on
     tokens: int = 0  # prompt (K copies) and trained completion tokens
     empty: int = 0  # updates in a row with nothing to learn from
     nonfinite: int = 0  # updates in a row that were skipped
     evaluated: int = -1  # the step at which the held-out prompts were last answered
-    memory: dict[str, float] = field(
-        default_factory=dict
-    )  # what an algorithm knows of earlier steps
+    memory: dict[str, float] = field(default_factory=dict)  # the algorithm's state
 
     def advance(self, batch: Batch) -> None:
         """Count a finished step."""
         self.step += 1
         self.place += batch.draws
-        rows = [(g, r) for g in batch.groups for r in g.rollouts]
-        self.episodes += len(rows)
-        self.tokens += sum(len(g.prompt_ids) + r.length for g, r in rows)
+        rollouts = [(group, r) for group in batch.groups for r in group.rollouts]
+        self.episodes += len(rollouts)
+        self.tokens += sum(len(group.prompt_ids) + r.length for group, r in rollouts)
 
     def seen_by_rewards(self, run: "Run") -> TrainerState:
         """What a reward may know of the training (docs/rewards.md), for curricula."""
-        return self.trainer_state(
-            run.num_steps, len(run.prompts), run.config, run.log.training_lines
-        )
+        history = run.log.training_lines
+        return self.trainer_state(run.num_steps, len(run.prompts), run.config, history)
 
     def trainer_state(
         self, num_steps: int, num_prompts: int, config: RunConfig, history: list[JsonObject]
     ) -> TrainerState:
-        """The same from plain numbers: steps to do, prompts in the data (0 = not known), lines
-        logged so far. Those of evaluations are left out: they must not change the training.
+        """What a reward may know of the training. `num_prompts`: in the data, 0 = not known.
+
+        `history`: the lines logged so far, without evaluations, which must not change the training.
         """
         per_step, size = config.train.prompts_per_step, num_prompts or math.inf
         return TrainerState(
@@ -119,16 +119,16 @@ class Run:
     engine: ParallelEngine
     algorithm: Algorithm[Switches]
     forward_plan: ForwardPlan  # which passes an update needs
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     prompts: Prompts
     eval_sets: dict[str, Prompts]  # held out, by name; "" = the one of data.eval_split
     policy: Policy
     reference: Reference | None
-    value_model: ValueModel | None  # the value model, which learns with the policy
+    value_model: ValueModel | None
     generator: Generator
     rewards: Sequence[Reward]
     rollouts: Rollouts
-    optimizer: Optimizer
+    optimizer: TrainingOptimizer
     clock: StepTimer
     log: RunLog
     num_steps: int  # rollout batches to do
@@ -136,24 +136,18 @@ class Run:
     layout_choice: LayoutChoice  # layout and head of the policy
     ledger: PromptLedger
     state: RunState = field(default_factory=RunState)
-    step_progress: StepProgress | None = (
-        None  # the step that is being done, once its batch is there
-    )
-    rng: RandomStates = field(
-        default_factory=capture_random_states
-    )  # as they were when the last step ended
+    step_progress: StepProgress | None = None  # of the current step, once its batch is sampled
+    rng: RandomStates = field(default_factory=capture_random_states)  # when the last step ended
     attempt: int = 1
-    has_atomic_rename: bool = True  # the file system renames folders whole
-    saved_position: StepPosition | None = (0, -1)  # the last checkpoint's place
-    judge: Any = None  # judges.judge.Judge of the held-out completions; None = nobody judges
+    has_atomic_rename: bool = True  # the file system renames folders atomically
+    saved_position: StepPosition | None = (0, -1)  # of the last checkpoint
+    judge: Any = None  # evaluation.judges.judge.Judge, of a room above; None = nothing is judged
 
     @property
     def position(self) -> StepPosition:
         """Steps done, and updates done in the next one (-1: none was begun)."""
-        if self.step_progress is None:
+        progress = self.step_progress
+        if progress is None:
             return self.state.step, -1
-        made = (
-            self.step_progress.iteration * self.config.algorithm.num_minibatches
-            + self.step_progress.done
-        )
-        return self.state.step, made
+        minibatches = self.config.algorithm.num_minibatches
+        return self.state.step, progress.iteration * minibatches + progress.done

@@ -1,8 +1,8 @@
-"""GRPO, group-relative policy optimisation (arXiv 2402.03300), and its kin by their loss types.
+"""GRPO, group-relative policy optimisation (arXiv 2402.03300), and its variants by `loss_type`.
 
     A_i  = (s_i - group mean) / (group std + 1e-4)        equal scores: exactly 0
     l_t  = -min(rho_t A_i, clip(rho_t) A_i) + beta * k3_t     rho_t = pi(y_t) / pi_old(y_t)
-    loss = as `loss_type` puts the l_t together (common/config.py: TRIPLES)
+    loss = the l_t as `loss_type` combines them (common/config.py: TRIPLES)
 
 advantage_scale: group, batch (std of the step's scores) or none (Dr. GRPO). The mean of each
 completion's tokens (loss_type=grpo) favours short right and long wrong completions, because a

@@ -1,7 +1,7 @@
 """PPO: an advantage for every token from a learned value (arXiv 1707.06347, 1506.02438).
 
 A token is one action. For the trained tokens t = 1..T of a completion with score s, and the value
-V_t that the value model gave the text before token t when the step began,
+V_t that the value model predicted for the text before token t when the step began,
 
     e_t  = -beta * k_t + [t = T] s                    token reward: KL everywhere, score at the end
     D_t  = e_t + gamma V_{t+1} - V_t,  V_{T+1} = 0
@@ -10,8 +10,8 @@ V_t that the value model gave the text before token t when the step began,
     loss = mean_t -min(rho_t A'_t, clip(rho_t) A'_t)  rho_t = pi(y_t) / pi_old(y_t)
            + vf_coef/2 mean_t max((V - R_t)^2, (clip(V, V_t +- epsilon_value) - R_t)^2)
 
-with A' = (A - mean) / sqrt(var + 1e-8) over all trained tokens of the step. Masked tokens are in
-none of it: a row goes on at its next own token.
+with A' = (A - mean) / sqrt(var + 1e-8) over all trained tokens of the step. Masked tokens are left
+out: token t + 1 is the next trained one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Config(Switches):
     gamma: float = key("Discount per token of what comes later", gt=0, le=1)
     lam: float = key("GAE's lambda: 1 = whole returns, 0 = the next value alone", ge=0, le=1)
     vf_coef: float = key("Weight of the value model's loss", ge=0)
-    epsilon_value: float = key("Moving a value further than this gains no loss", gt=0)
+    epsilon_value: float = key(
+        "Clip range of value predictions, around those of the step's start", gt=0
+    )
     whiten_rewards: bool = key("Divide token rewards by their std over the step; their mean stays")
 
     @property
@@ -56,15 +58,15 @@ class Config(Switches):
 
 
 class PPO(RLOO[Config]):
-    """Every token is compared with what the value model expected."""
+    """Every token is compared with the value that the value model predicted."""
 
     def token_advantages(self, step: StepTokens) -> TokenAdvantages:
-        """Advantages of every token by GAE (1506.02438, eq. 16), whitened, and returns.
+        """Whitened advantages of the step's tokens by GAE (1506.02438, eq. 16), and returns.
 
-        Of the whole step. (N,), (N,) -> (N,), (N,)
+        (N,), (N,) -> (N,), (N,)
         """
         config = self.config
-        if step.value is None:  # not one row of the step is usable
+        if step.value is None:  # no completion of the step is usable
             assert not len(step.score), "ppo needs values"
             return TokenAdvantages(step.mask, step.mask)
         grid = Grid(step)
@@ -79,10 +81,10 @@ class PPO(RLOO[Config]):
         return TokenAdvantages(whiten_tokens(grid.flat(a), step.mask), grid.flat(a + v))
 
     def value_loss(self, values: Tensor, micro: MicroBatch, num_tokens: float) -> ValueLoss:
-        """A micro-batch's share of the value loss: shares add up to the mean over `num_tokens`.
+        """A micro-batch's share of the value loss: shares add up to the update's mean per token.
 
-        Those are the whole update's. `values` (N,) with gradient; a token without a return has no
-        part in it.
+        `num_tokens` are those of the whole update, `values` (N,) have a gradient. A token without
+        a return has no loss.
         """
         config = self.config
         assert micro.returns is not None and micro.value is not None
@@ -96,13 +98,13 @@ class PPO(RLOO[Config]):
         return ValueLoss(config.vf_coef * mean, mean.detach(), more, counted)
 
     def rules(self, run: RunConfig) -> Iterator[Problem]:
-        """What PPO cannot do, beside the conflicts that every algorithm has."""
+        """The settings that PPO cannot have, besides the conflicts of every algorithm."""
         yield from super().rules(run)
         config, of_run = self.config, "model and value model learn together"
         yield from rules.whitening_problems(config)
         gae = "GAE gives every token its advantage, which is whitened over the step"
         whole = f"{of_run}, each whole on its process"
-        refused = {  # key -> whether it is odd, why, the way out
+        refused = {  # key -> whether it is refused, why, the way out
             "algorithm.kl_credit": (
                 kl.in_reward(config) and config.kl_credit == "sequence", gae, "to_go"
             ),

@@ -1,10 +1,10 @@
-"""REINFORCE with a plain baseline, or with none (Williams 1992): what RLOO is measured against.
+"""REINFORCE with a plain baseline, or with none (Williams 1992), to compare RLOO with.
 
     A_i  = r_i - b                             b = mean of r over the step, itself included
     loss = -1/N sum_i A_i sum_t logp_t         r_i = s_i - beta * KL_i
 
-b is `batch_mean`, `ema` (a moving average of earlier steps' means) or `none`. The step's mean has a
-part in each of its own rewards, so it shrinks the gradient by (B-1)/B; no siblings are needed.
+b is `batch_mean`, `ema` (moving average of earlier steps) or `none`. The step's mean contains the
+reward it is subtracted from, so it shrinks the gradient by (B-1)/B; no siblings are needed.
 """
 
 from __future__ import annotations
@@ -21,4 +21,4 @@ class Config(Switches):
 
 
 class Reinforce(RLOO[Config]):
-    """Advantages are RLOO's, with a baseline that is not of the group."""
+    """Advantages are RLOO's, with a baseline from outside the group."""

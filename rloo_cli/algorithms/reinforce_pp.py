@@ -5,8 +5,8 @@
     A_t  = (G_t - mean) / sqrt(var + 1e-8)               over all trained tokens of the step
     loss = -mean_t min(rho_t A_t, clip(rho_t) A_t)       rho_t = pi(y_t) / pi_old(y_t)
 
-minus_group_mean: G_t = s_i - group mean on every token, whitened alike, and the KL (k2) in the
-loss. A step in which no two scores differ is not whitened: that would blow up its KL.
+minus_group_mean: G_t = s_i - group mean on every token, whitened likewise, and the KL (k2) in the
+loss. A step in which no two scores differ is not whitened: that would enlarge its KL.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Config(Switches):
 
 
 def _level_problems(config: Config) -> Iterator[Problem]:
-    """Every token has an advantage, and answers for its own KL."""
+    """Settings under which a token has no advantage, or no KL, of its own."""
     if config.ratio_level != "token" and config.policy_loss not in BY_TOKEN:
         yield Problem(
             "REINFORCE++ gives every token an advantage, which a completion's one ratio has not",
@@ -64,8 +64,7 @@ class ReinforcePlusPlus(RLOO[Config]):
 
     def token_advantages(self, step: StepTokens) -> TokenAdvantages:
         """Returns to go of every token, whitened over the step. (N,) -> (N,)"""
-        config = self.config
-        grid = Grid(step)
+        config, grid = self.config, Grid(step)
         if config.minus_group_mean:
             n = int(step.group.max()) + 1 if len(step.group) else 0
             count = step.score.new_zeros(n).index_add(0, step.group, step.score * 0.0 + 1.0)
@@ -74,16 +73,15 @@ class ReinforcePlusPlus(RLOO[Config]):
         else:
             earned = grid.at_end(step.score)
             if step.ref is not None and kl.in_reward(config):
-                earned = earned - config.beta * grid.rows(
-                    kl.estimate_kl(step.old - step.ref, config)
-                )
+                k = kl.estimate_kl(step.old - step.ref, config)
+                earned = earned - config.beta * grid.rows(k)
             gain = grid.flat(discounted_sum_to_go(earned, config.gamma))
         if len(step.score) == 0 or bool(step.score.max() == step.score.min()):
             return TokenAdvantages(gain * step.mask, norm_skipped=True)
         return TokenAdvantages(whiten_tokens(gain, step.mask))
 
     def rules(self, run: RunConfig) -> Iterator[Problem]:
-        """What whitened tokens leave without effect."""
+        """Settings that would have no effect on whitened tokens, or do not go together."""
         yield from super().rules(run)
         config = self.config
         yield from rules.whitening_problems(config)

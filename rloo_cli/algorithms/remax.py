@@ -3,8 +3,8 @@
     A_i  = r_i - s(greedy completion of the prompt)        r_i = s_i - beta * KL_i
     loss = -1/N sum_i A_i sum_t logp_t
 
-The greedy completion costs one more per prompt; it is scored and shaped as the others are, has no
-KL in its score, and is never trained on. A prompt whose greedy completion has no score is left out.
+Each prompt has one greedy completion more; it is scored and shaped as the others are, has no KL in
+its score, and is never trained on. A prompt whose greedy completion has no score is left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ReMax(RLOO[Config]):
     """Advantages are RLOO's, with the greedy completion's score for a baseline."""
 
     def rules(self, run: RunConfig) -> Iterator[Problem]:
-        """What normalises scores has no place for a greedy completion's."""
+        """Settings that normalise scores, which a greedy completion's score cannot take part in."""
         yield from super().rules(run)
         for name, plain in {"normalize_rewards": False, "multi_reward": "sum"}.items():
             if getattr(self.config, name) != plain:

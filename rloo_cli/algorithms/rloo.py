@@ -7,8 +7,8 @@ A completion is one action. For the K completions y_i of a prompt, with scores s
     loss = -1/N sum_i min(rho_i A_i, clip(rho_i) A_i)        rho_i = pi(y_i) / pi_old(y_i)
 
 over the N completions of an update; on-policy, where rho is 1, its gradient is REINFORCE's. The
-other switches are in `common/`, and so is the loss (`common/loss.py`). What an algorithm's class
-does not define is as in `common/base.py`.
+other switches are in `common/`, and so is the loss (`common/loss.py`). The hooks that this class
+does not define have the defaults of `common/base.py`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ C = TypeVar("C", bound=Switches, covariant=True)
 
 
 class RLOO(Algorithm[C]):
-    """Rewards minus the mean of their siblings', or another of the baselines that switches name."""
+    """The advantage is the reward minus the mean of the siblings' rewards, or another baseline."""
 
     def advantages(self, inputs: AdvantageInputs) -> Advantages:
-        """Rewards and advantages of whole groups. (P, K) each, and so back."""
+        """Rewards and advantages of whole groups. (P, K) each -> (P, K) each"""
         score, kl, config = inputs.score, inputs.kl, self.config
         penalty = config.beta * kl if kl is not None and in_reward(config) else score * 0.0
         reward = (score - penalty).masked_fill(~inputs.scorable, 0.0)
@@ -44,8 +44,7 @@ class RLOO(Algorithm[C]):
         usable = advantage.usable_completions(inputs.scorable, config)
         a = advantage.scale_advantages(a, score, inputs.scorable, config)
         a = advantage.clip_advantages(a, usable, config)
-        if not config.kl_in_baseline and not charges_kl_to_go(
-            config
-        ):  # to_go: each token is charged its own
+        # With kl_credit=to_go the KL is subtracted token by token.
+        if not config.kl_in_baseline and not charges_kl_to_go(config):
             a = (a - penalty).masked_fill(~usable, 0.0)
         return advantage.normalize_over_step(reward, a, usable, inputs, config)

@@ -13,7 +13,7 @@ from rloo_cli.checkpoint.resume import ResumePlan
 from rloo_cli.checkpoint.save import REFERENCE_FILE, RNG_FILE, ROLLOUTS_FILE, VALUE_FILE
 from rloo_cli.config.schema import RunConfig, TrainConfig
 from rloo_cli.data.prompts import Prompts
-from rloo_cli.distributed.optimizer import Optimizer
+from rloo_cli.distributed.optimizer import TrainingOptimizer
 from rloo_cli.reporting.update_metrics import without_sums
 from rloo_cli.run import Run, RunState
 from rloo_cli.utils import paths, rng
@@ -50,15 +50,13 @@ def restore_run(run: Run, checkpoint: Path) -> None:
         run.log.restore(values["log"])
         run.clock.started_at -= values["elapsed"]
     except (KeyError, ValueError, TypeError, RuntimeError, OSError, SafetensorError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ConfigError(
-            Problem(f"{checkpoint} cannot be restored", "resume", why, "an older checkpoint")
-        ) from error
+        what, why = f"{checkpoint} cannot be restored", f"{type(error).__name__}: {error}"
+        raise ConfigError(Problem(what, "resume", why, "an older checkpoint")) from error
     run.saved_position = run.position
 
 
 def _apply_config_changes(
-    optimizer: Optimizer, train_config: TrainConfig, saved_train_config: JsonObject
+    optimizer: TrainingOptimizer, train_config: TrainConfig, saved_train_config: JsonObject
 ) -> None:
     """Apply the values that differ from `saved_train_config`, the checkpoint's section `train`.
 
@@ -139,9 +137,9 @@ def start_attempt(run: Run, resume_plan: ResumePlan) -> None:
 
 
 def _prepare_run_folder(run: Run, resume_plan: ResumePlan) -> bool:
-    """Roll the run folder back to the plan's checkpoint; returns if folders can be renamed there.
+    """Roll the run folder back to the plan's checkpoint. Returns whether it can rename folders.
 
-    The config of this attempt becomes that of the run, and run.json says that it trains.
+    The config of this attempt becomes the run's, and run.json records that it trains.
     """
     save.check_checkpoint_space(run)
     for note in rollback.roll_back_folder(resume_plan):

@@ -126,14 +126,9 @@ def _notes_without_checkpoint(
     if saved is None and not whole:
         return [*skipped, f"{folder} has no checkpoint yet: it begins anew"]
     lost = skipped or [f"{saved}, the last one that was saved, does not exist any more"]
-    raise ConfigError(
-        Problem(
-            f"{folder} cannot go on: none of its checkpoints is whole",
-            "resume",
-            "\n".join(lost),
-            f"put a whole one back; or begin anew: mv {folder} {folder}.old, then the same command",
-        )
-    )
+    what = f"{folder} cannot go on: none of its checkpoints is whole"
+    fix = f"put a whole one back; or begin anew: mv {folder} {folder}.old, then the same command"
+    raise ConfigError(Problem(what, "resume", "\n".join(lost), fix))
 
 
 def _plan_from_path(folder: Path, run: RunConfig, source: Path, attempt: int) -> ResumePlan:

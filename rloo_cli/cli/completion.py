@@ -1,7 +1,7 @@
-"""`rloo completion bash|zsh|fish`: the shell's script; it asks `rloo completion query WORDS`.
+"""`rloo completion bash|zsh|fish`: print the shell's script, which calls `rloo completion query`.
 
 An answer takes a fifth of a second: recipes and groups are listed from their folders, and the keys
-with their values come from a file in the cache, which is made anew when the code has changed.
+with their values come from a file in the cache, which is written again when the code has changed.
 """
 
 import hashlib
@@ -17,8 +17,8 @@ from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import write_text
 
-# Bash parts a word at = and : (COMP_WORDBREAKS), and replaces only what follows the last of them.
-# So the words are taken from the line itself, and of an answer only that last part is given back.
+# Bash splits a word at = and : (COMP_WORDBREAKS), and replaces only what follows the last of them.
+# So the script reads the words from the line itself, and returns only that last part of an answer.
 BASH_SCRIPT = """_rloo() {
   local line="${COMP_LINE:0:COMP_POINT}" typed word answer sign head=""
   read -ra typed <<<"$line"
@@ -57,7 +57,7 @@ complete -c rloo -a '(rloo completion query (commandline -opc)[2..] (commandline
 SCRIPTS = {"bash": BASH_SCRIPT, "zsh": ZSH_SCRIPT, "fish": FISH_SCRIPT}
 GROUPS_WITH_PLUS = ("recipe", "debug")  # groups that are chosen with a +
 VERBS_WITH_RUN = ("samples", "ledger", "compare", "curves", "eval")
-FIRST_ARGUMENTS: dict[str, tuple[str, ...]] = {  # verbs whose first word is one of these
+FIRST_ARGUMENTS: dict[str, tuple[str, ...]] = {  # verb -> what its first argument may be
     "recipes": ("list", "show", "copy"),
     "config": ("explain",),
     "completion": tuple(SCRIPTS),
@@ -65,22 +65,15 @@ FIRST_ARGUMENTS: dict[str, tuple[str, ...]] = {  # verbs whose first word is one
     "slurm": ("render", "submit"),
     "help": tuple(verb_help.VERBS),
 }
-JOB_KINDS = ("train", "train_and_serve", "sweep", "eval")  # of a batch job
-VERBS_WITH_OVERRIDES: tuple[str, ...] = (
-    "train",
-    "sweep",
-    "sft",
-    "reward-model",
-    "vllm-serve",
-    "eval",
-    "fetch",
-    "plan",
-)
-VERBS_WITH_OVERRIDES += ("config", "slurm")  # verbs that take keys
+JOB_KINDS = ("train", "train_and_serve", "sweep", "eval")  # kinds of batch jobs
+VERBS_WITH_OVERRIDES = (
+    "train", "sweep", "sft", "reward-model", "vllm-serve", "eval", "fetch", "plan", "config",
+    "slurm",
+)  # fmt: skip
 
 
 def run(args: list[str]) -> int:
-    """The verb; for `query` the words typed so far, the last one unfinished."""
+    """Run the verb. After `query` come the arguments typed so far, the last one unfinished."""
     match args:
         case [shell] if shell in SCRIPTS:
             print(SCRIPTS[shell], end="")
@@ -89,16 +82,15 @@ def run(args: list[str]) -> int:
         case _:
             shell = os.path.basename(os.environ.get("SHELL", "bash"))
             fix = f'eval "$(rloo completion {shell if shell in SCRIPTS else "bash"})"'
-            raise ConfigError(
-                Problem("rloo completion needs a shell", "command line", "bash, zsh or fish", fix)
-            )
+            what, why = "rloo completion needs a shell", "bash, zsh or fish"
+            raise ConfigError(Problem(what, "command line", why, fix))
     return 0
 
 
 def completion_candidates(typed: list[str]) -> list[str]:
-    """What the last word could become."""
-    *before, word = typed or [""]
-    return sorted({w for w in _candidates(before, word) if w.startswith(word)})
+    """What the last argument could become."""
+    *previous, prefix = typed or [""]
+    return sorted({c for c in _candidates(previous, prefix) if c.startswith(prefix)})
 
 
 def _candidates(previous_args: list[str], prefix: str) -> Iterable[str]:
@@ -109,59 +101,58 @@ def _candidates(previous_args: list[str], prefix: str) -> Iterable[str]:
         return verb_help.verb_flags(verb)
     if (values := verb_help.flag_values(verb, previous_args[-1])) is not None:
         return values
-    found: list[str] = []
+    candidates: list[str] = []
     if len(previous_args) == 1:
-        found += FIRST_ARGUMENTS.get(verb, ())
+        candidates += FIRST_ARGUMENTS.get(verb, ())
     elif verb == "recipes" and previous_args[1] in ("show", "copy") and len(previous_args) == 2:
-        found += paths.recipe_files()
+        candidates += paths.recipe_files()
     elif verb == "slurm" and len(previous_args) == 2:
-        found += JOB_KINDS
-    elif previous_args[:2] == ["config", "explain"] and len(previous_args) == 2:
+        candidates += JOB_KINDS
+    elif previous_args == ["config", "explain"]:
         return cached_key_values()
     if _takes_run(verb, previous_args):
-        found += run_folders.list_run_names()
+        candidates += run_folders.list_run_names()
     if verb in VERBS_WITH_OVERRIDES:
-        found += _override_candidates(prefix, paths.group_choices(_config_dirs(previous_args)))
-    return found
+        choices = paths.group_choices(_config_dirs(previous_args))
+        candidates += _override_candidates(prefix, choices)
+    return candidates
 
 
 def _config_dirs(previous_args: list[str]) -> list[Path]:
-    """What --config-dir names among the words."""
+    """The folders that --config-dir names among the arguments."""
     pairs = zip(previous_args, [*previous_args[1:], ""], strict=True)
-    folders = [word if flag in ("--config-dir", "-cd") else flag.partition("=")[2]
-               for flag, word in pairs if flag.startswith(("--config-dir", "-cd"))]  # fmt: skip
+    folders = [value if flag in ("--config-dir", "-cd") else flag.partition("=")[2]
+               for flag, value in pairs if flag.startswith(("--config-dir", "-cd"))]  # fmt: skip
     return [Path(folder) for folder in folders if folder]
 
 
 def _takes_run(verb: str, previous_args: list[str]) -> bool:
-    """Whether the next word may be a run: `compare` takes several, the others one."""
+    """Whether the next argument may be a run: `compare` takes several, the others one."""
     return verb in VERBS_WITH_RUN and (len(previous_args) == 1 or verb == "compare")
 
 
 def _override_candidates(prefix: str, groups: dict[str, dict[str, Path]]) -> Iterable[str]:
-    """Choices of groups and keys with their values, as one word of an override begins."""
+    """Choices of groups, and keys with their values, that begin with this prefix."""
     name, equals, value = prefix.partition("=")
     bare = name.lstrip("+")
     if not equals:
-        names = {f"{_group_sign(g)}{g}=": choices for g, choices in groups.items()}
-        fit = [n for n in names if n.startswith(prefix)]
-        chosen = [f"{n}{c}" for n in fit for c in names[n]] if len(fit) == 1 else fit
-        return [*chosen, *([] if prefix.startswith("+") else _key_candidates(prefix))]
-    known = [*(groups.get(bare) or cached_key_values().get(bare) or ())]
+        signs = {group: "+" if group in GROUPS_WITH_PLUS else "" for group in groups}
+        names = {f"{signs[group]}{group}=": choices for group, choices in groups.items()}
+        matching = [n for n in names if n.startswith(prefix)]
+        if len(matching) == 1:
+            matching = [f"{n}{choice}" for n in matching for choice in names[n]]
+        return [*matching, *([] if prefix.startswith("+") else _key_candidates(prefix))]
+    values = [*(groups.get(bare) or cached_key_values().get(bare) or ())]
     head = value[: value.rfind(",") + 1]  # a=b,c: one more value of a sweep
     if bare == "recipe":
-        begun = Path(value.removeprefix(head))
-        folder = begun if value.endswith("/") else begun.parent
-        known += [str(p) for p in folder.glob("*.yaml")]
-    return [f"{name}={head}{choice}" for choice in known]
-
-
-def _group_sign(group: str) -> str:
-    return "+" if group in GROUPS_WITH_PLUS else ""
+        path = Path(value.removeprefix(head))
+        folder = path if value.endswith("/") else path.parent
+        values += [str(p) for p in folder.glob("*.yaml")]
+    return [f"{name}={head}{choice}" for choice in values]
 
 
 def _key_candidates(prefix: str) -> list[str]:
-    """The keys that begin so, whole; before the first dot only their sections."""
+    """The keys that begin with this prefix; before the first dot only their sections."""
     keys = cached_key_values()
     if "." in prefix:
         return [f"{key}=" for key in keys]
@@ -169,25 +160,25 @@ def _key_candidates(prefix: str) -> list[str]:
 
 
 def cached_key_values() -> dict[str, list[str]]:
-    """Every key -> the values that can be listed, from the cache; {} where they cannot be read."""
+    """Every key -> the values that can be listed, from the cache; {} if it cannot be read."""
     path = paths.cache_folder() / f"completion-{_code_fingerprint()}.json"
     try:
         if path.is_file():
             return dict(json.loads(path.read_text()))
-        asked = [sys.executable, "-m", "rloo_cli.cli.key_values"]
-        said = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60).stdout
-        found = dict(json.loads(said))
+        command = [sys.executable, "-m", "rloo_cli.cli.key_values"]
+        run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        values = dict(json.loads(run.stdout))
         for old in paths.cache_folder().glob("completion-*.json"):
             old.unlink(missing_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, said)
+        write_text(path, run.stdout)
     except (OSError, ValueError, subprocess.SubprocessError):
         return {}
-    return found
+    return values
 
 
 def _code_fingerprint() -> str:
-    """Changes with every file that keys come from."""
+    """A fingerprint of every file that keys come from."""
     files = [*paths.PACKAGE.rglob("*.py"), *paths.CONF.rglob("*.yaml")]
-    facts = sorted((str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in files)
-    return hashlib.sha256(str(facts).encode()).hexdigest()[:12]
+    stats = sorted((str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in files)
+    return hashlib.sha256(str(stats).encode()).hexdigest()[:12]

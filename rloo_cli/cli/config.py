@@ -1,4 +1,4 @@
-"""`rloo config`: every key with type, default and meaning; explain KEY; --json schema."""
+"""`rloo config`: list every key with type, default and meaning; explain KEY; --json: the schema."""
 
 import json
 import types
@@ -17,7 +17,7 @@ from rloo_cli.utils.files import JsonObject
 
 
 def run(args: list[str]) -> int:
-    """The verb. Raises ConfigError for an unknown key."""
+    """Run the verb. Raises ConfigError for an unknown key."""
     if args[:1] == ["explain"]:
         if len(args) < 2 or "=" in args[1]:
             fix = "rloo config explain algorithm.beta +recipe=tldr_1b"
@@ -39,7 +39,7 @@ def key_listing(overrides: list[str]) -> list[str]:
     for key, field in schema_fields(model).items():
         kind = field_type_text(field)
         if kind != "section":
-            value = _value_text(values[key]) if key in values else "-"
+            value = json.dumps(values[key]) if key in values else "-"
             lines.append(f"{key:<44} {kind} = {value}  # {field.description}")
     return lines
 
@@ -47,55 +47,56 @@ def key_listing(overrides: list[str]) -> list[str]:
 def recipe_json_schema(overrides: list[str]) -> JsonObject:
     """The JSON schema of a recipe: no key is required, for a recipe holds only what differs."""
     _, model = _all_keys(overrides)
-    found = model.model_json_schema()
-    for part in (found, *found["$defs"].values()):
+    schema = model.model_json_schema()
+    for part in (schema, *schema["$defs"].values()):
         part.pop("required", None)
-    for named in ("Sets", "Mixture"):  # a set, and a source, has any name
-        part = found["$defs"][named]
+    for table in ("Sets", "Mixture"):  # their entries may have any name
+        part = schema["$defs"][table]
         part["additionalProperties"] = part["properties"].pop("NAME")
-    found["properties"]["defaults"] = {"type": "array", "description": "Choices of groups"}
-    found["properties"]["hydra"] = _single_key_schema(
-        "sweeper", _single_key_schema("params", {"type": "object"})
-    )
-    return found
+    schema["properties"]["defaults"] = {"type": "array", "description": "Choices of groups"}
+    params = _single_key_schema("params", {"type": "object"})  # a recipe may have its own sweep
+    schema["properties"]["hydra"] = _single_key_schema("sweeper", params)
+    return schema
 
 
 def _single_key_schema(name: str, inside: JsonObject) -> JsonObject:
-    """The schema of a mapping with this one key: of Hydra a recipe may have its own sweep."""
+    """The schema of a mapping with this one key."""
     return {"type": "object", "additionalProperties": False, "properties": {name: inside}}
 
 
 def explain_key(key: str, overrides: list[str]) -> str:
     """One key: what it is, its value in this config, where that came from, whether it acts."""
     composed, model = _all_keys(overrides)
-    known = schema_fields(model)
+    fields = schema_fields(model)
     chosen = compose_config(overrides)
-    values = check.merge_defaults(chosen.values, chosen.sources)
-    if key not in known:
+    config = check.merge_defaults(chosen.values, chosen.sources)
+    if key not in fields:
         raise ConfigError(unknown_key_problem(key, schema_keys(model)))
-    found = dict(walk_values(values))
+    values = dict(walk_values(config))
     lines = [key]
-    if known[key].description:
-        lines.append(f"  meaning  {known[key].description}")
-    if field_type_text(known[key]) == "section":
-        inside = [k for k in known if k.rpartition(".")[0] == key]
+    if fields[key].description:
+        lines.append(f"  meaning  {fields[key].description}")
+    if field_type_text(fields[key]) == "section":
+        inside = [k for k in fields if k.rpartition(".")[0] == key]
         lines += ["  keys     " + ", ".join(k.rpartition(".")[2] for k in inside)]
         return "\n".join(lines)
-    lines.append(f"  type     {field_type_text(known[key])}")
-    source = chosen if key in found else composed
+    lines.append(f"  type     {field_type_text(fields[key])}")
+    source = chosen if key in values else composed
     default = dict(walk_values(check.merge_defaults(composed.values))).get(key)
-    lines.append(f"  value    {_value_text(found.get(key, default))}")
+    lines.append(f"  value    {json.dumps(values.get(key, default))}")
     lines.append(f"  from     {source.sources.location_of(key) or '-'}")
-    if key not in found:
+    if key not in values:
         lines.append("  note     nothing has this key here: its reward or section is not chosen")
-    for why in idle_reasons(key, values):
+    for why in idle_reasons(key, config):
         lines.append(f"  idle     it has no effect: {why}")
     return "\n".join(lines)
 
 
 def _all_keys(overrides: list[str]) -> tuple[ComposedConfig, type[BaseModel]]:
-    """The config with every shipped reward, a held-out set, a source of a mixture and a judge
-    beside what is chosen; its schema."""
+    """The chosen config with every section that it could have, and its schema.
+
+    It has every shipped reward, a held-out set, a source of a mixture and a judge.
+    """
     chosen = [w for w in overrides if not w.lstrip("+").startswith("reward=")]
     rewards = ",".join(paths.group_choices([])["reward"])
     composed = compose_config([*chosen, f"reward=[{rewards}]", "eval.sets.NAME={split: test}"])
@@ -107,16 +108,16 @@ def _all_keys(overrides: list[str]) -> tuple[ComposedConfig, type[BaseModel]]:
 
 def schema_fields(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
     """Every dotted key of a schema -> its field."""
-    found: dict[str, FieldInfo] = {}
+    fields: dict[str, FieldInfo] = {}
     for name, info in model.model_fields.items():
-        found[prefix + name] = info
+        fields[prefix + name] = info
         for part in _models(info.annotation):
-            found |= schema_fields(part, f"{prefix}{name}.")
-    return found
+            fields |= schema_fields(part, f"{prefix}{name}.")
+    return fields
 
 
 def all_fields() -> dict[str, FieldInfo]:
-    """Every dotted key there is, sections too -> its field."""
+    """Every dotted key that a config may have, sections too -> its field."""
     return schema_fields(_all_keys([])[1])
 
 
@@ -125,7 +126,7 @@ def value_keys() -> list[str]:
     return [key for key, field in all_fields().items() if field_type_text(field) != "section"]
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:
+def _models(annotation: object) -> list[type[BaseModel]]:
     parts = [annotation, *get_args(annotation)]
     return [p for p in parts if isinstance(p, type) and issubclass(p, BaseModel)]
 
@@ -135,12 +136,8 @@ def field_type_text(field: FieldInfo) -> str:
     if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
         return "section"
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    limits = [
-        f" {sign} {getattr(m, name)}"
-        for m in field.metadata
-        for name, sign in signs.items()
-        if getattr(m, name, None) is not None
-    ]
+    bounds = [(s, getattr(m, name, None)) for m in field.metadata for name, s in signs.items()]
+    limits = [f" {sign} {bound}" for sign, bound in bounds if bound is not None]
     kind, null, _ = _annotation_text(field.annotation).partition(" or null")
     return kind + ",".join(limits) + null
 
@@ -160,7 +157,3 @@ def _annotation_text(annotation: Any) -> str:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "{" + ", ".join(annotation.model_fields) + "}"
     return str(getattr(annotation, "__name__", annotation))
-
-
-def _value_text(value: Any) -> str:
-    return json.dumps(value)

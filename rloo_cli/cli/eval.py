@@ -60,7 +60,7 @@ def _split_config_dirs(args: list[str]) -> tuple[list[Path], list[str]]:
 
 
 def _evaluate(target: EvalTarget) -> int:
-    """Do it in a process of its own; its exit code. Results appear whole, or not at all."""
+    """Evaluate in a process of its own. -> its exit code. Results appear whole, or not at all."""
     place = target.output_dir
     _check_output_dir(place)
     try:
@@ -84,7 +84,7 @@ def _evaluate(target: EvalTarget) -> int:
 
 
 def _check_output_dir(output_dir: Path) -> None:
-    """Raises ConfigError where something lies that is not the results of an evaluation."""
+    """Raise ConfigError if the folder holds something else than evaluation results."""
     if output_dir.is_dir() and (
         (output_dir / "about.json").is_file() or not [*output_dir.iterdir()]
     ):
@@ -96,7 +96,7 @@ def _check_output_dir(output_dir: Path) -> None:
 
 @contextlib.contextmanager
 def temporary_output_dir(output_dir: Path) -> Iterator[Path]:
-    """A folder beside `place`, gone in the end, as are the folders above it if they stay empty."""
+    """A folder beside the output, removed at the end, with empty folders above it."""
     new = [p for p in output_dir.parents if not p.exists()]
     for left in output_dir.parent.glob(f".tmp-{output_dir.name}-*"):  # of a process that was killed
         number = left.name.rpartition("-")[2]
@@ -117,7 +117,7 @@ def temporary_output_dir(output_dir: Path) -> Iterator[Path]:
 
 
 def _replace_results(folder: Path, output_dir: Path) -> None:
-    """Put whole results where older ones may be."""
+    """Replace older results by complete new ones."""
     old = folder.with_name(f".old-{output_dir.name}-{os.getpid()}")
     if output_dir.exists():
         output_dir.rename(old)

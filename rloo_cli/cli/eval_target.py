@@ -1,7 +1,7 @@
 """What `rloo eval` evaluates: a recipe's model, or a checkpoint with the config of its run.
 
 RUN/config.yaml is read as data: safe YAML, nothing in it is resolved, the same strict check. The
-label of the results names the model and, where there are other words, their hash.
+label of the results names the model and, if there are overrides, their hash.
 """
 
 import contextlib
@@ -10,7 +10,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -56,7 +55,7 @@ class EvalTarget:
 
 
 def eval_target_of_recipe(overrides: list[str], dirs: Sequence[Path]) -> EvalTarget:
-    """A recipe with these words; `dirs`: --config-dir. Raises ConfigError."""
+    """A recipe with these overrides; `dirs`: --config-dir. Raises ConfigError."""
     composed = compose.compose_config(overrides, [*dirs])
     settings = check.check_config(composed)
     _require_held_out_set(settings)
@@ -75,7 +74,7 @@ def eval_target_of_recipe(overrides: list[str], dirs: Sequence[Path]) -> EvalTar
 
 
 def eval_target_of_run(run_path: str, overrides: list[str]) -> EvalTarget:
-    """A run's folder or one of its models, with these words. Raises ConfigError."""
+    """A run's folder or one of its models, with these overrides. Raises ConfigError."""
     checkpoint = _find_model_folder(run_path)
     folder = checkpoint.parent
     values = _read_run_config(folder / "config.yaml")
@@ -108,7 +107,7 @@ def _model_section(section: PlainConfig, checkpoint: Path) -> PlainConfig:
 
 
 def _choose_judge(values: PlainConfig, overrides: Sequence[str]) -> None:
-    """`judge=NAME`, the one group a run's config can be given: who judges is no part of a run."""
+    """Apply `judge=NAME`, the one group that evaluating a run may choose."""
     known = paths.group_choices([])["judge"]
     for word in overrides:
         name = word.partition("=")[2]
@@ -202,8 +201,8 @@ def _apply_override(values: PlainConfig, override_text: str) -> None:
         values[leaf] = _merged_value(values.get(leaf), override.value())
 
 
-def _merged_value(old: Any, new: Any) -> Any:
-    """As Hydra does: a mapping adds to a mapping, everything else takes its place."""
+def _merged_value(old: object, new: object) -> object:
+    """As Hydra merges: a mapping adds to a mapping, every other value replaces the old one."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return new
     return old | {key: _merged_value(old.get(key), value) for key, value in new.items()}
@@ -215,7 +214,7 @@ def _refuse_python_rewards(settings: RunConfig) -> None:
         why = "it was trained from Python with a function that only that process had"
         problems = [
             Problem(
-                f"reward {n} is not to be had", f"reward.{n}.path", why,
+                f"reward {n} was not found", f"reward.{n}.path", why,
                 f"reward.{n}.path=file.py:{n}",
             )
             for n in gone
@@ -224,7 +223,7 @@ def _refuse_python_rewards(settings: RunConfig) -> None:
 
 
 def _run_provenance(checkpoint: Path) -> PlainConfig:
-    """Where the run stood: rewards may depend on it. Raises ConfigError when nothing says so."""
+    """The run's state, on which rewards may depend. Raises ConfigError if it is not known."""
     folder = checkpoint.parent
     facts = read_json(folder / "run.json")
     if manifest.checkpoint_position(checkpoint):
@@ -245,7 +244,7 @@ def _run_provenance(checkpoint: Path) -> PlainConfig:
 
 
 def _results_label(model: str, overrides: Sequence[str]) -> str:
-    """The model's name and, where there are other words, a hash of them."""
+    """The model's name and, if there are overrides, a hash of them."""
     if not overrides:
         return model
     return f"{model}-{hashlib.sha256(chr(10).join(sorted(overrides)).encode()).hexdigest()[:6]}"

@@ -33,8 +33,9 @@ class Artifact:
 
 
 def run(args: list[str]) -> int:
-    """The verb. Raises RunError with everything that could not be had, the first one's code: 3 for
-    what could not be downloaded, 4 for data that is not what the config says.
+    """The verb. Raises RunError with everything that was not found, and the first one's code.
+
+    The code is 3 for what could not be downloaded, 4 for data that is not what the config says.
     """
     if not args or any(w.startswith("-") and "config-dir" not in w and w != "-cd" for w in args):
         raise ConfigError(Problem("rloo fetch takes a recipe and keys", "command line", fix=USAGE))
@@ -69,7 +70,7 @@ def required_artifacts(settings: RunConfig) -> list[Artifact]:
 
 
 def _fetch_artifact(artifact: Artifact) -> tuple[Path, str]:
-    """Where a thing now lies, and how large it is. Raises MachineError."""
+    """The path of an artifact, once it is here, and its size. Raises MachineError."""
     if artifact.path.startswith(synthetic.MAKE_PREFIX) or Path(artifact.path).expanduser().exists():
         folder = Path(synthetic.resolve_model_path(artifact.path))
     else:
@@ -135,7 +136,7 @@ class LoadedSplit:
 
 
 def _load_splits(settings: RunConfig, errors: list[RunError]) -> Iterator[tuple[str, LoadedSplit]]:
-    """Every split a run reads, loaded; what cannot be is added to `lost`."""
+    """Load every split that a run reads; errors are added to `errors`."""
     sources = settings.data.mixture_sources
     training = {f"data.mixture.{n}": s for n, s in sources.items()} or {"data": settings.data}
     wanted: list[tuple[str, Any, str]] = [(key, of, of.split) for key, of in training.items()]

@@ -1,6 +1,6 @@
-"""A verb under Hydra: its grammar, groups, sweeps and flags, but our errors.
+"""Runs a verb under Hydra: with its grammar, groups, sweeps and flags, but our errors.
 
-app = HydraApp(words)
+app = HydraApp(args)
 
 def task(cfg):
     with app.job(cfg) as job:
@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from omegaconf import DictConfig
 
 from rloo_cli.cli import multirun
 from rloo_cli.config import compose, user_files
@@ -30,12 +31,12 @@ from rloo_cli.utils.errors import ConfigError, Problem, RunError, print_error
 
 TAKES_VALUE = ("--config-dir", "-cd", "--cfg", "-c", "--package", "-p")
 HYDRA_FLAGS = (*TAKES_VALUE, "--multirun", "-m", "--resolve")
-Task = Callable[[Any], float | None]
+Task = Callable[[DictConfig], float | None]
 
 
 @dataclass
 class HydraJob:
-    """One job of Hydra, and the exit code of what was done with it."""
+    """One job of Hydra, and the exit code of its task."""
 
     read_config: Callable[[], ComposedConfig]
     multirun: bool
@@ -48,7 +49,7 @@ class HydraJob:
 
 
 class HydraApp:
-    """One call of Hydra. `codes`: of jobs that ran in processes of Hydra's launcher, at the end."""
+    """One call of Hydra. At the end `exit_codes` has those of jobs that its launcher ran."""
 
     def __init__(self, args: list[str]):
         flags, overrides = split_flags(args)
@@ -61,8 +62,8 @@ class HydraApp:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around the call of Hydra. Raises what a job raised, and ConfigError for Hydra's own
-        errors: they are raised when Hydra, which puts a line of its own first, has ended."""
+        """A context around the call of Hydra. Raises what a job raised, and ConfigError for Hydra's
+        own errors, after Hydra has ended: else it would print a line of its own first."""
         before = os.environ.get("HYDRA_FULL_ERROR")
         os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to our own report
         with multirun.sweep_output_dir(self.overrides) as (sweep, keys):
@@ -84,27 +85,26 @@ class HydraApp:
             raise self.errors[0]
 
     def decorate(self, task: Task) -> Callable[[], None]:
-        """The function that Hydra calls `task` from, once per job."""
-        decorated: Callable[[], None] = hydra.main(
-            version_base="1.3", config_path=str(paths.CONF), config_name="config"
-        )(task)
+        """A function that runs Hydra, which calls `task` once per job."""
+        decorator = hydra.main(str(paths.CONF), "config", version_base="1.3")
+        decorated: Callable[[], None] = decorator(task)
         return decorated
 
     @contextmanager
-    def job(self, cfg: Any) -> Iterator[HydraJob]:
-        """Around one job. What it raises is kept for the end, so that a sweep goes on."""
-        config: Any = HydraConfig.get()
+    def job(self, cfg: DictConfig) -> Iterator[HydraJob]:
+        """A context around one job. It keeps what the job raises for the end of the sweep."""
+        config = cast(DictConfig, HydraConfig.get())
         with self.launcher_jobs.record_exit_code(config) as note:
             try:
                 job = HydraJob(lambda: self._read_config(cfg), config.mode == RunMode.MULTIRUN)
-                yield job  # the config is read inside, where what it raises is kept as well
+                yield job  # the config is read inside, so that its errors are kept, too
                 note(job.code)
             except Exception as error:
                 self.errors.append(error)
                 note(print_error(error) if isinstance(error, RunError) else 1)
 
-    def _read_config(self, cfg: Any) -> ComposedConfig:
-        config: Any = HydraConfig.get()
+    def _read_config(self, cfg: DictConfig) -> ComposedConfig:
+        config = cast(DictConfig, HydraConfig.get())
         composed = compose.read_hydra_config(cfg.copy(), config, self.dirs)
         return replace(composed, command_line_swept_keys=self.swept_keys)
 
@@ -114,20 +114,20 @@ def split_flags(args: list[str]) -> tuple[list[str], list[str]]:
     flags: list[str] = []
     overrides: list[str] = []
     rest = iter(args)
-    for word in rest:
-        if word.partition("=")[0] in HYDRA_FLAGS:
-            name, equals, value = word.partition("=")
-            flags.append(name)
-            if name in TAKES_VALUE:
-                flags.append(value if equals else next(rest, ""))
-                _check_flag(*flags[-2:])
-        else:
-            overrides.append(word)
+    for arg in rest:
+        name, equals, value = arg.partition("=")
+        if name not in HYDRA_FLAGS:
+            overrides.append(arg)
+            continue
+        flags.append(name)
+        if name in TAKES_VALUE:
+            flags.append(value if equals else next(rest, ""))
+            _check_flag(*flags[-2:])
     return flags, overrides
 
 
 def _check_flag(name: str, value: str) -> None:
-    known = ("job", "hydra", "all") if name in ("--cfg", "-c") else (value,)
-    if not value or value not in known:
-        fix = f"{name} {known[0] or 'VALUE'}"
+    allowed = ("job", "hydra", "all") if name in ("--cfg", "-c") else (value,)
+    if not value or value not in allowed:
+        fix = f"{name} {allowed[0] or 'VALUE'}"
         raise ConfigError(Problem(f"{name} {value}: not understood", "command line", fix=fix))

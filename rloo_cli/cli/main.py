@@ -1,7 +1,7 @@
-"""`rloo VERB [flags] [key=value ...]`: take the verb off, compose the config once, run the verb.
+"""`rloo VERB [flags] [key=value ...]`: find the verb, run it, and turn errors into exit codes.
 
-Imports no torch, and Hydra only where a verb composes a config: `rloo --help` answers in under
-half a second. Every refusal ends here, in one place, as an error block and an exit code.
+Imports no torch, and Hydra only if a verb composes a config: `rloo --help` answers in under half a
+second. Every error ends here, in one place, as an error block and an exit code.
 """
 
 import os
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rloo_cli.cli import verb_help
 from rloo_cli.config import hf_cache
@@ -24,6 +24,11 @@ from rloo_cli.utils.errors import (
     print_exit,
 )
 
+if TYPE_CHECKING:  # lazy: Hydra takes a third of a second
+    from omegaconf import DictConfig
+
+    from rloo_cli.config.compose import ComposedConfig
+
 STOPPED_CODES = (75, 130)  # exit codes of a run that was asked to end
 STDOUT_ONLY_VERBS = (  # verbs that write no file
     "plan", "recipes", "config", "samples", "ledger", "compare", "migrate", "completion",
@@ -31,7 +36,7 @@ STDOUT_ONLY_VERBS = (  # verbs that write no file
 
 
 class ExitStatus:
-    """The exit code of what was done."""
+    """The exit code of the verb."""
 
     code = 0
 
@@ -41,55 +46,51 @@ def main() -> None:
     console.open_descriptors()
     console.prepare_environment()
     with redact.redacted_console():
-        with _errors_to_exit_code() as outcome:
+        with _errors_to_exit_code() as status:
             verb = find_verb(_strip_error_flags(sys.argv[1:]))
-            outcome.code = verb()
-        code = outcome.code or _lost_output_code()
-    if code == STOPPED_CODES[0]:  # asked again while Python ends, we would end with 143 instead
+            status.code = verb()
+        code = status.code or _lost_output_code()
+    if code == STOPPED_CODES[0]:  # a second signal while Python ends would make the code 143
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(code)
 
 
 @contextmanager
 def _errors_to_exit_code() -> Iterator[ExitStatus]:
-    """Every refusal ends here: as an error block, and as an exit code."""
-    outcome = ExitStatus()
+    """Turn every error into an error block and an exit code."""
+    status = ExitStatus()
     try:
-        yield outcome
+        yield status
     except (Exception, KeyboardInterrupt) as error:
-        outcome.code = print_exit(error)
+        status.code = print_exit(error)
 
 
 def _strip_error_flags(args: list[str]) -> list[str]:
-    """The words but for --debug and --errors=json, which say how errors are shown."""
+    """The arguments without --debug and --errors=json, which say how errors are shown."""
     rest = iter(args)
-    words = [f"{w}={next(rest, '')}" if w == "--errors" else w for w in rest]
-    flags = {w for w in words if w in ("--debug", "--errors=json")}
-    if "--debug" in flags:
+    args = [f"{w}={next(rest, '')}" if w == "--errors" else w for w in rest]
+    if "--debug" in args:
         os.environ["RLOO_DEBUG"] = "1"
-    if "--errors=json" in flags:
+    if "--errors=json" in args:
         os.environ["RLOO_ERRORS"] = "json"
-    return [w for w in words if w not in flags]
+    return [w for w in args if w not in ("--debug", "--errors=json")]
 
 
 def _lost_output_code() -> int:
-    """The code of a verb whose whole work is what it prints, where that could not be printed."""
+    """The code of a verb whose only work is its output, if that could not be printed."""
     sys.stdout.flush()
     lost: Exception | None = getattr(sys.stdout, "write_error", None)
-    if (
-        lost is None
-        or isinstance(lost, BrokenPipeError)
-        or not {*STDOUT_ONLY_VERBS} & {*sys.argv[1:2]}
-    ):
+    writes_no_file = bool({*STDOUT_ONLY_VERBS} & {*sys.argv[1:2]})
+    if lost is None or isinstance(lost, BrokenPipeError) or not writes_no_file:
         return 0
     why = "what this verb prints is all that it does"
     return print_error(StorageError(Problem(f"stdout takes nothing more: {lost}", "stdout", why)))
 
 
 def find_verb(args: list[str]) -> Callable[[], int]:
-    """What these words ask for; calling it does that, and gives the exit code.
+    """The verb that these arguments name; calling it runs it and returns the exit code.
 
-    Raises ConfigError for a verb that there is not.
+    Raises ConfigError for an unknown verb.
     """
     verb, *rest = args or ["--help"]
     if verb in ("--help", "-h", "help"):
@@ -101,7 +102,7 @@ def find_verb(args: list[str]) -> Callable[[], int]:
     if verb in VERBS and verb != "migrate" and {"--help", "-h"} & {*rest}:
         return partial(_print, verb_help.verb_help_text, verb)
     if verb not in VERBS:
-        from rloo_cli.config.old_names import nearest_names  # lazy: only for a slip
+        from rloo_cli.config.old_names import nearest_names  # lazy: only for a typing error
 
         close = nearest_names(verb, VERBS)
         fix = f"rloo {close[0]}" if close else "rloo --help"
@@ -116,7 +117,7 @@ def _print(text: Callable[..., str], *args: str) -> int:
 
 
 def _version() -> str:
-    from rloo_cli import __version__  # lazy: the version is asked for alone
+    from rloo_cli import __version__  # lazy: one flag's
 
     return __version__
 
@@ -133,7 +134,7 @@ def run_train(args: list[str]) -> int:
     app = HydraApp([w for w in args if w != "--dry-run"])
     codes: list[int] = []
 
-    def task(cfg: Any) -> float | None:
+    def task(cfg: "DictConfig") -> float | None:
         value = None
         with app.job(cfg) as job:
             if codes and codes[-1] in STOPPED_CODES:  # a sweep that was asked to stop
@@ -143,9 +144,8 @@ def run_train(args: list[str]) -> int:
                     start = dry_run if dry else launcher.launch_run
                     job.code = start(job.composed, multirun=job.multirun)
                 if job.multirun and job.code == 0 and not dry:
-                    value = multirun.objective_value(
-                        check.check_config(launcher.name_sweep_job(job.composed))
-                    )
+                    settings = check.check_config(launcher.name_sweep_job(job.composed))
+                    value = multirun.objective_value(settings)
             except RunError as error:  # not raised: a failed job does not stop a sweep
                 job.code = print_error(error)
             codes.append(job.code)
@@ -160,7 +160,7 @@ def run_train(args: list[str]) -> int:
         what, why = f"Hydra's sweeper gave up after {len(codes)} jobs", error.problems[0].what
         codes.append(print_error(ConfigError(Problem(what, "hydra/sweeper", why))))
     codes += app.exit_codes
-    if len(codes) > 1:  # jobs, and what a sweeper of Hydra's said
+    if len(codes) > 1:  # of jobs, and of an error of Hydra's sweeper
         failed = sum(code != 0 for code in codes)
         print(f"{len(codes)} jobs, {failed} failed")
     return next((code for code in codes if code), 0)
@@ -169,10 +169,10 @@ def run_train(args: list[str]) -> int:
 def _lazy_verb(name: str) -> Callable[[list[str]], int]:
     """A verb of rloo_cli/cli, imported when it is called."""
 
-    def verb(words: list[str]) -> int:
+    def verb(args: list[str]) -> int:
         from importlib import import_module
 
-        code: int = import_module(f"rloo_cli.cli.{name}").run(words)
+        code: int = import_module(f"rloo_cli.cli.{name}").run(args)
         return code
 
     return verb
@@ -181,10 +181,10 @@ def _lazy_verb(name: str) -> Callable[[list[str]], int]:
 def _supervised_verb(section: str) -> Callable[[list[str]], int]:
     """`rloo sft`, `rloo reward-model`: a training that comes before RLOO."""
 
-    def verb(words: list[str]) -> int:
+    def verb(args: list[str]) -> int:
         from rloo_cli.cli import supervised  # lazy: one verb's
 
-        return supervised.run(section, words)
+        return supervised.run(section, args)
 
     return verb
 
@@ -194,25 +194,18 @@ def run_sweep(args: list[str]) -> int:
     from rloo_cli.cli import sweep  # lazy: one verb's
     from rloo_cli.cli.hydra_app import HydraApp  # lazy: Hydra takes a third of a second
 
-    def compose_jobs(given: list[str]) -> list[Any]:
-        app, found = HydraApp(["--multirun", *given]), []
+    def compose_jobs(overrides: list[str]) -> "list[ComposedConfig]":
+        app, jobs = HydraApp(["--multirun", *overrides]), []
 
-        def task(cfg: Any) -> None:
+        def task(cfg: "DictConfig") -> None:
             with app.job(cfg) as job:
-                found.append(job.composed)
+                jobs.append(job.composed)
 
         with app.running():
             app.decorate(task)()
-        return found
+        return jobs
 
     return sweep.run(args, compose_jobs)
-
-
-def run_vllm_serve(args: list[str]) -> int:
-    """`rloo vllm-serve`: a rollout server, until it is asked to end."""
-    from rloo_cli.cli import vllm_serve  # lazy: one verb's
-
-    return vllm_serve.run(args)
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
@@ -220,7 +213,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "sweep": run_sweep,
     "sft": _supervised_verb("sft"),
     "reward-model": _supervised_verb("reward_model"),
-    "vllm-serve": run_vllm_serve,
+    "vllm-serve": _lazy_verb("vllm_serve"),
     "eval": _lazy_verb("eval"),
     "fetch": _lazy_verb("fetch"),
     "plan": _lazy_verb("plan"),

@@ -1,9 +1,8 @@
-"""What Hydra's sweeps need of us: names of what is swept, a value for each job, jobs elsewhere.
+"""What Hydra's sweeps need of rloo: names of swept keys, a job's objective, jobs elsewhere.
 
-Jobs elsewhere run in processes of a launcher of Hydra's (submitit, joblib).
-
-Such a job's function is pickled with everything it holds, and what it keeps there is lost. So each
-job leaves its exit code in the sweep's folder, which the one that asked for the sweep reads.
+Jobs elsewhere run in processes of one of Hydra's launchers (submitit, joblib). Such a job's
+function is pickled with everything it holds, and what it changes there is lost. So each job writes
+its exit code to the sweep's folder, which the process that started the sweep reads.
 """
 
 import contextlib
@@ -36,9 +35,9 @@ REQUEUE_WAIT_S = 120.0  # a requeued job is ended from outside
 
 @contextmanager
 def sweep_output_dir(overrides: Sequence[str]) -> Iterator[tuple[Path, list[str]]]:
-    """A passing folder for a sweep with these words, and Hydra's keys that name it.
+    """A temporary folder for a sweep with these overrides, and Hydra's keys that name it.
 
-    Where other machines run its jobs it lies in the root of the runs, which they share.
+    If other machines run its jobs it lies in the root of the runs, which they share.
     """
     keys: list[str] = []
     shared = None
@@ -61,11 +60,11 @@ def swept_keys(overrides: Sequence[str]) -> tuple[str, ...]:
 
 
 def objective_value(run: RunConfig) -> float | None:
-    """What a finished run is worth to a sweeper that optimizes: the last value of a metric.
+    """The value of a finished run for a sweeper that optimizes: the last value of a metric.
 
-    Of logging.objective, else the mean held-out score of the first set, else the reward in
-    training; None where these were never known. Whether more of it is better is for the sweeper to
-    know. Raises ConfigError where no line has logging.objective.
+    It is that of logging.objective, else the mean held-out score of the first set, else the
+    training reward; None if these were never known. The sweeper must know whether more is better.
+    Raises ConfigError if no line has logging.objective.
     """
     path = Path(run.root, str(run.name), "metrics.jsonl")
     lines = path.read_text().splitlines() if path.is_file() else []
@@ -91,14 +90,14 @@ def _quoted(path: str) -> str:
 
 
 class LauncherJobs:
-    """The jobs of one sweep that other processes than this one run. It is pickled with each job."""
+    """The jobs of one sweep that other processes run. It is pickled with each job."""
 
     def __init__(self, folder: Path):
         self.folder, self.pid, self.files = folder, os.getpid(), dict(user_files.USER_RECIPE_FILES)
 
     @contextmanager
     def record_exit_code(self, hydra: Any) -> Iterator[Callable[[int], None]]:
-        """Around one job; yields what to call with its exit code.
+        """A context around one job; yields the function to call with its exit code.
 
         A job of Slurm that was told to stop is requeued, and goes on later.
         """
@@ -120,8 +119,7 @@ class LauncherJobs:
 
 
 def requeue_slurm_job() -> None:
-    """Put our own Slurm job back into the queue, and wait for the end; nothing outside of one, or
-    in one that was cancelled."""
+    """Requeue our own Slurm job, and wait for the end; nothing outside of one or if cancelled."""
     number = os.environ.get("SLURM_JOB_ID")
     if number is None:
         return
@@ -134,7 +132,7 @@ def requeue_slurm_job() -> None:
 
 
 def submitit_error(error: Exception) -> RunError | None:
-    """What to say where submitit itself fails; None for any other error."""
+    """The error of submitit itself as one of ours; None for any other error."""
     kind = type(error).__name__
     said = "\n".join([line for line in str(error).splitlines() if line.strip()][:8])
     if kind == "FailedSubmissionError":

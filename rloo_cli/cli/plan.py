@@ -79,7 +79,7 @@ def run(args: list[str]) -> int:
 def plan_run(
     settings: RunConfig, gpu: str | None = None, request: PlanOptions | None = None
 ) -> RunPlan:
-    """The plan of a run, on the GPUs that are named, that are here, or that are assumed."""
+    """The plan of a run, on the GPUs that are named, present, or assumed."""
     request = request or PlanOptions()
     if request.gpus and request.gpus > 1 and settings.distributed.engine == "single":
         why, fix = "distributed.engine = single is one process", "distributed=ddp, zero2 or zero3"
@@ -89,8 +89,9 @@ def plan_run(
 
 
 def plan_on_this_machine(run: RunConfig) -> RunPlan:
-    """The plan of a run on this machine, also on its CPU where it has no GPU and the run fits; else
-    on the GPUs that `planned` assumes.
+    """The plan of a run on this machine.
+
+    It is on the CPU if there is no GPU and the run fits; else on the GPUs that `plan_run` assumes.
     """
     here = device.find_device(None, small=True)
     if here.kind == "cpu" and run.generation.backend == "transformers":
@@ -101,7 +102,7 @@ def plan_on_this_machine(run: RunConfig) -> RunPlan:
 
 
 def does_not_fit_error(run_plan: RunPlan) -> MachineError:
-    """What does not fit, and the two keys that would bring most."""
+    """The error of a run that does not fit, with the two keys that would save most."""
     case, needs = (
         run_plan.inputs,
         plan.phase_bytes(run_plan.inputs, run_plan.memory, run_plan.sampler),
@@ -160,7 +161,7 @@ def dry_run_text(run: RunConfig) -> str:
 
 
 def _plan_summary(run: RunConfig) -> list[str]:
-    """The plan in short. What it lacks is no reason to refuse a dry run."""
+    """The plan in short. What it does not know is no reason to refuse a dry run."""
     try:
         found = plan_on_this_machine(run)
         other = " (for a GPU: --gpu NAME)" if found.inputs.device.kind == "cpu" else ""

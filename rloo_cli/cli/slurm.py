@@ -48,7 +48,7 @@ def run(args: list[str]) -> int:
 
 
 def job_from_args(args: list[str]) -> SlurmJob:
-    """The job that these words ask for. Raises ConfigError."""
+    """The job that these arguments ask for. Raises ConfigError."""
     plain = compose.split_config_dirs(args)[0]
     flags = [w for w in plain if w.startswith("-")]
     bare = [w for w in plain if "=" not in w and not w.startswith(("+", "~", "-"))]
@@ -95,14 +95,14 @@ def _recipe(composed: compose.ComposedConfig) -> str:
 
 
 def _script_overrides(overrides: Any) -> list[str]:
-    """Words of the run that the script does not say itself."""
+    """Overrides of the run that the script does not pass itself."""
     bare = {w: w.lstrip("+~").partition("=")[0] for w in overrides if not w.startswith("hydra.")}
     return [w for w, key in bare.items() if not any(key == o or key.startswith(f"{o}.")
                                                     for o in SCRIPT_KEYS)]  # fmt: skip
 
 
 def _sweep_job(overrides: list[str]) -> SlurmJob:
-    """One run per combination of the words that hold several values. Raises ConfigError."""
+    """One run per combination of the overrides with several values. Raises ConfigError."""
     plain = compose.split_config_dirs(overrides)[0]
     try:
         parsed = OverridesParser.create().parse_overrides(plain)
@@ -126,16 +126,16 @@ def _sweep_job(overrides: list[str]) -> SlurmJob:
 
 
 def _xargs_quoted(override: str) -> str:
-    """As `xargs` reads it in the script."""
+    """Quoted as `xargs` reads it in the script."""
     return (
         '"' + override.replace('"', '"\\""') + '"' if set(override) & set(" \t'\"\\") else override
     )
 
 
 def make_log_folder(job: SlurmJob) -> str:
-    """Make the folder of the job's log where it is missing; what is to be said of it, or "".
+    """Make the folder of the job's log if it is missing. -> a line about it, or ""
 
-    Slurm opens the log before the script begins, and where its folder is missing the log is lost.
+    Slurm opens the log before the script begins, and if its folder is missing the log is lost.
     """
     folder = Path(job.log).parent
     if "%" in str(folder) or folder.is_dir():  # of a job's number: Slurm makes none of these
@@ -148,7 +148,7 @@ def make_log_folder(job: SlurmJob) -> str:
 
 
 def submit_job(job: SlurmJob) -> list[str]:
-    """Send it; lines that say where it is. Raises MachineError with what sbatch says."""
+    """Submit the job. -> lines that say where it is. Raises MachineError with sbatch's error."""
     make_log_folder(job)
     ended = subprocess.run(
         ["sbatch", "--parsable"],

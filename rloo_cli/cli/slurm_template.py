@@ -1,7 +1,7 @@
-"""One of the batch scripts of scripts/slurm -> the same, filled from a recipe's config.
+"""Fills one of the batch scripts of scripts/slurm from a recipe's config.
 
-The script stays what `sbatch` can be given as it is: options are replaced at its head, and the
-words of the run take the place of the line `#rloo: words`.
+The script stays one that `sbatch` takes as it is: options at its head are replaced, and the run's
+overrides take the place of the line `#rloo: words`.
 """
 
 import json
@@ -25,7 +25,7 @@ SIGNAL_MARGIN_S = 60  # the manual's allowance for a signal that comes early or 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What becomes of a recipe as a batch job."""
+    """A recipe as a batch job."""
 
     kind: str
     config: RunConfig
@@ -106,7 +106,7 @@ def fill_batch_script(job: SlurmJob) -> str:
 def sbatch_options(job: SlurmJob) -> list[str]:
     """sbatch's options: its defaults of ours, then what the config says."""
     asked = job.config.slurm
-    given: list[tuple[str, Any]] = [
+    given: list[tuple[str, object]] = [
         ("job-name", job.config.name),
         ("nodes", job.nodes),
         ("ntasks-per-node", 1),
@@ -127,7 +127,7 @@ def sbatch_options(job: SlurmJob) -> list[str]:
     return [*found, "--requeue", *["--exclusive"] * asked.exclusive, *more]
 
 
-def _quoted(value: Any) -> str:
+def _quoted(value: object) -> str:
     text = str(value)
     return f'"{text}"' if " " in text else text
 

@@ -6,7 +6,8 @@
     rloo sweep stop|promote SWEEP MEMBER         while it runs, at the member's next boundary
     rloo sweep clone SWEEP MEMBER key=value ...
 
-Members are what `--multirun` would run one after the other: a run each, in root/<its name>.
+Its members, called trials in the code, are the jobs that `--multirun` would run one after the
+other: each is a run, in root/<its name>.
 """
 
 import argparse
@@ -33,8 +34,8 @@ from rloo_cli.utils.files import JsonObject
 
 USAGE = "rloo sweep +recipe=NAME key=a,b [--chunk N] [--jobs N] [--name NAME] [--keep N --at STEP]"
 ComposeJobs = Callable[[list[str]], list[ComposedConfig]]
-DEFAULT_CHUNK_STEPS = 10  # steps of a turn
-SWEEP_KEYS = ("name", "resume")  # keys that the sweep gives to its members
+DEFAULT_CHUNK_STEPS = 10  # steps of a time slice
+SWEEP_KEYS = ("name", "resume")  # keys that the sweep sets for its trials
 
 
 class SweepArgumentParser(argparse.ArgumentParser):
@@ -49,7 +50,7 @@ class SweepArgumentParser(argparse.ArgumentParser):
 
 
 def _count(text: str) -> int:
-    """A number from 1 on. Raises ValueError."""
+    """A number of 1 or more. Raises ValueError."""
     if not 0 < int(text) <= 10**9:
         raise ValueError
     return int(text)
@@ -59,7 +60,7 @@ _count.__name__ = "count"  # as argparse names it in its message
 
 
 def run(args: list[str], compose_jobs: ComposeJobs) -> int:
-    """The verb; its exit code. `composed`: the jobs of Hydra's sweep over some words."""
+    """Run the verb and return its exit code. `compose_jobs` composes the jobs of Hydra's sweep."""
     if args and args[0] in COMMANDS:
         return COMMANDS[args[0]](args[1:])
     return _run_new_sweep(args, compose_jobs)
@@ -72,33 +73,34 @@ def _run_new_sweep(args: list[str], compose_jobs: ComposeJobs) -> int:
         flags.add_argument(name, type=_count, action="append", default=[])
     flags.add_argument("--by", action="append", default=[])
     flags.add_argument("--dry-run", action="store_true")
-    given, rest = flags.parse_known_args(args)
-    rest = [w for w in rest if w not in ("-m", "--multirun")]
-    if not rest:
+    options, rest = flags.parse_known_args(args)
+    overrides = [w for w in rest if w not in ("-m", "--multirun")]
+    if not overrides:
         raise ConfigError(Problem("rloo sweep takes a recipe and keys", "command line", fix=USAGE))
-    rules.check_sweep_overrides(rest)
-    jobs = compose_jobs(rest)
+    rules.check_sweep_overrides(overrides)
+    jobs = compose_jobs(overrides)
     runs = rules.check_trial_configs([launcher.name_sweep_job(job) for job in jobs])
     names = [str(run.name) for run in runs]
     rules.check_distinct_names(names)
-    members = [
+    trials = [
         Trial(number, name, _trial_overrides(job.user_overrides), _resumed_checkpoint(run))
         for number, (job, name, run) in enumerate(zip(jobs, names, runs, strict=True), 1)
     ]
-    place = _sweep_folder(given.name, rest, jobs)
-    found = _existing_or_new_sweep(place, rest, members)
-    found.chunk, found.jobs = given.chunk or DEFAULT_CHUNK_STEPS, given.jobs or default_jobs()
-    found.rungs = rules.early_stopping_rungs(given.keep, given.at, given.by, found.rungs)
-    return _run_sweep(found, dict(zip(names, runs, strict=True)), given.dry_run)
+    folder = _sweep_folder(options.name, overrides, jobs)
+    sweep = _existing_or_new_sweep(folder, overrides, trials)
+    sweep.chunk = options.chunk or DEFAULT_CHUNK_STEPS
+    sweep.jobs = options.jobs or default_jobs()
+    sweep.rungs = rules.early_stopping_rungs(options.keep, options.at, options.by, sweep.rungs)
+    return _run_sweep(sweep, dict(zip(names, runs, strict=True)), options.dry_run)
 
 
 def default_jobs() -> int:
-    """Members that train at the same time where nobody says: one on each GPU, one without."""
+    """The default number of trials that train at the same time: one per GPU, or one on the CPU."""
     return max(1, len(device_count.visible_gpus()))
 
 
 def _check_jobs(jobs: int, gpus: Sequence[str]) -> None:
-    """Raises ConfigError for more members at a time than GPUs: each plans for a whole one."""
+    """Raises ConfigError for more trials at a time than GPUs: each plans for a whole GPU."""
     if gpus and jobs > len(gpus):
         why = f"{len(gpus)} GPUs are visible, and each member takes one with all its memory"
         what = f"{jobs} members cannot train at the same time"
@@ -106,12 +108,10 @@ def _check_jobs(jobs: int, gpus: Sequence[str]) -> None:
 
 
 def _trials_that_fit(jobs: int, gpus: Sequence[str]) -> int | None:
-    """Members that the GPUs in use can hold; None without one."""
-    return (
-        rules.max_open_trials(min(jobs, len(gpus)), device.find_device(None).memory_bytes)
-        if gpus
-        else None
-    )
+    """How many trials the GPUs in use can hold; None without a GPU."""
+    if not gpus:
+        return None
+    return rules.max_open_trials(min(jobs, len(gpus)), device.find_device(None).memory_bytes)
 
 
 def _add_pace_flags(parser: SweepArgumentParser) -> SweepArgumentParser:
@@ -121,23 +121,20 @@ def _add_pace_flags(parser: SweepArgumentParser) -> SweepArgumentParser:
 
 
 def _trial_overrides(overrides: Sequence[str]) -> list[str]:
-    """The words of a job that are its config's, not the sweep's."""
-    return [
-        w
-        for w in overrides
-        if override_key(w) not in SWEEP_KEYS and not override_key(w).startswith("hydra")
-    ]
+    """The overrides of a job that are its config's, not the sweep's or Hydra's."""
+    keys = {w: override_key(w) for w in overrides}
+    return [w for w in overrides if keys[w] not in SWEEP_KEYS and not keys[w].startswith("hydra")]
 
 
 def _resumed_checkpoint(run: RunConfig) -> str | None:
-    """The checkpoint that its words say it begins from."""
+    """The path of the checkpoint that a trial begins from; None if `resume` names none."""
     if run.resume in ("auto", "never"):
         return None
     return str(Path(run.resume).expanduser().absolute())
 
 
 def _sweep_folder(name: str | None, overrides: list[str], jobs: list[ComposedConfig]) -> Path:
-    """The sweep's folder: named after its members and its words, so that it is found again."""
+    """The sweep's folder: named after its trials and its overrides, so that it is found again."""
     roots = sorted({str(job.values["root"]) for job in jobs})
     if len(roots) > 1:
         what = "a sweep has one root"
@@ -147,7 +144,7 @@ def _sweep_folder(name: str | None, overrides: list[str], jobs: list[ComposedCon
 
 
 def _existing_or_new_sweep(folder: Path, overrides: list[str], trials: list[Trial]) -> SweepState:
-    """The sweep of this folder, if it is of these words; else a new one. Raises ConfigError."""
+    """The sweep in this folder, or a new one. Raises ConfigError if it has other overrides."""
     if not folder.exists():
         return SweepState(folder, overrides, os.getcwd(), members=trials)
     fix = f"--name OTHER, or move it away: mv {folder} {folder}.old"
@@ -157,29 +154,29 @@ def _existing_or_new_sweep(folder: Path, overrides: list[str], trials: list[Tria
     if rules.overrides_digest(found.words) != rules.overrides_digest(overrides):
         why = f"it was started with: {' '.join(found.words)}"
         fix = f"rloo sweep resume {folder}, or {fix}"
-        raise ConfigError(Problem(f"{folder} is a sweep of other words", "--name", why, fix))
-    now = {member.name: member.words for member in trials}
-    for member in found.members:  # what is no part of a name may have changed: checkpoint, logging
-        member.words = now.get(member.name, member.words)
+        what = f"{folder} is a sweep with other overrides"
+        raise ConfigError(Problem(what, "--name", why, fix))
+    overrides_now = {trial.name: trial.words for trial in trials}
+    for trial in found.members:  # keys that are not part of a name may have changed, like logging
+        trial.words = overrides_now.get(trial.name, trial.words)
     return found
 
 
 def _run_sweep(sweep_state: SweepState, configs: dict[str, RunConfig], dry: bool = False) -> int:
-    """Check every member that is to go on, then run the sweep; its exit code. `known`: configs."""
+    """Check every trial that is to go on, then run the sweep, and return its exit code."""
     _refuse_running_sweep(sweep_state.folder)
     _check_jobs(sweep_state.jobs, device_count.visible_gpus())
-    left = [m for m in sweep_state.members if m.state in (*OPEN_STATES, "failed")]
-    others = [m for m in left if m.name not in configs]  # of earlier, clones too
-    jobs = [
-        compose.compose_config([*m.words, f"name={state.quote_override(m.name)}"]) for m in others
-    ]
-    configs |= dict(zip([m.name for m in others], rules.check_trial_configs(jobs), strict=True))
-    runs = [rules.trial_config(configs[m.name], m) for m in left]
+    left = [trial for trial in sweep_state.members if trial.state in (*OPEN_STATES, "failed")]
+    others = [trial for trial in left if trial.name not in configs]  # of earlier starts, and clones
+    jobs = [compose.compose_config([*trial.words, _name_override(trial.name)]) for trial in others]
+    new_configs = rules.check_trial_configs(jobs)
+    configs |= {trial.name: run for trial, run in zip(others, new_configs, strict=True)}
+    runs = [rules.trial_config(configs[trial.name], trial) for trial in left]
     rules.check_trials_can_start(list(zip(left, runs, strict=True)))
     new = [rung for rung in sweep_state.rungs if not rung.done]
-    problems = (
-        [*rules.rung_problems(new, len(left), [run.max_steps for run in runs])] if left else []
-    )
+    problems: list[Problem] = []
+    if left:
+        problems += rules.rung_problems(new, len(left), [run.max_steps for run in runs])
     fit = _trials_that_fit(sweep_state.jobs, device_count.visible_gpus())
     problems += rules.too_many_trials_problems(len(left), fit)
     if problems:
@@ -199,6 +196,10 @@ def _run_sweep(sweep_state: SweepState, configs: dict[str, RunConfig], dry: bool
     return code
 
 
+def _name_override(name: str) -> str:
+    return f"name={state.quote_override(name)}"
+
+
 def _refuse_running_sweep(folder: Path) -> None:
     if facts := state.running_process(folder):
         what = f"{folder} is being run by process {facts['pid']} on {facts['host']}"
@@ -208,8 +209,8 @@ def _refuse_running_sweep(folder: Path) -> None:
 def _print_sweep_end(sweep_state: SweepState, show: SweepDisplay, code: int) -> None:
     if show.screen is None:
         show.console.print(show.current_table())
-    failed = sum(m.state == "failed" for m in sweep_state.members)
-    left = sum(m.state in OPEN_STATES for m in sweep_state.members)
+    failed = sum(trial.state == "failed" for trial in sweep_state.members)
+    left = sum(trial.state in OPEN_STATES for trial in sweep_state.members)
     if left or failed:
         print(f"go on   rloo sweep resume {sweep_state.folder}")
     waiting = f", {left} to go on with" if left else ""
@@ -217,20 +218,20 @@ def _print_sweep_end(sweep_state: SweepState, show: SweepDisplay, code: int) -> 
 
 
 def _resume_sweep(args: list[str]) -> int:
-    """`rloo sweep resume SWEEP`: all members that are not stopped or finished."""
+    """`rloo sweep resume SWEEP`: go on with all trials that are not stopped or finished."""
     flags = _add_pace_flags(SweepArgumentParser("rloo sweep resume SWEEP [--chunk N] [--jobs N]"))
     flags.add_argument("sweep")
-    given = flags.parse_args(args)
-    folder = state.find_sweep(given.sweep, "resume").absolute()
-    found = state.read_sweep(folder)
-    with contextlib.chdir(found.cwd):
-        found.folder = _relative_folder(folder)
-        found.chunk, found.jobs = given.chunk or found.chunk, given.jobs or found.jobs
-        return _run_sweep(found, {})
+    options = flags.parse_args(args)
+    folder = state.find_sweep(options.sweep, "resume").absolute()
+    sweep = state.read_sweep(folder)
+    with contextlib.chdir(sweep.cwd):
+        sweep.folder = _relative_folder(folder)
+        sweep.chunk, sweep.jobs = options.chunk or sweep.chunk, options.jobs or sweep.jobs
+        return _run_sweep(sweep, {})
 
 
 def _relative_folder(folder: Path) -> Path:
-    """A path as it is from here."""
+    """The path from the working folder if it is below it."""
     here = Path.cwd()
     return folder.relative_to(here) if folder.is_relative_to(here) else folder
 
@@ -240,83 +241,75 @@ def _show_sweep(args: list[str]) -> int:
     flags = SweepArgumentParser("rloo sweep show SWEEP [--json]")
     flags.add_argument("sweep")
     flags.add_argument("--json", action="store_true")
-    given = flags.parse_args(args)
-    found = state.read_sweep(state.find_sweep(given.sweep, "show"))
-    if given.json:
-        values = asdict(found) | {"folder": str(found.folder)}
-        print(json.dumps(values | {"running": bool(state.running_process(found.folder))}, indent=2))
+    options = flags.parse_args(args)
+    sweep = state.read_sweep(state.find_sweep(options.sweep, "show"))
+    if options.json:
+        values = asdict(sweep) | {"folder": str(sweep.folder)}
+        print(json.dumps(values | {"running": bool(state.running_process(sweep.folder))}, indent=2))
         return 0
-    show = SweepDisplay(found)
+    show = SweepDisplay(sweep)
     show.console.print(show.current_table())
-    facts = state.running_process(found.folder)
-    print(
-        f"{found.folder}: " + (f"run by process {facts['pid']}" if facts else _sweep_status(found))
-    )
+    process = state.running_process(sweep.folder)
+    status = f"run by process {process['pid']}" if process else _sweep_status(sweep)
+    print(f"{sweep.folder}: {status}")
     return 0
 
 
 def _running_sweep_and_trial(verb: str, args: list[str]) -> tuple[SweepState, Trial, list[str]]:
-    """The sweep and the member that a command names, and the words behind them."""
+    """The sweep and the trial that a command names, and the arguments after them."""
     usage = f"rloo sweep {verb} SWEEP MEMBER" + (" key=value ..." if verb == "clone" else "")
     if len(args) < 2 or (len(args) > 2) != (verb == "clone") or args[0].startswith("-"):
-        raise ConfigError(
-            Problem(f"rloo sweep {verb} needs other words", "command line", fix=usage)
-        )
+        what = f"rloo sweep {verb} needs other arguments"
+        raise ConfigError(Problem(what, "command line", fix=usage))
     found = state.read_sweep(state.find_sweep(args[0], verb))
-    member = found.find_trial(args[1])
+    trial = found.find_trial(args[1])
     if not state.running_process(found.folder):
-        raise ConfigError(_not_running_problem(verb, found, member, args[2:]))
-    return found, member, args[2:]
+        raise ConfigError(_not_running_problem(verb, found, trial, args[2:]))
+    return found, trial, args[2:]
 
 
 def _not_running_problem(
     verb: str, sweep_state: SweepState, trial: Trial, changes: list[str]
 ) -> Problem:
-    """What to do instead with a sweep that does not run."""
+    """The error for a command to a sweep that does not run, with what to do instead."""
     fix = f"rloo sweep resume {sweep_state.folder}, then this again"
     if verb == "stop":
         fix = "nothing: it does not train"
     if verb == "clone":
-        place = sweep_state.trial_folder(trial)
-        fix += (
-            ", or for one run: rloo train "
-            f"{' '.join(commands.replace_overrides(trial.words, changes))}"
-        )
-        fix += f" name=OTHER resume={place}/checkpoint-STEP resume_allow_changes=true"
-    return Problem(
-        f"{sweep_state.folder} is not running",
-        "command line",
-        f"it is {_sweep_status(sweep_state)}",
-        fix,
-    )
+        overrides = " ".join(commands.replace_overrides(trial.words, changes))
+        fix += f", or for one run: rloo train {overrides} name=OTHER"
+        fix += f" resume={sweep_state.trial_folder(trial)}/checkpoint-STEP"
+        fix += " resume_allow_changes=true"
+    what, why = f"{sweep_state.folder} is not running", f"it is {_sweep_status(sweep_state)}"
+    return Problem(what, "command line", why, fix)
 
 
 def _sweep_status(sweep_state: SweepState) -> str:
-    """How a sweep stands that does not run."""
+    """The state of a sweep that no process runs."""
     return "killed" if sweep_state.state in ("training", "stopping") else sweep_state.state
 
 
 def _trial_command(verb: str) -> Callable[[list[str]], int]:
     """`rloo sweep stop|promote SWEEP MEMBER`."""
 
-    def command(words: list[str]) -> int:
-        found, member, _ = _running_sweep_and_trial(verb, words)
-        print(commands.send_request(found.folder, do=verb, member=member.number))
+    def command(args: list[str]) -> int:
+        sweep, trial, _ = _running_sweep_and_trial(verb, args)
+        print(commands.send_request(sweep.folder, do=verb, member=trial.number))
         return 0
 
     return command
 
 
 def _clone_trial(args: list[str]) -> int:
-    """The clone's config is composed and checked here, before the sweep hears of it."""
-    found, member, changes = _running_sweep_and_trial("clone", args)
-    folder = found.folder.absolute()
-    with contextlib.chdir(found.cwd):
+    """Compose and check the clone's config, then tell the sweep of it."""
+    sweep, trial, changes = _running_sweep_and_trial("clone", args)
+    folder = sweep.folder.absolute()
+    with contextlib.chdir(sweep.cwd):
         names = [w.partition("=")[2] for w in changes if override_key(w) == "name"]
         changes = _trial_overrides(changes)
-        name = names[-1] if names else f"{member.name}-{rules.overrides_digest(changes)}"
-        given = commands.replace_overrides(member.words, changes)
-        job = compose.compose_config([*given, f"name={state.quote_override(name)}", "resume=auto"])
+        name = names[-1] if names else f"{trial.name}-{rules.overrides_digest(changes)}"
+        overrides = commands.replace_overrides(trial.words, changes)
+        job = compose.compose_config([*overrides, _name_override(name), "resume=auto"])
         (settings,) = rules.check_trial_configs([job])
         problems = []
         if Path(settings.root).resolve() != folder.parent.resolve():
@@ -326,8 +319,8 @@ def _clone_trial(args: list[str]) -> int:
             problems.append(Problem("a clone needs a changed key", "command line", fix=fix))
         if problems:
             raise ConfigError(*problems)
-    request: JsonObject = {"name": str(settings.name), "words": given}
-    print(commands.send_request(folder, do="clone", member=member.number, **request))
+    request: JsonObject = {"name": str(settings.name), "words": overrides}
+    print(commands.send_request(folder, do="clone", member=trial.number, **request))
     return 0
 
 

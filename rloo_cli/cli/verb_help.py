@@ -1,6 +1,6 @@
-"""The help of `rloo` and of each of its verbs, as text. Imports nothing that is slow.
+"""Holds the help of `rloo` and of each of its verbs. Imports nothing that is slow.
 
-A verb's flags stand here once: `rloo VERB --help` prints them, and the shell completes them.
+A verb's flags are listed here once: `rloo VERB --help` prints them, and the shell completes them.
 """
 
 import re
@@ -11,9 +11,9 @@ from rloo_cli.utils import paths
 
 @dataclass(frozen=True)
 class VerbHelp:
-    """What there is to say of one verb."""
+    """The help of one verb."""
 
-    summary: str  # in `rloo --help`
+    summary: str  # its line in `rloo --help`
     usage: tuple[str, ...]
     flags: dict[str, str] = field(default_factory=dict)  # "--step N" -> what it does
     examples: tuple[str, ...] = ()
@@ -61,15 +61,15 @@ VERBS: dict[str, VerbHelp] = {
             "rloo sweep clone SWEEP MEMBER key=value ...",
         ),
         {
-            "--chunk N": "steps that a member trains in one turn (10)",
+            "--chunk N": "steps that a member trains before the next has its turn (10)",
             "--jobs N": "members that train at the same time (one on each GPU; 1 without)",
             "--name NAME": "the sweep's folder, root/NAME",
             "--keep N": "go on with the best N members only ...",
             "--at STEP": "... from this step on; --keep and --at may be repeated in pairs",
-            "--by METRIC": "what they are ranked by (reward); METRIC:min = the least is the best",
+            "--by METRIC": "what they are ranked by (reward); METRIC:min = the lowest is the best",
             "--dry-run": "check every member and list them, train nothing",
-            "--multirun, -m": "may stand here, and changes nothing",
-            "--json": "of show: all that is known of the sweep",
+            "--multirun, -m": "accepted, and changes nothing",
+            "--json": "with show: the whole state of the sweep",
             **CONFIG_DIR,
         },
         (
@@ -81,11 +81,8 @@ VERBS: dict[str, VerbHelp] = {
         "fine-tune a model on completions, before RLOO",
         ("rloo sft +recipe=NAME [key=value ...]",),
         CONFIG_DIR,
-        (
-            "rloo sft +recipe=tldr_mini",
-            "rloo sft +recipe=tldr_mini sft.epochs=1 name=mine",
-        ),
-        "The model lands in root/sft/NAME; model.path takes that folder.",
+        ("rloo sft +recipe=tldr_mini", "rloo sft +recipe=tldr_mini sft.epochs=1 name=mine"),
+        "The model is written to root/sft/NAME; model.path takes that folder.",
     ),
     "reward-model": VerbHelp(
         "train a reward model on preferences",
@@ -95,7 +92,7 @@ VERBS: dict[str, VerbHelp] = {
             "rloo reward-model +recipe=tldr_mini",
             "rloo reward-model +recipe=tldr_mini reward_model.epochs=1 name=mine",
         ),
-        "The model lands in root/reward_model/NAME; reward.NAME.path takes that folder.",
+        "The model is written to root/reward_model/NAME; reward.NAME.path takes that folder.",
     ),
     "vllm-serve": VerbHelp(
         "serve completions for a run from GPUs or a node of their own",
@@ -105,10 +102,10 @@ VERBS: dict[str, VerbHelp] = {
             "rloo vllm-serve +recipe=quickstart",
             "rloo vllm-serve +recipe=quickstart generation.server.port=8001",
         ),
-        "`rloo train` with the same words and generation=vllm_server finds the server.",
+        "`rloo train` with the same overrides and generation=vllm_server finds the server.",
     ),
     "eval": VerbHelp(
-        "score what is held out: RUN, RUN/checkpoint-N, or +recipe=NAME model.path=...",
+        "score held-out data: RUN, RUN/checkpoint-N, or +recipe=NAME model.path=...",
         (
             "rloo eval RUN [key=value ...]",
             "rloo eval RUN/checkpoint-N [key=value ...]",
@@ -120,16 +117,16 @@ VERBS: dict[str, VerbHelp] = {
             "rloo eval runs/quickstart/checkpoint-50 eval.num_generations=8",
             "rloo eval +recipe=quickstart eval.max_samples=100",
         ),
-        f"{RUN_NOTE}\nIts final model is taken, else its newest checkpoint.",
+        f"{RUN_NOTE}\nIts final model is evaluated, or else its newest checkpoint.",
     ),
     "fetch": VerbHelp(
-        "download what a run loads: +recipe=NAME, for machines without network",
+        "download what a run needs: +recipe=NAME, for machines without network",
         ("rloo fetch +recipe=NAME [key=value ...]",),
         CONFIG_DIR,
         ("rloo fetch +recipe=quickstart", "rloo fetch +recipe=tldr_1b model.revision=main"),
     ),
     "plan": VerbHelp(
-        "tell memory, disk and time of a run beforehand: +recipe=NAME --gpu 80GiB",
+        "estimate memory, disk and time of a run: +recipe=NAME --gpu 80GiB",
         ("rloo plan +recipe=NAME [key=value ...] [flags]",),
         {
             "--gpu KIND": "the device: H100-80GB and others by name, 80GiB, or cpu",
@@ -158,32 +155,26 @@ VERBS: dict[str, VerbHelp] = {
             "rloo config explain KEY [+recipe=NAME] [key=value ...]",
         ),
         {"--json": "the JSON schema of a recipe, for editors", **CONFIG_DIR},
-        (
-            "rloo config +recipe=quickstart",
-            "rloo config explain algorithm.beta +recipe=quickstart",
-        ),
+        ("rloo config +recipe=quickstart", "rloo config explain algorithm.beta +recipe=quickstart"),
     ),
     "samples": VerbHelp(
         "show what a run wrote: --step N --worst; --eval",
         ("rloo samples RUN [flags]",),
         {
-            "--step N": "of this step; else of the last one that has samples",
+            "--step N": "samples of this step; else of the last step that has some",
             "--worst": "the worst first",
             "--best": "the best first",
-            "--reward NAME": "with --worst or --best: by what this reward said, not by the score",
+            "--reward NAME": "with --worst or --best: sort by this reward, not by the score",
             "-n N": "how many (5)",
             "--eval": "held-out samples instead",
             "--set NAME": "held-out samples of this set",
-            "--json": "whole, with everything that is known of each",
+            "--json": "the whole samples, with all their fields",
         },
-        (
-            "rloo samples quickstart",
-            "rloo samples runs/quickstart --step 40 --worst -n 20",
-        ),
+        ("rloo samples quickstart", "rloo samples runs/quickstart --step 40 --worst -n 20"),
         RUN_NOTE,
     ),
     "ledger": VerbHelp(
-        "what became of every prompt of a run, and whether it adds up",
+        "show what became of every prompt of a run, and whether it adds up",
         ("rloo ledger RUN [--json]",),
         {"--json": "the sums, for tools"},
         ("rloo ledger quickstart", "rloo ledger runs/quickstart --json"),
@@ -194,19 +185,18 @@ VERBS: dict[str, VerbHelp] = {
         ("rloo curves RUN [OUT.png|OUT.svg]",),
         {},
         ("rloo curves quickstart", "rloo curves runs/quickstart curves.svg"),
-        f"{RUN_NOTE} It may be running,\nstopped or failed. Without OUT the picture is the "
-        "run's own "
-        "curves.png, which a run draws itself\nwith its checkpoints (where this costs it less than "
+        f"{RUN_NOTE} It may be running,\nstopped or failed. Without OUT the picture is the run's "
+        "own curves.png, which a run draws itself\nwith its checkpoints (if this costs less than "
         "2 % of its time) and at every end.",
     ),
     "compare": VerbHelp(
-        "runs side by side: curves, tables, who is ahead and how sure that is",
+        "compare runs: curves, tables, which is better and how sure that is",
         ("rloo compare RUN... [flags]",),
         {
             "--out FOLDER": "where tables and curves are written; else comparison/ beside the runs",
-            "--metric NAME": "the held-out score to compare; eval_reward as a rule",
-            "--against LABEL": "whom differences are to; rloo as a rule, else the first",
-            "--unfinished": "count runs that are not at their end as far as they are",
+            "--metric NAME": "the held-out score to compare; usually eval_reward",
+            "--against LABEL": "the configuration to compare the others with; rloo, else the first",
+            "--unfinished": "count unfinished runs too, as far as they are",
             "--anyway": "compare what is not comparable, with a warning",
             "--json": "all figures, seed by seed",
         },
@@ -217,7 +207,7 @@ VERBS: dict[str, VerbHelp] = {
         "RUN is a folder, a name under runs/, a folder with runs in it, or a pattern in quotes.",
     ),
     "slurm": VerbHelp(
-        "a recipe as a batch job: render or submit [KIND] +recipe=NAME",
+        "write a recipe as a batch job: render or submit [KIND] +recipe=NAME",
         (
             "rloo slurm render [KIND] +recipe=NAME [key=value ...]",
             "rloo slurm submit [KIND] +recipe=NAME [key=value ...]",
@@ -244,30 +234,27 @@ VERBS: dict[str, VerbHelp] = {
         ("rloo completion bash|zsh|fish",),
         {},
         ('eval "$(rloo completion bash)"', "rloo completion zsh > ~/.zfunc/_rloo"),
-        "For good: put the line for your shell into its start-up file, ~/.bashrc for bash.",
+        "To keep it, put the line for your shell into its start-up file, ~/.bashrc for bash.",
     ),
 }
 
 
 def help_overview() -> str:
     """The text of `rloo --help`: every verb and every recipe in a line."""
-    found = {
-        name: path.read_text().partition("\n")[0].lstrip("# ")
-        for name, path in paths.recipe_files().items()
-    }
-    return "\n".join(
-        [
-            "usage: rloo VERB [+recipe=NAME] [key=value ...]",
-            "",
-            "verbs (rloo VERB --help has the flags and examples of each):",
-            *align_columns({name: verb.summary for name, verb in VERBS.items()}),
-            "",
-            "recipes:",
-            *align_columns(found),
-            "",
-            "try: rloo train +recipe=quickstart",
-        ]
-    )
+    files = paths.recipe_files()
+    headlines = {n: p.read_text().partition("\n")[0].lstrip("# ") for n, p in files.items()}
+    lines = [
+        "usage: rloo VERB [+recipe=NAME] [key=value ...]",
+        "",
+        "verbs (rloo VERB --help has the flags and examples of each):",
+        *align_columns({name: verb.summary for name, verb in VERBS.items()}),
+        "",
+        "recipes:",
+        *align_columns(headlines),
+        "",
+        "try: rloo train +recipe=quickstart",
+    ]
+    return "\n".join(lines)
 
 
 def verb_help_text(name: str) -> str:
@@ -281,22 +268,24 @@ def verb_help_text(name: str) -> str:
 
 
 def verb_flags(name: str) -> list[str]:
-    """Every flag of a verb, as it is typed: the long and the short spelling."""
+    """Every flag of a verb as it is typed, in its long and its short spelling."""
     text = " ".join([*VERBS[name].flags, *COMMON_FLAGS]) if name in VERBS else ""
     return re.findall(r"(?<!\S)--?[a-z][a-z-]*(?:=json)?", text)
 
 
 def flag_values(name: str, flag: str) -> list[str] | None:
-    """The values that a flag of a verb takes, [] where they cannot be listed; None if it has none
-    or is not a flag of this verb."""
-    for said in VERBS[name].flags if name in VERBS else ():
-        spellings, value = said.split(", "), said.split(",")[0].partition(" ")[2]
+    """The values that a flag of a verb takes, or [] if they cannot be listed.
+
+    Returns None for a flag without a value, and for one that is not a flag of this verb.
+    """
+    for usage in VERBS[name].flags if name in VERBS else ():
+        spellings, value = usage.split(", "), usage.split(",")[0].partition(" ")[2]
         if value and flag in {spelling.partition(" ")[0] for spelling in spellings}:
             return value.split("|") if "|" in value else []
     return None
 
 
 def align_columns(cells: dict[str, str]) -> list[str]:
-    """Two columns, the first as wide as its longest cell."""
+    """Lines of two columns, the first as wide as its longest cell."""
     width = max(map(len, cells), default=0)
     return [f"  {left:<{width}}  {right}" for left, right in cells.items()]

@@ -137,7 +137,7 @@ def _stop_signals() -> Iterator[list[int]]:
     """While inside, INT and TERM are only noted, USR1 and USR2 are not heard."""
     heard: list[int] = []
 
-    def hear(number: int, frame: Any) -> None:
+    def hear(number: int, frame: object) -> None:
         if not heard:
             print("ending the server", file=sys.stderr, flush=True)
         heard.append(number)

@@ -4,11 +4,11 @@ accelerate_file  what a file of `accelerate config` comes to
 check         validate, freeze, write and hash a config
 compose       Hydra: overrides and groups to one plain dictionary
 debug         what +debug replaces
-hf_cache      what lies in the Hugging Face cache, found without network
-hooks         functions of a user's own algorithm file, guarded
-idle_keys     which keys are idle at other keys' values
+hf_cache      the content of the Hugging Face cache, found without network
+hooks         guards for the methods of a user's own algorithm
+idle_keys     which keys have no effect at other keys' values
 judge         keys and checks of eval.judge
-messages      errors of pydantic and Hydra in words
+messages      what is wrong with a config, key by key
 mistakes      answers to typical first mistakes on the command line
 old_algorithm_file  an algorithm file written for an older version, in the new form
 old_names     names of TRL's and ms-swift's settings, and the nearest key
@@ -17,7 +17,7 @@ provenance    the file and line that each value comes from
 registry      names to modules, and a user's own code
 rules         what one key forbids another
 rules_lora    rules for adapters, quantization and moving references
-rules_model   what a model's folder rules out, read without torch
+rules_model   checks of the files in a model's folder, without torch
 rules_paths   checks that configured paths exist
 schema        every fixed key: name, type, limits, meaning
 supervised    settings of sft and reward-model, from a run's config

@@ -1,16 +1,16 @@
-"""A composed config -> a checked, frozen `RunConfig`; all its errors at once.
+"""Turns a composed config into a checked, frozen `RunConfig`, or reports all its errors at once.
 
-`check` is strict: an unknown key is an error wherever it was written, and every error names the
-key, the file and line or the command line, what was found, and what would be right.
+`check_config` is strict: an unknown key is an error wherever it was written, and every error names
+the key, the file and line or the command line, what was found, and what would be right.
 """
 
 import copy
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError, create_model
@@ -33,13 +33,13 @@ from rloo_cli.config.schema import (
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
+ModelT = TypeVar("ModelT", bound=BaseModel)
 # What a run may change and still be the same experiment (docs/reference.md).
 KEYS_NOT_HASHED = (
     "root", "name", "resume", "resume_allow_changes", "logging", "checkpoint", "eval", "max_steps",
-    "total_episodes", "train.epochs", "sft", "reward_model", "distributed",
-    "slurm",
+    "total_episodes", "train.epochs", "sft", "reward_model", "distributed", "slurm",
 )  # fmt: skip
-# Where and how an engine runs, not what it computes: such a key makes no other run of it.
+# Where and how an inference engine runs, not what it computes: no part of the experiment either.
 ENGINE_SECTIONS = ("generation.server", "generation.colocate")
 ENGINE_PLACEMENT_KEYS = (
     "base_url", "num_nodes", "api_key_env", "host", "port", "allow_remote", "data_parallel_size",
@@ -51,7 +51,7 @@ ENGINE_PLACEMENT_KEYS = (
 
 
 def is_engine_placement_key(key: str) -> bool:
-    """Whether a key says only where and how a sampler's engine runs."""
+    """Whether a key says only where and how an inference engine runs."""
     section, _, leaf = key.rpartition(".")
     return section in ENGINE_SECTIONS and leaf in ENGINE_PLACEMENT_KEYS
 
@@ -68,8 +68,7 @@ def check_config(composed: ComposedConfig) -> RunConfig:
             problems = messages.validation_problems(error, values, run_config_class(values))
         else:
             if run.name is None:
-                named = values | {"name": default_run_name(run, composed.recipe)}
-                run = build_run_config(named)
+                run = build_run_config(values | {"name": default_run_name(run, composed.recipe)})
             problems = list(rules.run_problems(run))
     problems += messages.underflow_problems(values, sources)
     if problems:
@@ -79,39 +78,35 @@ def check_config(composed: ComposedConfig) -> RunConfig:
 
 
 def merge_defaults(values: JsonObject, sources: ConfigSources | None = None) -> JsonObject:
-    """Put the defaults common to all rewards, and those of its type, under every entry of `reward`,
-    and debug's reward model in.
+    """Fill in what sections leave out: rewards, mixture sources, held-out sets, the judge, debug.
 
-    `reward=...` on the command line replaces a recipe's rewards: what the recipe says about those
-    that are gone goes with them. Raises ConfigError for a section that is none (`train: 5`).
+    An entry of `reward` gets the defaults common to all rewards and those of its type. `reward=...`
+    on the command line replaces a recipe's rewards: what the recipe says about those that are gone
+    goes with them. Raises ConfigError for a section that is not a section (`train: 5`).
     """
-    problems = [*messages.section_problems(values)]
-    if problems:
-        raise ConfigError(
-            *[messages.locate_problem(p, sources or ConfigSources()) for p in problems]
-        )
+    sources = sources or ConfigSources()
+    if problems := [*messages.section_problems(values)]:
+        raise ConfigError(*[messages.locate_problem(p, sources) for p in problems])
     values = dict(values)
     common, debug = values.pop("reward_defaults", {}), values.get("debug") or {}
     rewards = values.get("reward") or {}
-    words = [w.lstrip("+") for w in sources.overrides] if sources is not None else []
+    overrides = [w.lstrip("+") for w in sources.overrides]
     if isinstance(rewards, dict):
-        if any(w.startswith("reward=") for w in words):
-            rewards = {
-                n: e
-                for n, e in rewards.items()
-                if not isinstance(e, dict)
-                or "type" in e
-                or any(w.startswith(f"reward.{n}.") for w in words)
-            }
-        entries = {
-            n: common | config_judge.reward_type_defaults(e) | e if isinstance(e, dict) else e
-            for n, e in rewards.items()
-        }
+        replaced = any(w.startswith("reward=") for w in overrides)
+        entries = {}
+        for name, entry in rewards.items():
+            if not isinstance(entry, dict):
+                entries[name] = entry
+            elif (
+                not replaced
+                or "type" in entry
+                or any(w.startswith(f"reward.{name}.") for w in overrides)
+            ):
+                entries[name] = common | config_judge.reward_type_defaults(entry) | entry
         values["reward"] = config_debug.apply_debug_rewards(entries, debug)
     if "generation" in values:
-        values["generation"] = config_debug.apply_debug_generation(
-            values["generation"], debug, words
-        )
+        generation = values["generation"]
+        values["generation"] = config_debug.apply_debug_generation(generation, debug, overrides)
     values["data"] = config_debug.apply_debug_data(values.get("data"), debug)
     if "model" in values:
         values["model"] = config_debug.apply_debug_model(values["model"], debug)
@@ -119,22 +114,24 @@ def merge_defaults(values: JsonObject, sources: ConfigSources | None = None) -> 
 
 
 def _with_mixture(values: JsonObject) -> JsonObject:
-    """What a source of data.mixture leaves out is as in `data`, but for where data.path is."""
+    """Fill in what a source of data.mixture leaves out: it is as in `data`, but for the keys that
+    say where data.path is."""
     data = values.get("data")
     mixture = data.get("mixture") if isinstance(data, dict) else None
     if not isinstance(data, dict) or not isinstance(mixture, dict) or not mixture:
         return values
     common = {k: v for k, v in data.items() if k in SetConfig.model_fields and k != "path"}
     common |= {"name": None, "revision": None}
-    whole = {n: common | e if isinstance(e, dict) else e for n, e in mixture.items()}
+    filled = {n: common | e if isinstance(e, dict) else e for n, e in mixture.items()}
     path = None if data.get("path") == "???" else data.get("path")
-    return values | {"data": data | {"path": path, "mixture": whole}}
+    return values | {"data": data | {"path": path, "mixture": filled}}
 
 
 def _with_sets(values: JsonObject) -> JsonObject:
-    """What a held-out set leaves out is as in `data`; where it has a path of its own, not what
-    only says where data.path is. Its split, left out, is data.eval_split or test; of data of its
-    own, test, and a single file's only one, train.
+    """Fill in what a held-out set leaves out: it is as in `data`.
+
+    A set with a path of its own takes nothing that says where data.path is. Its split, left out,
+    is data.eval_split or test; with a path of its own test, and for a single file train.
     """
     evaluation, data = values.get("eval"), values.get("data")
     if not isinstance(evaluation, dict) or not isinstance(data, dict):
@@ -144,59 +141,63 @@ def _with_sets(values: JsonObject) -> JsonObject:
         return values
     common = {k: v for k, v in data.items() if k in SetConfig.model_fields and k != "split"}
     stand_in = (values.get("debug") or {}).get("sets_from_data")
-    whole = {}
+    filled = {}
     for name, entry in sets.items():
         if not isinstance(entry, dict):
-            whole[name] = entry
+            filled[name] = entry
         elif stand_in and data.get("eval_split"):
-            whole[name] = common | {"split": data["eval_split"]}
+            filled[name] = common | {"split": data["eval_split"]}
         else:
             other: JsonObject = {"split": data.get("eval_split") or "test"}
             if "path" in entry:
                 is_file = str(entry["path"]).endswith((".jsonl", ".json", ".csv", ".parquet"))
                 other = {"split": "train" if is_file else "test", "name": None, "revision": None}
-            whole[name] = common | other | entry
-    return values | {"eval": evaluation | {"sets": whole}}
+            filled[name] = common | other | entry
+    return values | {"eval": evaluation | {"sets": filled}}
 
 
 def build_run_config(values: JsonObject) -> RunConfig:
     """Plain values -> RunConfig. Raises pydantic's ValidationError."""
-    checked: RunConfig = run_config_class(values).model_validate(values)
-    return checked
+    return run_config_class(values).model_validate(values)
 
 
 def run_config_class(values: JsonObject) -> type[RunConfig]:
     """RunConfig with the sections that the chosen algorithm, backend, rewards and sets bring."""
-    algorithm = registry.config_class("algorithms", values["algorithm"]["name"])
-    generation = registry.config_class("generation", values["generation"]["backend"])
-    entries = values["reward"].items()
-    kinds: Any = {n: (registry.config_class("rewards", e["type"]), ...) for n, e in entries}
-    rewards: Any = create_model("Rewards", __base__=Frozen, **kinds)
 
     class Run(RunConfig):
         """One experiment, wholly in config."""
 
-    given = values["eval"].get("sets") if isinstance(values["eval"], dict) else None
-    named: Any = dict.fromkeys(given if isinstance(given, dict) else (), (SetConfig, ...))
-    sets: Any = create_model("Sets", __base__=Sets, **named)
+    algorithm = registry.config_class("algorithms", values["algorithm"]["name"])
+    generation = registry.config_class("generation", values["generation"]["backend"])
+    entries = values["reward"].items()
+    rewards = {n: (registry.config_class("rewards", e["type"]), ...) for n, e in entries}
+    sets = _subclass("Sets", Sets, _named_entries(values["eval"], "sets", SetConfig))
     judge = values["eval"].get("judge") if isinstance(values["eval"], dict) else None
-    parts: Any = {"sets": sets, "judge": config_judge.judge_config_class(judge) | None}
-    parts = {name: (of, EvalConfig.model_fields[name]) for name, of in parts.items()}
-    evaluation: Any = create_model("Eval", __base__=EvalConfig, **parts)
-    fields: Any = {"algorithm": (algorithm, ...), "generation": (generation, ...)}
-    fields |= {"eval": (evaluation, ...), "data": (_data_class(values), ...)}
-    model: type[RunConfig] = create_model("Run", __base__=Run, reward=(rewards, ...), **fields)
-    return model
+    judge_class = config_judge.judge_config_class(judge) | None
+    in_eval, in_data = EvalConfig.model_fields, DataConfig.model_fields
+    mixture = _subclass(
+        "Mixture", Mixture, _named_entries(values.get("data"), "mixture", SourceConfig)
+    )
+    eval_fields = {"sets": (sets, in_eval["sets"]), "judge": (judge_class, in_eval["judge"])}
+    sections = {
+        "reward": _subclass("Rewards", Frozen, rewards),
+        "algorithm": algorithm,
+        "generation": generation,
+        "eval": _subclass("Eval", EvalConfig, eval_fields),
+        "data": _subclass("Data", DataConfig, {"mixture": (mixture | None, in_data["mixture"])}),
+    }
+    return _subclass("Run", Run, {name: (kind, ...) for name, kind in sections.items()})
 
 
-def _data_class(values: JsonObject) -> Any:
-    """DataConfig with a field for each source of the mixture."""
-    data = values.get("data")
-    given = data.get("mixture") if isinstance(data, dict) else None
-    named: Any = dict.fromkeys(given if isinstance(given, dict) else (), (SourceConfig, ...))
-    mixture: Any = create_model("Mixture", __base__=Mixture, **named)
-    field = DataConfig.model_fields["mixture"]
-    return create_model("Data", __base__=DataConfig, mixture=(mixture | None, field))
+def _subclass(name: str, base: type[ModelT], fields: Mapping[str, Any]) -> type[ModelT]:
+    """A subclass of a pydantic model with more fields: name -> (type, default or ...)."""
+    return create_model(name, __base__=base, **fields)
+
+
+def _named_entries(section: object, key: str, kind: type[BaseModel]) -> dict[str, object]:
+    """A required field of this type for each name under a key of a section, such as eval.sets."""
+    entries = section.get(key) if isinstance(section, dict) else None
+    return dict.fromkeys(entries if isinstance(entries, dict) else (), (kind, ...))
 
 
 def dump_config(run: RunConfig) -> JsonObject:
@@ -205,12 +206,11 @@ def dump_config(run: RunConfig) -> JsonObject:
 
 
 def fill_newer_keys(values: JsonObject) -> JsonObject:
-    """The config of a run, with the keys that its version did not have yet: as before.
+    """The config of an earlier version's run, with the newer keys set to what was done before them.
 
     Raises KeyError where a section is missing that every version has written.
     """
-    filled: JsonObject = _filled(run_config_class(values), values)
-    return filled
+    return _filled(run_config_class(values), values)
 
 
 def _filled(model: type[BaseModel], values: JsonObject) -> JsonObject:
@@ -226,16 +226,17 @@ def _filled(model: type[BaseModel], values: JsonObject) -> JsonObject:
     return values
 
 
-def _section_model(annotation: Any) -> type[BaseModel] | None:
+def _section_model(annotation: object) -> type[BaseModel] | None:
     """The section that a field holds, also one that may be null."""
     parts = [annotation, *get_args(annotation)]
     return next((p for p in parts if isinstance(p, type) and issubclass(p, BaseModel)), None)
 
 
 def first_version_values(values: JsonObject) -> JsonObject:
-    """A run's plain values as the first version would have written them, for hash and comparison:
-    without the keys that came later and say "as before", and with the defaults that were changed.
-    As they are where a section is missing that every version has written: somebody changed them.
+    """A run's plain values as the first version would have written them, for hash and comparison.
+
+    Keys that came later and say "as before" are left out, and changed defaults are as they were.
+    Values that lack a section that every version has written are returned unchanged.
     """
     try:
         values = fill_newer_keys(values)
@@ -245,7 +246,7 @@ def first_version_values(values: JsonObject) -> JsonObject:
 
 
 def _first_version_values(model: type[BaseModel], values: JsonObject) -> JsonObject:
-    kept = {}
+    first = {}
     for name, value in values.items():
         info = model.model_fields.get(name)
         extra = info.json_schema_extra if info is not None else None
@@ -253,55 +254,47 @@ def _first_version_values(model: type[BaseModel], values: JsonObject) -> JsonObj
         if "since" in extra and value == extra["before"]:
             continue
         if "default_was" in extra:
-            now, earlier = cast(list[Any], extra["default_was"])
+            now, earlier = cast(list[object], extra["default_was"])
             value = earlier if value == now else value
         section = _section_model(info.annotation) if info is not None else None
         if section is not None and isinstance(value, dict):
             value = _first_version_values(section, value)
-        kept[name] = value
-    return kept
+        first[name] = value
+    return first
 
 
 def read_config(path: Path) -> RunConfig:
-    """Load a config.yaml written by a run, also by an earlier version: safe YAML, no interpolation,
-    the same check.
-    """
+    """Read and check a config.yaml that a run wrote, also one of an earlier version."""
+    return _read(path, fill_newer_keys)
+
+
+def _read(path: Path, prepare: Callable[[JsonObject], JsonObject]) -> RunConfig:
     values = yaml.safe_load(path.read_text())
-    return _read(path, lambda: build_run_config(fill_newer_keys(values)))
-
-
-def _read(path: Path, make: Callable[[], RunConfig]) -> RunConfig:
     try:
-        return make()
+        return build_run_config(prepare(values))
     except (ValidationError, KeyError) as error:
-        raise ConfigError(
-            Problem(f"{path} is not a config of this version", why=str(error))
-        ) from None
+        what = f"{path} is not a config of this version"
+        raise ConfigError(Problem(what, why=str(error))) from None
 
 
 def read_resolved_config(path: Path) -> RunConfig:
-    """The same for a run that trains: keys that stand for something else are written out."""
-    values = yaml.safe_load(path.read_text())
-    return _read(path, lambda: build_run_config(_with_resolved_algorithm(fill_newer_keys(values))))
+    """`read_config` for a run that trains: keys that stand for others are written out."""
+    return _read(path, lambda values: _with_resolved_algorithm(fill_newer_keys(values)))
 
 
 def resolve_config(run: RunConfig) -> RunConfig:
-    """The config to train with: keys that stand for something else are written out."""
+    """The config to train with: keys that stand for others (`loss_type`) are written out."""
     values = dump_config(run)
-    return (
-        build_run_config(_with_resolved_algorithm(values))
-        if resolved_algorithm_keys(values)
-        else run
-    )
+    resolved = resolved_algorithm_keys(values)
+    return build_run_config(_with_resolved_algorithm(values)) if resolved else run
 
 
 def resolved_algorithm_keys(values: JsonObject) -> JsonObject:
-    """What keys of the algorithm's section that stand for something else come to."""
-    algorithm = registry.algorithm_class(values["algorithm"]["name"])
-    found: JsonObject = algorithm.resolved_values(
-        values["algorithm"], values["generation"]["backend"]
-    )
-    return found
+    """The values of the algorithm's keys that others stand for, such as `loss_type`."""
+    config = values["algorithm"]
+    algorithm = registry.algorithm_class(config["name"])
+    resolved: JsonObject = algorithm.resolved_values(config, values["generation"]["backend"])
+    return resolved
 
 
 def _with_resolved_algorithm(values: JsonObject) -> JsonObject:
@@ -309,14 +302,14 @@ def _with_resolved_algorithm(values: JsonObject) -> JsonObject:
 
 
 def config_text(run: RunConfig) -> str:
-    """What config.yaml of a run says: its values, and in a comment what some of them come to."""
+    """The text of a run's config.yaml: its values, and in a comment the keys written out."""
     values = dump_config(run)
     text = yaml.safe_dump(values, sort_keys=False)
     lines = []
     for key, value in resolved_algorithm_keys(values).items():
-        inside = value if isinstance(value, dict) else {"": value}
+        leaves = value if isinstance(value, dict) else {"": value}
         before = values["algorithm"].get(key)
-        for leaf, now in inside.items():
+        for leaf, now in leaves.items():
             if not leaf or now != before[leaf]:
                 lines.append(f"#   algorithm.{key}{leaf and '.' + leaf}: {now}\n")
     head = "# Trained with, where the values above stand for something else:\n"
@@ -324,7 +317,7 @@ def config_text(run: RunConfig) -> str:
 
 
 def config_hash(run: RunConfig) -> str:
-    """6 hex digits of what makes the experiment what it is; where it is kept is left out."""
+    """6 hex digits of all that the experiment depends on; KEYS_NOT_HASHED are left out."""
     values = first_version_values(dump_config(run))
     for key in KEYS_NOT_HASHED:
         section, _, leaf = key.partition(".")
@@ -337,7 +330,7 @@ def config_hash(run: RunConfig) -> str:
 
 
 def default_run_name(run: RunConfig, recipe: str | None) -> str:
-    """`<recipe>-<model>-<hash>`: the same config finds its run again."""
+    """`<recipe>-<model>-<hash>`: the same config always names the same run."""
     model = Path(run.model.path.rpartition(":")[2]).name
     parts = [(recipe or "train").replace("/", "-")[:60], model[:60], config_hash(run)]
     return re.sub(r"[^A-Za-z0-9._+-]", "-", "-".join(parts)).lstrip("-._+")

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import yaml
 from hydra import compose as hydra_compose
@@ -53,9 +54,8 @@ def check_group_choices(
         if value is not None and value != choices.get(group):
             why = f"{key} is only the name of a file of keys, which would not be read"
             fix = f"defaults: [override /{group}: {value}] at the recipe's head"
-            raise ConfigError(
-                Problem(f"{key} is set as a plain key", sources.location_of(key), why, fix)
-            )
+            what, where = f"{key} is set as a plain key", sources.location_of(key)
+            raise ConfigError(Problem(what, where, why, fix))
 
 
 def base_files(choices: dict[str, Path], choice: str) -> list[Path]:
@@ -116,7 +116,7 @@ def rewrite_overrides(overrides: Iterable[str], config_dirs: Sequence[Path] = ()
     if len(recipes) > 1:
         what, why = (
             f"{len(recipes)} recipes are given",
-            "a run has one; a recipe may take up another",
+            "a run has one; a recipe may extend another",
         )
         where = f"{COMMAND_LINE}: {' '.join(map(_as_typed, recipes))}"
         fix = "defaults: [NAME] at the head of your own recipe, or -m +recipe=a,b for one run each"
@@ -224,7 +224,7 @@ def _refuse_secrets(key: str, override: str) -> None:
     if secret or redact.SECRET_KEY.search(key.replace("-", "_")):
         named = secret.isidentifier()
         variable = secret if named else "HF_TOKEN" if "hf" in override.lower() else "NAME"
-        key = "a word" if redact.find_secret(key) else key
+        key = "an argument" if redact.find_secret(key) else key
         why = f"it holds the value of ${secret}; " if named else ""
         why += "no key takes one: what a config holds is written to disk"
         fix = f"export {variable}=... (or use the tool's login file), and leave {key} out"
@@ -283,7 +283,7 @@ def hydra_problem(error: Exception, overrides: Sequence[str] = ()) -> Problem:
     override = _as_typed(override) if override else ""
     where = f"{COMMAND_LINE}: {override}" if override else ""
     if isinstance(error, RecursionError):
-        why = "lists of defaults take up each other, or a value is nested too deep"
+        why = "lists of defaults include each other, or a value is nested too deep"
         return Problem("the config does not compose: it has no end", where, why)
     if re.search("LexerNoViableAlt|^mismatched input|^extraneous input", text):
         name, _, value = override.partition("=")
@@ -355,8 +355,8 @@ def _as_typed(override: str) -> str:
 
 
 def _unresolved(error: Exception, key: str, cfg: DictConfig, sources: ConfigSources) -> Problem:
-    """What to say of an interpolation that cannot be resolved: the chain of values to it."""
-    values = dict(walk_values(OmegaConf.to_container(cfg, resolve=False)))
+    """The problem of an interpolation that cannot be resolved, with the chain of values to it."""
+    values = dict(walk_values(cast(JsonObject, OmegaConf.to_container(cfg, resolve=False))))
     message = (str(error).splitlines() or [type(error).__name__])[0]
     variable = re.search(r"Environment variable '(\w+)' not found", message)
     fix = f"export {variable[1]}=..." if variable else ""
@@ -364,11 +364,11 @@ def _unresolved(error: Exception, key: str, cfg: DictConfig, sources: ConfigSour
     name = key
     while name in values and name not in chain:
         chain[name] = f"{name} = {values[name]}"
-        named = re.findall(r"\$\{\s*([\w.]+)\s*\}", str(values[name]))
-        lost = [n for n in named if n not in values]
-        if lost and (close := nearest_names(lost[0], values)):
+        referenced = re.findall(r"\$\{\s*([\w.]+)\s*\}", str(values[name]))
+        unknown = [n for n in referenced if n not in values]
+        if unknown and (close := nearest_names(unknown[0], values)):
             fix = f"did you mean ${{{close[0]}}}?"
-        onward = [n for n in named if "$" in str(values.get(n, ""))]
-        name = onward[0] if onward and not lost else ""
+        onward = [n for n in referenced if "$" in str(values.get(n, ""))]
+        name = onward[0] if onward and not unknown else ""
     why = "\n".join([*chain.values(), message])
     return Problem(f"{key}: cannot be resolved", sources.location_of(key), why, fix)

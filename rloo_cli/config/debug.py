@@ -1,28 +1,24 @@
-"""What `debug` puts in the place of a recipe's own: models, data and services that are not here."""
-
-from typing import Any
+"""What `debug` replaces in a recipe: models, data and services that this machine may not have."""
 
 from rloo_cli.utils.files import JsonObject
 
 # Rewards that need more than this machine: a sandbox, a service.
 EXTERNAL_REWARDS = ("code_tests", "http", "judge")
-RESET_REWARD_MODEL_KEYS: JsonObject = {  # keys of a reward model that would not fit another one
+RESET_REWARD_MODEL_KEYS: JsonObject = {  # the values with which keys fit debug's reward model
     "tokenizer": None, "revision": None, "model_kwargs": {}, "dtype": "auto",
     "trust_remote_code": False, "input": "auto", "max_length": None, "device": "auto",
     "offload": False,
 }  # fmt: skip
 
 BACKEND_SECTIONS = {
-    "transformers": "transformers",
-    "vllm_server": "server",
-    "vllm_colocate": "colocate",
-}
+    "transformers": "transformers", "vllm_server": "server", "vllm_colocate": "colocate",
+}  # fmt: skip
 
 
 def apply_debug_rewards(entries: JsonObject, debug: JsonObject) -> JsonObject:
-    """The entries of `reward` as a debug run has them; as they are where debug says nothing."""
+    """The entries of `reward` as a debug run has them; unchanged where debug sets no key for it."""
     model, simple = debug.get("reward_model_path"), debug.get("simple_rewards")
-    found = {}
+    applied = {}
     for name, entry in entries.items():
         kind = entry.get("type") if isinstance(entry, dict) else None
         if simple and kind in EXTERNAL_REWARDS:
@@ -30,22 +26,22 @@ def apply_debug_rewards(entries: JsonObject, debug: JsonObject) -> JsonObject:
         if kind is not None:
             own = RESET_REWARD_MODEL_KEYS | {"path": model} if model and kind == "model" else {}
             entry = entry | own | ({"only": {}} if simple else {})
-        found[name] = entry
-    return found
+        applied[name] = entry
+    return applied
 
 
-def apply_debug_model(section: Any, debug: JsonObject) -> Any:
-    """The section `model`, without the adapter of a model that is not there."""
+def apply_debug_model(section: object, debug: JsonObject) -> object:
+    """The section `model`, without the path of an adapter to a model that debug has replaced."""
     keys = section.get("lora") if isinstance(section, dict) else None
-    if not (isinstance(keys, dict) and debug.get("own_columns")):
+    if not (isinstance(section, dict) and isinstance(keys, dict) and debug.get("own_columns")):
         return section
     return section | {"lora": keys | {"path": None}}
 
 
-def apply_debug_generation(section: Any, debug: JsonObject, overrides: list[str]) -> Any:
-    """The section `generation`, without what a recipe says of a backend that debug has replaced.
+def apply_debug_generation(section: object, debug: JsonObject, overrides: list[str]) -> object:
+    """The section `generation`, without a recipe's keys of a backend that debug has replaced.
 
-    `said`: words of the command line; what they say of one stays, and is refused.
+    `overrides`: of the command line; keys of such a backend that they set stay, and are refused.
     """
     if not isinstance(section, dict) or not debug.get("own_columns"):
         return section
@@ -55,7 +51,8 @@ def apply_debug_generation(section: Any, debug: JsonObject, overrides: list[str]
     return {k: v for k, v in section.items() if k not in gone}
 
 
-def apply_debug_data(section: Any, debug: JsonObject) -> Any:
-    """The section `data`, without the names that a recipe gave to other data's columns."""
-    renamed = isinstance(section, dict) and debug.get("own_columns")
-    return section | {"columns": {}} if renamed else section
+def apply_debug_data(section: object, debug: JsonObject) -> object:
+    """The section `data`, without a recipe's column names of the data that debug has replaced."""
+    if isinstance(section, dict) and debug.get("own_columns"):
+        return section | {"columns": {}}
+    return section

@@ -1,21 +1,25 @@
-"""The Hugging Face cache, read without torch, transformers or any call to the network.
+"""Reads the Hugging Face cache without torch, transformers or any call to the network.
 
-What lies there decides whether a run can start without a network, and a cached model's
-config.json has the limits that a config is checked against.
+Its content decides whether a run can start without a network, and a cached model's config.json has
+the limits that a config is checked against.
 """
 
 import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rloo_cli.utils.files import JsonObject
 
-# Beyond every model there is; building what such a config.json asks for would fill the memory.
+if TYPE_CHECKING:
+    from rloo_cli.config.schema import RunConfig
+
+# More than any model has; to build what such a config.json asks for would fill the memory.
 MAX_MODEL_SIZES = {
     "hidden_size": 2**18, "n_embd": 2**18, "intermediate_size": 2**21, "vocab_size": 2**24,
     "num_hidden_layers": 2000, "n_layer": 2000, "num_attention_heads": 4096, "n_head": 4096,
@@ -40,12 +44,12 @@ def hub_cache_folder() -> Path:
     """The folder of downloaded repositories, as huggingface_hub finds it."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or os.path.join(base, "huggingface")
-    given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    return Path(given or os.path.join(home, "hub")).expanduser()
+    hub = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    return Path(hub or os.path.join(home, "hub")).expanduser()
 
 
 def snapshot_folder(name: str, revision: str | None = None, kind: str = "model") -> Path | None:
-    """The folder of a cached revision (null = main) of a repository; None where there is none."""
+    """The folder of a repository's cached revision (None = main); None where there is none."""
     if revision is not None and (".." in revision or revision.startswith("/")):
         return None  # a path, which could leave the cache
     folder = hub_cache_folder() / f"{kind}s--{name.replace('/', '--')}"
@@ -54,12 +58,12 @@ def snapshot_folder(name: str, revision: str | None = None, kind: str = "model")
         commit = ref.read_text().strip() if ref.is_file() else revision
     except OSError:
         return None
-    found = folder / "snapshots" / commit if commit else folder
-    return found if commit and found.is_dir() else None
+    snapshot = folder / "snapshots" / commit if commit else None
+    return snapshot if snapshot is not None and snapshot.is_dir() else None
 
 
 def is_in_hub_cache(name: str, revision: str | None, kind: str) -> bool:
-    """Whether something of this repository lies here; of a data set, perhaps only its tables."""
+    """Whether a revision of this repository is cached, or of a data set at least its tables."""
     if snapshot_folder(name, revision, kind) is not None:
         return True
     home = os.environ.get("HF_HOME") or hub_cache_folder().parent
@@ -67,32 +71,27 @@ def is_in_hub_cache(name: str, revision: str | None, kind: str) -> bool:
     return kind == "dataset" and (Path(tables).expanduser() / name.replace("/", "___")).is_dir()
 
 
-def revision_for_key(run: Any, key: str) -> str | None:
+def revision_for_key(run: "RunConfig", key: str) -> str | None:
     """The revision that belongs to a key such as model.path or reward.NAME.path; None = main.
 
-    A model's revision is not its tokenizer's or its reference's, which have repositories of
-    their own.
+    A model's revision is not that of its tokenizer or reference, which have repositories of their
+    own.
     """
-    section, _, name = key.rpartition(".")
-    parts = section.split(".")
-    if name != "path":
+    section, _, leaf = key.rpartition(".")
+    if leaf != "path":
         return None
-    if parts[:2] == ["eval", "judge"]:
-        of_judge: str | None = run.eval.judge.reward.revision
-        return of_judge
-    if parts == ["model", "value"]:
-        of_value: str | None = run.model.value.revision
-        return of_value
-    held = run.held_out[parts[2]] if parts[:2] == ["eval", "sets"] else None
-    held = run.data.sources[parts[2]] if parts[:2] == ["data", "mixture"] else held
-    owner = held or (run.rewards[parts[1]] if parts[0] == "reward" else getattr(run, parts[0]))
-    revision: str | None = owner.revision
+    sets, _, name = section.rpartition(".")
+    named: dict[str, Mapping[str, object]] = {
+        "reward": run.rewards, "eval.sets": run.held_out, "data.mixture": run.data.mixture_sources,
+    }  # fmt: skip
+    owner = named[sets][name] if sets in named else attrgetter(section)(run)
+    revision: str | None = attrgetter("revision")(owner)
     return revision
 
 
 @contextmanager
 def recorded_command(arguments: Iterable[str]) -> Iterator[None]:
-    """Inside, what the user typed is kept for the errors of the process that does the work."""
+    """Inside, the user's arguments are kept for the errors of the process that does the work."""
     before = os.environ.get("RLOO_WORDS")
     os.environ["RLOO_WORDS"] = shlex.join(arguments)
     try:
@@ -104,7 +103,7 @@ def recorded_command(arguments: Iterable[str]) -> Iterator[None]:
 
 
 def fetch_command() -> str:
-    """The command that downloads what the run in hand needs."""
+    """The command that downloads what the present run needs."""
     return f"rloo fetch {os.environ.get('RLOO_WORDS') or '+recipe=NAME'}"
 
 
@@ -113,10 +112,9 @@ def read_model_config(path: str, revision: str | None = None) -> JsonObject:
 
     Raises ValueError for one that is not a JSON mapping.
     """
-    local = Path(path).expanduser()
-    folder = (
-        local if local.exists() else snapshot_folder(path, revision) if is_hub_name(path) else None
-    )
+    folder: Path | None = Path(path).expanduser()
+    if folder is not None and not folder.exists():
+        folder = snapshot_folder(path, revision) if is_hub_name(path) else None
     file = folder / "config.json" if folder is not None else None
     if file is None or not file.is_file():
         return {}
@@ -130,9 +128,9 @@ def read_model_config(path: str, revision: str | None = None) -> JsonObject:
 
 
 def read_context_length(values: JsonObject) -> int | None:
-    """The most positions that a config.json gives its language model; None where it is unsaid.
+    """The context length in a config.json of a language model; None where it has none.
 
-    Raises ValueError for a number that can be none.
+    Raises ValueError for a number that no model has.
     """
     text = values.get("text_config")
     inner = text if isinstance(text, dict) else values
@@ -145,9 +143,10 @@ def read_context_length(values: JsonObject) -> int | None:
 
 
 def model_config_problem(values: JsonObject) -> str:
-    """Why no model is built from this config.json: "" or what is wrong with it.
+    """Why no model may be built from this config.json; "" where it may.
 
-    Sizes that no model has, and attention from a hub: Python code, whoever trusts it or not.
+    It must not have sizes that no model has, nor attention from a hub: that is Python code, and is
+    refused even with model.trust_remote_code.
     """
     text = values.get("text_config")
     for part in (values, text) if isinstance(text, dict) else (values,):

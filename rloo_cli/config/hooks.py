@@ -1,7 +1,7 @@
-"""The methods ("hooks") of a user's own algorithm, and what they gave back.
+"""Guards the methods ("hooks") of a user's own algorithm, and checks what they return.
 
-An exception or a tensor of another shape in one of them is a mistake in that file, not in rloo: it
-is refused with the file's own lines. Imports no torch: a tensor has a shape and a dtype.
+An exception in one of them, or a tensor of another shape, is a mistake in that file, not in rloo:
+it is refused with the file's own lines. Imports no torch: a tensor has a shape and a dtype.
 """
 
 import functools
@@ -10,19 +10,20 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec
 
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
 
 ALGORITHM_KEY = "algorithm.name"
 ALGORITHM_DOCS = "docs/ADD_AN_ALGORITHM.md"
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
 class ExpectedTensor:
-    """One part of what a hook returns."""
+    """A tensor that a hook returns, or that is a part of what it returns."""
 
-    name: str  # of the attribute, or of the part of a tuple; "" = all of it
+    name: str  # of the attribute, or the index in a tuple; "" = the tensor is all that is returned
     shape: tuple[int, ...]
     dtype: str  # as torch prints it; "float" = any floating type
 
@@ -34,7 +35,7 @@ HOOKS = (
 
 
 def guard_hooks(algorithm: type, module: ModuleType) -> None:
-    """Guard the hooks that the class of a user's own file defines, once.
+    """Guard the hooks that the algorithm's class in a user's own file defines, once.
 
     Raises ConfigError for a hook's name that is not a function.
     """
@@ -50,11 +51,11 @@ def guard_hooks(algorithm: type, module: ModuleType) -> None:
             setattr(owner, name, _guarded(value, module, name))
 
 
-def _guarded(code: Callable[..., Any], module: ModuleType, name: str) -> Callable[..., Any]:
-    """This hook, with its exceptions and what it returns as the user's own mistakes."""
+def _guarded(code: Callable[P, object], module: ModuleType, name: str) -> Callable[P, object]:
+    """A hook that raises ConfigError for its exceptions, and for results that are not right."""
 
     @functools.wraps(code)
-    def call(*arguments: Any, **named: Any) -> Any:
+    def call(*arguments: P.args, **named: P.kwargs) -> object:
         try:
             returned = code(*arguments, **named)
             if inspect.isgenerator(returned):
@@ -73,47 +74,45 @@ def _guarded(code: Callable[..., Any], module: ModuleType, name: str) -> Callabl
 
 
 def _failure(error: Exception, module: ModuleType, name: str) -> Problem:
-    """What to say of an exception in a hook: the frames of the user's own file."""
+    """The problem of an exception in a hook, with the frames of the user's own file."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if f.filename == module.__file__]
-    said = "".join(traceback.format_exception_only(error)).strip()
+    message = "".join(traceback.format_exception_only(error)).strip()
     where = f"{module.__file__}:{own[-1].lineno}" if own else str(module.__file__)
-    why = "".join(traceback.format_list(own)) + said
-    what = f"{name} of the algorithm {module.__file__} failed: {said.splitlines()[-1]}"
+    why = "".join(traceback.format_list(own)) + message
+    what = f"{name} of the algorithm {module.__file__} failed: {message.splitlines()[-1]}"
     return Problem(what, where, why, f"correct {name}", ALGORITHM_DOCS)
 
 
-def _mismatch(name: str, returned: Any, arguments: tuple[Any, ...]) -> str:
+def _mismatch(name: str, returned: object, arguments: tuple[Any, ...]) -> str:
     """What is wrong with what a hook returned, and what would be right; "" = nothing."""
-    for wanted in _expected_tensors(name, arguments):
-        part = returned
-        if wanted.name.isdigit():
-            part = returned[int(wanted.name)] if _is_pair(returned) else None
-        elif wanted.name:
-            part = getattr(returned, wanted.name, None)
-        found = _described(part)
+    for expected in _expected_tensors(name, arguments):
+        part: Any = returned
+        if expected.name.isdigit():
+            is_pair = isinstance(returned, tuple) and len(returned) == 2
+            part = part[int(expected.name)] if is_pair else None
+        elif expected.name:
+            part = getattr(returned, expected.name, None)
         shape, dtype = getattr(part, "shape", None), str(getattr(part, "dtype", ""))
         kind = dtype.removeprefix("torch.")
-        right = kind.startswith("float") if wanted.dtype == "float" else kind == wanted.dtype
-        if shape is None or tuple(shape) != wanted.shape or not right:
-            of = f"{'part ' if wanted.name.isdigit() else ''}{wanted.name}: " if wanted.name else ""
+        right = kind.startswith("float") if expected.dtype == "float" else kind == expected.dtype
+        if shape is None or tuple(shape) != expected.shape or not right:
+            index = "part " if expected.name.isdigit() else ""
+            of = f"{index}{expected.name}: " if expected.name else ""
             whole = f" ({name} returned {_described(returned)})" if part is None else ""
-            return f"{of}it is {found}{whole}\nexpected: {wanted.dtype}, shape {wanted.shape}"
+            it_is = f"{of}it is {_described(part)}{whole}"
+            return f"{it_is}\nexpected: {expected.dtype}, shape {expected.shape}"
     return ""
 
 
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2
-
-
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{str(value.dtype).removeprefix('torch.')}, shape {tuple(value.shape)}"
     return f"{type(value).__name__} {value!r:.60}"
 
 
 def _expected_tensors(name: str, arguments: tuple[Any, ...]) -> Iterator[ExpectedTensor]:
-    """The tensors that a hook returns, from what it was called with (after `self`)."""
+    """The tensors that a hook has to return, from its arguments (the first is `self`)."""
     first = arguments[1] if len(arguments) > 1 else None
     shape = tuple(getattr(first, "shape", ()))
     match name:

@@ -1,13 +1,11 @@
-"""Keys that do nothing at other keys' values, and why: what `rloo config explain` says of them."""
+"""Keys that have no effect at some values of other keys, and why (`rloo config explain`)."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from rloo_cli.utils.files import JsonObject
 
-Values = JsonObject
-SERVER_START_KEYS = (  # what a server is started with
+SERVER_START_KEYS = (  # keys of generation.server that a server is started with
     "port", "data_parallel_size", "tensor_parallel_size", "gpu_memory_utilization", "kv_cache_gb",
     "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "kv_cache_dtype",
     "enable_prefix_caching", "quantization", "model_impl", "batch_invariant", "extra",
@@ -17,48 +15,38 @@ SERVER_START_KEYS = (  # what a server is started with
 
 @dataclass(frozen=True)
 class IdleKeys:
-    """These keys do nothing while `when` holds."""
+    """These keys have no effect while `when` holds, which is asked with a key -> value function."""
 
     keys: tuple[str, ...]
-    when: Callable[[Callable[[str], Any]], bool]
+    when: Callable[[Callable[[str], object]], bool]
     why: str
 
 
+CLIP_KEYS = (
+    "algorithm.epsilon", "algorithm.epsilon_high", "algorithm.delta", "algorithm.log_ratio_clamp",
+)  # fmt: skip
+REFERENCE_KEYS = (
+    "algorithm.kl_in", "algorithm.kl_estimator", "algorithm.kl_in_baseline", "algorithm.kl_credit",
+    "algorithm.kl_temperature", "algorithm.kl_ratio_weighted", "model.ref_path",
+    "model.ref_offload", "model.ref_sync.every", "model.ref_sync.alpha",
+)  # fmt: skip
+EVAL_KEYS = (
+    "eval.at_start", "eval.every", "eval.num_generations", "eval.max_samples", "eval.batch_size",
+)  # fmt: skip
+LOSS_TYPE_KEYS = ("algorithm.policy_loss", "algorithm.ratio_level", "algorithm.loss_agg")
 IDLE_KEYS = (
     IdleKeys(
-        (
-            "algorithm.epsilon",
-            "algorithm.epsilon_high",
-            "algorithm.delta",
-            "algorithm.ratio_level",
-            "algorithm.log_ratio_clamp",
-        ),
+        (*CLIP_KEYS, "algorithm.ratio_level"),
         lambda v: v("algorithm.policy_loss") == "reinforce",
         "algorithm.policy_loss=reinforce has no ratio to clip",
     ),
     IdleKeys(
-        (
-            "algorithm.epsilon",
-            "algorithm.epsilon_high",
-            "algorithm.delta",
-            "algorithm.log_ratio_clamp",
-        ),
+        CLIP_KEYS,
         lambda v: v("algorithm.num_iterations") == 1 and v("algorithm.num_minibatches") == 1,
         "with one update per step (num_iterations=1, num_minibatches=1) the ratio is exactly 1",
     ),
     IdleKeys(
-        (
-            "algorithm.kl_in",
-            "algorithm.kl_estimator",
-            "algorithm.kl_in_baseline",
-            "algorithm.kl_credit",
-            "algorithm.kl_temperature",
-            "algorithm.kl_ratio_weighted",
-            "model.ref_path",
-            "model.ref_offload",
-            "model.ref_sync.every",
-            "model.ref_sync.alpha",
-        ),
+        REFERENCE_KEYS,
         lambda v: v("algorithm.beta") == 0 and v("algorithm.kl_in") != "none",
         "algorithm.beta=0: no reference is loaded",
     ),
@@ -89,11 +77,7 @@ IDLE_KEYS = (
     ),
     IdleKeys(
         ("algorithm.loss_type",),
-        lambda v: (
-            v("algorithm.loss_type") is not None
-            and None
-            not in (v("algorithm.policy_loss"), v("algorithm.ratio_level"), v("algorithm.loss_agg"))
-        ),
+        lambda v: None not in [v("algorithm.loss_type"), *map(v, LOSS_TYPE_KEYS)],
         "algorithm.policy_loss, ratio_level and loss_agg are all set",
     ),
     IdleKeys(
@@ -115,10 +99,7 @@ IDLE_KEYS = (
         ("algorithm.correction.level", "algorithm.correction.cap", "algorithm.correction.floor"),
         lambda v: (
             v("algorithm.correction.mode") == "none"
-            or (
-                v("algorithm.correction.mode") == "auto"
-                and v("generation.backend") == "transformers"
-            )
+            or (v("algorithm.correction.mode"), v("generation.backend")) == ("auto", "transformers")
         ),
         "no correction: the transformers backend samples with the trainer's own weights",
     ),
@@ -138,13 +119,7 @@ IDLE_KEYS = (
         "algorithm.loss_agg=token_mean_local divides each micro-batch by its own tokens",
     ),
     IdleKeys(
-        (
-            "eval.at_start",
-            "eval.every",
-            "eval.num_generations",
-            "eval.max_samples",
-            "eval.batch_size",
-        ),
+        EVAL_KEYS,
         lambda v: v("data.eval_split") is None and not v("eval.sets"),
         "data.eval_split is null and eval.sets empty: nothing is held out",
     ),
@@ -215,19 +190,19 @@ IDLE_KEYS = (
 )
 
 
-def idle_notes(keys: Iterable[str], values: Values) -> list[str]:
+def idle_notes(keys: Iterable[str], values: JsonObject) -> list[str]:
     """A line for each of these keys that has no effect on a run with these values."""
-    found = {key: idle_reasons(key, values) for key in keys}
-    return [f"note: {key} has no effect: {why[0]}" for key, why in found.items() if why]
+    reasons = {key: idle_reasons(key, values) for key in keys}
+    return [f"note: {key} has no effect: {why[0]}" for key, why in reasons.items() if why]
 
 
-def idle_reasons(key: str, values: Values) -> list[str]:
+def idle_reasons(key: str, values: JsonObject) -> list[str]:
     """The reasons for which `key` has no effect on a run with these values; [] when it has one."""
 
-    def value(name: str) -> Any:
-        found: Any = values
+    def value_of(name: str) -> object:
+        value: object = values
         for part in name.split("."):
-            found = found.get(part) if isinstance(found, dict) else None
-        return found
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
 
-    return [idle.why for idle in IDLE_KEYS if key in idle.keys and idle.when(value)]
+    return [idle.why for idle in IDLE_KEYS if key in idle.keys and idle.when(value_of)]

@@ -1,4 +1,4 @@
-"""The keys of `eval.judge`: who compares held-out completions with what, and what may be said.
+"""The keys of `eval.judge`: who compares held-out completions with which texts, and how.
 
 Two types. `openai` is a language model behind an OpenAI-compatible address; `reward` is any reward
 of ours (a reward model, a rule), which scores both texts. The rest of the config reads this without
@@ -8,7 +8,7 @@ torch; the judging itself is in `judges/`.
 import re
 from collections.abc import Iterator
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import yaml
 from pydantic import Field, create_model
@@ -36,8 +36,8 @@ class ChatKeys(Frozen):
     system: str | None = key("System message of each question; null = none")
     template: str = key("The question; {prompt}, other names and any {column} are filled in")
     pattern: str = key("Regular expression; its first group is the verdict in the answer")
-    max_tokens: Positive | None = key("Most tokens of an answer; null = not said")
-    temperature: float | None = key("Of the judge; null = not said", ge=0)
+    max_tokens: Positive | None = key("Most tokens of an answer; null = the server's default")
+    temperature: float | None = key("The judge's temperature; null = the server's default", ge=0)
     concurrency: Positive = key("Most requests under way at once")
     request_timeout_s: float = key("Seconds one request may take", gt=0, le=1e6)
     extra: JsonObject = key("More of the request's body, e.g. {seed: 1}; it wins")
@@ -56,29 +56,33 @@ class OpenaiJudge(JudgeKeys, ChatKeys):
 
     type: Literal["openai"] = key("openai: a language model that is asked")
     both_orders: bool = key("Ask for each pair twice, A and B exchanged; false = a seeded swap")
-    retries: int = key("Further tries after an answer that is no verdict", ge=0)
+    retries: int = key("Further tries after an answer without a verdict", ge=0)
     timeout_s: float = key("Seconds that all questions of one evaluation may take", gt=0, le=1e6)
 
 
 class RewardJudge(JudgeKeys):
     """Keys of a judge that scores."""
 
-    type: Literal["reward"] = key("reward: the text that a reward gives more wins")
+    type: Literal["reward"] = key("reward: the text with the higher reward wins")
     reward: Any = key("An entry as those of `reward`")  # its class is put in by `config_class`
 
 
-def judge_config_class(values: Any) -> Any:
+def judge_config_class(values: object) -> type[Frozen]:
     """The schema of these plain values of `eval.judge`."""
     if not isinstance(values, dict):
         return Frozen
     if values.get("type") != "reward":
         return OpenaiJudge
-    entry = values.get("reward")
-    name = entry.get("type") if isinstance(entry, dict) else None
-    known = registry.registry_names("rewards")
-    of = registry.config_class("rewards", name) if name in known else RewardConfig
-    made: Any = create_model("Judge", __base__=RewardJudge, reward=(of, key("The reward")))
-    return made
+    name = _entry_type(values)
+    names = registry.registry_names("rewards")
+    entry_class = registry.config_class("rewards", name) if name in names else RewardConfig
+    return create_model("Judge", __base__=RewardJudge, reward=(entry_class, key("The reward")))
+
+
+def _entry_type(judge: JsonObject) -> str | None:
+    entry = judge.get("reward")
+    kind: str | None = entry.get("type") if isinstance(entry, dict) else None
+    return kind
 
 
 def unknown_judge_problems(values: JsonObject) -> Iterator[Problem]:
@@ -92,20 +96,17 @@ def unknown_judge_problems(values: JsonObject) -> Iterator[Problem]:
         fix = "judge=openai, judge=reward_model or judge=rule"
         yield Problem(f"{where} = {kind!r}: there is no such judge", where, "openai, reward", fix)
     elif kind == "reward":
-        entry, where = judge.get("reward"), "eval.judge.reward.type"
-        name, known = (
-            entry.get("type") if isinstance(entry, dict) else None,
-            registry.registry_names("rewards"),
-        )
-        if name not in known:
-            close = nearest_names(str(name), known)
-            why, fix = f"one of: {', '.join(sorted(known))}", f"{where}={close[0]}" if close else ""
+        name, where = _entry_type(judge), "eval.judge.reward.type"
+        names = registry.registry_names("rewards")
+        if name not in names:
+            close = nearest_names(str(name), names)
+            why, fix = f"one of: {', '.join(sorted(names))}", f"{where}={close[0]}" if close else ""
             yield Problem(f"{where} = {name!r}: there is no such reward", where, why, fix)
 
 
 def merge_judge_defaults(values: JsonObject, common: JsonObject) -> JsonObject:
-    """The config's values with the common keys of rewards under the judge's, and with debug's
-    reward model in the place of a judge that would need a network."""
+    """Fill in what the judge's reward leaves out, and put debug's reward model in place of a judge
+    that would need a network. `common`: the defaults of all rewards."""
     section = values.get("eval")
     judge = section.get("judge") if isinstance(section, dict) else None
     if not isinstance(section, dict) or not isinstance(judge, dict):
@@ -122,9 +123,9 @@ def merge_judge_defaults(values: JsonObject, common: JsonObject) -> JsonObject:
 
 
 def reward_type_defaults(entry: JsonObject) -> JsonObject:
-    """The values of conf/reward/TYPE.yaml for an entry of that type; {} for a type we do not have.
+    """The values of conf/reward/TYPE.yaml for an entry of that type; {} for an unknown type.
 
-    What the user leaves out of `two: {type: function, path: my.py:score}` is as there.
+    An entry such as `two: {type: function, path: my.py:score}` gets what it leaves out from there.
     """
     kind = entry.get("type")
     if not isinstance(kind, str) or kind not in registry.registry_names("rewards"):
@@ -135,26 +136,27 @@ def reward_type_defaults(entry: JsonObject) -> JsonObject:
 @cache
 def _read_reward_defaults(kind: str) -> JsonObject:
     path = paths.CONF / "reward" / f"{kind}.yaml"
-    found: JsonObject = yaml.safe_load(path.read_text())[kind] if path.is_file() else {}
-    return found
+    defaults: JsonObject = yaml.safe_load(path.read_text())[kind] if path.is_file() else {}
+    return defaults
 
 
 def shipped_judge(name: str) -> JsonObject:
     """The values of the shipped choice `judge=<name>`."""
-    found: JsonObject = yaml.safe_load((paths.CONF / "judge" / f"{name}.yaml").read_text())
-    return found
+    values: JsonObject = yaml.safe_load((paths.CONF / "judge" / f"{name}.yaml").read_text())
+    return values
 
 
 def judge_problems(run: RunConfig) -> Iterator[Problem]:
     """What is wrong with a judge whose keys are each right on their own."""
-    judge: Any = run.eval.judge
+    judge = cast(OpenaiJudge | RewardJudge | None, run.eval.judge)
     if judge is None:
         return
     if judge.type == "openai":
         yield from chat_judge_problems("eval.judge", judge, ("prompt", "a", "b"))
     else:
         module = registry.registered_module("rewards", judge.reward.type)
-        yield from getattr(module, "problems", _no_problems)(judge.reward, "eval.judge.reward")
+        if hasattr(module, "problems"):
+            yield from module.problems(judge.reward, "eval.judge.reward")
     if not run.held_out:
         why, fix = "nothing is held out", "data.eval_split=test"
         yield Problem("eval.judge has nothing to judge", "eval.judge", why, fix)
@@ -165,19 +167,15 @@ def judge_problems(run: RunConfig) -> Iterator[Problem]:
         yield Problem(what, "eval.judge.against", why, fix)
 
 
-def _no_problems(entry: Any, where: str) -> Iterator[Problem]:
-    yield from ()
-
-
 def chat_judge_problems(where: str, keys: ChatKeys, needs: tuple[str, ...]) -> Iterator[Problem]:
-    """What is wrong with the keys at `where`; the template has to name `needs`."""
+    """What is wrong with the keys of a judge model at `where`; its template has to name `needs`."""
     yield from config_template.template_problems(f"{where}.template", keys.template, needs)
-    place = f"{where}.pattern"
+    pattern_key = f"{where}.pattern"
     try:
         groups = re.compile(keys.pattern).groups
     except re.error as error:
-        yield Problem(f"{place} is no regular expression", place, str(error))
+        yield Problem(f"{pattern_key} is not a regular expression", pattern_key, str(error))
         return
     if not groups:
         why, fix = "the first group is what is read in an answer", r"Score:\s*(\d+), in quotes"
-        yield Problem(f"{place} has no group", place, why, fix)
+        yield Problem(f"{pattern_key} has no group", pattern_key, why, fix)

@@ -1,15 +1,15 @@
-"""What is wrong with a composed config, in words: one problem per key, where it was written.
+"""Says what is wrong with a composed config: one problem per key, where it was written.
 
-`before_types` finds what must be right before the schema can be put together, `of_types` turns
-pydantic's errors into ours, `placed` turns a key into a file and line.
+`pre_schema_problems` finds what must be right before the schema can be put together,
+`validation_problems` turns pydantic's errors into ours, `locate_problem` adds file and line.
 """
 
 import math
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from rloo_cli.config import judge, registry
 from rloo_cli.config.old_names import OldName, find_old_name, nearest_names
@@ -40,21 +40,25 @@ def pre_schema_problems(values: JsonObject) -> Iterator[Problem]:
 
 
 def section_problems(values: JsonObject) -> Iterator[Problem]:
-    """Sections that are something else: what is to be looked through further has to be one."""
+    """Sections that hold something else than keys, such as `train: 5`."""
     for name, info in {**RunConfig.model_fields, "reward_defaults": None}.items():
-        of = info.annotation if info is not None else None
-        inside = list(of.model_fields) if isinstance(of, type) and issubclass(of, BaseModel) else []
-        if name in values and (inside or info is None) and not isinstance(values[name], dict):
+        model = info.annotation if info is not None else None
+        is_model = isinstance(model, type) and issubclass(model, BaseModel)
+        keys = list(model.model_fields) if is_model else []  # type: ignore[union-attr]
+        if name in values and (keys or info is None) and not isinstance(values[name], dict):
             if name == "reward":
                 continue
             what = f"{name} = {_clipped(values[name])} is not a section"
-            why = f"it holds keys: {', '.join(inside) or 'those that all rewards have'}"
+            why = f"it holds keys: {', '.join(keys) or 'those that all rewards have'}"
             yield Problem(what, name, why, f"{name}.KEY=VALUE for one of them")
 
 
-def walk_values(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def walk_values(
+    values: Mapping[str, object] | Sequence[object], prefix: str = ""
+) -> Iterator[tuple[str, object]]:
     """Every (dotted key, value) of nested dictionaries and lists, sections included."""
-    items = values.items() if isinstance(values, dict) else enumerate(values)
+    items: Iterable[tuple[object, object]]
+    items = values.items() if isinstance(values, Mapping) else enumerate(values)
     for name, value in items:
         key = f"{prefix}.{name}" if prefix else str(name)
         yield key, value
@@ -87,10 +91,10 @@ def _targets(values: JsonObject) -> Iterator[Problem]:
 def _secrets(values: JsonObject) -> Iterator[Problem]:
     """Keys that would hold a secret, and values that are one (`${oc.env:HF_TOKEN}`)."""
     for key, value in walk_values(values):
-        of = redact.find_secret(value) if isinstance(value, str) else ""
-        if of or (redact.SECRET_KEY.search(key) and not isinstance(value, dict)):
+        secret = redact.find_secret(value) if isinstance(value, str) else ""
+        if secret or (redact.SECRET_KEY.search(key) and not isinstance(value, dict)):
             why = "no key takes one: config.yaml, which a run writes, would hold it"
-            variable = of if of.isidentifier() else "NAME"
+            variable = secret if secret.isidentifier() else "NAME"
             fix = f"export {variable}=... where the run is started, and leave {key} out"
             yield Problem(f"{key}: this looks like a secret", key, why, fix)
 
@@ -103,7 +107,7 @@ def _overflow_problems(values: JsonObject) -> Iterator[Problem]:
 
 
 def underflow_problems(values: JsonObject, sources: ConfigSources) -> Iterator[Problem]:
-    """Numbers that are written as something other than 0, and are 0 for a computer."""
+    """Numbers that were written as something other than 0, and are 0 as 64-bit floats."""
     for key, value in walk_values(values):
         if not isinstance(value, float) or value != 0:
             continue
@@ -116,85 +120,77 @@ def underflow_problems(values: JsonObject, sources: ConfigSources) -> Iterator[P
 
 def _missing(values: JsonObject) -> Iterator[Problem]:
     for key, value in walk_values(values):
-        if value == "???" and (meant := _misspelt(key, values)):
-            said = _clipped(meant[1]) if isinstance(meant[1], dict | list) else meant[1]
+        if value == "???" and (misspelt := _misspelt(key, values)):
+            name, meant = misspelt
+            shown = _clipped(meant) if isinstance(meant, dict | list) else meant
             why = f"{key}, which it is near, has no value and no default"
-            yield Problem(f"{meant[0]} is not a key", meant[0], why, f"{key}={said}")
+            yield Problem(f"{name} is not a key", name, why, f"{key}={shown}")
         elif value == "???":
-            yield Problem(
-                f"{key} has no value",
-                key,
-                "it has no default",
-                f"{key}=VALUE, or a recipe that has it: +recipe=quickstart",
-            )
+            fix = f"{key}=VALUE, or a recipe that has it: +recipe=quickstart"
+            yield Problem(f"{key} has no value", key, "it has no default", fix)
 
 
-def _misspelt(missing: str, values: JsonObject) -> tuple[str, Any] | None:
-    """The unknown key, and its value, that was meant to be this one, which has none."""
+def _misspelt(missing: str, values: JsonObject) -> tuple[str, object] | None:
+    """The unknown key, and its value, that was meant to be `missing`, which has no value."""
     section, _, leaf = missing.rpartition(".")
-    inside: Any = values
+    inside = values
     for part in section.split("."):
         inside = inside[part] if isinstance(inside, dict) else {}
-    known = set(_fields_of(section, inside)) | {leaf}
-    near = {f"{section}.{k}": v for k, v in inside.items() if k not in known}
+    fields = set(_fields_of(section, inside)) | {leaf}
+    unknown: dict[str, object] = {f"{section}.{k}": v for k, v in inside.items() if k not in fields}
     for name, value in values.items():
         if name not in (*RunConfig.model_fields, "reward_defaults"):
-            near |= {k: v for k, v in walk_values({name: value}) if not isinstance(v, dict)}
-    return next(((k, v) for k, v in near.items() if nearest_names(k, [missing])), None)
+            unknown |= {k: v for k, v in walk_values({name: value}) if not isinstance(v, dict)}
+    return next(((k, v) for k, v in unknown.items() if nearest_names(k, [missing])), None)
 
 
 def _fields_of(section: str, inside: JsonObject) -> Iterable[str]:
-    """The keys that this section has, where that is known by its name or its type."""
+    """The keys that a section may have, or has (`inside`) where its class is not known."""
     top, _, rest = section.partition(".")
     kind = inside.get("type")
     if top == "reward" and kind in registry.registry_names("rewards"):
-        found: Iterable[str] = registry.config_class("rewards", kind).model_fields
-        return found
+        return list(registry.config_class("rewards", kind).model_fields)
     info = RunConfig.model_fields.get(top)
-    of = info.annotation if info is not None and not rest else None
-    known = isinstance(of, type) and issubclass(of, BaseModel)
-    return of.model_fields if known else inside  # type: ignore[union-attr]
+    model = info.annotation if info is not None and not rest else None
+    is_model = isinstance(model, type) and issubclass(model, BaseModel)
+    return model.model_fields if is_model else inside  # type: ignore[union-attr]
 
 
 def _unregistered(values: JsonObject) -> Iterator[Problem]:
-    picks: list[tuple[str, str, Any]] = [
-        (f"{s}.{k}", room, (values.get(s) or {}).get(k)) for s, (room, k) in REGISTRY_KEYS.items()
+    """Keys that choose from a registry (algorithm, backend, reward types) a name it has not."""
+    choices: list[tuple[str, str, object]] = [
+        (f"{section}.{key}", kind, (values.get(section) or {}).get(key))
+        for section, (kind, key) in REGISTRY_KEYS.items()
     ]
     rewards = values.get("reward") or {}
     if not isinstance(rewards, dict) or any(not isinstance(e, dict) for e in rewards.values()):
         yield Problem("reward is not a mapping of entries", "reward", fix="reward=accuracy")
         return
-    badly = [k for k in rewards if not str(k).isidentifier() or hasattr(BaseModel, str(k))]
-    old = [k for k in rewards if "type" not in rewards[k] or k in badly or str(k).startswith("_")]
-    for name in old:
-        if "_target_" in rewards[name]:  # that was said
-            continue
-        yield Problem(
-            f"reward.{name} is not a reward",
-            f"reward.{name}",
-            "an entry of `reward` has a `type`, and a name of letters that pydantic has no use for",
-            "reward="
-            + (nearest_names(str(name), registry.registry_names("rewards")) or ["NAME"])[0],
-        )
-    picks += [
-        (f"reward.{n}.type", "rewards", e["type"]) for n, e in rewards.items() if n not in old
-    ]
-    for key, room, name in picks:
-        known = registry.registry_names(room)
-        if not isinstance(name, str) or not (name in known or registry.is_user_file(room, name)):
-            close = nearest_names(str(name), known)
-            yield Problem(
-                f"{key} = {name!r}: there is no such {registry.REGISTRIES[room]}",
-                key,
-                f"one of: {', '.join(sorted(known))}",
-                f"{key}={close[0]}" if close else "",
+    for name, entry in rewards.items():
+        reserved = not str(name).isidentifier() or hasattr(BaseModel, str(name))
+        if "type" in entry and not reserved and not str(name).startswith("_"):
+            choices.append((f"reward.{name}.type", "rewards", entry["type"]))
+        elif "_target_" not in entry:  # else `_targets` has said so
+            close = nearest_names(str(name), registry.registry_names("rewards")) or ["NAME"]
+            where = f"reward.{name}"
+            why = (
+                "an entry of `reward` has a `type`, and a name of letters that pydantic leaves free"
             )
+            yield Problem(f"{where} is not a reward", where, why, f"reward={close[0]}")
+    for key, kind, name in choices:
+        names = registry.registry_names(kind)
+        if not isinstance(name, str) or not (name in names or registry.is_user_file(kind, name)):
+            close = nearest_names(str(name), names)
+            what = f"{key} = {name!r}: there is no such {registry.REGISTRIES[kind]}"
+            fix = f"{key}={close[0]}" if close else ""
+            yield Problem(what, key, f"one of: {', '.join(sorted(names))}", fix)
 
 
 def _badly_named(values: JsonObject) -> Iterator[Problem]:
-    """Held-out sets and sources whose name would not do in the name of a metric, file or field."""
+    """Held-out sets and sources whose name cannot stand in the name of a metric, file or field."""
     kinds = {"eval.sets": "a held-out set", "data.mixture": "a source"}
     fixes = {"eval.sets": "hard={split: test}", "data.mixture": "maths={path: PATH, weight: 1}"}
+    why = "letters, digits and _, at most 40, and no word that pydantic keeps for itself"
     for key, kind in kinds.items():
         section, _, leaf = key.partition(".")
         inside = values.get(section)
@@ -202,64 +198,59 @@ def _badly_named(values: JsonObject) -> Iterator[Problem]:
         for name in names if isinstance(names, dict) else ():
             good = re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,39}", str(name))
             if not good or hasattr(BaseModel, name):
-                yield Problem(
-                    f"{key}.{name}: {kind} cannot have this name",
-                    f"{key}.{name}",
-                    "letters, digits and _, at most 40, and no word that pydantic keeps for itself",
-                    f"{key}.{fixes[key]}",
-                )
+                where = f"{key}.{name}"
+                what = f"{where}: {kind} cannot have this name"
+                yield Problem(what, where, why, f"{key}.{fixes[key]}")
 
 
 def validation_problems(
     error: ValidationError, values: JsonObject, model: type[BaseModel]
 ) -> list[Problem]:
-    """pydantic's errors as ours: one per key, although a union reports each of its members."""
-    known = schema_keys(model)
-    found: dict[str, Problem] = {}
+    """pydantic's errors as ours: one per key, although a union reports each of its types."""
+    meanings = schema_keys(model)
+    problems: dict[str, Problem] = {}
     for item in error.errors():
         key = _key(item["loc"], values, item["type"])
+        section = next((s for s in OPTIONAL_SECTIONS if key.startswith(f"{s}.")), None)
         if item["type"] == "extra_forbidden":
-            found[key] = unknown_key_problem(key, known)
-        elif item["type"] == "missing":
-            found[key] = Problem(f"{key} has no value", key, "it has no default", f"{key}=VALUE")
-            section = next((s for s in OPTIONAL_SECTIONS if key.startswith(f"{s}.")), None)
-            if section is not None:  # `model.lora.r=8` alone: all the others have no value
-                found.pop(key)
-                why = (
-                    f"some of {section} is set, and {OPTIONAL_SECTIONS[section]} gives the "
-                    "rest its values"
-                )
-                what = f"{section} is not whole"
-                where = next(k for k, _ in walk_values(values) if k.startswith(f"{section}."))
-                found[section] = Problem(what, where, why, OPTIONAL_SECTIONS[section])
+            problems[key] = unknown_key_problem(key, meanings)
+        elif item["type"] == "missing" and section is None:
+            problems[key] = Problem(f"{key} has no value", key, "it has no default", f"{key}=VALUE")
+        elif item["type"] == "missing" and section is not None:
+            # `model.lora.r=8` alone: all the others have no value
+            choice = OPTIONAL_SECTIONS[section]
+            why = f"some of {section} is set, and {choice} gives the rest its values"
+            where = next(k for k, _ in walk_values(values) if k.startswith(f"{section}."))
+            problems.pop(key, None)
+            problems[section] = Problem(f"{section} is incomplete", where, why, choice)
         else:
-            before = found[key].why.partition(", got")[0] + "; or " if key in found else ""
-            said = item["msg"].replace("Input should be", "should be").replace("Value error, ", "")
+            before = problems[key].why.partition(", got")[0] + "; or " if key in problems else ""
+            text = item["msg"].replace("Input should be", "should be").replace("Value error, ", "")
             value = _clipped(item["input"])
-            why = f"{before}{said}, got {value}"
-            why, fix = _with_quotes(item, key, why) if key not in found else (why, "")
-            found[key] = Problem(f"{key} = {value} is not valid", key, why, fix)
+            why = f"{before}{text}, got {value}"
+            why, fix = _with_quotes(item, key, why) if key not in problems else (why, "")
+            problems[key] = Problem(f"{key} = {value} is not valid", key, why, fix)
     # A union complains about itself beside the one key inside it that is wrong.
-    deepest = [k for k in found if not any(other.startswith(f"{k}.") for other in found)]
-    return [_with_meaning(found[key], known) for key in deepest]
+    deepest = [k for k in problems if not any(other.startswith(f"{k}.") for other in problems)]
+    return [_with_meaning(problems[key], meanings) for key in deepest]
 
 
-def _with_quotes(item: Any, key: str, why: str) -> tuple[str, str]:
-    """Why, and what to write, where a list of texts has one that YAML reads as something else."""
+def _with_quotes(item: ErrorDetails, key: str, why: str) -> tuple[str, str]:
+    """`why`, and a fix, where a list of texts has an entry that YAML reads as something else."""
     whole, _, last = key.rpartition(".")
     value = item["input"]
     if item["type"] != "string_type" or not last.isdigit() or not isinstance(value, int | float):
         return why, ""
-    in_file = in_word = str(value).lower()
+    in_file = on_line = str(value).lower()
     if isinstance(value, bool):
         in_file = "yes" if value else "no"
         bare = "yes, on and true" if value else "no, off and false"
         why += f"\nwithout quotes, {bare} are read as {value} in a file; it is a text in quotes"
     leaf = whole.rpartition(".")[2]
-    return why, f'{leaf}: ["{in_file}"] in a file, \'{whole}=["{in_word}"]\' on the command line'
+    return why, f'{leaf}: ["{in_file}"] in a file, \'{whole}=["{on_line}"]\' on the command line'
 
 
-def _clipped(value: Any) -> str:
+def _clipped(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
@@ -271,7 +262,10 @@ def _with_meaning(problem: Problem, meanings: dict[str, str]) -> Problem:
 
 
 def unknown_key_problem(key: str, meanings: dict[str, str]) -> Problem:
-    """What to say of a key that the schema has not: today's name of an old one, or near ones."""
+    """The problem of a key that the schema lacks, with today's name of an old key, or near ones.
+
+    `meanings`: every key of the schema, and what it means.
+    """
     section = key.rpartition(".")[0]
     if key in meanings:  # `algorithm.beta: 0.3` in a file
         whole = key.replace(".", ": {") + ": VALUE" + "}" * key.count(".")
@@ -289,56 +283,53 @@ def unknown_key_problem(key: str, meanings: dict[str, str]) -> Problem:
     if not close:
         near = [k.rpartition(".")[2] for k in meanings if k.rpartition(".")[0] == section]
         why += f"; it has: {', '.join(near)}" if near else ""
-    return Problem(
-        f"{key} is not a key", key, why, fix, f"rloo config explain {(close or [key])[0]}"
-    )
+    more = f"rloo config explain {(close or [key])[0]}"
+    return Problem(f"{key} is not a key", key, why, fix, more)
 
 
 def choice_with_key(key: str) -> str:
-    """`algorithm=ppo` for a key that only this choice of its group has; "" where every choice has
-    the key, or none.
-    """
+    """`algorithm=ppo` for a key that only this choice has; "" where all have it, or none."""
     section, _, rest = key.partition(".")
     if section not in REGISTRY_KEYS:
         return ""
-    room, _ = REGISTRY_KEYS[section]
-    names = registry.registry_names(room)
-    having = [n for n in names if rest in schema_keys(registry.config_class(room, n))]
+    kind, _ = REGISTRY_KEYS[section]
+    names = registry.registry_names(kind)
+    having = [n for n in names if rest in schema_keys(registry.config_class(kind, n))]
     return " or ".join(f"{section}={n}" for n in having) if len(having) < len(names) else ""
 
 
 def _of_another_trainer(key: str, old: OldName, meanings: dict[str, str]) -> Problem:
-    """What to say of a key as another trainer spelt it: today's name, or that there is none."""
+    """The problem of a key as another trainer calls it: rloo's name for it, or that it has none."""
     what, note = f"{key} is not a key", f": {old.note}" if old.note else ""
     if old.new_key is None:
         why = f"{old.source} calls it so; there is nothing for it in rloo yet{note}"
         return Problem(what, key, why, f"leave {key} out", "rloo config")
-    optional = next(
-        (c for s, c in OPTIONAL_SECTIONS.items() if old.new_key.startswith(f"{s}.")), ""
-    )
-    choice = optional or ("" if old.new_key in meanings else choice_with_key(old.new_key))
-    fix = old.fix or f"write {old.new_key} instead" + (f", with {choice}" if choice else "")
-    more = f"rloo config explain {old.new_key}" if old.new_key in meanings else "rloo config"
-    why = f"{old.source} calls it so; here it is {old.new_key}{note}"
+    new = old.new_key
+    optional = next((c for s, c in OPTIONAL_SECTIONS.items() if new.startswith(f"{s}.")), "")
+    choice = optional or ("" if new in meanings else choice_with_key(new))
+    fix = old.fix or f"write {new} instead" + (f", with {choice}" if choice else "")
+    more = f"rloo config explain {new}" if new in meanings else "rloo config"
+    why = f"{old.source} calls it so; here it is {new}{note}"
     return Problem(what, key, why, fix.replace("<name>", "NAME"), more)
 
 
-def _key(loc: tuple[int | str, ...], values: Any, kind: str) -> str:
-    """A pydantic location without the tags it adds for the members of a union."""
+def _key(loc: tuple[int | str, ...], values: object, kind: str) -> str:
+    """A pydantic location without the tags that it adds for the types of a union."""
     key: list[str] = []
     for part in loc:
-        inside = isinstance(values, dict) and part in values
-        inside |= isinstance(values, list) and isinstance(part, int) and part < len(values)
-        if inside:
-            values = values[part]
-        elif not (kind == "missing" and part == loc[-1]):
-            continue
+        match values, part:
+            case (dict(), _) if part in values:
+                values = values[part]
+            case (list(), int()) if part < len(values):
+                values = values[part]
+            case _ if not (kind == "missing" and part == loc[-1]):
+                continue
         key.append(str(part))
     return ".".join(key)
 
 
 def locate_problem(problem: Problem, sources: ConfigSources) -> Problem:
-    """Put the file and line, or the command line, where a problem names a key."""
+    """Replace the key that a problem names by its file and line, or the command line."""
     key = problem.where
     if not key or not re.fullmatch(r"[\w.+-]+", key):
         return problem

@@ -1,6 +1,6 @@
-"""What somebody meant who wrote a word that `rloo` does not take: typical first mistakes.
+"""Guesses what an argument that `rloo` does not accept was meant to be: typical first mistakes.
 
-Each function gives what to write instead, for the `fix` of a refusal; "" where there is no guess.
+Each function returns what to write instead, for the `fix` of a refusal; "" where it has no guess.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def is_flag_value(flag: str, argument: str) -> bool:
-    """Whether `word` is what somebody gives the flag before it: `--config my.yaml`."""
+    """Whether `argument` is meant as the value of the flag before it, as in `--config my.yaml`."""
     bare = flag.startswith("-") and "=" not in flag and flag.lstrip("-") != ""
     return bare and argument != "" and "=" not in argument and argument[0] not in "-+~"
 
@@ -32,31 +32,28 @@ def suggest_for_flag(flag: str, value: str | None, recipes: Iterable[str]) -> st
     if close and "." not in name:
         return close[0]
     old = find_old_name(name)
-    key = (
-        old.new_key
-        if old is not None and old.new_key and "<" not in old.new_key and not old.fix
-        else name
-    )
+    new_key = old.new_key if old is not None and not old.fix else None
+    key = new_key if new_key and "<" not in new_key else name
     return f"{key}={'VALUE' if value is None else value}"
 
 
 def suggest_for_bare_argument(argument: str, recipes: Iterable[str]) -> str:
     """`my.yaml`, `quickstart`, `key` -> what to write instead."""
-    known = list(recipes)
-    if argument.lstrip("+") in known or argument.endswith(YAML_SUFFIXES):
-        return f"+recipe={_as_recipe(argument.lstrip('+'), known)}"
+    names = list(recipes)
+    if argument.lstrip("+") in names or argument.endswith(YAML_SUFFIXES):
+        return f"+recipe={_as_recipe(argument.lstrip('+'), names)}"
     return f"{argument}=VALUE"
 
 
 def suggest_for_choice(group: str, choice: str, value: str) -> str:
     """`model=org/name`, `data=rows.jsonl`, `reward=my.py:score`, `+recipe=my` beside my.yaml.
 
-    `value` is all that the word says, `choice` the part of it that the group does not have.
+    `value` is the whole value of the override, `choice` the part of it that the group lacks.
     """
     is_path = "/" in choice or ":" in choice or Path(choice).exists()
     if group == "recipe":
-        found = [f"{choice}{end}" for end in YAML_SUFFIXES if Path(f"{choice}{end}").is_file()]
-        return f"+recipe={found[0]}" if found else ""
+        files = [f"{choice}{end}" for end in YAML_SUFFIXES if Path(f"{choice}{end}").is_file()]
+        return f"+recipe={files[0]}" if files else ""
     if group == "model" and is_path:
         return f"model.path={choice}"
     if group == "data" and (is_path or choice.endswith(DATA_SUFFIXES)):

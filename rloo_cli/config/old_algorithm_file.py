@@ -1,4 +1,4 @@
-"""An algorithm's file as it was before algorithms were classes: refused, and shown in the new form.
+"""Refuses an algorithm's file from before algorithms were classes, and shows it in the new form.
 
 Until 0.1 a file's functions were the hooks (`def advantages(score, kl, scorable, config)`); now the
 methods of a class are. The file is only parsed here, never run.
@@ -22,7 +22,7 @@ EXPORTED = (
 
 @dataclass(frozen=True)
 class NewHook:
-    """The method that an old hook became, and what its old arguments are called in there."""
+    """The method that an old hook became, and what its old arguments are called in it."""
 
     signature: str
     arguments: tuple[str, ...]  # of the old function, in order
@@ -66,17 +66,13 @@ HOOKS = {
         ("scores", "scorable", "lengths", "terminated", "self.config"),
     ),
 }  # fmt: skip
-# What the loop asks about itself is one object now, or no hook at all.
+# Old hooks that are attributes of one object now, a ForwardPlan, or no hooks at all.
 FORWARD_PLAN_HOOKS = ("early", "needs_whole_step", "one_factor", "why_separate", "forwarded")
 REMOVED_HOOKS = (
-    "truncation",
-    "denominator",
-    "sequence_kl",
-    "token_advantages",
-    "usable",
-    "resolved",
-)
-# What the body of a hook said before, and what it says now.
+    "truncation", "denominator", "sequence_kl", "token_advantages", "usable", "resolved",
+)  # fmt: skip
+OLD_HOOKS = (*HOOKS, *FORWARD_PLAN_HOOKS, *REMOVED_HOOKS)
+# Text in the body of an old hook -> the text in the new form.
 REPLACEMENTS = {
     r"\bknown\.memory\b": "inputs.state",
     r"\bknown\.greedy\b": "inputs.greedy_score",
@@ -86,18 +82,13 @@ REPLACEMENTS = {
 
 
 def check_algorithm_file(path: Path) -> None:
-    """Raises ConfigError for an algorithm's file of before, with the same file in the new form."""
+    """Raises ConfigError for an algorithm's file of the old form, with the same file in the new."""
     try:
         source = path.read_text(encoding="utf-8")
         tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError):
-        return  # whoever reads it next says what is wrong
-    old = {
-        **dict.fromkeys(HOOKS),
-        **dict.fromkeys(FORWARD_PLAN_HOOKS),
-        **dict.fromkeys(REMOVED_HOOKS),
-    }
-    hooks = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name in old]
+        return  # whoever reads it next reports what is wrong
+    hooks = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name in OLD_HOOKS]
     bases = [ast.unparse(b) for n in tree.body if isinstance(n, ast.ClassDef) for b in n.bases]
     if not hooks or any("[Config]" in base or "Algorithm" in base for base in bases):
         return
@@ -112,52 +103,44 @@ def convert_algorithm_file(source: str, path: Path) -> str:
     tree, lines = ast.parse(source), source.splitlines(keepends=True)
     functions = [n for n in tree.body if isinstance(n, ast.FunctionDef)]
     methods = [_method(n, lines) for n in functions if n.name in HOOKS]
-    notes = [
-        f"# {n.name}: override forward_plan" for n in functions if n.name in FORWARD_PLAN_HOOKS
-    ]
+    plans = [n.name for n in functions if n.name in FORWARD_PLAN_HOOKS]
+    notes = [f"# {name}: override forward_plan" for name in plans]
     notes += [f"# {n.name} is not a hook any more" for n in functions if n.name in REMOVED_HOOKS]
-    faces = [n for n in tree.body if isinstance(n, ast.ImportFrom) and n.module == PLUGIN]
-    gone = [n for n in functions if n.name in (*HOOKS, *FORWARD_PLAN_HOOKS, *REMOVED_HOOKS)]
-    taken = {i for n in [*gone, *faces] for i in range(_first(n), (n.end_lineno or 0) + 1)}
-    kept = [line for number, line in enumerate(lines, 1) if number not in taken]
+    old_imports = [n for n in tree.body if isinstance(n, ast.ImportFrom) and n.module == PLUGIN]
+    old = [*[n for n in functions if n.name in OLD_HOOKS], *old_imports]
+    removed = {i for n in old for i in range(_first_line(n), (n.end_lineno or 0) + 1)}
+    rest = [line for number, line in enumerate(lines, 1) if number not in removed]
     base = "Algorithm" if any(m.startswith("def advantages") for m in methods) else "RLOO"
     body = "\n".join(textwrap.indent(method, "    ") for method in methods)
     name = "".join(part.capitalize() for part in re.split(r"\W|_", path.stem)) or "Own"
-    used = {alias.name for n in faces for alias in n.names} - {"Known", "shared_problems"}
-    used |= {base} | {word for word in EXPORTED if re.search(rf"\b{word}\b", body)}
-    imported = f"from {PLUGIN} import {', '.join(sorted(used))}\n"
-    at = min((n.lineno for n in faces), default=_after_imports(tree) + 1) - 1
-    kept.insert(at, imported)
-    head = "".join(kept).rstrip("\n")
-    last = "".join(f"    {note}\n" for note in notes)
-    return f"{head}\n\n\nclass {name}({base}[Config]):\n{last}{body}"
+    used = {alias.name for n in old_imports for alias in n.names} - {"Known", "shared_problems"}
+    used |= {base} | {export for export in EXPORTED if re.search(rf"\b{export}\b", body)}
+    ends = [n.end_lineno or 0 for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+    index = min((n.lineno for n in old_imports), default=max(ends, default=0) + 1) - 1
+    rest.insert(index, f"from {PLUGIN} import {', '.join(sorted(used))}\n")
+    head = "".join(rest).rstrip("\n")
+    comments = "".join(f"    {note}\n" for note in notes)
+    return f"{head}\n\n\nclass {name}({base}[Config]):\n{comments}{body}"
 
 
-def _first(node: ast.stmt) -> int:
+def _first_line(node: ast.stmt) -> int:
     decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
     return min([node.lineno, *(d.lineno for d in decorators)])
 
 
-def _after_imports(tree: ast.Module) -> int:
-    ends = [n.end_lineno or 0 for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
-    return max(ends, default=0)
-
-
 def _method(node: ast.FunctionDef, lines: list[str]) -> str:
-    """An old hook as a method: its own names for the arguments, then its body."""
+    """An old hook as a method: its old argument names are set first, then comes its body."""
     new = HOOKS[node.name]
     names = [a.arg for a in [*node.args.posonlyargs, *node.args.args]]
     pairs = [(n, v) for n, v in zip(names, new.arguments, strict=False) if n != v]
     pairs = [(n, v) for n, v in pairs if not (n == "known" and v == "inputs")]
-    first = node.body[0]
-    docstring = ""
-    body = node.body
+    first, docstring, body = node.body[0], "", node.body
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
         docstring = _lines_of([first], lines)
         body = node.body[1:] or [ast.Pass(lineno=first.lineno, end_lineno=first.lineno)]
     text = _lines_of(body, lines)
-    for old, now in REPLACEMENTS.items():
-        text = re.sub(old, now, text)
+    for pattern, replacement in REPLACEMENTS.items():
+        text = re.sub(pattern, replacement, text)
     unpacked = "".join(f"    {name} = {value}\n" for name, value in pairs)
     return f"def {new.signature}:\n{docstring}{unpacked}{text}"
 

@@ -1,8 +1,8 @@
-"""What a name was called elsewhere, and which of our names a misspelt one was meant to be.
+"""What our keys are called in other trainers, and which key a misspelt one was meant to be.
 
-`old_name` answers the names of other trainers with today's key and what to mind when moving a
-value (TRL changed its RLOO names once, in 0.22); `nearest` guesses at spelling. The table is the
-one `rloo migrate` works from. `<name>` in a key stands for a name of the user's own.
+`find_old_name` answers the names of other trainers with today's key and what to mind when moving a
+value (TRL changed its RLOO names once, in 0.22); `nearest_names` guesses at spelling. The table is
+the one `rloo migrate` works from. `<name>` in a key stands for a name of the user's own.
 Every key of the table is one of today's schema; tests/house/test_names.py walks it.
 """
 
@@ -16,38 +16,35 @@ MIN_KEY_LIKENESS = 0.9  # higher: a long section name alone makes two keys look 
 
 @dataclass(frozen=True)
 class OldName:
-    """One row of the migration table."""
+    """One line of the migration table."""
 
     names: tuple[str, ...]
     source: str  # which tool, which versions
-    new_key: (
-        str | None
-    )  # today's key; None = rloo has nothing for it (yet), the note says what else
+    new_key: str | None  # today's key; None = rloo has no such key, the note says what it has
     note: str = ""  # conversion or correction, one line
-    fix: str = ""  # what to write, where that is not `new` with another value: a group's choice
+    fix: str = ""  # what to write where `new_key` with a value is not enough: a group's choice
 
 
 def find_old_name(key: str) -> OldName | None:
-    """The row of a name as another trainer spelt it; the last part of a dotted key decides.
+    """The table's line for a name of another trainer; the last part of a dotted key decides.
 
     Ask only about keys that are unknown where they stand: `beta` is in the table too.
     """
-    last = key.rpartition(".")[2].replace("-", "_")
-    return _OLD_NAME_OF.get(last)
+    return _OLD_NAME_OF.get(key.rpartition(".")[2].replace("-", "_"))
 
 
 def nearest_names(key: str, candidates: Iterable[str]) -> list[str]:
     """Up to three known keys that `key` may have been meant to be, best first; [] when none is.
 
-    Where the key names no section, equally good guesses stay in the order of `known`.
+    Where the key names no section, equally good guesses stay in the order of `candidates`.
     """
     scored = []
-    for place, candidate in enumerate(candidates):
+    for index, candidate in enumerate(candidates):
         whole = _alike(key, candidate)
         last = _alike(key.rpartition(".")[2], candidate.rpartition(".")[2])
         if last >= MIN_LAST_PART_LIKENESS or whole >= MIN_KEY_LIKENESS:
             mirror = candidate.startswith("eval.")  # its keys are named as those of training
-            scored.append((-last, -whole if "." in key else mirror, place, candidate))
+            scored.append((-last, -whole if "." in key else mirror, index, candidate))
     return [candidate for *_, candidate in sorted(scored)[:3]]
 
 
@@ -85,7 +82,7 @@ policy, sft_model_path, base_model | model.path |
 ref_policy | model.ref_path | null = a frozen copy of model.path
 reward_model_path | reward.<name>.path | with type: model
 data_collator | - | prompts are packed here, there is nothing to collate
-sanity_check | data.max_samples | a number of rows
+sanity_check | data.max_samples | a number of examples
 """,
     "TRL >=0.22": """
 num_generations | algorithm.num_generations | K; its default was 2 (GRPO 8)
@@ -243,15 +240,16 @@ config, args | - | the recipe holds every setting: +recipe=my.yaml
 
 
 def _parse() -> tuple[OldName, ...]:
-    rows = []
+    entries = []
     for source, text in _TABLE.items():
         for line in text.strip().splitlines():
             names, new, note = (part.strip() for part in line.split("|"))
             key = None if new == "-" else new
             fix = note.removeprefix("fix: ") if note.startswith("fix: ") else ""
-            rows.append(OldName(tuple(names.split(", ")), source, key, "" if fix else note, fix))
-    return tuple(rows)
+            note = "" if fix else note
+            entries.append(OldName(tuple(names.split(", ")), source, key, note, fix))
+    return tuple(entries)
 
 
 OLD_NAME_TABLE = _parse()
-_OLD_NAME_OF = {name: row for row in OLD_NAME_TABLE for name in row.names}
+_OLD_NAME_OF = {name: entry for entry in OLD_NAME_TABLE for name in entry.names}

@@ -1,4 +1,4 @@
-"""How long a prompt may be: one answer for the data, an engine and a plan. Imports no torch."""
+"""Decides how long a prompt may be, for the data, an engine and a plan alike. Imports no torch."""
 
 from collections.abc import Iterable
 
@@ -6,26 +6,25 @@ from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.config.schema import DatasetConfig, ModelConfig, RunConfig
 
 VLLM_SECTIONS = {"vllm_server": "server", "vllm_colocate": "colocate"}  # backend -> its section
-# Tokens of the longest prompt where data.max_prompt_length is null. A context of 131,072 tokens is
-# no reason to plan memory, or to size an engine, for prompts that hardly any data set has.
+# Tokens of the longest prompt where data.max_prompt_length is null. To plan memory, or size an
+# engine, for a whole context of 131,072 tokens would be a waste: hardly any prompt is that long.
 DEFAULT_MAX_PROMPT_TOKENS = 4096
 
 
 def model_context_length(model: ModelConfig) -> int | None:
-    """The most positions of a model as its config.json says; None where that is not known here.
+    """A model's context length in tokens, from its config.json; None where that is not known.
 
     Raises ValueError for a config.json that no model has.
     """
     if model.path.startswith(synthetic.MAKE_PREFIX):
-        return synthetic.SYNTHETIC_CONTEXT_LENGTHS.get(
-            model.path.removeprefix(synthetic.MAKE_PREFIX)
-        )
+        name = model.path.removeprefix(synthetic.MAKE_PREFIX)
+        return synthetic.SYNTHETIC_CONTEXT_LENGTHS.get(name)
     return hf_cache.read_context_length(hf_cache.read_model_config(model.path, model.revision))
 
 
 def prompt_headroom(run: RunConfig, context_length: int | None) -> int | None:
-    """Tokens that a completion of the full length leaves in the model's context, and in what the
-    engine is told to hold; None where neither is known. It may be less than 1.
+    """Tokens that the longest completion leaves for the prompt, in the model's context and in the
+    engine's max_model_len; None where neither is known. It may be less than 1.
     """
     limits = [n for n in (context_length, _engine_limit(run)[1]) if n is not None]
     return min(limits) - run.generation.max_completion_length if limits else None
@@ -36,18 +35,18 @@ def max_prompt_tokens(
 ) -> int:
     """Tokens of the longest prompt that any of these data sets may have; at least 1.
 
-    `context`: the most positions of the model; None = not known.
+    `context_length`: that of the model in tokens; None = not known.
     """
-    asked = max(source.max_prompt_length or DEFAULT_MAX_PROMPT_TOKENS for source in sources)
-    room = prompt_headroom(run, context_length)
-    return max(1, asked if room is None else min(asked, room))
+    limit = max(source.max_prompt_length or DEFAULT_MAX_PROMPT_TOKENS for source in sources)
+    headroom = prompt_headroom(run, context_length)
+    return max(1, limit if headroom is None else min(limit, headroom))
 
 
 def describe_prompt_limit(run: RunConfig, context_length: int | None) -> str:
-    """What a data.max_prompt_length of null became, and why, for the log."""
-    room = prompt_headroom(run, context_length)
+    """The limit that is used where data.max_prompt_length is null, and why, for the log."""
+    headroom = prompt_headroom(run, context_length)
     key = "data.max_prompt_length"
-    if room is None or room >= DEFAULT_MAX_PROMPT_TOKENS:
+    if headroom is None or headroom >= DEFAULT_MAX_PROMPT_TOKENS:
         why = f"the most while {key} is null; another number allows longer ones"
         return f"prompts of up to {DEFAULT_MAX_PROMPT_TOKENS} tokens: {why}"
     name, limit = _engine_limit(run)
@@ -55,11 +54,11 @@ def describe_prompt_limit(run: RunConfig, context_length: int | None) -> str:
     if limit is not None and (context_length is None or limit < context_length):
         bound = f"{name} = {limit}"
     why = f"{key} is null, and {bound} leaves no more beside generation.max_completion_length"
-    return f"prompts of up to {room} tokens: {why} = {run.generation.max_completion_length}"
+    return f"prompts of up to {headroom} tokens: {why} = {run.generation.max_completion_length}"
 
 
 def _engine_limit(run: RunConfig) -> tuple[str, int | None]:
-    """The key of a vLLM engine's most tokens, and its value; null where it is left to rloo."""
+    """The name of the backend's key max_model_len, and its value; None without vLLM, or if null."""
     section = VLLM_SECTIONS.get(run.generation.backend, "")
     engine = getattr(run.generation, section, None) if section else None
     return f"generation.{section}.max_model_len", getattr(engine, "max_model_len", None)

@@ -1,4 +1,4 @@
-"""Where every value of a composed config came from: a file and line, or the command line.
+"""Finds where every value of a composed config came from: a file and line, or the command line.
 
 Hydra forgets this (and ConfigStore never knew), so we keep our own map of YAML positions.
 """
@@ -6,7 +6,6 @@ Hydra forgets this (and ConfigStore never knew), so we keep our own map of YAML 
 import functools
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -14,9 +13,9 @@ from rloo_cli.utils.errors import ConfigError, Problem
 
 COMMAND_LINE = "command line"
 MAX_YAML_VALUES = 10_000  # values in one YAML file, aliases written out
-MAX_YAML_BYTES = 256_000  # bytes
+MAX_YAML_BYTES = 256_000
 MAX_YAML_DEPTH = 30  # levels
-PLAIN_TAGS = ("map", "seq", "str", "int", "float", "bool", "null", "merge", "timestamp")  # tags
+PLAIN_TAGS = ("map", "seq", "str", "int", "float", "bool", "null", "merge", "timestamp")
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,8 @@ class SourceLocation:
 
     path: Path
     line: int
-    value: Any
-    text: str = ""  # as it is written; of a list: its plain values, blanks between them
+    value: object
+    text: str = ""  # as it is written; for a list its plain values, with blanks between them
 
     def __str__(self) -> str:
         return f"{_short(self.path)}:{self.line}"
@@ -36,23 +35,22 @@ class SourceLocation:
 class ConfigSources:
     """What a config was composed from, the strongest first."""
 
-    overrides: list[str] = field(default_factory=list)  # key=value words, as Hydra got them
+    overrides: list[str] = field(default_factory=list)  # key=value, as Hydra got them
     files: list[tuple[Path, str]] = field(default_factory=list)  # file, and where it is mounted
 
     def __post_init__(self) -> None:
         self.locations = [yaml_locations(path, mount) for path, mount in self.files]
 
     def keys_set_by_user(self, recipe: Path | None) -> list[str]:
-        """Keys that the command line or this recipe's file sets to another value than they would
-        have without it; in the order in which they were written.
-        """
-        words = [word.lstrip("+~").partition("=") for word in self.overrides]
-        keys = [name for name, _, value in words if not value.startswith("{")]
-        value_of = {name: yaml_value(value) for name, _, value in words}
-        for path, places in zip((p for p, _ in self.files), self.locations, strict=True):
+        """Keys, as written in order, that the command line or this recipe's file sets to another
+        value than they would have without it."""
+        overrides = [override.lstrip("+~").partition("=") for override in self.overrides]
+        keys = [name for name, _, value in overrides if not value.startswith("{")]
+        value_of = {name: yaml_value(value) for name, _, value in overrides}
+        for (path, _), locations in zip(self.files, self.locations, strict=True):
             if path == recipe:
-                keys += [name for name in places if name not in keys]
-                value_of = {name: place.value for name, place in places.items()} | value_of
+                keys += [name for name in locations if name not in keys]
+                value_of = {name: at.value for name, at in locations.items()} | value_of
         return [key for key in keys if self.value_below(key) != value_of[key]]
 
     def location_of(self, key: str) -> str:
@@ -60,21 +58,22 @@ class ConfigSources:
         return self._find(key)[1]
 
     def sort_key(self, key: str) -> tuple[int, int]:
-        """Sorts keys as they were written: the command line's words, then each file's lines."""
+        """Sorts keys as they were written: the overrides in order, then each file's lines."""
         return self._find(key)[0]
 
     def _find(self, key: str) -> tuple[tuple[int, int], str]:
-        words = [(i, *w.lstrip("+~").partition("=")) for i, w in enumerate(self.overrides)]
-        for asked in _spellings(key):
-            for i, name, _, value in reversed(words):
-                inside = asked.startswith(f"{name}.") and value.startswith("{")
-                if asked == name or inside:
+        """The sort key and the location of a key; overrides have the first rank, 0."""
+        overrides = [(i, *w.lstrip("+~").partition("=")) for i, w in enumerate(self.overrides)]
+        for spelling in _spellings(key):
+            for i, name, _, value in reversed(overrides):
+                inside = spelling.startswith(f"{name}.") and value.startswith("{")
+                if spelling == name or inside:
                     return (0, i), self._override_location(i)
         for name in _spellings(key):
-            for i, places in enumerate(self.locations, 1):
-                if name in places:
-                    return (i, places[name].line), str(places[name])
-        for i, name, _, _ in reversed(words):
+            for i, locations in enumerate(self.locations, 1):
+                if name in locations:
+                    return (i, locations[name].line), str(locations[name])
+        for i, name, _, _ in reversed(overrides):
             # A choice (`model=tiny`, `~model`), or a section that only its own keys made.
             if key.startswith(f"{name}.") or name.startswith(f"{key}."):
                 return (0, i), self._override_location(i)
@@ -85,37 +84,37 @@ class ConfigSources:
         return f"{COMMAND_LINE}: {self.overrides[i].lstrip('+')}"
 
     def text_of(self, key: str) -> str:
-        """The text that gives `key` its value, as it was written: a word's value, or a file's."""
+        """The text that sets `key`, as it was written in an override or in a file."""
         (rank, at), _ = self._find(key)
         if rank == 0:
             return self.overrides[at].partition("=")[2]
-        places = self.locations[rank - 1] if rank <= len(self.locations) else {}
-        found = [places[name].text for name in _spellings(key) if name in places]
+        locations = self.locations[rank - 1] if rank <= len(self.locations) else {}
+        texts = [locations[name].text for name in _spellings(key) if name in locations]
         parent = key.rpartition(".")[0]
-        return found[0] if found or not parent else self.text_of(parent)
+        return texts[0] if texts or not parent else self.text_of(parent)
 
-    def value_below(self, key: str) -> Any:
-        """The value `key` would have without the one that is wrong: what stands below it.
+    def value_below(self, key: str) -> object:
+        """The value that `key` would have without the strongest place that sets it.
 
-        Under the command line's that is the strongest file's, a recipe's before conf's; under a
-        file's the next one's. None when there is none, or it is no plain value.
+        Below an override that is the strongest file's value, a recipe's before conf's; below a
+        file's the next file's. None where there is none, or it is not a plain value.
         """
-        found = [
-            places[name].value
+        values = [
+            locations[name].value
             for name in _spellings(key)
-            for places in self.locations
-            if name in places and places[name].value not in (None, "???")
+            for locations in self.locations
+            if name in locations and locations[name].value not in (None, "???")
         ]
         overridden = self._find(key)[0][0] == 0
-        rest = found if overridden else found[1:]
-        return rest[0] if rest and "$" not in str(rest[0]) else None
+        below = values if overridden else values[1:]
+        return below[0] if below and "$" not in str(below[0]) else None
 
 
 def read_user_yaml(path: Path) -> yaml.Node | None:
-    """The YAML of a user's file, unbuilt.
+    """The YAML of a user's file as nodes, from which no objects have been made.
 
-    Raises ConfigError for what is no file of YAML, too large, too deep, an alias bomb, or made of
-    anything but plain values (`!!python/object` and other tags).
+    Raises ConfigError for what is not a file of YAML, is too large or too deep, is an alias bomb,
+    or holds anything but plain values (`!!python/object` and other tags).
     """
     try:
         raw = _bytes(path)
@@ -124,24 +123,23 @@ def read_user_yaml(path: Path) -> yaml.Node | None:
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(broken_yaml_problem(path, error)) from None
     except RecursionError:
-        raise ConfigError(
-            broken_yaml_problem(path, RecursionError(f"over {MAX_YAML_DEPTH} levels deep"))
-        ) from None
+        too_deep = RecursionError(f"over {MAX_YAML_DEPTH} levels deep")
+        raise ConfigError(broken_yaml_problem(path, too_deep)) from None
     if too_many:
         why = f"over {MAX_YAML_VALUES} values, once its aliases (*name) are written out"
         raise ConfigError(Problem(f"{path.name} is too large for a config", str(path), why))
-    strange = root and _forbidden_node(root)
-    if strange:
-        what, where = f"{path.name} is not valid YAML", f"{path}:{strange[0]}"
-        raise ConfigError(Problem(what, where, strange[1]))
+    if root is not None and (forbidden := _forbidden_node(root)):
+        line, why = forbidden
+        raise ConfigError(Problem(f"{path.name} is not valid YAML", f"{path}:{line}", why))
     return root
 
 
 def _bytes(path: Path) -> bytes:
-    """A regular file's content, not more of it than a config may have."""
+    """A regular file's content. Raises ConfigError for more of it than a config may have."""
     if not path.is_file():
-        kind = "a folder" if path.is_dir() else "not there" if not path.exists() else "no file"
-        raise ConfigError(Problem(f"{path} is {kind}", str(path), "expected a file of YAML"))
+        kind = "is a folder" if path.is_dir() else "is not a file"
+        what = f"{path} {kind if path.exists() else 'does not exist'}"
+        raise ConfigError(Problem(what, str(path), "expected a file of YAML"))
     with path.open("rb") as file:
         raw = file.read(MAX_YAML_BYTES + 1)
     if len(raw) > MAX_YAML_BYTES:
@@ -151,7 +149,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _forbidden_node(root: yaml.Node) -> tuple[int, str] | None:
-    """The line of a value that is none of PLAIN, or that lies too deep, and why."""
+    """The line of a value that is not plain (PLAIN_TAGS), or that lies too deep, and why."""
     waiting = [(root, 0)]
     while waiting:
         node, depth = waiting.pop()
@@ -165,15 +163,15 @@ def _forbidden_node(root: yaml.Node) -> tuple[int, str] | None:
 
 
 def broken_yaml_problem(path: Path, error: Exception) -> Problem:
-    """What to say of a file that is not YAML."""
+    """The problem of a file that is not YAML, at the line that `error` names."""
     mark = getattr(error, "problem_mark", None)
-    place = f"{path}:{mark.line + 1}" if mark else str(path)
-    return Problem(
-        f"{path.name} is not valid YAML", place, getattr(error, "problem", None) or str(error)
-    )
+    where = f"{path}:{mark.line + 1}" if mark else str(path)
+    why = getattr(error, "problem", None) or str(error)
+    return Problem(f"{path.name} is not valid YAML", where, why)
 
 
 def _node_size(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """The number of values in a node, aliases written out. `sizes`: by id, of those counted yet."""
     if id(node) not in sizes:
         sizes[id(node)] = MAX_YAML_VALUES + 1  # while it is open: what holds itself has no end
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
@@ -183,7 +181,7 @@ def _node_size(node: yaml.Node, sizes: dict[int, int]) -> int:
 
 
 def yaml_locations(path: Path, mount: str = "") -> dict[str, SourceLocation]:
-    """Dotted key -> its place in a YAML file whose content is mounted at `mount`."""
+    """Dotted key -> its location in a YAML file whose content is mounted at `mount`."""
     try:
         return dict(_yaml_locations(path, path.read_text(), mount))
     except (OSError, yaml.YAMLError):
@@ -193,7 +191,7 @@ def yaml_locations(path: Path, mount: str = "") -> dict[str, SourceLocation]:
 @functools.lru_cache(256)  # a sweep composes from the same files for each of its jobs
 def _yaml_locations(path: Path, text: str, mount: str) -> dict[str, SourceLocation]:
     root = yaml.compose(text, Loader=yaml.SafeLoader)
-    found: dict[str, SourceLocation] = {}
+    locations: dict[str, SourceLocation] = {}
     if text.lstrip().startswith("# @package _global_"):
         mount = ""
 
@@ -203,15 +201,15 @@ def _yaml_locations(path: Path, text: str, mount: str) -> dict[str, SourceLocati
         for key, value in node.value:
             name = f"{prefix}.{key.value}" if prefix else str(key.value)
             plain = _plain(value) if isinstance(value, yaml.ScalarNode) else None
-            found[name] = SourceLocation(path, key.start_mark.line + 1, plain, _text(value))
+            locations[name] = SourceLocation(path, key.start_mark.line + 1, plain, _text(value))
             walk(value, name)
 
     walk(root, mount)
-    return found
+    return locations
 
 
-def _plain(node: yaml.ScalarNode) -> Any:
-    """A scalar's value; text is itself, whatever else it would be as YAML."""
+def _plain(node: yaml.ScalarNode) -> object:
+    """A scalar's value; a text in quotes stays text, whatever else it would be as YAML."""
     return node.value if node.tag.endswith(":str") else yaml.safe_load(node.value)
 
 
@@ -221,8 +219,8 @@ def _text(node: yaml.Node) -> str:
     return " ".join(part.value for part in parts if isinstance(part, yaml.ScalarNode))
 
 
-def yaml_value(text: str) -> Any:
-    """A word's value as YAML reads it; the text itself where that is not YAML."""
+def yaml_value(text: str) -> object:
+    """An override's value as YAML reads it; the text itself where that is not YAML."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -230,7 +228,7 @@ def yaml_value(text: str) -> Any:
 
 
 def _spellings(key: str) -> list[str]:
-    """A key of one reward may have come from the defaults of all rewards."""
+    """A key, and for one reward's key the same key of the defaults of all rewards."""
     parts = key.split(".")
     common = [".".join(["reward_defaults", *parts[2:]])] if parts[0] == "reward" else []
     return [key, *(common if len(parts) > 2 else [])]

@@ -1,4 +1,4 @@
-"""Names to things: `accuracy` -> the module rloo_cli/rewards/accuracy.py, `file.py:name` -> code.
+"""Finds things by name: `accuracy` -> rloo_cli/rewards/accuracy.py, `file.py:name` -> code.
 
 Adding a reward, an algorithm or a generation backend is adding its file (and its YAML): the
 file's name is its registry name. Each has a class `Config`, read here without importing torch.
@@ -27,19 +27,19 @@ REGISTRIES = {"rewards": "reward", "algorithms": "algorithm", "generation": "gen
 
 @cache
 def registry_names(registry: str) -> dict[str, str]:
-    """Registry names of a room (`rewards`, `algorithms`, `generation`) -> module names.
+    """Registry names of a package (`rewards`, `algorithms`, `generation`) -> module names.
 
-    Every module of the room's folder is one; what several of them share lies in its sub-folders.
+    Every module of the package's folder is one; what several of them share lies in sub-folders.
     """
     package = importlib.import_module(f"rloo_cli.{registry}")
-    found = [m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg]
-    return {name.removesuffix("_"): f"rloo_cli.{registry}.{name}" for name in found}
+    modules = [m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg]
+    return {name.removesuffix("_"): f"rloo_cli.{registry}.{name}" for name in modules}
 
 
 def registered_module(registry: str, name: str) -> ModuleType:
     """The module behind a registry name; for an algorithm also a file of the user's own.
 
-    Raises KeyError for an unknown one, ConfigError for a file that is not there.
+    Raises KeyError for an unknown one, ConfigError for a file that does not exist.
     """
     if is_user_file(registry, name):
         return _algorithm_file(name)
@@ -73,12 +73,12 @@ def _not_an_algorithm(name: str, why: str) -> Problem:
 
 
 def config_class(registry: str, name: str) -> Any:
-    """The `Config` of a registry name."""
+    """The class `Config` of a registry name's module, a pydantic model."""
     return registered_module(registry, name).Config
 
 
 def algorithm_class(name: str) -> Any:
-    """The class of an algorithm, ours or of a user's own file.
+    """The class of an algorithm (`algorithms.common.base`), ours or of a user's own file.
 
     Raises ConfigError for a file that has none or several, or whose class leaves a hook open.
     """
@@ -105,29 +105,24 @@ def split_code_spec(spec: str) -> tuple[str, str]:
     """`file.py:name` -> its two halves. Raises ConfigError when there is no colon."""
     where, colon, name = spec.rpartition(":")
     if not colon or not where or not name.isidentifier():
-        raise ConfigError(
-            Problem(
-                f"{spec!r} does not name code",
-                why="expected path/to/file.py:name or package.module:name",
-            )
-        )
+        why = "expected path/to/file.py:name or package.module:name"
+        raise ConfigError(Problem(f"{spec!r} does not name code", why=why))
     return where, name
 
 
 def load_code(spec: str) -> Any:
     """Import a user's own code: `path/to/file.py:name` or `package.module:name`.
 
-    Raises ConfigError when the file, the name or the import is not there. What the file itself
-    raises is shown with the user's own frames by the caller.
+    Raises ConfigError where the file, the name or the module does not exist. What the file itself
+    raises is shown by the caller, with the user's own frames.
     """
     where, name = split_code_spec(spec)
     where = MOVED_MODULES.get(where, where)
     loaded = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
     if not hasattr(loaded, name):
         public = [n for n, v in vars(loaded).items() if callable(v) and not n.startswith("_")]
-        raise ConfigError(
-            Problem(f"{where} has no {name!r}", why=f"it has: {', '.join(public) or 'nothing'}")
-        )
+        why = f"it has: {', '.join(public) or 'nothing'}"
+        raise ConfigError(Problem(f"{where} has no {name!r}", why=why))
     return getattr(loaded, name)
 
 
@@ -174,11 +169,12 @@ _FOLDERS: set[Path] = set()  # of the user's files that were loaded
 
 
 def _namesakes(here: Path) -> dict[str, ModuleType]:
-    """Take out modules that lie beside another user's file and have a namesake in this folder."""
-    found = {}
-    for name, known in sys.modules.copy().items():  # threads import meanwhile
-        file = getattr(known, "__file__", None)
+    """Remove from sys.modules the modules that lie beside another user's file and have a namesake
+    in this folder."""
+    removed = {}
+    for name, module in sys.modules.copy().items():  # threads import meanwhile
+        file = getattr(module, "__file__", None)
         beside = file is not None and Path(file).parent in _FOLDERS - {here}
         if beside and "." not in name and (here / f"{name}.py").is_file():
-            found[name] = sys.modules.pop(name)
-    return found
+            removed[name] = sys.modules.pop(name)
+    return removed

@@ -34,25 +34,20 @@ def distributed_problems(run: RunConfig) -> Iterator[Problem]:
     """Everything wrong with the section `distributed`."""
     section, engine = run.distributed, run.distributed.engine
     processes = (section.num_processes or 1) * section.num_nodes
-    for key in ("num_processes", "num_nodes") if engine == "single" else ():
-        number = getattr(section, key)
+    for leaf in ("num_processes", "num_nodes") if engine == "single" else ():
+        number, key = getattr(section, leaf), f"distributed.{leaf}"
         if (number or 1) > 1:
-            yield Problem(
-                f"distributed.{key} = {number}, and distributed.engine = single is one process",
-                f"distributed.{key}",
-                "single trains in one process on one device",
-                f"distributed=ddp (or zero2, fsdp2) distributed.{key}={number}",
-            )
+            what = f"{key} = {number}, and distributed.engine = single is one process"
+            fix = f"distributed=ddp (or zero2, fsdp2) {key}={number}"
+            yield Problem(what, key, "single trains in one process on one device", fix)
     if engine != "single":
         yield from prompts_per_rank_problems(run, processes)
     if engine not in ENGINES_WITH_OFFLOAD.get(section.offload, (engine,)):
-        can = ENGINES_WITH_OFFLOAD[section.offload]
-        yield Problem(
-            f"distributed.offload = {section.offload} is nothing that {engine} does",
-            "distributed.offload",
-            f"distributed.engine = {engine}; it needs one of: {', '.join(can)}",
-            f"distributed={can[-1]} distributed.offload={section.offload}",
-        )
+        key, engines = "distributed.offload", ENGINES_WITH_OFFLOAD[section.offload]
+        what = f"{key} = {section.offload} is not possible with {engine}"
+        why = f"distributed.engine = {engine}; it needs one of: {', '.join(engines)}"
+        fix = f"distributed={engines[-1]} {key}={section.offload}"
+        yield Problem(what, key, why, fix)
     yield from _shards(run)
     if section.rdzv is not None and parse_address(section.rdzv) is None:
         yield Problem(
@@ -64,18 +59,18 @@ def distributed_problems(run: RunConfig) -> Iterator[Problem]:
 
 
 def _shards(run: RunConfig) -> Iterator[Problem]:
-    """What an engine that shards the weights cannot do, since it needs whole weights."""
+    """Keys that need whole weights, with an engine that shards them."""
     engine, model = run.distributed.engine, run.model
     if engine not in SHARDED_ENGINES:
         return
-    whole = {
+    needs_whole = {  # key -> whether it is set, and a fix
         "model.lora": (model.lora is not None, "model.lora=null, or distributed=zero2"),
         "model.quantization": (model.quantization is not None, "distributed=ddp"),
         "model.ref_sync.every": (model.ref_sync.every > 0, "distributed=zero2"),
         "model.ref_offload": (model.ref_offload, "model.ref_offload=false: it is in shards"),
     }
-    for key, (wanted, fix) in whole.items():
-        if wanted:
+    for key, (is_set, fix) in needs_whole.items():
+        if is_set:
             what = f"{key} and distributed.engine = {engine} do not go together"
             why = f"{engine} keeps the weights in shards, and this needs them whole on each process"
             yield Problem(what, key, why, fix)
@@ -150,14 +145,12 @@ def _template(key: str, source: DataConfig) -> Iterator[Problem]:
 
 def user_code_specs(run: RunConfig) -> dict[str, str]:
     """Key -> file.py:name of every filter and map that is the user's code; each code once."""
-    values = {
-        f"{key}.{k}": getattr(s, k)
-        for key, s in configured_splits(run).items()
-        for k in ("filter", "map")
-    }
-    codes = {key: spec for key, spec in values.items() if isinstance(spec, str)}
-    return {key: spec for n, (key, spec) in enumerate(codes.items())
-            if spec not in [*codes.values()][:n]}  # fmt: skip
+    codes: dict[str, str] = {}
+    for key, split in configured_splits(run).items():
+        for leaf, spec in (("filter", split.filter), ("map", split.map)):
+            if isinstance(spec, str) and spec not in codes.values():
+                codes[f"{key}.{leaf}"] = spec
+    return codes
 
 
 def configured_splits(run: RunConfig) -> dict[str, DataConfig]:
@@ -188,7 +181,7 @@ def run_problems(run: RunConfig) -> Iterator[Problem]:
     yield from distributed_problems(run)
     yield from registry.algorithm_class(run.algorithm.name)(run.algorithm).rules(run)
     backend = registry.registered_module("generation", run.generation.backend)
-    yield from getattr(backend, "rules", _no_rule_problems)(run)
+    yield from backend.rules(run) if hasattr(backend, "rules") else ()
     yield from rules_paths.path_problems(run)
     yield from rules_model.model_file_problems(run)
     yield from data_problems(run)
@@ -200,10 +193,6 @@ def run_problems(run: RunConfig) -> Iterator[Problem]:
     yield from rules_lora.adapter_problems(run)
     yield from _evaluation(run)
     yield from config_judge.judge_problems(run)
-
-
-def _no_rule_problems(run: RunConfig) -> Iterator[Problem]:
-    yield from ()
 
 
 def _length(run: RunConfig) -> Iterator[Problem]:
@@ -287,9 +276,7 @@ def code_problems(key: str, spec: str) -> Iterator[Problem]:
         yield Problem(f"{key}: {where} does not exist", key, f"looked at {path.absolute()}")
         return
     try:
-        tree = ast.parse(
-            path.read_bytes(), str(path)
-        )  # bytes: in the encoding that the file declares
+        tree = ast.parse(path.read_bytes(), str(path))  # bytes: in the encoding the file declares
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", 1)
         yield Problem(f"{key}: {where} is not valid Python", f"{where}:{line}", str(error))
@@ -358,15 +345,16 @@ def _context(run: RunConfig) -> Iterator[Problem]:
     if why:
         yield Problem(f"model.path = {path!r} cannot be loaded", "model.path", why)
         return
-    answer, prompt = run.generation.max_completion_length, run.data.max_prompt_length or 1
-    if limit is None or answer + prompt <= limit:
+    longest, prompt = run.generation.max_completion_length, run.data.max_prompt_length or 1
+    if limit is None or longest + prompt <= limit:
         return
     needed = f"max_prompt_length {prompt}" if run.data.max_prompt_length else "a prompt of 1 token"
     fix = f"{key}={max(1, limit // 2)}"
-    if limit > answer:
-        key, fix = "data.max_prompt_length", f"data.max_prompt_length={limit - answer}"
+    if limit > longest:
+        key, fix = "data.max_prompt_length", f"data.max_prompt_length={limit - longest}"
     what = f"prompt and completion do not fit the model's context of {limit} tokens"
-    yield Problem(what, key, f"{needed} + max_completion_length {answer} = {answer + prompt}", fix)
+    why = f"{needed} + max_completion_length {longest} = {longest + prompt}"
+    yield Problem(what, key, why, fix)
 
 
 def _attention(run: RunConfig) -> Iterator[Problem]:

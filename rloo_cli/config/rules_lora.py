@@ -1,6 +1,6 @@
-"""What adapters, quantised weights and references that move rule out, found without torch.
+"""What adapters, quantised weights and moving references forbid each other, found without torch.
 
-An adapter that training goes on from says itself what it is; its keys have to say the same.
+An adapter that training goes on from has a config of its own; the keys have to agree with it.
 """
 
 import json
@@ -13,7 +13,7 @@ from rloo_cli.utils.errors import Problem
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 VLLM_BACKENDS = ("vllm_server", "vllm_colocate")
-VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 makes room for
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 allocates
 # Key of model.lora -> the name in an adapter's own config.
 PEFT_NAMES = {"r": "r", "alpha": "lora_alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
 
@@ -38,27 +38,27 @@ def _adapter(run: RunConfig, keys: LoraConfig) -> Iterator[Problem]:
             "model.lora.dropout=0, or model.disable_dropout=false",
         )
     if keys.bias != "none" and run.model.ref_path is None and run.algorithm.needs_reference:
-        yield Problem(
-            f"model.lora.bias = {keys.bias} leaves no reference",
-            "model.lora.bias",
+        what = f"model.lora.bias = {keys.bias} leaves no reference"
+        why = (
             "the reference is the model without its adapter, and biases that are trained are"
-            " part of the model itself",
-            "model.lora.bias=none, or model.ref_path=... for a model of its own",
+            " part of the model itself"
         )
+        fix = "model.lora.bias=none, or model.ref_path=... for a model of its own"
+        yield Problem(what, "model.lora.bias", why, fix)
 
 
 def _saved_adapter_problems(keys: LoraConfig) -> Iterator[Problem]:
-    """The adapter of model.lora.path against the keys."""
+    """Why training cannot go on from the adapter of model.lora.path with these keys."""
     if keys.path is None:
         return
     where, file = "model.lora.path", Path(keys.path) / ADAPTER_CONFIG_FILE
     if not file.is_file():
         why, fix = f"there is no {file.absolute()}", "a folder that peft or rloo saved"
-        yield Problem(f"{keys.path} is no adapter", where, why, fix)
+        yield Problem(f"{keys.path} is not an adapter", where, why, fix)
         return
     try:
-        said = json.loads(file.read_text())
-        kind = said["peft_type"]
+        adapter = json.loads(file.read_text())
+        kind = adapter["peft_type"]
     except (ValueError, KeyError, TypeError, RecursionError):
         yield Problem(f"{file} is not the config of an adapter", where)
         return
@@ -67,7 +67,8 @@ def _saved_adapter_problems(keys: LoraConfig) -> Iterator[Problem]:
         yield Problem(f"{keys.path} is another kind of adapter", where, why)
         return
     for name, theirs in PEFT_NAMES.items():
-        ours, found = getattr(keys, name), said.get(theirs) or type(getattr(keys, name))()
+        ours = getattr(keys, name)
+        found = adapter.get(theirs) or type(ours)()
         if ours != found:
             key = f"model.lora.{name}"
             value = str(found).lower() if isinstance(found, bool) else found
@@ -76,33 +77,21 @@ def _saved_adapter_problems(keys: LoraConfig) -> Iterator[Problem]:
 
 
 def _engine(run: RunConfig, keys: LoraConfig) -> Iterator[Problem]:
-    """vLLM computes plain LoRA, and nothing else of what peft knows."""
+    """Why vLLM cannot sample with an adapter of these keys: it computes plain LoRA only."""
     if run.generation.backend not in VLLM_BACKENDS:
         return
-    plain = "generation=transformers"
-    odd = {
-        "use_dora": (keys.use_dora, "vLLM has no DoRA", "model.lora.use_dora=false"),
-        "modules_to_save": (
-            keys.modules_to_save,
-            "vLLM takes no whole layers from an adapter",
-            "model.lora.modules_to_save=[]",
-        ),
-        "bias": (
-            keys.bias != "none",
-            "vLLM takes no biases from an adapter",
-            "model.lora.bias=none",
-        ),
-        "r": (
-            keys.r > VLLM_LORA_RANKS[-1],
-            f"vLLM makes room for ranks up to {VLLM_LORA_RANKS[-1]}",
-            f"model.lora.r={VLLM_LORA_RANKS[-1]}",
-        ),
+    top, whole = VLLM_LORA_RANKS[-1], "vLLM takes no whole layers from an adapter"
+    odd = {  # key -> whether vLLM cannot compute it, why, and a value that it can
+        "use_dora": (keys.use_dora, "vLLM has no DoRA", "false"),
+        "modules_to_save": (keys.modules_to_save, whole, "[]"),
+        "bias": (keys.bias != "none", "vLLM takes no biases from an adapter", "none"),
+        "r": (keys.r > top, f"vLLM makes room for ranks up to {top}", top),
     }
-    for name, (is_odd, why, fix) in odd.items():
+    for name, (is_odd, why, good) in odd.items():
         if is_odd:
             key = f"model.lora.{name}"
             what = f"{key} = {getattr(keys, name)} cannot be sampled by {run.generation.backend}"
-            yield Problem(what, key, why, f"{plain}, or {fix}")
+            yield Problem(what, key, why, f"generation=transformers, or {key}={good}")
     section = f"generation.{run.generation.backend.removeprefix('vllm_')}"
     engine = getattr(run.generation, section.partition(".")[2])
     if engine.transfer in ("nccl", "ipc"):
@@ -142,16 +131,16 @@ def _reference(run: RunConfig) -> Iterator[Problem]:
 
 
 def unsupported_adapter_problems(run: RunConfig, section: str) -> Iterator[Problem]:
-    """`rloo sft` and `rloo reward-model` train whole models. `section`: whose verb it is."""
+    """Adapter keys that are set where a `section` (sft, reward_model) trains all weights."""
     for key in ("lora", "quantization"):
         if getattr(run.model, key) is not None:
-            why = "it trains every weight: the policy's adapter would be left out without a word"
+            why = "it trains every weight: the policy's adapter would be ignored"
             what = f"model.{key} is not for {section}"
             yield Problem(what, f"model.{key}", why, f"model.{key}=null")
 
 
 def adapter_package_problems(run: RunConfig) -> Iterator[Problem]:
-    """What these keys need and `pip install rloo-cli` does not bring."""
+    """Packages that these keys need and `pip install rloo-cli` does not install."""
     needed = {"lora": ("peft", "peft"), "quantization": ("bitsandbytes", "quantization")}
     for key, (package, extra) in needed.items():
         if getattr(run.model, key) is not None and find_spec(package) is None:

@@ -1,4 +1,4 @@
-"""What the folder of a model says about itself and rules out, read without torch."""
+"""Checks a model by the files in its folder, without torch."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 
 def model_file_problems(run: RunConfig) -> Iterator[Problem]:
-    """What is wrong with the policy and its reference, as far as their files tell."""
+    """What is wrong with the policy and its reference, as far as their files show it."""
     policy = _values(run.model.path, run.model.revision)
     if why := wrong_head_reason(policy):
         yield Problem(f"{run.model.path} is not a language model", "model.path", why)
@@ -38,7 +38,7 @@ def model_file_problems(run: RunConfig) -> Iterator[Problem]:
 
 
 def wrong_head_reason(values: JsonObject) -> str:
-    """Why the weights of this config.json have no head of a language model; "" = they may."""
+    """Why the weights of this config.json have no language model's head; "" = they may have one."""
     classes = [str(c) for c in values.get("architectures") or []]
     if classes and all(c.endswith(OTHER_HEADS) for c in classes):
         return f"its config.json says {classes[0]}: its head would be left out for another one"
@@ -46,9 +46,9 @@ def wrong_head_reason(values: JsonObject) -> str:
 
 
 def uncounted_layers(values: JsonObject, unexpected: Iterable[str]) -> list[str]:
-    """Names among `unexpected` tensors of layers that the config.json does not count.
+    """Names among `unexpected` tensors of layers beyond the number in the config.json.
 
-    Layers for predicting several tokens at once come after the others, and are left out by right.
+    Layers for predicting several tokens at once come after the others, and are rightly left out.
     """
     inner = values.get("text_config")
     text = inner if isinstance(inner, dict) else values
@@ -56,22 +56,21 @@ def uncounted_layers(values: JsonObject, unexpected: Iterable[str]) -> list[str]
     if not isinstance(count, int):
         return []
     count += int(text.get("num_nextn_predict_layers") or 0)
-    found = ((name, LAYER_NUMBER.search(name)) for name in unexpected)
-    return sorted(name for name, match in found if match and int(match[1]) >= count)
+    matches = ((name, LAYER_NUMBER.search(name)) for name in unexpected)
+    return sorted(name for name, match in matches if match and int(match[1]) >= count)
 
 
 def model_file_notes(run: RunConfig) -> list[str]:
-    """What a reader of the log must know of these folders."""
-    named = {"model.path": run.model.path, "model.ref_path": run.model.ref_path}
-    told = []
-    for key, path in named.items():
-        revision = run.model.revision if key == "model.path" else None
-        if path and _values(path, revision).get("auto_map") and not run.model.trust_remote_code:
-            told.append(
-                f"warning: {key}: {path} brings Python code of its own (auto_map), which is not"
-                " used: transformers' class is (model.trust_remote_code=false)"
-            )
-    return told
+    """Notes for the log: models that bring code which is not used."""
+    models = {"model.path": run.model.path, "model.ref_path": run.model.ref_path}
+    return [
+        f"warning: {key}: {path} brings Python code of its own (auto_map), which is not used:"
+        " transformers' class is (model.trust_remote_code=false)"
+        for key, path in models.items()
+        if path
+        and not run.model.trust_remote_code
+        and _values(path, run.model.revision if key == "model.path" else None).get("auto_map")
+    ]
 
 
 def _tokenizer(run: RunConfig) -> Iterator[Problem]:
@@ -82,14 +81,14 @@ def _tokenizer(run: RunConfig) -> Iterator[Problem]:
     except OSError:
         return
     if not names or (key == "model.path" and "config.json" not in names):
-        return  # not a folder, or not a model's: that is said elsewhere
+        return  # not a folder, or not a model's: that is reported elsewhere
     if not names & {*TOKENIZER_FILES} and not any(n.endswith(".tiktoken") for n in names):
         why = f"{folder.absolute()} has none of {', '.join(TOKENIZER_FILES[:4])}, ..."
         yield Problem(f"{folder} has no tokenizer", key, why, "model.tokenizer=FOLDER or ORG/NAME")
 
 
 def _values(path: str, revision: str | None = None) -> JsonObject:
-    """A model's config.json; {} for one that cannot be read, which `rules` says."""
+    """A model's config.json; {} for one that cannot be read, which `rules` reports."""
     try:
         return hf_cache.read_model_config(path, revision)
     except ValueError:

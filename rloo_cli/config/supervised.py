@@ -1,7 +1,7 @@
-"""The two trainings before RLOO, as a run's config describes them: model, data, where it is kept.
+"""Settings of the two trainings before RLOO, from a run's config: model, data, output folder.
 
-Imports no torch. What a key of `sft` or `reward_model` leaves null is filled in from `model` and
-`data` here, and nowhere else.
+Imports no torch. A key of `sft` or `reward_model` that is null is filled in from `model` and `data`
+here, and nowhere else.
 """
 
 from collections.abc import Iterator
@@ -17,70 +17,63 @@ TRAINING_SECTIONS = ("sft", "reward_model")
 
 def training_settings(run: RunConfig, section: str) -> TrainingConfig:
     """The section `sft` or `reward_model`."""
-    found: TrainingConfig = getattr(run, section)
-    return found
+    settings: TrainingConfig = getattr(run, section)
+    return settings
 
 
 def training_model(run: RunConfig, section: str) -> ModelConfig:
     """The model that a training starts from; there is no reference."""
-    own = training_settings(run, section)
-    if own.path is None:
-        return run.model.model_copy(update={"ref_path": None})
-    other = {"path": own.path, "revision": own.revision, "ref_path": None}
+    settings = training_settings(run, section)
+    other: dict[str, object] = {"ref_path": None}
+    if settings.path is not None:
+        other |= {"path": settings.path, "revision": settings.revision}
     return run.model.model_copy(update=other)
 
 
 def training_data(run: RunConfig, section: str) -> DataConfig:
-    """The rows of a training. Another data set than the run's has its own names and columns."""
-    own = training_settings(run, section).data
-    given = own.model_dump(exclude_none=True)
-    if own.path is not None:
-        plain: JsonObject = {
-            "name": own.name,
-            "revision": own.revision,
-            "columns": {},
-            "max_samples": None,
-            "mixture": None,
-            "filter": None,
-            "map": None,
-            "streaming": False,
-        }
-        given = plain | given
-    # Longer rows are left out, whatever data.overlong does to prompts: a cut prompt would be
+    """The data of a training. Another data set than the run's has names and columns of its own."""
+    settings = training_settings(run, section).data
+    values: JsonObject = settings.model_dump(exclude_none=True)
+    if settings.path is not None:
+        plain = dict.fromkeys(("name", "revision", "max_samples", "mixture", "filter", "map"))
+        values = plain | {"columns": {}, "streaming": False} | values
+    # Longer examples are left out, whatever data.overlong does to prompts: a cut prompt would be
     # trained on as if it were whole.
-    limits = {"eval_split": own.eval_split, "overlong": "filter"}
-    return run.data.model_copy(update=given | limits)
+    limits = {"eval_split": settings.eval_split, "overlong": "filter"}
+    return run.data.model_copy(update=values | limits)
 
 
 def training_folder(run: RunConfig, section: str) -> Path:
-    """Where the model is kept: no run's folder, which is root/name."""
+    """The folder that the trained model is written to; it is not a run folder, root/name."""
     return Path(run.root, section, str(run.name))
 
 
 def training_problems(run: RunConfig, section: str) -> Iterator[Problem]:
-    """What is wrong with the paths of a training, before anything is loaded."""
-    own = training_settings(run, section)
-    if own.path is not None:
-        yield from rules_paths.named_path_problems(
-            f"{section}.path", own.path, synthetic.SYNTHETIC_MODELS
+    """What is wrong with the settings of a training, found before anything is loaded."""
+    settings = training_settings(run, section)
+    if settings.path is not None:
+        key, names = f"{section}.path", synthetic.SYNTHETIC_MODELS
+        yield from rules_paths.named_path_problems(key, settings.path, names)
+    key = f"{section}.data.path"
+    if settings.data.path is None and run.data.path is None:
+        what, why = f"{section} reads one data set", "data.mixture is not a data set of its own"
+        yield Problem(what, key, why, f"{key}=...")
+    if settings.data.path is not None:
+        names = synthetic.SYNTHETIC_DATA
+        yield from rules_paths.named_path_problems(key, settings.data.path, names)
+    if settings.revision is not None and settings.path is None:
+        what, why = (
+            f"{section}.revision is set without {section}.path",
+            "the model is model.path, which has a revision of its own",
         )
-    if own.data.path is None and run.data.path is None:
-        what, fix = f"{section} reads one data set", f"{section}.data.path=..."
-        yield Problem(what, f"{section}.data.path", "data.mixture is no data set of its own", fix)
-    if own.data.path is not None:
-        yield from rules_paths.named_path_problems(
-            f"{section}.data.path", own.data.path, synthetic.SYNTHETIC_DATA
-        )
-    if own.revision is not None and own.path is None:
         fix = "model.revision=..., or say which model it is of"
-        yield Problem(f"{section}.revision is set without {section}.path", f"{section}.revision",
-                      "the model is model.path, which has a revision of its own", fix)  # fmt: skip
+        yield Problem(what, f"{section}.revision", why, fix)
     yield from rules_lora.unsupported_adapter_problems(run, section)
-    if own.micro_batch_size is not None and own.micro_batch_size > own.batch_size:
+    size, batch_size = settings.micro_batch_size, settings.batch_size
+    if size is not None and size > batch_size:
         key = f"{section}.micro_batch_size"
-        why = f"a step has {own.batch_size} rows ({section}.batch_size)"
-        yield Problem(f"{key} = {own.micro_batch_size} is more than a step has", key, why,
-                      f"{key}={own.batch_size}")  # fmt: skip
+        why = f"a step has {batch_size} examples ({section}.batch_size)"
+        yield Problem(f"{key} = {size} is more than a step has", key, why, f"{key}={batch_size}")
 
 
 def training_download_problems(run: RunConfig, section: str) -> Iterator[Problem]:
@@ -88,21 +81,20 @@ def training_download_problems(run: RunConfig, section: str) -> Iterator[Problem
     if not hf_cache.is_hub_offline():
         return
     model, data = training_model(run, section), training_data(run, section)
-    own = training_settings(run, section)
+    settings, cache = training_settings(run, section), hf_cache.hub_cache_folder()
+    model_key = f"{section}.path" if settings.path else "model.path"
+    data_key = f"{section}.data.path" if settings.data.path else "data.path"
     needed = [
-        (f"{section}.path" if own.path else "model.path", model.path, model.revision, "model"),
+        (model_key, model.path, model.revision, "model"),
         ("model.tokenizer", model.tokenizer or "", None, "model"),
-        (f"{section}.data.path" if own.data.path else "data.path", data.path or "", data.revision,
-         "dataset"),
-    ]  # fmt: skip
+        (data_key, data.path or "", data.revision, "dataset"),
+    ]
     for key, path, revision, kind in needed:
-        here = (
-            not path or path.startswith(synthetic.MAKE_PREFIX) or Path(path).expanduser().exists()
-        )
-        if not here and not hf_cache.is_in_hub_cache(path, revision, kind):
-            why = (
-                f"HF_HUB_OFFLINE is set, and it is not in the cache: {hf_cache.hub_cache_folder()}"
-            )
-            word = "data.path" if kind == "dataset" else "model.path"
-            fix = f"on a machine with network: {hf_cache.fetch_command()} {word}={path}"
-            yield Problem(f"{key} = {path!r} is not to be had", key, why, fix)
+        is_synthetic = path.startswith(synthetic.MAKE_PREFIX)
+        if not path or is_synthetic or Path(path).expanduser().exists():
+            continue
+        if not hf_cache.is_in_hub_cache(path, revision, kind):
+            why = f"HF_HUB_OFFLINE is set, and it is not in the cache: {cache}"
+            override = f"{'data' if kind == 'dataset' else 'model'}.path={path}"
+            fix = f"on a machine with network: {hf_cache.fetch_command()} {override}"
+            yield Problem(f"{key} = {path!r} was not found", key, why, fix)

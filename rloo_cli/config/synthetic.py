@@ -1,8 +1,7 @@
-"""Things made on the spot, so that a recipe needs no download: `model.path=make:NAME`.
+"""Models and data that are made on the spot, so that a recipe needs no download: `make:NAME`.
 
-CONTEXT: the most tokens a made model takes, for checks that come before torch.
-MODELS, DATA: name -> `module:function`, read without importing torch. A model is a function that
-returns the folder it lies in; data is a function from the split's name to rows.
+SYNTHETIC_MODELS, SYNTHETIC_DATA: name -> `module:function`, read without importing torch. A model's
+function returns the folder that it is in; a data set's takes the split's name and returns examples.
 """
 
 from pathlib import Path
@@ -18,7 +17,7 @@ SYNTHETIC_MODELS = {
     "tldr_sft": "rloo_cli.train.supervised.tldr:tldr_sft_folder",
     "tldr_reward": "rloo_cli.train.supervised.tldr:tldr_reward_folder",
 }
-SYNTHETIC_CONTEXT_LENGTHS = {  # positions of the model
+SYNTHETIC_CONTEXT_LENGTHS = {  # of the models, in tokens, for checks that come before torch
     "addition": 64, "tiny": 2048, "tiny_reward": 2048,
     "tldr_base": 128, "tldr_sft": 128, "tldr_reward": 128,
 }  # fmt: skip
@@ -33,15 +32,14 @@ SYNTHETIC_DATA = {
 
 
 def resolve_model_path(path: str) -> str:
-    """A path `make:NAME` -> the folder where that model now lies; others as they are."""
+    """Make the model of a path `make:NAME`, and return its folder; other paths as they are."""
     if path.startswith(MAKE_PREFIX):
         return str(registry.load_code(SYNTHETIC_MODELS[path.removeprefix(MAKE_PREFIX)])())
     return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 def synthetic_examples(path: str, split: str) -> list[dict[str, object]]:
-    """The rows of a split of `make:NAME`. Raises KeyError for a split it has not."""
-    found: list[dict[str, object]] = registry.load_code(
-        SYNTHETIC_DATA[path.removeprefix(MAKE_PREFIX)]
-    )(split)
-    return found
+    """The examples of a split of `make:NAME`. Raises KeyError for a split that it does not have."""
+    make = registry.load_code(SYNTHETIC_DATA[path.removeprefix(MAKE_PREFIX)])
+    examples: list[dict[str, object]] = make(split)
+    return examples

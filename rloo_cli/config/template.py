@@ -1,30 +1,26 @@
 """Templates of prompts and of questions: `{name}` is filled in, `{{` and `}}` are braces.
 
-Nothing else happens: a conversion (`{name!r}`) or a format (`{name:>5}`) is refused.
+Nothing else is filled in: a conversion (`{name!r}`) or a format (`{name:>5}`) is refused.
 """
 
 import string
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from rloo_cli.utils.errors import Problem
 
 
 def template_names(template: str) -> list[str]:
-    """What a template names, each once. Raises ValueError for one that cannot be read."""
-    found = {name: None for _, name in _named_parts(template) if name is not None}
-    return list(found)
+    """The names in a template, each once. Raises ValueError for one that cannot be read."""
+    return list(dict.fromkeys(n for _, n in _named_parts(template) if n is not None))
 
 
-def fill_template(template: str, values: Mapping[str, Any]) -> str:
+def fill_template(template: str, values: Mapping[str, object]) -> str:
     """The template with its values: text as it is, anything else as str() shows it.
 
     Raises ValueError for a template that cannot be read, KeyError for a name without a value.
     """
-    return "".join(
-        text + ("" if name is None else str(values[name]))
-        for text, name in split_template(template)
-    )
+    parts = split_template(template)
+    return "".join(text + ("" if name is None else str(values[name])) for text, name in parts)
 
 
 def split_template(template: str) -> Iterator[tuple[str, str | None]]:
@@ -46,7 +42,7 @@ def _named_parts(template: str) -> Iterator[tuple[str, str | None]]:
 def template_problems(
     key: str, template: str, required_names: tuple[str, ...]
 ) -> Iterator[Problem]:
-    """What is wrong with the template at `key`, which has to name all of `needs`."""
+    """What is wrong with the template at `key`, which has to contain all of `required_names`."""
     fix = "{name} for prompt, completion or a column, {{ and }} for braces"
     try:
         missing = [n for n in required_names if n not in template_names(template)]
@@ -58,7 +54,7 @@ def template_problems(
         yield Problem(f"{key} has no {lost}", key, "the model would not see it", fix)
 
 
-def prompt_text(prompt: Any) -> str:
+def prompt_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
     """A prompt as text: itself, its one message's content, or `role: content` line by line."""
     if isinstance(prompt, str):
         return prompt

@@ -1,4 +1,4 @@
-"""The user's own code: loading it, where it stands, and its part of a traceback."""
+"""Loads the user's own code, and finds its location and its part of a traceback."""
 
 import difflib
 import functools
@@ -10,10 +10,11 @@ import sysconfig
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 import rloo_cli
 from rloo_cli.config import registry, rules
+from rloo_cli.config.judge import OpenaiJudge, RewardJudge
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.exit_guard import guard_import
@@ -34,7 +35,7 @@ CALLERS = tuple(
 )  # fmt: skip
 
 
-def load_user_code(spec: str, where: str, seconds: float = 120.0) -> Callable[..., Any]:
+def load_user_code(spec: str, where: str, seconds: float = 120.0) -> Callable[..., object]:
     """The callable that `file.py:name` or `package.module:name` names.
 
     `where` is the config key it came from, `seconds` how long its import may take. Raises
@@ -49,19 +50,13 @@ def load_user_code(spec: str, where: str, seconds: float = 120.0) -> Callable[..
         raise ConfigError(replace(problem, where=where, fix=_nearest(spec, problem.why))) from None
     except BaseException as error:  # a sys.exit() at import is no reason to end without a word
         file = spec.rpartition(":")[0]
+        what, fix = f"{file} could not be imported", f"correct {file}"
         why = f"{format_user_frames(error)}{exception_text(error)}"
-        raise ConfigError(
-            Problem(f"{file} could not be imported", where, why, f"correct {file}")
-        ) from None
+        raise ConfigError(Problem(what, where, why, fix)) from None
     if not callable(code):
-        raise ConfigError(
-            Problem(
-                f"{spec} is not callable",
-                where,
-                why=f"it is a {type(code).__name__}: {code!r:.80}",
-                fix="name a function that takes completions and returns one score per row",
-            )
-        )
+        why = f"it is a {type(code).__name__}: {code!r:.80}"
+        fix = "name a function that takes completions and returns one score for each"
+        raise ConfigError(Problem(f"{spec} is not callable", where, why, fix))
     return code  # type: ignore[no-any-return]
 
 
@@ -71,15 +66,15 @@ def _nearest(spec: str, why: str) -> str:
     return f"did you mean {', '.join(near)}?" if near else "expected path/to/file.py:name"
 
 
-def code_location(code: Callable[..., Any]) -> str:
+def code_location(code: Callable[..., object]) -> str:
     """`file:line` of a callable, or its repr where it has no Python source."""
     while isinstance(code, functools.partial):
         code = code.func
     plain = inspect.unwrap(code)
     if not hasattr(plain, "__code__"):
         plain = getattr(type(plain), "__call__", plain)  # noqa: B004  (an object)
-    known = getattr(plain, "__code__", None)
-    return f"{known.co_filename}:{known.co_firstlineno}" if known else repr(code)
+    source = getattr(plain, "__code__", None)
+    return f"{source.co_filename}:{source.co_firstlineno}" if source else repr(code)
 
 
 def exception_text(error: BaseException) -> str:
@@ -93,13 +88,13 @@ def format_user_frames(error: BaseException) -> str:
 
 
 def format_running_frames(ident: int | None) -> str:
-    """The user's own frames of what a thread is doing now; "" when it has ended."""
+    """The user's own frames of the thread with this identifier; "" where it has ended."""
     frame = sys._current_frames().get(ident or -1)
     return _format_chosen_frames(traceback.extract_stack(frame)) if frame is not None else ""
 
 
 def _format_chosen_frames(frames: traceback.StackSummary) -> str:
-    """Only the user's frames; of a reward that is shipped or installed, all below our call."""
+    """The user's frames; for a reward that is shipped or installed, all frames below our call."""
     own = [f for f in frames if not f.filename.startswith((*LIBRARIES, PACKAGE))]
     if not own:
         calls = [i for i, f in enumerate(frames) if f.filename.startswith(CALLERS)]
@@ -109,13 +104,13 @@ def _format_chosen_frames(frames: traceback.StackSummary) -> str:
 
 
 def user_code_notes(config: RunConfig) -> list[str]:
-    """Code that is not ours, with the hash of its file: what a reader of the log must know."""
+    """Notes for the log: the user's code that runs, with the hash of its file."""
     codes = {f"reward.{n}": getattr(e, "path", "") for n, e in config.rewards.items()
              if e.type == "function"}  # fmt: skip
     codes |= rules.user_code_specs(config)
     if registry.is_user_file("algorithms", config.algorithm.name):
         codes["algorithm.name"] = f"{config.algorithm.name}:Config"
-    judge: Any = config.eval.judge
+    judge = cast(OpenaiJudge | RewardJudge | None, config.eval.judge)
     if judge is not None and judge.type == "reward" and judge.reward.type == "function":
         codes["eval.judge.reward"] = judge.reward.path
     codes |= {f"train.{k}": getattr(config.train, k) for k in ("optimizer", "lr_scheduler")}
@@ -125,8 +120,8 @@ def user_code_notes(config: RunConfig) -> list[str]:
         if ":" in code
     ]
     for name, entry in config.rewards.items():
-        said = getattr(registry.registered_module("rewards", entry.type), "notes", None)
-        notes += said(entry, f"reward.{name}") if said else []
+        notes_of = getattr(registry.registered_module("rewards", entry.type), "notes", None)
+        notes += notes_of(entry, f"reward.{name}") if notes_of else []
     if config.model.trust_remote_code:
         notes.append("warning: model.trust_remote_code is on: code that comes with the model runs")
     return notes

@@ -1,4 +1,4 @@
-"""Recipes and groups of the user's own: YAML files that are read, looked through, given to Hydra.
+"""Recipes and groups of the user's own: reads and checks these YAML files and gives them to Hydra.
 
 Such a file is data: it may choose among our groups and set keys, and nothing else. What would make
 Hydra write, import or run something (its own section, `hydra`) is refused before Hydra sees it.
@@ -7,7 +7,6 @@ Hydra write, import or run something (its own section, `hydra`) is refused befor
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from hydra.core.config_store import ConfigStore
@@ -22,18 +21,16 @@ from rloo_cli.utils.errors import ConfigError, Problem
 
 APPENDED_GROUPS = ("recipe", "debug")  # groups that conf/config.yaml does not name
 USER_RECIPE_FILES: dict[str, Path] = {}  # store name of a user's own recipe file -> its path
-STORED_FILE_STATES: dict[
-    str, tuple[Path, int, int]
-] = {}  # store name -> the file and its state, as stored
-Groups = dict[str, dict[str, Path]]
+STORED_FILE_STATES: dict[str, tuple[Path, int, int]] = {}  # store name -> path, time and size then
+Groups = dict[str, dict[str, Path]]  # config group -> choice -> file
 HYDRA_REASON = "rloo sets Hydra up itself: a file of yours sets keys of rloo"
 
 
 def register_config_dirs(config_dirs: Sequence[Path] = ()) -> None:
     """Let `+recipe=a/b` mean recipes/a/b.yaml, though recipes/ is not a folder of conf/.
 
-    Raises ConfigError for a folder of the user's that is none, and for every file in it that is
-    not ours to use: not YAML, one that reaches into Hydra, one with the name of a shipped choice.
+    Raises ConfigError for a folder of the user's that is not a folder, and for every file in it
+    that cannot be used: not YAML, reaching into Hydra, or with the name of a shipped choice.
     """
     shipped = paths.group_choices([])
     problems: list[Problem] = []
@@ -53,17 +50,16 @@ def register_config_dirs(config_dirs: Sequence[Path] = ()) -> None:
 
 
 def register_recipe_file(path: Path, where: str, groups: Groups) -> str:
-    """Make a user's own recipe file a choice of the group `recipe`; returns its name there.
+    """Make a user's own recipe file a choice of the group `recipe`. -> its name there
 
-    Raises ConfigError when it is not there, not YAML, or chooses what no group has.
+    Raises ConfigError where it does not exist, is not YAML, or chooses what no group has.
     """
     if not path.exists():
-        known = ", ".join(paths.recipe_files())
-        why, fix = f"looked at {path.absolute()}", f"+recipe=NAME, with NAME one of: {known}"
+        names = ", ".join(paths.recipe_files())
+        why, fix = f"looked at {path.absolute()}", f"+recipe=NAME, with NAME one of: {names}"
         raise ConfigError(Problem(f"recipe file {path} does not exist", where, why, fix))
     root = read_user_yaml(path)
-    problems = [*_forbidden_content(path, root), *_chosen(path, root, groups)]
-    if problems:
+    if problems := [*_forbidden_content(path, root), *_chosen(path, root, groups)]:
         raise ConfigError(*problems)
     name = re.sub(r"\W", "_", str(path.resolve().with_suffix("")))
     _store(name, path)
@@ -74,7 +70,8 @@ def register_recipe_file(path: Path, where: str, groups: Groups) -> str:
 def unknown_choice_problem(
     group: str, choice: str, choices: Iterable[str], where: str, value: str = ""
 ) -> Problem:
-    """What to say of `group=choice`, or of `group=value` with it, where the group has it not."""
+    """The problem of `group=choice` where the group has no such choice. `value`: as it was typed,
+    where that was a list with the choice in it."""
     close = nearest_names(choice, choices)
     near = f"{'+' if group in APPENDED_GROUPS else ''}{group}={close[0]}" if close else ""
     if not near and group in ("model", "data"):
@@ -89,8 +86,8 @@ def unknown_choice_problem(
 
 
 def _store(name: str, path: Path) -> None:
-    found = path.stat() if path.is_file() else None
-    state = (path.absolute(), found.st_mtime_ns, found.st_size) if found else None
+    status = path.stat() if path.is_file() else None
+    state = (path.absolute(), status.st_mtime_ns, status.st_size) if status else None
     if state is not None and STORED_FILE_STATES.get(name) == state:
         return  # parsing all recipes takes longer than composing a config from them
     read_user_yaml(path)
@@ -124,7 +121,7 @@ def _shadowing_problems(inside: Path, path: Path, shipped: Groups) -> Iterator[P
 
 
 def _forbidden_content(path: Path, root: yaml.Node | None) -> Iterator[Problem]:
-    """What no file of the user's may hold."""
+    """What a file of the user's holds and may not."""
     for line, text in enumerate(path.read_text().splitlines(), 1):
         if text.strip() and not text.lstrip().startswith("#"):
             break
@@ -148,7 +145,7 @@ def _forbidden_content(path: Path, root: yaml.Node | None) -> Iterator[Problem]:
 
 
 def _wrong_sweep(name: str, node: yaml.Node, where: str) -> Iterator[Problem]:
-    """What is wrong with the only thing of Hydra's that a file may say: what -m sweeps over."""
+    """What is wrong with a file's section `hydra`, which may only say what -m sweeps over."""
     for inner in ("sweeper", "params"):
         held = node.value if isinstance(node, yaml.MappingNode) else []
         node = held[0][1] if [key.value for key, _ in held] == [inner] else yaml.ScalarNode("", "")
@@ -160,11 +157,11 @@ def _wrong_sweep(name: str, node: yaml.Node, where: str) -> Iterator[Problem]:
     for key, value in node.value:
         bare = str(key.value).removeprefix("++")
         if not re.fullmatch(r"[\w.]+", bare) or re.match(r"hydra\b|_target_", bare):
-            yield Problem(f"{key.value!r} is no key to sweep over", where, HYDRA_REASON)
+            yield Problem(f"{key.value!r} is not a key to sweep over", where, HYDRA_REASON)
         elif not isinstance(value, yaml.ScalarNode):
             yield Problem(f"{bare} is swept over a text", where, fix=f'{key.value}: "a,b"')
         elif bare == key.value and bare not in groups:
-            why = "without ++ a word of the command line would not take its place"
+            why = "without ++ an override of the command line would not replace it"
             yield Problem(f"{bare} is swept as ++{bare}", where, why, f"++{bare}: {value.value}")
 
 
@@ -184,29 +181,29 @@ def _text(entry: yaml.Node) -> str | None:
     """An entry of a list of defaults in one line; None for what cannot be one."""
     if isinstance(entry, yaml.MappingNode) and len(entry.value) == 1:
         key, value = entry.value[0]
-        values = value.value if isinstance(value, yaml.SequenceNode) else [value]
-        parts: list[Any] = [n.value for n in (key, *values)]
-        return " ".join(parts) if all(isinstance(p, str) for p in parts) else None
+        nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        parts = [n.value for n in (key, *nodes) if isinstance(n.value, str)]
+        return " ".join(parts) if len(parts) == 1 + len(nodes) else None
     plain = isinstance(entry, yaml.ScalarNode) and entry.tag.endswith(":str")
     return entry.value if plain else None
 
 
 def _chosen(path: Path, root: yaml.Node | None, groups: Groups) -> Iterator[Problem]:
-    """Choices in a recipe's list of defaults that are not there."""
+    """Choices in a recipe's list of defaults that do not exist."""
     for key, entries in root.value if isinstance(root, yaml.MappingNode) else []:
-        listed = key.value == "defaults" and isinstance(entries, yaml.SequenceNode)
-        for entry in entries.value if listed else []:
+        is_list = key.value == "defaults" and isinstance(entries, yaml.SequenceNode)
+        for entry in entries.value if is_list else []:
             for name, choice in entry.value if isinstance(entry, yaml.MappingNode) else []:
                 yield from _choice(name, choice, path, groups)
 
 
 def _choice(name: yaml.Node, choice: yaml.Node, path: Path, groups: Groups) -> Iterator[Problem]:
     group = name.value.rpartition("/")[2].partition("@")[0]
-    known, where = groups.get(group), f"{path}:{name.start_mark.line + 1}"
-    if known is None and "/" in name.value:
+    choices, where = groups.get(group), f"{path}:{name.start_mark.line + 1}"
+    if choices is None and "/" in name.value:
         close = [f"override /{g}: {choice.value}" for g in nearest_names(group, groups)]
-        known_groups = f"groups: {', '.join(groups)}"
-        yield Problem(f"there is no group {group!r}", where, known_groups, *close[:1])
-    for one in choice.value if isinstance(choice, yaml.SequenceNode) else [choice]:
-        if known is not None and one.value not in ("", "null", "~", *known):
-            yield unknown_choice_problem(group, str(one.value), known, where)
+        why = f"groups: {', '.join(groups)}"
+        yield Problem(f"there is no group {group!r}", where, why, *close[:1])
+    for node in choice.value if isinstance(choice, yaml.SequenceNode) else [choice]:
+        if choices is not None and node.value not in ("", "null", "~", *choices):
+            yield unknown_choice_problem(group, str(node.value), choices, where)

@@ -1,16 +1,16 @@
-"""The data: rows, prompts and their order, batches, and their layout for a forward pass.
+"""The data: examples, prompts and their order, batches, and their layout for a forward pass.
 
-batch         what was sampled, and everything known of it
+batch         rollouts, groups and the batch of a step
 bin_packing   which completions share a forward pass
-dataset       a data set's split: found, opened, its columns checked
-filters       which rows are used: data.filter, data.streaming
-mapping       data.map: each row through a function of the user's
+dataset       find and open a data set's split, check its columns
+filters       which examples are used: data.filter, data.streaming
+mapping       data.map: a user's function that changes each example
 mixture       several sources as one split: data.mixture
-order         which prompt stands at which place
-packing       groups laid out for a forward pass, and what comes back
-prompts       rows to tokenised prompts, and the order they are drawn in
-segments      sums over ragged rows, log-probabilities of targets
-splits        the split a run trains on and the sets held out
-synthetic/    data and models that are made here: make:NAME
-vocabulary    whether tokenizer, data and models speak of the same tokens
+order         the order in which prompts are sampled
+packing       lay groups out for a forward pass, and store what comes back
+prompts       renders and tokenises the prompts of a split
+segments      sums over segments, log-probabilities of targets
+splits        the split that a run trains on, and its held-out sets
+synthetic/    data and models that the project makes itself: make:NAME
+vocabulary    whether tokenizer, data and models have the same tokens
 """

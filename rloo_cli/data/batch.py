@@ -1,11 +1,11 @@
-"""What was sampled, and everything known of it.
+"""Rollouts, with their scores, log-probabilities and advantages.
 
-`Rollout` is one completion, `Group` the K completions of one draw of a prompt. They stay together
+`Rollout` is one completion, `Group` the K completions of one sampled prompt. They stay together
 from sampling to gradient. `Batch` is a step's groups. `packing` lays them out for forward passes.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ Prompt = str | list[JsonObject]
 
 @dataclass
 class Rollout:
-    """One completion: what was sampled, by whom and how."""
+    """One completion: its tokens, and how it was sampled."""
 
     completion_ids: list[int]  # T ids, the stop token (or the stop string's tokens) included
     text: str  # without the stop token, stop string cut off
@@ -25,73 +25,86 @@ class Rollout:
     terminated: bool  # it ended by itself; truncated otherwise
     seed: int
     weight_version: int  # optimizer updates its sampler had seen
-    behaviour_logp: list[float] | None = None  # T, as the sampler really drew
+    behaviour_logp: list[float] | None = None  # T, of the sampler's own distribution
     mask: list[int] | None = None  # T, 1 = sampled by the policy; None = all of them
-    images: list[Any] | None = None
+    images: list[object] | None = None
 
     @property
     def length(self) -> int:
-        """T, the trained tokens."""
+        """The number of tokens that are trained on."""
         return len(self.completion_ids) if self.mask is None else sum(self.mask)
 
 
 @dataclass
 class Group:
-    """K completions of one draw of a prompt, and everything computed per token for them."""
+    """K completions of one sampled prompt, and everything computed per token for them."""
 
-    prompt_offset: int  # place in the step's global order
+    prompt_offset: int  # position in the endless order of prompts
     example: JsonObject  # the data set's other columns
     prompt: Prompt
     prompt_ids: list[int]
     rollouts: list[Rollout] = field(default_factory=list)
     old_logp: list[Tensor] | None = None  # K of (T,), the policy at rollout time
-    kl_logp: list[Tensor] | None = None  # K of (T,), the same at the KL's own temperature
+    kl_logp: list[Tensor] | None = None  # K of (T,), old_logp at the KL's own temperature
     ref_logp: list[Tensor] | None = None  # K of (T,), the reference
     value: list[Tensor] | None = None  # K of (T,), the value model at rollout time
     advantage: list[Tensor] | None = None  # K of (T,), where every token has its own
     returns: list[Tensor] | None = None  # K of (T,), what the value model is fitted to
 
 
+class AdvantageColumns(Protocol):
+    """An algorithm's `Advantages` (algorithms/common/advantage.py)."""
+
+    @property
+    def reward(self) -> Tensor: ...
+    @property
+    def advantage(self) -> Tensor: ...
+    @property
+    def usable(self) -> Tensor: ...
+    @property
+    def norm_skipped(self) -> bool: ...
+
+
 @dataclass
 class Batch:
-    """One step's groups, with what is known of each row before any update. P groups of K rows."""
+    """One step's P groups of K completions, with their scores, rewards and advantages."""
 
     step: int
     groups: list[Group]
     names: list[str]  # of the F rewards
-    raw: Tensor  # (F, P, K) float64, what each reward said; NaN = it does not apply
+    raw: Tensor  # (F, P, K) float64, what each reward returned; NaN = it does not apply
     score: Tensor  # (P, K) float64, weights applied
     shaped: Tensor  # (P, K) float64, after penalties, normalising and clipping
     scorable: Tensor  # (P, K) bool
-    masked: Tensor  # (P, K) bool, rows out of the loss
-    active: list[int]  # the groups that are trained on
+    masked: Tensor  # (P, K) bool, completions that are left out of the loss
+    active: list[int]  # indices of the groups that are trained on
     draws: int  # prompts consumed for this step, resampled ones included
-    facts: dict[str, float] = field(default_factory=dict)  # counts and metrics of its making
-    extras: dict[str, list[Any]] = field(default_factory=dict)  # column -> P*K values
+    facts: dict[str, float] = field(default_factory=dict)  # metrics of sampling and scoring
+    extras: dict[str, list[object]] = field(default_factory=dict)  # column -> P*K values
     notes: list[str] = field(default_factory=list)
     kl: Tensor | None = None  # (P, K) float64
     reward: Tensor | None = None  # (P, K) float64, score minus beta * KL
     advantage: Tensor | None = None  # (P, K) float64
-    usable: Tensor | None = None  # (P, K) bool, rows that have an advantage
+    usable: Tensor | None = None  # (P, K) bool, completions that have an advantage
     greedy: Tensor | None = None  # (P,) float64, shaped score of each prompt's greedy completion
     reward_weights: Tensor | None = None  # (F,) float64, of the rewards
-    # (P, K) float64, the weighted sum of what the rewards said, where `score` is another number
-    # (multi_reward=normalize_then_sum): what metrics show.
+    # (P, K) float64, the weighted sum of raw scores, which metrics show where `score` is another
+    # number (multi_reward=normalize_then_sum).
     plain: Tensor | None = None
     norm_skipped: bool = False
-    updated: list[int] = field(default_factory=list)  # the groups of updates that were made
+    updated: list[int] = field(default_factory=list)  # indices of the groups of updates made
 
     def rollout_values(self, attribute: str) -> Tensor:
         """An attribute of every rollout, as a tensor. -> (P, K)"""
         return torch.tensor([[getattr(r, attribute) for r in g.rollouts] for g in self.groups])
 
     def add_kl(self, index: list[int], kl: Tensor) -> None:
-        """Add KLs of the groups `index`, (len(index), K): 0 where a completion is not in it."""
+        """Add KLs of the groups `index`, (len(index), K): 0 for completions without one."""
         self.kl = torch.zeros_like(self.shaped) if self.kl is None else self.kl
         self.kl[index] += kl
 
-    def set_advantages(self, index: list[int], advantages: Any) -> None:
-        """Keep the reward and advantage of the groups `index` (an algorithm's Advantages)."""
+    def set_advantages(self, index: list[int], advantages: AdvantageColumns) -> None:
+        """Store rewards and advantages of the groups `index`, (len(index), K) each."""
         if self.advantage is None:
             self.reward = torch.zeros_like(self.shaped)
             self.advantage = torch.zeros_like(self.shaped)

@@ -1,11 +1,11 @@
-"""Which completions share a forward pass: bins of whole groups under a budget of rows.
+"""Which completions share a forward pass: bins of whole groups under a budget of tokens.
 
-Pure arithmetic on lengths, the same on every rank: ranks need exchange nothing but these.
+This is pure arithmetic on lengths, the same on every rank: ranks exchange nothing but these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ForwardCost:
-    """What a forward pass costs a model. u = 2 N rows + 4 L q pairs + 2 h V tokens."""
+    """The cost of a model's forward pass: FLOP = 2 N tokens + 4 L q pairs + 2 h V tokens."""
 
-    layer_params: int  # N, parameters of the layers
+    layer_params: int  # N, parameters of all layers
     num_layers: int  # L
     attention_width: int  # q = heads * head_dim
     hidden_size: int  # h
@@ -27,30 +27,27 @@ class ForwardCost:
 
     def group_flops(self, prompt_length: int, completion_lengths: Sequence[int]) -> float:
         """FLOP of one forward over a prompt and its completions, the prompt once."""
-        rows = prompt_length + sum(completion_lengths)
+        completion_tokens = sum(completion_lengths)
         pairs = prompt_length**2 / 2 + sum(c * prompt_length + c**2 / 2 for c in completion_lengths)
-        head = 2.0 * self.hidden_size * self.vocab_size * sum(completion_lengths)
-        return (
-            2.0 * self.layer_params * rows
-            + 4.0 * self.num_layers * self.attention_width * pairs
-            + head
-        )
+        layers = 2.0 * self.layer_params * (prompt_length + completion_tokens)
+        attention = 4.0 * self.num_layers * self.attention_width * pairs
+        return layers + attention + 2.0 * self.hidden_size * self.vocab_size * completion_tokens
 
 
 @dataclass(frozen=True)
 class ForwardLimits:
-    """How much one forward pass may hold. Completions, where given, count instead of rows."""
+    """The most that one forward pass may hold. A limit of completions replaces that of tokens."""
 
     cost: ForwardCost
     tokens: int
-    no_grad_tokens: int  # of a pass without gradient, which keeps nothing
+    no_grad_tokens: int  # of a pass without gradient, which keeps no activations
     completions: int | None = None
     no_grad_completions: int | None = None
 
 
 @dataclass(frozen=True)
 class PackingItem:
-    """A group, or a part of one: what it takes and what it costs."""
+    """A group, or some completions of one, with the tokens and the cost of its forward pass."""
 
     group_slice: GroupSlice
     tokens: int
@@ -59,7 +56,7 @@ class PackingItem:
 
 
 def forward_tokens(prompt_length: int, completion_lengths: Sequence[int], layout: str) -> int:
-    """Places a forward computes for a group alone."""
+    """Tokens of a forward pass over a group alone, padding included."""
     if layout == "shared":
         return prompt_length + sum(completion_lengths)
     if layout == "packed":
@@ -70,9 +67,9 @@ def forward_tokens(prompt_length: int, completion_lengths: Sequence[int], layout
 def split_group(
     group_slice: GroupSlice, prompt_length: int, lengths: Sequence[int], budget: int, layout: str
 ) -> list[GroupSlice]:
-    """A group that is over the budget, cut into parts that each have the prompt again.
+    """Split a group that is over the budget into parts that each repeat the prompt.
 
-    One completion is never cut, however long. `lengths` are those of the part's completions.
+    One completion is never split, however long. `lengths` are those of the slice's completions.
     """
     i, ks = group_slice
     parts: list[list[int]] = [[]]
@@ -81,32 +78,58 @@ def split_group(
         if parts[-1] and forward_tokens(prompt_length, chosen, layout) > budget:
             parts.append([])
         parts[-1].append(n)
-    return [(i, tuple(ks[n] for n in found)) for found in parts]
+    return [(i, tuple(ks[n] for n in part)) for part in parts]
+
+
+def packing_items(
+    group_index: int,
+    prompt_length: int,
+    lengths: Mapping[int, int],
+    budget: int,
+    layout: str,
+    cost: ForwardCost,
+) -> list[PackingItem]:
+    """A group as one item, or as several if it is over the budget of tokens.
+
+    `lengths`: of the completions that are forwarded, by their index in the group.
+    """
+    slices = [(group_index, tuple(lengths))]
+    values = list(lengths.values())
+    if forward_tokens(prompt_length, values, layout) > budget:
+        slices = split_group(slices[0], prompt_length, values, budget, layout)
+    items = []
+    for group_slice in slices:
+        part = [lengths[k] for k in group_slice[1]]
+        tokens = forward_tokens(prompt_length, part, layout)
+        flops = cost.group_flops(prompt_length, part)
+        items.append(PackingItem(group_slice, tokens, flops, prompt_length + max(part)))
+    return items
 
 
 def pack_micro_batches(
     items: Sequence[PackingItem], budget: int, ranks: int = 1
 ) -> list[list[list[GroupSlice]]]:
-    """Micro-batches of each rank: equally many on each, none empty if it can be helped.
+    """Micro-batches of each rank: equally many on each, none empty if possible.
 
-    The dearest item goes to the rank with the least work, and then likewise into that rank's
-    micro-batches (LPT: R. L. Graham, 1969), of which there are as few as the fullest rank can do
-    with; in each rank the dearest micro-batch comes first, so that ranks that wait for each other
-    in every one wait little. A rank with too few items has empty micro-batches at the end.
+    The costliest item goes to the rank with the least work, and then likewise into that rank's
+    micro-batches (LPT: R. L. Graham, 1969), of which there are as few as the fullest rank needs. In
+    each rank the costliest micro-batch comes first, so that ranks that wait for each other in every
+    micro-batch wait little. A rank with too few items has empty micro-batches at the end.
     """
     shares = _items_per_rank(items, ranks)
-    # One that is over the budget by itself fills one micro-batch.
-    held = [sum(min(item.tokens, budget) for item in share) for share in shares]
-    count = max((-(-rows // budget) for rows in held), default=0)
+    # An item that is over the budget by itself fills one micro-batch.
+    rank_tokens = [sum(min(item.tokens, budget) for item in share) for share in shares]
+    count = max((-(-tokens // budget) for tokens in rank_tokens), default=0)
     while True:
-        made = [_fill_micro_batches(share, count, budget) for share in shares]
-        if all(found is not None for found in made):
-            return [found for found in made if found is not None]
+        packed = [_fill_micro_batches(share, count, budget) for share in shares]
+        by_rank = [micro_batches for micro_batches in packed if micro_batches is not None]
+        if len(by_rank) == len(packed):
+            return by_rank
         count += 1
 
 
 def _items_per_rank(items: Sequence[PackingItem], ranks: int) -> list[list[PackingItem]]:
-    """Each rank's items: the dearest goes to the rank with the least work."""
+    """Each rank's items: the costliest goes to the rank with the least work."""
     shares: list[list[PackingItem]] = [[] for _ in range(ranks)]
     load = [0.0] * ranks
     for item in sorted(items, key=lambda item: (-item.flops, item.group_slice)):
@@ -119,7 +142,7 @@ def _items_per_rank(items: Sequence[PackingItem], ranks: int) -> list[list[Packi
 def pack_padded_micro_batches(
     items: Sequence[PackingItem], budget: int, ranks: int = 1
 ) -> list[list[list[GroupSlice]]]:
-    """Each rank's micro-batches for padded rows: like lengths together, at most `budget` places."""
+    """Each rank's padded micro-batches: like lengths together, at most `budget` tokens."""
     shares = _items_per_rank(items, ranks)
     return equalize_micro_batches([_pack_by_length(share, budget) for share in shares])
 
@@ -127,49 +150,49 @@ def pack_padded_micro_batches(
 def deal_micro_batches(
     micro_batches: Sequence[list[GroupSlice]], ranks: int
 ) -> list[list[list[GroupSlice]]]:
-    """Micro-batches dealt out to the ranks in turn."""
+    """Deal micro-batches out to the ranks in turn."""
     return equalize_micro_batches([list(micro_batches[rank::ranks]) for rank in range(ranks)])
 
 
 def equalize_micro_batches(
     rank_micro_batches: list[list[list[GroupSlice]]],
 ) -> list[list[list[GroupSlice]]]:
-    """Equally many micro-batches for each rank: empty ones at the end make up the difference."""
+    """Give each rank equally many micro-batches: empty ones at the end are added."""
     most = max(len(share) for share in rank_micro_batches)
     return [[*share, *([] for _ in range(most - len(share)))] for share in rank_micro_batches]
 
 
 def _pack_by_length(items: Sequence[PackingItem], budget: int) -> list[list[GroupSlice]]:
-    made: list[list[GroupSlice]] = []
-    held, width = 0, 0  # rows and places of the last
+    micro_batches: list[list[GroupSlice]] = []
+    size, width = 0, 0  # completions of the last micro-batch, and tokens that each takes
     for item in sorted(items, key=lambda item: (-item.longest_sequence, item.group_slice)):
-        rows = len(item.group_slice[1])
-        if made and (held + rows) * width <= budget:
-            made[-1].append(item.group_slice)
-            held += rows
+        count = len(item.group_slice[1])
+        if micro_batches and (size + count) * width <= budget:
+            micro_batches[-1].append(item.group_slice)
+            size += count
         else:
-            made.append([item.group_slice])
-            held, width = rows, item.longest_sequence
-    return [sorted(parts) for parts in made]
+            micro_batches.append([item.group_slice])
+            size, width = count, item.longest_sequence
+    return [sorted(group_slices) for group_slices in micro_batches]
 
 
 def _fill_micro_batches(
     items: Sequence[PackingItem], count: int, budget: int
 ) -> list[list[GroupSlice]] | None:
-    """The items in `count` bins, the dearest bin first; None when one does not fit.
+    """Put the items in `count` bins, the costliest bin first; None if one does not fit.
 
-    An item that is over the budget by itself gets a bin by itself.
+    An item that is over the budget by itself gets a bin of its own.
     """
-    held: list[list[PackingItem]] = [[] for _ in range(count)]
-    for item in items:  # the dearest first
-        fits = [b for b in held if not b or sum(i.tokens for i in b) + item.tokens <= budget]
+    bins: list[list[PackingItem]] = [[] for _ in range(count)]
+    for item in items:  # the costliest first
+        fits = [b for b in bins if not b or sum(i.tokens for i in b) + item.tokens <= budget]
         if not fits:
             return None
         min(fits, key=lambda b: sum(i.flops for i in b)).append(item)
-    held.sort(key=lambda b: -sum(i.flops for i in b))
-    return [sorted(item.group_slice for item in b) for b in held]
+    bins.sort(key=lambda b: -sum(i.flops for i in b))
+    return [sorted(item.group_slice for item in b) for b in bins]
 
 
 def split_chunks(items: Sequence[T], size: int) -> list[list[T]]:
-    """Consecutive runs of at most `size`."""
+    """Cut into consecutive chunks of at most `size` items."""
     return [list(items[i : i + size]) for i in range(0, len(items), size)]

@@ -1,7 +1,7 @@
-"""A data set's split: found, opened, its columns checked.
+"""Finds and opens a data set's split, and checks its columns.
 
-Needs no tokenizer and no torch, so that a wrong column or split is found before any model is
-touched. `prompts` turns the rows into token ids.
+It needs no tokenizer and no torch, so that a wrong column or split is found before any model is
+loaded. `prompts` turns the examples into token ids.
 """
 
 import ast
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeGuard
 
 from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.config.old_names import nearest_names
@@ -20,43 +20,45 @@ from rloo_cli.utils.errors import DataError, MachineError, Problem
 from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, DatasetDict, IterableDataset
 
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True)
 class OpenedSplit:
-    """The rows of a split that a run uses."""
+    """The examples of a split that a run uses."""
 
     dataset: "Dataset"
     filtered_out: int  # by data.filter
 
     @property
     def column_names(self) -> list[str]:
-        """Of the rows."""
+        """The names of its columns."""
         return list(self.dataset.column_names)
 
 
 def load_split(config: DataConfig, split: str) -> "Dataset":
-    """`opened`'s rows."""
+    """The examples of `open_split`."""
     return open_split(config, split).dataset
 
 
 def open_split(config: DataConfig, split: str) -> OpenedSplit:
-    """Open one split, rename its columns, check that the prompts are there, choose its rows.
+    """Open a split, rename its columns, check that it has prompts, select its examples.
 
-    Raises DataError (no such split or column, no rows) and MachineError (not to be found here).
+    Raises DataError (no such split or column, no examples) and MachineError (it was not found).
     """
     if config.streaming:
         with _dataset_errors(config, split):
-            rows = _rename_example_columns(_open(config, split), config.columns)
+            examples = _rename_example_columns(_open(config, split), config.columns)
             assert config.max_samples is not None  # data_rules
             if config.map is not None:
-                rows = mapping.map_examples(rows, config.map)
-            found = OpenedSplit(*filters.filter_stream(rows, config.filter, config.max_samples))
-        _check_prompts(found.dataset, config, split)
-        return found
+                examples = mapping.map_examples(examples, config.map)
+            opened = OpenedSplit(
+                *filters.filter_stream(examples, config.filter, config.max_samples)
+            )
+        _check_prompts(opened.dataset, config, split)
+        return opened
     with _dataset_errors(config, split):
         data = _open(config, split)
         if len(data) and Path(config.path or "").suffix in (".json", ".jsonl"):
@@ -78,36 +80,27 @@ def _check_prompts(data: "Dataset", config: DataConfig, split: str) -> None:
     if column not in data.column_names:
         strings = [c for c in data.column_names if c in prompt_like_columns(data)]
         close = nearest_names(column, data.column_names) or strings or data.column_names
-        raise DataError(
-            Problem(
-                f"the data has no column {column!r}",
-                f"data.prompt_column, {config.path} [{split}]",
-                f"columns: {', '.join(data.column_names)}",
-                f"data.prompt_column={close[0]}" if close else "",
-            )
-        )
+        where = f"data.prompt_column, {config.path} [{split}]"
+        why = f"columns: {', '.join(data.column_names)}"
+        fix = f"data.prompt_column={close[0]}" if close else ""
+        raise DataError(Problem(f"the data has no column {column!r}", where, why, fix))
     if not len(data):
         raise _empty_data_error(config, split)
     _refuse_images(data, config, split)
 
 
 def _refuse_images(data: "Dataset", config: DataConfig, split: str) -> None:
-    """A column of pictures means that prompts are to be asked about them."""
+    """Raise DataError for a column of images, which prompts would refer to."""
     for name in ("image", "images"):
         if name != config.prompt_column and name in data.column_names and data[0][name]:
-            raise DataError(
-                Problem(
-                    "images in prompts are not supported yet",
-                    f"data.path={config.path} [{split}], column {name!r}",
-                    "the model would be asked without the picture",
-                    f"where the prompts stand without it: data.columns={{{name}: picture}}",
-                )
-            )
+            where = f"data.path={config.path} [{split}], column {name!r}"
+            why = "the model would be asked without the picture"
+            fix = f"where the prompts stand without it: data.columns={{{name}: picture}}"
+            raise DataError(Problem("images in prompts are not supported yet", where, why, fix))
 
 
 def _empty_data_error(config: DataConfig, split: str) -> DataError:
-    what = f"the data is empty: {config.path} [{split}] has 0 rows"
-    return DataError(Problem(what, "data.path"))
+    return DataError(Problem(f"the data is empty: {config.path} [{split}] has 0 rows", "data.path"))
 
 
 def _rename_columns(data: "Dataset", new_names: dict[str, str]) -> "Dataset":
@@ -118,17 +111,17 @@ def _rename_columns(data: "Dataset", new_names: dict[str, str]) -> "Dataset":
 def _rename_example_columns(
     examples: Iterable[JsonObject], new_names: dict[str, str]
 ) -> Iterator[JsonObject]:
-    for n, row in enumerate(examples):
+    for n, example in enumerate(examples):
         if not n:
-            _check_names(list(row), new_names)
-        yield {new_names.get(name, name): value for name, value in row.items()}
+            _check_names(list(example), new_names)
+        yield {new_names.get(name, name): value for name, value in example.items()}
 
 
 def _check_names(column_names: list[str], new_names: dict[str, str]) -> None:
     columns = f"columns: {', '.join(column_names)}"
     unknown = [old for old in new_names if old not in column_names]
     if unknown:
-        what = f"data.columns renames {unknown[0]!r}, which is no column"
+        what = f"data.columns renames {unknown[0]!r}, which is not a column"
         raise DataError(Problem(what, "data.columns", columns))
     names = [new_names.get(name, name) for name in column_names]
     double = [name for name in names if names.count(name) > 1]
@@ -143,8 +136,8 @@ def prompt_like_columns(data: "Dataset") -> list[str]:
     return [c for c, v in first.items() if isinstance(v, str) or is_messages(v)]
 
 
-def _open(config: DataConfig, split: str) -> Any:
-    """A data set, or with data.streaming an iterable one."""
+def _open(config: DataConfig, split: str) -> "Dataset | IterableDataset":
+    """Open a data set, with data.streaming an iterable one."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -172,7 +165,7 @@ def _open(config: DataConfig, split: str) -> Any:
 
 @contextmanager
 def _dataset_errors(config: DataConfig, split: str) -> Iterator[None]:
-    """What datasets raises inside, as DataError or MachineError."""
+    """Raise errors of `datasets` inside as DataError or MachineError."""
     from datasets import exceptions
 
     assert config.path is not None
@@ -184,20 +177,18 @@ def _dataset_errors(config: DataConfig, split: str) -> Iterator[None]:
         if nothing or "corresponds to no data" in str(error):
             raise _empty_data_error(config, split) from None
         if any(word in str(error).lower() for word in ("split", "instruction")):
-            raise DataError(
-                Problem(f"no split {split!r} in {config.path}", "data.split", str(error))
-            ) from None
+            what = f"no split {split!r} in {config.path}"
+            raise DataError(Problem(what, "data.split", str(error))) from None
         _refuse_broken(config.path)
-        raise DataError(
-            Problem(f"{config.path} cannot be read", "data.path", _short(error))
-        ) from None
+        what = f"{config.path} cannot be read"
+        raise DataError(Problem(what, "data.path", _short(error))) from None
     except (OSError, exceptions.DatasetGenerationError) as error:
         _refuse_broken(config.path)
         raise _unreachable(config.path, Path(config.path).expanduser(), error) from None
 
 
 def _refuse_broken(name: str) -> None:
-    """Raises DataError with the line of a JSON file that is not UTF-8, or not JSON."""
+    """Raise DataError with the line of a JSON file that is not UTF-8, or not JSON."""
     path = Path(name).expanduser()
     if not path.is_file() or READERS.get(path.suffix) != "json":
         return
@@ -224,18 +215,17 @@ def _refuse_broken(name: str) -> None:
 def _open_synthetic(path: str, split: str) -> "Dataset":
     import datasets
 
+    name = _split_name(split)
     try:
-        made_rows = datasets.Dataset.from_list(
-            synthetic.synthetic_examples(path, name := _split_name(split))
-        )
-        return _select_examples({name: made_rows}, split)
+        data = datasets.Dataset.from_list(synthetic.synthetic_examples(path, name))
+        return _select_examples({name: data}, split)
     except (KeyError, ValueError):
         why = "rloo makes the splits train and test"
         raise DataError(Problem(f"no split {split!r} in {path}", "data.split", why)) from None
 
 
-def _open_saved(saved: Any, split: str) -> "Dataset":
-    # A single Dataset: its one split has whatever name one likes.
+def _open_saved(saved: "Dataset | DatasetDict", split: str) -> "Dataset":
+    # The one split of a single Dataset answers to any name.
     return _select_examples(saved if hasattr(saved, "keys") else {_split_name(split): saved}, split)
 
 
@@ -244,10 +234,10 @@ def _split_name(split: str) -> str:
 
 
 def _select_examples(splits: "Mapping[str, Dataset]", split: str) -> "Dataset":
-    """The rows that a split such as `train[:80%]` asks for. Raises ValueError."""
+    """The examples of a split such as `train[:80%]`. Raises ValueError."""
     from datasets import ReadInstruction, concatenate_datasets
 
-    sizes = {name: len(rows) for name, rows in splits.items()}
+    sizes = {name: len(data) for name, data in splits.items()}
     parts = ReadInstruction.from_spec(split).to_absolute(sizes)
     return concatenate_datasets([splits[p.splitname].select(range(p.from_, p.to)) for p in parts])
 
@@ -262,7 +252,7 @@ def _unreachable(name: str, path: Path, error: Exception) -> DataError | Machine
     cache = f"{hf_cache.hub_cache_folder()} and {config.HF_DATASETS_CACHE}"
     why = f"not a file or folder here, not in the cache {cache}, and the hub: {_short(error)}"
     fix = f"on a machine with network: {hf_cache.fetch_command()}; or name a local file"
-    return MachineError(Problem(f"data set {name!r} is not to be had", "data.path", why, fix))
+    return MachineError(Problem(f"data set {name!r} was not found", "data.path", why, fix))
 
 
 def _short(error: BaseException) -> str:
@@ -282,14 +272,14 @@ def is_serialized_conversation(text: str) -> bool:
     return False
 
 
-def is_messages(value: Any) -> bool:
-    """A conversation: a list of {role, content}."""
+def is_messages(value: object) -> TypeGuard[list[JsonObject]]:
+    """Whether a value is a conversation: a list of {role, content}."""
     return isinstance(value, list) and len(value) > 0 and all(map(_is_message, value))
 
 
-def _is_message(value: Any) -> bool:
-    """Templates would write None for a content that is missing, without a word."""
+def _is_message(value: object) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         return False
     called = value.get("content") is None and "content" in value and bool(value.get("tool_calls"))
+    # Templates would silently write None for a missing content.
     return called or isinstance(value.get("content"), str | list)

@@ -1,11 +1,11 @@
-"""Which rows of a split are used: data.filter, and data.streaming's reading row by row.
+"""Which examples of a split are used: data.filter, and data.streaming's reading one by one.
 
-A filter is applied to the split as it is, its columns renamed, before max_samples counts: the
-first n rows that pass. How many it left out is said. Needs no torch.
+A filter is applied to the split with its columns renamed, before max_samples: the first n examples
+that pass are used. The log says how many did not. This file imports no torch.
 """
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.registry import load_code
@@ -16,49 +16,50 @@ from rloo_cli.utils.files import JsonObject
 if TYPE_CHECKING:
     from datasets import Dataset
 
-Filter = JsonObject | str
+Filter = JsonObject | str  # values by column, or `file.py:name` of a function
 ExampleDict = JsonObject
+Predicate = Callable[[int, ExampleDict], bool]  # (number of the example, example) -> it passes
 
 
 def filter_dataset(
     data: "Dataset", row_filter: Filter | None, max_samples: int | None
 ) -> tuple["Dataset", int]:
-    """The first `most` rows that pass, and how many in all did not.
+    """The first `max_samples` examples that pass, and how many of all did not.
 
-    Raises DataError (no such column, no row is left, the function failed), ConfigError (no such
+    Raises DataError (no such column, no example is left, the function failed), ConfigError (no such
     function).
     """
     left_out = 0
     if row_filter is not None and len(data):
         passes = _filter_predicate(row_filter, data.column_names)
-        kept = [n for n, row in enumerate(data) if passes(n, row)]
+        kept = [n for n, example in enumerate(data) if passes(n, example)]
         left_out = len(data) - len(kept)
         if not kept:
             raise _nothing_passes_error(row_filter, len(data))
         data = data.select(kept)
-    return (
-        data if max_samples is None else data.select(range(min(max_samples, len(data))))
-    ), left_out
+    if max_samples is not None:
+        data = data.select(range(min(max_samples, len(data))))
+    return data, left_out
 
 
 def filter_stream(
     examples: Iterable[ExampleDict], row_filter: Filter | None, max_samples: int
 ) -> tuple["Dataset", int]:
-    """The first `most` rows that pass, of rows that are read one after the other and no further.
+    """The first `max_samples` examples that pass, read one by one and no further.
 
-    Raises as `chosen`.
+    Raises as `filter_dataset`.
     """
     from datasets import Dataset
 
     kept, left_out = [], 0
-    passes: Callable[[int, ExampleDict], bool] | None = None
-    for n, row in enumerate(examples):
+    passes: Predicate | None = None
+    for n, example in enumerate(examples):
         if row_filter is not None:
-            passes = passes or _filter_predicate(row_filter, list(row))
-            if not passes(n, row):
+            passes = passes or _filter_predicate(row_filter, list(example))
+            if not passes(n, example):
                 left_out += 1
                 continue
-        kept.append(row)
+        kept.append(example)
         if len(kept) == max_samples:
             break
     if left_out and not kept:
@@ -67,35 +68,30 @@ def filter_stream(
     return Dataset.from_list(kept), left_out
 
 
-def _filter_predicate(row_filter: Filter, columns: list[str]) -> Callable[[int, ExampleDict], bool]:
+def _filter_predicate(row_filter: Filter, columns: list[str]) -> Predicate:
     if isinstance(row_filter, str):
         return _load_predicate(row_filter)
     unknown = [c for c in row_filter if c not in columns]
     if unknown:
         close = nearest_names(unknown[0], columns)
-        raise DataError(
-            Problem(
-                f"data.filter names {unknown[0]!r}, which is no column",
-                "data.filter",
-                f"columns: {', '.join(columns)}",
-                f"data.filter={{{close[0]}: ...}}" if close else "",
-            )
-        )
-    return lambda _, row: matches_columns(row, row_filter)
+        what = f"data.filter names {unknown[0]!r}, which is not a column"
+        fix = f"data.filter={{{close[0]}: ...}}" if close else ""
+        raise DataError(Problem(what, "data.filter", f"columns: {', '.join(columns)}", fix))
+    return lambda _, example: matches_columns(example, row_filter)
 
 
 def matches_columns(example: ExampleDict, column_values: JsonObject) -> bool:
-    """Whether every column that `wanted` names has its value in the row, or one of its list."""
+    """Whether every column in `column_values` has its value, or one of its list."""
     lists = {c: v if isinstance(v, list) else [v] for c, v in column_values.items()}
     return all(_among(example.get(c), values) for c, values in lists.items())
 
 
-def _among(value: Any, values: list[Any]) -> bool:
-    # 1 == True in Python; a column of flags and one of numbers are told apart.
+def _among(value: object, values: list[object]) -> bool:
+    # 1 == True in Python, but a column of flags is not one of numbers.
     return any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in values)
 
 
-def _load_predicate(spec: str) -> Callable[[int, ExampleDict], bool]:
+def _load_predicate(spec: str) -> Predicate:
     where = "data.filter"
     try:
         code = load_code(spec)
@@ -107,14 +103,12 @@ def _load_predicate(spec: str) -> Callable[[int, ExampleDict], bool]:
     if not callable(code):
         raise ConfigError(Problem(f"{spec} is not a function", where))
 
-    def passes(number: int, row: ExampleDict) -> bool:
+    def passes(number: int, example: ExampleDict) -> bool:
         try:
-            passed = code(row)
+            passed = code(example)
         except Exception as error:
-            what, why = (
-                f"data.filter failed at row {number}",
-                f"{format_user_frames(error)}{exception_text(error)}",
-            )
+            what = f"data.filter failed at row {number}"
+            why = f"{format_user_frames(error)}{exception_text(error)}"
             raise DataError(Problem(what, f"data.filter={spec}", why)) from None
         if passed is not True and passed is not False:
             what = f"data.filter said {passed!r:.80} of row {number}"

@@ -1,11 +1,11 @@
-"""data.map: each row of a split goes through a function of the user's, `row -> row`.
+"""data.map: each example of a split goes through a user's function, `example -> example`.
 
 It comes after data.columns and before everything else: the prompts, data.filter and the rewards see
-what it returns. Needs no torch.
+what it returns. This file imports no torch.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rloo_cli.config.user_code import exception_text, format_user_frames, load_user_code
 from rloo_cli.data.filters import ExampleDict
@@ -16,19 +16,22 @@ if TYPE_CHECKING:
 
 
 def map_examples(examples: Iterable[ExampleDict], spec: str) -> Iterator[ExampleDict]:
-    """What the function says of each row. Raises ConfigError (no such function), DataError."""
-    change = load_user_code(spec, "data.map")
-    for number, row in enumerate(examples):
-        yield _map_example(change, row, number, spec)
+    """The function's result for each example. Raises ConfigError (no such function), DataError."""
+    function = load_user_code(spec, "data.map")
+    for number, example in enumerate(examples):
+        yield _map_example(function, example, number, spec)
 
 
 def map_dataset(data: "Dataset", spec: str) -> "Dataset":
-    """All rows of a split, changed. Raises as `map_rows`; DataError for rows that do not agree."""
+    """Map all examples of a split.
+
+    Raises as `map_examples`; DataError for results with different columns.
+    """
     from datasets import Dataset
 
-    rows = list(map_examples(data, spec))
+    examples = list(map_examples(data, spec))
     try:
-        return Dataset.from_list(rows)
+        return Dataset.from_list(examples)
     except (ValueError, TypeError, OverflowError) as error:  # Arrow's own are ValueErrors
         why = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         what = "data.map returned rows that make no table"
@@ -37,21 +40,19 @@ def map_dataset(data: "Dataset", spec: str) -> "Dataset":
 
 
 def _map_example(
-    change: Callable[..., Any], example: ExampleDict, number: int, spec: str
+    function: Callable[..., object], example: ExampleDict, number: int, spec: str
 ) -> ExampleDict:
     where = f"data.map={spec}, row {number}"
     try:
-        returned = change(dict(example))
+        returned = function(dict(example))
     except (Exception, SystemExit) as error:
         what = f"data.map failed at row {number}: {exception_text(error).splitlines()[-1]}"
         why = f"{format_user_frames(error)}{exception_text(error)}"
-        raise DataError(
-            Problem(what, where, why, f"columns of the row: {', '.join(example)}")
-        ) from None
+        fix = f"columns of the row: {', '.join(example)}"
+        raise DataError(Problem(what, where, why, fix)) from None
     if not isinstance(returned, dict) or not all(isinstance(name, str) for name in returned):
-        what = (
-            f"data.map returned {type(returned).__name__} for row {number}, not a dict of columns"
-        )
+        kind = type(returned).__name__
+        what = f"data.map returned {kind} for row {number}, not a dict of columns"
         forgot = " (is a return missing?)" if returned is None else ""
         why = f"it returned {returned!r:.80}{forgot}"
         raise DataError(Problem(what, where, why, "return the row: a dict of columns"))

@@ -1,7 +1,7 @@
-"""Several sources as one split: data.mixture. `order` says which of them stands at which place.
+"""Several sources as one split: data.mixture. `order` decides which prompt comes when.
 
-An epoch is as long as all sources together; draws follow the weights. A row has the columns of all
-sources, None where its own has no such column, and `source`, the name of its own.
+An epoch is as long as all sources together; sources are sampled by their weights. An example has
+the columns of all sources, None where its source lacks one, and `source`, that source's name.
 """
 
 import hashlib
@@ -13,28 +13,25 @@ from rloo_cli.data.order import Source
 from rloo_cli.data.prompts import NOT_FOR_REWARDS, Prompts
 from rloo_cli.utils.errors import DataError, Problem
 
-SOURCE_COLUMN = "source"  # with its name a row says where it comes from
+SOURCE_COLUMN = "source"  # holds the name of the source that an example is from
 
 
 def mixture_columns(
     opened: Mapping[str, OpenedSplit], sources: Mapping[str, DataConfig]
 ) -> list[str]:
-    """The columns of all sources, their prompts left out, and `source`.
+    """The columns of all sources, without the prompts, and `source`.
 
-    Raises DataError where a source has a column of that name.
+    Raises DataError if a source has a column of that name.
     """
     union: dict[str, None] = {}
-    for name, rows in opened.items():
-        own = [c for c in rows.column_names if c != sources[name].prompt_column]
+    for name, split in opened.items():
+        own = [c for c in split.column_names if c != sources[name].prompt_column]
         if SOURCE_COLUMN in own:
-            raise DataError(
-                Problem(
-                    f"data.mixture.{name} has a column named {SOURCE_COLUMN!r}",
-                    f"data.mixture.{name}.columns",
-                    "in a mixture that column says which of its sources a row is from",
-                    f"data.mixture.{name}.columns={{{SOURCE_COLUMN}: its_{SOURCE_COLUMN}}}",
-                )
-            )
+            key = f"data.mixture.{name}"
+            what = f"{key} has a column named {SOURCE_COLUMN!r}"
+            why = "in a mixture that column says which of its sources a row is from"
+            fix = f"{key}.columns={{{SOURCE_COLUMN}: its_{SOURCE_COLUMN}}}"
+            raise DataError(Problem(what, f"{key}.columns", why, fix))
         union |= dict.fromkeys(own)
     return [*union, SOURCE_COLUMN]
 
@@ -42,9 +39,9 @@ def mixture_columns(
 def join_prompts(
     prompts_by_source: Mapping[str, Prompts], weights: Mapping[str, float], seed: int
 ) -> Prompts:
-    """The prompts of all sources, one source after the other, drawn by weight.
+    """The prompts of all sources, one source after the other, to be sampled by weight.
 
-    Raises DataError where some are conversations and others plain text.
+    Raises DataError if some are conversations and others plain text.
     """
     kinds = {part.conversational: name for name, part in prompts_by_source.items()}
     if len(kinds) > 1:
@@ -53,17 +50,18 @@ def join_prompts(
         raise DataError(Problem(what, "data.mixture", "one kind per run", fix))
     mix = tuple(Source(n, len(p), weights[n], p.fingerprint) for n, p in prompts_by_source.items())
     all_of = list(prompts_by_source.values())
-    # Rows are counted through the sources, with those that data.overlong left out.
+    # Examples are numbered through the sources, with those that data.overlong left out.
     before = [sum(len(p.unfiltered_lengths) for p in all_of[:i]) for i in range(len(all_of))]
-    names = dict.fromkeys(c for p in all_of for row in p.examples[:1] for c in row)
+    numbered = list(zip(all_of, before, strict=True))
+    names = dict.fromkeys(c for p in all_of for example in p.examples[:1] for c in example)
     empty = dict.fromkeys(n for n in names if n not in NOT_FOR_REWARDS)
     return Prompts(
         prompts=[x for p in all_of for x in p.prompts],
         prompt_ids=[x for p in all_of for x in p.prompt_ids],
         examples=[
-            empty | row | {SOURCE_COLUMN: n}
-            for n, p in prompts_by_source.items()
-            for row in p.examples
+            empty | example | {SOURCE_COLUMN: name}
+            for name, part in prompts_by_source.items()
+            for example in part.examples
         ],
         conversational=all_of[0].conversational,
         fingerprint=hashlib.blake2b(repr(mix).encode(), digest_size=16).hexdigest(),
@@ -72,12 +70,8 @@ def join_prompts(
         shuffle=all_of[0].shuffle,
         seed=seed,
         unfiltered_lengths=[x for p in all_of for x in p.unfiltered_lengths],
-        example_numbers=[
-            x + b for p, b in zip(all_of, before, strict=True) for x in p.example_numbers
-        ],
-        overlong_examples=[
-            x + b for p, b in zip(all_of, before, strict=True) for x in p.overlong_examples
-        ],
+        example_numbers=[x + b for p, b in numbered for x in p.example_numbers],
+        overlong_examples=[x + b for p, b in numbered for x in p.overlong_examples],
         length_limits=sorted({x for p in all_of for x in p.length_limits}),
         filtered_out=sum(p.filtered_out for p in all_of),
         mixture=mix,
@@ -85,7 +79,7 @@ def join_prompts(
 
 
 def mixture_notes(mixture: Sequence[Source]) -> list[str]:
-    """What a reader of the log should know of the sources."""
+    """Lines about the sources for the log."""
     n, weights = sum(s.prompts for s in mixture), sum(s.weight for s in mixture)
     parts = [
         f"{s.name} {s.prompts} prompts, {s.weight / weights:.1%} of the draws, "

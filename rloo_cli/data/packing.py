@@ -1,10 +1,11 @@
-"""Groups laid out for one forward pass, and what comes back put on its groups again.
+"""Lays groups out for one forward pass, and stores its results on the groups.
 
-Three layouts give the same numbers (README, Fast). `shared`: one row of whole groups, all
-prompts first, then all completions, so that a prompt is computed once for its K completions; it
-needs our attention (`policy.attention`). `packed`: one row, the prompt repeated before each
-completion; a model that finds documents by their positions computes it as it is. `padded`:
-right-padded rows with a mask, for every other model. No column knows which of them it came from.
+All three layouts lead to the same numbers (README, Fast). `shared`: one sequence of whole groups,
+all prompts first, then all completions, so that a prompt is computed once for its K completions; it
+needs our attention (`policy/shared_attention.py`). `packed`: one sequence, the prompt repeated
+before each completion; a model that finds documents by their positions computes it as it is.
+`padded`: right-padded sequences with a mask, for every other model. No column depends on the layout
+it came from.
 """
 
 from collections.abc import Sequence
@@ -16,40 +17,30 @@ from torch import Tensor
 
 from rloo_cli.data.batch import Group, Rollout
 
-TOKEN_COLUMNS = (
-    "old_logp",
-    "kl_logp",
-    "ref_logp",
-    "value",
-    "advantage",
-    "returns",
-)  # of a group, (N,)
+# Attributes with one number per token, of groups and of micro-batches.
+TOKEN_COLUMNS = ("old_logp", "kl_logp", "ref_logp", "value", "advantage", "returns")
 LAYOUTS = ("shared", "packed", "padded")
 
-GroupSlice = tuple[
-    int, tuple[int, ...]
-]  # a group's place in the step, and which of its completions
+GroupSlice = tuple[int, tuple[int, ...]]  # a group's index in the step, and those of completions
 Sequences = list[tuple[list[int], Rollout]]  # the prompt's ids, and the completion
 
 
 @dataclass
 class SharedLayout:
-    """Where everything stands in a `shared` row of n groups and S completions.
+    """Where the prompts and completions of n groups are in a `shared` sequence.
 
-    Built once per micro-batch, on the device, never changed: backward passes read it again. Bounds
-    are cumulative and begin with 0, as the variable-length attention kernels take them.
+    It is built once per micro-batch, on the device, and never changed: backward passes read it
+    again. Bounds are cumulative and begin with 0, as variable-length attention kernels take them.
     """
 
     cu_seqlens: Tensor  # (n + S + 1,) int32, every prompt and completion
     cu_seqlens_prompt: Tensor  # (n + 1,) int32
-    cu_seqlens_group: (
-        Tensor  # (n + 1,) int32, a group's completions, counted from the first completion
-    )
+    cu_seqlens_group: Tensor  # (n + 1,) int32, groups' completions, counted from the first one
     segment_lengths: list[int]  # lengths: n prompts, S completions
     group_lengths: list[int]  # lengths of the groups' completions together
     prompt_tokens: int
     max_seqlen: int  # positions: the longest prompt with its completion
-    attention_calls: list[int] = field(default_factory=lambda: [0])  # of the attention function
+    attention_calls: list[int] = field(default_factory=lambda: [0])  # how often attention ran
 
     @property
     def prompt_lengths(self) -> list[int]:
@@ -59,17 +50,17 @@ class SharedLayout:
 
 @dataclass
 class MicroBatch:
-    """Completions of some groups laid out for one forward pass. S completions, N tokens of them.
+    """S completions of some groups, with N tokens together, laid out for one forward pass.
 
-    Completions that need no forward are not here (`minibatches.forwarded`).
+    Completions that need no forward are not in it (`minibatches.forwarded_completions`).
     """
 
     group_slices: list[GroupSlice]
-    completion_index: Tensor  # (S,) place of each completion among its groups' K rows each
+    completion_index: Tensor  # (S,) index of each completion in its groups' flat (groups, K) table
     input_ids: Tensor  # (1, R), or (S, L) padded
-    position_ids: Tensor  # the same
+    position_ids: Tensor  # (1, R), or (S, L) padded
     attention_mask: Tensor | None  # (S, L), from lengths, never from the pad id; padded only
-    logit_index: Tensor  # (N,) place in the flattened rows that predicts each completion token
+    logit_index: Tensor  # (N,) flattened position whose logits predict each completion token
     target: Tensor  # (N,) the token
     sequence_ids: Tensor  # (N,) which of the S completions it belongs to
     mask: Tensor  # (N,) float, 1 = sampled by the policy and trained on
@@ -85,33 +76,32 @@ class MicroBatch:
 
     @property
     def group_indices(self) -> list[int]:
-        """The groups."""
+        """The indices of its groups in the step."""
         return [i for i, _ in self.group_slices]
 
     @property
     def padding_tokens(self) -> int:
-        """Places that hold no token."""
+        """Positions that hold no token."""
         if self.attention_mask is None:
             return 0
-        return self.input_ids.numel() - sum(
-            p * len(own) + sum(own) for p, own in self.group_lengths
-        )
+        tokens = sum(p * len(lengths) + sum(lengths) for p, lengths in self.group_lengths)
+        return self.input_ids.numel() - tokens
 
     @property
     def kl_old_logp(self) -> Tensor:
-        """What the KL is measured from. (N,)"""
+        """The log-probabilities that the KL is measured from. (N,)"""
         old = self.old_logp if self.kl_logp is None else self.kl_logp
         assert old is not None, "old_logp is not known yet"
         return old
 
     @property
     def num_sequences(self) -> int:
-        """S"""
+        """The number of completions, S."""
         return self.completion_index.shape[0]
 
 
 def whole_group_slices(groups: Sequence[Group], group_indices: Sequence[int]) -> list[GroupSlice]:
-    """These groups with every completion they have."""
+    """Slices that hold all completions of these groups."""
     return [(i, tuple(range(len(groups[i].rollouts)))) for i in group_indices]
 
 
@@ -124,7 +114,7 @@ def pack_micro_batch(
 ) -> MicroBatch:
     """Lay some completions of `groups` out for a forward pass.
 
-    `masked` (P, K) bool: rows whose mask is 0, where they are forwarded all the same.
+    `masked` (P, K) bool: completions whose mask is 0 if they are forwarded all the same.
     """
     pairs = [(groups[i].prompt_ids, groups[i].rollouts[k]) for i, ks in group_slices for k in ks]
     counts = torch.tensor([len(r.completion_ids) for _, r in pairs])
@@ -143,7 +133,7 @@ def pack_micro_batch(
         ids, positions, attention, source = lay_out(pairs)
     size = len(groups[group_slices[0][0]].rollouts) if group_slices else 0
     completions = [n * size + k for n, (_, ks) in enumerate(group_slices) for k in ks]
-    micro = MicroBatch(
+    micro_batch = MicroBatch(
         group_slices=list(group_slices),
         completion_index=torch.tensor(completions),
         input_ids=ids,
@@ -162,7 +152,7 @@ def pack_micro_batch(
         **{n: _column([(getattr(groups[i], n), ks) for i, ks in group_slices])
            for n in TOKEN_COLUMNS},
     )  # fmt: skip
-    return _move_to_device(micro, device)
+    return _move_to_device(micro_batch, device)
 
 
 def _move_to_device(micro_batch: MicroBatch, device: torch.device | str) -> MicroBatch:
@@ -176,7 +166,7 @@ def _move_to_device(micro_batch: MicroBatch, device: torch.device | str) -> Micr
 def store_column(
     column: Tensor | None, group_slices: Sequence[GroupSlice], groups: Sequence[Group], name: str
 ) -> None:
-    """Store a (N,) column of a micro-batch of these parts on its groups, as the attribute `name`.
+    """Store a (N,) column of a micro-batch on its groups, as the attribute `name`.
 
     Completions that were not forwarded get NaN.
     """
@@ -205,53 +195,49 @@ def _shared_layout(
     ends = list(accumulate(p))
     ids = [i for prompt in prompts for i in prompt]
     ids += [i for _, r in pairs for i in r.completion_ids[:-1]]
-    places = [torch.arange(n) for n in p]
-    places += [p[owner[s]] + torch.arange(n) for s, n in enumerate(c)]
+    positions = [torch.arange(n) for n in p]
+    positions += [p[owner[s]] + torch.arange(n) for s, n in enumerate(c)]
     source = [
         torch.cat([torch.tensor([ends[owner[s]] - 1]), first[s] + torch.arange(n)])
         for s, n in enumerate(c)
     ]
-    own = [0] * len(group_slices)
+    group_lengths = [0] * len(group_slices)
     for s, n in enumerate(c):
-        own[owner[s]] += n
+        group_lengths[owner[s]] += n
     longest = max(p[owner[s]] + n for s, n in enumerate(c))
-    plan = SharedLayout(
-        _cumulative_lengths(p + c),
-        _cumulative_lengths(p),
-        _cumulative_lengths(own),
-        p + c,
-        own,
-        sum(p),
-        longest,
-    )
-    return torch.tensor([ids]), torch.cat(places)[None], None, torch.cat(source), plan
+    layout = SharedLayout(
+        _cumulative_lengths(p + c), _cumulative_lengths(p), _cumulative_lengths(group_lengths),
+        p + c, group_lengths, sum(p), longest,
+    )  # fmt: skip
+    return torch.tensor([ids]), torch.cat(positions)[None], None, torch.cat(source), layout
 
 
 def _packed_layout(pairs: Sequences) -> tuple[Tensor, Tensor, None, Tensor]:
     """Prompt and completion, one document after the other; the last token predicts nothing."""
-    rows = [prompt + r.completion_ids[:-1] for prompt, r in pairs]
-    starts = list(accumulate((len(row) for row in rows), initial=0))
-    ids = torch.tensor([[i for row in rows for i in row]])
-    places = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    documents = [prompt + r.completion_ids[:-1] for prompt, r in pairs]
+    starts = list(accumulate((len(document) for document in documents), initial=0))
+    ids = torch.tensor([[i for document in documents for i in document]])
+    positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
     spans = [
         starts[s] + len(prompt) - 1 + torch.arange(len(r.completion_ids))
         for s, (prompt, r) in enumerate(pairs)
     ]
-    return ids, places, None, torch.cat(spans)
+    return ids, positions, None, torch.cat(spans)
 
 
 def _padded_layout(pairs: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A row for each completion, filled up on the right."""
-    rows = [prompt + r.completion_ids for prompt, r in pairs]
-    width = max(len(row) for row in rows)
-    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-    places = torch.arange(width)
-    attention = (places < torch.tensor([len(row) for row in rows])[:, None]).long()
+    """One sequence for each completion, padded on the right."""
+    sequences = [prompt + r.completion_ids for prompt, r in pairs]
+    lengths = [len(ids) for ids in sequences]
+    width = max(lengths)
+    padded = torch.tensor([ids + [0] * (width - len(ids)) for ids in sequences])
+    positions = torch.arange(width)
+    attention = (positions < torch.tensor(lengths)[:, None]).long()
     spans = [
         s * width + len(prompt) - 1 + torch.arange(len(r.completion_ids))
         for s, (prompt, r) in enumerate(pairs)
     ]
-    return ids, places * attention, attention, torch.cat(spans)
+    return padded, positions * attention, attention, torch.cat(spans)
 
 
 def _cumulative_lengths(lengths: list[int]) -> Tensor:

@@ -1,12 +1,13 @@
-"""Rows of a data set -> tokenised prompts, in an order anybody can compute again.
+"""Turns the examples of a data set into tokenised prompts, in a reproducible order.
 
-The order is a pure function of (seed, epoch, data set). Each prompt is rendered and tokenised
-once. Nothing is dropped silently: what `data.overlong` filtered is counted, and its rows are known.
+The order is a pure function of (seed, epoch, data set). Each prompt is rendered and tokenised once.
+Nothing is dropped silently: what `data.overlong` filtered is counted, and its examples are known.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rloo_cli.config import registry, template
 from rloo_cli.config.schema import DataConfig
@@ -36,16 +37,12 @@ class Prompts:
     truncated: int = 0  # by overlong=truncate_left
     shuffle: bool = True
     seed: int = 0
-    unfiltered_lengths: list[int] = field(
-        default_factory=list
-    )  # tokens of every prompt before filtering
-    example_numbers: list[int] = field(
-        default_factory=list
-    )  # of each prompt, its row before filtering
-    overlong_examples: list[int] = field(default_factory=list)  # rows that overlong=filter left out
+    unfiltered_lengths: list[int] = field(default_factory=list)  # tokens, before overlong=filter
+    example_numbers: list[int] = field(default_factory=list)  # of each prompt, before that filter
+    overlong_examples: list[int] = field(default_factory=list)  # numbers of those it left out
     length_limits: list[int] = field(default_factory=list)  # most tokens a prompt may have, if any
-    filtered_out: int = 0  # rows by data.filter, which are none of the numbered ones
-    mixture: tuple[order.Source, ...] = ()  # of data.mixture
+    filtered_out: int = 0  # examples that data.filter left out, which have no number
+    mixture: tuple[order.Source, ...] = ()  # the sources of data.mixture
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -56,18 +53,18 @@ class Prompts:
         return max(map(len, self.prompt_ids))
 
     def groups_at(self, first: int, count: int) -> list[Group]:
-        """Empty groups for the prompts at places `first` ... of the endless order of draws.
+        """Empty groups for the prompts at offsets `first` ... of the endless order.
 
-        The place is the one global counter of prompts consumed: epoch = place // n.
+        The offset is the one global counter of prompts consumed: epoch = offset // n.
         """
-        return [self._group_at(place) for place in range(first, first + count)]
+        return [self._group_at(offset) for offset in range(first, first + count)]
 
     def group_of(self, index: int) -> Group:
         """An empty group for the prompt `index` of the split itself."""
         return Group(index, self.examples[index], self.prompts[index], self.prompt_ids[index])
 
     def index_at(self, prompt_offset: int) -> int:
-        """Which prompt is drawn at a place of the endless order of draws."""
+        """The index of the prompt at an offset of the endless order."""
         return order.prompt_index_at(
             prompt_offset, len(self), self.seed, self.fingerprint, self.shuffle, self.mixture
         )
@@ -87,30 +84,33 @@ def tokenize_prompts(
     seed: int,
     headroom: int | None = None,
 ) -> Prompts:
-    """Render and tokenise every prompt once. `longest`: most tokens a prompt may have.
-    `room`: tokens beyond which no data.max_prompt_length helps; None = not known.
+    """Render and tokenise every prompt once. `max_length`: most tokens of a prompt.
 
-    Raises DataError: a prompt of another kind than the first, no chat template, two beginnings
-    of text, too many prompts over the limit.
+    `headroom`: tokens of the context that completions leave to a prompt; None = not known.
+    Raises DataError: a prompt of another type than the first, no chat template, two BOS tokens, too
+    many prompts over the limit.
     """
     values = data[config.prompt_column]
     conversational = is_messages(values[0])
     _check_values(data, values, config)
     _refuse_idle_keys(conversational, config)
     others = [c for c in data.column_names if c not in (config.prompt_column, *NOT_FOR_REWARDS)]
-    rows = data.select_columns(others).to_list() if others else [{} for _ in values]
-    prompts: list[Prompt] = [_render(v, row, config) for v, row in zip(values, rows, strict=True)]
+    examples = data.select_columns(others).to_list() if others else [{} for _ in values]
+    prompts: list[Prompt] = [_render(v, e, config) for v, e in zip(values, examples, strict=True)]
     conversational = conversational or config.chat
     ids = _tokenize_all(prompts, conversational, tokenizer, template_kwargs)
     _refuse_two_beginnings(ids, tokenizer)
     bos = tokenizer.bos_token_id
     return _apply_overlong(
-        prompts, ids, rows, conversational, config, max_length, seed, bos, headroom
+        prompts, ids, examples, conversational, config, max_length, seed, bos, headroom
     )
 
 
-def _check_values(data: "Dataset", values: Any, config: DataConfig) -> None:
-    """Every prompt is of the first one's kind, and of a kind that we read. Raises DataError."""
+def _check_values(data: "Dataset", values: Sequence[object], config: DataConfig) -> None:
+    """Check that all prompts are of the first one's type, a string or a list of messages.
+
+    Raises DataError.
+    """
     conversational = is_messages(values[0])
     where = f"data.prompt_column={config.prompt_column}, row "
     for row, value in enumerate(values):
@@ -128,9 +128,9 @@ def _check_values(data: "Dataset", values: Any, config: DataConfig) -> None:
                     f"columns of strings or messages: {', '.join(strings) or 'none'}",
                 )
             )
-        if conversational:
+        if isinstance(value, list):
             _refuse_other_parts(value, f"{where}{row}")
-    if not conversational and is_serialized_conversation(values[0]):
+    if isinstance(values[0], str) and is_serialized_conversation(values[0]):
         raise DataError(
             Problem(
                 "prompt 0 is a conversation that is written as one string",
@@ -142,7 +142,7 @@ def _check_values(data: "Dataset", values: Any, config: DataConfig) -> None:
 
 
 def _refuse_other_parts(messages: list[JsonObject], where: str) -> None:
-    """Raises DataError for a message that has parts which are not text."""
+    """Raise DataError for a message with parts that are not text."""
     for message in messages:
         parts = message["content"] if isinstance(message.get("content"), list) else []
         for part in parts:
@@ -158,7 +158,7 @@ def _refuse_other_parts(messages: list[JsonObject], where: str) -> None:
 
 
 def _refuse_idle_keys(conversational: bool, config: DataConfig) -> None:
-    """Raises DataError for a key that would do nothing with prompts of this kind."""
+    """Raise DataError for a key that has no effect on prompts of this type."""
     idle = [k for k in ("template", "chat") if getattr(config, k)] if conversational else []
     if not conversational and not config.chat and config.system is not None:
         idle = ["system"]
@@ -170,17 +170,17 @@ def _refuse_idle_keys(conversational: bool, config: DataConfig) -> None:
         raise DataError(Problem(f"data.{key} is set", f"data.{key}", why, off, more))
 
 
-def _render(value: Any, example: JsonObject, config: DataConfig) -> Prompt:
+def _render(value: Prompt, example: JsonObject, config: DataConfig) -> Prompt:
     """The prompt as it goes to the tokenizer, or to its chat template."""
     if isinstance(value, str):
         text = value if config.template is None else _fill_prompt_template(value, example, config)
         if not config.chat:
             return text
         value = [{"role": "user", "content": text}]
-    has_one = value[0]["role"] == "system"  # the row's own says more than the key
-    system = [{"role": "system", "content": config.system}] if config.system else []
     messages = [_with_text(message) for message in value]
-    return messages if has_one else [*system, *messages]
+    if config.system and value[0]["role"] != "system":  # the example's own replaces the key's
+        return [{"role": "system", "content": config.system}, *messages]
+    return messages
 
 
 def _fill_prompt_template(value: str, example: JsonObject, config: DataConfig) -> str:
@@ -189,7 +189,7 @@ def _fill_prompt_template(value: str, example: JsonObject, config: DataConfig) -
     try:
         return template.fill_template(config.template, fields)
     except KeyError as error:
-        what = f"data.template names {{{error.args[0]}}}, which is no column"
+        what = f"data.template names {{{error.args[0]}}}, which is not a column"
         why = f"columns: {', '.join(fields)}"
         raise DataError(Problem(what, "data.template", why)) from None
     except ValueError as error:
@@ -199,7 +199,7 @@ def _fill_prompt_template(value: str, example: JsonObject, config: DataConfig) -
 
 
 def _with_text(message: JsonObject) -> JsonObject:
-    """A message whose parts of text are one string: few chat templates know parts."""
+    """A message whose text parts are joined to one string: few chat templates take parts."""
     if not isinstance(message.get("content"), list):
         return message
     return message | {"content": "".join(part["text"] for part in message["content"])}
@@ -222,24 +222,20 @@ def _tokenize_all(
                 "model.chat_template=FILE.jinja, or data.prompt_column=COLUMN of plain strings",
             )
         )
-    ids = []
+    token_ids = []
     for row, prompt in enumerate(prompts):
         answered = prompt[-1]["role"] == "assistant"  # type: ignore[index]
         try:
             text = tokenizer.apply_chat_template(
-                prompt,
-                add_generation_prompt=not answered,
-                continue_final_message=answered,
-                tokenize=False,
-                **template_kwargs,
-            )
+                prompt, add_generation_prompt=not answered, continue_final_message=answered,
+                tokenize=False, **template_kwargs,
+            )  # fmt: skip
         except Exception as error:  # a template is a program, with a program's errors
             where, why = f"data.prompt_column, row {row}", f"{type(error).__name__}: {error}"
-            raise DataError(
-                Problem(f"the chat template refuses prompt {row}", where, why)
-            ) from None
-        ids.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
-    return ids
+            what = f"the chat template refuses prompt {row}"
+            raise DataError(Problem(what, where, why)) from None
+        token_ids.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    return token_ids
 
 
 def _refuse_two_beginnings(ids: list[list[int]], tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -304,21 +300,20 @@ def _apply_overlong(
 def _too_long(
     lengths: list[int], over: list[bool], max_length: int | None, headroom: int | None
 ) -> Problem:
-    fits = headroom is None or max(lengths) <= headroom
-    larger = f"data.max_prompt_length={max(lengths)}"
-    shorter = (
-        f"a smaller generation.max_completion_length (a prompt may have {headroom} tokens now)"
-    )
+    fix = f"data.max_prompt_length={max(lengths)}"
+    if headroom is not None and max(lengths) > headroom:
+        now = f"(a prompt may have {headroom} tokens now)"
+        fix = f"a smaller generation.max_completion_length {now}"
     return Problem(
         f"{sum(over)} of {len(over)} prompts are longer than {max_length} tokens",
         "data.max_prompt_length",
         f"the longest has {max(lengths)}, the first of them is row {over.index(True)}",
-        f"{larger if fits else shorter}, or data.overlong=truncate_left",
+        f"{fix}, or data.overlong=truncate_left",
     )
 
 
 def _cut_left(ids: list[int], max_length: int | None, bos_token_id: int | None) -> list[int]:
-    """The last `longest` ids, but for the beginning-of-text token, which stays in front."""
+    """The last `max_length` ids, but for the BOS token, which stays in front."""
     if max_length is None or len(ids) <= max_length:
         return ids
     head = ids[:1] if ids[0] == bos_token_id else []

@@ -1,7 +1,8 @@
-"""Sums over ragged rows, and log-probabilities of targets.
+"""Sums over segments, and log-probabilities of targets.
 
-Everything per token is a flat column (N,); `sequence` (N,) says which of n rows a token belongs
-to. A row with no token sums to 0. Tensor methods only, so that importing this imports no torch.
+Everything per token is a flat column (N,); `segment_ids` (N,) says which of n segments a token
+belongs to. A segment with no token sums to 0. Tensor methods only, so that importing this imports
+no torch.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def segment_sum(values: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
-    """Sum of each row's tokens. (N,), (N,) -> (n,)"""
+    """Sum of each segment's tokens. (N,), (N,) -> (n,)"""
     return values.new_zeros(num_segments).index_add(0, segment_ids, values)
 
 
 def segment_mean(values: Tensor, mask: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
-    """Mean over each row's unmasked tokens; 0 for a row without any. (N,), (N,), (N,) -> (n,)"""
+    """Mean over each segment's unmasked tokens; 0 for one without any. (N,), (N,), (N,) -> (n,)"""
     count = segment_sum(mask, segment_ids, num_segments).clamp(min=1)
     return segment_sum(values * mask, segment_ids, num_segments) / count
 

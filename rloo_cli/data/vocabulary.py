@@ -1,29 +1,29 @@
-"""Whether tokenizer, data and models speak of the same tokens, before any weights load."""
+"""Checks that tokenizer, data and models have the same tokens, before any weights load."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rloo_cli.config.schema import GenerationConfig
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.utils.errors import ConfigError, Problem
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 def check_prompt_ids(
-    tokenizer: Any, vocab_size: int | None, prompts: Mapping[str | None, Prompts]
+    tokenizer: "PreTrainedTokenizerBase",
+    vocab_size: int | None,
+    prompts: Mapping[str | None, Prompts],
 ) -> list[str]:
-    """Every token of the prompts has a row in the embedding; notes on tokens that have none.
+    """Check that the embedding has every token of the prompts. -> notes on other tokens it lacks
 
-    `size`: rows of the embedding, None = not known. Raises ConfigError.
+    `vocab_size`: of the embedding, None = not known. `prompts`: by split. Raises ConfigError.
     """
     if vocab_size is None:
         return []
-    used = {
-        i
-        for prompts in prompts.values()
-        for ids in prompts.prompt_ids
-        for i in ids
-        if i >= vocab_size
-    }
+    id_lists = [ids for split in prompts.values() for ids in split.prompt_ids]
+    used = {i for ids in id_lists for i in ids if i >= vocab_size}
     if used:
         shown = ", ".join(repr(t) for t in tokenizer.convert_ids_to_tokens(sorted(used)[:5]))
         why = f"the prompts use {shown}; the largest id is {max(used)}, and {vocab_size} are known"
@@ -37,42 +37,41 @@ def check_prompt_ids(
     return []
 
 
-def check_reference_tokenizer(tokenizer: Any, reference: Any) -> None:
-    """Raises ConfigError where the tokenizer of model.ref_path gives words other ids."""
+def check_reference_tokenizer(
+    tokenizer: "PreTrainedTokenizerBase", reference: "PreTrainedTokenizerBase"
+) -> None:
+    """Raise ConfigError if tokens have other ids in the tokenizer of model.ref_path."""
     if same_token_ids(tokenizer, reference):
         return
     theirs, added = reference.get_vocab(), tokenizer.get_added_vocab()
     ours = tokenizer.get_vocab().items()
-    odd = sorted((i, w) for w, i in ours if w not in added and theirs.get(w) != i)
-    shown = ", ".join(f"{w!r} is {i} and {theirs.get(w, 'nothing')}" for i, w in odd[:3])
+    odd = sorted((i, token) for token, i in ours if token not in added and theirs.get(token) != i)
+    shown = ", ".join(f"{t!r} is {i} and {theirs.get(t, 'nothing')}" for i, t in odd[:3])
     why = f"{len(odd)} tokens have another id in the reference's tokenizer: {shown}"
     fix = "model.ref_path=a model of the policy's family, or null"
     what = "policy and reference differ in vocabulary"
     raise ConfigError(Problem(what, "model.ref_path", why, fix))
 
 
-def same_token_ids(ours: Any, theirs: Any) -> bool:
-    """Whether two tokenizers give one id to each word that is no special token of the first."""
-    own, other = ours.get_vocab(), theirs.get_vocab()
-    return all(other.get(w) == i for w, i in own.items() if w not in ours.get_added_vocab())
+def same_token_ids(ours: "PreTrainedTokenizerBase", theirs: "PreTrainedTokenizerBase") -> bool:
+    """Whether two tokenizers have the same ids for the first one's ordinary tokens."""
+    our_vocab, their_vocab, added = ours.get_vocab(), theirs.get_vocab(), ours.get_added_vocab()
+    return all(their_vocab.get(w) == i for w, i in our_vocab.items() if w not in added)
 
 
 def check_stop_tokens(ids: Iterable[int], vocab_size: int, config: GenerationConfig) -> None:
-    """A completion can end before its longest length. Raises ConfigError.
+    """Check that a completion can end before its longest length. Raises ConfigError.
 
-    `ids`: that end a completion; `size`: rows of the embedding.
+    `ids`: the tokens that end a completion; `vocab_size`: of the embedding.
     """
     if config.ignore_eos or config.stop or any(0 <= i < vocab_size for i in ids):
         return
-    found = (
-        f"the ids {sorted(ids)} are none of its {vocab_size} tokens" if ids else "neither says one"
+    answer = "neither says one"
+    if ids:
+        answer = f"the ids {sorted(ids)} are none of its {vocab_size} tokens"
+    why = f"tokenizer and model were asked for their end-of-text token: {answer}"
+    fix = (
+        "generation.stop_token_ids=[ID], or generation.stop=[TEXT], or"
+        " generation.ignore_eos=true for completions of full length"
     )
-    raise ConfigError(
-        Problem(
-            "no token ends a completion",
-            "generation.stop_token_ids",
-            f"tokenizer and model were asked for their end-of-text token: {found}",
-            "generation.stop_token_ids=[ID], or generation.stop=[TEXT], or"
-            " generation.ignore_eos=true for completions of full length",
-        )
-    )
+    raise ConfigError(Problem("no token ends a completion", "generation.stop_token_ids", why, fix))

@@ -15,7 +15,7 @@ has one mesh (:773), where a frozen model has a group of its own; and it has no 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -31,7 +32,7 @@ from torch.distributed.fsdp import (
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed import gather
 from rloo_cli.distributed.engine import ParallelEngine
-from rloo_cli.distributed.optimizer import Optimizer, gather_full_tensor
+from rloo_cli.distributed.optimizer import Optimizer, TrainingOptimizer, gather_full_tensor
 from rloo_cli.distributed.world import World
 from rloo_cli.policy.load import HALF_DTYPES
 from rloo_cli.policy.model import Policy
@@ -46,28 +47,34 @@ class FSDPEngine(ParallelEngine):
     def __init__(self, world: World, config: RunConfig):
         super().__init__(world, config)
         self.mesh = init_device_mesh(world.device.type, (world.size,))
-        self.root_module: Any = None  # the outermost module of the policy, once it is sharded
+        self.root_module: FSDPModule | None = None  # the outermost module, once it is sharded
 
-    def distribute_policy(self, policy: Policy, num_updates: int) -> Any:
-        """Shard the policy, whose weights come from rank 0 unit by unit; its optimizer."""
-        keep = self.config.distributed.master_weights == "float32"
-        self._shard(policy, torch.float32 if keep else None)
-        self.root_module = policy.logprob_module
-        given = self.config.train, num_updates, self.config.distributed
-        found = Optimizer(policy.model, *given, offloaded=self.offloads)
-        found.shards_are_masters = keep and policy.dtype in HALF_DTYPES
-        return found
+    def distribute_policy(self, policy: Policy, num_updates: int) -> TrainingOptimizer:
+        """Shard the policy, whose weights come from rank 0 unit by unit. -> its optimizer"""
+        train, distributed = self.config.train, self.config.distributed
+        has_masters = distributed.master_weights == "float32"
+        self._shard(policy, torch.float32 if has_masters else None)
+        self.root_module = cast(FSDPModule, policy.logprob_module)
+        optimizer = Optimizer(
+            policy.model, train, num_updates, distributed, offloaded=self.offloads
+        )
+        optimizer.shards_are_masters = has_masters and policy.dtype in HALF_DTYPES
+        return optimizer
 
     def distribute_frozen(self, policy: Policy) -> None:
         """Shard a policy that is never trained, in its own dtype."""
-        # In a group of its own: ranks that asked two models in another order would get each other's
-        # weights in one, and wait for each other in two.
+        # In a group of its own: ranks that gathered two models in different orders would get each
+        # other's weights in one group, and wait for each other in two.
         group = dist.new_group(timeout=timedelta(seconds=self.config.distributed.timeout_s))
         self._shard(policy, None, DeviceMesh.from_group(group, self.world.device.type))
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        """Gradients are averaged, in every backward or in the update's last one alone: then they
-        need not travel for each micro-batch, and are held whole until it comes."""
+        """Run a backward pass, in which FSDP averages gradients.
+
+        With `reduce=last` it does so in the update's last one only: they are sent once, and held
+        whole until then.
+        """
+        assert self.root_module is not None
         if self.config.distributed.reduce == "last":
             self.root_module.set_requires_gradient_sync(is_last)
         (loss * self.world.size).backward()
@@ -76,7 +83,7 @@ class FSDPEngine(ParallelEngine):
     def gathered_parameters(
         self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None
     ) -> Iterator[list[Tensor]]:
-        """Gathered, a copy on each rank."""
+        """These weights, gathered: a copy on each rank."""
         yield [
             gather_full_tensor(p.detach() if dtype is None else p.detach().to(dtype))
             for p in parameters
@@ -85,7 +92,7 @@ class FSDPEngine(ParallelEngine):
     def _shard(
         self, policy: Policy, storage_dtype: torch.dtype | None, mesh: DeviceMesh | None = None
     ) -> None:
-        """`stored`: dtype of the shards; None = that of the weights."""
+        """Shard every unit. `storage_dtype`: of the shards; None = that of the weights."""
         scorer, dtype = policy.logprob_module, policy.dtype
         offload: OffloadPolicy = OffloadPolicy()
         if self.offloads and self.config.distributed.offload == "parameters":

@@ -1,12 +1,13 @@
-"""A model piece by piece: its layers, filled from rank 0, gathered one after the other.
+"""Fills and gathers a sharded model unit by unit: what lies around the layers, then each layer.
 
-A model that is to be sharded is loaded on rank 0 alone, in the CPU's memory; the other ranks have a
-shell of it on torch's `meta` device. Unit by unit its weights are then sent round, and each rank
-keeps its share: no rank ever holds more than one whole unit beside its shards.
+A model that is to be sharded is loaded on rank 0 alone, in the CPU's memory; the other ranks have
+it on torch's `meta` device. Its weights are then sent unit by unit, and each rank keeps its share:
+no rank ever holds more than one whole unit beside its shards.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,18 +15,29 @@ from torch import Tensor, nn
 
 from rloo_cli.distributed.world import World
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 CPU = torch.device("cpu")
 Rank0Tensors = dict[str, Tensor] | None  # rank 0: every tensor of the real model by its name
 
 
-def decoder_layers(model: Any) -> list[nn.Module]:
+class WeightGatherer(Protocol):
+    """An engine, of which gathering its weights is asked."""
+
+    def gathered_parameters(
+        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None
+    ) -> AbstractContextManager[list[Tensor]]: ...
+
+
+def decoder_layers(model: "PreTrainedModel") -> list[nn.Module]:
     """The decoder layers, in order: the modules of the list that is as long as the config says."""
     count = model.config.get_text_config().num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     return list(lists[0]) if lists else []
 
 
-def parameters_by_unit(model: Any) -> list[dict[str, nn.Parameter]]:
+def parameters_by_unit(model: "PreTrainedModel") -> list[dict[str, nn.Parameter]]:
     """Parameters by name, in the model's order of units: what no layer has, then each layer's."""
     of_layer = {
         id(p): n for n, layer in enumerate(decoder_layers(model)) for p in layer.parameters()
@@ -53,12 +65,11 @@ def _module_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def materialize_unit(
-    unit: nn.Module, meta_weights: Any, world: World, dtype: torch.dtype | None
+    unit: nn.Module, meta_weights: "MetaWeights | None", world: World, dtype: torch.dtype | None
 ) -> None:
-    """Give the shell of a unit its weights, on this rank's device. `source`: see `Shells`.
+    """Give a unit on the meta device its weights, from rank 0, on this rank's device.
 
-    Trained weights are stored in `dtype` where one is given. What was filled before stays. Nothing
-    of the unit is held here afterwards: its owner keeps a share and lets the rest go.
+    Trained weights are stored in `dtype` if one is given. Tensors that are filled already stay.
     """
     if meta_weights is None:
         return
@@ -123,10 +134,12 @@ class MetaWeights:
 
 
 def iter_gathered_weights(
-    engine: Any, model: Any, dtype: torch.dtype | None = None
+    engine: "WeightGatherer", model: "PreTrainedModel", dtype: torch.dtype | None = None
 ) -> Iterator[dict[str, Tensor]]:
-    """All weights, whole, unit by unit; each is gone when the next one comes. `dtype`: they may be
-    cast to it before they travel."""
+    """All weights, whole, unit by unit; each is freed when the next one comes.
+
+    `dtype`: they may be cast to it before they are sent.
+    """
     for unit in parameters_by_unit(model):
-        with engine.gathered_parameters(list(unit.values()), dtype) as found:
-            yield dict(zip(unit, found, strict=True))
+        with engine.gathered_parameters(list(unit.values()), dtype) as tensors:
+            yield dict(zip(unit, tensors, strict=True))

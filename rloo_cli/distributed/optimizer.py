@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import SchedulerType, get_scheduler
 
 from rloo_cli.config import registry
@@ -23,20 +24,42 @@ from rloo_cli.utils.files import JsonObject
 
 
 def _reduce_nothing(masters: Sequence[Tensor]) -> None:
-    """No other rank has gradients."""
+    """Do nothing: no other rank has gradients to add."""
 
 
 def _abort_nothing() -> None:
-    """Nothing is under way."""
+    """Do nothing: no sum of gradients has begun."""
+
+
+class TrainingOptimizer(Protocol):
+    """What the loop and the checkpoints ask of an engine's optimizer (`Optimizer`)."""
+
+    inner: torch.optim.Optimizer
+    schedule: LRScheduler
+    names: list[str]  # of the trained parameters
+    weights: list[nn.Parameter]
+    max_grad_norm: float | None
+
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def num_trained_parameters(self) -> int: ...
+    @property
+    def masters_bytes(self) -> int: ...
+    def grad_norm(self, factor: float = 1.0) -> Tensor: ...
+    def step(self, norm: Tensor) -> None: ...
+    def zero_grad(self) -> None: ...
+    def dump(self, rank: int, world_size: int) -> tuple[dict[str, Tensor], JsonObject]: ...
+    def restore(self, tensors: Mapping[str, Tensor], metadata: JsonObject) -> None: ...
 
 
 class Optimizer:
     """AdamW (or the user's), schedule and clipping over a model's trainable parameters.
 
-    Sharded weights (DTensors) are updated shard by shard. `reduce` sums gradients over ranks that
-    have a copy each, and `drop` ends a sum that is given up. `beside`: a second model that learns
-    with it; its names get a prefix. `offloaded`: weights and state lie in the CPU's memory while
-    the model computes on a GPU.
+    Sharded weights (DTensors) are updated shard by shard. `reduce_gradients` sums gradients over
+    ranks that have a copy each, `abort_reduce` ends a sum that is given up. `value_module` is a
+    second model that learns with it; its names get a prefix. `offloaded`: weights and state lie in
+    the CPU's memory while the model computes on a GPU.
     """
 
     def __init__(
@@ -53,13 +76,13 @@ class Optimizer:
             found += [(f"value.{n}", p) for n, p in value_module.named_parameters()]
         named = {n: p for n, p in found if p.requires_grad}
         self.names, self.weights = list(named), list(named.values())
-        kept = distributed is None or distributed.master_weights == "float32"
+        has_masters = distributed is None or distributed.master_weights == "float32"
         self.masters = [
-            p.detach().float().requires_grad_() if kept and p.dtype in HALF_DTYPES else p
+            p.detach().float().requires_grad_() if has_masters and p.dtype in HALF_DTYPES else p
             for p in self.weights
         ]
         for weight in self.weights:
-            if weight.dtype in HALF_DTYPES and kept:
+            if weight.dtype in HALF_DTYPES and has_masters:
                 weight.grad_dtype = torch.float32  # micro-batches add up in float32
         self.max_grad_norm = config.max_grad_norm
         self.inner = build_optimizer(self.masters, config, offloaded)
@@ -85,7 +108,7 @@ class Optimizer:
         return sum(4 * m.numel() for w, m in pairs if w is not m)
 
     def grad_norm(self, factor: float = 1.0) -> Tensor:
-        """Move the gradients, times `factor`, to the masters; their global L2 norm, unclipped. ()
+        """Move the gradients, times `factor`, to the masters. -> global L2 norm, unclipped, ()
 
         An update in which no completion needed a forward has a gradient of 0: with none at all the
         optimizer would leave its moments, and so the weights, as they are.
@@ -98,10 +121,10 @@ class Optimizer:
         if all(m.grad is None for m in self.masters):
             for master in self.masters:
                 master.grad = torch.zeros_like(master)
-        found = [m.grad for m in self.masters if m.grad is not None]
+        gradients = [m.grad for m in self.masters if m.grad is not None]
         if factor != 1.0:
-            torch._foreach_mul_(found, factor)
-        norm = gather_full_tensor(nn.utils.get_total_norm(found))
+            torch._foreach_mul_(gradients, factor)
+        norm = gather_full_tensor(nn.utils.get_total_norm(gradients))
         return poison_tensor("grad", norm)
 
     def step(self, norm: Tensor) -> None:
@@ -118,22 +141,22 @@ class Optimizer:
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Forget the gradients, so that nothing of them is ever applied. All ranks together."""
+        """Drop the gradients, so that none of them is ever applied. All ranks call it together."""
         self.abort_reduce()
         for parameter in (*self.weights, *self.masters):
             parameter.grad = None
 
     def dump(self, rank: int = 0, world_size: int = 1) -> tuple[dict[str, Tensor], JsonObject]:
-        """Everything a restart needs: `<what>/<parameter>` -> tensor, and plain values.
+        """The state that a resumed run needs: `<what>/<parameter>` -> tensor, and plain values.
 
-        Of `size` ranks, which all call it, each gets a share of the tensors, every one whole.
-        float32 masters of half-precision weights are part of it. Raises StorageError for state
-        that only a pickle could hold.
+        All ranks call it, and each gets a share of the tensors, every one whole. float32 masters of
+        half-precision weights are part of it. Raises StorageError for state that only a pickle
+        could hold.
         """
         saved = StateShard(rank, world_size)
         plain: JsonObject = {}
-        rows = enumerate(zip(self.names, self.weights, self.masters, strict=True))
-        for number, (name, weight, master) in rows:
+        columns = zip(self.names, self.weights, self.masters, strict=True)
+        for number, (name, weight, master) in enumerate(columns):
             if weight is not master:
                 saved.add(number, f"master/{name}", master)
             elif self.shards_are_masters:  # the weights' file has them in the model's own dtype
@@ -146,19 +169,19 @@ class Optimizer:
         order = {id(m): n for n, m in zip(self.names, self.masters, strict=True)}
         names = [[order[id(p)] for p in g["params"]] for g in self.inner.param_groups]
         groups = named_param_groups(self.inner, names)
-        facts = {"state": plain, "groups": groups, "schedule": self.schedule.state_dict()}
+        metadata = {"state": plain, "groups": groups, "schedule": self.schedule.state_dict()}
         try:
-            json.dumps(facts, allow_nan=False)
+            json.dumps(metadata, allow_nan=False)
         except (TypeError, ValueError) as error:
             why = f"{error}: it is neither a tensor nor a plain value, and no pickle is written"
             raise StorageError(
                 Problem("the optimizer's state cannot be saved", "train.optimizer", why)
             ) from None
-        return saved.tensors, facts | {"learning_rate": self.learning_rate}
+        return saved.tensors, metadata | {"learning_rate": self.learning_rate}
 
     @torch.no_grad()
-    def restore(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-        """Put back what `dump` gave, of any number of ranks, and of any engine.
+    def restore(self, tensors: Mapping[str, Tensor], metadata: JsonObject) -> None:
+        """Restore what `dump` returned, on any number of ranks and with any engine.
 
         Raises ConfigError when it is of other parameters.
         """
@@ -166,34 +189,25 @@ class Optimizer:
         masters = dict(zip(self.names, self.masters, strict=True))
         for key in (*tensors, *metadata["state"]):
             what, _, name = key.partition("/")
-            value, master = (
-                tensors[key] if key in tensors else metadata["state"][key],
-                masters[name],
-            )
+            value = tensors[key] if key in tensors else metadata["state"][key]
+            master = masters[name]
             if what == "master":
                 master.copy_(distribute_like(value, master).to(master.dtype))
             else:
                 fused = bool(self.inner.param_groups[0].get("fused"))
                 self.inner.state[master][what] = _state_on_device(value, master, fused)
-        restore_param_groups(self.inner, self.schedule, metadata, self)
-
-
-class HasLearningRate(Protocol):
-    """Something with a learning rate."""
-
-    @property
-    def learning_rate(self) -> float: ...
+        restore_param_groups(self, metadata)
 
 
 class StateShard:
-    """One rank's share of an optimizer's state: the parameters whose turn is its own."""
+    """One rank's share of an optimizer's state: that of every world_size-th parameter."""
 
     def __init__(self, rank: int, world_size: int):
         self.rank, self.world_size = rank, world_size
         self.tensors: dict[str, Tensor] = {}
 
     def add(self, parameter_index: int, name: str, value: Tensor) -> None:
-        """State of parameter `number`."""
+        """Keep this tensor of a parameter's state if the parameter is this rank's."""
         if parameter_index % self.world_size == self.rank:
             self.tensors[name] = value.detach().cpu().contiguous()
 
@@ -210,27 +224,24 @@ def named_param_groups(
 
 
 def check_state_matches(
-    names: Sequence[str], tensors: Mapping[str, Any], metadata: Mapping[str, Any]
+    names: Sequence[str], tensors: Mapping[str, Tensor], metadata: JsonObject
 ) -> None:
     """Raises ConfigError when a checkpoint's optimizer is of other parameters than these."""
-    of = {n.partition("/")[2] for n in (*tensors, *metadata["state"])}
-    of |= {n for g in metadata["groups"] for n in g["names"]}
-    if of - set(names):
-        name = sorted(of - set(names))[0]
-        raise ConfigError(Problem("the checkpoint's optimizer is of other parameters", name))
+    saved = {n.partition("/")[2] for n in (*tensors, *metadata["state"])}
+    saved |= {n for g in metadata["groups"] for n in g["names"]}
+    if others := sorted(saved - set(names)):
+        raise ConfigError(Problem("the checkpoint's optimizer is of other parameters", others[0]))
 
 
-def restore_param_groups(
-    inner: Any, schedule: Any, metadata: Mapping[str, Any], optimizer: HasLearningRate
-) -> None:
-    """Put back options and schedule. Raises ConfigError where the rate is not what it was."""
-    for group in inner.param_groups:
-        known = metadata["groups"][0] if len(metadata["groups"]) == 1 else None
-        known = known or metadata["groups"][inner.param_groups.index(group)]
-        # How it is computed is this machine's: a checkpoint of a CPU goes on on a GPU.
-        kept = ("names", "fused", "foreach", "capturable")
-        group |= {k: _with_tuples(v, group.get(k)) for k, v in known.items() if k not in kept}
-    schedule.load_state_dict(metadata["schedule"])
+def restore_param_groups(optimizer: TrainingOptimizer, metadata: JsonObject) -> None:
+    """Restore options and schedule. Raises ConfigError if the learning rate is another then."""
+    saved_groups = metadata["groups"]
+    for number, group in enumerate(optimizer.inner.param_groups):
+        saved = saved_groups[0] if len(saved_groups) == 1 else saved_groups[number]
+        # How it is computed depends on the machine: a checkpoint of a CPU goes on on a GPU.
+        own = ("names", "fused", "foreach", "capturable")
+        group |= {k: _with_tuples(v, group.get(k)) for k, v in saved.items() if k not in own}
+    optimizer.schedule.load_state_dict(metadata["schedule"])
     if optimizer.learning_rate != metadata["learning_rate"]:
         why = f"{optimizer.learning_rate}, where the run stopped with {metadata['learning_rate']}"
         raise ConfigError(
@@ -239,26 +250,29 @@ def restore_param_groups(
 
 
 def gather_full_tensor(tensor: Tensor) -> Tensor:
-    """A sharded tensor whole, which all ranks ask for together; another one as it is."""
+    """Gather a sharded tensor, on all ranks together; another tensor is returned as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def distribute_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor, which every rank has, spread as another one is, on its device."""
+    """Shard a tensor, which every rank has whole, as `like` is sharded, on its device."""
     if not isinstance(like, DTensor):
         return tensor.to(like.device)
-    given = tensor.to(like.to_local().device)
-    return distribute_tensor(given, like.device_mesh, like.placements, src_data_rank=None)
+    tensor = tensor.to(like.to_local().device)
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _with_tuples(value: Any, before: Any) -> Any:
-    """JSON knows no tuples: betas."""
-    return tuple(value) if isinstance(before, tuple) else value
+def _with_tuples(value: object, before: object) -> object:
+    """JSON has no tuples, which betas are."""
+    return tuple(value) if isinstance(before, tuple) and isinstance(value, list) else value
 
 
-def _state_on_device(value: Any, master: Tensor, fused: bool) -> Any:
-    """Counters of one element stay on the CPU, where torch's optimizers keep them; a fused one has
-    them on its device."""
+def _state_on_device(value: object, master: Tensor, fused: bool) -> object:
+    """Move a parameter's state to its device.
+
+    Counters of one element stay on the CPU, where torch's optimizers keep them, but a fused
+    optimizer has them on its device.
+    """
     if not isinstance(value, Tensor):
         return value
     if value.dim() == 0:
@@ -269,26 +283,25 @@ def _state_on_device(value: Any, master: Tensor, fused: bool) -> Any:
 def build_optimizer(
     parameters: Iterable[Tensor], config: TrainConfig, offloaded: bool = False
 ) -> torch.optim.Optimizer:
-    """The optimizer of the config over these. Raises ConfigError for arguments it does not take.
+    """Build the config's optimizer. Raises ConfigError for arguments that it does not take.
 
-    `offloaded`: it updates in the CPU's memory what a GPU computes with. There torch's fused AdamW
-    is one pass over the memory: five times as fast as torch's default on a CPU, and as fast as
-    DeepSpeed's CPU Adam (20 million float32 weights on two cores: 0.21, 0.04 and 0.04 s), which
-    needs a compiler and two minutes at the start, and takes no sharded tensors. A model that
-    computes on the CPU keeps torch's default: a run of before goes on to the same bits.
+    `offloaded`: the parameters lie in the CPU's memory while the model computes on a GPU. There
+    torch's fused AdamW is one pass over the memory: five times as fast as torch's default on a CPU,
+    and as fast as DeepSpeed's CPU Adam (20 million float32 weights on two cores: 0.21, 0.04 and
+    0.04 s), which needs a compiler and two minutes at the start, and takes no sharded tensors. A
+    model that computes on the CPU keeps torch's default, so that older runs resume exactly.
     """
     arguments: JsonObject = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     parameters = list(parameters)
     if config.optimizer == "adamw" and (offloaded or can_use_fused(parameters)):
         arguments["fused"] = True  # a third of the passes over memory, and no temporaries
     arguments |= config.optimizer_kwargs
-    kind = (
-        torch.optim.AdamW
-        if config.optimizer == "adamw"
-        else _load_user_code(config.optimizer, "optimizer")
-    )
+    adamw: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    own = config.optimizer != "adamw"
+    build = _load_user_code(config.optimizer, "optimizer") if own else adamw
     try:
-        return kind(parameters, **arguments)
+        optimizer: torch.optim.Optimizer = build(parameters, **arguments)
+        return optimizer
     except (TypeError, ValueError) as error:
         raise ConfigError(
             Problem(
@@ -306,8 +319,8 @@ def can_use_fused(parameters: Sequence[Tensor]) -> bool:
 
 def build_lr_schedule(
     optimizer: torch.optim.Optimizer, config: TrainConfig, num_updates: int
-) -> Any:
-    """The learning rate's schedule. Raises ConfigError for one that cannot be made."""
+) -> LRScheduler:
+    """Build the learning rate's schedule. Raises ConfigError for one that cannot be built."""
     try:
         return _make_lr_schedule(optimizer, config, num_updates)
     except (TypeError, ValueError) as error:
@@ -323,27 +336,25 @@ def build_lr_schedule(
 
 def _make_lr_schedule(
     optimizer: torch.optim.Optimizer, config: TrainConfig, num_updates: int
-) -> Any:
+) -> LRScheduler:
+    lengths = {"num_warmup_steps": config.warmup_steps, "num_training_steps": num_updates}
+    schedule: LRScheduler
     if ":" in config.lr_scheduler:
         build = _load_user_code(config.lr_scheduler, "lr_scheduler")
-        given = {"num_warmup_steps": config.warmup_steps, "num_training_steps": num_updates}
         wanted = inspect.signature(build).parameters
-        given = {k: v for k, v in given.items() if k in wanted}
-        return build(optimizer, **given, **config.lr_scheduler_kwargs)
-    return get_scheduler(
-        config.lr_scheduler,
-        optimizer,
-        num_warmup_steps=config.warmup_steps,
-        num_training_steps=num_updates,
-        scheduler_specific_kwargs=config.lr_scheduler_kwargs or None,
-    )
-
-
-def _load_user_code(spec: str, key: str) -> Any:
-    if ":" not in spec:
-        raise ConfigError(
-            Problem(
-                f"train.{key} = {spec!r} is not known", f"train.{key}", "adamw, or file.py:name"
-            )
+        lengths = {k: v for k, v in lengths.items() if k in wanted}
+        schedule = build(optimizer, **lengths, **config.lr_scheduler_kwargs)
+    else:
+        kwargs = config.lr_scheduler_kwargs or None
+        schedule = get_scheduler(
+            config.lr_scheduler, optimizer, **lengths, scheduler_specific_kwargs=kwargs
         )
-    return registry.load_code(spec)
+    return schedule
+
+
+def _load_user_code(spec: str, key: str) -> Callable[..., Any]:
+    if ":" not in spec:
+        what = f"train.{key} = {spec!r} is not known"
+        raise ConfigError(Problem(what, f"train.{key}", "adamw, or file.py:name"))
+    code: Callable[..., Any] = registry.load_code(spec)
+    return code

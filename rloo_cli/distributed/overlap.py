@@ -1,19 +1,18 @@
-"""Sums of gradients over ranks that have a copy of the model each, begun while backward still runs.
+"""Sums gradients over the ranks of `ddp`, beginning while the backward pass still runs.
 
 Gradients lie in buckets, in an order that is the same on all ranks: those of the last parameters
 first, as backward completes them. In the last micro-batch of an update a bucket is sent as soon as
-all its gradients are whole and the buckets before it are sent; `finish` sends the rest and waits.
-So ranks may have unequal numbers of micro-batches, or none: whatever one of them sends early, the
-others send in the same order, at the latest in `finish`.
+all its gradients are complete and the buckets before it are sent; `finalize_reduce` sends the rest
+and waits. So ranks may have unequal numbers of micro-batches, or none: whatever one of them sends
+early, the others send in the same order, at the latest in `finalize_reduce`.
 
-A gradient is whole when its hook has fired, which torch calls once in a backward pass, after the
+A gradient is complete when its hook has fired, which torch calls once in a backward pass, after the
 last addition. Passes within a pass (reentrant checkpointing) make a hook fire several times: the
 first backward pass of a run shows which, and those gradients wait for the pass to end.
 """
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +24,10 @@ BUCKET_BYTES = 64 * 2**20  # bytes of gradients that are summed at once
 
 
 class GradientReducer:
-    """Gradients of `weights`, summed where they lie, of float32 `masters` in float32.
+    """Sums the gradients of `weights` in place, those of float32 `masters` in float32.
 
-    `apart`: those of a second model, whose backward passes come before the policy's own in each
-    micro-batch. `group`: the ranks; None = torch's default group. `size`: of a bucket, in bytes.
+    `value_parameters`: of the value model, whose backward passes come before the policy's in each
+    micro-batch. `group`: the ranks; None = torch's default group.
     """
 
     def __init__(
@@ -37,11 +36,13 @@ class GradientReducer:
         weights: Sequence[Tensor],
         masters: Sequence[Tensor],
         value_parameters: Collection[nn.Parameter] = (),
-        group: Any = None,
+        group: dist.ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ):
         self.world, self.weights, self.masters = world, weights, masters
-        self.group: Any = dist.group.WORLD if group is None else group
+        group = group or dist.group.WORLD
+        assert group is not None
+        self.group = group
         others = {id(p) for p in value_parameters}
         self.value_indices = [i for i, w in enumerate(weights) if id(w) in others]
         policy = [i for i, w in enumerate(weights) if id(w) not in others]
@@ -62,7 +63,7 @@ class GradientReducer:
             weight.register_post_accumulate_grad_hook(self._make_hook(i))
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        """One backward pass; `last`: nothing of the update comes after it on this rank."""
+        """Run one backward pass. `is_last`: it is the update's last on this rank."""
         self.hook_calls.clear()
         if is_last:
             self.in_last_micro_batch = True
@@ -77,14 +78,14 @@ class GradientReducer:
             self._mark_ready(range(len(self.weights)))
 
     def skip_micro_batch(self, is_last: bool) -> None:
-        """This rank has nothing in a micro-batch that others have; `last`: of the update."""
+        """Note that this rank has no micro-batch where others have one."""
         if is_last:
             self.in_last_micro_batch = True
             self._mark_ready(range(len(self.weights)))
 
     @torch.no_grad()
     def finalize_reduce(self, masters: Sequence[Tensor]) -> None:
-        """All ranks: the gradients are summed when this returns, in place.
+        """Sum the gradients, in place. All ranks call it together.
 
         One that only some ranks have counts as 0 on the others; one that none has stays None.
         """
@@ -103,21 +104,17 @@ class GradientReducer:
             self._reset_update()
 
     def abort_reduce(self) -> None:
-        """All ranks: end what is under way in an update that is given up."""
+        """End the sums of an update that is given up. All ranks call it together."""
         if self.in_last_micro_batch:
             self.finalize_reduce(self.masters)
 
     def _reset_update(self) -> None:
-        self.in_last_micro_batch = (
-            False  # the last micro-batch of the update: what may be sent, may be now
-        )
-        self.hooks_active = False  # to hooks, which say that a gradient is whole
+        self.in_last_micro_batch = False  # of the update: complete buckets may be sent
+        self.hooks_active = False  # a hook's call means that its gradient is complete
         self.ready_gradients: set[int] = set()
-        self.missing_per_bucket = [
-            len(bucket) for bucket in self.buckets
-        ]  # gradients that are not whole
+        self.missing_per_bucket = [len(bucket) for bucket in self.buckets]  # incomplete gradients
         self.num_buckets_sent = 0  # buckets
-        self.pending_works: list[Any] = []
+        self.pending_works: list[dist.Work] = []
 
     def _make_hook(self, i: int) -> Callable[[Tensor], None]:
         def fire(weight: Tensor) -> None:
@@ -138,7 +135,7 @@ class GradientReducer:
             self.missing_per_bucket[self.bucket_of_gradient[i]] += 1
 
     def _mark_ready(self, indices: Collection[int]) -> None:
-        """Nothing is added to these any more; send what is complete."""
+        """Note that these gradients are complete, and send the buckets that are."""
         for i in indices:
             grad = self.weights[i].grad
             if (
@@ -157,11 +154,11 @@ class GradientReducer:
             self.num_buckets_sent += 1
 
     def _gradient_owner(self, i: int) -> Tensor:
-        """What the gradient hangs on: the weight, until `grad_norm` moves it to the master."""
+        """The tensor with the gradient: the weight, until `grad_norm` moves it to the master."""
         return self.masters[i] if self.weights[i].grad is None else self.weights[i]
 
     def _start_all_reduce(self, bucket: Sequence[int]) -> None:
-        """Begin to sum these gradients, as they lie: no copy of a bucket is made here."""
+        """Begin to sum these gradients in place, without copying them to a bucket."""
         gradients = []
         for owner in map(self._gradient_owner, bucket):
             assert owner.grad is not None
@@ -177,12 +174,12 @@ class GradientReducer:
 def _split_into_buckets(
     order: Sequence[int], masters: Sequence[Tensor], bucket_bytes: int
 ) -> Iterator[list[int]]:
-    """Runs of one dtype that fill a bucket; a larger one is alone."""
+    """Split the order into buckets of one dtype; a gradient above the size has its own."""
     run: list[int] = []
     for i in order:
-        there = sum(masters[j].nbytes for j in run)
+        filled = sum(masters[j].nbytes for j in run)
         other = bool(run) and masters[i].dtype != masters[run[0]].dtype
-        if run and (other or there + masters[i].nbytes > bucket_bytes):
+        if run and (other or filled + masters[i].nbytes > bucket_bytes):
             yield run
             run = []
         run.append(i)

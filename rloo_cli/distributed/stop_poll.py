@@ -1,9 +1,9 @@
-"""How often ranks ask each other whether one of them was told to end: about once a second.
+"""Decides how often ranks ask each other whether one of them was told to stop: about once a second.
 
-A micro-batch may take milliseconds, and each question lets all ranks wait for the slowest. Ranks
-have to skip the same questions without a word about it: they count them, and at each meeting all
-hear how long the slowest rank's slowest piece of work took, from which all compute alike how many
-pieces come before the next one.
+A micro-batch may take milliseconds, and each poll lets all ranks wait for the slowest. Ranks have
+to skip the same polls without talking about it: they count them, and at each poll all learn how
+long the slowest rank's slowest piece of work took, from which all compute alike how many pieces of
+work come before the next poll.
 """
 
 import time
@@ -16,18 +16,16 @@ MAX_POLLS_SKIPPED = 32
 
 
 class StopPoll:
-    """Counts what all ranks do alike. `clock`: in seconds, each rank's own."""
+    """Counts pieces of work, alike on all ranks. `clock`: in seconds, each rank's own."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
-        self.remaining = 0  # pieces of work before the next meeting
-        self.slowest_s = 0.0  # s, of a piece of work since the last meeting, on this rank
-        self.started_at: float | None = (
-            None  # of the piece that is under way; None = none was begun
-        )
+        self.remaining = 0  # pieces of work before the next poll
+        self.slowest_s = 0.0  # of a piece of work since the last poll, on this rank
+        self.started_at: float | None = None  # of the current piece of work
 
     def is_due(self) -> bool:
-        """A piece of work ends and another begins; whether the ranks meet in between."""
+        """Whether the ranks poll now, between two pieces of work."""
         now = self.clock()
         if self.started_at is not None:
             self.slowest_s = max(self.slowest_s, now - self.started_at)
@@ -36,10 +34,10 @@ class StopPoll:
         return self.remaining < 0
 
     def record_poll(self, slowest_s: float, frequent: bool) -> None:
-        """All ranks have met; `slowest`: s, the largest of all ranks' own.
+        """Note a poll. `slowest_s`: the largest of all ranks.
 
-        `again`: small pieces of work follow. Else the next question is asked in any case, since
-        nobody knows how long what comes will take.
+        `frequent`: small pieces of work follow. If not, the next poll is not skipped, since nobody
+        knows how long the next piece of work takes.
         """
         fits = int(STOP_POLL_INTERVAL_S / slowest_s) if slowest_s > 0 else 1
         self.remaining = (

@@ -1,8 +1,7 @@
-"""How ranks talk: a handful of calls, each with a deadline, each made by all of them in one order.
+"""The collectives of ranks: a few calls, each with a deadline, made by all ranks in one order.
 
-An error is everybody's: what a rank does between two meetings is told at the second one, and all
-leave with the first failing rank's error. Plain objects travel pickled, between processes of one
-run and nobody else.
+A rank's error is raised on all ranks at their next collective, the first failing rank's if there
+are several. Plain objects are sent pickled, between processes of one run and nobody else.
 
 Who a rank is and which GPU is its own, accelerate's PartialState says; it takes over the process
 group that is made here, because a store that it makes listens on every interface (state.py:237).
@@ -19,7 +18,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -48,8 +47,8 @@ class World:
     size: int
     device: torch.device
     local_world_size: int = 1  # ranks on this machine
-    group: Any = None  # of CPU tensors, None with one rank
-    long_timeout_group: Any = None  # the same ranks, for what only one of them does
+    group: dist.ProcessGroup | None = None  # of CPU tensors, None with one rank
+    long_timeout_group: dist.ProcessGroup | None = None  # for what only rank 0 does
     stop_poll: StopPoll = field(default_factory=StopPoll)  # of `check_stop`
 
     @property
@@ -60,48 +59,47 @@ class World:
         """Sum of a small tensor over all ranks; the same tensor with one rank."""
         if self.size == 1:
             return values
-        found = values.detach().cpu()
-        _run_collective("a sum", lambda: dist.all_reduce(found, group=self.group))
-        return found.to(values.device)
+        total = values.detach().cpu()
+        _run_collective("a sum", lambda: dist.all_reduce(total, group=self.group))
+        return total.to(values.device)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank. Anything that can be pickled."""
         if self.size == 1:
             return [value]
-        return [pickle.loads(found) for found in self._all_gather_bytes(pickle.dumps(value))]
+        return [pickle.loads(data) for data in self._all_gather_bytes(pickle.dumps(value))]
 
     def run_on_all_ranks(self, work: Callable[[], T]) -> list[T]:
-        """Every rank does `work`; all get every rank's result, or the first failing one's error."""
+        """Every rank does `work`. -> every rank's result; raises the first failing rank's error"""
         if self.size == 1:
             return [work()]
         error: BaseException | None = None
-        told, wrong = b"", None
+        result, wrong = b"", None
         try:
-            told = pickle.dumps(work())
-        except Exception as found:
-            error, wrong = found, _error_to_dict(found)
-        heard = [pickle.loads(m) for m in self._all_gather_bytes(pickle.dumps((told, wrong)))]
-        _raise_first_error([w for _, w in heard], self.rank, error)
-        return [pickle.loads(value) for value, _ in heard]
+            result = pickle.dumps(work())
+        except Exception as raised:
+            error, wrong = raised, _error_to_dict(raised)
+        messages = [pickle.loads(m) for m in self._all_gather_bytes(pickle.dumps((result, wrong)))]
+        _raise_first_error([w for _, w in messages], self.rank, error)
+        return [pickle.loads(value) for value, _ in messages]
 
     def run_on_rank0(self, work: Callable[[], T]) -> T:
-        """Rank 0 does `work`; all get its result, or its error."""
+        """Rank 0 does `work`. -> its result on all ranks; raises its error on all ranks"""
         if self.size == 1:
             return work()
-        message: list[Any] = [None]
+        message: tuple[T | None, JsonObject | None] | None = None
         error: BaseException | None = None
         if self.is_main:
             try:
-                message = [(work(), None)]
+                message = (work(), None)
             except Exception as raised:
-                error, message = raised, [(None, _error_to_dict(raised))]
-        value, wrong = self.broadcast_from_rank0(message[0])
+                error, message = raised, (None, _error_to_dict(raised))
+        value, wrong = cast(tuple[T, JsonObject | None], self.broadcast_from_rank0(message))
         _raise_first_error([wrong], self.rank, error)
-        found: T = value
-        return found
+        return value
 
-    def broadcast_from_rank0(self, value: Any) -> Any:
-        """What rank 0 gives; the others wait for it as long as a generation may take."""
+    def broadcast_from_rank0(self, value: object) -> Any:
+        """Rank 0's value, on all ranks; they wait for it as long as a generation may take."""
         if self.size == 1:
             return value
         box = [value]
@@ -111,10 +109,10 @@ class World:
         return box[0]
 
     def check_stop(self, frequent: bool = False) -> None:
-        """Raises Stopped on every rank when a signal asked any of them to end.
+        """Raise Stopped on every rank if a signal has asked any of them to stop.
 
-        `often`: this is asked before each of many small pieces of work, equally often on all
-        ranks. They meet at the first, and then about once a second.
+        `frequent`: this is called before each of many small pieces of work, equally often on all
+        ranks. They poll each other at the first, and then about once a second.
         """
         if self.size == 1:
             signals.raise_if_stopped()
@@ -139,15 +137,15 @@ class World:
             raise stopped
 
     def rank_shard(self, count: int) -> range:
-        """This rank's share of so many things in a row."""
+        """This rank's share of `count` consecutive items."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def _all_gather_bytes(self, message: bytes) -> list[bytes]:
-        found: list[Any] = [None] * self.size
+        messages = [b""] * self.size
         _run_collective(
-            "the others", lambda: dist.all_gather_object(found, message, group=self.group)
+            "the others", lambda: dist.all_gather_object(messages, message, group=self.group)
         )
-        return found
+        return messages
 
 
 def single_process_world(config: DistributedConfig) -> World:
@@ -165,10 +163,10 @@ def cpu_world() -> World:
 
 
 def join_world(run: RunConfig) -> World:
-    """Meet the other ranks, as RANK, WORLD_SIZE, MASTER_ADDR, ... in the environment say.
+    """Join the process group, as RANK, WORLD_SIZE, MASTER_ADDR, ... in the environment say.
 
     An engine other than `single` has a process group with one rank too. Raises GenerationError
-    where they do not all come within distributed.timeout_s.
+    if not all ranks come within distributed.timeout_s.
     """
     config = run.distributed
     size = environment_number("WORLD_SIZE", 1)
@@ -203,8 +201,10 @@ def join_world(run: RunConfig) -> World:
 
 
 def check_devices() -> None:
-    """Raises MachineError where the machine has GPUs and torch sees none: it would train on the
-    CPU, a hundred times slower, without a word."""
+    """Raise MachineError if the machine has GPUs and torch sees none.
+
+    It would train on the CPU, a hundred times slower, without a word.
+    """
     why = "" if torch.cuda.is_available() else device_count.hidden_gpu_evidence()
     if why:
         raise MachineError(
@@ -219,7 +219,7 @@ def check_devices() -> None:
 
 
 def _init_process_group(backend: str, rank: int, size: int, timeout: timedelta) -> None:
-    """The process group, over a store that listens where the launcher said and nowhere else."""
+    """Create the process group, over a store that listens where the launcher said only."""
     if size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
@@ -245,7 +245,7 @@ def _generation_timeout_s(run: RunConfig) -> float:
     return sum(float(getattr(section, name, 0.0)) for name in names)
 
 
-def _run_collective(what: str, call: Callable[[], Any]) -> None:
+def _run_collective(what: str, call: Callable[[], object]) -> None:
     try:
         call()
     except RuntimeError as error:
@@ -295,7 +295,7 @@ def _raise_first_error(
 
 
 def _mark_shared_error(error: BaseException, is_remote: bool) -> None:
-    """Note on an error that all ranks raise it now; `elsewhere`: it arose on another one."""
+    """Note on an error that all ranks raise it now. `is_remote`: it arose on another rank."""
     error.__dict__["everywhere"] = True
     error.__dict__["elsewhere"] = is_remote
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rloo_cli.distributed import gather
 from rloo_cli.distributed.engine import ParallelEngine
 from rloo_cli.distributed.fsdp import FSDPEngine
-from rloo_cli.distributed.optimizer import build_optimizer
+from rloo_cli.distributed.optimizer import TrainingOptimizer, build_optimizer
 from rloo_cli.distributed.zero_optimizer import ZeroOptimizer
 from rloo_cli.policy.model import Policy
 from rloo_cli.utils.files import JsonObject
@@ -40,8 +40,8 @@ class DeepSpeedEngine(ParallelEngine):
     def sharded(self) -> bool:  # type: ignore[override]
         return self.stage == 3
 
-    def distribute_policy(self, policy: Policy, num_updates: int) -> Any:
-        """Give the policy to DeepSpeed; its optimizer."""
+    def distribute_policy(self, policy: Policy, num_updates: int) -> TrainingOptimizer:
+        """Give the policy to DeepSpeed. -> its optimizer"""
         deepspeed = _import_deepspeed()
         settings = self._deepspeed_config(policy.dtype)
         if self.stage == 3:
@@ -59,13 +59,12 @@ class DeepSpeedEngine(ParallelEngine):
         return ZeroOptimizer(engine, inner, policy.model, self.config, num_updates)
 
     def distribute_frozen(self, policy: Policy) -> None:
-        """In stage 3 a frozen policy is sharded by torch's fully_shard: DeepSpeed has no lighter
-        way for it."""
+        """Shard a frozen policy in stage 3, by torch's fully_shard; DeepSpeed has no light way."""
         if self.stage == 3:
             FSDPEngine(self.world, self.config).distribute_frozen(policy)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        """DeepSpeed averages over the ranks, and reduces for good in the last one."""
+        """Run a backward pass. DeepSpeed averages over ranks, and completes it in the last one."""
         self.deepspeed_engine.set_gradient_accumulation_boundary(is_last)
         self.deepspeed_engine.backward(loss * self.world.size)
 
@@ -73,7 +72,7 @@ class DeepSpeedEngine(ParallelEngine):
     def gathered_parameters(
         self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None
     ) -> Iterator[list[Tensor]]:
-        """Gathered for as long as this lasts, in the dtype that DeepSpeed keeps them in."""
+        """These weights, gathered inside the context, in the dtype that DeepSpeed keeps."""
         if self.stage < 3:
             yield [p.detach() for p in parameters]
             return
@@ -106,7 +105,7 @@ class DeepSpeedEngine(ParallelEngine):
 
 
 def _import_deepspeed() -> Any:
-    """DeepSpeed, quiet, and without the helper in shared memory that it would compile for a CPU."""
+    """Import DeepSpeed, without its log lines and without the helper it would compile for a CPU."""
     os.environ.setdefault("LOCAL_RANK", "0")  # of one process, which nobody has numbered
     import deepspeed
 

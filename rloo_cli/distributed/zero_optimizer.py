@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed.optimizer import (
@@ -22,7 +22,14 @@ from rloo_cli.utils.files import JsonObject
 class ZeroOptimizer:
     """`optimizer.Optimizer` over DeepSpeed's. `inner` is the torch optimizer that it was given."""
 
-    def __init__(self, engine: Any, inner: Any, model: Any, config: RunConfig, num_updates: int):
+    def __init__(
+        self,
+        engine: Any,  # DeepSpeed's, which has no types
+        inner: torch.optim.Optimizer,
+        model: nn.Module,
+        config: RunConfig,
+        num_updates: int,
+    ):
         self.engine, self.zero_optimizer, self.inner = engine, engine.optimizer, inner
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.names, self.weights = list(named), list(named.values())
@@ -79,7 +86,7 @@ class ZeroOptimizer:
         self.schedule.step()
 
     def zero_grad(self) -> None:
-        """Forget the gradients, so that nothing of them is ever applied."""
+        """Drop the gradients, so that none of them is ever applied."""
         zero = self.zero_optimizer
         if self.stage3:
             zero._overflow_clean_up(zero.loss_scale)
@@ -94,7 +101,7 @@ class ZeroOptimizer:
             zero.averaged_gradients[key] = zero.all_grad_tensors[key] = None
 
     def dump(self, rank: int, world_size: int) -> tuple[dict[str, Tensor], JsonObject]:
-        """`optim.Optimizer.dump`: the share of rank `rank`; all ranks call it together."""
+        """Dump the share of rank `rank`, as `Optimizer.dump`; all ranks call it together."""
         saved = StateShard(rank, world_size)
         counters = self.state.counters()
         for number, (name, weight) in enumerate(zip(self.names, self.weights, strict=True)):
@@ -105,12 +112,12 @@ class ZeroOptimizer:
             for what, value in counters.items():
                 saved.add(number, f"{what}/{name}", value.clone())  # one for all there
         groups = named_param_groups(self.inner, [self.names])
-        facts = {"state": {}, "groups": groups, "schedule": self.schedule.state_dict()}
-        return saved.tensors, facts | {"learning_rate": self.learning_rate}
+        metadata = {"state": {}, "groups": groups, "schedule": self.schedule.state_dict()}
+        return saved.tensors, metadata | {"learning_rate": self.learning_rate}
 
     @torch.no_grad()
-    def restore(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-        """Put back what `dump` gave, of any engine and number of ranks. Raises ConfigError."""
+    def restore(self, tensors: Mapping[str, Tensor], metadata: JsonObject) -> None:
+        """Restore what `dump` returned, of any engine and number of ranks. Raises ConfigError."""
         check_state_matches(self.names, tensors, metadata)
         counters: dict[str, Tensor] = {}
         one = {k.partition("/")[0]: tensors[k] for k in tensors if k.endswith(f"/{self.names[0]}")}
@@ -126,19 +133,21 @@ class ZeroOptimizer:
             else:
                 self.state.set(weights[name], value, what)
         restore_counters(self.inner, counters)
-        restore_param_groups(self.inner, self.schedule, metadata, self)
+        restore_param_groups(self, metadata)
 
 
-def restore_counters(inner: Any, counters: Mapping[str, Tensor]) -> None:
-    """State of one element, for each of the flat shares that the optimizer updates: on the CPU, or
-    beside the share where the optimizer is fused, whose kernel reads it there."""
+def restore_counters(inner: torch.optim.Optimizer, counters: Mapping[str, Tensor]) -> None:
+    """Restore state of one element for each of the flat shares that the optimizer updates.
+
+    It lies on the CPU, or on the share's device if the optimizer is fused, whose kernel reads it.
+    """
     fused = bool(inner.param_groups[0].get("fused"))
     for flat, state in inner.state.items():
         where = flat.device if fused else torch.device("cpu")
         state |= {what: value.to(where, copy=True) for what, value in counters.items()}
 
 
-def parameter_numel(parameter: Any) -> int:
+def parameter_numel(parameter: Tensor) -> int:
     """Elements of a weight, over all ranks."""
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
@@ -146,26 +155,22 @@ def parameter_numel(parameter: Any) -> int:
 class ZeroState:
     """A torch optimizer's state per parameter, of which DeepSpeed has flat shares."""
 
-    def __init__(self, engine: Any, inner: Any, stage3: bool):
-        self.engine, self.zero_optimizer, self.inner, self.stage3 = (
-            engine,
-            engine.optimizer,
-            inner,
-            stage3,
-        )
+    def __init__(self, engine: Any, inner: torch.optim.Optimizer, stage3: bool):
+        self.engine, self.zero_optimizer = engine, engine.optimizer
+        self.inner, self.stage3 = inner, stage3
 
     def tensor_names(self) -> list[str]:
         """Names of the state that has an element for each of a parameter's."""
-        state: Any = next(iter(self.inner.state.values()), {})
+        state: JsonObject = next(iter(self.inner.state.values()), {})
         return [k for k, v in state.items() if isinstance(v, Tensor) and v.dim() > 0]
 
     def counters(self) -> dict[str, Tensor]:
         """State that is one number for all."""
-        state: Any = next(iter(self.inner.state.values()), {})
+        state: JsonObject = next(iter(self.inner.state.values()), {})
         return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim() == 0}
 
     def make_state(self, names: Sequence[str]) -> None:
-        """Room for state of these names, which the optimizer itself makes at its first step only.
+        """Allocate state of these names, which the optimizer itself makes at its first step only.
 
         Stages 1 and 2 have let it do so at their start.
         """
@@ -181,16 +186,14 @@ class ZeroState:
             self.zero_optimizer._lazy_init_hp_params_optimizer_state()
 
     def get(self, weight: Any, name: str | None) -> Tensor:
-        """A parameter's master (None) or state, whole, on every rank."""
-        if self.stage3:
-            found = self.zero_optimizer.get_full_hp_param(weight, name)
-        else:
-            found = weight.get_full_hp_param(name)
-        whole: Tensor = found
+        """A parameter's master (name None) or state, whole, on every rank."""
+        owner = self.zero_optimizer if self.stage3 else weight
+        arguments = (weight, name) if self.stage3 else (name,)
+        whole: Tensor = owner.get_full_hp_param(*arguments)
         return whole.view(getattr(weight, "ds_shape", weight.shape))
 
     def set(self, weight: Any, value: Tensor, name: str | None) -> None:
-        """Put a whole value into this rank's share of it."""
+        """Write this rank's share of a whole value."""
         if not self.stage3:
             weight.set_full_hp_param(value.to(weight.device), name)
             return

@@ -1,20 +1,20 @@
-"""The held-out sets, answered and scored by the run's own rewards. What it says: `held_out`.
+"""Answers the held-out sets and scores them with the run's rewards; `metrics` has the means.
 
-Evaluating changes nothing in the run, bit for bit: no counter, no place in the data, no global
-random state moves, whatever a reward draws; what `cache: true` remembers of an evaluation is
-forgotten with it; training's rewards never see its lines in `trainer_state.log_history`. (A reward
-that keeps a state of its own, in a global or an object, is beyond us.)
+Evaluating changes nothing in the run, bit for bit: neither counters nor the position in the data
+nor any global random state; scores that `cache: true` keeps are dropped after the evaluation; and
+training's rewards never see its lines in `trainer_state.log_history`. (A reward that keeps a state
+of its own, in a global or an object, is not covered.)
 
 Samples are a pure function of weights and config: the seed of completion k of a set's i-th prompt
-is `sampling_seed(seed, "eval", 0, i, k)`. The step does not enter, so that equal weights give
-equal samples whenever and wherever they are asked (`rloo eval` gives a run's own numbers again),
-and two evaluations of one run differ by their weights, not by their luck.
+is `sampling_seed(seed, "eval", 0, i, k)`. The step is not part of it, so that equal weights make
+equal samples anywhere and at any time (`rloo eval` repeats a run's numbers), and two evaluations
+of one run differ by their weights, not by their luck.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from rloo_cli.algorithms.common.base import Algorithm
 from rloo_cli.algorithms.common.config import Switches
@@ -26,7 +26,7 @@ from rloo_cli.data.prompts import Prompts
 from rloo_cli.distributed.world import World
 from rloo_cli.evaluation import metrics
 from rloo_cli.evaluation.judges import judge as judging
-from rloo_cli.evaluation.judges.judge import JudgedSets, OtherAnswers
+from rloo_cli.evaluation.judges.judge import Judge, JudgedSets, OtherAnswers
 from rloo_cli.generation import Generator, ignore_arrival
 from rloo_cli.generation.common import across_ranks
 from rloo_cli.reporting import eval_lines
@@ -43,7 +43,7 @@ from rloo_cli.utils.timers import StepTimer
 
 
 class EvaluationSetup(Protocol):
-    """What it takes to evaluate: a `Run` has it, and `rloo eval` makes no more than this."""
+    """All that an evaluation needs: a `Run` has it, and `rloo eval` builds only this."""
 
     @property
     def config(self) -> RunConfig: ...
@@ -56,19 +56,19 @@ class EvaluationSetup(Protocol):
     @property
     def eval_sets(self) -> dict[str, Prompts]: ...
     @property
-    def judge(self) -> Any: ...
+    def judge(self) -> Judge | None: ...
     @property
     def world(self) -> World: ...
 
 
 def ignore_progress(name: str, done: int, total: int) -> None:
-    """Nobody is told how far it is."""
+    """The default of `on_progress`, which does nothing."""
 
 
 def evaluate_run(run: Run) -> JsonObject:
-    """Score every held-out set at the weights of now; write samples, then one line of metrics.
+    """Score every held-out set with the current weights; write samples, then one line of metrics.
 
-    -> that line, {} where nothing is held out. Raises RunError; nothing is written then.
+    Returns that line, {} without held-out sets. Raises RunError, and then nothing is written.
     """
     if not run.eval_sets:
         return {}
@@ -76,28 +76,29 @@ def evaluate_run(run: Run) -> JsonObject:
     before = rng.capture_random_states()
     state, judged = run.state.seen_by_rewards(run), None
     try:
-        found = answer_eval_sets(run, state)
-        judged = run.world.run_on_rank0(lambda: judge_eval_sets(run, found, state))
+        answered_sets = answer_eval_sets(run, state)
+        judged = run.world.run_on_rank0(lambda: judge_eval_sets(run, answered_sets, state))
     finally:
         rng.restore_random_states(before)
     step = run.state.step
-    for name, answered in found.items():
+    for name, answered in answered_sets.items():
         run.log.save_samples(eval_lines.eval_samples_name(name, step), answered.samples)
     for note in judged.notes if judged is not None else ():
         run.log.note(note)
     if judged is not None:
         run.log.save_samples(f"pairs_{step:06d}", judged.pair_records)
-    row = run.log.write_evaluation({"step": step, **evaluation_metrics(run, found, judged)})
-    run.clock.lap()  # its seconds are nobody's step
-    return row
+    line = {"step": step, **evaluation_metrics(run, answered_sets, judged)}
+    line = run.log.write_evaluation(line)
+    run.clock.lap()  # the seconds of an evaluation belong to no step
+    return line
 
 
 @dataclass
 class AnsweredSet:
-    """One held-out set: every sample, greedy ones first, and the share of rows that failed."""
+    """Every sample of one held-out set, greedy ones first, and where rewards failed."""
 
     samples: list[JsonObject]
-    failure_rates: dict[str, float]
+    failure_rates: dict[str, float]  # reward -> share of the samples
 
 
 def judge_eval_sets(
@@ -106,7 +107,7 @@ def judge_eval_sets(
     state: TrainerState,
     other_answers: OtherAnswers | None = None,
 ) -> JudgedSets | None:
-    """What the judge, if there is one, says of the greedy answers; `others`: another model's."""
+    """Compare greedy answers with `other_answers`, or reference texts; None without a judge."""
     if setup.judge is None:
         return None
     samples = {name: answered.samples for name, answered in answered_sets.items()}
@@ -116,13 +117,13 @@ def judge_eval_sets(
 def evaluation_metrics(
     setup: EvaluationSetup, answered_sets: dict[str, AnsweredSet], judged: JudgedSets | None = None
 ) -> JsonObject:
-    """The metrics of all sets, in one row."""
-    row: JsonObject = {} if judged is None else judging.judge_metrics(judged)
+    """The metrics of all sets, in one dictionary."""
+    merged: JsonObject = {} if judged is None else judging.judge_metrics(judged)
+    settings = setup.config.eval
     for name, answered in answered_sets.items():
-        row |= metrics.eval_set_metrics(
-            name, answered.samples, setup.config.eval, answered.failure_rates
-        )
-    return row
+        rates = answered.failure_rates
+        merged |= metrics.eval_set_metrics(name, answered.samples, settings, rates)
+    return merged
 
 
 def answer_eval_sets(
@@ -130,7 +131,7 @@ def answer_eval_sets(
     state: TrainerState,
     on_progress: Callable[[str, int, int], None] = ignore_progress,
 ) -> dict[str, AnsweredSet]:
-    """Answer and score every set. `tell` hears name, completions made and to be made.
+    """Answer and score every set; calls `on_progress(name, completions done, completions in all)`.
 
     Raises RewardError, GenerationError, and Stopped when a signal asked for an end.
     """
@@ -151,32 +152,34 @@ def _answer_eval_set(
     rounds = [(True, 1), (False, k)] if k > 1 else [(True, 1)]
     samples: list[JsonObject] = []
     failed: dict[str, float] = defaultdict(float)
-    for greedy, each in rounds:
-        for index in split_chunks(range(count), max(1, settings.batch_size // each)):
+    for greedy, num_samples in rounds:
+        for indices in split_chunks(range(count), max(1, settings.batch_size // num_samples)):
             trigger_fault("eval")
             setup.world.check_stop()
-            groups = [prompts.group_of(i) for i in index]
-
-            def sample(
-                places: Sequence[int],
-                arrived: Callable[[int], None] = ignore_arrival,
-                groups: list[Group] = groups,
-                greedy: bool = greedy,
-                each: int = each,
-            ) -> None:
-                _generate(setup, [groups[i] for i in places], greedy, each, arrived)
-
-            def stage(own: Sequence[Group], each: int = each) -> ScoringStep:
-                return ScoringStep(rewards, own, context, each)
-
-            scores = across_ranks.sample_and_score(
-                setup.world, setup.generator, groups, sample, stage, StepTimer()
-            )
+            groups = [prompts.group_of(i) for i in indices]
+            scores = _answer_groups(setup, groups, rewards, context, greedy, num_samples)
             samples += _evaluation_samples(setup, name, groups, scores, greedy)
             for reward, rate in scores.error_rate.items():
-                failed[reward] += rate * len(groups) * each
+                failed[reward] += rate * len(groups) * num_samples
             on_progress(name, len(samples), count * sum(n for _, n in rounds))
-    return AnsweredSet(samples, {reward: rows / len(samples) for reward, rows in failed.items()})
+    return AnsweredSet(samples, {reward: n / len(samples) for reward, n in failed.items()})
+
+
+def _answer_groups(
+    setup: EvaluationSetup,
+    groups: list[Group],
+    rewards: list[Reward],
+    context: RewardContext,
+    greedy: bool,
+    num_samples: int,
+) -> Scores:
+    def sample(indices: range, arrived: Callable[[int], None] = ignore_arrival) -> None:
+        _generate(setup, [groups[i] for i in indices], greedy, num_samples, arrived)
+
+    return across_ranks.sample_and_score(
+        setup.world, setup.generator, groups, sample,
+        lambda share: ScoringStep(rewards, share, context, num_samples), StepTimer(),
+    )  # fmt: skip
 
 
 def answer_with_other_model(
@@ -184,21 +187,21 @@ def answer_with_other_model(
     example_numbers: Mapping[str, Set[int]],
     on_progress: Callable[[str, int, int], None] = ignore_progress,
 ) -> dict[str, dict[int, Rollout]]:
-    """Another model's greedy answers, by set and row of the split; `wanted`: which rows.
+    """Another model's greedy answers to the examples `example_numbers`, by set and number.
 
-    A prompt that is too long for it has none.
+    A prompt that is too long for the other model has no answer.
     """
-    found: dict[str, dict[int, Rollout]] = {name: {} for name in setup.eval_sets}
+    answers: dict[str, dict[int, Rollout]] = {name: {} for name in setup.eval_sets}
     for name, prompts in setup.eval_sets.items():
         numbers = prompts.example_numbers or list(range(len(prompts)))
         chosen = [i for i, number in enumerate(numbers) if number in example_numbers[name]]
-        for index in split_chunks(chosen, setup.config.eval.batch_size):
+        for indices in split_chunks(chosen, setup.config.eval.batch_size):
             signals.raise_if_stopped()
-            groups = [prompts.group_of(i) for i in index]
+            groups = [prompts.group_of(i) for i in indices]
             _generate(setup, groups, True, 1)
-            found[name] |= {numbers[g.prompt_offset]: g.rollouts[0] for g in groups}
-            on_progress(name, len(found[name]), len(chosen))
-    return found
+            answers[name] |= {numbers[g.prompt_offset]: g.rollouts[0] for g in groups}
+            on_progress(name, len(answers[name]), len(chosen))
+    return answers
 
 
 def _generate(
@@ -211,33 +214,29 @@ def _generate(
     if greedy:
         setup.generator.generate(groups, [[0] for _ in groups], greedy=True, arrived=arrived)
         return
-    seed = setup.config.seed
+    seed, temperature = setup.config.seed, setup.config.eval.temperature
     seeds = [
         [sampling_seed(seed, "eval", 0, g.prompt_offset, k) for k in range(num_samples)]
         for g in groups
     ]
-    setup.generator.generate(
-        groups, seeds, temperature=setup.config.eval.temperature, arrived=arrived
-    )
+    setup.generator.generate(groups, seeds, temperature=temperature, arrived=arrived)
 
 
 def _evaluation_samples(
     setup: EvaluationSetup, name: str, groups: list[Group], scores: Scores, greedy: bool
 ) -> list[JsonObject]:
-    """Every completion, with all that is known of it."""
-    # A score is to say the same whoever stood beside it: nothing is normalised over a group.
+    """Every completion as a line of the samples file, with its scores."""
+    # Nothing is normalised over a group: a score must not depend on the other completions.
     settings = setup.algorithm.config.model_copy(update={"multi_reward": "sum"})
     weighted, scorable = combine_scores(scores.raw, scores.weights.tolist(), settings)
-    rows = []
+    samples = []
     for p, group in enumerate(groups):
         for k in range(len(group.rollouts)):
-            row: JsonObject = {"set": name or None, "greedy": greedy} | sample_record(group, k)
-            said = zip(scores.names, scores.raw[:, p, k].tolist(), strict=True)
-            row |= {
-                "row": group.example,
-                "score": float(weighted[p, k]) if scorable[p, k] else None,
-                "rewards": {n: None if v != v else v for n, v in said},
-            }
-            place = p * len(group.rollouts) + k
-            rows.append(row | {n: values[place] for n, values in scores.extras.items()})
-    return rows
+            by_reward = zip(scores.names, scores.raw[:, p, k].tolist(), strict=True)
+            sample: JsonObject = {"set": name or None, "greedy": greedy} | sample_record(group, k)
+            sample["row"] = group.example
+            sample["score"] = float(weighted[p, k]) if scorable[p, k] else None
+            sample["rewards"] = {n: None if v != v else v for n, v in by_reward}
+            index = p * len(group.rollouts) + k
+            samples.append(sample | {n: values[index] for n, values in scores.extras.items()})
+    return samples

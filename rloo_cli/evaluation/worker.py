@@ -1,7 +1,7 @@
 """The process of `rloo eval`: model, rewards and held-out sets, and nothing that trains.
 
-Started by `tools/eval` with a folder that holds config.yaml (a checkpoint is its model.path) and,
-in about.json, what is known of the run that the model is from. Writes the results beside them.
+`rloo eval` starts it with a folder that holds config.yaml (with a checkpoint as model.path) and
+about.json, which describes the run that the model is from. It writes the results beside them.
 """
 
 import gc
@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -32,14 +31,8 @@ from rloo_cli.evaluation.evaluate import (
     evaluation_metrics,
     judge_eval_sets,
 )
-from rloo_cli.evaluation.judges.judge import (
-    Judge,
-    JudgedSets,
-    OtherAnswers,
-    build_judge,
-    judge_summary,
-    judge_table,
-)
+from rloo_cli.evaluation.judges import judge as judging
+from rloo_cli.evaluation.judges.judge import Judge, JudgedSets, OtherAnswers
 from rloo_cli.generation import Generator
 from rloo_cli.policy import load, lora, reward_load
 from rloo_cli.policy.model import Policy
@@ -58,7 +51,7 @@ PROGRESS_INTERVAL_S = 10.0  # seconds between two lines of progress
 
 @dataclass
 class EvalWorkerSetup:
-    """What `evaluate.answers` needs."""
+    """The `EvaluationSetup` of this process."""
 
     config: RunConfig
     algorithm: Algorithm[Switches]
@@ -70,7 +63,7 @@ class EvalWorkerSetup:
 
 
 def run_evaluation(folder: Path) -> JsonObject:
-    """Evaluate as folder/config.yaml says; the metrics. Raises RunError.
+    """Evaluate as folder/config.yaml says, and return the metrics. Raises RunError.
 
     Writes metrics.json and one file of samples per set into `folder`.
     """
@@ -79,53 +72,51 @@ def run_evaluation(folder: Path) -> JsonObject:
     torch.manual_seed(settings.seed)
     about = read_json(folder / "about.json")
     state = _restore_run_state(about)
-    parts, policy = _build_setup(settings, single_process_world(settings.distributed), folder)
-    parts.generator.load(policy, state.updates)  # each sample says which weights made it
-    rows = _training_lines(about["run"], state.step)
-    seen = state.trainer_state(about["steps"], about["prompts"], settings, rows)
+    setup, policy = _build_setup(settings, single_process_world(settings.distributed), folder)
+    setup.generator.load(policy, state.updates)  # each sample says which weights made it
+    lines = _training_lines(about["run"], state.step)
+    trainer_state = state.trainer_state(about["steps"], about["prompts"], settings, lines)
     try:
-        found = answer_eval_sets(parts, seen, _ProgressPrinter())
+        answered = answer_eval_sets(setup, trainer_state, _ProgressPrinter())
     finally:
-        parts.generator.close()
+        setup.generator.close()
     del policy
-    judged = judge_eval_sets(parts, found, seen, _other_answers(parts, found, folder))
-    row = {"step": state.step, **evaluation_metrics(parts, found, judged)}
-    _write_results(folder, found, row)
+    other_answers = _other_answers(setup, answered, folder)
+    judged = judge_eval_sets(setup, answered, trainer_state, other_answers)
+    metrics = {"step": state.step, **evaluation_metrics(setup, answered, judged)}
+    _write_results(folder, answered, metrics)
     console = Console(soft_wrap=not sys.stdout.isatty())
-    console.print(evaluation_table(row, list(found)))
-    if judged is not None and parts.judge is not None:
-        _write_judge_results(folder, parts.judge, judged, console)
-    return row
+    console.print(evaluation_table(metrics, list(answered)))
+    if judged is not None and setup.judge is not None:
+        _write_judge_results(folder, setup.judge, judged, console)
+    return metrics
 
 
 def _other_answers(
     setup: EvalWorkerSetup, answered_sets: dict[str, AnsweredSet], folder: Path
 ) -> OtherAnswers | None:
-    """The answers of the model that ours are judged against; None: reference texts are."""
-    keys: Any = setup.config.eval.judge
+    """The answers of the model that ours are judged against; None where reference texts are."""
+    keys = setup.judge.judge_config if setup.judge is not None else None
     if keys is None or keys.against == AGAINST_REFERENCE:
         return None
-    wanted = {}
+    example_numbers = {}
     for name, answered in answered_sets.items():
-        numbers, greedy = (
-            setup.eval_sets[name].example_numbers,
-            [s for s in answered.samples if s["greedy"]],
-        )
-        draws = [sample["draw"] for sample in greedy[: keys.max_pairs]]
-        wanted[name] = {numbers[d] if numbers else d for d in draws}
-    del setup.generator  # and with it the first model, before the second loads
+        numbers = setup.eval_sets[name].example_numbers
+        greedy = [s["draw"] for s in answered.samples if s["greedy"]][: keys.max_pairs]
+        example_numbers[name] = {numbers[index] if numbers else index for index in greedy}
+    del setup.generator  # frees the first model before the second loads
     gc.collect()
     torch.cuda.empty_cache()
     print(f"the other model: {keys.against}", flush=True)
-    own = {"path": keys.against, "tokenizer": None, "revision": None}
-    own |= {"lora": None, "quantization": None}  # a folder with an adapter alone names its base
-    model = setup.config.model.model_copy(update=own)
+    # A folder with an adapter alone names its base model itself.
+    none = dict.fromkeys(("tokenizer", "revision", "lora", "quantization"))
+    model = setup.config.model.model_copy(update={"path": keys.against, **none})
     unjudged = setup.config.eval.model_copy(update={"judge": None})
     settings = setup.config.model_copy(update={"model": model, "eval": unjudged})
     other, policy = _build_setup(settings, single_process_world(settings.distributed), folder)
     other.generator.load(policy, 0)
     try:
-        return answer_with_other_model(other, wanted, _ProgressPrinter())
+        return answer_with_other_model(other, example_numbers, _ProgressPrinter())
     finally:
         other.generator.close()
 
@@ -134,8 +125,8 @@ def _write_judge_results(folder: Path, judge: Judge, judged: JudgedSets, console
     for note in judged.notes:
         print(note)
     write_text(folder / "pairs.jsonl", samples_to_jsonl(judged.pair_records))
-    write_json(folder / "judge.json", judge_summary(judge, judged))
-    console.print(judge_table(judge, judged))
+    write_json(folder / "judge.json", judging.judge_summary(judge, judged))
+    console.print(judging.judge_table(judge, judged))
 
 
 def _training_lines(run_path: str | None, step: int) -> list[JsonObject]:
@@ -143,22 +134,21 @@ def _training_lines(run_path: str | None, step: int) -> list[JsonObject]:
     path = Path(run_path, "metrics.jsonl") if run_path else None
     if path is None or not path.is_file():
         return []
-    lines = path.read_text().split("\n")[:-1]  # the last may be cut
-    rows = map(json.loads, lines)
-    return [row for row in rows if row["step"] <= step and "step_time" in row]
+    lines = map(json.loads, path.read_text().split("\n")[:-1])  # the last line may be cut off
+    return [line for line in lines if line["step"] <= step and "step_time" in line]
 
 
 def _restore_run_state(about: JsonObject) -> RunState:
-    """Where the run stood. Raises ConfigError for one that this version does not know."""
-    known = {f.name for f in fields(RunState)} - {"memory"}  # which only training asks for
+    """The state of the run. Raises ConfigError where this version cannot read it."""
+    names = {f.name for f in fields(RunState)} - {"memory"}  # which only training needs
     values = about["state"]
-    if any(not isinstance(values.get(name, 0), int) for name in known):
+    if any(not isinstance(values.get(name, 0), int) for name in names):
         raise ConfigError(Problem("the run's state is not one of rloo", about["source"]))
-    return RunState(**{name: value for name, value in values.items() if name in known})
+    return RunState(**{name: value for name, value in values.items() if name in names})
 
 
 def _build_setup(settings: RunConfig, world: World, folder: Path) -> tuple[EvalWorkerSetup, Policy]:
-    """Everything built, in the order in which mistakes are cheapest: weights come last."""
+    """Build everything, in the order in which mistakes are cheapest: weights come last."""
     print("loading data ...", flush=True)
     opened = splits.open_splits(settings, training=False)
     rewards = build_rewards(settings, {})
@@ -166,33 +156,34 @@ def _build_setup(settings: RunConfig, world: World, folder: Path) -> tuple[EvalW
         if not note.startswith("train."):
             print(note)
     check_reward_splits(settings, opened, rewards)
-    # A reward's call would have too little time for it.
+    # Made now: the timeout of a reward's call would be too short for it.
     for path in rules_paths.synthetic_model_paths(settings):
         print(f"finding or making {path} ...", flush=True)
         synthetic.resolve_model_path(path)
-    tokenizer, context = (
-        load.load_policy_tokenizer(settings.model),
-        load.read_max_positions(settings.model),
-    )
+    tokenizer = load.load_policy_tokenizer(settings.model)
+    context = load.read_max_positions(settings.model)
     prepared = splits.tokenize_splits(settings, opened, tokenizer, context)
     sets = {name: prompts for name, prompts in prepared.items() if name is not None}
     for note in splits.data_notes(settings, prepared, context):
         print(note)
     length = settings.generation.max_completion_length
-    judge = build_judge(settings, sets, tokenizer, training=False)
-    own = [judge.reward] if judge is not None and judge.reward is not None else []
-    run_ready_hooks([*rewards, *own], tokenizer, sets, length, world.device, print, reward_load)
+    judge = judging.build_judge(settings, sets, tokenizer, training=False)
+    scorers = (
+        [*rewards, judge.reward] if judge is not None and judge.reward is not None else rewards
+    )
+    run_ready_hooks(scorers, tokenizer, sets, length, world.device, print, reward_load)
     print("loading the model ...", flush=True)
     model = lora.load_trained_model(settings.model, None, world.device, settings.seed)
-    where = registry.registered_module("generation", settings.generation.backend).IMPLEMENTATION
-    generator = registry.load_code(where)(model, tokenizer, settings, context, folder, print)
+    backend = registry.registered_module("generation", settings.generation.backend)
+    build_generator = registry.load_code(backend.IMPLEMENTATION)
+    generator = build_generator(model, tokenizer, settings, context, folder, print)
     policy = Policy(model, settings.generation.temperature)
     algorithm = load_algorithm(settings.algorithm)
     return EvalWorkerSetup(settings, algorithm, generator, rewards, sets, judge, world), policy
 
 
 class _ProgressPrinter:
-    """A line now and then, for evaluations that take long."""
+    """Prints a line now and then, for evaluations that take long."""
 
     def __init__(self) -> None:
         self.printed_at = time.monotonic()
@@ -213,10 +204,10 @@ def _write_results(
 
 
 def main() -> None:
-    """The process that `tools/eval` starts. Exits with the code of what stopped it."""
+    """Run the process of `rloo eval`. Exits with the code of the error that ended it."""
 
-    def all_of_it() -> None:
+    def evaluate() -> None:
         fault_injection.arm_faults()
         run_evaluation(Path(sys.argv[1]))
 
-    process_exit.run_and_exit(all_of_it, "lower eval.batch_size")
+    process_exit.run_and_exit(evaluate, "lower eval.batch_size")

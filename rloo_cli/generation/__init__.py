@@ -1,33 +1,32 @@
-"""Who samples. A backend is a file here: its `Config`, and where its `Generator` lives.
+"""Backends that sample. A backend is a file here: its `Config`, and the name of its `Generator`.
 
-The backend's file imports no torch, so that the registry can read its `Config`; the class that
-does the work is named in its `IMPLEMENTATION` (`module:name`, for `registry.load_code`) and is
-built as `implementation(model, tokenizer, run_config, context_length, folder, note)`; `note`
-prints a line. A file may have `rules(run_config)`, problems of its keys. The loop knows
-`Generator` and nothing else.
+The backend's file imports no torch, so that the registry can read its `Config`. Its
+`IMPLEMENTATION` (`module:name`, for `registry.load_code`) names the function that makes the
+generator: `implementation(model, tokenizer, run_config, context_length, folder, note)`; `note`
+prints a line. A file may have `rules(run_config)`, problems of its keys. The training loop uses
+nothing of a backend but its `Generator`.
 
     common/        shared by every backend
     hf/            sampling with the trained model
-    transformers   Sampling in this process with the trainer's own weights
+    transformers   sampling in this process with the trainer's own weights
     vllm/          sampling with vLLM
     vllm_colocate  a vLLM engine on the trainer's own device, in a child process
-    vllm_server    Sampling by vLLM servers
+    vllm_server    sampling by vLLM servers
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rloo_cli.utils.errors import GenerationError, Problem
 
 if TYPE_CHECKING:
     from rloo_cli.data.batch import Group
+    from rloo_cli.policy.model import Policy
 
-# Rms nats per token. About 0.002 (float32) and 0.03 to 0.04 (half precision) are seen where all is
-# well; a mixture's router, and fp8, add to that.
+# Rms nats per token. A healthy run has about 0.002 (float32) or 0.03 to 0.04 (half precision); the
+# router of a mixture of experts, and fp8, add to that.
 FLOAT32_TOLERANCE, HALF_TOLERANCE, QUANTIZED_TOLERANCE = 0.02, 0.1, 0.4
-GPU_FLOAT32_TOLERANCE = (
-    0.1  # vLLM's attention kernels multiply float32 in TF32 there; not measured yet
-)
+GPU_FLOAT32_TOLERANCE = 0.1  # vLLM's attention multiplies float32 in TF32 there; not measured yet
 
 
 def logprob_tolerance(*dtypes: str, on_gpu: bool = False, coarse: bool = False) -> float:
@@ -44,13 +43,13 @@ def logprob_tolerance(*dtypes: str, on_gpu: bool = False, coarse: bool = False) 
 
 
 def ignore_arrival(group_index: int) -> None:
-    """Nobody waits for single groups."""
+    """The default of `arrived`, which does nothing."""
 
 
 class Generator(Protocol):
-    """Prompts in, completions out."""
+    """A sampler: it fills groups with completions."""
 
-    metrics: dict[str, float]  # metrics of its own, as they stand
+    metrics: dict[str, float]  # its current metrics
     tolerance: float  # rms nats per token by which its log-probabilities may differ from ours
 
     def generate(
@@ -63,36 +62,34 @@ class Generator(Protocol):
     ) -> None:
         """Fill `groups[i].rollouts` with `len(seeds[i])` rollouts, one per seed and in order.
 
-        A completion depends on its prompt and its seed, not on its neighbours.
-        `temperature` None: that of the config. `arrived(i)` is called once for each group, as soon
-        as it is whole, from any thread.
-        Raises GenerationError.
+        A completion depends on its prompt and its seed, not on its neighbours. `temperature` None
+        is that of the config. `arrived(i)` is called once for each group, as soon as it is whole,
+        from any thread. Raises GenerationError.
         """
 
-    def load(self, policy: Any, version: int) -> None:
-        """The sampler now has the weights of optimizer update `version`, and says so on each
-        rollout as `weight_version`."""
+    def load(self, policy: "Policy", version: int) -> None:
+        """Take the policy's weights; `version`, the number of optimizer updates, becomes the
+        `weight_version` of rollouts."""
 
     def close(self) -> None:
-        """Let go of whatever the sampler holds."""
+        """Release the sampler's resources."""
 
 
 def check_prompt_lengths(
     groups: "Sequence[Group]", max_completion_length: int, context_length: int | None
 ) -> None:
-    """Every prompt has a token, and room for `most` more. Raises GenerationError."""
+    """Raises GenerationError for an empty prompt, or one too long to leave room for completions."""
     for group in groups:
         length = len(group.prompt_ids)
+        total = length + max_completion_length
         if length == 0:
             raise GenerationError(f"the prompt of draw {group.prompt_offset} has no tokens")
-        if context_length is not None and length + max_completion_length > context_length:
-            raise GenerationError(
-                Problem(
-                    "a prompt leaves no room for its completion",
-                    f"draw {group.prompt_offset}",
-                    f"{length} prompt tokens + {max_completion_length} = "
-                    f"{length + max_completion_length}, but the model's "
-                    f"context length is {context_length}",
-                    "lower data.max_prompt_length or generation.max_completion_length",
-                )
+        if context_length is not None and total > context_length:
+            what, where = (
+                "a prompt leaves no room for its completion",
+                f"draw {group.prompt_offset}",
             )
+            why = f"{length} prompt tokens + {max_completion_length} = {total}, but the model's"
+            why += f" context length is {context_length}"
+            fix = "lower data.max_prompt_length or generation.max_completion_length"
+            raise GenerationError(Problem(what, where, why, fix))

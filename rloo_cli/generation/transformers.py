@@ -1,6 +1,7 @@
-"""Sampling in this process with the trainer's own weights. Needs nothing beyond transformers, runs
-on a CPU, and is the reference in tests: sampler and trainer are the same module, so behaviour_logp
-is old_logp up to rounding.
+"""Sampling in this process with the trainer's own weights.
+
+It needs only transformers, runs on a CPU too, and is the reference in tests: sampler and trainer
+are the same module, so behaviour_logp is old_logp up to rounding.
 """
 
 from typing import Literal
@@ -12,15 +13,14 @@ IMPLEMENTATION = "rloo_cli.generation.hf.generator:build_transformers_generator"
 
 class TransformersSection(Frozen):
     batch_tokens: Positive | None = key(
-        "Most places (rows x prompt + completion) decoded at once; null = everything, on a GPU what"
-        " a quarter of its memory holds"
+        "Most tokens, padding included, decoded at once; null = all, on a GPU 1/4 of its memory"
     )
     shared_prompt: Literal["auto", False] = key(
-        "Keys of a prompt are kept once for its K completions, by attention of our own; auto = "
-        "where the model lets us, false = transformers' cache, K copies"
+        "Keep a prompt's keys and values once for its K completions; auto = where the model allows"
+        " it, false = K copies in transformers' cache"
     )
 
 
 class Config(GenerationConfig):
-    backend: Literal["transformers"] = key("Who samples: this process, with the trainer's weights")
+    backend: Literal["transformers"] = key("Sampler: this process, with the trainer's weights")
     transformers: TransformersSection

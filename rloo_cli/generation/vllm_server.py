@@ -1,15 +1,15 @@
-"""Sampling by vLLM servers: their own processes, GPUs or nodes, spoken to over HTTP.
+"""Sampling by vLLM servers over HTTP, in their own processes, on their own GPUs or nodes.
 
-Three ways to one. `server.base_url` names servers that somebody runs; a live `server.json` in the
-run's folder is one that `rloo vllm-serve` started for it; else `rloo train` starts one itself,
-watches it, starts it again when it dies, and ends it. Weights go from trainer to server directly,
-never through HTTP, and no request is answered without the server's token.
+There are three kinds: servers that somebody runs, named by `server.base_url`; one that `rloo
+vllm-serve` started for the run, with a live `server.json` in its folder; else one that `rloo train`
+starts, watches, restarts when it dies, and ends. Weights go from trainer to server directly, never
+through HTTP, and no request is answered without the server's token.
 """
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal, cast
 
-from rloo_cli.config.schema import GenerationConfig, Positive, Text, key
+from rloo_cli.config.schema import GenerationConfig, Positive, RunConfig, Text, key
 from rloo_cli.generation.vllm.config import EngineKeys, engine_key_problems
 from rloo_cli.utils.errors import Problem
 
@@ -22,7 +22,7 @@ class ServerSection(EngineKeys):
     """`generation.server`: the engine's keys, and how it is reached."""
 
     base_url: Text | list[Text] | None = key(
-        "Servers that run already, e.g. http://node7:8000; null = the run's own"
+        "Addresses of running servers, e.g. http://node7:8000; null = the run's own"
     )
     num_nodes: int = key(
         "Nodes with a server each, that rloo vllm-serve starts; 0 = rloo train starts its own",
@@ -30,7 +30,7 @@ class ServerSection(EngineKeys):
     )  # fmt: skip
     api_key_env: Text = key("Environment variable that holds the token of base_url's servers")
     host: Text = key("Address that a server listens on, and that weights are sent from")
-    port: int = key("Its port; 0 = a free one", ge=0, lt=65536)
+    port: int = key("Port of the server; 0 = a free one", ge=0, lt=65536)
     allow_remote: bool = key("Listen on an address that other machines reach")
     data_parallel_size: Positive = key("Copies of the model in one server")
     api_processes: Positive | None = key(
@@ -42,26 +42,26 @@ class ServerSection(EngineKeys):
         "Most requests under way at once on each server; null = 1024 for each copy of the model",
         default_was=(None, 512),  # changes no completion
     )
-    ready_timeout_s: float = key("Until a server answers", gt=0, le=1e6)
-    init_timeout_s: float = key("Until trainer and server are connected for weights", gt=0, le=1e6)
-    sync_timeout_s: float = key("One weight update", gt=0, le=1e6)
-    request_timeout_s: float = key("One completion", gt=0, le=1e6)
-    reconnect_timeout_s: float = key("Until a lost server of base_url answers again", gt=0, le=1e6)
-    retries: int = key("Times one batch is begun again on a server that was lost", ge=0)
-    max_restarts: int = key("Times a server of ours is started again in a run", ge=0)
+    ready_timeout_s: float = key("Seconds until a server answers", gt=0, le=1e6)
+    init_timeout_s: float = key("Seconds until trainer and server connect", gt=0, le=1e6)
+    sync_timeout_s: float = key("Seconds for one weight update", gt=0, le=1e6)
+    request_timeout_s: float = key("Seconds for one completion", gt=0, le=1e6)
+    reconnect_timeout_s: float = key("Seconds until a lost server answers again", gt=0, le=1e6)
+    retries: int = key("Times a batch is started again after a server was lost", ge=0)
+    max_restarts: int = key("Most restarts of the run's own server", ge=0)
 
 
 class Config(GenerationConfig):
-    backend: Literal["vllm_server"] = key("Who samples: vLLM servers")
+    backend: Literal["vllm_server"] = key("Sampler: vLLM servers")
     allow_untested: bool = key(
-        "Use what nobody has tried: a vLLM below 0.32, or on GPUs what is refused until it was"
+        "Allow what is untested: a vLLM below 0.32, or on GPUs what is refused until it is tested"
     )
     server: ServerSection
 
 
-def rules(run: Any) -> Iterator[Problem]:
-    """What this backend forbids."""
-    server: ServerSection = run.generation.server
+def rules(run: RunConfig) -> Iterator[Problem]:
+    """The settings that this backend refuses."""
+    server = cast(Config, run.generation).server
     yield from engine_key_problems("generation.server", server, run)
     if server.transfer == "ipc":
         yield Problem(
@@ -94,7 +94,7 @@ def rules(run: Any) -> Iterator[Problem]:
     for url in [server.base_url] if isinstance(server.base_url, str) else server.base_url or []:
         if not url.startswith(("http://", "https://")):
             yield Problem(
-                f"generation.server.base_url = {url!r} is no address of a server",
+                f"generation.server.base_url = {url!r} is not the address of a server",
                 "generation.server.base_url",
                 "expected http://HOST:PORT",
                 f"generation.server.base_url=http://{url.rpartition('://')[2]}",

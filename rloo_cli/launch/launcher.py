@@ -1,8 +1,7 @@
 """From a composed config to a running process: check, make the run's folder, start it, watch it.
 
-Imports no torch. The folder is made only after the check; a run that was refused before its
-first step (data, rewards, a model that is not there) leaves none, and one that is resumed is
-left as it was.
+Imports no torch. The folder is made only after the check. A run that is refused before its first
+step (data, rewards, a missing model) leaves no folder, and a resumed one is left as it was.
 """
 
 import contextlib
@@ -20,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from rloo_cli.checkpoint import resume, run_folder
 from rloo_cli.checkpoint.resume import ResumePlan
@@ -49,37 +47,35 @@ HALF_WRITTEN = re.compile(r"\.[\w.]+\.\d+\.tmp")
 
 @dataclass(frozen=True)
 class FolderSnapshot:
-    """What was there before an attempt wrote anything."""
+    """What the run folder held before an attempt wrote anything."""
 
-    missing_folders: list[Path] = field(
-        default_factory=list
-    )  # folders that were not there, deepest first
-    entries: frozenset[Path] = frozenset()  # of the run's folder, and of its logs
-    texts: dict[Path, str] = field(default_factory=dict)  # of files that every attempt writes anew
+    missing_folders: list[Path] = field(default_factory=list)  # did not exist, deepest first
+    entries: frozenset[Path] = frozenset()  # of the run folder, and of its logs
+    texts: dict[Path, str] = field(default_factory=dict)  # of files that every attempt rewrites
     latest_log_link: str | None = None  # where logs/latest pointed
 
 
 def snapshot_attempt_folder(plan: ResumePlan) -> FolderSnapshot:
-    """Look at the folder of an attempt before anything of it is written."""
+    """Note what an attempt's folder holds before the attempt writes anything."""
     folder, logs = plan.folder, plan.folder / "logs"
-    made = [p for p in (folder, *folder.parents) if not p.exists()]
-    if made[:1] == [folder]:
-        return FolderSnapshot(made)
+    missing = [p for p in (folder, *folder.parents) if not p.exists()]
+    if missing[:1] == [folder]:
+        return FolderSnapshot(missing)
     entries = [*folder.iterdir(), *(logs.iterdir() if logs.is_dir() else [])]
     texts = {p: p.read_text() for p in (folder / name for name in ATTEMPT_FILES) if p.is_file()}
     link = logs / "latest"
     latest = os.readlink(link) if link.is_symlink() else None
-    return FolderSnapshot(made, frozenset(entries), texts, latest)
+    return FolderSnapshot(missing, frozenset(entries), texts, latest)
 
 
 def restore_attempt_folder(plan: ResumePlan, snapshot: FolderSnapshot) -> None:
-    """Leave things as they were before a run that was refused: what this attempt made is taken
-    away, and nothing that was there before, or that somebody else has put there since.
+    """Remove what a refused attempt wrote, and nothing that was there before it, or that somebody
+    else has put there since.
     """
     folder, logs = plan.folder, plan.folder / "logs"
     ours = [p for p in _attempt_paths(plan) if p not in snapshot.entries]
-    strange = [p for p in folder.iterdir() if p not in (*ours, *snapshot.entries, logs)]
-    if strange and not snapshot.texts:  # with a run.json it stays a run's folder
+    foreign = [p for p in folder.iterdir() if p not in (*ours, *snapshot.entries, logs)]
+    if foreign and not snapshot.texts:  # with a run.json it stays a run's folder
         update_json(folder / "run.json", state="failed")
         return
     for path in ours:
@@ -93,51 +89,50 @@ def restore_attempt_folder(plan: ResumePlan, snapshot: FolderSnapshot) -> None:
         with contextlib.suppress(OSError):
             (logs / "latest").unlink(missing_ok=True)
             (logs / "latest").symlink_to(snapshot.latest_log_link)
-    emptied = [] if logs in snapshot.entries else [logs]
-    for empty in (*emptied, *snapshot.missing_folders):
+    new_logs = [] if logs in snapshot.entries else [logs]
+    for empty in (*new_logs, *snapshot.missing_folders):
         with contextlib.suppress(OSError):  # somebody has put something into it
             empty.rmdir()
 
 
 def _attempt_paths(plan: ResumePlan) -> list[Path]:
-    """What an attempt may have written before it came to train."""
+    """The files that an attempt may have written before its training began."""
     folder, logs = plan.folder, plan.folder / "logs"
-    found = [folder / name for name in (*ATTEMPT_FILES, "debug", "adapter")]
-    found += [p for p in folder.iterdir() if HALF_WRITTEN.fullmatch(p.name)]
-    found += [resume.attempt_config_path(folder, plan.attempt).parent, logs / "latest"]
-    if server_file.running_server(folder) is None:  # else one waits there for the run
-        found += [*server_file.server_file_paths(folder), folder / run_folder.SERVER_LOGS]
-    return [p for p in found if p.exists() or p.is_symlink()]
+    paths = [folder / name for name in (*ATTEMPT_FILES, "debug", "adapter")]
+    paths += [p for p in folder.iterdir() if HALF_WRITTEN.fullmatch(p.name)]
+    paths += [resume.attempt_config_path(folder, plan.attempt).parent, logs / "latest"]
+    if server_file.running_server(folder) is None:  # else a server waits there for the run
+        paths += [*server_file.server_file_paths(folder), folder / run_folder.SERVER_LOGS]
+    return [p for p in paths if p.exists() or p.is_symlink()]
 
 
 def report_run_end(plan: ResumePlan, code: int, command: str, died: list[str]) -> None:
-    """Why the run ended, the last checkpoint, how to go on, and where things are."""
+    """Say why the run ended, which checkpoint is the last, how to go on, and where the log is.
+
+    `code` is the exit code; `died` says why processes were killed, if any were.
+    """
     folder = plan.folder
-    facts, log = (
-        read_json(folder / "run.json"),
-        resume.attempt_config_path(folder, plan.attempt).parent,
-    )
-    if not facts:
-        print(f"{folder}: it was taken away while the run was going on", file=sys.stderr)
+    recorded = read_json(folder / "run.json")
+    log = resume.attempt_config_path(folder, plan.attempt).parent
+    if not recorded:
+        print(f"{folder}: it was removed while the run was going on", file=sys.stderr)
         return
-    known = {0: "finished", 75: "stopped, as it was asked to", 130: "ended by a second Ctrl-C"}
-    why = known.get(code, f"ended with {code}")
+    reasons = {0: "finished", 75: "stopped, as it was asked to", 130: "ended by a second Ctrl-C"}
+    why = reasons.get(code, f"ended with {code}")
     if died:
         why = died[0]
-    elif facts.get("code") is None and code not in (75, 130):
+    elif recorded.get("code") is None and code not in (75, 130):
         why = "its process ended without a word: killed, out of memory, or by code of a reward"
-    step = facts.get("progress", {}).get("step", 0)
-    last = facts.get("checkpoint") or "none yet: it begins anew"
     lines = [
-        f"{folder}: {why}, after step {step}",
-        f"  checkpoint  {last}",
+        f"{folder}: {why}, after step {recorded.get('progress', {}).get('step', 0)}",
+        f"  checkpoint  {recorded.get('checkpoint') or 'none yet: it begins anew'}",
         f"  go on       {command}",
         f"  log         {log}",
     ]
     if code:
         print("\n".join(lines), file=sys.stderr)
     state = {0: "finished", 75: "stopped", 130: "stopped"}.get(code, "failed")
-    ended = {"why": why, "checkpoint": facts.get("checkpoint"), "resume": command}
+    ended = {"why": why, "checkpoint": recorded.get("checkpoint"), "resume": command}
     update_json(folder / "run.json", state=state, code=code, ended=ended)
     with contextlib.suppress(OSError), (log / "rank_0.log").open("a") as file:
         file.write("\n".join(lines) + "\n")
@@ -145,16 +140,10 @@ def report_run_end(plan: ResumePlan, code: int, command: str, died: list[str]) -
 
 PACKAGES = ("rloo-cli", "torch", "transformers", "datasets", "hydra-core", "omegaconf", "pydantic")
 REFUSED_CODES = (2, 3, 4, 5)
-LEFTOVER_TIMEOUT_S = 10.0  # ranks that lost their launcher end by themselves, or are ended then
-GROUPS_IN_NAMES = (
-    "model",
-    "data",
-    "reward",
-    "algorithm",
-    "generation",
-    "distributed",
-)  # named by choice
-# Words that do not make a job of a sweep another one.
+LEFTOVER_TIMEOUT_S = 10.0  # ranks that lost their launcher and have not ended by then are killed
+# Config groups whose choice stands in a job's name without the group's name.
+GROUPS_IN_NAMES = ("model", "data", "reward", "algorithm", "generation", "distributed")
+# Keys whose overrides do not make another experiment of a sweep's job.
 KEYS_OF_SAME_JOB = ("resume", "resume_allow_changes", "root", "logging", "checkpoint", "hydra")
 
 
@@ -164,40 +153,38 @@ class Attempt:
 
     plan: ResumePlan
     exit_code: int = 0
-    died: list[str] = field(default_factory=list)  # why, in words, where processes were killed
+    died: list[str] = field(default_factory=list)  # why processes were killed, if any were
 
 
 def launch_run(composed: ComposedConfig, multirun: bool = False) -> int:
-    """One experiment, from its composed config to its end; the exit code. Raises RunError."""
+    """Run one experiment from its composed config to its end. -> its exit code. Raises RunError."""
     fault_injection.arm_faults()
     run = check.check_config(name_sweep_job(composed) if multirun else composed)
-    place, run = _find_topology(run, composed)
-    if not place.is_coordinator:
-        return nodes.run_worker_node(run, place)
-    with nodes.coordinate_nodes(Path(run.root), str(run.name), place) as leader:
-        preflight.check_machine(run, local_ranks=place.local_world_size)
+    topology, run = _find_topology(run, composed)
+    if not topology.is_coordinator:
+        return nodes.run_worker_node(run, topology)
+    with nodes.coordinate_nodes(Path(run.root), str(run.name), topology) as coordinator:
+        preflight.check_machine(run, local_ranks=topology.local_world_size)
         with _run_attempt(run, composed) as attempt:
             if not attempt.plan.done:
-                with _rank_processes(attempt, run, place, leader) as (words, watch, starts):
-                    attempt.exit_code = processes.run_processes(
-                        "train.worker", words, watch, starts
-                    )
-        leader.exit_code = attempt.exit_code
-    return leader.exit_code
+                with _rank_processes(attempt, run, topology, coordinator) as ranks:
+                    attempt.exit_code = processes.run_processes("train.worker", *ranks)
+        coordinator.exit_code = attempt.exit_code
+    return coordinator.exit_code
 
 
 def _find_topology(run: RunConfig, composed: ComposedConfig) -> tuple[ProcessTopology, RunConfig]:
-    """Where we stand, and the config as it holds there. Raises ConfigError."""
+    """This process's topology, and the config as it holds there. Raises ConfigError."""
     try:
-        place, run, notes = find_topology(os.environ, run)
-        if problems := [*rules.prompts_per_rank_problems(run, place.world_size)]:
+        topology, run, notes = find_topology(os.environ, run)
+        if problems := [*rules.prompts_per_rank_problems(run, topology.world_size)]:
             raise ConfigError(*problems)
     except ConfigError as error:
-        placed = [messages.locate_problem(p, composed.sources) for p in error.problems]
-        raise ConfigError(*placed) from None
-    if place.is_coordinator:
+        located = [messages.locate_problem(p, composed.sources) for p in error.problems]
+        raise ConfigError(*located) from None
+    if topology.is_coordinator:
         print("".join(f"{note}\n" for note in notes), end="")
-    return with_private_gpu(place, os.environ), run
+    return with_private_gpu(topology, os.environ), run
 
 
 @contextmanager
@@ -206,9 +193,9 @@ def _run_attempt(run: RunConfig, composed: ComposedConfig) -> Iterator[Attempt]:
     folder = Path(run.root, str(run.name))
     run_folder.check_folder_free(folder)
     _check_not_running(folder)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         if folder.exists():
-            held.enter_context(lock_folder(folder))
+            stack.enter_context(lock_folder(folder))
         start = plan_attempt(run)
         attempt = Attempt(start)
         if start.done:
@@ -218,7 +205,7 @@ def _run_attempt(run: RunConfig, composed: ComposedConfig) -> Iterator[Attempt]:
         before = snapshot_attempt_folder(start)
         if not folder.exists():
             folder.mkdir(parents=True)
-            held.enter_context(lock_folder(folder))
+            stack.enter_context(lock_folder(folder))
         write_attempt_files(start, run, composed)
         print(_opening(run, composed, start), flush=True)
         notes = idle_notes(composed.changed_keys, check.dump_config(run))
@@ -236,12 +223,12 @@ def _run_attempt(run: RunConfig, composed: ComposedConfig) -> Iterator[Attempt]:
 
 
 def _opening(run: RunConfig, composed: ComposedConfig, plan: ResumePlan) -> str:
-    """What a run says first: what is trained, where; and what it now waits for."""
-    of = f" (recipe {composed.recipe})" if composed.recipe else ""
-    how = f", from {plan.checkpoint.name}" if plan.checkpoint else ""
+    """The first lines that a run prints: what is trained, where, and what it now waits for."""
+    recipe = f" (recipe {composed.recipe})" if composed.recipe else ""
+    start = f", from {plan.checkpoint.name}" if plan.checkpoint else ""
     return (
-        f"training {run.name}{of}: {run.model.path} with {run.algorithm.name}, "
-        f"into {plan.folder}{how}\nstarting: torch and transformers are imported first ..."
+        f"training {run.name}{recipe}: {run.model.path} with {run.algorithm.name}, "
+        f"into {plan.folder}{start}\nstarting: torch and transformers are imported first ..."
     )
 
 
@@ -249,55 +236,54 @@ def _opening(run: RunConfig, composed: ComposedConfig, plan: ResumePlan) -> str:
 def _rank_processes(
     attempt: Attempt, run: RunConfig, topology: ProcessTopology, coordinator: NodeCoordinator
 ) -> Iterator[tuple[list[str], processes.ProcessCallbacks, list[processes.ProcessSpec]]]:
-    """What our ranks are started with, and how they are watched; a server if one is wanted."""
-    folder, words = attempt.plan.folder, [attempt.plan.to_json()]
-    with contextlib.ExitStack() as held:
+    """The last three arguments of `run_processes` for this node's ranks, while the rollout server
+    runs that they need."""
+    folder, plan = attempt.plan.folder, attempt.plan.to_json()
+    with contextlib.ExitStack() as stack:
         listening = open_store_socket(run, topology)
         host, port = rules.parse_address(topology.store_address) or ("", 0)
         if listening is not None:
-            held.enter_context(listening)
+            stack.enter_context(listening)
             host, port = listening.getsockname()[:2]
-        look, env = held.enter_context(
+        poll_server, env = stack.enter_context(
             rollout_server.managed_server(folder, run, local_ranks=topology.local_world_size)
         )
-        coordinator.send_message(start=words[0], store=[host, port], env=env)
+        coordinator.send_message(start=plan, store=[host, port], env=env)
 
-        def started(pids: list[int]) -> None:
+        def on_started(pids: list[int]) -> None:
             _record_rank_pids(folder, topology.first_rank, pids)
             if listening is not None:
                 listening.close()  # rank 0 has it: if it dies, others are not kept waiting by us
 
-        def say(why: str) -> None:
+        def on_killed(why: str) -> None:
             attempt.died.append(why)
             processes.print_killed(why)
 
-        starts = nodes.add_environment(rank_process_specs(topology, host, port, listening), env)
-        yield (
-            words,
-            processes.ProcessCallbacks(
-                started, nodes.checkpoint_save_probe(folder), look, coordinator.poll_failure, say
-            ),
-            starts,
+        is_saving = nodes.checkpoint_save_probe(folder)
+        callbacks = processes.ProcessCallbacks(
+            on_started, is_saving, poll_server, coordinator.poll_failure, on_killed
         )
+        specs = rank_process_specs(topology, host, port, listening)
+        yield [plan], callbacks, nodes.add_environment(specs, env)
 
 
 def _training_began(plan: ResumePlan) -> bool:
-    """Whether this attempt came to train: its worker then wrote which checkpoint it is from. A
-    folder that somebody took away meanwhile is nothing to take back either."""
-    if not (plan.folder / "run.json").exists():
-        return True
-    facts = read_json(plan.folder / "run.json")
-    return facts.get("began") == plan.attempt
+    """Whether this attempt came to train: its worker then wrote the attempt's number to run.json.
+
+    True also where somebody removed the folder meanwhile: then there is nothing to take back.
+    """
+    path = plan.folder / "run.json"
+    return not path.exists() or read_json(path).get("began") == plan.attempt
 
 
 def plan_attempt(run: RunConfig) -> ResumePlan:
-    """Where this attempt at a run begins; what is said about it is printed. Raises ConfigError."""
-    start = resume.plan_resume(Path(run.root, str(run.name)), run)
-    for note in start.notes:
+    """Decide from where this attempt goes on, and print notes about it. Raises ConfigError."""
+    plan = resume.plan_resume(Path(run.root, str(run.name)), run)
+    for note in plan.notes:
         print(note)
-    if start.changes:
-        print("\n".join(["changed since the checkpoint:", *resume.describe_changes(start.changes)]))
-    return start
+    if plan.changes:
+        print("\n".join(["changed since the checkpoint:", *resume.describe_changes(plan.changes)]))
+    return plan
 
 
 def _check_not_running(folder: Path) -> None:
@@ -308,15 +294,15 @@ def _check_not_running(folder: Path) -> None:
     if facts.get("state") in ("starting", "training") and child_process.is_process_alive(facts):
         raise ConfigError(_folder_busy_problem(folder, facts["pid"]))
     limit = time.monotonic() + LEFTOVER_TIMEOUT_S
-    for left in [*facts.get("ranks", []), *[s for s in [facts.get("server")] if s]]:
-        child_process.kill_leftover_process(left, max(0.0, limit - time.monotonic()))
+    for process in filter(None, [*facts.get("ranks", []), facts.get("server")]):
+        child_process.kill_leftover_process(process, max(0.0, limit - time.monotonic()))
 
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold the folder itself; the kernel lets go of it when we end, however we end.
+    """Lock the folder itself; the kernel releases it when this process ends, however it ends.
 
-    Raises ConfigError when somebody else holds it: two that started at the same moment.
+    Raises ConfigError where another process holds it: two were started at the same moment.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -333,46 +319,47 @@ def lock_folder(folder: Path) -> Iterator[None]:
             os.close(handle)
 
 
-def _folder_busy_problem(folder: Path, pid: Any) -> Problem:
+def _folder_busy_problem(folder: Path, pid: object) -> Problem:
     return Problem(f"{folder} is being trained by process {pid}", "name", fix="name=OTHER")
 
 
 def name_sweep_job(composed: ComposedConfig) -> ComposedConfig:
-    """In a sweep, jobs with one name get a name each, of the keys that the sweep goes over.
+    """Name a sweep's job by the keys that the sweep goes over, such as `x-beta-0.01`.
 
-    `x-beta-0.01`. Other words that make it another experiment are told by their hash behind it. A
-    job whose folder has the name that an earlier version gave it (the hash alone for what the
-    command line sweeps over) keeps that name.
+    A hash follows where other overrides, too, make it another experiment. A job whose folder has
+    the name that an earlier version gave it (the hash alone for what the command line sweeps over)
+    keeps that name.
     """
     name = composed.values.get("name")
     if name is None:
         return composed
     root = Path(str(composed.values.get("root")))
-    before = "-".join([str(name), *_name_suffixes(composed, composed.recipe_swept_keys)])
-    if not (root / before).is_dir():
+    job_name = "-".join([str(name), *_name_suffixes(composed, composed.recipe_swept_keys)])
+    if not (root / job_name).is_dir():
         keys = (*composed.recipe_swept_keys, *composed.command_line_swept_keys)
-        before = "-".join([str(name), *_name_suffixes(composed, keys)])
-    return replace(composed, values=composed.values | {"name": before})
+        job_name = "-".join([str(name), *_name_suffixes(composed, keys)])
+    return replace(composed, values=composed.values | {"name": job_name})
 
 
 def _name_suffixes(composed: ComposedConfig, keys: Sequence[str]) -> list[str]:
-    """What the name of a job of a sweep over these keys ends in.
+    """What a job's name ends in, in a sweep over these keys, as in `compare-ppo-seed-3`.
 
-    What the sweep goes over stands there as it is, `compare-ppo-seed-3`: without words beside
-    these there is no hash of all the words.
+    A hash of all overrides is added where others than those of the sweep are set, or where a value
+    cannot stand in a name.
     """
-    words = [
-        w
+    overrides = [
+        (_override_key(w), w)
         for w in _run_overrides(composed)
         if _override_key(w).partition(".")[0] not in KEYS_OF_SAME_JOB
     ]
-    own = {_override_key(w): w.partition("=")[2] for w in words if _override_key(w) in keys}
+    own = {key: override.partition("=")[2] for key, override in overrides if key in keys}
     tails = [v if k in GROUPS_IN_NAMES else f"{k.rpartition('.')[2]}-{v}" for k, v in own.items()]
-    beside = [w for w in words if _override_key(w) not in (*own, "recipe", "name")]
+    beside = [key for key, _ in overrides if key not in (*own, "recipe", "name")]
     plain = [tail for tail in tails if re.fullmatch(r"[\w.+-]{1,60}", tail, re.ASCII)]
     plain = plain if len("".join(plain)) <= 100 else []
     if beside or not own or plain != tails:
-        plain.append(hashlib.sha256("\n".join(sorted(words)).encode()).hexdigest()[:6])
+        text = "\n".join(sorted(override for _, override in overrides))
+        plain.append(hashlib.sha256(text.encode()).hexdigest()[:6])
     return plain
 
 
@@ -380,77 +367,71 @@ def _override_key(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def _run_overrides(composed: ComposedConfig) -> list[str]:
-    return [w for w in composed.user_overrides if not w.startswith("hydra.")]
+def _run_overrides(composed: ComposedConfig, without: str = "") -> list[str]:
+    """The user's overrides, but for Hydra's own and those of the key `without`."""
+    overrides = (w for w in composed.user_overrides if not w.startswith("hydra."))
+    return [w for w in overrides if not without or _override_key(w) != without]
 
 
 def _resume_command(composed: ComposedConfig, run: RunConfig) -> str:
     """The command that goes on with this run."""
-    words = [w for w in _run_overrides(composed) if _override_key(w) != "resume"]
+    overrides = _run_overrides(composed, without="resume")
     if composed.values.get("name") != run.name:  # a job of a sweep
-        words = [*[w for w in words if _override_key(w) != "name"], f"name={run.name}"]
-    return shlex.join(["rloo", "train", *words, "resume=auto"])
+        overrides = [w for w in overrides if _override_key(w) != "name"] + [f"name={run.name}"]
+    return shlex.join(["rloo", "train", *overrides, "resume=auto"])
 
 
 def write_attempt_files(plan: ResumePlan, run: RunConfig, composed: ComposedConfig) -> None:
-    """Make the folder of an attempt: run.json, its config (what ranks read), environment.
+    """Write an attempt's files: run.json, the config (which ranks read), overrides, environment.
 
     run.json is the first: where this is cut short, it says whose folder it is.
     """
     folder = plan.folder
     _write_run_json(plan, run, composed)
-    given = resume.attempt_config_path(folder, plan.attempt)
-    given.parent.mkdir(parents=True, exist_ok=True)
+    config_path = resume.attempt_config_path(folder, plan.attempt)
+    config_path.parent.mkdir(parents=True, exist_ok=True)
     text = check.config_text(run)
-    write_text(given, text)
+    write_text(config_path, text)
     if not (folder / "config.yaml").exists():
         write_text(folder / "config.yaml", text)
-    words = [w for w in _run_overrides(composed) if _override_key(w) != "resume"]
-    write_text(folder / "overrides.txt", "".join(f"{w}\n" for w in words))
+    overrides = _run_overrides(composed, without="resume")
+    write_text(folder / "overrides.txt", "".join(f"{w}\n" for w in overrides))
     with contextlib.suppress(OSError):  # a file system without links has the folder all the same
-        link = given.parent.with_name("latest")
+        link = config_path.parent.with_name("latest")
         link.unlink(missing_ok=True)
-        link.symlink_to(given.parent.name)
+        link.symlink_to(config_path.parent.name)
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    machine_facts = {"python": platform.python_version(), "platform": platform.platform()}
-    write_json(folder / "env.json", {**machine_facts, "cpus": os.cpu_count(), "packages": versions})
+    machine = {"python": platform.python_version(), "platform": platform.platform()}
+    write_json(folder / "env.json", {**machine, "cpus": os.cpu_count(), "packages": versions})
 
 
 def _write_run_json(plan: ResumePlan, run: RunConfig, composed: ComposedConfig) -> None:
-    folder = plan.folder
-    facts = run_folder.read_run_metadata(folder)
+    before = run_folder.read_run_metadata(plan.folder)
     changes = [{"attempt": plan.attempt, **plan.changes}] if plan.changes else []
-    write_json(
-        folder / "run.json",
-        facts
-        | {
-            "name": run.name,
-            "recipe": composed.recipe,
-            "state": "starting",
-            "attempt": plan.attempt,
-            "hash": check.config_hash(run),
-            "pid": os.getpid(),
-            "pid_started": child_process.process_start_time(os.getpid()),
-            "host": platform.node(),
-            "ranks": [],
-            "code": None,
-            "started": facts.get("started", time.time()),
-            "changes": [*facts.get("changes", []), *changes],
-        },
-    )
+    values = {
+        "name": run.name,
+        "recipe": composed.recipe,
+        "state": "starting",
+        "attempt": plan.attempt,
+        "hash": check.config_hash(run),
+        "pid": os.getpid(),
+        "pid_started": child_process.process_start_time(os.getpid()),
+        "host": platform.node(),
+        "ranks": [],
+        "code": None,
+        "started": before.get("started", time.time()),
+        "changes": [*before.get("changes", []), *changes],
+    }
+    write_json(plan.folder / "run.json", before | values)
 
 
 def _record_rank_pids(folder: Path, first: int, pids_of_ranks: list[int]) -> None:
+    starts = map(child_process.process_start_time, pids_of_ranks)
     ranks = [
-        {
-            "pid": pid,
-            "group": pid,
-            "pid_started": child_process.process_start_time(pid),
-            "rank": first + i,
-        }
-        for i, pid in enumerate(pids_of_ranks)
+        {"pid": pid, "group": pid, "pid_started": start, "rank": rank}
+        for rank, (pid, start) in enumerate(zip(pids_of_ranks, starts, strict=True), first)
     ]
     update_json(folder / "run.json", ranks=ranks)

@@ -1,4 +1,4 @@
-"""What the machine must have before a run may start, found without importing torch."""
+"""Checks what the machine must have before a run may start, without importing torch."""
 
 import os
 import shutil
@@ -18,8 +18,8 @@ from rloo_cli.utils.errors import MachineError, Problem
 def check_machine(run: RunConfig, downloads: bool = True, local_ranks: int = 1) -> None:
     """Raises MachineError (exit 3) with everything the machine lacks for this run.
 
-    `downloads`: what has to be downloaded or installed counts too (a plan needs nothing of it).
-    `here`: processes of this machine that take a GPU each, where there are GPUs.
+    `downloads`: check also what has to be downloaded or installed, which a plan does not need.
+    `local_ranks`: processes of this machine that take a GPU each, where there are GPUs.
     """
     problems: list[Problem] = []
     for name, entry in run.rewards.items():
@@ -31,29 +31,21 @@ def check_machine(run: RunConfig, downloads: bool = True, local_ranks: int = 1) 
             problems += [replace(p, where=f"reward.{name}") for p in error.problems]
     problems += [*(_downloads(run) if downloads else ()), *_packages(run)]
     problems += [*(_engine(run) if downloads else ()), *_devices(local_ranks)]
-    problems += [
-        *(arguments.engine_problems(run, local_ranks=local_ranks) if downloads else ()),
-        *_root(run),
-        *_cache(run),
-    ]
+    problems += arguments.engine_problems(run, local_ranks=local_ranks) if downloads else ()
+    problems += [*_root(run), *_cache(run)]
     if problems:
         raise MachineError(*problems)
 
 
 def check_supervised_machine(run: RunConfig, section: str) -> None:
     """Raises MachineError for what `rloo sft` or `rloo reward-model` lacks."""
-    if problems := [
-        *supervised.training_download_problems(run, section),
-        *_packages(run),
-        *_root(run),
-        *_cache(run),
-    ]:
+    problems = [*supervised.training_download_problems(run, section), *_packages(run)]
+    if problems := [*problems, *_root(run), *_cache(run)]:
         raise MachineError(*problems)
 
 
 def check_server_machine(run: RunConfig) -> None:
-    """Raises MachineError for what a rollout server of this run lacks; rewards and data it has
-    no need of."""
+    """Raises MachineError for what a rollout server of this run lacks, which needs no rewards."""
     needed = ("model.path", "model.tokenizer")
     missing = (p for p in _downloads(run) if p.where in needed)
     if problems := [*missing, *arguments.engine_problems(run, engine_is_local=True), *_root(run)]:
@@ -61,22 +53,19 @@ def check_server_machine(run: RunConfig) -> None:
 
 
 def _root(run: RunConfig) -> Iterator[Problem]:
-    above = next(
-        p for p in [Path(run.root).absolute(), *Path(run.root).absolute().parents] if p.exists()
-    )
+    root = Path(run.root).absolute()
+    above = next(p for p in (root, *root.parents) if p.exists())
     if not os.access(above, os.W_OK):
         yield Problem(f"root = {run.root} cannot be written", "root", f"looked at {above}")
     elif (disk := shutil.disk_usage(above)).free < 100e6:
-        what = "has under 100 MB free" if disk.total else "is no place for files"
+        what = "has under 100 MB free" if disk.total else "cannot hold files"
         yield Problem(f"{above} {what}", "root", fix="root=FOLDER on another disk")
 
 
 def _cache(run: RunConfig) -> Iterator[Problem]:
     """A cache that is needed and cannot be made; one that can only be read may have everything."""
-    cache = paths.cache_folder()
-    needed = any(
-        path.startswith(synthetic.MAKE_PREFIX) for _, path, _ in rules_paths.named_paths(run)
-    )
+    cache, named = paths.cache_folder(), rules_paths.named_paths(run)
+    needed = any(path.startswith(synthetic.MAKE_PREFIX) for _, path, _ in named)
     if needed and not cache.is_dir():
         above = next(p for p in cache.absolute().parents if os.path.exists(p))
         if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)) or above == Path("/proc"):
@@ -85,27 +74,26 @@ def _cache(run: RunConfig) -> Iterator[Problem]:
 
 def _downloads(run: RunConfig) -> Iterator[Problem]:
     """What a run without network would have to download."""
-    for key, path, makes in rules_paths.named_paths(run) if hf_cache.is_hub_offline() else ():
+    for key, path, names in rules_paths.named_paths(run) if hf_cache.is_hub_offline() else ():
         if path.startswith(synthetic.MAKE_PREFIX) or Path(path).expanduser().exists():
             continue
-        kind = "dataset" if makes is synthetic.SYNTHETIC_DATA else "model"
+        kind = "dataset" if names is synthetic.SYNTHETIC_DATA else "model"
         if not hf_cache.is_in_hub_cache(path, hf_cache.revision_for_key(run, key), kind):
-            why = (
-                f"HF_HUB_OFFLINE is set, and it is not in the cache: {hf_cache.hub_cache_folder()}"
-            )
+            cache = hf_cache.hub_cache_folder()
+            why = f"HF_HUB_OFFLINE is set, and it is not in the cache: {cache}"
             fix = f"on a machine with network: {hf_cache.fetch_command()}"
-            yield Problem(f"{key} = {path!r} is not to be had", key, why, fix)
+            yield Problem(f"{key} = {path!r} was not found", key, why, fix)
 
 
 def _packages(run: RunConfig) -> Iterator[Problem]:
-    """Packages that a key needs and `pip install rloo-cli` does not bring."""
+    """Packages that a key needs and `pip install rloo-cli` does not install."""
     attention = run.model.attn_implementation or ""
     package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_3"}
     if attention in package and find_spec(package[attention]) is None:
         install = package[attention].replace("_", "-")
         why = f"it needs the package {install}, which is not installed"
         fix = f"pip install {install}, or model.attn_implementation=sdpa"
-        what = f"model.attn_implementation = {attention!r} cannot be had"
+        what = f"model.attn_implementation = {attention!r} cannot be used"
         yield Problem(what, "model.attn_implementation", why, fix)
     yield from rules_lora.adapter_package_problems(run)
 
@@ -115,7 +103,7 @@ def _engine(run: RunConfig) -> Iterator[Problem]:
     if engine.startswith("zero") and find_spec("deepspeed") is None:
         why = "it needs the package deepspeed, which is not installed"
         fix = "pip install 'rloo-cli[deepspeed]', or distributed=ddp, or distributed=fsdp2"
-        what = f"distributed.engine = {engine} cannot be had"
+        what = f"distributed.engine = {engine} cannot be used"
         yield Problem(what, "distributed.engine", why, fix)
 
 
@@ -123,10 +111,8 @@ def _devices(local_ranks: int) -> Iterator[Problem]:
     """Two processes on one GPU: the second finds its memory taken, or waits for the first."""
     found = device_count.visible_gpus() if local_ranks > 1 else []
     if found and local_ranks > len(found):
-        yield Problem(
-            f"{local_ranks} processes are to train here, and there are {len(found)} GPUs",
-            "distributed.num_processes",
-            f"each takes a GPU of its own; visible: {', '.join(found)}",
-            f"distributed.num_processes={len(found)}, or CUDA_VISIBLE_DEVICES with "
-            f"{local_ranks} of them",
-        )
+        key, gpus = "distributed.num_processes", len(found)
+        what = f"{local_ranks} processes are to train here, and there are {gpus} GPUs"
+        why = f"each takes a GPU of its own; visible: {', '.join(found)}"
+        fix = f"{key}={gpus}, or CUDA_VISIBLE_DEVICES with {local_ranks} of them"
+        yield Problem(what, key, why, fix)

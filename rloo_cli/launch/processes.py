@@ -1,7 +1,7 @@
-"""The processes that do the work: started, watched, their signals passed on, their trees ended.
+"""Starts the processes that do the work, watches them, passes signals on, and ends their trees.
 
-One that ends wrongly takes the others along: ranks that wait for it would wait for ever. What is
-then said is the first cause, not what the others made of it.
+One that fails takes the others along: ranks that wait for it would wait for ever. The exit code is
+then that of the first cause, not of what the others made of it.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from types import FrameType
 
 from rloo_cli.utils.child_process import (
     kill_group,
@@ -24,17 +24,16 @@ from rloo_cli.utils.child_process import (
 from rloo_cli.utils.errors import GenerationError, Problem, print_error
 from rloo_cli.utils.signals import AGAIN_S, SIGNALS
 
-# Threads that spin long while they wait for each other make a machine that is shared many times
-# slower.
+# Threads that spin long while they wait for each other slow a shared machine down many times.
 DEFAULT_ENVIRONMENT = {
     "GOMP_SPINCOUNT": "1000",
     "TOKENIZERS_PARALLELISM": "false",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else each rank starts a pool of compilers
 }
 STOP_TIMEOUT_S = 600.0  # after a signal: code that holds Python's lock would never let a run end
-CAUSE_GRACE_S = 0.5  # after a first wrong end: one that says why may be on its way
-KILL_TIMEOUT_S = 8.0  # after a first wrong end the others are killed: gone within 10 s
-SAVE_TIMEOUT_S = 60.0  # the same while a save is being written
+CAUSE_GRACE_S = 0.5  # after a first failure: another one that says why may follow
+KILL_TIMEOUT_S = 8.0  # after a first failure the others are killed: gone within 10 s
+SAVE_TIMEOUT_S = 60.0  # the same while a checkpoint is being written
 STOPPED_CODE, LOST_CODE = 75, 6
 RUN_MARK_VARIABLE = "RLOO_FAMILY"  # marks all that the processes of one run have started
 # Until the worker can say how it ended, an interrupt ends it without a traceback.
@@ -43,13 +42,13 @@ WORKER_BOOT = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); " \
 
 
 def default_environment() -> dict[str, str]:
-    """`DEFAULT_ENVIRONMENT`, but for what our environment says otherwise."""
+    """`DEFAULT_ENVIRONMENT`, with the values that our own environment already has."""
     return {name: os.environ.get(name, value) for name, value in DEFAULT_ENVIRONMENT.items()}
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process: what its environment has besides ours, and the open files it is given."""
+    """One process to start: variables beside our environment, and open files that it inherits."""
 
     env: Mapping[str, str] = field(default_factory=dict)
     open_files: tuple[int, ...] = ()
@@ -66,13 +65,13 @@ def print_killed(why: str) -> None:
 
 @dataclass(frozen=True)
 class ProcessCallbacks:
-    """What is done while processes run. `look` and `elsewhere` are called twice a second."""
+    """What is called while processes run; `poll` and `poll_remote_failure` twice a second."""
 
-    on_started: Callable[[list[int]], None] = lambda pids: None  # all of them run
-    is_saving: Callable[[], bool] = lambda: False  # a save is being written
+    on_started: Callable[[list[int]], None] = lambda pids: None  # with all pids
+    is_saving: Callable[[], bool] = lambda: False  # whether a checkpoint is being written
     poll: Callable[[], None] = lambda: None
-    poll_remote_failure: Callable[[], int | None] = lambda: None  # the code of one that is not ours
-    on_killed: Callable[[str], None] = print_killed  # why, in words, when one was killed
+    poll_remote_failure: Callable[[], int | None] = lambda: None  # a failed launcher's exit code
+    on_killed: Callable[[str], None] = print_killed  # with the reason, once one was killed
 
 
 def run_processes(
@@ -82,34 +81,34 @@ def run_processes(
     specs: Sequence[ProcessSpec] = (ProcessSpec(),),
     package: str = "rloo_cli.",
 ) -> int:
-    """Run `rloo_cli.<module>`.main with these arguments in each of these processes; the exit code.
+    """Run `rloo_cli.<module>`.main with these arguments in each of these processes. -> exit code
 
     TERM, INT, USR1 and USR2 reach each of them once; a second Ctrl-C within 5 s ends all at once
-    (130). They are ended LIMIT_S after the first signal unless `busy`. The code is that of the
-    first that ended wrongly (not with 0); one that a signal killed counts as 75 where an end was
+    (130). They are killed STOP_TIMEOUT_S after the first signal unless `callbacks.is_saving()`. The
+    code is that of the first that failed; one that a signal killed counts as 75 where an end was
     asked for, else as 6. `package`: where the module is (tests have workers of their own).
     """
     boot = WORKER_BOOT.format(module=module, package=package)
     children: list[subprocess.Popen[bytes]] = []
-    family = f"{os.getpid()}.{time.time_ns()}"  # what they start has it in its environment, too
-    with _forward_signals(children, family) as heard:
-        for start in specs:
+    run_mark = f"{os.getpid()}.{time.time_ns()}"  # their descendants inherit it
+    with _forward_signals(children, run_mark) as received:
+        for spec in specs:
             child = start_child(
                 python_command("-c", boot, *arguments),
-                env=default_environment() | {**start.env, RUN_MARK_VARIABLE: family},
-                pass_fds=start.open_files,
+                env=default_environment() | {**spec.env, RUN_MARK_VARIABLE: run_mark},
+                pass_fds=spec.open_files,
                 death_signal=signal.SIGKILL,
             )
             children.append(child)
-            for number, _ in list(heard):  # it came before this one was there
+            for number, _ in list(received):  # it came before this process existed
                 _send(child, number)
         callbacks.on_started([child.pid for child in children])
-        ranks = [start.rank for start in specs]
-        return _ProcessGroup(children, ranks, heard, callbacks).wait_for_end()
+        ranks = [spec.rank for spec in specs]
+        return _ProcessGroup(children, ranks, received, callbacks).wait_for_end()
 
 
 class _ProcessGroup:
-    """Processes that stand and fall together."""
+    """Processes that end together: when one fails, the others are ended."""
 
     def __init__(
         self,
@@ -118,20 +117,16 @@ class _ProcessGroup:
         signals: list[tuple[int, float]],
         callbacks: ProcessCallbacks,
     ):
-        self.children, self.ranks, self.signals, self.callbacks = (
-            children,
-            ranks,
-            signals,
-            callbacks,
-        )
-        self.ended_at: dict[int, float] = {}  # place in the list -> when, in the order of the ends
-        self.remote_failure: tuple[int, float] | None = None  # the code of one elsewhere, when
+        self.children, self.ranks = children, ranks
+        self.signals, self.callbacks = signals, callbacks
+        self.ended_at: dict[int, float] = {}  # index -> time, in the order in which they ended
+        self.remote_failure: tuple[int, float] | None = None  # another launcher's code, and when
         self.terminate_sent = False
-        self.timed_out_at = inf  # when those that did not stop as they were asked were ended
+        self.timed_out_at = inf  # when those that did not stop as they were asked were killed
         self.polled_at = 0.0
 
     def wait_for_end(self) -> int:
-        """Wait until all have ended; the code of the first cause."""
+        """Wait until all have ended. -> the exit code of the first cause"""
         while alive := [c for c in self.children if c.poll() is None]:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 alive[0].wait(0.5 if len(self.children) == 1 else 0.1)
@@ -139,50 +134,46 @@ class _ProcessGroup:
             if time.monotonic() - self.polled_at >= 0.5:
                 self.polled_at = time.monotonic()
                 self.callbacks.poll()
-                if (
-                    self.remote_failure is None
-                    and (code := self.callbacks.poll_remote_failure()) is not None
-                ):
-                    self.remote_failure = code, time.monotonic()
+                self._poll_remote_failure()
             self._end_remaining()
         self._record_ended()
         code = self._exit_code()
-        if (
-            code == STOPPED_CODE
-        ):  # whoever asked for it may have done so for what went wrong elsewhere
-            other = (
-                self.callbacks.poll_remote_failure()
-                if self.remote_failure is None
-                else self.remote_failure[0]
-            )
+        if code == STOPPED_CODE:  # a failure elsewhere may be why somebody asked for the end
+            other = self._poll_remote_failure()
             code = code if other in (None, LOST_CODE) else other
         return code
 
+    def _poll_remote_failure(self) -> int | None:
+        """The exit code of a launcher that failed on another node; it is asked for until then."""
+        if self.remote_failure is None:
+            code = self.callbacks.poll_remote_failure()
+            self.remote_failure = None if code is None else (code, time.monotonic())
+        return None if self.remote_failure is None else self.remote_failure[0]
+
     def _record_ended(self) -> None:
-        for place, child in enumerate(self.children):
-            if place not in self.ended_at and child.poll() is not None:
-                self.ended_at[place] = time.monotonic()
+        for index, child in enumerate(self.children):
+            if index not in self.ended_at and child.poll() is not None:
+                self.ended_at[index] = time.monotonic()
 
     def _first_failure_at(self) -> float | None:
-        """When the first of them ended in a way that leaves the others nothing to wait for."""
+        """When the first process failed, here or on another node: the others must not wait."""
         when = [
             t for p, t in self.ended_at.items() if self._exit_code_of(p) not in (0, STOPPED_CODE)
         ]
-        return min(
-            [*when, *([self.remote_failure[1]] if self.remote_failure else [])], default=None
-        )
+        when += [self.remote_failure[1]] if self.remote_failure else []
+        return min(when, default=None)
 
     def _exit_code_of(self, index: int) -> int:
         code: int = self.children[index].returncode
         return code
 
     def _end_remaining(self) -> None:
-        """End those that are left, where it is time."""
+        """End the processes that are left, once they have had their time."""
         now, wrong = time.monotonic(), self._first_failure_at()
         # One that was sent a signal itself has told the others: they save and end together.
         stopped = [t for p, t in self.ended_at.items() if self._exit_code_of(p) == STOPPED_CODE]
-        asked = [t for _, t in self.signals] + stopped
-        if asked and now - asked[0] > STOP_TIMEOUT_S and not self.callbacks.is_saving():
+        asked_at = [t for _, t in self.signals] + stopped
+        if asked_at and now - asked_at[0] > STOP_TIMEOUT_S and not self.callbacks.is_saving():
             self.timed_out_at = min(self.timed_out_at, now)
             self._signal_running(signal.SIGKILL)
         if wrong is None:
@@ -204,8 +195,10 @@ class _ProcessGroup:
                     _send(child, number)
 
     def _exit_code(self) -> int:
-        """The code of the first cause. A lost connection (6) gives way to a cause that follows at
-        once: that process was only slower to end. A stop (75) gives way to a save that failed.
+        """The exit code of the first cause.
+
+        A lost connection (6) gives way to a failure that follows at once: that process was only
+        slower to end. A stop (75) gives way to a save that failed.
         """
         if len([n for n, _ in self.signals if n == signal.SIGINT]) > 1 and self._killed(inf):
             return 130
@@ -213,24 +206,19 @@ class _ProcessGroup:
         until = inf if wrong is None else wrong + CAUSE_GRACE_S
         killed = [] if self.signals else self._killed(min(until, self.timed_out_at))
         if killed:
-            place = killed[0]
-            name = signal.Signals(-self._exit_code_of(place)).name
+            index = killed[0]
+            name = signal.Signals(-self._exit_code_of(index)).name
             guess = " (out of memory?)" if name == "SIGKILL" else ""
-            who = f"rank {self.ranks[place]}" if len(self.children) > 1 or self.ranks[0] else ""
-            self.callbacks.on_killed(
-                f"{who or 'the process that does the work'} was killed by {name}{guess}"
-            )
-        codes = [
-            code
-            if code >= 0
-            else STOPPED_CODE
-            if self.signals or t > self.timed_out_at
-            else LOST_CODE
-            for code, t in (
-                (self._exit_code_of(p), t) for p, t in self.ended_at.items() if t <= until
-            )
-            if code
-        ]
+            many = len(self.children) > 1 or self.ranks[0]
+            who = f"rank {self.ranks[index]}" if many else "the process that does the work"
+            self.callbacks.on_killed(f"{who} was killed by {name}{guess}")
+        codes = []
+        for index, t in self.ended_at.items():
+            code = self._exit_code_of(index)
+            if code < 0:
+                code = STOPPED_CODE if self.signals or t > self.timed_out_at else LOST_CODE
+            if code and t <= until:
+                codes.append(code)
         if self.remote_failure and self.remote_failure[1] <= until:
             codes.append(self.remote_failure[0])
         failed = [code for code in codes if code != STOPPED_CODE]
@@ -240,7 +228,7 @@ class _ProcessGroup:
         return known[0] if known else STOPPED_CODE if STOPPED_CODE in codes else [*codes, 0][0]
 
     def _killed(self, until: float) -> list[int]:
-        """Those that a signal ended before we ended any, in the order of their ends."""
+        """Indices of the processes that a signal had killed by then, in the order of their ends."""
         return [p for p, t in self.ended_at.items() if t <= until and self._exit_code_of(p) < 0]
 
 
@@ -251,13 +239,12 @@ def _send(child: subprocess.Popen[bytes], number: int) -> None:
 
 @contextmanager
 def _forward_signals(
-    children: list[subprocess.Popen[bytes]],
-    run_mark: str,
+    children: list[subprocess.Popen[bytes]], run_mark: str
 ) -> Iterator[list[tuple[int, float]]]:
     """While inside, signals go to the children; afterwards nothing that they started is left."""
     heard: list[tuple[int, float]] = []  # signal, when
 
-    def forward(number: int, frame: Any) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         again = [n for n, then in heard if n == number == signal.SIGINT and now - then < AGAIN_S]
         heard.append((number, now))
@@ -281,5 +268,5 @@ def _forward_signals(
         kill_marked_processes(RUN_MARK_VARIABLE, run_mark)
 
 
-def _ignore(number: int, frame: Any) -> None:
+def _ignore(number: int, frame: FrameType | None) -> None:
     """In place of SIG_IGN, which a process that is started later would inherit."""

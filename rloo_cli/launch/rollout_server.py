@@ -1,7 +1,7 @@
-"""A rollout server's process: started, waited for, and ended with everything it started.
+"""Starts a rollout server's process, waits for it, and ends it with everything it started.
 
-Imports neither torch nor vLLM. `rloo vllm-serve` uses it, and the launcher of a run that has a
-server of its own.
+Imports neither torch nor vLLM. `rloo vllm-serve` uses it, and so does the launcher of a run that
+needs a server of its own.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import yaml
 
@@ -39,14 +39,17 @@ from rloo_cli.utils.child_process import (
 from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem, RunError
 from rloo_cli.utils.files import update_json, write_text
 
+if TYPE_CHECKING:
+    from rloo_cli.generation.vllm_server import Config as ServerConfig
+
 SCRATCH_PREFIX = "rloo-server-"  # how the names of its temporary folders begin
-ERROR_FILE = "error.json"  # in the scratch folder, by the server that could not start
+ERROR_FILE = "error.json"  # in the scratch folder, written by a server that could not start
 SERVER_KILL_TIMEOUT_S = 20.0  # from TERM to KILL
 
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A server's process, from its start on; `ready` tells whether it answers."""
+    """A server's process from its start on; `answering_server` says whether it answers."""
 
     folder: Path
     child: subprocess.Popen[bytes]
@@ -63,30 +66,29 @@ class ServerProcess:
 def start_server(
     folder: Path, run: RunConfig, by: str, env: Mapping[str, str] | None = None
 ) -> ServerProcess:
-    """Start the server of a run's folder. Call it from the main thread, and `stop` in the end.
+    """Start the server of a run's folder, from the main thread; `stop_server` must follow.
 
     The kernel ends the server when the thread that started it is gone. `by`: train, vllm-serve.
     """
     logs = folder / SERVER_LOGS
     logs.mkdir(parents=True, exist_ok=True)
     node = server_file.serving_node_number()
-    own = f"node_{node}_" if node > 1 else ""
-    given = logs / f"{own}config.yaml"
-    write_text(given, yaml.safe_dump(check.dump_config(run), sort_keys=False))
-    number = 1 + sum(1 for _ in logs.glob(f"{own}server_*.log"))
-    log = logs / f"{own}server_{number}.log"
+    prefix = f"node_{node}_" if node > 1 else ""
+    config_path = logs / f"{prefix}config.yaml"
+    write_text(config_path, yaml.safe_dump(check.dump_config(run), sort_keys=False))
+    number = 1 + sum(1 for _ in logs.glob(f"{prefix}server_*.log"))
+    log = logs / f"{prefix}server_{number}.log"
     stale = server_file.read_server_file(folder)
     if stale is not None and (stale.failed or stale.is_alive() is False):
         server_file.server_file_path(folder).unlink(missing_ok=True)
-    scratch = Path(
-        tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=short_temporary_folder())
-    )  # ours alone: mode 0700
-    inside = {"RLOO_SERVER_SCRATCH": str(scratch), "RLOO_SERVER_LOG": str(log.absolute())}
+    # mkdtemp makes it with mode 0700
+    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=short_temporary_folder()))
+    variables = {"RLOO_SERVER_SCRATCH": str(scratch), "RLOO_SERVER_LOG": str(log.absolute())}
     boot = WORKER_BOOT.format(package="rloo_cli.", module="generation.vllm.server")
     try:
         child = start_child(
-            python_command("-c", boot, str(folder.absolute()), by, str(given)),
-            env=default_environment() | {**(env or {}), **inside},
+            python_command("-c", boot, str(folder.absolute()), by, str(config_path)),
+            env=default_environment() | {**(env or {}), **variables},
             log=log,
             death_signal=signal.SIGTERM,
         )
@@ -97,32 +99,35 @@ def start_server(
 
 
 def short_temporary_folder() -> str:
-    """The folder for temporary files, or one with a shorter path where that is too long: a socket's
-    path holds 107 bytes, and vLLM's take 37 of them in a folder of ours.
+    """The folder for temporary files, or another where its path is too long.
+
+    A socket's path holds 107 bytes, and vLLM needs 37 of them for names in our scratch folder.
     """
     usual = tempfile.gettempdir()
-    named = (usual, os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp")
-    longest = 107 - 37 - 1 - len(SCRATCH_PREFIX) - 8
-    fit = [d for d in named if d and len(os.fsencode(d)) <= longest and os.access(d, os.W_OK)]
-    return fit[0] if fit else usual
+    folders = (usual, os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp")
+    max_bytes = 107 - 37 - 1 - len(SCRATCH_PREFIX) - 8
+    fit = (d for d in folders if d and len(os.fsencode(d)) <= max_bytes and os.access(d, os.W_OK))
+    return next(fit, usual)
 
 
 def answering_server(process: ServerProcess) -> ServerRecord | None:
     """The server once it answers; None until then. Does not wait."""
     server = server_file.read_server_file(process.folder)
-    mine = server is not None and server.pid == process.child.pid and process.exit_code is None
-    return server if mine and server is not None and server.is_alive() else None
+    if server is None or server.pid != process.child.pid or process.exit_code is not None:
+        return None
+    return server if server.is_alive() else None
 
 
 def wait_for_server(
     process: ServerProcess, run: RunConfig, stop_requested: Callable[[], bool] = lambda: False
 ) -> ServerRecord | None:
-    """Wait until it answers; None when `asked` (to end) comes first. Raises RunError.
+    """Wait until the server answers; None where `stop_requested` comes first.
 
-    GenerationError with the log's last lines when it ends or the time is over; what the server's
-    process itself found wrong is raised as it is. The process is ended first in either case.
+    Raises RunError once it has ended the server: what the server's process found wrong, or
+    GenerationError with the log's last lines where it died or generation.server.ready_timeout_s
+    is over.
     """
-    limit: float = run.generation.server.ready_timeout_s  # type: ignore[attr-defined]
+    limit = cast("ServerConfig", run.generation).server.ready_timeout_s
     while not stop_requested():
         if (server := answering_server(process)) is not None:
             return server
@@ -136,7 +141,7 @@ def wait_for_server(
 
 
 def server_failure(process: ServerProcess, limit: float) -> RunError:
-    """Why it does not answer: what its process found wrong, else its log's last lines."""
+    """Why a server does not answer: what its process found wrong, else its log's last lines."""
     with contextlib.suppress(OSError, ValueError):
         blocks = json.loads((process.scratch / ERROR_FILE).read_text())
         kinds = {kind.code: kind for kind in (ConfigError, MachineError)}
@@ -153,17 +158,17 @@ def server_failure(process: ServerProcess, limit: float) -> RunError:
 
 
 def server_log_tail(process: ServerProcess, lines: int = 15) -> str:
-    """The last lines of its log."""
+    """The last lines of a server's log; "" where it cannot be read."""
     with contextlib.suppress(OSError):
-        said = process.log.read_text(errors="replace").rstrip().splitlines()
-        return "\n".join(line[:300] for line in said[-lines:])
+        text = process.log.read_text(errors="replace").rstrip()
+        return "\n".join(line[:300] for line in text.splitlines()[-lines:])
     return ""
 
 
 def stop_server(process: ServerProcess, kill_timeout_s: float = SERVER_KILL_TIMEOUT_S) -> list[int]:
-    """End it and all it started, and clear away what it left; pids that would not go.
+    """End a server and all it started, and remove its files. -> pids that did not end
 
-    TERM first; after `patience` seconds KILL, to the whole group.
+    SIGTERM comes first; after `kill_timeout_s` seconds the whole group is killed.
     """
     child = process.child
     if process.exit_code is None:
@@ -194,41 +199,41 @@ def managed_server(
 ) -> Iterator[tuple[Callable[[], None], Environment]]:
     """While inside, a run that needs a server of its own has one.
 
-    `here`: processes on this machine that need a GPU each. Yields what to call a few times a
-    second, and what the worker's environment must say. Raises ConfigError and MachineError where
-    GPUs would have to be shared.
+    `local_ranks`: processes on this machine that need a GPU each. Yields a function to call a few
+    times a second, and variables for the worker's environment. Raises ConfigError and MachineError
+    where GPUs would have to be shared.
     """
-    keys: Any = run.generation
+    keys = cast("ServerConfig", run.generation)
     if keys.backend != "vllm_server" or keys.server.base_url is not None:
         yield lambda: None, {}
         return
-    there, gpus = server_file.running_server(folder), arguments.visible_gpus()
+    running, gpus = server_file.running_server(folder), arguments.visible_gpus()
     if keys.server.num_nodes:
-        yield lambda: None, gpus_left_by_server(gpus, there) if there is not None else {}
+        yield lambda: None, gpus_left_by_server(gpus, running) if running is not None else {}
         return
-    if there is not None and there.by != "train":
-        note(f"samples with the server at {there.url} (process {there.pid} on {there.host})")
-        yield lambda: None, gpus_left_by_server(gpus, there, local_ranks)
+    if running is not None and running.by != "train":
+        note(f"samples with the server at {running.url} (process {running.pid} on {running.host})")
+        yield lambda: None, gpus_left_by_server(gpus, running, local_ranks)
         return
-    ours, theirs = split_gpus(gpus, local_ranks, gpus_per_server(run))
-    watched = ServerSupervisor(folder, run, theirs, note)
+    trainer_env, server_env = split_gpus(gpus, local_ranks, gpus_per_server(run))
+    supervisor = ServerSupervisor(folder, run, server_env, note)
     try:
-        watched.check_server_alive()
-        yield watched.check_server_alive, ours
+        supervisor.check_server_alive()
+        yield supervisor.check_server_alive, trainer_env
     finally:
-        watched.end_server()
+        supervisor.end_server()
 
 
 @contextmanager
 def background_server(folder: Path, run: RunConfig) -> Iterator[None]:
-    """The same for a run in this process: a thread looks after its server."""
+    """`managed_server` for a run in this process: a thread watches its server."""
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(0.5):
-            look()
+            check_alive()
 
-    with managed_server(folder, run) as (look, env):
+    with managed_server(folder, run) as (check_alive, env):
         os.environ.update(env)  # before anything asks torch for its GPUs
         thread = threading.Thread(target=watch, daemon=True)
         thread.start()
@@ -240,7 +245,7 @@ def background_server(folder: Path, run: RunConfig) -> Iterator[None]:
 
 
 def split_gpus(gpus: list[str], ranks: int, server_gpus: int) -> tuple[Environment, Environment]:
-    """Which GPUs the trainer sees, and which its server: the first `ranks`, and the next ones.
+    """The trainer's and the server's environment: the first `ranks` GPUs, and the next ones.
 
     Raises MachineError where there are GPUs but too few for both.
     """
@@ -249,15 +254,12 @@ def split_gpus(gpus: list[str], ranks: int, server_gpus: int) -> tuple[Environme
     if len(gpus) < ranks + server_gpus:
         left = len(gpus) - server_gpus
         alone = "generation=vllm_colocate" + (" distributed=single" if ranks > 1 else "")
-        raise MachineError(
-            Problem(
-                f"server and trainer would share a GPU: there are {len(gpus)}",
-                "generation.backend",
-                f"the trainer takes {ranks}, a server {server_gpus}; each would take the "
-                "other's memory",
-                f"distributed.num_processes={left}" if left > 0 else alone,
-            )
+        what = f"server and trainer would share a GPU: there are {len(gpus)}"
+        why = (
+            f"the trainer takes {ranks}, a server {server_gpus}; each would take the other's memory"
         )
+        fix = f"distributed.num_processes={left}" if left > 0 else alone
+        raise MachineError(Problem(what, "generation.backend", why, fix))
     ours, theirs = gpus[:ranks], gpus[ranks : ranks + server_gpus]
     return {VISIBLE_DEVICES_VARIABLE: ",".join(ours)}, {VISIBLE_DEVICES_VARIABLE: ",".join(theirs)}
 
@@ -265,42 +267,31 @@ def split_gpus(gpus: list[str], ranks: int, server_gpus: int) -> tuple[Environme
 def gpus_left_by_server(
     gpus: list[str], server: server_file.ServerRecord, local_ranks: int = 1
 ) -> Environment:
-    """The GPUs that a server which runs already leaves to the trainer's `here` processes.
+    """The environment of a trainer's `local_ranks` processes beside a server that runs already.
 
-    Raises ConfigError.
+    Raises ConfigError where the server leaves them too few GPUs.
     """
     if not gpus or server.is_alive() is None:  # on another machine
         return {}
     left = [gpu for gpu in gpus if gpu not in server.devices]
+    why = f"the server at {server.url} has {', '.join(server.devices)}"
     if not left:
-        raise ConfigError(
-            Problem(
-                f"server and trainer would share GPU {', '.join(gpus)}",
-                "generation.backend",
-                f"the server at {server.url} has {', '.join(server.devices)}",
-                "generation=vllm_colocate, or start the server under CUDA_VISIBLE_DEVICES=OTHERS",
-            )
-        )
+        what = f"server and trainer would share GPU {', '.join(gpus)}"
+        fix = "generation=vllm_colocate, or start the server under CUDA_VISIBLE_DEVICES=OTHERS"
+        raise ConfigError(Problem(what, "generation.backend", why, fix))
     if len(left) < local_ranks:
-        raise ConfigError(
-            Problem(
-                f"server and trainer would share a GPU: {len(left)} are left for {local_ranks} "
-                "processes",
-                "distributed.num_processes",
-                f"the server at {server.url} has {', '.join(server.devices)}",
-                f"distributed.num_processes={len(left)}",
-            )
-        )
+        key, processes = "distributed.num_processes", f"{local_ranks} processes"
+        what = f"server and trainer would share a GPU: {len(left)} are left for {processes}"
+        raise ConfigError(Problem(what, key, why, f"{key}={len(left)}"))
     return {VISIBLE_DEVICES_VARIABLE: ",".join(left)}
 
 
 class ServerSupervisor:
-    """One server after the other, until the restarts are used up."""
+    """Starts a run's server, and starts it again when it dies, until the restarts are used up."""
 
     def __init__(self, folder: Path, run: RunConfig, env: Environment, note: Callable[[str], None]):
         self.folder, self.run, self.env, self.note = folder, run, env, note
-        keys: Any = run.generation
-        self.keys = keys.server
+        self.keys = cast("ServerConfig", run.generation).server
         self.process: ServerProcess | None = None
         self.has_answered = False
         self.restarts = 0
@@ -308,7 +299,7 @@ class ServerSupervisor:
         self.failed = False
 
     def check_server_alive(self) -> None:
-        """Start it, or see that it is well; returns at once but for the end of a dead one."""
+        """Start the server, or check that it lives. Waits only to clear away one that died."""
         if self.failed:
             return
         if self.process is None:
@@ -317,20 +308,20 @@ class ServerSupervisor:
             return
         if not self.has_answered:
             self.has_answered = answering_server(self.process) is not None
-        late = time.monotonic() - self.process.started_at > self.keys.ready_timeout_s
-        if self.process.exit_code is not None or (late and not self.has_answered):
+        timed_out = time.monotonic() - self.process.started_at > self.keys.ready_timeout_s
+        if self.process.exit_code is not None or (timed_out and not self.has_answered):
             self._restart_or_fail()
 
     def _start(self) -> None:
         self.process = start_server(self.folder, self.run, "train", self.env)
         self.has_answered = False
         pid = self.process.child.pid
-        facts = {"pid": pid, "group": pid, "pid_started": process_start_time(pid)}
+        record = {"pid": pid, "group": pid, "pid_started": process_start_time(pid)}
         if (self.folder / "run.json").exists():  # an evaluation has none
-            update_json(self.folder / "run.json", server=facts)
+            update_json(self.folder / "run.json", server=record)
 
     def _restart_or_fail(self) -> None:
-        """It died, or never answered: what is left of it goes, and another may come."""
+        """Clear away a server that died or never answered, and start another if it is allowed."""
         assert self.process is not None
         process, self.process = self.process, None
         error = server_failure(process, self.keys.ready_timeout_s)
@@ -342,22 +333,19 @@ class ServerSupervisor:
         self.restarts += 1
         pause = 2.0 ** (self.restarts - 1)  # what killed it may take a moment to pass
         self.next_start_at = time.monotonic() + pause
-        first = error.problems[0].what
-        self.note(
-            f"warning: {first}; it is started again in {pause:g} s"
-            f" (restart {self.restarts} of {self.keys.max_restarts})"
-        )
+        count = f"restart {self.restarts} of {self.keys.max_restarts}"
+        what = error.problems[0].what
+        self.note(f"warning: {what}; it is started again in {pause:g} s ({count})")
 
     def _give_up(self, error: RunError, log: Path) -> None:
-        """Tell the trainer, which waits for server.json, that none will come."""
+        """Write to server.json, which the trainer waits for, that no server will come."""
         self.failed = True
         server_file.write_server_failure(self.folder, "train", error, log)
 
     def end_server(self) -> None:
-        """End it with all it started, and its server.json."""
+        """End the server with all it started, and remove its server.json."""
         if self.process is not None:
-            left = stop_server(self.process)
-            if left:
+            if left := stop_server(self.process):
                 self.note(f"warning: processes {', '.join(map(str, left))} would not end")
             self.process = None
         last = server_file.read_server_file(self.folder)

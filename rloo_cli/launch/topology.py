@@ -1,4 +1,4 @@
-"""Where this process stands: alone, one node's launcher, or one rank that others started.
+"""Finds out what this process is: alone, one node's launcher, or one rank that others started.
 
 `rloo train` starts its ranks itself. Under torchrun and `accelerate launch` it is a rank already;
 in a Slurm step with one task per node it is that node's launcher, with several it is a rank.
@@ -10,7 +10,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rloo_cli.config import rules
 from rloo_cli.config.rules import parse_address
@@ -21,28 +20,26 @@ from rloo_cli.utils.environment import Environment, check_environment_numbers, e
 from rloo_cli.utils.errors import ConfigError, MachineError, Problem
 from rloo_cli.utils.ports import bind_tcp_socket
 
-LAUNCHER_VARIABLE = (
-    "RLOO_LAUNCHER"  # set in the processes that we start: what RANK says there is ours
-)
-# Steps that are none: a batch script, the shell of salloc.
-STORE_BACKLOG = 1024  # ranks that may come at once
+LAUNCHER_VARIABLE = "RLOO_LAUNCHER"  # is set in the processes that we start: RANK is ours there
+STORE_BACKLOG = 1024  # ranks that may connect at once
+# SLURM_STEP_ID where there is no step of srun: a batch script, the shell of salloc.
 NOT_A_STEP = ("", "4294967291", "4294967292", "4294967290", "4294967294", "batch", "interactive")
 
 
 @dataclass(frozen=True)
 class ProcessTopology:
-    """Where this process stands among those that one command, or one job, started."""
+    """Which ranks of a run this process starts, and which there are on this node and in all."""
 
     launched_by: str = ""  # what started us: "", "torchrun", "Slurm"
-    launch_id: str = ""  # the same for all that belong together, and another at each start
+    launch_id: str = ""  # the same for all launchers of one start, another at each start
     first_rank: int = 0  # rank of the first process that we start
     num_started: int = 1  # how many we start
     world_size: int = 1
-    first_local_rank: int = 0  # the first one's place on this node
+    first_local_rank: int = 0  # local rank of the first process that we start
     local_world_size: int = 1  # ranks on this node, whoever starts them
     num_nodes: int = 1
     num_launchers: int = 1  # processes like this one
-    store_address: str = ""  # host:port where ranks meet, where others have made it
+    store_address: str = ""  # host:port of the store, where others have made it
 
     @property
     def is_coordinator(self) -> bool:
@@ -51,34 +48,29 @@ class ProcessTopology:
 
 
 def find_topology(env: Environment, run: RunConfig) -> tuple[ProcessTopology, RunConfig, list[str]]:
-    """Our place, the config with the numbers that hold there, and what to say of it.
+    """This process's topology, the config with its numbers of processes and nodes, and notes.
 
-    Raises ConfigError where surroundings and config cannot both be right.
+    Raises ConfigError where the environment and the config contradict each other.
     """
     check_environment_numbers(env)
     given = run.distributed
     step = "" if LAUNCHER_VARIABLE in env else env.get("SLURM_STEP_ID", "")
-    nodes, tasks = (
-        _environment_number(env, "SLURM_STEP_NUM_NODES", 1),
-        _environment_number(env, "SLURM_STEP_NUM_TASKS", 1),
-    )
+    nodes = environment_number("SLURM_STEP_NUM_NODES", 1, env)
+    tasks = environment_number("SLURM_STEP_NUM_TASKS", 1, env)
     if LAUNCHER_VARIABLE not in env and env.get("RANK") and env.get("WORLD_SIZE"):
         place = _torchrun_topology(env)
     elif step in NOT_A_STEP or (tasks == nodes == 1):
-        here = device_count.local_process_count(run)
-        place = ProcessTopology(num_started=here, world_size=here, local_world_size=here)
+        count = device_count.local_process_count(run)
+        place = ProcessTopology(num_started=count, world_size=count, local_world_size=count)
         if given.num_nodes > 1:
-            raise ConfigError(
-                _started_once(given, "in a step of one node" if step else "by itself")
-            )
+            how = "in a step of one node" if step else "by itself"
+            raise ConfigError(_started_once(given, how))
+    elif given.num_nodes not in (1, nodes):
+        raise ConfigError(_other_step(given, nodes))
+    elif tasks == nodes:
+        place = _slurm_node_topology(env, run, nodes)
     else:
-        if given.num_nodes not in (1, nodes):
-            raise ConfigError(_other_step(given, nodes))
-        place = (
-            _slurm_node_topology(env, run, nodes)
-            if tasks == nodes
-            else _slurm_task_topology(env, nodes, tasks)
-        )
+        place = _slurm_task_topology(env, nodes, tasks)
     run, notes = _with_accelerate_engine(env, run, place)
     if run.distributed.engine == "single" and place.world_size > 1:
         raise ConfigError(_single_engine_problem(place))
@@ -135,29 +127,24 @@ def _with_accelerate_engine(
 
 
 def _with_numbers(run: RunConfig, topology: ProcessTopology) -> tuple[RunConfig, list[str]]:
-    """The config as its surroundings have it, and a line for each number that was another."""
+    """The config with the launcher's numbers, and a note for each that the config has otherwise."""
     if not topology.launched_by:
         return run, []
-    given = run.distributed
-    holds = {"num_processes": topology.local_world_size, "num_nodes": topology.num_nodes}
+    config, launcher = run.distributed, topology.launched_by
+    numbers = {"num_processes": topology.local_world_size, "num_nodes": topology.num_nodes}
     notes = [
-        f"distributed.{key} is {value} here, as {topology.launched_by} says (the config has {was})"
-        for key, value in holds.items()
-        if (was := getattr(given, key)) not in (None, value)
+        f"distributed.{key} is {value} here, as {launcher} says (the config has {was})"
+        for key, value in numbers.items()
+        if (was := getattr(config, key)) not in (None, value)
     ]
-    if given.rdzv is not None and topology.store_address:
-        notes.append(
-            f"distributed.rdzv is not used: {topology.launched_by} says {topology.store_address}"
-        )
-    return run.model_copy(update={"distributed": given.model_copy(update=holds)}), notes
+    if config.rdzv is not None and topology.store_address:
+        notes.append(f"distributed.rdzv is not used: {launcher} says {topology.store_address}")
+    return run.model_copy(update={"distributed": config.model_copy(update=numbers)}), notes
 
 
 def _torchrun_topology(env: Environment) -> ProcessTopology:
-    rank, total = _environment_number(env, "RANK", 0), _environment_number(env, "WORLD_SIZE", 1)
-    local, on_node = (
-        _environment_number(env, "LOCAL_RANK", 0),
-        _environment_number(env, "LOCAL_WORLD_SIZE", 1),
-    )
+    rank, total = environment_number("RANK", 0, env), environment_number("WORLD_SIZE", 1, env)
+    on_node = environment_number("LOCAL_WORLD_SIZE", 1, env)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if missing and total > 1:
         why = f"RANK={rank} and WORLD_SIZE={total} are set, as torchrun sets them"
@@ -170,7 +157,7 @@ def _torchrun_topology(env: Environment) -> ProcessTopology:
         launch_id=":".join(parts),
         first_rank=rank,
         world_size=total,
-        first_local_rank=local,
+        first_local_rank=environment_number("LOCAL_RANK", 0, env),
         local_world_size=on_node,
         num_nodes=max(1, -(-total // on_node)),
         num_launchers=total,
@@ -184,29 +171,29 @@ def _slurm_key(env: Environment) -> str:
 
 
 def _slurm_node_topology(env: Environment, run: RunConfig, nodes: int) -> ProcessTopology:
-    here, node = device_count.local_process_count(run), _environment_number(env, "SLURM_NODEID", 0)
+    count = device_count.local_process_count(run)
     return ProcessTopology(
         launched_by="Slurm",
         launch_id=_slurm_key(env),
-        first_rank=node * here,
-        num_started=here,
-        world_size=nodes * here,
-        local_world_size=here,
+        first_rank=environment_number("SLURM_NODEID", 0, env) * count,
+        num_started=count,
+        world_size=nodes * count,
+        local_world_size=count,
         num_nodes=nodes,
         num_launchers=nodes,
     )
 
 
 def _slurm_task_topology(env: Environment, nodes: int, tasks: int) -> ProcessTopology:
-    node = _environment_number(env, "SLURM_NODEID", 0)
+    node = environment_number("SLURM_NODEID", 0, env)
     counts = _per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or "")
     on_node = counts[node] if node < len(counts) else max(1, tasks // nodes)
     return ProcessTopology(
         launched_by="Slurm",
         launch_id=_slurm_key(env),
-        first_rank=_environment_number(env, "SLURM_PROCID", 0),
+        first_rank=environment_number("SLURM_PROCID", 0, env),
         world_size=tasks,
-        first_local_rank=_environment_number(env, "SLURM_LOCALID", 0),
+        first_local_rank=environment_number("SLURM_LOCALID", 0, env),
         local_world_size=on_node,
         num_nodes=nodes,
         num_launchers=tasks,
@@ -215,19 +202,16 @@ def _slurm_task_topology(env: Environment, nodes: int, tasks: int) -> ProcessTop
 
 def has_private_gpu(env: Environment) -> bool:
     """Whether Slurm shows each task of this step a GPU of its own, and no other."""
-    each = ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU")
+    per_task = ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU")
     tres = env.get("SLURM_TRES_PER_TASK", "")
     bind = env.get("SLURM_GPU_BIND", "")
-    return any(env.get(name) for name in each) or "gpu" in tres or "single" in bind
+    return any(env.get(name) for name in per_task) or "gpu" in tres or "single" in bind
 
 
 def with_private_gpu(topology: ProcessTopology, env: Environment) -> ProcessTopology:
-    """The same place as the device's number has it: each task's own GPU is its first."""
-    if (
-        topology.launched_by == "Slurm"
-        and topology.num_launchers == topology.world_size
-        and has_private_gpu(env)
-    ):
+    """The topology with local rank 0 where Slurm shows each task a GPU of its own, as number 0."""
+    is_task = topology.launched_by == "Slurm" and topology.num_launchers == topology.world_size
+    if is_task and has_private_gpu(env):
         return replace(topology, first_local_rank=0, local_world_size=1)
     return topology
 
@@ -243,27 +227,24 @@ def _per_node(text: str) -> list[int]:
     return counts
 
 
-def _environment_number(env: Environment, name: str, default: int) -> int:
-    return environment_number(name, default, env)
-
-
 def _single_engine_problem(topology: ProcessTopology) -> Problem:
+    started = f"{topology.launched_by} started {topology.world_size} processes"
     return Problem(
-        f"distributed.engine = single, and {topology.launched_by} started {topology.world_size} "
-        "processes",
+        f"distributed.engine = single, and {started}",
         "distributed.engine",
         "one process trains alone; each of the others would train the same run again",
         "distributed=ddp, distributed=zero2 or distributed=fsdp2",
     )
 
 
-def _started_once(distributed: Any, how: str) -> Problem:
+def _started_once(distributed: DistributedConfig, how: str) -> Problem:
+    nodes = distributed.num_nodes
     return Problem(
-        f"distributed.num_nodes = {distributed.num_nodes}, and this process was started {how}",
+        f"distributed.num_nodes = {nodes}, and this process was started {how}",
         "distributed.num_nodes",
         "each node needs a launcher of its own, and nothing here starts the others",
-        f"srun --nodes={distributed.num_nodes} --ntasks-per-node=1 rloo train ...\n"
-        f"or on each node: torchrun --nnodes={distributed.num_nodes} --nproc-per-node=N "
+        f"srun --nodes={nodes} --ntasks-per-node=1 rloo train ...\n"
+        f"or on each node: torchrun --nnodes={nodes} --nproc-per-node=N "
         "--rdzv-backend=c10d --rdzv-endpoint=HOST:PORT -m rloo_cli train ...",
     )
 
@@ -279,52 +260,46 @@ def _other_step(distributed: DistributedConfig, nodes: int) -> Problem:
 
 LOOPBACK = "127.0.0.1"
 SINGLE_RANK_ENVIRONMENT = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_WORLD_SIZE": "1",
-}
+    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+}  # fmt: skip
 STORE_FD_VARIABLE = "RLOO_STORE_FD"
 
 
 def open_store_socket(run: RunConfig, topology: ProcessTopology) -> socket.socket | None:
-    """The socket of the store, listening; None where none is needed or others have made it.
+    """The store's listening socket; None where none is needed or others have made the store.
 
     On one machine it is the loopback's, unless distributed.rdzv says where. Raises MachineError
-    where that address is not ours to listen on.
+    where this machine cannot listen on that address.
     """
     if topology.world_size == 1 or topology.store_address:
         return None
-    given = parse_address(run.distributed.rdzv) if run.distributed.rdzv else None
-    if given is None:
+    address = parse_address(run.distributed.rdzv) if run.distributed.rdzv else None
+    if address is None:
         hosts = [LOOPBACK] if topology.num_nodes == 1 else [*_node_addresses(), LOOPBACK]
         for host in hosts:
             try:
                 return bind_tcp_socket(host, 0, STORE_BACKLOG)
             except OSError:
                 continue
-        given = LOOPBACK, 0
+        address = LOOPBACK, 0
     try:
-        return bind_tcp_socket(*given, STORE_BACKLOG)
+        return bind_tcp_socket(*address, STORE_BACKLOG)
     except OSError as error:
-        raise MachineError(
-            Problem(
-                f"the processes cannot meet at {given[0]}:{given[1]}",
-                "distributed.rdzv",
-                f"rank 0 is on {platform.node()} and cannot listen there: {error}",
-                "distributed.rdzv=null",
-            )
-        ) from error
+        what = f"the processes cannot meet at {address[0]}:{address[1]}"
+        why = f"rank 0 is on {platform.node()} and cannot listen there: {error}"
+        problem = Problem(what, "distributed.rdzv", why, "distributed.rdzv=null")
+        raise MachineError(problem) from error
 
 
 def _node_addresses() -> Iterator[str]:
     """This node's addresses as the others resolve its name; then as packets leave it."""
     for name in (os.environ.get("SLURMD_NODENAME"), platform.node()):
         try:
-            found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM) if name else []
+            entries = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM) if name else []
         except OSError:
             continue
-        yield from (str(f[4][0]) for f in found if not str(f[4][0]).startswith(("127.", "::1")))
+        addresses = (str(entry[4][0]) for entry in entries)
+        yield from (a for a in addresses if not a.startswith(("127.", "::1")))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # kept for documents (RFC 5737): nothing is sent
@@ -336,43 +311,31 @@ def _node_addresses() -> Iterator[str]:
 def rank_process_specs(
     topology: ProcessTopology, host: str, port: int, listening: socket.socket | None
 ) -> list[ProcessSpec]:
-    """The processes to start: who each of them is, and where all meet. One alone needs nothing.
+    """The processes to start: the environment of each rank, in which it also finds the store.
 
-    host, port: of the store. `listening`: its socket, for rank 0.
+    `host`, `port`: of the store. `listening`: its socket, for rank 0. A single rank needs none.
     """
+    launcher = {LAUNCHER_VARIABLE: str(os.getpid())}
     if topology.world_size == 1:
         # What another program left in the environment must not make it one of many.
-        stray = {
-            name: value for name, value in SINGLE_RANK_ENVIRONMENT.items() if name in os.environ
-        }
-        return [
-            ProcessSpec(
-                stray | ({LAUNCHER_VARIABLE: str(os.getpid())} if topology.launched_by else {})
-            )
-        ]
-    env = {
+        stray = {name: n for name, n in SINGLE_RANK_ENVIRONMENT.items() if name in os.environ}
+        return [ProcessSpec(stray | (launcher if topology.launched_by else {}))]
+    common = launcher | {
         "WORLD_SIZE": str(topology.world_size),
         "LOCAL_WORLD_SIZE": str(topology.local_world_size),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        LAUNCHER_VARIABLE: str(os.getpid()),
     }
-    if (
-        topology.num_nodes == 1
-        and sys.platform == "linux"
-        and "GLOO_SOCKET_IFNAME" not in os.environ
-    ):
-        env["GLOO_SOCKET_IFNAME"] = "lo"  # or it looks for an interface that the host's name has
-    found = []
+    one_node = topology.num_nodes == 1 and sys.platform == "linux"
+    if one_node and "GLOO_SOCKET_IFNAME" not in os.environ:
+        common["GLOO_SOCKET_IFNAME"] = "lo"  # or it looks for an interface with the host's name
+    specs = []
     for i in range(topology.num_started):
-        who = {
-            "RANK": str(topology.first_rank + i),
-            "LOCAL_RANK": str(topology.first_local_rank + i),
-        }
-        first = topology.first_rank + i == 0 and listening is not None
-        files = (listening.fileno(),) if first and listening is not None else ()
-        store = (
-            {STORE_FD_VARIABLE: str(listening.fileno())} if first and listening is not None else {}
-        )
-        found.append(ProcessSpec(env | who | store, files))
-    return found
+        rank, local_rank = topology.first_rank + i, topology.first_local_rank + i
+        env = common | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        if rank == 0 and listening is not None:
+            store = {STORE_FD_VARIABLE: str(listening.fileno())}
+            specs.append(ProcessSpec(env | store, (listening.fileno(),)))
+        else:
+            specs.append(ProcessSpec(env))
+    return specs

@@ -1,7 +1,7 @@
-"""What a run will take, told beforehand: memory of each rank, disk, tokens, steps and hours.
+"""Estimates what a run needs before it starts: memory of each rank, disk, tokens, steps and hours.
 
-Arithmetic on a checked config and on models' config.json. No weights are loaded and no torch is
-imported, so that `rloo plan` answers in about a second on a machine without a GPU.
+This is arithmetic on a checked config and on models' config.json. No weights are loaded and no
+torch is imported, so that `rloo plan` answers in about a second on a machine without a GPU.
 
     plan_inputs     the run that is planned, in numbers
     device          what a GPU or a machine has

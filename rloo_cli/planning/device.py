@@ -1,7 +1,7 @@
-"""What the ranks compute on: memory, speed, and how fast they talk to each other.
+"""The devices of a run: memory, speed, and the network between them.
 
-Speeds are what was reached, not what data sheets say: of one H200 788 TFLOP/s and 4.3 TB/s were
-measured (docs/speed.md), of the others four fifths and nine tenths of their sheets are taken.
+Speeds are what programs reach, not what data sheets say: 788 TFLOP/s and 4.3 TB/s were measured on
+one H200 (docs/speed.md); the others are four fifths and nine tenths of their data sheets.
 """
 
 import os
@@ -23,20 +23,19 @@ class Device:
     """One GPU, or one process's share of a CPU's time and all of its memory."""
 
     name: str
-    memory_bytes: float  # bytes
-    flops_per_s: float  # of matrix products in the weights' dtype, a second
+    memory_bytes: float
+    flops_per_s: float  # of matrix products in the weights' dtype
     bytes_per_s: float  # of its memory
-    intra_node_bytes_per_s: float = 450e9  # bytes a second between GPUs of one machine
-    inter_node_bytes_per_s: float = 50e9  # and of different machines, per GPU: 400 Gb/s
+    intra_node_bytes_per_s: float = 450e9  # between GPUs of one machine
+    inter_node_bytes_per_s: float = 50e9  # per GPU, between machines: 400 Gb/s
     kind: str = "cuda"
     source: str = ""
 
     @property
     def reserved_bytes(self) -> float:
-        """Bytes that are not for tensors: CUDA's and NCCL's own, and what lies in pieces."""
-        return (
-            1.5 * GIB + 0.05 * self.memory_bytes if self.kind == "cuda" else 0.1 * self.memory_bytes
-        )
+        """Bytes that are not for tensors: CUDA's and NCCL's own, and fragments."""
+        is_gpu, memory = self.kind == "cuda", self.memory_bytes
+        return 1.5 * GIB + 0.05 * memory if is_gpu else 0.1 * memory
 
     @property
     def usable_bytes(self) -> float:
@@ -59,11 +58,11 @@ GPUS = {
     )
 }  # fmt: skip
 ASSUMED_GPU = GPUS["H100-80GB"]
-CPU_CORE_FLOPS = 40e9  # FLOP/s of a CPU's core in float32
+CPU_CORE_FLOPS = 40e9  # a second, in float32
 
 
 def cpu_device() -> Device:
-    """This machine without a GPU."""
+    """The CPU of this machine."""
     cores, total = os.cpu_count() or 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = CGROUP.read_text().strip() if CGROUP.is_file() else "max"
     memory = min(total, int(limit) if limit.isdigit() else total)
@@ -72,20 +71,20 @@ def cpu_device() -> Device:
 
 
 def find_device(name: str | None, small: bool = False) -> Device:
-    """The device to plan for: `word` (a name, 80GiB, cpu), else this machine's, else one assumed.
+    """The device to plan for: `name` (a GPU's name, 80GiB, cpu), else this machine's GPU.
 
-    `small`: without a GPU and without a word, this machine's CPU. Raises ConfigError.
+    Without either: this machine's CPU if `small`, else ASSUMED_GPU. Raises ConfigError.
     """
     if name is None:
-        found = _local_gpu()
-        if found is not None:
-            return found
+        gpu = _local_gpu()
+        if gpu is not None:
+            return gpu
         assumed = "assumed: this machine shows no GPU; say --gpu NAME, --gpu 80GiB or --gpu cpu"
         return cpu_device() if small else replace(ASSUMED_GPU, source=assumed)
     if name.lower() == "cpu":
         return cpu_device()
-    if found := _gpu_by_name(name):
-        return replace(found, source="--gpu")
+    if gpu := _gpu_by_name(name):
+        return replace(gpu, source="--gpu")
     size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|GB)", name, re.IGNORECASE)
     if size is None or float(size[1]) <= 0:
         fix = f"--gpu 80GiB, --gpu cpu, or one of: {', '.join(GPUS)}"
@@ -96,7 +95,7 @@ def find_device(name: str | None, small: bool = False) -> Device:
 
 
 def rank_device(kind: str, memory: float) -> Device:
-    """The device of a run that is at work. `memory` counts for a GPU."""
+    """The device of a running run, of torch's `kind`. `memory`: bytes of a GPU."""
     if kind != "cuda":
         return cpu_device()
     return replace(ASSUMED_GPU, name="this GPU", memory_bytes=memory, source="this machine")
@@ -110,13 +109,13 @@ def _gpu_by_name(name: str) -> Device | None:
 
 
 def _local_gpu() -> Device | None:
-    """The first GPU of this machine, as nvidia-smi tells of it."""
+    """The first GPU of this machine, by nvidia-smi."""
     if not device_count.visible_gpus() or shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout
-        name, _, megabytes = said.splitlines()[0].rpartition(",")
+        output = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout
+        name, _, megabytes = output.splitlines()[0].rpartition(",")
         memory = float(megabytes) * 2**20
     except (OSError, subprocess.TimeoutExpired, IndexError, ValueError):
         return None

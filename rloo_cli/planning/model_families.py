@@ -1,7 +1,7 @@
 """Shapes of the tensors in one layer of a language model, by its `model_type`.
 
-From the keys of a config.json to the linear maps of a layer, its biases and norms, and to what
-autograd keeps of one row of it. What is kept was read in transformers 5.19 and compared with what
+It maps the keys of a config.json to the linear layers of a decoder layer, its biases and norms, and
+to what autograd keeps per token, which was read in transformers 5.19 and compared with what
 `saved_tensors_hooks` counts (tests/planning/test_plan_facts.py).
 """
 
@@ -14,7 +14,7 @@ Linear = tuple[str, int, int]  # name, in, out
 
 
 class ModelSizes(NamedTuple):
-    """The numbers of a config.json, by one name each."""
+    """The numbers of a config.json, under one name each."""
 
     layers: int
     hidden: int
@@ -23,9 +23,9 @@ class ModelSizes(NamedTuple):
     head_dim: int
     mlp_width: int
     vocab_size: int
-    position_rows: int  # rows of a learned table of positions; 0 = none
+    position_rows: int  # learned position embeddings; 0 = none
     experts: int  # 0 = no mixture
-    experts_per_token: int  # experts that a token goes to
+    experts_per_token: int
     shared_expert_width: int  # width of the expert that every token goes to; 0 = none
 
     @property
@@ -41,16 +41,16 @@ class ModelFamily(NamedTuple):
     """How the models of some `model_type` are built."""
 
     linears: Callable[[ModelSizes], list[Linear]]  # of the attention and of the dense MLP
-    bias: tuple[str, ...] = ()  # linears with one; ("all",) = every one
-    norms: int = 2  # of a layer, over the hidden size
+    bias: tuple[str, ...] = ()  # names of the linears with a bias; ("all",) = every one
+    norms: int = 2  # norms of a layer over the hidden size
     uses_layer_norm: bool = False  # LayerNorm (a weight and a bias) instead of RMSNorm
     qk_norm: str = ""  # "head": over a head; "whole": over all heads together
-    tied: bool = False  # where config.json does not say
-    layout: str = "shared"  # the fastest that gives the model's own numbers (README, Fast)
+    tied: bool = False  # whether the embeddings are tied if config.json does not say
+    layout: str = "shared"  # the fastest that computes the model's own numbers (README, Fast)
     gated: bool = True
-    extra_saved: float = 0.0  # further hidden-sized tensors that autograd keeps of a row
-    activation_tensors: int = 2  # tensors of the MLP's width around its activation, that are kept
-    float32_norms: bool = False  # computed in float32 up to the weight
+    extra_saved: float = 0.0  # further hidden-sized tensors that autograd keeps per token
+    activation_tensors: int = 2  # kept tensors of the MLP's width around its activation
+    float32_norms: bool = False  # norms are computed in float32 up to the weight
 
 
 def _llama(s: ModelSizes) -> list[Linear]:
@@ -103,23 +103,22 @@ FAMILIES = {
     "phi3": ModelFamily(_phi3, extra_saved=1.0),
     "gpt_neox": ModelFamily(_neox, ("all",), uses_layer_norm=True, gated=False, extra_saved=1.0),
     "gpt2": ModelFamily(
-        _gpt2,
-        ("all",),
-        uses_layer_norm=True,
-        tied=True,
-        layout="packed",
-        gated=False,
-        extra_saved=0.5,
-        activation_tensors=5,
+        _gpt2, ("all",), uses_layer_norm=True, tied=True, layout="packed", gated=False,
+        extra_saved=0.5, activation_tensors=5,
     ),
-}
-FUSED_LINEARS = ("query_key_value", "qkv_proj")  # whose whole output is kept alive by its values
+}  # fmt: skip
+FUSED_LINEARS = ("query_key_value", "qkv_proj")  # the values keep the whole output alive
+
+
+def merge_text_config(values: JsonObject) -> JsonObject:
+    """The values of a config.json, with those of the language model of a larger one on top."""
+    text = values.get("text_config")
+    return {**values, **text} if isinstance(text, dict) else values
 
 
 def read_model_sizes(values: JsonObject) -> ModelSizes:
-    """The numbers of a config.json. Raises KeyError for one that it lacks."""
-    text = values.get("text_config")
-    c = {**values, **text} if isinstance(text, dict) else values
+    """The numbers of a config.json. Raises KeyError for a missing one."""
+    c = merge_text_config(values)
 
     def get(*names: str, default: int | None = None) -> int:
         for name in names:
@@ -151,7 +150,7 @@ def read_model_sizes(values: JsonObject) -> ModelSizes:
 def layer_param_counts(
     family: ModelFamily, s: ModelSizes, attention_bias: bool, mlp_bias: bool
 ) -> tuple[int, int]:
-    """Parameters of one layer: all, and those that one token goes through."""
+    """Parameters of one layer: all, and those that one token uses."""
     linears = family.linears(s)
     outer = [
         x for x in linears if not s.experts or "o_proj" in x[0] or x[2] in (s.q_width, s.kv_width)
@@ -165,58 +164,45 @@ def layer_param_counts(
     count += {"head": 2 * s.head_dim, "whole": s.q_width + s.kv_width}.get(family.qk_norm, 0)
     if not s.experts:
         return count, count
-    one, router = 3 * s.hidden * s.mlp_width, s.hidden * s.experts
-    always = router + (
-        3 * s.hidden * s.shared_expert_width + s.hidden if s.shared_expert_width else 0
-    )
-    return count + always + s.experts * one, count + always + s.experts_per_token * one
+    expert, always = 3 * s.hidden * s.mlp_width, s.hidden * s.experts  # `always`: the router
+    if s.shared_expert_width:
+        always += 3 * s.hidden * s.shared_expert_width + s.hidden
+    return count + always + s.experts * expert, count + always + s.experts_per_token * expert
 
 
 def saved_bytes_per_token(family: ModelFamily, s: ModelSizes, bytes_per_weight: int) -> float:
-    """Bytes that autograd keeps of one row of a layer, with weights of `size` bytes a number.
+    """Bytes that autograd keeps per token of a layer, with `bytes_per_weight`.
 
     RMSNorm in half precision keeps its input in float32, its result before and after the weight.
     """
-    wide = 4 * (2 if family.float32_norms else 1) + bytes_per_weight * (
-        1 if family.float32_norms else 2
-    )
-    norm = (
-        2.0 * bytes_per_weight if family.uses_layer_norm else 12 if bytes_per_weight == 4 else wide
-    )
-    found = norm * s.hidden * family.norms
-    if family.uses_layer_norm and "query_key_value" in {x[0] for x in family.linears(s)}:
-        found -= bytes_per_weight * s.hidden  # both norms are of the same input
-    fused = any(name in FUSED_LINEARS for name, _, _ in family.linears(s))
-    found += bytes_per_weight * (
-        2 * s.q_width + 2 * s.kv_width + (s.q_width + s.kv_width if fused else 0)
-    )
-    found += (
-        bytes_per_weight * family.extra_saved * s.hidden + 4 * s.heads
-    )  # a log-sum-exp for each head
+    size, names = bytes_per_weight, {name for name, _, _ in family.linears(s)}
+    norm = float(4 * 2 + size if family.float32_norms else 4 + size * 2)
+    if family.uses_layer_norm:
+        norm = 2.0 * size
+    elif size == 4:
+        norm = 12.0
+    kept = norm * s.hidden * family.norms
+    if family.uses_layer_norm and "query_key_value" in names:
+        kept -= size * s.hidden  # both norms are of the same input
+    qk_width = s.q_width + s.kv_width
+    kept += size * qk_width * (3 if names.intersection(FUSED_LINEARS) else 2)
+    kept += size * family.extra_saved * s.hidden + 4 * s.heads  # a log-sum-exp for each head
     if family.qk_norm:
-        found += (8 if bytes_per_weight == 4 or family.float32_norms else 6) * (
-            s.q_width + s.kv_width
-        )
-    mlp = 1.0 * bytes_per_weight * (4 if family.gated else family.activation_tensors) * s.mlp_width
+        kept += (8 if size == 4 or family.float32_norms else 6) * qk_width
+    mlp = 1.0 * size * (4 if family.gated else family.activation_tensors) * s.mlp_width
     if s.experts:
-        mlp = (
-            s.experts_per_token * (bytes_per_weight * 2 * s.hidden + mlp)
-            + bytes_per_weight * 6 * s.experts
-        )
-        mlp += bytes_per_weight * 4 * s.shared_expert_width
-    return found + mlp
+        mlp = s.experts_per_token * (size * 2 * s.hidden + mlp) + size * 6 * s.experts
+        mlp += size * 4 * s.shared_expert_width
+    return kept + mlp
 
 
 def transient_bytes_per_token(family: ModelFamily, s: ModelSizes, bytes_per_weight: int) -> float:
-    """Bytes that a layer holds of one row while it computes, beside what it keeps."""
+    """Bytes per token that a layer holds while it computes, beside what it keeps."""
     width = max(s.mlp_width, s.shared_expert_width) * (s.experts_per_token or 1)
     return bytes_per_weight * ((3 if family.gated else 2) * width + 2 * s.hidden)
 
 
-Values = JsonObject
-
-
-def _qwen2(h: int, layers: int, heads: int, kv: int, mlp: int, tied: bool, v: int) -> Values:
+def _qwen2(h: int, layers: int, heads: int, kv: int, mlp: int, tied: bool, v: int) -> JsonObject:
     return {
         "model_type": "qwen2", "hidden_size": h, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv, "intermediate_size": mlp,
@@ -224,7 +210,7 @@ def _qwen2(h: int, layers: int, heads: int, kv: int, mlp: int, tied: bool, v: in
     }  # fmt: skip
 
 
-def _known_neox(h: int, layers: int, heads: int, vocabulary: int = 50304) -> Values:
+def _known_neox(h: int, layers: int, heads: int, vocabulary: int = 50304) -> JsonObject:
     return {
         "model_type": "gpt_neox", "hidden_size": h, "num_hidden_layers": layers,
         "num_attention_heads": heads, "intermediate_size": 4 * h, "vocab_size": vocabulary,
@@ -232,7 +218,7 @@ def _known_neox(h: int, layers: int, heads: int, vocabulary: int = 50304) -> Val
     }  # fmt: skip
 
 
-def _known_llama(h: int, layers: int, heads: int, mlp: int) -> Values:
+def _known_llama(h: int, layers: int, heads: int, mlp: int) -> JsonObject:
     return {
         "model_type": "llama", "hidden_size": h, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": 8, "intermediate_size": mlp,
@@ -241,13 +227,12 @@ def _known_llama(h: int, layers: int, heads: int, mlp: int) -> Values:
 
 
 SMALL, LARGE = 151936, 152064
-HALF, ONE_AND_HALF = _qwen2(896, 24, 14, 2, 4864, True, SMALL), _qwen2(
-    1536, 28, 12, 2, 8960, True, SMALL
-)  # fmt: skip
+HALF = _qwen2(896, 24, 14, 2, 4864, True, SMALL)
+ONE_AND_HALF = _qwen2(1536, 28, 12, 2, 8960, True, SMALL)
 SEVEN = _qwen2(3584, 28, 28, 4, 18944, False, LARGE)
 SEVENTY_TWO = _qwen2(8192, 80, 64, 8, 29568, False, LARGE)
 PYTHIA_1B, PYTHIA_7B = _known_neox(2048, 16, 8), _known_neox(4096, 32, 32, 50432)
-KNOWN_CONFIGS: dict[str, Values] = {
+KNOWN_CONFIGS: dict[str, JsonObject] = {
     "Qwen/Qwen2-0.5B": HALF, "Qwen/Qwen2-0.5B-Instruct": HALF,
     "Qwen/Qwen2.5-0.5B": HALF, "Qwen/Qwen2.5-0.5B-Instruct": HALF,
     "Qwen/Qwen2.5-Coder-0.5B": HALF,
@@ -269,7 +254,7 @@ for _size, _values in (("1b", PYTHIA_1B), ("6.9b", PYTHIA_7B)):
 
 def _qwen3_config(
     h: int, layers: int, heads: int, kv: int, mlp: int, v: int, positions: int, tied: bool
-) -> Values:
+) -> JsonObject:
     return {
         "model_type": "qwen3", "hidden_size": h, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": 32,
@@ -278,12 +263,10 @@ def _qwen3_config(
     }  # fmt: skip
 
 
-# What `rloo_cli.config.synthetic` makes, which is not made to be planned (a test compares the two).
-TINY, TLDR = (
-    _qwen3_config(64, 2, 2, 1, 128, 258, 2048, False),
-    _qwen3_config(96, 3, 3, 3, 256, 110, 128, True),
-)
-SYNTHETIC_CONFIGS: dict[str, Values] = {
+# The models that `rloo_cli.config.synthetic` makes: none is made for a plan (a test compares them).
+TINY = _qwen3_config(64, 2, 2, 1, 128, 258, 2048, False)
+TLDR = _qwen3_config(96, 3, 3, 3, 256, 110, 128, True)
+SYNTHETIC_CONFIGS: dict[str, JsonObject] = {
     "addition": _qwen3_config(128, 3, 4, 2, 384, 14, 64, True), "tiny": TINY, "tiny_reward": TINY,
     "tldr_base": TLDR, "tldr_sft": TLDR, "tldr_reward": TLDR,
 }  # fmt: skip

@@ -1,12 +1,12 @@
-"""What a plan must know of a model: parameters by part, and what a row of it costs.
-
-Read from config.json: of a folder, of the cache, of a model made here, or of the well-known ones
-that are written down in `known`. Weights are looked at only where a family is not known, and then
-only the heads of their files, which say how many numbers there are.
+"""A model as a plan needs it: parameters by part, and the memory of a token.
+It is read from config.json: of a folder, of the cache, of a synthetic model, or of a well-known one
+in a table. Weights are opened only if a family is not known, and then only the headers of their
+files, which hold the number of elements.
 """
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rloo_cli.config import hf_cache, synthetic
@@ -28,20 +28,20 @@ class ModelSpec:
     """A language model, as a plan sees it. Parameters are counted, not measured in bytes."""
 
     name: str
-    source: str  # where these facts are from
+    source: str  # where its config.json was found
     sizes: ModelSizes
     family: ModelFamily
     embedding_params: int  # token table, and learned positions
     head_params: int  # 0 = tied to the token table
     layer_params: int  # one layer
-    active_params: int  # of it, what one token goes through
-    final_params: int  # what stands after the layers
+    active_params: int  # those of a layer that one token uses
+    final_params: int  # after the layers
     context_length: int | None
     guessed: bool = False  # its family is not known, and it is counted as a Llama
 
     @property
     def body_params(self) -> int:
-        """Everything but token table and head."""
+        """Everything but embedding and head."""
         return self.sizes.layers * self.layer_params + self.final_params
 
     @property
@@ -51,24 +51,27 @@ class ModelSpec:
 
     @property
     def output_embedding_params(self) -> int:
-        """The output embedding, tied or not: usually the largest tensor there is."""
+        """The output embedding, tied or not: usually the largest tensor."""
         return self.sizes.vocab_size * self.sizes.hidden
 
     def saved_bytes(self, bytes_per_weight: int) -> float:
-        """Bytes that a layer keeps of one row for its backward pass."""
+        """Bytes per token that a layer keeps for its backward pass."""
         return model_families.saved_bytes_per_token(self.family, self.sizes, bytes_per_weight)
 
     def transient_bytes(self, bytes_per_weight: int) -> float:
-        """Bytes of one row that a layer holds while it computes."""
+        """Bytes per token that a layer holds while it computes."""
         return model_families.transient_bytes_per_token(self.family, self.sizes, bytes_per_weight)
 
     def kv_bytes(self, bytes_per_weight: int) -> int:
-        """Bytes of keys and values that one token leaves in all layers."""
+        """Bytes of keys and values of one token in all layers."""
         return 2 * self.sizes.layers * self.sizes.kv_width * bytes_per_weight
 
 
 def load_model_spec(path: str, revision: str | None = None, key: str = "model.path") -> ModelSpec:
-    """The facts of a model by its path. Raises MachineError where no config.json is to be had."""
+    """The spec of a model by its path. `key`: the config key that errors name.
+
+    Raises MachineError if no config.json was found, ConfigError if it cannot be planned.
+    """
     values, source = _values(path, revision, key)
     try:
         why = hf_cache.model_config_problem(values)
@@ -76,20 +79,18 @@ def load_model_spec(path: str, revision: str | None = None, key: str = "model.pa
             raise ConfigError(Problem(f"{path} cannot be planned", key, why))
         return parse_model_spec(values, path, source, _weights_folder(path, revision))
     except KeyError as missing:
-        why = f"its config.json has no {missing.args[0]}: it is no language model that rloo knows"
+        why = f"its config.json has no {missing.args[0]}: not a language model that rloo knows"
         raise ConfigError(Problem(f"{path} cannot be planned", key, why)) from None
 
 
 def parse_model_spec(
     values: JsonObject, name: str, source: str, folder: Path | None = None
 ) -> ModelSpec:
-    """Facts from the values of a config.json; `folder`: where weights may lie.
+    """The spec from the values of a config.json; `folder`: where weights may be.
 
-    Raises KeyError for a number that it lacks.
+    Raises KeyError for a missing number.
     """
-    s = model_families.read_model_sizes(values)
-    text = values.get("text_config")
-    c = {**values, **text} if isinstance(text, dict) else values
+    s, c = model_families.read_model_sizes(values), model_families.merge_text_config(values)
     kind = str(c.get("model_type", ""))
     family = FAMILIES.get(kind)
     chosen = family or LLAMA
@@ -99,7 +100,7 @@ def parse_model_spec(
     layer, active = model_families.layer_param_counts(chosen, s, *biases)
     tied = bool(c.get("tie_word_embeddings", chosen.tied))
     embedding = (s.vocab_size + s.position_rows) * s.hidden
-    found = ModelSpec(
+    spec = ModelSpec(
         name=name,
         source=source,
         sizes=s,
@@ -113,22 +114,20 @@ def parse_model_spec(
         guessed=family is None,
     )
     if family is None and folder is not None and (count := _count_parameters(folder)):
-        body = (
-            max(count - found.embedding_params - found.head_params - found.final_params, 0)
-            // s.layers
-        )
-        return ModelSpec(**{**vars(found), "layer_params": body, "active_params": body})
-    return found
+        outside = spec.embedding_params + spec.head_params + spec.final_params
+        per_layer = max(count - outside, 0) // s.layers
+        return replace(spec, layer_params=per_layer, active_params=per_layer)
+    return spec
 
 
 def model_config_values(path: str, revision: str | None = None) -> JsonObject:
-    """A model's config.json, wherever it is known from. Raises MachineError, ConfigError."""
+    """A model's config.json, wherever it is found. Raises MachineError, ConfigError."""
     return _values(path, revision, "model.path")[0]
 
 
 def _values(path: str, revision: str | None, key: str) -> tuple[JsonObject, str]:
-    if path.startswith(synthetic.MAKE_PREFIX):
-        return _synthetic_config(path)
+    if path.startswith(synthetic.MAKE_PREFIX):  # no synthetic model is made for a plan
+        return SYNTHETIC_CONFIGS[path.removeprefix(synthetic.MAKE_PREFIX)], "made here"
     try:
         values = hf_cache.read_model_config(path, revision)
     except ValueError as error:
@@ -141,27 +140,18 @@ def _values(path: str, revision: str | None, key: str) -> tuple[JsonObject, str]
     cache = hf_cache.hub_cache_folder()
     why = f"no folder of that name, not in the cache {cache}, and not among the built-in ones"
     fix = f"{hf_cache.fetch_command()}, or {key}=FOLDER with its config.json (nothing else is read)"
-    raise MachineError(Problem(f"the config.json of {path} is not to be had", key, why, fix))
-
-
-def _synthetic_config(path: str) -> tuple[JsonObject, str]:
-    """What `rloo_cli.config.synthetic` would make of it; it is not made for that."""
-    return SYNTHETIC_CONFIGS[path.removeprefix(synthetic.MAKE_PREFIX)], "made here"
+    raise MachineError(Problem(f"the config.json of {path} was not found", key, why, fix))
 
 
 def _weights_folder(path: str, revision: str | None) -> Path | None:
     local = Path(path).expanduser()
-    return (
-        local
-        if local.is_dir()
-        else hf_cache.snapshot_folder(path, revision)
-        if hf_cache.is_hub_name(path)
-        else None
-    )
+    if local.is_dir():
+        return local
+    return hf_cache.snapshot_folder(path, revision) if hf_cache.is_hub_name(path) else None
 
 
 def _count_parameters(folder: Path) -> int:
-    """Numbers in the safetensors of a folder, by the heads of the files; 0 without any."""
+    """Elements in the safetensors of a folder, by the files' headers; 0 without any."""
     count = 0
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
@@ -169,12 +159,5 @@ def _count_parameters(folder: Path) -> int:
             head = json.loads(file.read(size)) if size < 10**8 else {}
         for name, tensor in head.items():
             if name != "__metadata__":
-                count += _product(tensor["shape"])
+                count += math.prod(tensor["shape"])
     return count
-
-
-def _product(shape: list[int]) -> int:
-    found = 1
-    for side in shape:
-        found *= side
-    return found

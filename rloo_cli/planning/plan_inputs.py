@@ -1,7 +1,7 @@
-"""The numbers of a run that the arithmetic reads: config, models, device, ranks, lengths."""
+"""The numbers of a run that the plan computes with: config, models, device, ranks, lengths."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from rloo_cli.config import prompt_limit, value_model
 from rloo_cli.config.rules import SHARDED_ENGINES
@@ -11,10 +11,12 @@ from rloo_cli.planning import model_spec
 from rloo_cli.planning.device import Device
 from rloo_cli.planning.model_spec import ModelSpec
 
+if TYPE_CHECKING:
+    from rloo_cli.rewards.model import Config as RewardModelConfig
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-MAX_FORWARD_TOKENS = {"cpu": 1024, "cuda": 32768}  # rows of a forward: as `policy.memory`
-MAX_LOGITS_TILE = {"cpu": 2**20, "cuda": 2**25}  # logits at once: as `policy.head`
-NO_GRAD_FACTOR = 4  # times as many rows in a pass without gradient: as `policy.memory`
+MAX_FORWARD_TOKENS = {"cpu": 1024, "cuda": 32768}  # tokens of a forward, as in `policy.memory`
+MAX_LOGITS_TILE = {"cpu": 2**20, "cuda": 2**25}  # logits at once, as in `policy.fused_head`
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,13 @@ class PlanInputs:
     model: ModelSpec
     device: Device
     ranks: int  # processes that train, over all machines
-    max_prompt_tokens: int  # tokens of the longest prompt
+    max_prompt_tokens: int
     reference_model: ModelSpec | None = None  # a second model in memory; None = there is none
-    value_model: ModelSpec | None = None  # a value model, which learns too
+    value_model: ModelSpec | None = None  # it learns with the policy
     reward_models: dict[str, ModelSpec] = field(default_factory=dict)
-    token_budget: int | None = None  # rows of a forward, where a run has settled them
-    recompute: bool | None = None  # likewise gradient checkpointing
-    layout: str = ""  # likewise the layout
+    token_budget: int | None = None  # tokens of a forward, as a run chose them
+    recompute: bool | None = None  # gradient checkpointing, as a run chose it
+    layout: str = ""  # as a run chose it
 
     @property
     def bytes_per_weight(self) -> int:
@@ -44,7 +46,7 @@ class PlanInputs:
 
     @property
     def weight_shards(self) -> int:
-        """Parts the weights are in."""
+        """How many shards the weights are in."""
         return self.ranks if self.parallel_strategy in SHARDED_ENGINES else 1
 
     @property
@@ -64,17 +66,14 @@ class PlanInputs:
 
     @property
     def group_tokens(self) -> int:
-        """Places of a forward over one group of the longest prompt and completions."""
-        k, p, c = (
-            self.run.algorithm.num_generations,
-            self.max_prompt_tokens,
-            self.max_completion_tokens,
-        )
+        """Tokens of a forward over one group with the longest prompt and completions."""
+        k, p = self.run.algorithm.num_generations, self.max_prompt_tokens
+        c = self.max_completion_tokens
         return p + k * c if self.resolved_layout == "shared" else k * (p + c)
 
     @property
     def resolved_layout(self) -> str:
-        """The layout of rows."""
+        """The layout of forward passes."""
         wanted = self.layout or self.run.train.layout
         return self.model.family.layout if wanted == "auto" else wanted
 
@@ -90,13 +89,12 @@ class PlanInputs:
 
 
 def collect_plan_inputs(run: RunConfig, device: Device, count: int | None = None) -> PlanInputs:
-    """The case of a config. `count`: ranks; None = as the config says, or this machine's GPUs.
+    """The inputs of a config's plan. `count`: ranks; None = the config's, or this machine's GPUs.
 
-    Raises MachineError where the facts of a model are not to be had.
+    Raises MachineError if a model's config.json was not found.
     """
     model = model_spec.load_model_spec(run.model.path, run.model.revision)
     training = [*run.data.mixture_sources.values()] or [run.data]
-    judged = {name: e for name, e in run.rewards.items() if e.type == "model"}
     return PlanInputs(
         run=run,
         model=model,
@@ -105,21 +103,21 @@ def collect_plan_inputs(run: RunConfig, device: Device, count: int | None = None
         max_prompt_tokens=prompt_limit.max_prompt_tokens(run, training, model.context_length),
         reference_model=reference_spec(run, model),
         value_model=value_model_spec(run),
-        reward_models={n: _reward_model_spec(n, entry) for n, entry in judged.items()},
+        reward_models=reward_model_specs(run),
     )
 
 
 def reference_spec(run: RunConfig, model: ModelSpec) -> ModelSpec | None:
-    """The frozen model beside the one that learns; None without KL, and where an adapter that is
-    switched off gives the same numbers."""
-    settings, own = run.algorithm, run.model
-    if not settings.needs_reference:
+    """The frozen reference; None without KL.
+
+    None, too, for an adapter that is switched off to get the reference's numbers.
+    """
+    config = run.model
+    if not run.algorithm.needs_reference:
         return None
-    if own.ref_path is not None:
-        return model_spec.load_model_spec(own.ref_path, None, "model.ref_path")
-    if own.lora is not None and not own.ref_sync.every:
-        return None
-    return model
+    if config.ref_path is not None:
+        return model_spec.load_model_spec(config.ref_path, None, "model.ref_path")
+    return None if config.lora is not None and not config.ref_sync.every else model
 
 
 def value_model_spec(run: RunConfig) -> ModelSpec | None:
@@ -130,5 +128,8 @@ def value_model_spec(run: RunConfig) -> ModelSpec | None:
     return model_spec.load_model_spec(start.path, start.revision, start.key)
 
 
-def _reward_model_spec(name: str, entry: Any) -> ModelSpec:
-    return model_spec.load_model_spec(entry.path, entry.revision, f"reward.{name}.path")
+def reward_model_specs(run: RunConfig) -> dict[str, ModelSpec]:
+    """The reward models, by the names of their rewards."""
+    entries = {n: cast("RewardModelConfig", e) for n, e in run.rewards.items() if e.type == "model"}
+    load = model_spec.load_model_spec
+    return {n: load(e.path, e.revision, f"reward.{n}.path") for n, e in entries.items()}

@@ -11,16 +11,15 @@ from rloo_cli.planning.static_memory import MOMENTS, trained_params, value_model
 from rloo_cli.utils.files import JsonObject
 
 GIB = 2**30
-NAMES = {"single": "one process", "ddp": "a copy in each", "fsdp2": "torch's fully_shard"}
 
 
 def format_gib(count: float) -> str:
-    """Bytes as GiB."""
+    """Bytes as text, in GiB or MiB."""
     return f"{count / GIB:.3g} GiB" if count >= 0.01 * GIB else f"{count / 2**20:.3g} MiB"
 
 
 def format_count(number: float) -> str:
-    """Parameters as billions, millions or thousands."""
+    """A number of parameters as text, in billions, millions or thousands."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if number >= size:
             return f"{number / size:.4g} {unit}"
@@ -28,22 +27,20 @@ def format_count(number: float) -> str:
 
 
 def plan_text(plan: RunPlan) -> str:
-    """The whole plan."""
+    """The whole plan as text."""
     return "\n".join([*plan_summary(plan), "", *_table(plan), "", *plan_assumptions(plan)])
 
 
 def plan_summary(plan: RunPlan) -> Iterator[str]:
-    """The lines that matter: does it fit, on how many, how long, how much disk."""
+    """The main lines: whether it fits, on how many GPUs, its time and disk space."""
     case, run = plan.inputs, plan.inputs.run
     yield f"model      {_model(case.model)}"
-    yield (
-        f"device     {case.device.name}, {format_gib(case.device.memory_bytes)} each "
-        f"({case.device.source})"
-    )
+    size = format_gib(case.device.memory_bytes)
+    yield f"device     {case.device.name}, {size} each ({case.device.source})"
     yield f"ranks      {_ranks(case)}"
     what = "fits" if plan.fits else "DOES NOT FIT"
-    room = case.device.usable_bytes
-    yield f"memory     {format_gib(plan.needed_bytes)} of {format_gib(room)} usable on each: {what}"
+    usable = f"{format_gib(case.device.usable_bytes)} usable on each"
+    yield f"memory     {format_gib(plan.needed_bytes)} of {usable}: {what}"
     if plan.memory.host_bytes:
         yield f"CPU memory {format_gib(plan.memory.host_bytes)} for each rank"
     if (fewest := planning.smallest_gpu_count(plan)) is not None and case.device.kind == "cuda":
@@ -51,11 +48,8 @@ def plan_summary(plan: RunPlan) -> Iterator[str]:
     yield from _engine(plan)
     yield f"step       {plan.tokens_per_step:,.0f} tokens, {_time(plan.duration.total_seconds)}"
     yield f"run        {_run(plan)}"
-    kept = run.checkpoint.keep_last + 1
-    yield (
-        f"disk       {format_gib(plan.disk_bytes)}: {kept} checkpoints of "
-        f"{format_gib(plan.checkpoint_bytes)}"
-    )
+    count, size = run.checkpoint.keep_last + 1, format_gib(plan.checkpoint_bytes)
+    yield f"disk       {format_gib(plan.disk_bytes)}: {count} checkpoints of {size}"
 
 
 def _gpus(count: int) -> str:
@@ -68,9 +62,9 @@ def _model(model: ModelSpec) -> str:
 
 
 def _ranks(inputs: PlanInputs) -> str:
-    spread = inputs.run.distributed
-    offload = f", {spread.offload} in the CPU's memory" if spread.offload != "none" else ""
-    on = f" on {spread.num_nodes} machines" if spread.num_nodes > 1 else ""
+    config = inputs.run.distributed
+    offload = f", {config.offload} in the CPU's memory" if config.offload != "none" else ""
+    on = f" on {config.num_nodes} machines" if config.num_nodes > 1 else ""
     kind = "processes" if inputs.ranks > 1 else "process"
     return f"{inputs.ranks} {kind}{on}, {inputs.parallel_strategy}{offload}"
 
@@ -79,28 +73,22 @@ def _engine(plan: RunPlan) -> Iterator[str]:
     engine, case = plan.sampler, plan.inputs
     if engine is None:
         return
-    where = (
-        "on the trainer's GPUs" if engine.colocated else f"{_gpus(engine.extra_gpus)} of their own"
-    )
-    section = "colocate" if engine.colocated else "server"
+    section, where = "server", f"{_gpus(engine.extra_gpus)} of their own"
+    if engine.colocated:
+        section, where = "colocate", "on the trainer's GPUs"
+    weights, cache = format_gib(engine.weight_bytes), format_gib(max(engine.kv_cache_bytes, 0))
     yield (
-        f"vLLM       {where}, {engine.tensor_parallel_size} for a copy: weights "
-        f"{format_gib(engine.weight_bytes)}, "
-        f"KV cache {format_gib(max(engine.kv_cache_bytes, 0))} of each at "
-        f"{engine.gpu_memory_utilization:g}"
+        f"vLLM       {where}, {engine.tensor_parallel_size} for a copy: weights {weights}, "
+        f"KV cache {cache} of each at {engine.gpu_memory_utilization:g}"
     )
     share = planning.recommended_gpu_utilization(plan)
     assert share is not None
     key = f"generation.{section}.gpu_memory_utilization"
     more = " or ".join(f"{min(share + m, 0.95):.2f}" for m in UTILIZATION_STEPS)
-    asked = (
-        f"{engine.sequences} sequences of "
-        f"{case.max_prompt_tokens + case.max_completion_tokens} tokens at once"
-    )
-    yield (
-        f"           recommended: {key}={share:g} ({asked}, "
-        f"{format_gib(engine.wanted_kv_bytes)} of KV cache);"
-    )
+    length = case.max_prompt_tokens + case.max_completion_tokens
+    asked = f"{engine.sequences} sequences of {length} tokens at once"
+    cache = format_gib(engine.wanted_kv_bytes)
+    yield f"           recommended: {key}={share:g} ({asked}, {cache} of KV cache);"
     yield f"           if vLLM does not start with it, +0.05 or +0.1: {more}"
 
 
@@ -116,22 +104,23 @@ def _run(plan: RunPlan) -> str:
     if plan.steps is None:
         epochs = plan.inputs.run.train.epochs
         return f"{epochs:g} epochs: steps are known when the data is, or with --prompts N"
-    whole, count = plan.steps * plan.tokens_per_step, plan.steps
-    return f"{count} steps, {whole:,.0f} tokens, about {_time(count * plan.duration.total_seconds)}"
+    tokens, count = plan.steps * plan.tokens_per_step, plan.steps
+    return (
+        f"{count} steps, {tokens:,.0f} tokens, about {_time(count * plan.duration.total_seconds)}"
+    )
 
 
 def _table(plan: RunPlan) -> Iterator[str]:
-    """Memory of one rank, part by part, in each phase."""
+    """Memory of one rank, part by part, in each phase; and the seconds of a step."""
     phases = plan.memory.phases
-    names = list(dict.fromkeys(name for parts in phases.values() for name in parts))
-    yield f"{'one rank, GiB':<22}" + "".join(f"{phase:>16}" for phase in phases)
-    for name in names:
-        cells = (parts.get(name, 0.0) for parts in phases.values())
-        yield f"  {name:<20}" + "".join(f"{c / GIB:>16.3f}" if c else f"{'-':>16}" for c in cells)
     needs = planning.phase_bytes(plan.inputs, plan.memory, plan.sampler)
+    names = dict.fromkeys(name for parts in phases.values() for name in parts)
+    lines = {name: [parts.get(name, 0.0) for parts in phases.values()] for name in names}
     if plan.sampler is not None and plan.sampler.colocated:
-        cells = (needs[p] - sum(phases[p].values()) for p in phases)
-        yield f"  {'vLLM':<20}" + "".join(f"{c / GIB:>16.3f}" if c else f"{'-':>16}" for c in cells)
+        lines["vLLM"] = [needs[p] - sum(phases[p].values()) for p in phases]
+    yield f"{'one rank, GiB':<22}" + "".join(f"{phase:>16}" for phase in phases)
+    for name, cells in lines.items():
+        yield f"  {name:<20}" + "".join(f"{c / GIB:>16.3f}" if c else f"{'-':>16}" for c in cells)
     yield f"  {'together':<20}" + "".join(f"{needs[phase] / GIB:>16.3f}" for phase in phases)
     yield ""
     yield f"{'one step, seconds':<22}" + "".join(
@@ -141,24 +130,24 @@ def _table(plan: RunPlan) -> Iterator[str]:
 
 
 def plan_assumptions(plan: RunPlan) -> Iterator[str]:
-    """What the figures rest on."""
-    case, run, cut = plan.inputs, plan.inputs.run, plan.memory.forward
+    """The lines that say what the figures assume."""
+    case, run, forward = plan.inputs, plan.inputs.run, plan.memory.forward
     device, means = case.device, plan.duration.mean_lengths
     yield "assumed"
     whole, adapter = trained_params(case)
     size = {4: "float32", 2: "half precision"}[case.bytes_per_weight]
     masters = case.bytes_per_weight < 4 and run.distributed.master_weights == "float32"
-    kept = "float32 masters, " if masters and not adapter else ""
-    yield f"  {format_count(whole or adapter)} numbers are trained; weights in {size}, {kept}"
+    extra = "float32 masters, " if masters and not adapter else ""
+    yield f"  {format_count(whole or adapter)} numbers are trained; weights in {size}, {extra}"
     yield "  two float32 moments, gradients added up in float32"
     if adapter:
         yield "  adapters in float32; the model under them has no gradient"
     yield (
         f"  prompts of up to {case.max_prompt_tokens} tokens and completions of "
         f"{case.max_completion_tokens}; a forward "
-        f"of {cut.tokens} rows ({case.resolved_layout}), {cut.micro_batches} an update"
+        f"of {forward.tokens} tokens ({case.resolved_layout}), {forward.micro_batches} an update"
     )
-    if cut.recompute:
+    if forward.recompute:
         yield "  gradient checkpointing: activations are made again, one layer at a time"
     if case.parallel_strategy == "zero3":
         yield "  ZeRO-3: up to 1e9 gathered numbers, buckets of 5e8, as DeepSpeed has them"
@@ -175,16 +164,12 @@ def plan_assumptions(plan: RunPlan) -> Iterator[str]:
         size = f"{format_count(model.total_params)} parameters ({model.source})"
         yield f"  reward.{name}: {size}, whole on each rank"
     if device.kind == "cuda":
-        lost = format_gib(device.reserved_bytes)
-        yield f"  {lost} of each GPU are CUDA's, NCCL's, and lost between tensors"
-    yield (
-        f"  time: {device.flops_per_s / 1e12:.3g} TFLOP/s and {device.bytes_per_s / 1e12:.3g} "
-        "TB/s, of which decoding reaches 60 %,"
-    )
-    yield (
-        f"  passes without gradient 55 %, with it 45 %; mean prompt {means.prompt:.0f}, completion "
-        f"{means.completion:.0f} tokens"
-    )
+        reserved = format_gib(device.reserved_bytes)
+        yield f"  {reserved} of each GPU are CUDA's, NCCL's, and lost between tensors"
+    speed = f"{device.flops_per_s / 1e12:.3g} TFLOP/s and {device.bytes_per_s / 1e12:.3g} TB/s"
+    yield f"  time: {speed}, of which decoding reaches 60 %,"
+    lengths = f"mean prompt {means.prompt:.0f}, completion {means.completion:.0f} tokens"
+    yield f"  passes without gradient 55 %, with it 45 %; {lengths}"
     if plan.options.prompt_tokens is None or plan.options.completion_tokens is None:
         yield "  (half of what they may be; --prompt-tokens N, --completion-tokens N say better)"
     if run.train.optimizer not in MOMENTS:
@@ -192,7 +177,7 @@ def plan_assumptions(plan: RunPlan) -> Iterator[str]:
 
 
 def plan_values(plan: RunPlan) -> JsonObject:
-    """The plan for tools: bytes, seconds, counts."""
+    """The plan as plain values for tools: bytes, seconds, counts."""
     case, engine = plan.inputs, plan.sampler
     return {
         "fits": plan.fits,

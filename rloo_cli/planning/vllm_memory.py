@@ -1,44 +1,48 @@
 """vLLM's memory: weights, keys and values, and the share of a GPU to give it.
 
-A copy of the model is spread over `tensor_parallel_size` GPUs, and takes of each the share that
-`gpu_memory_utilization` says; what its weights leave of that is for keys and values.
+A copy of the model uses `tensor_parallel_size` GPUs, and of each the share
+`gpu_memory_utilization`; what its weights leave of that share is for keys and values.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from rloo_cli.config.prompt_limit import VLLM_SECTIONS
 from rloo_cli.planning.plan_inputs import PlanInputs
 
-DEFAULT_MAX_NUM_SEQS = 256  # completions that vLLM decodes at once where max_num_seqs is null
-DEFAULT_MAX_BATCHED_TOKENS = (
-    8192  # tokens of its largest forward where max_num_batched_tokens is null
-)
+if TYPE_CHECKING:
+    from rloo_cli.generation.vllm.config import EngineKeys
+    from rloo_cli.generation.vllm_colocate import ColocateSection
+    from rloo_cli.generation.vllm_server import ServerSection
+
+# What vLLM takes if these keys are null.
+DEFAULT_MAX_NUM_SEQS = 256  # completions decoded at once
+DEFAULT_MAX_BATCHED_TOKENS = 8192  # tokens of its largest forward
 ENGINE_OVERHEAD_BYTES = 2.0 * 2**30  # CUDA graphs, workspaces, its share of NCCL
 UTILIZATION_STEP = 0.05
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """One copy of the model in vLLM, as one of its GPUs sees it. Bytes."""
+    """One copy of the model in vLLM, on one of its GPUs, in bytes."""
 
     backend: str
-    tensor_parallel_size: int  # tensor_parallel_size
+    tensor_parallel_size: int  # GPUs of one copy
     copies: int  # of the model, over all engines
     weight_bytes: float
     forward_bytes: float  # of its largest forward, with CUDA graphs and the like
     kv_bytes_per_token: float  # keys and values of one token
     sequences: int  # decoded at once
-    wanted_kv_bytes: float  # keys and values of all of them at full length
-    least_kv_bytes: float  # of a single one
-    gpu_memory_utilization: float  # gpu_memory_utilization as it is
-    gpu_bytes: float  # of the GPU
-    sleep: str  # of a colocated engine
+    wanted_kv_bytes: float  # keys and values of all sequences at full length
+    least_kv_bytes: float  # keys and values of a single sequence
+    gpu_memory_utilization: float  # the config's
+    gpu_bytes: float  # of the whole GPU
+    sleep: str  # a colocated engine's key; "none" for a server
 
     @property
     def total_bytes(self) -> float:
-        """Bytes that it takes."""
+        """Bytes that the engine takes."""
         return self.gpu_memory_utilization * self.gpu_bytes
 
     @property
@@ -57,51 +61,45 @@ class EngineMemory:
 
     @property
     def bytes_while_training(self) -> float:
-        """Bytes of it on the trainer's GPU while that trains."""
+        """Bytes that the engine holds on the trainer's GPU while that trains."""
         if not self.colocated or self.sleep == "weights":
             return 0.0
-        return (
-            self.total_bytes if self.sleep == "none" else self.weight_bytes + self.forward_bytes / 2
-        )
+        if self.sleep == "none":
+            return self.total_bytes
+        return self.weight_bytes + self.forward_bytes / 2
 
     def smallest_utilization(self, available_bytes: float) -> float:
-        """The smallest share, in steps of 0.05, with room for all sequences; at most `room`."""
-        need = (
-            self.weight_bytes + self.forward_bytes + max(self.wanted_kv_bytes, self.least_kv_bytes)
-        ) / self.gpu_bytes
-        most = (
-            math.floor(min(available_bytes / self.gpu_bytes, 0.95) / UTILIZATION_STEP + 1e-9)
-            * UTILIZATION_STEP
-        )
-        least = (self.weight_bytes + self.forward_bytes + self.least_kv_bytes) / self.gpu_bytes
-        share = min(math.ceil(need / UTILIZATION_STEP - 1e-9) * UTILIZATION_STEP, most)
-        return round(
-            max(
-                share,
-                math.ceil(least / UTILIZATION_STEP - 1e-9) * UTILIZATION_STEP,
-                UTILIZATION_STEP,
-            ),
-            2,
-        )
+        """The smallest share, in steps of 0.05, that holds all sequences."""
+        step, fixed = UTILIZATION_STEP, self.weight_bytes + self.forward_bytes
+        needed = (fixed + max(self.wanted_kv_bytes, self.least_kv_bytes)) / self.gpu_bytes
+        least = (fixed + self.least_kv_bytes) / self.gpu_bytes
+        most = math.floor(min(available_bytes / self.gpu_bytes, 0.95) / step + 1e-9) * step
+        share = min(math.ceil(needed / step - 1e-9) * step, most)
+        return round(max(share, math.ceil(least / step - 1e-9) * step, step), 2)
 
 
 def estimate_engine_memory(inputs: PlanInputs) -> EngineMemory | None:
-    """The engine of a run on GPUs; None where none samples, or it has no GPU."""
+    """The engine of a run on GPUs; None without an engine, or without a GPU."""
     run, model = inputs.run, inputs.model
     section = VLLM_SECTIONS.get(run.generation.backend)
     if section is None or inputs.device.kind != "cuda":
         return None
-    keys: Any = getattr(run.generation, section)
+    keys: EngineKeys = getattr(run.generation, section)
     s, parallel = model.sizes, keys.tensor_parallel_size
     size = inputs.bytes_per_weight if keys.dtype == "auto" else inputs.dtype_bytes(keys.dtype)
     each = {"fp8": 1.0, "bitsandbytes": 0.5}.get(keys.quantization or "", float(size))
     cached = 1 if "fp8" in (keys.kv_cache_dtype or "") else size
     heads = max(s.kv_heads / parallel, 1.0)  # a head is not cut: it is there more than once
     token = 2.0 * s.layers * heads * s.head_dim * cached
-    colocated = section == "colocate"
-    copies = max(inputs.ranks // parallel, 1) if colocated else _servers(keys)
-    rows = -(-run.episodes_per_step // copies)
-    sequences = min(rows, keys.max_num_seqs or DEFAULT_MAX_NUM_SEQS)
+    if section == "colocate":
+        copies = max(inputs.ranks // parallel, 1)
+        sleep: str = cast("ColocateSection", keys).sleep
+    else:
+        server, sleep = cast("ServerSection", keys), "none"
+        num_servers = len(server.base_url) if isinstance(server.base_url, list) else 1
+        copies = server.data_parallel_size * num_servers
+    completions = -(-run.episodes_per_step // copies)
+    sequences = min(completions, keys.max_num_seqs or DEFAULT_MAX_NUM_SEQS)
     k, p, c = run.algorithm.num_generations, inputs.max_prompt_tokens, inputs.max_completion_tokens
     prompts = -(-sequences // k) if keys.enable_prefix_caching else sequences
     batched = keys.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS
@@ -117,10 +115,5 @@ def estimate_engine_memory(inputs: PlanInputs) -> EngineMemory | None:
         least_kv_bytes=token * (p + c),
         gpu_memory_utilization=keys.gpu_memory_utilization,
         gpu_bytes=inputs.device.memory_bytes,
-        sleep=keys.sleep if colocated else "none",
+        sleep=sleep,
     )
-
-
-def _servers(keys: Any) -> int:
-    urls = keys.base_url if isinstance(keys.base_url, list) else [keys.base_url]
-    return int(keys.data_parallel_size) * len(urls)

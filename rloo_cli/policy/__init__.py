@@ -1,19 +1,19 @@
 """The model: loading it, and log-probabilities of completions under it.
 
-flash_kernels     torch's flash kernels by segments
-fused_head        log-probabilities without whole logits
-layout_support    what a model's code must be for a layout
-layouts           choose padded, packed or shared, by trying each
-load              load models and tokenizers
-lora              LoRA adapters
-memory            rows of a forward pass that fit
-model             the policy: log-probabilities of micro-batches
-offload           move models and optimizer off the device and back
-quantization      4- and 8-bit base weights
-reference         the reference model: frozen, moving, offloaded, or the adapter's base
-classifier_forward  scores by the class's own forward
-reward_load       load a reward model
-reward_scores     scores of a sequence classifier, packed
-shared_attention  attention over a prompt that its completions share
-value             PPO's value model
+classifier_forward  score by a sequence classifier's own forward
+flash_kernels       torch's flash kernels on segments
+fused_head          log-probabilities without whole logits
+layout_support      what a model's code must be for a layout
+layouts             choose padded, packed or shared by trying each
+load                load models and tokenizers
+lora                LoRA adapters
+memory              how many tokens fit a forward pass
+model               the policy: log-probabilities of micro-batches
+offload             move models and optimizer off the device and back
+quantization        4- and 8-bit base weights
+reference           the reference model: frozen, moving, offloaded, or the adapter's base
+reward_load         load a reward model
+reward_scores       scores of a sequence classifier, packed
+shared_attention    attention over a prompt that its completions share
+value               PPO's value model
 """

@@ -1,18 +1,19 @@
-"""Log-probabilities of targets straight from hidden states: the logits never exist as a whole.
+"""Log-probabilities of targets from hidden states, without ever holding the whole logits.
 
     logits = (hidden @ weight.T + bias) * scale / temperature          (N, V), in tiles
     logp   = logits[target] - logsumexp(logits)                        (N,)
     dlogits = g * (onehot(target) - softmax(logits))                   (N, V), in tiles
 
-A tile is a block of some rows by some words. Forward keeps of each its largest logit and its sum of
-exponentials; backward computes the tile again, from which the softmax follows, unless there was
-room to keep the exponentials (`keep_bytes`). Blocks of words, not whole rows: each block of the
-weight's gradient is finished before the next begins, so it is summed in float32 and rounded once
-without a float32 copy of the whole, and a tile small enough for the cache is still a good matrix
-product. The sums over tiles are the online softmax's (Milakov and Gimelshein, arXiv 1805.02867).
+A tile is a block of some tokens by some entries of the vocabulary. Forward keeps each tile's
+largest logit and its sum of exponentials; backward computes the tile again, from which the softmax
+follows, unless there was memory to keep the exponentials (`keep_bytes`). A tile does not hold whole
+logits of a token: each block of the weight's gradient is finished before the next begins, so it is
+summed in float32 and rounded once, without a float32 copy of the whole, and a tile small enough for
+the cache is still a good matrix product. The sums over tiles are those of the online softmax
+(Milakov and Gimelshein, arXiv 1805.02867).
 
-Rows are multiplied by g * scale / temperature on the (N, h) side of both products and never on the
-tile: what backward feeds to them is softmax - onehot alone.
+Tokens are multiplied by g * scale / temperature on the (N, h) side of both products and never on
+the tile: what backward feeds to the products is softmax - onehot alone.
 """
 
 import functools
@@ -35,17 +36,17 @@ TILE_ALIGNMENT = 128  # large tiles are multiples of this on both sides, as tens
 
 
 class TilePlan(NamedTuple):
-    """How one call is cut, and in which numbers it computes."""
+    """How one call is cut into tiles, and in which dtype it computes."""
 
-    tile_tokens: int  # of a tile
-    tile_vocab: int  # of a tile
+    tile_tokens: int  # tokens of a tile
+    tile_vocab: int  # vocabulary entries of a tile
     logit_factor: float  # scale / temperature
     compute_dtype: torch.dtype  # what the products multiply; their results are float32
     saved_dtype: torch.dtype | None  # the exponentials are kept, in this; None = computed again
     want_entropy: bool
 
     def logits_buffer(self, like: Tensor) -> Tensor:
-        """Room for one tile of logits."""
+        """Allocate one tile of logits."""
         return like.new_empty((self.tile_tokens, self.tile_vocab), dtype=torch.float32)
 
 
@@ -64,12 +65,12 @@ def token_logp(
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax((hidden @ weight.T + bias) * scale / temperature) at the targets; entropy.
 
-    tile: logits computed at once, at least 64; None = what the device likes.
+    tile_logits: logits computed at once, at least 64; None = what suits the device.
     keep_bytes: up to this size the (N, V) exponentials are kept for backward, in hidden's dtype;
-        that saves a quarter of the head's work. Never without gradient.
-    float32: keep and multiply float32 even where hidden and weight are of less precision. On a GPU
-        the products still take both as they are: of half precision each product is exact, and they
-        are added up in float32, 15 times as fast as from float32.
+        that saves a quarter of the head's work. They are never kept without gradient.
+    float32: keep and multiply float32 even if hidden and weight are of less precision. On a GPU
+        the products still take both as they are: each product of half-precision numbers is exact,
+        and the sums are float32, 15 times as fast as from float32.
 
     The entropy is in nats, has no gradient, and is None unless asked for. A target outside the
     vocabulary makes its logp NaN.
@@ -81,13 +82,9 @@ def token_logp(
     half = hidden.dtype == weight.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
     narrow = hidden.dtype if half and not float32 else torch.float32
     size = len(hidden) * len(weight) * narrow.itemsize
-    rows, words = tile_shape(
-        len(hidden),
-        len(weight),
-        tile_logits or (GPU_TILE_LOGITS if hidden.is_cuda else CPU_TILE_LOGITS),
-    )
+    max_logits = tile_logits or (GPU_TILE_LOGITS if hidden.is_cuda else CPU_TILE_LOGITS)
     plan = TilePlan(
-        rows, words, scale / temperature,
+        *tile_shape(len(hidden), len(weight), max_logits), scale / temperature,
         # a product of half precision with a float32 result exists on CUDA only
         compute_dtype=hidden.dtype if hidden.is_cuda and half else torch.float32,
         saved_dtype=narrow if trained and 0 < size <= keep_bytes else None,
@@ -98,18 +95,18 @@ def token_logp(
 
 
 def tile_shape(num_tokens: int, vocab_size: int, max_logits: int) -> tuple[int, int]:
-    """Rows and words of a tile of `tile` logits: as square as may be, as its products like it."""
+    """Tokens and vocabulary entries of a tile of `max_logits` logits: about square."""
 
     def aligned(count: int) -> int:
         return count // TILE_ALIGNMENT * TILE_ALIGNMENT if count >= TILE_ALIGNMENT else count
 
-    rows = min(num_tokens, aligned(math.isqrt(max_logits)), max_logits // MIN_TILE_VOCAB) or 1
-    words = min(vocab_size, max(aligned(max_logits // rows), MIN_TILE_VOCAB))
-    return max(rows, min(num_tokens, aligned(max_logits // words))), words
+    tokens = min(num_tokens, aligned(math.isqrt(max_logits)), max_logits // MIN_TILE_VOCAB) or 1
+    width = min(vocab_size, max(aligned(max_logits // tokens), MIN_TILE_VOCAB))
+    return max(tokens, min(num_tokens, aligned(max_logits // width))), width
 
 
 class TokenLogp(torch.autograd.Function):
-    """`token_logp` with its gradients. Saves (N, h), (V, h), a few (N,), and what it keeps."""
+    """`token_logp` with its gradients. Saves (N, h), (V, h), a few (N,), kept exponentials."""
 
     @staticmethod
     def forward(
@@ -124,21 +121,20 @@ class TokenLogp(torch.autograd.Function):
         ctx.kept = {} if plan.saved_dtype else None
         # in place, a tile of float32 logits becomes what is kept of it
         buffer = None if plan.saved_dtype == torch.float32 else plan.logits_buffer(hidden)
-        for number, (words, w) in enumerate(iter_blocks(weight, plan.tile_vocab)):
+        for number, (vocab, w) in enumerate(iter_blocks(weight, plan.tile_vocab)):
             w = w.to(plan.compute_dtype)
-            for rows, h in iter_blocks(hidden, plan.tile_tokens):
-                z = compute_tile_logits(h, w, bias, words, plan, buffer)
-                sums.pick_targets(rows, z, target[rows] - words.start)
-                fold = compile_kernel(_reduce_tile) if z.is_cuda else _reduce_tile_in_place
-                *found, kept = fold(z, plan.want_entropy, plan.saved_dtype)
-                sums.add_tile(number, rows, *found)
+            for tokens, h in iter_blocks(hidden, plan.tile_tokens):
+                z = compute_tile_logits(h, w, bias, vocab, plan, buffer)
+                sums.pick_targets(tokens, z, target[tokens] - vocab.start)
+                reduce = compile_kernel(_reduce_tile) if z.is_cuda else _reduce_tile_in_place
+                *tile_sums, exponentials = reduce(z, plan.want_entropy, plan.saved_dtype)
+                sums.add_tile(number, tokens, *tile_sums)
                 if ctx.kept is not None:
-                    ctx.kept[number, rows.start] = kept
+                    ctx.kept[number, tokens.start] = exponentials
         logp, entropy, lse, share = sums.combine_tiles()
         ctx.plan = plan
-        ctx.save_for_backward(
-            hidden, weight, bias, target, logp, lse, share if plan.saved_dtype else None
-        )
+        saved_share = share if plan.saved_dtype else None
+        ctx.save_for_backward(hidden, weight, bias, target, logp, lse, saved_share)
         if entropy is not None:
             ctx.mark_non_differentiable(entropy)
         return logp, entropy
@@ -156,59 +152,60 @@ class TokenLogp(torch.autograd.Function):
         dweight = torch.empty_like(weight) if for_weight else None
         dbias = torch.zeros_like(bias, dtype=torch.float32) if for_bias else None
         buffer = plan.logits_buffer(hidden) if kept is None else None
-        for number, (words, w) in enumerate(iter_blocks(weight, plan.tile_vocab)):
+        for number, (vocab, w) in enumerate(iter_blocks(weight, plan.tile_vocab)):
             w = w.to(plan.compute_dtype)
-            block = None if dweight is None else _float32_block(dweight[words])
-            for rows, h in iter_blocks(hidden, plan.tile_tokens):
+            block = None if dweight is None else _float32_block(dweight[vocab])
+            for tokens, h in iter_blocks(hidden, plan.tile_tokens):
                 if kept is None:
-                    z = compute_tile_logits(h, w, bias, words, plan, buffer)
+                    z = compute_tile_logits(h, w, bias, vocab, plan, buffer)
                     softmax = compile_kernel(_softmax) if z.is_cuda else _softmax_in_place
-                    p = softmax(z, lse[rows, None], plan.compute_dtype)
+                    p = softmax(z, lse[tokens, None], plan.compute_dtype)
                 else:
-                    p = (
-                        kept.pop((number, rows.start))
-                        .to(plan.compute_dtype)
-                        .mul_(share[number, rows, None])
-                    )
-                _subtract_one_hot(p, target[rows] - words.start, logp[rows])
+                    p = kept.pop((number, tokens.start)).to(plan.compute_dtype)
+                    p = p.mul_(share[number, tokens, None])
+                _subtract_one_hot(p, target[tokens] - vocab.start, logp[tokens])
                 if dhidden is not None:
-                    add_product(dhidden[rows], p, w)
+                    add_product(dhidden[tokens], p, w)
                 if block is not None and weighted is not None:
-                    add_product(block, p.t(), weighted[rows])
+                    add_product(block, p.t(), weighted[tokens])
                 if dbias is not None:
-                    dbias[words] += torch.mv(p.t().float(), g[rows])
+                    dbias[vocab] += torch.mv(p.t().float(), g[tokens])
             if dweight is not None and block is not None and block.dtype != dweight.dtype:
-                dweight[words] = block
+                dweight[vocab] = block
         if dhidden is not None:
             dhidden = dhidden.mul_(g[:, None]).to(hidden.dtype)
         return dhidden, dweight, None if dbias is None else dbias.to(bias.dtype), None, None
 
 
 class TileSums:
-    """What forward knows of each block of words, and what follows from it for whole rows."""
+    """The sums that forward keeps of each block of the vocabulary, and their totals."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, plan: TilePlan):
         n, count = len(hidden), math.ceil(len(weight) / plan.tile_vocab)
-        # (N,) the targets' logits; NaN where a target is no word
+        # (N,) the targets' logits; NaN where a target is not in the vocabulary
         self.target_logits = hidden.new_full((n,), math.nan, dtype=torch.float32)
         self.max_logit = hidden.new_empty((count, n), dtype=torch.float32)  # (C, N) of C blocks
         self.exp_sum = torch.empty_like(self.max_logit)  # (C, N) sum of e^(z - largest)
-        self.entropy_sum = (
-            torch.empty_like(self.max_logit) if plan.want_entropy else None
-        )  # (C, N) below
+        # (C, N) sum of e^(z - largest) (z - largest)
+        self.entropy_sum = torch.empty_like(self.max_logit) if plan.want_entropy else None
 
     def pick_targets(self, tokens: slice, z: Tensor, local: Tensor) -> None:
-        """Take the targets' logits that are in this tile. (n, v), (n,)"""
+        """Keep the targets' logits that are in this tile. (n, v), (n,)"""
         inside, local = _targets_in_tile(local, z)
         here = z.gather(1, local[:, None]).squeeze(1)
         self.target_logits[tokens] = torch.where(inside, here, self.target_logits[tokens])
 
     def add_tile(
-        self, block_index: int, tokens: slice, max_logit: Tensor, exp_sum: Tensor, entropy_sum: Any
+        self,
+        block_index: int,
+        tokens: slice,
+        max_logit: Tensor,
+        exp_sum: Tensor,
+        entropy_sum: Tensor | None,
     ) -> None:
-        """Note one tile. (n,) each; spread: sum of e^(z - largest) (z - largest), or None."""
+        """Keep the sums of one tile. (n,) each"""
         self.max_logit[block_index, tokens], self.exp_sum[block_index, tokens] = max_logit, exp_sum
-        if self.entropy_sum is not None:
+        if self.entropy_sum is not None and entropy_sum is not None:
             self.entropy_sum[block_index, tokens] = entropy_sum
 
     def combine_tiles(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -221,17 +218,16 @@ class TileSums:
         logp = (self.target_logits - largest) - total.log()
         entropy = None
         if self.entropy_sum is not None:
-            entropy = (
-                total.log() - (share * (self.entropy_sum + below * self.exp_sum)).sum(0) / total
-            )
+            spread = (share * (self.entropy_sum + below * self.exp_sum)).sum(0)
+            entropy = total.log() - spread / total
         return logp, entropy, largest + total.log(), share / total
 
 
 def iter_blocks(tensor: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
-    """The tensor in blocks of `size` rows, each with its place."""
+    """Split the tensor along its first dimension. -> the slice of each block, and the block"""
     for start in range(0, len(tensor), size):
-        place = slice(start, min(start + size, len(tensor)))
-        yield place, tensor[place]
+        block = slice(start, min(start + size, len(tensor)))
+        yield block, tensor[block]
 
 
 def compute_tile_logits(
@@ -252,7 +248,7 @@ def compute_tile_logits(
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: float = 1.0) -> None:
-    """out = beta * out + alpha * a @ b, in a float32 `out` whatever a and b are."""
+    """out = beta * out + alpha * a @ b, in a float32 `out` whatever the dtypes of a and b."""
     if a.dtype == torch.float32:
         torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
     else:
@@ -260,16 +256,14 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: flo
 
 
 def _float32_block(gradient_block: Tensor) -> Tensor:
-    """A float32 block to sum a part of a gradient in: that part itself where it is float32."""
-    return (
-        gradient_block.zero_()
-        if gradient_block.dtype == torch.float32
-        else torch.zeros_like(gradient_block, dtype=torch.float32)
-    )
+    """A float32 block to sum a part of a gradient in: that part itself if it is float32."""
+    if gradient_block.dtype == torch.float32:
+        return gradient_block.zero_()
+    return torch.zeros_like(gradient_block, dtype=torch.float32)
 
 
 def _targets_in_tile(local: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Which targets are words of this tile, and places that are safe to look at. No waiting."""
+    """Which targets are in this tile, and indices that are safe to gather. Without a sync."""
     last = z.shape[1] - 1
     return (local >= 0) & (local <= last), local.clamp(0, last)
 
@@ -278,15 +272,14 @@ def _subtract_one_hot(p: Tensor, local: Tensor, logp: Tensor) -> None:
     """p - onehot in place; at the target from logp, exact where p rounds to 1. (n, v), (n,)"""
     inside, local = _targets_in_tile(local, p)
     here = p.gather(1, local[:, None])
-    p.scatter_(
-        1, local[:, None], torch.where(inside[:, None], logp.expm1()[:, None].to(p.dtype), here)
-    )
+    exact = logp.expm1()[:, None].to(p.dtype)
+    p.scatter_(1, local[:, None], torch.where(inside[:, None], exact, here))
 
 
 def _reduce_tile(
     z: Tensor, want_entropy: bool, saved_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Of a tile: largest logits, sums, spreads (see `Sums`), exponentials. For torch.compile."""
+    """A tile's largest logits, sums, entropy sums and exponentials. For torch.compile."""
     largest = z.amax(1)
     below = z - largest[:, None]
     e = below.exp()
@@ -297,7 +290,7 @@ def _reduce_tile(
 def _reduce_tile_in_place(
     z: Tensor, want_entropy: bool, saved_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """`_fold` in as few passes and as little memory as eager operations can. Consumes z."""
+    """`_reduce_tile` in as few passes and as little memory as eager operations can. Consumes z."""
     largest = z.amax(1)
     below = z.sub_(largest[:, None])
     e = below.exp() if want_entropy else below.exp_()
@@ -316,7 +309,7 @@ def _softmax_in_place(z: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def compile_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function compiled into one kernel, where Triton and a C compiler are there to do it."""
+    """Compile the function into one kernel if Triton and a C compiler are installed."""
     if importlib.util.find_spec("triton") and any(map(shutil.which, ("cc", "gcc", "clang"))):
         return torch.compile(function, dynamic=True)
     return function

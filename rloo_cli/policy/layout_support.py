@@ -1,30 +1,32 @@
-"""May rows that share a prompt be computed by an attention function of our own? Read, not run.
+"""Finds out, without a forward pass, whether our attention may compute a shared prompt.
 
-Such a function takes the place of the model's own one through transformers' `AttentionInterface`,
-and gets queries, keys and values and nothing else. So it is wrong wherever the model's attention
-looks at more than these (a window, a cap, a sink), wherever a layer carries a state from row to row
-past it, and wherever the model never asks it. What reading cannot find, a count of the calls and a
-comparison of numbers must (this is the first gate of three).
+Our attention replaces the model's own through transformers' `AttentionInterface`, and gets
+queries, keys and values and nothing else. So it is wrong wherever the model's attention uses more
+than these (a window, a cap, a sink), wherever a layer carries a state from token to token past it,
+and wherever the model never calls it. This is the first of three checks: what it cannot find, a
+count of the calls and a comparison of numbers must (`layouts`).
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 FULL_ATTENTION_TYPES = {"full_attention", "attention"}  # the second is the older name
 SLIDING_WINDOW_TYPE = "sliding_attention"
-SETTINGS_SUBCONFIGS = {"attn_config", "ffn_config"}  # settings kept apart that are no second model
-# Read by a classifier's head and by no language model's.
+SETTINGS_SUBCONFIGS = {"attn_config", "ffn_config"}  # of the text model, not of a second model
+# Settings that a classifier's head reads, and a language model does not.
 UNUSED_DROPOUT_PREFIXES = ("classifier", "summary")
 
 
-def why_not_shared(model: Any, max_length: int | None = None, training: bool = True) -> str | None:
-    """A short reason why rows of this transformers model that share a prompt cannot be computed by
-    an attention function of our own, or None: as far as its config and its classes tell, they can.
+def why_not_shared(
+    model: PreTrainedModel, max_length: int | None = None, training: bool = True
+) -> str | None:
+    """Why our attention function cannot compute a shared prompt for this model, in a few words.
 
-    `longest`: the most positions that a row will have; a window that holds them all does nothing.
-    None: not known, every window counts. `training` False: in eval mode, where dropout is off.
+    None if it can, as far as config and classes show. `max_length`: the most positions of a
+    sequence; a window that holds them all has no effect. If it is None, every window counts.
+    `training`: False in eval mode, where dropout is off.
     """
     config = model.config
     return (
@@ -38,11 +40,11 @@ def why_not_shared(model: Any, max_length: int | None = None, training: bool = T
     )
 
 
-def _interface_reason(model: Any) -> str | None:
+def _interface_reason(model: PreTrainedModel) -> str | None:
     name = type(model).__name__
     can_set = getattr(model, "_can_set_attn_implementation", None)
     if can_set is None:
-        return f"{name} is no transformers model"
+        return f"{name} is not a transformers model"
     if getattr(model, "_is_stateful", False):  # mamba has no attention at all, and could "set" it
         return "layers that keep a state (linear attention, state space)"
     if not can_set():  # `set_attn_implementation` would only warn, and change nothing
@@ -52,10 +54,10 @@ def _interface_reason(model: Any) -> str | None:
     return None
 
 
-def _adapter_reason(model: Any) -> str | None:
-    """Adapters that add places to a prompt, or a second softmax."""
-    found = getattr(model, "peft_config", None)
-    for adapter in found.values() if isinstance(found, dict) else ():
+def _adapter_reason(model: PreTrainedModel) -> str | None:
+    """Why an adapter rules it out: one that adds tokens to a prompt, or a second softmax."""
+    adapters = getattr(model, "peft_config", None)
+    for adapter in adapters.values() if isinstance(adapters, dict) else ():
         prompt = getattr(adapter, "is_prompt_learning", False)
         if prompt or getattr(adapter, "is_adaption_prompt", False):
             kind = getattr(adapter, "peft_type", type(adapter).__name__)
@@ -63,15 +65,11 @@ def _adapter_reason(model: Any) -> str | None:
     return None
 
 
-def _input_reason(config: Any) -> str | None:
-    if getattr(config, "is_encoder_decoder", False) or getattr(
-        config, "add_cross_attention", False
-    ):
+def _input_reason(config: PretrainedConfig) -> str | None:
+    if any(getattr(config, name, False) for name in ("is_encoder_decoder", "add_cross_attention")):
         return "an encoder"
-    held = getattr(config, "sub_configs", {})
-    parts = sorted(
-        name for name in held if name not in SETTINGS_SUBCONFIGS and getattr(config, name, None)
-    )
+    names = sorted(set(getattr(config, "sub_configs", {})) - SETTINGS_SUBCONFIGS)
+    parts = [name for name in names if getattr(config, name, None)]
     if parts:
         return f"parts beside a text model ({', '.join(parts)})"
     ropes = (getattr(config, name, None) for name in ("rope_parameters", "rope_scaling"))
@@ -80,7 +78,7 @@ def _input_reason(config: Any) -> str | None:
     return None
 
 
-def _layer_reason(model: Any, config: Any) -> str | None:
+def _layer_reason(model: PreTrainedModel, config: PretrainedConfig) -> str | None:
     types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     odd = sorted(set(types or ()) - FULL_ATTENTION_TYPES - {SLIDING_WINDOW_TYPE})
     if odd:
@@ -91,26 +89,27 @@ def _layer_reason(model: Any, config: Any) -> str | None:
     return None
 
 
-def _window_reason(model: Any, config: Any, max_length: int | None) -> str | None:
-    """A row sees the last `window` places, its own among them."""
-    windows = {
-        vars(m)["sliding_window"] for m in _attention_modules(model) if "sliding_window" in vars(m)
-    }
+def _window_reason(
+    model: PreTrainedModel, config: PretrainedConfig, max_length: int | None
+) -> str | None:
+    """Why a window rules it out: a token attends to the last `window` tokens, itself included."""
+    settings = [vars(module) for module in _attention_modules(model)]
+    windows = {values["sliding_window"] for values in settings if "sliding_window" in values}
     typed = SLIDING_WINDOW_TYPE in (getattr(config, "layer_types", None) or ())
     off = getattr(config, "use_sliding_window", None) is False
-    # Layers that hold a window of their own know better than a config that names one for some.
+    # Windows that layers hold are more reliable than a config, which may name one for some layers.
     if typed or not (windows or off):
         windows.add(getattr(config, "sliding_window", None))
-    found = [int(window) for window in windows if window]
-    if typed and not found:
+    sizes = [int(window) for window in windows if window]
+    if typed and not sizes:
         return "a sliding window of unknown size"
-    if found and (max_length is None or min(found) < max_length):
-        return f"a sliding window of {min(found)}"
+    if sizes and (max_length is None or min(sizes) < max_length):
+        return f"a sliding window of {min(sizes)}"
     return None
 
 
-def _score_reason(model: Any, config: Any) -> str | None:
-    """What is done to scores between query times key and the softmax."""
+def _score_reason(model: PreTrainedModel, config: PretrainedConfig) -> str | None:
+    """Why an operation between query times key and the softmax rules it out."""
     for name in ("attn_logit_softcapping", "attention_logit_cap"):
         cap = getattr(config, name, None)
         if cap:
@@ -120,24 +119,20 @@ def _score_reason(model: Any, config: Any) -> str | None:
     return None
 
 
-def _dropout_reason(model: Any, config: Any) -> str | None:
-    """With dropout, a prompt that is computed once is not a prompt computed K times."""
+def _dropout_reason(model: PreTrainedModel, config: PretrainedConfig) -> str | None:
+    """With dropout, a prompt that is computed once differs from one computed K times."""
     for module in model.modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             return f"dropout of {module.p}"
     for holder in (*model.modules(), config):
         for name, value in vars(holder).items():
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if (
-                "drop" in name
-                and not name.startswith(UNUSED_DROPOUT_PREFIXES)
-                and number
-                and value > 0
-            ):
+            if "drop" not in name or name.startswith(UNUSED_DROPOUT_PREFIXES):
+                continue
+            if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
                 return f"dropout ({name} = {value})"
     return None
 
 
-def _attention_modules(model: Any) -> Iterator[Any]:
-    """Modules that know their layer: the attentions, and in some models the layers around them."""
+def _attention_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Modules that know their layer: attentions, and in some models the layers themselves."""
     return (module for module in model.modules() if "layer_idx" in vars(module))

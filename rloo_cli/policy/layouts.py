@@ -1,19 +1,20 @@
-"""Which layout a model gets, and which head: the fastest one that gives the model's own numbers.
+"""Chooses a model's layout and head: the fastest that give the model's own numbers.
 
-Three gates (README, Fast), none of which can go. What can be read: windows, caps, sinks, dropout
-(`static`). What can be counted: our attention was called once per layer, with its plan. What can be
-compared: at the loaded weights, log-probabilities of two groups against each row alone through the
-model's own forward. falcon_h1 passes the first two and is wrong; opt is right shared and wrong
-packed.
+There are three checks (README, Fast), and each is needed. The config and the code are read for
+windows, caps, sinks and dropout (`layout_support`). The calls of our attention are counted: one per
+layer, with its plan. At the loaded weights, log-probabilities of two groups are compared with those
+of each completion alone through the model's own forward. falcon_h1 passes the first two checks and
+is wrong; opt is right shared and wrong packed.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from rloo_cli.data import segments
 from rloo_cli.data.batch import Group, Rollout
@@ -25,33 +26,38 @@ from rloo_cli.policy.model import Policy, in_eval_mode, weight_shape
 from rloo_cli.utils.errors import ConfigError, NumbersError, Problem
 
 FLOAT32_PROBE_TOLERANCE = 1e-3  # nats per completion, in float32
-HALF_PROBE_TOLERANCE = (
-    1.5,
-    0.02,
-)  # in half precision: times what other kernels show on rows alone, plus this
-PROBE_PROMPT_LENGTHS, PROBE_COMPLETION_LENGTHS = (
-    (7, 4),
-    ((5, 1, 3), (2, 6, 4)),
-)  # lengths of the probe
+# In half precision: this factor times the noise of the model's kernels, plus this many nats.
+HALF_PROBE_TOLERANCE = (1.5, 0.02)
+PROBE_PROMPT_LENGTHS, PROBE_COMPLETION_LENGTHS = (7, 4), ((5, 1, 3), (2, 6, 4))  # tokens
+
+
+class HasLayout(Protocol):
+    """A model whose layout is chosen here: a policy, a value model or a reward model."""
+
+    model: PreTrainedModel
+    layout: str
+
+    @property
+    def names_position_ids(self) -> bool: ...
 
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """What a model was found to be good for."""
+    """The layout that a model was found to support, and why not a better one."""
 
     layout: str
-    head: str  # fused; model = its own, whole logits
-    why: str  # what kept it from better ones; "" = nothing
+    head: str  # fused; model = the model's own, with whole logits
+    why: str  # why it has no better layout or head; "" = it has the best
 
     def __str__(self) -> str:
         return f"{self.layout}, head {self.head}" + (f" ({self.why})" if self.why else "")
 
 
 def choose_policy_layout(policy: Policy, requested: str, max_length: int | None) -> LayoutChoice:
-    """Find the level of a policy, and set it up for that. `wanted`: a layout, or auto.
+    """Find the best layout of a policy, and set the policy up for it.
 
-    `longest`: the most positions of a row, prompt and completion. Raises ConfigError where the
-    layout that is wanted would give other numbers than the model.
+    `requested`: a layout, or auto. `max_length`: the most positions of a sequence, prompt and
+    completion. Raises ConfigError if the requested layout gives other numbers than the model.
     """
     probe = LayoutProbe(policy)
     reasons = set_best_layout(policy, requested, max_length, probe)
@@ -62,11 +68,13 @@ def choose_policy_layout(policy: Policy, requested: str, max_length: int | None)
 
 
 def set_best_layout(
-    policy: Any, requested: str, max_length: int | None, probe: "LayoutProbe"
+    policy: HasLayout, requested: str, max_length: int | None, probe: "LayoutProbe"
 ) -> list[str]:
-    """Set a policy (or a value model) up for the best layout; why it has none of the better ones.
+    """Set a policy (or a value model) up for its best layout. -> why it has no better one
 
-    Raises ConfigError where the layout that is wanted would give other numbers than the model.
+    `requested` and `max_length` are those of `choose_policy_layout`.
+
+    Raises ConfigError if the requested layout gives other numbers than the model.
     """
     reasons: list[str] = []
     for layout in LAYOUTS if requested == "auto" else (requested,):
@@ -75,30 +83,23 @@ def set_best_layout(
             break
         reasons.append(f"not {layout}: {reason}")
         if layout == requested or layout == LAYOUTS[-1]:
-            raise ConfigError(
-                Problem(
-                    f"train.layout = {requested}: this model cannot be computed so",
-                    "train.layout",
-                    "; ".join(reasons),
-                    "train.layout=auto" if requested != "auto" else "another model",
-                )
-            )
+            what = f"train.layout = {requested}: this model cannot be computed so"
+            fix = "train.layout=auto" if requested != "auto" else "another model"
+            raise ConfigError(Problem(what, "train.layout", "; ".join(reasons), fix))
     return reasons
 
 
 def copy_layout(policy: Policy, source: Policy) -> None:
-    """Give a policy the level of another one that has the same architecture."""
+    """Give a policy the layout of another one that has the same architecture."""
     if source.layout == "shared":
         shared_attention.install_shared_attention(policy.model)
     policy.layout = source.layout
-    policy.logprob_module.use_fused_head, policy.logprob_module.logit_scale = (
-        source.logprob_module.use_fused_head,
-        source.logprob_module.logit_scale,
-    )
+    policy.logprob_module.use_fused_head = source.logprob_module.use_fused_head
+    policy.logprob_module.logit_scale = source.logprob_module.logit_scale
 
 
 class LayoutProbe:
-    """Two groups of random ids, and what the model says of each completion alone. (S,)"""
+    """Two groups of random ids, and the log-probability of each completion alone. (S,)"""
 
     mismatch_text = "log-probabilities are off by {:.2g} nats"
 
@@ -107,85 +108,83 @@ class LayoutProbe:
         self.policy = policy
         self.expected = self.values_alone()
         check_finite_probe(policy.model, self.expected)
-        own = getattr(policy, "dtype", None) or next(policy.model.parameters()).dtype
-        self.is_float32 = own is torch.float32
+        dtype = getattr(policy, "dtype", None) or next(policy.model.parameters()).dtype
+        self.is_float32 = dtype is torch.float32
         self.kernel_noise = 0.0 if self.is_float32 else self._measure_noise()
 
     def values_alone(self, attention: str | None = None) -> Tensor:
-        """What the model says of each completion in a row of its own. -> (S,)
+        """Log-probability of each completion in a sequence of its own. -> (S,)
 
-        `name`: by another attention than the model's own.
+        `attention`: the name of an attention to use instead of the model's own.
         """
         return _logprobs_alone(self.policy, self.groups, attention)
 
     def layout_values(self, layout: str) -> Tensor:
-        """Log-probability of each completion as it is set up now. -> (S,)"""
+        """Log-probability of each completion in this layout. -> (S,)"""
         parts = whole_group_slices(self.groups, range(len(self.groups)))
-        micro = pack_micro_batch(self.groups, parts, device=self.policy.device, layout=layout)
+        batch = pack_micro_batch(self.groups, parts, device=self.policy.device, layout=layout)
         with torch.no_grad(), in_eval_mode(self.policy.model):
-            (found,), _ = self.policy.call(micro, [self.policy.temperature], False)
-        check_attention_calls(self.policy.model, micro)
-        return segments.segment_sum(found.double(), micro.sequence_ids, micro.num_sequences)
+            (logp,), _ = self.policy.call(batch, [self.policy.temperature], False)
+        check_attention_calls(self.policy.model, batch)
+        return segments.segment_sum(logp.double(), batch.sequence_ids, batch.num_sequences)
 
     def differences(self, values: Tensor) -> Tensor:
-        """How far each completion is from the truth. -> (S,)"""
+        """The distance of each completion from its value alone. -> (S,)"""
         return (values - self.expected).abs()
 
     def _measure_noise(self) -> float:
-        """Mean nats per completion that kernels in another order make in half precision.
+        """Mean nats per completion by which kernels that sum in another order differ.
 
-        Between padded rows and rows alone, or between two of the model's own attentions on rows
-        alone where that is more: some kernels give padded rows the very same bits.
+        It is measured between padded sequences and sequences alone, or between two of the model's
+        own attentions on sequences alone if that is more: some kernels compute equal bits for
+        padded ones.
         """
-        found = float(self.differences(self.layout_values("padded")).mean())
+        noise = float(self.differences(self.layout_values("padded")).mean())
         settable = getattr(self.policy.model, "_can_set_attn_implementation", lambda: False)()
         for name in ("eager", "sdpa") if settable else ():
             try:
                 other = self.values_alone(name)
             except Exception:  # an attention that this model does not have
                 continue
-            found = max(found, float(self.differences(other).mean()))
-        return found
+            noise = max(noise, float(self.differences(other).mean()))
+        return noise
 
     def mismatch_reason(self, layout: str) -> str | None:
-        """How far off this layout is, where that is more than rounding."""
+        """A text that says by how much this layout differs; None if only by rounding."""
         gap = self.differences(self.layout_values(layout))
         worst, most = float(gap.max()), FLOAT32_PROBE_TOLERANCE
         if not self.is_float32:
-            worst, most = (
-                float(gap.mean()),
-                HALF_PROBE_TOLERANCE[0] * self.kernel_noise + HALF_PROBE_TOLERANCE[1],
-            )
+            factor, constant = HALF_PROBE_TOLERANCE
+            worst, most = float(gap.mean()), factor * self.kernel_noise + constant
         return None if worst <= most else self.mismatch_text.format(worst)
 
 
-def check_finite_probe(model: Any, values: Tensor) -> None:
-    """Raises NumbersError where what a model says at its loaded weights is not a number."""
+def check_finite_probe(model: PreTrainedModel, values: Tensor) -> None:
+    """Raise NumbersError if the model's outputs at its loaded weights are not numbers."""
     if not bool(values.isnan().any()):
         return
     bad = [n for n, p in model.named_parameters() if p.numel() and not bool(p.isfinite().all())]
     why = f"{len(bad)} of its tensors hold NaN or inf: {', '.join(bad[:3])}" if bad else ""
     why = why or "its tensors are finite: they overflow in this dtype"
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-    what = f"{name} says nothing but NaN before any training"
+    what = f"{name} computes NaN before any training"
     raise NumbersError(Problem(what, "model.path", why, "other weights, or model.dtype=float32"))
 
 
-def check_attention_calls(model: Any, micro_batch: MicroBatch) -> None:
-    """Raises SharedAttentionError where a layer did not ask our attention for a shared row."""
+def check_attention_calls(model: PreTrainedModel, micro_batch: MicroBatch) -> None:
+    """Raise SharedAttentionError if a layer did not call our attention."""
     if micro_batch.shared_layout is not None:
         layers = model.config.get_text_config().num_hidden_layers
         if micro_batch.shared_layout.attention_calls[0] != layers:
-            raise shared_attention.SharedAttentionError(
-                f"our attention was called {micro_batch.shared_layout.attention_calls[0]} times "
-                f"in {layers} layers"
-            )
+            calls = micro_batch.shared_layout.attention_calls[0]
+            message = f"our attention was called {calls} times in {layers} layers"
+            raise shared_attention.SharedAttentionError(message)
 
 
-def try_layout(policy: Any, layout: str, max_length: int | None, probe: LayoutProbe) -> str | None:
-    """Set a policy (or a reward model) up for a layout; why it may not have it, and then it is as
-    before.
-    """
+def try_layout(
+    policy: HasLayout, layout: str, max_length: int | None, probe: LayoutProbe
+) -> str | None:
+    """Set a model up for a layout. -> None, or why it cannot be used: then nothing has changed"""
     if layout == "shared" and (reason := why_not_shared(policy.model, max_length)):
         return reason
     if layout == "packed" and not policy.names_position_ids:
@@ -194,7 +193,7 @@ def try_layout(policy: Any, layout: str, max_length: int | None, probe: LayoutPr
         shared_attention.install_shared_attention(policy.model)
     try:
         reason = probe.mismatch_reason(layout)
-    except Exception as error:  # a model's own code, given what it was not made for
+    except Exception as error:  # a model's own code may fail on inputs that it was not made for
         if layout == LAYOUTS[-1]:
             raise
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:150]}"
@@ -206,46 +205,46 @@ def try_layout(policy: Any, layout: str, max_length: int | None, probe: LayoutPr
 
 
 def _try_fused_head(policy: Policy, probe: LayoutProbe) -> str | None:
-    """Let the head be computed in tiles; why not, and then it is the model's own."""
-    scorer, config = policy.logprob_module, policy.model.config.get_text_config()
-    if type(scorer.head) is not torch.nn.Linear:
-        return f"the output embedding is a {type(scorer.head).__name__}"
+    """Set the fused head up. -> None, or why it cannot be used: then the model's own head stays"""
+    module, config = policy.logprob_module, policy.model.config.get_text_config()
+    if type(module.head) is not torch.nn.Linear:
+        return f"the output embedding is a {type(module.head).__name__}"
     if getattr(policy.model, "base_model", policy.model) is policy.model:
         return "the model has no backbone of its own"
     if getattr(config, "final_logit_softcapping", None):
         return "soft-capped logits"
-    scorer.logit_scale = float(getattr(config, "logit_scale", None) or 1.0)
-    scorer.logit_scale /= float(getattr(config, "logits_scaling", None) or 1.0)
-    scorer.use_fused_head = True
+    module.logit_scale = float(getattr(config, "logit_scale", None) or 1.0)
+    module.logit_scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+    module.use_fused_head = True
     try:
         reason = probe.mismatch_reason(policy.layout)
-    except Exception as error:  # its backbone answers in another form
+    except Exception as error:  # its backbone may return something else
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:150]}"
-    scorer.use_fused_head = reason is None
+    module.use_fused_head = reason is None
     return reason
 
 
-def probe_groups(policy: Any) -> list[Group]:
+def probe_groups(policy: HasLayout) -> list[Group]:
     """Two groups of three completions of unequal lengths, one of a single token."""
-    words = weight_shape(policy.model.get_input_embeddings().weight)[0]
-    draw = torch.Generator().manual_seed(0)
+    vocab_size = weight_shape(policy.model.get_input_embeddings().weight)[0]
+    generator = torch.Generator().manual_seed(0)
 
     def ids(count: int) -> list[int]:
-        found: list[int] = torch.randint(words, (count,), generator=draw).tolist()
-        return found
+        return torch.randint(vocab_size, (count,), generator=generator).tolist()
 
+    probe_lengths = zip(PROBE_PROMPT_LENGTHS, PROBE_COMPLETION_LENGTHS, strict=True)
     return [
         Group(i, {}, "", ids(p), [Rollout(ids(c), "", "length", False, 0, 0) for c in lengths])
-        for i, (p, lengths) in enumerate(
-            zip(PROBE_PROMPT_LENGTHS, PROBE_COMPLETION_LENGTHS, strict=True)
-        )
+        for i, (p, lengths) in enumerate(probe_lengths)
     ]
 
 
 @contextmanager
-def _float32_head(model: Any) -> Iterator[None]:
-    """While inside, a head of half precision multiplies in float32: logits that are rounded to
-    bfloat16 are further from the truth than what is compared with them."""
+def _float32_head(model: PreTrainedModel) -> Iterator[None]:
+    """Let a head of half precision multiply in float32 inside.
+
+    Logits that are rounded to bfloat16 are less exact than the numbers that they are compared with.
+    """
     head = model.get_output_embeddings()
     if type(head) is not torch.nn.Linear or head.weight.dtype not in HALF_DTYPES:
         yield
@@ -264,23 +263,16 @@ def _float32_head(model: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def _logprobs_alone(policy: Policy, groups: list[Group], attention: str | None = None) -> Tensor:
-    """Each completion in a row of its own, by the model's plain forward and head. -> (S,)
-
-    `name`: of another attention than the model's own.
-    """
-    model, found = policy.model, []
-    with (
-        in_eval_mode(model),
-        shared_attention.native_attention(model, attention),
-        _float32_head(model),
-    ):
+    """Log-probability of each completion alone, by the model's plain forward and head. -> (S,)"""
+    model, sums = policy.model, []
+    native_attention = shared_attention.native_attention(model, attention)
+    with in_eval_mode(model), native_attention, _float32_head(model):
         for group in groups:
             for rollout in group.rollouts:
-                ids = group.prompt_ids + rollout.completion_ids
-                row = torch.tensor([ids], device=policy.device)
-                logits = policy.call(row, (), False)
-                rows = logits[0, len(group.prompt_ids) - 1 : -1]
-                target = row[0, len(group.prompt_ids) :]
-                logp = segments.target_logprobs(rows, target, policy.temperature)
-                found.append(logp.double().sum())
-    return torch.stack(found)
+                sequence = group.prompt_ids + rollout.completion_ids
+                ids = torch.tensor([sequence], device=policy.device)
+                logits = policy.call(ids, (), False)[0, len(group.prompt_ids) - 1 : -1]
+                target = ids[0, len(group.prompt_ids) :]
+                logp = segments.target_logprobs(logits, target, policy.temperature)
+                sums.append(logp.double().sum())
+    return torch.stack(sums)

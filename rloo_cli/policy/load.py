@@ -1,11 +1,11 @@
-"""Any causal language model and its tokenizer, from a hub name, a folder, or made here."""
+"""Loads a causal language model and its tokenizer from a hub name, a folder, or `make:NAME`."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +14,9 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
@@ -25,43 +28,50 @@ from rloo_cli.utils.files import JsonObject
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
 
 def load_policy_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer, with a pad token: pad is told from EOS by position, never by id."""
-    path = synthetic.resolve_model_path(config.tokenizer or config.path)
-    loaded: PreTrainedTokenizerBase = _load_pretrained(
-        AutoTokenizer.from_pretrained, config.tokenizer or config.path, path, config
+    """Load the tokenizer and give it a pad token.
+
+    Pad and EOS are told apart by position, never by id.
+    """
+    name = config.tokenizer or config.path
+    path = synthetic.resolve_model_path(name)
+    tokenizer: PreTrainedTokenizerBase = _load_pretrained(
+        AutoTokenizer.from_pretrained, name, path, config
     )
-    if loaded.pad_token_id is None:
-        loaded.pad_token = loaded.eos_token
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
     if config.chat_template is not None:
-        loaded.chat_template = Path(config.chat_template).read_text()
-    return loaded
+        tokenizer.chat_template = Path(config.chat_template).read_text()
+    return tokenizer
 
 
 def read_max_positions(config: ModelConfig) -> int | None:
-    """The most positions the model has, read from its config before any weights load."""
-    found = _load_pretrained(
-        AutoConfig.from_pretrained, config.path, synthetic.resolve_model_path(config.path), config
-    )
-    text = found.get_text_config()
-    length = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    """Read the model's maximum length from its config, before any weights load."""
+    text_config = _load_text_config(config)
+    length = getattr(text_config, "max_position_embeddings", None)
+    length = length or getattr(text_config, "n_positions", None)
     return int(length) if length else None
 
 
 def read_vocab_size(config: ModelConfig) -> int | None:
-    """Rows of the model's embedding, read from its config before any weights load."""
-    found = _load_pretrained(
-        AutoConfig.from_pretrained, config.path, synthetic.resolve_model_path(config.path), config
-    )
-    size = getattr(found.get_text_config(), "vocab_size", None)
+    """Read the size of the model's embedding from its config, before any weights load."""
+    size = getattr(_load_text_config(config), "vocab_size", None)
     return size if isinstance(size, int) else None
 
 
+def _load_text_config(config: ModelConfig) -> PretrainedConfig:
+    path = synthetic.resolve_model_path(config.path)
+    loaded = _load_pretrained(AutoConfig.from_pretrained, config.path, path, config)
+    return loaded.get_text_config()
+
+
 def load_reference_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of model.ref_path; None where it has none."""
+    """Load the tokenizer of model.ref_path; None if it has none."""
     if config.ref_path is None or config.ref_path == config.path:
         return None
     changes = {"path": config.ref_path, "tokenizer": None, "revision": None, "chat_template": None}
@@ -73,31 +83,31 @@ def load_reference_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | N
 
 def load_causal_lm(
     config: ModelConfig, path: str, device: torch.device, compute_device: torch.device | None = None
-) -> Any:
-    """Load the weights, in `dtype`, on `device`. Pickled weight files are refused.
+) -> PreTrainedModel:
+    """Load the model in `path` on `device`. Pickled weight files are refused.
 
-    `computes`: the device that decides what `auto` is, where it is another one.
+    `compute_device`: the device that decides what dtype=auto is, if it is another one.
 
-    Raises ConfigError for what is no model that can be loaded, MachineError for what is not here.
+    Raises ConfigError for a folder that is not a loadable model, MachineError for one that was not
+    found.
     """
-    to = compute_device or device
+    options = _quantized_load_options(config, device)
     loaded, missing = _load_weights(
-        AutoModelForCausalLM, config, path, to, **_quantized_load_options(config, device)
+        AutoModelForCausalLM, config, path, compute_device or device, **options
     )
     if missing:
+        what = f"{path} lacks {len(missing)} of the model's tensors"
         why = f"missing: {', '.join(missing[:5])}; they would be random numbers"
-        raise ConfigError(
-            Problem(f"{path} lacks {len(missing)} of the model's tensors", "model.path", why)
-        )
+        raise ConfigError(Problem(what, "model.path", why))
     apply_model_settings(loaded, config)
     if config.quantization is not None:
         quantization.disable_avx512_kernel(loaded)
-        return loaded  # which is where it stays
+        return loaded  # a quantised model cannot be moved
     return loaded.to(device)
 
 
-def apply_model_settings(model: Any, config: ModelConfig) -> None:
-    """What the config changes about a model, with or without its weights."""
+def apply_model_settings(model: PreTrainedModel, config: ModelConfig) -> None:
+    """Apply the config's settings to a model, with or without its weights."""
     if config.disable_dropout:
         zero_dropout(model)
     if config.lm_head_fp32:
@@ -107,11 +117,14 @@ def apply_model_settings(model: Any, config: ModelConfig) -> None:
 
 
 def build_meta_model(
-    config: ModelConfig, real_configs: tuple[Any, Any], device: torch.device
-) -> Any:
-    """The same model without weights (torch's `meta` device), for a process that is sent them.
+    config: ModelConfig,
+    real_configs: tuple[PretrainedConfig, GenerationConfig],
+    device: torch.device,
+) -> PreTrainedModel:
+    """Build the model without weights (torch's `meta` device), for a rank that receives them.
 
-    `like`: config and generation config of the real one. `device`: where it will compute.
+    `real_configs`: config and generation config of the loaded model. `device`: where this one will
+    compute.
     """
     options: JsonObject = {"dtype": resolve_dtype(config.dtype, device)}
     if config.attn_implementation is not None:
@@ -126,28 +139,28 @@ def build_meta_model(
 
 
 def _quantized_load_options(config: ModelConfig, device: torch.device) -> JsonObject:
-    keys = config.quantization
-    return (
-        {}
-        if keys is None
-        else quantization.quantized_load_options(keys, resolve_dtype(config.dtype, device), device)
-    )
+    if config.quantization is None:
+        return {}
+    dtype = resolve_dtype(config.dtype, device)
+    return quantization.quantized_load_options(config.quantization, dtype, device)
 
 
-def load_sequence_classifier(config: ModelConfig, path: str, device: torch.device) -> Any:
-    """A language model as a sequence classifier with one label, whose head may be new.
+def load_sequence_classifier(
+    config: ModelConfig, path: str, device: torch.device
+) -> PreTrainedModel:
+    """Load a language model as a sequence classifier with one label, whose head may be new.
 
-    Raises ConfigError where there is no such class for it, or the rest of the weights is missing.
+    Raises ConfigError if there is no such class for it, or the rest of the weights is missing.
     """
     return load_classifier_with_head(config, path, device)[0]
 
 
 def load_classifier_with_head(
     config: ModelConfig, path: str, device: torch.device
-) -> tuple[Any, bool]:
-    """The same, and whether its head is new: the files are a language model's."""
-    kind = AutoModelForSequenceClassification
-    loaded, lacking = _load_weights(kind, config, path, device, num_labels=1)
+) -> tuple[PreTrainedModel, bool]:
+    """Load a model as `load_sequence_classifier` does. -> the model, whether its head is new"""
+    auto_class = AutoModelForSequenceClassification
+    loaded, lacking = _load_weights(auto_class, config, path, device, num_labels=1)
     missing = [name for name in lacking if name != "score.weight"]
     if missing or getattr(getattr(loaded, "score", None), "bias", 0) is not None:
         lacks = f"missing: {', '.join(missing[:5])}" if missing else "it has no plain `score` head"
@@ -162,41 +175,36 @@ def load_classifier_with_head(
 
 @contextmanager
 def errors_naming_key(key: str) -> Iterator[None]:
-    """Errors inside that name model.path name this key instead, which said what to load."""
+    """Let errors inside name this key instead of model.path."""
     try:
         yield
     except RunError as error:
-        told = [replace(p, where=key if p.where == "model.path" else p.where)
-                for p in error.problems]  # fmt: skip
-        raise type(error)(*told) from None
+        renamed = [
+            replace(p, where=key if p.where == "model.path" else p.where) for p in error.problems
+        ]
+        raise type(error)(*renamed) from None
 
 
 def _load_weights(
-    auto_class: Any, config: ModelConfig, path: str, device: torch.device, **load_options: Any
-) -> tuple[Any, list[str]]:
-    """A model of this Auto class, and the names of its tensors that the files lack."""
+    auto_class: Any, config: ModelConfig, path: str, device: torch.device, **load_options: object
+) -> tuple[PreTrainedModel, list[str]]:
+    """Load a model of this Auto class. -> it, and the names of its tensors that no file has"""
     _refuse_bad_config(path, config, auto_class)
-    options: JsonObject = {
-        "dtype": resolve_dtype(config.dtype, device),
-        "use_safetensors": True,
-    } | load_options
+    options: JsonObject = {"dtype": resolve_dtype(config.dtype, device), "use_safetensors": True}
+    options |= {"output_loading_info": True} | load_options
     if config.attn_implementation is not None:
         options["attn_implementation"] = config.attn_implementation
-    loaded, info = _load_pretrained(
-        auto_class.from_pretrained,
-        path,
-        synthetic.resolve_model_path(path),
-        config,
-        output_loading_info=True,
-        **options,
-    )
+    folder = synthetic.resolve_model_path(path)
+    loaded, info = _load_pretrained(auto_class.from_pretrained, path, folder, config, **options)
     _check_unused(path, loaded, sorted(info["unexpected_keys"]))
     return loaded, sorted(info["missing_keys"])
 
 
-def _check_unused(path: str, loaded: Any, unused: list[str]) -> None:
-    """Tensors of the files that the model has no use for are said in the log. Raises ConfigError
-    for whole layers: without them it would be another model."""
+def _check_unused(path: str, loaded: PreTrainedModel, unused: list[str]) -> None:
+    """Log the tensors of the files that the model does not use.
+
+    Raises ConfigError for whole layers: without them it would be another model.
+    """
     if layers := rules_model.uncounted_layers(loaded.config.to_dict(), unused):
         why = f"its config.json leaves out {len(layers)} tensors: {', '.join(layers[:5])}"
         what = f"{path} has more layers in its weights than in its config.json"
@@ -207,49 +215,45 @@ def _check_unused(path: str, loaded: Any, unused: list[str]) -> None:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the GPU has it, float32 elsewhere."""
-    if name != "auto":
-        chosen: torch.dtype = getattr(torch, name)
-        if (
-            chosen is torch.bfloat16
-            and device.type == "cuda"
-            and not torch.cuda.is_bf16_supported()
-        ):
-            why = f"{torch.cuda.get_device_name(device)} has no bfloat16"
-            raise MachineError(
-                Problem("model.dtype = bfloat16", "model.dtype", why, "model.dtype=float32")
-            )
-        return chosen
-    half = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    return torch.bfloat16 if half else torch.float32
+    """The dtype of this name; `auto` is bfloat16 on a GPU that has it, else float32."""
+    on_gpu = device.type == "cuda"
+    if name == "auto":
+        return torch.bfloat16 if on_gpu and torch.cuda.is_bf16_supported() else torch.float32
+    dtype: torch.dtype = getattr(torch, name)
+    if dtype is torch.bfloat16 and on_gpu and not torch.cuda.is_bf16_supported():
+        what, why = (
+            "model.dtype = bfloat16",
+            f"{torch.cuda.get_device_name(device)} has no bfloat16",
+        )
+        raise MachineError(Problem(what, "model.dtype", why, "model.dtype=float32"))
+    return dtype
 
 
-def enable_gradient_checkpointing(model: Any) -> None:
-    """Turn gradient checkpointing on. The reentrant form would forget the layers' arguments."""
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Turn gradient checkpointing on. The reentrant form would drop the layers' arguments."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def compute_head_in_float32(model: Any) -> None:
+def compute_head_in_float32(model: PreTrainedModel) -> None:
     """Let the output embedding compute in float32, whatever the dtype of its weights.
 
-    In bfloat16 two kernels that sum in another order differ by more than the samples they draw
-    can bear; most of that is the head's (arXiv 2506.13585).
+    In bfloat16 two kernels that sum in another order differ by more than sampling can tolerate;
+    most of that is the head's (arXiv 2506.13585).
     """
     head = model.get_output_embeddings()
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         bias = getattr(head, "bias", None)
-        return nn.functional.linear(
-            hidden.float(), head.weight.float(), None if bias is None else bias.float()
-        )
+        bias = None if bias is None else bias.float()
+        return nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
     head.forward = forward
 
 
 def zero_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0: with one, the ratio of a token to itself is noise.
+    """Set every dropout to 0: otherwise the ratio of a token to itself is not 1.
 
-    Layers hold it as a module, as a number of their own, or read the config's in each forward.
+    Layers hold it as a module or as a number, or read it from the config in each forward.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -260,13 +264,11 @@ def zero_dropout(model: nn.Module) -> None:
                     setattr(holder, name, 0.0)
 
 
-def _refuse_bad_config(path: str, config: ModelConfig, auto_class: Any) -> None:
-    """Before anything is built: a config.json that asks for what would fill the memory, or that
-    is of weights with another head."""
+def _refuse_bad_config(path: str, config: ModelConfig, auto_class: object) -> None:
+    """Refuse a config.json that would fill the memory, or whose weights have another head."""
+    revision = config.revision if path == config.path else None
     try:
-        values = hf_cache.read_model_config(
-            synthetic.resolve_model_path(path), config.revision if path == config.path else None
-        )
+        values = hf_cache.read_model_config(synthetic.resolve_model_path(path), revision)
         why = hf_cache.model_config_problem(values)
         if auto_class is AutoModelForCausalLM:
             why = why or rules_model.wrong_head_reason(values)
@@ -276,29 +278,28 @@ def _refuse_bad_config(path: str, config: ModelConfig, auto_class: Any) -> None:
         raise ConfigError(Problem(f"{path} cannot be loaded", "model.path", why))
 
 
-def _load_pretrained(load: Any, name: str, path: str, config: ModelConfig, **options: Any) -> Any:
+def _load_pretrained(
+    load: Callable[..., T], name: str, path: str, config: ModelConfig, **options: object
+) -> T:
     """Call a `from_pretrained`, and turn its many errors into one that says what to do."""
-    revision = config.revision if name == config.path else None  # of model.path, and no other
+    revision = config.revision if name == config.path else None  # the revision is model.path's
     remote = {"trust_remote_code": config.trust_remote_code, "revision": revision}
     try:
         return load(path, **{k: v for k, v in remote.items() if v is not None}, **options)
-    except RunError:  # a signal's, which came meanwhile
+    except RunError:  # a signal came meanwhile
         raise
     except Exception as error:  # what a damaged or a hostile file makes a library raise
         why = "\n".join(line[:300] for line in str(error).strip().splitlines()[:4])
         if "trust_remote_code" in str(error):
+            what = f"{name} brings Python code of its own"
             fix = "model.trust_remote_code=true, if you trust its authors; nothing was run"
-            raise ConfigError(
-                Problem(f"{name} brings Python code of its own", "model.path", why, fix)
-            ) from None
+            raise ConfigError(Problem(what, "model.path", why, fix)) from None
         if Path(path).exists():
             raise ConfigError(Problem(f"{name} cannot be loaded", "model.path", why)) from None
         if rules_paths.looks_like_path(path):
             looked = f"looked at {Path(path).absolute()}"
             raise ConfigError(Problem(f"{name} does not exist", "model.path", looked)) from None
-        why = (
-            f"not a folder here, not in the cache {hf_cache.hub_cache_folder()}, and the "
-            f"hub:\n{why}"
-        )
+        cache = hf_cache.hub_cache_folder()
+        why = f"not a folder here, not in the cache {cache}, and the hub:\n{why}"
         fix = f"on a machine with network: {hf_cache.fetch_command()}; or name a local folder"
-        raise MachineError(Problem(f"{name!r} is not to be had", "model.path", why, fix)) from None
+        raise MachineError(Problem(f"{name!r} was not found", "model.path", why, fix)) from None

@@ -1,12 +1,12 @@
-"""Adapters (LoRA, DoRA) inside a causal language model, by peft. The base under them never changes.
+"""Adapters (LoRA, DoRA) inside a causal language model, by peft. The base weights never change.
 
 peft puts its layers in place of the linear ones; class, backbone and output embedding of the model
-stay what they were, so packing, attention and head know nothing of it. Only adapters, and whole
-copies of the layers in `modules_to_save`, get gradients. Adapters are float32 whatever the dtype of
-the base: they are small, and need no masters.
+stay the same, so packing, attention and head need not know of it. Only adapters, and whole copies
+of the layers in `modules_to_save`, get gradients. Adapters are float32 whatever the dtype of the
+base: they are small, and need no masters.
 
-Two adapters may be there: `default`, which is trained, and `reference`, which is not. `using` says
-which of them computes; with none, the numbers are the base's own, bit for bit.
+There may be two adapters: `default`, which is trained, and `reference`, which is not. `use_adapter`
+chooses between them; with none, the numbers are exactly the base's own.
 """
 
 import copy
@@ -16,12 +16,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import MethodType
-from typing import Any
+from types import MethodType, ModuleType
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rloo_cli.config.schema import LoraConfig, ModelConfig
 from rloo_cli.policy import load, quantization
@@ -34,13 +35,20 @@ PEFT_NAME_PREFIX = "base_model.model."  # of every name in an adapter's file
 PEFT_WEIGHTS_FILE, PEFT_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 
 
+class AdapterLayer(Protocol):
+    """A layer of peft's, which computes with one adapter, another, or none."""
+
+    _disable_adapters: bool
+    _active_adapter: str | list[str]
+
+
 def load_trained_model(
     config: ModelConfig, checkpoint: Path | None, device: torch.device, seed: int
-) -> Any:
-    """The model that learns, in full or by an adapter; `checkpoint`: where it goes on.
+) -> PreTrainedModel:
+    """Load the model that learns, in full or by an adapter. `checkpoint`: where training resumes.
 
-    Of an adapter's checkpoint only the adapter is read, the base is model.path's. Raises
-    ConfigError for an adapter that does not fit, MachineError for a package that is not here.
+    If it is an adapter's checkpoint, only the adapter is read: the base is model.path's. Raises
+    ConfigError for an adapter that does not fit, MachineError for a package that is not installed.
     """
     if config.lora is None:
         return load.load_causal_lm(config, str(checkpoint or config.path), device)
@@ -55,25 +63,26 @@ def load_trained_model(
     return loaded
 
 
-def attach_adapter(model: Any, keys: LoraConfig, seed: int, name: str = TRAINED_ADAPTER) -> None:
-    """Freeze the base and put a new adapter in, which changes nothing yet.
+def attach_adapter(
+    model: PreTrainedModel, keys: LoraConfig, seed: int, name: str = TRAINED_ADAPTER
+) -> None:
+    """Freeze the base and attach a new adapter, which changes nothing yet.
 
-    Its random half is drawn from `seed` alone, so it is the same on every rank, and torch's own
-    state is left as it was. Raises ConfigError where it cannot be put in.
+    Its random half is sampled from `seed` alone, so it is the same on every rank, and torch's own
+    state is left as it was. Raises ConfigError if it cannot be attached.
     """
     peft = import_peft()
     before = [model.get_input_embeddings(), model.get_output_embeddings()]
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # peft says of the experts' own rank that it matches no module: they are parameters.
+        # peft warns that the rank of the experts matches no module: they are parameters.
         warnings.filterwarnings("ignore", message=".*pattern keys did not match")
         torch.manual_seed(seed)
         try:
             model.add_adapter(peft.LoraConfig(**_lora_config_arguments(keys)), name)
         except (ValueError, TypeError, NotImplementedError) as error:
-            raise ConfigError(
-                Problem("the adapter does not fit the model", "model.lora", _first_line(error))
-            ) from None
+            what = "the adapter does not fit the model"
+            raise ConfigError(Problem(what, "model.lora", _first_line(error))) from None
     model.set_adapter(TRAINED_ADAPTER)  # of two adapters, the first one learns
     after = [model.get_input_embeddings(), model.get_output_embeddings()]
     tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
@@ -84,18 +93,18 @@ def attach_adapter(model: Any, keys: LoraConfig, seed: int, name: str = TRAINED_
     for part, weight in model.named_parameters():
         if "lora_" in part and weight.dtype in HALF_DTYPES:
             weight.data = weight.data.float()
-    if not keys.use_dora:  # whose own arithmetic reads the adapter's weights directly
+    if not keys.use_dora:  # DoRA's arithmetic reads the adapter's weights directly
         multiply_in_base_dtype(model)
     if getattr(model, "is_gradient_checkpointing", False):
         model.enable_input_require_grads()  # where nothing before the first adapter has a gradient
 
 
-def multiply_in_base_dtype(model: Any) -> None:
-    """Let float32 adapters multiply in the dtype of what comes in, as the layers beside them do.
+def multiply_in_base_dtype(model: PreTrainedModel) -> None:
+    """Let float32 adapters multiply in the dtype of their input, as the layers beside them do.
 
-    peft casts what comes in to the adapter's float32 instead, keeps that for the backward pass, and
+    peft casts the input to the adapter's float32 instead, keeps that for the backward pass, and
     multiplies in float32, which a GPU does 15 times as slowly. Weights, gradients and updates stay
-    float32. Where the model itself is float32 this changes nothing.
+    float32. For a model that is float32 this changes nothing.
     """
     kind = importlib.import_module("peft.tuners.lora.layer").LoraLayer
     wrapper = _parameter_wrapper()
@@ -109,13 +118,13 @@ def multiply_in_base_dtype(model: Any) -> None:
 
 
 def _linear_as_input(layer: nn.Linear, x: Tensor) -> Tensor:
-    """A linear layer whose weights are cast to what comes in. (..., in) -> (..., out)"""
+    """Compute a linear layer with its weights cast to the input's dtype. (..., in) -> (..., out)"""
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
     return nn.functional.linear(x, layer.weight.to(x.dtype), bias)
 
 
-def import_peft() -> Any:
-    """peft itself. Raises MachineError where it is not installed."""
+def import_peft() -> ModuleType:
+    """Import peft. Raises MachineError if it is not installed."""
     try:
         return importlib.import_module("peft")
     except ImportError as error:
@@ -123,37 +132,37 @@ def import_peft() -> Any:
         raise MachineError(Problem("model.lora needs peft", "model.lora", why, fix)) from None
 
 
-def has_adapter(model: Any) -> bool:
+def has_adapter(model: PreTrainedModel) -> bool:
     """Whether the model has an adapter."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
-def adapter_tensors(model: Any, name: str = TRAINED_ADAPTER) -> dict[str, Tensor]:
-    """An adapter's tensors by the names of peft's files. They are the live ones, without gradient.
+def adapter_tensors(model: PreTrainedModel, name: str = TRAINED_ADAPTER) -> dict[str, Tensor]:
+    """An adapter's live tensors, without gradient, by the names that peft's files have.
 
     Whole layers that are trained (`modules_to_save`) are among them.
     """
-    utils = importlib.import_module("peft.utils")
-    found: dict[str, Tensor] = utils.get_peft_model_state_dict(
-        model, adapter_name=name, save_embedding_layers=False
-    )
-    return {PEFT_NAME_PREFIX + part: tensor for part, tensor in found.items()}
+    read = importlib.import_module("peft.utils").get_peft_model_state_dict
+    tensors = read(model, adapter_name=name, save_embedding_layers=False)
+    return {PEFT_NAME_PREFIX + part: tensor for part, tensor in tensors.items()}
 
 
 def adapter_state(
-    model: Any, name: str = TRAINED_ADAPTER, gather: Callable[[Tensor], Tensor] = Tensor.contiguous
+    model: PreTrainedModel,
+    name: str = TRAINED_ADAPTER,
+    gather: Callable[[Tensor], Tensor] = Tensor.contiguous,
 ) -> dict[str, Tensor]:
-    """`named`, each tensor whole: `gather` makes a sharded one so, on every rank at once."""
+    """`adapter_tensors`, each made whole by `gather`, which every rank calls at once."""
     return {part: gather(tensor) for part, tensor in adapter_tensors(model, name).items()}
 
 
 def save_adapter(
-    model: Any, folder: Path, gather: Callable[[Tensor], Tensor] = Tensor.contiguous
+    model: PreTrainedModel, folder: Path, gather: Callable[[Tensor], Tensor] = Tensor.contiguous
 ) -> None:
     """Write the trained adapter as peft does: its config, which names the base, and its tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.copy(model.peft_config[TRAINED_ADAPTER])
-    config.inference_mode = True  # as peft saves it: whoever loads it next may only want to look
+    config.inference_mode = True  # as peft saves it: the next user may not want to train it
     for part in ("target_modules", "exclude_modules", "modules_to_save"):
         if isinstance(getattr(config, part), set | list):  # a set has another order each time
             setattr(config, part, sorted(getattr(config, part)))
@@ -163,10 +172,10 @@ def save_adapter(
 
 
 @torch.no_grad()
-def read_adapter_weights(model: Any, folder: Path, name: str = TRAINED_ADAPTER) -> None:
-    """Give an adapter the values of a folder that `save` or peft wrote.
+def read_adapter_weights(model: PreTrainedModel, folder: Path, name: str = TRAINED_ADAPTER) -> None:
+    """Load the values that `save_adapter` or peft wrote in this folder into an adapter.
 
-    Raises ConfigError where the two do not have the same tensors.
+    Raises ConfigError if the two do not have the same tensors.
     """
     try:
         tensors = load_file(folder / PEFT_WEIGHTS_FILE)
@@ -177,47 +186,52 @@ def read_adapter_weights(model: Any, folder: Path, name: str = TRAINED_ADAPTER) 
 
 
 @torch.no_grad()
-def copy_into_adapter(model: Any, tensors: dict[str, Tensor], name: str, source: str) -> None:
-    """Copy these tensors, by the names of peft's files, into an adapter. Raises ConfigError."""
-    own = adapter_tensors(model, name)
-    sizes = {n: tuple(t.shape) for n, t in own.items()}
+def copy_into_adapter(
+    model: PreTrainedModel, tensors: dict[str, Tensor], name: str, source: str
+) -> None:
+    """Copy tensors, by the names of peft's files, into an adapter. `source`: where they are from.
+
+    Raises ConfigError if they are not those of this adapter.
+    """
+    adapter = adapter_tensors(model, name)
+    sizes = {n: tuple(t.shape) for n, t in adapter.items()}
     found = {n: tuple(t.shape) for n, t in tensors.items()}
     if sizes != found:
         odd = sorted(n for n in {**sizes, **found} if sizes.get(n) != found.get(n))
-        told = (f"{n}: {found.get(n, 'missing')}, expected {sizes.get(n, 'none')}" for n in odd)
-        why = f"{len(odd)} tensors differ: {'; '.join([*told][:3])}"
+        lines = [f"{n}: {found.get(n, 'missing')}, expected {sizes.get(n, 'none')}" for n in odd]
+        why = f"{len(odd)} tensors differ: {'; '.join(lines[:3])}"
         what = f"the adapter in {source} is not the one that model.lora describes"
         raise ConfigError(Problem(what, "model.lora", why))
-    for part, tensor in own.items():
+    for part, tensor in adapter.items():
         tensor.copy_(tensors[part])
 
 
-def tensors_to_save(model: Any) -> list[Tensor]:
-    """What a checkpoint of the model holds: every parameter, or the trained adapter's alone."""
+def tensors_to_save(model: PreTrainedModel) -> list[Tensor]:
+    """The tensors that a checkpoint holds: the trained adapter's, or else every parameter."""
     return list(adapter_tensors(model).values()) if has_adapter(model) else list(model.parameters())
 
 
-def adapter_layers(model: Any) -> list[Any]:
-    """The modules that compute by one adapter, another, or none."""
+def adapter_layers(model: PreTrainedModel) -> list[AdapterLayer]:
+    """The modules that compute with one adapter, another, or none."""
     tuners = importlib.import_module("peft.tuners.tuners_utils")
     other = importlib.import_module("peft.utils.other")
     kinds = (tuners.BaseTunerLayer, other.AuxiliaryTrainingWrapper)
     return [module for module in model.modules() if isinstance(module, kinds)]
 
 
-def adapter_scales(model: Any) -> dict[str, float]:
-    """Name of each adapted layer -> what the trained adapter's product is multiplied by."""
+def adapter_scales(model: PreTrainedModel) -> dict[str, float]:
+    """The factor of the trained adapter's product, by the name of the adapted layer."""
     kind = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]
     return {name: float(module.scaling[TRAINED_ADAPTER]) for name, module in modules}
 
 
 @contextmanager
-def use_adapter(layers: list[Any], name: str | None) -> Iterator[None]:
-    """These `layers` compute by this adapter inside, or by none; then as before.
+def use_adapter(layers: list[AdapterLayer], name: str | None) -> Iterator[None]:
+    """Let these `layers` compute with the adapter `name` inside, or with none.
 
-    peft's own switches set `requires_grad` too, of parameters that an optimizer and an engine for
-    many devices already know; this sets nothing but the switch.
+    peft's own functions also set `requires_grad` of parameters that an optimizer and a parallel
+    engine already hold; this sets nothing but the switch.
     """
     before = [(layer, layer._disable_adapters, layer._active_adapter) for layer in layers]
     for layer in layers:
@@ -231,12 +245,12 @@ def use_adapter(layers: list[Any], name: str | None) -> Iterator[None]:
             layer._disable_adapters, layer._active_adapter = disabled, active
 
 
-# The model that base and adapter are together.
+# Merging the adapter into the base.
 
 
 @torch.no_grad()
-def merged_model(model: Any) -> Any:
-    """A model of the same class whose weights have the trained adapter in them.
+def merged_model(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of the same class with the trained adapter merged into its weights.
 
     The live one is left as it is: an adapted layer is merged in a copy, all others are shared.
     Quantised weights come back in the dtype that the model computes in.
@@ -246,7 +260,7 @@ def merged_model(model: Any) -> Any:
     whole.tie_weights()
     for name, module in whole.named_modules():
         for part, tensor in module.named_buffers(recurse=False):
-            if tensor.is_meta:  # one that no file holds, such as the frequencies of positions
+            if tensor.is_meta:  # no file holds it: the frequencies of positions, for example
                 module._buffers[part] = model.get_submodule(name).get_buffer(part)
     empty = [n for n, p in whole.named_parameters() if p.is_meta]
     if empty:
@@ -256,44 +270,46 @@ def merged_model(model: Any) -> Any:
     return whole.eval()
 
 
-def check_mergeable(model: Any) -> None:
-    """Compare the names that merging will give with those of a plain model, without merging.
+def check_mergeable(model: PreTrainedModel) -> None:
+    """Check that merging would leave no parameter of the plain model without values.
 
-    What cannot be merged would be found out by the final save alone, after the training. Raises
-    ConfigError with the layers that can be adapted.
+    Otherwise only the final save, after the training, would show that a model cannot be merged.
+    Raises ConfigError with the layers that can be adapted.
     """
-    given = {f"{name}.{part}" for name, _, plain in _plain_layers(model)
-             for part, _ in plain.named_parameters()}  # fmt: skip
-    given |= {n for n, _ in model.named_parameters() if ".lora_" not in n}
-    missing = [n for n, _ in _empty_plain(model).named_parameters() if n not in given]
+    names = {n for n, _ in model.named_parameters() if ".lora_" not in n}
+    for name, _, plain in _plain_layers(model):
+        names |= {f"{name}.{part}" for part, _ in plain.named_parameters()}
+    missing = [n for n, _ in _empty_plain(model).named_parameters() if n not in names]
     if missing:
         why = f"merged into the model it would leave {', '.join(missing[:3])} without values"
         fix = f"model.lora.target_modules=[{','.join(linear_targets(model))}]"
         raise ConfigError(Problem("this adapter could not be saved", "model.lora", why, fix))
 
 
-def adapted_parameters(model: Any) -> list[str]:
-    """Names of the parameters that are adapted themselves and belong to no linear layer, such as
-    the experts of a mixture, whose weights are one tensor."""
+def adapted_parameters(model: PreTrainedModel) -> list[str]:
+    """Names of adapted parameters that belong to no linear layer.
+
+    The experts of a mixture, whose weights are one tensor, are such parameters.
+    """
     kind = _parameter_wrapper()
-    found = [(n, m) for n, m in model.named_modules() if isinstance(m, kind)]
-    return [f"{n.replace('.base_layer', '')}.{m.parameter_name}" for n, m in found]
+    wrappers = [(n, m) for n, m in model.named_modules() if isinstance(m, kind)]
+    return [f"{n.replace('.base_layer', '')}.{m.parameter_name}" for n, m in wrappers]
 
 
-def linear_targets(model: Any) -> list[str]:
-    """Last names of the linear layers that are adapted: what `target_modules` can list."""
+def linear_targets(model: PreTrainedModel) -> list[str]:
+    """Last names of the adapted linear layers, as `target_modules` can list them."""
     kind = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
     skipped = _parameter_wrapper()
-    found = ((n, m) for n, m in model.named_modules() if isinstance(m, kind))
-    return sorted({n.rpartition(".")[2] for n, m in found if not isinstance(m, skipped)})
+    layers = ((n, m) for n, m in model.named_modules() if isinstance(m, kind))
+    return sorted({n.rpartition(".")[2] for n, m in layers if not isinstance(m, skipped)})
 
 
-def _parameter_wrapper() -> Any:
-    """peft's layer around one parameter of a module; several of them are nested."""
+def _parameter_wrapper() -> type[nn.Module]:
+    """The class of peft's layer around one parameter of a module; several of them are nested."""
     return importlib.import_module("peft.tuners.lora.layer").ParamWrapper
 
 
-def _empty_plain(model: Any) -> Any:
+def _empty_plain(model: PreTrainedModel) -> PreTrainedModel:
     """A plain model of the same class, on torch's `meta` device."""
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
@@ -302,9 +318,11 @@ def _empty_plain(model: Any) -> Any:
         return type(model)(config)
 
 
-def _plain_layers(model: Any) -> Iterator[tuple[str, Any, nn.Module]]:
-    """(name, layer, plain layer) of every layer that peft or bitsandbytes put in a plain one's
-    place. The plain one's values are the base's, until `_merge`."""
+def _plain_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Iterate (name, layer, plain layer) of every layer that peft or bitsandbytes replaced.
+
+    The plain layer has the base's values: `_merged_layer` merges the adapter.
+    """
     kinds = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
     wrapper = importlib.import_module("peft.utils.other").ModulesToSaveWrapper
     done: tuple[str, ...] = ()
@@ -323,8 +341,8 @@ def _plain_layers(model: Any) -> Iterator[tuple[str, Any, nn.Module]]:
         yield name, module, inner
 
 
-def _merged_state(model: Any) -> dict[str, Tensor]:
-    """Name of each tensor of a plain model -> its value with the adapter."""
+def _merged_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors of a plain model with the adapter merged, by name."""
     adapted = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
     state: dict[str, Tensor] = {}
     done: tuple[str, ...] = ()
@@ -335,45 +353,40 @@ def _merged_state(model: Any) -> dict[str, Tensor]:
             plain = quantization.dequantized_linear(module)
         state |= {f"{name}.{part}": tensor.detach() for part, tensor in plain.state_dict().items()}
         done = (*done, f"{name}.")
-    others = (m for m in model.named_modules() if not f"{m[0]}.".startswith(done))
-    for name, module in others:
-        state |= {
-            f"{name}.{part}" if name else part: tensor
-            for part, tensor in (
-                *module.named_parameters(recurse=False),
-                *((b, t) for b, t in module.named_buffers(recurse=False)
-                  if b not in module._non_persistent_buffers_set),
-            )
-        }  # fmt: skip
+    for name, module in model.named_modules():
+        if f"{name}.".startswith(done):
+            continue
+        tensors = dict(module.named_parameters(recurse=False))
+        tensors |= {part: buffer for part, buffer in module.named_buffers(recurse=False)
+                    if part not in module._non_persistent_buffers_set}  # fmt: skip
+        state |= {f"{name}.{part}" if name else part: t for part, t in tensors.items()}
     return state
 
 
 def _merged_layer(layer: Any) -> nn.Module:
-    """A copy of an adapted layer's own layer, with its adapter in it."""
+    """A copy of an adapted layer's base layer, with its adapter merged."""
     if quantization.is_quantized(layer.base_layer):
         return quantization.merged_linear(layer, TRAINED_ADAPTER)
     alone = copy.deepcopy(layer)
-    while isinstance(alone, type(layer)):  # one inside the other: a layer per adapted parameter
+    while isinstance(alone, type(layer)):  # layers are nested, one per adapted parameter
         alone.merge(adapter_names=[TRAINED_ADAPTER])
         alone = alone.base_layer
-    inner: nn.Module = alone
-    return inner
+    return alone
 
 
-def save_merged_model(model: Any, folder: Path) -> None:
+def save_merged_model(model: PreTrainedModel, folder: Path) -> None:
     """Write the merged model as `from_pretrained` and vLLM load it."""
     merged_model(model).save_pretrained(folder)
 
 
 def read_adapter_config(folder: Path) -> JsonObject:
-    """What an adapter's folder says of it; {} for none. Raises ValueError."""
+    """Read the config of an adapter's folder; {} if there is none. Raises ValueError."""
     path = folder / PEFT_CONFIG_FILE
-    found: JsonObject = json.loads(path.read_text()) if path.is_file() else {}
-    return found
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def _lora_config_arguments(keys: LoraConfig) -> JsonObject:
-    """Of peft.LoraConfig."""
+    """The arguments of peft.LoraConfig."""
     return {
         "r": keys.r,
         "lora_alpha": keys.alpha,

@@ -1,8 +1,8 @@
-"""How many rows a forward pass may have, from what one keeps for its backward pass.
+"""How many tokens a forward pass may have, from what it keeps for its backward pass.
 
-Measured, not estimated: a small forward with gradient counts the bytes that autograd saves. The
-memory it is compared with is the machine's, not what happens to be free, so that a run is cut
-alike, and gives the same bits, whenever it is started again on such a machine.
+This is measured, not estimated: a small forward with gradient counts the bytes that autograd
+saves. They are compared with the machine's memory, not with what happens to be free, so that a run
+has the same micro-batches, and the same bits, whenever it is started again on such a machine.
 """
 
 import os
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.bin_packing import ForwardCost, ForwardLimits
@@ -23,23 +24,22 @@ from rloo_cli.policy.value import ValueModel
 from rloo_cli.utils import environment
 from rloo_cli.utils.errors import OutOfMemory, Problem
 
-FORWARD_MEMORY_SHARE = (
-    0.5  # of what weights and optimizer leave: the rest is for the sampler, and for error
-)
-MAX_USEFUL_TOKENS = {"cpu": 1024, "cuda": 32768}  # rows beyond which nothing gets faster
-MAX_MASKED_TOKENS = 4096  # rows of a mask of rows by rows: 16 million of its entries
+# Of the memory that weights and optimizer leave; the rest is for the sampler, and for error.
+FORWARD_MEMORY_SHARE = 0.5
+MAX_USEFUL_TOKENS = {"cpu": 1024, "cuda": 32768}  # tokens beyond which nothing gets faster
+MAX_MASKED_TOKENS = 4096  # with a mask of tokens by tokens, which has 16 million entries then
 CUDA_CONTEXT_SHARE = 0.02  # of a GPU: CUDA's own, its libraries', and buffers of the backward pass
-NO_GRAD_TOKEN_FACTOR = 4  # times as many rows where nothing is kept
+NO_GRAD_TOKEN_FACTOR = 4  # times as many tokens where nothing is kept for a backward pass
 CGROUP_MEMORY_FILE = Path("/sys/fs/cgroup/memory.max")
 
 
-def model_forward_cost(model: Any) -> ForwardCost:
-    """What a forward pass of this model costs (`Shape`), from its config and its parameters."""
+def model_forward_cost(model: PreTrainedModel) -> ForwardCost:
+    """What a forward pass of this model costs, from its config and its parameters."""
     config = model.config.get_text_config()
     head = model.get_output_embeddings().weight
     tables = {id(head): prod(weight_shape(head))}
-    found = model.get_input_embeddings().weight
-    tables[id(found)] = prod(weight_shape(found))
+    embedding = model.get_input_embeddings().weight
+    tables[id(embedding)] = prod(weight_shape(embedding))
     heads = getattr(config, "num_attention_heads", 0) or 0
     width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
     return ForwardCost(
@@ -63,43 +63,42 @@ def measure_forward_limits(
 ) -> ForwardLimits:
     """The budget of a forward pass; sets the policy up to keep and recompute accordingly.
 
-    `longest`: rows of the largest group there can be. `reference`: a second model is held.
-    `share`: part of weights and optimizer that this process holds; processes with one memory.
-    `critic`: a value model that learns too, whose backward pass comes apart from the policy's.
-    `least`: rows that have to fit without recomputing; None = those of the largest group. To cut a
-    group where that costs nothing is better than to compute everything once more.
-    `others`: bytes of the device that other models have.
+    `max_group_tokens`: tokens of the largest group that can occur. `has_reference_model`: a second
+    model is in memory. `held_share`: share of weights and optimizer that this process holds, and
+    how many processes share its memory. `value_model`: it learns too, with backward passes of its
+    own. `required_tokens`: tokens that have to fit without recomputing; None = those of the largest
+    group. Splitting a group, where that costs nothing, is better than recomputing everything.
+    `other_bytes`: bytes of the device that other models take.
     """
     train, shape = config.train, model_forward_cost(policy.model)
-    room = FORWARD_MEMORY_SHARE * max(
-        _free_bytes(policy, config, has_reference_model, held_share, value_model) - other_bytes, 0.0
-    )
+    free = _free_bytes(policy, config, has_reference_model, held_share, value_model)
+    budget = FORWARD_MEMORY_SHARE * max(free - other_bytes, 0.0)
     each = _bytes_per_policy_token(policy, value_model)
     auto = config.model.gradient_checkpointing == "auto" and can_recompute(policy.model)
-    if auto and room / each < (max_group_tokens if required_tokens is None else required_tokens):
+    if auto and budget / each < (max_group_tokens if required_tokens is None else required_tokens):
         enable_gradient_checkpointing(policy.model)
         if value_model is not None:
             enable_gradient_checkpointing(value_model.model)
         each = _bytes_per_policy_token(policy, value_model)
-    most = (
-        MAX_MASKED_TOKENS
-        if has_attention_mask(policy)
-        else MAX_USEFUL_TOKENS.get(policy.device.type, MAX_USEFUL_TOKENS["cuda"])
-    )
-    rows = train.micro_batch_tokens or _forward_token_budget(most, max_group_tokens, room / each)
-    policy.logprob_module.keep_logits_bytes = int(
-        min(_keep_logits_bytes(policy, train.keep_logits_gb), room / 4)
-    )
+    most = MAX_USEFUL_TOKENS.get(policy.device.type, MAX_USEFUL_TOKENS["cuda"])
+    most = MAX_MASKED_TOKENS if has_attention_mask(policy) else most
+    tokens = train.micro_batch_tokens
+    tokens = tokens or _forward_token_budget(most, max_group_tokens, budget / each)
+    logits_bytes = min(_keep_logits_bytes(policy, train.keep_logits_gb), budget / 4)
+    policy.logprob_module.keep_logits_bytes = int(logits_bytes)
     size = train.micro_batch_size
-    again = train.no_grad_batch_size or (None if size is None else 2 * size)
-    return ForwardLimits(shape, rows, NO_GRAD_TOKEN_FACTOR * rows, size, again)
+    no_grad_size = train.no_grad_batch_size or (None if size is None else 2 * size)
+    return ForwardLimits(shape, tokens, NO_GRAD_TOKEN_FACTOR * tokens, size, no_grad_size)
 
 
 def has_attention_mask(policy: Policy) -> bool:
-    """Whether attention makes a mask of rows by rows: packed rows by a model's own attention on a
-    GPU, unless that is flash attention, which is told the documents' lengths."""
-    own = str(getattr(policy.model.config, "_attn_implementation", ""))
-    return policy.device.type == "cuda" and policy.layout == "packed" and "flash" not in own
+    """Whether attention makes a mask of tokens by tokens.
+
+    A model's own attention does so on packed sequences on a GPU, unless it is flash attention,
+    which gets the documents' lengths.
+    """
+    name = str(getattr(policy.model.config, "_attn_implementation", ""))
+    return policy.device.type == "cuda" and policy.layout == "packed" and "flash" not in name
 
 
 def _keep_logits_bytes(policy: Policy, keep_logits_gb: float | None) -> float:
@@ -110,36 +109,33 @@ def _keep_logits_bytes(policy: Policy, keep_logits_gb: float | None) -> float:
 
 
 def allocated_bytes(device: torch.device) -> float:
-    """Bytes of tensors on a GPU so far; 0 on a CPU, where nobody counts them."""
+    """Bytes of tensors on a GPU so far; 0 on a CPU, where they are not counted."""
     return float(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0.0
 
 
-def can_recompute(model: Any) -> bool:
-    """Whether the model knows gradient checkpointing."""
+def can_recompute(model: PreTrainedModel) -> bool:
+    """Whether the model supports gradient checkpointing."""
     return bool(getattr(model, "supports_gradient_checkpointing", False))
 
 
 def _bytes_per_policy_token(policy: Policy, value_model: ValueModel | None) -> float:
-    """Bytes for each of the policy's rows, of whichever model keeps more."""
-    found = activation_bytes_per_token(policy)
-    return (
-        found
-        if value_model is None
-        else max(
-            found, value_model.tokens_per_policy_token * activation_bytes_per_token(value_model)
-        )
-    )
+    """Bytes per token of the policy that the policy or the value model keeps, whichever is more."""
+    policy_bytes = activation_bytes_per_token(policy)
+    if value_model is None:
+        return policy_bytes
+    value_bytes = value_model.tokens_per_policy_token * activation_bytes_per_token(value_model)
+    return max(policy_bytes, value_bytes)
 
 
 def activation_bytes_per_token(policy: Policy | ValueModel) -> float:
-    """What autograd keeps of one row of a training forward, weights not counted."""
+    """Bytes that autograd keeps per token of a training forward, without weights."""
     held: dict[int, int] = {}
     weights: set[int] = set()
 
-    def seen(module: nn.Module, _: Any) -> None:
-        """Weights as they are when they are used: gathered ones are nobody's activations."""
-        own = module.parameters(recurse=False)
-        weights.update(p.untyped_storage().data_ptr() for p in own)
+    def seen(module: nn.Module, _: object) -> None:
+        """Note the weights as they are used: gathered ones are not activations."""
+        parameters = module.parameters(recurse=False)
+        weights.update(p.untyped_storage().data_ptr() for p in parameters)
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -148,22 +144,22 @@ def activation_bytes_per_token(policy: Policy | ValueModel) -> float:
         return tensor
 
     groups = probe_groups(policy)
-    micro = policy.pack(groups, whole_group_slices(groups, range(len(groups))))
+    micro_batch = policy.pack(groups, whole_group_slices(groups, range(len(groups))))
     hooks = [m.register_forward_pre_hook(seen) for m in policy.model.modules()]
     try:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             if isinstance(policy, ValueModel):
-                policy.values(micro)
+                policy.values(micro_batch)
             else:
-                _forward_without_logits(policy, micro)
+                _forward_without_logits(policy, micro_batch)
     finally:
         for hook in hooks:
             hook.remove()
-    return sum(held.values()) / micro.input_ids.numel()
+    return sum(held.values()) / micro_batch.input_ids.numel()
 
 
 def _forward_without_logits(policy: Policy, micro_batch: MicroBatch) -> None:
-    """A training forward that keeps no logits: they have a share of their own."""
+    """A training forward that keeps no logits, which are counted separately."""
     keep, policy.logprob_module.keep_logits_bytes = policy.logprob_module.keep_logits_bytes, 0
     try:
         policy.call(micro_batch, [policy.temperature], False)
@@ -181,8 +177,8 @@ def _free_bytes(
     """Bytes of the device that weights, gradients, masters and optimizer leave."""
     weights = [p for p in policy.model.parameters() if p.requires_grad]
     count, each = sum(prod(weight_shape(p)) for p in weights), policy.dtype.itemsize
-    own = [(prod(weight_shape(p)), min(p.element_size(), each)) for p in policy.model.parameters()]
-    every = sum(numbers * width for numbers, width in own)
+    every = sum(prod(weight_shape(p)) * min(p.element_size(), each)
+                for p in policy.model.parameters())  # fmt: skip
     half = max(p.element_size() for p in weights) < 4 or each < 4
     held = every + count * (4 + 8 + (4 if half else 0)) + (every if has_reference_model else 0)
     if value_model is not None:
@@ -190,34 +186,32 @@ def _free_bytes(
         held += learned * (value_model.dtype.itemsize + 4 + 8 + (4 if half else 0))
     held *= held_share[0]
     total, generation = _device_memory_bytes(policy.device), config.generation
-    if generation.backend == "vllm_colocate" and policy.device.type == "cuda":
-        _check_engine_fits(generation, held, total)
-    total /= 1 if policy.device.type == "cuda" else held_share[1]
-    if generation.backend == "vllm_colocate" and policy.device.type == "cuda":
-        engine: Any = generation.colocate  # type: ignore[attr-defined]
-        total *= 1 - (0.0 if engine.sleep == "weights" else engine.gpu_memory_utilization)
-    if policy.device.type == "cuda":
+    if policy.device.type != "cuda":
+        total /= held_share[1]
+    else:
+        if generation.backend == "vllm_colocate":
+            _check_engine_fits(generation, held, total)
+            engine = generation.colocate  # type: ignore[attr-defined]
+            total *= 1 - (0.0 if engine.sleep == "weights" else engine.gpu_memory_utilization)
         total = total * (1 - CUDA_CONTEXT_SHARE) - environment.offloaded_trials_bytes()
     return max(total - held, 0.0)
 
 
 def _check_engine_fits(generation: Any, held_bytes: float, total_bytes: float) -> None:
-    """Raises OutOfMemory where an engine that sleeps could not wake up: what the trainer keeps
-    between two updates stays while it samples."""
+    """Raise OutOfMemory if a sleeping inference engine could not wake up.
+
+    What the trainer keeps between two updates stays in memory while the engine samples.
+    """
     share = generation.colocate.gpu_memory_utilization
     fits = 1 - CUDA_CONTEXT_SHARE - held_bytes / total_bytes
     if share > fits:
-        raise OutOfMemory(
-            Problem(
-                "trainer and sampler do not fit on one GPU",
-                "generation.colocate.gpu_memory_utilization",
-                f"weights, optimizer and reference keep {held_bytes / 1e9:.1f} GB of"
-                f" {total_bytes / 1e9:.1f}, the engine wants {share:.0%}",
-                f"generation.colocate.gpu_memory_utilization={max(fits, 0.0):.2f}"
-                if fits > 0.05
-                else "model.lora, distributed=zero2 with more GPUs, or generation=vllm_server",
-            )
-        )
+        what, where = "trainer and sampler do not fit on one GPU", "gpu_memory_utilization"
+        where = f"generation.colocate.{where}"
+        why = f"weights, optimizer and reference keep {held_bytes / 1e9:.1f} GB of"
+        why += f" {total_bytes / 1e9:.1f}, the engine wants {share:.0%}"
+        fix = "model.lora, distributed=zero2 with more GPUs, or generation=vllm_server"
+        fix = f"{where}={max(fits, 0.0):.2f}" if fits > 0.05 else fix
+        raise OutOfMemory(Problem(what, where, why, fix))
 
 
 def _device_memory_bytes(device: torch.device) -> float:
@@ -229,13 +223,11 @@ def _device_memory_bytes(device: torch.device) -> float:
 
 
 def _forward_token_budget(max_tokens: int, max_group_tokens: int, tokens_that_fit: float) -> int:
-    """`most` rows, or the longest group where it needs more: to cut it can cost a pass more.
+    """`max_tokens`, or `max_group_tokens` if more: splitting a group can cost another pass.
 
-    Where so many do not `fit`, a power of two that does: a little more memory changes nothing.
+    If so many do not fit, it is a power of two that does: a little more memory changes nothing.
     """
     wanted = max(max_tokens, max_group_tokens)
-    return (
-        wanted
-        if wanted <= tokens_that_fit
-        else max(64, 1 << (int(max(tokens_that_fit, 1)).bit_length() - 1))
-    )
+    if wanted <= tokens_that_fit:
+        return wanted
+    return max(64, 1 << (int(max(tokens_that_fit, 1)).bit_length() - 1))

@@ -1,18 +1,19 @@
 """Log-probabilities of completion tokens under a causal language model.
 
-The head runs on the rows that predict a completion token and on no others. Fused, it never makes
-their logits whole (`head`). As the model's own, a hook picks the rows out of the hidden states as
-they enter the output embedding, and whatever a model does to its logits afterwards (soft-capping)
-still happens. Which of the two, and which layout, `levels` decides.
+The head runs on the positions that predict a completion token and on no others. The fused head
+never makes their logits whole (`fused_head`). With the model's own head, a hook picks these
+positions out of the hidden states as they enter the output embedding, so whatever a model does to
+its logits afterwards (soft-capping) still happens. `layouts` decides which head and which layout.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rloo_cli.data import packing, segments
 from rloo_cli.data.batch import Group
@@ -24,7 +25,7 @@ from rloo_cli.utils.files import JsonObject
 
 
 class LogProbs(NamedTuple):
-    """Per completion token of a micro-batch, in float32."""
+    """Results per completion token of a micro-batch, in float32."""
 
     logp: Tensor  # (N,) at the sampling temperature
     kl_logp: Tensor | None  # (N,) at the KL's own temperature; None = the same
@@ -32,13 +33,13 @@ class LogProbs(NamedTuple):
 
 
 class LogprobModule(nn.Module):
-    """Backbone and head in one module, which is what an engine for many devices wraps.
+    """Backbone and head in one module, which is what a parallel engine wraps.
 
-    `fused`: the head in tiles instead of the model's own. `keep_bytes`: up to this size its
-    logits are kept for the backward pass, which else makes them again.
+    With `use_fused_head` the head is computed in tiles instead of by the model's own forward. Up to
+    `keep_logits_bytes` of logits are kept for the backward pass, which recomputes the others.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
         self.use_fused_head, self.keep_logits_bytes, self.logit_scale = False, 0, 1.0
@@ -49,31 +50,31 @@ class LogprobModule(nn.Module):
 
     def forward(
         self, micro_batch: MicroBatch | Tensor, temperatures: Sequence[float], want_entropy: bool
-    ) -> Any:
+    ) -> Tensor | tuple[list[Tensor], Tensor | None]:
         """log p of the completion tokens at each temperature; entropy at the first. (N,) each
 
-        Given ids (1, T) instead: the model's own logits (1, T, V). Whatever asks a model that is
-        spread over devices has to come in by this door.
+        Given ids (1, T) instead of a micro-batch, return the model's own logits (1, T, V). A
+        sharded model must always be called through this module, which gathers its weights.
         """
         if isinstance(micro_batch, Tensor):
             return self.model(input_ids=micro_batch, use_cache=False).logits
         if not self.use_fused_head:
             logits = self.logits(micro_batch)
-            found = [segments.target_logprobs(logits, micro_batch.target, t) for t in temperatures]
+            logp = [segments.target_logprobs(logits, micro_batch.target, t) for t in temperatures]
             if self.entropy_grad and torch.is_grad_enabled():
-                return found, segments.token_entropy(logits, temperatures[0])
+                return logp, segments.token_entropy(logits, temperatures[0])
             if not want_entropy:
-                return found, None
+                return logp, None
             with torch.no_grad():
-                return found, segments.token_entropy(logits.detach(), temperatures[0])
-        hidden = self.model.base_model(**self._forward_inputs(micro_batch))[0]
-        rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, micro_batch.logit_index)
-        head: Any = self.head
+                return logp, segments.token_entropy(logits.detach(), temperatures[0])
+        states = self.model.base_model(**self._forward_inputs(micro_batch))[0]
+        states = states.reshape(-1, states.shape[-1]).index_select(0, micro_batch.logit_index)
+        head = cast(nn.Linear, self.head)
 
-        def tiles(rows: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+        def tiles(hidden: Tensor) -> list[tuple[Tensor, Tensor | None]]:
             return [
                 token_logp(
-                    rows, head.weight, micro_batch.target, bias=head.bias, scale=self.logit_scale,
+                    hidden, head.weight, micro_batch.target, bias=head.bias, scale=self.logit_scale,
                     temperature=t, want_entropy=want_entropy and not i, float32=self.float32_head,
                     keep_bytes=self.keep_logits_bytes // len(temperatures),
                 )
@@ -81,11 +82,11 @@ class LogprobModule(nn.Module):
             ]  # fmt: skip
 
         with replaced_forward(head, tiles):
-            told = head(rows)
-        return [logp for logp, _ in told], told[0][1]
+            results = head(states)
+        return [result[0] for result in results], results[0][1]
 
     def logits(self, micro_batch: MicroBatch) -> Tensor:
-        """Logits of the rows that predict a completion token, by the model's own head. -> (N, V)"""
+        """Logits that predict a completion token, by the model's own head. -> (N, V)"""
         with head_on_positions(self.head, micro_batch.logit_index):
             logits: Tensor = self.model(**self._forward_inputs(micro_batch)).logits
         return logits.squeeze(0)
@@ -94,30 +95,32 @@ class LogprobModule(nn.Module):
         return forward_inputs(micro_batch, self.takes_position_ids)
 
 
-def position_ids_support(model: Any) -> tuple[bool, bool]:
+def position_ids_support(model: PreTrainedModel) -> tuple[bool, bool]:
     """Whether a module's forward names `position_ids`, and whether it takes them at all."""
-    taken = inspect.signature(model.forward).parameters
-    names = "position_ids" in taken
-    stars = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
-    return names, names or stars
+    parameters = inspect.signature(model.forward).parameters
+    is_named = "position_ids" in parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return is_named, is_named or takes_any
 
 
 def forward_inputs(micro_batch: MicroBatch, takes_position_ids: bool) -> JsonObject:
-    """What the forward of a model, or of its backbone, is given of a micro-batch."""
-    given: JsonObject = {"input_ids": micro_batch.input_ids, "use_cache": False}
+    """The arguments of the model's, or its backbone's, forward for a micro-batch."""
+    inputs: JsonObject = {"input_ids": micro_batch.input_ids, "use_cache": False}
     if takes_position_ids:
-        given["position_ids"] = micro_batch.position_ids
+        inputs["position_ids"] = micro_batch.position_ids
     if micro_batch.attention_mask is not None:
-        given["attention_mask"] = micro_batch.attention_mask
+        inputs["attention_mask"] = micro_batch.attention_mask
     if micro_batch.shared_layout is not None:
-        given[SHARED_LAYOUT_ARGUMENT] = micro_batch.shared_layout
-    return given
+        inputs[SHARED_LAYOUT_ARGUMENT] = micro_batch.shared_layout
+    return inputs
 
 
 @contextmanager
-def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """A call of the module does this instead. An engine that brings a module its weights when it is
-    called brings them for this too."""
+def replaced_forward(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
+    """Let calls of the module run this function inside.
+
+    A parallel engine that gathers a module's weights at each call gathers them for these calls too.
+    """
     before = vars(module).get("forward")
     module.forward = forward
     try:
@@ -130,7 +133,7 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 @contextmanager
 def head_on_positions(head: nn.Module, positions: Tensor) -> Iterator[None]:
-    """The output embedding sees these rows of the hidden states and no others. (N,)"""
+    """Let the output embedding compute these positions of the hidden states only. (N,)"""
 
     def pick(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden = args[0]
@@ -144,43 +147,42 @@ def head_on_positions(head: nn.Module, positions: Tensor) -> Iterator[None]:
 
 
 class Policy:
-    """A causal language model seen as a distribution over completions, at one temperature.
+    """A causal language model as a distribution over completions, at one temperature.
 
-    `kl_temperature`: that of the KL, where it is another one. `device`: where it computes, if
-    its weights are not there yet.
+    `kl_temperature`: that of the KL, if it is another one. `device`: where it computes, if its
+    weights are not there yet.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         temperature: float,
         kl_temperature: float | None = None,
         device: torch.device | None = None,
     ):
         self.model = model
         self.logprob_module = LogprobModule(model)
-        self.call: Any = self.logprob_module  # or an engine around it
-        self.dtype: torch.dtype = next(model.parameters()).dtype  # that it computes in
-        self.meta_weights: Any = None  # the weights of a shell (`distributed.pieces`)
-        self.gather_weights: Any = None  # brings all weights, where no rank has them whole
+        self.call: nn.Module = self.logprob_module  # or an engine around it
+        self.dtype: torch.dtype = next(model.parameters()).dtype  # of its products
+        self.meta_weights: Any = None  # `distributed.gather`, if the model has no weights yet
+        self.gather_weights: Any = None  # gathers all weights if no rank has them whole
         self._device = device
         self.temperature = temperature
         self.kl_temperature = temperature if kl_temperature is None else kl_temperature
-        self.layout = "padded"  # until `levels.settle` found a better one
+        self.layout = "padded"  # until `layouts` finds a better one
 
     @property
     def device(self) -> torch.device:
-        found: torch.device = self._device or next(self.model.parameters()).device
-        return found
+        return self._device or next(self.model.parameters()).device
 
     @property
     def vocab_size(self) -> int:
-        """V, the words that it knows."""
+        """V, the number of tokens in the embedding."""
         return weight_shape(self.model.get_input_embeddings().weight)[0]
 
     @property
     def names_position_ids(self) -> bool:
-        """Whether the model says that it takes positions."""
+        """Whether the model's forward names `position_ids`."""
         return self.logprob_module.names_position_ids
 
     def pack(
@@ -189,26 +191,26 @@ class Policy:
         group_slices: Sequence[GroupSlice],
         masked: Tensor | None = None,
     ) -> MicroBatch:
-        """These completions laid out as this model takes them, on its device."""
+        """Pack these completions in the layout of this model, on its device."""
         return packing.pack_micro_batch(groups, group_slices, masked, self.device, self.layout)
 
     def logp(self, micro_batch: MicroBatch, want_entropy: bool = False) -> LogProbs:
-        """Log-probabilities of the completion tokens, with gradient; entropy when asked for."""
+        """Log-probabilities of the completion tokens, with gradient; entropy if wanted."""
         apart = self.kl_temperature != self.temperature
         temperatures = [self.temperature, *([self.kl_temperature] if apart else [])]
-        found, entropy = self.call(micro_batch, temperatures, want_entropy)
-        return LogProbs(poison_tensor("logp", found[0]), found[1] if apart else None, entropy)
+        logp, entropy = self.call(micro_batch, temperatures, want_entropy)
+        return LogProbs(poison_tensor("logp", logp[0]), logp[1] if apart else None, entropy)
 
     @torch.no_grad()
     def frozen_logp(self, micro_batch: MicroBatch) -> LogProbs:
-        """The same in eval mode and without gradient: for old_logp and the reference."""
+        """As `logp`, in eval mode and without gradient: for old_logp and the reference."""
         with in_eval_mode(self.model):
             return self.logp(micro_batch)
 
 
 @contextmanager
-def in_eval_mode(model: Any) -> Iterator[None]:
-    """Eval mode (no dropout, and a cache in spite of gradient checkpointing), then as before."""
+def in_eval_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Keep the model in eval mode inside: no dropout, and a cache despite checkpointing."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -218,6 +220,6 @@ def in_eval_mode(model: Any) -> Iterator[None]:
             module.training = training
 
 
-def weight_shape(weight: Any) -> tuple[int, ...]:
-    """The shape of a weight, also of one that DeepSpeed keeps elsewhere until it is needed."""
+def weight_shape(weight: Tensor) -> tuple[int, ...]:
+    """The shape of a weight, also of one that DeepSpeed has partitioned."""
     return tuple(getattr(weight, "ds_shape", weight.shape))

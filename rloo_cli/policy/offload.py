@@ -1,8 +1,8 @@
-"""What a run keeps on its device between two steps, in the CPU's memory until it goes on.
+"""Moves the tensors that a run keeps on its device to the CPU's memory and back.
 
-For members of a sweep that share a device (`turns`). Tensors stay the objects that they are, only
-their data moves: optimizer and modules know them by what they are. Copies are exact. Weights that
-are quantized stay: what bitsandbytes keeps beside them is bound to the device.
+It is for trials of a sweep that share a device (`utils/sweep_time_slices`). Tensors stay the same
+objects, only their data moves, since optimizer and modules refer to them. Copies are exact.
+Quantized weights stay: the state that bitsandbytes keeps beside them is bound to the device.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def iter_model_tensors(models: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Weights and buffers, each once."""
+    """Iterate over weights and buffers, each once."""
     seen: set[int] = set()
     for model in models:
         for tensor in (*model.parameters(), *model.buffers()):
@@ -27,7 +27,7 @@ def iter_model_tensors(models: Iterable[nn.Module]) -> Iterator[Tensor]:
 
 
 def iter_optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """Masters that are not the weights, and state: moments, whatever a user's optimizer keeps."""
+    """Iterate over masters that are not the weights themselves, and state such as moments."""
     for weight, master in zip(optimizer.weights, optimizer.masters, strict=True):
         if weight is not master:
             yield master
@@ -37,28 +37,24 @@ def iter_optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def offload_tensors(tensors: Iterable[Tensor]) -> list[tuple[Tensor, torch.device]]:
-    """Move these to the CPU; those that were elsewhere, and where."""
+    """Move tensors to the CPU. -> those that were elsewhere, with their device"""
     moved = []
     for tensor in tensors:
         if tensor.device != CPU:
             moved.append((tensor, tensor.device))
-            kept = _pinned_copy_of(tensor)
-            kept.copy_(tensor.data, non_blocking=True)
-            tensor.data = kept
+            # A GPU copies to page-locked memory several times as fast.
+            pinned = torch.empty_like(tensor.data, device=CPU, pin_memory=tensor.is_cuda)
+            pinned.copy_(tensor.data, non_blocking=True)
+            tensor.data = pinned
     if moved:
-        wait_for_device()  # the copies are under way, and their sources are let go of
+        wait_for_device()  # the copies must be complete before their sources are freed
         torch.cuda.empty_cache()
     return moved
 
 
-def _pinned_copy_of(like: Tensor) -> Tensor:
-    """Room for a tensor in memory that a GPU reads and writes by itself, several times as fast."""
-    return torch.empty_like(like.data, device=CPU, pin_memory=like.is_cuda)
-
-
 @torch.no_grad()
 def reload_tensors(moved: Iterable[tuple[Tensor, torch.device]]) -> None:
-    """Put back what `away` moved."""
+    """Move back what `offload_tensors` moved."""
     for tensor, device in moved:
         tensor.data = tensor.data.to(device, non_blocking=True)
     wait_for_device()

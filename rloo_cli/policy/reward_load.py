@@ -1,12 +1,17 @@
-"""A reward model and its tokenizer, loaded; everything that is none is refused."""
+"""Loads a reward model and its tokenizer, and refuses what is not one."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypeVar
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.policy import load
@@ -14,65 +19,74 @@ from rloo_cli.policy.reward_scores import RewardModelScorer
 from rloo_cli.utils.errors import MachineError, Problem, RunError
 from rloo_cli.utils.files import JsonObject
 
+T = TypeVar("T")
 
-def load_reward_tokenizer(key: str, config: Any) -> Any:
-    """The reward model's own tokenizer, with a pad token. `key`: reward.NAME.
 
-    Raises MachineError when it cannot be had, or has neither a pad nor an EOS token.
+class RewardModelKeys(Protocol):
+    """The keys of a reward of type `model` that are read here (`rewards.model`)."""
+
+    path: str
+    tokenizer: str | None
+    revision: str | None
+    model_kwargs: JsonObject
+    dtype: str
+    trust_remote_code: bool
+    batch_size: int
+    device: str
+    offload: bool
+
+
+def load_reward_tokenizer(key: str, config: RewardModelKeys) -> PreTrainedTokenizerBase:
+    """Load the reward model's own tokenizer, with a pad token. `key`: reward.NAME.
+
+    Raises MachineError if it was not found, or has neither a pad nor an EOS token.
     """
     path = config.tokenizer or config.path
     where = f"{key}.tokenizer" if config.tokenizer else f"{key}.path"
-    # The revision is that of `path`, and says nothing of another repository.
+    # The revision is one of `path`, not of the tokenizer's repository.
     revision = None if config.tokenizer else config.revision
-    found = _load_pretrained_reward(
-        AutoTokenizer.from_pretrained, path, where, key, config, revision=revision
-    )
+    call = AutoTokenizer.from_pretrained
+    found = _load_pretrained_reward(call, path, where, key, config, revision=revision)
     if found.pad_token_id is None:
         if found.eos_token_id is None:
             what = f"the tokenizer of {path} has neither a pad token nor an EOS token"
-            raise MachineError(
-                Problem(what, where, "rows are padded", f"{key}.tokenizer=FOLDER of one that has")
-            )
+            fix = f"{key}.tokenizer=FOLDER of one that has"
+            raise MachineError(Problem(what, where, "sequences are padded", fix))
         found.pad_token = found.eos_token
     return found
 
 
 def load_reward_model(
-    key: str, config: Any, tokenizer: Any, device: torch.device
+    key: str, config: RewardModelKeys, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> RewardModelScorer:
-    """The reward model, in eval mode and without gradients. `device`: that of device=auto.
+    """Load the reward model, in eval mode and without gradients. `device`: what auto stands for.
 
-    Raises MachineError for what cannot be had and for what is no reward model.
+    Raises MachineError if it was not found or is not a reward model.
     """
-    place = _reward_device(key, config.device, device)
+    device = _reward_device(key, config.device, device)
     options: JsonObject = {
-        "dtype": _reward_dtype(key, config.dtype, place),
+        "dtype": _reward_dtype(key, config.dtype, device),
         "revision": config.revision,
         "use_safetensors": True,
         "output_loading_info": True,
         **config.model_kwargs,
     }
-    kind = AutoModelForSequenceClassification.from_pretrained
-    found, info = _load_pretrained_reward(kind, config.path, f"{key}.path", key, config, **options)
-    _check_reward_weights(key, config.path, found, info)
-    found.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    found.config.pad_token_id = tokenizer.pad_token_id
-    found.eval().requires_grad_(False)
-    return RewardModelScorer(
-        found,
-        place,
-        tokenizer.pad_token_id,
-        tokenizer.eos_token_id,
-        config.batch_size,
-        config.offload,
-    )
+    call = AutoModelForSequenceClassification.from_pretrained
+    model, info = _load_pretrained_reward(call, config.path, f"{key}.path", key, config, **options)
+    _check_reward_weights(key, config.path, model, info)
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    model.config.get_text_config().pad_token_id = pad
+    model.config.pad_token_id = pad
+    model.eval().requires_grad_(False)
+    return RewardModelScorer(model, device, pad, eos, config.batch_size, config.offload)
 
 
-def _check_reward_weights(key: str, path: str, model: Any, loading_info: JsonObject) -> None:
-    """Raises MachineError for weights that are not all there, and for several labels."""
-    absent = sorted(
-        [*loading_info["missing_keys"], *(m[0] for m in loading_info["mismatched_keys"])]
-    )
+def _check_reward_weights(
+    key: str, path: str, model: PreTrainedModel, loading_info: JsonObject
+) -> None:
+    """Raise MachineError if weights are missing, or for several labels."""
+    mismatched = (m[0] for m in loading_info["mismatched_keys"])
+    absent = sorted([*loading_info["missing_keys"], *mismatched])
     if absent:
         what = f"{path} lacks {len(absent)} of the tensors of a {type(model).__name__}"
         why = f"missing: {', '.join(absent[:5])}; they would be random numbers"
@@ -100,29 +114,34 @@ def _reward_dtype(key: str, name: str, device: torch.device) -> torch.dtype:
     try:
         return load.resolve_dtype(name, device)
     except MachineError as error:
-        words = {"what": f"{key}.dtype = {name}", "where": f"{key}.dtype"}
-        fix = f"{key}.dtype=float32"
-        raise MachineError(*[replace(p, **words, fix=fix) for p in error.problems]) from None
+        what, where, fix = f"{key}.dtype = {name}", f"{key}.dtype", f"{key}.dtype=float32"
+        renamed = [replace(p, what=what, where=where, fix=fix) for p in error.problems]
+        raise MachineError(*renamed) from None
 
 
 def _load_pretrained_reward(
-    call: Callable[..., Any], name: str, where: str, key: str, config: Any, **options: Any
-) -> Any:
+    call: Callable[..., T],
+    name: str,
+    where: str,
+    key: str,
+    config: RewardModelKeys,
+    **options: object,
+) -> T:
     """Call a `from_pretrained`, and turn its many errors into one that says what to do."""
-    given = {"trust_remote_code": config.trust_remote_code, **options}
+    options = {"trust_remote_code": config.trust_remote_code, **options}
     path = synthetic.resolve_model_path(name)
     try:
-        return call(path, **{k: v for k, v in given.items() if v is not None})
-    except RunError:  # a signal's, which came meanwhile
+        return call(path, **{k: v for k, v in options.items() if v is not None})
+    except RunError:  # a signal came meanwhile
         raise
     except Exception as error:  # what a damaged or a hostile file makes a library raise
         why = "\n".join(line[:300] for line in str(error).strip().splitlines()[:4])
         fix = f"on a machine with network: {hf_cache.fetch_command()}; or name a local folder"
-        what = f"reward model {name!r} is not to be had"
+        what = f"reward model {name!r} was not found"
         if "trust_remote_code" in str(error):
             what = f"{name} brings Python code of its own"
             fix = f"{key}.trust_remote_code=true, if you trust its authors; nothing was run"
         elif Path(path).exists():
-            what, fix = f"reward model {name} cannot be loaded", ""
+            what = f"reward model {name} cannot be loaded"
             fix = f"{key}.path=FOLDER of a sequence classifier in safetensors files"
         raise MachineError(Problem(what, where, why, fix)) from None

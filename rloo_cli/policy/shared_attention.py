@@ -1,17 +1,18 @@
-"""Attention for rows in which a prompt stands once for its K completions (layout `shared`).
+"""Attention for the layout `shared`, in which a prompt stands once for its K completions.
 
-Two passes of flash attention: every prompt and completion as a document of its own, causal; then
-a group's completions together over their prompt, without a mask. The two are merged by their
-log-sum-exps. No keys are copied, there is no [T, T] mask, and a prompt's keys are read once for
-its group. Exact: a flash backward recomputes P = exp(S - lse) and needs only rowsum(do * o), so
-given the merged output and lse, each pass yields its share of the gradients (cascade attention,
-as in FlashInfer, arXiv 2501.01005; the backward as in ring attention, arXiv 2310.01889).
+There are two passes of flash attention: every prompt and completion as a document of its own,
+causal; then a group's completions together over their prompt, without a mask. The two are merged by
+their log-sum-exps. No keys are copied, there is no [T, T] mask, and a prompt's keys are read once
+for its group. This is exact: a flash backward recomputes P = exp(S - lse) and needs only
+rowsum(do * o), so given the merged output and lse, each pass yields its share of the gradients
+(cascade attention, as in FlashInfer, arXiv 2501.01005; the backward as in ring attention, arXiv
+2310.01889).
 
 transformers calls the function by its name in `AttentionInterface`. There is no mask function of
-that name, so the model builds no mask and hands the plan down to each layer among its arguments,
-where gradient checkpointing keeps it. Once installed, a forward without a plan is an error, never
-a stock attention over shared rows: that would be wrong without a word. `native` gives the model
-its own attention back for a while.
+that name, so the model builds no mask and passes the plan to each layer among its arguments, where
+gradient checkpointing keeps it. Once installed, a forward without a plan is an error, never a stock
+attention over a shared prompt: that would be silently wrong. `native_attention` gives the model its
+own attention back inside a context.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from rloo_cli.data.packing import SharedLayout
 from rloo_cli.policy.flash_kernels import (
@@ -34,32 +35,36 @@ SHARED_LAYOUT_ARGUMENT = "rloo_plan"  # the argument of a model's forward
 
 
 class SharedAttentionError(RuntimeError):
-    """This model asks its attention for something that shared rows do not have."""
+    """The model asks its attention for something that the shared layout does not have."""
 
 
-@torch.compiler.disable  # the plan is another one for each micro-batch
+@torch.compiler.disable  # each micro-batch has another plan
 def shared_layout_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    module: object,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: (1, H, T, D), (1, G, T, D) twice -> (1, T, H, D).
 
-    Raises SharedAttentionError for a call without a plan, or with a mask, dropout, a
-    window, a cap or a sink.
+    Raises SharedAttentionError for a call without a plan, or with a mask, dropout, a window, a cap
+    or a sink.
     """
     plan: SharedLayout | None = kwargs.get(SHARED_LAYOUT_ARGUMENT)
     if plan is None:
-        raise SharedAttentionError("called without a plan: these are no shared rows")
+        raise SharedAttentionError("called without a plan: these are not shared rows")
     odd = [n for n in ("softcap", "s_aux") if kwargs.get(n) is not None]
-    window = kwargs.get("sliding_window")  # one that holds every row does nothing
+    window = kwargs.get("sliding_window")  # one as long as the longest sequence changes nothing
     odd += ["sliding_window"] if window is not None and window < plan.max_seqlen else []
     odd += ["dropout"] if kwargs.get("dropout") else []
     odd += ["attention_mask"] if attention_mask is not None else []
     if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
         odd.append("heads of unequal sizes")
     if odd or query.shape[0] != 1 or query.shape[2] != sum(plan.segment_lengths):
-        raise SharedAttentionError(
-            f"it asks for {', '.join(odd) or f'rows of {tuple(query.shape)}'}"
-        )
+        wanted = ", ".join(odd) or f"queries of shape {tuple(query.shape)}"
+        raise SharedAttentionError(f"it asks for {wanted}")
     plan.attention_calls[0] += 1
     scale = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -72,7 +77,7 @@ AttentionInterface.register(SHARED_ATTENTION_NAME, shared_layout_attention)
 
 
 class CascadeAttention(torch.autograd.Function):
-    """(T, H, D), (T, G, D) twice -> (T, H, D): attention over one shared row."""
+    """Attention over one packed micro-batch: (T, H, D), (T, G, D) twice -> (T, H, D)."""
 
     @staticmethod
     def forward(
@@ -82,10 +87,11 @@ class CascadeAttention(torch.autograd.Function):
         flash = select_flash_kernels(q)
         out, lse = flash.forward(q, k, v, self_attention_pass(plan), scale)
         if n < len(q):
-            across, its = flash.forward(q[n:], k[:n], v[:n], prompt_attention_pass(plan), scale)
-            merged = torch.logaddexp(lse[n:], its)
-            ours, theirs = (lse[n:] - merged).exp_(), (its - merged).exp_()
-            out[n:] = ours[..., None] * out[n:] + theirs[..., None] * across
+            over_prompt = flash.forward(q[n:], k[:n], v[:n], prompt_attention_pass(plan), scale)
+            prompt_out, prompt_lse = over_prompt
+            merged = torch.logaddexp(lse[n:], prompt_lse)
+            own_share, prompt_share = (lse[n:] - merged).exp_(), (prompt_lse - merged).exp_()
+            out[n:] = own_share[..., None] * out[n:] + prompt_share[..., None] * prompt_out
             lse[n:] = merged
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale = plan, scale
@@ -98,54 +104,51 @@ class CascadeAttention(torch.autograd.Function):
         flash = select_flash_kernels(q)
         dq, dk, dv = flash.backward(grad, q, k, v, out, lse, self_attention_pass(plan), scale)
         if n < len(q):
-            rows = (grad[n:], q[n:], k[:n], v[:n], out[n:], lse[n:])
-            more = flash.backward(*rows, prompt_attention_pass(plan), scale)
+            parts = (grad[n:], q[n:], k[:n], v[:n], out[n:], lse[n:])
+            more = flash.backward(*parts, prompt_attention_pass(plan), scale)
             dq[n:] += more[0]
             dk[:n] += more[1]
             dv[:n] += more[2]
         return dq, dk, dv, None, None
 
 
-def install_shared_attention(model: Any) -> None:
-    """Give a model our attention: from now on its forward needs a plan."""
+def install_shared_attention(model: PreTrainedModel) -> None:
+    """Give a model our attention; from then on its forward needs a plan."""
     if not has_shared_attention(model):
         model.rloo_native = [(c, c._attn_implementation) for c in _configs(model)]
         _set_attention_names([(c, SHARED_ATTENTION_NAME) for c, _ in model.rloo_native])
 
 
-def uninstall_shared_attention(model: Any) -> None:
-    """The model's own attention again; nothing where it has it."""
+def uninstall_shared_attention(model: PreTrainedModel) -> None:
+    """Give the model its own attention back, if it has ours."""
     if has_shared_attention(model):
         _set_attention_names(model.rloo_native)
         del model.rloo_native
 
 
-def has_shared_attention(model: Any) -> bool:
+def has_shared_attention(model: PreTrainedModel) -> bool:
     """Whether the model has our attention."""
     return hasattr(model, "rloo_native")
 
 
 @contextmanager
-def native_attention(model: Any, attention: str | None = None) -> Iterator[None]:
-    """The model's own attention inside, or the one of that name; what it had before after it."""
+def native_attention(model: PreTrainedModel, attention: str | None = None) -> Iterator[None]:
+    """Let the model use its own attention inside, or the one of that name."""
     before = [(c, c._attn_implementation) for c in _configs(model)]
-    _set_attention_names(
-        getattr(model, "rloo_native", [])
-        if attention is None
-        else [(c, attention) for c, _ in before]
-    )
+    native = getattr(model, "rloo_native", [])
+    _set_attention_names([(c, attention) for c, _ in before] if attention else native)
     try:
         yield
     finally:
         _set_attention_names(before)
 
 
-def _set_attention_names(names: list[tuple[Any, str]]) -> None:
+def _set_attention_names(names: list[tuple[PretrainedConfig, str]]) -> None:
     for config, name in names:
         config._attn_implementation_internal = name  # the public setter changes sub-configs too
 
 
-def _configs(model: Any) -> list[Any]:
+def _configs(model: PreTrainedModel) -> list[PretrainedConfig]:
     """The configs that the model's layers read, each once."""
-    found = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    return [c for c in found.values() if hasattr(c, "_attn_implementation")]
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    return [c for c in configs.values() if hasattr(c, "_attn_implementation")]

@@ -1,7 +1,7 @@
 """Health rules for a run: what looks wrong, why it may be so, and which key to change.
 
-Each rule speaks at most once per run. A rule sees the rows of metrics so far and never stops
-anything; a metric that is absent (no data) makes its rules silent.
+Each rule speaks at most once per run. A rule sees the metrics of the steps so far and never stops
+anything; a rule whose metric is absent (no data) is silent.
 """
 
 import math
@@ -9,18 +9,14 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from operator import mul
 from statistics import fmean, linear_regression, variance
-from typing import Any
 
-MetricsMapping = Mapping[str, Any]
+MetricsMapping = Mapping[str, object]
 
-RECENT_LINES = 5  # rows averaged for a share: with few prompts per step one row may be 1.0 by luck
+RECENT_LINES = 5  # logged steps averaged for a share: with few prompts one may be 1.0 by luck
 FLAT_STEPS = 50  # shorter, and a slow but healthy rise still hides in the noise
 FLAT_NOISE = 1.0  # standard errors between the window's halves: a real rise soon leaves 1 behind
 FALL_NOISE = 4.0  # standard errors of a fall that is more than noise: rare in a thousand steps
-MIN_CROSSINGS, MIN_SWING_POINTS = (
-    4,
-    20,
-)  # crossings of the mean, and points that it takes to count them
+MIN_CROSSINGS, MIN_SWING_POINTS = 4, 20  # crossings of the mean, among at least so many points
 QUARTER_NOISE = 4.5  # standard errors between quarters of the window: more, and it is not level
 MIN_PATTERN_AUTOCORRELATION = 0.6  # autocorrelation of some lag: 50 points of noise stay below 0.45
 CLIP_SHARE = 0.2  # above it a fifth of the completions give no gradient: the policy moved too far
@@ -60,23 +56,23 @@ class MetricHistory:
             if value is None:
                 continue
             self.first_values.setdefault(name, value)
-            kept = [p for p in self.points.get(name, []) if p[0] >= oldest]
-            self.points[name] = [*kept, (self.step, value)]
+            recent = [p for p in self.points.get(name, []) if p[0] >= oldest]
+            self.points[name] = [*recent, (self.step, value)]
 
     def current_value(self, name: str) -> float | None:
-        """The value of this very step."""
+        """The value of the current step; None where it has none."""
         points = self.points.get(name)
         return points[-1][1] if points and points[-1][0] == self.step else None
 
     def recent_mean(self, name: str) -> float | None:
-        """Mean of the last rows; None until there are enough of them."""
+        """The mean of the last RECENT_LINES values; None until there are so many."""
         points = self.points.get(name, [])
         return fmean(v for _, v in points[-RECENT_LINES:]) if len(points) >= RECENT_LINES else None
 
     def recent_values(self, name: str, steps: int) -> list[float] | None:
         """The values of the last `steps` steps; None while the run is younger than that.
 
-        A logged row stands for the steps since the row before it, so that logging.every=10
+        A logged line stands for the steps since the line before it, so that logging.every=10
         needs no more steps than logging.every=1.
         """
         points = self.points.get(name, [])
@@ -85,7 +81,7 @@ class MetricHistory:
         every = points[-1][0] - points[-2][0]
         if points[0][0] - every > self.step - steps:
             return None
-        return [value for at, value in points if at > self.step - steps]
+        return [value for step, value in points if step > self.step - steps]
 
 
 def _half_means(values: list[float]) -> tuple[float, float, float]:
@@ -102,8 +98,8 @@ def _has_pattern(values: list[float]) -> bool:
     whole = sum(gap * gap for gap in gaps)
     if count < MIN_SWING_POINTS or whole <= 0:
         return False
-    lags = (sum(map(mul, gaps, gaps[lag:])) for lag in range(1, count // 2))
-    return any(abs(found) > MIN_PATTERN_AUTOCORRELATION * whole for found in lags)
+    covariances = (sum(map(mul, gaps, gaps[lag:])) for lag in range(1, count // 2))
+    return any(abs(value) > MIN_PATTERN_AUTOCORRELATION * whole for value in covariances)
 
 
 def _has_level_quarters(values: list[float]) -> bool:
@@ -127,7 +123,7 @@ def _is_swinging(values: list[float]) -> bool:
 
 
 def _reward_fall(history: MetricHistory) -> tuple[float, float] | None:
-    """From where to where the reward fell, over the last steps or twice as many of them."""
+    """Mean reward before and after a fall within the last FLAT_STEPS steps or twice as many."""
     for steps in (FLAT_STEPS, 2 * FLAT_STEPS):
         values = history.recent_values("reward", steps)
         if values is None or len(values) < 4:
@@ -139,11 +135,11 @@ def _reward_fall(history: MetricHistory) -> tuple[float, float] | None:
 
 
 def reward_falling(history: MetricHistory) -> str | None:
-    found = _reward_fall(history)
-    if found is None:
+    fall = _reward_fall(history)
+    if fall is None:
         return None
     return (
-        f"reward fell from {found[0]:.3g} to {found[1]:.3g}: the updates make the policy worse, "
+        f"reward fell from {fall[0]:.3g} to {fall[1]:.3g}: the updates make the policy worse, "
         "unless the prompts have become harder. Lower train.learning_rate, or raise "
         "algorithm.beta, which holds the policy where it began; look at the samples, and compare "
         "with what is held out."
@@ -295,24 +291,21 @@ ADVICE_RULES: dict[Callable[[MetricHistory], str | None], tuple[str, ...]] = {
     every_update_clipped: ("grad_clip_fraction",),
 }
 
-
-# Who has heard the first does not hear the second, which says the opposite.
+# Once the first rule has spoken, the second, which says the opposite, stays silent.
 SILENCED_RULES = {reward_falling: reward_flat, reward_swinging: reward_flat}
 
 
 class Advisor:
-    """Looks at each logged row; returns the advice that is new."""
+    """Reads each logged step and returns the advice that is new."""
 
     def __init__(self) -> None:
         self.history = MetricHistory()
         self.open_rules = list(ADVICE_RULES)
 
     def advise(self, metrics: MetricsMapping) -> list[str]:
-        """The advice of every rule that fires on this row for the first time in the run."""
-        self.history.add(
-            metrics, tuple({name for names in ADVICE_RULES.values() for name in names})
-        )
-        found = {rule: text for rule in self.open_rules if (text := rule(self.history))}
-        silent = [*found, *[SILENCED_RULES[rule] for rule in found if rule in SILENCED_RULES]]
+        """The advice of every rule that fires on these metrics for the first time in the run."""
+        self.history.add(metrics, tuple({n for names in ADVICE_RULES.values() for n in names}))
+        advice = {rule: text for rule in self.open_rules if (text := rule(self.history))}
+        silent = [*advice, *[SILENCED_RULES[rule] for rule in advice if rule in SILENCED_RULES]]
         self.open_rules = [rule for rule in self.open_rules if rule not in silent]
-        return list(found.values())
+        return list(advice.values())

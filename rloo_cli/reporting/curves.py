@@ -1,8 +1,10 @@
-"""Draws a run's curves from its metrics.jsonl: six small pictures, PNG or SVG.
+"""Draws a run's curves from its metrics.jsonl: six small plots, PNG or SVG.
 
-A metric the run does not have (`kl` with beta=0) leaves its picture grey with "no data". The
+A metric that the run does not have (`kl` with beta=0) leaves its plot grey with "no data". The
 figure is built without pyplot, so a user's own matplotlib state is never touched.
 """
+
+from __future__ import annotations
 
 import json
 import math
@@ -10,10 +12,13 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SMOOTH_FROM = 30  # points; fewer are read one by one
 GREY, GRID = "#8a8f98", "#e6e8eb"
@@ -21,7 +26,7 @@ BLUE, ORANGE, GREEN, RED = "#2563eb", "#ea580c", "#15803d", "#dc2626"
 PURPLE, TEAL, BROWN = "#7c3aed", "#0d9488", "#92400e"
 
 DRAWING_TIME_SHARE = 0.02  # of a run's time that its drawings may take
-FIRST_DRAWING_S = 1.0  # seconds that a drawing is taken to need before one was made
+FIRST_DRAWING_S = 1.0  # assumed seconds of the first drawing
 MIN_CURVE_LINES = 2  # lines of metrics; before the second one there is no curve
 
 CurvePoints = tuple[list[float], list[float]]
@@ -30,30 +35,26 @@ CurvePoints = tuple[list[float], list[float]]
 class CurveDrawer:
     """Draws the curves of a run while it goes on, into its own folder.
 
-    One that is drawn `now_and_then` waits until all drawings are a small share of the time.
-    A drawing that fails is a warning, said once.
+    With `rate_limited`, drawings take only a small share of the time. The first one that fails is
+    a warning.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.last_drawn_at, self.last_drawing_s = time.monotonic(), FIRST_DRAWING_S
-        self.drawn_lines, self.failed = 0, False  # lines that the last picture has
+        self.drawn_lines, self.failed = 0, False  # drawn_lines: metrics lines of the last picture
 
     def draw_curves(
         self, num_lines: int, note: Callable[[str], None], rate_limited: bool = False
     ) -> None:
-        """Draw curves.png, where the run has `lines` lines of metrics. Never raises."""
-        began = time.monotonic()
-        early = (
-            rate_limited and DRAWING_TIME_SHARE * (began - self.last_drawn_at) < self.last_drawing_s
-        )
-        if num_lines < MIN_CURVE_LINES or num_lines == self.drawn_lines or early:
+        """Draw curves.png, where the run has `num_lines` lines of metrics. Never raises."""
+        began, folder = time.monotonic(), self.folder
+        early = DRAWING_TIME_SHARE * (began - self.last_drawn_at) < self.last_drawing_s
+        if num_lines < MIN_CURVE_LINES or num_lines == self.drawn_lines or (rate_limited and early):
             return
         self.drawn_lines = num_lines
         try:
-            draw_run_curves(
-                self.folder / "metrics.jsonl", self.folder / "curves.png", self.folder.name
-            )
+            draw_run_curves(folder / "metrics.jsonl", folder / "curves.png", folder.name)
         except Exception as error:  # a picture must not end a run, whatever matplotlib raises
             if not self.failed:
                 note(f"warning: curves.png cannot be drawn: {type(error).__name__}: {error}")
@@ -63,21 +64,21 @@ class CurveDrawer:
 
 
 def draw_run_curves(metrics_path: str | Path, out_png: str | Path, title: str) -> Path:
-    """Write the picture of `metrics_path` to `out_png` (an SVG if the name ends so).
+    """Write the curves of the file `metrics_path` to `out_png` (an SVG if its name ends in .svg).
 
     Raises ConfigError where there are no metrics.
     """
-    from matplotlib.figure import Figure  # 0.3 s, only where one is drawn
+    from matplotlib.figure import Figure  # takes 0.3 s, so only where one is drawn
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    rows = read_metrics_lines(Path(metrics_path))
+    metrics_lines = read_metrics_lines(Path(metrics_path))
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
     figure = Figure(figsize=(12, 6.4), dpi=140, layout=layout, facecolor="white")
     figure.suptitle(title, fontsize=13, fontweight="bold", parse_math=False)
     axes = figure.subplots(2, 3, sharex=True)
     for axis, panel in zip(axes.flat, CURVE_PANELS, strict=True):
         style_axis(axis, *panel[:2])
-        if not panel[2](axis, rows):
+        if not panel[2](axis, metrics_lines):
             mark_no_data(axis)
     for axis in axes[-1]:
         axis.set_xlabel("step", fontsize=9, color="#444444")
@@ -93,102 +94,98 @@ def draw_run_curves(metrics_path: str | Path, out_png: str | Path, title: str) -
 
 
 def read_metrics_lines(path: Path) -> list[JsonObject]:
-    """The rows of a metrics.jsonl, by step; a last line cut off by a kill is left out."""
+    """The lines of a metrics.jsonl, by step; a last line that a kill cut off is left out."""
     if not path.is_file():
-        raise ConfigError(
-            Problem("no metrics to draw", where=str(path), fix="name a run's metrics.jsonl")
-        )
-    rows = []
+        fix = "name a run's metrics.jsonl"
+        raise ConfigError(Problem("no metrics to draw", where=str(path), fix=fix))
+    metrics_lines = []
     lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line) if line.strip() else None
+            metrics = json.loads(line) if line.strip() else None
         except json.JSONDecodeError as error:
             if number == len(lines):
                 break
-            raise ConfigError(
-                Problem("a line of metrics is not JSON", where=f"{path}:{number}", why=str(error))
-            ) from None
-        if isinstance(row, dict) and "step" in row:
-            rows.append(row)
-    return sorted(rows, key=lambda row: row["step"])
+            what, where = "a line of metrics is not JSON", f"{path}:{number}"
+            raise ConfigError(Problem(what, where=where, why=str(error))) from None
+        if isinstance(metrics, dict) and "step" in metrics:
+            metrics_lines.append(metrics)
+    return sorted(metrics_lines, key=lambda metrics: metrics["step"])
 
 
 def metric_points(metrics_lines: Sequence[JsonObject], name: str) -> CurvePoints:
-    """(steps, values) of the rows that have a finite number there."""
-    found = [
-        (float(row["step"]), float(row[name]))
-        for row in metrics_lines
-        if isinstance(row.get(name), int | float) and math.isfinite(row[name])
-    ]
-    return [step for step, _ in found], [value for _, value in found]
+    """(steps, values) of one metric, where it is a finite number."""
+    steps, values = [], []
+    for metrics in metrics_lines:
+        value = metrics.get(name)
+        if isinstance(value, int | float) and math.isfinite(value):
+            steps.append(float(metrics["step"]))
+            values.append(float(value))
+    return steps, values
 
 
 def smooth_values(values: Sequence[float]) -> list[float]:
-    """A straight line fitted around each point, over a fifteenth of the points.
+    """Each point on a straight line that is fitted to a fifteenth of the points around it.
 
     Unlike a mean, it neither lags where the window is cut at an end nor jumps there.
     """
-    half = max(3, len(values) // 30)
-    result = []
+    half, smooth = max(3, len(values) // 30), []
     for i in range(len(values)):
-        at = range(max(0, i - half), min(len(values), i + half + 1))
-        x, y = (sum(at) / len(at), sum(values[j] for j in at) / len(at))
-        width = sum((j - x) ** 2 for j in at)
-        slope = sum((j - x) * (values[j] - y) for j in at) / width if width else 0.0
-        result.append(y + slope * (i - x))
-    return result
+        window = range(max(0, i - half), min(len(values), i + half + 1))
+        x, y = sum(window) / len(window), sum(values[j] for j in window) / len(window)
+        width = sum((j - x) ** 2 for j in window)
+        slope = sum((j - x) * (values[j] - y) for j in window) / width if width else 0.0
+        smooth.append(y + slope * (i - x))
+    return smooth
 
 
-def style_axis(axis: Any, name: str, unit: str) -> None:
-    """A small picture's title, unit and quiet axes; whole numbers below."""
+def style_axis(axis: Axes, name: str, unit: str) -> None:
+    """Set the title, the unit, unobtrusive axes and whole numbers of steps."""
     axis.set_title(name, loc="left", fontsize=10.5, fontweight="bold", color="#222222")
     axis.set_ylabel(unit, fontsize=9, color="#444444")
     axis.grid(True, color=GRID, linewidth=0.8)
     axis.set_axisbelow(True)
     axis.tick_params(labelsize=8.5, colors="#444444", length=0)
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.locator_params(axis="x", integer=True)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axis.spines[side].set_color("#c5c8cc")
 
 
-def mark_no_data(axis: Any) -> None:
-    """Grey, and said to be empty."""
+def mark_no_data(axis: Axes) -> None:
+    """Make a plot grey, with the text "no data"."""
     axis.text(0.5, 0.5, "no data", transform=axis.transAxes, ha="center", va="center", color=GREY)
     axis.set_facecolor("#f6f7f8")
     axis.set_yticks([])
     axis.grid(False)
 
 
-def plot_line(axis: Any, points: CurvePoints, colour: str, label: str = "") -> bool:
-    """The values; above SMOOTH_FROM points thin and pale, under their smoothed line."""
+def plot_line(axis: Axes, points: CurvePoints, colour: str, label: str = "") -> bool:
+    """Plot values, many of them pale under a smoothed line; returns whether there are any."""
     steps, values = points
-    if not steps:
-        return False
-    if len(steps) <= SMOOTH_FROM:
+    if len(steps) > SMOOTH_FROM:
+        axis.plot(steps, values, color=colour, linewidth=0.7, alpha=0.35)
+        axis.plot(steps, smooth_values(values), color=colour, linewidth=2, label=label)
+    elif steps:
         marker = "o" if len(steps) < 12 else ""
         axis.plot(steps, values, color=colour, linewidth=1.6, marker=marker, ms=3.5, label=label)
-        return True
-    axis.plot(steps, values, color=colour, linewidth=0.7, alpha=0.35)
-    axis.plot(steps, smooth_values(values), color=colour, linewidth=2, label=label)
-    return True
+    return bool(steps)
 
 
-def add_legend(axis: Any) -> None:
+def add_legend(axis: Axes) -> None:
     axis.legend(fontsize=8, frameon=False, labelcolor="#333333", loc="best")
 
 
-def plot_reward(axis: Any, metrics_lines: Sequence[JsonObject]) -> bool:
-    """Mean score, one group's spread around it, and the held-out score where there is one."""
-    both = [
-        r
-        for r in metrics_lines
-        if metric_points([r], "reward")[0] and metric_points([r], "reward_std")[0]
-    ]
-    steps, middle = metric_points(both, "reward")
-    spread = metric_points(both, "reward_std")[1]
+def _points_of_both(metrics_lines: Sequence[JsonObject], *names: str) -> list[CurvePoints]:
+    """The points of several metrics at the steps where all of them are finite numbers."""
+    both = [m for m in metrics_lines if all(metric_points([m], name)[0] for name in names)]
+    return [metric_points(both, name) for name in names]
+
+
+def plot_reward(axis: Axes, metrics_lines: Sequence[JsonObject]) -> bool:
+    """Plot the mean score, a group's std around it, and the held-out score where there is one."""
+    (steps, middle), (_, spread) = _points_of_both(metrics_lines, "reward", "reward_std")
     if len(steps) > SMOOTH_FROM:
         middle, spread = smooth_values(middle), smooth_values(spread)
     low = [m - s for m, s in zip(middle, spread, strict=True)]
@@ -199,29 +196,30 @@ def plot_reward(axis: Any, metrics_lines: Sequence[JsonObject]) -> bool:
     drawn = plot_line(axis, metric_points(metrics_lines, "reward"), BLUE, "training")
     held_out = metric_points(metrics_lines, "eval_reward")
     if held_out[0]:
-        style = {"color": ORANGE, "marker": "D", "ms": 6, "zorder": 5, "clip_on": False}
-        axis.plot(*held_out, linestyle=":", linewidth=1.2, label="held out", **style)
-    if drawn or held_out[0]:
+        axis.plot(
+            *held_out, color=ORANGE, linestyle=":", linewidth=1.2, marker="D", ms=6, zorder=5,
+            clip_on=False, label="held out",
+        )  # fmt: skip
+    drawn |= bool(held_out[0])
+    if drawn:
         add_legend(axis)
-    return drawn or bool(held_out[0])
+    return drawn
 
 
-def plot_length(axis: Any, metrics_lines: Sequence[JsonObject]) -> bool:
+def plot_length(axis: Axes, metrics_lines: Sequence[JsonObject]) -> bool:
     names = ("completions/min_length", "completions/max_length")
-    both = [row for row in metrics_lines if all(metric_points([row], name)[0] for name in names)]
-    (steps, low), (_, high) = (metric_points(both, name) for name in names)
+    (steps, low), (_, high) = _points_of_both(metrics_lines, *names)
     if steps:
-        axis.fill_between(
-            steps, low, high, color=GREEN, alpha=0.12, linewidth=0, label="shortest to longest"
-        )
+        band = "shortest to longest"
+        axis.fill_between(steps, low, high, color=GREEN, alpha=0.12, linewidth=0, label=band)
     drawn = plot_line(axis, metric_points(metrics_lines, "completions/mean_length"), GREEN, "mean")
     if drawn and steps:
         add_legend(axis)
     return drawn or bool(steps)
 
 
-def plot_clipping(axis: Any, metrics_lines: Sequence[JsonObject]) -> bool:
-    """In per cent, so that 0.002 reads as 0.2."""
+def plot_clipping(axis: Axes, metrics_lines: Sequence[JsonObject]) -> bool:
+    """Plot the clipped shares in per cent, so that 0.002 reads as 0.2."""
     parts = (("region_mean", RED, "either side"), ("high_mean", ORANGE, "ratio too high"))
     drawn = False
     for name, colour, label in parts:
@@ -233,15 +231,15 @@ def plot_clipping(axis: Any, metrics_lines: Sequence[JsonObject]) -> bool:
     return drawn
 
 
-def plot_kl(axis: Any, metrics_lines: Sequence[JsonObject]) -> bool:
+def plot_kl(axis: Axes, metrics_lines: Sequence[JsonObject]) -> bool:
     return plot_line(axis, metric_points(metrics_lines, "kl"), PURPLE)
 
 
-def plot_entropy(axis: Any, metrics_lines: Sequence[JsonObject]) -> bool:
+def plot_entropy(axis: Axes, metrics_lines: Sequence[JsonObject]) -> bool:
     return plot_line(axis, metric_points(metrics_lines, "entropy"), TEAL)
 
 
-def plot_grad_norm(axis: Any, metrics_lines: Sequence[JsonObject]) -> bool:
+def plot_grad_norm(axis: Axes, metrics_lines: Sequence[JsonObject]) -> bool:
     return plot_line(axis, metric_points(metrics_lines, "grad_norm"), BROWN)
 
 

@@ -3,8 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Sequence
+from typing import TextIO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -24,59 +24,52 @@ from rloo_cli.reporting.panel import (
     reward_mean_names,
     time_left,
 )
+from rloo_cli.utils.files import JsonObject
 
-JsonMapping = Mapping[str, Any]
-JsonMappings = Sequence[JsonMapping]
-
-
-SLOW_PHASE_S = 5.0  # a phase of the start that takes longer says so, and how far it has come
+SLOW_PHASE_S = 5.0  # a phase before the first step that takes longer is shown with its progress
 MAX_LINES_KEPT = 1000  # lines that are drawn: more than a terminal has columns
 
 
 class Display:
     """Shows a run while it goes on; `close` it in a `finally` (twice is harmless).
 
-    mode auto: a panel if `file` (stdout) is a terminal, else lines, each with `samples` samples.
+    With mode="auto" it is a panel if `file` (stdout) is a terminal, else a line for each logged
+    step, with `num_samples` samples.
     """
 
     def __init__(
         self,
-        plan: JsonMapping,
+        plan: JsonObject,
         mode: str = "auto",
         num_samples: int = 0,
         file: TextIO | None = None,
     ):
         self.plan, self.num_samples, self.file = dict(plan), num_samples, file or sys.stdout
-        self.metrics_lines: list[JsonMapping] = []
-        self.samples: JsonMappings = []
-        self.phase_name, self.started_at = "", time.monotonic()
-        self.phase_started_at = self.last_progress_at = (
-            self.started_at
-        )  # when the phase began, and was last spoken of
-        self.phase_detail = ""  # how far it has come
+        self.metrics_lines: list[JsonObject] = []
+        self.samples: Sequence[JsonObject] = []
+        self.phase_name, self.phase_detail = "", ""  # the detail says how far the phase has come
+        self.started_at = self.phase_started_at = self.last_progress_at = time.monotonic()
         self.live_panel: Live | None = None
         drawable = self.file.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         utf = (getattr(self.file, "encoding", None) or "utf-8").lower().startswith("utf")
         if mode == "panel" or (mode == "auto" and drawable and utf):
             self.console = Console(file=self.file)
             # Drawn by the clock alone, so that a run of fast steps does not pay for every one.
-            self.live_panel = Live(
-                console=self.console, get_renderable=self._panel, refresh_per_second=2
-            )
-            self.live_panel.start()
+            panel = Live(console=self.console, get_renderable=self._panel, refresh_per_second=2)
+            self.live_panel = panel
+            panel.start()
 
     def _panel(self) -> RenderableType:
         elapsed = time.monotonic() - self.started_at
-        # Room for the ^C that a terminal writes behind the frame: on a line of its own it would
-        # move everything, and leave a part of this frame above what comes next.
+        # Two cells stay free for the ^C that a terminal writes behind the frame: on a line of its
+        # own it would move everything, and leave a part of this frame above what comes next.
         width = min(self.console.width - 2, 160)
         below, spent = self.phase_name, time.monotonic() - self.phase_started_at
         if self._is_startup_phase(below) and spent >= SLOW_PHASE_S:
             below += f" · {format_duration(spent)}"
         below += f" · {self.phase_detail}" if self.phase_detail else ""
-        return render_panel(
-            list(self.metrics_lines), self.samples, self.plan, width, below, elapsed
-        )
+        lines = list(self.metrics_lines)
+        return render_panel(lines, self.samples, self.plan, width, below, elapsed)
 
     def _print(self, text: str) -> None:
         encoding = getattr(self.file, "encoding", None) or "utf-8"
@@ -86,7 +79,7 @@ class Display:
         else:
             try:
                 print(text, file=self.file, flush=True)
-            except BrokenPipeError:  # `rloo train | head`: nobody listens, the run goes on
+            except BrokenPipeError:  # `rloo train | head`: nobody reads, and the run continues
                 sys.stdout = self.file = open(os.devnull, "w")  # noqa: SIM115
 
     def _is_startup_phase(self, name: str) -> bool:
@@ -95,63 +88,58 @@ class Display:
         return bool(name) and not self.metrics_lines and name not in of_a_step
 
     def phase(self, name: str) -> None:
-        """What is going on now; before the first step it is said, and what took long too."""
+        """Show a new phase. Before the first step it gets a line, and a slow one a second line."""
         if name == self.phase_name:
             return
         now = time.monotonic()
-        if self._is_startup_phase(self.phase_name) and now - self.phase_started_at >= SLOW_PHASE_S:
-            self._print(
-                f"{clean_line(self.phase_name)}: {format_duration(now - self.phase_started_at)}"
-            )
+        spent = now - self.phase_started_at
+        if self._is_startup_phase(self.phase_name) and spent >= SLOW_PHASE_S:
+            self._print(f"{clean_line(self.phase_name)}: {format_duration(spent)}")
         self.phase_name, self.phase_detail = name, ""
         self.phase_started_at = self.last_progress_at = now
         if self._is_startup_phase(name) and not self.live_panel:
             self._print(f"{clean_line(name)} ...")
 
     def progress(self, text: str) -> None:
-        """How far the phase has come: in the panel at once, plain every few seconds."""
+        """Show how far the phase has come: at once in the panel, else in a line now and then."""
         self.phase_detail, now = clean_line(text), time.monotonic()
         if not self.live_panel and now - self.last_progress_at >= SLOW_PHASE_S:
             self.last_progress_at = now
             self._print(f"  {format_duration(now - self.phase_started_at)}: {self.phase_detail}")
 
-    def step(self, metrics: JsonMapping, samples: JsonMappings = ()) -> None:
-        """A logged row, and samples of that step."""
+    def step(self, metrics: JsonObject, samples: Sequence[JsonObject] = ()) -> None:
+        """Show a logged line of metrics, and samples of that step."""
         self.metrics_lines.append(metrics)
-        if (
-            len(self.metrics_lines) >= 2 * MAX_LINES_KEPT
-        ):  # a drawing must not take longer as the run goes on
+        # Drawing the panel must not take longer as the run goes on.
+        if len(self.metrics_lines) >= 2 * MAX_LINES_KEPT:
             self.metrics_lines = self.metrics_lines[-MAX_LINES_KEPT:]
         self.samples = samples or self.samples
         if self.live_panel:
             return
         parts = [f"step {metrics.get('step', '?')}/{self.plan.get('max_steps') or '?'}"]
         for label, name in [*LINE_METRICS.items(), *headline_metrics(metrics)]:
-            parts += [
-                f"{label.rstrip(' %')} {format_number(v, label)}"
-                for v in metric_history([metrics], name)
-            ]
+            values = metric_history([metrics], name)
+            parts += [f"{label.rstrip(' %')} {format_number(v, label)}" for v in values]
             if name == "reward" and parts[1:]:
                 parts[-1] += self._reward_means_text(metrics)
         parts += [f"{seconds:.3g} s/step" for seconds in metric_history([metrics], "step_time")]
         left = time_left(self.metrics_lines, self.plan)
         self._print("  ".join(parts + ([f"eta {format_duration(left)}"] if left else [])))
-        for line in [
-            line for sample in samples[: self.num_samples] for line in render_sample(sample, 100)
-        ]:
-            self._print(f"  {line.plain.rstrip()}")
+        for sample in samples[: self.num_samples]:
+            for line in render_sample(sample, 100):
+                self._print(f"  {line.plain.rstrip()}")
 
-    def _reward_means_text(self, metrics: JsonMapping) -> str:
+    def _reward_means_text(self, metrics: JsonObject) -> str:
         """The mean of each of several rewards, behind the score: ` (right 0.5, short -0.2)`."""
-        means = {
-            clean_line(n): metric_history([metrics], key)
-            for n, key in reward_mean_names([metrics]).items()
-        }
-        found = ", ".join(f"{n} {format_number(v[0])}" for n, v in means.items() if v)
-        return f" ({found})" if found else ""
+        means = []
+        for name, key in reward_mean_names([metrics]).items():
+            means += [
+                f"{clean_line(name)} {format_number(v)}" for v in metric_history([metrics], key)
+            ]
+        return f" ({', '.join(means)})" if means else ""
 
     def note(self, text: str) -> None:
-        """Lines that stay, above the panel."""
+        """Print lines that stay, above the panel."""
         self._print("\n".join(clean_line(line) for line in text.splitlines()))
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""What a run says: metrics.jsonl, samples, the terminal, and advice. One rank writes.
+"""The output of a run: metrics.jsonl, samples, the terminal, and advice. One rank writes.
 
-metrics.jsonl is the truth and is always written: strict JSON, one line per logged step, means
-weighted by counts over the steps since the last line, extremes true, counters their last value.
+metrics.jsonl is always written: strict JSON, one line per logged step. Over the steps since the
+last line, means are weighted by counts, extremes are true, and counters have their last value.
 """
 
 import json
@@ -21,17 +21,9 @@ from rloo_cli.utils.files import JsonObject, check_folder_present, write_text
 if TYPE_CHECKING:
     from torch import Tensor
 
-COUNTER_METRICS = (
-    "step",
-    "updates",
-    "episode",
-    "epoch",
-    "num_tokens",
-    "eps",
-    "learning_rate",
-    "lr",
-)
-MEANS_BY_COUNT = {  # a count of `step_metrics.counts` -> the means that were taken over it
+COUNTER_METRICS = {"step", "updates", "episode", "epoch", "num_tokens", "eps"}
+COUNTER_METRICS |= {"learning_rate", "lr"}
+MEANS_BY_COUNT = {  # a count of `step_metrics.mean_counts` -> the means that were taken over it
     "ended": "completions/mean_terminated_length",
     "scored": "reward reward_std_batch",
     "groups": "reward_std frac_reward_zero_std",
@@ -52,7 +44,7 @@ MEANS_BY_COUNT = {  # a count of `step_metrics.counts` -> the means that were ta
     " perf/rollout_wait_frac perf/mfu",
 }
 COUNT_OF_MEAN = {mean: count for count, means in MEANS_BY_COUNT.items() for mean in means.split()}
-TRL_ALIASES = {  # ours -> how TRL spells it
+TRL_ALIASES = {  # our name -> TRL's name
     "sampling/logp_diff_mean": "sampling/sampling_logp_difference/mean",
     "sampling/logp_diff_max": "sampling/sampling_logp_difference/max",
 }
@@ -65,45 +57,42 @@ class RunLog:
         self.folder, self.every = folder, every
         self.samples_every, self.aliases = samples_every, aliases
         self.metrics_lines: list[JsonObject] = []  # as written
-        self.training_lines: list[
-            JsonObject
-        ] = []  # those of training, which rewards may look back at
-        self.pending_steps: list[JsonObject] = []  # steps since the last line
-        self.pending_counts: list[JsonObject] = []  # and what their means were taken over
+        self.training_lines: list[JsonObject] = []  # lines of steps, which rewards may look back at
+        self.pending_steps: list[JsonObject] = []  # metrics of the steps since the last line
+        self.pending_counts: list[JsonObject] = []  # the counts that their means were taken over
         self.display: Display | None = None
         self.writes_files = True  # false in all ranks but the first
-        self.share_from_rank0: Callable[[JsonObject], JsonObject] = (
-            dict  # rank 0's line, on every rank
-        )
-        self.current_phase = "the start"  # the phase
+        # Returns rank 0's line on every rank.
+        self.share_from_rank0: Callable[[JsonObject], JsonObject] = dict
+        self.current_phase = "the start"
         self.advisor = Advisor()
         self.drawer = CurveDrawer(folder)
         self.noted_kinds: set[str] = set()
 
     def is_due(self, step: int, num_steps: int) -> bool:
-        """Whether the `step`-th of `steps` steps, counted from 1, is written: the last always."""
+        """Whether step `step` of `num_steps`, counted from 1, is written; the last always is."""
         return step % self.every == 0 or step == num_steps
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Show a line that stays."""
         if self.display is not None:
             self.display.note(text)
 
     def phase(self, name: str) -> None:
-        """What is going on now."""
+        """Show, and remember, what the run does now."""
         self.current_phase = name
         if self.display is not None:
             self.display.phase(name)
 
     def progress(self, text: str) -> None:
-        """How far that has come, where it takes long."""
+        """Show how far the current phase has come."""
         if self.display is not None:
             self.display.progress(text)
 
     def step(self, metrics: JsonObject, counts: JsonObject, batch: Batch, num_steps: int) -> None:
-        """Take in one finished step of `steps`; write a line when it is due, and its samples.
+        """Add one finished step of `num_steps`; write a line when it is due, and its samples.
 
-        row: its metrics, `step` among them. counts: what its means were taken over.
+        `metrics` has the key `step`; `counts` are what the means were taken over.
         """
         for note in batch.notes:
             kind = re.sub(r"\d+", "", note)[:40]
@@ -123,32 +112,31 @@ class RunLog:
                 self.note(f"advice: {advice}")
 
     def flush(self, share_from_rank0: Callable[[JsonObject], JsonObject] = dict) -> JsonObject:
-        """Write the steps since the last line as one. `same`: what all ranks take it to be."""
-        row = self.append_line(
-            share_from_rank0(merge_steps(self.pending_steps, self.pending_counts))
-        )
+        """Write the steps since the last line as one; `share_from_rank0` makes all ranks agree."""
+        merged = merge_steps(self.pending_steps, self.pending_counts)
+        line = self.append_line(share_from_rank0(merged))
         self.pending_steps, self.pending_counts = [], []
-        return row
+        return line
 
     def dump(self) -> JsonObject:
-        """Steps that are not written yet, for a checkpoint."""
-        rows = [{k: v for k, v in row.items() if math.isfinite(v)} for row in self.pending_steps]
-        return {"pending": rows, "counts": self.pending_counts}
+        """The steps that are not written yet, for a checkpoint."""
+        finite = [{k: v for k, v in m.items() if math.isfinite(v)} for m in self.pending_steps]
+        return {"pending": finite, "counts": self.pending_counts}
 
     def restore(self, saved: JsonObject) -> None:
-        """What `dump` gave; and metrics.jsonl as it is now, for whoever looks back."""
+        """Continue with the state of `dump`, and with the lines that metrics.jsonl has now."""
         self.pending_steps, self.pending_counts = saved["pending"], saved["counts"]
         path = self.folder / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         self.metrics_lines, self.training_lines = [], []
-        for row in map(json.loads, lines):
-            self.store_line(row)
-            self.advisor.advise(row)  # what it said then is not said again
+        for metrics in map(json.loads, lines):
+            self.store_line(metrics)
+            self.advisor.advise(metrics)  # advice of before is not repeated
         if self.display is not None:
             self.display.metrics_lines = list(self.metrics_lines[-MAX_LINES_KEPT:])
 
     def write_evaluation(self, metrics: JsonObject) -> JsonObject:
-        """Write and show the scores of an evaluation; the line as written."""
+        """Write and show the scores of an evaluation; returns the line as written."""
         metrics = self.append_line(metrics)
         if self.display is not None:
             self.display.step(metrics)
@@ -158,31 +146,26 @@ class RunLog:
         """Append one line to metrics.jsonl; values that are not finite are left out."""
         metrics = {k: v for k, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
         if self.aliases:
-            metrics |= {
-                theirs: metrics[ours] for ours, theirs in TRL_ALIASES.items() if ours in metrics
-            }
+            metrics |= {trl: metrics[name] for name, trl in TRL_ALIASES.items() if name in metrics}
             metrics |= {"rewards" + k[6:]: v for k, v in metrics.items() if k.startswith("reward/")}
-        if not self.writes_files:
-            self.store_line(metrics)
-            return metrics
-        trigger_fault("metrics")
-        check_folder_present(self.folder)
-        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics, allow_nan=False) + "\n")
+        if self.writes_files:
+            trigger_fault("metrics")
+            check_folder_present(self.folder)
+            with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(metrics, allow_nan=False) + "\n")
         self.store_line(metrics)
         return metrics
 
     def store_line(self, metrics: JsonObject) -> None:
-        """Remember a line."""
+        """Keep a line in memory."""
         self.metrics_lines.append(metrics)
         if "step_time" in metrics:
             self.training_lines.append(metrics)
 
     def save_samples(self, name: str, samples: list[JsonObject]) -> None:
         """Write every sample of a step to samples/<name>.jsonl."""
-        if not self.writes_files:
-            return
-        write_text(self.folder / "samples" / f"{name}.jsonl", samples_to_jsonl(samples))
+        if self.writes_files:
+            write_text(self.folder / "samples" / f"{name}.jsonl", samples_to_jsonl(samples))
 
     def draw_curves(self, rate_limited: bool = False) -> None:
         """Draw curves.png from the lines so far; a failure is a warning."""
@@ -190,7 +173,7 @@ class RunLog:
             self.drawer.draw_curves(len(self.metrics_lines), self.note, rate_limited)
 
     def close(self) -> None:
-        """Write what is not written yet, and give the terminal back."""
+        """Write the steps that are not written yet, and close the display."""
         try:
             if self.pending_steps:
                 self.flush()
@@ -202,26 +185,25 @@ class RunLog:
 def samples_to_jsonl(samples: list[JsonObject]) -> str:
     """Samples as the text of their file: one line of JSON each.
 
-    Half a surrogate pair, which UTF-8 does not have, is written as JSON's own escape.
+    Half a surrogate pair, which UTF-8 cannot hold, is written as JSON's own escape.
     """
     lines = [json.dumps(s, ensure_ascii=False, default=str) + "\n" for s in samples]
     return "".join(lines).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def merge_steps(metrics_of_steps: list[JsonObject], counts: list[JsonObject]) -> JsonObject:
-    """Several steps -> one line: means weighed by `counts`, extremes, last counters.
+    """Several steps -> one line: means weighted by `counts`, extremes, last counters.
 
-    A step that has no value, or one that is not finite, takes no part.
+    A step without a finite value for a metric is left out of that metric.
     """
     merged: JsonObject = {}
-    for name in dict.fromkeys(name for row in metrics_of_steps for name in row):
-        told = [
-            i for i, row in enumerate(metrics_of_steps) if name in row and math.isfinite(row[name])
-        ]
-        if not told:
+    for name in dict.fromkeys(name for metrics in metrics_of_steps for name in metrics):
+        steps = zip(metrics_of_steps, counts, strict=True)
+        finite = [(m[name], c) for m, c in steps if name in m and math.isfinite(m[name])]
+        if not finite:
             continue
-        values = [metrics_of_steps[i][name] for i in told]
-        last = name.rpartition("/")[2]
+        values = [value for value, _ in finite]
+        group, _, last = name.rpartition("/")
         if name in COUNTER_METRICS or name.startswith("data/"):
             merged[name] = values[-1]
         elif last == "min" or last.startswith("min_") or last.endswith("_min"):
@@ -229,36 +211,34 @@ def merge_steps(metrics_of_steps: list[JsonObject], counts: list[JsonObject]) ->
         elif last == "max" or last.startswith("max_") or last.endswith(("_max", "_gb")):
             merged[name] = max(values)
         else:
-            over = COUNT_OF_MEAN.get(
-                name, name.rpartition("/")[0] if last in ("mean", "std") else ""
-            )
-            weights = [counts[i].get(over, 1) for i in told]
+            count_name = COUNT_OF_MEAN.get(name, group if last in ("mean", "std") else "")
+            weights = [step_counts.get(count_name, 1) for _, step_counts in finite]
             total = sum(v * w for v, w in zip(values, weights, strict=True))
             merged[name] = total / sum(weights) if sum(weights) else values[-1]
     return merged
 
 
 def batch_samples(batch: Batch) -> list[JsonObject]:
-    """Every row of a batch, as kept in samples/."""
+    """Every completion of a batch, as it is written to samples/."""
     k = batch.score.shape[1]
     before = {"score": batch.score, "shaped": batch.shaped}
     after = {"kl": batch.kl, "reward": batch.reward, "advantage": batch.advantage}
-    rows = []
+    samples = []
     for p, group in enumerate(batch.groups):
         for j in range(k):
-            row = sample_record(group, j) | dict.fromkeys([*before, *after])
+            sample = sample_record(group, j) | dict.fromkeys([*before, *after])
             if batch.scorable[p, j]:
-                found = before | (after if p in batch.active else {})  # no KL of the others
-                row |= {n: float(v[p, j]) for n, v in found.items() if v is not None}
-            said = {n: float(batch.raw[f, p, j]) for f, n in enumerate(batch.names)}
-            row["rewards"] = {n: None if math.isnan(v) else v for n, v in said.items()}
-            row |= {name: values[p * k + j] for name, values in batch.extras.items()}
-            rows.append(row)
-    return rows
+                columns = before | (after if p in batch.active else {})  # other groups have no KL
+                sample |= {n: float(v[p, j]) for n, v in columns.items() if v is not None}
+            scores = {n: float(batch.raw[f, p, j]) for f, n in enumerate(batch.names)}
+            sample["rewards"] = {n: None if math.isnan(v) else v for n, v in scores.items()}
+            sample |= {name: values[p * k + j] for name, values in batch.extras.items()}
+            samples.append(sample)
+    return samples
 
 
 def sample_record(group: Group, k: int) -> JsonObject:
-    """What was sampled, and how."""
+    """Completion k of a group, as a line of samples/ without scores."""
     rollout = group.rollouts[k]
     return {
         "draw": group.prompt_offset,
@@ -275,15 +255,15 @@ def sample_record(group: Group, k: int) -> JsonObject:
 
 
 def write_debug_batch(folder: Path, batch: Batch, writes: bool) -> Path:
-    """Write what an update was computed from, for a person to look at."""
+    """Write the tokens and numbers that an update was computed from, for a person to look at."""
     out = folder / "debug" / f"nonfinite_step_{batch.step + 1}"
-    if not writes:  # every rank has the same
+    if not writes:  # every rank has the same batch
         return out
     out.mkdir(parents=True, exist_ok=True)
     with (out / "rows.jsonl").open("w") as file:
         for p, group in enumerate(batch.groups):
             for k, rollout in enumerate(group.rollouts):
-                row = {
+                values = {
                     "prompt_ids": group.prompt_ids,
                     "completion_ids": rollout.completion_ids,
                     "text": rollout.text,
@@ -291,7 +271,7 @@ def write_debug_batch(folder: Path, batch: Batch, writes: bool) -> Path:
                     "old_logp": [repr(x) for x in _column_values(group.old_logp, k)],
                     "ref_logp": [repr(x) for x in _column_values(group.ref_logp, k)],
                 }
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps(values) + "\n")
     return out
 
 

@@ -2,8 +2,8 @@
 
 `python -m rloo_cli.reporting.metric_names` prints docs/metrics.md. A name may hold `<reward>`
 (the name of a reward entry), `<k>` (a number) and `<phase>`; a metric of an evaluation begins with
-`eval_`, or with `eval_<set>_` for a set of eval.sets. What a reward logs by `log_metric` has the
-name it gave.
+`eval_`, or with `eval_<set>_` for a set of eval.sets. A metric that a reward logs by `log_metric`
+has the name that the reward chose.
 """
 
 import re
@@ -28,14 +28,14 @@ PROGRESS_METRICS: list[MetricMeaning] = [
 
 SCORE_METRICS: list[MetricMeaning] = [
     ("reward", "score", "mean score of the completions that have one: the weighted sum of what the"
-     " rewards said, before the KL penalty and before any shaping"),
+     " rewards return, before the KL penalty and before any shaping"),
     ("reward_std", "score", "standard deviation of the scores inside a group (n - 1), mean over"
      " groups; with advantage_scale=batch that of the step"),
     ("reward_std_batch", "score", "standard deviation of all scores of the step (n - 1)"),
     ("reward/<reward>/mean", "score", "mean of one reward over the completions it scored"),
     ("reward/<reward>/std", "score", "its standard deviation (n - 1)"),
-    ("reward/<reward>/none_frac", "share", "completions it gave no score: None, or a failure with"
-     " on_error=none"),
+    ("reward/<reward>/none_frac", "share", "completions that it did not score: None, or a failure"
+     " with on_error=none"),
     ("reward/<reward>/error_rate", "share", "completions whose call failed"),
     ("reward/<reward>/time", "s", "seconds its calls took"),
     ("reward/valid_frac", "share", "completions with a score from at least one reward"),
@@ -198,35 +198,35 @@ METRICS_PAGE_HEAD = """\
 
 `metrics.jsonl` in a run's folder has a line of strict JSON per logged step and per evaluation. A
 metric for which a step had no data is absent, never NaN or null. Where several steps make one line
-(`logging.every`), a mean is weighed by what it was taken over, minimum and maximum are true ones,
-and a counter has its last value. All are reduced over all ranks by sums and counts. A `share` lies
-between 0 and 1; a `score` has the unit of the reward; `nats` are natural logarithms.
+(`logging.every`), a mean is weighted by the counts it was taken over, minimum and maximum are true
+ones, and a counter has its last value. All are reduced over all ranks by sums and counts. A `share`
+lies between 0 and 1; a `score` has the unit of the reward; `nats` are natural logarithms.
 
-What a reward logs by `log_metric(name, value)` stands beside these under the name it gave, as the
+A metric that a reward logs by `log_metric(name, value)` stands beside these under that name, as the
 mean over the step's calls.
 """
 
 
 @cache
 def _metric_patterns() -> list[tuple[re.Pattern[str], MetricMeaning]]:
-    found = []
+    patterns = []
     for name, (_, meanings) in METRIC_SECTIONS.items():
         prefix = r"eval_(?:\w+_)?" if name == "Evaluations" else ""
         for meaning in meanings:
             text = re.escape(meaning[0]).replace("<reward>", r"[^/]+")
             text = text.replace("<phase>", r"[\w ]+").replace("<k>", r"\d+")
             text = text.replace("rewards/[^/]+/mean", r"rewards/.+")  # an alias of each of them
-            found.append((re.compile(prefix + text), meaning))
-    return found
+            patterns.append((re.compile(prefix + text), meaning))
+    return patterns
 
 
 def metric_meaning(name: str) -> MetricMeaning | None:
-    """What a metric of metrics.jsonl is; None for one that is not ours."""
+    """The name, unit and meaning of a metric of metrics.jsonl; None for one that is not ours."""
     return next((m for pattern, m in _metric_patterns() if pattern.fullmatch(name)), None)
 
 
 def metrics_page() -> str:
-    """docs/metrics.md."""
+    """The text of docs/metrics.md."""
     parts = [METRICS_PAGE_HEAD]
     for title, (note, meanings) in METRIC_SECTIONS.items():
         lines = [f"| `{name}` | {unit or '-'} | {text} |" for name, unit, text in meanings]

@@ -1,6 +1,7 @@
-"""The panel of a run, drawn from its metrics and samples; also as an SVG, and the end table.
+"""The panel of a run, drawn from its metrics and samples; also as an SVG, and the final table.
 
-What a model or a data set wrote goes through `clean` and `Text`: no markup, no control characters.
+Text of a model or a data set goes through `clean_line` and `Text`: it can neither set markup nor
+send control characters.
 """
 
 import argparse
@@ -13,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from rich import box
 from rich.cells import cell_len, set_cell_size
@@ -25,26 +25,15 @@ from rich.text import Text
 from rloo_cli.reporting.eval_lines import headline_metrics, is_evaluation, split_by_set
 from rloo_cli.utils.console import show_control_characters
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
+from rloo_cli.utils.files import JsonObject, read_json
 
-JsonMapping = Mapping[str, Any]
-JsonMappings = Sequence[JsonMapping]
-
-RECENT_STEPS = (
-    20  # steps behind the time left and the split: enough to be steady, few enough for now
-)
+RECENT_STEPS = 20  # the time left and the split are of so many: steady, and still of now
 MAX_SETS_SHOWN = 4  # held-out sets in the panel
-MAX_REWARDS_SHOWN = 6  # rewards in it, where there are several
+MAX_REWARDS_SHOWN = 6  # rewards in the panel, where there are several
 SPARKLINE_BARS = "▁▂▃▄▅▆▇█"
-PHASE_COLOURS = {
-    "generation": "cyan",
-    "reward": "yellow",
-    "reference": "magenta",
-    "update": "green",
-}
-MERGED_PHASES = {
-    "reference": "old_logp",
-    "update": "optimizer",
-}  # counted there; what is left is "other"
+PHASE_COLOURS = {"generation": "cyan", "reward": "yellow"}
+PHASE_COLOURS |= {"reference": "magenta", "update": "green"}
+MERGED_PHASES = {"reference": "old_logp", "update": "optimizer"}  # phases counted with another one
 PANEL_METRICS = {  # label: metric; a % marks a share
     "KL": "kl",
     "entropy": "entropy",
@@ -55,20 +44,18 @@ PANEL_METRICS = {  # label: metric; a % marks a share
     "grad norm": "grad_norm",
     "tokens/s": "perf/tokens_per_s",
 }
-LINE_METRICS = {"reward": "reward"}
-LINE_METRICS |= {
-    label.lower(): PANEL_METRICS[label] for label in ("KL", "entropy", "length", "truncated %")
-}
+LINE_LABELS = ("KL", "entropy", "length", "truncated %")
+LINE_METRICS = {"reward": "reward"} | {label.lower(): PANEL_METRICS[label] for label in LINE_LABELS}
 
 
-def clean_line(text: Any) -> str:
+def clean_line(text: object) -> str:
     """One line in which newlines, control and invisible characters are visible signs."""
     return show_control_characters(str(text)).replace("\n", "⏎ ")
 
 
-def metric_history(metrics_lines: JsonMappings, name: str) -> list[float]:
+def metric_history(metrics_lines: Sequence[Mapping[str, object]], name: str) -> list[float]:
     """The finite values of one metric, in order."""
-    values = [row.get(name) for row in metrics_lines]
+    values = [metrics.get(name) for metrics in metrics_lines]
     return [v for v in values if isinstance(v, int | float) and math.isfinite(v)]
 
 
@@ -96,63 +83,63 @@ def draw_sparkline(values: Sequence[float], width: int) -> str:
     return "".join(SPARKLINE_BARS[int((v - low) * scale) if scale else 3] for v in values)
 
 
-def last_message(prompt: Any) -> str:
-    """Plain text as it is; of a conversation the last message that is the user's."""
+def last_message(prompt: object) -> str:
+    """A plain prompt as it is; of a conversation the user's last message."""
     if not isinstance(prompt, list) or not all(isinstance(m, dict) for m in prompt) or not prompt:
         return str(prompt)
     asked = [m for m in prompt if m.get("role") == "user"] or prompt
     return str(asked[-1].get("content", ""))
 
 
-def wrap_text(text: Any, width: int, max_lines: int, from_end: bool = False) -> list[str]:
-    """The first `lines` lines of a text (with `end` the last), and … where it was cut."""
-    whole, room = clean_line(text).strip(), (max_lines + 1) * width
-    part = whole[-room:] if from_end else whole[:room]
-    found = [line.plain for line in Text(part).wrap(Console(width=width), width)] or [""]
-    kept = found[-max_lines:] if from_end else found[:max_lines]
-    if len(kept) < len(found) and from_end:
-        kept[0] = "…" + kept[0][1:]
-    elif len(kept) < len(found):
-        kept[-1] = set_cell_size(kept[-1], min(cell_len(kept[-1]), width - 1)) + "…"
-    return kept
+def wrap_text(text: object, width: int, max_lines: int, from_end: bool = False) -> list[str]:
+    """The first (with `from_end` the last) lines of a text, with … where it was cut."""
+    whole, limit = clean_line(text).strip(), (max_lines + 1) * width
+    part = whole[-limit:] if from_end else whole[:limit]
+    wrapped = [line.plain for line in Text(part).wrap(Console(width=width), width)] or [""]
+    lines = wrapped[-max_lines:] if from_end else wrapped[:max_lines]
+    if len(lines) < len(wrapped) and from_end:
+        lines[0] = "…" + lines[0][1:]
+    elif len(lines) < len(wrapped):
+        lines[-1] = set_cell_size(lines[-1], min(cell_len(lines[-1]), width - 1)) + "…"
+    return lines
 
 
-def reward_mean_names(metrics_lines: JsonMappings) -> dict[str, str]:
+def reward_mean_names(metrics_lines: Sequence[JsonObject]) -> dict[str, str]:
     """Name of each reward -> the metric of its mean; {} where the score is one reward's alone."""
-    found = (re.fullmatch(r"reward/(.+)/mean", key) for row in metrics_lines[-1:] for key in row)
-    means = {match[1]: match[0] for match in found if match}
+    matches = (re.fullmatch(r"reward/(.+)/mean", key) for key in (metrics_lines or [{}])[-1])
+    means = {match[1]: match[0] for match in matches if match}
     return means if len(means) > 1 else {}
 
 
-def time_left(metrics_lines: JsonMappings, plan: JsonMapping) -> float | None:
-    """Seconds, from the median of recent steps; None while unknown."""
+def time_left(metrics_lines: Sequence[JsonObject], plan: JsonObject) -> float | None:
+    """Seconds that the run still needs, from the median of recent steps; None while unknown."""
     times, total = metric_history(metrics_lines, "step_time")[-RECENT_STEPS:], plan.get("max_steps")
     step = max(metric_history(metrics_lines, "step"), default=0.0)
     return max(0.0, total - step) * median(times) if times and total else None
 
 
 def progress_bar(
-    metrics_lines: JsonMappings, plan: JsonMapping, width: int, elapsed: float | None
+    metrics_lines: Sequence[JsonObject], plan: JsonObject, width: int, elapsed: float | None
 ) -> Text:
     step, total = int(max(metric_history(metrics_lines, "step"), default=0)), plan.get("max_steps")
     times, left = metric_history(metrics_lines, "step_time"), time_left(metrics_lines, plan)
-    if elapsed is None:  # each row is the mean of its logged steps
+    if elapsed is None:  # each line is the mean of its logged steps
         elapsed = step * sum(times) / len(times) if times else 0.0
     start = f"step {step}/{total or '?'} "
     ending = f" {format_duration(elapsed)}" + (f", {format_duration(left)} left" if left else "")
-    room = max(4, width - len(start) - len(ending))
-    done = min(room, room * step // (total or sys.maxsize))
-    todo = ("╌" * (room - done), "bright_black")
+    bar_width = max(4, width - len(start) - len(ending))
+    done = min(bar_width, bar_width * step // (total or sys.maxsize))
+    todo = ("╌" * (bar_width - done), "bright_black")
     return Text.assemble((start, "bold"), ("━" * done, "green"), todo, ending, no_wrap=True)
 
 
-def phase_split(metrics_lines: JsonMappings, width: int) -> list[Text]:
-    """A bar of where recent steps' seconds went, and its legend in the same order."""
-    recent = [row for row in metrics_lines if metric_history([row], "step_time")][-RECENT_STEPS:]
-    names = {name: [f"time/{name}", f"time/{MERGED_PHASES.get(name)}"] for name in PHASE_COLOURS}
-    parts = {
-        name: sum(sum(metric_history(recent, k)) for k in keys) for name, keys in names.items()
-    }
+def phase_split(metrics_lines: Sequence[JsonObject], width: int) -> list[Text]:
+    """A bar that shows where the seconds of recent steps went, and its legend in the same order."""
+    recent = [m for m in metrics_lines if metric_history([m], "step_time")][-RECENT_STEPS:]
+    parts: dict[str, float] = {}
+    for name in PHASE_COLOURS:
+        metrics = (f"time/{name}", f"time/{MERGED_PHASES.get(name)}")
+        parts[name] = sum(sum(metric_history(recent, metric)) for metric in metrics)
     whole = sum(metric_history(recent, "step_time"))
     parts["other"] = max(0.0, whole - sum(parts.values()))
     if not (total := sum(parts.values())):
@@ -168,11 +155,11 @@ def phase_split(metrics_lines: JsonMappings, width: int) -> list[Text]:
     return [bar, legend]
 
 
-def metric_figures(metrics_lines: JsonMappings, width: int) -> list[Text]:
-    """Scores on lines of their own with their change, the other metrics two to a line."""
+def metric_figures(metrics_lines: Sequence[JsonObject], width: int) -> list[Text]:
+    """Each score on a line with its change since the start; the other metrics in two columns."""
     lines, cells, half = [], [], (width - 2) // 2
-    lines_of = (headline_metrics(row) for row in metrics_lines if is_evaluation(row))
-    sets = dict.fromkeys(n for line in lines_of for _, n in line if "@" not in n)
+    headlines = (headline_metrics(m) for m in metrics_lines if is_evaluation(m))
+    sets = dict.fromkeys(name for line in headlines for _, name in line if "@" not in name)
     names = {n: clean_line(n[5:-7] or "held out")[-14:] for n in list(sets)[:MAX_SETS_SHOWN]}
     for name, label in {"reward": "reward", **names}.items():
         if values := metric_history(metrics_lines, name):
@@ -181,11 +168,9 @@ def metric_figures(metrics_lines: JsonMappings, width: int) -> list[Text]:
             line = Text.assemble((f"{label:<{19 - len(value)}}{value} ", "bold"))
             line.append(f"{since[:21]:<22}", "green" if change > 0 else "red" if change < 0 else "")
             lines.append(line.append(draw_sparkline(values, width - len(line)), "green"))
-    trained = [row for row in metrics_lines if "reward" in row]
-    parts = {
-        f"· {clean_line(n)[:13]}": key
-        for n, key in [*reward_mean_names(trained).items()][:MAX_REWARDS_SHOWN]
-    }
+    trained = [metrics for metrics in metrics_lines if "reward" in metrics]
+    rewards = [*reward_mean_names(trained).items()][:MAX_REWARDS_SHOWN]
+    parts = {f"· {clean_line(reward)[:13]}": name for reward, name in rewards}
     for label, name in (PANEL_METRICS | parts).items():
         values = metric_history(metrics_lines, name)
         value = format_number(values[-1], label) if values else "–"
@@ -195,40 +180,37 @@ def metric_figures(metrics_lines: JsonMappings, width: int) -> list[Text]:
     return lines + [Text("  ").join(cells[i : i + 2]) for i in range(0, len(cells), 2)]
 
 
-def render_sample(sample: JsonMapping, width: int) -> list[Text]:
-    """The prompt's end, the completion, and its score with the parts by reward."""
+def render_sample(sample: JsonObject, width: int) -> list[Text]:
+    """The end of the prompt, the completion, and its score with what each reward says."""
     lines = []
     for name, count in (("prompt", 2), ("completion", 4)):
-        said = last_message(sample.get(name, "")) if name == "prompt" else sample.get(name, "")
-        texts = wrap_text(said, width - 11, count, from_end=name == "prompt")
+        shown = last_message(sample.get(name, "")) if name == "prompt" else sample.get(name, "")
+        texts = wrap_text(shown, width - 11, count, from_end=name == "prompt")
         for head, text in zip_longest([name], texts, fillvalue=""):
             style = "bold" if name == "completion" else ""
             lines.append(Text.assemble((f"{head:<11}", "bright_black"), (text, style)))
-    parts = {"score": sample.get("score")} | dict(sample.get("rewards") or {})
-    facts = [
-        f"{k} {format_number(v) if isinstance(v, int | float) else '–'}" for k, v in parts.items()
-    ]
-    facts += [sample["finish_reason"]] if sample.get("finish_reason") else []
-    return [*lines, Text(wrap_text(" · ".join(facts), width, 1)[0], "yellow")]
+    scores = {"score": sample.get("score")} | dict(sample.get("rewards") or {})
+    parts = []
+    for name, score in scores.items():
+        parts.append(f"{name} {format_number(score) if isinstance(score, int | float) else '–'}")
+    parts += [sample["finish_reason"]] if sample.get("finish_reason") else []
+    return [*lines, Text(wrap_text(" · ".join(parts), width, 1)[0], "yellow")]
 
 
 def render_panel(
-    metrics_lines: JsonMappings,
-    samples: JsonMappings,
-    plan: JsonMapping,
+    metrics_lines: Sequence[JsonObject],
+    samples: Sequence[JsonObject],
+    plan: JsonObject,
     width: int,
     phase: str = "",
     elapsed: float | None = None,
 ) -> RenderableType:
     """The panel, `width` cells wide; `elapsed` in seconds, None = the sum of the steps."""
-    inner = max(48, width) - 4  # in less there is no room for two metrics beside each other
-    facts = " · ".join(clean_line(plan[k]) for k in ("model", "algorithm", "folder") if plan.get(k))
-    lines = [Text(wrap_text(facts, inner, 1)[0], "bright_black")]
-    lines += [
-        progress_bar(metrics_lines, plan, inner, elapsed),
-        *phase_split(metrics_lines, inner),
-        *metric_figures(metrics_lines, inner),
-    ]
+    inner = max(48, width) - 4  # two metrics beside each other need as many cells
+    head = " · ".join(clean_line(plan[k]) for k in ("model", "algorithm", "folder") if plan.get(k))
+    lines = [Text(wrap_text(head, inner, 1)[0], "bright_black")]
+    lines += [progress_bar(metrics_lines, plan, inner, elapsed), *phase_split(metrics_lines, inner)]
+    lines += metric_figures(metrics_lines, inner)
     if samples:
         lines.append(Text("─ sample " + "─" * (inner - 9), "bright_black"))
         lines += render_sample(samples[(len(metrics_lines) - 1) % len(samples)], inner)
@@ -238,11 +220,11 @@ def render_panel(
 
 
 def before_after_tables(
-    before: JsonMapping, after: JsonMapping, problems: JsonMappings, since: str = ""
+    before: JsonObject, after: JsonObject, problems: Sequence[JsonObject], since: str = ""
 ) -> RenderableType:
     """Held-out metrics before and after, and problems: {prompt, answer, before, after}.
 
-    `since`: what stands over the first column when it is not of the very beginning.
+    `since` is the title of the first column where it is not "before".
     """
     table = Table("held out", since or "before", "after", "change", box=box.SIMPLE_HEAD)
     for name in before:
@@ -263,15 +245,13 @@ def write_panel_svg(run: Path, out: Path, step: int | None = None) -> None:
         raise ConfigError(Problem("no run here", where=str(run), why="it has no metrics.jsonl"))
     last = math.inf if step is None else step
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]  # cut by a kill
-    rows = [row for row in map(json.loads, lines) if row.get("step", 0) <= last]
+    metrics_lines = [m for m in map(json.loads, lines) if m.get("step", 0) <= last]
     files = [f for f in sorted(run.glob("samples/step_*.jsonl")) if int(f.stem[5:]) <= last]
     lines = files[-1].read_text(encoding="utf-8").split("\n")[:-1] if files else []
-    facts = run / "run.json"
-    known = json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {}
-    plan = {"name": run.name} | known.get("plan", {})
-    # Both sizes are given, for TERM=dumb overrules a width alone.
+    plan = {"name": run.name} | read_json(run / "run.json").get("plan", {})
+    # Both sizes are named, for TERM=dumb overrules a width alone.
     console = Console(record=True, width=100, height=40, file=io.StringIO())
-    console.print(render_panel(rows, [json.loads(line) for line in lines], plan, 100))
+    console.print(render_panel(metrics_lines, [json.loads(line) for line in lines], plan, 100))
     title = f"rloo train +recipe={plan.get('recipe') or plan['name']}"
     out.write_text(console.export_svg(title=title), encoding="utf-8")
 
@@ -289,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.exit(error.code, error.render() + "\n")
 
 
-def evaluation_table(metrics: JsonMapping, names: Sequence[str]) -> Table:
+def evaluation_table(metrics: JsonObject, names: Sequence[str]) -> Table:
     """The metrics of one evaluation, with a column for each set."""
     shown = Table("held out", *names, box=box.SIMPLE_HEAD)
     columns = split_by_set(metrics, names)

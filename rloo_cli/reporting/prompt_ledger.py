@@ -1,28 +1,29 @@
 """The fate of every prompt: `ledger.jsonl` in the run's folder, a line per step.
 
-Every prompt that is drawn meets one fate, the first of these that is true of it:
+Every sampled prompt has one fate, the first of these that is true of it:
 
-    resampled   replaced by a new draw, no two of its scores being different
+    resampled   replaced by a new prompt, no two of its scores being different
                 (algorithm.zero_std_groups=resample)
     unscorable  fewer than two of its completions have a score (none, where K is 1)
     dropped     left out, no two of its scores being different (zero_std_groups=drop, or resample
-                when no round of draws was left)
+                when no round was left)
     masked      none of the completions that have an advantage is in the loss
                 (algorithm.mask_truncated_completions)
     skipped     no update it belongs to was made: the numbers were not finite
                 (train.on_nonfinite=skip)
     trained     in the loss of an update that was made
 
-A row that data.overlong=filter left out is never drawn: it is `filtered`, and in the header.
+An example that data.overlong=filter left out is never sampled: the header has it under `filtered`.
 
-Strict JSON lines, only ever appended to, one write each. The header says what the order of draws
-is made from and where it begins; rows are counted from 0 as data.split has them after data.filter
-and max_samples, of a mixture through its sources, one after the other (`mixture`: what the order
-knows of them). A step's line has its `draws` at the places from `place` on, over all `epochs` they
-touch, the `rows` they drew in that order, and each fate with its places. `check` is a hash of the
-line and of the line before it. Nothing depends on time, process or restarts, so a resumed run's
-ledger is an undisturbed run's, byte for byte. Where a resumed run was allowed to draw in another
-order (other data, other seed), a second header says so.
+The file has lines of strict JSON, each appended by one write. The header says what the order of
+the prompts depends on and where it begins. `rows` are numbers of examples, counted from 0 in
+data.split after data.filter and max_samples, and in a mixture through all sources one after the
+other (`mixture` describes them). A step's line says how many prompts it took (`draws`) from the
+position `place` of the order on, in which `epochs`, which `rows` they are in that order, and the
+positions that met each fate. `check` is a hash of the line and of the line before it. Nothing
+depends on time, process or restarts, so a resumed run's ledger is an undisturbed run's, byte for
+byte. Where a resumed run was allowed another order (other data, other seed), a second header says
+so.
 
 Imports no torch: `rloo ledger` reads this file too.
 """
@@ -51,18 +52,18 @@ PROMPT_FATES = ("trained", "dropped", "resampled", "unscorable", "masked", "skip
 
 
 class PromptLedger:
-    """Writes down what became of each step's draws. `open` it before the first `step`."""
+    """Writes the fate of each step's prompts. `open` it before the first `step`."""
 
     def __init__(self, folder: Path):
         self.path = folder / LEDGER_FILE
         self.num_steps = self.prompt_offset = self.min_scored = 0
-        self.last_check = ""  # the last line's
+        self.last_check = ""  # `check` of the last line
         self.prompts: Prompts | None = None
 
     def open(self, prompts: Prompts, config: RunConfig, prompt_offset: int, step: int) -> None:
-        """Begin, or go on, after `step` steps and `place` prompts.
+        """Begin, or continue, after `step` steps and `prompt_offset` prompts.
 
-        Raises DataError (exit 4) where the file that is there ends elsewhere.
+        Raises DataError (exit 4) where an existing file ends at another step or prompt.
         """
         self.prompts, self.num_steps, self.prompt_offset = prompts, step, prompt_offset
         self.min_scored = min(2, config.algorithm.num_generations)
@@ -86,17 +87,15 @@ class PromptLedger:
             old = entry if "ledger" in entry else old
             end, self.last_check = position_after(entry), entry["check"]
         if end != (step, prompt_offset):
-            raise DataError(
-                Problem(
-                    f"{self.path} does not end where the run goes on",
-                    str(self.path),
-                    f"it ends after step {end[0]}, place {end[1]}; the run goes on after step"
-                    f" {step}, place {prompt_offset}",
-                    f"move it away: mv {self.path} {self.path}.old",
-                )
+            what = f"{self.path} does not end where the run goes on"
+            why = (
+                f"it ends after step {end[0]}, place {end[1]}; the run goes on after step"
+                f" {step}, place {prompt_offset}"
             )
-        begins = ("step", "place", "check")
-        if any(old.get(k) != header.get(k) for k in {*header, *old} if k not in begins):
+            fix = f"move it away: mv {self.path} {self.path}.old"
+            raise DataError(Problem(what, str(self.path), why, fix))
+        compared = {*header, *old} - {"step", "place", "check"}
+        if any(old.get(k) != header.get(k) for k in compared):
             self._append_entry(header)
 
     def step(
@@ -106,55 +105,49 @@ class PromptLedger:
         num_updates: int,
         updated_groups: Collection[int] | None = None,
     ) -> None:
-        """Write down a finished step, of which `made` optimizer updates were really made.
+        """Write a finished step, in which `num_updates` optimizer updates were made.
 
-        `place`: prompts consumed before it. `updated`: the groups that those updates were made
-        for, where only some were. Raises RuntimeError (a bug) when a draw is missing, is there
-        twice, or is not the prompt that the order has at its place.
+        `prompt_offset` prompts were consumed before it. `updated_groups` are the groups that those
+        updates were made for, where only some were. Raises RuntimeError (a bug) when a prompt is
+        missing, occurs twice, or is not the one that the order has at its position.
         """
         assert self.prompts is not None, "open it first"
-        places = range(prompt_offset, prompt_offset + batch.draws)
         if (batch.step, prompt_offset) != (self.num_steps, self.prompt_offset):
             done = f"the ledger is at step {self.num_steps}, place {self.prompt_offset}"
             raise RuntimeError(f"step {batch.step} at place {prompt_offset}: {done}")
-        index = [self.prompts.index_at(p) for p in places]
+        step, offsets = batch.step + 1, range(prompt_offset, prompt_offset + batch.draws)
+        indices = {offset: self.prompts.index_at(offset) for offset in offsets}
         for group in batch.groups:
-            wanted = (
-                self.prompts.prompt_ids[index[group.prompt_offset - prompt_offset]]
-                if group.prompt_offset in places
-                else None
-            )
-            if group.prompt_ids != wanted:
-                raise RuntimeError(
-                    f"step {batch.step + 1}: draw {group.prompt_offset} is another prompt"
-                )
+            index = indices.get(group.prompt_offset)
+            if index is None or group.prompt_ids != self.prompts.prompt_ids[index]:
+                raise RuntimeError(f"step {step}: draw {group.prompt_offset} is another prompt")
         if len({g.prompt_offset for g in batch.groups}) != len(batch.groups):
-            raise RuntimeError(f"step {batch.step + 1}: a draw is there twice")
+            raise RuntimeError(f"step {step}: a draw is there twice")
         fates = self._prompt_fates(batch, num_updates, updated_groups)
-        fates |= {p: "resampled" for p in places if p not in fates}
-        met = {f: [p for p in places if fates[p] == f] for f in PROMPT_FATES}
-        self._append_entry(
-            {
-                "step": batch.step + 1,
-                "place": prompt_offset,
-                "draws": batch.draws,
-                "epochs": sorted({p // len(self.prompts) for p in places}),
-                "updates": num_updates,
-                "rows": [self.prompts.example_numbers[i] for i in index],
-            }
-            | {fate: found for fate, found in met.items() if found}
-        )
-        self.num_steps, self.prompt_offset = batch.step + 1, prompt_offset + batch.draws
+        fates |= {offset: "resampled" for offset in offsets if offset not in fates}
+        entry: JsonObject = {
+            "step": step,
+            "place": prompt_offset,
+            "draws": batch.draws,
+            "epochs": sorted({offset // len(self.prompts) for offset in offsets}),
+            "updates": num_updates,
+            "rows": [self.prompts.example_numbers[i] for i in indices.values()],
+        }
+        for fate in PROMPT_FATES:
+            if met := [offset for offset in offsets if fates[offset] == fate]:
+                entry[fate] = met
+        self._append_entry(entry)
+        self.num_steps, self.prompt_offset = step, prompt_offset + batch.draws
 
     def _prompt_fates(
         self, batch: Batch, num_updates: int, updated_groups: Collection[int] | None
     ) -> dict[int, str]:
-        """Place -> fate of the draws that were not replaced."""
-        rows = batch.scorable & (batch.scorable.sum(1, keepdim=True) >= self.min_scored)
+        """Prompt offset -> fate, for the prompts that were not replaced."""
+        counted = batch.scorable & (batch.scorable.sum(1, keepdim=True) >= self.min_scored)
         if batch.usable is not None:  # an algorithm whose baseline needs no siblings
-            rows = rows | batch.usable
-        scored = rows.any(1).tolist()
-        learnt = (rows & ~batch.masked & (batch.rollout_values("length") > 0)).any(1).tolist()
+            counted = counted | batch.usable
+        scored = counted.any(1).tolist()
+        learnt = (counted & ~batch.masked & (batch.rollout_values("length") > 0)).any(1).tolist()
         fates = {}
         for i, group in enumerate(batch.groups):
             if not scored[i]:
@@ -182,30 +175,30 @@ def entry_check(entry: JsonObject, previous_check: str) -> str:
 
 
 def position_after(entry: JsonObject) -> tuple[int, int]:
-    """Steps done and prompts consumed after a line."""
+    """How many steps are done and prompts consumed after a line."""
     return entry["step"], entry["place"] + entry.get("draws", 0)
 
 
 def read_ledger_entries(path: Path) -> list[JsonObject]:
     """The lines of a ledger, each a JSON object with `step`, `place` and `check`.
 
-    Raises DataError (exit 4), which names the first line that is not.
+    Raises DataError (exit 4) that names the first other line.
     """
     *lines, rest = path.read_bytes().split(b"\n")
-    found: list[JsonObject] = []
+    entries: list[JsonObject] = []
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
             if not all(type(entry[k]) is int for k in ("step", "place")):
                 raise ValueError
-            found.append(entry | {"check": str(entry["check"])})
+            entries.append(entry | {"check": str(entry["check"])})
         except (ValueError, KeyError, TypeError):
             text = line[:60].decode("ascii", "backslashreplace")
             why = f"an object with step, place and check was expected, found {text!r}"
-            where = f"{path}:{number}"
-            raise DataError(Problem("a line of the ledger is no entry", where, why)) from None
+            what, where = "a line of the ledger is not an entry", f"{path}:{number}"
+            raise DataError(Problem(what, where, why)) from None
     if rest:
         where, why = f"{path}:{len(lines) + 1}", f"{len(rest)} bytes and no end of line"
         fix = "resume the run: it goes back to its last checkpoint, and the ledger with it"
         raise DataError(Problem("the last line of the ledger is cut off", where, why, fix))
-    return found
+    return entries

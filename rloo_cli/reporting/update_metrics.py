@@ -1,15 +1,20 @@
-"""Sums over the micro-batches of a step's optimizer updates, and the metrics they give."""
+"""Sums over the micro-batches of a step's optimizer updates, and the metrics made from them."""
 
 from collections import defaultdict
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from rloo_cli.algorithms.common.base import ValueLoss
+from rloo_cli.algorithms.common.policy_loss import Loss
 from rloo_cli.data.bin_packing import ForwardCost
 from rloo_cli.data.packing import MicroBatch
 from rloo_cli.data.segments import segment_sum
 from rloo_cli.distributed.world import World
+
+if TYPE_CHECKING:
+    from rloo_cli.distributed.optimizer import TrainingOptimizer
 
 MetricValues = dict[str, float]
 
@@ -30,18 +35,23 @@ class UpdateMetrics:
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def add_maxima(self, mask: Tensor, **values: Tensor) -> None:
-        """Keep the largest of each among some, -inf where none is; give a smallest as its negative.
+        """Keep the largest of each value where `mask` is set, -inf where it never is.
 
-        Nothing here asks the device for a number: that would wait for it in every micro-batch.
+        A minimum is kept as the maximum of the negative values. Nothing here asks the device for
+        a number: that would wait for it in every micro-batch.
         """
         for name, value in values.items():
             if value.numel():
-                value = value.detach().double().masked_fill(~mask, -torch.inf).max()
-                old = self.largest.get(name)
-                self.largest[name] = value if old is None else torch.maximum(old, value)
+                self._keep_largest(
+                    name, value.detach().double().masked_fill(~mask, -torch.inf).max()
+                )
+
+    def _keep_largest(self, name: str, value: Tensor) -> None:
+        old = self.largest.get(name)
+        self.largest[name] = value if old is None else torch.maximum(old, value)
 
     def scale_policy_loss(self, factor: float) -> None:
-        """Multiply the policy's loss so far: what was summed was not normalised yet."""
+        """Multiply the policy loss so far, which was summed before it was normalised."""
         if factor != 1.0 and "policy_loss" in self.sums:
             self.sums["policy_loss"] = self.sums["policy_loss"] * factor
 
@@ -51,18 +61,18 @@ class UpdateMetrics:
         return len(self.scalars.get("loss", []))
 
     def copy(self) -> "UpdateMetrics":
-        """What is known now, apart from what is added later. (No tensor is ever changed.)"""
+        """A copy that later additions do not change. (No tensor is ever changed in place.)"""
         return UpdateMetrics.from_tensors(self.dump(), self.work)
 
     def dump(self) -> dict[str, Tensor]:
-        """All of it as tensors: sum/, largest/ and scalar/ before each name."""
+        """Everything but `work` as tensors: sum/, largest/ and scalar/ stand before each name."""
         scalars = {n: torch.tensor(v, dtype=torch.float64) for n, v in self.scalars.items()}
         parts = {"sum": self.sums, "largest": self.largest, "scalar": scalars}
-        return {f"{kind}/{n}": t for kind, found in parts.items() for n, t in found.items()}
+        return {f"{kind}/{n}": t for kind, tensors in parts.items() for n, t in tensors.items()}
 
     @staticmethod
     def from_tensors(tensors: dict[str, Tensor], work: dict[str, float]) -> "UpdateMetrics":
-        """What `dump` gave."""
+        """Rebuild the metrics from the tensors of `dump`."""
         updates = UpdateMetrics()
         updates.work.update(work)
         for key, value in tensors.items():
@@ -80,20 +90,19 @@ class UpdateMetrics:
         num_forwards: int = 1,
         training: bool = False,
     ) -> None:
-        """Note a pass over a micro-batch; `units`: forwards it was worth, a backward being two."""
-        alone = (
-            micro_batch.shared_layout is None
-        )  # then a prompt is computed for each of its completions
-        for prompt, own in micro_batch.group_lengths:
-            for cut in [[c] for c in own] if alone else [own]:
-                self.work["flop"] += num_forwards * cost.group_flops(prompt, cut)
+        """Count the work of a pass that costs `num_forwards` forwards (a backward costs two)."""
+        # Without the shared layout a prompt is computed for each of its completions.
+        alone = micro_batch.shared_layout is None
+        for prompt, lengths in micro_batch.group_lengths:
+            for part in [[length] for length in lengths] if alone else [lengths]:
+                self.work["flop"] += num_forwards * cost.group_flops(prompt, part)
         if training:
             self.work["rows"] += micro_batch.input_ids.numel()
             self.work["padding"] += micro_batch.padding_tokens
             self.work["completions"] += micro_batch.num_sequences
 
-    def add_micro_batch(self, loss: Any, micro_batch: MicroBatch, entropy: Tensor | None) -> None:
-        """Take in one micro-batch of one update; `loss` is the algorithm's Loss."""
+    def add_micro_batch(self, loss: Loss, micro_batch: MicroBatch, entropy: Tensor | None) -> None:
+        """Add one micro-batch of one update. `entropy` is (N,)."""
         units = loss.unit_mask
         count = units.sum()
         self.add(
@@ -111,34 +120,29 @@ class UpdateMetrics:
         if loss.capped is not None:
             self.add(capped=(loss.capped & units).sum())
         if entropy is not None:
-            self.add(
-                entropy=(entropy * micro_batch.mask).sum(), entropy_tokens=micro_batch.mask.sum()
-            )
+            mask = micro_batch.mask
+            self.add(entropy=(entropy * mask).sum(), entropy_tokens=mask.sum())
         if loss.weight is not None:
             _add_correction_weights(self, loss, micro_batch)
 
     def add_old_logprobs(self, micro_batch: MicroBatch, kl: Tensor | None) -> None:
-        """Take in a micro-batch's log-probabilities of the step's first pass. `kl` is (S,)."""
-        old = micro_batch.old_logp
+        """Add a micro-batch's log-probabilities of the step's first pass. `kl` is (S,)."""
+        old, mask, behaviour = micro_batch.old_logp, micro_batch.mask, micro_batch.behaviour_logp
         assert old is not None
-        tokens = micro_batch.mask.sum()
-        self.add(
-            old=-(old * micro_batch.mask).sum(),
-            tokens=tokens,
-            sequences=_trained_sequences(micro_batch).sum(),
-        )
+        sequences = _trained_sequences(micro_batch).sum()
+        self.add(old=-(old * mask).sum(), tokens=mask.sum(), sequences=sequences)
         if kl is not None:
             self.add(kl=kl.sum())
-        if micro_batch.behaviour_logp is not None:
-            said = micro_batch.mask.bool() & ~micro_batch.behaviour_logp.isnan()
-            gap = (old - micro_batch.behaviour_logp).abs().where(said, 0.0)
-            self.add(gap=gap.sum(), gap_sq=gap.square().sum(), gap_tokens=said.sum())
-            self.add_maxima(said, gap=gap)
-            below = torch.where(said, micro_batch.behaviour_logp - old, torch.zeros_like(old))
+        if behaviour is not None:
+            present = mask.bool() & ~behaviour.isnan()
+            gap = (old - behaviour).abs().where(present, 0.0)
+            self.add(gap=gap.sum(), gap_sq=gap.square().sum(), gap_tokens=present.sum())
+            self.add_maxima(present, gap=gap)
+            below = torch.where(present, behaviour - old, torch.zeros_like(old))
             self.add(sampling_kl=below.sum())
 
-    def add_update(self, optimizer: Any, loss: float, grad_norm: float) -> None:
-        """Numbers of one optimizer update, before it is made."""
+    def add_update(self, optimizer: "TrainingOptimizer", loss: float, grad_norm: float) -> None:
+        """Add the numbers of one optimizer update, before it is made."""
         clip = optimizer.max_grad_norm
         numbers = {
             "loss": loss,
@@ -150,38 +154,36 @@ class UpdateMetrics:
             self.scalars[name].append(value)
 
     def to_metrics(self) -> MetricValues:
-        """All of it as metrics, with one transfer from the device."""
-        s = fetch_scalars(self.sums)
-        top = fetch_scalars(self.largest)
-        row = {name: sum(v) / len(v) for name, v in self.scalars.items()}
-        if row:
-            # Of an update in which no completion needed a forward, both are 0.
-            row["policy_loss"] = row["loss/policy_avg"] = (
-                s.get("policy_loss", 0.0) / self.num_updates
-            )
-            row["kl_loss"] = s.get("kl_loss", 0.0) / self.num_updates
-            row["lr"] = row["learning_rate"]
-        if s.get("units"):
-            row |= _clip_metrics(s, top)
-        if s.get("value_tokens"):
-            row |= {"loss/value_avg": s["value_loss"] / max(self.num_updates, 1)} | _value_metrics(
-                s, top
-            )
-        if s.get("entropy_tokens"):
-            row["entropy"] = row["policy/entropy_avg"] = s["entropy"] / s["entropy_tokens"]
-        if s.get("tokens") and "kl" in s:
-            row["kl"] = s["kl"] / s["tokens"]
-        if s.get("sequences"):
-            row["objective/entropy"] = s["old"] / s["sequences"]
-        if s.get("tokens") and "gap_tokens" in s:
-            row |= _sampler_metrics(s, top)
-        if s.get("weights"):
-            row |= _correction_metrics(s, top)
-        return row
+        """The means and extremes as metrics, with one transfer from the device for each kind."""
+        sums, maxima = fetch_scalars(self.sums), fetch_scalars(self.largest)
+        metrics = {name: sum(v) / len(v) for name, v in self.scalars.items()}
+        if metrics:
+            # Where no completion of an update needed a forward, both losses are 0.
+            policy_loss = sums.get("policy_loss", 0.0) / self.num_updates
+            metrics["policy_loss"] = metrics["loss/policy_avg"] = policy_loss
+            metrics["kl_loss"] = sums.get("kl_loss", 0.0) / self.num_updates
+            metrics["lr"] = metrics["learning_rate"]
+        if sums.get("units"):
+            metrics |= _clip_metrics(sums, maxima)
+        if sums.get("value_tokens"):
+            metrics["loss/value_avg"] = sums["value_loss"] / max(self.num_updates, 1)
+            metrics |= _value_metrics(sums, maxima)
+        if sums.get("entropy_tokens"):
+            entropy = sums["entropy"] / sums["entropy_tokens"]
+            metrics["entropy"] = metrics["policy/entropy_avg"] = entropy
+        if sums.get("tokens") and "kl" in sums:
+            metrics["kl"] = sums["kl"] / sums["tokens"]
+        if sums.get("sequences"):
+            metrics["objective/entropy"] = sums["old"] / sums["sequences"]
+        if sums.get("tokens") and "gap_tokens" in sums:
+            metrics |= _sampler_metrics(sums, maxima)
+        if sums.get("weights"):
+            metrics |= _correction_metrics(sums, maxima)
+        return metrics
 
 
 def sum_over_ranks(updates: UpdateMetrics, world: World) -> UpdateMetrics:
-    """Those of all ranks, whose updates are the same ones. All ranks ask."""
+    """The metrics of all ranks, which make the same updates. All ranks must call this."""
     if world.size == 1:
         return updates
     mine = ({n: t.cpu() for n, t in updates.dump().items()}, dict(updates.work))
@@ -190,40 +192,36 @@ def sum_over_ranks(updates: UpdateMetrics, world: World) -> UpdateMetrics:
         other = UpdateMetrics.from_tensors(tensors, work)
         whole.add(**other.sums)
         for name, value in other.largest.items():
-            old = whole.largest.get(name)
-            whole.largest[name] = value if old is None else torch.maximum(old, value)
+            whole._keep_largest(name, value)
         for name, amount in work.items():
             whole.work[name] += amount
         whole.scalars = other.scalars
     return whole
 
 
-def add_value_loss(updates: UpdateMetrics, value_loss: Any, micro_batch: MicroBatch) -> None:
-    """Take in one micro-batch's value loss (`ppo.ValueLoss`), of one update."""
+def add_value_loss(updates: UpdateMetrics, value_loss: ValueLoss, micro_batch: MicroBatch) -> None:
+    """Add one micro-batch's value loss, of one update."""
     assert micro_batch.returns is not None and micro_batch.value is not None
-    among = value_loss.counted
-    wanted = micro_batch.returns.double().where(among, 0.0)
-    missed = (wanted - micro_batch.value.double()).where(among, 0.0)
+    counted = value_loss.counted
+    returns = micro_batch.returns.double().where(counted, 0.0)
+    missed = (returns - micro_batch.value.double()).where(counted, 0.0)
     updates.add(
-        value_loss=value_loss.value,
-        value_tokens=among.sum(),
-        value_clipped=value_loss.clipped.sum(),
-        returns=wanted.sum(),
-        returns_sq=wanted.square().sum(),
-        missed=missed.sum(),
-        missed_sq=missed.square().sum(),
-    )
-    updates.add_maxima(among, returns=wanted, returns_min=-wanted)
+        value_loss=value_loss.value, value_clipped=value_loss.clipped.sum(),
+        value_tokens=counted.sum(), returns=returns.sum(), returns_sq=returns.square().sum(),
+        missed=missed.sum(), missed_sq=missed.square().sum(),
+    )  # fmt: skip
+    updates.add_maxima(counted, returns=returns, returns_min=-returns)
 
 
 def without_sums(updates: UpdateMetrics) -> UpdateMetrics:
-    """Without the sums, which another rank has."""
-    found = UpdateMetrics()
-    found.scalars = updates.copy().scalars
-    return found
+    """A copy with the numbers of each update alone, without the sums, which another rank has."""
+    copy = UpdateMetrics()
+    copy.scalars = updates.copy().scalars
+    return copy
 
 
-def _add_correction_weights(updates: UpdateMetrics, loss: Any, micro_batch: MicroBatch) -> None:
+def _add_correction_weights(updates: UpdateMetrics, loss: Loss, micro_batch: MicroBatch) -> None:
+    assert loss.weight is not None and loss.raw_weight is not None
     counted = micro_batch.mask.bool()
     if loss.weight.shape != micro_batch.mask.shape:
         counted = _trained_sequences(micro_batch)
@@ -243,7 +241,7 @@ def _trained_sequences(micro_batch: MicroBatch) -> Tensor:
 
 
 def fetch_scalars(values: dict[str, Tensor]) -> MetricValues:
-    """Scalars of a device -> numbers, with one transfer."""
+    """Convert tensors of one element to numbers, with one transfer from the device."""
     if not values:
         return {}
     device = next((v.device for v in values.values() if v.device.type != "cpu"), None)
@@ -252,8 +250,8 @@ def fetch_scalars(values: dict[str, Tensor]) -> MetricValues:
 
 
 def _clip_metrics(sums: MetricValues, maxima: MetricValues) -> MetricValues:
-    """Over the completions (or tokens) that were forwarded, so `train.forward_all` changes them: it
-    adds those on which no update depends, whose ratio is 1 on-policy and which never clip.
+    """Means over the completions (or tokens) that were forwarded. `train.forward_all` changes them:
+    it adds those on which no update depends, whose ratio is 1 on-policy and which never clip.
     """
     n = sums["units"]
     mean = sums["ratio"] / n
@@ -275,37 +273,35 @@ def _clip_metrics(sums: MetricValues, maxima: MetricValues) -> MetricValues:
 
 
 def _value_metrics(sums: MetricValues, maxima: MetricValues) -> MetricValues:
-    """Explained variance: of the returns, by the values that the step began with."""
+    """How well the values that the step began with explain the variance of the returns."""
     n = sums["value_tokens"]
-    row = {"val/clipfrac_avg": sums["value_clipped"] / n}
+    metrics = {"val/clipfrac_avg": sums["value_clipped"] / n}
     if maxima["returns"] > -maxima["returns_min"]:  # else there is no variance to explain
-        left = sums["missed_sq"] / n - (sums["missed"] / n) ** 2
-        there = sums["returns_sq"] / n - (sums["returns"] / n) ** 2
-        row["value/explained_variance"] = 1 - left / there
-    return row
+        unexplained = sums["missed_sq"] / n - (sums["missed"] / n) ** 2
+        variance = sums["returns_sq"] / n - (sums["returns"] / n) ** 2
+        metrics["value/explained_variance"] = 1 - unexplained / variance
+    return metrics
 
 
 def _sampler_metrics(sums: MetricValues, maxima: MetricValues) -> MetricValues:
-    row = {
+    metrics = {
         "sampling/missing_frac": 1 - sums["gap_tokens"] / sums["tokens"],
         "sampling/kl": sums["sampling_kl"] / sums["sequences"],
     }
     if sums["gap_tokens"]:
-        row["sampling/logp_diff_mean"] = sums["gap"] / sums["gap_tokens"]
-        row["sampling/logp_diff_rms"] = (sums["gap_sq"] / sums["gap_tokens"]) ** 0.5
-        row["sampling/logp_diff_max"] = maxima["gap"]
-    return row
+        metrics["sampling/logp_diff_mean"] = sums["gap"] / sums["gap_tokens"]
+        metrics["sampling/logp_diff_rms"] = (sums["gap_sq"] / sums["gap_tokens"]) ** 0.5
+        metrics["sampling/logp_diff_max"] = maxima["gap"]
+    return metrics
 
 
 def _correction_metrics(sums: MetricValues, maxima: MetricValues) -> MetricValues:
-    name = "sampling/importance_sampling_ratio"
+    name, n, raw_sq = "sampling/importance_sampling_ratio", sums["weights"], sums["raw_sq"]
     return {
-        f"{name}/mean": sums["weight"] / sums["weights"],
+        f"{name}/mean": sums["weight"] / n,
         f"{name}/min": -maxima["weight_min"],
         f"{name}/max": maxima["weight"],
-        "sampling/ess": sums["raw"] ** 2 / (sums["weights"] * sums["raw_sq"])
-        if sums["raw_sq"]
-        else 0.0,
-        "sampling/capped_frac": sums["capped"] / sums["weights"],
-        "sampling/masked_frac": sums["masked"] / sums["weights"],
+        "sampling/ess": sums["raw"] ** 2 / (n * raw_sq) if raw_sq else 0.0,
+        "sampling/capped_frac": sums["capped"] / n,
+        "sampling/masked_frac": sums["masked"] / n,
     }

@@ -1,10 +1,10 @@
-"""One file per reward; what calls them is in `engine/`, what they share in `common/`.
+"""One file per reward; `engine/` has the code that calls them, `common/` what several share.
 
 A reward file has a docstring, `class Config(RewardConfig)` and `def score(...)` (or `async def`).
-`score` declares the arguments it wants by name (arguments.KWARGS), plus `config`, plus `columns`
-(every data column, one value per row). A reward that reads columns says which in
-`needs(config) -> list[str]`; one that needs a package checks it in `preflight(config)`; one that
-loads something does so in `ready(code, surroundings)`, before the policy's weights load; rules of
-its own keys are `problems(config, where)`, what the log must say `notes(config, where)`. No reward
+`score` declares the arguments it wants by name (engine.arguments.REWARD_KWARGS), plus `config`,
+plus `columns` (every data column, one value per completion). A reward that reads columns lists them
+in `needs(config) -> list[str]`; one that needs a package checks it in `preflight(config)`; one that
+loads something does so in `ready(code, setup)`, before the policy's weights load. Rules for its
+keys are in `problems(config, where)`, warnings for the log in `notes(config, where)`. No reward
 file imports torch at its top: the registry reads every schema without it.
 """

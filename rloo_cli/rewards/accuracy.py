@@ -1,15 +1,15 @@
 """1.0 if the answer is mathematically equal to the gold one, else 0.0 (math-verify).
 
-The answer has to be in \\boxed{} or announced. The gold one may be bare LaTeX. Where it cannot be
-read whole, or not at all, the reward does not apply (None).
+The answer has to be in \\boxed{} or announced. The gold answer may be bare LaTeX. Where it cannot
+be read as a whole, the reward does not apply (None).
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from rloo_cli.config.schema import Positive, RewardConfig, key
 from rloo_cli.rewards.common import math_equal
-from rloo_cli.rewards.common.text import Completion, texts
+from rloo_cli.rewards.common.text import Columns, Completion, texts
 
 
 class Config(RewardConfig):
@@ -29,7 +29,7 @@ def preflight(config: Config) -> None:
 
 def score(
     completions: list[Completion],
-    columns: dict[str, list[Any]],
+    columns: Columns,
     config: Config,
     log_metric: Callable[[str, float], None] | None = None,
 ) -> list[float | None]:

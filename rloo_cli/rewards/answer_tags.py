@@ -1,6 +1,6 @@
 """1.0 if the whole completion is <think>...</think><answer>...</answer>, else 0.0 (DeepSeek-R1).
 
-What stands inside the tags may hold newlines.
+The text inside the tags may hold newlines.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""1.0 if the completion's code passes the tests of its row, else 0.0 (or the share it passes).
+"""1.0 if the completion's code passes the tests of its example, else 0.0 (or the share it passes).
 
 The code is the last closed ```python block of the completion (`extract: block`) or all of its text.
 No block is a wrong answer: 0.0. None where the column is None. The column holds, or holds as JSON,
@@ -12,8 +12,8 @@ No block is a wrong answer: 0.0. None where the column is None. The column holds
                                                and values
 
 Outputs are equal when their lines are, white space at the ends left aside. A test after one that
-used up the time, or left processes that cannot be ended, has failed. Nothing runs
-outside the sandbox that `sandbox` names; what it promises and what not stands in sandbox.py.
+used up the time, or left processes that cannot be ended, has failed. Nothing runs outside the
+sandbox that `sandbox` names; sandbox.py says what it promises and what not.
 """
 
 import ast
@@ -24,12 +24,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from rloo_cli.config.schema import NotEmpty, Positive, RewardConfig, key
 from rloo_cli.rewards.common import sandbox
 from rloo_cli.rewards.common.sandbox import SandboxLimits
-from rloo_cli.rewards.common.text import Completion, texts
+from rloo_cli.rewards.common.text import Columns, Completion, texts
 from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -67,10 +67,10 @@ class Config(RewardConfig):
 
 @dataclass(frozen=True)
 class CodeTest:
-    """What the sandbox is asked, and how its answer is judged out here."""
+    """One test of a completion's code."""
 
-    harness_test: JsonObject
-    passes: Callable[[str], bool]
+    harness_test: JsonObject  # as sandbox.run_sandboxed_tests takes it
+    passes: Callable[[str], bool]  # judges the program's output, outside of the sandbox
 
 
 def needs(config: Config) -> list[str]:
@@ -78,15 +78,14 @@ def needs(config: Config) -> list[str]:
 
 
 def problems(config: Config, where: str) -> Iterator[Problem]:
-    """No code runs before somebody chose where."""
+    """No code runs before the user chose a sandbox."""
     if config.sandbox is None:
-        yield Problem(
-            f"{where}.sandbox is not chosen",
-            f"{where}.sandbox",
+        key = f"{where}.sandbox"
+        why = (
             "code that a model wrote is run: bwrap (bubblewrap, contained), external (a command of "
-            "your own, e.g. a container), or unsafe_subprocess (contained by nothing)",
-            f"{where}.sandbox=bwrap",
+            "your own, e.g. a container), or unsafe_subprocess (contained by nothing)"
         )
+        yield Problem(f"{key} is not chosen", key, why, f"{key}=bwrap")
     elif (config.sandbox == "external") != (config.command is not None):
         why = f"sandbox={config.sandbox}, command={config.command}: they go together"
         fix = f"{where}.command='podman run ... {{harness}} ...'"
@@ -95,13 +94,13 @@ def problems(config: Config, where: str) -> Iterator[Problem]:
 
 
 def preflight(config: Config) -> None:
-    """Raises MachineError when the sandbox does not work here: nothing weaker takes its place."""
+    """Raises MachineError when the sandbox does not work here: there is no weaker fallback."""
     if config.sandbox is not None:
         sandbox.require_sandbox(config.sandbox, config.command, _sandbox_limits(config))
 
 
 def notes(config: Config, where: str) -> list[str]:
-    """What a reader of the log must know."""
+    """The warning for the log that the model's code runs uncontained."""
     if config.sandbox != "unsafe_subprocess":
         return []
     return [f"warning: {where}.sandbox=unsafe_subprocess: code the model writes runs uncontained"]
@@ -109,28 +108,29 @@ def notes(config: Config, where: str) -> list[str]:
 
 def score(
     completions: list[Completion],
-    columns: dict[str, list[Any]],
+    columns: Columns,
     config: Config,
-    log_extra: Callable[[str, list[Any]], None],
+    log_extra: Callable[[str, list[str | None]], None],
 ) -> list[float | None]:
-    """(B,) of 1.0, 0.0 (between with `partial`) or None. Raises ValueError for tests that are none,
-    RuntimeError when the sandbox fails.
+    """(B,) of 1.0, 0.0 (between with `partial`) or None.
+
+    Raises ValueError for tests that cannot be read, RuntimeError when the sandbox fails.
     """
     assert config.sandbox is not None
     codes = [extract_code(text, config.extract) for text in texts(completions)]
-    tests = [_tests_of_completion(columns, row, config) for row in range(len(codes))]
+    tests = [_tests_of_completion(columns, index, config) for index in range(len(codes))]
     with ThreadPoolExecutor(config.at_once or os.cpu_count() or 1) as pool:
-        found = list(pool.map(partial(_score_code, config), codes, tests))
-    log_extra("code_tests", [why for _, why in found])
-    return [value for value, _ in found]
+        scored = list(pool.map(partial(_score_code, config), codes, tests))
+    log_extra("code_tests", [why for _, why in scored])
+    return [value for value, _ in scored]
 
 
 def extract_code(text: str, method: str) -> str | None:
     """The code in a completion; None when there is none."""
     if method == "text":
         return text
-    found = PYTHON_BLOCK.findall(text)
-    return found[-1] if found else None
+    blocks = PYTHON_BLOCK.findall(text)
+    return blocks[-1] if blocks else None
 
 
 def _score_code(
@@ -142,16 +142,16 @@ def _score_code(
     if code is None:
         return 0.0, "no code"
     assert config.sandbox is not None
-    asked, limits = [t.harness_test for t in tests], _sandbox_limits(config)
+    plain_tests, stop = [t.harness_test for t in tests], not config.partial
     results = sandbox.run_sandboxed_tests(
-        code, asked, config.sandbox, config.command, limits, stop_at_failure=not config.partial
+        code, plain_tests, config.sandbox, config.command, _sandbox_limits(config), stop
     )
-    whys = [
+    reasons = [
         r.failure_reason or ("" if test.passes(r.output) else "wrong output")
         for r, test in zip(results, tests, strict=True)
     ]
-    first = next((why for why in whys if why), "passed")
-    share = whys.count("") / len(whys)
+    first = next((reason for reason in reasons if reason), "passed")
+    share = reasons.count("") / len(reasons)
     return (share if config.partial else float(share == 1)), first
 
 
@@ -161,25 +161,26 @@ def _sandbox_limits(config: Config) -> SandboxLimits:
     )
 
 
-def _tests_of_completion(
-    columns: dict[str, list[Any]], index: int, config: Config
-) -> list[CodeTest] | None:
+def _tests_of_completion(columns: Columns, index: int, config: Config) -> list[CodeTest] | None:
     value = columns[config.column][index]
     if value is None:
         return None
-    before = columns[config.setup][index] if config.setup else None
+    setup = columns[config.setup][index] if config.setup else None
     name = columns[config.entry_point][index] if config.entry_point else None
     if name is not None and not str(name).isidentifier():
         raise ValueError(f"column {config.entry_point!r} has {name!r}, which names no function")
-    after = f"\ncheck({name})\n" if name else ""
-    tests = parse_tests(value, f"{before}\n" if before else "", after)
+    check = f"\ncheck({name})\n" if name else ""
+    tests = parse_tests(value, f"{setup}\n" if setup else "", check)
     if not tests:
         raise ValueError(f"column {config.column!r} has no test in {str(value)[:80]!r}")
     return tests
 
 
-def parse_tests(value: Any, prefix: str = "", suffix: str = "") -> list[CodeTest]:
-    """The tests that a value of the column holds. Raises ValueError for what is none."""
+def parse_tests(value: object, prefix: str = "", suffix: str = "") -> list[CodeTest]:
+    """The tests that a value of the column holds. Raises ValueError for one that cannot be read.
+
+    `prefix` (setup code) and `suffix` (`check(NAME)`) are put around the source of each test.
+    """
     if isinstance(value, str):
         if value.lstrip()[:1] in ("{", "["):
             try:
@@ -197,7 +198,7 @@ def parse_tests(value: Any, prefix: str = "", suffix: str = "") -> list[CodeTest
 def _assert_test(source: str) -> CodeTest:
     try:
         ast.parse(source)
-    except (SyntaxError, ValueError) as error:  # else no completion would ever pass
+    except (SyntaxError, ValueError) as error:  # otherwise no completion would ever pass
         raise ValueError(f"a test is not valid Python: {error}: {source[:80]!r}") from None
     return CodeTest({"test": source}, lambda _: True)
 
@@ -217,15 +218,13 @@ def _io_tests(value: JsonObject, prefix: str) -> list[CodeTest]:
     if name := value.get("fn_name"):
         if not str(name).isidentifier():
             raise ValueError(f"fn_name is {name!r}, which names no function")
-        return [
-            _assert_test(prefix + CALL_TEMPLATE.format(name=str(name), arguments=a, value=v))
-            for a, v in pairs
-        ]
-    return [_io_test(_join_lines(given), _join_lines(wanted)) for given, wanted in pairs]
+        calls = [CALL_TEMPLATE.format(name=str(name), arguments=a, value=v) for a, v in pairs]
+        return [_assert_test(prefix + call) for call in calls]
+    return [_io_test(_join_lines(stdin), _join_lines(expected)) for stdin, expected in pairs]
 
 
-def _join_lines(value: Any) -> str:
-    """What a program reads or writes; APPS has lists of lines too."""
+def _join_lines(value: object) -> str:
+    """A program's input or output as one text; APPS has lists of lines too."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

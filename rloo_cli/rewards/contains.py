@@ -3,10 +3,11 @@
 The column holds one string or a list of them; None or an empty list: the reward does not apply.
 """
 
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Literal
 
 from rloo_cli.config.schema import RewardConfig, key
-from rloo_cli.rewards.common.text import Completion, texts
+from rloo_cli.rewards.common.text import Columns, Completion, texts
 
 
 class Config(RewardConfig):
@@ -19,15 +20,15 @@ def needs(config: Config) -> list[str]:
     return [config.column]
 
 
-def score(
-    completions: list[Completion], columns: dict[str, list[Any]], config: Config
-) -> list[float | None]:
+def score(completions: list[Completion], columns: Columns, config: Config) -> list[float | None]:
     """(B,) shares, or None."""
     pairs = zip(texts(completions), columns[config.column], strict=True)
     return [_contained_share(text, wanted, config.ignore_case) for text, wanted in pairs]
 
 
-def _contained_share(text: str, wanted_strings: Any, ignore_case: bool) -> float | None:
+def _contained_share(
+    text: str, wanted_strings: str | Iterable[str] | None, ignore_case: bool
+) -> float | None:
     strings = [wanted_strings] if isinstance(wanted_strings, str) else list(wanted_strings or [])
     if ignore_case:
         text, strings = text.lower(), [s.lower() for s in strings]

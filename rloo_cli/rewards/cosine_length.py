@@ -1,16 +1,16 @@
 """Right answers are worth more the shorter they are, wrong ones cost more the shorter they are.
 
-Half a cosine from 0 to `max_length` tokens, then flat (arXiv 2502.03373, appendix C.1). Right is
-what `accuracy` calls right; None where the gold answer cannot be read.
+The score is half a cosine from 0 to `max_length` tokens, then flat (arXiv 2502.03373, appendix
+C.1). An answer is right if `accuracy` says so; None where the gold answer cannot be read.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from rloo_cli.config.schema import Positive, RewardConfig, key
 from rloo_cli.rewards.common import math_equal
-from rloo_cli.rewards.common.text import Completion, texts
+from rloo_cli.rewards.common.text import Columns, Completion, texts
 
 
 class Config(RewardConfig):
@@ -34,7 +34,7 @@ def preflight(config: Config) -> None:
 
 
 def cosine_score(short: float, long: float, length: int, max_length: int) -> float:
-    """From `short` at 0 tokens to `long` at `max_length` and beyond (a bare cosine turns back)."""
+    """From `short` at 0 tokens to `long` at `max_length` and beyond (a cosine would rise again)."""
     progress = min(length / max_length, 1.0)
     return long + 0.5 * (short - long) * (1.0 + math.cos(progress * math.pi))
 
@@ -42,11 +42,11 @@ def cosine_score(short: float, long: float, length: int, max_length: int) -> flo
 def score(
     completions: list[Completion],
     completion_ids: list[list[int]],
-    columns: dict[str, list[Any]],
+    columns: Columns,
     config: Config,
     log_metric: Callable[[str, float], None] | None = None,
 ) -> list[float | None]:
-    """(B,) of floats or None."""
+    """(B,) scores, or None."""
     golds = columns[config.column]
     right = math_equal.grade_answers(list(texts(completions)), golds, config, log_metric)
     ends = {

@@ -1,17 +1,16 @@
-"""1.0 if the answer is, as a string, one of the gold ones, else 0.0. None without a gold answer
-that can be read.
+"""1.0 if the answer is, as a string, one of the gold answers, else 0.0.
 
-The column holds one gold answer or a list of accepted ones. White space around answers does not
-count. A completion without an answer to extract (no \\boxed{}, no number) gets 0.0. A number may be
-.5, 1/2, 1e5, 1,234 or 1 234; it is compared as it is written, but for the marks between thousands,
-the kind of minus, and the 0 before the point.
+The column holds one gold answer or a list of accepted ones; None where none of them can be read.
+White space around answers does not count. A completion without an answer to extract (no \\boxed{},
+no number) gets 0.0. A number may be .5, 1/2, 1e5, 1,234 or 1 234; it is compared as it is written,
+except for the marks between thousands, the kind of minus, and the 0 before the point.
 """
 
 import re
-from typing import Any, Literal
+from typing import Literal
 
 from rloo_cli.config.schema import RewardConfig, key
-from rloo_cli.rewards.common.text import Completion, last_boxed_content, texts
+from rloo_cli.rewards.common.text import Columns, Completion, last_boxed_content, texts
 
 ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 THOUSANDS_GROUPS = r"\d{1,3}(?:,\d{3})+(?!\d)|(?<!\d)\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?!\d)"
@@ -30,7 +29,7 @@ class Config(RewardConfig):
         "The answer: all the text, the last of: \\boxed{}, <answer> block, line, number"
     )
     gold_extract: Literal["text", "boxed", "answer_tag", "last_line", "last_number"] = key(
-        "The same of the gold answer, where the column holds a whole solution"
+        "What is taken of the gold answer, where the column holds a whole solution"
     )
     ignore_case: bool = key("Capital and small letters are equal")
 
@@ -39,9 +38,7 @@ def needs(config: Config) -> list[str]:
     return [config.column]
 
 
-def score(
-    completions: list[Completion], columns: dict[str, list[Any]], config: Config
-) -> list[float | None]:
+def score(completions: list[Completion], columns: Columns, config: Config) -> list[float | None]:
     """(B,) of 1.0, 0.0 or None."""
     answers = [extract_answer(text, config.extract) for text in texts(completions)]
     pairs = zip(answers, columns[config.column], strict=True)
@@ -49,7 +46,7 @@ def score(
 
 
 def extract_answer(text: str, method: str) -> str | None:
-    """The answer in `text`; None when there is none."""
+    """The answer in `text`, found as a key `extract` says; None when there is none."""
     if method == "boxed":
         return last_boxed_content(text)
     if method == "answer_tag":
@@ -65,7 +62,7 @@ def _last_or_none(matches: list[str]) -> str | None:
     return matches[-1] if matches else None
 
 
-def _matches_gold(answer: str | None, gold: Any, config: Config) -> float | None:
+def _matches_gold(answer: str | None, gold: object, config: Config) -> float | None:
     if gold is None:
         return None
     if answer is None:
@@ -74,9 +71,8 @@ def _matches_gold(answer: str | None, gold: Any, config: Config) -> float | None
     right = [r for g in golds if (r := extract_answer(str(g), config.gold_extract)) is not None]
     if golds and not right:
         return None  # as accuracy does with a gold answer that it cannot read
-    return float(
-        _normalize_answer(answer, config) in [_normalize_answer(str(g), config) for g in right]
-    )
+    accepted = [_normalize_answer(g, config) for g in right]
+    return float(_normalize_answer(answer, config) in accepted)
 
 
 def _normalize_answer(answer: str, config: Config) -> str:

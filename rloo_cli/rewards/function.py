@@ -1,15 +1,15 @@
 """Your own Python function: `path: file.py:name` or `package.module:name`.
 
 It is called with the arguments it declares (prompts, completions, completion_ids, ..., any data
-column) and the `kwargs` given here, and returns one int, float, bool or None per row. It may be
-`async def`. Functions written for TRL work as they are.
+column) and the `kwargs` given here, and returns one int, float, bool or None per completion. It may
+be `async def`. Functions written for TRL work as they are.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from rloo_cli.config.schema import RewardConfig, key
 from rloo_cli.config.user_code import load_user_code
+from rloo_cli.rewards.engine.build import RewardFunction
 from rloo_cli.utils.files import JsonObject
 
 
@@ -19,7 +19,7 @@ class Config(RewardConfig):
     kwargs: JsonObject = key("Passed to the function as they are")
 
 
-def load(name: str, config: Config) -> tuple[Callable[..., Any], JsonObject]:
+def load(name: str, config: Config) -> tuple[RewardFunction, JsonObject]:
     """The function and its fixed arguments. Raises ConfigError at `reward.<name>.path`."""
-    code = load_user_code(config.path, f"reward.{name}.path", config.timeout_s)
-    return code, dict(config.kwargs)
+    function = load_user_code(config.path, f"reward.{name}.path", config.timeout_s)
+    return function, dict(config.kwargs)

@@ -6,25 +6,27 @@
 messages in the model's own chat template; `score` reads them as a pair. They ask for
 `use_activation: false`: vLLM's default puts a reward through a sigmoid.
 
-Batches are asked for at once, up to `concurrency`. One that stays without an answer fails the call
-(`scope: group` makes calls smaller); no missing number is ever a zero.
+Requests are made at once, up to `concurrency`. One that gets no answer fails the call (`scope:
+group` makes calls smaller); a missing number never counts as zero.
 """
 
 import asyncio
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rloo_cli.config import template as config_template
 from rloo_cli.config.judge import Address, Variable
 from rloo_cli.config.schema import NotEmpty, Positive, RewardConfig, Text, key
 from rloo_cli.rewards.common import http_client
 from rloo_cli.rewards.common.http_client import EndpointError, HttpService, JsonClient
-from rloo_cli.rewards.common.text import Completion, texts
+from rloo_cli.rewards.common.text import Columns, Completion, texts
 from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject
 
-Body = JsonObject
-HTTP_TIMEOUT_SHARE = 0.95  # of timeout_s: our own error says more than a call that is cut off
+if TYPE_CHECKING:  # it imports torch
+    from rloo_cli.data.batch import Prompt
+
+HTTP_TIMEOUT_SHARE = 0.95  # of timeout_s: our error is clearer than that of a call that is cut off
 
 
 class Config(RewardConfig):
@@ -35,7 +37,7 @@ class Config(RewardConfig):
     )
     model: Text | None = key("The served model's name; null = the only one there")
     api_key_env: Variable | None = key("Environment variable that holds the key; null = no key")
-    batch_size: Positive = key("Rows per request (messages go one by one to vLLM)")
+    batch_size: Positive = key("Completions per request (messages go one by one to vLLM)")
     concurrency: Positive = key("Most requests under way at once")
     request_timeout_s: float = key("Seconds one request may take", gt=0, le=1e6)
     columns: list[NotEmpty] = key("Data columns that api=rloo sends too")
@@ -47,104 +49,84 @@ class Config(RewardConfig):
 
 
 def problems(config: Config, where: str) -> Iterator[Problem]:
-    """What is wrong with an entry, seen without asking anybody."""
+    """What is wrong with the entry at `where`, checked without a request."""
     if config.template is not None:
-        yield from config_template.template_problems(
-            f"{where}.template", config.template, ("completion",)
-        )
-    idle = {"rloo": ("template", "eos"), "score": ("columns", "template", "eos")}
-    for name in idle.get(config.api, ("columns",)):
+        key = f"{where}.template"
+        yield from config_template.template_problems(key, config.template, ("completion",))
+    unused = {"rloo": ("template", "eos"), "score": ("columns", "template", "eos")}
+    for name in unused.get(config.api, ("columns",)):
         if getattr(config, name):
-            empty = "[]" if name == "columns" else "null"
+            key, empty = f"{where}.{name}", "[]" if name == "columns" else "null"
             why = f"{where}.api={config.api} has no use for it"
-            yield Problem(
-                f"{where}.{name} is set", f"{where}.{name}", why, f"{where}.{name}={empty}"
-            )
+            yield Problem(f"{key} is set", key, why, f"{key}={empty}")
 
 
 def preflight(config: Config) -> None:
-    """Raises ConfigError when the key is not in the environment."""
+    """Raises ConfigError when the environment variable of the service's key is not set."""
     http_client.check_api_key("reward.<name>.api_key_env", config.api_key_env)
 
 
 def needs(config: Config) -> list[str]:
-    named = config_template.template_names(config.template) if config.template is not None else []
-    return [*config.columns, *(n for n in named if n not in ("prompt", "completion"))]
+    names = config_template.template_names(config.template) if config.template is not None else []
+    return [*config.columns, *(n for n in names if n not in ("prompt", "completion"))]
 
 
 async def score(
-    prompts: list[Any],
-    completions: list[Completion],
-    finish_reasons: list[str],
-    columns: dict[str, list[Any]],
-    config: Config,
-) -> list[Any]:
-    """(B,) what the service said. Raises EndpointError."""
-    rows = range(len(prompts))
-    size = config.batch_size
+    prompts: "list[Prompt]", completions: list[Completion], finish_reasons: list[str],
+    columns: Columns, config: Config,
+) -> list[object]:  # fmt: skip
+    """(B,) scores as the service returned them. Raises EndpointError."""
+    ranges = _batch_ranges(range(len(prompts)), config.batch_size)
     if config.api == "rloo":
-        bodies = [
-            _rloo_body(prompts, completions, columns, config, s) for s in _batch_ranges(rows, size)
-        ]
+        bodies = [_rloo_body(prompts, completions, columns, config, r) for r in ranges]
     elif config.api == "score":
-        said = texts(completions)
         pairs = [
-            {"text_1": config_template.prompt_text(p), "text_2": c}
-            for p, c in zip(prompts, said, strict=True)
+            {"text_1": config_template.prompt_text(prompt), "text_2": text}
+            for prompt, text in zip(prompts, texts(completions), strict=True)
         ]
-        bodies = [_pair_body([pairs[i] for i in s]) for s in _batch_ranges(rows, size)]
+        bodies = [_pair_body([pairs[i] for i in r]) for r in ranges]
     else:
         ends = [config.eos if r == "stop" and config.eos else "" for r in finish_reasons]
         bodies = _text_bodies(prompts, completions, columns, ends, config)
-    service = HttpService(
-        config.url if config.api == "rloo" else config.url.rstrip("/").removesuffix("/v1"),
-        config.api_key_env,
-        config.concurrency,
-        config.request_timeout_s,
-    )
-    path = "" if config.api == "rloo" else f"/{config.api}"
-    read: Callable[[Any], list[Any]] = (
-        _read_rloo_scores if config.api == "rloo" else _read_vllm_scores
-    )
+    url, path, read_scores = config.url, "", _read_rloo_scores
+    if config.api != "rloo":
+        url, path = url.rstrip("/").removesuffix("/v1"), f"/{config.api}"
+        read_scores = _read_vllm_scores
+    service = HttpService(url, config.api_key_env, config.concurrency, config.request_timeout_s)
     async with JsonClient(service, config.timeout_s * HTTP_TIMEOUT_SHARE) as client:
-        asked = [
-            asyncio.ensure_future(_request_scores(client, path, n, b, read, config))
-            for n, b in bodies
+        requests = [
+            asyncio.ensure_future(_request_scores(client, path, count, body, read_scores, config))
+            for count, body in bodies
         ]
         try:
-            answers = await asyncio.gather(*asked)
+            answers = await asyncio.gather(*requests)
         finally:
-            for task in asked:
-                task.cancel()
+            for request in requests:
+                request.cancel()
     return [value for answer in answers for value in answer]
 
 
 async def _request_scores(
-    client: JsonClient,
-    path: str,
-    num_completions: int,
-    body: Body,
-    read_scores: Callable[[Any], list[Any]],
-    config: Config,
-) -> list[Any]:
-    """The values of one request's `count` rows."""
-    ours = {} if config.api == "rloo" else {"use_activation": False}
-    answer = await client.post(
-        path, body | ours | ({"model": config.model} if config.model else {})
-    )
+    client: JsonClient, path: str, num_completions: int, body: JsonObject,
+    read_scores: Callable[[JsonObject], list[object]], config: Config,
+) -> list[object]:  # fmt: skip
+    if config.api != "rloo":
+        body |= {"use_activation": False}
+    if config.model:
+        body |= {"model": config.model}
+    answer = await client.post(path, body)
     try:
         values = read_scores(answer)
     except (KeyError, TypeError, AttributeError):
         form = '{"scores": [...]}' if config.api == "rloo" else f"that of vLLM's /{config.api}"
         raise EndpointError(f"expected {form}, got {str(answer)[:200]}", True) from None
     if len(values) != num_completions:
-        raise EndpointError(
-            f"{client.service.url}{path} gave {len(values)} scores, not {num_completions}"
-        )
+        where = f"{client.service.url}{path}"
+        raise EndpointError(f"{where} gave {len(values)} scores, not {num_completions}")
     return values
 
 
-# Questions: (rows, body) each.
+# The bodies of the requests, each with the number of completions that it is about.
 
 
 def _batch_ranges(indices: range, batch_size: int) -> list[range]:
@@ -152,71 +134,64 @@ def _batch_ranges(indices: range, batch_size: int) -> list[range]:
 
 
 def _rloo_body(
-    prompts: list[Any],
-    completions: list[Completion],
-    columns: dict[str, list[Any]],
-    config: Config,
+    prompts: "list[Prompt]", completions: list[Completion], columns: Columns, config: Config,
     indices: range,
-) -> tuple[int, Body]:
-    cut = slice(indices.start, indices.stop)
-    body = {name: columns[name][cut] for name in config.columns}
-    return len(indices), body | {"prompts": prompts[cut], "completions": completions[cut]}
+) -> tuple[int, JsonObject]:  # fmt: skip
+    batch = slice(indices.start, indices.stop)
+    body: JsonObject = {name: columns[name][batch] for name in config.columns}
+    return len(indices), body | {"prompts": prompts[batch], "completions": completions[batch]}
 
 
-def _pair_body(pairs: list[Body]) -> tuple[int, Body]:
+def _pair_body(pairs: list[JsonObject]) -> tuple[int, JsonObject]:
     return len(pairs), {name: [pair[name] for pair in pairs] for name in pairs[0]}
 
 
 def _text_bodies(
-    prompts: list[Any],
-    completions: list[Completion],
-    columns: dict[str, list[Any]],
-    eos_texts: list[str],
-    config: Config,
-) -> list[tuple[int, Body]]:
+    prompts: "list[Prompt]", completions: list[Completion], columns: Columns,
+    eos_texts: list[str], config: Config,
+) -> list[tuple[int, JsonObject]]:  # fmt: skip
     """Prompt and completion as one: texts by the batch, or one conversation a request."""
-    said = [text + end for text, end in zip(texts(completions), eos_texts, strict=True)]
+    ended = [text + end for text, end in zip(texts(completions), eos_texts, strict=True)]
     if config.template is None and not all(isinstance(p, str) for p in prompts):
         return [
-            (1, {"messages": [*p, {"role": "assistant", "content": c}]})
-            for p, c in zip(prompts, said, strict=True)
+            (1, {"messages": [*p, {"role": "assistant", "content": text}]})
+            for p, text in zip(prompts, ended, strict=True)
         ]
-    inputs = [
-        config_template.fill_template(
-            config.template or "{prompt}{completion}",
-            {name: values[i] for name, values in columns.items()}
-            | {"prompt": config_template.prompt_text(prompts[i]), "completion": said[i]},
-        )
-        for i in range(len(said))
-    ]
-    parts = _batch_ranges(range(len(inputs)), config.batch_size)
-    return [(len(p), {"input": inputs[p.start : p.stop]}) for p in parts]
+    template = config.template or "{prompt}{completion}"
+    inputs = []
+    for i, text in enumerate(ended):
+        names = {"prompt": config_template.prompt_text(prompts[i]), "completion": text}
+        values = {name: values[i] for name, values in columns.items()} | names
+        inputs.append(config_template.fill_template(template, values))
+    ranges = _batch_ranges(range(len(inputs)), config.batch_size)
+    return [(len(r), {"input": inputs[r.start : r.stop]}) for r in ranges]
 
 
-# Answers. What a value is worth is the validator's to say.
+# The scores in an answer. Whether a value is a valid score is decided by engine/results.py.
 
 
-def _read_rloo_scores(answer: Any) -> list[Any]:
+def _read_rloo_scores(answer: JsonObject) -> list[object]:
     if not isinstance(answer["scores"], list):
-        raise TypeError("scores is no list")
+        raise TypeError("scores is not a list")
     return list(answer["scores"])
 
 
-def _read_vllm_scores(answer: Any) -> list[Any]:
-    """vLLM's three forms: `probs` of a class, `score`, `data` of a text or of each token."""
-    rows = sorted(answer["data"], key=lambda row: row["index"])
-    if [row["index"] for row in rows] != list(range(len(rows))):
-        raise EndpointError(f"rows {[row['index'] for row in rows]} are not those asked for")
-    return [_vllm_score(row) for row in rows]
+def _read_vllm_scores(answer: JsonObject) -> list[object]:
+    entries = sorted(answer["data"], key=lambda entry: entry["index"])
+    indices = [entry["index"] for entry in entries]
+    if indices != list(range(len(entries))):
+        raise EndpointError(f"rows {indices} are not those asked for")
+    return [_vllm_score(entry) for entry in entries]
 
 
-def _vllm_score(entry: Body) -> Any:
+def _vllm_score(entry: JsonObject) -> object:
+    """The score in one of vLLM's three forms: `score`, `probs` of a class, or `data`."""
     if "score" in entry:
         return entry["score"]
     values = entry["probs"] if "probs" in entry else entry["data"]
-    if values and isinstance(values[-1], list):  # of each token: the last has read them all
+    if values and isinstance(values[-1], list):  # of each token: only the last has read the text
         values = values[-1]
     if len(values) != 1:
-        said = f"the model gives {len(values)} numbers for a row: a reward model has one label"
-        raise EndpointError(said, final=True)
+        why = f"the model gives {len(values)} numbers for a row: a reward model has one label"
+        raise EndpointError(why, final=True)
     return values[0]

@@ -1,40 +1,44 @@
-"""A language model that reads a completion and gives it a number.
+"""A language model that reads a completion and scores it with a number.
 
-It is asked behind an OpenAI-compatible address (a vLLM server, or a service), once for each row,
-with `template` as the question. The last match of `pattern` in its answer is the number. An answer
-without one, or with one outside of `minimum` to `maximum`, is a failure of this row: it is asked
-again (`retries`), and never taken for a zero. What it said is in the samples as `judge_said`.
+It is asked behind an OpenAI-compatible address (a vLLM server, or a service), once for each
+completion, with `template` as the question. The last match of `pattern` in its answer is the
+number. An answer without a number, or with one outside of `minimum` to `maximum`, is a failure: the
+model is asked again (`retries`), and the score is never taken for zero. The samples hold its
+answers as `judge_said`.
 """
 
 import asyncio
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rloo_cli.config import template
 from rloo_cli.config.judge import ChatKeys, chat_judge_problems
 from rloo_cli.config.schema import RewardConfig, key
 from rloo_cli.rewards.common import chat_client, http_client
 from rloo_cli.rewards.common.http_client import JsonClient
-from rloo_cli.rewards.common.text import Completion, texts
+from rloo_cli.rewards.common.text import Columns, Completion, texts
 from rloo_cli.utils.errors import Problem
 
-JUDGE_TIMEOUT_SHARE = 0.95  # of timeout_s: our own error says more than a call that is cut off
+if TYPE_CHECKING:  # it imports torch
+    from rloo_cli.data.batch import Prompt
+
+JUDGE_TIMEOUT_SHARE = 0.95  # of timeout_s: our error is clearer than that of a call that is cut off
 
 
 class Config(RewardConfig, ChatKeys):
     type: Literal["judge"] = key("judge")
     minimum: float = key("The smallest number the judge may give")
-    maximum: float = key("The largest")
+    maximum: float = key("The largest number it may give")
     scale: Literal["unit", "raw"] = key("unit = minimum..maximum becomes 0..1; raw = as it is")
 
 
 class NoScoreError(ValueError):
-    """An answer without a number that is one of the scale."""
+    """An answer of the judge without a number from `minimum` to `maximum`."""
 
 
 def problems(config: Config, where: str) -> Iterator[Problem]:
-    """What is wrong with an entry, seen without asking anybody."""
+    """What is wrong with the entry at `where`, checked without a request."""
     yield from chat_judge_problems(where, config, ("completion",))
     if config.minimum >= config.maximum:
         why = f"{config.minimum:g} is not below {config.maximum:g}"
@@ -42,53 +46,46 @@ def problems(config: Config, where: str) -> Iterator[Problem]:
 
 
 def preflight(config: Config) -> None:
-    """Raises ConfigError when the key is not in the environment."""
+    """Raises ConfigError when the environment variable of the service's key is not set."""
     http_client.check_api_key("reward.<name>.api_key_env", config.api_key_env)
 
 
 def needs(config: Config) -> list[str]:
-    return [
-        n for n in template.template_names(config.template) if n not in ("prompt", "completion")
-    ]
+    names = template.template_names(config.template)
+    return [name for name in names if name not in ("prompt", "completion")]
 
 
 async def score(
-    prompts: list[Any],
+    prompts: "list[Prompt]",
     completions: list[Completion],
-    columns: dict[str, list[Any]],
+    columns: Columns,
     log_extra: Callable[[str, list[str]], None],
     config: Config,
 ) -> list[float]:
-    """(B,) numbers. Raises NoVerdict, EndpointError."""
-    asked = [
-        {name: values[i] for name, values in columns.items()}
-        | {"prompt": template.prompt_text(prompt), "completion": text}
-        for i, (prompt, text) in enumerate(zip(prompts, texts(completions), strict=True))
-    ]
-    async with JsonClient(
-        chat_client.chat_service(config), config.timeout_s * JUDGE_TIMEOUT_SHARE
-    ) as client:
-        said = await asyncio.gather(
-            *(
-                chat_client.ask_chat_model(
-                    client, config, template.fill_template(config.template, row)
-                )
-                for row in asked
-            )
-        )
-    log_extra("judge_said", list(said))
-    return [_parse_score(answer, config) for answer in said]
+    """(B,) scores. Raises NoScoreError, EndpointError."""
+    questions = []
+    for i, (prompt, text) in enumerate(zip(prompts, texts(completions), strict=True)):
+        names = {"prompt": template.prompt_text(prompt), "completion": text}
+        values = {name: column[i] for name, column in columns.items()} | names
+        questions.append(template.fill_template(config.template, values))
+    service = chat_client.chat_service(config)
+    async with JsonClient(service, config.timeout_s * JUDGE_TIMEOUT_SHARE) as client:
+        requests = [chat_client.ask_chat_model(client, config, q) for q in questions]
+        answers = await asyncio.gather(*requests)
+    log_extra("judge_said", answers)
+    return [_parse_score(answer, config) for answer in answers]
 
 
 def _parse_score(answer: str, config: Config) -> float:
-    found = [match.group(1) for match in re.finditer(config.pattern, answer)]
+    matches = [match.group(1) for match in re.finditer(config.pattern, answer)]
     shown = f"{answer.strip()[:120]!r}"
-    if not found:
+    if not matches:
         raise NoScoreError(f"no number in the judge's answer: {shown}")
     try:
-        value = float(found[-1])
+        value = float(matches[-1])
     except (TypeError, ValueError):
-        raise NoScoreError(f"{found[-1]!r} in the judge's answer is no number: {shown}") from None
+        why = f"{matches[-1]!r} in the judge's answer is not a number: {shown}"
+        raise NoScoreError(why) from None
     if not config.minimum <= value <= config.maximum:
         limits = f"{config.minimum:g} to {config.maximum:g}"
         raise NoScoreError(f"the judge's {value:g} is not within {limits}: {shown}")

@@ -173,7 +173,7 @@ class RewardModel:
             if conversational and why is not None and not tokenizer.chat_template:
                 what = f"{self.config.path} has no chat template, and the prompts are conversations"
                 key = f"{self.config_key}.tokenizer"
-                fix = f"{key}=FOLDER of one that has"
+                fix = f"{key}=FOLDER of a tokenizer that has one"
                 raise MachineError(Problem(what, key, "it reads text", fix))
             if why is not None and self.config.input == "ids":
                 key = f"{self.config_key}.input"
@@ -216,7 +216,7 @@ class RewardModel:
             scores = self.model.score(ids, [0, 0])
         except Exception as error:  # a model's own code may raise anything
             why = f"{type(error).__name__}: {str(error).strip()[:300]}"
-            what = f"{self.config.path} cannot score a row of this data"
+            what = f"{self.config.path} cannot score an answer to the first prompt"
             raise MachineError(Problem(what, f"{self.config_key}.path", why)) from None
         if not all(map(math.isfinite, scores)):
             what, fix = f"{self.config.path} scores {scores}", f"{self.config_key}.dtype=float32"

@@ -1,7 +1,7 @@
 """DAPO's soft penalty for long completions (arXiv 2503.14476, equation 13).
 
-0 up to max_length - soft_cache tokens, then down in a straight line to -1 at max_length, -1
-beyond.
+It is 0 up to max_length - soft_cache tokens, falls in a straight line to -1 at max_length, and is
+-1 beyond.
 """
 
 from typing import Literal, Self

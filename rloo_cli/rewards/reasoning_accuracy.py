@@ -1,14 +1,14 @@
-"""As accuracy, but only what follows the end of the reasoning counts.
+"""Like `accuracy`, but only the text after the end of the reasoning counts.
 
 A completion whose reasoning never ends has not answered: 0.0, whatever the gold answer is.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from rloo_cli.config.schema import Positive, RewardConfig, key
 from rloo_cli.rewards.common import math_equal
-from rloo_cli.rewards.common.text import Completion, text_after_last, texts
+from rloo_cli.rewards.common.text import Columns, Completion, text_after_last, texts
 
 
 class Config(RewardConfig):
@@ -29,7 +29,7 @@ def preflight(config: Config) -> None:
 
 def score(
     completions: list[Completion],
-    columns: dict[str, list[Any]],
+    columns: Columns,
     config: Config,
     log_metric: Callable[[str, float], None] | None = None,
 ) -> list[float | None]:
@@ -41,6 +41,6 @@ def score(
         [answers[i] for i in ended], [golds[i] for i in ended], config, log_metric
     )
     scores: list[float | None] = [0.0] * len(answers)
-    for i, r in zip(ended, right, strict=True):
-        scores[i] = None if r is None else float(r)
+    for i, correct in zip(ended, right, strict=True):
+        scores[i] = None if correct is None else float(correct)
     return scores

@@ -30,5 +30,5 @@ def score(completions: list[Completion], config: Config) -> list[float]:
     """(B,) of 1.0 or 0.0."""
     flags = (re.DOTALL if config.dotall else 0) | (re.IGNORECASE if config.ignore_case else 0)
     pattern = re.compile(config.pattern, flags)
-    found = {"anywhere": pattern.search, "start": pattern.match, "whole": pattern.fullmatch}
-    return [1.0 if found[config.where](text) else 0.0 for text in texts(completions)]
+    methods = {"anywhere": pattern.search, "start": pattern.match, "whole": pattern.fullmatch}
+    return [1.0 if methods[config.where](text) else 0.0 for text in texts(completions)]

@@ -1,6 +1,6 @@
 """Penalty for repeated n-grams of tokens: max_penalty * (1 - distinct / all).
 
-0.0 where nothing repeats and where there are fewer than `ngram` tokens (arXiv 2502.03373,
+It is 0.0 where nothing repeats and where there are fewer than `ngram` tokens (arXiv 2502.03373,
 appendix C.2).
 """
 

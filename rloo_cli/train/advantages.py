@@ -1,8 +1,8 @@
-"""What a batch's updates need to know: the other log-probabilities, KL, reward, advantage.
+"""Computes what a batch's updates need: old_logp, ref_logp, KL, rewards and advantages.
 
-On-policy the training forward's own log-probabilities are the old ones: what the scores alone tell
-is known beforehand (`prepare`), `of_micro_batch` gives a micro-batch its advantages, and
-`finish_advantages` keeps what was found, once per update, with one transfer from the device.
+On-policy, the training forward's log-probabilities are old_logp: `prepare_advantages` computes what
+depends on the scores alone, `micro_batch_advantages` a micro-batch's advantages, and
+`finish_advantages` stores the results on the batch, with one transfer from the device per update.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ class ForwardPass:
 
 @torch.no_grad()
 def prepare_advantages(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
-    """What is known of a batch before any pass of the policy over it."""
+    """Compute what does not depend on the policy's first pass over the batch."""
     if run.forward_plan.by_scores:
         finish_advantages(run, batch, [])
     if run.reference is not None and run.reference.offloaded:
@@ -42,36 +42,36 @@ def prepare_advantages(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
 def old_logprobs(
     run: Run, step_progress: StepProgress, dummy_pass: Callable[[], None]
 ) -> Iterator[ForwardPass]:
-    """Passes without gradient of policy, reference and value model over the whole batch."""
+    """Forward policy, reference and value model over the whole batch, without gradient."""
     batch, updates = step_progress.batch, step_progress.updates
-    for parts in cut_micro_batches(run, batch, batch.active, grad=False)[run.world.rank]:
+    for group_slices in cut_micro_batches(run, batch, batch.active, grad=False)[run.world.rank]:
         run.world.check_stop(frequent=True)
-        if not parts:  # other ranks have more
+        if not group_slices:  # other ranks have more
             dummy_pass()
             continue
-        micro = run.policy.pack(batch.groups, parts, batch.masked)
+        micro_batch = run.policy.pack(batch.groups, group_slices, batch.masked)
         with run.clock.phase("old_logp"):
-            found = run.policy.frozen_logp(micro)
-            updates.count_forward(micro, run.forward_limits.cost)
-        micro.old_logp, micro.kl_logp = found.logp, found.kl_logp
-        add_reference_logprobs(run, batch, micro, updates)
-        token_advantages.add_values(run, batch, micro, updates)
-        yield ForwardPass(micro, measure_kl(run, micro, updates))
+            logprobs = run.policy.frozen_logp(micro_batch)
+            updates.count_forward(micro_batch, run.forward_limits.cost)
+        micro_batch.old_logp, micro_batch.kl_logp = logprobs.logp, logprobs.kl_logp
+        add_reference_logprobs(run, batch, micro_batch, updates)
+        token_advantages.add_values(run, batch, micro_batch, updates)
+        yield ForwardPass(micro_batch, measure_kl(run, micro_batch, updates))
 
 
 @torch.no_grad()
 def prefetch_reference(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
-    """The reference's log-probabilities of the whole batch, while it is on the device."""
+    """Compute ref_logp of the whole batch while the offloaded reference is on the device."""
     assert run.reference is not None
     passes = []
     with run.reference.on_device():
-        for parts in cut_micro_batches(run, batch, batch.active, grad=False)[run.world.rank]:
+        for group_slices in cut_micro_batches(run, batch, batch.active, grad=False)[run.world.rank]:
             run.world.check_stop(frequent=True)
-            if not parts:  # a reference that is offloaded is a rank's own: nobody waits
+            if not group_slices:  # each rank has a whole offloaded reference: nobody waits
                 continue
-            micro = run.policy.pack(batch.groups, parts, batch.masked)
-            add_reference_logprobs(run, batch, micro, updates)
-            passes.append(ForwardPass(micro, None))
+            micro_batch = run.policy.pack(batch.groups, group_slices, batch.masked)
+            add_reference_logprobs(run, batch, micro_batch, updates)
+            passes.append(ForwardPass(micro_batch, None))
     gather_passes(run, batch, passes)
 
 
@@ -79,15 +79,15 @@ def prefetch_reference(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
 def add_reference_logprobs(
     run: Run, batch: Batch, micro_batch: MicroBatch, updates: UpdateMetrics
 ) -> None:
-    """Give a micro-batch the reference's log-probabilities, where there is one to ask."""
+    """Set a micro-batch's ref_logp, if there is a reference and it is not computed yet."""
     if run.reference is None or micro_batch.ref_logp is not None:
         return
     with run.clock.phase("reference"):
-        own = micro_batch
+        packed = micro_batch
         if run.reference.layout != run.policy.layout:
-            own = run.reference.pack(batch.groups, micro_batch.group_slices, batch.masked)
-        micro_batch.ref_logp = run.reference.frozen_logp(own).logp
-        updates.count_forward(own, run.forward_limits.cost)
+            packed = run.reference.pack(batch.groups, micro_batch.group_slices, batch.masked)
+        micro_batch.ref_logp = run.reference.frozen_logp(packed).logp
+        updates.count_forward(packed, run.forward_limits.cost)
 
 
 @torch.no_grad()
@@ -104,44 +104,44 @@ def measure_kl(run: Run, micro_batch: MicroBatch, updates: UpdateMetrics) -> Ten
 def micro_batch_advantages(
     run: Run, batch: Batch, forward_pass: ForwardPass
 ) -> tuple[Tensor, Tensor]:
-    """Advantage and usable of a micro-batch's completions. -> (S,), (S,) bool, on the device
+    """Advantages of a micro-batch, and which are usable. -> (S,) or (N,), (S,) bool, on the device
 
-    Where every token has an advantage of its own, those: (N,).
-    From the batch's table where that is known. Else from the micro-batch's own whole groups, not
-    normalised: `finish_advantages` says by what factor that would change the gradient.
+    They are (N,) if each token has its own advantage. They come from the batch's table if that is
+    computed; else from the micro-batch's whole groups, not normalised: `finish_advantages` returns
+    the factor on the gradient that replaces normalising.
     """
-    micro, device = forward_pass.micro_batch, run.world.device
+    micro_batch, device = forward_pass.micro_batch, run.world.device
+    group_indices, index = micro_batch.group_indices, micro_batch.completion_index
     if batch.advantage is None:
-        inputs = _advantage_inputs(run, batch, micro.group_indices, device, normalize=False)
+        inputs = _advantage_inputs(run, batch, group_indices, device, normalize=False)
         kl = None if forward_pass.kl is None else _kl_table(forward_pass, inputs.score.shape)
-        made = run.algorithm.advantages(replace(inputs, kl=kl))
-        value, usable = made.advantage, made.usable
+        table = run.algorithm.advantages(replace(inputs, kl=kl))
+        advantage, usable = table.advantage, table.usable
     else:
         assert batch.usable is not None
-        value = batch.advantage[micro.group_indices].to(device, non_blocking=True)
-        usable = batch.usable[micro.group_indices].to(device, non_blocking=True)
-    rows = micro.completion_index
-    value = value.reshape(-1)[rows] if micro.advantage is None else micro.advantage
-    return value.to(micro.mask.dtype), usable.reshape(-1)[rows]
+        advantage = batch.advantage[group_indices].to(device, non_blocking=True)
+        usable = batch.usable[group_indices].to(device, non_blocking=True)
+    by_token = micro_batch.advantage
+    advantage = advantage.reshape(-1)[index] if by_token is None else by_token
+    return advantage.to(micro_batch.mask.dtype), usable.reshape(-1)[index]
 
 
 @torch.no_grad()
 def finish_advantages(run: Run, batch: Batch, passes: Sequence[ForwardPass]) -> float:
-    """Keep on the batch what these passes found, with reward and advantage of the whole step.
+    """Store the passes' results on the batch, with rewards and advantages of the whole step.
 
-    -> the factor that normalising multiplies advantages by, 1 without it.
+    -> the factor by which normalising multiplies the advantages, 1 without it.
     """
     gather_passes(run, batch, passes)
     if not batch.active:
         return 1.0
-    index = batch.active
-    inputs = _advantage_inputs(run, batch, index, torch.device("cpu"))
-    kl = None if batch.kl is None else batch.kl[index]
-    found = run.algorithm.advantages(replace(inputs, kl=kl))
-    batch.set_advantages(index, found)
+    inputs = _advantage_inputs(run, batch, batch.active, torch.device("cpu"))
+    kl = None if batch.kl is None else batch.kl[batch.active]
+    table = run.algorithm.advantages(replace(inputs, kl=kl))
+    batch.set_advantages(batch.active, table)
     if run.algorithm.config.by_token:
         token_advantages.add_token_advantages(run, batch)
-    return found.factor
+    return table.factor
 
 
 def _advantage_inputs(
@@ -151,40 +151,34 @@ def _advantage_inputs(
     device: torch.device,
     normalize: bool = True,
 ) -> AdvantageInputs:
-    """What the advantages of the groups `index` are made of, but for their KL."""
-    chosen = list(group_indices)
-    greedy = None if batch.greedy is None else batch.greedy[chosen].to(device)
-    return AdvantageInputs(
-        score=batch.shaped[chosen].to(device, non_blocking=True),
-        kl=None,
-        scorable=batch.scorable[chosen].to(device, non_blocking=True),
-        state=run.state.memory,
-        greedy_score=greedy,
-        normalize=normalize,
-    )
+    """The inputs of these groups' advantages, without their KL."""
+    index = list(group_indices)
+    score = batch.shaped[index].to(device, non_blocking=True)
+    scorable = batch.scorable[index].to(device, non_blocking=True)
+    greedy = None if batch.greedy is None else batch.greedy[index].to(device)
+    return AdvantageInputs(score, None, scorable, run.state.memory, greedy, normalize)
 
 
 def update_algorithm_state(run: Run, batch: Batch) -> None:
-    """What the algorithm is to know of this step in later ones."""
+    """Let the algorithm compute the state that it needs in later steps."""
     if batch.reward is not None and batch.usable is not None:
-        index = batch.active
-        run.state.memory = run.algorithm.next_state(
-            batch.reward[index], batch.usable[index], run.state.memory
-        )
+        reward, usable = batch.reward[batch.active], batch.usable[batch.active]
+        run.state.memory = run.algorithm.next_state(reward, usable, run.state.memory)
 
 
 def gather_passes(run: Run, batch: Batch, passes: Sequence[ForwardPass]) -> None:
-    """Put what all ranks' micro-batches told on their completions, on every rank."""
-    for found in [f for own in run.world.gather(_pass_results(passes, batch)) for f in own]:
-        for name, column in found.columns.items():
-            store_column(column, found.group_slices, batch.groups, name)
-        if found.kl is not None:
-            batch.add_kl([i for i, _ in found.group_slices], found.kl)
+    """Store the results of all ranks' micro-batches on the groups, on every rank."""
+    by_rank = run.world.gather(_pass_results(passes, batch))
+    for result in [result for rank_results in by_rank for result in rank_results]:
+        for name, column in result.columns.items():
+            store_column(column, result.group_slices, batch.groups, name)
+        if result.kl is not None:
+            batch.add_kl([i for i, _ in result.group_slices], result.kl)
 
 
 @dataclass
 class PassResult:
-    """What a micro-batch told, on the CPU: what every rank is to know of it."""
+    """The results of a micro-batch's forward passes, on the CPU, for every rank."""
 
     group_slices: list[GroupSlice]
     columns: dict[str, Tensor]  # (N,) each
@@ -192,30 +186,27 @@ class PassResult:
 
 
 def _pass_results(passes: Sequence[ForwardPass], batch: Batch) -> list[PassResult]:
-    """The passes of this rank, with one transfer from the device for each column."""
-    found = [PassResult(list(p.micro_batch.group_slices), {}, None) for p in passes]
+    """The results of this rank's passes, with one transfer from the device for each column."""
+    results = [PassResult(list(p.micro_batch.group_slices), {}, None) for p in passes]
     for name in ("old_logp", "kl_logp", "ref_logp", "value"):
         columns = [c for p in passes if (c := getattr(p.micro_batch, name)) is not None]
         if columns:
             parts = torch.cat(columns).cpu().split([len(c) for c in columns])
-            for one, column in zip(found, parts, strict=True):
-                one.columns[name] = column
-    measured = [n for n, p in enumerate(passes) if p.kl is not None]
-    if measured:
-        k = batch.shaped.shape[1]
-        sizes = [len(found[n].group_slices) for n in measured]
-        tables = torch.cat(
-            [_kl_table(passes[n], (len(found[n].group_slices), k)) for n in measured]
-        ).cpu()
-        for n, table in zip(measured, tables.split(sizes), strict=True):
-            found[n].kl = table
-    return found
+            for result, column in zip(results, parts, strict=True):
+                result.columns[name] = column
+    with_kl = [(p, r) for p, r in zip(passes, results, strict=True) if p.kl is not None]
+    if with_kl:
+        k, sizes = batch.shaped.shape[1], [len(r.group_slices) for _, r in with_kl]
+        tables = [_kl_table(p, (size, k)) for (p, _), size in zip(with_kl, sizes, strict=True)]
+        parts = torch.cat(tables).cpu().split(sizes)
+        for (_, result), table in zip(with_kl, parts, strict=True):
+            result.kl = table
+    return results
 
 
 def _kl_table(forward_pass: ForwardPass, shape: Sequence[int]) -> Tensor:
     """KL of a micro-batch's groups, 0 for completions that were not forwarded. -> (groups, K)"""
     assert forward_pass.kl is not None
     flat = forward_pass.kl.new_zeros(shape[0] * shape[1])
-    return flat.index_copy(0, forward_pass.micro_batch.completion_index, forward_pass.kl).view(
-        *shape
-    )
+    index = forward_pass.micro_batch.completion_index
+    return flat.index_copy(0, index, forward_pass.kl).view(*shape)

@@ -1,11 +1,13 @@
-"""What happens between two steps: a line in the log, evaluation, checkpoints, whether to go on."""
+"""Logs a step, evaluates, saves checkpoints, and decides whether to go on."""
 
-from typing import Any
+import torch
+from torch import Tensor
 
 from rloo_cli.checkpoint import manifest, save
 from rloo_cli.data.batch import Batch
 from rloo_cli.evaluation.evaluate import evaluate_run
 from rloo_cli.policy import offload
+from rloo_cli.policy.reward_scores import RewardModelScorer
 from rloo_cli.reporting import step_metrics
 from rloo_cli.reporting.update_metrics import UpdateMetrics
 from rloo_cli.run import Run
@@ -14,7 +16,7 @@ from rloo_cli.utils.files import JsonObject, read_json
 
 
 def evaluate_and_checkpoint(run: Run) -> bool:
-    """Between two steps: evaluation and a checkpoint where they are due; whether to go on."""
+    """Evaluate and save a checkpoint if they are due. -> whether the training goes on"""
     state, config = run.state, run.config
     last = state.step >= run.num_steps
     due = config.eval.at_start if not state.step else last or _is_due(state.step, config.eval.every)
@@ -37,59 +39,49 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _wait_for_time_slice(run: Run) -> None:
-    """Until it is this member's turn; what a run costs does not count what others take."""
+    """Wait for this trial's time slice; the wait does not count in the run's own time."""
     judge = getattr(run.judge, "reward", None)
     codes = [getattr(reward, "code", None) for reward in (*run.rewards, judge)]
-    scores: list[Any] = [getattr(code, "model", None) for code in codes]
+    scorers = [getattr(code, "model", None) for code in codes if code is not None]
     models = [p.model for p in (run.policy, run.reference, run.value_model) if p is not None]
-    models += [score.model for score in scores if hasattr(score, "by_class")]
-    moved: list[Any] = []
+    models += [s.model for s in scorers if isinstance(s, RewardModelScorer)]
+    moved: list[tuple[Tensor, torch.device]] = []
 
-    def away() -> None:
-        tensors = [
-            *offload.iter_model_tensors(models),
-            *offload.iter_optimizer_tensors(run.optimizer),
-        ]
-        moved.extend(offload.offload_tensors(tensors))
+    def to_cpu() -> None:
+        optimizer = offload.iter_optimizer_tensors(run.optimizer)
+        moved.extend(offload.offload_tensors([*offload.iter_model_tensors(models), *optimizer]))
 
     hooks = sweep_time_slices.TimeSliceHooks(
-        lambda: _save_for_clone(run),
-        away,
-        lambda: offload.reload_tensors(moved),
-        run.world.check_stop,
-    )
+        save=lambda: _save_for_clone(run), offload=to_cpu,
+        reload=lambda: offload.reload_tensors(moved), check_stop=run.world.check_stop,
+    )  # fmt: skip
     run.clock.leave_out(sweep_time_slices.wait_in_sweep(run.state.step, hooks))
 
 
 def _save_for_clone(run: Run) -> str | None:
-    """A checkpoint of this very place, for a clone; None where there is none, or it failed."""
+    """Save a checkpoint. -> its folder, or at the start run.json's `came_from`; None on failure"""
     save.save_checkpoint(run)
     if run.saved_position != run.position:
         return None
-    own = run.folder / manifest.checkpoint_name(run.position)
-    came: str | None = read_json(run.folder / "run.json").get("came_from")
-    return str(own.absolute()) if own.is_dir() else came
+    folder = run.folder / manifest.checkpoint_name(run.position)
+    came_from: str | None = read_json(run.folder / "run.json").get("came_from")
+    return str(folder.absolute()) if folder.is_dir() else came_from
 
 
 def log_step(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
-    """Hand a finished step to the log: its metrics, and what their means were taken over."""
+    """Log a finished step: its metrics, and the number of values under each mean."""
     state, settings = run.state, run.config.algorithm
-    row: JsonObject = {"step": state.step}
-    row |= step_metrics.rollout_metrics(
-        batch, _algorithm_option(settings, "advantage_scale") == "batch"
+    by_batch = getattr(settings, "advantage_scale", None) == "batch"
+    # Not every algorithm has every key.
+    beta = 0.0 if getattr(settings, "kl_in", None) == "none" else getattr(settings, "beta", None)
+    metrics: JsonObject = {"step": state.step} | step_metrics.rollout_metrics(batch, by_batch)
+    metrics |= step_metrics.advantage_metrics(batch, beta or 0.0) | updates.to_metrics()
+    metrics |= run.clock.lap()
+    metrics |= step_metrics.speed_metrics(
+        batch, updates, metrics, run.layout_choice.layout, settings.num_iterations, run.world
     )
-    beta = (
-        0.0
-        if _algorithm_option(settings, "kl_in") == "none"
-        else _algorithm_option(settings, "beta")
-    )
-    row |= step_metrics.advantage_metrics(batch, beta or 0.0) | updates.to_metrics()
-    row |= run.clock.lap()
-    row |= step_metrics.speed_metrics(
-        batch, updates, row, run.layout_choice.layout, settings.num_iterations, run.world
-    )
-    row |= _staleness_metrics(batch, state.updates - updates.num_updates)
-    row |= {
+    metrics |= _staleness_metrics(batch, state.updates - updates.num_updates)
+    metrics |= {
         "num_tokens": state.tokens,
         "episode": state.episodes,
         "eps": state.episodes / run.clock.elapsed(),
@@ -98,12 +90,8 @@ def log_step(run: Run, batch: Batch, updates: UpdateMetrics) -> None:
         "data/dropped_long": run.prompts.dropped,
         "data/truncated": run.prompts.truncated,
     }
-    counts = step_metrics.mean_counts(batch, updates) | {"step_time": row["step_time"]}
-    run.log.step(row, counts, batch, run.num_steps)
-
-
-def _algorithm_option(settings: Any, name: str) -> Any:
-    return getattr(settings, name, None)  # not every algorithm has every switch
+    counts = step_metrics.mean_counts(batch, updates) | {"step_time": metrics["step_time"]}
+    run.log.step(metrics, counts, batch, run.num_steps)
 
 
 def _staleness_metrics(batch: Batch, num_updates: int) -> dict[str, float]:

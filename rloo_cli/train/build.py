@@ -1,17 +1,17 @@
-"""A config -> a `Run`: every part built once, in the order in which mistakes are cheapest.
+"""Builds a `Run` from a config: every part once, in the order in which mistakes are cheapest.
 
 The phases, each a method of `RunBuilder`: data, rewards, tokenizer, model, engine, generator,
-layouts. Data and rewards are looked at before any weights load.
+layouts. Data and rewards are checked before any weights load.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rloo_cli.algorithms.common.base import Algorithm, load_algorithm
 from rloo_cli.algorithms.common.config import Switches
@@ -25,19 +25,20 @@ from rloo_cli.config import (
     rules_model,
     rules_paths,
     synthetic,
-    value_model,
 )
 from rloo_cli.config.prompt_limit import VLLM_SECTIONS
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.config.user_code import user_code_notes
+from rloo_cli.config.value_model import choose_value_init, needs_value_model
 from rloo_cli.data import splits, vocabulary
 from rloo_cli.data.bin_packing import ForwardLimits, forward_tokens
+from rloo_cli.data.dataset import OpenedSplit
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.data.synthetic.cache import listen_to_progress
 from rloo_cli.distributed import gather
 from rloo_cli.distributed.engine import DDPEngine, ParallelEngine
 from rloo_cli.distributed.fsdp import FSDPEngine
-from rloo_cli.distributed.optimizer import Optimizer
+from rloo_cli.distributed.optimizer import TrainingOptimizer
 from rloo_cli.distributed.world import World, join_world
 from rloo_cli.distributed.zero import DeepSpeedEngine
 from rloo_cli.evaluation.judges import judge as judging
@@ -67,7 +68,7 @@ from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.files import JsonObject, read_json
 from rloo_cli.utils.timers import StepTimer
 
-RewardFunctions = Mapping[str, Callable[..., Any]]  # rewards given as Python callables, by name
+RewardFunctions = Mapping[str, Callable[..., object]]  # rewards given as callables, by name
 ENGINE_CLASSES: dict[str, type[ParallelEngine]] = {
     "single": ParallelEngine,
     "ddp": DDPEngine,
@@ -86,8 +87,8 @@ def build_run(
 ) -> Run:
     """Build every part of a run. `functions`: rewards given as Python callables, by name.
 
-    `start`: where it goes on; its folder is brought back to there once everything fits.
-    Raises RunError: DataError (4) and ConfigError (2) before any weights load.
+    `resume_plan`: where the run resumes; its folder is rolled back once everything fits. Raises
+    RunError: DataError (4) and ConfigError (2) before any weights load.
     """
     resume_plan = resume_plan or ResumePlan(folder)
     builder = RunBuilder(check.resolve_config(config), resume_plan)
@@ -106,26 +107,26 @@ def build_run(
 class RunBuilder:
     """The parts of a run as far as they are built; each phase needs those before it."""
 
-    # of load_data
-    opened_splits: dict[str | None, Any]
+    # set by load_data
+    opened_splits: dict[str | None, OpenedSplit]
     rewards: list[Reward]
-    # of load_tokenizer
-    tokenizer: Any
+    # set by load_tokenizer
+    tokenizer: PreTrainedTokenizerBase
     context_length: int | None  # tokens that the model was made for; None = not known
     prompts_by_set: dict[str | None, Prompts]  # by held-out set; None = those to train on
     num_steps: int
-    # of prepare_rewards
+    # set by prepare_rewards
     judge: Judge | None
-    # of load_model
+    # set by load_model
     policy: Policy
     reference: Reference | None
     value_model: ValueModel | None
-    reward_bytes: float  # of the device, that reward models have
-    # of start_engine
-    optimizer: Optimizer
-    # of start_generator
+    reward_bytes: float  # bytes of the device that reward models take
+    # set by start_engine
+    optimizer: TrainingOptimizer
+    # set by start_generator
     generator: Generator
-    # of choose_layouts
+    # set by choose_layouts
     layout_choice: LayoutChoice
     forward_limits: ForwardLimits
 
@@ -133,25 +134,21 @@ class RunBuilder:
         self.config, self.resume_plan = config, resume_plan
         self.algorithm: Algorithm[Switches] = load_algorithm(config.algorithm)
         self.world = join_world(config)
-        logging, world = config.logging, self.world
-        self.log = RunLog(
-            resume_plan.folder, logging.every, logging.samples_every, logging.trl_aliases
-        )
-        self.log.writes_files, self.log.share_from_rank0 = (
-            world.is_main,
-            lambda row: dict(world.broadcast_from_rank0(row)),
-        )
+        logging, world, folder = config.logging, self.world, resume_plan.folder
+        self.log = RunLog(folder, logging.every, logging.samples_every, logging.trl_aliases)
+        self.log.writes_files = world.is_main
+        self.log.share_from_rank0 = lambda metrics: dict(world.broadcast_from_rank0(metrics))
         if world.is_main:
-            shown = panel_header(config, self.algorithm.config.beta, resume_plan.folder)
-            self.log.display = Display(shown, logging.console, logging.samples)
+            header = panel_header(config, self.algorithm.config.beta, folder)
+            self.log.display = Display(header, logging.console, logging.samples)
 
     @property
     def prompts(self) -> Prompts:
-        """Those to train on."""
+        """The prompts to train on."""
         return self.prompts_by_set[None]
 
     def load_data(self, functions: RewardFunctions) -> None:
-        """Data sets are opened, rewards made, and each has the columns that it asks for."""
+        """Open data sets, build rewards, and check that they have the columns they need."""
         self.log.phase("loading data")
         self.opened_splits = splits.open_splits(self.config)
         self.rewards = build_rewards(self.config, functions)
@@ -164,7 +161,7 @@ class RunBuilder:
                 self.world.run_on_rank0(lambda path=path: synthetic.resolve_model_path(path))  # type: ignore[misc]
 
     def load_tokenizer(self) -> None:
-        """Prompts as tokens; how many steps there are. Raises DataError."""
+        """Tokenise the prompts, and count the steps. Raises DataError."""
         config, log = self.config, self.log
         log.phase("loading the tokenizer")
         self.tokenizer = load.load_policy_tokenizer(config.model)
@@ -179,45 +176,39 @@ class RunBuilder:
         self.num_steps = count_steps(config, len(self.prompts))
 
     def prepare_rewards(self) -> None:
-        """What rewards load or start, and the judge of held-out completions."""
+        """Let rewards load what they need, and build the judge of held-out completions."""
         held_out = {name: p for name, p in self.prompts_by_set.items() if name is not None}
         self.judge = judging.build_judge(self.config, held_out, self.tokenizer, training=True)
         check_same_data(self.resume_plan, self.prompts, self.config)
         self.log.phase("making rewards ready")
-        length = self.config.generation.max_completion_length
-        judge = self.judge
-        own = [judge.reward] if judge is not None and judge.reward is not None else []
-        rewards = [*self.rewards, *own]
+        judge_reward = None if self.judge is None else self.judge.reward
         run_ready_hooks(
-            rewards, self.tokenizer, self.prompts_by_set, length, self.world.device, self.log.note,
-            reward_load,
+            [*self.rewards, *([] if judge_reward is None else [judge_reward])],
+            self.tokenizer, self.prompts_by_set, self.config.generation.max_completion_length,
+            self.world.device, self.log.note, reward_load,
         )  # fmt: skip
 
     def load_model(self) -> None:
-        """Policy, reference and value model, each where and as the engine wants it."""
+        """Load policy, reference and value model, as the parallel engine needs them."""
         self.log.phase("loading the model")
         trigger_fault("load")
         self.engine = ENGINE_CLASSES[self.config.distributed.engine](self.world, self.config)
         self.reward_bytes = memory.allocated_bytes(self.world.device)
         self.policy = self._load_policy()
         self.reference = self._load_reference() if self.algorithm.config.needs_reference else None
-        self.value_model = (
-            self._load_value_model() if value_model.needs_value_model(self.config) else None
-        )
+        self.value_model = self._load_value_model() if needs_value_model(self.config) else None
 
     def _load_policy(self) -> Policy:
         config, device = self.config, self.world.device
-        source = None
+        checkpoint, meta_weights = self.resume_plan.checkpoint, None
         if self.engine.sharded:
-            path = str(self.resume_plan.checkpoint or config.model.path)
-            model, source = _load_for_sharding(config, self.engine, path)
+            path = str(checkpoint or config.model.path)
+            model, meta_weights = _load_for_sharding(config, self.engine, path)
         else:
-            model = lora.load_trained_model(
-                config.model, self.resume_plan.checkpoint, device, config.seed
-            )
+            model = lora.load_trained_model(config.model, checkpoint, device, config.seed)
         model.train()
         policy = Policy(model, config.generation.temperature, self._kl_temperature, device)
-        policy.meta_weights = source
+        policy.meta_weights = meta_weights
         return policy
 
     @property
@@ -226,13 +217,13 @@ class RunBuilder:
         return 1.0 if one else self.config.generation.temperature
 
     def _load_reference(self) -> Reference:
-        """The frozen model that the policy is measured to."""
+        """Load the frozen model that the KL is measured to."""
         config, device = self.config, self.world.device
         if self.engine.sharded:
             path = config.model.ref_path or config.model.path
-            model, source = _load_for_sharding(config, self.engine, path)
+            model, meta_weights = _load_for_sharding(config, self.engine, path)
             frozen = Reference(model, self._kl_temperature, device=device)
-            frozen.meta_weights = source
+            frozen.meta_weights = meta_weights
         else:
             frozen = reference.build_reference(
                 config.model, self.policy, device, self._kl_temperature, config.seed
@@ -241,129 +232,117 @@ class RunBuilder:
         return frozen
 
     def _load_value_model(self) -> ValueModel:
-        """The value model of the algorithm; the engine learns of it before it spreads."""
+        """Load the algorithm's value model, before the engine distributes the policy."""
 
         def read(path: str, revision: str | None) -> JsonObject:
             return hf_cache.read_model_config(synthetic.resolve_model_path(path), revision)
 
         readers = [r.code.reader for r in self.rewards if r.config.type == "model"]  # type: ignore[attr-defined]
-        alike = all(
-            vocabulary.same_token_ids(self.tokenizer, reader.tokenizer) for reader in readers
-        )
-        beginning = value_model.choose_value_init(self.config, read, alike)
-        device = self.world.device
-        critic = value.build_value_model(
-            self.config.model, beginning, self.policy.vocab_size, device
-        )
-        head = "a head of zeros" if critic.new_head else "its head"
-        self.log.note(f"the value model begins as {beginning.path} ({beginning.why}), with {head}")
-        self.engine.value_module = critic.model
-        return critic
+        alike = all(vocabulary.same_token_ids(self.tokenizer, r.tokenizer) for r in readers)
+        init = choose_value_init(self.config, read, alike)
+        vocab_size, device = self.policy.vocab_size, self.world.device
+        value_model = value.build_value_model(self.config.model, init, vocab_size, device)
+        head = "a head of zeros" if value_model.new_head else "its head"
+        self.log.note(f"the value model begins as {init.path} ({init.why}), with {head}")
+        self.engine.value_module = value_model.model
+        return value_model
 
     def start_engine(self) -> None:
-        """The models are spread over the ranks, with an optimizer for those that learn."""
-        self.optimizer = self.engine.distribute_policy(
-            self.policy, self.num_steps * self.config.updates_per_step
-        )
+        """Distribute the models over the ranks, and build the optimizer."""
+        num_updates = self.num_steps * self.config.updates_per_step
+        self.optimizer = self.engine.distribute_policy(self.policy, num_updates)
         if self.reference is not None:
             self.engine.distribute_frozen(self.reference)
 
     def start_generator(self) -> None:
-        """Who samples, here or for all ranks."""
+        """Build the generator, of this rank or of all ranks."""
         config, policy, world, engine = self.config, self.policy, self.world, self.engine
         _check_adapter(config, policy, self.log)
         _check_kv_cache(config, policy.model)
-        ends = stop_ids(self.tokenizer, policy.model, config.generation)
-        vocabulary.check_stop_tokens(ends, policy.vocab_size, config.generation)
+        end_ids = stop_ids(self.tokenizer, policy.model, config.generation)
+        vocabulary.check_stop_tokens(end_ids, policy.vocab_size, config.generation)
         name = config.generation.backend
         if name != "transformers":  # an engine of its own takes a minute to start
             self.log.phase(f"waiting for the sampler ({name}) to answer")
 
-        def units() -> Iterator[dict[str, Tensor]]:
-            return gather.iter_gathered_weights(
-                engine, policy.model, _sampler_dtype(config, policy)
-            )
+        def weights() -> Iterator[dict[str, Tensor]]:
+            dtype = _sampler_dtype(config, policy)
+            return gather.iter_gathered_weights(engine, policy.model, dtype)
 
         if name == "vllm_server" and (world.size > 1 or engine.sharded):
-            self.generator = Rank0Proxy(world, policy, units, self._build_backend)
+            self.generator = Rank0Proxy(world, policy, weights, self._build_backend)
         elif not engine.sharded:
             self.generator = _forbid_engine_restart(self._build_backend(), world)
         elif name == "transformers":
             path = config.model.path  # its weights are replaced before it samples
             copy = load.load_causal_lm(config.model, path, world.device)
             generator = self._build_backend(copy.eval().requires_grad_(False))
-            self.generator = ReplicaGenerator(generator, copy, units)
+            self.generator = ReplicaGenerator(generator, copy, weights)
         else:
-            policy.gather_weights = units
+            policy.gather_weights = weights
             self.generator = _forbid_engine_restart(self._build_backend(), world)
 
-    def _build_backend(self, model: Any = None) -> Generator:
-        """The generator of the config's backend, over the policy's model or another."""
-        name = registry.registered_module(
-            "generation", self.config.generation.backend
-        ).IMPLEMENTATION
-        generator: Generator = registry.load_code(name)(
+    def _build_backend(self, model: PreTrainedModel | None = None) -> Generator:
+        """Build the generator of the config's backend, with the policy's model or another."""
+        backend = registry.registered_module("generation", self.config.generation.backend)
+        generator: Generator = registry.load_code(backend.IMPLEMENTATION)(
             self.policy.model if model is None else model, self.tokenizer, self.config,
             self.context_length, self.resume_plan.folder, self.log.note,
         )  # fmt: skip
         return generator
 
     def choose_layouts(self) -> None:
-        """How completions are laid out for each model, and how many a forward pass may have."""
+        """Choose each model's layout, and how much a forward pass may hold."""
         self.log.phase("checking layouts")
-        policy, frozen, critic = self.policy, self.reference, self.value_model
-        length, wanted = self.config.generation.max_completion_length, self.config.train.layout
-        longest = self.prompts.max_length + length
+        policy, frozen, value_model = self.policy, self.reference, self.value_model
+        wanted = self.config.train.layout
+        max_length = self.prompts.max_length + self.config.generation.max_completion_length
         for model in (policy, frozen) if frozen is not None else (policy,):
             model.logprob_module.float32_head = self.config.model.lm_head_fp32
-        level = layouts.choose_policy_layout(policy, wanted, longest)
+        choice = layouts.choose_policy_layout(policy, wanted, max_length)
         # The fused head's entropy has no gradient.
         if self.algorithm.config.entropy_coef > 0:
             policy.logprob_module.use_fused_head, policy.logprob_module.entropy_grad = False, True
-            why = f"{level.why}; entropy bonus".lstrip("; ")
-            level = replace(level, head="model", why=why)
+            why = f"{choice.why}; entropy bonus".lstrip("; ")
+            choice = replace(choice, head="model", why=why)
         if frozen is not None and self.config.model.ref_path is None:
             layouts.copy_layout(frozen, policy)
         elif frozen is not None:
             with frozen.on_device():
-                layouts.choose_policy_layout(frozen, wanted, longest)
-        if critic is not None and (reason := critic.choose_layout(wanted, longest)):
-            self.log.note(f"the value model's rows are {critic.layout} ({reason})")
+                layouts.choose_policy_layout(frozen, wanted, max_length)
+        if value_model is not None and (reason := value_model.choose_layout(wanted, max_length)):
+            self.log.note(f"the value model's rows are {value_model.layout} ({reason})")
         if self.config.train.compile:
             _compile_layers(policy, frozen, self.log)
-        self.layout_choice, self.forward_limits = level, self._choose_limits(level, longest)
+        self.layout_choice, self.forward_limits = choice, self._choose_limits(choice, max_length)
 
     def _choose_limits(self, layout_choice: LayoutChoice, max_length: int) -> ForwardLimits:
-        """How much a forward pass may have; the same on all ranks."""
-        policy, frozen, critic = self.policy, self.reference, self.value_model
-        k, length = self.config.algorithm.num_generations, self.config.generation
-        completions = [length.max_completion_length] * k
-        group = forward_tokens(self.prompts.max_length, completions, layout_choice.layout)
+        """How much a forward pass may hold; the same on all ranks."""
+        policy, frozen, value_model = self.policy, self.reference, self.value_model
+        k, prompt_length = self.config.algorithm.num_generations, self.prompts.max_length
+        completions = [self.config.generation.max_completion_length] * k
+        group = forward_tokens(prompt_length, completions, layout_choice.layout)
         second = frozen is not None and frozen.is_second_model and not frozen.offloaded
-        if critic is not None:
-            critic.tokens_per_policy_token = (
-                forward_tokens(self.prompts.max_length, completions, critic.layout) / group
-            )
+        if value_model is not None:
+            tokens = forward_tokens(prompt_length, completions, value_model.layout)
+            value_model.tokens_per_policy_token = tokens / group
         least = max_length if frozen is None else group  # a group with a KL should not be cut
-        own = memory.measure_forward_limits(
-            policy, self.config, group, second, _weights_share(self.engine), critic, least,
+        rank_limits = memory.measure_forward_limits(
+            policy, self.config, group, second, _weights_share(self.engine), value_model, least,
             self.reward_bytes,
         )  # fmt: skip
-        found = min(self.world.gather(own), key=lambda limits: limits.tokens)
-        size = f"{found.tokens} rows"
-        if found.completions is not None:
-            size = f"{found.completions} completions"
+        limits = min(self.world.gather(rank_limits), key=lambda limits: limits.tokens)
+        size = f"{limits.tokens} tokens"
+        if limits.completions is not None:
+            size = f"{limits.completions} completions"
         again = ", recomputed in backward" if policy.model.is_gradient_checkpointing else ""
         self.log.note(f"rows are {layout_choice}; at most {size} a forward{again}")
-        return found
+        return limits
 
     def assemble_run(self) -> Run:
-        """The parts together."""
-        config, prompts, clock = (
-            self.config,
-            self.prompts,
-            StepTimer(self.log.phase, wait_for_device),
-        )
+        """Put the parts into a `Run`."""
+        config, prompts = self.config, self.prompts
+        clock = StepTimer(self.log.phase, wait_for_device)
         return Run(
             config=config,
             folder=self.resume_plan.folder,
@@ -395,28 +374,34 @@ class RunBuilder:
 
 
 def _check_vocabularies(
-    config: RunConfig, tokenizer: Any, prompts_by_set: Mapping[str | None, Prompts]
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts_by_set: Mapping[str | None, Prompts],
 ) -> list[str]:
-    """Tokenizer, data, model and reference speak of the same tokens; notes. Raises ConfigError."""
+    """Check that tokenizer, data, model and reference have the same tokens. -> notes
+
+    Raises ConfigError.
+    """
     needed = config.algorithm.needs_reference
     reference = load.load_reference_tokenizer(config.model) if needed else None
     if reference is not None:
         vocabulary.check_reference_tokenizer(tokenizer, reference)
-    return vocabulary.check_prompt_ids(
-        tokenizer, load.read_vocab_size(config.model), prompts_by_set
-    )
+    vocab_size = load.read_vocab_size(config.model)
+    return vocabulary.check_prompt_ids(tokenizer, vocab_size, prompts_by_set)
 
 
 def _check_adapter(config: RunConfig, policy: Policy, log: RunLog) -> None:
-    """Say where an adapter reaches the experts of a mixture. Raises ConfigError where the engine
-    that samples cannot apply that."""
+    """Log if an adapter reaches the experts of a mixture.
+
+    Raises ConfigError if the inference engine cannot apply that.
+    """
     parts = lora.adapted_parameters(policy.model) if lora.has_adapter(policy.model) else []
     if not parts:
         return
     kinds = ", ".join(sorted({".".join(name.split(".")[-2:]) for name in parts}))
     linear = ",".join(lora.linear_targets(policy.model))
     if config.generation.backend in rules_lora.VLLM_BACKENDS:
-        why = f"adapted parameters that are no linear layers: {kinds}; vLLM does not take those"
+        why = f"adapted parameters that are not linear layers: {kinds}; vLLM does not take those"
         fix = f"model.lora.target_modules=[{linear}], or generation=transformers"
         what = f"this adapter cannot be sampled by {config.generation.backend}"
         raise ConfigError(Problem(what, "model.lora.target_modules", why, fix))
@@ -426,13 +411,13 @@ def _check_adapter(config: RunConfig, policy: Policy, log: RunLog) -> None:
     )
 
 
-def _check_kv_cache(config: RunConfig, model: Any) -> None:
-    """Raises ConfigError for a model whose state our own decoding cannot hand on."""
-    taken = inspect.signature(model.forward).parameters
-    other = [name for name in ("cache_params", "state") if name in taken]
+def _check_kv_cache(config: RunConfig, model: PreTrainedModel) -> None:
+    """Raise ConfigError for a model whose state our own decoding cannot pass on."""
+    arguments_taken = inspect.signature(model.forward).parameters
+    other = [name for name in ("cache_params", "state") if name in arguments_taken]
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
     why = ""
-    if other and "past_key_values" not in taken:
+    if other and "past_key_values" not in arguments_taken:
         why = f"it keeps a state of its own ({other[0]}), and no past_key_values"
     elif not any(k.endswith("attention") and k != "linear_attention" for k in kinds):
         why = f"no layer of it has keys and values to keep: {', '.join(dict.fromkeys(kinds))}"
@@ -441,71 +426,66 @@ def _check_kv_cache(config: RunConfig, model: Any) -> None:
         raise ConfigError(Problem(what, "generation", why, "generation=vllm_server"))
 
 
-def _load_for_sharding(config: RunConfig, engine: ParallelEngine, path: str) -> tuple[Any, Any]:
-    """A shell of a model that is to be sharded, and its source: rank 0 has the weights, in the
-    CPU's memory."""
-    world, real = engine.world, []
+def _load_for_sharding(
+    config: RunConfig, engine: ParallelEngine, path: str
+) -> tuple[PreTrainedModel, gather.MetaWeights]:
+    """Build a model on the meta device. -> it, and its weights, which rank 0 has in CPU memory"""
+    world = engine.world
+    loaded: list[PreTrainedModel] = []
 
-    def read() -> tuple[Any, Any]:
-        real.append(load.load_causal_lm(config.model, path, gather.CPU, world.device))
-        return real[0].config, real[0].generation_config
+    def read() -> tuple[object, object]:
+        loaded.append(load.load_causal_lm(config.model, path, gather.CPU, world.device))
+        return loaded[0].config, loaded[0].generation_config
 
-    shell = load.build_meta_model(config.model, world.run_on_rank0(read), world.device)
-    return shell, gather.MetaWeights(shell, real[0] if real else None)
+    meta_model = load.build_meta_model(config.model, world.run_on_rank0(read), world.device)
+    return meta_model, gather.MetaWeights(meta_model, loaded[0] if loaded else None)
 
 
 def _sampler_dtype(config: RunConfig, policy: Policy) -> torch.dtype:
-    """The dtype that the sampler computes in: shards are cast to it before they travel."""
+    """The dtype that the sampler computes in: shards are cast to it before they are sent."""
     section = VLLM_SECTIONS.get(config.generation.backend)
     if section is None:
         return policy.dtype
-    found: torch.dtype = getattr(
-        torch, arguments.engine_dtype(config, getattr(config.generation, section))
-    )
-    return found
+    name = arguments.engine_dtype(config, getattr(config.generation, section))
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
-def _forbid_engine_restart(generator: Any, world: World) -> Generator:
-    """With several ranks an engine that is lost is not started again: no rank can be sent weights
-    alone, since all ranks gather them, or exchange the handles of their memory."""
-    if world.size > 1 and hasattr(generator, "lost_most"):
+def _forbid_engine_restart(generator: Generator, world: World) -> Generator:
+    """Do not restart a lost engine with several ranks.
+
+    No rank can send weights alone, since all ranks gather them, or exchange memory handles.
+    """
+    if world.size > 1 and hasattr(generator, "max_engine_losses"):
         generator.max_engine_losses = 0
-    found: Generator = generator
-    return found
+    return generator
 
 
 def _compile_layers(policy: Policy, reference_model: Reference | None, log: RunLog) -> None:
-    """Compile each decoder layer by itself, for rows of any number: one compilation serves all
-    layers, and weights may be sharded or replaced."""
-    models = [
-        policy.model,
-        *(
-            [reference_model.model]
-            if reference_model is not None and reference_model.is_second_model
-            else []
-        ),
-    ]
+    """Compile each decoder layer by itself, for any number of tokens.
+
+    One compilation serves all layers, and weights may be sharded or replaced.
+    """
+    models = [policy.model]
+    if reference_model is not None and reference_model.is_second_model:
+        models.append(reference_model.model)
     for layer in (layer for model in models for layer in gather.decoder_layers(model)):
         layer.compile(dynamic=True)
     log.note("decoder layers are compiled at their first use, which takes a minute")
 
 
 def _weights_share(engine: ParallelEngine) -> tuple[float, int]:
-    """What part of weights and optimizer a rank holds, and how many ranks share its memory."""
-    world = engine.world
-    return (1 / world.size if engine.sharded else 1.0), world.local_world_size
+    """The share of weights and optimizer that a rank holds, and how many ranks share its memory."""
+    share = 1 / engine.world.size if engine.sharded else 1.0
+    return share, engine.world.local_world_size
 
 
 def check_same_vocabulary(policy: Policy, reference_model: Policy) -> None:
-    """Raises ConfigError when policy and reference do not speak of the same tokens."""
+    """Raise ConfigError if policy and reference do not have the same tokens."""
     if policy.vocab_size != reference_model.vocab_size:
-        why = (
-            f"the policy knows {policy.vocab_size} tokens, the reference "
-            f"{reference_model.vocab_size}"
-        )
-        raise ConfigError(
-            Problem("policy and reference differ in vocabulary", "model.ref_path", why)
-        )
+        sizes = f"{policy.vocab_size} tokens, the reference {reference_model.vocab_size}"
+        what, why = "policy and reference differ in vocabulary", f"the policy knows {sizes}"
+        raise ConfigError(Problem(what, "model.ref_path", why))
 
 
 def panel_header(config: RunConfig, beta: float, folder: Path) -> JsonObject:
@@ -522,7 +502,7 @@ def panel_header(config: RunConfig, beta: float, folder: Path) -> JsonObject:
 
 
 def count_steps(config: RunConfig, num_prompts: int) -> int:
-    """Rollout batches to do. Raises DataError when a step needs more prompts than there are."""
+    """The number of rollout batches. Raises DataError if a step needs more prompts than exist."""
     wanted = config.train.prompts_per_step
     if num_prompts < wanted:
         raise DataError(

@@ -1,8 +1,7 @@
-"""Memory of a run, predicted and measured, at its end.
+"""Predicted and measured memory of a run, at its end.
 
-Measured is what tensors took at most on a GPU; on a CPU, what the whole process held at most above
-what it held after its imports: so libraries that are loaded later, and what the allocator keeps,
-are in it too.
+On a GPU the peak of its tensors is measured; on a CPU, the peak of the whole process above what it
+held after its imports, which includes libraries that are loaded later and the allocator's reserve.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ STATUS_FILE, CLEAR_REFS_FILE = Path("/proc/self/status"), Path("/proc/self/clear
 
 
 def reset_peak_memory() -> float:
-    """Bytes that this process holds now; from here on its peak is counted anew."""
+    """Count the peak anew from here. -> the bytes that this process holds now"""
     with contextlib.suppress(OSError):
         CLEAR_REFS_FILE.write_text("5")  # VmHWM is then what is held now
     # A new process has no peak yet; and before it has chosen its GPU, whatever asks CUDA makes a
@@ -34,16 +33,20 @@ def reset_peak_memory() -> float:
 
 
 def measured_peak_memory(run: Run, bytes_before: float) -> float | None:
-    """Bytes that the run took at most; None where the system does not tell. `before`: `begin`'s."""
+    """Peak bytes of the run; None if the system does not report them.
+
+    `bytes_before`: from `reset_peak_memory`.
+    """
     if run.world.device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(run.world.device))
-    most = _process_status_bytes("VmHWM")
-    return most - bytes_before if most > bytes_before else None
+    peak = _process_status_bytes("VmHWM")
+    return peak - bytes_before if peak > bytes_before else None
 
 
 def predict_peak_memory(run: Run) -> PeakMemory | None:
-    """What the plan says of one rank of this run, with what the run has settled: layout, rows of a
-    forward, longest prompt. None where the model is none that a plan can count.
+    """The plan's memory of one rank, with the run's actual layout, limits and longest prompt.
+
+    None for a model that a plan cannot count.
     """
     try:
         return peak_memory.estimate_peak_memory(plan_inputs_of_run(run))
@@ -52,25 +55,21 @@ def predict_peak_memory(run: Run) -> PeakMemory | None:
 
 
 def plan_inputs_of_run(run: Run) -> PlanInputs:
-    """The run as a plan sees it. Raises RunError where facts of a model are not to be had."""
-    here = run.world.device
-    settings = run.config
-    model = model_spec.load_model_spec(settings.model.path, settings.model.revision)
-    whole = here.type == "cuda" and torch.cuda.get_device_properties(here).total_memory
-    entries: JsonObject = {n: e for n, e in settings.rewards.items() if e.type == "model"}
+    """The run as a plan sees it. Raises RunError if a model's config.json was not found."""
+    config, rank_device = run.config, run.world.device
+    model = model_spec.load_model_spec(config.model.path, config.model.revision)
+    is_gpu = rank_device.type == "cuda"
+    gpu_bytes = torch.cuda.get_device_properties(rank_device).total_memory if is_gpu else 0
+    has_reference = run.reference is not None
     return PlanInputs(
-        run=settings,
+        run=config,
         model=model,
-        device=device.rank_device(here.type, float(whole)),
+        device=device.rank_device(rank_device.type, float(gpu_bytes)),
         ranks=run.world.size,
         max_prompt_tokens=run.prompts.max_length,
-        reference_model=None
-        if run.reference is None
-        else plan_inputs.reference_spec(settings, model),
-        value_model=plan_inputs.value_model_spec(settings),
-        reward_models={
-            n: model_spec.load_model_spec(e.path, e.revision) for n, e in entries.items()
-        },
+        reference_model=plan_inputs.reference_spec(config, model) if has_reference else None,
+        value_model=plan_inputs.value_model_spec(config),
+        reward_models=plan_inputs.reward_model_specs(config),
         token_budget=run.forward_limits.tokens,
         recompute=bool(run.policy.model.is_gradient_checkpointing),
         layout=run.layout_choice.layout,
@@ -78,20 +77,22 @@ def plan_inputs_of_run(run: Run) -> PlanInputs:
 
 
 def compare_peak_memory(run: Run, bytes_before: float) -> JsonObject:
-    """Predicted and measured peak of this rank, for run.json; noted in the log. {} without both."""
-    measured, found = measured_peak_memory(run, bytes_before), predict_peak_memory(run)
-    if measured is None or found is None:
+    """Log the predicted and the measured peak of this rank. -> them for run.json, {} without both
+
+    `bytes_before`: from `reset_peak_memory`.
+    """
+    measured, predicted = measured_peak_memory(run, bytes_before), predict_peak_memory(run)
+    if measured is None or predicted is None:
         return {}
-    off = found.peak_bytes / measured - 1
-    most, predicted = planning_text.format_gib(measured), planning_text.format_gib(found.peak_bytes)
-    run.log.note(f"memory: {most} at most, {predicted} predicted ({off:+.0%})")
+    peak, gib = predicted.peak_bytes, planning_text.format_gib
+    difference = f"{peak / measured - 1:+.0%}"
+    run.log.note(f"memory: {gib(measured)} at most, {gib(peak)} predicted ({difference})")
+    parts = predicted.phases[predicted.worst_phase]
     return {
         "measured_bytes": int(measured),
-        "predicted_bytes": int(found.peak_bytes),
-        "predicted_phase": found.worst_phase,
-        "predicted_parts": {
-            name: int(value) for name, value in found.phases[found.worst_phase].items()
-        },
+        "predicted_bytes": int(peak),
+        "predicted_phase": predicted.worst_phase,
+        "predicted_parts": {name: int(value) for name, value in parts.items()},
     }
 
 
@@ -101,5 +102,5 @@ def _process_status_bytes(name: str) -> float:
         text = STATUS_FILE.read_text()
     except OSError:
         return 0.0
-    found = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
-    return float(found[1]) * 1024 if found else 0.0
+    match = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
+    return float(match[1]) * 1024 if match else 0.0

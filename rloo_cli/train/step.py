@@ -1,7 +1,7 @@
 """The updates of one rollout batch: num_iterations x num_minibatches optimizer steps.
 
-Where the policy still is the sampler, the log-probabilities of its training forward are the old
-ones, and one pass is enough (`update_on_policy`). Else they are computed beforehand for the whole
+While the policy still is the sampler, the log-probabilities of its training forward are old_logp,
+and one pass is enough (`update_on_policy`). Else old_logp is computed beforehand for the whole
 batch (`update_with_old_logprobs`). An update's loss is divided by what the algorithm counts over
 the whole update, never averaged over micro-batches.
 """
@@ -25,54 +25,51 @@ from rloo_cli.utils.files import JsonObject
 
 
 def update_policy(run: Run, step_progress: StepProgress) -> None:
-    """All optimizer steps of one rollout batch; a resumed run goes on in the middle of them."""
+    """Take all optimizer steps of one batch; a resumed run goes on in the middle of them."""
     if is_single_pass(run, step_progress):
         update_on_policy(run, step_progress)
     update_with_old_logprobs(run, step_progress)
 
 
 def is_single_pass(run: Run, step_progress: StepProgress) -> bool:
-    """Whether the first update's own forward can say what the old log-probabilities are."""
-    if (
-        step_progress.prepared
-        or run.forward_plan.separate
-        or run.config.algorithm.num_minibatches > 1
-    ):
+    """Whether the log-probabilities of the first update's training forward can be old_logp."""
+    several = run.config.algorithm.num_minibatches > 1
+    if step_progress.prepared or run.forward_plan.separate or several:
         return False
-    return run.forward_plan.by_scores or keeps_groups_whole(
-        plan_updates(run, step_progress.batch, 0)
-    )
+    plans = plan_updates(run, step_progress.batch, 0)
+    return run.forward_plan.by_scores or keeps_groups_whole(plans)
 
 
 def update_on_policy(run: Run, step_progress: StepProgress) -> None:
-    """The batch's first update, with the training forward's log-probabilities as the old ones.
+    """Take the batch's first update; the training forward's log-probabilities are old_logp.
 
-    Rewards may need a KL that is known only then: advantages are those of each micro-batch's whole
-    groups, and what normalising them over the step would do is one factor on the gradient.
+    A KL in the rewards is known only after that forward: advantages are computed for each
+    micro-batch's whole groups, and normalising them over the step is one factor on the gradient.
     """
     batch, updates = step_progress.batch, step_progress.updates
     advantages.prepare_advantages(run, batch, updates)
     step_progress.mark_position()
     (plan,) = plan_updates(run, batch, 0)
-    total, passes = _zero_scalar(run), []
+    loss, passes = _zero_scalar(run), []
     by_scores = batch.advantage is not None
-    for parts, last in _micro_batches(run, plan):
+    for group_slices, is_last in _micro_batches(plan):
         run.world.check_stop(frequent=True)
-        if not parts:
-            dummy_pass(run, batch, last, with_reference=True)
+        if not group_slices:
+            dummy_pass(run, batch, is_last, with_reference=True)
             continue
         with run.clock.phase("update"):
-            micro = run.policy.pack(batch.groups, parts, batch.masked)
-            advantages.add_reference_logprobs(run, batch, micro, updates)
-            now = _policy_logprobs(run, micro)
-            micro.old_logp = now.logp.detach()
-            micro.kl_logp = None if now.kl_logp is None else now.kl_logp.detach()
-            found = ForwardPass(micro, advantages.measure_kl(run, micro, updates))
-            total += backward_micro_batch(run, step_progress, plan, found, now, last)
-        passes.append(found)
-    total = run.world.sum(total)
+            micro_batch = run.policy.pack(batch.groups, group_slices, batch.masked)
+            advantages.add_reference_logprobs(run, batch, micro_batch, updates)
+            logprobs = _policy_logprobs(run, micro_batch)
+            micro_batch.old_logp = logprobs.logp.detach()
+            micro_batch.kl_logp = None if logprobs.kl_logp is None else logprobs.kl_logp.detach()
+            kl = advantages.measure_kl(run, micro_batch, updates)
+            forward_pass = ForwardPass(micro_batch, kl)
+            loss += backward_micro_batch(run, step_progress, plan, forward_pass, logprobs, is_last)
+        passes.append(forward_pass)
+    loss = run.world.sum(loss)
     factor = advantages.finish_advantages(run, batch, passes)
-    take_optimizer_step(run, batch, plan, total, step_progress, 1.0 if by_scores else factor)
+    take_optimizer_step(run, batch, plan, loss, step_progress, 1.0 if by_scores else factor)
     step_progress.prepared = True  # from here on the policy is not the sampler
     step_progress.done += 1
     step_progress.mark_position()
@@ -80,39 +77,37 @@ def update_on_policy(run: Run, step_progress: StepProgress) -> None:
 
 
 def compute_old_logprobs(run: Run, step_progress: StepProgress) -> None:
-    """Everything that is known of the batch before its first update, by passes without gradient."""
-    advantages.prepare_advantages(run, step_progress.batch, step_progress.updates)
-    passes = [
-        *advantages.old_logprobs(run, step_progress, lambda: dummy_pass(run, step_progress.batch))
-    ]
-    advantages.finish_advantages(run, step_progress.batch, passes)
+    """Compute old_logp, KL, values and advantages of the whole batch, without gradient."""
+    batch = step_progress.batch
+    advantages.prepare_advantages(run, batch, step_progress.updates)
+    passes = [*advantages.old_logprobs(run, step_progress, lambda: dummy_pass(run, batch))]
+    advantages.finish_advantages(run, batch, passes)
     step_progress.prepared = True
     step_progress.mark_position()
 
 
 def update_with_old_logprobs(run: Run, step_progress: StepProgress) -> None:
-    """The updates that are left, once old log-probabilities and advantages of all are known."""
+    """Take the remaining updates, with old_logp and advantages of the whole batch known."""
     batch = step_progress.batch
     if not step_progress.prepared:
         compute_old_logprobs(run, step_progress)
     while step_progress.iteration < run.config.algorithm.num_iterations:
         for plan in plan_updates(run, batch, step_progress.iteration)[step_progress.done :]:
-            total = _zero_scalar(run)
-            for parts, last in _micro_batches(run, plan):
+            loss = _zero_scalar(run)
+            for group_slices, is_last in _micro_batches(plan):
                 run.world.check_stop(frequent=True)
-                if not parts:
-                    dummy_pass(run, batch, last)
+                if not group_slices:
+                    dummy_pass(run, batch, is_last)
                     continue
                 with run.clock.phase("update"):
-                    micro = run.policy.pack(batch.groups, parts, batch.masked)
-                    total += token_advantages.fit_value_model(
-                        run, step_progress, micro, plan.num_tokens
+                    micro_batch = run.policy.pack(batch.groups, group_slices, batch.masked)
+                    loss += token_advantages.fit_value_model(run, step_progress, micro_batch, plan)
+                    forward_pass = ForwardPass(micro_batch, None)
+                    logprobs = _policy_logprobs(run, micro_batch)
+                    loss += backward_micro_batch(
+                        run, step_progress, plan, forward_pass, logprobs, is_last
                     )
-                    now = _policy_logprobs(run, micro)
-                    total += backward_micro_batch(
-                        run, step_progress, plan, ForwardPass(micro, None), now, last
-                    )
-            take_optimizer_step(run, batch, plan, run.world.sum(total), step_progress)
+            take_optimizer_step(run, batch, plan, run.world.sum(loss), step_progress)
             step_progress.done += 1
             step_progress.mark_position()
         step_progress.next_iteration()
@@ -126,19 +121,19 @@ def backward_micro_batch(
     logprobs: LogProbs,
     is_last: bool,
 ) -> Tensor:
-    """The loss of one micro-batch, whose log-probabilities are `now`, backwards. Its share, ()."""
-    micro, config = forward_pass.micro_batch, run.algorithm.config
-    assert micro.old_logp is not None
+    """Run the backward pass of one micro-batch's loss. -> its share of the update's loss, ()"""
+    batch, config = forward_pass.micro_batch, run.algorithm.config
+    assert batch.old_logp is not None
     a, usable = advantages.micro_batch_advantages(run, step_progress.batch, forward_pass)
-    a = charge_tokens(a, usable, micro.kl_old_logp, micro.ref_logp, micro, config)
+    a = charge_tokens(a, usable, batch.kl_old_logp, batch.ref_logp, batch, config)
     inputs = LossInputs(
-        logprobs.logp, micro.old_logp, micro.ref_logp, micro, a, plan.denominator, logprobs.kl_logp,
+        logprobs.logp, batch.old_logp, batch.ref_logp, batch, a, plan.denominator, logprobs.kl_logp,
         logprobs.entropy, plan.num_all_tokens,
     )  # fmt: skip
     loss = run.algorithm.loss(inputs)
     run.engine.backward(poison_tensor("loss", loss.total), is_last)
-    step_progress.updates.add_micro_batch(loss, micro, logprobs.entropy)
-    step_progress.updates.count_forward(micro, run.forward_limits.cost, 3, training=True)
+    step_progress.updates.add_micro_batch(loss, batch, logprobs.entropy)
+    step_progress.updates.count_forward(batch, run.forward_limits.cost, 3, training=True)
     return loss.total.detach().double()
 
 
@@ -152,7 +147,7 @@ def take_optimizer_step(
 ) -> None:
     """Check the numbers, then take one optimizer step; with nothing to learn from, take none.
 
-    `factor` on the gradient: what normalising advantages multiplies them by.
+    `factor` multiplies the gradient, as normalising multiplies the advantages.
     """
     if not plan.num_tokens:
         guards.skip_empty_update(run, batch)
@@ -162,8 +157,9 @@ def take_optimizer_step(
         trigger_fault("step")
         step_progress.updates.scale_policy_loss(factor)
         norm = run.optimizer.grad_norm(factor)
-        if guards.check_finite_update(run, batch, float(loss) * factor, float(norm)):
-            step_progress.updates.add_update(run.optimizer, float(loss) * factor, float(norm))
+        scaled_loss = float(loss) * factor
+        if guards.check_finite_update(run, batch, scaled_loss, float(norm)):
+            step_progress.updates.add_update(run.optimizer, scaled_loss, float(norm))
             run.optimizer.step(norm)
             run.state.updates += 1
             if run.reference is not None:
@@ -174,38 +170,35 @@ def take_optimizer_step(
 def dummy_pass(
     run: Run, batch: Batch, is_last: bool | None = None, with_reference: bool = False
 ) -> None:
-    """A pass over next to nothing, whose gradients are 0, beside ranks that have a real one.
+    """Forward one token, with gradients of 0, where other ranks have a micro-batch and we do not.
 
-    They would wait for this one for ever: sharded weights are gathered by all of them together.
-    `last`: whether a backward pass is the update's last; None: there is none, the pass is one
-    without gradient, which has its reference's, too.
+    They would wait for this rank for ever: sharded weights are gathered by all ranks together.
+    `is_last`: whether this is the update's last backward pass; None = a pass without gradient,
+    which includes the reference's.
     """
     if not run.engine.lockstep:
         if is_last is not None:
             run.engine.skip_micro_batch(is_last)
         return
-    group = batch.groups[0]
-    rollout = replace(
-        group.rollouts[0], completion_ids=group.rollouts[0].completion_ids[:1], mask=None,
-        behaviour_logp=None,
-    )  # fmt: skip
+    group, rollout = batch.groups[0], batch.groups[0].rollouts[0]
+    ids = rollout.completion_ids[:1]
+    rollout = replace(rollout, completion_ids=ids, mask=None, behaviour_logp=None)
     blank: JsonObject = dict.fromkeys(TOKEN_COLUMNS)
-    nothing = [replace(group, prompt_ids=group.prompt_ids[:1], rollouts=[rollout], **blank)]
-    micro = run.policy.pack(nothing, [(0, (0,))])
-    with torch.no_grad():  # in the order of a real one: ranks that gather others would mix them
+    dummy = [replace(group, prompt_ids=group.prompt_ids[:1], rollouts=[rollout], **blank)]
+    micro_batch = run.policy.pack(dummy, [(0, (0,))])
+    with torch.no_grad():  # in the order of a real pass, as all ranks gather the same weights
         if is_last is None:
-            run.policy.frozen_logp(micro)
+            run.policy.frozen_logp(micro_batch)
         if run.reference is not None and (with_reference or is_last is None):
-            run.reference.frozen_logp(run.reference.pack(nothing, [(0, (0,))]))
+            run.reference.frozen_logp(run.reference.pack(dummy, [(0, (0,))]))
     if is_last is not None:
-        run.engine.backward(zero_loss(run, _policy_logprobs(run, micro)), is_last)
+        run.engine.backward(zero_loss(run, _policy_logprobs(run, micro_batch)), is_last)
 
 
 def zero_loss(run: Run, logprobs: LogProbs) -> Tensor:
-    """A loss of 0 whose gradient comes through the same outputs as that of the algorithm's loss. ()
+    """A loss of 0 whose gradient enters the model by the same outputs as the algorithm's loss. ()
 
-    ZeRO-3 counts the outputs by which a backward pass enters the model. Ranks that count
-    differently wait for each other for ever, so this takes neither fewer outputs nor more.
+    ZeRO-3 counts these outputs; ranks that count differently wait for each other for ever.
     """
     outputs = [logprobs.logp]
     if logprobs.kl_logp is not None and run.algorithm.config.kl_in == "loss":
@@ -216,14 +209,13 @@ def zero_loss(run: Run, logprobs: LogProbs) -> Tensor:
 
 
 def _policy_logprobs(run: Run, micro_batch: MicroBatch) -> LogProbs:
-    """The policy's forward pass with gradient; the entropy where this step's line shows it."""
-    return run.policy.logp(
-        micro_batch, want_entropy=run.log.is_due(run.state.step + 1, run.num_steps)
-    )
+    """Forward the policy with gradient; with the entropy if this step is logged."""
+    want_entropy = run.log.is_due(run.state.step + 1, run.num_steps)
+    return run.policy.logp(micro_batch, want_entropy)
 
 
-def _micro_batches(run: Run, plan: UpdatePlan) -> list[tuple[list[GroupSlice], bool]]:
-    """This rank's micro-batches, empty ones where others have more; whether it is the last."""
+def _micro_batches(plan: UpdatePlan) -> list[tuple[list[GroupSlice], bool]]:
+    """This rank's micro-batches (empty if only others have one), and whether each is the last."""
     return [(parts, n == len(plan.micro_batches)) for n, parts in enumerate(plan.micro_batches, 1)]
 
 

@@ -1,7 +1,7 @@
-"""What came of a run: held-out scores before and after, three problems, where things are.
+"""The result of a run: held-out scores before and after, three examples, paths.
 
-Read from what the run has logged and written, never from memory: a run may have been resumed
-since its first evaluation.
+It is read from the run's log and files, never from memory: a run may have been resumed since its
+first evaluation.
 """
 
 import json
@@ -17,11 +17,11 @@ from rloo_cli.utils import paths
 from rloo_cli.utils.files import JsonObject
 
 LISTED_FILES = ("final", "curves.png", "metrics.jsonl", "samples")
-ANSWER_COLUMNS = ("answer", "ground_truth", "solution")  # columns that may hold the right one
+ANSWER_COLUMNS = ("answer", "ground_truth", "solution")  # columns that may hold the right answer
 
 
 def summarize_run(run: Run) -> JsonObject:
-    """`before` and `after`: the mean greedy score of the first held-out set, None = not known."""
+    """The mean greedy score of the first held-out set, `before` and `after`; None = not known."""
     names = [eval_lines.eval_prefix(name) + "reward" for name in run.eval_sets] or ["eval_reward"]
     first, last = _first_and_last_evaluation(run)
     return {"before": first.get(names[0]), "after": last.get(names[0])}
@@ -33,15 +33,13 @@ def print_report(run: Run) -> None:
     first, last = _first_and_last_evaluation(run)
     if first:
         steps = (int(first["step"]), int(last["step"]))
-        problems = [
-            p for name in list(run.eval_sets)[:1] for p in _example_answers(run.folder, name, steps)
-        ]
+        sets = list(run.eval_sets)[:1]
+        examples = [e for name in sets for e in _example_answers(run.folder, name, steps)]
         counts = ("samples", "unscored", "/prompts")
         same = [n for n in first if n.endswith(counts) and first[n] == last.get(n)]
         shown = {n: v for n, v in first.items() if n not in ("step", *same)}
-        console.print(
-            before_after_tables(shown, last, problems, f"step {steps[0]}" if steps[0] else "")
-        )
+        since = f"step {steps[0]}" if steps[0] else ""
+        console.print(before_after_tables(shown, last, examples, since))
     elif last:
         console.print(evaluation_table(last, list(run.eval_sets)))
     for name in LISTED_FILES:
@@ -50,26 +48,26 @@ def print_report(run: Run) -> None:
 
 
 def _first_and_last_evaluation(run: Run) -> tuple[JsonObject, JsonObject]:
-    """The first and the last evaluation; ({}, it) when there was one, ({}, {}) without any."""
-    rows = [row for row in run.log.metrics_lines if eval_lines.is_evaluation(row)]
-    if not rows:
+    """The first and the last evaluation; ({}, it) if there was only one, ({}, {}) without any."""
+    lines = [line for line in run.log.metrics_lines if eval_lines.is_evaluation(line)]
+    if not lines:
         return {}, {}
-    return (rows[0] if rows[0]["step"] < rows[-1]["step"] else {}), rows[-1]
+    return (lines[0] if lines[0]["step"] < lines[-1]["step"] else {}), lines[-1]
 
 
 def _example_answers(folder: Path, name: str, steps: tuple[int, int]) -> list[JsonObject]:
     """Three prompts of a set with both answers; those first whose score has changed."""
     before, after = (_greedy_samples(folder, name, step) for step in steps)
-    both = [draw for draw in before if draw in after]
-    chosen = sorted(both, key=lambda draw: before[draw]["score"] == after[draw]["score"])[:3]
+    both = [i for i in before if i in after]
+    chosen = sorted(both, key=lambda i: before[i]["score"] == after[i]["score"])[:3]
     return [
         {
-            "prompt": last_message(before[draw]["prompt"]),
-            "answer": _gold_answer(before[draw]["row"]),
-            "before": before[draw]["completion"],
-            "after": after[draw]["completion"],
+            "prompt": last_message(before[i]["prompt"]),
+            "answer": _gold_answer(before[i]["row"]),
+            "before": before[i]["completion"],
+            "after": after[i]["completion"],
         }
-        for draw in chosen
+        for i in chosen
     ]
 
 
@@ -78,7 +76,7 @@ def _gold_answer(example: JsonObject) -> str:
 
 
 def _greedy_samples(folder: Path, name: str, step: int) -> dict[int, JsonObject]:
-    """draw -> greedy sample of an evaluation; {} when its file is gone."""
+    """The greedy samples of an evaluation, by the index of the prompt; {} if the file is gone."""
     path = folder / "samples" / f"{eval_lines.eval_samples_name(name, step)}.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
-    return {row["draw"]: row for row in map(json.loads, lines) if row["greedy"]}
+    return {sample["draw"]: sample for sample in map(json.loads, lines) if sample["greedy"]}

@@ -1,7 +1,7 @@
-"""One rank: read its config, build the run, train, save, say how it went.
+"""One rank: it reads its config, builds the run, trains, saves, and says how it went.
 
-Started by `launch` with where the run begins, as one JSON object; or called from Python. A signal
-only sets a flag (`signals`): what is done is saved before the end.
+`launch` starts it with the resume plan as one JSON object; or Python code calls `run_training`. A
+signal only sets a flag (`signals`): what is done is saved before the end.
 """
 
 import contextlib
@@ -10,10 +10,9 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,7 +29,7 @@ from rloo_cli.distributed.world import (
 from rloo_cli.run import Run
 from rloo_cli.train import memory_check
 from rloo_cli.train import summary as train_summary
-from rloo_cli.train.build import build_run
+from rloo_cli.train.build import RewardFunctions, build_run
 from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils import (
     console,
@@ -61,45 +60,39 @@ from rloo_cli.utils.errors import (
 from rloo_cli.utils.files import JsonObject, update_json, write_json
 
 log = logging.getLogger("rloo")
-# What torch says of a collective whose other side is gone.
+# One of these is in torch's message when the other side of a collective is gone.
 COLLECTIVE_ERRORS = (
-    "gloo",
-    "Gloo",
-    "NCCL",
-    "ProcessGroup",
-    "Connection closed",
-    "Connection reset",
-    "Broken pipe",
-)
-SAVED_ON_ERRORS = (Stopped, RewardError, GenerationError)  # what is done is whole: it is kept
+    "gloo", "Gloo", "NCCL", "ProcessGroup", "Connection closed", "Connection reset", "Broken pipe",
+)  # fmt: skip
+SAVED_ON_ERRORS = (Stopped, RewardError, GenerationError)  # the state is whole: it is saved
 
 
 def run_training(
     settings: RunConfig,
     folder: Path,
-    functions: Mapping[str, Callable[..., Any]] | None = None,
+    functions: RewardFunctions | None = None,
     resume_plan: ResumePlan | None = None,
 ) -> JsonObject:
-    """Do a whole run in this process; its summary. Raises RunError.
+    """Do a whole run in this process. -> its summary. Raises RunError.
 
-    `functions`: rewards given as Python callables, by the name of their config entry. `start`:
-    where it goes on.
+    `functions`: rewards given as Python callables, by the name of their config entry.
+    `resume_plan`: the checkpoint that the run resumes from.
     """
     folder = paths.absolute_path(folder)
     resume_plan = resume_plan or ResumePlan(folder)
-    came = None if resume_plan.checkpoint is None else paths.absolute_path(resume_plan.checkpoint)
-    resume_plan = replace(resume_plan, folder=folder, checkpoint=came)
+    checkpoint = resume_plan.checkpoint and paths.absolute_path(resume_plan.checkpoint)
+    resume_plan = replace(resume_plan, folder=folder, checkpoint=checkpoint)
     with _check_folder_on_error(folder):
-        run, before = _build_with_memory(settings, functions, resume_plan)
+        run, bytes_before = _build_with_memory(settings, functions, resume_plan)
         with _save_on_failure(run, settings):
-            first, began = _log_start(run), run.clock.elapsed()
+            first_step, start = _log_start(run), run.clock.elapsed()
             run_training_loop(run)
-            return _write_results(run, first, run.clock.elapsed() - began, before)
+            return _write_results(run, first_step, run.clock.elapsed() - start, bytes_before)
 
 
 @contextlib.contextmanager
 def _check_folder_on_error(folder: Path) -> Iterator[None]:
-    """While inside, a failure because somebody took the run's folder away says so (exit 8)."""
+    """Let an error inside say so (exit 8) if it came of somebody taking the run's folder away."""
     with files.hold_folder(folder):
         try:
             yield
@@ -110,32 +103,30 @@ def _check_folder_on_error(folder: Path) -> Iterator[None]:
 
 
 def _build_with_memory(
-    settings: RunConfig, functions: Mapping[str, Callable[..., Any]] | None, resume_plan: ResumePlan
+    settings: RunConfig, functions: RewardFunctions | None, resume_plan: ResumePlan
 ) -> tuple[Run, float]:
-    """The run, and the memory that this process had before it."""
+    """Build the run. -> it, and the bytes of memory that this process had before."""
     process_exit.silence_libraries()
-    rng.seed_generators(
-        settings.seed
-    )  # the same for all ranks: what is drawn to build a model is alike
-    before = memory_check.reset_peak_memory()
+    rng.seed_generators(settings.seed)  # alike on all ranks: new heads are the same
+    bytes_before = memory_check.reset_peak_memory()
     try:
         run = build_run(settings, resume_plan.folder, functions, resume_plan)
     except torch.OutOfMemoryError as error:
         raise _out_of_memory_error(error, "while the run was built", settings) from error
     signals.defer_signals()
-    return run, before
+    return run, bytes_before
 
 
 @contextlib.contextmanager
 def _save_on_failure(run: Run, settings: RunConfig) -> Iterator[None]:
-    """While inside, a failure is told by its cause, and what is done is saved if it is whole."""
+    """Let an error inside name its cause, and save a checkpoint if the state is whole."""
     try:
         yield
     except SAVED_ON_ERRORS as error:
         if is_rank_lost(error):
-            found = error.problems[0]
-            where = f"step {run.state.step + 1}, {run.log.current_phase}, {found.where}"
-            raise rank_lost_error(where, found.why) from error
+            problem = error.problems[0]
+            where = f"step {run.state.step + 1}, {run.log.current_phase}, {problem.where}"
+            raise rank_lost_error(where, problem.why) from error
         if run.world.size == 1 or is_shared_error(error):  # saving takes all ranks
             _save_what_is_done(run, error)
         raise
@@ -147,10 +138,8 @@ def _save_on_failure(run: Run, settings: RunConfig) -> Iterator[None]:
     except RuntimeError as error:
         if run.world.size == 1 or not any(word in str(error) for word in COLLECTIVE_ERRORS):
             raise
-        said = str(error).strip().partition("\n")[0]
-        raise rank_lost_error(
-            f"step {run.state.step + 1}, {run.log.current_phase}", said
-        ) from error
+        where = f"step {run.state.step + 1}, {run.log.current_phase}"
+        raise rank_lost_error(where, str(error).strip().partition("\n")[0]) from error
     finally:
         with contextlib.suppress(OSError):
             if run.world.is_main:
@@ -163,24 +152,23 @@ def _save_on_failure(run: Run, settings: RunConfig) -> Iterator[None]:
 def _out_of_memory_error(error: Exception, when: str, settings: RunConfig) -> OutOfMemory:
     """The error of a GPU that is full, with the keys that this run's backend reads."""
     smaller = "lower train.micro_batch_tokens or generation.max_completion_length"
-    keys: Any = settings.generation
-    if keys.backend == "vllm_colocate":
+    if settings.generation.backend == "vllm_colocate":
         smaller += ", or generation.colocate.gpu_memory_utilization"
-    elif keys.backend == "transformers":
+    elif settings.generation.backend == "transformers":
         smaller += ", or set generation.transformers.batch_tokens"
     why = str(error).splitlines()[0]
     return OutOfMemory(Problem(f"out of memory {when}", "the GPU", why, smaller))
 
 
 def _write_progress(run: Run) -> None:
-    """How far it came; and that nothing was trained, where that is so: its name is then free."""
+    """Note in run.json how far the run came, and the attempt if it trained nothing."""
     untouched = not run.state.updates and run.position <= (0, 0)
-    untrained = run.attempt if untouched else None
+    untrained = run.attempt if untouched else None  # another run may then take its name
     update_json(run.folder / "run.json", progress=run.state.dump(), untrained=untrained)
 
 
 def _save_what_is_done(run: Run, error: RunError) -> None:
-    """Save what is done. Raises StorageError where a run that was asked to stop cannot be saved."""
+    """Save a checkpoint. Raises StorageError if a run that was asked to stop cannot be saved."""
     run.log.phase("saving")
     run.optimizer.zero_grad()
     asked = signals.stop_requested_at()
@@ -197,7 +185,7 @@ def _save_what_is_done(run: Run, error: RunError) -> None:
 
 
 def _log_start(run: Run) -> int:
-    """Say what is worth a warning, and what is to be done; the step that it begins at."""
+    """Print warnings and the plan. -> the step that the run begins at"""
     for note in run.algorithm.warnings(run.config):
         run.log.note(f"warning: {note}")
     if run.log.display is not None:
@@ -236,12 +224,12 @@ def _write_results(run: Run, first_step: int, seconds: float, bytes_before: floa
 
 
 def main() -> None:
-    """The process that `launch` starts. Exits with the code of what stopped it."""
+    """Run the process that `launch` starts, and exit with the code of what stopped it."""
     start = ResumePlan.from_json(sys.argv[1])
     folder, rank = start.folder, environment_number("RANK", 0)
-    facts, given = folder / "run.json", resume.attempt_config_path(folder, start.attempt)
+    run_json, config_path = folder / "run.json", resume.attempt_config_path(folder, start.attempt)
     logging.basicConfig(
-        filename=given.parent / f"rank_{rank}.log", level=logging.INFO, encoding="utf-8",
+        filename=config_path.parent / f"rank_{rank}.log", level=logging.INFO, encoding="utf-8",
         errors="backslashreplace",
     )  # fmt: skip
     console.open_descriptors()
@@ -250,41 +238,37 @@ def main() -> None:
     code, state = 1, "failed"
     try:
         fault_injection.arm_faults()
-        run_training(check.read_resolved_config(given), folder, resume_plan=start)
+        run_training(check.read_resolved_config(config_path), folder, resume_plan=start)
         code, state = 0, "finished"
     except RunError as error:
         log.error("%s", traceback.format_exc())
         _write_error_detail(folder, error)
-        if (
-            not isinstance(error, Stopped)
-            and not is_remote_error(error)
-            and not _repeats_rank0_error(error, rank)
-        ):
+        is_first = not is_remote_error(error) and not _repeats_rank0_error(error, rank)
+        if is_first and not isinstance(error, Stopped):
             print_error(error)
         code = error.code
         state = "stopped" if isinstance(error, Stopped) else "failed"
     except Exception as error:
         log.error("%s", traceback.format_exc())
-        print_exit(error, f"the log is in {given.parent}")
+        print_exit(error, f"the log is in {config_path.parent}")
     finally:
         with contextlib.suppress(OSError):  # the code says how it ended; there may be no disk
-            if rank == 0 and facts.exists():  # else the folder was taken away
-                update_json(facts, state=state, code=code)
+            if rank == 0 and run_json.exists():  # else the folder was taken away
+                update_json(run_json, state=state, code=code)
     console.end_process(code)
 
 
 def _repeats_rank0_error(error: RunError, rank: int) -> bool:
-    """Whether this is one of many that say the same: what all ranks compute, they all find."""
+    """Whether rank 0 raises the same error: every rank finds what all ranks compute."""
     return rank > 0 and isinstance(error, ConfigError | DataError | NumbersError)
 
 
 def _write_error_detail(folder: Path, error: RunError) -> None:
-    """What a reward error knows beyond its message: the call, its arguments, the trace."""
+    """Write a reward error's call, arguments and trace to debug/reward_error.json."""
     detail = getattr(error, "detail", None)
     if detail and folder.is_dir():
-        (folder / "debug").mkdir(exist_ok=True)
         text = json.dumps(detail, indent=2, default=str)
-        (folder / "debug" / "reward_error.json").write_text(text, encoding="utf-8")
+        files.write_text(folder / "debug" / "reward_error.json", text)
 
 
 if __name__ == "__main__":

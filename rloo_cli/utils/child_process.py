@@ -1,8 +1,8 @@
-"""Processes that we start: in a session of their own, and ended with everything they started.
+"""Starts processes, each in a session of its own, and ends them with everything they started.
 
-A process is known by its pid and by the time it began, never by its name: a pid alone soon belongs
-to another process. A zombie counts as gone. What the kernel offers on Linux alone is left out on
-other systems.
+A process is identified by its pid and the time it began, never by its name: a pid alone soon
+belongs to another process. A zombie counts as gone. What only the Linux kernel offers is left out
+on other systems.
 """
 
 import contextlib
@@ -20,13 +20,14 @@ from typing import Any
 import psutil
 
 from rloo_cli.utils import paths
+from rloo_cli.utils.files import JsonObject
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.05
 
 
 def python_command(*arguments: str) -> list[str]:
-    """This Python with these arguments. No file in the current folder can pass for a package."""
+    """The command of this Python; -P: no file in the current folder can pass for a package."""
     return [sys.executable, "-P", *arguments]
 
 
@@ -54,9 +55,7 @@ def start_child(
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
             out = stack.enter_context(log.open("ab"))
-            streams |= {
-                "stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT,
-            }  # fmt: skip
+            streams |= {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
         return subprocess.Popen(
             command,
             env={**(os.environ if inherit else {}), **(env or {})},
@@ -67,7 +66,8 @@ def start_child(
 
 
 def _ask_for_signal(death_signal: int) -> Callable[[], None] | None:
-    """What a child does before it becomes another program, so that it hears of our end."""
+    """A function for a child to call before it becomes another program, so that it gets this signal
+    when we end; None where there is no such thing."""
     if sys.platform != "linux":
         return None
     prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
@@ -81,10 +81,10 @@ def _ask_for_signal(death_signal: int) -> Callable[[], None] | None:
 
 
 def die_with_parent() -> None:
-    """Called in a process that multiprocessing started: be killed when its parent dies.
+    """Called in a process that multiprocessing started: the kernel kills it when its parent dies.
 
-    Does nothing in a first process, such as a server's own: its starter has arranged for that.
-    The kernel watches the thread that started us; vLLM starts its processes from main threads.
+    Does nothing in a server's first process, whose starter has arranged for that. The kernel
+    watches the thread that started us; vLLM starts its processes from main threads.
     """
     parent = multiprocessing.parent_process()
     if parent is None or sys.platform != "linux":
@@ -113,7 +113,7 @@ def kill_group(group: int) -> None:
 def kill_group_except(group: int, spared_pid: int = 0) -> None:
     """Kill a process group but for one process, and for Python's tracker of shared memory.
 
-    The tracker takes away the memory that the others leave, hundreds of megabytes, and then ends.
+    The tracker frees the memory that the others leave, hundreds of megabytes, and then ends.
     """
     for pid in group_processes(group):
         with contextlib.suppress(psutil.Error):
@@ -124,12 +124,12 @@ def kill_group_except(group: int, spared_pid: int = 0) -> None:
 
 def group_processes(group: int) -> list[int]:
     """The pids of a process group that run."""
-    members = []
+    pids = []
     for pid in psutil.pids():
         with contextlib.suppress(OSError):
             if os.getpgid(pid) == group and process_start_time(pid):
-                members.append(pid)
-    return members
+                pids.append(pid)
+    return pids
 
 
 def wait_for_group(group: int, limit_s: float) -> list[int]:
@@ -145,7 +145,7 @@ def kill_marked_processes(name: str, value: str) -> None:
 
     A process that has left its group by setsid is found, too.
     """
-    for _ in range(3):  # one that is just being forked is there at the second look
+    for _ in range(3):  # one that is just being forked is found at the second look
         others = (p for p in psutil.process_iter() if p.pid != os.getpid())
         marked = [p for p in others if _has_variable(p, name, value)]
         for process in marked:
@@ -174,14 +174,14 @@ def process_start_time(pid: int) -> str:
     return "" if fields[0] == "Z" else fields[19]
 
 
-def is_process_alive(process: Mapping[str, Any]) -> bool:
-    """Whether the process that run.json names still runs, and is the same one."""
+def is_process_alive(process: JsonObject) -> bool:
+    """Whether the process that run.json names (`pid`, `pid_started`) still runs."""
     start_time = process_start_time(int(process.get("pid", -1)))
     return bool(start_time) and start_time == process.get("pid_started")
 
 
-def kill_leftover_process(process: Mapping[str, Any], patience_s: float = 10.0) -> None:
-    """See that a process that run.json names is gone: wait for it, then kill it and its group."""
+def kill_leftover_process(process: JsonObject, patience_s: float = 10.0) -> None:
+    """Wait until a process that run.json names has ended, then kill it and its group."""
     limit = time.monotonic() + patience_s
     while is_process_alive(process):
         if time.monotonic() > limit:

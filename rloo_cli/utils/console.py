@@ -1,7 +1,7 @@
-"""stdout and stderr that no character, no full disk and no closed terminal can make fail.
+"""Writing to stdout and stderr so that no character, full disk or closed terminal makes it fail.
 
-What a run prints is also in its folder. So a console that takes nothing more (a closed pipe,
-/dev/full, a reward that closed file descriptor 1) is written to no longer, and the run goes on.
+What a run prints is also in its folder. So once the console takes nothing more (a closed pipe,
+/dev/full, a reward that closed file descriptor 1), nothing is written to it, and the run goes on.
 """
 
 import contextlib
@@ -13,16 +13,10 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TextIO
 
-from rloo_cli.utils.files import JsonObject
-
 SIGNS = {i: 0x2400 + i for i in range(32)} | str.maketrans("\t\xa0\u3000", "   ")
-MIN_SPARE_DESCRIPTOR = (
-    64  # copies of the console's descriptors have at least this number: out of the way
-)
-_spare_descriptors: dict[
-    int, int
-] = {}  # 1 and 2 -> a copy of what they were when `open_descriptors` ran
-_saved_streams: JsonObject = {}  # stdout and stderr -> the streams that `keep_streams` found
+MIN_SPARE_DESCRIPTOR = 64  # copies of descriptors 1 and 2 get at least this number
+_spare_descriptors: dict[int, int] = {}  # 1 and 2 -> their copies that `open_descriptors` made
+_saved_streams: dict[str, object] = {}  # "stdout" and "stderr" -> those that `keep_streams` found
 
 
 def show_control_characters(text: str) -> str:
@@ -77,7 +71,7 @@ class SafeStream:
         """Only flush: a reward that closes sys.stdout must not close the run's."""
         self.flush()
 
-    def _retry_write(self, action: Callable[[], Any]) -> None:
+    def _retry_write(self, action: Callable[[], object]) -> None:
         try:
             action()
         except (OSError, ValueError) as error:
@@ -108,25 +102,25 @@ class SafeStream:
 
 
 def guard_stream(stream: TextIO | None) -> SafeStream:
-    """This stream as one that never fails; None (it was closed when Python began) takes it all."""
+    """A stream that never fails around this one. For None, as sys.stdout is where it was closed
+    when Python began, it discards everything."""
     if isinstance(stream, SafeStream):
         return stream
     return SafeStream(open(os.devnull, "w", encoding="utf-8") if stream is None else stream)
 
 
 def open_descriptors() -> None:
-    """Descriptors 0 to 2 are open from now on, and copies of 1 and 2 are kept.
+    """Open descriptors 0 to 2 where they are closed, and keep copies of 1 and 2.
 
-    Else the next file that is opened would get the number 1, and what a library prints with it.
+    Else the next file that is opened would get the number 1, and everything that libraries print.
     """
     while (null := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(null, True)
     os.close(null)
     for number in (1, 2):
         if number not in _spare_descriptors:
-            _spare_descriptors[number] = fcntl.fcntl(
-                number, fcntl.F_DUPFD_CLOEXEC, MIN_SPARE_DESCRIPTOR
-            )
+            copy = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, MIN_SPARE_DESCRIPTOR)
+            _spare_descriptors[number] = copy
 
 
 def restore_descriptors() -> None:
@@ -157,7 +151,7 @@ def forget_streams() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End at once, with everything printed: a reward's thread that hangs must not keep us."""
+    """Flush the console and end at once: a reward's thread that hangs must not delay the end."""
     restore_streams()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -168,14 +162,14 @@ def end_process(code: int) -> NoReturn:
 def prepare_environment() -> None:
     """Set what our processes inherit: UTF-8 files, a console that takes every character, asserts.
 
-    A process whose locale has no UTF-8 begins anew in Python's UTF-8 mode: libraries open files
-    in the locale's encoding.
+    A process whose locale is not UTF-8 is executed again in Python's UTF-8 mode: libraries open
+    files in the locale's encoding.
     """
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     os.environ["PYTHONIOENCODING"] = f"{encoding}:backslashreplace"
     os.environ.pop("PYTHONOPTIMIZE", None)  # transformers cannot be imported without docstrings
-    began_anew = os.environ.get("PYTHONUTF8") == "1"
+    has_restarted = os.environ.get("PYTHONUTF8") == "1"
     os.environ["PYTHONUTF8"] = "1"
-    known = (sys.getfilesystemencoding(), locale.getpreferredencoding(False))
-    if not began_anew and any(name.lower().replace("-", "") != "utf8" for name in known):
+    encodings = (sys.getfilesystemencoding(), locale.getpreferredencoding(False))
+    if not has_restarted and any(e.lower().replace("-", "") != "utf8" for e in encodings):
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -1,23 +1,21 @@
-"""Waiting for what a GPU still has to do, and telling a thread which GPU is ours.
+"""Waits for a GPU's queued work, and gets and sets the GPU of a thread.
 
 Kernels are only queued by the call that starts them, and the current device belongs to a thread.
-Without a GPU, or before CUDA was asked for anything, nothing here does anything.
+Without a GPU, or before CUDA is initialized, nothing here does anything.
 """
 
 import threading
 
 import torch
 
-_device_timeouts: list[
-    str
-] = []  # has an entry once a GPU did not come free: it is not waited for again
+_device_timeouts: list[str] = []  # has an entry once a GPU has hung: it is not waited for again
 
 
 def wait_for_device() -> None:
     """Return once everything that was queued on the current GPU, on any stream, is done.
 
-    Or at once where `is_device_done` has found that it does not end: what comes then is the end of
-    the process, which no wait may hold back.
+    It returns at once where `is_device_done` has found that the GPU hangs: the process is ending
+    then, and no wait may delay that.
     """
     if torch.cuda.is_initialized() and not _device_timeouts:  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
@@ -33,12 +31,12 @@ def is_device_done(limit_s: float) -> bool:
         use_gpu(number)
         torch.cuda.synchronize()
 
-    # CUDA has no wait with a deadline: a thread waits, and is left behind.
-    waiting = threading.Thread(target=wait, daemon=True)
+    # CUDA has no wait with a deadline: a thread waits, and is abandoned.
+    thread = threading.Thread(target=wait, daemon=True)
     if not _device_timeouts:
-        waiting.start()
-        waiting.join(limit_s)
-    if _device_timeouts or waiting.is_alive():
+        thread.start()
+        thread.join(limit_s)
+    if _device_timeouts or thread.is_alive():
         _device_timeouts.append(f"no end after {limit_s:g} s")
     return not _device_timeouts
 
@@ -55,12 +53,12 @@ def current_gpu() -> int | None:
 
 
 def use_gpu(number: int | None) -> None:
-    """Make a GPU the current one of this thread, whose own begins as number 0."""
+    """Make a GPU the current one of this thread; in a new thread it is number 0."""
     if number is not None:
         torch.cuda.set_device(number)
 
 
 def release_cached_memory() -> None:
-    """Give back what torch keeps of freed tensors: another process cannot use it otherwise."""
+    """Release the memory that torch keeps of freed tensors, so that other processes can use it."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()

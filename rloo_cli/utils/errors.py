@@ -1,4 +1,4 @@
-"""What went wrong, in four parts (what, where, why, fix), and the exit code that says so.
+"""Errors that are shown to the user, in four parts (what, where, why, fix), and their exit codes.
 
 Every refusal of ours is a `RunError` that holds one or more `Problem`s. Anything else that
 reaches `main` is a bug in rloo and exits with 1.
@@ -14,7 +14,7 @@ from dataclasses import asdict, astuple, dataclass
 from rloo_cli.utils import redact
 from rloo_cli.utils.console import show_control_characters
 
-MAX_PROBLEMS_SHOWN = 20  # problems printed at once; the rest is counted
+MAX_PROBLEMS_SHOWN = 20  # problems printed at once; only the number of the others is
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Problem:
     more: str = ""
 
     def render(self) -> str:
-        """The block that is printed: no control characters, whoever wrote what is quoted."""
+        """The block that is printed, without control characters, whoever wrote what is quoted."""
         lines = [f"error: {self.what}"]
         for part in ("where", "why", "fix", "more"):
             text = getattr(self, part)
@@ -43,8 +43,8 @@ class RunError(Exception):
     code = 1
 
     def __init__(self, *problems: Problem | str):
-        given = [Problem(p) if isinstance(p, str) else p for p in problems]
-        self.problems = [Problem(*map(redact.redact_text, astuple(p))) for p in given]
+        whole = [Problem(p) if isinstance(p, str) else p for p in problems]
+        self.problems = [Problem(*map(redact.redact_text, astuple(p))) for p in whole]
         super().__init__("\n".join(p.render() for p in self.problems))
 
     def render(self, as_json: bool = False) -> str:
@@ -63,7 +63,7 @@ class ConfigError(RunError):
 
 
 class MachineError(RunError):
-    """The machine lacks something: a package, a device, disk, network, a cached download."""
+    """The machine lacks something: a package, a device, disk space, network, a cached download."""
 
     code = 3
 
@@ -102,7 +102,7 @@ DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
 
 
 def disk_write_error(error: OSError) -> RunError:
-    """A write that failed because of the disk, as one of ours. Raises any other error again."""
+    """A write that failed because of the disk, as a StorageError. Raises any other error again."""
     if error.errno not in DISK_ERRNOS:
         raise error
     fix = "free some space, then go on with resume=auto"
@@ -122,13 +122,9 @@ class Stopped(RunError):
 
 
 def print_error(error: RunError) -> int:
-    """Print a refusal, as JSON or with its traceback where that is asked for; its exit code."""
+    """Print a refusal (RLOO_ERRORS=json: as JSON; RLOO_DEBUG: with a traceback). -> exit code"""
     if os.environ.get("RLOO_DEBUG"):
-        print(
-            show_control_characters("".join(traceback.format_exception(error))),
-            end="",
-            file=sys.stderr,
-        )
+        _print_traceback(error)
     print(error.render(as_json=os.environ.get("RLOO_ERRORS") == "json"), file=sys.stderr)
     return error.code
 
@@ -143,7 +139,11 @@ def print_exit(error: BaseException, advice: str = "please report it with the li
         return print_error(error)
     if isinstance(error, KeyboardInterrupt):
         return 130
-    trace = "".join(traceback.format_exception(error))
-    print(show_control_characters(trace), end="", file=sys.stderr)
+    _print_traceback(error)
     print(f"error: this is a bug in rloo; {advice}", file=sys.stderr)
     return 1
+
+
+def _print_traceback(error: BaseException) -> None:
+    trace = "".join(traceback.format_exception(error))
+    print(show_control_characters(trace), end="", file=sys.stderr)

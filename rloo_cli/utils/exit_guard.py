@@ -1,7 +1,7 @@
-"""Keeps user code from ending the process without a word: `os._exit`, and imports without an end.
+"""Keeps user code from ending the process silently by `os._exit`, or by an import that never ends.
 
-`os._exit(0)` in a reward would pass for a run that ended well. While user code runs, it is an
-exception like any other; in child processes, and for our own code, it is what it was.
+`os._exit(0)` in a reward would pass for a run that ended well. While user code runs, it raises an
+exception; in child processes, and for our own code, it works as ever.
 """
 
 import os
@@ -10,10 +10,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-REWARD_THREADS = ("reward ", "async rewards")  # how running.py names them
+REWARD_THREADS = ("reward ", "async rewards")  # how the names of threads that run rewards begin
 _exit = os._exit
 _pid = os.getpid()
-_importing: list[int] = []  # threads that import user code now
+_importing: list[int] = []  # identifiers of the threads that import user code now
 
 
 def _refuse(code: int) -> None:
@@ -33,20 +33,20 @@ def refuse_os_exit() -> None:
 
 @contextmanager
 def guard_import(seconds: float) -> Iterator[None]:
-    """Around the import of user code: it may take so long, and may not end the process.
+    """Guard an import of user code: it may take so many seconds, and may not end the process.
 
-    Raises TimeoutError inside. Only the main thread can be interrupted; elsewhere there is no
-    limit.
+    Raises TimeoutError inside. Only in the main thread is there a limit: others cannot be
+    interrupted.
     """
     refuse_os_exit()
     thread = threading.current_thread()
     _importing.append(thread.ident or 0)
     main = thread is threading.main_thread() and hasattr(signal, "setitimer")
 
-    def late(number: int, frame: object) -> None:
+    def on_alarm(number: int, frame: object) -> None:
         raise TimeoutError(f"its import has not ended after timeout_s = {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, late) if main else None
+    before = signal.signal(signal.SIGALRM, on_alarm) if main else None
     try:
         if main:
             signal.setitimer(signal.ITIMER_REAL, seconds)

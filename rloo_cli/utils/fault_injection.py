@@ -1,10 +1,10 @@
-"""Faults on purpose, at named places: how the tests prove that nothing is lost when one happens.
+"""Injects faults at named points: so the tests prove that nothing is lost when one happens.
 
     RLOO_ALLOW_FAULTS=1 RLOO_FAULTS="ckpt.rename@1=kill9; reward@3=raise" rloo train ...
 
-`name@n=action`: the n-th time (default 1) that a place whose name matches (`ckpt.*` matches all
-of a save) is passed. Without the first variable a set second one is refused. Places:
-load, gen.request, gen.chunk, reward, logp, loss, grad, step, metrics, eval, of a weight update
+`name@n=action`: the n-th time (default 1) that a point whose name matches (`ckpt.*` matches all
+of a save) is passed. Without the first variable a set second one is refused. Points:
+load, gen.request, gen.chunk, reward, logp, loss, grad, step, metrics, eval, of a weight sync
 sync.{start,update,finish,version} (skip leaves that part out), and of a save
 ckpt.{write,fsync,manifest,rename,latest,prune}. Nothing is done unless armed.
 """
@@ -15,12 +15,16 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rloo_cli.utils.environment import environment_number
 from rloo_cli.utils.errors import ConfigError, Problem
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 ACTIONS = ("kill9", "term", "raise", "hang", "nan", "oom", "enospc", "exit", "skip")
+_armed: list["_Fault"] = []
 
 
 @dataclass
@@ -34,7 +38,7 @@ class _Fault:
 
 
 def arm_faults() -> None:
-    """Arm what the environment asks for. Raises ConfigError when it is not allowed or not read."""
+    """Arm the faults of RLOO_FAULTS. Raises ConfigError where they are not allowed or not valid."""
     text = os.environ.get("RLOO_FAULTS", "")
     _armed.clear()
     if not text.strip():
@@ -43,9 +47,6 @@ def arm_faults() -> None:
         why = "it breaks runs on purpose, and RLOO_ALLOW_FAULTS=1 is not set"
         raise ConfigError(Problem("RLOO_FAULTS is set", "environment", why, "unset RLOO_FAULTS"))
     _armed.extend(_parse_fault(part) for part in text.split(";") if part.strip())
-
-
-_armed: list[_Fault] = []
 
 
 def _parse_fault(text: str) -> _Fault:
@@ -60,7 +61,7 @@ def _parse_fault(text: str) -> _Fault:
 
 
 def trigger_fault(name: str) -> str | None:
-    """Pass the place `name`: do what is armed there. `nan` and `skip` are for the caller to do."""
+    """Pass the point `name`: do what is armed there. -> `nan` or `skip`, which the caller does"""
     for armed in _armed:
         if not fnmatch.fnmatch(name, armed.name):
             continue
@@ -70,17 +71,15 @@ def trigger_fault(name: str) -> str | None:
     return None
 
 
-def poison_tensor(name: str, value: Any) -> Any:
-    """Pass the place `name` with a tensor: NaN in all of it where `nan` is armed."""
+def poison_tensor(name: str, value: "Tensor") -> "Tensor":
+    """Pass the point `name` with a tensor of any shape: it becomes NaN where `nan` is armed."""
     return value * float("nan") if trigger_fault(name) == "nan" else value
 
 
 def _perform_fault(name: str, armed: _Fault) -> str | None:
     match armed.action:
-        case "kill9":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "term":
-            os.kill(os.getpid(), signal.SIGTERM)
+        case "kill9" | "term":
+            os.kill(os.getpid(), signal.SIGKILL if armed.action == "kill9" else signal.SIGTERM)
         case "raise":
             raise RuntimeError(f"fault at {name}")
         case "hang":

@@ -1,4 +1,4 @@
-"""Writing files so that a reader never sees half of one, and a crash leaves it as it was."""
+"""Writes files so that a reader never sees half of one, and a crash leaves it as it was."""
 
 import contextlib
 import errno
@@ -56,7 +56,7 @@ def update_json(path: Path, **values: object) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """fsync a file or a folder: after it, a crash of the machine leaves it as it is now."""
+    """fsync a file or a folder: from then on a crash of the machine leaves it as it is now."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,5 +1,5 @@
-"""Where YAML and batch scripts lie (beside the package in a checkout, inside it in a wheel); the
-cache.
+"""The folders of YAML and batch scripts (beside the package in a checkout, in it in a wheel), and
+of the cache.
 """
 
 import os
@@ -22,27 +22,27 @@ def cache_folder() -> Path:
     return Path(os.environ.get("RLOO_CACHE") or Path(home, "rloo"))
 
 
-_paths_as_typed: dict[Path, Path] = {}  # what `settled` made absolute -> as it was given
+_paths_as_typed: dict[Path, Path] = {}  # what `absolute_path` made absolute -> as it was typed
 
 
 def absolute_path(path: Path) -> Path:
     """An absolute path, which stays what it is when code of a user's changes the current folder."""
-    whole = path.absolute()
+    absolute = path.absolute()
     if not path.is_absolute():
-        _paths_as_typed[whole] = path
-    return whole
+        _paths_as_typed[absolute] = path
+    return absolute
 
 
 def path_as_typed(path: Path) -> Path:
-    """A path as the user wrote it, where it or a folder above it is one that was `settled`."""
-    for whole, given in _paths_as_typed.items():
-        if path.is_relative_to(whole):
-            return given / path.relative_to(whole)
+    """A path as the user typed it, where `absolute_path` got it or a folder above it."""
+    for absolute, typed in _paths_as_typed.items():
+        if path.is_relative_to(absolute):
+            return typed / path.relative_to(absolute)
     return path
 
 
 def unusable_cache_problem(why: str) -> Problem:
-    """What to say of a cache that cannot be made or written."""
+    """The problem of a cache folder that cannot be made or written."""
     where = "RLOO_CACHE" if os.environ.get("RLOO_CACHE") else "XDG_CACHE_HOME, HOME"
     what = f"the cache {cache_folder()} cannot be made or written"
     return Problem(what, f"environment: {where}", why, "export RLOO_CACHE=/a/folder/of/yours")
@@ -63,7 +63,7 @@ def group_choices(config_dirs: list[Path]) -> dict[str, dict[str, Path]]:
     for root in [CONF, *config_dirs]:
         for path in sorted(root.glob("*/**/*.yaml")):
             name = str(path.relative_to(root).with_suffix(""))
-            of_recipes = name.partition("/")[0] in ("recipe", "recipes")
-            group, _, choice = name.partition("/") if of_recipes else name.rpartition("/")
-            groups.setdefault("recipe" if of_recipes else group, {})[choice] = path
+            is_recipe = name.partition("/")[0] in ("recipe", "recipes")
+            group, _, choice = name.partition("/") if is_recipe else name.rpartition("/")
+            groups.setdefault("recipe" if is_recipe else group, {})[choice] = path
     return groups

@@ -1,4 +1,4 @@
-"""Who listens where on this machine, and a socket of our own."""
+"""Finds who listens on which port of this machine, and binds sockets of our own."""
 
 import contextlib
 import socket
@@ -9,7 +9,7 @@ import psutil
 
 @dataclass(frozen=True)
 class ListeningSocket:
-    """A TCP socket that listens, or a UDP socket that takes what is sent to it."""
+    """A TCP socket that listens, or a UDP socket that receives."""
 
     address: str
     port: int

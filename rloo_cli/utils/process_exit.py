@@ -1,4 +1,4 @@
-"""How the process of a verb ends: its work done, or refused with a block and an exit code."""
+"""Runs a command's work in a worker process and ends it with an exit code; silences libraries."""
 
 import os
 from collections.abc import Callable
@@ -8,18 +8,13 @@ import torch
 import transformers
 
 from rloo_cli.utils import console, redact, signals
-from rloo_cli.utils.errors import (
-    OutOfMemory,
-    Problem,
-    StorageError,
-    print_exit,
-)
+from rloo_cli.utils.errors import OutOfMemory, Problem, StorageError, print_exit
 
 
 def run_and_exit(work: Callable[[], object], memory_fix: str) -> NoReturn:
-    """Do `work` and end this process with the code of what stopped it.
+    """Do `work`, and end this process with exit code 0 or that of the error that stopped it.
 
-    `memory_fix`: what to lower where memory runs out. A signal ends it at once.
+    `memory_fix`: the fix that is shown where memory runs out. A signal ends the work at once.
     """
     console.open_descriptors()
     redact.redact_console()
@@ -39,7 +34,7 @@ def run_and_exit(work: Callable[[], object], memory_fix: str) -> NoReturn:
 
 
 def silence_libraries() -> None:
-    """Keep transformers and DeepSpeed from talking, in this process and its children.
+    """Keep transformers and DeepSpeed from printing, in this process and its children.
 
     transformers imports DeepSpeed where it is installed, whether it is used or not.
     """

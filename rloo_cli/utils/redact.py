@@ -1,6 +1,6 @@
-"""Secrets: what looks like one, and its mask in everything that is printed, logged or kept.
+"""Finds what looks like a secret, and masks it in everything that is printed, logged or kept.
 
-A config holds none (`compose` and `complaints` refuse it), so this is for what other code says:
+A config holds none (`compose` and `messages` refuse it), so this is for what other code prints:
 an exception of a reward that quotes its environment, a library that prints a token.
 """
 
@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -20,8 +20,8 @@ SECRET_KEY = re.compile(
     r"(^|[._])(api_?key|password|passwd|secret|(hf|auth|access|wandb)_token)$", re.I
 )
 SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_\w{20,})")
-# What many a word of a command line holds and no secret is: a few lower-case words, a path of such
-# words, a short number. It is masked in what is printed, and is no reason to refuse a command.
+# What command lines often hold and no secret is: a few lower-case words, a path of such words, a
+# short number. It is masked in what is printed, and is no reason to refuse a command.
 HARMLESS_VALUE = re.compile(
     r"[a-z]{1,15}([ ._-][a-z]{1,15}){0,2}|[0-9.]{1,11}"
     r"|~?[a-z._-]{0,20}[0-9]{0,4}(/[a-z._-]{0,20}[0-9]{0,4})+"
@@ -35,17 +35,15 @@ SECRET_VARIABLE = re.compile(
 
 def environment_secrets() -> dict[str, str]:
     """Value -> name of every environment variable that looks like it holds a secret."""
-    found = {
-        v: n for n, v in os.environ.items() if len(v) >= SHORTEST and SECRET_VARIABLE.search(n)
-    }
-    return dict(sorted(found.items(), key=lambda pair: -len(pair[0])))  # one may hold another
+    long = [(value, name) for name, value in os.environ.items() if len(value) >= SHORTEST]
+    secrets = [(value, name) for value, name in long if SECRET_VARIABLE.search(name)]
+    return dict(sorted(secrets, key=lambda pair: -len(pair[0])))  # one may hold another
 
 
 def find_secret(text: str) -> str:
-    """What in a text is a secret: a variable's name, or the pattern's first letters; "" = none.
+    """The secret in a text: its variable's name, or its first letters; "" where there is none.
 
-    A variable that is named like a secret and holds plain words, or a path that exists, is none.
-    """
+    A variable's value is not a secret where it is a path that exists, or plain words."""
     for value, name in environment_secrets().items():
         if value in text and not HARMLESS_VALUE.fullmatch(value) and not os.path.exists(value):
             return name
@@ -61,7 +59,7 @@ def redact_text(text: str) -> str:
 
 
 def redact_tree(values: Any) -> Any:
-    """Nested dictionaries and lists, the secrets in their strings masked."""
+    """The same nested dictionaries and lists, the secrets in their strings masked."""
     if isinstance(values, dict):
         return {redact_tree(k): redact_tree(v) for k, v in values.items()}
     if isinstance(values, list | tuple):
@@ -70,14 +68,14 @@ def redact_tree(values: Any) -> Any:
 
 
 class RedactingFormatter(logging.Formatter):
-    """A log's lines, tracebacks included: secrets masked, no control characters."""
+    """Formats log lines, tracebacks included, with secrets masked and control characters shown."""
 
     def format(self, record: logging.LogRecord) -> str:
         return console.show_control_characters(redact_text(super().format(record)))
 
 
 class RedactingStream:
-    """A text stream that masks what goes through it."""
+    """A text stream that masks the secrets in what is written to it."""
 
     def __init__(self, inner: TextIO | console.SafeStream):
         self.inner = inner
@@ -86,7 +84,7 @@ class RedactingStream:
         self.inner.write(redact_text(text))
         return len(text)
 
-    def writelines(self, lines: Any) -> None:
+    def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
 
@@ -95,9 +93,9 @@ class RedactingStream:
 
 
 def redact_console() -> None:
-    """From now on stdout, stderr and the log files that are open by now hold no secret.
+    """Mask secrets in stdout, stderr and the handlers of the root logger from now on.
 
-    What is printed cannot fail from now on (`console`).
+    Printing cannot fail from then on, either (`console`).
     """
     out, err = console.guard_stream(sys.stdout), console.guard_stream(sys.stderr)
     sys.stdout, sys.stderr = RedactingStream(out), RedactingStream(err)
@@ -108,7 +106,7 @@ def redact_console() -> None:
 
 @contextmanager
 def redacted_console() -> Iterator[None]:
-    """`start`, for as long as the block lasts."""
+    """`redact_console`, for as long as the block lasts."""
     before = sys.stdout, sys.stderr
     redact_console()
     try:

@@ -1,4 +1,4 @@
-"""The states of every global random generator, taken and put back.
+"""Captures and restores the states of all global random generators.
 
 Sampling does not use them (a completion has its own seed), but dropout and a user's rewards may.
 """
@@ -23,7 +23,7 @@ class RandomStates:
 
 
 def seed_generators(number: int) -> None:
-    """Begin all of them anew."""
+    """Seed the generators of torch, `random` and numpy."""
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number % 2**32)
@@ -32,15 +32,14 @@ def seed_generators(number: int) -> None:
 def fresh_random_states(number: int, step: int, rank: int) -> RandomStates:
     """New states for a rank that goes on from a checkpoint of another number of ranks."""
     before = capture_random_states()
-    words = np.random.SeedSequence([number, step, rank]).generate_state(1)
-    seed_generators(int(words[0]))
-    found = capture_random_states()
+    seed_generators(int(np.random.SeedSequence([number, step, rank]).generate_state(1)[0]))
+    states = capture_random_states()
     restore_random_states(before)
-    return found
+    return states
 
 
 def capture_random_states() -> RandomStates:
-    """All states as they are now."""
+    """The states of all generators as they are now."""
     tensors = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         tensors |= {f"cuda-{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
@@ -54,7 +53,7 @@ def capture_random_states() -> RandomStates:
 
 
 def restore_random_states(states: RandomStates) -> None:
-    """Back to what `take` found. Devices that are not there any more are left out."""
+    """Restore what `capture_random_states` returned, for the devices that still exist."""
     torch.set_rng_state(states.tensors["cpu"])
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         if f"cuda-{i}" in states.tensors:
@@ -66,7 +65,7 @@ def restore_random_states(states: RandomStates) -> None:
 
 
 def sampling_seed(seed: int, phase: str, step: int, prompt: int, k: int, turn: int = 0) -> int:
-    """The seed of completion `k` of the step's `prompt`-th draw.
+    """The seed of completion `k` of the step's prompt number `prompt`.
 
     First 8 bytes, big-endian, of SHA-256 of `{seed}/{phase}/{step}/{prompt}/{k}/{turn}`, shifted
     right by one so that it fits a signed 64-bit integer. `phase` is train or eval.

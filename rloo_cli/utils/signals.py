@@ -1,7 +1,7 @@
-"""Whether the run was asked to end. A signal only sets a flag; every wait looks at it by `check`.
+"""Notes signals that ask the run to end: every wait then calls `raise_if_stopped`.
 
-Looking only at the ends of steps would save nothing: a step may take longer than a scheduler
-waits before it kills.
+To ask only at the ends of steps would not do: a step may take longer than a scheduler waits before
+it kills.
 """
 
 import os
@@ -16,11 +16,11 @@ AGAIN_S = 5.0  # a second Ctrl-C within these seconds means now
 
 _received_signals: list[tuple[int, float]] = []  # signal, when
 _raise_at_once = [False]
-_forks_reset: list[bool] = []  # holds one entry once `_reset_signals` is called at forks
+_forks_reset: list[bool] = []  # has an entry once `_reset_signals` is registered to run at forks
 
 
 def install_signal_handlers(at_once: bool = False) -> None:
-    """Take the signals that ask for an end. `at_once`: raise Stopped where they arrive."""
+    """Handle the signals that ask for an end. `at_once`: raise Stopped where they arrive."""
     _raise_at_once[0] = at_once
     for number in SIGNALS:
         signal.signal(number, _on_signal)
@@ -30,7 +30,7 @@ def install_signal_handlers(at_once: bool = False) -> None:
 
 
 def _reset_signals() -> None:
-    """In a forked child: a signal does what it does in any process.
+    """In a forked child, restore the default handlers.
 
     A pool that a reward makes with multiprocessing ends its children by SIGTERM and waits for them;
     with our handler they would live on, and the reward would wait until its time is over.
@@ -41,12 +41,12 @@ def _reset_signals() -> None:
 
 
 def defer_signals() -> None:
-    """From here on a signal waits for the next `check`: what is being done must not be torn."""
+    """From now on a signal waits for the next `raise_if_stopped`: what follows must be whole."""
     _raise_at_once[0] = False
 
 
 def forget_signals() -> None:
-    """As if nothing had been asked (for tests)."""
+    """Forget all signals that came (for tests)."""
     _received_signals.clear()
 
 
@@ -64,9 +64,8 @@ def raise_if_stopped() -> None:
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
     now = time.monotonic()
-    if number == signal.SIGINT and any(
-        n == signal.SIGINT and now - then < AGAIN_S for n, then in _received_signals
-    ):
+    recent = [n for n, then in _received_signals if now - then < AGAIN_S]
+    if number == signal.SIGINT and signal.SIGINT in recent:
         os._exit(130)
     _received_signals.append((number, now))
     if _raise_at_once[0]:

@@ -1,9 +1,9 @@
-"""A member of a sweep waits here for its turn, between two steps. Imports no torch.
+"""A trial's side of a sweep: between two steps it waits here for its time slice. Imports no torch.
 
-`rloo sweep` starts each member as an ordinary run with RLOO_TURNS in its environment: the socket on
-which turns are given, and the member's number there. Without it nothing here does anything. At the
-end of its turn a member says which step it has done, does as it is told (saves, makes room on the
-device, ends) and goes on when it is told up to which step. Lines of JSON, both ways.
+`rloo sweep` starts each trial as an ordinary run with RLOO_TURNS in its environment: the sweep's
+socket, and the trial's number. Without it nothing here does anything. At the end of its time slice
+a trial sends the step that it has done, follows orders (save, leave the device, end) and goes on
+when it gets the step at which its next time slice ends. Both sides send lines of JSON.
 """
 
 import json
@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from rloo_cli.utils import files
 from rloo_cli.utils.environment import SWEEP_SOCKET_VARIABLE
@@ -20,7 +19,7 @@ from rloo_cli.utils.errors import ConfigError, Problem, Stopped
 from rloo_cli.utils.files import JsonObject
 
 SOCKET_VARIABLE = SWEEP_SOCKET_VARIABLE  # <socket>:<number>
-STOP_CHECK_S = 0.2  # how often one that waits looks whether it was asked to end
+STOP_CHECK_S = 0.2  # how often a trial that waits checks whether it was asked to end
 
 SweepMessage = JsonObject
 
@@ -31,34 +30,34 @@ class JsonLineSocket:
     def __init__(self, connection: socket.socket):
         self.connection, self.buffer = connection, b""
 
-    def send(self, **values: Any) -> None:
-        """Send one. Raises OSError where nobody is there any more."""
+    def send(self, **values: object) -> None:
+        """Send one object. Raises OSError where the other side is gone."""
         self.connection.sendall(json.dumps(values).encode() + b"\n")
 
     def receive(self) -> list[SweepMessage] | None:
-        """What has come, once something has; None where the other side is gone."""
+        """Wait for bytes. -> the messages that are whole now; None where the other side is gone"""
         try:
-            found = self.connection.recv(65536)
+            received = self.connection.recv(65536)
         except ConnectionError:
             return None
-        if not found:
+        if not received:
             return None
-        *lines, self.buffer = (self.buffer + found).split(b"\n")
+        *lines, self.buffer = (self.buffer + received).split(b"\n")
         return [json.loads(line) for line in lines]
 
 
 @dataclass(frozen=True)
 class TimeSliceHooks:
-    """What a member can be told to do while it waits."""
+    """What a trial can be ordered to do while it waits."""
 
-    save: Callable[[], str | None]  # a checkpoint of where it stands: its path
-    offload: Callable[[], None]  # leave the device
-    reload: Callable[[], None]
+    save: Callable[[], str | None]  # writes a checkpoint and returns its path
+    offload: Callable[[], None]  # leaves the device
+    reload: Callable[[], None]  # comes back to the device
     check_stop: Callable[[], None]  # raises Stopped where a signal has come
 
 
 class SweepTrial:
-    """This process as the sweep knows it."""
+    """This process as a trial of a sweep, connected to the sweep's socket."""
 
     def __init__(self, socket_address: str):
         path, _, number = socket_address.rpartition(":")
@@ -69,32 +68,31 @@ class SweepTrial:
             self.trial_number = int(number)
         except (OSError, ValueError) as error:
             why = f"it names the socket of a sweep that runs, and its number there: {error}"
-            what = f"{SOCKET_VARIABLE} = {socket_address!r} is no place in a sweep"
-            raise ConfigError(
-                Problem(what, "environment", why, f"unset {SOCKET_VARIABLE}")
-            ) from None
+            what = f"{SOCKET_VARIABLE} = {socket_address!r} does not lead to a sweep"
+            problem = Problem(what, "environment", why, f"unset {SOCKET_VARIABLE}")
+            raise ConfigError(problem) from None
         self.json_socket = JsonLineSocket(end)
 
     def wait_for_time_slice(self, step: int, hooks: TimeSliceHooks) -> float:
-        """Wait until the step after `step` is ours to do; the seconds that took.
+        """Wait until the step after `step` is in our time slice. -> the seconds that took
 
-        Raises Stopped where the member is to end, or the sweep is gone.
+        Raises Stopped where the trial is to end, or the sweep is gone.
         """
         if step < self.until_step:
             return 0.0
-        began, parked = time.perf_counter(), False
+        began, offloaded = time.perf_counter(), False
         self._send(step=step)
         while True:
             order = self._next_message(hooks.check_stop)
             match order["do"]:
                 case "go":
-                    if parked:
+                    if offloaded:
                         hooks.reload()
                     self.until_step = int(order["until"])
                     return time.perf_counter() - began
                 case "park":
                     hooks.offload()
-                    parked = True
+                    offloaded = True
                     self._send(parked=True)
                 case "save":
                     self._send(saved=hooks.save())
@@ -111,7 +109,7 @@ class SweepTrial:
                 self.messages += found
         return self.messages.pop(0)
 
-    def _send(self, **values: Any) -> None:
+    def _send(self, **values: object) -> None:
         try:
             self.json_socket.send(member=self.trial_number, **values)
         except OSError:
@@ -122,12 +120,12 @@ _sweep_trial: list[SweepTrial] = []
 
 
 def is_sweep_trial() -> bool:
-    """Whether this process is a member of a sweep."""
+    """Whether this process is a trial of a sweep."""
     return SOCKET_VARIABLE in os.environ
 
 
 def wait_in_sweep(step: int, hooks: TimeSliceHooks) -> float:
-    """`Member.wait` of this process. Raises ConfigError where RLOO_TURNS leads nowhere."""
+    """`wait_for_time_slice` of this process. Raises ConfigError where RLOO_TURNS leads nowhere."""
     if not _sweep_trial:
         _sweep_trial.append(SweepTrial(os.environ[SOCKET_VARIABLE]))
     return _sweep_trial[0].wait_for_time_slice(step, hooks)

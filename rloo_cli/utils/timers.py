@@ -1,4 +1,4 @@
-"""Where a step's seconds go."""
+"""Measures the seconds of a step's phases."""
 
 import time
 from collections import defaultdict
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 
 class StepTimer:
-    """Seconds per phase of a step. `on_phase` hears the name of each phase as it begins.
+    """Seconds per phase of a step. `on_phase` is called with each phase's name as it begins.
 
-    `wait` returns once the device has done what was asked of it: a GPU's work is only queued by the
-    call that starts it, and would otherwise be counted to whichever phase waits for it first.
+    `wait` returns once the device has done its queued work: a GPU's work is only queued by the call
+    that starts it, and would otherwise be counted to whichever phase waits for it first.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class StepTimer:
         return {"step_time": total, **times}
 
     def leave_out(self, seconds: float) -> None:
-        """These were another run's, while this one waited for its turn."""
+        """Do not count these seconds, in which this run waited for its time slice in a sweep."""
         self.step_started_at += seconds
         self.started_at += seconds
 
     def elapsed(self) -> float:
-        """Seconds since the clock was made."""
+        """Seconds since the timer was made, but for those left out."""
         return time.perf_counter() - self.started_at

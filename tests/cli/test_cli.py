@@ -164,7 +164,7 @@ CASES: dict[str, list[str]] = {
     "generation=vlm": ["there is no generation 'vlm'", "generation is one of: transformers"],
     "+debug=gpu": ["there is no debug 'gpu'", "debug is one of: cpu"],
     "model.path=./nothing": ["does not exist", "looked at "],
-    "model.path=make:adition": ["rloo makes no such thing", "model.path=make:addition"],
+    "model.path=make:adition": ["rloo has no such model", "model.path=make:addition"],
     "data.path=nothing.jsonl": ["'nothing.jsonl' does not exist", "looked at "],
     "model.path=${model.pth}": ["model.path: cannot be resolved", "'model.pth' not found"],
     "name=${oc.env:NOT_SET_HERE}": ["name: cannot be resolved", "NOT_SET_HERE"],

@@ -233,7 +233,7 @@ def test_a_metric_or_configuration_that_is_not_there_is_refused_with_those_that_
 def test_a_folder_that_is_no_run_of_training_is_refused():
     folder = write(Path("runs"), "a")
     (folder / "config.yaml").write_text("[]")
-    with pytest.raises(ConfigError, match="no run of training"):
+    with pytest.raises(ConfigError, match="not a training run"):
         runs.read_run_record(folder)
 
 

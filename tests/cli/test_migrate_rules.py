@@ -58,7 +58,7 @@ def test_minibatches_that_split_groups_are_rounded_and_said(migrate):
     command = "python x.py --rloo_k 4 --per_device_train_batch_size 2 --num_mini_batches 2"
     found = migrate(*flags(command))
     assert found.keys["train.prompts_per_step"] == 2
-    assert "1 prompts make no 2 mini-batches" in found.text
+    assert "1 prompts cannot be split into 2 mini-batches" in found.text
 
 
 def test_the_two_eos_penalties_stay_two_rules(migrate):

@@ -212,7 +212,7 @@ def test_held_out_sets_are_told_apart_by_name(run, show):
 
 def test_a_set_is_asked_for_where_there_is_but_one_without_a_name(run):
     held_out(run, "eval_000030")
-    assert "there is but one, without a name" in said("mine", "--set", "hard")
+    assert "there is only one, without a name" in said("mine", "--set", "hard")
 
 
 # What is not there, or not understood.

@@ -155,7 +155,7 @@ BAD = {
     "sft sft.epoch=2": (2, "sft.epoch is not a key"),
     "sft sft.batch_size=0": (2, "sft.batch_size"),
     "sft sft.micro_batch_size=64 sft.batch_size=8": (2, "more than a step has"),
-    "sft sft.path=make:nothing": (2, "rloo makes no such thing"),
+    "sft sft.path=make:nothing": (2, "rloo has no such model"),
     "sft sft.path=./nothing": (2, "does not exist"),
     "sft sft.revision=v1": (2, "without sft.path"),
     "reward-model reward_model.data.path=./nothing.jsonl": (2, "does not exist"),
@@ -254,7 +254,8 @@ def test_rows_that_are_empty_or_too_long_are_left_out_and_counted(place: Path) -
     )
     assert (len(kept.examples), kept.num_too_long, kept.num_empty, kept.max_tokens) == (7, 2, 1, 63)
     assert kept.describe(63) == (
-        "7 rows, up to 63 tokens, 2 left out: longer than 63 tokens (max_length), 1 left out: empty"
+        "7 examples, up to 63 tokens, 2 left out: longer than 63 tokens (max_length), "
+        "1 left out: empty"
     )
 
 

@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "a model that follows an adapter": (
         ("lora=default", "model.ref_path=make:tiny", "model.ref_sync.every=1"),
         "model.ref_sync.every=0"),
-    "no adapter": (("lora=default", "model.lora.path=./nothing"), "is no adapter"),
+    "no adapter": (("lora=default", "model.lora.path=./nothing"), "is not an adapter"),
 }  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def test_rows_are_chosen_by_a_function_of_ones_own(file, how) -> None:
 def test_a_filter_that_leaves_nothing_or_names_no_column_is_refused(file, how) -> None:
     with pytest.raises(DataError, match="leaves none of 9 rows"):
         opened(file, filter={"level": 7}, **how)
-    with pytest.raises(DataError, match="names 'levle', which is no column") as caught:
+    with pytest.raises(DataError, match="names 'levle', which is not a column") as caught:
         opened(file, filter={"levle": 7}, **how)
     assert "data.filter={level: ...}" in str(caught.value)
 
@@ -122,7 +122,7 @@ def test_what_lies_on_the_disk_is_not_streamed(tmp_path) -> None:
 def test_streaming_needs_an_end_and_something_to_read(file) -> None:
     for words, said in {
         ("data.streaming=true",): "data.streaming needs data.max_samples",
-        ("data.streaming=true", "data.max_samples=3"): "there is nothing to read row by row",
+        ("data.streaming=true", "data.max_samples=3"): "there is nothing to read one by one",
         (f"eval.sets.a={{path: '{file}', split: train, streaming: true}}",): "eval.sets.a.streaming"
         " needs eval.sets.a.max_samples",
     }.items():

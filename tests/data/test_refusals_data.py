@@ -68,7 +68,7 @@ CASES: dict[str, tuple[list[Any], tuple[str, ...], list[str]]] = {
     "a slice that is none": (ROWS, ("data.split='train[:x]'",), ["data.split"]),
     "a template that is none": (ROWS, ("data.template='{'",), ["data.template cannot be read"]),
     "a template into objects": (
-        ROWS, ("data.template='{prompt.__class__}'",), ["{prompt.__class__}, which is no column"],
+        ROWS, ("data.template='{prompt.__class__}'",), ["prompt.__class__}, which is not a column"],
     ),
     "a column of ours": (
         [{"prompt": "x", "completions": "y"}] * 8, (), ["a column named 'completions'"],
@@ -145,7 +145,7 @@ def test_bd_4_a_name_that_is_not_here_names_the_caches_and_the_command(
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(MachineError, match="is not to be had") as caught:
+    with pytest.raises(MachineError, match="was not found") as caught:
         make(tmp_path, "data.path=nobody/nothing", *ONE_SET)
     assert "not in the cache" in str(caught.value) and "rloo fetch" in str(caught.value)
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fork_cases import on_ranks
 from policy_cases import fresh, groups
 from reward_cases import PLAIN, reward
@@ -21,6 +22,7 @@ from rloo_cli.generation.common import across_ranks
 from rloo_cli.generation.common.rank0_proxy import Rank0Proxy
 from rloo_cli.policy.model import Policy
 from rloo_cli.rewards.engine.scoring import ScoringStep
+from rloo_cli.train import build
 from rloo_cli.utils.timers import StepTimer
 
 # fsdp2's two ways to reduce.
@@ -160,3 +162,10 @@ def test_the_first_groups_of_each_rank_are_scored_before_the_last_group_is_drawn
     assert "waited_in_vain" not in one["facts"]
     assert one["by"] == ["0", "0", "1", "1"]  # by the rank whose group it is
     assert one["raw"] == other["raw"] == [[[float(p)] * 2 for p in range(GROUPS)]]
+
+
+def test_with_several_ranks_an_engine_that_is_lost_is_not_started_again():
+    for size, most in ((1, 3), (2, 0)):
+        generator: Any = SimpleNamespace(max_engine_losses=3)
+        world = World(0, size, torch.device("cpu"))
+        assert build._forbid_engine_restart(generator, world).max_engine_losses == most

@@ -246,7 +246,7 @@ def test_a_column_that_has_no_texts_is_refused(
         make(tmp_path, *words(url, "reference_column=nothing"))
     with pytest.raises(DataError, match=r"columns=\{completion: reference\}"):
         make(tmp_path, *words(url, "reference_column=completion"))
-    with pytest.raises(DataError, match=r"names \{nothing\}, which is no column"):
+    with pytest.raises(DataError, match=r"names \{nothing\}, which is not a column"):
         make(tmp_path, *words(url, "template='{prompt}{a}{b}{nothing}'"))
 
 

@@ -90,7 +90,7 @@ def test_several_ranks_that_are_refused_leave_no_run(launchers: Launchers) -> No
 
 
 def test_a_step_of_two_nodes_is_one_run_of_four_ranks(launchers: Launchers) -> None:
-    plans = dict.fromkeys(range(4), "exit:0:1")
+    plans = dict.fromkeys(range(4), "exit:0:3")  # none ends before the last has begun
     first, second = nodes(launchers, plans)
     assert (first.code(), second.code()) == (0, 0), first.said() + second.said()
     told = [first.facts(i)["env"] for i in range(4)]
@@ -149,7 +149,7 @@ def ranks_of_torchrun(launchers: Launchers, *words: str, plans: dict[int, str]) 
 
 
 def test_under_torchrun_each_process_is_one_rank_of_the_same_run(launchers: Launchers) -> None:
-    first, second = ranks_of_torchrun(launchers, plans={0: "exit:0:1", 1: "exit:0:1"})
+    first, second = ranks_of_torchrun(launchers, plans={0: "exit:0:3", 1: "exit:0:3"})
     assert (first.code(), second.code()) == (0, 0), first.said() + second.said()
     told = [first.facts(i) for i in (0, 1)]
     assert [t["env"]["RANK"] for t in told] == ["0", "1"]

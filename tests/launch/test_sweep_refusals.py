@@ -123,7 +123,7 @@ REFUSED = {
     ("root=a,b",): ["two members"],
     ("seed=1,2", "--chunk", "0"): ["--chunk: invalid count value"],
     ("seed=1,2", "hydra/launcher=joblib"): ["a sweep has no launcher"],
-    ("seed=1,2", "--cfg", "job"): ["--cfg is no flag of sweep"],
+    ("seed=1,2", "--cfg", "job"): ["--cfg is not a flag of sweep"],
     ("seed=1,2", "--chunks", "4"): ["--chunks"],
 }
 
@@ -178,7 +178,7 @@ def test_a_member_is_named_by_number_name_or_a_piece_that_no_other_has(idle: Swe
 
 def test_a_folder_that_is_another_sweep_or_none_is_not_taken(idle: SweepState) -> None:
     said = refused(SMOKE, "seed=3,4", "--name", "s")
-    assert "runs/s is a sweep of other words" in said and "+recipe=smoke seed=1,2" in said
+    assert "runs/s is a sweep with other overrides" in said and "+recipe=smoke seed=1,2" in said
     Path("runs/other").mkdir()
     assert "it is not a sweep" in refused(SMOKE, "seed=3,4", "--name", "other")
 
@@ -208,7 +208,7 @@ def test_a_member_whose_run_is_trained_by_somebody_else_is_refused(
 def test_a_place_that_is_none_in_a_sweep_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_time_slices, "_sweep_trial", [])
     monkeypatch.setenv(sweep_time_slices.SOCKET_VARIABLE, "/nowhere/turns:1")
-    with pytest.raises(ConfigError, match="no place in a sweep"):
+    with pytest.raises(ConfigError, match="does not lead to a sweep"):
         sweep_time_slices.wait_in_sweep(0, HOOKS)
 
 

@@ -127,7 +127,7 @@ def test_a_plan_of_nothing_is_refused() -> None:
 
 
 def test_a_model_that_is_not_here_says_how_to_get_its_config() -> None:
-    with pytest.raises(MachineError, match="of some/model is not") as error:
+    with pytest.raises(MachineError, match="of some/model was not") as error:
         verb.run(["+recipe=smoke", "model.path=some/model"])
     fix = error.value.problems[0].fix
     assert "rloo fetch +recipe=smoke model.path=some/model" in fix
@@ -180,7 +180,7 @@ def test_a_dry_run_has_the_plan_in_short(capsys: pytest.CaptureFixture[str]) -> 
     for word in ("\nmodel      make:tiny", "\nmemory     ", ": fits\n", "\ndisk       "):
         assert word in text
     lost = verb.dry_run_text(checked("model.path=some/model"))
-    assert "the config.json of some/model is not to be had" in lost and "\nalgorithm:" in lost
+    assert "the config.json of some/model was not found" in lost and "\nalgorithm:" in lost
 
 
 def test_a_dry_run_without_a_gpu_plans_for_this_machine_where_the_run_fits(

@@ -162,7 +162,7 @@ def test_a_folder_comes_before_what_is_built_in(
 
 
 def test_a_model_nobody_knows_is_refused_with_the_command_that_fetches_it() -> None:
-    with pytest.raises(MachineError, match="of some/model is not to be had") as e:
+    with pytest.raises(MachineError, match="of some/model was not found") as e:
         model_spec.load_model_spec("some/model", None, "reward.rm.path")
     assert "rloo fetch" in e.value.problems[0].fix and "reward.rm.path" in e.value.problems[0].where
 

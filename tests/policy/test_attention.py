@@ -131,8 +131,8 @@ def test_the_scale_is_that_of_the_layer_or_the_usual_one():
         ({"softcap": 50.0}, "softcap"),
         ({"s_aux": torch.zeros(H)}, "s_aux"),
         ({"k": torch.randn(1, G, 56, 2 * D)}, "heads of unequal sizes"),
-        ({"q": torch.randn(1, H, 3, D)}, "rows of"),
-        ({"q": torch.randn(2, H, 56, D)}, "rows of"),
+        ({"q": torch.randn(1, H, 3, D)}, "queries of shape"),
+        ({"q": torch.randn(2, H, 56, D)}, "queries of shape"),
     ],
 )
 def test_what_shared_rows_do_not_have_is_refused(given, reason):

@@ -124,7 +124,7 @@ def test_attention_both_ways_and_what_is_no_transformers_model_are_refused():
     assert "not causal" in layout_support.why_not_shared(model)
     plain = torch.nn.Linear(1, 1)
     plain.config = model.config
-    assert "no transformers model" in layout_support.why_not_shared(plain)
+    assert "not a transformers model" in layout_support.why_not_shared(plain)
 
 
 def test_image_models_are_refused():

@@ -192,7 +192,9 @@ def test_a_line_that_is_no_entry_is_refused(run, junk):
     text = (run / LEDGER_FILE).read_text().splitlines()
     text.insert(2, junk)
     (run / LEDGER_FILE).write_bytes("".join(f"{line}\n" for line in text).encode("latin-1"))
-    assert "a line of the ledger is no entry" in refused(run) and f"{LEDGER_FILE}:3" in refused(run)
+    assert "a line of the ledger is not an entry" in refused(run) and f"{LEDGER_FILE}:3" in refused(
+        run
+    )
 
 
 def test_an_empty_ledger_is_refused(run):

@@ -469,7 +469,7 @@ def test_br_12_a_tokenizer_that_does_not_agree_with_input_ids(
 def test_br_12_a_model_that_is_not_here(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # else it tries for long
     said = refused(Path("some-org/no-such-model"), tmp_path, monkeypatch)
-    assert "is not to be had" in said and "rloo fetch" in said
+    assert "was not found" in said and "rloo fetch" in said
 
 
 def test_br_12_a_gpu_that_is_not_there(folder, tmp_path, monkeypatch) -> None:
@@ -508,7 +508,7 @@ def test_br_12_a_score_that_is_no_number(folder, tmp_path, monkeypatch) -> None:
 
 def test_a_row_without_a_token_is_an_error_not_a_score() -> None:
     code, _ = made_ready("qwen3", tokenizer())
-    with pytest.raises(ValueError, match="row 1 has no token"):
+    with pytest.raises(ValueError, match="sequence 1 has no token"):
         code.model.score([[1], []], [0, 0])
 
 

@@ -1,8 +1,8 @@
 """From rewards to advantages: baselines, division by a std, normalising (docs/OBJECTIVES.md).
 
-All in float64 on (P, K), one row of the table per prompt. Before every division by a std the raw
-values are compared with each other: equal floats have a std of about 1e-9 and not of 0, and
-dividing by it makes a gradient out of rounding (test vectors EQ and LOO-STD).
+Everything is float64, (P, K). Before every division by a std the raw values are compared with each
+other: equal floats have a std of about 1e-9 and not of 0, and dividing by it would make a gradient
+out of rounding (test vectors EQ and LOO-STD).
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 SCALE_EPS = 1e-4  # TRL's, for group and batch std and for normalize_advantages
 LOO_STD_EPS = 1e-6  # NeMo RL's
-
-
-EMA = 0.9  # what the moving average keeps of itself in a step
+EMA = 0.9  # the share of the moving average that stays in a step
 
 
 class Config(dialect.Config):
@@ -34,59 +32,61 @@ class Config(dialect.Config):
     )
     normalize_advantages: bool = key("Centre the step's advantages and divide them by their std")
     zero_std_groups: Literal["keep", "drop", "resample"] = key(
-        "Groups whose scores are all equal: train on them, leave them out, or draw new prompts"
+        "Groups whose scores are all equal: train on them, leave them out, or take new prompts"
     )
-    max_resample: Positive = key("Most rounds of new draws per step with zero_std_groups=resample")
+    max_resample: Positive = key(
+        "Most rounds of new prompts per step with zero_std_groups=resample"
+    )
 
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What advantages are made of: whole groups of one step, or the whole step."""
+    """The inputs of advantages: whole groups of one step, or the whole step."""
 
     score: Tensor  # (P, K) float64, shaped
     kl: Tensor | None  # (P, K) float64, of each completion; None = none is measured
-    scorable: Tensor  # (P, K) bool, some reward said something
+    scorable: Tensor  # (P, K) bool, at least one reward gave a score
     state: Mapping[str, float] = field(default_factory=dict)  # `next_state` of the step before
-    greedy_score: Tensor | None = None  # (P,) float64 of each prompt's greedy completion, NaN none
-    normalize: bool = True  # False: of single micro-batches, whose gradient is scaled afterwards
+    greedy_score: Tensor | None = None  # (P,) float64 of greedy completions; NaN = no score
+    normalize: bool = True  # False for single micro-batches, whose gradient is scaled afterwards
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """What `advantages` gives back."""
+    """The result of `Algorithm.advantages`."""
 
     reward: Tensor  # (P, K) float64, score minus beta * KL; 0 where unscorable
     advantage: Tensor  # (P, K) float64, exactly 0 outside `usable`
-    usable: Tensor  # (P, K) bool, scorable rows whose group has enough of them
-    norm_skipped: bool  # normalize_advantages was on and its guard left the step alone
-    factor: float  # what normalising multiplied by: 1 / (std + 1e-4), or 1
+    usable: Tensor  # (P, K) bool, scorable completions whose group has enough of them
+    norm_skipped: bool  # normalize_advantages was on, and its guard left the advantages as they are
+    factor: float  # the factor of the normalisation: 1 / (std + 1e-4), or 1
 
 
 def needs_whole_step(config: Config) -> bool:
-    """Whether advantages depend on other groups; if not, any split into groups gives the same."""
+    """Whether advantages depend on other groups; if not, groups may be computed separately."""
     by_step = config.baseline == "batch_mean" or config.advantage_scale == "batch"
     return by_step or config.normalize_advantages
 
 
 def values_differ(values: Tensor, mask: Tensor) -> Tensor:
-    """Whether any two of the chosen values of a line are unequal. (G, K), (G, K) -> (G, 1) bool"""
+    """Whether any two of the masked values of a row are unequal. (G, K), (G, K) -> (G, 1) bool"""
     largest = values.masked_fill(~mask, -float("inf")).amax(-1, keepdim=True)
     return largest > values.masked_fill(~mask, float("inf")).amin(-1, keepdim=True)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the chosen values of each line; 0 when there are none. (G, K), (G, K) -> (G, 1)"""
+    """Mean of the masked values of each row; 0 when there are none. (G, K), (G, K) -> (G, 1)"""
     return (values * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 def masked_std(values: Tensor, mask: Tensor) -> Tensor:
-    """Their std with Bessel's correction; 0 for fewer than two. (G, K), (G, K) -> (G, 1)"""
+    """Std of the masked values, Bessel-corrected; 0 below two of them. (G, K), (G, K) -> (G, 1)"""
     square = ((values - masked_mean(values, mask)) * mask).square().sum(-1, keepdim=True)
     return (square / (mask.sum(-1, keepdim=True) - 1).clamp(min=1)).sqrt()
 
 
 def usable_completions(scorable: Tensor, config: Config) -> Tensor:
-    """Rows that can have an advantage. A baseline of siblings needs one. (P, K) -> (P, K) bool"""
+    """Which completions can have an advantage: some need a sibling. (P, K) -> (P, K) bool"""
     if config.baseline in ("loo", "group_mean"):
         return scorable & (scorable.sum(-1, keepdim=True) >= 2)
     return scorable
@@ -95,9 +95,9 @@ def usable_completions(scorable: Tensor, config: Config) -> Tensor:
 def next_state(
     reward: Tensor, scorable: Tensor, config: Config, state: Mapping[str, float]
 ) -> dict[str, float]:
-    """What later steps are to know of this one: baseline=ema's average, and the weight in it.
+    """The state that later steps need: baseline=ema's average, and the weight in it.
 
-    b <- .9 b + .1 mean reward, from 0; w <- .9 w + .1 says how much of b is not that 0.
+    b <- .9 b + .1 mean reward, from 0; w <- .9 w + .1 is the share of b that is not that 0.
     (P, K), (P, K) ->
     """
     if config.baseline != "ema" or not bool(scorable.any()):
@@ -111,31 +111,31 @@ def subtract_baseline(values: Tensor, config: Config, inputs: AdvantageInputs) -
     """Values minus their baseline, 0 outside `usable`. (P, K) -> (P, K)
 
     loo: A_i = r_i - mean of the n-1 others = n/(n-1) * (r_i - group mean), in the second form
-    (RLOO, arXiv 2402.14740; Kool et al. 2019). group_mean gives (n-1)/n of it.
+    (RLOO, arXiv 2402.14740; Kool et al. 2019). group_mean is (n-1)/n of it.
     """
-    rows = usable_completions(inputs.scorable, config)
+    usable = usable_completions(inputs.scorable, config)
     if config.baseline in ("none", "value"):
-        return values.masked_fill(~rows, 0.0)
-    if config.baseline == "ema":  # known before the step, so it has no part in its own gradient
+        return values.masked_fill(~usable, 0.0)
+    if config.baseline == "ema":  # of earlier steps, so it does not depend on the step's rewards
         weight = inputs.state.get("ema_weight", 0.0)
         b = inputs.state["ema"] / weight if weight else 0.0
-        return (values - b).masked_fill(~rows, 0.0)
+        return (values - b).masked_fill(~usable, 0.0)
     if config.baseline == "greedy":
         assert inputs.greedy_score is not None
-        return (values - inputs.greedy_score[:, None]).masked_fill(~rows, 0.0)
-    pool, pool_rows = _comparison_pool(values, rows, config)
-    out = values - masked_mean(pool, pool_rows)
+        return (values - inputs.greedy_score[:, None]).masked_fill(~usable, 0.0)
+    pool, mask = _comparison_pool(values, usable, config)
+    out = values - masked_mean(pool, mask)
     if config.baseline == "loo":
-        n = rows.sum(-1, keepdim=True).to(values.dtype)
+        n = usable.sum(-1, keepdim=True).to(values.dtype)
         out = out * n / (n - 1).clamp(min=1)
-    return out.masked_fill(~(rows & values_differ(pool, pool_rows)), 0.0)
+    return out.masked_fill(~(usable & values_differ(pool, mask)), 0.0)
 
 
 def scale_advantages(advantage: Tensor, score: Tensor, mask: Tensor, config: Config) -> Tensor:
     """Advantages divided by a std of scores; left alone where those scores are all equal.
 
     group, batch: GRPO, arXiv 2402.03300, with Bessel's correction. loo_std: NeMo RL, the std of
-    the other scores; a row with fewer than two others is not divided.
+    the siblings' scores; with fewer than two siblings an advantage is not divided.
     (P, K), (P, K), (P, K) -> (P, K)
     """
     if config.advantage_scale == "none":
@@ -145,14 +145,14 @@ def scale_advantages(advantage: Tensor, score: Tensor, mask: Tensor, config: Con
         score, mask = score.reshape(1, -1), mask.reshape(1, -1)
     elif config.advantage_scale == "loo_std":
         eps = LOO_STD_EPS
-        own = score.new_ones(score.shape[-1]).diag().bool()
-        score, mask = score[:, None, :].expand(-1, len(own), -1), mask[:, None, :] & ~own
+        itself = score.new_ones(score.shape[-1]).diag().bool()
+        score, mask = score[:, None, :].expand(-1, len(itself), -1), mask[:, None, :] & ~itself
     divisor = (masked_std(score, mask) + eps).masked_fill(~values_differ(score, mask), 1.0)
     return advantage / (divisor.squeeze(-1) if config.advantage_scale == "loo_std" else divisor)
 
 
 def clips_advantages(config: Config) -> bool:
-    """Whether reward_clip_range is that of advantages: their mean over a group is then not 0."""
+    """Whether reward_clip_range clips advantages: their mean over a group is then not 0."""
     limits = getattr(config, "reward_clip_range", None)
     return limits is not None and config.dialect in dialect.CLIPS_ADVANTAGES
 
@@ -160,7 +160,7 @@ def clips_advantages(config: Config) -> bool:
 def clip_advantages(advantage: Tensor, mask: Tensor, config: Config) -> Tensor:
     """Advantages as they are, or in [low, high] of reward_clip_range where a dialect clips them.
 
-    Exactly 0 outside `rows`, also where 0 is not in the range. (P, K), (P, K) bool -> (P, K)
+    They are exactly 0 outside `mask`, even where the range excludes 0. (P, K), (P, K) -> (P, K)
     """
     if not clips_advantages(config):
         return advantage
@@ -171,25 +171,25 @@ def clip_advantages(advantage: Tensor, mask: Tensor, config: Config) -> Tensor:
 def normalize_over_step(
     reward: Tensor, advantage: Tensor, mask: Tensor, inputs: AdvantageInputs, config: Config
 ) -> Advantages:
-    """(A - mean) / (std + 1e-4) over the step's usable rows, where that is asked for.
+    """(A - mean) / (std + 1e-4) over the step's usable completions, with normalize_advantages.
 
-    Guard: where only KL differs between siblings, and no score does, dividing would blow beta * KL
-    up a thousandfold (NORM-KL). (P, K) each
+    Guard: where only KL differs between siblings, and no score does, dividing would enlarge
+    beta * KL a thousandfold (NORM-KL). (P, K) each
     """
     if not (config.normalize_advantages and inputs.normalize):
         return Advantages(reward, advantage, mask, False, 1.0)
-    flat, flat_rows = advantage.reshape(1, -1), mask.reshape(1, -1)
+    flat, flat_mask = advantage.reshape(1, -1), mask.reshape(1, -1)
     telling = bool(values_differ(*_comparison_pool(inputs.score, mask, config)).any())
     guarded = config.dialect not in dialect.UNGUARDED and not telling
-    if guarded or not bool(values_differ(flat, flat_rows)):
+    if guarded or not bool(values_differ(flat, flat_mask)):
         return Advantages(reward, advantage, mask, True, 1.0)
-    divisor = masked_std(flat, flat_rows) + dialect.NORM_EPS.get(str(config.dialect), SCALE_EPS)
-    moved = ((flat - masked_mean(flat, flat_rows)) / divisor).masked_fill(~flat_rows, 0.0)
-    return Advantages(reward, moved.view_as(advantage), mask, False, 1 / float(divisor))
+    divisor = masked_std(flat, flat_mask) + dialect.NORM_EPS.get(str(config.dialect), SCALE_EPS)
+    scaled = ((flat - masked_mean(flat, flat_mask)) / divisor).masked_fill(~flat_mask, 0.0)
+    return Advantages(reward, scaled.view_as(advantage), mask, False, 1 / float(divisor))
 
 
 def _comparison_pool(values: Tensor, mask: Tensor, config: Config) -> tuple[Tensor, Tensor]:
-    """The lines within which rewards are compared: groups, or the whole step as one line."""
+    """The rows within which rewards are compared: groups, or the whole step as one row."""
     if config.baseline in ("loo", "group_mean"):
         return values, mask
     return values.reshape(1, -1), mask.reshape(1, -1)

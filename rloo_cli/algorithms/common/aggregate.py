@@ -33,10 +33,10 @@ class Config(Frozen):
 
 
 def aggregate_loss(term: Tensor, micro_batch: MicroBatch, config: Config) -> Tensor:
-    """A micro-batch's share of the update's sum: divide by `denominator`.
+    """A micro-batch's share of the update's sum, before the division by `update_denominator`.
 
-    A row-level term counts once under sequence_sum and sequence_mean, and as if it stood at each
-    of its row's unmasked tokens otherwise; a row without unmasked tokens never counts.
+    A term per completion counts once under sequence_sum and sequence_mean, and otherwise once for
+    each of its unmasked tokens; a completion without unmasked tokens never counts.
     (N,) or (S,) -> ()
     """
     count = segment_sum(micro_batch.mask, micro_batch.sequence_ids, micro_batch.num_sequences)
@@ -58,10 +58,10 @@ def update_denominator(
     num_micro_batches: int,
     max_completion_length: int,
 ) -> float:
-    """What the update's sum is divided by; 1 instead of 0.
+    """The number that the update's sum is divided by; 1 instead of 0.
 
-    `sequences` is N and `tokens` the sum of their T, both over the whole update, all ranks (with
-    loss_denominator=valid the caller counts only rows of scorable groups that are not masked).
+    Sequences and tokens are counted over the whole update, on all ranks (with
+    loss_denominator=valid the caller counts only unmasked completions of scorable groups).
     """
     by_agg = {
         "sequence_sum": num_sequences,

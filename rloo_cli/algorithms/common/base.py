@@ -1,4 +1,4 @@
-"""What an algorithm is: a class with six hooks. What a class does not define is as it is here.
+"""The base class of algorithms: six hooks, with defaults for those that a class does not define.
 
     advantages        rewards and advantages of completions, from scores and KL
     token_advantages  an advantage for every token of the step, where `Config.by_token` says so
@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rloo_cli.algorithms.common import advantage, forward_plan, rules, score
 from rloo_cli.algorithms.common import loss as common_loss
@@ -41,7 +41,7 @@ C = TypeVar("C", bound=Switches, covariant=True)
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """A micro-batch's share of an update's value loss, and what is measured of it."""
+    """A micro-batch's share of an update's value loss, and the values its metrics need."""
 
     total: Tensor  # () with gradient, vf_coef included
     value: Tensor  # () detached, without vf_coef
@@ -52,7 +52,7 @@ class ValueLoss:
 class Algorithm(ABC, Generic[C]):
     """An algorithm with its config."""
 
-    is_algorithm = True  # what the registry finds a file's class by
+    is_algorithm = True  # the registry finds a file's class by this attribute
     resolved_values = staticmethod(resolved_values)
 
     def __init__(self, config: C):
@@ -60,14 +60,14 @@ class Algorithm(ABC, Generic[C]):
 
     @property
     def config(self) -> C:
-        """The algorithm's section of the config, with what `loss_type` stands for written out."""
+        """The algorithm's section of the config, with the switches that `loss_type` sets."""
         return self._config
 
     @abstractmethod
     def advantages(self, inputs: AdvantageInputs) -> Advantages:
-        """Rewards and advantages of whole groups, or of the whole step. (P, K) each, and so back.
+        """Rewards and advantages of whole groups. (P, K) each -> (P, K) each
 
-        Asked for whole groups, but for the whole step only where `forward_plan` says so.
+        It is called for the whole step where advantages depend on other groups.
         """
 
     def token_advantages(self, step: StepTokens) -> TokenAdvantages:
@@ -85,7 +85,7 @@ class Algorithm(ABC, Generic[C]):
     def next_state(
         self, reward: Tensor, usable: Tensor, state: Mapping[str, float]
     ) -> dict[str, float]:
-        """What later steps are to know of this one, whose rewards these are. (P, K), (P, K) ->"""
+        """The state for later steps, from this step's rewards. (P, K), (P, K) ->"""
         return advantage.next_state(reward, usable, self.config, state)
 
     def rules(self, run: RunConfig) -> Iterator[Problem]:
@@ -93,7 +93,7 @@ class Algorithm(ABC, Generic[C]):
         return rules.algorithm_problems(run)
 
     def warnings(self, run: RunConfig) -> Iterator[str]:
-        """What is allowed and seldom meant, one sentence each."""
+        """Combinations that are allowed but seldom meant, in one sentence each."""
         return rules.algorithm_warnings(run)
 
     def forward_plan(self, run: RunConfig) -> ForwardPlan:
@@ -103,22 +103,21 @@ class Algorithm(ABC, Generic[C]):
     def combine_rewards(self, raw: Tensor, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
         """Several rewards as one score, and which completions have one.
 
-        `raw` float64, NaN = the reward says nothing. (F, P, K), F -> (P, K), (P, K) bool
+        `raw` is float64, NaN where a reward has no score. (F, P, K), F -> (P, K), (P, K) bool
         """
         return score.combine_scores(raw, weights, self.config)
 
     def shape_scores(
         self, scores: Tensor, scorable: Tensor, lengths: Tensor, terminated: Tensor
     ) -> Tensor:
-        """Length penalty, missing EOS, normalising, clip, of the whole step. (P, K) each, and back
+        """Length penalty, missing EOS, normalising, clip, for the whole step. (P, K) each -> (P, K)
 
-        `lengths` in trained tokens; `terminated`: it ended by itself, and was not cut off.
+        `lengths` count trained tokens; `terminated` completions ended by themselves.
         """
         return score.shape_step_scores(scores, scorable, lengths, terminated, self.config)
 
 
 def load_algorithm(config: AlgorithmConfig) -> Algorithm[Switches]:
-    """The algorithm that a config names, ours or a file of the user's own. Raises ConfigError."""
-    found: Any = registry.algorithm_class(config.name)
-    algorithm: Algorithm[Switches] = found(config)
+    """The algorithm that a config names, built in or from the user's file. Raises ConfigError."""
+    algorithm: Algorithm[Switches] = registry.algorithm_class(config.name)(config)
     return algorithm

@@ -1,18 +1,12 @@
-"""Every switch that algorithms share, in one class, and a run's own set of them."""
+"""Every switch that algorithms share, in one class, and how those of a run are resolved."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
-from rloo_cli.algorithms.common import (
-    advantage,
-    aggregate,
-    importance_weights,
-    kl,
-    policy_loss,
-    score,
-)
+from rloo_cli.algorithms.common import advantage, aggregate, kl, policy_loss, score
+from rloo_cli.algorithms.common import importance_weights as weights
 from rloo_cli.config.schema import AlgorithmConfig, RunConfig, key
 from rloo_cli.utils.files import JsonObject
 
@@ -23,14 +17,14 @@ class Switches(
     advantage.Config,
     policy_loss.Config,
     aggregate.Config,
-    importance_weights.Config,
+    weights.Config,
     AlgorithmConfig,
 ):
     """Every switch that algorithms share (docs/OBJECTIVES.md)."""
 
     loss_type: (
         Literal["grpo", "dr_grpo", "bnpo", "dapo", "gspo", "cispo", "sapo", "luspo", "vespo"] | None
-    ) = key("Fills policy_loss, ratio_level and loss_agg where they are null; null = they stand")
+    ) = key("Sets policy_loss, ratio_level and loss_agg where they are null; null = sets nothing")
 
 
 S = TypeVar("S", bound=Switches)
@@ -51,39 +45,34 @@ PARTS = ("policy_loss", "ratio_level", "loss_agg")
 
 
 def resolve_loss_type(config: S) -> S:
-    """The config with what `loss_type` says in those of its three switches that are null."""
+    """The config in which `loss_type` fills those of its three switches that are null."""
     if config.loss_type is None:
         return config
     missing = _missing_loss_values(config.loss_type, config.model_dump(include=set(PARTS)))
     return config.model_copy(update=missing) if missing else config
 
 
-def _missing_loss_values(loss_type: str, values: Mapping[str, Any]) -> dict[str, str]:
-    """What a loss type says of those of its three switches that are null."""
+def _missing_loss_values(loss_type: str, values: Mapping[str, object]) -> dict[str, str]:
+    """The values of a loss type for those of its three switches that are null."""
     triple = zip(PARTS, TRIPLES[loss_type], strict=True)
     return {part: value for part, value in triple if values.get(part) is None}
 
 
-def resolved_values(algorithm: Mapping[str, Any], backend: str) -> JsonObject:
-    """What the keys of a config's algorithm section that stand for something else come to.
-
-    Plain values to merge into the section: `loss_type` written out in its three switches, and
-    `correction.mode` where it is auto.
+def resolved_values(algorithm: JsonObject, backend: str) -> JsonObject:
+    """The values of keys of the algorithm section that stand for other values, to merge into it:
+    the three switches of `loss_type`, and `correction.mode` where it is auto.
     """
-    found: JsonObject = {}
+    resolved: JsonObject = {}
     if algorithm.get("loss_type") is not None:
-        found |= _missing_loss_values(algorithm["loss_type"], algorithm)
+        resolved |= _missing_loss_values(algorithm["loss_type"], algorithm)
     correction = algorithm.get("correction")
     if isinstance(correction, Mapping) and correction.get("mode") == "auto":
-        found["correction"] = {
-            **correction,
-            "mode": importance_weights.auto_correction_mode(backend),
-        }
-    return found
+        resolved["correction"] = {**correction, "mode": weights.auto_correction_mode(backend)}
+    return resolved
 
 
 def shared_switches(run: RunConfig) -> Switches:
-    """The run's algorithm section, as one that has every shared switch; loss_type written out."""
+    """The run's algorithm section, which has every shared switch, with loss_type resolved."""
     if not isinstance(run.algorithm, Switches):
         raise TypeError(f"{type(run.algorithm).__name__} is not made of the shared switches")
     return resolve_loss_type(run.algorithm)

@@ -1,13 +1,13 @@
-"""Whose RLOO: seven frameworks compute seven different things under that name (docs/OBJECTIVES.md).
+"""The RLOO of other frameworks, seven of which differ in what they compute (docs/OBJECTIVES.md).
 
-A dialect is a YAML file of switches, conf/algorithm/dialect/. What no switch says hangs on its name
-here, so that a reader finds it in one place.
+A dialect is a YAML file of switches in conf/algorithm/dialect/. The constants here are the
+differences that no switch expresses, by the dialect's name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import yaml
 
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
 
 Name = Literal["paper", "trl", "trl_0_21", "verl", "openrlhf", "ms_swift", "nemo_rl"]
 NAMES = get_args(Name)
-NORM_EPS = {"trl_0_21": 1e-8}  # of normalize_advantages; everybody else adds 1e-4
+NORM_EPS = {"trl_0_21": 1e-8}  # of normalize_advantages; all others add 1e-4
 UNGUARDED = ("trl", "trl_0_21")  # normalise also a step in which only KL differs
-NONE_IS_ZERO = ("ms_swift",)  # a reward that says None counts as 0
-CLIPS_ADVANTAGES = ("openrlhf",)  # reward_clip_range is that of advantages, before their KL
+NONE_IS_ZERO = ("ms_swift",)  # a reward that returns None counts as 0
+CLIPS_ADVANTAGES = ("openrlhf",)  # reward_clip_range clips advantages, before their KL
 TOKEN_KL_LIMIT = {"openrlhf": 10.0, "nemo_rl": 10.0}  # each token's estimate is clamped to +- this
 SCORE_FUNCTION_KL = ("nemo_rl",)  # KL in the loss has the gradient of its sampling too
 
 
 class Config(Frozen):
     dialect: Name | None = key(
-        "Compute RLOO as another framework does: algorithm.dialect=NAME takes up its file of keys"
+        "Compute RLOO as another framework does: algorithm.dialect=NAME loads its file of keys"
     )
 
 
 def dialect_values(name: str) -> JsonObject:
     """Dotted key -> value of a dialect's file."""
-    given = yaml.safe_load((paths.CONF / "algorithm" / "dialect" / f"{name}.yaml").read_text())
-    return {f"{section}.{k}": v for section, keys in given.items() for k, v in keys.items()}
+    sections = yaml.safe_load((paths.CONF / "algorithm" / "dialect" / f"{name}.yaml").read_text())
+    return {f"{section}.{k}": v for section, keys in sections.items() for k, v in keys.items()}
 
 
 def dialect_problems(run: RunConfig, config: Config) -> Iterator[Problem]:
-    """A dialect of something else, or one whose name was set without its keys."""
+    """The problem of a dialect with another algorithm than rloo."""
     if config.dialect is None or run.algorithm.name == "rloo":
         return
     yield Problem(
@@ -54,23 +54,21 @@ def dialect_problems(run: RunConfig, config: Config) -> Iterator[Problem]:
 
 
 def dialect_differences(run: RunConfig, config: Config) -> Iterator[str]:
-    """Keys that the run sets otherwise than its dialect's file: they win, and are told."""
+    """A sentence for each key that the run sets to another value than its dialect's file."""
     if config.dialect is None:
         return
     for name, theirs in dialect_values(config.dialect).items():
         section, _, leaf = name.partition(".")
-        mine: Any = getattr(getattr(run, section), leaf, None)
+        mine: object = getattr(getattr(run, section), leaf, None)
         mine = mine.model_dump() if isinstance(mine, Frozen) else mine
         if mine != theirs and not (isinstance(theirs, dict) and _is_part_of(theirs, mine)):
-            yield (
-                f"{name}={_yaml_text(mine)}, where dialect {config.dialect} has "
-                f"{_yaml_text(theirs)}"
-            )
+            their_text = f"dialect {config.dialect} has {_yaml_text(theirs)}"
+            yield f"{name}={_yaml_text(mine)}, where {their_text}"
 
 
-def _is_part_of(theirs: JsonObject, mine: Any) -> bool:
+def _is_part_of(theirs: JsonObject, mine: object) -> bool:
     return isinstance(mine, dict) and all(mine.get(k) == v for k, v in theirs.items())
 
 
-def _yaml_text(value: Any) -> str:
+def _yaml_text(value: object) -> str:
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()

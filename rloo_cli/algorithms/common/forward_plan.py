@@ -1,4 +1,4 @@
-"""Which forward passes an update needs, and which it can do without, exactly (README, Fast)."""
+"""Which forward passes an update needs, and which it can leave out exactly (README, Fast)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """What an update's forward passes are for."""
+    """The forward passes of an update."""
 
     reference: bool  # the reference's log-probabilities are needed: a KL is measured
-    value_model: bool  # a value model says what every token is worth
+    value_model: bool  # a value model predicts the value of every token
     by_scores: bool  # advantages need no log-probability: they are known before the update
-    separate: (
-        str | None
-    )  # why old_logp needs a pass of its own; None = the training forward's is it
+    separate: str | None  # why old_logp needs a separate pass; None = the training forward has it
     every_completion: bool  # none is left out because its advantage is 0
 
 
 def forward_plan(run: RunConfig, config: Switches) -> ForwardPlan:
-    """The plan of a run. `config` is its algorithm's, with loss_type written out."""
+    """The plan of a run. `config` is its algorithm's, with loss_type resolved."""
     return ForwardPlan(
         reference=config.needs_reference,
         value_model=config.baseline == "value",
@@ -45,12 +43,12 @@ def needs_no_logprobs(config: Switches) -> bool:
 
 
 def normalizes_by_one_factor(config: Switches) -> bool:
-    """Whether normalising is one number on the whole gradient, known once all KLs are.
+    """Whether normalising is one factor of the whole gradient, known once all KLs are.
 
     The mean of whole groups' leave-one-out advantages is exactly 0, so (A - mean) / (std + eps) is
-    A times one factor (C3). Not so with a baseline from outside the group, with KL beside the
-    baseline, with divisors that differ between siblings, or where advantages are clipped. And the
-    factor is that of advantages alone: an entropy bonus must not be multiplied by it.
+    A times one factor (C3). This fails with a baseline from outside the group, with a KL that the
+    baseline does not contain, with divisors that differ between siblings, and where advantages are
+    clipped. The factor is of advantages alone: it must not multiply an entropy bonus.
     """
     grouped = config.baseline in ("loo", "group_mean") and config.kl_in_baseline
     alike = config.advantage_scale in ("none", "group") and not advantage.clips_advantages(config)
@@ -59,11 +57,11 @@ def normalizes_by_one_factor(config: Switches) -> bool:
 
 
 def _separate_pass_reason(run: RunConfig, config: Switches) -> str | None:
-    """Why old_logp needs a pass of its own; None where the training forward's numbers are it.
+    """Why old_logp needs a separate pass; None where the training forward computes it.
 
-    One mini-batch (C1), no dropout (C4), and advantages that need no other group's KL (C3). That a
-    group's completions share a micro-batch (C2) depends on their lengths: the loop looks at each
-    step. The sampler correction never forbids it: it only reads old_logp.
+    That takes one mini-batch (C1), no dropout (C4), and advantages that need no other group's KL
+    (C3). Whether a group's completions share a micro-batch (C2) depends on their lengths: the loop
+    checks it in each step. The sampler correction allows it: it only reads old_logp.
     """
     if config.by_token:
         return "every token's advantage needs the whole step first"
@@ -73,30 +71,28 @@ def _separate_pass_reason(run: RunConfig, config: Switches) -> str | None:
         return "several optimizer steps per pass (algorithm.num_minibatches)"
     if not run.model.disable_dropout:
         return "dropout may be on (model.disable_dropout=false)"
-    if (
-        needs_no_logprobs(config)
-        or normalizes_by_one_factor(config)
-        or not advantage.needs_whole_step(config)
-    ):
+    one_pass = needs_no_logprobs(config) or normalizes_by_one_factor(config)
+    if one_pass or not advantage.needs_whole_step(config):
         return None
     return "advantages need every group's KL before the first update"
 
 
 def _forwards_every_completion(config: Switches) -> bool:
-    pulled = config.kl_in == "loss" and config.beta > 0  # every row is pulled, advantage or none
+    # The KL term and the entropy bonus have a gradient in every completion.
+    pulled = config.kl_in == "loss" and config.beta > 0
     pulled = pulled or config.entropy_coef > 0
-    return pulled or config.loss_agg == "token_mean_local"  # a mean over what a micro-batch holds
+    return pulled or config.loss_agg == "token_mean_local"  # a mean over a micro-batch's tokens
 
 
 def needed_completions(
     score: Tensor, scorable: Tensor, masked: Tensor, config: Switches, plan: ForwardPlan
 ) -> Tensor:
-    """Completions whose log-probabilities the update depends on; of the others it exactly does not.
+    """The completions whose log-probabilities the update depends on.
 
     Masked ones have neither loss nor KL. Those without a score, or without a sibling that has one,
     have no advantage; nor has a group of equal scores, where no KL is in the reward and neither
-    clipping nor normalising moves its advantages away from 0. (Decided from the scores: a computed
-    A of 0 may be off by a rounding, which normalising divides by 1e-4.)
+    clipping nor normalising moves its advantages away from 0. (This is decided from the scores: an
+    A of 0 may be computed with a rounding error, which normalising divides by 1e-4.)
     (P, K), (P, K) bool, (P, K) bool -> (P, K) bool
     """
     needed = ~masked
@@ -106,8 +102,8 @@ def needed_completions(
     grouped = config.baseline in ("loo", "group_mean")
     # Where the mean of advantages is not 0, normalising moves those of equal scores too.
     moved = config.normalize_advantages and config.advantage_scale == "loo_std"
-    moved = moved or advantage.clips_advantages(config)  # to a range that 0 need not be in
-    logged = config.kl_in == "none" and config.beta > 0  # whoever only logs the KL wants it of all
+    moved = moved or advantage.clips_advantages(config)  # to a range that may exclude 0
+    logged = config.kl_in == "none" and config.beta > 0  # a KL that is only logged is over all
     if grouped and plan.by_scores and not moved and not logged:
         needed = needed & values_differ(score, scorable)
     return needed

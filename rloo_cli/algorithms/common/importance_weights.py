@@ -1,8 +1,8 @@
-"""Weights for samples that another program drew (docs/OBJECTIVES.md).
+"""Importance weights for a sampler that differs from the trainer (docs/OBJECTIVES.md).
 
 The sampler's log-probabilities (behaviour_logp) are not quite the trainer's (old_logp): other
 kernels, other dtype, older weights. w = exp(old_logp - behaviour_logp) multiplies the policy term,
-never the KL term, and has no gradient. TIS truncates it, MIS and IcePop drop what lies outside
+never the KL term, and has no gradient. TIS truncates it; MIS and IcePop drop weights outside
 [floor, cap]. The siblings' baseline needs no weight: E_mu[w_i grad log pi(y_i) b_i] = 0.
 """
 
@@ -37,35 +37,35 @@ class CorrectionConfig(Frozen):
 
 
 class Config(Frozen):
-    correction: CorrectionConfig = key("How the sampler's own log-probabilities are made up for")
+    correction: CorrectionConfig = key("Correction for a sampler whose log-probabilities differ")
 
 
 @dataclass(frozen=True)
 class Weights:
     """Correction weights: (N,) by token, else (S,)."""
 
-    weight: Tensor  # what multiplies the policy term
-    raw: Tensor  # before the mode: what sampling/ess is computed from
+    weight: Tensor  # (N,) or (S,), the factor of the policy term
+    raw: Tensor  # (N,) or (S,) before the mode, for sampling/ess
     by_token: bool
 
 
 def correction_mode(config: Config, backend: str) -> str:
-    """`correction.mode` with auto replaced by what it means for a generation backend."""
-    chosen = config.correction.mode
-    return auto_correction_mode(backend) if chosen == "auto" else chosen
+    """`correction.mode`, with auto resolved for a generation backend."""
+    mode = config.correction.mode
+    return auto_correction_mode(backend) if mode == "auto" else mode
 
 
 def auto_correction_mode(backend: str) -> str:
-    """What `correction.mode` = auto means for a generation backend."""
+    """The mode that `correction.mode` = auto stands for with a generation backend."""
     return "truncate" if backend.startswith("vllm") else "none"
 
 
 def correction_weights(old_logp: Tensor, micro_batch: MicroBatch, config: Config) -> Weights | None:
     """The weights at the configured level, or None where there are none to apply.
 
-    A missing or NaN behaviour_logp counts as equal to old_logp. `filter` keeps or drops a row by
-    its geometric weight and weighs the kept ones by their untruncated token weights.
-    Raises ValueError for mode auto, which a run's config has written out. (N,) -> (N,) or (S,)
+    A missing or NaN behaviour_logp counts as equal to old_logp. `filter` keeps or drops a
+    completion by its geometric weight, and gives the kept ones their untruncated token weights.
+    Raises ValueError for mode auto, which a run's config has resolved. (N,) -> (N,) or (S,)
     """
     rule = config.correction
     if rule.mode == "auto":
@@ -78,22 +78,21 @@ def correction_weights(old_logp: Tensor, micro_batch: MicroBatch, config: Config
     raw = _reduce_to_level(delta, micro_batch, level).clamp(-LARGEST, LARGEST).exp()
     if rule.mode == "truncate":
         return Weights(raw.clamp(rule.floor, rule.cap), raw, level == "token")
-    judged = raw
+    bounded = raw
     if rule.mode == "filter":
-        judged = _reduce_to_level(delta, micro_batch, "geometric").exp()[micro_batch.sequence_ids]
-    kept = (judged >= rule.floor) & (judged <= rule.cap)
+        bounded = _reduce_to_level(delta, micro_batch, "geometric").exp()[micro_batch.sequence_ids]
+    kept = (bounded >= rule.floor) & (bounded <= rule.cap)
     return Weights(raw.masked_fill(~kept, 0.0), raw, level == "token")
 
 
 def ratio_base(old_logp: Tensor, micro_batch: MicroBatch, config: Config) -> Tensor:
-    """What the ratio divides by: old_logp; with bypass the sampler's own, where it said. (N,)"""
-    return (
-        sampler_logprobs(old_logp, micro_batch) if config.correction.mode == "bypass" else old_logp
-    )
+    """The denominator of the ratio: old_logp, or with bypass the sampler's. (N,) -> (N,)"""
+    bypass = config.correction.mode == "bypass"
+    return sampler_logprobs(old_logp, micro_batch) if bypass else old_logp
 
 
 def sampler_logprobs(old_logp: Tensor, micro_batch: MicroBatch) -> Tensor:
-    """The sampler's own log-probabilities, old_logp where it did not say. (N,)"""
+    """The sampler's log-probabilities, old_logp where they are missing. (N,) -> (N,)"""
     if micro_batch.behaviour_logp is None:
         return old_logp
     behaviour = micro_batch.behaviour_logp.to(old_logp.dtype)
@@ -103,8 +102,7 @@ def sampler_logprobs(old_logp: Tensor, micro_batch: MicroBatch) -> Tensor:
 def _reduce_to_level(delta: Tensor, micro_batch: MicroBatch, level: str) -> Tensor:
     if level == "token":
         return delta
+    index, count = micro_batch.sequence_ids, micro_batch.num_sequences
     if level == "sequence":
-        return segment_sum(delta, micro_batch.sequence_ids, micro_batch.num_sequences)
-    return segment_mean(
-        delta, micro_batch.mask, micro_batch.sequence_ids, micro_batch.num_sequences
-    )
+        return segment_sum(delta, index, count)
+    return segment_mean(delta, micro_batch.mask, index, count)

@@ -30,9 +30,9 @@ class Config(dialect.Config):
     kl_estimator: Literal["k1", "k2", "k3"] = key(
         "Per token, d = old_logp - ref_logp: d, d^2/2, or exp(-d) - 1 + d"
     )
-    kl_in_baseline: bool = key("The baseline sees score - beta*KL; false = only the score")
+    kl_in_baseline: bool = key("The baseline is of score - beta*KL; false = of the score alone")
     kl_credit: Literal["sequence", "to_go"] = key(
-        "A token answers for its whole completion's KL, or only for that from itself on"
+        "Charge each token for its whole completion's KL, or only for the KL from itself on"
     )
     kl_temperature: Literal["sampling", "one"] = key(
         "KL of the policies at the sampling temperature, or at temperature 1"
@@ -49,21 +49,21 @@ def estimate_kl(log_ratio: Tensor, config: Config) -> Tensor:
     """k1, k2 or k3 of d = log p - log q at samples of p, in nats. (N,) -> (N,)"""
     if config.dialect in dialect.SCORE_FUNCTION_KL:
         log_ratio = log_ratio.clamp(-LARGEST, LARGEST)
-    found = log_ratio
+    k = log_ratio
     if config.kl_estimator == "k2":
-        found = log_ratio.square() / 2
+        k = log_ratio.square() / 2
     elif config.kl_estimator == "k3":
-        found = (-log_ratio).clamp(-LARGEST, LARGEST).expm1() + log_ratio
+        k = (-log_ratio).clamp(-LARGEST, LARGEST).expm1() + log_ratio
     limit = dialect.TOKEN_KL_LIMIT.get(str(config.dialect))
-    return found if limit is None else found.clamp(-limit, limit)
+    return k if limit is None else k.clamp(-limit, limit)
 
 
 def sequence_kl(
     old_logp: Tensor, ref_logp: Tensor, micro_batch: MicroBatch, config: Config
 ) -> Tensor:
-    """KL_i, summed (not averaged) over each row's own tokens, in nats and float64.
+    """KL_i, summed (not averaged) over each completion's unmasked tokens, in nats and float64.
 
-    With kl_temperature=one, `old` and `ref` are log-probabilities at temperature 1.
+    With kl_temperature=one, both log-probabilities are those at temperature 1.
     (N,), (N,) -> (S,)
     """
     k = micro_batch.mask * estimate_kl(old_logp.double() - ref_logp.double(), config)
@@ -76,9 +76,9 @@ def in_reward(config: Config) -> bool:
 
 
 def charges_kl_to_go(config: Config) -> bool:
-    """Whether each token gets its own advantage by the KL that comes after it."""
-    own = getattr(config, "by_token", False)  # then `token_advantages` has charged it already
-    return in_reward(config) and config.kl_credit == "to_go" and not own
+    """Whether each token has an advantage of its own, by the KL that comes after it."""
+    by_token = getattr(config, "by_token", False)  # then `token_advantages` has subtracted it
+    return in_reward(config) and config.kl_credit == "to_go" and not by_token
 
 
 def charge_tokens(
@@ -89,17 +89,17 @@ def charge_tokens(
     micro_batch: MicroBatch,
     config: Config,
 ) -> Tensor:
-    """With kl_credit=to_go, A_i - beta * sum_{u>=t} m*k per token; else the rows' A as it is.
+    """With kl_credit=to_go, A_i - beta * sum_{u>=t} m*k per token; else A_i as it is.
 
-    `usable` (S,) says which rows have an advantage at all: the others' tokens stay at 0. A row's
-    tokens stand together and in order, as `pack` lays them.
+    `usable` (S,) says which completions have an advantage: the tokens of others stay at 0. The
+    tokens of a completion are neighbours and in order, as in a `MicroBatch`.
     (S,), (S,), (N,), (N,) -> (N,) or (S,)
     """
     if ref_logp is None or not charges_kl_to_go(config):
         return advantage
     k = micro_batch.mask * estimate_kl(old_logp.double() - ref_logp.double(), config)
     ends = segment_sum(k, micro_batch.sequence_ids, micro_batch.num_sequences).cumsum(0)
-    rest = ends[micro_batch.sequence_ids] - k.cumsum(0) + k  # own token included
+    rest = ends[micro_batch.sequence_ids] - k.cumsum(0) + k  # of this token and those after it
     spread = advantage[micro_batch.sequence_ids] - config.beta * rest
     return spread.masked_fill(~usable[micro_batch.sequence_ids], 0.0)
 

@@ -1,4 +1,4 @@
-"""Other policy terms than the clipped ratio, those of some of the loss types of GRPO's kin.
+"""The policy terms of loss types that do not use the clipped ratio.
 
 CISPO: MiniMax-M1 (arXiv 2506.13585); SAPO: arXiv 2511.20347; VESPO as in TRL 1.16.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SAPO = {"positive": 1.0, "negative": 1.05}  # temperatures, TRL's defaults
 VESPO = {"positive": (2.0, 3.0), "negative": (3.0, 2.0)}  # k and lambda
-LEAST = log(1e-8)  # of VESPO's log weight
+LEAST = log(1e-8)  # the smallest log weight of VESPO
 
 
 def cispo_term(logp: Tensor, ratio: Tensor, advantage: Tensor, cap: float) -> Tensor:
@@ -52,21 +52,17 @@ def vespo_term(
     else (3, 2). (N,), (N,), (N,), weights (N,) or (S,) -> (N,)
     """
     d = (micro_batch.mask * log_ratio.detach()).clamp(-20.0, 20.0)
-    whole = segment_sum(d, micro_batch.sequence_ids, micro_batch.num_sequences)
+    index, count = micro_batch.sequence_ids, micro_batch.num_sequences
+    log_w = segment_sum(d, index, count)
     if weights is not None:
-        more = weights.weight.log().clamp(LEAST, 20.0).to(whole.dtype)
-        by_row = more.shape == whole.shape and not weights.by_token
-        whole = whole + (
-            more
-            if by_row
-            else segment_sum(
-                micro_batch.mask * more, micro_batch.sequence_ids, micro_batch.num_sequences
-            )
-        )
-    whole = whole.clamp(LEAST, 20.0)[micro_batch.sequence_ids]
+        correction = weights.weight.log().clamp(LEAST, 20.0).to(log_w.dtype)
+        if weights.by_token or correction.shape != log_w.shape:
+            correction = segment_sum(micro_batch.mask * correction, index, count)
+        log_w = log_w + correction
+    log_w = log_w.clamp(LEAST, 20.0)[index]
     gains = advantage >= 0
     (k_up, l_up), (k_down, l_down) = VESPO["positive"], VESPO["negative"]
     k = advantage.new_tensor(k_up).where(gains, advantage.new_tensor(k_down))
     scale = advantage.new_tensor(l_up).where(gains, advantage.new_tensor(l_down))
-    phi = (scale + k * whole - scale * whole.exp()).exp()
+    phi = (scale + k * log_w - scale * log_w.exp()).exp()
     return -phi * advantage * logp

@@ -1,6 +1,6 @@
-"""The policy term: ratios, clipping, and what is measured of them (docs/OBJECTIVES.md).
+"""The policy term: ratios, clipping, and their metrics (docs/OBJECTIVES.md).
 
-A unit is what has one ratio: a completion (ratio_level sequence or geometric) or a token. The
+A unit has one ratio: it is a completion (ratio_level sequence or geometric) or a token. The
 clipped surrogate is PPO's (arXiv 1707.06347, eq. 7), `delta` dual-clip PPO's (arXiv 1912.09729),
 `geometric` GSPO's ratio (arXiv 2507.18071).
 """
@@ -32,7 +32,7 @@ class Config(Frozen):
     )
     epsilon: float = key("Clip the ratio below 1 - epsilon", ge=0)
     epsilon_high: float | None = key(
-        "Clip it above 1 + epsilon_high; null = epsilon. With policy_loss=cispo the cap itself",
+        "Clip the ratio above 1 + epsilon_high; null = epsilon. With cispo the cap of weights",
         ge=0,
     )
     delta: float | None = key("Bounds the ratio for A<0, above 1 + epsilon_high; null = off", gt=1)
@@ -62,7 +62,7 @@ class Config(Frozen):
 
 @dataclass(frozen=True)
 class Loss:
-    """One micro-batch's share of an update's loss, and what is measured of it. U = N or S."""
+    """One micro-batch's share of an update's loss, and the values its metrics need. U = N or S."""
 
     total: Tensor  # () with gradient: policy + kl
     policy: Tensor  # () detached
@@ -71,12 +71,12 @@ class Loss:
     low: Tensor  # (U,) bool, ratio < 1 - epsilon and A < 0: clipped (never with reinforce)
     high: Tensor  # (U,) bool, ratio > 1 + epsilon_high and A > 0: clipped (never with reinforce)
     delta: Tensor  # (U,) bool, ratio > delta and A < 0
-    unit_mask: Tensor  # (U,) bool, units that count: unmasked tokens, or rows that have one
-    row_low: Tensor  # (S,) share of the row's units in `low`; 0 for a row without units
-    row_high: Tensor  # (S,) the same for `high`
-    log_ratio_sq: Tensor  # (U,) square of the row's summed (or the token's) logp - old_logp
+    unit_mask: Tensor  # (U,) bool, units that count: unmasked tokens, or completions with one
+    row_low: Tensor  # (S,) share of a completion's units in `low`; 0 where it has none
+    row_high: Tensor  # (S,) share of a completion's units in `high`
+    log_ratio_sq: Tensor  # (U,) square of the completion's summed (or the token's) logp - old_logp
     weight: Tensor | None = None  # (N,) or (S,) correction weights; None = no correction
-    raw_weight: Tensor | None = None  # the same before the correction's mode
+    raw_weight: Tensor | None = None  # (N,) or (S,) weights before the correction's mode
     capped: Tensor | None = None  # (U,) bool, cispo: ratio > cap and A > 0
     bonus: Tensor | None = None  # () detached, entropy_coef * entropy, which is subtracted
 
@@ -97,9 +97,9 @@ def policy_ratios(
     if weights is not None and weights.by_token and config.ratio_level != "token":
         d = d.detach() + micro_batch.mask * weights.weight * (logp - logp.detach())
     if config.ratio_level == "sequence":
-        d = segment_sum(d, micro_batch.sequence_ids, micro_batch.num_sequences)
+        d = _sum_by_sequence(d, micro_batch)
     elif config.ratio_level == "geometric":
-        d = segment_mean(d, micro_batch.mask, micro_batch.sequence_ids, micro_batch.num_sequences)
+        d = _mean_by_sequence(d, micro_batch)
     return d.clamp(-config.log_ratio_clamp, config.log_ratio_clamp).exp()
 
 
@@ -123,19 +123,18 @@ def policy_term(
     weights: Weights | None,
     log_ratio: Tensor | None = None,
 ) -> Tensor:
-    """The policy's loss per unit, or per token where its gradient is log-probability's.
+    """The policy's loss per unit, or per token where it is a factor times logp.
 
-    `advantage` may be (N,) where terms are per token. Weights that `ratios` has used up do not
-    multiply again; `log_ratio` (N,) is logp - old_logp, which only vespo asks for.
+    `advantage` may be (N,) where terms are per token. Weights that `policy_ratios` applied do not
+    multiply again. `log_ratio` (N,) is logp - old_logp, which only vespo needs.
     (N,), (U,), (S,) -> (U,) or (N,)
     """
     kind = config.policy_loss
     tokens = kind in ("reinforce", "cispo", "vespo") or config.ratio_level == "token"
     a = _to_tokens(advantage, micro_batch) if tokens else advantage
-    if kind == "vespo":  # its w has the correction in it
-        return loss_types.vespo_term(
-            logp, logp if log_ratio is None else log_ratio, a, micro_batch, weights
-        )
+    if kind == "vespo":  # its weight contains the correction
+        d = logp if log_ratio is None else log_ratio
+        return loss_types.vespo_term(logp, d, a, micro_batch, weights)
     if kind == "reinforce":
         term = -a * logp
     elif kind == "cispo":
@@ -144,10 +143,8 @@ def policy_term(
         term = loss_types.sapo_term(ratio, a)
     else:
         term = clipped_term(ratio, a, config)
-    if kind == "luspo":  # as if it stood at each of its tokens
-        term = term * segment_sum(
-            micro_batch.mask, micro_batch.sequence_ids, micro_batch.num_sequences
-        )
+    if kind == "luspo":  # counts once for each of its tokens
+        term = term * _sum_by_sequence(micro_batch.mask, micro_batch)
     if weights is None:
         return term
     if tokens:
@@ -160,21 +157,16 @@ def off_policy_mask(
 ) -> Tensor | None:
     """What off_policy_threshold leaves in the policy term: DeepSeek-V3.2's sequence mask.
 
-    base: the sampler's own log-probabilities where it said, else old_logp. With an advantage per
-    token each token answers for itself. (N,), (N,), (S,) or (N,) -> as advantage, bool; None = all
+    `sampler_logp` has the sampler's log-probabilities, or old_logp where it has none. With an
+    advantage per token, its own sign counts for each token.
+    (N,), (N,), (S,) or (N,) -> bool as advantage; None = all
     """
     if config.off_policy_threshold is None:
         return None
-    fell = segment_mean(
-        (sampler_logp - logp).detach(),
-        micro_batch.mask,
-        micro_batch.sequence_ids,
-        micro_batch.num_sequences,
-    )
-    near = fell <= config.off_policy_threshold
-    return (near if near.shape == advantage.shape else near[micro_batch.sequence_ids]) | (
-        advantage >= 0
-    )
+    fall = _mean_by_sequence((sampler_logp - logp).detach(), micro_batch)
+    near = fall <= config.off_policy_threshold
+    near = near if near.shape == advantage.shape else near[micro_batch.sequence_ids]
+    return near | (advantage >= 0)
 
 
 def build_loss(
@@ -188,20 +180,22 @@ def build_loss(
     weights: Weights | None,
     bonus: Tensor | None = None,
 ) -> Loss:
-    """The `Loss` of its scalars with gradient, (U,) ratios, (N,) log-ratios, (S,) or (N,) A."""
+    """The `Loss` from scalars with gradient, (U,) ratios, (N,) log-ratios, (S,) or (N,) A."""
     ratio, d = ratio.detach(), (micro_batch.mask * log_ratio).detach()
     unit = micro_batch.mask
     if config.ratio_level == "token":
         advantage = _to_tokens(advantage, micro_batch)
     else:
-        d = segment_sum(d, micro_batch.sequence_ids, micro_batch.num_sequences)
-        unit = segment_sum(unit, micro_batch.sequence_ids, micro_batch.num_sequences)
+        d, unit = _sum_by_sequence(d, micro_batch), _sum_by_sequence(unit, micro_batch)
     counted = unit > 0
     if advantage.shape != unit.shape:  # kl_credit=to_go needs reinforce here: nothing clips
         advantage, counted = ratio.new_zeros(unit.shape), counted & False
     clips = counted & config.clips
     low = clips & (ratio < 1 - config.epsilon) & (advantage < 0)
     high = clips & (ratio > config.upper) & (advantage > 0)
+    capped = None
+    if config.policy_loss == "cispo":
+        capped = counted & (ratio > config.cap) & (advantage > 0)
     return Loss(
         total=policy + kl if bonus is None else policy + kl - bonus,
         policy=policy.detach(),
@@ -216,25 +210,30 @@ def build_loss(
         log_ratio_sq=d.square(),
         weight=None if weights is None else weights.weight,
         raw_weight=None if weights is None else weights.raw,
-        capped=counted & (ratio > config.cap) & (advantage > 0)
-        if config.policy_loss == "cispo"
-        else None,
+        capped=capped,
         bonus=None if bonus is None else bonus.detach(),
     )
 
 
 def _flagged_share(flags: Tensor, micro_batch: MicroBatch) -> Tensor:
-    """Share of each row's units that are flagged. (U,) -> (S,)"""
+    """Share of each completion's units that are flagged. (U,) -> (S,)"""
     share = flags.to(micro_batch.mask.dtype)
-    if not _is_per_token(share, micro_batch):
-        return share
-    return segment_mean(
-        share, micro_batch.mask, micro_batch.sequence_ids, micro_batch.num_sequences
-    )
+    return _mean_by_sequence(share, micro_batch) if _is_per_token(share, micro_batch) else share
+
+
+def _sum_by_sequence(values: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """Sum over the tokens of each completion. (N,) -> (S,)"""
+    return segment_sum(values, micro_batch.sequence_ids, micro_batch.num_sequences)
+
+
+def _mean_by_sequence(values: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """Mean over the unmasked tokens of each completion. (N,) -> (S,)"""
+    index, count = micro_batch.sequence_ids, micro_batch.num_sequences
+    return segment_mean(values, micro_batch.mask, index, count)
 
 
 def _is_per_token(values: Tensor, micro_batch: MicroBatch) -> bool:
-    # Every row has a token, so S = N only where each has one and both readings agree.
+    # Every completion has a token, so S = N only where each has one and both readings agree.
     return values.shape == micro_batch.sequence_ids.shape
 
 

@@ -1,6 +1,6 @@
-"""What keys say together: conflicts that stop a run before it starts, and things worth a warning.
+"""Conflicts between keys that stop a run before it starts, and combinations worth a warning.
 
-Limits of a single key stand at the key. These name the key, the arithmetic and the ways out.
+Limits of a single key stand at the key. A problem names the key, the arithmetic and the ways out.
 """
 
 from __future__ import annotations
@@ -10,27 +10,24 @@ from math import inf, log, sqrt
 from statistics import NormalDist
 
 from rloo_cli.algorithms.common import config as common_config
-from rloo_cli.algorithms.common import (
-    dialect,
-    importance_weights,
-    policy_loss,
-    siblings,
-)
+from rloo_cli.algorithms.common import dialect, importance_weights, policy_loss, siblings
 from rloo_cli.algorithms.common.config import Switches, num_updates_per_step, shared_switches
 from rloo_cli.config.schema import GenerationConfig, RunConfig
 from rloo_cli.utils.errors import Problem
 
-OWN_BASELINES = {"greedy": "remax", "value": "ppo"}  # which other algorithms cannot have
+OWN_BASELINES = {"greedy": "remax", "value": "ppo"}  # baseline -> the only algorithm that has it
+TOKEN_NOISE = 0.01  # log-ratio per token that kernels and one small update make
+CLIPPED_SHARE = 0.1  # predicted share of completions clipped by that noise alone: warn above
 
 
 def choice_problems(config: Switches) -> Iterator[Problem]:
-    """Conflicts of one algorithm's own choices; `where` is the dotted key."""
+    """Conflicts among the choices of the algorithm alone; `where` is the dotted key."""
     yield from _loss_problems(config)
     yield from _baseline_problems(config)
 
 
 def whitening_problems(config: Switches) -> Iterator[Problem]:
-    """Of an algorithm that whitens all tokens' advantages: what else would centre or divide."""
+    """Settings that centre or divide advantages which the algorithm's whitening replaces."""
     plain = {"advantage_scale": "none", "normalize_advantages": False, "kl_in_baseline": False}
     for name, value in plain.items():
         found = getattr(config, name)
@@ -47,9 +44,9 @@ def _loss_problems(config: Switches) -> Iterator[Problem]:
     for part in common_config.PARTS:
         if getattr(config, part) is None:
             yield Problem(
-                f"{part} is open",
+                f"{part} is not set",
                 f"algorithm.{part}",
-                "it is null, and so is algorithm.loss_type, which would say it",
+                "it is null, and so is algorithm.loss_type, which would set it",
                 "algorithm.loss_type=dapo",
             )
     if config.policy_loss == "cispo" and (config.epsilon_high or 0) < 1:
@@ -71,17 +68,13 @@ def _loss_problems(config: Switches) -> Iterator[Problem]:
 def _baseline_problems(config: Switches) -> Iterator[Problem]:
     for baseline, name in OWN_BASELINES.items():
         if (config.baseline == baseline) != (config.name == name):
-            own = {v: k for k, v in OWN_BASELINES.items()}.get(config.name)
+            baseline_of = {algorithm: b for b, algorithm in OWN_BASELINES.items()}
             yield Problem(
                 f"baseline={config.baseline} is not one of algorithm={config.name}",
                 "algorithm.baseline",
                 f"baseline={baseline} is what {name} is",
-                f"algorithm.baseline={own or 'loo'}",
+                f"algorithm.baseline={baseline_of.get(config.name, 'loo')}",
             )
-
-
-TOKEN_NOISE = 0.01  # log-ratio per token that kernels and one small update make
-CLIPPED_SHARE = 0.1  # predicted share of completions clipped by that noise alone: warn above
 
 
 def algorithm_problems(run: RunConfig) -> Iterator[Problem]:
@@ -98,27 +91,27 @@ def algorithm_problems(run: RunConfig) -> Iterator[Problem]:
 
 
 def algorithm_warnings(run: RunConfig) -> Iterator[str]:
-    """What is allowed and seldom meant, one sentence each."""
+    """Combinations that are allowed but seldom meant, in one sentence each."""
     config, generation = shared_switches(run), run.generation
+    max_length, num_updates = generation.max_completion_length, num_updates_per_step(config)
     yield from dialect.dialect_differences(run, config)
     yield from _kl_warnings(config)
     yield from siblings.sibling_warnings(config)
     filters = _sampling_filters(generation)
     if filters and importance_weights.correction_mode(config, generation.backend) == "none":
         yield f"generation.{', '.join(filters)}: logp does not describe what is sampled then"
-    share = clipped_by_noise(config, generation.max_completion_length)
-    if num_updates_per_step(config) > 1 and share > CLIPPED_SHARE:
+    share = clipped_by_noise(config, max_length)
+    if num_updates > 1 and share > CLIPPED_SHARE:
         yield (
-            f"algorithm.ratio_level=sequence, {num_updates_per_step(config)} updates per step: "
-            "noise of"
-            f" {TOKEN_NOISE} per token over {generation.max_completion_length} tokens alone clips"
+            f"algorithm.ratio_level=sequence, {num_updates} updates per step: noise of"
+            f" {TOKEN_NOISE} per token over {max_length} tokens alone clips"
             f" {share:.0%} of the completions; widen epsilon, or ratio_level=token or geometric"
         )
     rule = config.overlong_penalty
-    if rule is not None and rule.max_length - rule.cache >= generation.max_completion_length:
+    if rule is not None and rule.max_length - rule.cache >= max_length:
         yield (
             f"algorithm.overlong_penalty starts above {rule.max_length - rule.cache} tokens, and"
-            f" generation.max_completion_length={generation.max_completion_length}: never charged"
+            f" generation.max_completion_length={max_length}: never charged"
         )
     if run.rewards and all(reward.weight == 0 for reward in run.rewards.values()):
         yield (
@@ -130,7 +123,7 @@ def algorithm_warnings(run: RunConfig) -> Iterator[str]:
 
 
 def clipped_by_noise(config: policy_loss.Config, num_tokens: int) -> float:
-    """Predicted share of completions that TOKEN_NOISE alone takes out of the clip range (2.9)."""
+    """Predicted share of completions that TOKEN_NOISE alone takes out of the clip range."""
     if config.ratio_level != "sequence" or config.policy_loss != "clip":
         return 0.0
     noise = NormalDist(sigma=TOKEN_NOISE * sqrt(num_tokens))
@@ -229,10 +222,8 @@ def _correction_problems(config: Switches, generation: GenerationConfig) -> Iter
             f"floor {rule.floor:g} is above cap {rule.cap:g}",
             "algorithm.correction.floor=0",
         )
-    mode, filters = (
-        importance_weights.correction_mode(config, generation.backend),
-        _sampling_filters(generation),
-    )
+    mode = importance_weights.correction_mode(config, generation.backend)
+    filters = _sampling_filters(generation)
     if mode == "none" or not filters:
         return
     off = {"top_p": "1.0", "top_k": "0", "min_p": "null", "repetition_penalty": "1.0"}
@@ -287,16 +278,16 @@ def _kl_warnings(config: Switches) -> Iterator[str]:
 
 
 def _sampling_filters(generation: GenerationConfig) -> list[str]:
-    """Sampling switches after which logp no longer describes the sampler, as `key=value`.
+    """Sampling settings with which logp no longer describes the sampler, as `key=value`.
 
     min_tokens is one: no stop id can be sampled before, so every other token is likelier.
     """
     stops = bool(generation.stop_token_ids) or not generation.ignore_eos
-    found = {
+    active = {
         "top_p": generation.top_p < 1,
         "top_k": generation.top_k > 0,
         "min_p": bool(generation.min_p),
         "repetition_penalty": generation.repetition_penalty != 1,
         "min_tokens": generation.min_tokens > 0 and stops,
     }
-    return [f"{name}={getattr(generation, name):g}" for name, on in found.items() if on]
+    return [f"{name}={getattr(generation, name):g}" for name, on in active.items() if on]

@@ -1,8 +1,8 @@
-"""From what the rewards say to one score per completion (docs/OBJECTIVES.md).
+"""From the rewards' scores to one score per completion (docs/OBJECTIVES.md).
 
-A NaN in `raw` means None: this reward does not apply to this row. None is never 0; a row for
-which every reward says None is unscorable and leaves the baseline and the loss. Both functions
-want the whole step at once: GDPO and normalize_rewards look at all of its rows.
+A NaN in `raw` means None: this reward does not apply to this completion. None is never 0; a
+completion for which every reward returns None is unscorable and left out of baseline and loss.
+Functions take the whole step at once: GDPO and normalize_rewards depend on all its completions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class EosPenalty(Frozen):
 
 class OverlongPenalty(Frozen):
     max_length: Positive = key("Tokens from which on the whole penalty of -weight is added")
-    cache: Positive = key("Tokens below max_length over which it grows from 0, linearly")
+    cache: Positive = key("Tokens below max_length over which the penalty grows linearly from 0")
     weight: float = key("Score units, the size of the whole penalty", ge=0)
 
 
@@ -57,31 +57,28 @@ class Config(dialect.Config):
 
     @property
     def eos_penalty(self) -> EosPenalty:
-        """missing_eos_penalty, a bare number written out."""
-        found = self.missing_eos_penalty
-        return found if isinstance(found, EosPenalty) else EosPenalty(mode="subtract", value=found)
+        """missing_eos_penalty, with a bare number as an `EosPenalty`."""
+        eos = self.missing_eos_penalty
+        return eos if isinstance(eos, EosPenalty) else EosPenalty(mode="subtract", value=eos)
 
 
 def combine_scores(raw: Tensor, weights: Sequence[float], config: Config) -> tuple[Tensor, Tensor]:
-    """One score per row, and which rows have one. Weights are not renormalised when some are None.
+    """One score per completion, and which completions have one.
 
-    `raw` is the step's (F, P, K) float64, NaN = None; `weights` the F rewards' weights. A reward
-    of weight 0 is only a metric: it makes no row scorable, else it would turn None into 0.
-    Returns score (P, K), 0 where there is none, and scorable (P, K) bool.
-    (F, P, K), F -> (P, K), (P, K)
+    `raw` is float64, NaN = None; weights are not renormalised when some rewards are None. A reward
+    of weight 0 is only a metric: it makes no completion scorable, else it would turn None into 0.
+    (F, P, K), F -> score (P, K), 0 where there is none, scorable (P, K) bool
     """
-    given = ~raw.isnan()
+    present = ~raw.isnan()
     if config.dialect in dialect.NONE_IS_ZERO:
-        raw, given = raw.nan_to_num(0.0), given | True
+        raw, present = raw.nan_to_num(0.0), present | True
     factor = raw.new_tensor(list(weights))[:, None, None]
-    value = raw.masked_fill(~given, 0.0)
-    scorable = (given & (factor != 0)).any(0)
+    value = raw.masked_fill(~present, 0.0)
+    scorable = (present & (factor != 0)).any(0)
     if config.multi_reward == "normalize_then_sum":
-        value = _normalize_along_rows(value, given, GDPO_EPS)
-        batch = (value * factor).sum(0).reshape(1, -1)
-        return _normalize_along_rows(batch, scorable.reshape(1, -1), GDPO_EPS).view_as(
-            scorable
-        ), scorable
+        value = _normalize_along_rows(value, present, GDPO_EPS)
+        batch, mask = (value * factor).sum(0).reshape(1, -1), scorable.reshape(1, -1)
+        return _normalize_along_rows(batch, mask, GDPO_EPS).view_as(scorable), scorable
     return (value * factor).sum(0), scorable
 
 
@@ -90,9 +87,8 @@ def shape_step_scores(
 ) -> Tensor:
     """Overlong penalty, missing EOS, normalising, clip: in this order, all before KL.
 
-    Of the whole step: score (P, K) float64, scorable (P, K) bool, lengths (P, K) trained tokens,
-    terminated (P, K) bool. Unscorable rows stay 0. Overlong is DAPO's (arXiv 2503.14476).
-    (P, K), (P, K), (P, K), (P, K) -> (P, K)
+    `score` is float64, `lengths` count trained tokens. Unscorable completions stay 0. The overlong
+    penalty is DAPO's (arXiv 2503.14476). (P, K), (P, K), (P, K), (P, K) -> (P, K)
     """
     if config.overlong_penalty is not None:
         rule = config.overlong_penalty
@@ -104,11 +100,10 @@ def shape_step_scores(
     elif eos.mode == "replace":
         score = score.masked_fill(~terminated, eos.value)
     if config.normalize_rewards:
-        batch, rows = score.reshape(1, -1), scorable.reshape(1, -1)
+        batch, mask = score.reshape(1, -1), scorable.reshape(1, -1)
         # Equal scores are left alone; their float sums would leave a std that is not quite 0.
-        score = score.where(
-            ~values_differ(batch, rows), _normalize_along_rows(batch, rows, NORM_EPS).view_as(score)
-        )
+        normalized = _normalize_along_rows(batch, mask, NORM_EPS).view_as(score)
+        score = score.where(~values_differ(batch, mask), normalized)
     if config.reward_clip_range is not None and config.dialect not in dialect.CLIPS_ADVANTAGES:
         low, high = config.reward_clip_range
         score = score.clamp(low, high)
@@ -116,10 +111,10 @@ def shape_step_scores(
 
 
 def mask_truncated(scorable: Tensor, terminated: Tensor, config: Config) -> tuple[Tensor, Tensor]:
-    """mask_truncated_completions: which rows still count in the baseline, which leave the loss.
+    """mask_truncated_completions: which completions count in the baseline, which leave the loss.
 
-    `true` takes truncated rows out of the loss only; `drop` makes them unscorable as well. Apply
-    between `combine` and `shape`; the second result is `pack`'s `dropped`.
+    `true` takes truncated completions out of the loss only; `drop` makes them unscorable as well.
+    It is applied between `combine_scores` and `shape_step_scores`.
     (P, K), (P, K) -> scorable (P, K), masked (P, K)
     """
     if config.mask_truncated_completions is False:

@@ -1,4 +1,4 @@
-"""What compares the completions of one prompt, where there are none or too few to compare."""
+"""Problems of settings that compare the completions of a prompt, where there are too few."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rloo_cli.utils.errors import Problem
 
 
 def sibling_problems(config: Switches) -> Iterator[Problem]:
-    """What compares a completion with its siblings means nothing where it has none."""
+    """Settings that compare a completion with its siblings mean nothing where it has none."""
     if config.num_generations > 1:
         return
     alone = "a prompt's only completion has no sibling whose score could differ"
-    refused = {  # key -> what it would do, the way out
+    refused = {  # key -> whether it is set so, what it would do, the way out
         "zero_std_groups": (
             config.zero_std_groups != "keep",
             "every group would count as one of equal scores, and none would be trained on",
@@ -41,10 +41,9 @@ def sibling_problems(config: Switches) -> Iterator[Problem]:
 
 
 def sibling_warnings(config: Switches) -> Iterator[str]:
-    """What is allowed and seldom meant, one sentence each."""
-    compared = config.baseline in ("loo", "group_mean") or getattr(
-        config, "minus_group_mean", False
-    )
+    """Combinations that are allowed but seldom meant, in one sentence each."""
+    minus_group_mean = getattr(config, "minus_group_mean", False)
+    compared = minus_group_mean or config.baseline in ("loo", "group_mean")
     if config.zero_std_groups != "keep" and not compared:
         yield (
             f"algorithm.zero_std_groups={config.zero_std_groups} leaves out groups of equal scores,"

@@ -1,15 +1,18 @@
 """A whole step's tokens at once, for algorithms in which every token has an advantage of its own.
 
-The loop asks once per step, on the CPU and on every rank alike, before the first update.
+They are computed once per step, on the CPU and on every rank alike, before the first update.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rloo_cli.data.batch import Batch
 
 WHITE_EPS = 1e-8  # added to the variance
 
@@ -19,17 +22,58 @@ class StepTokens:
     """The completions of a step that are trained on: S of them with N tokens, in float64."""
 
     score: Tensor  # (S,) shaped
-    group: Tensor  # (S,) which prompt draw
-    sequence: Tensor  # (N,) which completion
+    group: Tensor  # (S,) the index of the completion's group
+    sequence: Tensor  # (N,) the index of the token's completion
     mask: Tensor  # (N,) 1 = sampled by the policy and trained on
-    old: Tensor  # (N,) log-probabilities, at the KL's temperature
-    ref: Tensor | None  # (N,) the reference's; None = there is none
-    value: Tensor | None  # (N,) the value model's; None = there is none
+    old: Tensor  # (N,) old_logp, at the KL's temperature
+    ref: Tensor | None  # (N,) ref_logp; None = there is no reference
+    value: Tensor | None  # (N,) values; None = there is no value model
+
+
+def collect_step_tokens(
+    batch: Batch, indices: Sequence[tuple[int, int]]
+) -> tuple[StepTokens, list[int]]:
+    """Flat columns of the completions with these (group, completion) indices, and their lengths."""
+    import torch  # lazy: the registry reads the algorithms' schemas without torch
+
+    groups = batch.groups
+    rollouts = [groups[i].rollouts[k] for i, k in indices]
+    lengths = [len(r.completion_ids) for r in rollouts]
+
+    def column(name: str) -> Tensor | None:
+        """A completion that was not forwarded has NaN, and a mask of 0."""
+        by_group = [getattr(groups[i], name) for i, _ in indices]
+        if all(values is None for values in by_group):
+            return None
+        parts = [
+            torch.full((length,), float("nan")) if values is None else values[k]
+            for values, (_, k), length in zip(by_group, indices, lengths, strict=True)
+        ]
+        return torch.cat(parts).double()
+
+    sequence = torch.repeat_interleave(torch.arange(len(indices)), torch.tensor(lengths).long())
+    mask = torch.tensor(
+        [float(m) for r in rollouts for m in (r.mask or [1] * len(r.completion_ids))]
+    )
+    out = torch.tensor([bool(batch.masked[i, k]) for i, k in indices], dtype=torch.bool)
+    score = torch.tensor([float(batch.shaped[i, k]) for i, k in indices], dtype=torch.float64)
+    old = column("kl_logp")
+    old = column("old_logp") if old is None else old
+    step = StepTokens(
+        score=score,
+        group=torch.tensor([i for i, _ in indices]).long(),
+        sequence=sequence,
+        mask=mask.double() * (~out)[sequence],
+        old=torch.zeros(0, dtype=torch.float64) if old is None else old,
+        ref=column("ref_logp"),
+        value=column("value"),
+    )
+    return step, lengths
 
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """What an algorithm makes of it."""
+    """The result of `Algorithm.token_advantages`."""
 
     advantage: Tensor  # (N,) exactly 0 where the mask is
     returns: Tensor | None = None  # (N,) what the value model is fitted to
@@ -37,18 +81,19 @@ class TokenAdvantages:
 
 
 class Grid:
-    """Trained tokens of flat columns as rows (S, T), in order and without gaps, and back."""
+    """The trained tokens of each completion (S, T), in order and without gaps, of columns (N,)."""
 
     def __init__(self, step: StepTokens):
         self.step, self.kept = step, step.mask > 0
-        row = step.sequence[self.kept]
-        self.count = row.new_zeros(len(step.score)).index_add(0, row, row.new_ones(len(row)))
+        sequence = step.sequence[self.kept]
+        ones = sequence.new_ones(len(sequence))
+        self.count = sequence.new_zeros(len(step.score)).index_add(0, sequence, ones)
         before = self.count.cumsum(0) - self.count
-        self.place = (row, row.new_ones(len(row)).cumsum(0) - 1 - before[row])
-        self.width = int(self.count.max()) if len(row) else 0
+        self.place = (sequence, ones.cumsum(0) - 1 - before[sequence])
+        self.width = int(self.count.max()) if len(sequence) else 0
 
     def rows(self, column: Tensor) -> Tensor:
-        """(N,) -> (S, T), 0 beyond a row's last trained token."""
+        """(N,) -> (S, T), 0 beyond a completion's last trained token."""
         out = column.new_zeros(len(self.count), self.width)
         return out.index_put(self.place, column[self.kept])
 
@@ -57,15 +102,14 @@ class Grid:
         return rows.new_zeros(len(self.kept)).masked_scatter(self.kept, rows[self.place])
 
     def at_end(self, score: Tensor) -> Tensor:
-        """(S,) -> (S, T): each row's number on its last trained token, 0 elsewhere."""
-        out = score.new_zeros(len(score), self.width)
-        some = self.count > 0
-        index = (some.nonzero().squeeze(-1), (self.count - 1)[some])
-        return out.index_put(index, score[some])
+        """(S,) -> (S, T): each completion's score on its last trained token, 0 elsewhere."""
+        out, trained = score.new_zeros(len(score), self.width), self.count > 0
+        index = (trained.nonzero().squeeze(-1), (self.count - 1)[trained])
+        return out.index_put(index, score[trained])
 
     @property
     def there(self) -> Tensor:
-        """(S, T) bool: a trained token stands here."""
+        """(S, T) bool: there is a trained token."""
         return self.rows(self.step.mask.clamp(max=1)) > 0
 
 
@@ -83,15 +127,15 @@ def whiten_tokens(column: Tensor, mask: Tensor, centre: bool = True) -> Tensor:
 
     Equal values are only centred, to exactly 0. `centre` False keeps the mean. (N,), (N,) -> (N,)
     """
-    kept = mask > 0
-    values = column[kept]
+    trained = mask > 0
+    values = column[trained]
     if not len(values):
         return column * 0.0
     equal = bool(values.max() == values.min())
     mean = values[0] if equal else values.mean()
-    moved = values - mean
+    white = values - mean
     if not equal:
-        moved = moved / (moved.square().sum() / (len(values) - 1) + WHITE_EPS).sqrt()
+        white = white / (white.square().sum() / (len(values) - 1) + WHITE_EPS).sqrt()
     if not centre:
-        moved = moved + mean
-    return column.new_zeros(len(column)).masked_scatter(kept, moved)
+        white = white + mean
+    return column.new_zeros(len(column)).masked_scatter(trained, white)

@@ -1,23 +1,24 @@
-"""`rloo compare RUN...`: runs side by side, configurations as means over their seeds.
+"""`rloo compare RUN...`: compare runs, and configurations by their means over seeds.
 
     rloo compare A B                    two runs: what differs in their configs, figures, charts
     rloo compare 'runs/compare-*'       runs that differ in the seed alone are one configuration
     rloo compare runs --out comparison  every run in a folder
     --metric eval_reward/gold/mean      the held-out score to compare; usually eval_reward
-    --against LABEL                     whom differences are to; usually rloo, else the first
-    --unfinished                        runs that are not at their end count as far as they are
+    --against LABEL                     compare the others with it; usually rloo, else the first
+    --unfinished                        count unfinished runs too, as far as they are
     --anyway                            compare what is not comparable, with a warning
     --json                              all figures, seed by seed
 
-A RUN is a folder, a name under runs/, a folder with runs in it, or a pattern. Written to
-<their folder>/comparison: curves.png, curves.svg, table.md, table.csv, table.json. No torch.
+A RUN is a folder, a name under runs/, a folder with runs in it, or a pattern. The verb writes
+curves.png, curves.svg, table.md, table.csv and table.json to <their folder>/comparison, and imports
+no torch.
 
-    charts          The comparison as one picture
-    configurations  Runs -> configurations
-    results         What can be said of configurations
-    runs            The runs that are compared
-    statistics      Means over seeds with Student's interval, and differences seed by seed
-    tables          The comparison in words and figures
+    charts          Draws the comparison as one picture
+    configurations  Groups runs into configurations
+    results         Compares configurations
+    runs            Finds the runs that are compared, and reads them
+    statistics      Computes means over seeds, and differences seed by seed
+    tables          Writes the comparison as tables
 """
 
 import json
@@ -43,69 +44,65 @@ OUTPUT_FOLDER = "comparison"
 
 
 def run(args: list[str]) -> int:
-    """The verb. Raises ConfigError for what is not there, not finished or not comparable."""
+    """Run the verb. Raises ConfigError for runs not found, not finished or not comparable."""
     parser = RunArgumentParser("compare", USAGE)
     parser.add_argument("more", nargs="*", metavar="RUN")
     for flag in ("--out", "--metric", "--against"):
         parser.add_argument(flag)
     for flag in ("--unfinished", "--anyway", "--json"):
         parser.add_argument(flag, action="store_true")
-    given = parser.parse_intermixed_args(args)
-    runs = [
-        compare_runs.read_run_record(p)
-        for p in compare_runs.find_compared_runs([w for w in (given.run, *given.more) if w])
-    ]
-    found = _configurations(runs, given.unfinished)
-    score = _metric(found, given.metric)
-    notes = _notes(found, given.anyway)
-    told = results.compare_configurations(
-        found, score, _baseline_index(found, given.against), notes
-    )
-    out = Path(given.out) if given.out else _common_folder(runs) / OUTPUT_FOLDER
-    _write_files(out, told, found)
-    if given.json:
-        print(json.dumps(tables.comparison_json(told), indent=2))
+    options = parser.parse_intermixed_args(args)
+    folders = compare_runs.find_compared_runs([w for w in (options.run, *options.more) if w])
+    runs = [compare_runs.read_run_record(folder) for folder in folders]
+    configs = _configurations(runs, options.unfinished)
+    score = _metric(configs, options.metric)
+    notes = _notes(configs, options.anyway)
+    baseline = _baseline_index(configs, options.against)
+    comparison = results.compare_configurations(configs, score, baseline, notes)
+    out = Path(options.out) if options.out else _common_folder(runs) / OUTPUT_FOLDER
+    _write_files(out, comparison, configs)
+    if options.json:
+        print(json.dumps(tables.comparison_json(comparison), indent=2))
     else:
-        _print_comparison(told, found, runs, out)
+        _print_comparison(comparison, configs, runs, out)
     return 0
 
 
 def _configurations(runs: list[RunRecord], unfinished: bool) -> list[Configuration]:
     if len(runs) < 2:
-        why = f"only {runs[0].folder}" if runs else ""
-        raise ConfigError(
-            Problem("rloo compare needs two runs or more", "command line", why, USAGE)
-        )
-    found = configurations.group_by_configuration(runs, unfinished)
-    if not any(one.runs for one in found):
+        what, why = "rloo compare needs two runs or more", f"only {runs[0].folder}" if runs else ""
+        raise ConfigError(Problem(what, "command line", why, USAGE))
+    configs = configurations.group_by_configuration(runs, unfinished)
+    if not any(config.runs for config in configs):
         why = "\n".join(f"{run.folder}: {run.status_text}" for run in runs)
         fix = "rloo compare ... --unfinished"
         raise ConfigError(Problem("none of the runs is finished", "command line", why, fix))
-    return found
+    return configs
 
 
 def _metric(configs: list[Configuration], wanted: str | None) -> str | None:
-    known = compare_runs.held_out_metrics([run for one in configs for run in one.runs])
+    """The wanted metric, or the first held-out reward; None if no run has been evaluated."""
+    metrics = compare_runs.held_out_metrics([run for config in configs for run in config.runs])
     if wanted is None:
-        return next((name for name in known if name.endswith("reward")), None)
-    if wanted not in known:
-        close = nearest_names(wanted, known)
-        why = f"all have: {', '.join(known) or 'no evaluation at all'}"
+        return next((name for name in metrics if name.endswith("reward")), None)
+    if wanted not in metrics:
+        close = nearest_names(wanted, metrics)
+        why = f"all have: {', '.join(metrics) or 'no evaluation at all'}"
         fix = f"--metric {close[0]}" if close else ""
         raise ConfigError(Problem(f"not every run has {wanted!r}", "--metric", why, fix))
     return wanted
 
 
 def _notes(configs: list[Configuration], anyway: bool) -> list[str]:
-    counted = [one for one in configs if one.runs]
-    wrong = [*configurations.comparability_problems(counted)]
-    if wrong and not anyway:
-        raise ConfigError(*wrong)
-    return [*(problem.what for problem in wrong), *configurations.fairness_warnings(configs)]
+    counted = [config for config in configs if config.runs]
+    problems = [*configurations.comparability_problems(counted)]
+    if problems and not anyway:
+        raise ConfigError(*problems)
+    return [*(problem.what for problem in problems), *configurations.fairness_warnings(configs)]
 
 
 def _baseline_index(configs: list[Configuration], label: str | None) -> int:
-    """The configuration that the others are measured by."""
+    """The index of the configuration that the others are compared with."""
     labels = [one.label for one in configs]
     if label is None:
         return next(i for i, one in enumerate(configs) if one.runs)
@@ -125,8 +122,9 @@ def _common_folder(runs: list[RunRecord]) -> Path:
 
 
 def _write_files(out: Path, comparison: results.Comparison, configs: list[Configuration]) -> None:
-    title = " · ".join(dict.fromkeys(str(run.run_metadata.get("recipe") or run.name)
-                                     for one in configs for run in one.runs))  # fmt: skip
+    runs = [run for config in configs for run in config.runs]
+    recipes = [str(run.run_metadata.get("recipe") or run.name) for run in runs]
+    title = " · ".join(dict.fromkeys(recipes))
     for name in ("curves.png", "curves.svg"):
         charts.draw_comparison(comparison, out / name, title)
     write_text(out / "table.md", tables.comparison_markdown(comparison, configs))
@@ -141,10 +139,8 @@ def _print_comparison(
     parts = [tables.terminal_table(tables.comparison_table(comparison), comparison.score)]
     if len(runs) == 2:
         console.print(f"{runs[0].name} -> {runs[1].name}", markup=False)
-        console.print(
-            "\n".join(resume.describe_changes(_differing_values(*runs)) or ["the same config"]),
-            markup=False,
-        )
+        changes = resume.describe_changes(_differing_values(*runs)) or ["the same config"]
+        console.print("\n".join(changes), markup=False)
     else:
         parts.append(tables.terminal_table(tables.differing_key_table(configs), "keys that differ"))
     for table in parts:
@@ -157,8 +153,6 @@ def _print_comparison(
 
 
 def _differing_values(one: RunRecord, other: RunRecord) -> dict[str, list[object]]:
-    """Keys of two configs whose values differ."""
-    old, new = configurations.flat_config(one), configurations.flat_config(other)
-    old, new = ({"seed": run.seed} | keys for run, keys in ((one, old), (other, new)))
-    keys = dict.fromkeys([*old, *new])
-    return {k: [old.get(k), new.get(k)] for k in keys if old.get(k) != new.get(k)}
+    """The keys of two configs whose values differ -> both values."""
+    old, new = ({"seed": run.seed} | configurations.flat_config(run) for run in (one, other))
+    return {k: [old.get(k), new.get(k)] for k in {**old, **new} if old.get(k) != new.get(k)}

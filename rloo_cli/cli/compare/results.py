@@ -1,7 +1,7 @@
-"""What can be said of configurations: curves over completions, figures at the end, who is ahead.
+"""Compares configurations: curves over completions, figures at the end, differences.
 
-The held-out score is a metric of the evaluations in metrics.jsonl; where there are none, the
-training reward stands in its place and is called so.
+The held-out score is a metric of the evaluations in metrics.jsonl; without any, the training reward
+takes its place and is named so.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ from rloo_cli.reporting import curves
 END_FRACTION = 0.1  # share of the steps that the end of a run is the mean of
 THRESHOLD_FRACTION = 0.9  # of the way from the start to the best configuration's end
 REWARD, KL, GIB = "reward", "objective/kl", 2**30
-WIN_RATE_PREFIX = "wins/"  # and against whom: a figure from judges
+WIN_RATE_PREFIX = "wins/"  # of the names of figures from judges; the opponent follows
 Curve = dict[float, float]  # completions -> value
 
 
@@ -58,25 +58,23 @@ def compare_configurations(
     configs: Sequence[Configuration], score: str | None, against: int, notes: Sequence[str]
 ) -> Comparison:
     """Configurations -> their comparison. `score`: a metric of evaluations, None without any."""
-    outcomes = [_configuration_result(one, score) for one in configs]
-    limit = _threshold(outcomes)
-    for one, outcome in zip(configs, outcomes, strict=True):
+    results = [_configuration_result(config, score) for config in configs]
+    limit = _threshold(results)
+
+    def reached(run: RunRecord) -> float | None:
+        return None if limit is None else _completions_to_threshold(_score_curve(run, score), limit)
+
+    for config, result in zip(configs, results, strict=True):
         if limit is not None:
-            _add_figure(
-                outcome,
-                "reached",
-                one.runs,
-                lambda run: _completions_to_threshold(_score_curve(run, score), limit),
-            )
-    told = Comparison(
-        outcomes, score or REWARD, score is not None, limit, {}, outcomes[against].label, [*notes]
-    )
-    told.differences |= paired_differences(told, "final")
-    return told
+            _add_figure(result, "reached", config.runs, reached)
+    has_score, baseline = score is not None, results[against].label
+    comparison = Comparison(results, score or REWARD, has_score, limit, {}, baseline, [*notes])
+    comparison.differences |= paired_differences(comparison, "final")
+    return comparison
 
 
 def paired_differences(comparison: Comparison, figure: str) -> dict[str, Estimate | None]:
-    """Label -> a figure minus that of the one that the others are measured by, seed by seed."""
+    """Label -> a figure minus that of `comparison.against`, seed by seed."""
     base = next(o for o in comparison.results if o.label == comparison.against)
     others = [o for o in comparison.results if o is not base]
     theirs = base.figures.get(figure, {})
@@ -84,17 +82,16 @@ def paired_differences(comparison: Comparison, figure: str) -> dict[str, Estimat
 
 
 def conclusion_lines(comparison: Comparison) -> list[str]:
-    """A line for each difference: how large, how sure, and what that lets one say.
+    """A line for each difference: how large, how sure, and what follows from it.
 
-    Of the final score, then of the win rates where there are some.
+    The final score comes first, then win rates if there are any.
     """
     lines = _difference_lines(comparison, comparison.differences, "")
     judged = dict.fromkeys(name for o in comparison.results for name in o.figures)
     for name in [name for name in judged if name.startswith(WIN_RATE_PREFIX)]:
-        found = {k: e for k, e in paired_differences(comparison, name).items() if e is not None}
-        lines += _difference_lines(
-            comparison, found, f", win rate against {name.removeprefix(WIN_RATE_PREFIX)}"
-        )
+        paired = {k: e for k, e in paired_differences(comparison, name).items() if e is not None}
+        what = f", win rate against {name.removeprefix(WIN_RATE_PREFIX)}"
+        lines += _difference_lines(comparison, paired, what)
     return lines
 
 
@@ -102,41 +99,44 @@ def _difference_lines(
     comparison: Comparison, estimates: Mapping[str, Estimate | None], what: str
 ) -> list[str]:
     lines = []
-    for label, told in estimates.items():
-        words = describe_difference(told)
-        if told is None:
-            lines.append(f"{label} against {comparison.against}{what}: {words}")
+    for label, e in estimates.items():
+        verdict = describe_difference(e)
+        if e is None:
+            lines.append(f"{label} against {comparison.against}{what}: {verdict}")
             continue
-        sure = f" ({told.low:+.3f} to {told.high:+.3f}), {told.n} seeds" if told.n > 1 else ""
-        who = f"{label} minus {comparison.against}{what}"
-        lines.append(f"{who}: {told.mean:+.3f}{sure}: {words}")
+        interval = f" ({e.low:+.3f} to {e.high:+.3f}), {e.n} seeds" if e.n > 1 else ""
+        difference = f"{label} minus {comparison.against}{what}"
+        lines.append(f"{difference}: {e.mean:+.3f}{interval}: {verdict}")
     return lines
 
 
 def _configuration_result(config: Configuration, score: str | None) -> ConfigurationResult:
-    outcome = ConfigurationResult(config.label, config.seeds, {}, {}, config.excluded_runs)
+    result = ConfigurationResult(config.label, config.seeds, {}, {}, config.excluded_runs)
     runs = config.runs
-    _add_figure(outcome, "start", runs, lambda run: _first_value(_score_curve(run, score)))
-    _add_figure(outcome, "final", runs, lambda run: _final_score(run, score))
-    _add_figure(
-        outcome, "best", runs, lambda run: max(_score_curve(run, score).values(), default=None)
-    )
-    _add_figure(outcome, "reward", runs, lambda run: _mean_at_end(run, REWARD))
-    _add_figure(outcome, "kl", runs, lambda run: _mean_at_end(run, KL))
-    _add_figure(outcome, "step_s", runs, lambda run: _median_value(run, "step_time"))
-    _add_figure(outcome, "peak_gib", runs, _peak_memory_gib)
-    _add_figure(outcome, "updates", runs, lambda run: _last_value(run, "updates"))
-    for who in dict.fromkeys(who for run in runs for who in run.judge_tallies):
-        _add_figure(outcome, f"{WIN_RATE_PREFIX}{who}", runs, _win_rate(who))
-        if len(runs) == 1 and runs[0].judge_tallies[who].get("low") is not None:
-            told = runs[0].judge_tallies[who]
-            outcome.intervals[f"{WIN_RATE_PREFIX}{who}"] = (told["low"], told["high"])
-    outcome.curves = {
+    measures: dict[str, Callable[[RunRecord], float | None]] = {
+        "start": lambda run: _first_value(_score_curve(run, score)),
+        "final": lambda run: _final_score(run, score),
+        "best": lambda run: max(_score_curve(run, score).values(), default=None),
+        "reward": lambda run: _mean_at_end(run, REWARD),
+        "kl": lambda run: _mean_at_end(run, KL),
+        "step_s": lambda run: _median_value(run, "step_time"),
+        "peak_gib": _peak_memory_gib,
+        "updates": lambda run: _last_value(run, "updates"),
+    }
+    for name, measure in measures.items():
+        _add_figure(result, name, runs, measure)
+    for opponent in dict.fromkeys(opponent for run in runs for opponent in run.judge_tallies):
+        name = f"{WIN_RATE_PREFIX}{opponent}"
+        _add_figure(result, name, runs, _win_rate(opponent))
+        tally = runs[0].judge_tallies[opponent] if len(runs) == 1 else {}
+        if tally.get("low") is not None:
+            result.intervals[name] = (tally["low"], tally["high"])
+    result.curves = {
         "reward": _mean_curve([_training_curve(run, REWARD) for run in runs]),
         "kl": _mean_curve([_training_curve(run, KL) for run in runs]),
         "held_out": _mean_curve([_score_curve(run, score) for run in runs if score]),
     }
-    return outcome
+    return result
 
 
 def _add_figure(
@@ -145,15 +145,15 @@ def _add_figure(
     runs: Sequence[RunRecord],
     measure: Callable[[RunRecord], float | None],
 ) -> None:
-    told = {run.seed: measure(run) for run in runs}
-    result.figures[name] = {seed: float(v) for seed, v in told.items() if v is not None}
+    values = {run.seed: measure(run) for run in runs}
+    result.figures[name] = {seed: float(v) for seed, v in values.items() if v is not None}
 
 
 # Curves.
 
 
 def _training_curve(run: RunRecord, name: str) -> Curve:
-    """A metric of the steps, smoothed as in a run's own curves."""
+    """Completions -> a metric of the training steps, smoothed as in a run's own curves."""
     steps, values = curves.metric_points(run.step_metrics, name)
     values = curves.smooth_values(values) if len(values) > curves.SMOOTH_FROM else values
     return {run.completions_sampled(int(s)): v for s, v in zip(steps, values, strict=True)}
@@ -168,10 +168,10 @@ def _score_curve(run: RunRecord, score: str | None) -> Curve:
 
 
 def _mean_curve(seed_curves: Sequence[Curve]) -> list[tuple[float, Estimate]]:
-    """The mean at every place that all seeds have."""
+    """The mean at every point that all seeds have."""
     common = sorted(set.intersection(*(set(curve) for curve in seed_curves))) if seed_curves else []
-    told = [(x, mean_with_interval([curve[x] for curve in seed_curves])) for x in common]
-    return [(x, value) for x, value in told if value is not None]
+    means = [(x, mean_with_interval([curve[x] for curve in seed_curves])) for x in common]
+    return [(x, mean) for x, mean in means if mean is not None]
 
 
 # Figures of one run.
@@ -210,16 +210,16 @@ def _win_rate(opponent: str) -> Callable[[RunRecord], float | None]:
 
 
 def _peak_memory_gib(run: RunRecord) -> float | None:
-    """GiB at most: as the run measured itself, or what its steps say of a GPU."""
+    """Peak memory in GiB, as the run measured it, or as its steps report it of a GPU."""
     measured = run.run_metadata.get("memory", {}).get("measured_bytes")
     if measured is not None:
         return float(measured) / GIB
-    told = curves.metric_points(run.step_metrics, "memory/peak_gb")[1]
-    return max(told) * 1e9 / GIB if told else None
+    peaks_gb = curves.metric_points(run.step_metrics, "memory/peak_gb")[1]
+    return max(peaks_gb) * 1e9 / GIB if peaks_gb else None
 
 
 def _threshold(results: Sequence[ConfigurationResult]) -> float | None:
-    """REACHED of the way from where they start to the best end; None where nobody got on."""
+    """The score at THRESHOLD_FRACTION of the way to the best end; None if no run improved."""
     ends = [e.mean for o in results if (e := o.mean_over_seeds("final")) is not None]
     starts = [e.mean for o in results if (e := o.mean_over_seeds("start")) is not None]
     if not ends or not starts or max(ends) <= fmean(starts):

@@ -1,6 +1,6 @@
-"""The runs that are compared: finding their folders, and what each of them has written.
+"""Finds the runs that are compared, and reads what each of them has written.
 
-Read as they lie there, whatever version wrote them: nothing is checked.
+Files are read as they are, whatever version wrote them: nothing is checked.
 """
 
 import json
@@ -23,22 +23,18 @@ class RunRecord:
     folder: Path
     run_metadata: JsonObject  # run.json
     config: JsonObject  # config.yaml, plain
-    step_metrics: list[JsonObject] = field(
-        default_factory=list
-    )  # lines of metrics of training steps
-    eval_metrics: list[JsonObject] = field(default_factory=list)  # and of evaluations
-    judge_tallies: dict[str, JsonObject] = field(
-        default_factory=dict
-    )  # whom against -> a judge's tally
+    step_metrics: list[JsonObject] = field(default_factory=list)  # one for each training step
+    eval_metrics: list[JsonObject] = field(default_factory=list)  # one for each evaluation
+    judge_tallies: dict[str, JsonObject] = field(default_factory=dict)  # opponent -> a tally
 
     @property
     def name(self) -> str:
-        """Its folder's name."""
+        """The name of its folder."""
         return self.folder.name
 
     @property
     def seed(self) -> int:
-        """The seed it began with."""
+        """The seed in its config."""
         return int(self.config["seed"])
 
     @property
@@ -48,15 +44,14 @@ class RunRecord:
 
     @property
     def finished(self) -> bool:
-        """Whether it came to its end."""
+        """Whether it reached its end."""
         return self.run_metadata.get("state") == "finished"
 
     @property
     def completions_per_step(self) -> int:
-        """Completions of one step."""
-        return int(
-            self.config["train"]["prompts_per_step"] * self.config["algorithm"]["num_generations"]
-        )
+        """How many completions one step samples."""
+        prompts = self.config["train"]["prompts_per_step"]
+        return int(prompts * self.config["algorithm"]["num_generations"])
 
     @property
     def status_text(self) -> str:
@@ -72,32 +67,30 @@ class RunRecord:
 
     def completions_sampled(self, step: int) -> float:
         """Completions that were sampled before the end of a step."""
-        told = [r["episode"] for r in self.step_metrics if r["step"] <= step and "episode" in r]
-        return float(told[-1]) if told else float(step * self.completions_per_step)
+        counts = [m["episode"] for m in self.step_metrics if m["step"] <= step and "episode" in m]
+        return float(counts[-1] if counts else step * self.completions_per_step)
 
 
 def find_compared_runs(patterns: Sequence[str]) -> list[Path]:
-    """The folders of the runs that words name, each once, in this order.
+    """The folders of the runs that the arguments name, each once, in this order.
 
-    A word is a run's folder, its name under runs/, a folder with runs in it (one or two below), or
-    a pattern (`runs/compare-*`). Raises ConfigError for one that names no run.
+    An argument is a run's folder, its name under runs/, a folder with runs in it (one or two
+    below), or a pattern (`runs/compare-*`). Raises ConfigError for one that names no run.
     """
-    found: dict[Path, Path] = {}
-    for word in patterns:
-        for folder in _runs_matching(word):
-            found.setdefault(folder.resolve(), folder)
-    return [*found.values()]
+    folders: dict[Path, Path] = {}
+    for pattern in patterns:
+        for folder in _runs_matching(pattern):
+            folders.setdefault(folder.resolve(), folder)
+    return [*folders.values()]
 
 
 def _runs_matching(pattern: str) -> Iterator[Path]:
+    root = run_folders.RUNS_ROOT
     if any(sign in pattern for sign in "*?["):
-        here = sorted(
-            {*_matching_paths(Path(), pattern), *_matching_paths(run_folders.RUNS_ROOT, pattern)}
-        )
-        runs = [run for path in here for run in _runs_in(path)]
+        paths = {*_matching_paths(Path(), pattern), *_matching_paths(root, pattern)}
+        runs = [run for path in sorted(paths) for run in _runs_in(path)]
     else:
-        places = [Path(pattern), run_folders.RUNS_ROOT / pattern]
-        runs = next(filter(None, (list(_runs_in(place)) for place in places)), [])
+        runs = list(_runs_in(Path(pattern))) or list(_runs_in(root / pattern))
     if not runs:
         run_folders.find_run_folder(pattern, "compare")  # says which names are near
     yield from runs
@@ -109,14 +102,12 @@ def _matching_paths(root: Path, pattern: str) -> list[Path]:
 
 
 def _runs_in(path: Path) -> Iterator[Path]:
-    """The place itself if it is a run, else the runs of training that lie in it."""
+    """The folder itself if it is a run, else the training runs in it."""
     if _is_run(path):
         yield path
     elif path.is_dir():
-        yield from sorted(
-            p.parent for deep in ("*", "*/*") for p in path.glob(f"{deep}/run.json")
-            if _is_run(p.parent)
-        )  # fmt: skip
+        folders = [p.parent for deep in ("*", "*/*") for p in path.glob(f"{deep}/run.json")]
+        yield from sorted(folder for folder in folders if _is_run(folder))
 
 
 def _is_run(folder: Path) -> bool:
@@ -124,25 +115,26 @@ def _is_run(folder: Path) -> bool:
 
 
 def read_run_record(folder: Path) -> RunRecord:
-    """Everything of one run. Raises ConfigError for a folder that cannot be read as one."""
+    """Read everything of one run. Raises ConfigError for a folder that cannot be read as a run."""
     values = resume.read_run_config(folder)
     if values is None or not {"seed", "algorithm", "train"} <= set(values):
-        raise ConfigError(Problem(f"{folder} is no run of training", str(folder / "config.yaml")))
+        raise ConfigError(Problem(f"{folder} is not a training run", str(folder / "config.yaml")))
     path = folder / "metrics.jsonl"
-    rows = curves.read_metrics_lines(path) if path.is_file() else []
+    metrics = curves.read_metrics_lines(path) if path.is_file() else []
     return RunRecord(
         folder,
         read_json(folder / "run.json"),
         _comparable_config(values),
-        [row for row in rows if "step_time" in row],
-        [row for row in rows if eval_lines.is_evaluation(row)],
+        [line for line in metrics if "step_time" in line],
+        [line for line in metrics if eval_lines.is_evaluation(line)],
         _read_judge_tallies(folder),
     )
 
 
 def _comparable_config(values: JsonObject) -> JsonObject:
-    """A config in the words of the first version, so that runs of two versions compare; as it lies
-    there where today's schema does not know what it chose (an algorithm's file that is gone).
+    """A config in the names of the first version, so that runs of two versions compare.
+
+    It is returned as it is if the schema does not know a choice (an algorithm's file is gone).
     """
     try:
         return check.first_version_values(values)
@@ -151,24 +143,20 @@ def _comparable_config(values: JsonObject) -> JsonObject:
 
 
 def _read_judge_tallies(folder: Path) -> dict[str, JsonObject]:
-    """Whom against -> the tally of the first set, of the evaluation that was judged last."""
-    found: dict[str, JsonObject] = {}
-    files = sorted(folder.glob("eval/*/judge.json"), key=lambda p: p.stat().st_mtime)
-    for path in files:
-        told = json.loads(path.read_text())
-        tally = next(iter(told.get("sets", {}).values()), None)
+    """Opponent -> the tally of the first set, of the last judged evaluation."""
+    tallies: dict[str, JsonObject] = {}
+    for path in sorted(folder.glob("eval/*/judge.json"), key=lambda p: p.stat().st_mtime):
+        judged = json.loads(path.read_text())
+        tally = next(iter(judged.get("sets", {}).values()), None)
         if tally is not None and tally.get("rate") is not None:
-            found[str(told.get("keys", {}).get("against", "reference"))] = tally
-    return found
+            tallies[str(judged.get("keys", {}).get("against", "reference"))] = tally
+    return tallies
 
 
 def held_out_metrics(runs: Sequence[RunRecord]) -> list[str]:
     """The metrics of evaluations that every one of these runs has, headlines first."""
-    each = [{name for row in run.eval_metrics for name in row} for run in runs]
-    common = set.intersection(*each) - {"step"} if each else set()
-    headlines = [
-        n
-        for n in common
-        if (m := eval_lines.HEADLINE_METRIC.fullmatch(n)) and m["what"] == "reward"
-    ]
+    names = [{name for line in run.eval_metrics for name in line} for run in runs]
+    common = set.intersection(*names) - {"step"} if names else set()
+    matches = [m for name in common if (m := eval_lines.HEADLINE_METRIC.fullmatch(name))]
+    headlines = [m.string for m in matches if m["what"] == "reward"]
     return [*sorted(headlines, key=lambda n: (len(n), n)), *sorted(common - {*headlines})]

@@ -1,4 +1,4 @@
-"""The comparison in words and figures: on the terminal, as Markdown, CSV and JSON."""
+"""Writes the comparison as tables: on the terminal, as Markdown, CSV and JSON."""
 
 import csv
 import io
@@ -36,9 +36,9 @@ class FigureColumn:
 
 
 def figure_columns(comparison: Comparison) -> list[FigureColumn]:
-    """Those that at least one configuration has a figure for."""
+    """The columns that at least one configuration has a figure for."""
     score = "held-out score" if comparison.held_out else "training reward"
-    found = [
+    columns = [
         FigureColumn(f"{score}, final", "final", _format_mean),
         FigureColumn(f"{score}, best", "best", _format_mean),
         FigureColumn(f"training reward, last {END_FRACTION:.0%}", "reward", _format_mean),
@@ -49,18 +49,12 @@ def figure_columns(comparison: Comparison) -> list[FigureColumn]:
         FigureColumn("updates", "updates", lambda _, e: format_number(e.mean)),
     ]
     if not comparison.held_out:
-        found.pop(2)  # it is the first
-    for who in dict.fromkeys(name for o in comparison.results for name in o.figures):
-        if who.startswith(WIN_RATE_PREFIX):
-            found.insert(
-                2,
-                FigureColumn(
-                    f"win rate against {who.removeprefix(WIN_RATE_PREFIX)}",
-                    who,
-                    _win_rate_formatter(who),
-                ),
-            )
-    return [c for c in found if any(o.figures.get(c.figure) for o in comparison.results)]
+        columns.pop(2)  # the training reward is the first column already
+    for name in dict.fromkeys(name for o in comparison.results for name in o.figures):
+        if name.startswith(WIN_RATE_PREFIX):
+            heading = f"win rate against {name.removeprefix(WIN_RATE_PREFIX)}"
+            columns.insert(2, FigureColumn(heading, name, _win_rate_formatter(name)))
+    return [c for c in columns if any(o.figures.get(c.figure) for o in comparison.results)]
 
 
 def _format_mean(_: ConfigurationResult, estimate: Estimate) -> str:
@@ -68,59 +62,55 @@ def _format_mean(_: ConfigurationResult, estimate: Estimate) -> str:
 
 
 def _win_rate_formatter(figure: str) -> Callable[[ConfigurationResult, Estimate], str]:
-    """Of one seed, the interval is the judge's: over pairs."""
+    """A function that formats a win rate; with one seed, its interval is the judge's over pairs."""
 
-    def shown(outcome: ConfigurationResult, told: Estimate) -> str:
-        rate, limits = f"{told.mean:.1%}", outcome.intervals.get(figure)
-        if told.half_width is not None:
-            return f"{rate} ± {100 * told.half_width:.1f}"
+    def format_cell(result: ConfigurationResult, estimate: Estimate) -> str:
+        rate, limits = f"{estimate.mean:.1%}", result.intervals.get(figure)
+        if estimate.half_width is not None:
+            return f"{rate} ± {100 * estimate.half_width:.1f}"
         return f"{rate} ({limits[0]:.1%} to {limits[1]:.1%} over pairs)" if limits else rate
 
-    return shown
+    return format_cell
 
 
 def _format_completions(result: ConfigurationResult, estimate: Estimate) -> str:
-    """Of seeds that came so far; how many did not."""
+    """The mean of the seeds that reached it, and how many did not."""
     late = len(result.seeds) - estimate.n
     spread = "" if estimate.half_width is None else f" ± {estimate.half_width:,.0f}"
-    return f"{estimate.mean:,.0f}{spread}" + (
-        f"; {late} of {len(result.seeds)} not" if late else ""
-    )
+    not_reached = f"; {late} of {len(result.seeds)} not" if late else ""
+    return f"{estimate.mean:,.0f}{spread}{not_reached}"
 
 
 def figure_cell(result: ConfigurationResult, column: FigureColumn) -> str:
-    """What a column says of a configuration."""
-    told = result.mean_over_seeds(column.figure)
-    if told is None:
+    """The text of a column for a configuration."""
+    estimate = result.mean_over_seeds(column.figure)
+    if estimate is None:
         return "not reached" if column.figure == "reached" and result.seeds else NO_VALUE
-    return column.format_cell(result, told)
+    return column.format_cell(result, estimate)
 
 
 def comparison_table(comparison: Comparison) -> Iterator[list[str]]:
-    """Headings, then a row for each configuration."""
-    shown = figure_columns(comparison)
-    yield ["configuration", "seeds", *(column.heading for column in shown)]
-    for outcome in comparison.results:
-        left = f" ({len(outcome.excluded_runs)} left out)" if outcome.excluded_runs else ""
-        yield [
-            outcome.label, f"{len(outcome.seeds)}{left}", *(figure_cell(outcome, c) for c in shown)
-        ]  # fmt: skip
+    """Headings, then a line for each configuration."""
+    columns = figure_columns(comparison)
+    yield ["configuration", "seeds", *(column.heading for column in columns)]
+    for result in comparison.results:
+        left = f" ({len(result.excluded_runs)} left out)" if result.excluded_runs else ""
+        cells = [figure_cell(result, column) for column in columns]
+        yield [result.label, f"{len(result.seeds)}{left}", *cells]
 
 
 def legend_lines(comparison: Comparison) -> list[str]:
-    """What the figures mean."""
-    lines = [
-        "± is half of a 95 % interval: Student's t over seeds; with one seed there is none.",
-    ]
+    """Sentences that say what the figures mean."""
+    lines = ["± is half of a 95 % interval: Student's t over seeds; with one seed there is none."]
     if comparison.held_out:
         lines.append(f"Held-out score: {comparison.score}, of the evaluations during training.")
     else:
         lines.append("No evaluation has a score that all runs have: the training reward is shown.")
     if comparison.threshold is not None:
         lines.append(
-            f"Threshold: {comparison.threshold:.3f}, {THRESHOLD_FRACTION:.0%} of the way from "
-            "the start to the best"
-            " configuration's end; completions are those before the first look at it or above."
+            f"Threshold: {comparison.threshold:.3f}, {THRESHOLD_FRACTION:.0%} of the way from the"
+            " start to the best configuration's end; completions are those before the first look at"
+            " it or above."
         )
     if len(comparison.differences) > 1:
         lines.append("Each difference has an interval of its own: of many, one in twenty misleads.")
@@ -128,23 +118,20 @@ def legend_lines(comparison: Comparison) -> list[str]:
 
 
 def excluded_run_lines(comparison: Comparison) -> list[str]:
-    """Every run that does not count."""
+    """A line for every run that does not count."""
     return [
-        f"{outcome.label}, seed {run.seed} ({run.folder}): {run.status_text}"
-        for outcome in comparison.results
-        for run in outcome.excluded_runs
+        f"{result.label}, seed {run.seed} ({run.folder}): {run.status_text}"
+        for result in comparison.results
+        for run in result.excluded_runs
     ]
 
 
 def differing_key_table(configs: Sequence[Configuration]) -> Iterator[list[str]]:
-    """Headings, then a row for each key whose value is not the same in all configurations."""
+    """Headings, then a line for each key whose value is not the same in all configurations."""
     if keys := differing_keys(configs):
-        yield ["key", *(one.label for one in configs)]
-        for key in keys:
-            yield [
-                key,
-                *(format_value(one.keys[key]) if key in one.keys else NO_VALUE for one in configs),
-            ]
+        yield ["key", *(c.label for c in configs)]
+        for k in keys:
+            yield [k, *(format_value(c.keys[k]) if k in c.keys else NO_VALUE for c in configs)]
 
 
 # As files.
@@ -156,10 +143,8 @@ def comparison_markdown(comparison: Comparison, configs: Sequence[Configuration]
     if comparison.differences:
         lines += ["Paired by seed, the final score where nothing else is said:", ""]
         lines += [f"- {line}" for line in conclusion_lines(comparison)]
-    for title, items in (
-        ("Runs that do not count:", excluded_run_lines(comparison)),
-        ("Mind:", comparison.notes),
-    ):
+    excluded = excluded_run_lines(comparison)
+    for title, items in (("Runs that do not count:", excluded), ("Mind:", comparison.notes)):
         lines += ["", title, "", *(f"- {item}" for item in items)] if items else []
     if grid := _markdown_grid(differing_key_table(configs)):
         lines += ["", "Keys that differ, of those that every configuration has:", "", *grid]
@@ -173,21 +158,21 @@ def _markdown_grid(cells: Iterator[list[str]]) -> list[str]:
 
 
 def comparison_csv(comparison: Comparison) -> str:
-    """The whole table.csv: a row for each configuration and figure."""
+    """The whole table.csv: a line for each configuration and figure."""
     text = io.StringIO()
     write = csv.writer(text, lineterminator="\n").writerow
     write(["configuration", "figure", "n", "mean", "low", "high"])
-    for outcome in comparison.results:
-        for name in outcome.figures:
-            e = outcome.mean_over_seeds(name)
+    for result in comparison.results:
+        for name in result.figures:
+            e = result.mean_over_seeds(name)
             if e is not None:
-                sure = [e.low, e.high] if e.half_width is not None else ["", ""]
-                write([outcome.label, name, e.n, e.mean, *sure])
+                interval = [e.low, e.high] if e.half_width is not None else ["", ""]
+                write([result.label, name, e.n, e.mean, *interval])
     return text.getvalue()
 
 
 def comparison_json(comparison: Comparison) -> JsonObject:
-    """The whole table.json: also each seed's own figures, and who does not count."""
+    """The whole table.json, with the figures of each seed and the runs that do not count."""
     return {
         "score": comparison.score,
         "held_out": comparison.held_out,
@@ -221,24 +206,21 @@ def comparison_json(comparison: Comparison) -> JsonObject:
 def _estimate_json(e: Estimate | None) -> JsonObject:
     if e is None:
         return {"n": 0}
-    sure = {} if e.half_width is None else {"low": e.low, "high": e.high}
-    return {"n": e.n, "mean": e.mean, **sure}
+    interval = {} if e.half_width is None else {"low": e.low, "high": e.high}
+    return {"n": e.n, "mean": e.mean, **interval}
 
 
 # On the terminal.
 
 
 def terminal_table(cells: Iterator[list[str]], title: str) -> Table | None:
-    """A table for a terminal; None of nothing."""
+    """A table for a terminal; None without cells."""
     headings, *body = [*cells] or [[]]
     if not headings:
         return None
-    first = Column(
-        headings[0], no_wrap=max(len(row[0]) for row in [headings, *body]) <= MAX_LABEL_WIDTH
-    )
-    table = Table(
-        first, *headings[1:], box=box.SIMPLE_HEAD, title=Text(title), title_justify="left"
-    )
-    for row in body:
-        table.add_row(*[Text(clean_line(c)) for c in row])
+    width = max(len(line[0]) for line in [headings, *body])
+    first, rest = Column(headings[0], no_wrap=width <= MAX_LABEL_WIDTH), headings[1:]
+    table = Table(first, *rest, box=box.SIMPLE_HEAD, title=Text(title), title_justify="left")
+    for line in body:
+        table.add_row(*[Text(clean_line(c)) for c in line])
     return table

@@ -1,28 +1,28 @@
-"""`rloo migrate`: an old RLOO or GRPO command or config -> a recipe of ours that means the same.
+"""`rloo migrate`: turn an old RLOO or GRPO command or config into a recipe that means the same.
 
     rloo migrate accelerate launch ... rloo_tldr.py --rloo_k 2 ...     the old command itself
     rloo migrate run.sh | config.yaml | config.json | train.py         or the file it is in
-    --world-size N     processes the old run had, where its command does not say
+    --world-size N     processes the old run had, if its command does not say
     --from TRAINER     rloo or grpo (TRL's), swift; or a version of TRL: trl_0_9 (<=0.10),
                        trl_0_21 (0.11-0.21), trl_0_28 (0.22-0.28), grpo_0_16 (0.14-0.16),
                        grpo_0_28 (0.22-0.28); trl: RLOO or GRPO as its settings say
 
 The output is a recipe; everything that is not YAML is a comment, so `> my.yaml` keeps it all. The
-old tool's defaults are written out where they differ from ours, with what was corrected. Where
-nothing says whether the old run was RLOO or GRPO, --from has to. OpenRLHF, verl and Megatron are
-recognised and refused: algorithm.dialect=openrlhf and verl compute RLOO as they do.
+old tool's defaults are written out where they differ from ours, with what was corrected. If nothing
+says whether the old run was RLOO or GRPO, --from has to. OpenRLHF, verl and Megatron are recognised
+and refused: algorithm.dialect=openrlhf and verl compute RLOO as they do.
 
-    batch      How much an old run did
-    foreign    Trainers whose runs are recognised and not converted
-    model      What model an old run trained
-    objective  What an old run optimised
-    old_run    What was read of an old run, before any of it is converted
-    parse      What `rloo migrate` is given -> the old settings, by name
-    python     A Python training script -> the old settings in it, as far as they are literals
-    recipe     The recipe `rloo migrate` writes
-    sections   What an old run worked on
-    shell      Shell scripts as bash reads them, as far as it takes to find a command and its words
-    tables     Other trainers in plain tables
+    batch      Writes how much an old run did
+    foreign    Refuses trainers whose runs are recognised and not converted
+    model      Writes the model of an old run
+    objective  Writes what an old run optimised
+    old_run    Holds what was read of an old run
+    parse      Reads the old settings from what `rloo migrate` is given
+    python     Reads the old settings in a Python training script
+    recipe     Holds the recipe that `rloo migrate` writes
+    sections   Writes an old run's data, rewards, generation and folders
+    shell      Reads shell scripts as bash does
+    tables     Lists what other trainers call their settings, and their defaults
 """
 
 import re
@@ -59,30 +59,26 @@ FROM_HINT = (
 
 def run(args: list[str]) -> int:
     """Print the recipe of an old run. Raises ConfigError for what cannot be read or converted."""
-    options, words = _options(args)
-    if "--help" in options or not words:
+    options, old_args = _options(args)
+    if "--help" in options or not old_args:
         print(__doc__)
         return 0 if "--help" in options else 2
     if (chosen := options.get("--from")) and chosen not in FROM_CHOICES:
         why = f"one of {', '.join(FROM_CHOICES)}"
         raise ConfigError(Problem(f"--from {chosen}: no such trainer", why=why))
     if chosen in tables.FOREIGN_TITLES:
-        refuse_foreign_trainer(words, {}, chosen)
-    given = read_old_run(words)
-    world = _world_size(options, given)
-    print(convert_to_recipe(given, _dialect_of(given, chosen or ""), world), end="")
+        refuse_foreign_trainer(old_args, {}, chosen)
+    old_run = read_old_run(old_args)
+    world = _world_size(options, old_run)
+    print(convert_to_recipe(old_run, _dialect_of(old_run, chosen or ""), world), end="")
     return 0
 
 
 def convert_to_recipe(old_run: OldRun, dialect_name: str, world: int) -> str:
-    """Old settings -> the text of a recipe."""
+    """The text of the recipe for an old run on `world` processes."""
     dialect = DIALECTS[dialect_name]
-    recipe = Recipe(
-        old_run.flags,
-        old_run.setting_format,
-        notes=old_run.notes,
-        launcher_file=old_run.launcher_file,
-    )
+    recipe = Recipe(old_run.flags, old_run.setting_format, notes=old_run.notes)
+    recipe.launcher_file = old_run.launcher_file
     dialect = _choose_algorithm(recipe, old_run, dialect, dialect_name)
     _spread_kwargs(recipe)
     size = write_batch_sizes(recipe, dialect, world)
@@ -106,33 +102,32 @@ def convert_to_recipe(old_run: OldRun, dialect_name: str, world: int) -> str:
 
 
 def _options(args: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Our own flags, before the old command or after a file; the rest are its words."""
+    """Our own flags, before the old command or after a file, and the arguments that are left."""
     options: dict[str, str] = {}
-    words = list(args)
-    own = ("--from", "--world-size")
-    while words and words[0] != "--":
-        at = 0 if words[0].startswith("--") else 1  # `rloo migrate FILE --world-size 8`
-        name, equals, value = words[at].partition("=") if len(words) > at else ("", "", "")
+    rest = list(args)
+    while rest and rest[0] != "--":
+        at = 0 if rest[0].startswith("--") else 1  # `rloo migrate FILE --world-size 8`
+        name, equals, value = rest[at].partition("=") if len(rest) > at else ("", "", "")
         if name in ("-h", "--help") and at == 0:
             return {"--help": ""}, []
-        if name not in own:
+        if name not in ("--from", "--world-size"):
             break
-        if not equals and len(words) < at + 2:
+        if not equals and len(rest) < at + 2:
             raise ConfigError(Problem(f"{name} needs a value", fix=f"{name} N"))
-        options[name] = value if equals else words[at + 1]
-        del words[at : at + (1 if equals else 2)]
-    return options, words[1:] if words[:1] == ["--"] else words
+        options[name] = value if equals else rest[at + 1]
+        del rest[at : at + (1 if equals else 2)]
+    return options, rest[1:] if rest[:1] == ["--"] else rest
 
 
 def _world_size(options: dict[str, str], old_run: OldRun) -> int:
-    """W, the old run's processes: said, launched, or 1 with a warning."""
+    """W, the old run's processes: by --world-size, by its launcher, or 1 with a note."""
     if text := options.get("--world-size"):
         if not text.isdigit() or int(text) < 1:
             raise ConfigError(Problem(f"--world-size {text}: a whole number >= 1 is expected"))
         return int(text)
     if old_run.processes is None:
         old_run.notes.append(
-            "the old run's number of processes is not said: 1 is assumed. With more, the batch was"
+            "the old run's number of processes is not known: 1 is assumed. With more, the batch was"
             " larger: rloo migrate --world-size N ..."
         )
         return 1
@@ -141,13 +136,13 @@ def _world_size(options: dict[str, str], old_run: OldRun) -> int:
 
 
 def _dialect_of(old_run: OldRun, chosen: str) -> str:
-    """Which tool and version this was. Raises ConfigError for another method than RLOO or GRPO,
-    and where nothing says which of the two.
+    """The key of DIALECTS for the old run's tool and version.
+
+    Raises ConfigError for another method than RLOO or GRPO, and if nothing says which of the two.
     """
     names = set(old_run.flags)
-    if chosen in ("swift", "ms_swift") or (
-        not chosen and (old_run.tool == "swift" or names & tables.ONLY_SWIFT)
-    ):
+    is_swift = not chosen and (old_run.tool == "swift" or names & tables.ONLY_SWIFT)
+    if chosen in ("swift", "ms_swift") or is_swift:
         _refuse_other_swift(old_run)
         return "ms_swift"
     if chosen in DIALECTS and chosen not in ("trl", "grpo"):
@@ -164,12 +159,11 @@ def _dialect_of(old_run: OldRun, chosen: str) -> str:
 
 
 def _refuse_other_swift(old_run: OldRun) -> None:
-    """ms-swift without rlhf_type is DPO; with another command it is not RLHF at all."""
+    """Raise ConfigError for another method of ms-swift: without rlhf_type, `swift rlhf` is DPO."""
     method = str(old_run.flags.get("rlhf_type") or "")
     if not method and "advantage_estimator" not in old_run.flags and old_run.tool == "swift":
-        method = (
-            old_run.method if old_run.method != "rlhf" else "dpo, which swift rlhf is by default"
-        )
+        is_rlhf = old_run.method == "rlhf"
+        method = "dpo, which swift rlhf is by default" if is_rlhf else old_run.method
     elif not method:
         method = "grpo"
     if method != "grpo":
@@ -177,21 +171,18 @@ def _refuse_other_swift(old_run: OldRun) -> None:
 
 
 def _algorithm_kind(old_run: OldRun) -> str:
-    """rloo or grpo, by the first thing that says it: command, class, script, settings, names."""
+    """rloo or grpo, by the first of these that says so: command, class, script, settings, names."""
     method = old_run.method if old_run.tool == "trl" else ""
     stem = old_run.script.removesuffix(".py")
     if method in tables.OTHER_METHODS or (stem in tables.OTHER_METHODS and not old_run.kind):
         raise _other_method_error(method or stem)
     names = set(old_run.flags)
-    by_setting = {
-        "grpo": names & tables.ONLY_GRPO,
-        "rloo": names & tables.ONLY_RLOO,
-    }
+    by_setting = {"grpo": names & tables.ONLY_GRPO, "rloo": names & tables.ONLY_RLOO}
     run_names = " ".join(str(old_run.flags.get(n) or "") for n in tables.RUN_NAME_FLAGS)
     hints = (
         {k for k in ("rloo", "grpo") if k in (old_run.kind, old_run.tool, method)},
         _kinds_in_name(stem),
-        {kind for kind, found in by_setting.items() if found},
+        {kind for kind, settings in by_setting.items() if settings},
         _kinds_in_name(run_names),
         _kinds_in_name(old_run.file),
     )
@@ -203,10 +194,10 @@ def _algorithm_kind(old_run: OldRun) -> str:
 
 
 def _kinds_in_name(text: str) -> set[str]:
-    """The method that the words of a name say."""
-    words = set(re.split(r"[^a-z]+", text.lower()))
-    known = {"grpo": tables.GRPO_NAME_PARTS, "rloo": tables.RLOO_NAME_PARTS}
-    return {kind for kind, of in known.items() if words & of}
+    """The methods that parts of a name stand for."""
+    parts = set(re.split(r"[^a-z]+", text.lower()))
+    known_parts = {"grpo": tables.GRPO_NAME_PARTS, "rloo": tables.RLOO_NAME_PARTS}
+    return {kind for kind, names in known_parts.items() if parts & names}
 
 
 def _other_method_error(method: str) -> ConfigError:
@@ -216,11 +207,10 @@ def _other_method_error(method: str) -> ConfigError:
 
 
 def _choose_algorithm(recipe: Recipe, old_run: OldRun, dialect: Dialect, name: str) -> Dialect:
-    """Choose the algorithm that the old run was, and with it its defaults."""
+    """Choose the old run's algorithm. Returns the dialect with the defaults of that algorithm."""
     recipe.take("rlhf_type")
-    if old_run.script.startswith("ppo") or {"vf_coef", "cliprange_value"} & set(
-        recipe.original_flags
-    ):
+    ppo_flags = {"vf_coef", "cliprange_value"} & set(recipe.original_flags)
+    if old_run.script.startswith("ppo") or ppo_flags:
         recipe.notes.append("the old run was PPO; this recipe is RLOO: no value model, K >= 2")
     estimator = "rloo"
     if dialect.is_swift:
@@ -240,19 +230,17 @@ def _choose_algorithm(recipe: Recipe, old_run: OldRun, dialect: Dialect, name: s
 
 
 def _spread_kwargs(recipe: Recipe) -> None:
-    """`generation_kwargs: {top_p: 0.9}` -> top_p; what is no setting of a sampler stays named."""
-    values = recipe.flags.get("generation_kwargs")
-    if not isinstance(values, dict):
+    """Make a flag top_p of `generation_kwargs: {top_p: 0.9}`; unknown settings keep the prefix."""
+    if not isinstance(recipe.flags.get("generation_kwargs"), dict):
         return
-    recipe.take("generation_kwargs")
-    for name, value in values.items():
-        known = name in tables.SAMPLING_SETTINGS
-        recipe.flags.setdefault(name if known else f"generation_kwargs.{name}", value)
-        recipe.original_flags.setdefault(name if known else f"generation_kwargs.{name}", value)
+    for name, value in recipe.take("generation_kwargs").items():
+        flag = name if name in tables.SAMPLING_SETTINGS else f"generation_kwargs.{name}"
+        recipe.flags.setdefault(flag, value)
+        recipe.original_flags.setdefault(flag, value)
 
 
 def _note_changed_defaults(recipe: Recipe, name: str) -> None:
-    """Defaults that are used and that other versions of TRL had otherwise."""
+    """Note defaults that are used and that differ in other versions of TRL."""
     changed = {
         "trl": tables.CHANGED_DEFAULTS,
         "grpo": tables.CHANGED_GRPO_DEFAULTS,
@@ -266,8 +254,7 @@ def _note_changed_defaults(recipe: Recipe, name: str) -> None:
 
 
 def _dialect_defaults(dialect: Dialect, flags: JsonObject) -> JsonObject:
-    """What the old tool assumed where the command says nothing."""
-    found = dialect.defaults
+    """The old tool's defaults for what the command leaves out."""
     if "full" in (flags.get("train_type"), flags.get("tuner_type")):
-        found = found | {"train.learning_rate": tables.SWIFT_FULL_LEARNING_RATE}
-    return found
+        return dialect.defaults | {"train.learning_rate": tables.SWIFT_FULL_LEARNING_RATE}
+    return dialect.defaults

@@ -1,15 +1,15 @@
-"""How much an old run did: completions per step, updates, steps, and the learning rate over them.
+"""Writes how much an old run did: completions per step, updates, steps, and the schedule over them.
 
 Old trainers derive the batch from per-device numbers; here it is prompts times completions. With
 b = per_device_train_batch_size (completions), GA = gradient_accumulation_steps and W processes:
-TRL <=0.21 sampled B = b*GA*num_mini_batches*W rows per step, TRL >=0.22 and ms-swift sample
+TRL <=0.21 sampled B = b*GA*num_mini_batches*W completions per step, TRL >=0.22 and ms-swift sample
 B = b*W*steps_per_generation, and P = B/K prompts (docs/OBJECTIVES.md, Dialects).
 """
 
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import TypeVar
 
 from rloo_cli.cli.migrate.recipe import Recipe, our_defaults
 from rloo_cli.cli.migrate.tables import SWIFT_BATCH_COMPLETIONS
@@ -21,6 +21,8 @@ NEW_NAMES = ("num_generations", "num_iterations", "steps_per_generation", "gener
 LENGTH_KEYS = ("max_steps", "total_episodes", "train.epochs")
 INTERVAL_KEYS = {"logging_steps": "logging.every", "save_steps": "checkpoint.every"}
 INTERVAL_KEYS |= {"eval_steps": "eval.every"}
+Number = TypeVar("Number", float, None)
+WholeNumber = TypeVar("WholeNumber", int, None)
 
 
 @dataclass(frozen=True)
@@ -46,47 +48,46 @@ class BatchSizes:
     updates: int
 
 
-def take_number(recipe: Recipe, name: str, default: Any = None) -> Any:
-    """Take an old flag that must be a number."""
+def take_number(recipe: Recipe, name: str, default: Number) -> float | Number:
+    """Take the value of an old flag, or the default. Raises ConfigError unless it is a number."""
     value = recipe.take(name, default)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(Problem(f"{name}: a number is expected, not {value!r}", "the old run"))
     return value
 
 
-def take_whole_number(recipe: Recipe, name: str, default: int | None = None) -> Any:
-    """Take an old flag that must be a whole number, 1 or more."""
+def take_whole_number(recipe: Recipe, name: str, default: WholeNumber) -> int | WholeNumber:
+    """Take a number as `take_number` does. Raises ConfigError unless it is whole, and 1 or more."""
     value = take_number(recipe, name, default)
-    if value is not None and (value != int(value) or value < 1):
+    if value is None:
+        return default
+    if value != int(value) or value < 1:
         raise ConfigError(Problem(f"{name}: {value} is not a whole number >= 1", "the old run"))
-    return value if value is None else int(value)
+    return int(value)
 
 
 def write_batch_sizes(recipe: Recipe, dialect: Dialect, world: int) -> BatchSizes:
-    """Write the batch. Raises ConfigError when B is no multiple of K, with the two nearest."""
-    k_name, passes_name, parts_names = (
-        ("rloo_k", "num_ppo_epochs", ["num_mini_batches"])
-        if dialect.is_old_trl
-        else (
-            "num_generations",
-            "num_iterations",
-            ["steps_per_generation", "generation_batch_size"],
-        )
-    )
+    """Write the batch of the old run on `world` processes.
+
+    Raises ConfigError if B is not a multiple of K, and names the two nearest multiples.
+    """
+    k_name, passes_name, *parts_names = OLD_NAMES if dialect.is_old_trl else NEW_NAMES
     k = take_whole_number(recipe, k_name, dialect.defaults["algorithm.num_generations"])
     passes = take_whole_number(recipe, passes_name, dialect.defaults["algorithm.num_iterations"])
     b = take_whole_number(recipe, "per_device_train_batch_size", dialect.device_batch)
-    ga = take_whole_number(recipe, "gradient_accumulation_steps")
+    ga = take_whole_number(recipe, "gradient_accumulation_steps", None)
     if ga is None:
         ga = max(1, -(-SWIFT_BATCH_COMPLETIONS // (b * world))) if dialect.is_swift else 1
         if ga > 1:
             recipe.notes.append(
-                f"gradient_accumulation_steps is not said: ms-swift takes {ga}, which makes"
-                f" {SWIFT_BATCH_COMPLETIONS} rows of {b} on {world} "
-                f"process{'es' if world > 1 else ''}"
+                f"gradient_accumulation_steps is not set: ms-swift takes {ga}, so that batches of"
+                f" {b} on {world} process{'es' if world > 1 else ''} make"
+                f" {SWIFT_BATCH_COMPLETIONS} completions"
             )
-    rule = _old_batch if dialect.is_old_trl else _new_batch
-    batch, parts, how = rule(recipe, b, ga, world, passes)
+    batch_rule = _old_batch if dialect.is_old_trl else _new_batch
+    batch, parts, how = batch_rule(recipe, b, ga, world, passes)
     if batch % k:
         raise _not_multiple_error(batch, k, how)
     prompts = _whole_minibatches(recipe, batch // k, parts)
@@ -96,28 +97,27 @@ def write_batch_sizes(recipe: Recipe, dialect: Dialect, world: int) -> BatchSize
         ("algorithm.num_iterations", passes, [passes_name]),
         ("algorithm.num_minibatches", parts, parts_names),
     ):
-        said = [recipe.original_text(name) for name in names if name in recipe.original_flags]
-        if said:
-            recipe.put(key, value, ", ".join(said))
+        reasons = [recipe.original_text(name) for name in names if name in recipe.original_flags]
+        if reasons:
+            recipe.put(key, value, ", ".join(reasons))
     _write_forward_sizes(recipe, k, b)
     if world > 1:
         why = f"{world} processes; the batch above is for all of them, on any number"
         if prompts < world:
             why = f"there {world}: a prompt's completions stay on one process here"
         recipe.put("distributed.num_processes", min(world, prompts), why)
-        engine, from_ = _parallel_strategy(recipe)
-        recipe.put("distributed.engine", engine, from_)
+        recipe.put("distributed.engine", *_parallel_strategy(recipe))
     return BatchSizes(k, prompts * k, passes * parts)
 
 
 def _parallel_strategy(recipe: Recipe) -> tuple[str, str]:
-    """How several processes shared the model there, and what says so."""
+    """How processes shared the model in the old run, and the setting that says so."""
     deepspeed, fsdp = (str(recipe.flags.get(name) or "") for name in ("deepspeed", "fsdp"))
     file = recipe.launcher_file
-    for said in (deepspeed, file):
+    for setting in (deepspeed, file):
         for engine in ("zero3", "zero2", "zero1"):
-            if engine in said.replace("zero_", "zero").replace("stage", "zero"):
-                return engine, said
+            if engine in setting.replace("zero_", "zero").replace("stage", "zero"):
+                return engine, setting
     if deepspeed:
         return "zero2", f"{deepspeed}: its stage is in that file"
     if fsdp or "fsdp" in file:
@@ -126,15 +126,15 @@ def _parallel_strategy(recipe: Recipe) -> tuple[str, str]:
 
 
 def _write_forward_sizes(recipe: Recipe, k: int, b: int) -> None:
-    """Rows per forward pass, in whole groups; they change memory, never a number."""
+    """Write completions per forward pass, in whole groups: they change memory, never a number."""
     sizes = {"train.micro_batch_size": ("per_device_train_batch_size", b)}
     name = "local_rollout_forward_batch_size"
-    if rows := take_whole_number(recipe, name):
-        sizes["train.no_grad_batch_size"] = (name, rows)
-    for key, (flag, rows) in sizes.items():
-        groups = max(k, rows - rows % k)
-        why = "" if groups == rows else f"; {rows} would split groups of {k}"
-        recipe.put(key, groups, f"{flag} {rows}{why}; a matter of memory only")
+    if completions := take_whole_number(recipe, name, None):
+        sizes["train.no_grad_batch_size"] = (name, completions)
+    for key, (flag, completions) in sizes.items():
+        whole_groups = max(k, completions - completions % k)
+        why = "" if whole_groups == completions else f"; {completions} would split groups of {k}"
+        recipe.put(key, whole_groups, f"{flag} {completions}{why}; a matter of memory only")
 
 
 def _old_batch(recipe: Recipe, b: int, ga: int, world: int, _: int) -> tuple[int, int, str]:
@@ -145,10 +145,10 @@ def _old_batch(recipe: Recipe, b: int, ga: int, world: int, _: int) -> tuple[int
 
 def _new_batch(recipe: Recipe, b: int, ga: int, world: int, passes: int) -> tuple[int, int, str]:
     """B, mini-batches and the arithmetic of TRL >=0.22 and ms-swift."""
-    rows = take_whole_number(recipe, "generation_batch_size")
-    micro_steps = take_whole_number(recipe, "steps_per_generation")
-    if rows is not None:
-        batch, how = rows, f"generation_batch_size = {rows}"
+    generated = take_whole_number(recipe, "generation_batch_size", None)
+    micro_steps = take_whole_number(recipe, "steps_per_generation", None)
+    if generated is not None:
+        batch, how = generated, f"generation_batch_size = {generated}"
     else:
         per = micro_steps or ga
         name = "steps_per_generation" if micro_steps else "GA"
@@ -157,12 +157,9 @@ def _new_batch(recipe: Recipe, b: int, ga: int, world: int, passes: int) -> tupl
     if parts.denominator == 1:
         return batch, int(parts), how
     if parts.numerator == 1 and passes == 1:
-        # One update used several sampled batches, all drawn with the same weights: one batch.
-        return (
-            b * world * ga,
-            1,
-            f"b*W*GA = {b}*{world}*{ga}, {1 / parts} sampled batches an update",
-        )
+        # One update used several batches, all sampled with the same weights: they are one batch.
+        how = f"b*W*GA = {b}*{world}*{ga}, {1 / parts} sampled batches an update"
+        return b * world * ga, 1, how
     parts_whole = max(1, round(parts))
     recipe.notes.append(
         f"steps_per_generation / gradient_accumulation_steps = {parts} is not whole: TRL updated in"
@@ -172,14 +169,14 @@ def _new_batch(recipe: Recipe, b: int, ga: int, world: int, passes: int) -> tupl
 
 
 def _whole_minibatches(recipe: Recipe, prompts: int, parts: int) -> int:
-    """P, or the next P that mini-batches of whole groups divide."""
+    """P, or the next larger P that can be split into so many parts of whole groups."""
     if prompts % parts == 0:
         return prompts
     up = -(-prompts // parts) * parts
     nearest = " or ".join(str(p) for p in (up - parts, up) if p)
     recipe.notes.append(
-        f"{prompts} prompts make no {parts} mini-batches of whole groups (the old trainer split"
-        f" groups): {nearest} do, {up} is written"
+        f"{prompts} prompts cannot be split into {parts} mini-batches of whole groups (the old"
+        f" trainer split groups): {nearest} can, {up} is written"
     )
     return up
 
@@ -187,20 +184,16 @@ def _whole_minibatches(recipe: Recipe, prompts: int, parts: int) -> int:
 def _not_multiple_error(batch: int, k: int, how: str) -> ConfigError:
     below = batch - batch % k
     near = " or ".join(f"{n} (P = {n // k})" for n in (below, below + k) if n)
-    return ConfigError(
-        Problem(
-            f"{batch} completions per step are no multiple of K = {k}",
-            "the old run",
-            f"B = {how} = {batch}; nearest: {near}",
-            "give the number of processes it ran on: rloo migrate --world-size N ...",
-        )
-    )
+    what = f"{batch} completions per step are not a multiple of K = {k}"
+    fix = "give the number of processes it ran on: rloo migrate --world-size N ..."
+    return ConfigError(Problem(what, "the old run", f"B = {how} = {batch}; nearest: {near}", fix))
 
 
 def write_duration(recipe: Recipe, dialect: Dialect, size: BatchSizes) -> int | None:
-    """Write how long the run is; returns its steps where the old settings tell."""
-    episodes = take_whole_number(recipe, "total_episodes")
-    said_steps, epochs = recipe.original_text("max_steps"), take_number(recipe, "num_train_epochs")
+    """Write how long the run is. Returns its steps, or None if the old settings do not tell."""
+    episodes = take_whole_number(recipe, "total_episodes", None)
+    said_steps = recipe.original_text("max_steps")
+    epochs = take_number(recipe, "num_train_epochs", None)
     updates = take_number(recipe, "max_steps", -1)
     steps: int | None = None
     if episodes:
@@ -221,9 +214,8 @@ def write_duration(recipe: Recipe, dialect: Dialect, size: BatchSizes) -> int | 
         recipe.put("train.epochs", passes, why)
         epochs = None
     if epochs is not None:
-        recipe.dropped.append(
-            f"{recipe.original_text('num_train_epochs')}: the length above came first"
-        )
+        said_epochs = recipe.original_text("num_train_epochs")
+        recipe.dropped.append(f"{said_epochs}: the length above came first")
     if dialect.is_old_trl and updates > 0:
         recipe.dropped.append(f"{said_steps}: the trainer of TRL <=0.21 never read it")
     for key in LENGTH_KEYS:  # exactly one may be set
@@ -233,49 +225,48 @@ def write_duration(recipe: Recipe, dialect: Dialect, size: BatchSizes) -> int | 
 
 
 def write_schedule(recipe: Recipe, dialect: Dialect, size: BatchSizes, steps: int | None) -> None:
-    """Write warm-up, and what happens every n steps. Old trainers' clocks differ.
+    """Write warm-up, and what happens every n steps, which old trainers count differently.
 
     TRL <=0.21 stepped its schedule and counted logging_steps once per rollout batch; TRL >=0.22
     and ms-swift count updates. Our warm-up counts updates, everything else steps.
     """
-    said = recipe.original_text("warmup_steps")
-    ratio = take_number(recipe, "warmup_ratio")
-    warmup = take_number(recipe, "warmup_steps")
+    text = recipe.original_text("warmup_steps")
+    ratio = take_number(recipe, "warmup_ratio", None)
+    warmup = take_number(recipe, "warmup_steps", None)
     if warmup and warmup < 1:  # transformers 5: a share of the run
         ratio, warmup = warmup, None
     elif ratio:
-        said = recipe.original_text("warmup_ratio")
+        text = recipe.original_text("warmup_ratio")
     if warmup:
         times = size.updates if dialect.is_old_trl else 1
-        why = said + (f" * {times} updates per step" if times > 1 else "")
+        why = text + (f" * {times} updates per step" if times > 1 else "")
         recipe.put("train.warmup_steps", int(warmup) * times, why)
     elif ratio and steps:
-        why = f"{said} of {steps} steps * {size.updates} updates"
+        why = f"{text} of {steps} steps * {size.updates} updates"
         recipe.put("train.warmup_steps", math.ceil(ratio * steps * size.updates), why)
     elif ratio:
         recipe.notes.append(
-            f"{said}: set train.warmup_steps to that share of all updates;"
+            f"{text}: set train.warmup_steps to that share of all updates;"
             " their number depends on the length of the data"
         )
     for name, key in INTERVAL_KEYS.items():
-        said, every = recipe.original_text(name), take_number(recipe, name)
+        text, every = recipe.original_text(name), take_number(recipe, name, None)
         if every and every < 1:
-            recipe.dropped.append(f"{said}: a share of the run; set {key} in steps")
+            recipe.dropped.append(f"{text}: a share of the run; set {key} in steps")
         elif every and not (key == "eval.every" and _evaluation_is_off(recipe)):
             per = 1 if dialect.is_old_trl else size.updates
-            why = said + (f" / {per} updates per step" if per > 1 else "")
+            why = text + (f" / {per} updates per step" if per > 1 else "")
             recipe.put(key, max(1, round(every / per)), why)
-    if shown := take_number(recipe, "num_sample_generations"):
-        said = recipe.original_text("num_sample_generations")
+    if shown := take_number(recipe, "num_sample_generations", None):
+        text = recipe.original_text("num_sample_generations")
         if steps and shown > 0:
-            recipe.put(
-                "logging.samples_every", max(1, int(steps // shown)), f"{steps} steps; {said}"
-            )
+            interval = max(1, int(steps // shown))
+            recipe.put("logging.samples_every", interval, f"{steps} steps; {text}")
         else:
-            recipe.dropped.append(f"{said}: set logging.samples_every, in steps")
+            recipe.dropped.append(f"{text}: set logging.samples_every, in steps")
 
 
 def _evaluation_is_off(recipe: Recipe) -> bool:
-    """`eval_strategy no`, which YAML reads as false."""
+    """Whether the old run set `eval_strategy no`, which YAML reads as false."""
     kinds = [recipe.original_flags.get(n) for n in ("eval_strategy", "evaluation_strategy")]
     return any(kind in ("no", False) for kind in kinds if kind is not None)

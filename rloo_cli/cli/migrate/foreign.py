@@ -1,8 +1,8 @@
-"""Trainers whose runs are recognised and not converted: each is refused by its name.
+"""Refuses trainers whose runs are recognised and not converted, each by its name.
 
-Their batch, their KL and their clipping are counted otherwise; a recipe made of half of them would
-be another experiment. What can be said plainly is said: which algorithm computes the same here, and
-the settings that mean the same under another name.
+They count batches, KL and clipping differently; a recipe with half of their settings would be
+another experiment. The error says which algorithm computes the same here, and which settings mean
+the same under another name.
 """
 
 import re
@@ -13,7 +13,7 @@ from rloo_cli.utils.files import JsonObject
 
 
 def refuse_foreign_trainer(args: list[str], flags: JsonObject, from_option: str = "") -> None:
-    """Raises ConfigError where this is OpenRLHF, verl or Megatron. `named`: by --from."""
+    """Raise ConfigError for OpenRLHF, verl or Megatron. `from_option`: the value of --from."""
     text = " ".join(args)
     dotted = dict(re.findall(r"(?:^|\s)\+*([a-z_]+(?:\.[a-z_]+)+)=(\S+)", text)) | {
         name: value for name, value in flags.items() if "." in name
@@ -21,37 +21,31 @@ def refuse_foreign_trainer(args: list[str], flags: JsonObject, from_option: str 
     for tool, pattern in tables.FOREIGN_PATTERNS.items():
         names = tables.FOREIGN_FLAGS[tool] & set(flags)
         keys = {"actor_rollout_ref", "algorithm.adv_estimator"} & set(flags)
-        if (
-            tool == from_option
-            or re.search(pattern, text)
-            or len(names) > 1
-            or (tool == "verl" and keys)
-        ):
+        by_flags = len(names) > 1 or (tool == "verl" and keys)
+        if tool == from_option or by_flags or re.search(pattern, text):
             raise _foreign_trainer_error(tool, _named_settings(text, flags) | dotted)
 
 
 def _named_settings(text: str, flags: JsonObject) -> JsonObject:
-    """The flags with their values, from the words where the flags have none yet."""
-    given = dict(re.findall(r"--([\w-]+)[= ]+([^\s-]\S*|-\d\S*)", text))
-    known = {k: v for k, v in flags.items() if v not in (None, [])}
-    return {k.replace("-", "_"): v for k, v in (given | known).items()}
+    """The flags with their values, which are read from the text of the command if not yet known."""
+    from_text = dict(re.findall(r"--([\w-]+)[= ]+([^\s-]\S*|-\d\S*)", text))
+    values = {k: v for k, v in flags.items() if v not in (None, [])}
+    return {k.replace("-", "_"): v for k, v in (from_text | values).items()}
 
 
 def _foreign_trainer_error(tool: str, settings: JsonObject) -> ConfigError:
     title = tables.FOREIGN_TITLES[tool]
-    plain = {k: v[0] if isinstance(v, list) and v else v for k, v in settings.items()}
+    values = {k: v[0] if isinstance(v, list) and v else v for k, v in settings.items()}
     estimators = tables.FOREIGN_ESTIMATORS[tool]
-    asked = next((plain[n] for n in ("advantage_estimator", "algorithm.adv_estimator")
-                  if n in plain), None)  # fmt: skip
-    algorithm = estimators.get(str(asked)) or estimators["rloo"]
+    names = ("advantage_estimator", "algorithm.adv_estimator")
+    estimator = next((values[n] for n in names if n in values), None)
     same = [
-        f"{ours}={plain[theirs]}"
+        f"{ours}={values[theirs]}"
         for theirs, ours in tables.FOREIGN_EQUIVALENTS[tool].items()
-        if isinstance(plain.get(theirs), str | int | float) and "$" not in str(plain[theirs])
+        if isinstance(values.get(theirs), str | int | float) and "$" not in str(values[theirs])
     ]
     why = f"{title} counts batches, KL and clipping otherwise: half a recipe would be another run"
-    fix = "; what means the same: ".join(
-        [f"rloo train {algorithm}", *[" ".join(same)] * bool(same)]
-    )
+    fix = f"rloo train {estimators.get(str(estimator)) or estimators['rloo']}"
+    fix += f"; what means the same: {' '.join(same)}" if same else ""
     what = f"this is a run of {title}, which rloo migrate does not convert"
     return ConfigError(Problem(what, "the old run", why, fix, more="docs/OBJECTIVES.md"))

@@ -1,4 +1,4 @@
-"""What was read of an old run, before any of it is converted."""
+"""Holds what was read of an old run, before any of it is converted."""
 
 from dataclasses import dataclass, field
 
@@ -10,11 +10,11 @@ class OldRun:
     """Old settings by name, and how they were launched."""
 
     flags: JsonObject
-    tool: str = ""  # trl, swift, or grpo and rloo where the command says only that
-    method: str = ""  # the word after the tool: rloo, grpo, rlhf, sft ...
+    tool: str = ""  # trl, swift, or grpo and rloo if the command says only that
+    method: str = ""  # the argument after the tool: rloo, grpo, rlhf, sft ...
     script: str = ""  # file name of the training script
     file: str = ""  # file name of the config
-    kind: str = ""  # rloo or grpo, where a class says so
+    kind: str = ""  # rloo or grpo, if a class in the script says so
     setting_format: str = "--{} {}"
     processes: int | None = None
     processes_from: str = ""

@@ -1,13 +1,12 @@
-"""What `rloo migrate` is given -> the old settings, by name.
+"""Reads the old settings from what `rloo migrate` is given.
 
-A command line (typed, or in a shell script), a YAML or JSON config, or a Python script whose
-`RLOOConfig(...)` holds literals (`migrate_python`). Nothing is ever executed or imported.
+It is a command line (typed, or in a shell script), a YAML or JSON config, or a Python script whose
+`RLOOConfig(...)` holds literals (`python.py`). Nothing is ever executed or imported.
 """
 
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -20,23 +19,13 @@ from rloo_cli.config.old_names import find_old_name
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
-COMMAND_ENDS = {
-    "&",
-    "&&",
-    "|",
-    "||",
-    ";",
-    ">",
-    ">>",
-    "2>&1",
-    "2>",
-}  # shell words that end a command
+COMMAND_ENDS = {"&", "&&", "|", "||", ";", ">", ">>", "2>&1", "2>"}  # tokens that end a command
 STARTERS = ("accelerate", "torchrun", "python", "python3", "deepspeed")
 TOOLS = ("swift", "trl", "rloo", "grpo")
 
 
 def read_old_run(args: list[str]) -> OldRun:
-    """The words after `rloo migrate`: one file, or an old command.
+    """Read the arguments of `rloo migrate`: one file, or an old command.
 
     Raises ConfigError for a file that is missing or holds nothing to migrate, and for a trainer
     that is not migrated.
@@ -57,57 +46,56 @@ def read_old_run(args: list[str]) -> OldRun:
 
 
 def _read_config(path: Path) -> OldRun:
-    """A YAML or JSON file of settings; the launcher's may be among them."""
-    given = OldRun(read_settings_file(path), setting_format="{}: {}", file=path.name)
-    if "config" in given.flags:
-        given.flags.pop("config")
-    refuse_foreign_trainer([], given.flags)
-    _read_process_count(given)
-    if not any(find_old_name(name) for name in given.flags):
-        why = f"none of its names is known: {', '.join(list(given.flags)[:5]) or 'there are none'}"
+    """Read a YAML or JSON file of settings; the launcher's may be among them."""
+    old_run = OldRun(read_settings_file(path), setting_format="{}: {}", file=path.name)
+    old_run.flags.pop("config", None)
+    refuse_foreign_trainer([], old_run.flags)
+    _read_process_count(old_run)
+    if not any(find_old_name(name) for name in old_run.flags):
+        names = ", ".join(list(old_run.flags)[:5]) or "there are none"
+        why = f"none of its names is known: {names}"
         raise ConfigError(Problem(f"{path} holds no settings of a training", why=why))
-    return given
+    return old_run
 
 
 def read_shell_script(text: str, where: str) -> OldRun:
-    """The first training command of a shell script, its variables filled in."""
-    found, foreign = [], []
-    for words, variables in simple_commands(text):
-        flags = [w[2:].partition("=")[0].replace("-", "_") for w in words if w.startswith("--")]
-        known = [
-            f
-            for f in flags
-            if f == "config" or (find_old_name(f) and f not in tables.LAUNCHER_FLAGS)
-        ]
-        scripts = [w for w in words if w.endswith(".py") and Path(w).is_file()]
-        if tables.NON_TRAINING_COMMANDS & set(words):
+    """Read the first training command of a shell script, its variables filled in."""
+    commands, foreign = [], []
+    for args, variables in simple_commands(text):
+        flags = [w[2:].partition("=")[0].replace("-", "_") for w in args if w.startswith("--")]
+        has_settings = any(
+            f == "config" or (find_old_name(f) and f not in tables.LAUNCHER_FLAGS) for f in flags
+        )
+        scripts = [w for w in args if w.endswith(".py") and Path(w).is_file()]
+        if tables.NON_TRAINING_COMMANDS & set(args):
             continue
         try:
-            refuse_foreign_trainer(words, dict.fromkeys(flags))
+            refuse_foreign_trainer(args, dict.fromkeys(flags))
         except ConfigError as error:
             foreign.append(error)
             continue
-        trains = scripts or any(w in TOOLS or w.endswith(".py") for w in words)
-        trains = trains or words[0].startswith("--") or any("trl.scripts." in w for w in words)
-        if (known and trains) or (scripts and words[0] in STARTERS):
+        trains = scripts or any(w in TOOLS or w.endswith(".py") for w in args)
+        trains = trains or args[0].startswith("--") or any("trl.scripts." in w for w in args)
+        if (has_settings and trains) or (scripts and args[0] in STARTERS):
             for name in ("NNODES", "NPROC_PER_NODE"):
                 if name in variables:
-                    words = [f"{name}={' '.join(variables[name])}", *words]
-            found.append(words)
-    if not found and foreign:
+                    args = [f"{name}={' '.join(variables[name])}", *args]
+            commands.append(args)
+    if not commands and foreign:
         raise foreign[0]
-    if not found:
+    if not commands:
         refuse_foreign_trainer([text], {})
         raise ConfigError(Problem(f"no training command in {where}", why="none has known flags"))
-    found.sort(key=_is_other_method)  # SFT first, then RLOO: the second is the one
-    given = read_command_line(found[0])
-    if len(found) > 1:
-        given.notes.append(f"{len(found)} training commands in {where}: this is the first of them")
-    return given
+    commands.sort(key=_is_other_method)  # of SFT and then RLOO, the second is the one to migrate
+    old_run = read_command_line(commands[0])
+    if len(commands) > 1:
+        note = f"{len(commands)} training commands in {where}: this is the first of them"
+        old_run.notes.append(note)
+    return old_run
 
 
 def _is_other_method(args: list[str]) -> bool:
-    """Whether a command is another method's: `trl sft`, `swift pt`, dpo.py."""
+    """Whether a command is of another method, like `trl sft`, `swift pt` and dpo.py."""
     scripts = {Path(w).stem for w in args if w.endswith(".py")}
     tools = [w for w in TOOLS if w in args]
     methods = {args[args.index(t) + 1] for t in tools if args.index(t) + 1 < len(args)}
@@ -115,41 +103,41 @@ def _is_other_method(args: list[str]) -> bool:
 
 
 def read_command_line(args: list[str]) -> OldRun:
-    """An old command line, from its launcher (or its first flag) on."""
+    """Read an old command line, from its launcher (or its first flag) on."""
     stop = next((i for i, w in enumerate(args) if w in COMMAND_ENDS), len(args))
     args = args[:stop]
-    given = OldRun({})
-    script = _sort_arguments(given, args)
-    refuse_foreign_trainer(args, given.flags)
-    given.flags = {k: _flag_value(v) for k, v in given.flags.items()}
-    _read_process_count(given)
-    if script.is_file() and given.tool != "swift":
-        given = _with_script(given, script)
-    elif not given.flags:
-        what = f"{script} is not a file here" if given.script else "no flags in this command"
+    old_run = OldRun({})
+    script = _sort_arguments(old_run, args)
+    refuse_foreign_trainer(args, old_run.flags)
+    old_run.flags = {k: _flag_value(v) for k, v in old_run.flags.items()}
+    _read_process_count(old_run)
+    if script.is_file() and old_run.tool != "swift":
+        old_run = _with_script(old_run, script)
+    elif not old_run.flags:
+        what = f"{script} is not a file here" if old_run.script else "no flags in this command"
         why = " ".join(args)[:200]
         raise ConfigError(Problem(what, why=why, fix="rloo migrate FILE, where the file is"))
-    elif given.script and given.script != "-":
-        given.notes.append(
-            f"{script} is not a file here: what it sets by itself (data, rewards, defaults of its"
-            " own) is not in this recipe"
+    elif old_run.script and old_run.script != "-":
+        old_run.notes.append(
+            f"{script} is not a file here: what it sets by itself (data, rewards, its own defaults)"
+            " is not in this recipe"
         )
-    if config := given.flags.pop("config", None):
+    if config := old_run.flags.pop("config", None):
         path = Path(str(config))
         if not path.is_file():
             raise _missing_file_error(path, "named by --config")
-        inside = OldRun(read_settings_file(path), setting_format="{}: {}")
-        _read_process_count(inside)
-        given.flags = inside.flags | given.flags
-        given.file = path.name
-        if given.processes is None:
-            given.processes, given.processes_from = inside.processes, inside.processes_from
-            given.launcher_file = given.launcher_file or inside.launcher_file
-    return given
+        file_run = OldRun(read_settings_file(path), setting_format="{}: {}")
+        _read_process_count(file_run)
+        old_run.flags = file_run.flags | old_run.flags
+        old_run.file = path.name
+        if old_run.processes is None:
+            old_run.processes, old_run.processes_from = file_run.processes, file_run.processes_from
+            old_run.launcher_file = old_run.launcher_file or file_run.launcher_file
+    return old_run
 
 
 def _sort_arguments(old_run: OldRun, args: list[str]) -> Path:
-    """Sort words into flags, the tool, its method and the script; returns the script's path."""
+    """Sort arguments into flags, the tool, its method and the script. Returns the script's path."""
     name, script, extras = "", Path("-"), []
     for word in args:
         if word.startswith("--") and len(word) > 2:
@@ -179,24 +167,24 @@ def _sort_arguments(old_run: OldRun, args: list[str]) -> Path:
     if unread := [w for w in extras if w.startswith("$")]:
         old_run.notes.append(f"{' '.join(unread)} is not filled in: what it stands for is not read")
     for name, values in old_run.flags.items():
-        if rest := [w for w in values[1:] if re.fullmatch(r"\$\{?\w+(\[[@*]\])?\}?", w)]:
-            values[:] = [w for w in values if w not in rest]
-            said = " ".join(rest)
-            old_run.notes.append(f"{said} after --{name} is not filled in: it is not read")
+        if unset := [w for w in values[1:] if re.fullmatch(r"\$\{?\w+(\[[@*]\])?\}?", w)]:
+            values[:] = [w for w in values if w not in unset]
+            note = f"{' '.join(unset)} after --{name} is not filled in: it is not read"
+            old_run.notes.append(note)
     return script
 
 
 def _with_script(old_run: OldRun, script: Path) -> OldRun:
-    """A command whose script is here: what the script says, and the flags before that."""
-    inside = read_python(script.read_text(errors="replace"), str(script), old_run.flags)
-    inside.processes, inside.processes_from = old_run.processes, old_run.processes_from
-    inside.launcher_file = old_run.launcher_file
-    inside.notes = old_run.notes + inside.notes
-    return inside
+    """The settings of a command's script, with the command's flags over them."""
+    script_run = read_python(script.read_text(errors="replace"), str(script), old_run.flags)
+    script_run.processes, script_run.processes_from = old_run.processes, old_run.processes_from
+    script_run.launcher_file = old_run.launcher_file
+    script_run.notes = old_run.notes + script_run.notes
+    return script_run
 
 
 def _drop_launcher_flags(old_run: OldRun) -> None:
-    """Flags before the script are the launcher's own; only the number of processes matters."""
+    """Drop the flags before the script: of the launcher's only the number of processes matters."""
     others = [name for name in old_run.flags if name not in tables.LAUNCHER_FLAGS]
     precision = old_run.flags.get("mixed_precision") or [""]
     old_run.flags = {k: v for k, v in old_run.flags.items() if k in tables.LAUNCHER_FLAGS}
@@ -207,29 +195,28 @@ def _drop_launcher_flags(old_run: OldRun) -> None:
 
 
 def _read_process_count(old_run: OldRun) -> None:
-    """How many processes the launcher started, by its flags or its file."""
+    """Read how many processes the launcher started, from its flags or its file."""
     launcher = {k: old_run.flags.pop(k) for k in tables.LAUNCHER_FLAGS if k in old_run.flags}
     file = str(launcher.get("config_file") or launcher.get("accelerate_config") or "")
-    as_flag = old_run.setting_format.startswith("--")
-    prefix = "--" if as_flag else ""
+    prefix = "--" if old_run.setting_format.startswith("--") else ""
     counts = ((launcher[k], prefix + k) for k in tables.PROCESS_COUNT_FLAGS if k in launcher)
-    count, whence = next(counts, (None, ""))
+    count, source = next(counts, (None, ""))
     old_run.launcher_file = file
     if count is None and file and Path(file).is_file():
-        count, whence = read_settings_file(Path(file)).get("num_processes"), file
+        count, source = read_settings_file(Path(file)).get("num_processes"), file
     if count is None and Path(file).stem in tables.TRL_LAUNCHERS:
-        count, whence = tables.TRL_LAUNCHERS[Path(file).stem], f"TRL's {file}"
+        count, source = tables.TRL_LAUNCHERS[Path(file).stem], f"TRL's {file}"
     if count is None:
         return
-    nodes = launcher.get("nnodes", 1) if whence == f"{prefix}nproc_per_node" else 1
+    nodes = launcher.get("nnodes", 1) if source == f"{prefix}nproc_per_node" else 1
     if not isinstance(count, int) or not isinstance(nodes, int):
-        old_run.notes.append(f"{whence} {count} is not a number of processes")
+        old_run.notes.append(f"{source} {count} is not a number of processes")
         return
-    old_run.processes, old_run.processes_from = count * nodes, whence
+    old_run.processes, old_run.processes_from = count * nodes, source
 
 
 def read_settings_file(path: Path) -> JsonObject:
-    """A YAML or JSON file that must be a mapping of names to values."""
+    """Read a YAML or JSON file. Raises ConfigError unless it maps names to values."""
     try:
         values = yaml.safe_load(path.read_text())  # JSON is YAML
     except yaml.YAMLError as error:
@@ -241,32 +228,22 @@ def read_settings_file(path: Path) -> JsonObject:
     return {str(k): _parse_value(v) if isinstance(v, str) else v for k, v in values.items()}
 
 
-def _flag_value(args: list[str]) -> Any:
-    """What stood after a flag: nothing is true, one word a value, several a list."""
-    return (
-        True
-        if not args
-        else _parse_value(args[0])
-        if len(args) == 1
-        else [*map(_parse_value, args)]
-    )
+def _flag_value(args: list[str]) -> object:
+    """The value after a flag: true without arguments, a list of several."""
+    values = [_parse_value(text) for text in args] or [True]
+    return values[0] if len(values) == 1 else values
 
 
-def _parse_value(text: str) -> Any:
-    """A word as bool, null, number, JSON or text; `3e-6` is a number here (YAML says text)."""
-    plain = {"true": True, "false": False, "none": None, "null": None}
-    if text.lower() in plain:
-        return plain[text.lower()]
-    for convert in (int, float):
+def _parse_value(text: str) -> object:
+    """An argument as bool, null, number, JSON or text; `3e-6` is a number (YAML says text)."""
+    constants = {"true": True, "false": False, "none": None, "null": None}
+    if text.lower() in constants:
+        return constants[text.lower()]
+    for convert in (int, float, json.loads if text[:1] in "[{" else str):
         try:
             return convert(text)
         except ValueError:
             continue
-    if text[:1] in "[{":
-        try:
-            return json.loads(text)
-        except ValueError:
-            return text
     return text
 
 

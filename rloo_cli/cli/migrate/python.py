@@ -1,4 +1,4 @@
-"""A Python training script -> the old settings in it, as far as they are literals.
+"""Reads the old settings in a Python training script, as far as they are literals.
 
 The script is parsed and never run. The config, the trainer and the data are followed through the
 names they are assigned to; what is found and cannot be carried over becomes a note.
@@ -7,7 +7,6 @@ names they are assigned to; what is found and cannot be carried over becomes a n
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rloo_cli.cli.migrate import tables
 from rloo_cli.cli.migrate.old_run import OldRun
@@ -17,6 +16,8 @@ from rloo_cli.utils.files import JsonObject
 MAX_FOLLOWED_NAMES = 20  # names that are followed one after the other
 FUNCTION_NODES = (ast.FunctionDef, ast.AsyncFunctionDef)
 NOT_CARRIED_OVER = "is not carried over"
+MODEL_ARGUMENTS = ("torch_dtype", "dtype", "attn_implementation", "revision", "trust_remote_code")
+LORA_ARGUMENTS = {"r": "lora_r", "bias": "lora_bias", "task_type": "lora_task_type"}
 
 
 class Script:
@@ -32,9 +33,8 @@ class Script:
         nodes = list(ast.walk(self.tree))
         self.calls = sorted((n for n in nodes if isinstance(n, ast.Call)), key=_position)
         self.top_level_functions = {n.name for n in self.tree.body if isinstance(n, FUNCTION_NODES)}
-        self.nested_functions = {
-            n.name for n in nodes if isinstance(n, FUNCTION_NODES)
-        } - self.top_level_functions
+        functions = {n.name for n in nodes if isinstance(n, FUNCTION_NODES)}
+        self.nested_functions = functions - self.top_level_functions
         self.assigned: dict[str, list[ast.expr]] = {}
         self.attributes: list[tuple[ast.expr, str, ast.expr]] = []
         for node in sorted((n for n in nodes if isinstance(n, ast.Assign)), key=_position):
@@ -47,24 +47,24 @@ class Script:
         elif isinstance(target, ast.Attribute):
             self.attributes.append((target.value, target.attr, value))
         elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-            for one, part in zip(target.elts, value.elts, strict=False):
-                self._assign(one, part)
+            for element, part in zip(target.elts, value.elts, strict=False):
+                self._assign(element, part)
         elif isinstance(target, ast.Tuple):
-            for index, one in enumerate(target.elts):
+            for index, element in enumerate(target.elts):
                 item = ast.Subscript(value, ast.Constant(index), ast.Load())
-                self._assign(one, ast.copy_location(item, value))
+                self._assign(element, ast.copy_location(item, value))
 
     def resolve_name(self, node: ast.expr | None) -> ast.expr | None:
         """What a name stands for, followed through single assignments."""
         for _ in range(MAX_FOLLOWED_NAMES):
-            known = self.assigned.get(node.id, []) if isinstance(node, ast.Name) else []
-            if len(known) != 1:
+            values = self.assigned.get(node.id, []) if isinstance(node, ast.Name) else []
+            if len(values) != 1:
                 break
-            node = known[0]
+            node = values[0]
         return node
 
-    def literal_value(self, node: ast.expr) -> Any:
-        """A literal, or a name for one. Raises ValueError for anything else, `...` too."""
+    def literal_value(self, node: ast.expr) -> object:
+        """The value of a literal, or of a name for one. Raises ValueError for others and `...`."""
         value = ast.literal_eval(self.resolve_name(node) or node)
         if value is ...:
             raise ValueError("an ellipsis")
@@ -82,57 +82,59 @@ def called_name(call: ast.Call) -> str:
 
 
 def read_python(text: str, where: str, flags: JsonObject | None = None) -> OldRun:
-    """Settings of the first RLOO or GRPO trainer or config, and what is literal around it.
+    """Read the first RLOO or GRPO trainer or config, and what is literal around it.
 
-    `flags`: of the command that ran the script, where it is known. Raises ConfigError for a script
-    without such a trainer, and for one whose settings all come from a command that is not given.
+    `flags` are those of the command that ran the script, if it is known. Raises ConfigError for a
+    script without such a trainer, and if all settings come from a command that is not known.
     """
     script = Script(text, where)
     configs = [c for c in script.calls if called_name(c) in tables.CONFIG_CLASSES]
     trainers = [c for c in script.calls if called_name(c) in tables.TRAINER_CLASSES]
-    parsed = any(called_name(c).partition("[")[0] in tables.PARSER_CLASSES for c in script.calls)
+    called = {called_name(c).partition("[")[0] for c in script.calls}
+    has_parser = bool(called & tables.PARSER_CLASSES)
     names = {n.id for n in ast.walk(script.tree) if isinstance(n, ast.Name)}
-    if not configs and not trainers and not (parsed and names & tables.CONFIG_CLASSES.keys()):
+    if not configs and not trainers and not (has_parser and names & tables.CONFIG_CLASSES.keys()):
         what = f"no RLOOConfig(...) or GRPOConfig(...), and no trainer of theirs, in {where}"
         raise ConfigError(Problem(what, fix="rloo migrate -- OLD COMMAND, for its flags"))
-    given = OldRun({}, "trl", script=Path(where).name, setting_format="{}={}")
+    old_run = OldRun({}, "trl", script=Path(where).name, setting_format="{}={}")
     first = (configs + trainers)[:1]
-    used = called_name(first[0]) if first else min(names & tables.CONFIG_CLASSES.keys())
-    given.kind = (tables.CONFIG_CLASSES | tables.TRAINER_CLASSES)[used]
-    if parsed and not configs and not flags:
+    class_name = called_name(first[0]) if first else min(names & tables.CONFIG_CLASSES.keys())
+    old_run.kind = (tables.CONFIG_CLASSES | tables.TRAINER_CLASSES)[class_name]
+    if has_parser and not configs and not flags:
         what = f"the settings of {where} come from its command line"
         raise ConfigError(Problem(what, fix=f"rloo migrate python {where} --its_flags ..."))
     if configs:
-        _read_config_call(script, configs[0], given)
+        _read_config_call(script, configs[0], old_run)
         if len(configs) > 1:
-            given.notes.append(f"{len(configs)} configs in {where}: this is the first of them")
-    elif not parsed:
-        given.notes.append(f"{used} has no config in {where}: all its settings are the defaults")
+            old_run.notes.append(f"{len(configs)} configs in {where}: this is the first of them")
+    elif not has_parser:
+        what = f"{class_name} has no config in {where}"
+        old_run.notes.append(f"{what}: all its settings are the defaults")
     for trainer in trainers[:1]:
-        _read_trainer_call(script, trainer, given)
-    if not configs and not parsed and (path := given.flags.get("model_name_or_path")):
-        given.flags["output_dir"] = f"{Path(str(path)).name}-{given.kind.upper()}"  # as TRL does
+        _read_trainer_call(script, trainer, old_run)
+    if not configs and not has_parser and (path := old_run.flags.get("model_name_or_path")):
+        name = f"{Path(str(path)).name}-{old_run.kind.upper()}"  # as TRL does
+        old_run.flags["output_dir"] = name
     if not trainers:
-        _read_without_trainer(script, given)
-    _note_rewards_in_script(given, script)
-    for name, value in (given.flags.pop("model_init_kwargs", None) or {}).items():
-        given.flags.setdefault(name, value)
+        _read_without_trainer(script, old_run)
+    _note_rewards_in_script(old_run, script)
+    for name, value in (old_run.flags.pop("model_init_kwargs", None) or {}).items():
+        old_run.flags.setdefault(name, value)
     if flags:
-        given.flags |= flags
-        given.setting_format = "{} {}"
-        if configs and not parsed:
-            given.notes.append(f"{where} reads its own flags: {', '.join(flags)}")
-    return given
+        old_run.flags |= flags
+        old_run.setting_format = "{} {}"
+        if configs and not has_parser:
+            old_run.notes.append(f"{where} reads its own flags: {', '.join(flags)}")
+    return old_run
 
 
 def _read_config_call(script: Script, call: ast.Call, old_run: OldRun) -> None:
-    """Settings of the config, and those that are set on it later."""
+    """Read the arguments of the config, and the attributes that are set on it later."""
     for node in call.args:
         value = script.resolve_name(node)
         if isinstance(value, ast.Constant) and value.value is ...:
-            old_run.notes.append(
-                f"{called_name(call)}(...): what the dots stand for is not in the script"
-            )
+            what = "what the dots stand for is not in the script"
+            old_run.notes.append(f"{called_name(call)}(...): {what}")
         elif isinstance(value, ast.Constant):
             old_run.flags["output_dir"] = value.value  # the only one people give by position
     for keyword in call.keywords:
@@ -144,34 +146,34 @@ def _read_config_call(script: Script, call: ast.Call, old_run: OldRun) -> None:
 
 def _read_setting(script: Script, name: str | None, node: ast.expr, old_run: OldRun) -> None:
     text = ast.unparse(node)
-    if name is None:  # **settings
-        try:
-            old_run.flags |= script.literal_value(node)
-        except (ValueError, TypeError):
-            old_run.notes.append(f"**{text} is not a literal: set what is in it yourself")
-        return
     try:
-        old_run.flags[name] = _literal_with_dtypes(script, node)
+        if name is not None:
+            old_run.flags[name] = _literal_with_dtypes(script, node)
+        elif isinstance(settings := script.literal_value(node), dict):  # **settings
+            old_run.flags |= settings
+        else:
+            raise TypeError
     except (ValueError, TypeError):
-        old_run.notes.append(f"{name}={text} is not a literal: set it yourself")
+        what = f"**{text} is not a literal: set what is in it yourself"
+        if name is not None:
+            what = f"{name}={text} is not a literal: set it yourself"
+        old_run.notes.append(what)
 
 
-def _literal_with_dtypes(script: Script, node: ast.expr) -> Any:
-    """A literal in which `torch.bfloat16` may stand for its name."""
+def _literal_with_dtypes(script: Script, node: ast.expr) -> object:
+    """The value of a literal in which `torch.bfloat16` may stand for its name."""
     value = script.resolve_name(node) or node
     text = ast.unparse(value)
     if text.startswith("torch.") and isinstance(value, ast.Attribute):
         return value.attr
     if isinstance(value, ast.Dict) and all(isinstance(k, ast.Constant) for k in value.keys):
-        pairs = zip(value.keys, value.values, strict=True)
-        return {
-            ast.literal_eval(k): _literal_with_dtypes(script, v) for k, v in pairs if k is not None
-        }
+        pairs = [(k, v) for k, v in zip(value.keys, value.values, strict=True) if k is not None]
+        return {ast.literal_eval(k): _literal_with_dtypes(script, v) for k, v in pairs}
     return script.literal_value(value)
 
 
 def _read_trainer_call(script: Script, call: ast.Call, old_run: OldRun) -> None:
-    """Model, data, rewards and adapter of the trainer; a note for each other argument."""
+    """Read model, data, rewards and adapter of the trainer; note each other argument."""
     old = any(k.arg in ("config", "policy", "reward_model") for k in call.keywords)
     positions = tables.OLD_TRAINER_ARGUMENTS if old else tables.TRAINER_ARGUMENTS
     parts = dict(zip(positions, call.args, strict=False))
@@ -193,12 +195,12 @@ def _read_trainer_call(script: Script, call: ast.Call, old_run: OldRun) -> None:
             _read_tokenizer(script, node, old_run)
         elif name not in ("args", "config", "ref_policy"):
             old_run.notes.append(f"{name}={_short_source(node)} {NOT_CARRIED_OVER}")
-    if not any(script.resolve_name(parts.get(n)) for n in ("train_dataset",)):
+    if not script.resolve_name(parts.get("train_dataset")):
         _read_load_dataset_calls(script, old_run)
 
 
 def _read_without_trainer(script: Script, old_run: OldRun) -> None:
-    """A script without a trainer: what it loads."""
+    """Read what a script without a trainer loads."""
     for call in script.calls:
         if called_name(call).endswith("CausalLM.from_pretrained") and call.args:
             _read_model(script, call, old_run, "model_name_or_path")
@@ -212,20 +214,16 @@ def _read_load_dataset_calls(script: Script, old_run: OldRun) -> None:
 
 
 def _read_model(script: Script, node: ast.expr, old_run: OldRun, flag: str) -> None:
-    """A name, or `from_pretrained("name", dtype=...)`, as far as it is literal."""
+    """Read a name, or `from_pretrained("name", dtype=...)`, as far as it is literal."""
     value = script.resolve_name(node)
-    if (
-        isinstance(value, ast.Call)
-        and value.args
-        and called_name(value).endswith("from_pretrained")
-    ):
+    called = called_name(value) if isinstance(value, ast.Call) else ""
+    if isinstance(value, ast.Call) and value.args and called.endswith("from_pretrained"):
         for keyword in value.keywords if flag == "model_name_or_path" else []:
-            if keyword.arg in ("torch_dtype", "dtype", "attn_implementation", "revision",
-                               "trust_remote_code"):  # fmt: skip
+            if keyword.arg in MODEL_ARGUMENTS:
                 _read_setting(script, keyword.arg, keyword.value, old_run)
             else:
-                said = f"{keyword.arg}={_short_source(keyword.value)}"
-                old_run.notes.append(f"{said} of {called_name(value)} {NOT_CARRIED_OVER}")
+                argument = f"{keyword.arg}={_short_source(keyword.value)}"
+                old_run.notes.append(f"{argument} of {called} {NOT_CARRIED_OVER}")
         value = script.resolve_name(value.args[0])
     if isinstance(value, ast.Constant) and isinstance(value.value, str):
         old_run.flags.setdefault(flag, value.value)
@@ -234,7 +232,7 @@ def _read_model(script: Script, node: ast.expr, old_run: OldRun, flag: str) -> N
 
 
 def _is_from_command_line(node: ast.expr | None) -> bool:
-    """Whether it is `model_args.something`, which the command's flags say."""
+    """Whether it is an attribute like `model_args.x`, which the command's flags set."""
     return node is not None and "args." in ast.unparse(node)
 
 
@@ -251,60 +249,52 @@ def _read_tokenizer(script: Script, node: ast.expr, old_run: OldRun) -> None:
 
 
 def _read_adapter(script: Script, node: ast.expr, old_run: OldRun) -> None:
-    """`LoraConfig(...)` -> the flags of a LoRA, peft's defaults where it says nothing."""
+    """Read `LoraConfig(...)` into the flags of a LoRA; the other defaults are peft's."""
     value = script.resolve_name(node)
     if isinstance(value, ast.Call) and called_name(value) == "LoraConfig":
         old_run.flags |= {"use_peft": True, "lora_from": "peft"}
         for keyword in value.keywords:
             name = str(keyword.arg)
-            name = {"r": "lora_r", "bias": "lora_bias", "task_type": "lora_task_type"}.get(
-                name, name
-            )
-            _read_setting(script, name, keyword.value, old_run)
+            _read_setting(script, LORA_ARGUMENTS.get(name, name), keyword.value, old_run)
     elif isinstance(value, ast.Constant) and value.value is None:
         return
     elif not (isinstance(value, ast.Call) and called_name(value) == "get_peft_config"):
-        old_run.notes.append(
-            f"peft_config={_short_source(node)} {NOT_CARRIED_OVER}: choose lora=default"
-        )
+        argument = f"peft_config={_short_source(node)}"
+        old_run.notes.append(f"{argument} {NOT_CARRIED_OVER}: choose lora=default")
 
 
 def _read_dataset(script: Script, node: ast.expr, old_run: OldRun, evaluation: bool) -> None:
-    """Follow a data set to where it is loaded; a note for every change on the way."""
-    part: Any = None
+    """Follow a data set to where it is loaded; note every change on the way."""
+    part: object = None
     for step in _dataset_chain(script, node):
         if isinstance(step, ast.Subscript):
             part = _subscript_index(step)
         elif isinstance(step, ast.Call) and isinstance(step.func, ast.Attribute):
             name = step.func.attr
             if name in tables.DATASET_METHODS:
-                said = f".{name}({', '.join(map(_short_source, step.args))})"
                 whose = "eval_dataset" if evaluation else "the data"
-                old_run.notes.append(
-                    f"{whose}: {said} {NOT_CARRIED_OVER}: rows are used as they are loaded"
-                )
+                change = f".{name}({', '.join(map(_short_source, step.args))}) {NOT_CARRIED_OVER}"
+                old_run.notes.append(f"{whose}: {change}: rows are used as they are loaded")
             elif name in ("from_list", "from_dict", "from_generator", "from_pandas"):
-                old_run.notes.append(
-                    f"{_short_source(step.func)}(...) {NOT_CARRIED_OVER}: write the rows to a file"
-                )
+                source = f"{_short_source(step.func)}(...)"
+                old_run.notes.append(f"{source} {NOT_CARRIED_OVER}: write the rows to a file")
         if isinstance(step, ast.Call) and called_name(step) in ("load_dataset", "load_from_disk"):
             _read_load_dataset(script, step, old_run, part, evaluation)
             return
     if not _is_from_command_line(node) and not isinstance(script.resolve_name(node), ast.Constant):
-        which = "eval_dataset" if evaluation else "train_dataset"
-        old_run.notes.append(
-            f"{which}={_short_source(node)} {NOT_CARRIED_OVER}: it is not loaded by a literal"
-        )
+        name = "eval_dataset" if evaluation else "train_dataset"
+        argument = f"{name}={_short_source(node)}"
+        old_run.notes.append(f"{argument} {NOT_CARRIED_OVER}: it is not loaded by a literal")
 
 
 def _dataset_chain(script: Script, node: ast.expr) -> Iterator[ast.expr]:
-    """From a data set back to its source: x.map(f) -> x -> load_dataset(...)."""
+    """Walk from a data set back to its source: x.map(f) -> x -> load_dataset(...)."""
     current: ast.expr | None = node
     seen: set[int] = set()
     for _ in range(MAX_FOLLOWED_NAMES):
         if isinstance(current, ast.Name):
-            known = [v for v in script.assigned.get(current.id, []) if id(v) not in seen]
-            current = known[-1] if known else None
+            values = [v for v in script.assigned.get(current.id, []) if id(v) not in seen]
+            current = values[-1] if values else None
         if current is None:
             return
         seen.add(id(current))
@@ -317,14 +307,14 @@ def _dataset_chain(script: Script, node: ast.expr) -> Iterator[ast.expr]:
             return
 
 
-def _subscript_index(node: ast.Subscript) -> Any:
+def _subscript_index(node: ast.Subscript) -> object:
     return node.slice.value if isinstance(node.slice, ast.Constant) else None
 
 
 def _read_load_dataset(
-    script: Script, call: ast.Call, old_run: OldRun, split_part: Any, evaluation: bool
+    script: Script, call: ast.Call, old_run: OldRun, split_part: object, evaluation: bool
 ) -> None:
-    """path, name and split of one load_dataset(...)."""
+    """Read path, name and split of one load_dataset(...); `split_part` is its subscript."""
     parts = dict(zip(("path", "name"), call.args, strict=False))
     parts |= {k.arg: k.value for k in call.keywords if k.arg}
     values: JsonObject = {}
@@ -336,30 +326,24 @@ def _read_load_dataset(
                 old_run.notes.append(f"load_dataset: {name}={_short_source(node)} is not a literal")
     split = values.pop("split", None)
     if isinstance(split, list | tuple):
-        split = (
-            split[split_part]
-            if isinstance(split_part, int) and split_part < len(split)
-            else split[0]
-        )
+        index = split_part if isinstance(split_part, int) else 0
+        split = split[index if index < len(split) else 0]
     elif isinstance(split_part, str):
         split = split_part
     path, name = values.pop("path", None), values.pop("name", None)
     streaming, revision = values.pop("streaming", None), values.pop("revision", None)
     if evaluation:
-        same = path == old_run.flags.get("dataset_name") and name == old_run.flags.get(
-            "dataset_config"
-        )
-        if same and isinstance(split, str):
+        trained_on = [old_run.flags.get(flag) for flag in ("dataset_name", "dataset_config")]
+        if trained_on == [path, name] and isinstance(split, str):
             old_run.flags["dataset_test_split"] = split
         else:
-            said = ", ".join(str(v) for v in (path, name, split) if v is not None)
-            old_run.notes.append(
-                f"eval_dataset: {said} {NOT_CARRIED_OVER}: eval.sets.NAME={{path: ..., ...}}"
-            )
+            source = ", ".join(str(v) for v in (path, name, split) if v is not None)
+            fix = "eval.sets.NAME={path: ..., ...}"
+            old_run.notes.append(f"eval_dataset: {source} {NOT_CARRIED_OVER}: {fix}")
         return
-    found = {"dataset_name": path, "dataset_config": name, "dataset_train_split": split,
+    flags = {"dataset_name": path, "dataset_config": name, "dataset_train_split": split,
              "dataset_streaming": streaming, "dataset_revision": revision}  # fmt: skip
-    for flag, value in found.items():
+    for flag, value in flags.items():
         if value is not None:
             old_run.flags.setdefault(flag, value)
     for name, value in values.items():
@@ -385,20 +369,19 @@ def _reward_spec(script: Script, node: ast.expr, functions: set[str]) -> str | N
     value = script.resolve_name(node)
     if isinstance(value, ast.Constant):
         return str(value.value)
-    if isinstance(value, ast.Call) and called_name(value).endswith(
-        "Classification.from_pretrained"
-    ):
+    called = called_name(value) if isinstance(value, ast.Call) else ""
+    if isinstance(value, ast.Call) and called.endswith("Classification.from_pretrained"):
         path = script.resolve_name(value.args[0]) if value.args else None
         return str(path.value) if isinstance(path, ast.Constant) else None
-    if isinstance(value, ast.Call) and called_name(value) == "get_soft_overlong_punishment":
+    if called == "get_soft_overlong_punishment":
         return None  # its lengths are arguments of its own
     name = ast.unparse(node)
-    known = name.rpartition(".")[2] in tables.TRL_REWARDS
-    return f"{script.where}:{name}" if name in functions else name if known else None
+    is_trl_reward = name.rpartition(".")[2] in tables.TRL_REWARDS
+    return f"{script.where}:{name}" if name in functions else name if is_trl_reward else None
 
 
 def _note_rewards_in_script(old_run: OldRun, script: Script) -> None:
-    """Where a reward is a function of the training script itself."""
+    """Note each reward that is a function of the training script itself."""
     for reward in old_run.flags.get("reward_funcs") or []:
         if reward.startswith(f"{script.where}:"):
             inner = reward.rpartition(":")[2] in script.nested_functions

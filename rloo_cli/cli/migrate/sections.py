@@ -1,12 +1,11 @@
-"""What an old run worked on: data, rewards, generation, folders.
+"""Writes an old run's data, rewards, generation and folders.
 
-One rule for each value that does not keep its meaning under a new name. Plain renames need none:
-`names` has the whole table.
+There is one rule for each value that does not keep its meaning under a new name. Plain renames need
+none: `config/old_names.py` has the whole table.
 """
 
 import re
 from pathlib import Path
-from typing import Any
 
 from rloo_cli.cli.migrate import tables
 from rloo_cli.cli.migrate.batch import Dialect, take_number
@@ -18,100 +17,94 @@ NULL_NOTE = "here null is what the context leaves, at most 4096"
 
 
 def write_data(recipe: Recipe, dialect: Dialect, script: str) -> None:
-    """Where the prompts come from, and what happens to long ones."""
+    """Write where the prompts come from, and what happens to long ones."""
     name = "dataset" if "dataset" in recipe.flags else "datasets"
-    said, found = recipe.original_text(name), recipe.take(name)
-    sources = [
-        _dataset_source(one) for one in (found if isinstance(found, list) else [found]) if one
-    ]
+    text, entries = recipe.original_text(name), recipe.take(name)
+    entries = entries if isinstance(entries, list) else [entries]
+    sources = [_dataset_source(entry) for entry in entries if entry]
     if len(sources) > 1:
-        _write_mixture(recipe, sources, said)
+        _write_mixture(recipe, sources, text)
     elif sources:
         for key, value in sources[0].items():
             note = "; its n rows were drawn at random" * (key == "max_samples")
-            recipe.put(f"data.{key}", value, said + note)
+            recipe.put(f"data.{key}", value, text + note)
     elif "_tldr" in script and dialect.is_old_trl and not recipe.flags.get("dataset_name"):
         recipe.put("data.path", tables.TLDR_DATASET, f"{script} had it built in")
     if "_tldr" in script and dialect.title in tables.TLDR_TEMPLATES:
-        template = tables.TLDR_TEMPLATES[dialect.title]
-        recipe.put(
-            "data.template", template, f"{script} put this around a post", keep_unsupported=False
-        )
+        template, why = tables.TLDR_TEMPLATES[dialect.title], f"{script} put this around a post"
+        recipe.put("data.template", template, why, keep_unsupported=False)
         recipe.put("data.max_prompt_length", 512, f"{script} left longer ones out")
     _write_prompt_limits(recipe, dialect)
     if isinstance(recipe.flags.get("columns"), dict):
-        said = recipe.original_text("columns")
-        recipe.put("data.columns", recipe.take("columns"), said)
+        recipe.put("data.columns", recipe.take("columns"), recipe.original_text("columns"))
     if "enable_thinking" in recipe.flags:
-        said, on = recipe.original_text("enable_thinking"), recipe.take("enable_thinking")
-        recipe.put("generation.chat_template_kwargs", {"enable_thinking": bool(on)}, said)
+        kwargs = {"enable_thinking": bool(recipe.take("enable_thinking"))}
+        text = recipe.original_text("enable_thinking")
+        recipe.put("generation.chat_template_kwargs", kwargs, text)
     system = str(recipe.flags.get("system") or "")
     if system.endswith(".txt"):  # ms-swift takes a file here
-        said = recipe.original_text("system")
+        text = recipe.original_text("system")
         recipe.take("system")
         if Path(system).is_file():
-            recipe.put("data.system", Path(system).read_text().strip(), said)
+            recipe.put("data.system", Path(system).read_text().strip(), text)
         else:
-            recipe.notes.append(f"{said} is a file: set data.system to its text")
+            recipe.notes.append(f"{text} is a file: set data.system to its text")
 
 
-def _dataset_source(entry: Any) -> JsonObject:
-    """`path:subset#n`, or an entry of TRL's `datasets`, by the keys of a source here."""
+def _dataset_source(entry: object) -> JsonObject:
+    """`path:subset#n`, or an entry of TRL's `datasets`, under the keys of our SourceConfig."""
     if isinstance(entry, dict):
-        found = {k: entry.get(k) for k in ("path", "name", "split")}
-        return {k: v for k, v in found.items() if v is not None}
-    path, _, rows = str(entry).partition("#")
-    path, _, subset = path.partition(":")
-    found = {"path": path, "name": subset or None}
-    found["max_samples"] = int(rows) if rows.isdigit() else None
-    return {k: v for k, v in found.items() if v is not None}
+        source: JsonObject = {k: entry.get(k) for k in ("path", "name", "split")}
+    else:
+        path, _, samples = str(entry).partition("#")
+        path, _, subset = path.partition(":")
+        source = {"path": path, "name": subset or None}
+        source["max_samples"] = int(samples) if samples.isdigit() else None
+    return {k: v for k, v in source.items() if v is not None}
 
 
 def _write_mixture(recipe: Recipe, sources: list[JsonObject], original_text: str) -> None:
-    """Several data sets, which the old tool put one after the other: weights as their rows."""
-    rows = [source.get("max_samples") for source in sources]
-    known = None not in rows
+    """Write several data sets, which the old tool concatenated: each has its size as weight."""
     table: dict[str, JsonObject] = {}
-    for source, count in zip(sources, rows, strict=True):
+    for source in sources:
         base = _slug(Path(str(source["path"])).stem).replace(".", "_").replace("-", "_")
         name = base if base not in table else f"{base}_{len(table) + 1}"
-        table[name] = source | {"weight": float(count or 1)}
+        table[name] = source | {"weight": float(source.get("max_samples") or 1)}
     recipe.put("data.mixture", table, original_text)
     recipe.put("data.path", None, "data.mixture says where the rows come from")
-    if not known:
+    if any("max_samples" not in source for source in sources):
         recipe.notes.append(
-            f"{original_text}: the old tool put the data sets one after the other, so that each "
-            "counted by"
-            " its rows; data.mixture draws by weight: set the weights to the numbers of rows"
+            f"{original_text}: the old tool put the data sets one after the other, so that each"
+            " counted by its rows; data.mixture draws by weight: set the weights to the numbers of"
+            " rows"
         )
 
 
 def _write_prompt_limits(recipe: Recipe, dialect: Dialect) -> None:
-    """How long a prompt may be, and what happens to longer ones."""
-    limit = "max_length" if dialect.is_swift else "max_prompt_length"
+    """Write how long a prompt may be, and what happens to longer ones."""
+    key, limit = "data.max_prompt_length", "max_length" if dialect.is_swift else "max_prompt_length"
+    is_new_trl = not dialect.is_old_trl and not dialect.is_swift
     if recipe.flags.get(limit):
-        said = recipe.original_text(limit)
-        recipe.put("data.max_prompt_length", int(take_number(recipe, limit)), said)
+        text = recipe.original_text(limit)
+        recipe.put(key, int(take_number(recipe, limit, 0)), text)
         if limit == "max_prompt_length":
-            recipe.put("data.overlong", "truncate_left", f"{said}: TRL kept the last tokens")
-    elif dialect.is_old_trl and "data.max_prompt_length" not in recipe.lines:
-        recipe.put("data.max_prompt_length", None, f"{dialect.title} had no limit; {NULL_NOTE}")
-    elif (
-        not dialect.is_old_trl and not dialect.is_swift and not re.search(r"0\.[12]", dialect.title)
-    ):
-        recipe.put("data.max_prompt_length", None, "TRL has no limit from 0.29 on; it kept the"
-                   f" last 512 tokens up to 0.26; {NULL_NOTE}")  # fmt: skip
-    elif not dialect.is_old_trl and not dialect.is_swift:
-        recipe.put("data.max_prompt_length", 512, "TRL kept the last 512 tokens")
+            recipe.put("data.overlong", "truncate_left", f"{text}: TRL kept the last tokens")
+    elif dialect.is_old_trl and key not in recipe.lines:
+        recipe.put(key, None, f"{dialect.title} had no limit; {NULL_NOTE}")
+    elif is_new_trl and not re.search(r"0\.[12]", dialect.title):
+        why = "TRL has no limit from 0.29 on; it kept the last 512 tokens up to 0.26"
+        recipe.put(key, None, f"{why}; {NULL_NOTE}")
+    elif is_new_trl:
+        recipe.put(key, 512, "TRL kept the last 512 tokens")
         recipe.put("data.overlong", "truncate_left", "TRL kept the last 512 tokens")
-    said, how = recipe.original_text("truncation_strategy"), recipe.take("truncation_strategy")
-    if how:
-        mine = {"delete": "filter", "left": "truncate_left"}.get(how, how)
-        recipe.put("data.overlong", mine, said)
+    strategy = recipe.take("truncation_strategy")
+    if strategy:
+        overlong = {"delete": "filter", "left": "truncate_left"}.get(strategy, strategy)
+        recipe.put("data.overlong", overlong, recipe.original_text("truncation_strategy"))
 
 
 def write_generation(recipe: Recipe, dialect: Dialect) -> None:
-    """Stop rules and the engine."""
+    """Write when a completion stops, and the inference engine."""
     ids = recipe.take("stop_token_id")
     if ids is not None:
         why = f"{recipe.original_text('stop_token_id')}, beside every EOS id"
@@ -122,9 +115,9 @@ def write_generation(recipe: Recipe, dialect: Dialect) -> None:
         why = "no stop_token: the old run trained on what came after EOS too; delete to stop there"
         recipe.put("generation.ignore_eos", True, why)
     if "stop_words" in recipe.flags:
-        words = recipe.take("stop_words")
-        value = [words] if isinstance(words, str) else words
-        recipe.put("generation.stop", value, recipe.original_text("stop_words"))
+        stop = recipe.take("stop_words")
+        stop = [stop] if isinstance(stop, str) else stop
+        recipe.put("generation.stop", stop, recipe.original_text("stop_words"))
     if (top_k := recipe.take("top_k")) is not None:
         recipe.put("generation.top_k", max(0, top_k), recipe.original_text("top_k"))
     if dialect.is_swift and not {"top_p", "top_k"} & set(recipe.original_flags):
@@ -133,7 +126,7 @@ def write_generation(recipe: Recipe, dialect: Dialect) -> None:
 
 
 def _write_inference_engine(recipe: Recipe, dialect: Dialect) -> None:
-    """vLLM, beside the trainer or as a server that the old run called."""
+    """Write vLLM, beside the trainer or as a server that the old run called."""
     mode, on = recipe.take("vllm_mode"), recipe.take("use_vllm")
     engine = [n for n in recipe.flags if n.startswith("vllm_") and "importance" not in n]
     if not on:
@@ -160,58 +153,62 @@ def _write_inference_engine(recipe: Recipe, dialect: Dialect) -> None:
 
 
 def _write_server_address(recipe: Recipe) -> None:
-    """Where the old run's server was."""
+    """Write where the old run's server was."""
     url, host = recipe.take("vllm_server_base_url"), recipe.take("vllm_server_host")
     port = recipe.take("vllm_server_port")
     if url is None and (host or port):
         url = f"http://{host or '127.0.0.1'}:{port or 8000}"
     if url is not None:
-        said = "vllm_server_base_url" if "vllm_server_base_url" in recipe.original_flags else ""
-        why = recipe.original_text(said or ("vllm_server_host" if host else "vllm_server_port"))
-        recipe.put("generation.server.base_url", url, f"{why}; rloo vllm-serve starts it")
+        flag = "vllm_server_host" if host else "vllm_server_port"
+        flag = "vllm_server_base_url" if "vllm_server_base_url" in recipe.original_flags else flag
+        why = f"{recipe.original_text(flag)}; rloo vllm-serve starts it"
+        recipe.put("generation.server.base_url", url, why)
     if (limit := recipe.take("vllm_server_timeout")) is not None:
         why = recipe.original_text("vllm_server_timeout")
         recipe.put("generation.server.ready_timeout_s", float(limit), why)
 
 
 def write_rewards(recipe: Recipe, dialect: Dialect) -> None:
-    """`reward_funcs`, reward models and their weights -> one named entry each."""
-    found: list[tuple[str, Any, str]] = []  # name, {type, path}, as it was said
+    """Write `reward_funcs`, reward models and their weights as one named entry each."""
+    rewards: list[tuple[str, JsonObject, str]] = []  # name, {type, path}, its text in the old run
     for flag in ("reward_model_path", "reward_model_name_or_path", "reward_model"):
         if flag in recipe.flags:
-            said, paths_given = recipe.original_text(flag), recipe.take(flag)
-            several = isinstance(paths_given, list) and len(paths_given) > 1
-            for path in paths_given if isinstance(paths_given, list) else [paths_given]:
-                name = _reward_entry(str(path), dialect, "")[0] if several else "reward_model"
-                found.append((name, {"type": "model", "path": path}, said))
-    said, funcs = recipe.original_text("reward_funcs"), recipe.take("reward_funcs", [])
+            paths = recipe.take(flag)
+            paths = paths if isinstance(paths, list) else [paths]
+            for path in paths:
+                name = "reward_model"
+                name = _reward_entry(str(path), dialect, "")[0] if len(paths) > 1 else name
+                entry = {"type": "model", "path": path}
+                rewards.append((name, entry, recipe.original_text(flag)))
+    functions, text = recipe.take("reward_funcs", []), recipe.original_text("reward_funcs")
     plugins = recipe.take("external_plugins", "rewards.py")
     plugin = str(plugins[0] if isinstance(plugins, list) else plugins)
-    for spec in [funcs] if isinstance(funcs, str) else funcs:
-        found.append((*_reward_entry(str(spec), dialect, plugin), said))
-        if found[-1][1].get("path") == f"{plugin}:{spec}":
+    for spec in [functions] if isinstance(functions, str) else functions:
+        name, entry = _reward_entry(str(spec), dialect, plugin)
+        rewards.append((name, entry, text))
+        if entry.get("path") == f"{plugin}:{spec}":
             recipe.notes.append(f"reward {spec} is code: make it a function {plugin}:{spec}")
     if dialect.is_swift:  # it puts the reward model last, TRL first
-        found.sort(key=lambda reward: reward[1]["type"] == "model" and reward[2] != said)
-    said, weights = recipe.original_text("reward_weights"), recipe.take("reward_weights")
+        rewards.sort(key=lambda reward: reward[1]["type"] == "model" and reward[2] != text)
+    weights = recipe.take("reward_weights")
     weights = weights if isinstance(weights, list | tuple) else [weights] if weights else []
-    if weights and len(weights) != len(found):
-        count = f"{len(weights)} weights, {len(found)} rewards: {[name for name, *_ in found]}"
+    if weights and len(weights) != len(rewards):
+        count = f"{len(weights)} weights, {len(rewards)} rewards: {[name for name, *_ in rewards]}"
         raise ConfigError(Problem("reward_weights does not fit the rewards", "the old run", count))
-    for place, (name, entry, why) in enumerate(found):
-        weight = float(weights[place]) if weights else 1.0
+    for index, (name, entry, why) in enumerate(rewards):
+        weight = float(weights[index]) if weights else 1.0
         if entry.get("type") == "overlong" and "soft_cache_length" in recipe.flags:
             _write_overlong_penalty(recipe, weight)
             continue
         recipe.put_reward(name, entry, why)
         if weights and schema_refusal(f"reward.{name}.type", entry["type"]) is None:
-            recipe.put(f"reward.{name}.weight", weight, said)
-    if not found:
+            recipe.put(f"reward.{name}.weight", weight, recipe.original_text("reward_weights"))
+    if not rewards:
         recipe.notes.append("no reward is named in the old settings: add reward=NAME")
 
 
-def _reward_entry(spec: str, dialect: Dialect, plugin: str) -> tuple[str, dict[str, str]]:
-    """A reward as it was named -> its name and entry here."""
+def _reward_entry(spec: str, dialect: Dialect, plugin: str) -> tuple[str, JsonObject]:
+    """The name and the entry here of a reward as it was named; `plugin` has its code."""
     short = spec.rpartition(".")[2] if spec.startswith("trl.") else spec
     if short in dialect.rewards:
         return dialect.rewards[short], {"type": dialect.rewards[short]}
@@ -224,16 +221,15 @@ def _reward_entry(spec: str, dialect: Dialect, plugin: str) -> tuple[str, dict[s
 
 
 def _write_overlong_penalty(recipe: Recipe, weight: float) -> None:
-    cache = int(take_number(recipe, "soft_cache_length"))
-    longest = take_number(
-        recipe, "soft_max_length", recipe.original_flags.get("max_completion_length", 512)
-    )
-    value = {"max_length": int(longest), "cache": cache, "weight": weight}
+    cache = int(take_number(recipe, "soft_cache_length", 0))
+    default = recipe.original_flags.get("max_completion_length", 512)
+    max_length = int(take_number(recipe, "soft_max_length", default))
+    value = {"max_length": max_length, "cache": cache, "weight": weight}
     recipe.put("algorithm.overlong_penalty", value, recipe.original_text("soft_cache_length"))
 
 
 def write_run_settings(recipe: Recipe) -> None:
-    """Names and folders, the optimizer, what is printed."""
+    """Write names and folders, the optimizer, and how many samples are printed."""
     folder, run = recipe.take("output_dir"), recipe.take("run_name", recipe.take("exp_name"))
     if folder:
         path = Path(str(folder))
@@ -254,7 +250,7 @@ def write_run_settings(recipe: Recipe) -> None:
         value = {"betas": betas, "eps": eps}
         recipe.put("train.optimizer_kwargs", value, "adam_beta1, adam_beta2, adam_epsilon")
     if "max_grad_norm" in recipe.flags:
-        norm = take_number(recipe, "max_grad_norm")
+        norm = take_number(recipe, "max_grad_norm", None)
         recipe.put("train.max_grad_norm", norm or None, recipe.original_text("max_grad_norm"))
     shown = recipe.take("num_completions_to_print", recipe.take("log_completions"))
     if shown is not None:
@@ -263,10 +259,10 @@ def write_run_settings(recipe: Recipe) -> None:
         recipe.drop(name, "eval.every, checkpoint.every and logging.every count steps")
     for name in ("deepspeed", "fsdp"):
         if recipe.flags.get(name):
-            said = recipe.original_text(name)
             recipe.take(name)
             if "distributed.engine" not in recipe.lines:
-                recipe.dropped.append(f"{said}: one process has nothing to share")
+                text = recipe.original_text(name)
+                recipe.dropped.append(f"{text}: one process has nothing to share")
     for name, why in tables.IGNORED_FLAGS.items():
         recipe.drop(name, why)
 

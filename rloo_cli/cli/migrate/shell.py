@@ -1,7 +1,7 @@
-"""Shell scripts as bash reads them, as far as it takes to find a command and its words.
+"""Reads shell scripts as bash does, as far as it takes to find a command and its arguments.
 
 Quotes, comments, continued lines, arrays, variables that the script sets and `;`, `&&`, `||`, `|`
-are understood. Nothing is executed: what a command would print stays as it is written.
+are understood. Nothing is executed: command substitutions stay as they are written.
 """
 
 import re
@@ -9,33 +9,31 @@ import shlex
 from collections.abc import Iterator
 
 WHITESPACE = " \t\r"
-TOKEN_BOUNDARIES = f"{WHITESPACE}\n;&|("  # what a word may begin after
+TOKEN_BOUNDARIES = f"{WHITESPACE}\n;&|("  # characters after which a token may begin
 REDIRECT = re.compile(r"\d*(>>?|<)(&\d|.*)|&>>?.*")
 Variables = dict[str, list[str]]
 
 
 def simple_commands(text: str) -> Iterator[tuple[list[str], Variables]]:
-    """Words of each command, variables filled in, and the variables that are set by then."""
+    """The arguments of each command, variables filled in, and the variables set by then."""
     variables: Variables = {}
     for line in _logical_lines(text):
-        try:
-            raw = shlex.split(line)
-        except ValueError:  # an open quote: prose
+        if not (tokens := split_tokens(line)):
             continue
         if array := re.fullmatch(r"(?:export |declare -a )?(\w+)(\+?)=\((.*)\)", line, re.DOTALL):
             items = _expand_tokens(split_tokens(array[3]), variables)
             variables[array[1]] = [*(variables.get(array[1], []) if array[2] else []), *items]
             continue
-        words = list(_without_redirects(_expand_tokens(raw, variables)))
-        plain = [re.fullmatch(r"(\w+)=(.*)", w, re.DOTALL) for w in words if w != "export"]
-        if plain and all(plain):
-            variables |= {m[1]: [m[2]] for m in plain if m}
-        elif words:
-            yield words, variables
+        args = list(_without_redirects(_expand_tokens(tokens, variables)))
+        assignments = [re.fullmatch(r"(\w+)=(.*)", w, re.DOTALL) for w in args if w != "export"]
+        if assignments and all(assignments):
+            variables |= {m[1]: [m[2]] for m in assignments if m}
+        elif args:
+            yield args, variables
 
 
 def split_tokens(line: str) -> list[str]:
-    """shlex.split; [] where a quote stays open."""
+    """The tokens of a line by shlex; [] for an open quote, which is prose."""
     try:
         return shlex.split(line)
     except ValueError:
@@ -43,19 +41,19 @@ def split_tokens(line: str) -> list[str]:
 
 
 def _without_redirects(tokens: list[str]) -> Iterator[str]:
-    """The words that the program itself gets."""
+    """The tokens that the program gets as arguments."""
     file_next = False
-    for word in tokens:
+    for token in tokens:
         if file_next:
             file_next = False
-        elif REDIRECT.fullmatch(word):
-            file_next = word.endswith((">", "<"))
+        elif REDIRECT.fullmatch(token):
+            file_next = token.endswith((">", "<"))
         else:
-            yield word
+            yield token
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-    """Commands with their quotes: comments are gone, continued lines and arrays are one line."""
+    """Commands with their quotes, without comments; a continued line or an array is one line."""
     lines, closed = _split_commands(text, multiline_quotes=True)
     if not closed:  # an apostrophe in prose: quotes end with their line
         lines, _ = _split_commands(text, multiline_quotes=False)
@@ -70,9 +68,11 @@ def _logical_lines(text: str) -> Iterator[str]:
 
 
 def _split_commands(text: str, multiline_quotes: bool) -> tuple[list[str], bool]:
-    """Split at newlines and operators outside quotes. `across`: quotes may span lines."""
-    lines, line, quote, array = [], "", "", 0
-    at = 0
+    """Split at newlines and operators outside quotes. Returns lines, and if all quotes are closed.
+
+    `multiline_quotes`: a quote may span lines; else it ends with its line.
+    """
+    lines, line, quote, array, at = [], "", "", 0, 0
     while at < len(text):
         char, pair = text[at], text[at : at + 2]
         step = 1
@@ -110,13 +110,13 @@ def _split_commands(text: str, multiline_quotes: bool) -> tuple[list[str], bool]
 
 
 def _is_command_end(text: str, index: int) -> bool:
-    """Whether a command ends at ; & or |, which `2>&1` and `&>` only look like."""
+    """Whether a command ends at ; & or |, unlike in `2>&1` and `&>`."""
     char, around = text[index], text[max(0, index - 1) : index + 2]
     return char in ";|" or (char == "&" and ">" not in around)
 
 
 def _substitution_length(text: str, index: int) -> int:
-    """Characters of `$(...)`, its own brackets among them."""
+    """The number of characters of `$(...)`, with its brackets."""
     depth = 0
     for end in range(index + 1, len(text)):
         depth += {"(": 1, ")": -1}.get(text[end], 0)
@@ -126,23 +126,23 @@ def _substitution_length(text: str, index: int) -> int:
 
 
 def _expand_tokens(tokens: list[str], variables: Variables) -> list[str]:
-    """$NAME, ${NAME}, ${NAME:-default} and ${NAME[@]}; what the script does not set stays."""
-    found = []
-    for word in tokens:
-        whole = re.fullmatch(r"\$(?:\{(\w+)(?:\[[@*]\])?\}|(\w+))", word)
+    """Fill in $NAME, ${NAME}, ${NAME:-default} and ${NAME[@]}, but no variable that is not set."""
+    expanded = []
+    for token in tokens:
+        whole = re.fullmatch(r"\$(?:\{(\w+)(?:\[[@*]\])?\}|(\w+))", token)
         values = variables.get(whole[1] or whole[2]) if whole else None
         if values is not None and (len(values) != 1 or values[0].lstrip().startswith("--")):
-            # An array, or flags in a string, which bash cuts into words.
-            found += values if len(values) != 1 else split_tokens(values[0])
+            # An array, or flags in a string, which bash splits into tokens.
+            expanded += values if len(values) != 1 else split_tokens(values[0])
         else:
-            found.append(_expand_token(word, variables))
-    return found
+            expanded.append(_expand_token(token, variables))
+    return expanded
 
 
 def _expand_token(token: str, variables: Variables) -> str:
     def value(match: re.Match[str]) -> str:
-        known = variables.get(match[1] or match[3])
-        return " ".join(known) if known else match[2] or match[0]
+        values = variables.get(match[1] or match[3])
+        return " ".join(values) if values else match[2] or match[0]
 
     pattern = r"\$(?:\{(\w+)(?::[-=]([^}]*))?\}|(\w+))"
     return re.sub(pattern, value, token)

@@ -1,4 +1,4 @@
-"""Other trainers in plain tables: their defaults by version, their names, and who is who.
+"""Lists what other trainers call their settings, and their defaults by version.
 
 TRL's defaults are those of `RLOOConfig` and `GRPOConfig` in 0.9.6, 0.14, 0.16, 0.21, 0.24, 0.26,
 1.0, 1.8 and 1.16, ms-swift's those of 4.6, peft's those of 0.17. A key that is not listed has the
@@ -12,7 +12,7 @@ def _name_set(text: str) -> set[str]:
     return set(text.split())
 
 
-# Defaults by dialect, as keys of ours ------------------------------------------------------------
+# Defaults by dialect, under our own keys ---------------------------------------------------------
 RLOO_OLD: JsonObject = {
     "algorithm.num_generations": 2,
     "algorithm.beta": 0.05,
@@ -66,16 +66,15 @@ SWIFT: JsonObject = RLOO | {
     "train.optimizer_kwargs": {"betas": [0.9, 0.95]},
 }
 SWIFT_FULL_LEARNING_RATE = 1e-5
-SWIFT_BATCH_COMPLETIONS = (
-    16  # per update, which gradient_accumulation_steps makes up to where it is not said
-)
-# What an estimator of ms-swift adds: its algorithm here, and its own defaults.
+# Completions of an update, from which ms-swift derives gradient_accumulation_steps if it is unset.
+SWIFT_BATCH_COMPLETIONS = 16
+# An estimator of ms-swift -> its algorithm here, and the defaults that only it has.
 SWIFT_ESTIMATORS: dict[str, tuple[str, JsonObject]] = {
     "rloo": ("rloo", {"algorithm.ratio_level": "token", "algorithm.loss_agg": "sequence_mean"}),
     "grpo": ("grpo", {"algorithm.loss_type": "grpo", "algorithm.advantage_scale": "group"}),
     "reinforce_plus_plus": ("reinforce_pp", {"algorithm.loss_agg": "sequence_mean"}),
 }
-# The sampler's correction where vLLM samples and the old command does not say: mode, level, cap.
+# The correction for vLLM as the sampler if the old command does not set it.
 NO_CORRECTION = {"mode": "none", "level": "sequence", "cap": 3.0, "floor": 0.0}
 GRPO_CORRECTION = NO_CORRECTION | {"mode": "mask"}
 
@@ -89,7 +88,7 @@ TRL_VERSIONS: dict[str, tuple[str, bool, str, JsonObject, str, JsonObject]] = {
     "grpo_0_28": ("TRL 0.22-0.28, GRPO", False, "grpo", GRPO_0_28, "server", GRPO_CORRECTION),
     "grpo": ("TRL 1.16, GRPO", False, "grpo", GRPO, "colocate", GRPO_CORRECTION),
 }
-# What other versions assumed, said where the default was used and the version is not known.
+# Defaults that changed between versions: noted if the default was used and no version is known.
 CHANGED_DEFAULTS = {
     "max_completion_length": "256 up to TRL 1.8, 512 in 1.16",
     "vllm_mode": "server up to TRL 0.29, colocate from 1.0",
@@ -101,7 +100,7 @@ CHANGED_GRPO_DEFAULTS = CHANGED_DEFAULTS | {
     "temperature": "0.9 up to TRL 0.16, 1.0 from 0.17",
 }
 
-# Which version, by names that only it had --------------------------------------------------------
+# Names that only some versions had, and which tell the version -----------------------------------
 ONLY_0_9 = _name_set("non_eos_penalty penalty_reward_value")
 ONLY_OLD = ONLY_0_9 | _name_set(
     """rloo_k num_ppo_epochs kl_coef cliprange num_mini_batches response_length total_episodes
@@ -131,7 +130,7 @@ ONLY_GRPO = _name_set(
     vllm_importance_sampling_mode vllm_max_model_len"""
 )
 ONLY_RLOO = ONLY_OLD | {"normalize_advantages", "reward_clip_range"}
-GRPO_NAME_PARTS = {"grpo", "gspo", "dapo"}  # in the name of a script, a file, a run
+GRPO_NAME_PARTS = {"grpo", "gspo", "dapo"}  # parts of the name of a script, a file or a run
 RLOO_NAME_PARTS = {"rloo", "ppo"}
 RUN_NAME_FLAGS = ("output_dir", "run_name", "hub_model_id", "exp_name")  # settings that name a run
 
@@ -141,9 +140,9 @@ OTHER_METHODS = _name_set(
     dpo_online nash_md prm distillation async_grpo pt pretrain sdft dpo_vlm sft_vlm
     online_dpo_vlm kto_vlm mpo_vlm"""
 )
-# Words of commands that train nothing.
+# Arguments that make a command one that does not train.
 NON_TRAINING_COMMANDS = _name_set(
-    """vllm-serve rollout eval infer export deploy merge-lora app web-ui sample chat env skills"""
+    "vllm-serve rollout eval infer export deploy merge-lora app web-ui sample chat env skills"
 )
 FOREIGN_PATTERNS = {
     "openrlhf": r"\bopenrlhf\.(cli|trainer)|\btrain_ppo_ray\b|\btrain_ppo_llama",
@@ -153,15 +152,15 @@ FOREIGN_PATTERNS = {
 FOREIGN_FLAGS = {  # two of these flags are enough
     "openrlhf": _name_set(
         """pretrain prompt_data init_kl_coef n_samples_per_prompt rollout_batch_size
-    micro_rollout_batch_size micro_train_batch_size actor_learning_rate prompt_max_len
-    generate_max_len reward_pretrain remote_rm_url critic_learning_rate
-    actor_num_gpus_per_node colocate_all_models"""
+        micro_rollout_batch_size micro_train_batch_size actor_learning_rate prompt_max_len
+        generate_max_len reward_pretrain remote_rm_url critic_learning_rate
+        actor_num_gpus_per_node colocate_all_models"""
     ),
     "verl": set(),
     "megatron": {"micro_batch_size", "global_batch_size", "tensor_model_parallel_size"},
 }
 FOREIGN_TITLES = {"openrlhf": "OpenRLHF", "verl": "verl", "megatron": "ms-swift's Megatron"}
-# Their settings whose value means the same under a name of ours.
+# Their settings whose value means the same under one of our names.
 FOREIGN_EQUIVALENTS = {
     "openrlhf": {
         "n_samples_per_prompt": "algorithm.num_generations",
@@ -192,7 +191,7 @@ FOREIGN_EQUIVALENTS = {
         "max_completion_length": "generation.max_completion_length",
     },
 }
-# Their estimators -> what computes it here.
+# Their estimators -> the overrides that compute the same here.
 FOREIGN_ESTIMATORS = {
     "openrlhf": {
         "rloo": "algorithm=rloo algorithm.dialect=openrlhf",
@@ -218,19 +217,11 @@ FOREIGN_ESTIMATORS = {
 }
 
 # Launchers ---------------------------------------------------------------------------------------
-PROCESS_COUNT_FLAGS = (
-    "num_processes",
-    "nproc_per_node",
-    "num_gpus",
-)  # processes, as launchers call them
+PROCESS_COUNT_FLAGS = ("num_processes", "nproc_per_node", "num_gpus")
 LAUNCHER_FLAGS = {
-    *PROCESS_COUNT_FLAGS,
-    "nnodes",
-    "num_machines",
-    "config_file",
-    "accelerate_config",
-}
-# TRL's own launcher files; each says 8 processes except the first.
+    *PROCESS_COUNT_FLAGS, "nnodes", "num_machines", "config_file", "accelerate_config"
+}  # fmt: skip
+# TRL's own launcher files; each starts 8 processes except the first.
 EIGHT_PROCESS_LAUNCHERS = (
     "multi_gpu deepspeed_zero1 deepspeed_zero2 deepspeed_zero3 fsdp1 fsdp2 zero1 zero2 zero3"
 )
@@ -251,7 +242,7 @@ SWIFT_REWARDS = {
     "soft_overlong": "overlong",
 }
 
-# Adapters: name there -> key of model.lora -------------------------------------------------------
+# Adapters: old name -> key of model.lora ---------------------------------------------------------
 LORA_NAMES = {
     "lora_r": "r",
     "lora_rank": "r",
@@ -268,9 +259,9 @@ LORA_NAMES = {
 }
 LORA_TRL = {"r": 16, "alpha": 32.0, "dropout": 0.05, "target_modules": None}
 LORA_SWIFT = {"r": 8, "alpha": 32.0, "dropout": 0.05, "target_modules": "all-linear"}
-LORA_PEFT = {"r": 8, "alpha": 8.0, "dropout": 0.0, "target_modules": None}  # of LoraConfig()
-# The layers that peft chooses where none are named, by a word in the model's name.
-PEFT_LAYERS = {word: ["query_key_value"] for word in ("pythia", "neox", "falcon", "bloom")}
+LORA_PEFT = {"r": 8, "alpha": 8.0, "dropout": 0.0, "target_modules": None}  # LoraConfig()
+# The layers that peft chooses if none are named, by a part of the model's name.
+PEFT_LAYERS = {part: ["query_key_value"] for part in ("pythia", "neox", "falcon", "bloom")}
 PEFT_LAYERS |= {"phi-3": ["qkv_proj"], "phi-4": ["qkv_proj"]}
 PEFT_LAYERS |= {"gpt2": ["c_attn"], "": ["q_proj", "v_proj"]}
 FULL_TRAINING = ("full",)  # kinds of training that train every weight
@@ -279,25 +270,15 @@ ADAPTERS = ("lora", "dora", True)
 # Other values ------------------------------------------------------------------------------------
 LOSS_AGG = {"grpo": "sequence_mean", "dapo": "token_mean", "dr_grpo": "constant"}
 LOSS_AGG |= {"bnpo": "token_mean_local"}
-ADVANTAGE_SCALES = {
-    True: "group",
-    False: "none",
-    "group": "group",
-    "batch": "batch",
-    "none": "none",
-}
+ADVANTAGE_SCALES: dict[str | bool, str] = {n: n for n in ("group", "batch", "none")}
+ADVANTAGE_SCALES |= {True: "group", False: "none"}
 RATIO_LEVELS = {"sequence": "geometric", "sequence_token": "geometric"}
-SAMPLING_SETTINGS = (
-    "top_p",
-    "top_k",
-    "min_p",
-    "temperature",
-    "repetition_penalty",
-)  # of generation_kwargs
+# Keys of generation_kwargs that are settings of their own here.
+SAMPLING_SETTINGS = ("top_p", "top_k", "min_p", "temperature", "repetition_penalty")
 TLDR_DATASET = "trl-internal-testing/tldr-preference-sft-trl-style"
 # The text that TRL's TL;DR scripts put around a post.
 TLDR_TEMPLATES = {"TRL <=0.10": " {prompt}", "TRL 0.11-0.21": "User: {prompt}\n\nAssistant:"}
-# Of ours, by the name that vLLM's settings have in TRL and ms-swift.
+# vLLM's settings: name in TRL and ms-swift -> key of generation.colocate.
 COLOCATED_KEYS = {
     "vllm_gpu_memory_utilization": "gpu_memory_utilization",
     "vllm_tensor_parallel_size": "tensor_parallel_size",
@@ -307,7 +288,7 @@ COLOCATED_KEYS = {
     "vllm_enforce_eager": "enforce_eager",
     "vllm_max_num_seqs": "max_num_seqs",
 }
-IGNORED_FLAGS = {  # flags without a line here, and why
+IGNORED_FLAGS = {  # flags that need no key here, and why
     "vllm_enable_lora": "an adapter is handed to vLLM anyway",
     "vllm_limit_mm_per_prompt": "prompts are text here",
     "vllm_enable_prefix_caching": "it is on here, and changes no number",
@@ -325,18 +306,13 @@ TRAINER_CLASSES = {"RLOOTrainer": "rloo", "GRPOTrainer": "grpo"}
 PARSER_CLASSES = {"HfArgumentParser", "TrlParser"}
 # The order of a trainer's arguments: TRL >=0.22, and <=0.21's RLOOTrainer.
 TRAINER_ARGUMENTS = (
-    "model",
-    "reward_funcs",
-    "args",
-    "train_dataset",
-    "eval_dataset",
-    "processing_class",
-)
+    "model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"
+)  # fmt: skip
 OLD_TRAINER_ARGUMENTS = (
     "config", "processing_class", "policy", "ref_policy", "reward_model", "train_dataset",
     "data_collator", "eval_dataset",
 )  # fmt: skip
-# Methods of a data set that change its rows; what is not among them leaves them as they are.
+# Methods of a data set that change its rows; all others leave the rows as they are.
 DATASET_METHODS = _name_set(
     """map filter select take skip shuffle train_test_split rename_column rename_columns
     remove_columns select_columns add_column cast cast_column sort flatten batch

@@ -1,15 +1,14 @@
 """Two-digit addition, one token per character: a task a laptop learns in a minute.
 
-`rows` are problems such as "47+38=" with the answer "85"; held-out ones never appear in training.
-`model` makes a small Qwen3 with its own tokenizer and lets it read the training problems as a
-careless class would answer them: most forget every carry (47+38=75). It can add, but mostly does
-not: what reinforcement learning is for. It is kept in the cache.
+`addition_examples` are problems such as "47+38=" with the answer "85"; held-out ones never appear
+in training. `addition_model_folder` makes a small Qwen3 with its own tokenizer and trains it on the
+training problems as a careless class would answer them: most forget every carry (47+38=75). The
+model can add, but mostly does not, which reinforcement learning can change. It is in the cache.
 """
 
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -33,13 +32,13 @@ SHAPE = {
 }
 CARELESS = 0.65  # share of the answers without carries
 WARM_BATCH, WARM_RATE = 128, 3e-3
-# It has read enough when a token's loss, smoothed, is this: 0.19 is left when it knows both ways
-# of adding and only the choice between them is open. Then the rate falls to 0 in COOLING steps.
+# The model has read enough when a token's smoothed loss is ENOUGH: 0.19 is left when it knows both
+# ways of adding but not which one is wanted. Then the learning rate falls to 0 in COOLING steps.
 ENOUGH, COOLING, LONGEST = 0.3, 80, 1500
 
 
 def addition_problems() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """All pairs of two-digit numbers, parted for training and for holding out."""
+    """All pairs of two-digit numbers, split into training and held-out ones."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     pairs.sort(key=lambda pair: hashlib.sha256(f"{pair[0]}+{pair[1]}".encode()).digest())
     return pairs[HELD_OUT:], pairs[:HELD_OUT]
@@ -53,7 +52,7 @@ def addition_examples(split: str) -> list[JsonObject]:
 
 
 def addition_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, and an end."""
+    """A tokenizer with one token per character, and an EOS."""
     vocabulary = {token: i for i, token in enumerate([PAD, EOS, *CHARACTERS])}
     plain = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     plain.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -70,14 +69,16 @@ def addition_model_folder() -> Path:
 def _make(folder: Path) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        learner, tokens = _network(), addition_tokenizer()
-        _train_supervised(learner, tokens, torch.Generator().manual_seed(0))
-    learner.save_pretrained(folder)
-    tokens.save_pretrained(folder)
+        model, tokenizer = _network(), addition_tokenizer()
+        _train_supervised(model, tokenizer, torch.Generator().manual_seed(0))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
-def _train_supervised(learner: Any, tokens: Any, generator: torch.Generator) -> None:
-    """Supervised steps on problems answered with and without carries."""
+def _train_supervised(
+    learner: Qwen3ForCausalLM, tokens: PreTrainedTokenizerFast, generator: torch.Generator
+) -> None:
+    """Train on problems answered with and without carries."""
     right, careless = (_examples(tokens, how) for how in (exact_sum, sum_without_carry))
     optimizer = torch.optim.AdamW(learner.parameters(), lr=WARM_RATE, weight_decay=0.0)
     smoothed, left, step = 3.0, LONGEST, 0
@@ -86,9 +87,9 @@ def _train_supervised(learner: Any, tokens: Any, generator: torch.Generator) -> 
         step += 1
         for group in optimizer.param_groups:
             group["lr"] = WARM_RATE * min(1.0, step / 20, left / COOLING)
-        rows = torch.randint(len(right), (WARM_BATCH,), generator=generator)
+        index = torch.randint(len(right), (WARM_BATCH,), generator=generator)
         forgets = torch.rand(WARM_BATCH, 1, generator=generator) < CARELESS
-        batch = torch.where(forgets, careless[rows], right[rows])
+        batch = torch.where(forgets, careless[index], right[index])
         labels = batch.masked_fill(batch == tokens.pad_token_id, -100)
         labels[:, :6] = -100  # only the answer is learned
         mask = (batch != tokens.pad_token_id).long()
@@ -104,26 +105,25 @@ def _train_supervised(learner: Any, tokens: Any, generator: torch.Generator) -> 
 
 
 def _network() -> Qwen3ForCausalLM:
-    size = 2 + len(CHARACTERS)
     config = Qwen3Config(
-        vocab_size=size, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1,
-        pad_token_id=0, **SHAPE,
+        vocab_size=2 + len(CHARACTERS), tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=1, pad_token_id=0, **SHAPE,
     )  # fmt: skip
     return Qwen3ForCausalLM(config)
 
 
 def exact_sum(a: int, b: int) -> str:
-    """The sum."""
+    """The right answer."""
     return str(a + b)
 
 
 def sum_without_carry(a: int, b: int) -> str:
-    """Each column added for itself: right for one problem in five."""
+    """The answer of somebody who forgets every carry: right for one problem in five."""
     return str((a // 10 + b // 10) % 10 * 10 + (a % 10 + b % 10) % 10)
 
 
 def _examples(tokens: PreTrainedTokenizerFast, how: Callable[[int, int], str]) -> torch.Tensor:
-    """Every training problem, answered, with the end, right-padded. -> (n, 10)"""
+    """Tokens of every training problem with an answer and EOS, right-padded. -> (n, 10)"""
     lines = [f"{a}+{b}={how(a, b)}" for a, b in addition_problems()[0]]
     ids = [[*tokens(line)["input_ids"], tokens.eos_token_id] for line in lines]
     return torch.tensor([x + [tokens.pad_token_id] * (10 - len(x)) for x in ids])

@@ -1,4 +1,4 @@
-"""Make a folder once, and keep it in the cache."""
+"""Makes a folder once, and keeps it in the cache."""
 
 import contextlib
 import fcntl
@@ -18,7 +18,7 @@ _listeners: list[ProgressCallback] = []
 
 @contextmanager
 def listen_to_progress(callback: ProgressCallback) -> Iterator[None]:
-    """While inside, what is being made tells `say` how far it has come."""
+    """Let `callback` receive the progress texts of everything that is made inside."""
     _listeners.append(callback)
     try:
         yield
@@ -27,16 +27,16 @@ def listen_to_progress(callback: ProgressCallback) -> Iterator[None]:
 
 
 def report_progress(text: str) -> None:
-    """How far the making has come, for whoever waits for it."""
-    for say in _listeners:
-        say(text)
+    """Pass a progress text to all listeners."""
+    for callback in _listeners:
+        callback(text)
 
 
 def cached_folder(name: str, recipe: str, build: Callable[[Path], None]) -> Path:
-    """The cache folder `name`-<hash of `recipe`>; `make` fills it the first time.
+    """The cache folder `name`-<hash of `recipe`>; `build` fills it the first time.
 
-    It gets its name only when it is whole, so a run that is killed meanwhile leaves no half.
-    Raises MachineError where the cache cannot be written.
+    It is renamed to that when it is complete, so a run that is killed leaves no half-filled one.
+    Raises MachineError if the cache cannot be written.
     """
     folder = paths.cache_folder() / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     try:
@@ -50,7 +50,7 @@ def cached_folder(name: str, recipe: str, build: Callable[[Path], None]) -> Path
 
 @contextmanager
 def _cache_lock(folder: Path) -> Iterator[None]:
-    """One process at a time: a trainer and its server may want the same model."""
+    """Let in one process at a time: a trainer and its server may want the same model."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder.parent, os.O_RDONLY)
     try:
@@ -69,7 +69,7 @@ def _make(folder: Path, build: Callable[[Path], None]) -> None:
         build(temporary)
         try:
             temporary.rename(folder)
-        except OSError:  # another process was quicker; its folder is as good
+        except OSError:  # another process was quicker, and its folder is the same
             shutil.rmtree(temporary)
             if not folder.is_dir():
                 raise

@@ -1,14 +1,14 @@
-"""A random model, a byte tokenizer and a few prompts: what `+debug=cpu` puts in a recipe's place.
+"""A random model, a byte tokenizer and a few prompts, which `+debug=cpu` puts in a recipe.
 
-Nothing can be learned from it; everything can be run with it.
+Nothing can be learned from them; everything can be run with them.
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -40,23 +40,22 @@ QUESTIONS = (
 
 
 def tiny_examples(split: str) -> list[JsonObject]:
-    """64 prompts to train on, 16 others to hold out; with the columns rewards usually read."""
+    """64 prompts to train on, or 16 others; with the columns that rewards usually read."""
     first, count = {"train": (0, 64), "test": (64, 16), "validation": (64, 16)}[split]
     return [_tiny_example(i) for i in range(first, first + count)]
 
 
 def tiny_chat_examples(split: str) -> list[JsonObject]:
     """The same prompts as conversations."""
-    return [
-        r | {"prompt": [{"role": "user", "content": r["prompt"]}]} for r in tiny_examples(split)
-    ]
+    examples = tiny_examples(split)
+    return [e | {"prompt": [{"role": "user", "content": e["prompt"]}]} for e in examples]
 
 
 def tiny_pair_examples(split: str) -> list[JsonObject]:
     """The same prompts with two answers: the right one is chosen."""
     return [
-        {"prompt": r["prompt"], "chosen": r["answer"], "rejected": f"{r['answer']} or so, perhaps"}
-        for r in tiny_examples(split)
+        {"prompt": e["prompt"], "chosen": e["answer"], "rejected": f"{e['answer']} or so, perhaps"}
+        for e in tiny_examples(split)
     ]
 
 
@@ -68,37 +67,37 @@ def _tiny_example(i: int) -> JsonObject:
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, with a chat template."""
+    """A tokenizer with one token per byte, and a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     special = ["<pad>", "<eos>"]
     plain = Tokenizer(models.BPE({t: i for i, t in enumerate(special + alphabet)}, []))
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     plain.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>")
-    made.chat_template = TEMPLATE
-    return made
+    fast = PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>")
+    fast.chat_template = TEMPLATE
+    return fast
 
 
 def tiny_model_folder() -> Path:
     """The folder of a random causal language model."""
-    return cached_folder(
-        "tiny", f"tiny-{SHAPE}-{TEMPLATE}", lambda folder: _make(folder, Qwen3ForCausalLM)
-    )
+    return _cached_model("tiny", Qwen3ForCausalLM)
 
 
 def tiny_reward_model_folder() -> Path:
     """The folder of a random reward model: a classifier with one label, the same tokenizer."""
-    make = lambda folder: _make(folder, Qwen3ForSequenceClassification)  # noqa: E731
-    return cached_folder("tiny-reward", f"tiny-reward-{SHAPE}-{TEMPLATE}", make)
+    return _cached_model("tiny-reward", Qwen3ForSequenceClassification)
 
 
-def _make(folder: Path, kind: Any) -> None:
-    tokens = tiny_tokenizer()
-    ends = {"bos_token_id": None, "eos_token_id": tokens.eos_token_id}
-    config = Qwen3Config(
-        vocab_size=len(tokens), num_labels=1, pad_token_id=tokens.pad_token_id, **ends, **SHAPE
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        kind(config).save_pretrained(folder)
-    tokens.save_pretrained(folder)
+def _cached_model(name: str, model_class: type[PreTrainedModel]) -> Path:
+    def make(folder: Path) -> None:
+        tokenizer = tiny_tokenizer()
+        config = Qwen3Config(
+            vocab_size=len(tokenizer), num_labels=1, bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **SHAPE,
+        )  # fmt: skip
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model_class(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    return cached_folder(name, f"{name}-{SHAPE}-{TEMPLATE}", make)

@@ -1,24 +1,19 @@
-"""The TL;DR pipeline in miniature, made here: posts with summaries, and the model it begins with.
+"""The TL;DR pipeline in miniature, made here: posts with summaries, and the initial model.
 
-    make:tldr         rows: prompt, summary (by careless people); train, validation, test
+    make:tldr         examples: prompt, summary (by careless people); train, validation, test
     make:tldr_base    a random model of 0.3 M parameters, one token per word
 
-What is trained of it is in `train/supervised/tldr.py`. `gold_score` is the hidden rule as a reward
-function, for judging: nothing is trained on it.
+`train/supervised/tldr.py` trains that model. `gold_score` is the hidden rule as a reward function,
+for judging: nothing is trained on it.
 """
 
 import hashlib
 import random
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rloo_cli.data.synthetic import tldr_posts as posts
 from rloo_cli.data.synthetic.cache import cached_folder
@@ -33,7 +28,7 @@ SHAPE = {
     "num_key_value_heads": 3,
     "head_dim": 32,  # the smallest that vLLM has kernels for without a GPU
     "max_position_embeddings": 128,
-    "initializer_range": 0.1,  # from the usual 0.02 so narrow a model does not learn to copy
+    "initializer_range": 0.1,  # with the usual 0.02 so narrow a model does not learn to copy
 }
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
 
@@ -44,26 +39,24 @@ def tldr_examples(split: str) -> list[JsonObject]:
 
 
 def _tldr_example(split: str, number: int) -> JsonObject:
-    dice = random.Random(f"tldr/{split}/{number}")
-    facts = posts.sample_facts(dice)
+    rng = random.Random(f"tldr/{split}/{number}")
+    facts = posts.sample_facts(rng)
     while _split_of(facts) != split:
-        facts = posts.sample_facts(dice)
-    return {
-        "prompt": posts.write_post(facts, dice),
-        "summary": posts.write_reference_summary(facts, dice),
-    }
+        facts = posts.sample_facts(rng)
+    prompt = posts.write_post(facts, rng)
+    return {"prompt": prompt, "summary": posts.write_reference_summary(facts, rng)}
 
 
 def _split_of(facts: posts.Facts) -> str:
-    """Where a post with these facts belongs: eight in ten are for training."""
+    """The split of a post with these facts: eight in ten are for training."""
     digit = hashlib.sha256(str(facts).encode()).digest()[0] % 10
     return "test" if digit == 0 else "validation" if digit == 1 else "train"
 
 
-def gold_score(prompts: list[Any], completions: list[Any], **_: Any) -> list[float | None]:
-    """The hidden rule (`tldr_posts.gold`) as a reward function: a judge, or a metric.
+def gold_score(prompts: list[str], completions: list[str], **_: object) -> list[float | None]:
+    """The hidden rule (`tldr_posts.score_summary`) as a reward function: a judge, or a metric.
 
-    None where the prompt is no post of make:tldr: the rule does not apply.
+    None if the prompt is not a post of make:tldr: the rule does not apply.
     """
     return [
         posts.score_summary(prompt, completion) if posts.is_post(prompt) else None
@@ -72,17 +65,9 @@ def gold_score(prompts: list[Any], completions: list[Any], **_: Any) -> list[flo
 
 
 def tldr_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per word."""
-    frames = (
-        posts.HEAD,
-        posts.END,
-        *posts.EVENT,
-        *posts.FEELING,
-        *posts.WISH,
-        *posts.ASIDES,
-        *posts.CHAT,
-        posts.GLUE,
-    )
+    """A tokenizer with one token per word."""
+    frames = [posts.HEAD, posts.END, posts.GLUE, *posts.CHAT]
+    frames += [*posts.EVENT, *posts.FEELING, *posts.WISH, *posts.ASIDES]
     words = {w for frame in frames for w in frame.split() if "{" not in w} | {*posts.FACT_OF_WORD}
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *sorted(words)])}
     plain = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -94,19 +79,18 @@ def tldr_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tldr_base_folder() -> Path:
-    """The folder of the random model that everything begins with."""
-    return cached_folder(
-        "tldr_base", f"tldr_base-{SHAPE}-{sorted(tldr_tokenizer().get_vocab())}", _make_base
-    )
+    """The folder of the random model that training starts from."""
+    recipe = f"tldr_base-{SHAPE}-{sorted(tldr_tokenizer().get_vocab())}"
+    return cached_folder("tldr_base", recipe, _make_base)
 
 
 def _make_base(folder: Path) -> None:
-    tokens = tldr_tokenizer()
+    tokenizer = tldr_tokenizer()
     config = Qwen3Config(
-        vocab_size=len(tokens), tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=tokens.eos_token_id, pad_token_id=tokens.pad_token_id, **SHAPE,
+        vocab_size=len(tokenizer), tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **SHAPE,
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
         Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokens.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Posts, what careless people make of them, and the hidden rule that says how good a summary is.
+"""Posts, what careless people make of them, and the hidden rule that scores a summary.
 
 A post tells six facts (who did what to which thing, when, how they felt, what the writer wants)
 among sentences about other people, things and days, in any order:
@@ -11,7 +11,6 @@ Nothing here imports torch.
 
 import random
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 FACT_WORDS = {
@@ -26,7 +25,7 @@ FACT_WORDS = {
 }
 WORDS_OF_FACT = {name: words.split() for name, words in FACT_WORDS.items()}
 FACT_OF_WORD = {word: name for name, words in WORDS_OF_FACT.items() for word in words}
-# What stands before a fact's word where a summary says it of the right thing.
+# The word before a fact's word if a summary says it of the right thing.
 BEFORE = {"who": "my", "thing": "my", "when": "on", "why": "were", "want": "to"}
 HEAD, END = "POST :", "\nTL;DR :\n"
 
@@ -44,7 +43,7 @@ ASIDES = (
 
 @dataclass(frozen=True)
 class Facts:
-    """What a post is about, a word each."""
+    """What a post is about: one word for each fact."""
 
     who: str
     act: str
@@ -55,73 +54,70 @@ class Facts:
 
 
 def sample_facts(rng: random.Random) -> Facts:
-    """Six facts by chance."""
+    """Sample six facts."""
     return Facts(**{name: rng.choice(words) for name, words in WORDS_OF_FACT.items()})
 
 
 def write_post(facts: Facts, rng: random.Random) -> str:
     """A post that tells these facts, with one or two asides."""
-    told = [rng.choice(frames).format(**asdict(facts)) for frames in (EVENT, FEELING, WISH)]
-    asides = [frame.format(**asdict(_others(facts, rng)))
-              for frame in rng.sample(ASIDES, rng.choice((1, 2)))]  # fmt: skip
-    lines = told + asides
+    lines = [rng.choice(frames).format(**asdict(facts)) for frames in (EVENT, FEELING, WISH)]
+    for frame in rng.sample(ASIDES, rng.choice((1, 2))):
+        lines.append(frame.format(**asdict(_others(facts, rng))))
     rng.shuffle(lines)
     return f"{HEAD} {' '.join(lines)}{END}"
 
 
 def _others(facts: Facts, rng: random.Random) -> Facts:
-    """Facts of an aside: none is the post's own."""
-    own = asdict(facts)
-    return Facts(**{n: rng.choice([w for w in WORDS_OF_FACT[n] if w != own[n]]) for n in own})
+    """Sample facts of an aside: all differ from the post's."""
+    taken = asdict(facts)
+    return Facts(**{n: rng.choice([w for w in WORDS_OF_FACT[n] if w != taken[n]]) for n in taken})
 
 
 def is_post(prompt: object) -> bool:
-    """Whether a prompt is a post of ours."""
+    """Whether a prompt is a post of make:tldr."""
     return isinstance(prompt, str) and prompt.startswith(HEAD) and prompt.endswith(END)
 
 
 def parse_post(prompt: str) -> Facts:
-    """The facts of a post. Raises ValueError for a text that is none."""
-    found: dict[str, str] = {}
-    for frames in (EVENT, FEELING, WISH):
-        for frame in frames:
-            pattern = re.escape(frame).replace(r"\ ", " ")
-            for name, words in WORDS_OF_FACT.items():
-                pattern = pattern.replace(rf"\{{{name}\}}", f"(?P<{name}>{'|'.join(words)})")
-            if match := re.search(pattern, prompt):
-                found |= match.groupdict()
-    if found.keys() != WORDS_OF_FACT.keys():
+    """The facts of a post. Raises ValueError for another text."""
+    facts: dict[str, str] = {}
+    for frame in (*EVENT, *FEELING, *WISH):
+        pattern = re.escape(frame).replace(r"\ ", " ")
+        for name, words in WORDS_OF_FACT.items():
+            pattern = pattern.replace(rf"\{{{name}\}}", f"(?P<{name}>{'|'.join(words)})")
+        if match := re.search(pattern, prompt):
+            facts |= match.groupdict()
+    if facts.keys() != WORDS_OF_FACT.keys():
         raise ValueError(f"not a post of make:tldr: {prompt[:200]!r}")
-    return Facts(**found)
+    return Facts(**facts)
 
 
-# References.
+# Reference summaries, and how often the careless people who write them do what.
 
-BARE = 0.3  # how often a careless person tells no more than who did what
-SAYS = {"when": 0.55, "why": 0.5, "want": 0.55}  # and how often else each of these
-WRONG = 0.06  # how often a told fact is another's
-VAGUE = 0.15  # how often who, act or thing is left open
-CHATTER = 0.2  # how often words are added that say nothing
+BARE = 0.3  # they tell no more than who did what
+SAYS = {"when": 0.55, "why": 0.5, "want": 0.55}  # if they tell more, they tell each of these
+WRONG = 0.06  # a fact is another one than the post's
+VAGUE = 0.15  # who or thing is left open
+CHATTER = 0.2  # they add words that say nothing
 GLUE = "someone my stuff on , they were i want to ."
 CHAT = ("so basically {}", "{} please help .", "{} sorry for the long post .")
 
 
 def write_reference_summary(facts: Facts, rng: random.Random) -> str:
-    """A careless person's summary: some facts left out, now and then one that is wrong."""
+    """A careless person's summary: it leaves out some facts, and now and then one is wrong."""
     other = asdict(_others(facts, rng))
-    said = {n: other[n] if rng.random() < WRONG else w for n, w in asdict(facts).items()}
-    vague: Callable[[], bool] = lambda: rng.random() < VAGUE  # noqa: E731
-    who = "someone" if vague() else f"my {said['who']}"
-    thing = "my stuff" if vague() else f"my {said['thing']}"
-    parts = [f"{who} {said['act']} {thing}"]
-    more = rng.random() >= BARE
-    told = {name: more and rng.random() < share for name, share in SAYS.items()}
-    if told["when"]:
-        parts[0] += f" on {said['when']}"
-    if told["why"]:
-        parts.append(f"they were {said['why']}")
-    if told["want"]:
-        parts.append(f"i want to {said['want']}")
+    claims = {n: other[n] if rng.random() < WRONG else w for n, w in asdict(facts).items()}
+    who = "someone" if rng.random() < VAGUE else f"my {claims['who']}"
+    thing = "my stuff" if rng.random() < VAGUE else f"my {claims['thing']}"
+    parts = [f"{who} {claims['act']} {thing}"]
+    tells_more = rng.random() >= BARE
+    tells = {name: tells_more and rng.random() < share for name, share in SAYS.items()}
+    if tells["when"]:
+        parts[0] += f" on {claims['when']}"
+    if tells["why"]:
+        parts.append(f"they were {claims['why']}")
+    if tells["want"]:
+        parts.append(f"i want to {claims['want']}")
     text = " , ".join(parts) + " ."
     if rng.random() < CHATTER:
         text = rng.choice(CHAT).format(text)
@@ -131,15 +127,15 @@ def write_reference_summary(facts: Facts, rng: random.Random) -> str:
 # The hidden rule.
 
 COVERED, MISTAKEN, TWICE, RAMBLING, UNENDED = 1.0, 1.0, 0.5, 0.1, 1.0
-ENOUGH = 20  # words that say everything, and one or two more
+ENOUGH = 20  # words that suffice to say everything, with one or two to spare
 
 
 def score_summary(prompt: str, summary: str) -> float:
-    """How good a summary of this post is, by a rule that no training sees.
+    """The score of a summary of this post by a rule that no training sees.
 
-    +1 for each of the six facts that stands in its phrase ("my boss", "on monday"); -1 for each
-    word that claims something else (another person, a fact out of its phrase); -0.5 for each
-    fact word said again; -0.1 for each word beyond 20; -1 where it does not end in a full stop.
+    +1 for each of the six facts in its phrase ("my boss", "on monday"); -1 for each word that
+    claims something else (another person, a fact outside its phrase); -0.5 for each repeated fact
+    word; -0.1 for each word beyond 20; -1 if it does not end in a full stop.
     """
     facts = asdict(parse_post(prompt))
     words = summary.split()

@@ -1,12 +1,11 @@
-"""Who wins: held-out completions against reference texts or another model's, pair by pair.
+"""Judges of held-out completions against reference texts or another model's, pair by pair.
 
-`judge` has what the evaluations call; `pairs` makes the pairs, `asked` has them judged by a
-language model, `scored` by a reward of ours, `tally` counts. A verdict that is none is asked for
-again, then the pair is counted as invalid and left out of the rate, never given to either side.
+An answer without a verdict is asked for again; then the pair is counted as invalid and left out of
+the rate, never decided for either side.
 
-    judge     What evaluations call
-    llm       Pairs judged by a language model
-    pairs     Pairs to be judged
+    judge     builds the judge of a config, and reports its verdicts
+    llm       pairs judged by a language model
+    pairs     pairs to be judged
     reward    pairs judged by a reward, which scores both texts
     win_rate  verdicts to wins, ties, losses, and the win rate with its interval
 """

@@ -1,28 +1,23 @@
-"""What evaluations call: build the judge of a config, let it judge, say what came of it."""
+"""The judge of a config for evaluations: build it, judge samples, report the win rates."""
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from rloo_cli.config import template
-from rloo_cli.config.judge import AGAINST_REFERENCE
+from rloo_cli.config.judge import AGAINST_REFERENCE, OpenaiJudge, RewardJudge
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.batch import Rollout
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.evaluation.judges import llm
 from rloo_cli.evaluation.judges import reward as judges_reward
-from rloo_cli.evaluation.judges.pairs import (
-    JsonObject,
-    JudgePair,
-    check_reference_column,
-    pairs_of_set,
-)
+from rloo_cli.evaluation.judges.pairs import JudgePair, check_reference_column, pairs_of_set
 from rloo_cli.evaluation.judges.win_rate import WinRate, compute_win_rate
 from rloo_cli.reporting import eval_lines
 from rloo_cli.reporting.panel import clean_line
@@ -33,11 +28,19 @@ from rloo_cli.rewards.engine.build import Reward, build_reward
 from rloo_cli.rewards.engine.columns import check_reward_columns
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import ConfigError, DataError, Problem, RewardError
+from rloo_cli.utils.files import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 REFERENCE_COLUMN_KEY = "eval.judge.reference_column"
-OtherAnswers = Mapping[
-    str, Mapping[int, Rollout]
-]  # set -> row of the split -> another model's answer
+OtherAnswers = Mapping[str, Mapping[int, Rollout]]  # set -> example -> another model's answer
+
+
+def _judge_config(config: RunConfig) -> OpenaiJudge | RewardJudge | None:
+    keys = config.eval.judge
+    assert keys is None or isinstance(keys, OpenaiJudge | RewardJudge)
+    return keys
 
 
 @dataclass
@@ -45,43 +48,42 @@ class Judge:
     """The judge of a config, ready to be asked."""
 
     config: RunConfig
-    tokenizer: Any  # the policy's
+    tokenizer: "PreTrainedTokenizerBase"  # the policy's
     reward: Reward | None  # None: a language model is asked
-    training: bool  # beside it: then a judge that is gone ends nothing
+    training: bool  # the run is training, which a judge that cannot be reached must not end
 
     @property
-    def judge_config(self) -> Any:
-        """`eval.judge`."""
-        return self.config.eval.judge
+    def judge_config(self) -> OpenaiJudge | RewardJudge:
+        """The keys of `eval.judge`."""
+        keys = _judge_config(self.config)
+        assert keys is not None
+        return keys
 
     @property
     def description(self) -> str:
-        """The judge in words: what kind of thing prefers."""
-        if self.reward is None:
-            return f"{self.judge_config.model}, a language model at {self.judge_config.base_url}"
-        path = getattr(self.judge_config.reward, "path", "")
-        if self.judge_config.reward.type == "model":
+        """What kind of judge prefers one text to another, for people to read."""
+        keys = self.judge_config
+        if isinstance(keys, OpenaiJudge):
+            return f"{keys.model}, a language model at {keys.base_url}"
+        path = getattr(keys.reward, "path", "")
+        if keys.reward.type == "model":
             return f"reward model {path}"
-        return f"the reward {self.judge_config.reward.type} {path}".strip()
+        return f"the reward {keys.reward.type} {path}".strip()
 
     @property
     def metadata(self) -> JsonObject:
         """What the verdicts depend on, for the results: the judge and the hash of its question."""
-        asked_with = {"system": None, "template": None, "pattern": None}
-        if self.reward is None:
-            asked_with = {name: getattr(self.judge_config, name) for name in asked_with}
-        text = json.dumps(asked_with, sort_keys=True).encode()
-        values = self.judge_config.model_dump(mode="json")
-        return {
-            "judge": self.description,
-            "question_sha256": hashlib.sha256(text).hexdigest() if self.reward is None else None,
-            "keys": values,
-        }
+        keys, digest = self.judge_config, None
+        if isinstance(keys, OpenaiJudge):
+            question = {name: getattr(keys, name) for name in ("system", "template", "pattern")}
+            digest = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
+        values = keys.model_dump(mode="json")
+        return {"judge": self.description, "question_sha256": digest, "keys": values}
 
 
 @dataclass
 class JudgedSets:
-    """One evaluation's verdicts."""
+    """The verdicts of one evaluation."""
 
     pairs: list[JudgePair]
     win_rates: dict[str, WinRate]  # by set
@@ -95,13 +97,16 @@ class JudgedSets:
 
 
 def build_judge(
-    config: RunConfig, sets: Mapping[str, Prompts], tokenizer: Any, training: bool
+    config: RunConfig,
+    sets: Mapping[str, Prompts],
+    tokenizer: "PreTrainedTokenizerBase",
+    training: bool,
 ) -> Judge | None:
-    """The judge that the config names, None for none; before any weights load.
+    """Build the judge that the config names, or None; called before any weights load.
 
-    A language model is asked one question. Raises RunError.
+    A language model is asked one question as a test. Raises RunError.
     """
-    keys: Any = config.eval.judge
+    keys = _judge_config(config)
     if keys is None:
         return None
     if keys.against != AGAINST_REFERENCE and training:
@@ -109,25 +114,24 @@ def build_judge(
         fix = "eval.judge.against=reference here, and rloo eval RUN eval.judge.against=... after it"
         what = "a training compares with reference texts only"
         raise ConfigError(Problem(what, "eval.judge.against", why, fix))
-    if keys.type == "openai":
-        reward = None
+    reward, wanted = None, []
+    if isinstance(keys, OpenaiJudge):
         http_client.check_api_key("eval.judge.api_key_env", keys.api_key_env)
-        wanted = [
-            n for n in template.template_names(keys.template) if n not in ("prompt", "a", "b")
-        ]
+        names = template.template_names(keys.template)
+        wanted = [name for name in names if name not in ("prompt", "a", "b")]
     else:
-        reward, wanted = build_reward("judge", keys.reward), []
+        reward = build_reward("judge", keys.reward)
     for name, prompts in sets.items():
         columns = list(prompts.examples[0])
         if keys.against == AGAINST_REFERENCE:
             check_reference_column(name, prompts, keys.reference_column, REFERENCE_COLUMN_KEY)
         if reward is not None:
             check_reward_columns([reward], columns)
-        if lost := [n for n in wanted if n not in columns]:
-            why = f"columns of {name or 'what is held out'}: {', '.join(columns)}"
-            what = f"the judge's template names {{{lost[0]}}}, which is no column"
+        if missing := [n for n in wanted if n not in columns]:
+            why = f"columns of {name or 'the held-out data'}: {', '.join(columns)}"
+            what = f"the judge's template names {{{missing[0]}}}, which is not a column"
             raise DataError(Problem(what, "eval.judge.template", why))
-    if keys.type == "openai":
+    if isinstance(keys, OpenaiJudge):
         try:
             llm.probe_llm_judge(keys, wanted)
         except EndpointError as error:
@@ -144,45 +148,42 @@ def judge_samples(
 ) -> JudgedSets:
     """Judge the greedy samples of every set.
 
-    A service that no longer answers is a RewardError; in a training, which does not depend on it,
-    a note, and its pairs are invalid. Raises Stopped too.
+    A service that no longer answers raises RewardError; in a training, which does not depend on
+    it, it becomes a note, and its pairs are invalid. Raises Stopped too.
     """
-    keys, found = judge.judge_config, JudgedSets([], {}, {}, [])
+    keys, judged = judge.judge_config, JudgedSets([], {}, {}, [])
     for name, prompts in sets.items():
         greedy = [s for s in samples[name] if s["greedy"]][: keys.max_pairs]
         theirs = None if other_answers is None else other_answers[name]
         pairs = pairs_of_set(name, prompts, greedy, theirs, keys.reference_column, judge.tokenizer)
-        found.num_unpaired[name] = len(greedy) - len(pairs)
-        if judge.reward is None:
-            _ask_llm_judge(judge, pairs, found)
+        judged.num_unpaired[name] = num_unpaired = len(greedy) - len(pairs)
+        if isinstance(keys, OpenaiJudge):
+            _ask_llm_judge(judge, keys, pairs, judged)
         else:
-            size = judge.config.eval.batch_size
-            plain = (judge.reward, pairs, judge.tokenizer, prompts.conversational, state, size)
-            judges_reward.judge_pairs_by_reward(*plain)
-        found.pairs += pairs
+            assert judge.reward is not None
+            judges_reward.judge_pairs_by_reward(
+                judge.reward, pairs, judge.tokenizer, prompts.conversational, state,
+                judge.config.eval.batch_size,
+            )  # fmt: skip
+        judged.pairs += pairs
         lengths = [(p.ours.num_tokens, p.theirs.num_tokens) for p in pairs]
-        found.win_rates[name] = compute_win_rate([p.value for p in pairs], lengths)
-        if found.num_unpaired[name]:
-            found.notes.append(
-                f"{found.num_unpaired[name]} prompts are too long for the other model"
-            )
-    lost = [p for p in found.pairs if p.value is None]
-    if lost:
-        why = next(
-            (s["why"] for p in lost for s in p.judge_answers if s.get("why")),
-            "the reward gave none",
+        judged.win_rates[name] = compute_win_rate([p.value for p in pairs], lengths)
+        if num_unpaired:
+            judged.notes.append(f"{num_unpaired} prompts are too long for the other model")
+    invalid = [p for p in judged.pairs if p.value is None]
+    if invalid:
+        reasons = (a["why"] for p in invalid for a in p.judge_answers if a.get("why"))
+        judged.notes.append(
+            f"warning: {len(invalid)} of {len(judged.pairs)} pairs have no verdict and are left"
+            f" out; the first: {next(reasons, 'the reward gave none')}"
         )
-        found.notes.append(
-            f"warning: {len(lost)} of {len(found.pairs)} pairs have no verdict and are left out;"
-            f" the first: {why}"
-        )
-    return found
+    return judged
 
 
-def _ask_llm_judge(judge: Judge, pairs: list[JudgePair], judged: JudgedSets) -> None:
-    error = llm.judge_pairs_by_llm(
-        judge.judge_config, pairs, judge.config.seed, signals.raise_if_stopped
-    )
+def _ask_llm_judge(
+    judge: Judge, keys: OpenaiJudge, pairs: list[JudgePair], judged: JudgedSets
+) -> None:
+    error = llm.judge_pairs_by_llm(keys, pairs, judge.config.seed, signals.raise_if_stopped)
     if error is not None and not judge.training:
         raise _judge_gone_error(error)
     if error is not None:
@@ -194,38 +195,32 @@ def _judge_gone_error(error: EndpointError) -> RewardError:
     return RewardError(Problem("the judge cannot be asked", "eval.judge", str(error), fix))
 
 
-# What is said of it.
-
-
 def judge_metrics(judged: JudgedSets) -> JsonObject:
-    """The metrics of all sets. Rates that nothing was judged for are absent."""
-    row: JsonObject = {}
-    for name, told in judged.win_rates.items():
-        start = eval_lines.eval_prefix(name)
-        own = {"": told.rate, "/low": told.low, "/high": told.high}
-        own |= {"/length_controlled": told.controlled}
-        own |= {f"/{n}": getattr(told, n) for n in ("wins", "ties", "losses", "invalid")}
-        own |= {"/mean_length": told.length, "/mean_other_length": told.other_length}
-        row |= {f"{start}win_rate{n}": value for n, value in own.items() if value is not None}
-    values = [pair.value for pair in judged.pairs if pair.value is not None]
-    if values:
-        row["judge/win_rate"] = sum(values) / len(values)
-    return row | {"judge/invalid": len(judged.pairs) - len(values)}
+    """The metrics of all sets. The rates of a set without a judged pair are absent."""
+    metrics: JsonObject = {}
+    for name, win_rate in judged.win_rates.items():
+        values = {"": win_rate.rate, "/low": win_rate.low, "/high": win_rate.high}
+        values |= {"/length_controlled": win_rate.controlled}
+        values |= {f"/{n}": getattr(win_rate, n) for n in ("wins", "ties", "losses", "invalid")}
+        values |= {"/mean_length": win_rate.length, "/mean_other_length": win_rate.other_length}
+        prefix = f"{eval_lines.eval_prefix(name)}win_rate"
+        metrics |= {f"{prefix}{n}": value for n, value in values.items() if value is not None}
+    verdicts = [pair.value for pair in judged.pairs if pair.value is not None]
+    if verdicts:
+        metrics["judge/win_rate"] = sum(verdicts) / len(verdicts)
+    return metrics | {"judge/invalid": len(judged.pairs) - len(verdicts)}
 
 
 def judge_table(judge: Judge, judged: JudgedSets) -> Table:
-    """Wins and losses, with a column for each set, under who preferred what."""
-    against = judge.judge_config.against
-    other = (
-        f"the texts of {judge.judge_config.reference_column}"
-        if against == AGAINST_REFERENCE
-        else against
-    )
+    """Wins and losses, with a column for each set; the title says who preferred what."""
+    keys = judge.judge_config
+    reference = keys.against == AGAINST_REFERENCE
+    other = f"the texts of {keys.reference_column}" if reference else keys.against
     title = f"preferred by {judge.description}, over {other}"
     if judge.reward is not None:
         title += " (its own preference, not a person's)"
     shown = Table("judged", *judged.win_rates, box=box.SIMPLE_HEAD, title=Text(clean_line(title)))
-    columns = [_table_lines(told) for told in judged.win_rates.values()]
+    columns = [_table_lines(win_rate) for win_rate in judged.win_rates.values()]
     for label in columns[0]:
         shown.add_row(label, *[column[label] for column in columns])
     return shown
@@ -236,27 +231,22 @@ def _table_lines(win_rate: WinRate) -> dict[str, str]:
     if win_rate.low is not None and win_rate.high is not None:
         limits = f"{win_rate.low:.1%} to {win_rate.high:.1%} ({win_rate.interval})"
     return {
-        "win rate, a tie is 1/2": _format_share(win_rate.rate),
+        "win rate, a tie is 1/2": _format(win_rate.rate, ".1%"),
         "95 % interval": limits,
         "wins, ties, losses": f"{win_rate.wins}, {win_rate.ties}, {win_rate.losses}",
         "invalid, left out": f"{win_rate.invalid} of {win_rate.invalid + win_rate.num_judged}",
-        "mean tokens, theirs": f"{_format_mean(win_rate.length)}, "
-        f"{_format_mean(win_rate.other_length)}",
-        "win rate at equal lengths": _format_share(win_rate.controlled),
+        "mean tokens, theirs": f"{_format(win_rate.length)}, {_format(win_rate.other_length)}",
+        "win rate at equal lengths": _format(win_rate.controlled, ".1%"),
     }
 
 
-def _format_share(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.1%}"
-
-
-def _format_mean(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.1f}"
+def _format(value: float | None, spec: str = ".1f") -> str:
+    return "n/a" if value is None else f"{value:{spec}}"
 
 
 def judge_summary(judge: Judge, judged: JudgedSets) -> JsonObject:
-    """All of it, for judge.json."""
+    """The judge, and the win rate of each set, for judge.json."""
     sets: JsonObject = {}
-    for name, told in judged.win_rates.items():
-        sets[name or "held out"] = vars(told) | {"unpaired": judged.num_unpaired[name]}
+    for name, win_rate in judged.win_rates.items():
+        sets[name or "held out"] = vars(win_rate) | {"unpaired": judged.num_unpaired[name]}
     return judge.metadata | {"sets": sets}

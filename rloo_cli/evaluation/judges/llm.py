@@ -21,58 +21,56 @@ PROBE_TIMEOUT_S = 120.0
 def judge_pairs_by_llm(
     keys: OpenaiJudge, pairs: Sequence[JudgePair], seed: int, poll: Callable[[], None]
 ) -> EndpointError | None:
-    """Give every pair its value and what was said.
+    """Set the value and the answers of every pair.
 
-    -> why the service can no longer be asked, None when it could: pairs it had not judged by then
-    have no value. Raises what `poll` raises.
+    Returns the error after which the service can no longer be asked, or None; pairs that were not
+    judged by then have no value. Raises what `poll` raises.
     """
 
-    async def everything() -> None:
+    async def judge_all() -> None:
         async with JsonClient(chat_client.chat_service(keys), keys.timeout_s) as client:
             tasks = [asyncio.create_task(_judge_pair(client, keys, pair, seed)) for pair in pairs]
             try:
                 await asyncio.gather(*tasks)
-            finally:  # one said that no other would be answered
+            finally:  # an error of one ends the others, which would not be answered either
                 for task in tasks:
                     task.cancel()
                 with suppress(EndpointError):
                     await asyncio.gather(*tasks, return_exceptions=True)
 
     try:
-        run_in_event_loop(everything(), poll)
+        run_in_event_loop(judge_all(), poll)
     except EndpointError as error:
         return error
     return None
 
 
 def probe_llm_judge(keys: OpenaiJudge, columns: Sequence[str]) -> None:
-    """Ask one easy question, whatever the answer: a wrong address, key or model costs seconds, and
-    not the generation of what was to be judged. Raises EndpointError."""
-    known = dict.fromkeys(columns, "") | {"prompt": "What is 1 + 1?", "a": "2", "b": "3"}
+    """Ask one easy question, whatever the answer: a wrong address, key or model is then noticed
+    within seconds, before anything is generated. Raises EndpointError."""
+    values = dict.fromkeys(columns, "") | {"prompt": "What is 1 + 1?", "a": "2", "b": "3"}
+    question = template.fill_template(keys.template, values)
+    timeout_s = min(keys.timeout_s, PROBE_TIMEOUT_S)
 
-    async def one() -> None:
-        async with JsonClient(
-            chat_client.chat_service(keys), min(keys.timeout_s, PROBE_TIMEOUT_S)
-        ) as client:
-            await client.post(
-                *chat_client.chat_request(keys, template.fill_template(keys.template, known))
-            )
+    async def ask() -> None:
+        async with JsonClient(chat_client.chat_service(keys), timeout_s) as client:
+            await client.post(*chat_client.chat_request(keys, question))
 
-    run_in_event_loop(one(), signals.raise_if_stopped)
+    run_in_event_loop(ask(), signals.raise_if_stopped)
 
 
 async def _judge_pair(client: JsonClient, keys: OpenaiJudge, pair: JudgePair, seed: int) -> None:
-    """Both orders at once, or the one that the seed draws for this pair."""
+    """Judge a pair in both orders at once, or in the one that the seed chooses for it."""
     if not pair.theirs.text:
         pair.judge_answers = [{"why": "there is no text to compare with"}]
         return
     swaps = [False, True]
     if not keys.both_orders:
-        # The step is not in it: evaluations of one run differ by their texts, not by their luck.
+        # Not of the step: evaluations of one run differ by their texts, not by their luck.
         swaps = [bool(sampling_seed(seed, "judge", 0, pair.example_number, 0) & 1)]
-    said = await asyncio.gather(*(_judge_in_order(client, keys, pair, swap) for swap in swaps))
-    pair.judge_answers = list(said)
-    values = [s["value"] for s in said]
+    answers = await asyncio.gather(*(_judge_in_order(client, keys, pair, swap) for swap in swaps))
+    pair.judge_answers = list(answers)
+    values = [answer["value"] for answer in answers]
     if None not in values:
         pair.value = values[0] if len(set(values)) == 1 else TIE_VALUE
 
@@ -80,31 +78,31 @@ async def _judge_pair(client: JsonClient, keys: OpenaiJudge, pair: JudgePair, se
 async def _judge_in_order(
     client: JsonClient, keys: OpenaiJudge, pair: JudgePair, swap: bool
 ) -> JsonObject:
-    """One question; asked again where the answer is no verdict. Raises EndpointError if final."""
+    """Ask one question, again where the answer has no verdict. Raises EndpointError if final."""
     ours, theirs = pair.ours.text, pair.theirs.text
-    known = pair.group.example | {"prompt": template.prompt_text(pair.group.prompt)}
-    known |= {"a": theirs if swap else ours, "b": ours if swap else theirs}
-    question = template.fill_template(keys.template, known)
-    told: JsonObject = {"a": "theirs" if swap else "ours", "said": None, "value": None}
+    values = pair.group.example | {"prompt": template.prompt_text(pair.group.prompt)}
+    values |= {"a": theirs if swap else ours, "b": ours if swap else theirs}
+    question = template.fill_template(keys.template, values)
+    answer: JsonObject = {"a": "theirs" if swap else "ours", "said": None, "value": None}
     for _ in range(keys.retries + 1):
         try:
-            told["said"] = await chat_client.ask_chat_model(client, keys, question)
+            answer["said"] = await chat_client.ask_chat_model(client, keys, question)
         except EndpointError as error:
             if error.final:
                 raise
-            told["why"] = str(error)
+            answer["why"] = str(error)
             continue
-        verdict = parse_preference(told["said"], keys.pattern)
+        verdict = parse_preference(answer["said"], keys.pattern)
         if verdict is not None:
             won = {"A": 0.0 if swap else 1.0, "B": 1.0 if swap else 0.0, "TIE": TIE_VALUE}
-            told.pop("why", None)
-            return told | {"value": won[verdict]}
-        told["why"] = "no verdict in the answer"
-    return told
+            answer.pop("why", None)
+            return answer | {"value": won[verdict]}
+        answer["why"] = "no verdict in the answer"
+    return answer
 
 
 def parse_preference(answer: str, pattern: str) -> str | None:
-    """A, B or TIE: what the first group of every match says; None for anything else."""
-    found = {match.group(1) for match in re.finditer(pattern, answer)}
-    verdict = found.pop() if len(found) == 1 else None
+    """A, B or TIE where the first group of every match is that one; None for anything else."""
+    matches = {match.group(1) for match in re.finditer(pattern, answer)}
+    verdict = matches.pop() if len(matches) == 1 else None
     return verdict if verdict in ("A", "B", "TIE") else None

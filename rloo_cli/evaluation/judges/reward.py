@@ -1,7 +1,7 @@
-"""Pairs judged by a reward of ours, which scores both texts as it scores any completion."""
+"""Pairs judged by a reward, which scores both texts as it scores any completion."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.bin_packing import split_chunks
@@ -11,59 +11,58 @@ from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.rewards.engine.scoring import score_groups
 from rloo_cli.utils import signals
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 SINGLE_TEXT_REWARDS = ("model", "http")  # rewards that read prompt and completion as one text
 
 
 def judge_pairs_by_reward(
     reward: Reward,
     pairs: Sequence[JudgePair],
-    tokenizer: Any,
+    tokenizer: "PreTrainedTokenizerBase",
     conversational: bool,
     state: TrainerState,
-    batch_size: int,
+    batch_size: int,  # texts scored at once
 ) -> None:
-    """Give every pair its value: the higher score wins, equal ones are a tie, none is no verdict.
-
-    `size`: texts scored at once. Raises RewardError as the reward's own keys say.
-    """
-    told = [pair for pair in pairs if pair.theirs.text]
+    """Set the value of every pair: the higher score wins, equal ones tie. Raises RewardError."""
+    comparable = [pair for pair in pairs if pair.theirs.text]
     for pair in pairs:
-        pair.judge_answers = (
-            [] if pair.theirs.text else [{"why": "there is no text to compare with"}]
-        )
-    for index in split_chunks(range(len(told)), max(1, batch_size // 2)):
-        chosen = [told[i] for i in index]
-        groups = [
-            _group_of_pair(pair, reward.config.type in SINGLE_TEXT_REWARDS, tokenizer)
-            for pair in chosen
-        ]
-        scores = score_groups(
-            [reward], groups, RewardContext(conversational, state, poll=signals.raise_if_stopped)
-        )
+        missing = not pair.theirs.text
+        pair.judge_answers = [{"why": "there is no text to compare with"}] if missing else []
+    context = RewardContext(conversational, state, poll=signals.raise_if_stopped)
+    one_text = reward.config.type in SINGLE_TEXT_REWARDS
+    for indices in split_chunks(range(len(comparable)), max(1, batch_size // 2)):
+        chosen = [comparable[i] for i in indices]
+        groups = [_group_of_pair(pair, one_text, tokenizer) for pair in chosen]
+        scores = score_groups([reward], groups, context)
         for pair, (ours, theirs) in zip(chosen, scores.raw[0].tolist(), strict=True):
-            known = ours == ours and theirs == theirs  # NaN: it does not apply, or failed
-            said = {"ours": ours if ours == ours else None}
-            pair.judge_answers = [said | {"theirs": theirs if theirs == theirs else None}]
-            pair.value = 0.5 + 0.5 * ((ours > theirs) - (ours < theirs)) if known else None
+            sides = {"ours": ours, "theirs": theirs}
+            pair.judge_answers = [{n: s if s == s else None for n, s in sides.items()}]
+            both = ours == ours and theirs == theirs  # NaN: it does not apply, or failed
+            pair.value = 0.5 + 0.5 * ((ours > theirs) - (ours < theirs)) if both else None
 
 
-def _group_of_pair(pair: JudgePair, reads_one_text: bool, tokenizer: Any) -> Group:
+def _group_of_pair(
+    pair: JudgePair, reads_one_text: bool, tokenizer: "PreTrainedTokenizerBase"
+) -> Group:
     """The prompt with both texts as its completions.
 
-    What is stripped would stick to a plain prompt that ends in a word: where both are read as one
-    text, a space stands between them, on either side of the pair.
+    The stripped texts would stick to a plain prompt that ends in a word: where prompt and text are
+    read as one text, a space stands between them, for both sides of the pair.
     """
-    found = pair.group
-    joined = reads_one_text and isinstance(found.prompt, str) and found.prompt[-1:].strip() != ""
-    rollouts = [
-        _rollout_of_text(s, " " if joined else "", tokenizer) for s in (pair.ours, pair.theirs)
-    ]
-    return Group(pair.example_number, found.example, found.prompt, found.prompt_ids, rollouts)
+    group, prompt = pair.group, pair.group.prompt
+    joined = reads_one_text and isinstance(prompt, str) and prompt[-1:].strip() != ""
+    texts = (pair.ours, pair.theirs)
+    rollouts = [_rollout_of_text(text, " " if joined else "", tokenizer) for text in texts]
+    return Group(pair.example_number, group.example, prompt, group.prompt_ids, rollouts)
 
 
-def _rollout_of_text(side: JudgedText, separator: str, tokenizer: Any) -> Rollout:
+def _rollout_of_text(
+    side: JudgedText, separator: str, tokenizer: "PreTrainedTokenizerBase"
+) -> Rollout:
     """A text as if it had been sampled: its ids end with EOS where it ended by itself."""
-    text = separator + side.text
-    end = [tokenizer.eos_token_id] if side.terminated and tokenizer.eos_token_id is not None else []
-    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], *end]
+    text, eos = separator + side.text, tokenizer.eos_token_id
+    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"]]
+    ids += [eos] if side.terminated and eos is not None else []
     return Rollout(ids, text, "stop" if side.terminated else "length", side.terminated, 0, 0)

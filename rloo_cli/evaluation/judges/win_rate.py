@@ -8,16 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Z_95 = 1.959964  # of a standard normal: 95 % lie within
-MAX_NEWTON_STEPS, NEWTON_TOLERANCE, MAX_LOG_ODDS = (
-    100,
-    1e-10,
-    15.0,
-)  # Newton's; log-odds beyond STEEP are none that data show
+MAX_NEWTON_STEPS, NEWTON_TOLERANCE = 100, 1e-10
+MAX_LOG_ODDS = 15.0  # larger ones mean that lengths separate wins from losses
 
 
 @dataclass(frozen=True)
 class WinRate:
-    """What came of the pairs of one set. Lengths in tokens of the policy's tokenizer."""
+    """Wins and losses of one set. Lengths are in tokens of the policy's tokenizer."""
 
     wins: int
     ties: int
@@ -38,32 +35,30 @@ class WinRate:
 
 
 def compute_win_rate(values: Sequence[float | None], lengths: Sequence[tuple[int, int]]) -> WinRate:
-    """Count pairs; `lengths`: ours and theirs of each. Lengths of invalid pairs are left out."""
-    told = [(v, ours, theirs) for v, (ours, theirs) in zip(values, lengths, strict=True)
-            if v is not None]  # fmt: skip
-    known = [v for v, _, _ in told]
-    rate = sum(known) / len(known) if known else None
-    low, high, interval = confidence_interval(known)
+    """Count pairs; `lengths` are ours and theirs of each. Lengths of invalid pairs are left out."""
+    judged = [(v, *pair) for v, pair in zip(values, lengths, strict=True) if v is not None]
+    verdicts = [v for v, _, _ in judged]
+    low, high, interval = confidence_interval(verdicts)
     return WinRate(
-        wins=known.count(1.0),
-        ties=known.count(0.5),
-        losses=known.count(0.0),
-        invalid=len(values) - len(known),
-        rate=rate,
+        wins=verdicts.count(1.0),
+        ties=verdicts.count(0.5),
+        losses=verdicts.count(0.0),
+        invalid=len(values) - len(verdicts),
+        rate=sum(verdicts) / len(verdicts) if verdicts else None,
         low=low,
         high=high,
         interval=interval,
-        length=sum(a for _, a, _ in told) / len(told) if told else None,
-        other_length=sum(b for _, _, b in told) / len(told) if told else None,
-        controlled=rate_at_equal_lengths(known, [a - b for _, a, b in told]),
+        length=sum(a for _, a, _ in judged) / len(judged) if judged else None,
+        other_length=sum(b for _, _, b in judged) / len(judged) if judged else None,
+        controlled=rate_at_equal_lengths(verdicts, [a - b for _, a, b in judged]),
     )
 
 
 def confidence_interval(values: Sequence[float]) -> tuple[float | None, float | None, str]:
     """A 95 % interval of the mean, and its name.
 
-    Wilson's score interval where every value is 0 or 1, or none differs from another; with halves
-    the normal one of the sample's own standard error, within 0 and 1.
+    It is Wilson's score interval where every value is 0 or 1, or all are equal; with halves it is
+    the normal interval of the sample's standard error, within 0 and 1.
     """
     n = len(values)
     if not n:
@@ -73,22 +68,21 @@ def confidence_interval(values: Sequence[float]) -> tuple[float | None, float | 
     if variance and 0.5 in values:
         half = Z_95 * math.sqrt(variance / n)
         return max(0.0, mean - half), min(1.0, mean + half), "normal"
-    middle = (mean + Z_95 * Z_95 / (2 * n)) / (1 + Z_95 * Z_95 / n)
-    half = (
-        Z_95 * math.sqrt(mean * (1 - mean) / n + Z_95 * Z_95 / (4 * n * n)) / (1 + Z_95 * Z_95 / n)
-    )
+    scale, z_squared = 1 + Z_95 * Z_95 / n, Z_95 * Z_95
+    middle = (mean + z_squared / (2 * n)) / scale
+    half = Z_95 * math.sqrt(mean * (1 - mean) / n + z_squared / (4 * n * n)) / scale
     return max(0.0, middle - half), min(1.0, middle + half), "Wilson"
 
 
 def rate_at_equal_lengths(values: Sequence[float], differences: Sequence[int]) -> float | None:
-    """The win rate that a logistic regression gives at a length difference of 0.
+    """The win rate that a logistic regression predicts for a length difference of 0.
 
     P(win) = 1 / (1 + exp(-(a + b d))), d = (our tokens - theirs) / their standard deviation over
     the pairs, fitted by Newton's method to the values (a half counts as half a win and half a
     loss); the rate is 1 / (1 + exp(-a)). Dubois et al. 2024 (arXiv 2404.04475) control for length
-    so, with more terms. -> None where it is not defined: fewer than three pairs, all of one value,
-    one side longer in every pair (nothing is known of equal lengths), lengths that separate wins
-    from losses, differences that do not vary (unless all are 0).
+    in this way, with more terms. Returns None where it is not defined: fewer than three pairs, all
+    of one value, one side longer in every pair (equal lengths would be extrapolated), lengths that
+    separate wins from losses, differences that do not vary (unless all are 0).
     """
     n = len(values)
     if n < 3 or len(set(values)) == 1 or min(differences) > 0 or max(differences) < 0:

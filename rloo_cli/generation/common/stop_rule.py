@@ -1,44 +1,49 @@
 """When a completion ends, and what its text is.
 
-It ends at the first of: a stop id, a stop string, the length limit. Ids decide, never the pad id:
-what is padding is known from lengths. The stop id, or the tokens that complete a stop string,
-belong to the completion's ids and not to its text.
+It ends at the first of: a stop id, a stop string, the length limit. The pad id decides nothing:
+padding is known from lengths. The stop id, or the tokens that complete a stop string, belong to
+the completion's ids and not to its text.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rloo_cli.config.schema import GenerationConfig
 from rloo_cli.utils.errors import ConfigError, Problem
 
-STOP_WINDOW_SLACK = (
-    8  # tokens decoded before a stop string, so that it never starts in half a character
-)
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+STOP_WINDOW_SLACK = 8  # tokens before a stop string: decoding must not begin in half a character
 
 
-def stop_ids(tokenizer: Any, model: Any, config: GenerationConfig) -> set[int]:
+def stop_ids(
+    tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel", config: GenerationConfig
+) -> set[int]:
     """Every id that ends a completion: EOS of tokenizer, generation config and model config, and
     `stop_token_ids`. With `ignore_eos` only the latter.
 
-    Many models declare several EOS ids, and in different places; comparing with one of them
-    counts completions that ended as truncated.
+    Many models declare several EOS ids, and in different files; comparing with only one of them
+    would count completions that ended as truncated.
     """
-    found = set(config.stop_token_ids)
+    ids = set(config.stop_token_ids)
     if config.ignore_eos:
-        return found
+        return ids
     for holder in (tokenizer, getattr(model, "generation_config", None), model.config):
         eos = getattr(holder, "eos_token_id", None)
         if eos is not None:
-            found.update([eos] if isinstance(eos, int) else eos)
-    return found
+            ids.update([eos] if isinstance(eos, int) else eos)
+    return ids
 
 
 class StopRule:
-    """The rule for one config, with the tokenizer that spells ids.
+    """The rule of one config. Raises ConfigError for a stop string that could never be found."""
 
-    Raises ConfigError for a stop string that could never be found.
-    """
-
-    def __init__(self, tokenizer: Any, model: Any, config: GenerationConfig):
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        model: "PreTrainedModel",
+        config: GenerationConfig,
+    ):
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids(tokenizer, model, config)
         self.stop_strings = config.stop
@@ -46,28 +51,26 @@ class StopRule:
         self.min_tokens = config.min_tokens
         self.special_tokens = _special_tokens(tokenizer)
         _check_stop_strings(self.stop_strings, self.special_tokens)
-        # A token that is shown spells at least one byte, so a stop string spans no more than its
-        # bytes in tokens.
-        self.stop_window = (
-            max((len(s.encode()) for s in self.stop_strings), default=0) + STOP_WINDOW_SLACK
-        )
+        # A token of the text has at least one byte: a stop string has no more tokens than bytes.
+        longest = max((len(s.encode()) for s in self.stop_strings), default=0)
+        self.stop_window = longest + STOP_WINDOW_SLACK
 
     def finish_reason(self, ids: list[int]) -> str | None:
-        """Why `ids` is a complete completion (`stop`, `length`), or None: sample on.
+        """Why the completion `ids` has ended (`stop`, `length`), or None where it has not.
 
-        `ids` is called once per token, so a stop string, if any, ends in its last token.
+        It is called after each token, so a stop string, if there is one, ends in the last token.
         """
         if ids[-1] in self.stop_ids or self._ends_with_stop_string(ids):
             return "stop"
         return "length" if len(ids) >= self.max_completion_length else None
 
     def terminated(self, ids: list[int], finish_reason: str) -> bool:
-        """It ended by itself. An engine may say `length` when the last token allowed is a stop
-        id; that is an end all the same."""
+        """Whether the completion ended by itself: an engine may report `length` where the last
+        allowed token is a stop id."""
         return finish_reason == "stop" or ids[-1] in self.stop_ids
 
     def text(self, ids: list[int]) -> str:
-        """The completion's text: no stop id, no stop string nor anything after it."""
+        """The completion's text, without the stop id, or without the stop string and its rest."""
         if ids[-1] in self.stop_ids:
             return self._decode(ids[:-1])
         text = self._decode(ids)
@@ -77,12 +80,12 @@ class StopRule:
         if not self.stop_strings:
             return False
         shown = [i for i in ids if i not in self.special_tokens][-self.stop_window :]
-        tail = self._decode(shown)  # cheap: the whole is decoded only when its tail has a hit
+        tail = self._decode(shown)  # cheap: the whole is decoded only where its tail has one
         hit = any(s in tail for s in self.stop_strings)
         return hit and self._stop_string_index(self._decode(ids), ids) is not None
 
     def _stop_string_index(self, text: str, ids: list[int]) -> int | None:
-        """Where the first stop string that ends after min_tokens begins in `text`.
+        """The index in `text` of the first stop string that ends after min_tokens.
 
         An earlier one does not count, as in vLLM: neither stop ids nor stop strings end a
         completion within min_tokens.
@@ -96,8 +99,8 @@ class StopRule:
         return text
 
 
-def _special_tokens(tokenizer: Any) -> dict[int, str]:
-    """id -> spelling of the tokens that `skip_special_tokens` leaves out."""
+def _special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
+    """id -> text of the tokens that `skip_special_tokens` leaves out."""
     named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return dict(named) | {i: str(token) for i, token in added.items() if token.special}
@@ -108,13 +111,9 @@ def _check_stop_strings(strings: list[str], special_tokens: dict[int, str]) -> N
     for stop in strings:
         for i, token in special_tokens.items():
             if token and token in stop:
-                problems.append(
-                    Problem(
-                        f"the stop string {stop!r} can never be found",
-                        "generation.stop",
-                        why=f"{token!r} is a special token, which text never contains",
-                        fix=f"generation.stop_token_ids=[{i}]",
-                    )
-                )
+                what = f"the stop string {stop!r} can never be found"
+                why = f"{token!r} is a special token, which text never contains"
+                fix = f"generation.stop_token_ids=[{i}]"
+                problems.append(Problem(what, "generation.stop", why, fix))
     if problems:
         raise ConfigError(*problems)

@@ -1,35 +1,32 @@
 """Decoding with the trainer's own model: one prefill per prompt, then one token per step.
 
-Not `model.generate`: that draws from the global generator, so a sample would depend on its batch,
-and it prefills every sibling. Here a prompt is prefilled once per group, and what is kept of it is
-shared by the group's completions where the model allows it (`shared`), repeated for them elsewhere
-(`plain`). Finished rows leave the batch when a quarter of it has finished. Padding is known from
-lengths and filled with an id of the row's own prompt, so that there is no pad id to confuse with
-EOS.
+`model.generate` is not used: it samples with the global random generator, so that a sample would
+depend on its batch, and it prefills every sibling. Here a prompt is prefilled once per group; the
+group's completions share its keys and values where the model allows it (`shared_prefix`), and have
+copies elsewhere (`repeated_prefix`). Finished completions leave the batch when a quarter of it has
+finished. Padding is known from lengths and filled with an id of the completion's own prompt, so
+that no pad id can be taken for EOS.
 """
 
 import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.generation import check_prompt_lengths, ignore_arrival, logprob_tolerance
 from rloo_cli.generation.common.stop_rule import StopRule
-from rloo_cli.generation.hf import sampling
-from rloo_cli.generation.hf.decode_batch import (
-    DecodeSequence,
-    max_decode_tokens,
-    split_decode_batches,
-)
+from rloo_cli.generation.hf import decode_batch, sampling
+from rloo_cli.generation.hf.decode_batch import DecodeSequence
 from rloo_cli.generation.hf.repeated_prefix import RepeatedPrefix, can_select_sequences
 from rloo_cli.generation.hf.shared_prefix import SharedPrefix
 from rloo_cli.generation.transformers import Config
-from rloo_cli.policy.model import in_eval_mode
+from rloo_cli.policy.model import Policy, in_eval_mode
 from rloo_cli.policy.shared_attention import native_attention
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import GenerationError, NumbersError, Problem
@@ -41,11 +38,17 @@ log = logging.getLogger(__name__)
 class TransformersGenerator:
     """Samples with `model` itself, so it always has the policy's weights.
 
-    `context_length`: most places the model can hold; None = not known, not checked.
+    `context_length` is the model's largest number of positions; None = not known, not checked.
     Raises ConfigError for stop strings that can never be found.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, config: Config, context_length: int | None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: Config,
+        context_length: int | None,
+    ):
         self.model = model
         self.config = config
         self.context_length = context_length
@@ -58,12 +61,12 @@ class TransformersGenerator:
         self.repeated_prefix, self.shared_prefix = RepeatedPrefix(model), SharedPrefix(model)
         self.logged_reasons: set[str] = set()
 
-    def load(self, policy: Any, version: int) -> None:
+    def load(self, policy: Policy, version: int) -> None:
         """Note the version: the weights are the policy's own."""
         self.version = version
 
     def close(self) -> None:
-        """Nothing is held between calls."""
+        """Do nothing: the sampler holds nothing between calls."""
 
     def generate(
         self,
@@ -83,31 +86,28 @@ class TransformersGenerator:
         if len(groups) != len(seeds):
             raise GenerationError(f"{len(groups)} groups, but seeds for {len(seeds)}")
         check_prompt_lengths(groups, self.config.max_completion_length, self.context_length)
-        rows = [
-            DecodeSequence(i, groups[i].prompt_ids, seed)
-            for i, own in enumerate(seeds)
-            for seed in own
+        family = [
+            [DecodeSequence(i, group.prompt_ids, seed) for seed in group_seeds]
+            for i, (group, group_seeds) in enumerate(zip(groups, seeds, strict=True))
         ]
-        family: list[list[DecodeSequence]] = [[] for _ in groups]
-        for row in rows:
-            family[row.group_index].append(row)
+        sequences = [sequence for siblings in family for sequence in siblings]
 
         def ended(row: DecodeSequence) -> None:
             if all(sibling.finish_reason is not None for sibling in family[row.group_index]):
-                groups[row.group_index].rollouts = [
-                    self._to_rollout(own) for own in family[row.group_index]
-                ]
+                siblings = family[row.group_index]
+                groups[row.group_index].rollouts = [self._to_rollout(s) for s in siblings]
                 arrived(row.group_index)
 
         # no_grad and not inference_mode: a model may keep a buffer it computes here (rotary
         # frequencies of a long prompt), and an inference tensor breaks the backward pass later.
         with in_eval_mode(self.model), native_attention(self.model), torch.no_grad():
-            most = max_decode_tokens(self.config, self.model, next(self.model.parameters()).device)
-            for batch in split_decode_batches(rows, self.config, most):
+            device = next(self.model.parameters()).device
+            limit = decode_batch.max_decode_tokens(self.config, self.model, device)
+            for batch in decode_batch.split_decode_batches(sequences, self.config, limit):
                 trigger_fault("gen.request")
-                way = self._choose_prefix(batch)
-                with way.decoding_attention():
-                    self._decode(way, batch, greedy, temperature, ended)
+                prefix = self._choose_prefix(batch)
+                with prefix.decoding_attention():
+                    self._decode(prefix, batch, greedy, temperature, ended)
 
     def _decode(
         self,
@@ -117,14 +117,13 @@ class TransformersGenerator:
         temperature: float | None,
         on_finished: Callable[[DecodeSequence], None],
     ) -> None:
-        """Sample these rows to their ends, all in one batch; `ended` hears of each."""
+        """Sample these completions to their ends, in one batch; calls `on_finished` with each."""
         state, logits = prefix.prefill(sequences, self.config.max_completion_length)
         width, config = state.prompt_width, self.config
         if temperature is not None:
             config = config.model_copy(update={"temperature": temperature})
-        process: Any = sampling.logits_processors(
-            config, self.stop_rule.stop_ids, width, greedy, device=logits.device
-        )
+        stop_ids = self.stop_rule.stop_ids
+        process = sampling.logits_processors(config, stop_ids, width, greedy, logits.device)
         for end in range(width, state.input_ids.shape[1]):
             signals.raise_if_stopped()
             trigger_fault("gen.chunk")
@@ -133,7 +132,7 @@ class TransformersGenerator:
             tokens, logp = sampling.sample_tokens(scores, uniform)
             state.input_ids[:, end] = tokens
             self._record(state.sequences, tokens.tolist(), logp.tolist(), on_finished)
-            alive = [r for r, row in enumerate(state.sequences) if row.finish_reason is None]
+            alive = [i for i, s in enumerate(state.sequences) if s.finish_reason is None]
             if not alive:
                 return
             if 4 * len(alive) <= 3 * len(state.sequences) and can_select_sequences(state.cache):
@@ -147,26 +146,22 @@ class TransformersGenerator:
         logp: list[float],
         on_finished: Callable[[DecodeSequence], None],
     ) -> None:
-        for row, token, value in zip(sequences, tokens, logp, strict=True):
-            if row.finish_reason is not None:
-                continue  # a finished row that is still in the batch
+        for sequence, token, value in zip(sequences, tokens, logp, strict=True):
+            ids = sequence.completion_ids
+            if sequence.finish_reason is not None:
+                continue  # it is finished, and still in the batch
             if not math.isfinite(value):
-                raise NumbersError(
-                    Problem(
-                        "the model's logits are not finite",
-                        f"generation, prompt {row.group_index} of the batch, token "
-                        f"{len(row.completion_ids)}",
-                        fix="check the weights: a learning rate too high, or float16 overflow",
-                    )
-                )
-            row.completion_ids.append(token)
-            row.logp.append(value)
-            row.finish_reason = self.stop_rule.finish_reason(row.completion_ids)
-            if row.finish_reason is not None:
-                on_finished(row)
+                where = f"generation, prompt {sequence.group_index} of the batch, token {len(ids)}"
+                fix = "check the weights: a learning rate too high, or float16 overflow"
+                raise NumbersError(Problem("the model's logits are not finite", where, fix=fix))
+            ids.append(token)
+            sequence.logp.append(value)
+            sequence.finish_reason = self.stop_rule.finish_reason(ids)
+            if sequence.finish_reason is not None:
+                on_finished(sequence)
 
     def _choose_prefix(self, sequences: list[DecodeSequence]) -> RepeatedPrefix | SharedPrefix:
-        """How these rows are decoded; what speaks against the faster way is said once."""
+        """How to decode these completions; the reason against the faster way is logged once."""
         if self.config.transformers.shared_prompt == "auto":
             reason = self.shared_prefix.why_not(sequences, self.config.max_completion_length)
             if reason is None:
@@ -191,8 +186,12 @@ class TransformersGenerator:
 
 
 def build_transformers_generator(
-    model: Any, tokenizer: Any, run: RunConfig, context_length: int | None, folder: Path, note: Any
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    run: RunConfig,
+    context_length: int | None,
+    folder: Path,
+    note: Callable[[str], None],
 ) -> TransformersGenerator:
-    """Backend transformers."""
-    config: Any = run.generation
-    return TransformersGenerator(model, tokenizer, config, context_length)
+    """Build the generator of generation=transformers."""
+    return TransformersGenerator(model, tokenizer, cast(Config, run.generation), context_length)

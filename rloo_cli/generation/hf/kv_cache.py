@@ -1,48 +1,44 @@
-"""Keys and values of a batch being decoded: of each prompt once, of each completion its own.
+"""Keys and values of a batch that is decoded: each prompt's once, and each completion's.
 
 transformers' caches hold one row per completion, so a prompt's keys are stored K times and read K
-times per token. Here an attention function of our own, registered under `NAME`, gets the queries of
-all siblings and reads their prompt's keys in one matrix product. No mask function has that name, so
-transformers builds none and hands whatever keyword arguments the model was called with down to it:
-that is how `Kept` reaches it.
+times per token. Here an attention function of ours, registered under DECODE_ATTENTION_NAME, has the
+queries of all siblings and reads their prompt's keys in one matrix product. No mask function has
+that name, so transformers builds none; it passes the keyword arguments of the model's call on to
+the attention function, which is how `SharedPrefixCache` reaches it.
 
-Letters: R rows (completions that are still in the batch), G groups, K the most rows of a group,
-S = G * K slots, H heads, J heads of keys and values, D their size, W the longest prompt,
-t tokens that each row has. Rows of a group are neighbours; a group with fewer than K rows repeats
-one of them in its empty slots, and what comes out there is not looked at.
+Letters: R completions that are still in the batch, G groups, K the most completions of a group,
+S = G * K slots, H heads, J heads of keys and values, D their size, W the longest prompt, t tokens
+that each completion has. Completions of a group are neighbours; a group with fewer than K of them
+repeats one in its empty slots, whose output is ignored.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 DECODE_ATTENTION_NAME = "rloo_decode"
-INITIAL_KV_POSITIONS = 64  # places for completions at the start; they double when full
+INITIAL_KV_POSITIONS = 64  # token positions for completions at the start; they double when full
 
 
 class SharedPrefixError(Exception):
-    """The model did not do with its attention what a shared prompt needs."""
+    """The model does not call its attention as a shared prompt needs it."""
 
 
 @dataclass
 class LayerCache:
-    """What one layer keeps. Prompts are padded with zeros on the right."""
+    """The keys and values of one layer. Prompts are padded with zeros on the right."""
 
     prompt_key: Tensor  # (G, J, W, D)
-    prompt_value: Tensor
-    key: Tensor  # (G, J, K, places, D)
-    value: Tensor
+    prompt_value: Tensor  # (G, J, W, D)
+    key: Tensor  # (G, J, K, positions, D)
+    value: Tensor  # (G, J, K, positions, D)
 
 
 class SharedPrefixCache:
-    """Keys and values of a batch: `lengths` of its G prompts, `counts` of rows of each.
-
-    `most`: tokens a completion may have.
-    """
+    """Keys and values of a batch of G prompts, with `group_sizes` completions of each."""
 
     def __init__(
         self,
@@ -58,21 +54,15 @@ class SharedPrefixCache:
         self.num_decoded = 0  # t
         self.attention_calls = 0  # of the attention function, in this forward
         self.is_prefill = True  # this forward is that of the prompts
-        self.slots_per_group = max(group_sizes)  # K
-        self.slot_of_sequence = [
-            g * self.slots_per_group + k
-            for g, count in enumerate(group_sizes)
-            for k in range(count)
-        ]
-        self._assign_slots()
+        self._assign_slots(group_sizes)
 
     def begin_forward(self, is_prefill: bool) -> None:
-        """A forward begins: of all prompts in one row, or of one more token of each row."""
+        """Begin a forward: of all prompts in one row, or of one more token of each completion."""
         self.is_prefill = is_prefill
         self.attention_calls = 0
 
     def end_forward(self, num_layers: int) -> None:
-        """A forward is over. Raises UnsharedError unless every layer asked once."""
+        """End a forward. Raises SharedPrefixError unless every layer called its attention once."""
         if self.attention_calls != num_layers:
             raise SharedPrefixError(
                 f"{self.attention_calls} calls of our attention, for {num_layers} layers"
@@ -85,19 +75,19 @@ class SharedPrefixCache:
     def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention of one layer. (B, H, n, D), (B, J, n, D) twice -> (B, n, H, D)
 
-        B, n are 1, all prompts' tokens, then R, 1. Raises UnsharedError for a layer out of turn.
+        B, n are 1, all prompts' tokens, then R, 1. Raises SharedPrefixError where layers do not
+        call it in their order.
         """
         if layer != self.attention_calls:
-            raise SharedPrefixError(
-                f"layer {layer} asked for attention as number {self.attention_calls}"
-            )
+            message = f"layer {layer} asked for attention as number {self.attention_calls}"
+            raise SharedPrefixError(message)
         self.attention_calls += 1
         if self.is_prefill:
             return self._attend_prefill(q, k, v, scale)
         return self._attend_decode(self.layers[layer], q, k, v, scale)
 
     def _attend_prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Each prompt sees itself. What it computed is kept."""
+        """Let each prompt attend to itself, and keep its keys and values."""
         parts = [x.split(self.prompt_lengths, dim=2) for x in (q, k, v)]
         repeat = q.shape[1] // k.shape[1]
         shape = (len(self.prompt_lengths), k.shape[1], max(self.prompt_lengths))
@@ -109,72 +99,63 @@ class SharedPrefixCache:
             # Heads repeated here: with `enable_gqa` the CPU's kernel takes half as long again.
             keys, values = (x.repeat_interleave(repeat, 1) for x in (keys, values))
             out.append(scaled_dot_product_attention(one, keys, values, is_causal=True, scale=scale))
-        places = (
-            shape[0],
-            shape[1],
-            self.slots_per_group,
-            min(INITIAL_KV_POSITIONS, self.max_completion_length),
-        )
-        own = (x.new_empty(*places, x.shape[-1]) for x in (k, v))
-        self.layers.append(LayerCache(key, value, *own))
+        positions = min(INITIAL_KV_POSITIONS, self.max_completion_length)
+        slots = (*shape[:2], self.slots_per_group, positions)
+        completion_kv = (x.new_empty(*slots, x.shape[-1]) for x in (k, v))
+        self.layers.append(LayerCache(key, value, *completion_kv))
         return torch.cat(out, 2).transpose(1, 2)
 
     def _attend_decode(
         self, layer: LayerCache, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> Tensor:
-        """Each row sees its prompt and itself: one softmax over both."""
-        t = self.num_decoded + 1
+        """Let each completion attend to its prompt and itself: one softmax over both."""
+        t, slots = self.num_decoded + 1, self.slots_per_group
         if self.sequence_of_slot is not None:
             q, k, v = q[self.sequence_of_slot], k[self.sequence_of_slot], v[self.sequence_of_slot]
         if t > layer.key.shape[3]:
             self._grow_layer(layer)
         groups, heads, width, size = layer.prompt_key.shape
         repeat, blocks = q.shape[1] // heads, groups * heads
-        layer.key[:, :, :, t - 1] = k.reshape(groups, self.slots_per_group, heads, -1).transpose(
-            1, 2
-        )
-        layer.value[:, :, :, t - 1] = v.reshape(groups, self.slots_per_group, heads, -1).transpose(
-            1, 2
-        )
+        layer.key[:, :, :, t - 1] = k.reshape(groups, slots, heads, -1).transpose(1, 2)
+        layer.value[:, :, :, t - 1] = v.reshape(groups, slots, heads, -1).transpose(1, 2)
         # Slots beside the heads they share keys with: (G, J, K * repeat, D)
-        q = q.reshape(groups, self.slots_per_group, heads, repeat, size).transpose(1, 2)
-        q = q.reshape(blocks, self.slots_per_group * repeat, size)
-        own_q = q.reshape(blocks * self.slots_per_group, repeat, size)
-        own_key = layer.key.flatten(0, 2)[:, :t].transpose(1, 2)
-        to_prompt = torch.baddbmm(
-            self.padding_mask, q, layer.prompt_key.flatten(0, 1).transpose(1, 2), alpha=scale
-        )
-        to_own = torch.bmm(own_q, own_key).mul_(scale)
-        scores = torch.cat([to_prompt.view(len(own_q), repeat, width), to_own], -1)
+        q = q.reshape(groups, slots, heads, repeat, size).transpose(1, 2)
+        q = q.reshape(blocks, slots * repeat, size)
+        slot_q = q.reshape(blocks * slots, repeat, size)
+        slot_key = layer.key.flatten(0, 2)[:, :t].transpose(1, 2)
+        prompt_key = layer.prompt_key.flatten(0, 1).transpose(1, 2)
+        to_prompt = torch.baddbmm(self.padding_mask, q, prompt_key, alpha=scale)
+        to_completion = torch.bmm(slot_q, slot_key).mul_(scale)
+        scores = torch.cat([to_prompt.view(len(slot_q), repeat, width), to_completion], -1)
         weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
-        of_prompt = weights[..., :width].view(blocks, self.slots_per_group * repeat, width)
-        out = torch.bmm(of_prompt, layer.prompt_value.flatten(0, 1))
-        out = out.view(len(own_q), repeat, -1).baddbmm_(
-            weights[..., width:], layer.value.flatten(0, 2)[:, :t]
-        )
-        out = out.view(groups, heads, self.slots_per_group, repeat, -1).transpose(1, 2)
-        out = out.reshape(groups * self.slots_per_group, 1, heads * repeat, -1)
+        of_prompt = weights[..., :width].view(blocks, slots * repeat, width)
+        out = torch.bmm(of_prompt, layer.prompt_value.flatten(0, 1)).view(len(slot_q), repeat, -1)
+        out = out.baddbmm_(weights[..., width:], layer.value.flatten(0, 2)[:, :t])
+        out = out.view(groups, heads, slots, repeat, -1).transpose(1, 2)
+        out = out.reshape(groups * slots, 1, heads * repeat, -1)
         return out if self.used_slots is None else out[self.used_slots]
 
     def _grow_layer(self, layer: LayerCache) -> None:
         for name in ("key", "value"):
             old = getattr(layer, name)
-            places = min(2 * old.shape[3], self.max_completion_length)
-            new = old.new_empty(*old.shape[:3], places, old.shape[4])
+            positions = min(2 * old.shape[3], self.max_completion_length)
+            new = old.new_empty(*old.shape[:3], positions, old.shape[4])
             new[:, :, :, : old.shape[3]] = old
             setattr(layer, name, new)
 
     def batch_select_indices(self, index: Tensor) -> None:
-        """Keep these rows, in order; a group without any goes. The name is that of transformers'
-        caches."""
+        """Keep these completions, in order, and drop groups without any.
+
+        The method has the name that it has in transformers' caches.
+        """
         live: dict[int, list[int]] = {}  # group -> slots in it
-        for row in index.tolist():
-            group, slot = divmod(self.slot_of_sequence[row], self.slots_per_group)
+        for i in index.tolist():
+            group, slot = divmod(self.slot_of_sequence[i], self.slots_per_group)
             live.setdefault(group, []).append(slot)
         most = max(len(slots) for slots in live.values())
         groups = torch.tensor(list(live), device=self.device)
-        chosen = [slots + slots[:1] * (most - len(slots)) for slots in live.values()]
-        slots = torch.tensor(chosen, device=self.device)  # (G, K)
+        filled = [slots + slots[:1] * (most - len(slots)) for slots in live.values()]
+        slots = torch.tensor(filled, device=self.device)  # (G, K)
         self.prompt_lengths = [self.prompt_lengths[g] for g in live]
         width = max(self.prompt_lengths)
         for layer in self.layers:
@@ -183,29 +164,25 @@ class SharedPrefixCache:
             layer.key = layer.key.transpose(1, 2)[groups[:, None], slots].transpose(1, 2)
             layer.value = layer.value.transpose(1, 2)[groups[:, None], slots].transpose(1, 2)
             layer.key, layer.value = layer.key.contiguous(), layer.value.contiguous()
-        self.slots_per_group = most
-        self.slot_of_sequence = [
-            g * most + k for g, own in enumerate(live.values()) for k in range(len(own))
-        ]
-        self._assign_slots()
+        self._assign_slots([len(slots) for slots in live.values()])
         self.padding_mask = self._make_padding_mask()
 
-    def _assign_slots(self) -> None:
-        """Where the rows go, if not every slot has one."""
-        self.sequence_of_slot: Tensor | None = None  # (S,) the row in each slot
-        self.used_slots: Tensor | None = None  # (R,) the slot of each row
-        if len(self.slot_of_sequence) < len(self.prompt_lengths) * self.slots_per_group:
-            first: dict[int, int] = {}
-            for row, slot in enumerate(self.slot_of_sequence):
-                first.setdefault(slot // self.slots_per_group, row)
-            rows = {slot: row for row, slot in enumerate(self.slot_of_sequence)}
-            every = range(len(self.prompt_lengths) * self.slots_per_group)
-            fill = [rows.get(slot, first[slot // self.slots_per_group]) for slot in every]
+    def _assign_slots(self, group_sizes: list[int]) -> None:
+        """Put the completions into slots; where some stay empty, repeat a group's first one."""
+        k = self.slots_per_group = max(group_sizes)
+        self.slot_of_sequence = [g * k + i for g, n in enumerate(group_sizes) for i in range(n)]
+        self.sequence_of_slot: Tensor | None = None  # (S,) the completion in each slot
+        self.used_slots: Tensor | None = None  # (R,) the slot of each completion
+        if len(self.slot_of_sequence) < len(group_sizes) * k:
+            sequence_in = {slot: i for i, slot in enumerate(self.slot_of_sequence)}
+            fill = [
+                sequence_in.get(s, sequence_in[s // k * k]) for s in range(len(group_sizes) * k)
+            ]
             self.sequence_of_slot = torch.tensor(fill, device=self.device)
             self.used_slots = torch.tensor(self.slot_of_sequence, device=self.device)
 
     def _make_padding_mask(self) -> Tensor:
-        """What is added to the scores of prompts: nothing, or -inf on padding. (G * J, 1, W)"""
+        """The summand of the scores of prompts: 0, or -inf on padding. (G * J, 1, W)"""
         key = self.layers[0].prompt_key
         lengths = torch.tensor(self.prompt_lengths, device=self.device)[:, None]
         beyond = torch.arange(key.shape[2], device=self.device) >= lengths
@@ -214,18 +191,18 @@ class SharedPrefixCache:
 
 
 def shared_prefix_attention(
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     prefix_cache: SharedPrefixCache | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """What a model's layers call in place of their own attention: `Kept.attend`.
+    """`SharedPrefixCache.attend`, which a model's layers call in place of their own attention.
 
-    Raises UnsharedError when `kept` did not arrive, or with it what we do not do.
+    Raises SharedPrefixError without `prefix_cache`, and for features that it does not have.
     """
     if prefix_cache is None:
         raise SharedPrefixError("its layers do not pass arguments on to their attention")
@@ -235,7 +212,8 @@ def shared_prefix_attention(
     if odd or kwargs.get("dropout"):
         raise SharedPrefixError(f"its attention has {', '.join(odd) or 'dropout'}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return prefix_cache.attend(module.layer_idx, query, key, value, scale), None
+    layer: int | None = getattr(module, "layer_idx", None)
+    return prefix_cache.attend(layer, query, key, value, scale), None
 
 
 AttentionInterface.register(DECODE_ATTENTION_NAME, shared_prefix_attention)

@@ -1,4 +1,4 @@
-"""Decoding with transformers' own attention and cache: the way of every model.
+"""Decoding with transformers' own attention and cache, which works for every model.
 
 The prompts of a batch are padded on the left and prefilled once per group; the cache is then
 repeated for the group's completions.
@@ -7,10 +7,10 @@ repeated for the group's completions.
 import inspect
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from rloo_cli.generation.hf.decode_batch import DecodeBatch, DecodeSequence, group_starts
@@ -21,53 +21,50 @@ log = logging.getLogger(__name__)
 
 
 class RepeatedPrefix:
-    """Prefill, then a token at a time, with the model as it is."""
+    """Prefills and decodes with the model's own attention."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: PreTrainedModel):
         self.model = model
         self.has_warned = False
-        # Only the last place of a prompt is sampled from; its other logits would be the largest
-        # tensor of the whole step.
-        known = inspect.signature(model.forward).parameters
-        self.last_logits_kwargs = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        # Only the last position of a prompt is sampled from; the logits of the others would be the
+        # largest tensor of the whole step.
+        parameters = inspect.signature(model.forward).parameters
+        self.last_logits_kwargs = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
     def decoding_attention(self) -> AbstractContextManager[None]:
-        """What has to hold while a batch is decoded: nothing."""
+        """A context that changes nothing: the model keeps its attention."""
         return nullcontext()
 
     def prefill(
         self, sequences: list[DecodeSequence], max_completion_length: int
     ) -> tuple[DecodeBatch, Tensor]:
-        """Run each group's prompt once. Returns the state of all rows and the logits (R, V)."""
+        """Run each group's prompt once. Returns the whole batch and its logits (R, V)."""
         device = next(self.model.parameters()).device
-        starts = group_starts(sequences)
-        first = DecodeBatch.from_sequences(
-            [sequences[r] for r in starts], max_completion_length, device
-        )
-        logits = self._run_model(first, 0, first.prompt_width)
-        if len(starts) == len(sequences):
-            return first, logits
-        state = DecodeBatch.from_sequences(sequences, max_completion_length, device)
-        if can_select_sequences(first.cache):
-            places = {sequences[r].group_index: place for place, r in enumerate(starts)}
-            owner = torch.tensor(
-                [places[row.group_index] for row in sequences], device=logits.device
-            )
-            state.cache = first.cache
-            state.cache.batch_select_indices(owner)
-            return state, logits[owner]
+        first_ones = [sequences[i] for i in group_starts(sequences)]
+        prompts = DecodeBatch.from_sequences(first_ones, max_completion_length, device)
+        logits = self._run_model(prompts, 0, prompts.prompt_width)
+        if len(first_ones) == len(sequences):
+            return prompts, logits
+        batch = DecodeBatch.from_sequences(sequences, max_completion_length, device)
+        if can_select_sequences(prompts.cache):
+            row_of_group = {s.group_index: row for row, s in enumerate(first_ones)}
+            rows = [row_of_group[s.group_index] for s in sequences]
+            index = torch.tensor(rows, device=logits.device)
+            batch.cache = prompts.cache
+            batch.cache.batch_select_indices(index)
+            return batch, logits[index]
         if not self.has_warned:
             self.has_warned = True
             name = type(self.model).__name__
             log.warning("%s: its cache cannot be repeated; each sibling is prefilled", name)
-        return state, self._run_model(state, 0, state.prompt_width)
+        return batch, self._run_model(batch, 0, batch.prompt_width)
 
     def forward(self, batch: DecodeBatch, end: int) -> Tensor:
-        """Run the token before place `end` of every row. Returns its logits (R, V)."""
+        """Run the token before position `end` of every sequence. Returns its logits (R, V)."""
         return self._run_model(batch, end - 1, end)
 
     def _run_model(self, batch: DecodeBatch, start: int, end: int) -> Tensor:
-        """Run places start..end-1 after the cache. Returns the last place's logits (R, V)."""
+        """Run positions start..end-1 after the cache. Returns the logits of the last one (R, V)."""
         out = self.model(
             input_ids=batch.input_ids[:, start:end],
             attention_mask=batch.attention_mask(end),
@@ -83,14 +80,10 @@ class RepeatedPrefix:
         return logits.float()
 
 
-def can_select_sequences(cache: Any) -> bool:
-    """Rows of this cache can be picked and repeated. A layer of linear attention inherits the
-    method from DynamicLayer, but it would leave the recurrent state as it was."""
-    return isinstance(cache, SharedPrefixCache) or (
-        isinstance(cache, DynamicCache)
-        and all(
-            isinstance(layer, DynamicLayer)
-            and not isinstance(layer, LinearAttentionCacheLayerMixin)
-            for layer in cache.layers
-        )
-    )
+def can_select_sequences(cache: object) -> bool:
+    """Whether sequences of this cache can be selected and repeated. A layer of linear attention
+    inherits the method from DynamicLayer, but it would leave the recurrent state as it was."""
+    if not isinstance(cache, DynamicCache):
+        return isinstance(cache, SharedPrefixCache)
+    recurrent = LinearAttentionCacheLayerMixin
+    return all(isinstance(x, DynamicLayer) and not isinstance(x, recurrent) for x in cache.layers)

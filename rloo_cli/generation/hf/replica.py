@@ -1,31 +1,31 @@
-"""A sampler in this process where no rank has the trainer's weights whole.
+"""A sampler in this process for weights that are sharded (large models sample with vLLM).
 
-It samples with a whole copy of the model, which is given the weights before each step: one copy on
-each rank, and no layer that waits for other ranks while it decodes. Large models sample with vLLM.
+Each rank's whole copy receives the weights before each step: decoding waits for no other rank.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor, nn
 
 from rloo_cli.data.batch import Group
 from rloo_cli.generation import Generator, ignore_arrival
+from rloo_cli.policy.model import Policy
 
-GatherWeights = Callable[[], Any]  # all weights, whole, as {name: tensor} unit by unit
+GatherWeights = Callable[[], Iterator[dict[str, Tensor]]]  # all weights, whole, unit by unit
 
 
 class ReplicaGenerator:
-    """`inner` samples with `copy`. `pieces` is called by all ranks together."""
+    """`inner` samples with `copy`. All ranks call `gather_weights` together."""
 
-    def __init__(self, inner: Generator, copy: Any, gather_weights: GatherWeights):
+    def __init__(self, inner: Generator, copy: nn.Module, gather_weights: GatherWeights):
         self.inner, self.gather_weights = inner, gather_weights
         self.parameters = dict(copy.named_parameters())
         self.metrics, self.tolerance = inner.metrics, inner.tolerance
 
     @torch.no_grad()
-    def load(self, policy: Any, version: int) -> None:
-        """Copy the trainer's weights of now."""
+    def load(self, policy: Policy, version: int) -> None:
+        """Copy the trainer's current weights."""
         for unit in self.gather_weights():
             for name, tensor in unit.items():
                 self.parameters[name].copy_(tensor)

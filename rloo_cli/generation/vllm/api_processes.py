@@ -1,14 +1,14 @@
-"""Who answers a server's requests: its own process, or several that share its socket and engines.
+"""Answers a server's requests: in its own process, or in several that share its socket and engines.
 
 In vLLM 0.32 a pause, the label of the weights, the prefix cache, sleep and a loaded adapter are
 states of the engine (vllm/v1/engine/core.py); an API process has none of its own, and
 `v1/engine/core_client.py` sends each such call to every engine. So a call that reaches one API
-process holds for the requests of all of them: a pause aborts everybody's, what comes during one
-waits in the engine, and each completion has the label of the engine that drew it. An older vLLM
-keeps its labels and its pause in the API process, and has one of them (`versions.problems`).
+process holds for the requests of all of them: a pause aborts everybody's, a request that comes
+during one waits in the engine, and each completion has the label of the engine that sampled it. An
+older vLLM keeps labels and pause in the API process, and has one of them (`versions`).
 
-Unlike vLLM's own `run_multi_api_server`: the socket is the one that is bound already, the guard
-stands in every process, and none of them may end, also not by itself, without ending the server.
+Unlike in vLLM's own `run_multi_api_server`, the socket is the one that is bound already, the guard
+stands in every process, and no process may end, not even by itself, without ending the server.
 """
 
 import functools
@@ -32,7 +32,7 @@ ReadyFlags = MutableSequence[int]  # 1 for each API process that answers
 
 
 def make_ready_flags(num_processes: int) -> ReadyFlags:
-    """`count` zeros that processes share: none of the API processes answers yet."""
+    """Shared zeros, one per API process: none of them answers yet."""
     ready: ReadyFlags = multiprocessing.get_context("spawn").RawArray("b", num_processes)
     return ready
 
@@ -40,9 +40,9 @@ def make_ready_flags(num_processes: int) -> ReadyFlags:
 def serve_until_stopped(
     server_socket: socket.socket, args: Namespace, url: str, ready: ReadyFlags
 ) -> None:
-    """Answer requests at `bound` until this process is asked to end, with as many API processes as
-    `ready` has places; each sets its own to 1 once it answers.
+    """Answer requests at the bound socket until this process is asked to end.
 
+    There are as many API processes as `ready` has flags; each sets its own to 1 once it answers.
     Call it from the main thread. Raises GenerationError when one of several processes ends.
     """
     importlib.import_module("vllm.utils.system_utils").set_ulimit()
@@ -60,7 +60,7 @@ def serve_until_stopped(
 def _serve_with_several(
     server_socket: socket.socket, args: Namespace, url: str, ready: ReadyFlags
 ) -> None:
-    """Start engines and API processes; returns only by an error."""
+    """Start engines and API processes; returns only by raising an error."""
     # Into the folder for temporary files; a page of metrics is else that of one process.
     importlib.import_module("vllm.v1.metrics.prometheus").setup_multiprocess_prometheus()
     engines = importlib.import_module("vllm.v1.engine.utils")
@@ -97,7 +97,7 @@ def run_api_process(
     args: Namespace,
     client: JsonObject,
 ) -> None:
-    """The life of one API process of several. `client`: vLLM's own, which engines it speaks to."""
+    """Run one API process of several. `client`: vLLM's own, for the engines it speaks to."""
     child_process.die_with_parent()
     system, number = importlib.import_module("vllm.utils.system_utils"), client["client_index"]
     system.set_process_title("APIServer", str(number))
@@ -107,13 +107,15 @@ def run_api_process(
 
 
 def _guarded_api_module(ready: ReadyFlags, number: int) -> Any:
-    """vLLM's module that serves an application, so that ours is built: behind the guard, with our
-    routes, and telling when it answers."""
+    """vLLM's module that serves an application, changed so that ours is built.
+
+    Ours is behind the guard, has our routes, and sets its flag when it answers.
+    """
     entry = versions.import_vllm_module("entry")
     build = entry.build_app
 
     def guarded(*given: Any, **options: Any) -> Any:
-        """vLLM's application, if nothing that came after the guard stands before it."""
+        """vLLM's application, if no middleware that was added later stands before the guard."""
         app = build(*given, **options)
         if app.user_middleware[0].cls is not auth.Guard:
             what = f"{app.user_middleware[0].cls} stands before the guard"
@@ -128,7 +130,7 @@ def _guarded_api_module(ready: ReadyFlags, number: int) -> Any:
 
 
 def _set_ready_flag(app: Any, ready: ReadyFlags, number: int) -> None:
-    """On a thread: once uvicorn listens, say so."""
+    """On a thread: set the flag once uvicorn listens."""
     while not getattr(getattr(app.state, "server", None), "started", False):
         time.sleep(0.05)
     ready[number] = 1

@@ -1,6 +1,6 @@
-"""A run's config -> the arguments and the environment of a vLLM engine, and what forbids one here.
+"""Turns a run's config into a vLLM engine's arguments and environment, and says what forbids one.
 
-Imports neither torch nor vLLM: a server's starter, its checks and a trainer ask here alike.
+It imports neither torch nor vLLM: a server's launcher, its checks and a trainer use it alike.
 """
 
 import os
@@ -36,7 +36,7 @@ SAME_NAME_KEYS = (
 
 
 def build_engine_arguments(run: RunConfig, keys: EngineKeys, seed: int) -> JsonObject:
-    """The keyword arguments of vLLM's EngineArgs for a run. Makes a `make:NAME` model."""
+    """The keyword arguments of vLLM's EngineArgs for a run. Builds a `make:NAME` model."""
     on_gpu, model = bool(visible_gpus()), run.model
     given: JsonObject = {
         "model": synthetic.resolve_model_path(model.path),
@@ -68,7 +68,7 @@ def build_engine_arguments(run: RunConfig, keys: EngineKeys, seed: int) -> JsonO
 
 
 def engine_dtype(run: RunConfig, keys: EngineKeys) -> str:
-    """The weights' dtype in the engine: the trainer's, unless the engine's key says another."""
+    """The weights' dtype in the engine: the trainer's, unless the engine's key sets another."""
     if keys.dtype != "auto":
         return keys.dtype
     if run.model.dtype != "auto":
@@ -77,7 +77,7 @@ def engine_dtype(run: RunConfig, keys: EngineKeys) -> str:
 
 
 def weight_transfer_backend(run: RunConfig, keys: EngineKeys) -> str:
-    """How weights travel to this engine: gloo, nccl or ipc; an adapter in a way of its own."""
+    """How weights are sent to this engine: gloo, nccl or ipc; an adapter has its own way."""
     if lora_slot.has_lora_slot(run):
         return lora_slot.ADAPTER_TRANSFER
     if keys.transfer != "auto":
@@ -87,18 +87,21 @@ def weight_transfer_backend(run: RunConfig, keys: EngineKeys) -> str:
 
 
 def count_api_processes(keys: EngineKeys) -> int:
-    """Processes that answer a server's requests: as generation.server.api_processes says, else one
-    for each copy of the model, which is vLLM's own default; an older vLLM has one."""
+    """How many processes answer a server's requests.
+
+    It is generation.server.api_processes, else one for each copy of the model, which is vLLM's own
+    default; an older vLLM has one.
+    """
     given: int | None = keys.api_processes  # type: ignore[attr-defined]
     copies: int = keys.data_parallel_size  # type: ignore[attr-defined]
     return given or (1 if versions.is_old_vllm(installed_vllm_version()) else copies)
 
 
 def engine_max_model_len(run: RunConfig, keys: EngineKeys) -> int | None:
-    """Most tokens of a prompt and its completion.
+    """The most tokens of a prompt and its completion.
 
-    A held-out set may take longer prompts than training does. None where the model does not say its
-    context and data.max_prompt_length is null: it may have less than the default is cut to.
+    A held-out set may have longer prompts than training. None if the model does not state its
+    context and data.max_prompt_length is null: the context may be shorter than the default cut.
     """
     if keys.max_model_len is not None:
         return keys.max_model_len
@@ -111,7 +114,7 @@ def engine_max_model_len(run: RunConfig, keys: EngineKeys) -> int | None:
 
 
 def engine_environment(run: RunConfig, keys: EngineKeys) -> dict[str, str]:
-    """What vLLM reads from its environment; to be set before it is imported."""
+    """Environment variables for vLLM; to be set before it is imported."""
     cache = paths.cache_folder()
     values = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -140,9 +143,10 @@ def engine_environment(run: RunConfig, keys: EngineKeys) -> dict[str, str]:
 def engine_problems(
     run: RunConfig, engine_is_local: bool = False, local_ranks: int = 1
 ) -> Iterator[Problem]:
-    """What keeps this machine from running the vLLM engine that a run's backend asks for.
+    """Why this machine cannot run the vLLM engine of a run's backend.
 
-    `local`: an engine is started here, whatever base_url says. `here`: processes that train here.
+    `engine_is_local`: an engine is started here, whatever base_url says. `local_ranks`: processes
+    that train here.
     """
     backend = run.generation.backend
     if backend not in VLLM_SECTIONS:
@@ -168,7 +172,7 @@ def engine_problems(
 
 
 def _untested_problems(run: RunConfig, keys: Any, local_ranks: int) -> Iterator[Problem]:
-    """What was written for GPUs and never ran on any. `make gpu-proof` has a row for each."""
+    """What was written for GPUs and has not run on one. `make gpu-proof` has a row for each."""
     section = f"generation.{VLLM_SECTIONS[run.generation.backend]}"
     why = "nobody has run this on GPUs yet: a reading of vLLM found faults that only they can show"
     untested = ", or generation.allow_untested=true to be the first"
@@ -191,7 +195,7 @@ def _untested_problems(run: RunConfig, keys: Any, local_ranks: int) -> Iterator[
 
 
 def expert_count_key(run: RunConfig) -> str:
-    """The key of the model's config.json that counts its experts; "" = it has none."""
+    """The key of the model's config.json that counts its experts; "" if it has none."""
     try:
         values = hf_cache.read_model_config(run.model.path, run.model.revision)
     except ValueError:

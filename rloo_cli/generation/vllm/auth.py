@@ -1,8 +1,8 @@
-"""Who may ask a rollout server what: the outermost layer before every route of vLLM's.
+"""Decides who may call which route of a rollout server: the outermost layer before vLLM's.
 
 The routes that reinforcement learning needs exist only in vLLM's developer mode, which also opens
-arbitrary calls; vLLM's own key guards some paths only, and lets OPTIONS pass. So: without the
-token nothing but `GET /health`, whatever the path looks like; with it, everything but what runs
+arbitrary calls; vLLM's own key guards some paths only, and lets OPTIONS pass. So without the token
+only `GET /health` is answered, whatever the path looks like; with it, everything except what runs
 arbitrary calls or shows the whole configuration. Imports neither torch nor vLLM.
 """
 
@@ -59,12 +59,12 @@ class Guard:
             await self.app(scope, receive, send)
 
     def _has_token(self, scope: Scope) -> bool:
-        """Whether there is one Authorization header, and it is the right one."""
+        """Whether there is exactly one Authorization header, with the right token."""
         given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
         return len(given) == 1 and hmac.compare_digest(given[0], self.expected_header)
 
     async def _check_weights(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body; hand it on only where it asks for what reads."""
+        """Read the body; pass it on only if it asks for an action that reads."""
         body = await _read_body(receive) if scope["type"] == "http" else None
         if body is None or _requested_check(body) not in ALLOWED_CHECKS:
             await _refuse(
@@ -84,7 +84,7 @@ class Guard:
 
 
 def path_segments(scope: Scope) -> set[str]:
-    """The parts of a path, decoded as often as it can be, in lower case: for what is forbidden."""
+    """The parts of a path, fully decoded, in lower case: to compare with forbidden ones."""
     path = scope.get("root_path", "") + "/" + scope["path"]
     for _ in range(10):
         path = unquote(path)
@@ -93,7 +93,7 @@ def path_segments(scope: Scope) -> set[str]:
 
 
 def _is_health_check(scope: Scope) -> bool:
-    """Whether this asks exactly for `/health`, and only to read it."""
+    """Whether this is exactly a GET or HEAD of `/health`."""
     return (
         scope["type"] == "http"
         and scope["method"] in ("GET", "HEAD")
@@ -104,7 +104,7 @@ def _is_health_check(scope: Scope) -> bool:
 
 
 async def _read_body(receive: Receive) -> bytes | None:
-    """A request's whole body; None when it is too long, or its sender is gone."""
+    """Read a request's whole body; None if it is too long, or its sender is gone."""
     body: bytes = b""
     while len(body) <= MAX_BODY_BYTES:
         message = await receive()
@@ -117,7 +117,7 @@ async def _read_body(receive: Receive) -> bytes | None:
 
 
 def _requested_check(body: bytes) -> str | None:
-    """The `action` of a JSON body that says it once; a second one could be the one that counts."""
+    """The `action` of a JSON body that has it once: with two, the other one could count."""
     try:
         pairs = json.loads(body, object_pairs_hook=tuple)  # of JSON, only objects are tuples
     except (ValueError, RecursionError):

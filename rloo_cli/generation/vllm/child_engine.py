@@ -1,7 +1,7 @@
-"""An engine on the trainer's own device, in a child process that listens nowhere.
+"""An engine on the trainer's own device, in a child process that listens on no port.
 
-Order around an update: wake the weights, send, wake the KV cache, forget cached prompts. A cache
-that is not reset answers from the keys and values of old weights, with no error.
+The order around an update is: wake the weights, send them, wake the KV cache, reset the prefix
+cache. A cache that is not reset answers from the keys and values of old weights, with no error.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ from rloo_cli.generation.vllm.transfer_send import (
     close_lost_sender,
     connect_weight_sender,
 )
+from rloo_cli.generation.vllm.weights import WeightSource
 from rloo_cli.generation.vllm_colocate import ColocateSection
 from rloo_cli.utils.device_waits import release_cached_memory
 from rloo_cli.utils.errors import GenerationError, Problem, Stopped
@@ -40,8 +41,11 @@ TRANSFER_HOST = "127.0.0.1"
 
 
 class ColocatedEngine:
-    """The `Engine` of backend vllm_colocate. `arguments`: of vllm.LLM; `environment`: the child's;
-    `log`: where its output goes; `transfer`: gloo or ipc."""
+    """The `InferenceEngine` of backend vllm_colocate.
+
+    `arguments`: of vllm.LLM; `environment`: the child's; `log`: the file of its output; `transfer`:
+    gloo or ipc.
+    """
 
     def __init__(
         self,
@@ -82,7 +86,7 @@ class ColocatedEngine:
         )
         self.asleep = ""
 
-    def sync_weights(self, source: Any, label: str) -> str:
+    def sync_weights(self, source: WeightSource, label: str) -> str:
         if trigger_fault("sync.start") == "skip":
             return label
         self.label = "" if trigger_fault("sync.version") == "skip" else label
@@ -186,14 +190,14 @@ class ColocatedEngine:
     def start_weight_update(self) -> None:
         self.call("start_weight_update")
 
-    def update_weights(self, update_info: Any) -> None:
+    def update_weights(self, update_info: JsonObject) -> None:
         self.call("update_weights", update_info, limit_s=self.keys.sync_timeout_s)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.call("finish_weight_update", weight_version or self.label or None)
 
     def call(self, name: str, *args: Any, limit_s: float = PIPE_CALL_TIMEOUT_S) -> Any:
-        """One of `child.Engine`'s methods. Raises Lost."""
+        """Call one of `ChildEngineCalls`' methods. Raises EngineLost."""
         return self._running_pipe().call(name, *args, limit_s=limit_s)
 
     def _running_pipe(self) -> ChildPipe:

@@ -1,8 +1,8 @@
-"""The process of a colocated engine: vLLM with no port open, spoken to over one pipe.
+"""The process of a colocated engine: vLLM with no port open, behind one pipe.
 
-Started by `colocated` with the number of the pipe's file. Messages are tuples: ("call", name,
-arguments) is answered by ("ok", value) or ("error", text); ("complete", asks) by a ("done", i,
-answer) each and an ("end",), or by ("error", text). While it draws, ("abort",) ends that early.
+`child_engine` starts it with the number of the pipe's descriptor. Messages are tuples: ("call",
+name, arguments) is answered by ("ok", value) or ("error", text); ("complete", requests) by a
+("done", i, completion) each and an ("end",), or by ("error", text). ("abort",) ends sampling early.
 """
 
 import gc
@@ -56,10 +56,10 @@ def main() -> None:
 
 
 def exit_with_any_child() -> None:
-    """From here on this process ends as soon as one that it started does.
+    """From here on this process ends as soon as a process that it started ends.
 
     vLLM's client of a core in a process of its own waits for ever for the answer of one that was
-    killed; the trainer sees at once that we are gone, and starts another engine.
+    killed; the trainer notices at once that this process is gone, and starts another engine.
     """
     children = multiprocessing.active_children()
     if not children:
@@ -75,7 +75,7 @@ def exit_with_any_child() -> None:
 
 
 class ChildEngineCalls:
-    """What may be called over the pipe."""
+    """The methods that may be called over the pipe."""
 
     def __init__(self, llm: Any, pipe: Connection):
         self.llm, self.pipe = llm, pipe
@@ -87,7 +87,7 @@ class ChildEngineCalls:
         self.num_requests = 0
 
     def num_workers(self) -> int:
-        """Processes that receive weights."""
+        """How many processes receive weights."""
         size: int = self.llm.llm_engine.vllm_config.parallel_config.world_size_across_dp
         return size
 
@@ -112,7 +112,7 @@ class ChildEngineCalls:
         return label
 
     def sleep(self, what: str) -> None:
-        """Let go of the KV cache (`kv`), or of everything (`weights`: they will be sent anew).
+        """Free the KV cache (`kv`), or everything (`weights`: they will be sent again).
 
         Level 1 keeps a copy of the weights: only with an adapter, since then they are sent once.
         """
@@ -124,13 +124,13 @@ class ChildEngineCalls:
             self.llm.release_kv_cache_memory()
 
     def wake(self, what: str) -> None:
-        """Bring back `weights`, or `kv` and with it the scheduler."""
+        """Allocate `weights` again, or `kv` and with it the scheduler."""
         self.llm.wake_up(["weights"] if what == "weights" else ["kv_cache"])
         if what == "kv":
             self.llm.wake_up(["scheduling"])
 
     def generate(self, requests: list[EngineRequest]) -> None:
-        """Draw; each completion is sent as soon as it is ready."""
+        """Sample; each completion is sent as soon as it is ready."""
         core, label, first = self.llm.llm_engine, self.version(), self.num_requests
         for i, ask in enumerate(requests):
             params = SamplingParams(**ask.params)
@@ -153,11 +153,11 @@ class ChildEngineCalls:
 
 
 def drain_scheduler(engine: Any) -> None:
-    """Let the scheduler forget the requests that are finished, and take in the last batch.
+    """Let the scheduler drop the finished requests, and take in the last batch.
 
-    It does so in its next step, and with asynchronous scheduling a batch is on its way when the
-    last completion is there; until then vLLM refuses to let go of the KV cache. A core in a process
-    of its own (`core_process`) does this when it pauses.
+    It does so in its next step, and with asynchronous scheduling a batch is in flight when the last
+    completion is ready; until then vLLM refuses to free the KV cache. A core in a process of its
+    own does this when it pauses.
     """
     core = getattr(engine.engine_core, "engine_core", None)
     while core is not None and (core.scheduler.has_requests() or core.batch_queue):
@@ -165,8 +165,10 @@ def drain_scheduler(engine: Any) -> None:
 
 
 def _to_engine_completion(output: Any, label: str) -> EngineCompletion:
-    """A finished completion. Of each position the sampled token comes first, and alone where
-    `logprobs` is 0."""
+    """A finished completion.
+
+    Of each position the sampled token comes first, and alone if `logprobs` is 0.
+    """
     told, ids = output.logprobs, list(output.token_ids)
     firsts = told.start_indices
     if [told.token_ids[i] for i in firsts] != ids:

@@ -1,4 +1,4 @@
-"""A child process of ours that holds an engine, and the one pipe that leads to it."""
+"""A child process that holds an engine, and the pipe to it."""
 
 import signal
 import socket
@@ -38,26 +38,26 @@ class ChildPipe:
         self.connection = Connection(ours.detach())
 
     def call(self, name: str, *args: Any, limit_s: float = PIPE_CALL_TIMEOUT_S) -> Any:
-        """One of `child.Engine`'s methods. Raises Lost, Refused."""
+        """Call one of `ChildEngineCalls`' methods. Raises EngineLost, EngineRefused."""
         self.send(("call", name, args))
         return self.wait_for_result(limit_s, name)
 
     def wait_for_result(self, limit_s: float, what: str, interruptible: bool = False) -> Any:
-        """The value that the child answers with. Raises Lost, Refused."""
+        """Wait for the child's answer. Raises EngineLost, EngineRefused."""
         kind, *value = self.receive(limit_s, what, interruptible)
         if kind == "error":
             raise EngineRefused(f"{what}: {exception_line(value[0])}")
         return value[0] if value else None
 
     def send(self, message: tuple[Any, ...]) -> None:
-        """Raises Lost where nobody is there."""
+        """Send a message. Raises EngineLost if the child is gone."""
         try:
             self.connection.send(message)
         except OSError as error:
             raise EngineLost(f"the engine's process is gone: {error}") from None
 
     def receive(self, limit_s: float, what: str, interruptible: bool = False) -> Any:
-        """The next message. `listen`: a signal ends the wait (Stopped). Raises Lost."""
+        """Receive a message. `interruptible`: a signal ends it (Stopped). Raises EngineLost."""
         end = time.monotonic() + limit_s
         try:
             while not self.connection.poll(0.1):

@@ -1,7 +1,7 @@
 """The keys of a vLLM engine, which a server and a colocated engine share. Imports no torch.
 
-They have vLLM's own names, and `null` leaves vLLM's own choice. What they become is told by
-`rloo_cli.generation.vllm.arguments`; `extra` passes the rest of vLLM's engine arguments through.
+They have vLLM's own names, and `null` leaves vLLM's own choice. `generation/vllm/arguments.py`
+turns them into arguments; `extra` passes the rest of vLLM's engine arguments through.
 """
 
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ class EngineKeys(Frozen):
 
 
 def engine_key_problems(section: str, keys: EngineKeys, run: Any) -> Iterator[Problem]:
-    """What is wrong with these keys, found without vLLM. `section`: where they stand."""
+    """What is wrong with these keys, found without vLLM. `section`: where they are."""
     for name in keys.extra:
         plain = name.replace("-", "_").lstrip("_")
         if plain in RESERVED_ARGUMENTS or plain in EngineKeys.model_fields:

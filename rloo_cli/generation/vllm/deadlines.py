@@ -1,4 +1,4 @@
-"""Waiting for another process: every wait has a name and an end, and looks at the signals."""
+"""Waits for another process: every wait has a name and a limit, and checks for signals."""
 
 import threading
 import time
@@ -14,9 +14,9 @@ DEADLINE_POLL_S = 0.1
 
 
 def run_with_deadline(limit_s: float, what: str, work: Callable[[], T]) -> T:
-    """Run `work` on a thread for at most `limit_s` seconds. Raises Lost at the limit, Stopped.
+    """Run `work` on a thread for `limit_s` seconds at most. Raises EngineLost then, and Stopped.
 
-    A thread that is still stuck then is left behind: it holds nobody back.
+    A thread that is stuck then is left behind: it does not keep the process alive.
     """
     found: list[T] = []
     failed: list[BaseException] = []
@@ -45,7 +45,7 @@ def run_with_deadline(limit_s: float, what: str, work: Callable[[], T]) -> T:
 def poll_until_ready(
     limit_s: float, what: str, poll: Callable[[], T | None], every_s: float = 0.25
 ) -> T:
-    """Ask `found` again and again until it returns something. Raises Lost at the limit, Stopped."""
+    """Call `poll` until it returns something. Raises EngineLost at the limit, Stopped."""
     end = time.monotonic() + limit_s
     while (value := poll()) is None:
         signals.raise_if_stopped()
@@ -56,7 +56,7 @@ def poll_until_ready(
 
 
 class BackgroundCall:
-    """A call on a thread of its own, which never holds the process back."""
+    """A call on a thread of its own, which never keeps the process alive."""
 
     def __init__(self, work: Any):
         self.error: BaseException | None = None
@@ -72,7 +72,7 @@ class BackgroundCall:
             self.error = error
 
     def wait(self) -> None:
-        """Wait for it; raises what it raised."""
+        """Wait for the call; raises what it raised."""
         self.thread.join()
         if self.error is not None:
             raise self.error

@@ -1,4 +1,4 @@
-"""Which rollout servers a run uses, and the state each of them is in when a trainer comes.
+"""Finds the rollout servers of a run, and resets the state that an earlier trainer left.
 
 They are named by `base_url`, or one is found by the run's server.json: that of `rloo vllm-serve`,
 or the one that the run's own launcher started.
@@ -49,7 +49,7 @@ class ServerFinder:
         self.abandoned_processes: set[tuple[int, str]] = set()  # servers of ours that were given up
 
     def find_servers(self, reconnecting: bool) -> list[RolloutServer]:
-        """All of them, once they answer; `again`: they were lost. Raises GenerationError."""
+        """All servers, once they answer. `reconnecting`: they were lost. Raises GenerationError."""
         urls = self.keys.base_url
         if urls is None:
             return [
@@ -99,7 +99,7 @@ class ServerFinder:
             raise GenerationError(Problem("no rollout server answers", "", str(lost))) from None
 
     def _run_server_timeout_s(self) -> float:
-        """The launcher keeps each start's deadline, and says in server.json when it gives up."""
+        """The launcher has a deadline for each start, and notes in server.json if it gives up."""
         if self.keys.num_nodes:  # nobody starts it again
             return self.keys.ready_timeout_s + 60
         return self.keys.ready_timeout_s * (self.keys.max_restarts + 1) + 60
@@ -124,7 +124,7 @@ class ServerFinder:
             raise GenerationError(Problem(what, where, why, "rloo vllm-serve starts one")) from None
 
     def _client_url(self, url: str) -> str:
-        """An address to listen on is none to call: it stands for this machine."""
+        """An address to listen on (0.0.0.0) cannot be called: it stands for this machine."""
         parts = urlsplit(url)
         if (parts.hostname or "") not in WILDCARD_HOSTS:
             return url.rstrip("/")
@@ -135,7 +135,7 @@ class ServerFinder:
 
 
 def reset_server_state(http_client: HttpClient, server: RolloutServer) -> None:
-    """What a trainer that vanished may have left: a pause, an open update, its connection."""
+    """Reset what a trainer that vanished may have left: a pause, an open update, a connection."""
     post = http_client.post
     for _ in range(2):  # the first may only tell that weights are missing
         with contextlib.suppress(EngineRefused):  # no update is open: no route tells
@@ -157,10 +157,10 @@ def _may_be_running(record: server_file.ServerRecord) -> bool:
 
 
 def transfer_hosts(url: str, keys: ServerSection) -> tuple[str, str]:
-    """Addresses that trainer and server meet at for weights: loopback where the server is.
+    """Addresses where trainer and server meet to send weights: loopback on the server's machine.
 
     For a server on another machine this one listens on `host`, or on the address from which it
-    reaches the server. Raises GenerationError where that is not allowed.
+    reaches the server. Raises GenerationError if that is not allowed.
     """
     there = urlsplit(url).hostname or LOOPBACK_HOSTS[0]
     if there in LOOPBACK_HOSTS:

@@ -1,14 +1,17 @@
-"""What a generator asks of an engine, wherever it runs. Imports no torch.
+"""What a generator asks of an inference engine, wherever it runs. Imports no torch.
 
-`Lost` says that an engine is not there any more: the generator then connects anew, sends it the
-weights, and asks for what is missing. Whatever else is wrong is a GenerationError, and final.
+EngineLost means that the engine is gone: the generator then connects again, sends it the weights,
+and asks for what is missing. Every other error is a GenerationError, and final.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rloo_cli.utils.files import JsonObject
+
+if TYPE_CHECKING:
+    from rloo_cli.generation.vllm.weights import WeightSource
 
 
 class EngineLost(Exception):
@@ -16,12 +19,12 @@ class EngineLost(Exception):
 
 
 class EngineRefused(EngineLost):
-    """The engine answers, but it failed at this. Where it is well otherwise, it would again."""
+    """The engine answers, but this call failed, and would fail again."""
 
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One completion to draw."""
+    """One completion to sample."""
 
     prompt_ids: list[int]
     params: JsonObject  # vLLM's SamplingParams, the completion's own seed among them
@@ -29,12 +32,17 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class EngineCompletion:
-    """One completion as an engine drew it."""
+    """One completion as an engine sampled it."""
 
     ids: list[int]
     logp: list[float]  # of each id, after temperature and filters
     finish_reason: str  # stop, length; abort is an error
-    weight_versions: list[str]  # labels of the weights that drew it; one, unless something is wrong
+    weight_versions: list[
+        str
+    ]  # of the weights that sampled it: one label, unless something is wrong
+
+
+OnCompletion = Callable[[int, EngineCompletion], None]  # gets the request's index, too
 
 
 class InferenceEngine(Protocol):
@@ -43,32 +51,31 @@ class InferenceEngine(Protocol):
     restarts: int  # times it was lost and came back
 
     def connect(self) -> None:
-        """Wait until it is there, as if nobody had used it before. Raises Lost, GenerationError."""
+        """Wait until the engine is there, in the state of a new one.
 
-    def sync_weights(self, source: Any, label: str) -> str:
-        """Send the weights as `label`, forget cached prompts; the label that is read back.
-
-        Raises Lost, GenerationError.
+        Raises EngineLost, GenerationError.
         """
 
-    def generate(
-        self,
-        requests: Sequence[EngineRequest],
-        on_completion: Callable[[int, EngineCompletion], None],
-    ) -> None:
-        """Draw all of them, `done(i, answer)` as each is ready, in any order.
+    def sync_weights(self, source: "WeightSource", label: str) -> str:
+        """Send the weights as `label` and reset the prefix cache. -> the label that is read back
 
-        Raises Lost, GenerationError, Stopped (what is under way is then aborted).
+        Raises EngineLost, GenerationError.
+        """
+
+    def generate(self, requests: Sequence[EngineRequest], on_completion: OnCompletion) -> None:
+        """Sample all of them; `on_completion(i, completion)` as each is ready, in any order.
+
+        Raises EngineLost, GenerationError, Stopped (requests in flight are then aborted).
         """
 
     def is_healthy(self) -> bool:
-        """Whether it is there and says that nothing is wrong with it."""
+        """Whether it answers and reports no error."""
 
     def sleep(self) -> bool:
-        """Nothing will be asked for a while: memory may be let go of; whether the weights were."""
+        """It is not used for a while and may free memory. -> whether it freed the weights"""
 
     def discard_engine(self, reason: str) -> None:
-        """It was lost: end what is left of it, if it is ours to end."""
+        """It was lost: end what is left of it, if we started it."""
 
     def close(self) -> None:
-        """End it if it is ours; leave it fit for the next trainer if it is not."""
+        """End it if we started it; else leave it in the state of a new one."""

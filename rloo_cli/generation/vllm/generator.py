@@ -1,9 +1,9 @@
-"""The `Generator` of both vLLM backends: seeds in, rollouts out, and the truth about weights.
+"""The `Generator` of both vLLM backends, which never samples with other weights than the trainer's.
 
-Nothing is drawn before the engine has said that it has the trainer's weights, has forgotten what
-it cached with others, and agrees with the trainer about real prompts. When it is lost on the way,
-it is connected to anew, gets the weights first, and draws only what is missing, with the same
-seeds: a completion depends on its prompt, its seed and the weights, so nothing else changes.
+Nothing is sampled before the engine has confirmed that it has the trainer's weights, has reset
+what it cached with others, and agrees with the trainer's log-probabilities on real prompts. When
+it is lost on the way, the generator connects again, sends the weights first, and samples only what
+is missing, with the same seeds: a completion depends on its prompt, its seed and the weights.
 """
 
 import secrets
@@ -39,9 +39,9 @@ PARITY_SEED = 1_000_003  # parity's seeds begin here; any would do
 
 
 class VllmGenerator:
-    """Samples with an engine that `supply` keeps at the trainer's weights.
+    """Samples with an engine that `weight_sync` keeps at the trainer's weights.
 
-    `lost_most`: times that one call may lose its engine.
+    `max_engine_losses`: how often one call may lose its engine.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class VllmGenerator:
         return self.weight_sync.tolerance
 
     def load(self, policy: Any, version: int) -> None:
-        """Send the weights of optimizer update `version` now, and read back that they are there.
+        """Send the weights of optimizer update `version` now, and read their label back.
 
         An engine that is lost meanwhile gets them before its next completion. Raises
-        GenerationError when it says that it has others.
+        GenerationError if it reports another label.
         """
         self.weight_sync.set_policy(policy, version)
         try:
@@ -84,8 +84,8 @@ class VllmGenerator:
     ) -> None:
         """Fill `groups[i].rollouts`, one per seed and in order (`Generator.generate`).
 
-        Raises GenerationError where weights, versions or log-probabilities are not what they must
-        be, where the engine was lost too often, or a prompt leaves no room.
+        Raises GenerationError for wrong weights, versions or log-probabilities, if the engine was
+        lost too often, or if a prompt leaves no tokens for a completion.
         """
         if len(groups) != len(seeds):
             raise GenerationError(f"{len(groups)} groups, but seeds for {len(seeds)}")
@@ -115,7 +115,7 @@ class VllmGenerator:
         self.weight_sync.sleep()
 
     def close(self) -> None:
-        """Let go of the engine."""
+        """Close the engine."""
         self.engine.close()
 
     def _generate_all(
@@ -147,7 +147,7 @@ class VllmGenerator:
         completions: dict[int, EngineCompletion],
         on_completion: Callable[[int], None] = ignore_arrival,
     ) -> None:
-        """Draw asks[i] for the i in `chosen`, into answers[i]; `heard` is told each i."""
+        """Sample the requests at these indices into `completions`, and report each index."""
 
         def done(place: int, answer: EngineCompletion) -> None:
             completions[request_indices[place]] = self.weight_sync.check_completion(answer)
@@ -156,7 +156,7 @@ class VllmGenerator:
         self.engine.generate([requests[i] for i in request_indices], done)
 
     def _ensure_engine_ready(self, groups: list[Group]) -> None:
-        """The engine is there, has the weights, and agrees about these prompts."""
+        """Make sure that the engine answers, has the weights, and agrees on these prompts."""
         self.weight_sync.ensure_synced()
         if self.weight_sync.parity_checked:
             return
@@ -243,8 +243,10 @@ def build_colocate_generator(
 
 
 def child_gpu_environment(device: torch.device, num_gpus: int) -> dict[str, str]:
-    """The environment of an engine that is to use the trainer's own GPU: else it takes the first,
-    whichever rank this is. `count`: GPUs that the engine is spread over."""
+    """The environment of an engine that is to use the trainer's own GPU.
+
+    Otherwise it takes the first, whichever rank this is. `num_gpus`: that the engine uses.
+    """
     if device.type != "cuda":
         return {}
     first = device.index or 0
@@ -262,7 +264,7 @@ def _build_vllm_generator(
 
 
 def run_tolerance(run: RunConfig) -> Callable[..., float]:
-    """What trainer and engine of a run may differ by, as a function of their dtypes."""
+    """By how much trainer and engine of a run may differ, as a function of their dtypes."""
     config: Any = run.generation
     if (fixed := config.logp_tolerance) is not None:
         return lambda *dtypes: float(fixed)

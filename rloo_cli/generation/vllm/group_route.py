@@ -1,9 +1,9 @@
 """POST /rloo/generate: the completions of one prompt in one request, as packed numbers.
 
-vLLM's own route takes a completion each and answers with an object for every token; from many GPUs
-that is more than one process can write. Here the prompt is sent once, every completion has its own
-sampling parameters, its own seed among them, and ids and log-probabilities come as bytes. It asks
-the engine as vLLM's route does, so the tokens are the same.
+vLLM's own route takes one completion per request and answers with an object for every token; with
+many GPUs that is more than one process can write. Here the prompt is sent once, every completion
+has its own sampling parameters, seed included, and ids and log-probabilities are sent as bytes. It
+calls the engine as vLLM's route does, so the tokens are the same.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from rloo_cli.utils.files import JsonObject
 
 
 def attach_group_route(app: FastAPI) -> None:
-    """Give vLLM's application this route, behind the guard that stands before all of them."""
+    """Add this route to vLLM's application, behind the guard of all routes."""
     app.add_api_route(GROUP_ROUTE, _group_endpoint, methods=["POST"])
 
 
@@ -36,7 +36,7 @@ async def _group_endpoint(raw_request: Request) -> JSONResponse:
 
 @versions.import_vllm_module("api_utils").with_cancellation
 async def _generate_group(body: JsonObject, raw_request: Request) -> JSONResponse:
-    """All completions at once; those under way are aborted when whoever asked is gone."""
+    """Sample all completions at once; they are aborted when the client is gone."""
     state = raw_request.app.state
     adapter = None
     if lora_slot.ADAPTER_FOLDER_VARIABLE in os.environ:
@@ -74,5 +74,5 @@ async def _generate_completion(
 
 
 def encode_numbers(values: list[Any], dtype: Any) -> str:
-    """Numbers as the base64 of their little-endian bytes."""
+    """Encode numbers as the base64 of their little-endian bytes."""
     return base64.b64encode(np.asarray(values, dtype).astype(dtype, copy=False).tobytes()).decode()

@@ -1,7 +1,7 @@
-"""What a server must turn out to be before it is sent weights: the model's tokens, dtype, room.
+"""Checks that a server has the model's tokens, dtype and context before it is sent weights.
 
-Our own servers say it on `/rloo`; any other vLLM is asked what its API tells, and the parity check
-on real prompts finds the rest.
+Our own servers report them on `/rloo`; any other vLLM is asked for what its API reports, and the
+parity check on real prompts finds the rest.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ FINGERPRINT_TEXTS = (
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A fingerprint of a tokenizer: its vocabulary, its special ids, and how it cuts some texts.
+    """A fingerprint of a tokenizer: its vocabulary, its special ids, and how it splits some texts.
 
-    Neither the pad token (a trainer picks one where there is none) nor the chat template counts.
+    Neither the pad token (a trainer picks one if there is none) nor the chat template counts.
     """
     special = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "unk")}
     encoded = [list(tokenizer.encode(text, add_special_tokens=False)) for text in FINGERPRINT_TEXTS]
@@ -41,7 +41,7 @@ HANDSHAKE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class ExpectedServer:
-    """The trainer's side of it."""
+    """What the trainer expects of a server."""
 
     model: str  # model.path
     dtype: str

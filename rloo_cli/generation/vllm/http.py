@@ -72,7 +72,8 @@ class HttpClient:
             if failed.reason == "closed" and keep_alive:
                 return await self.request(method, url, path, token, body, limit_s)
             if failed.reason == "address":
-                raise GenerationError(not_a_server_problem(where, "this is no address")) from None
+                problem = not_a_server_problem(where, "this is not an address")
+                raise GenerationError(problem) from None
             raise EngineLost(str(failed)) from None
         return parse_answer(where, answer, self.token_variable)
 
@@ -113,7 +114,7 @@ def parse_answer(url: str, answer: http.HttpAnswer, token_variable: str) -> Any:
 
 def not_a_server_problem(url: str, why: str) -> Problem:
     return Problem(
-        f"{url} is no rollout server",
+        f"{url} is not a rollout server",
         "generation.server.base_url",
         f"expected vLLM's API with its reinforcement-learning routes; {why}",
         "rloo vllm-serve starts one",

@@ -1,8 +1,8 @@
-"""Rollout servers as an engine: one or several, asked over HTTP, sent weights directly.
+"""Rollout servers as an inference engine: one or several, over HTTP, with weights sent directly.
 
 A server that the run's launcher started (`by: train`) is killed when it is lost, and the launcher
 starts the next one; any other is only waited for. Calls that change a server are never repeated:
-what is lost is connected to anew, which first asks the server for its state.
+after a loss the engine connects again, which first asks the server for its state.
 """
 
 import asyncio
@@ -13,8 +13,9 @@ import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rloo_cli.generation.vllm import handshake, lora_slot
 from rloo_cli.generation.vllm.deadlines import run_with_deadline
@@ -31,6 +32,7 @@ from rloo_cli.generation.vllm.engine import (
     EngineLost,
     EngineRefused,
     EngineRequest,
+    OnCompletion,
 )
 from rloo_cli.generation.vllm.handshake import ExpectedServer
 from rloo_cli.generation.vllm.http import HttpClient
@@ -39,6 +41,7 @@ from rloo_cli.generation.vllm.transfer_send import (
     close_lost_sender,
     connect_weight_sender,
 )
+from rloo_cli.generation.vllm.weights import WeightSource
 from rloo_cli.generation.vllm_server import LOOPBACK_HOSTS, ServerSection
 from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import GenerationError, Problem
@@ -46,51 +49,45 @@ from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.files import JsonObject
 
 log = logging.getLogger(__name__)
-DEFAULT_MAX_IN_FLIGHT = 1024  # completions under way on one engine: more than it decodes at once
-ServerRequest = tuple[str, RolloutServer, str, Any]  # method, server, path, body
+DEFAULT_MAX_IN_FLIGHT = 1024  # completions in flight on one engine: more than it decodes at once
+ServerRequest = tuple[str, RolloutServer, str, object]  # method, server, path, body
 
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """One request: which server, and the completions that it brings, by their places."""
+    """One HTTP request: its server, and the indices of the completions that it samples."""
 
     server_index: int
     request_indices: list[int]
 
 
 class HttpEngine:
-    """The `Engine` of backend vllm_server. `expected`: what every server must turn out to be."""
+    """The `InferenceEngine` of backend vllm_server. `expected`: what every server must have."""
 
     def __init__(
-        self,
-        keys: ServerSection,
-        folder: Path,
-        expected: ExpectedServer,
+        self, keys: ServerSection, folder: Path, expected: ExpectedServer,
         note: Callable[[str], None] = log.info,
-    ):
+    ):  # fmt: skip
         self.keys, self.expected = keys, expected
         self.http_client = HttpClient(keys.api_key_env)
         self.finder = ServerFinder(keys, folder, self.http_client, note)
         self.servers: list[RolloutServer] = []
-        self.weight_sender: WeightSender | None = None  # that weights take to all servers together
+        self.weight_sender: WeightSender | None = None  # one for all servers together
         self.restarts = 0
         self.label = ""
 
     def connect(self) -> None:
-        again = bool(self.servers)
-        self.servers = self.finder.find_servers(again)
+        reconnecting, client = bool(self.servers), self.http_client
+        self.servers = self.finder.find_servers(reconnecting)
         for server in self.servers:
-            server.transfer, server.has_group_route = self.expected.check(
-                self.http_client, server.url, server.token
-            )
-            reset_server_state(self.http_client, server)
-            answer = self.http_client.get(
-                server.url, "/get_world_size", server.token, SERVER_CALL_TIMEOUT_S
-            )
+            url, token = server.url, server.token
+            server.transfer, server.has_group_route = self.expected.check(client, url, token)
+            reset_server_state(client, server)
+            answer = client.get(url, "/get_world_size", token, SERVER_CALL_TIMEOUT_S)
             server.num_workers = int(answer["world_size"])
-        self.restarts += again
+        self.restarts += reconnecting
 
-    def sync_weights(self, source: Any, label: str) -> str:
+    def sync_weights(self, source: WeightSource, label: str) -> str:
         if trigger_fault("sync.start") == "skip":
             return label
         self.label = "" if trigger_fault("sync.version") == "skip" else label
@@ -99,54 +96,50 @@ class HttpEngine:
         if self.weight_sender is None:
             self.weight_sender = self._connect_weight_sender(source)
         try:
-            where = ", ".join(server.url for server in self.servers)
-            run_with_deadline(limit, f"sending weights to {where}", self.weight_sender.send_weights)
+            what = f"sending weights to {self._urls()}"
+            run_with_deadline(limit, what, self.weight_sender.send_weights)
         except EngineRefused:
-            with contextlib.suppress(
-                EngineLost
-            ):  # an update that stays open keeps out the next one
+            with contextlib.suppress(EngineLost):  # an update that stays open blocks the next one
                 self._post_all("/finish_weight_update", SERVER_RESET_TIMEOUT_S, {})
             raise
-        for server, reset in zip(
-            self.servers, self._post_all("/reset_prefix_cache", SERVER_RESET_TIMEOUT_S), strict=True
-        ):
+        resets = self._post_all("/reset_prefix_cache", SERVER_RESET_TIMEOUT_S)
+        for server, reset in zip(self.servers, resets, strict=True):
             if isinstance(reset, dict) and reset.get("success") is False:
                 what = f"{server.url} kept the prefix cache of old weights"
                 raise GenerationError(Problem(what, why=f"it answered {reset}"))
-        told = self.request_all(
-            [("GET", s, "/weight_info", None) for s in self.servers], SERVER_CALL_TIMEOUT_S
-        )
+        questions = [("GET", server, "/weight_info", None) for server in self.servers]
+        answers = cast(list[JsonObject], self.request_all(questions, SERVER_CALL_TIMEOUT_S))
         self._post_all("/resume", SERVER_RESET_TIMEOUT_S)
-        labels = {str(answer["weight_version"]) for answer in told}
+        labels = {str(answer["weight_version"]) for answer in answers}
         return labels.pop() if len(labels) == 1 else " and ".join(sorted(labels))
 
-    def _connect_weight_sender(self, source: Any) -> WeightSender:
-        """The one group of this trainer and every process of every server."""
+    def _urls(self) -> str:
+        return ", ".join(server.url for server in self.servers)
+
+    def _connect_weight_sender(self, source: WeightSource) -> WeightSender:
+        """Connect this trainer with every worker of every server."""
         limit = self.keys.init_timeout_s
-        kinds = {server.transfer for server in self.servers}
-        if len(kinds) > 1:
+        transfers = {server.transfer for server in self.servers}
+        if len(transfers) > 1:
             why = ", ".join(f"{s.url} by {s.transfer}" for s in self.servers)
             what = "the servers take weights in different ways"
             fix = "start all of them with one generation.server.transfer"
             raise GenerationError(Problem(what, "generation.server", why, fix))
-        own, peers = transfer_addresses(self.servers, self.keys)
-        workers = sum(server.num_workers for server in self.servers)
-        return run_with_deadline(
-            limit + 5,
-            f"connecting with {', '.join(server.url for server in self.servers)} for weights",
-            lambda: connect_weight_sender(
-                kinds.pop(), HttpTransferClient(self, peers), source, own, peers[0], workers, limit
-            ),
-        )
+        host, peers = transfer_addresses(self.servers, self.keys)
+        connect = partial(
+            connect_weight_sender, transfers.pop(), HttpTransferClient(self, peers), source, host,
+            peers[0], sum(server.num_workers for server in self.servers), limit,
+        )  # fmt: skip
+        return run_with_deadline(limit + 5, f"connecting with {self._urls()} for weights", connect)
 
-    def _post_all(self, path: str, limit_s: float, body: Any = None) -> list[Any]:
-        """POST the same to every server at once; their answers, in order. Raises Lost."""
+    def _post_all(self, path: str, limit_s: float, body: object = None) -> list[object]:
+        """POST the same to every server at once. -> their answers, in order. Raises EngineLost."""
         return self.request_all([("POST", server, path, body) for server in self.servers], limit_s)
 
-    def request_all(self, server_requests: Sequence[ServerRequest], limit_s: float) -> list[Any]:
-        """Requests that are under way together; their answers, in order. Raises Lost."""
+    def request_all(self, server_requests: Sequence[ServerRequest], limit_s: float) -> list[object]:
+        """Send requests together. -> the JSON of their answers, in order. Raises EngineLost."""
 
-        async def everything() -> list[Any]:
+        async def everything() -> list[object]:
             waiting = [
                 self.http_client.request(method, server.url, path, server.token, body, limit_s)
                 for method, server, path, body in server_requests
@@ -155,22 +148,18 @@ class HttpEngine:
 
         return self.http_client.run(everything(), limit_s + 5)
 
-    def generate(
-        self,
-        requests: Sequence[EngineRequest],
-        on_completion: Callable[[int, EngineCompletion], None],
-    ) -> None:
-        most = self.keys.max_in_flight or DEFAULT_MAX_IN_FLIGHT * self.keys.data_parallel_size
+    def generate(self, requests: Sequence[EngineRequest], on_completion: OnCompletion) -> None:
+        capacity = self.keys.max_in_flight or DEFAULT_MAX_IN_FLIGHT * self.keys.data_parallel_size
         calls = self._split_calls(requests)
-        gates = [InFlightLimit(most) for _ in self.servers]
+        gates = [InFlightLimit(capacity) for _ in self.servers]
 
         async def one(call: GenerateCall) -> None:
             async with gates[call.server_index].acquire(len(call.request_indices)):
                 for _ in call.request_indices:
                     trigger_fault("gen.request")
-                found = await self._send_call(call, requests)
-            for place, completion in zip(call.request_indices, found, strict=True):
-                on_completion(place, completion)
+                completions = await self._send_call(call, requests)
+            for index, completion in zip(call.request_indices, completions, strict=True):
+                on_completion(index, completion)
 
         async def everything() -> None:
             tasks = [asyncio.create_task(one(call)) for call in calls]
@@ -182,19 +171,18 @@ class HttpEngine:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
         count = Counter(call.server_index for call in calls for _ in call.request_indices)
-        rounds = -(-max(count.values(), default=0) // most)
+        rounds = -(-max(count.values(), default=0) // capacity)
         limit = rounds * self.keys.request_timeout_s + SERVER_CALL_TIMEOUT_S
         self.http_client.run(everything(), limit, interruptible=True)
 
     def _split_calls(self, requests: Sequence[EngineRequest]) -> list[GenerateCall]:
-        """The requests that bring these completions: one for a whole group where the server has
-        the route for that, else one each."""
-        found = []
-        for number, places in enumerate(group_by_prompt(requests)):
+        """One call for a whole group if the server has the route for that, else one per request."""
+        calls = []
+        for number, group in enumerate(group_by_prompt(requests)):
             server = number % len(self.servers)
-            parts = [places] if self.servers[server].has_group_route else [[i] for i in places]
-            found += [GenerateCall(server, part) for part in parts]
-        return found
+            parts = [group] if self.servers[server].has_group_route else [[i] for i in group]
+            calls += [GenerateCall(server, part) for part in parts]
+        return calls
 
     async def _send_call(
         self, call: GenerateCall, requests: Sequence[EngineRequest]
@@ -202,22 +190,20 @@ class HttpEngine:
         server, limit = self.servers[call.server_index], self.keys.request_timeout_s
         chosen = [requests[i] for i in call.request_indices]
         body: JsonObject = {"token_ids": chosen[0].prompt_ids}
-        path = handshake.GROUP_ROUTE if server.has_group_route else "/inference/v1/generate"
         if server.has_group_route:
-            body |= {"sampling_params": [ask.params for ask in chosen]}
+            path = handshake.GROUP_ROUTE
+            body["sampling_params"] = [ask.params for ask in chosen]
         else:
-            body |= {"sampling_params": chosen[0].params}
-            body |= (
-                {"model": lora_slot.ADAPTER_NAME}
-                if server.transfer == lora_slot.ADAPTER_TRANSFER
-                else {}
-            )
-        said = await self.http_client.request(
+            path = "/inference/v1/generate"
+            body["sampling_params"] = chosen[0].params
+            if server.transfer == lora_slot.ADAPTER_TRANSFER:
+                body["model"] = lora_slot.ADAPTER_NAME
+        answer = await self.http_client.request(
             "POST", server.url, path, server.token, body, limit, keep_alive=True
         )
         if server.has_group_route:
-            return parse_group_completions(said, server.url, len(chosen))
-        return [parse_completion(said, server.url)]
+            return parse_group_completions(answer, server.url, len(chosen))
+        return [parse_completion(answer, server.url)]
 
     def is_healthy(self) -> bool:
         try:
@@ -233,10 +219,10 @@ class HttpEngine:
     def discard_engine(self, reason: str) -> None:
         connected, self.weight_sender = self.weight_sender, None
         for server in self.servers:
-            there = server.record
-            if there is not None and there.by == "train" and there.is_alive():
-                self.finder.abandoned_processes.add((there.pid, there.pid_started))
-                child_process.kill_group_except(there.group)
+            record = server.record
+            if record is not None and record.by == "train" and record.is_alive():
+                self.finder.abandoned_processes.add((record.pid, record.pid_started))
+                child_process.kill_group_except(record.group)
         if connected is not None:
             close_lost_sender(connected)
 
@@ -248,39 +234,37 @@ class HttpEngine:
             if server.record and server.record.is_alive() is False:
                 continue
             with contextlib.suppress(EngineLost, GenerationError):
-                self.http_client.post(
-                    server.url, "/shutdown_weight_transfer_engine", server.token, None, 5
-                )
+                path = "/shutdown_weight_transfer_engine"
+                self.http_client.post(server.url, path, server.token, None, 5)
         self.http_client.close()
 
 
 class HttpTransferClient:
-    """`link.Control` of all servers at once, over HTTP: one broadcast reaches them together.
+    """The `TransferClient` of all servers together, over HTTP: one broadcast reaches them all.
 
-    `peers`: the address that each server meets the trainer at.
+    `peers`: the address at which each server meets the trainer.
     """
 
     def __init__(self, engine: HttpEngine, peers: Sequence[str]):
         self.engine, self.peers = engine, peers
 
-    def _post(self, path: str, limit_s: float, bodies: Sequence[Any]) -> None:
-        servers = self.engine.servers
-        rows = zip(servers, bodies, strict=True)
-        self.engine.request_all([("POST", server, path, body) for server, body in rows], limit_s)
+    def _post(self, path: str, limit_s: float, bodies: Sequence[object]) -> None:
+        pairs = zip(self.engine.servers, bodies, strict=True)
+        self.engine.request_all([("POST", server, path, body) for server, body in pairs], limit_s)
 
     def init_weight_transfer_engine(self, init_info: JsonObject) -> None:
-        """Each server's processes come after those of the servers before it."""
+        """Each server's ranks follow those of the servers before it."""
         bodies, first = [], int(init_info["rank_offset"])
         for server, peer in zip(self.engine.servers, self.peers, strict=True):
-            own = {"own_host": peer} if "own_host" in init_info else {}
-            bodies.append({"init_info": init_info | own | {"rank_offset": first}})
+            host = {"own_host": peer} if "own_host" in init_info else {}
+            bodies.append({"init_info": init_info | host | {"rank_offset": first}})
             first += server.num_workers
         self._post("/init_weight_transfer_engine", self.engine.keys.init_timeout_s, bodies)
 
     def start_weight_update(self) -> None:
         self._post("/start_weight_update", SERVER_RESET_TIMEOUT_S, [None] * len(self.peers))
 
-    def update_weights(self, update_info: Any) -> None:
+    def update_weights(self, update_info: JsonObject) -> None:
         body = {"update_info": update_info}
         self._post("/update_weights", self.engine.keys.sync_timeout_s, [body] * len(self.peers))
 
@@ -290,14 +274,14 @@ class HttpTransferClient:
 
 
 class InFlightLimit:
-    """At most `most` completions are under way on one server."""
+    """Limits the completions that are in flight on one server."""
 
     def __init__(self, limit: int):
         self.limit, self.semaphore, self.lock = limit, asyncio.Semaphore(limit), asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def acquire(self, count: int) -> AsyncIterator[None]:
-        """While inside, `count` of them are ours; a group larger than the gate has all of it."""
+        """Hold `count` of them inside; a group above the limit takes the whole limit."""
         taken = 0
         try:
             async with self.lock:  # two that have half of what they need would wait for ever
@@ -311,7 +295,7 @@ class InFlightLimit:
 
 
 def group_by_prompt(requests: Sequence[EngineRequest]) -> list[list[int]]:
-    """The places of siblings, group by group: they share a prompt, which a server reads once."""
+    """The indices of requests, group by group: siblings share a prompt, which is sent once."""
     found: list[list[int]] = []
     for i, ask in enumerate(requests):
         if i and ask.prompt_ids is requests[i - 1].prompt_ids:
@@ -324,61 +308,60 @@ def group_by_prompt(requests: Sequence[EngineRequest]) -> list[list[int]]:
 def transfer_addresses(
     servers: Sequence[RolloutServer], keys: ServerSection
 ) -> tuple[str, list[str]]:
-    """The address that this trainer listens on for weights, and the one of each server there.
+    """The address that this trainer listens on for weights, and each server's address for it.
 
-    Servers beside it and on other machines together all come to the address that others reach.
+    Servers beside it and on other machines all use the address that other machines reach.
     """
-    found = [transfer_hosts(server.url, keys) for server in servers]
-    outside = [own for own, _ in found if own not in LOOPBACK_HOSTS]
+    pairs = [transfer_hosts(server.url, keys) for server in servers]
+    outside = [host for host, _ in pairs if host not in LOOPBACK_HOSTS]
     if not outside:
-        return found[0][0], [peer for _, peer in found]
-    return outside[0], [peer if own not in LOOPBACK_HOSTS else outside[0] for own, peer in found]
+        return pairs[0][0], [peer for _, peer in pairs]
+    return outside[0], [peer if host not in LOOPBACK_HOSTS else outside[0] for host, peer in pairs]
 
 
-def parse_group_completions(response: Any, url: str, count: int) -> list[EngineCompletion]:
-    """A group's JSON (`group_route`) as its Answers, in order. Raises as `answer`."""
+def parse_group_completions(response: JsonObject, url: str, count: int) -> list[EngineCompletion]:
+    """A group's JSON (`group_route`) as completions, in order. Raises as `parse_completion`."""
     try:
-        rows = response["completions"]
-        if len(rows) != count:
-            raise ValueError(f"{len(rows)} completions for {count}")
-        found = [
+        items = response["completions"]
+        if len(items) != count:
+            raise ValueError(f"{len(items)} completions for {count}")
+        completions = [
             EngineCompletion(
-                decode_numbers(row["ids"], "i"),
-                decode_numbers(row["logp"], "f"),
-                str(row["finish_reason"]),
-                [str(version) for version in row["versions"]],
+                decode_numbers(item["ids"], "i"),
+                decode_numbers(item["logp"], "f"),
+                str(item["finish_reason"]),
+                [str(version) for version in item["versions"]],
             )
-            for row in rows
+            for item in items
         ]
     except (KeyError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}, in {str(response)[:200]}"
         raise GenerationError(Problem(f"{url} answered in another form", why=why)) from None
-    return [_check_finished(one, url) for one in found]
+    return [_check_finished(completion, url) for completion in completions]
 
 
 def decode_numbers(text: str, struct_code: str) -> list[Any]:
-    """Numbers of 4 bytes (`kind` i or f) out of the base64 of their little-endian bytes."""
+    """Numbers of 4 bytes (`struct_code` i or f) from the base64 of their little-endian bytes."""
     return [value for (value,) in struct.iter_unpack(f"<{struct_code}", base64.b64decode(text))]
 
 
-def parse_completion(response: Any, url: str) -> EngineCompletion:
-    """A generate call's JSON as an Answer. Raises Lost where it was aborted, GenerationError."""
+def parse_completion(response: JsonObject, url: str) -> EngineCompletion:
+    """A completion's JSON. Raises EngineLost if it was aborted, GenerationError."""
     try:
         choice = response["choices"][0]
         logp = [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
         spans = choice.get("weight_versions") or []
         versions = sorted({str(span["version"]) for span in spans})
-        found = EngineCompletion(
-            list(choice["token_ids"]), logp, str(choice["finish_reason"]), versions
-        )
+        reason = str(choice["finish_reason"])
+        completion = EngineCompletion(list(choice["token_ids"]), logp, reason, versions)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}, in {str(response)[:200]}"
         raise GenerationError(Problem(f"{url} answered in another form", why=why)) from None
-    return _check_finished(found, url)
+    return _check_finished(completion, url)
 
 
 def _check_finished(completion: EngineCompletion, url: str) -> EngineCompletion:
-    """Raises Lost for a completion that was aborted."""
+    """The completion itself. Raises EngineLost if it was aborted."""
     if completion.finish_reason not in ("stop", "length"):
         raise EngineLost(f"{url}: a request ended with {completion.finish_reason}")
     return completion

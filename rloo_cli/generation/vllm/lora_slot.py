@@ -1,9 +1,9 @@
-"""The engine's place for the one adapter that is trained: its name, its folder, vLLM's arguments.
+"""The engine's slot for the one adapter that is trained: its name, its folder, vLLM's arguments.
 
-vLLM loads the base by itself, and it never changes. An update brings an adapter's tensors alone:
-each worker writes them where vLLM looks for the adapter (`receive.adapter`), and forgets the one
-that it had. Until the first update the folder has an adapter that changes nothing. Imports neither
-torch nor vLLM.
+vLLM loads the base by itself, and it never changes. An update sends an adapter's tensors alone:
+each worker writes them where vLLM looks for the adapter (`receive.adapter`), and drops the old
+one. Until the first update the folder has an adapter that changes nothing. Imports neither torch
+nor vLLM.
 """
 
 import json
@@ -26,7 +26,7 @@ UNUSED_LAYER_NAME = "base_model.model.base_layer.lora_{}.weight"
 
 
 def lora_engine_arguments(run: RunConfig) -> JsonObject:
-    """Of vLLM's EngineArgs, for a run that trains an adapter; else none."""
+    """vLLM's EngineArgs of a run that trains an adapter; {} for others."""
     return (
         {"enable_lora": True, "max_loras": 1, "max_lora_rank": slot_rank(run)}
         if has_lora_slot(run)
@@ -35,12 +35,12 @@ def lora_engine_arguments(run: RunConfig) -> JsonObject:
 
 
 def has_lora_slot(run: RunConfig) -> bool:
-    """Whether this run's engine has a place for an adapter."""
+    """Whether this run's engine has a slot for an adapter."""
     return run.model.lora is not None
 
 
 def slot_rank(run: RunConfig) -> int:
-    """The rank that vLLM makes room for."""
+    """The rank for which vLLM allocates the slot."""
     assert run.model.lora is not None
     return next(rank for rank in VLLM_LORA_RANKS if rank >= run.model.lora.r)
 
@@ -48,7 +48,7 @@ def slot_rank(run: RunConfig) -> int:
 def write_zero_adapter(folder: Path, run: RunConfig) -> None:
     """Write an adapter that changes nothing, for vLLM to start with.
 
-    Its scale is 1: what is sent has each layer's own scale in it.
+    Its scale is 1: the tensors that are sent include each layer's own scale.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rank = slot_rank(run)

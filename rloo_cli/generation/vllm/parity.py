@@ -1,11 +1,10 @@
-"""Trainer and engine are asked for the same log-probabilities, on prompts of the data.
+"""The parity check: trainer and engine compute the same log-probabilities on prompts of the data.
 
-Done before an engine's first completion is used, and again after it was lost. Beyond the tolerance
-something is wrong that no version label can tell; what it usually is stands in the error.
+It is made before an engine's first completion is used, and again after an engine was lost. Beyond
+the tolerance something is wrong that no version label shows; the error lists the usual causes.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.packing import whole_group_slices
 from rloo_cli.generation.vllm.engine import EngineCompletion
+from rloo_cli.policy.model import Policy
 from rloo_cli.utils.errors import GenerationError, Problem
 
 PARITY_PROMPTS, PARITY_TOKENS = 8, 16
@@ -23,47 +23,41 @@ PARITY_CAUSES = (
 
 
 def check_parity(
-    groups: Sequence[Group], completions: Sequence[EngineCompletion], policy: Any, tolerance: float
-) -> float:
-    """Rms difference of answers[i] to the prompt of groups[i], in nats per token.
+    groups: Sequence[Group], completions: Sequence[EngineCompletion], policy: Policy,
+    tolerance: float,
+) -> float:  # fmt: skip
+    """The rms difference of the log-probabilities of trainer and engine, in nats per token.
 
-    Raises GenerationError beyond `tolerance`.
+    `completions[i]` is the engine's for the prompt of `groups[i]`. Raises GenerationError where the
+    difference is above `tolerance`, or is NaN.
     """
     probes = [
         Group(g.prompt_offset, g.example, g.prompt, g.prompt_ids, [_probe_rollout(a)])
         for g, a in zip(groups, completions, strict=True)
     ]
-    micro = policy.pack(probes, whole_group_slices(probes, range(len(probes))))
-    ours = policy.frozen_logp(micro).logp.float()
-    theirs = micro.behaviour_logp
+    micro_batch = policy.pack(probes, whole_group_slices(probes, range(len(probes))))
+    ours = policy.frozen_logp(micro_batch).logp.float()
+    theirs = micro_batch.behaviour_logp
     assert theirs is not None
     found = rms_difference(ours, theirs)
     if not found <= tolerance:
         worst = int((ours - theirs).abs().nan_to_num(torch.inf).argmax())
-        raise GenerationError(
-            Problem(
-                "trainer and engine disagree about the same tokens",
-                f"{len(probes)} prompts, {micro.target.numel()} tokens",
-                f"rms {found:.4g} nats, expected at most {tolerance:g}; the worst token:"
-                f" {float(ours[worst]):.5f} here, {float(theirs[worst]):.5f} there",
-                f"look for, in this order: {PARITY_CAUSES}",
-            )
+        what = "trainer and engine disagree about the same tokens"
+        where = f"{len(probes)} prompts, {micro_batch.target.numel()} tokens"
+        why = (
+            f"rms {found:.4g} nats, expected at most {tolerance:g}; the worst token:"
+            f" {float(ours[worst]):.5f} here, {float(theirs[worst]):.5f} there"
         )
+        fix = f"look for, in this order: {PARITY_CAUSES}"
+        raise GenerationError(Problem(what, where, why, fix))
     return found
 
 
 def rms_difference(ours: Tensor, theirs: Tensor) -> float:
-    """Root of the mean squared difference. (N,), (N,)"""
+    """The root of the mean squared difference of two tensors. (N,), (N,)"""
     return float((ours - theirs).double().square().mean().sqrt())
 
 
 def _probe_rollout(completion: EngineCompletion) -> Rollout:
-    return Rollout(
-        completion.ids,
-        "",
-        completion.finish_reason,
-        False,
-        0,
-        0,
-        behaviour_logp=list(completion.logp),
-    )
+    ids, logp = completion.ids, list(completion.logp)
+    return Rollout(ids, "", completion.finish_reason, False, 0, 0, behaviour_logp=logp)

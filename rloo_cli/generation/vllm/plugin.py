@@ -1,8 +1,8 @@
 """What vLLM runs in each of its processes, because pyproject.toml names it as a plug-in.
 
-It registers our receivers of weights by name, sees to it that no process of a server of ours
-outlives the one that started it, that a server which ends as it was asked to logs no traceback, and
-lets the processes of an engine without a GPU sleep.
+It registers our receivers of weights, ends each process of our rollout server with the process that
+started it, keeps a server that ends on request from logging a traceback, and lets the processes of
+an engine without a GPU sleep while they wait.
 """
 
 import importlib
@@ -18,24 +18,24 @@ RECEIVERS = {
 }  # fmt: skip
 # zmq may drop a wake-up that is sent within about 1 ms of the one before: a reader spins longer.
 QUEUE_SPIN_S = 0.01
-RECHECK_MS = 250  # a reader that sleeps looks by itself as often, should a wake-up be lost
+RECHECK_MS = 250  # a sleeping reader looks for messages this often, in case a wake-up was lost
 
-# Of the modules that say that a server ends, and of the one that says what it then takes for lost.
+# The module that logs the end of a server, and the one that logs that its engine is gone.
 LOGGERS = ("vllm.entrypoints.launchers.launcher", "vllm.v1.engine.async_llm")
 
 
 class OrderlyEnd(logging.Filter):
-    """Where a server ends as it was asked to, vLLM takes its engine, which is quicker, for lost."""
+    """Drops vLLM's error that its engine is lost: when a server ends, its engine ends before it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ending = False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        said = str(record.msg)
-        if said.startswith("[shutdown] API server"):
+        message = str(record.msg)
+        if message.startswith("[shutdown] API server"):
             self.ending = True
-        return not (self.ending and said.startswith("AsyncLLM output_handler failed"))
+        return not (self.ending and message.startswith("AsyncLLM output_handler failed"))
 
 
 ORDERLY_END = OrderlyEnd()
@@ -58,16 +58,16 @@ def register() -> None:
 
 
 def sleep_between_messages() -> None:
-    """Let a process of an engine that waits for a message sleep after `SPIN_S`.
+    """Let an engine's process that waits for a message sleep after QUEUE_SPIN_S seconds.
 
     Without a GPU vLLM's worker is a process of its own, and both sides of its queue spin for a
-    second after each message: where there are fewer cores than spinning processes, whoever has
-    something to do waits for them (`bench/rollout.py --servers 2`).
+    second after each message: where there are fewer cores than spinning processes, a process that
+    has work to do waits for them (`bench/rollout.py --servers 2`).
     """
     queue: Any = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
     spins = getattr(queue, "SpinCondition", None)
     if spins is None or not hasattr(queue, "SHM_READER_RECHECK_INTERVAL_MS"):
-        return  # an older one, whose sleeper might miss its message
+        return  # an older vLLM, where a sleeping process might miss its message
     if list(inspect.signature(spins.__init__).parameters)[-1] == "busy_loop_s":
         spins.__init__.__defaults__ = (QUEUE_SPIN_S,)
         queue.SHM_READER_RECHECK_INTERVAL_MS = RECHECK_MS

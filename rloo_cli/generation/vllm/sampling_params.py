@@ -1,6 +1,6 @@
-"""What a completion is asked with: vLLM's sampling parameters, every one of them said.
+"""vLLM's sampling parameters for a completion, each with an explicit value.
 
-Nothing is left to a server's defaults, which come from the model's own generation config.
+A server's defaults are not used, for they come from the model's own generation config.
 """
 
 from collections.abc import Collection
@@ -10,13 +10,10 @@ from rloo_cli.utils.files import JsonObject
 
 
 def completion_params(
-    config: GenerationConfig,
-    stop_ids: Collection[int],
-    seed: int,
-    greedy: bool,
+    config: GenerationConfig, stop_ids: Collection[int], seed: int, greedy: bool,
     temperature: float | None,
-) -> JsonObject:
-    """For a completion of a run; `temperature` None: the config's."""
+) -> JsonObject:  # fmt: skip
+    """The parameters of a run's completion; `temperature` None is that of the config."""
     given = parity_params(config, stop_ids, seed, config.max_completion_length)
     given |= {
         "min_tokens": config.min_tokens,
@@ -33,7 +30,7 @@ def completion_params(
 def parity_params(
     config: GenerationConfig, stop_ids: Collection[int], seed: int, max_tokens: int
 ) -> JsonObject:
-    """Nothing but the temperature bends the distribution: for parity."""
+    """The parameters for the parity check: only the temperature changes the distribution."""
     return {
         "seed": seed,
         "temperature": config.temperature,

@@ -1,9 +1,9 @@
-"""`server.json`: where a rollout server is, and the token that opens it. Only its owner reads it.
+"""`server.json`: where a rollout server is, and its token. Only the file's owner can read it.
 
-A server writes the file into the run's folder once it answers; trainers find it there. A file that
-a dead server left is told by the server's process number and the time that process began. Where
-several nodes serve one run, RLOO_SERVER_NUMBER says which of them a process is: the second one's
-file is `server_2.json`.
+A server writes the file into the run's folder once it answers; trainers find it there. The pid and
+the time at which that process started show whether the server that wrote a file still runs. Where
+several nodes serve one run, RLOO_SERVER_NUMBER is the number of this one: the file of the second
+node is `server_2.json`.
 """
 
 import json
@@ -24,7 +24,7 @@ SERVER_NUMBER_VARIABLE = "RLOO_SERVER_NUMBER"
 
 @dataclass(frozen=True)
 class ServerRecord:
-    """One rollout server that answers, or (`failed`) one that will not any more."""
+    """A rollout server that answers, or (`failed`) one that will not be started again."""
 
     url: str
     token: str = field(repr=False)
@@ -32,58 +32,58 @@ class ServerRecord:
     group: int  # process group of everything it started
     pid_started: str
     host: str
-    by: str  # train: it belongs to that run's launcher; vllm-serve: somebody started it
+    by: str  # train: the run's launcher started it; vllm-serve: the user did
     model: str
     dtype: str
     vllm: str  # version
     transfer: str  # gloo, nccl
-    devices: list[str]  # GPUs it sees; [] without any
+    devices: list[str]  # GPUs that it sees; [] without any
     log: str
-    failed: str = ""  # why no server will come any more
-    job: str = ""  # Slurm's job and how often it was requeued
+    failed: str = ""  # why there will be no server
+    job: str = ""  # id of the Slurm job, and how often it was requeued
 
     def is_alive(self) -> bool | None:
-        """Whether its process runs; None on another machine, where nobody can tell from here."""
+        """Whether its process runs; None if that is on another machine, where we cannot know."""
         if self.host != platform.node():
             return None
         return child_process.is_process_alive({"pid": self.pid, "pid_started": self.pid_started})
 
     def is_stale(self) -> bool:
-        """Whether it tells of an earlier attempt at our Slurm job, or of a failure in another."""
+        """Whether it is of an earlier attempt of our Slurm job, or of a failure in another job."""
         ours = slurm_job_attempt()
-        same = self.job.partition(".")[0] == ours.partition(".")[0]
-        return self.job != ours and (same or bool(self.failed))
+        same_job = self.job.partition(".")[0] == ours.partition(".")[0]
+        return self.job != ours and (same_job or bool(self.failed))
 
 
 def serving_node_number() -> int:
-    """Which of a run's serving nodes this is; 1 where nobody says so."""
+    """The number of this serving node in its run; 1 where RLOO_SERVER_NUMBER is not set."""
     return environment_number(SERVER_NUMBER_VARIABLE, 1)
 
 
 def slurm_job_attempt() -> str:
-    """The Slurm job that this process is in, and how often it was requeued; "" outside of one."""
-    found = os.environ.get("SLURM_JOB_ID")
-    return f"{found}.{os.environ.get('SLURM_RESTART_COUNT') or 0}" if found else ""
+    """This process's Slurm job, and how often it was requeued, as JOB.COUNT; "" without a job."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"{job}.{os.environ.get('SLURM_RESTART_COUNT') or 0}" if job else ""
 
 
 def server_file_path(folder: Path, node_number: int | None = None) -> Path:
-    """The file of a run's n-th serving node; of this one by default."""
+    """The file of a run's serving node number `node_number`; None: of this node."""
     node_number = node_number or serving_node_number()
     return folder / (SERVER_FILE if node_number == 1 else f"server_{node_number}.json")
 
 
 def server_file_paths(folder: Path) -> list[Path]:
-    """Every such file in a folder."""
+    """The files of all serving nodes in a run's folder."""
     return [*folder.glob(SERVER_FILE), *folder.glob("server_*.json")]
 
 
 def new_server_token() -> str:
-    """A new token, of 256 bits."""
+    """A random token of 256 bits."""
     return secrets.token_hex(32)
 
 
 def write_server_file(folder: Path, record: ServerRecord) -> None:
-    """Write this node's `folder/server.json` whole, with mode 0600."""
+    """Write this node's `folder/server.json` atomically, with mode 0600."""
     before = os.umask(0o077)
     try:
         write_text(server_file_path(folder), json.dumps(asdict(record), indent=2) + "\n")
@@ -92,20 +92,20 @@ def write_server_file(folder: Path, record: ServerRecord) -> None:
 
 
 def write_server_failure(folder: Path, by: str, error: RunError, log: Path) -> None:
-    """Tell the trainer, which waits for this node's file, that no server will come any more."""
+    """Tell the trainer, which waits for this node's file, that there will be no server."""
     problem = error.problems[0]
-    said = [problem.what, problem.why, problem.fix and f"fix: {problem.fix}"]
-    nobody = ServerRecord(
+    message = [problem.what, problem.why, problem.fix and f"fix: {problem.fix}"]
+    record = ServerRecord(
         url="", token="", pid=0, group=0, pid_started="", host="", by=by, model="", dtype="",
         vllm="", transfer="", devices=[], log=str(log),
-        failed="\n".join(part for part in said if part), job=slurm_job_attempt(),
+        failed="\n".join(part for part in message if part), job=slurm_job_attempt(),
     )  # fmt: skip
-    write_server_file(folder, nobody)
+    write_server_file(folder, record)
 
 
 def read_server_file(folder: Path, node_number: int | None = None) -> ServerRecord | None:
-    """What `folder/server.json` says (of the n-th node; else of this one); None where there is
-    none, or one of another form."""
+    """The content of a serving node's file (`server_file_path`); None where there is no such file,
+    or it is not valid."""
     try:
         values: JsonObject = json.loads(server_file_path(folder, node_number).read_text())
         return ServerRecord(**values)
@@ -114,6 +114,6 @@ def read_server_file(folder: Path, node_number: int | None = None) -> ServerReco
 
 
 def running_server(folder: Path) -> ServerRecord | None:
-    """The server of this folder if it may run: on another machine it gets the benefit of doubt."""
+    """The server of this folder, if it runs; one on another machine is taken to run."""
     server = read_server_file(folder)
     return server if server and not server.failed and server.is_alive() is not False else None

@@ -1,4 +1,4 @@
-"""What an engine has, and what it must have: connections, weights, labels, and lost engines."""
+"""The state of a weight sync: whether the engine is connected, and which weights it has."""
 
 import logging
 import math
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from rloo_cli.generation import logprob_tolerance
 from rloo_cli.generation.vllm.engine import (
@@ -19,8 +20,10 @@ from rloo_cli.generation.vllm.weights import (
     GatheredWeightSource,
     ModelWeightSource,
     TensorMeta,
+    WeightSource,
 )
 from rloo_cli.policy import lora
+from rloo_cli.policy.model import Policy
 from rloo_cli.utils.device_waits import wait_for_device
 from rloo_cli.utils.errors import GenerationError, Problem
 
@@ -28,15 +31,13 @@ log = logging.getLogger(__name__)
 
 
 class CountedWeightSource:
-    """A source of weights that counts the bytes of what it has given."""
+    """A source of a model's weights that counts the bytes of the tensors that it yields."""
 
-    def __init__(self, model: Any, source: Any):
+    def __init__(self, model: nn.Module, source: WeightSource):
         self.model, self.source, self.bytes_sent = model, source, 0
 
     def metadata(self) -> list[TensorMeta]:
-        """What iteration brings, in the same order."""
-        found: list[TensorMeta] = self.source.metadata()
-        return found
+        return self.source.metadata()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         # An engine packs on streams of its own, which do not wait for the optimizer's: without
@@ -51,7 +52,8 @@ class WeightSync:
     """Keeps `engine`, which computes in `dtype`, at the trainer's weights.
 
     `run_id` begins the label of each version, so that no other run's weights are taken for ours.
-    `note` prints a line for the user. `tolerance`: what may differ, by the dtypes of both sides.
+    `note` prints a line for the user. `tolerance_of_dtypes`: from the names of the engine's and the
+    trainer's dtype to the rms nats per token by which their log-probabilities may differ.
     """
 
     def __init__(
@@ -64,33 +66,33 @@ class WeightSync:
     ):
         self.tolerance_of_dtypes = tolerance_of_dtypes
         self.engine, self.dtype, self.run_id, self.note = engine, dtype, run_id, note
-        self.policy: Any = None
+        self.policy: Any = None  # a Policy once `set_policy` was called
         self.version = -1  # of the weights that the engine should have
         self.connected = self.parity_checked = False
-        self.synced_label: str | None = None  # the label that the engine said it has
+        self.synced_label: str | None = None  # the label that the engine last reported
         self.metrics: dict[str, float] = {"vllm/restarts": 0.0}
         self.source: CountedWeightSource | None = None
         self.tolerance = tolerance_of_dtypes(str(dtype))
 
     @property
     def label(self) -> str:
-        """The name of the weights that the engine should have."""
+        """The label of the weights that the engine should have."""
         return f"{self.run_id}:{self.version}"
 
-    def set_policy(self, policy: Any, version: int) -> None:
-        """From now on it should have these weights. Sends nothing."""
+    def set_policy(self, policy: Policy, version: int) -> None:
+        """The engine should have these weights from now on. Sends nothing."""
         self.policy, self.version = policy, version
-        own = getattr(policy, "dtype", None) or next(policy.model.parameters()).dtype
-        self.tolerance = self.tolerance_of_dtypes(str(self.dtype), str(own))
+        policy_dtype = getattr(policy, "dtype", None) or next(policy.model.parameters()).dtype
+        self.tolerance = self.tolerance_of_dtypes(str(self.dtype), str(policy_dtype))
         self.metrics["vllm/weight_version"] = float(version)
 
     def ensure_synced(self) -> None:
-        """Connect where there is no connection, send where other weights are there.
+        """Connect if there is no connection, and send the weights if the engine has others.
 
-        Raises Lost, and GenerationError where the engine says that it has others all the same.
+        Raises EngineLost, and GenerationError where the engine reports other weights all the same.
         """
         if self.policy is None:
-            raise GenerationError("the sampler was given no weights: load comes before generate")
+            raise GenerationError("the sampler has no weights yet: load comes before generate")
         if not self.connected:
             self.engine.connect()
             self.connected, self.synced_label, self.parity_checked = True, None, False
@@ -104,43 +106,42 @@ class WeightSync:
         self.synced_label = self.label
         self.metrics["vllm/synced_bytes"] = float(source.bytes_sent)
 
-    def _weight_source(self) -> "CountedWeightSource":
-        """What is sent of the policy's weights: the same object each time, which a link keeps."""
+    def _weight_source(self) -> CountedWeightSource:
+        """The source of the policy's weights: the same object each time, for a sender keeps it."""
         model = self.policy.model
         if self.source is None or self.source.model is not model:
             self.source = CountedWeightSource(model, self._make_weight_source(model))
         self.source.bytes_sent = 0
         return self.source
 
-    def _make_weight_source(self, model: Any) -> Any:
+    def _make_weight_source(self, model: nn.Module) -> WeightSource:
         if lora.has_adapter(model):
             return AdapterWeightSource(model, self.dtype)
         if getattr(self.policy, "gather_weights", None) is None:
             return ModelWeightSource(model, self.dtype)
-        return GatheredWeightSource(
-            model, self.dtype, lambda: self.policy.gather_weights()
-        )  # of whoever asks then
+        # The policy may be another one by the time the weights are gathered.
+        return GatheredWeightSource(model, self.dtype, lambda: self.policy.gather_weights())
 
     def sleep(self) -> None:
-        """The engine may let go of memory; of its weights too, and they are then sent again."""
+        """Let the engine free memory. If it frees its weights, they are sent again later."""
         if self.engine.sleep():
             self.synced_label = None
 
     def handle_engine_loss(self, error: EngineLost) -> None:
-        """Let go of a lost engine. Raises GenerationError where it is well and only refuses: a
-        second try would be refused too."""
+        """Discard a lost engine. Raises GenerationError where it is healthy and refused a request:
+        it would refuse that request again."""
         if isinstance(error, EngineRefused) and self.engine.is_healthy():
-            raise GenerationError(
-                Problem("the sampler refuses", "generation", str(error))
-            ) from error
+            refusal = Problem("the sampler refused a request", "generation", str(error))
+            raise GenerationError(refusal) from error
         self.note(f"warning: the sampler was lost: {error}")
         self.connected = self.parity_checked = False
         self.synced_label = None
         self.engine.discard_engine(str(error))
 
     def check_completion(self, completion: EngineCompletion) -> EngineCompletion:
-        """Raises GenerationError unless the current weights drew it, every token with its logp."""
-        for version in completion.weight_versions or ["(not told)"]:
+        """Raises GenerationError unless the current weights sampled the completion, and each of its
+        tokens has a finite log-probability."""
+        for version in completion.weight_versions or ["(no label)"]:
             if version != self.label:
                 raise GenerationError(_other_weights(version, self.label))
         finite = sum(map(math.isfinite, completion.logp))
@@ -151,9 +152,7 @@ class WeightSync:
 
 
 def _other_weights(actual_label: str, expected_label: str) -> Problem:
-    return Problem(
-        "the sampler has other weights than the trainer",
-        "generation",
-        f"it says {actual_label}, the trainer is at {expected_label}",
-        "nobody else may send weights to this server; two runs need two servers",
-    )
+    what = "the sampler has other weights than the trainer"
+    why = f"it says {actual_label}, the trainer is at {expected_label}"
+    fix = "let no other run send weights to this server; two runs need two servers"
+    return Problem(what, "generation", why, fix)

@@ -1,12 +1,11 @@
-"""The trainer's weights as an engine wants them: checkpoint names, the serving dtype, in order.
+"""The trainer's weights as an engine wants them: checkpoint names, the engine's dtype, in order.
 
-A source has two methods (vLLM's own `WeightSource`): `metadata` says what will come, iteration
-brings it, one tensor at a time.
+`WeightSource` is what a sender reads them from, `TransferClient` what it asks of the engine.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,77 +27,83 @@ class TensorMeta:
     shape: tuple[int, ...]
 
 
+class WeightSource(Protocol):
+    """Weights to send, one tensor at a time. The methods are those of vLLM's `WeightSource`."""
+
+    def metadata(self) -> list[TensorMeta]:
+        """What iteration yields, in the same order."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class TransferClient(Protocol):
+    """What an engine does about weights. The methods are those of vLLM's `VLLMWeightSyncClient`;
+    each raises when the engine refuses."""
+
+    def init_weight_transfer_engine(self, init_info: JsonObject) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: JsonObject) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
 class ModelWeightSource:
     """Every parameter of an unsharded model, each once (a tied head goes with its embedding).
 
-    `dtype`: what the engine computes in; weights are cast on the way, one at a time.
+    `dtype`: what the engine computes in; tensors are cast to it one at a time.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
-        self.model = model
-        self.dtype = dtype
+        self.model, self.dtype = model, dtype
 
     def metadata(self) -> list[TensorMeta]:
-        """What iteration brings, in the same order. Of shapes alone: experts that are taken apart
-        would else be made twice."""
+        return self._metadata_of(dict(self.model.named_parameters()))
+
+    def _metadata_of(self, parameters: Mapping[str, nn.Parameter]) -> list[TensorMeta]:
+        # From shapes alone: fused experts would otherwise be taken apart twice.
         blank = {
-            n: torch.empty(weight_shape(p), dtype=p.dtype, device="meta")
-            for n, p in self.model.named_parameters()
+            name: torch.empty(weight_shape(p), dtype=p.dtype, device="meta")
+            for name, p in parameters.items()
         }
-        return [
-            TensorMeta(n, self.dtype, tuple(t.shape)) for n, t in self._to_checkpoint_names(blank)
-        ]
+        named = self._to_checkpoint_names(blank)
+        return [TensorMeta(name, self.dtype, tuple(t.shape)) for name, t in named]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        named = self._checkpoint_tensors()
+        named = self._to_checkpoint_names({n: p.detach() for n, p in self.model.named_parameters()})
         wait_for_stream()  # experts that were taken apart are packed on other streams too
         for name, tensor in named:
             yield name, tensor.detach().to(self.dtype).contiguous()
 
-    def _checkpoint_tensors(self) -> list[tuple[str, Tensor]]:
-        """Parameters under the names that a checkpoint gives them. Experts that transformers
-        fuses are taken apart again."""
-        return self._to_checkpoint_names({n: p.detach() for n, p in self.model.named_parameters()})
-
-    def _to_checkpoint_names(self, parameters: JsonObject) -> list[tuple[str, Tensor]]:
+    def _to_checkpoint_names(self, parameters: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
+        """Tensors by the names of a checkpoint. Experts that transformers fuses are taken apart."""
         with torch.no_grad():
             return list(revert_weight_conversion(self.model, parameters).items())
 
 
 class GatheredWeightSource(ModelWeightSource):
-    """The same of a model whose weights are spread: gathered layer by layer, never all at once.
+    """The parameters of a sharded model, gathered unit by unit and never all at once.
 
-    `units`: brings them, as {parameter: tensor}; all ranks gather together.
+    `gather_weights` yields each unit as {parameter: tensor}; all ranks gather together.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        dtype: torch.dtype,
+        self, model: nn.Module, dtype: torch.dtype,
         gather_weights: Callable[[], Iterator[dict[str, Tensor]]],
-    ):
+    ):  # fmt: skip
         super().__init__(model, dtype)
         self.gather_weights = gather_weights
 
     def metadata(self) -> list[TensorMeta]:
-        """What iteration brings, in the same order."""
-        found = []
-        for unit in gather.parameters_by_unit(self.model):
-            blank = {
-                n: torch.empty(weight_shape(p), dtype=p.dtype, device="meta")
-                for n, p in unit.items()
-            }
-            found += [
-                TensorMeta(n, self.dtype, tuple(t.shape))
-                for n, t in self._to_checkpoint_names(blank)
-            ]
-        return found
+        units = gather.parameters_by_unit(self.model)
+        return [meta for unit in units for meta in self._metadata_of(unit)]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for unit in self.gather_weights():
-            # It was gathered on whichever of the engine's packing streams was the current one, and
-            # its last tensors may be packed on the next. So they wait for it, each is copied on
-            # the stream that packs it, and the unit's memory is free once all copies are made.
+            # A unit was gathered on whichever of the engine's packing streams was current, and its
+            # last tensors may be packed on the next one. So they wait for the unit, each is copied
+            # on the stream that packs it, and the unit's memory is free once all copies are made.
             named = self._to_checkpoint_names(unit)
             wait_for_stream()
             for name, tensor in named:
@@ -107,24 +112,21 @@ class GatheredWeightSource(ModelWeightSource):
 
 
 def _cast_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """In this dtype; on a GPU always memory of its own, which the current stream owns."""
+    """The tensor in this dtype; on a GPU always a copy, whose memory the current stream owns."""
     return tensor.to(dtype, copy=tensor.is_cuda).contiguous()
 
 
 class AdapterWeightSource:
-    """An adapted model's adapter and nothing else; `gather` makes a sharded tensor whole."""
+    """A model's trained adapter and nothing else; `gather` makes a sharded tensor whole."""
 
     def __init__(
-        self,
-        model: Any,
-        dtype: torch.dtype,
+        self, model: nn.Module, dtype: torch.dtype,
         gather: Callable[[Tensor], Tensor] = Tensor.contiguous,
-    ):
+    ):  # fmt: skip
         self.model, self.dtype, self.gather = model, dtype, gather
         self.scales = lora.adapter_scales(model)
 
     def metadata(self) -> list[TensorMeta]:
-        """What iteration brings, in the same order."""
         named = lora.adapter_tensors(self.model)
         return [TensorMeta(name, self.dtype, tuple(t.shape)) for name, t in named.items()]
 

@@ -1,6 +1,6 @@
-"""What another terminal may ask of a sweep that runs, and what is done of it at a boundary.
+"""Requests of another terminal to a sweep that runs, and what is done of them at a boundary.
 
-Nothing is done in the middle of a chunk: what is asked for waits until the member has ended it.
+Nothing is done in the middle of a time slice: a request waits until the trial has ended it.
 """
 
 import contextlib
@@ -10,7 +10,6 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rloo_cli.checkpoint import manifest
 from rloo_cli.launch.sweep import rules
@@ -25,18 +24,18 @@ BOUNDARY_PHASES = (TrialPhase.BOUNDARY, TrialPhase.OFFLOADED)
 
 
 def answer_request(sweep: Sweep, request: JsonObject) -> str:
-    """Take one request; what is said to who asked. Raises ConfigError."""
-    member = sweep.sweep_state.find_trial(str(request["member"]))
+    """Carry out one request, or note it for the next boundary. -> the answer. Raises ConfigError"""
+    trial = sweep.sweep_state.find_trial(str(request["member"]))
     if sweep.signals:
         raise ConfigError(Problem("the sweep is ending", "command line", "it was asked to"))
-    live = next((x for x in sweep.trial_processes if x.trial is member and x.is_open), None)
+    process = next((p for p in sweep.trial_processes if p.trial is trial and p.is_open), None)
     match request["do"]:
         case "stop":
-            return _stop(sweep, member, live)
+            return _stop(sweep, trial, process)
         case "promote":
-            return _promote(sweep, member, live)
+            return _promote(sweep, trial, process)
         case _:
-            return _clone(sweep, member, live, request)
+            return _clone(sweep, trial, process, request)
 
 
 def _stop(sweep: Sweep, trial: Trial, trial_process: TrialProcess | None) -> str:
@@ -44,11 +43,8 @@ def _stop(sweep: Sweep, trial: Trial, trial_process: TrialProcess | None) -> str
         raise ConfigError(_ended(trial, trial_process))
     trial_process.stop_reason = "rloo sweep stop"
     if trial_process.phase == TrialPhase.NEW:
-        trial_process.phase, trial.state, trial.why = (
-            TrialPhase.DONE,
-            "stopped",
-            trial_process.stop_reason,
-        )
+        trial_process.phase = TrialPhase.DONE
+        trial.state, trial.why = "stopped", trial_process.stop_reason
         sweep.show.report_end(trial_process)
         sweep.save_state()
         return f"{trial.name} is stopped before it began"
@@ -61,10 +57,9 @@ def _promote(sweep: Sweep, trial: Trial, trial_process: TrialProcess | None) -> 
     trial.share += 1
     trial_process.fair_share.share = trial.share
     sweep.save_state()
-    sweep.show.print_note(
-        f"{trial.name} gets {trial.share} chunks for each of the others' from here"
-    )
-    return f"{trial.name} gets {trial.share} chunks for each of the others', {_when(trial_process)}"
+    text = f"{trial.name} gets {trial.share} chunks for each of the others'"
+    sweep.show.print_note(f"{text} from here")
+    return f"{text}, {_when(trial_process)}"
 
 
 def _clone(
@@ -81,11 +76,7 @@ def _clone(
     name = next(n for n in names if n not in taken and not (root / n).exists())
     clone = {"name": name, "words": request["words"]}
     if trial_process is not None:
-        if (
-            trial_process.phase not in BOUNDARY_PHASES
-            and trial_process.max_steps is not None
-            and trial_process.slice_end >= trial_process.max_steps
-        ):
+        if trial_process.phase not in BOUNDARY_PHASES and _in_last_slice(trial_process):
             why = f"it is in its last chunk, and ends at step {trial_process.max_steps}"
             what = f"{trial.name} has no boundary any more"
             raise ConfigError(Problem(what, "command line", why, "the same, once it has ended"))
@@ -99,38 +90,34 @@ def _clone(
     return f"{name} begins from {newest}"
 
 
+def _in_last_slice(trial_process: TrialProcess) -> bool:
+    max_steps = trial_process.max_steps
+    return max_steps is not None and trial_process.slice_end >= max_steps
+
+
 def _when(trial_process: TrialProcess) -> str:
     if trial_process.phase in BOUNDARY_PHASES:
         return f"now, at step {trial_process.trial.step}"
     if trial_process.phase == TrialPhase.NEW or trial_process.connection is None:
         return "at its next boundary, once it has begun"
-    last = (
-        trial_process.max_steps is not None and trial_process.slice_end >= trial_process.max_steps
-    )
-    return (
-        f"at the end, step {trial_process.max_steps}"
-        if last
-        else f"at its next boundary, step {trial_process.slice_end}"
-    )
+    if _in_last_slice(trial_process):
+        return f"at the end, step {trial_process.max_steps}"
+    return f"at its next boundary, step {trial_process.slice_end}"
 
 
 def _ended(trial: Trial, trial_process: TrialProcess | None) -> Problem:
     state = "ending" if trial_process is not None else trial.state
-    why = f"it is {state}" + (
-        f" ({trial_process.stop_reason if trial_process else trial.why})"
-        if state != "finished"
-        else ""
-    )
+    reason = trial_process.stop_reason if trial_process is not None else trial.why
+    why = f"it is {state}" + ("" if state == "finished" else f" ({reason})")
     return Problem(f"{trial.name} does not train any more", "command line", why, "rloo sweep show")
 
 
 def act_at_boundary(trial_process: TrialProcess, show: SweepDisplay) -> None:
-    """What is due at a boundary: checkpoints for clones first, then its end."""
+    """Do what was asked of a trial at a boundary: save for its clones first, then end."""
     if trial_process.phase not in BOUNDARY_PHASES:
         return
-    fresh = (
-        trial_process.trial.step == 0 and trial_process.trial.start is None
-    )  # nothing to save yet
+    trial = trial_process.trial
+    fresh = trial.step == 0 and trial.start is None  # nothing to save yet
     if trial_process.requested_clones and not fresh:
         trial_process.save_checkpoint()
     elif trial_process.stop_reason:
@@ -140,65 +127,65 @@ def act_at_boundary(trial_process: TrialProcess, show: SweepDisplay) -> None:
 
 
 def add_clones(sweep: Sweep, trial_process: TrialProcess, path: str | None) -> None:
-    """The checkpoint for the clones is there: they are members from here on."""
+    """Add a trial's requested clones to the sweep: their checkpoint was saved at `path`, or was not
+    (None)."""
     for clone in trial_process.requested_clones:
         if path is None:
-            sweep.show.print_note(
-                f"{clone['name']} is not made: its parent's checkpoint was not saved"
-            )
+            why = "its parent's checkpoint was not saved"
+            sweep.show.print_note(f"{clone['name']} is not made: {why}")
         else:
             _add_clone(sweep, trial_process.trial, clone, Path(path))
     trial_process.requested_clones.clear()
 
 
 def drop_clones(trial_process: TrialProcess, show: SweepDisplay) -> None:
-    """Say of clones that cannot be made any more that they are not."""
+    """Report the requested clones that cannot be made, as their parent has ended."""
+    why = f"{trial_process.trial.name} ended before its next boundary"
     for clone in trial_process.requested_clones:
-        show.print_note(
-            f"{clone['name']} is not made: {trial_process.trial.name} ended before its next "
-            "boundary"
-        )
+        show.print_note(f"{clone['name']} is not made: {why}")
     trial_process.requested_clones.clear()
 
 
 def _add_clone(sweep: Sweep, parent: Trial, clone: JsonObject, checkpoint: Path) -> None:
     book, name = sweep.sweep_state, str(clone["name"])
-    place = manifest.checkpoint_position(checkpoint) or (parent.step, -1)
+    step, _ = manifest.checkpoint_position(checkpoint) or (parent.step, -1)
     kept = link_checkpoint(book, name, checkpoint)
     number = max(m.number for m in book.members) + 1
-    member = Trial(number, name, clone["words"], str(kept), parent.name, place[0], step=place[0])
-    book.members.append(member)
-    sweep.add_trial(member)
-    sweep.show.print_note(f"{name} is number {number}, from step {place[0]} of {parent.name}")
+    trial = Trial(number, name, clone["words"], str(kept), parent.name, step, step=step)
+    book.members.append(trial)
+    sweep.add_trial(trial)
+    sweep.show.print_note(f"{name} is number {number}, from step {step} of {parent.name}")
     sweep.save_state()
 
 
 def link_checkpoint(sweep_state: SweepState, name: str, checkpoint: Path) -> Path:
-    """The checkpoint where its own run cannot remove it. Links where the disk has them: it costs
-    room only once its run has removed its own."""
-    place = sweep_state.folder / "from" / name / checkpoint.name
-    shutil.rmtree(place, ignore_errors=True)
+    """Copy a checkpoint to where its own run cannot remove it. -> the copy's path
+
+    The files are hard links where the disk has them: they cost space once the run removes its own.
+    """
+    copy = sweep_state.folder / "from" / name / checkpoint.name
+    shutil.rmtree(copy, ignore_errors=True)
     try:
-        shutil.copytree(checkpoint, place, copy_function=os.link)
+        shutil.copytree(checkpoint, copy, copy_function=os.link)
     except (OSError, shutil.Error):
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(place)
-        shutil.copytree(checkpoint, place)
-    return place.absolute()
+            shutil.rmtree(copy)
+        shutil.copytree(checkpoint, copy)
+    return copy.absolute()
 
 
 def replace_overrides(overrides: list[str], changes: list[str]) -> list[str]:
-    """The words of a clone: its parent's, those of the same keys replaced."""
-    changed = {override_key(word) for word in changes}
-    return [*[word for word in overrides if override_key(word) not in changed], *changes]
+    """The overrides of a clone: its parent's, but those of the same keys replaced."""
+    changed = {override_key(change) for change in changes}
+    return [*[o for o in overrides if override_key(o) not in changed], *changes]
 
 
-ANSWER_TIMEOUT_S = 60.0  # for an answer: the loop may be linking a large checkpoint
+ANSWER_TIMEOUT_S = 60.0  # the sweep's loop may be linking a large checkpoint
 _count = itertools.count()
 
 
-def send_request(folder: Path, **request: Any) -> str:
-    """Ask the sweep that runs there; what it says.
+def send_request(folder: Path, **request: object) -> str:
+    """Send a request to the sweep that runs in this folder. -> its answer
 
     Raises ConfigError where it refuses, GenerationError where it does not answer.
     """
@@ -210,40 +197,37 @@ def send_request(folder: Path, **request: Any) -> str:
     try:
         while time.monotonic() < end and (running_process(folder) or answer.is_file()):
             if answer.is_file():
-                said = read_json(answer)
-                if "problem" in said:
-                    raise ConfigError(Problem(**said["problem"]))
-                return str(said["said"])
+                reply = read_json(answer)
+                if "problem" in reply:
+                    raise ConfigError(Problem(**reply["problem"]))
+                return str(reply["said"])
             time.sleep(0.05)
     finally:
         question.unlink(missing_ok=True)
         answer.unlink(missing_ok=True)
-    why = (
-        "it ended meanwhile"
-        if not running_process(folder)
-        else f"no answer in {ANSWER_TIMEOUT_S:.0f} s"
-    )
+    runs = running_process(folder)
+    why = f"no answer in {ANSWER_TIMEOUT_S:.0f} s" if runs else "it ended meanwhile"
     fix = f"rloo sweep show {folder}"
-    raise GenerationError(Problem(f"{folder} did not take it", "command line", why, fix))
+    raise GenerationError(Problem(f"{folder} did not answer", "command line", why, fix))
 
 
 def serve_requests(folder: Path, handler: Callable[[JsonObject], str]) -> None:
-    """Answer what was asked. `answer` raises ConfigError for what it refuses."""
+    """Answer the requests of other terminals; `handler` raises ConfigError for what it refuses."""
     for question in sorted((folder / "requests").glob("[0-9]*.json")):
         request = read_json(question)
-        if not request:  # who asked has gone
+        if not request:  # its sender has gone
             continue
-        said: JsonObject
+        reply: dict[str, object]
         try:
-            said = {"said": handler(request)}
+            reply = {"said": handler(request)}
         except ConfigError as error:
             problem = error.problems[0]
-            said = {"problem": {k: getattr(problem, k) for k in ("what", "where", "why", "fix")}}
-        write_json(question.with_suffix(".answer"), said)
+            reply = {"problem": {k: getattr(problem, k) for k in ("what", "where", "why", "fix")}}
+        write_json(question.with_suffix(".answer"), reply)
         question.unlink(missing_ok=True)
 
 
 def clear_requests(folder: Path) -> None:
-    """Questions to an earlier process, which nobody waits for."""
+    """Remove requests to an earlier process of this sweep: nobody waits for them."""
     for path in (folder / "requests").glob("*"):
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What is refused before a sweep starts anything: all of it at once, for all members."""
+"""What is refused before a sweep starts anything: all of it at once, for all trials."""
 
 import hashlib
 import os
@@ -18,22 +18,23 @@ from rloo_cli.utils import child_process, environment
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
 from rloo_cli.utils.files import JsonObject, read_json
 
-OFFLOADED_GPU_SHARE = 0.125  # of a GPU, for members that wait: plans leave more than that unused
+OFFLOADED_GPU_SHARE = 0.125  # of a GPU, for trials that wait: plans leave more than that unused
 REFUSED_KEYS = ("hydra/launcher", "hydra.launcher")
 
 
 def check_sweep_overrides(
     overrides: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Raises ConfigError for a place and for words that no sweep can have."""
+    """Raises ConfigError for overrides and variables of the environment that no sweep can have."""
     problems = []
-    for word in overrides:
-        if override_key(word).startswith(REFUSED_KEYS):
+    for override in overrides:
+        if override_key(override).startswith(REFUSED_KEYS):
             why, fix = "members run side by side on this machine", "rloo train --multirun ..."
-            problems.append(Problem(f"{word}: a sweep has no launcher", "command line", why, fix))
-        if word.startswith(("--cfg", "-c")) and not word.startswith("--config"):
+            what = f"{override}: a sweep has no launcher"
+            problems.append(Problem(what, "command line", why, fix))
+        if override.startswith(("--cfg", "-c")) and not override.startswith("--config"):
             fix = "rloo sweep --dry-run, or rloo train --multirun --cfg job"
-            problems.append(Problem(f"{word} is no flag of sweep", "command line", fix=fix))
+            problems.append(Problem(f"{override} is not a flag of sweep", "command line", fix=fix))
     if environment.get("RANK") and environment.get("WORLD_SIZE"):
         why, fix = "a sweep starts the processes of its members itself", "unset RANK WORLD_SIZE"
         problems.append(Problem("RANK and WORLD_SIZE are set", "environment", why, fix))
@@ -44,21 +45,24 @@ def check_sweep_overrides(
 def early_stopping_rungs(
     keep: Sequence[int], at: Sequence[int], by: Sequence[str], old_rungs: Sequence[Rung]
 ) -> list[Rung]:
-    """Early stopping as the flags have it; what was decided already (`before`) stays so."""
+    """Early stopping as the flags have it; of `old_rungs`, those that were decided stay so.
+
+    Raises ConfigError for flags whose numbers do not fit together.
+    """
     if len(keep) != len(at) or len(by) not in (0, 1, len(at)):
         why = f"found {len(keep)} --keep, {len(at)} --at, {len(by)} --by"
         fix = "--keep 4 --at 20 --keep 2 --at 40 --by reward"
         raise ConfigError(Problem("each --keep has its --at", "command line", why, fix))
-    each = [*by] if len(by) == len(at) else [*by, "reward"][:1] * len(at)
+    metrics = [*by] if len(by) == len(at) else [*by, "reward"][:1] * len(at)
     done = [replace(rung, done=False) for rung in old_rungs if rung.done]
-    found = [Rung(*rung) for rung in zip(keep, at, each, strict=True)]
-    return [replace(rung, done=rung in done) for rung in found]
+    rungs = [Rung(*rung) for rung in zip(keep, at, metrics, strict=True)]
+    return [replace(rung, done=rung in done) for rung in rungs]
 
 
 def rung_problems(
     rungs: Sequence[Rung], num_trials: int, steps: Sequence[int | None]
 ) -> Iterator[Problem]:
-    """What early stopping cannot do. `steps`: the lengths of the members that are known."""
+    """What early stopping cannot do. `steps`: each trial's number of steps, None = not known."""
     least = min((s for s in steps if s is not None), default=None)
     before, left = 0, num_trials
     for rung in rungs:
@@ -76,30 +80,29 @@ def rung_problems(
 
 
 def trial_problems(run: RunConfig) -> Iterator[Problem]:
-    """Why a run can be no member: what it does in a sweep would not be what it does alone."""
-    backend, spread = run.generation.backend, run.distributed
+    """Why a run cannot be a trial: in a sweep it would not do what it does alone."""
+    backend, distributed = run.generation.backend, run.distributed
     if backend != "transformers":
         why = "its engine would hold the device, or the weights of one member, while others train"
         what = f"generation.backend = {backend} is not for a sweep"
         yield Problem(what, "generation.backend", why, "generation=transformers")
-    if spread.engine != "single" or spread.num_nodes > 1:
-        why = (
-            f"distributed.engine = {spread.engine}: its processes would wait for each other's turns"
-        )
+    if distributed.engine != "single" or distributed.num_nodes > 1:
+        engine = f"distributed.engine = {distributed.engine}"
+        why = f"{engine}: its processes would wait for each other's turns"
         fix = "distributed=single, or rloo train --multirun ... one after the other"
         yield Problem("a member of a sweep is one process", "distributed.engine", why, fix)
 
 
 def max_open_trials(devices: int, memory: float) -> int:
-    """Members that a sweep can have open at a time on `devices` GPUs of `memory` bytes each.
+    """The trials that a sweep can have open at a time on `devices` GPUs of `memory` bytes each.
 
-    One trains on each, and every other one keeps some of it while it waits.
+    One trains on each GPU, and every other one keeps some of its memory while it waits.
     """
     return devices * (1 + int(OFFLOADED_GPU_SHARE * memory / environment.OFFLOADED_TRIAL_BYTES))
 
 
 def too_many_trials_problems(num_trials: int, max_trials: int | None) -> Iterator[Problem]:
-    """More members than their GPUs can hold. `fit`: `members_that_fit`; None = there is no GPU."""
+    """More trials than the GPUs can hold (`max_open_trials`); None = there is no GPU."""
     if max_trials is None or num_trials <= max_trials:
         return
     each = f"{environment.OFFLOADED_TRIAL_BYTES / 1e9:g} GB"
@@ -109,18 +112,17 @@ def too_many_trials_problems(num_trials: int, max_trials: int | None) -> Iterato
 
 
 def check_trial_configs(jobs: Sequence[ComposedConfig]) -> list[RunConfig]:
-    """The configs of members. Raises ConfigError with all that is wrong with any of them."""
+    """Check the trials' configs. Raises ConfigError with all that is wrong with any of them."""
     runs: list[RunConfig] = []
-    problems: dict[Problem, None] = {}  # in order, each once: most are every member's
+    problems: dict[Problem, None] = {}  # in order, each once: most are those of every trial
     for job in jobs:
         try:
             run = check.check_config(job)
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
             continue
-        problems |= dict.fromkeys(
-            messages.locate_problem(p, job.sources) for p in trial_problems(run)
-        )
+        located = (messages.locate_problem(p, job.sources) for p in trial_problems(run))
+        problems |= dict.fromkeys(located)
         runs.append(run)
     if problems:
         raise ConfigError(*problems)
@@ -128,7 +130,7 @@ def check_trial_configs(jobs: Sequence[ComposedConfig]) -> list[RunConfig]:
 
 
 def trial_config(run: RunConfig, trial: Trial) -> RunConfig:
-    """A member's config, as it is when it goes on under its name."""
+    """A trial's config with its name, and with where it goes on from."""
     values: JsonObject = {"name": trial.name, "resume": trial.start or "auto"}
     if trial.parent is not None:
         values["resume_allow_changes"] = True
@@ -136,14 +138,13 @@ def trial_config(run: RunConfig, trial: Trial) -> RunConfig:
 
 
 def check_trials_can_start(trials: Sequence[tuple[Trial, RunConfig]]) -> None:
-    """Raises RunError where members cannot begin here: what of them is there already, and what the
-    machine lacks."""
+    """Raises RunError where a trial's folder is in use, or the machine lacks something."""
     problems: dict[Problem, None] = {}
     kinds: list[type[RunError]] = []
-    for who, run in trials:
+    for trial, run in trials:
         try:
-            _check_folder_free(Path(run.root, who.name), run)
-            with hf_cache.recorded_command(who.words):
+            _check_folder_free(Path(run.root, trial.name), run)
+            with hf_cache.recorded_command(trial.words):
                 preflight.check_machine(run)
         except RunError as error:
             problems |= dict.fromkeys(error.problems)
@@ -153,7 +154,7 @@ def check_trials_can_start(trials: Sequence[tuple[Trial, RunConfig]]) -> None:
 
 
 def _check_folder_free(folder: Path, run: RunConfig) -> None:
-    """Raises ConfigError where the member's folder is another run's, or is being trained."""
+    """Raises ConfigError where the trial's folder is another run's, or is being trained."""
     facts = read_json(folder / "run.json")
     if facts.get("state") in ("starting", "training") and child_process.is_process_alive(facts):
         what = f"{folder} is being trained by process {facts['pid']}"
@@ -164,18 +165,15 @@ def _check_folder_free(folder: Path, run: RunConfig) -> None:
 
 
 def check_distinct_names(names: Sequence[str]) -> None:
-    """Raises ConfigError where two members would be one run."""
+    """Raises ConfigError where two trials would be one run."""
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        why = (
-            f"what differs is none of the experiment: {', '.join(KEYS_OF_SAME_JOB)} are left "
-            "out of names"
-        )
+        why = f"they differ only in keys that names leave out: {', '.join(KEYS_OF_SAME_JOB)}"
         what = f"two members would be the run {twice[0]}"
         raise ConfigError(Problem(what, "name", why, "sweep another key, or name=a,b"))
 
 
 def overrides_digest(overrides: Sequence[str]) -> str:
-    """6 hex digits of the words that make the sweep what it is."""
-    kept = [w for w in overrides if override_key(w).partition(".")[0] not in KEYS_OF_SAME_JOB]
-    return hashlib.sha256("\n".join(sorted(kept)).encode()).hexdigest()[:6]
+    """6 hex digits of the overrides that the experiment depends on."""
+    hashed = [o for o in overrides if override_key(o).partition(".")[0] not in KEYS_OF_SAME_JOB]
+    return hashlib.sha256("\n".join(sorted(hashed)).encode()).hexdigest()[:6]

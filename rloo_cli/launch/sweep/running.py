@@ -1,19 +1,23 @@
-"""The state of a sweep that runs: its members, who trains where, and what it was asked."""
+"""The state of a sweep that runs: its trials, their devices, and the signals that came."""
 
 import time
 from pathlib import Path
 
-from rloo_cli.launch.sweep import trial as sweep_member
 from rloo_cli.launch.sweep.state import OPEN_STATES, SweepState, Trial
 from rloo_cli.launch.sweep.table import SweepDisplay
-from rloo_cli.launch.sweep.trial import FairShare, TrialProcess
+from rloo_cli.launch.sweep.trial import (
+    FairShare,
+    TrialProcess,
+    least_used_device,
+    trials_per_device,
+)
 
-SAVE_S = 0.5  # sweep.json is written at most this often for what only shows how it goes
+SAVE_S = 0.5  # for progress alone sweep.json is written at most this often
 
 
 class Sweep:
-    """A sweep that runs. `gpus`: names of the devices that members are spread over; `fit`: how many
-    members those can hold."""
+    """A sweep that runs. `gpus`: names of the devices that its trials are spread over;
+    `max_trials`: how many trials those can hold."""
 
     def __init__(
         self,
@@ -22,31 +26,25 @@ class Sweep:
         gpus: list[str] | None = None,
         max_trials: int | None = None,
     ):
-        self.sweep_state, self.show, self.gpus, self.max_trials = (
-            sweep_state,
-            show,
-            gpus or [],
-            max_trials,
-        )
+        self.sweep_state, self.show = sweep_state, show
+        self.gpus, self.max_trials, jobs = gpus or [], max_trials, sweep_state.jobs
         self.trial_processes: list[TrialProcess] = []
-        self.capacity = sweep_member.trials_per_device(
-            sweep_state.jobs, max(1, min(sweep_state.jobs, len(self.gpus)))
-        )
-        self.signals: list[int] = []  # signals
+        self.capacity = trials_per_device(jobs, max(1, min(jobs, len(self.gpus))))
+        self.signals: list[int] = []  # that came, in order
         self.socket = Path()
         self.saved_at = 0.0
-        for member in sweep_state.members:
-            if member.state in (*OPEN_STATES, "failed"):
-                member.state, member.code, member.why = "waiting", None, ""
-                self.add_trial(member)
+        for trial in sweep_state.members:
+            if trial.state in (*OPEN_STATES, "failed"):
+                trial.state, trial.code, trial.why = "waiting", None, ""
+                self.add_trial(trial)
 
     def add_trial(self, trial: Trial) -> TrialProcess:
-        """A member more that is to be trained; its turns count from now on."""
-        known = [live.fair_share for live in self.trial_processes if live.is_open]
-        device = sweep_member.least_used_device(known, self.sweep_state.jobs, len(self.gpus))
-        had = min((turns.weighted_slices for turns in known), default=0.0)
-        turns = FairShare(trial.number, trial.share, had, device)
-        self.trial_processes.append(TrialProcess(self.sweep_state, trial, turns))
+        """Add a trial that is to be trained; its time slices count from now on."""
+        others = [process.fair_share for process in self.trial_processes if process.is_open]
+        device = least_used_device(others, self.sweep_state.jobs, len(self.gpus))
+        least = min((other.weighted_slices for other in others), default=0.0)
+        fair_share = FairShare(trial.number, trial.share, least, device)
+        self.trial_processes.append(TrialProcess(self.sweep_state, trial, fair_share))
         return self.trial_processes[-1]
 
     def save_state(self, now: bool = True) -> None:

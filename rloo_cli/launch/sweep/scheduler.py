@@ -1,7 +1,7 @@
-"""The loop of a sweep: it starts members, gives them turns, hears them and other terminals, ends.
+"""The loop of a sweep: it starts trials, schedules their time slices, and answers other terminals.
 
-One thread. A member has the device from its turn until it says that it has left it, so that no two
-are there at once unless `--jobs` says so.
+It runs in one thread. A trial has the device from the start of its time slice until it says that it
+has left it, so that no two are there at once unless `--jobs` says so.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 from rloo_cli.launch.sweep import commands, time_slices
 from rloo_cli.launch.sweep.running import Sweep
@@ -28,7 +28,7 @@ SWEEP_STOPPED_CODE, SWEEP_KILLED_CODE = 75, 130
 
 
 class SweepScheduler(Sweep):
-    """The loop of a sweep that runs."""
+    """A sweep with the loop that runs it."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class SweepScheduler(Sweep):
         self.selector = selectors.DefaultSelector()
 
     def run(self) -> int:
-        """Until every member has ended; the sweep's exit code."""
+        """Run until every trial has ended. -> the sweep's exit code"""
         self.sweep_state.state = "training"
         self.sweep_state.save()
         commands.clear_requests(self.sweep_state.folder)
@@ -56,56 +56,54 @@ class SweepScheduler(Sweep):
         return self._exit_code()
 
     def _has_running(self) -> bool:
-        return any(
-            live.is_open and (live.process or not self.signals) for live in self.trial_processes
-        )
+        processes = self.trial_processes
+        return any(p.is_open and (p.process or not self.signals) for p in processes)
 
     def _tick(self) -> None:
         for key, _ in self.selector.select(TICK_S):
             self._receive(key)
-        for live in self.trial_processes:
-            if live.is_open and (code := live.exit_code()) is not None:
-                self._trial_ended(live, code)
-        commands.serve_requests(
-            self.sweep_state.folder, lambda request: commands.answer_request(self, request)
-        )
+        for process in self.trial_processes:
+            if process.is_open and (code := process.exit_code()) is not None:
+                self._trial_ended(process, code)
+        folder = self.sweep_state.folder
+        commands.serve_requests(folder, lambda request: commands.answer_request(self, request))
         if self.signals:
             self._forward_signal()
         else:
-            for live in self.trial_processes:
-                commands.act_at_boundary(live, self.show)
+            for process in self.trial_processes:
+                commands.act_at_boundary(process, self.show)
             time_slices.halve_trials(self)
             time_slices.schedule_slices(self)
         self.save_state(False)
         self.show.refresh(self.trial_processes)
 
     def _forward_signal(self) -> None:
-        """A signal that came while a member was being started reaches it too."""
+        """Send the signal also to a trial that was being started when it came."""
         if self.sweep_state.state == "training":
             self.sweep_state.state = "stopping"
             self.show.print_note("asked to end: every member saves where it stands")
-        for live in self.trial_processes:
-            if not live.signalled:
-                live.send_signal(self.signals[0])
-
-    # What members say
+        for process in self.trial_processes:
+            if not process.signalled:
+                process.send_signal(self.signals[0])
 
     def _receive(self, key: selectors.SelectorKey) -> None:
+        """Accept a trial's connection, or handle what a trial has sent."""
         if key.data is None:
             assert isinstance(key.fileobj, socket.socket)
             end, _ = key.fileobj.accept()
             self.selector.register(end, selectors.EVENT_READ, JsonLineSocket(end))
             return
         line: JsonLineSocket = key.data
-        said = line.receive()
-        if said is None:
+        messages = line.receive()
+        if messages is None:
             self.selector.unregister(key.fileobj)
             line.connection.close()
             return
-        for message in said:
-            live = next(x for x in self.trial_processes if x.trial.number == message["member"])
-            live.connection = line
-            self._handle_message(live, message)
+        for message in messages:
+            number = message["member"]
+            process = next(p for p in self.trial_processes if p.trial.number == number)
+            process.connection = line
+            self._handle_message(process, message)
 
     def _handle_message(self, trial_process: TrialProcess, message: JsonObject) -> None:
         if not trial_process.is_open:
@@ -129,10 +127,10 @@ class SweepScheduler(Sweep):
 
     @contextmanager
     def _catch_signals(self) -> Iterator[None]:
-        def forward(number: int, frame: Any) -> None:
+        def forward(number: int, frame: FrameType | None) -> None:
             self.signals.append(number)
-            for live in self.trial_processes:
-                live.send_signal(number)
+            for process in self.trial_processes:
+                process.send_signal(number)
 
         before = {n: signal.signal(n, forward) for n in SIGNALS}
         try:
@@ -142,20 +140,20 @@ class SweepScheduler(Sweep):
                 signal.signal(number, handler)
 
     def _end_all(self) -> None:
-        """Where the loop itself went wrong: members save and end all the same."""
-        for live in self.trial_processes:
-            live.send_signal(signal.SIGTERM)
-        for live in self.trial_processes:
-            if live.process is not None:
+        """Let the trials save and end also where the loop itself has failed."""
+        for process in self.trial_processes:
+            process.send_signal(signal.SIGTERM)
+        for process in self.trial_processes:
+            if process.process is not None:
                 with contextlib.suppress(Exception):
-                    live.process.wait(60)
-                live.process.kill()
+                    process.process.wait(60)
+                process.process.kill()
 
     def _exit_code(self) -> int:
-        states = [member.state for member in self.sweep_state.members]
-        codes = [m.code for m in self.sweep_state.members if m.state == "failed" and m.code]
+        states = [trial.state for trial in self.sweep_state.members]
+        codes = [t.code for t in self.sweep_state.members if t.state == "failed" and t.code]
         if self.signals and any(state in OPEN_STATES for state in states):
-            killed = any(live.trial.code == SWEEP_KILLED_CODE for live in self.trial_processes)
+            killed = any(p.trial.code == SWEEP_KILLED_CODE for p in self.trial_processes)
             code = SWEEP_KILLED_CODE if killed else SWEEP_STOPPED_CODE
             self.sweep_state.state = "stopped"
         else:
@@ -166,7 +164,7 @@ class SweepScheduler(Sweep):
 
 
 def _record_end(trial_process: TrialProcess, code: int, stop_requested: bool) -> None:
-    """What became of a member that ended with this code. `heard`: the sweep was asked to end."""
+    """Note how a trial ended, by its exit code. `stop_requested`: the sweep was asked to end."""
     member = trial_process.trial
     member.code = code
     if code == 0:
@@ -178,18 +176,18 @@ def _record_end(trial_process: TrialProcess, code: int, stop_requested: bool) ->
     elif code == SWEEP_STOPPED_CODE:
         member.state, member.why = "stopped", "a signal to it alone"
     else:
-        member.state, member.why = (
-            "failed",
-            f"ended with {code}: {trial_process.sweep_state.trial_log(member)}",
-        )
+        log = trial_process.sweep_state.trial_log(member)
+        member.state, member.why = "failed", f"ended with {code}: {log}"
 
 
 @contextmanager
 def _listening() -> Iterator[tuple[socket.socket, Path]]:
-    """A socket that members come to, and its path. Not in the sweep's folder: such a path is short,
-    and its file system a local one."""
-    with tempfile.TemporaryDirectory(prefix="rloo-") as place:
-        path = Path(place, "turns")
+    """A socket that trials connect to, and its path.
+
+    It is not in the sweep's folder: a socket's path is short, and on a local file system.
+    """
+    with tempfile.TemporaryDirectory(prefix="rloo-") as folder:
+        path = Path(folder, "turns")
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(str(path))
             listening.listen()

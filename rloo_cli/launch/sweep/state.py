@@ -1,7 +1,7 @@
-"""What a sweep's folder says: its members, where each came from, and how it stands.
+"""A sweep's folder, and its file sweep.json: the trials, where each came from, and its state.
 
-<root>/<sweep>/sweep.json is the whole of it; logs/ has what members print, from/ the checkpoints
-that clones begin from. A member's own folder lies beside it and is a run as any other.
+<root>/<sweep>/ has sweep.json, logs/ with what the trials print, and from/ with the checkpoints
+that clones begin from. A trial's own folder lies beside it and is a run like any other.
 """
 
 import os
@@ -17,7 +17,7 @@ from rloo_cli.utils.files import JsonObject, read_json, write_json
 
 SWEEP_FILE = "sweep.json"
 ROOT = Path("runs")  # where a sweep is if its config does not say otherwise
-OPEN_STATES = ("waiting", "training")  # states of members that are to go on
+OPEN_STATES = ("waiting", "training")  # states of trials that are to go on
 
 
 @dataclass
@@ -26,11 +26,11 @@ class Trial:
 
     number: int
     name: str
-    words: list[str]  # that compose its config; its name and where it resumes are not among them
+    words: list[str]  # overrides that compose its config, but for its name and where it resumes
     start: str | None = None  # the checkpoint it begins from
-    parent: str | None = None  # whose clone it is
+    parent: str | None = None  # the name of the trial that it is a clone of
     cloned_at: int | None = None  # the parent's step then
-    share: int = 1  # chunks it gets for one of a member with share 1
+    share: int = 1  # time slices it gets for one of a trial with share 1
     state: str = "waiting"  # or training, stopped, finished, failed
     step: int = 0
     code: int | None = None
@@ -49,36 +49,34 @@ class Rung:
 
 @dataclass
 class SweepState:
-    """A sweep."""
+    """A sweep as sweep.json keeps it."""
 
     folder: Path
-    words: list[str]  # as they were typed
-    cwd: str  # that paths among the words start from
-    chunk: int = 10
-    jobs: int = 1
+    words: list[str]  # overrides, as they were typed
+    cwd: str  # the folder that paths in the overrides start from
+    chunk: int = 10  # steps of a time slice
+    jobs: int = 1  # trials that train at the same time
     rungs: list[Rung] = field(default_factory=list)
     members: list[Trial] = field(default_factory=list)
     state: str = "waiting"  # or training, stopped, finished, failed
 
     @property
     def root(self) -> Path:
-        """Where the members' folders are."""
+        """The folder in which the trials' folders are."""
         return self.folder.parent
 
     def trial_folder(self, trial: Trial) -> Path:
-        """The member's own folder."""
+        """A trial's run folder."""
         return self.root / trial.name
 
     def trial_log(self, trial: Trial) -> Path:
-        """What the member prints."""
+        """The file that a trial's output goes to."""
         return self.folder / "logs" / f"{trial.name}.log"
 
     def trial_steps(self, trial: Trial) -> int | None:
-        """The step at which it is finished; None while that is not known."""
-        known: int | None = (
-            read_json(self.trial_folder(trial) / "run.json").get("plan", {}).get("max_steps")
-        )
-        return known
+        """The step at which a trial is finished; None while that is not known."""
+        plan: JsonObject = read_json(self.trial_folder(trial) / "run.json").get("plan", {})
+        return plan.get("max_steps")
 
     def save(self) -> None:
         """Write sweep.json."""
@@ -87,31 +85,28 @@ class SweepState:
         write_json(self.folder / SWEEP_FILE, {k: v for k, v in values.items() if k != "folder"})
 
     def distinct_overrides(self, trial: Trial) -> list[str]:
-        """The words that not all members have."""
+        """The overrides of a trial that not all trials have."""
         common = set.intersection(*(set(m.words) for m in self.members))
-        return [word for word in trial.words if word not in common]
+        return [override for override in trial.words if override not in common]
 
     def find_trial(self, name: str) -> Trial:
-        """A member by its number, its name, or a piece of it that no other has.
+        """A trial by its number, its name, or a piece of its name that no other has.
 
-        Raises ConfigError.
+        Raises ConfigError where there is none, or more than one.
         """
         exact = [m for m in self.members if name in (m.name, str(m.number))]
-        number = name.isdigit() and len(name) < 4
-        found = exact or [m for m in self.members if name in m.name and not number]
-        if len(found) == 1:
-            return found[0]
-        names = [f"{m.number} {m.name}" for m in (found or self.members)]
-        what = (
-            f"{name!r} is {'no member' if not found else 'more than one member'} of {self.folder}"
-        )
-        raise ConfigError(
-            Problem(what, "command line", "\n".join(names), "its number, or its name")
-        )
+        is_number = name.isdigit() and len(name) < 4
+        matches = exact or [m for m in self.members if name in m.name and not is_number]
+        if len(matches) == 1:
+            return matches[0]
+        names = "\n".join(f"{m.number} {m.name}" for m in (matches or self.members))
+        count = "more than one member" if matches else "no member"
+        what = f"{name!r} is {count} of {self.folder}"
+        raise ConfigError(Problem(what, "command line", names, "its number, or its name"))
 
 
 def read_sweep(folder: Path) -> SweepState:
-    """The sweep of a folder."""
+    """Read a folder's sweep.json."""
     values = read_json(folder / SWEEP_FILE)
     values["rungs"] = [Rung(**rung) for rung in values["rungs"]]
     values["members"] = [Trial(**member) for member in values["members"]]
@@ -121,14 +116,12 @@ def read_sweep(folder: Path) -> SweepState:
 
 
 def running_process(folder: Path) -> JsonObject | None:
-    """What sweep.json says of the process that runs it; None where none does."""
-    facts = read_json(folder / SWEEP_FILE)
-    elsewhere = facts.get("host") != platform.node()
-    if facts.get("state") not in ("training", "stopping") or not (
-        elsewhere or child_process.is_process_alive(facts)
-    ):
+    """The content of sweep.json where a process runs the sweep (`host`, `pid`); else None."""
+    values = read_json(folder / SWEEP_FILE)
+    if values.get("state") not in ("training", "stopping"):
         return None
-    return facts
+    elsewhere = values.get("host") != platform.node()
+    return values if elsewhere or child_process.is_process_alive(values) else None
 
 
 def find_sweep(name: str, verb: str) -> Path:
@@ -136,20 +129,20 @@ def find_sweep(name: str, verb: str) -> Path:
     for folder in (Path(name), ROOT / name):
         if (folder / SWEEP_FILE).is_file():
             return folder
-    known = sorted(p.parent.name for p in ROOT.glob(f"*/{SWEEP_FILE}"))
-    close = nearest_names(Path(name).name, known) or known[:1]
-    why = f"sweeps here: {', '.join(known)}" if known else f"there is none in {ROOT}/"
+    names = sorted(p.parent.name for p in ROOT.glob(f"*/{SWEEP_FILE}"))
+    close = nearest_names(Path(name).name, names) or names[:1]
+    why = f"sweeps here: {', '.join(names)}" if names else f"there is none in {ROOT}/"
     fix = f"rloo sweep {verb} {close[0] if close else 'FOLDER'}"
     raise ConfigError(Problem(f"there is no sweep {name!r}", "command line", why, fix))
 
 
 def override_key(override: str) -> str:
-    """The key of a word."""
+    """The key of an override `key=value`."""
     return override.lstrip("+~").partition("=")[0]
 
 
 def quote_override(value: str) -> str:
-    """A value as Hydra's grammar takes any text; as it is where nothing in it is special."""
+    """A value in quotes of Hydra's grammar, or as it is where nothing in it is special."""
     if re.fullmatch(r"[A-Za-z_/.][\w./-]*", value, re.ASCII):
         return value
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,4 +1,4 @@
-"""What a sweep shows: one table of all members with their curves, or plain lines."""
+"""Shows a sweep: one table of all trials with their curves, or plain lines."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.live import Live as Screen
 from rich.table import Table
 from rich.text import Text
@@ -20,28 +20,28 @@ from rloo_cli.utils.files import JsonObject
 
 CURVE_WIDTH = 16  # cells
 COLOURS = {"training": "green", "failed": "red", "finished": "bold", "stopped": "bright_black"}
-FILE_WIDTH = 160  # of a table that goes to a file
+FILE_WIDTH = 160  # columns of a table that goes to a file
 
 MetricsLine = JsonObject
 
 
 class MetricsReader:
-    """The lines of training in a metrics.jsonl, read on as it grows."""
+    """Reads the training lines of a metrics.jsonl, and goes on reading as it grows."""
 
     def __init__(self, path: Path):
         self.path, self.offset, self.metrics = path, 0, list[MetricsLine]()
 
     def read(self) -> list[MetricsLine]:
-        """All there are."""
+        """All training lines that the file has now."""
         try:
             size = self.path.stat().st_size
-            if size < self.offset:  # cut back, as it was resumed
+            if size < self.offset:  # cut back, as the run was resumed
                 self.offset, self.metrics = 0, []
             if size > self.offset:
                 self._read_new_lines()
-        except OSError:  # not yet there
+        except OSError:  # the file does not exist yet
             return self.metrics
-        except ValueError:  # cut back and grown again since: from its beginning, the next time
+        except ValueError:  # cut back and grown again since: read from its beginning the next time
             self.offset, self.metrics = 0, []
         return self.metrics
 
@@ -49,57 +49,57 @@ class MetricsReader:
         with self.path.open("rb") as file:
             file.seek(self.offset)
             whole, newline, _ = file.read().rpartition(b"\n")
-        found = [row for row in map(json.loads, whole.splitlines()) if "step_time" in row]
-        steps = [row["step"] for row in (*self.metrics[-1:], *found)]
+        new = [line for line in map(json.loads, whole.splitlines()) if "step_time" in line]
+        steps = [line["step"] for line in (*self.metrics[-1:], *new)]
         if steps != sorted(set(steps)):
             raise ValueError("its steps do not follow each other")
         self.offset += len(whole) + len(newline)
-        self.metrics += found
+        self.metrics += new
 
 
 def sweep_table(
     sweep_state: SweepState, readers: dict[int, MetricsReader], steps: dict[int, int | None]
 ) -> Table:
-    """All members side by side."""
-    made = Table(box=box.SIMPLE_HEAD, title=f"rloo sweep · {clean_line(sweep_state.folder.name)}")
+    """A table of all trials. `readers`, `steps`: each trial's metrics and number of steps."""
+    table = Table(box=box.SIMPLE_HEAD, title=f"rloo sweep · {clean_line(sweep_state.folder.name)}")
     for name in ("", "member", "keys", "state", "step", "reward", "KL", "s/step", "reward so far"):
-        made.add_column(name, justify="right" if name in ("", "reward", "KL", "s/step") else "left",
-                        overflow="fold" if name in ("member", "keys") else "ellipsis")  # fmt: skip
-    for member in sweep_state.members:
-        rows = readers[member.number].read()
-        cells = [newest_value(rows, name) for name in ("reward", "kl", "step_time")]
-        whole = steps.get(member.number)
-        state = member.state + (f" x{member.share}" if member.share > 1 else "")
-        if member.state == "failed":
-            state += f" {member.code}"
-        name = member.name if member.parent is None else f"{member.name} (at {member.cloned_at})"
-        made.add_row(
-            str(member.number),
+        justify: JustifyMethod = "right" if name in ("", "reward", "KL", "s/step") else "left"
+        fold = name in ("member", "keys")
+        table.add_column(name, justify=justify, overflow="fold" if fold else "ellipsis")
+    for trial in sweep_state.members:
+        metrics = readers[trial.number].read()
+        max_steps = steps.get(trial.number)
+        state = trial.state + (f" x{trial.share}" if trial.share > 1 else "")
+        if trial.state == "failed":
+            state += f" {trial.code}"
+        name = trial.name if trial.parent is None else f"{trial.name} (at {trial.cloned_at})"
+        table.add_row(
+            str(trial.number),
             Text(clean_line(name)),
-            Text(clean_line(" ".join(sweep_state.distinct_overrides(member)))),
-            Text(state, COLOURS.get(member.state, "")),
-            f"{member.step}/{whole}" if whole else str(member.step),
-            *cells,
-            Text(draw_sparkline(metric_history(rows, "reward"), CURVE_WIDTH), "green"),
+            Text(clean_line(" ".join(sweep_state.distinct_overrides(trial)))),
+            Text(state, COLOURS.get(trial.state, "")),
+            f"{trial.step}/{max_steps}" if max_steps else str(trial.step),
+            *[newest_value(metrics, name) for name in ("reward", "kl", "step_time")],
+            Text(draw_sparkline(metric_history(metrics, "reward"), CURVE_WIDTH), "green"),
         )
-    return made
+    return table
 
 
 def newest_value(metrics: list[MetricsLine], name: str) -> str:
-    """The newest value of a metric, in short."""
+    """The newest value of a metric, shortened; a dash where there is none."""
     values = metric_history(metrics, name)
     return format_number(values[-1]) if values else "–"
 
 
 class SweepDisplay:
-    """Shows a sweep while it runs; a context. A table on a terminal, else lines."""
+    """Context manager that shows a sweep while it runs: a table on a terminal, else lines."""
 
     def __init__(self, sweep_state: SweepState, file: TextIO | None = None):
         self.sweep_state, self.file = sweep_state, file or sys.stdout
         self.readers: dict[int, MetricsReader] = {}
         self.steps: dict[int, int | None] = {}
-        drawable = self.file.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         encoding = (getattr(self.file, "encoding", None) or "utf-8").lower()
+        drawable = self.file.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         drawable = drawable and encoding.startswith("utf")
         self.console = Console(file=self.file, width=None if self.file.isatty() else FILE_WIDTH)
         self.screen = Screen(console=self.console, auto_refresh=False) if drawable else None
@@ -116,73 +116,66 @@ class SweepDisplay:
             self.screen.stop()
 
     def training_metrics(self, trial: Trial) -> list[MetricsLine]:
-        """What a member has logged of its training."""
-        place = self.sweep_state.trial_folder(trial) / "metrics.jsonl"
-        return self.readers.setdefault(trial.number, MetricsReader(place)).read()
+        """The training lines that a trial has logged."""
+        path = self.sweep_state.trial_folder(trial) / "metrics.jsonl"
+        return self.readers.setdefault(trial.number, MetricsReader(path)).read()
 
     def current_table(self) -> Table:
         """The table as it is now."""
-        for member in self.sweep_state.members:
-            self.training_metrics(member)
-            self.steps[member.number] = self.steps.get(
-                member.number
-            ) or self.sweep_state.trial_steps(member)
+        for trial in self.sweep_state.members:
+            self.training_metrics(trial)
+            steps = self.steps.get(trial.number) or self.sweep_state.trial_steps(trial)
+            self.steps[trial.number] = steps
         return sweep_table(self.sweep_state, self.readers, self.steps)
 
     def refresh(self, trial_processes: list[TrialProcess]) -> None:
-        """Draw the table again, twice a second."""
+        """Draw the table again, at most twice a second."""
         if self.screen is None or time.monotonic() - self.refreshed_at < 0.5:
             return
-        for live in trial_processes:
-            if live.is_open and (rows := self.training_metrics(live.trial)):
-                live.trial.step = max(live.trial.step, int(rows[-1]["step"]))
+        for process in trial_processes:
+            if process.is_open and (metrics := self.training_metrics(process.trial)):
+                process.trial.step = max(process.trial.step, int(metrics[-1]["step"]))
         self.screen.update(self.current_table(), refresh=True)
         self.refreshed_at = time.monotonic()
 
     def print_note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays above the table."""
         if self.screen is not None:
             self.console.print(Text(clean_line(text)), soft_wrap=True)
             return
         encoding = getattr(self.file, "encoding", None) or "utf-8"
+        line = clean_line(text).encode(encoding, "replace").decode(encoding)
         try:
-            print(
-                clean_line(text).encode(encoding, "replace").decode(encoding),
-                file=self.file,
-                flush=True,
-            )
-        except BrokenPipeError:  # nobody listens, the members go on
+            print(line, file=self.file, flush=True)
+        except BrokenPipeError:  # nobody listens, the trials go on
             sys.stdout = self.file = open(os.devnull, "w")  # noqa: SIM115
 
     def report_boundary(self, trial_process: TrialProcess) -> None:
-        """A member has ended its chunk."""
-        member = trial_process.trial
-        self.steps[member.number] = trial_process.max_steps
+        """Print a line for a trial that has ended its time slice, where no table is shown."""
+        trial = trial_process.trial
+        self.steps[trial.number] = trial_process.max_steps
         if self.screen is not None:
             return
-        rows = self.training_metrics(member)
-        shown = {"reward": "reward", "kl": "kl", "s/step": "step_time"}
-        said = [
-            f"{label} {newest_value(rows, n)}"
-            for label, n in shown.items()
-            if metric_history(rows, n)
+        metrics = self.training_metrics(trial)
+        names = {"reward": "reward", "kl": "kl", "s/step": "step_time"}
+        shown = [
+            f"{k} {newest_value(metrics, n)}"
+            for k, n in names.items()
+            if metric_history(metrics, n)
         ]
-        steps = f"{member.step}/{self.steps[member.number] or '?'}"
-        keys = " ".join(self.sweep_state.distinct_overrides(member))
-        self.print_note(
-            "  ".join([f"{member.number}  {member.name}  {keys}", f"step {steps}", *said])
-        )
+        steps = f"{trial.step}/{self.steps[trial.number] or '?'}"
+        keys = " ".join(self.sweep_state.distinct_overrides(trial))
+        head = f"{trial.number}  {trial.name}  {keys}"
+        self.print_note("  ".join([head, f"step {steps}", *shown]))
 
     def report_end(self, trial_process: TrialProcess) -> None:
-        """A member has ended: how, and where its words are if it failed."""
-        member = trial_process.trial
-        why = f" ({member.why})" if member.why else ""
-        self.print_note(
-            f"{member.number}  {member.name}  {member.state} at step {member.step}{why}"
-        )
-        log = self.sweep_state.trial_log(member)
-        if member.state == "failed" and log.is_file():
+        """Print how a trial has ended, and its last error or its log's last lines if it failed."""
+        trial = trial_process.trial
+        why = f" ({trial.why})" if trial.why else ""
+        self.print_note(f"{trial.number}  {trial.name}  {trial.state} at step {trial.step}{why}")
+        log = self.sweep_state.trial_log(trial)
+        if trial.state == "failed" and log.is_file():
             lines = log.read_text(errors="replace").splitlines()
-            first = [i for i, line in enumerate(lines) if line.startswith("error: ")]
-            for line in lines[first[-1] : first[-1] + 5] if first else lines[-5:]:
+            errors = [i for i, line in enumerate(lines) if line.startswith("error: ")]
+            for line in lines[errors[-1] : errors[-1] + 5] if errors else lines[-5:]:
                 self.print_note(f"   {line}")

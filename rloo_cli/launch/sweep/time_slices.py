@@ -1,34 +1,37 @@
-"""Giving turns: who goes on, who leaves the device for it, and who is stopped at a rung."""
+"""Schedules time slices: which trials go on, which leave the device, which stop at a rung."""
 
 from collections.abc import Mapping, Sequence
 from math import isfinite, nan
-from typing import Any
 
 from rloo_cli.launch.sweep import trial
 from rloo_cli.launch.sweep.running import Sweep
 from rloo_cli.launch.sweep.state import Rung
 from rloo_cli.launch.sweep.trial import TrialPhase, TrialProcess
+from rloo_cli.utils.files import JsonObject
 
-MINIMIZE_SUFFIX = ":min"  # behind a metric of which less is better
+MINIMIZE_SUFFIX = ":min"  # follows the name of a metric of which less is better
 
 
 def pending_rung(rungs: Sequence[Rung]) -> Rung | None:
-    """The next one that is not decided."""
+    """The next rung that is not decided."""
     return next((rung for rung in rungs if not rung.done), None)
 
 
 def slice_end_step(step: int, chunk: int, rung: Rung | None) -> int:
-    """Where the chunk after `step` ends: at multiples of the chunk, and at the rung."""
+    """Where the time slice after `step` ends: at the next multiple of `chunk`, or at the rung."""
     end = (step // chunk + 1) * chunk
     return min(end, rung.at) if rung is not None and step < rung.at else end
 
 
-def metric_at_rung(metrics: Sequence[Mapping[str, Any]], rung: Rung, chunk: int) -> float:
-    """What a member is worth at a rung, more is better; NaN where it has no such metric."""
+def metric_at_rung(metrics: Sequence[JsonObject], rung: Rung, chunk: int) -> float:
+    """A trial's mean metric over the last `chunk` steps before a rung, negated if less is better.
+
+    The last value is taken where there is none in these steps; NaN where there is none at all.
+    """
     name = rung.by.removesuffix(MINIMIZE_SUFFIX)
-    known = [row for row in metrics if row["step"] <= rung.at and isfinite(row.get(name, nan))]
-    recent = [row[name] for row in known if row["step"] > rung.at - chunk]
-    values = recent or [row[name] for row in known[-1:]]
+    finite = [line for line in metrics if line["step"] <= rung.at and isfinite(line.get(name, nan))]
+    recent = [line[name] for line in finite if line["step"] > rung.at - chunk]
+    values = recent or [line[name] for line in finite[-1:]]
     if not values:
         return nan
     mean: float = sum(values) / len(values)
@@ -36,7 +39,7 @@ def metric_at_rung(metrics: Sequence[Mapping[str, Any]], rung: Rung, chunk: int)
 
 
 def trials_below_rung(metric_by_trial: Mapping[int, float], rung: Rung) -> list[int]:
-    """Numbers of the members that stop, the best of them first; an unknown worth is the worst."""
+    """Numbers of the trials that stop, the best of them first; those without a metric are last."""
 
     def order(number: int) -> tuple[bool, float, int]:
         value = metric_by_trial[number]
@@ -49,77 +52,69 @@ READY_PHASES = (TrialPhase.BOUNDARY, TrialPhase.OFFLOADED)
 
 
 def halve_trials(sweep: Sweep) -> None:
-    """Decide the rung that all have reached: the best go on, the others stop."""
-    book, rung = sweep.sweep_state, pending_rung(sweep.sweep_state.rungs)
-    going = [live for live in sweep.trial_processes if live.is_open and not live.stop_reason]
+    """Decide the next rung once all trials have reached it: the best go on, the others stop."""
+    rung, chunk = pending_rung(sweep.sweep_state.rungs), sweep.sweep_state.chunk
+    going = [
+        process for process in sweep.trial_processes if process.is_open and not process.stop_reason
+    ]
     if rung is None or not going:
         return
-    if any(live.phase not in READY_PHASES or live.trial.step < rung.at for live in going):
+    if any(p.phase not in READY_PHASES or p.trial.step < rung.at for p in going):
         return
-    rows = {live.trial.number: sweep.show.training_metrics(live.trial) for live in going}
-    worths = {number: metric_at_rung(found, rung, book.chunk) for number, found in rows.items()}
-    out = trials_below_rung(worths, rung)
-    for live in going:
-        if live.trial.number in out:
-            place = rung.keep + out.index(live.trial.number) + 1
-            live.stop_reason = f"--keep {rung.keep} --at {rung.at}: place {place} by {rung.by}"
+    metrics = {p.trial.number: sweep.show.training_metrics(p.trial) for p in going}
+    values = {number: metric_at_rung(lines, rung, chunk) for number, lines in metrics.items()}
+    stopped = trials_below_rung(values, rung)
+    for process in going:
+        if process.trial.number in stopped:
+            rank = rung.keep + stopped.index(process.trial.number) + 1
+            process.stop_reason = f"--keep {rung.keep} --at {rung.at}: place {rank} by {rung.by}"
     rung.done = True
     sweep.show.print_note(f"step {rung.at}: the best {rung.keep} by {rung.by} go on")
     sweep.save_state()
 
 
 def schedule_slices(sweep: Sweep) -> None:
-    """Let the next ones go on, and make those leave the device that are not among them."""
+    """Start the time slices that are next, and offload the trials that must wait for them."""
     rung = pending_rung(sweep.sweep_state.rungs)
-    free = [live for live in sweep.trial_processes if live.is_ready and not _blocked(live, rung)]
-    room = list(sweep.capacity)
-    for live in sweep.trial_processes:  # one at a boundary stays only if it is the next again
-        room[live.fair_share.device] -= live.on_device and not (
-            live in free and live.phase == TrialPhase.BOUNDARY
-        )
-    chosen = trial.select_next([live.fair_share for live in free], room)
-    for live in sweep.trial_processes:
-        if (
-            live.phase == TrialPhase.BOUNDARY
-            and live.fair_share not in chosen
-            and not live.stop_reason
-        ):
-            live.offload()
-    for live in free:
-        if live.fair_share in chosen and (
-            live.on_device or _has_capacity(sweep, live.fair_share.device)
-        ):
-            _start_slice(sweep, live, rung)
+    processes = sweep.trial_processes
+    free = [process for process in processes if process.is_ready and not _blocked(process, rung)]
+    capacity = list(sweep.capacity)
+    for process in processes:  # one at a boundary stays only if it is the next again
+        may_leave = process in free and process.phase == TrialPhase.BOUNDARY
+        capacity[process.fair_share.device] -= process.on_device and not may_leave
+    chosen = trial.select_next([process.fair_share for process in free], capacity)
+    for process in processes:
+        waits = process.fair_share not in chosen and not process.stop_reason
+        if process.phase == TrialPhase.BOUNDARY and waits:
+            process.offload()
+    for process in free:
+        fits = process.on_device or _has_capacity(sweep, process.fair_share.device)
+        if process.fair_share in chosen and fits:
+            _start_slice(sweep, process, rung)
 
 
 def _blocked(trial_process: TrialProcess, rung: Rung | None) -> bool:
-    """It has come to the rung, and waits there for the others."""
+    """Whether it has come to the rung, and waits there for the others."""
     if rung is None or trial_process.phase == TrialPhase.NEW:
         return False
     return trial_process.trial.step >= rung.at
 
 
 def _has_capacity(sweep: Sweep, device: int) -> bool:
-    held = sum(live.on_device for live in sweep.trial_processes if live.fair_share.device == device)
-    return held < sweep.capacity[device]
+    on_device = [p for p in sweep.trial_processes if p.fair_share.device == device and p.on_device]
+    return len(on_device) < sweep.capacity[device]
 
 
 def _start_slice(sweep: Sweep, trial_process: TrialProcess, rung: Rung | None) -> None:
-    trial_process.fair_share.use_slice()
+    fair_share, step = trial_process.fair_share, trial_process.trial.step
+    fair_share.use_slice()
     trial_process.trial.state = "training"
     if trial_process.phase != TrialPhase.NEW:
-        trial_process.run_until(
-            slice_end_step(trial_process.trial.step, sweep.sweep_state.chunk, rung)
-        )
+        trial_process.run_until(slice_end_step(step, sweep.sweep_state.chunk, rung))
         return
-    trial_process.fair_share.slice_owed = (
-        True  # where it stands it says itself: that is when its chunk begins
-    )
-    names = sweep.gpus[: len(sweep.capacity)]
-    there = [
-        x
-        for x in sweep.trial_processes
-        if x.is_open and x.fair_share.device == trial_process.fair_share.device
-    ]
-    gpu = names[trial_process.fair_share.device] if len(names) > 1 else None
-    trial_process.start(sweep.socket, gpu, len(there) - 1)
+    fair_share.slice_owed = True  # its time slice begins once it has loaded and sends its step
+    gpus = sweep.gpus[: len(sweep.capacity)]
+    open_processes = [p for p in sweep.trial_processes if p.is_open]
+    num_there = sum(p.fair_share.device == fair_share.device for p in open_processes)
+    gpu = gpus[fair_share.device] if len(gpus) > 1 else None
+    trial_process.start(sweep.socket, gpu, num_there - 1)

@@ -1,4 +1,4 @@
-"""One member while the sweep runs: its process, its line, and what it is doing."""
+"""One trial while the sweep runs: its process, its connection, and what it is doing."""
 
 import signal
 import subprocess
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from rloo_cli.launch.processes import default_environment
 from rloo_cli.launch.sweep.state import SweepState, Trial, quote_override
@@ -18,55 +17,53 @@ from rloo_cli.utils.sweep_time_slices import JsonLineSocket
 
 @dataclass
 class FairShare:
-    """What one member has had, and may have."""
+    """The time slices that one trial has had, and its share of them."""
 
     number: int
     share: int = 1
-    weighted_slices: float = 0.0  # chunks, divided by the share at that time
+    weighted_slices: float = 0.0  # time slices, each divided by the share at that time
     device: int = 0
-    slice_owed: bool = (
-        False  # it was let in and has not yet had its chunk: it comes before all others
-    )
+    slice_owed: bool = False  # it was started and had no time slice yet: it comes before all others
 
     def use_slice(self) -> None:
-        """It gets a chunk."""
+        """Count a time slice, unless it is the one that the trial is owed."""
         if not self.slice_owed:
             self.weighted_slices += 1 / self.share
         self.slice_owed = False
 
 
 def slice_order(fair_share: FairShare) -> tuple[bool, float, int]:
-    """The order in which they are next."""
+    """Sort key: trials that are owed a time slice come first, then those that have had least."""
     return not fair_share.slice_owed, round(fair_share.weighted_slices, 9), fair_share.number
 
 
 def select_next(waiting: Sequence[FairShare], capacity: Sequence[int]) -> list[FairShare]:
-    """Those who go on now: `room` more on each device."""
-    left, found = list(capacity), []
+    """Choose the trials that go on now, at most `capacity` more on each device."""
+    left, chosen = list(capacity), []
     for turns in sorted(waiting, key=slice_order):
         if left[turns.device] > 0:
             left[turns.device] -= 1
-            found.append(turns)
-    return found
+            chosen.append(turns)
+    return chosen
 
 
 def trials_per_device(jobs: int, devices: int) -> list[int]:
-    """How many train at the same time on each device: as evenly as it goes."""
+    """How many of `jobs` trials train at the same time on each device, spread evenly."""
     return [jobs // devices + (d < jobs % devices) for d in range(devices)]
 
 
 def least_used_device(fair_shares: Sequence[FairShare], jobs: int, devices: int) -> int:
-    """The device for one more member: the one with the fewest, among those that are used."""
+    """The device with the fewest trials, for one more; only `jobs` devices are used."""
     counts = [sum(m.device == d for m in fair_shares) for d in range(min(jobs, max(1, devices)))]
     return counts.index(min(counts))
 
 
 class TrialPhase(Enum):
-    """What a member is doing."""
+    """What a trial is doing."""
 
     NEW = "it has no process yet"
-    RUNNING = "it loads, or does its chunk"
-    BOUNDARY = "its chunk is done, it is still on the device"
+    RUNNING = "it loads, or trains in its time slice"
+    BOUNDARY = "its time slice is over, it is still on the device"
     SAVING = "it writes a checkpoint for a clone"
     OFFLOADING = "it leaves the device"
     OFFLOADED = "it waits, off the device"
@@ -75,19 +72,17 @@ class TrialPhase(Enum):
 
 
 class TrialProcess:
-    """A member that is to be trained."""
+    """A trial that is to be trained, with its process once it is started."""
 
     def __init__(self, sweep_state: SweepState, trial: Trial, fair_share: FairShare):
         self.sweep_state, self.trial, self.fair_share = sweep_state, trial, fair_share
         self.process: subprocess.Popen[bytes] | None = None
         self.connection: JsonLineSocket | None = None
-        self.phase = self.phase_before_save = (
-            TrialPhase.NEW
-        )  # before: where it goes back to after saving
+        self.phase = self.phase_before_save = TrialPhase.NEW  # the second holds after a save
         self.slice_end = trial.step
         self.stop_reason = ""  # why it is to end at its next boundary
-        self.requested_clones: list[JsonObject] = []  # asked for, to be made at its next boundary
-        self.on_device = False  # its place on the device
+        self.requested_clones: list[JsonObject] = []  # to be made at its next boundary
+        self.on_device = False  # counts against the device's capacity
         self.signalled = False  # a signal was passed on to it
 
     @property
@@ -98,10 +93,8 @@ class TrialProcess:
     @property
     def is_ready(self) -> bool:
         """Whether it could go on now."""
-        return (
-            self.phase in (TrialPhase.NEW, TrialPhase.BOUNDARY, TrialPhase.OFFLOADED)
-            and not self.stop_reason
-        )
+        phases = (TrialPhase.NEW, TrialPhase.BOUNDARY, TrialPhase.OFFLOADED)
+        return self.phase in phases and not self.stop_reason
 
     @property
     def max_steps(self) -> int | None:
@@ -109,9 +102,10 @@ class TrialProcess:
         return self.sweep_state.trial_steps(self.trial)
 
     def start(self, socket: Path, gpu: str | None, num_beside: int = 0) -> None:
-        """Start its run, as `rloo train` does; what it prints goes to its log. `beside`: other
-        members on its device."""
-        log = self.sweep_state.trial_log(self.trial)
+        """Start its run, as `rloo train` does; its output goes to its log.
+
+        `num_beside`: other trials on its device.
+        """
         env = default_environment()
         env[sweep_time_slices.SOCKET_VARIABLE] = f"{socket}:{self.trial.number}"
         env[environment.WAITING_TRIALS_VARIABLE] = str(num_beside)
@@ -120,26 +114,23 @@ class TrialProcess:
         self.process = start_child(
             python_command("-m", "rloo_cli", "train", *self.train_overrides()),
             env=env,
-            log=log,
+            log=self.sweep_state.trial_log(self.trial),
             death_signal=signal.SIGKILL,
         )
         self.phase, self.on_device = TrialPhase.RUNNING, True
 
     def train_overrides(self) -> list[str]:
-        """The run as `rloo train` takes it."""
-        member, begun = (
-            self.trial,
-            (self.sweep_state.trial_folder(self.trial) / "run.json").is_file(),
-        )
-        start = member.start if member.start is not None and not begun else "auto"
-        words = [*member.words, f"name={quote_override(member.name)}"]
-        words.append(f"resume={quote_override(start)}" if start != "auto" else "resume=auto")
-        if member.parent is not None:
-            words.append("resume_allow_changes=true")
-        return words
+        """The overrides with which `rloo train` starts this trial, or goes on with it."""
+        trial = self.trial
+        began = (self.sweep_state.trial_folder(trial) / "run.json").is_file()
+        start = "auto" if trial.start is None or began else quote_override(trial.start)
+        overrides = [*trial.words, f"name={quote_override(trial.name)}", f"resume={start}"]
+        if trial.parent is not None:
+            overrides.append("resume_allow_changes=true")
+        return overrides
 
-    def send_order(self, **order: Any) -> None:
-        """Send an order; one that is gone is noticed by its exit code."""
+    def send_order(self, **order: object) -> None:
+        """Send an order to the process; one that has gone is noticed by its exit code."""
         if self.connection is not None:
             try:
                 self.connection.send(**order)
@@ -147,7 +138,7 @@ class TrialProcess:
                 self.connection = None
 
     def run_until(self, slice_end: int) -> None:
-        """Let it do its next chunk."""
+        """Let it train up to this step."""
         self.slice_end, self.phase, self.on_device = slice_end, TrialPhase.RUNNING, True
         self.send_order(do="go", until=slice_end)
 
@@ -157,7 +148,7 @@ class TrialProcess:
         self.send_order(do="park")
 
     def save_checkpoint(self) -> None:
-        """Make it write a checkpoint of where it stands."""
+        """Make it write a checkpoint of its present step."""
         self.phase_before_save, self.phase = self.phase, TrialPhase.SAVING
         self.send_order(do="save")
 

@@ -2,11 +2,11 @@
 
 chat_client      questions to a chat model
 http_client      JSON over HTTP, with retries
-math_equal       mathematical equality, in a process with a deadline
-math_gold        gold and answer as math-verify reads them
-math_worker      that process
-model_inputs     what a reward model is fed
-sandbox          run programs of a model, contained
-sandbox_harness  what runs inside
+math_equal       mathematical equality, with a time limit
+math_gold        gold answers and answers as math-verify reads them
+math_worker      the child process that compares answers
+model_inputs     token ids for a reward model
+sandbox          runs a model's programs in a sandbox
+sandbox_harness  the program that runs inside the sandbox
 text             completions as text
 """

@@ -64,7 +64,7 @@ class EndpointError(Exception):
 
 
 class _RetryableError(Exception):
-    """Worth another try; `after`: seconds that the server asks for."""
+    """Worth another try; `retry_after_s`: seconds that the server asks for."""
 
     def __init__(self, message: str, retry_after_s: float | None = None, final: bool = False):
         super().__init__(message)

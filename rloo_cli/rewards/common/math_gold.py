@@ -1,14 +1,13 @@
-"""Gold answers and a model's answers, as math-verify reads them. Used by `math_worker` alone.
+"""Parses gold answers and a model's answers with math-verify. Only `math_worker` uses it.
 
 Both are parsed as in TRL: the model's answer has to be boxed or announced ("the final answer is").
-Unlike there, a gold answer without a math environment ($...$, \boxed{...}) is read as LaTeX: read
-as text, math-verify takes the first number that it finds, 3 for 3\sqrt{13}. What can be read only
-in part, a sentence with numbers in it, is not read at all.
+Unlike there, a gold answer without a math environment ($...$, \boxed{...}) is read as LaTeX: from
+plain text, math-verify takes the first number that it finds, 3 for 3\sqrt{13}. A gold answer that
+can be read only in part, such as a sentence with numbers in it, is not read at all.
 """
 
 import re
 from functools import lru_cache
-from typing import Any
 
 MATH_ENVIRONMENT = re.compile(
     r"(?<!\\)\$[^$]+(?<!\\)\$|\\\(|\\\[|\\boxed|\\begin\{(equation|align)"
@@ -19,15 +18,13 @@ WHOLE_SCIENTIFIC = re.compile(rf"\$?\s*{SCIENTIFIC}\s*\$?")
 BOXED_SCIENTIFIC = re.compile(rf"\\boxed\{{\s*{SCIENTIFIC}\s*\}}")
 WHOLE_NUMBER = re.compile(rf"({NUMBER})\s*(\\?%)?\.?")
 DOLLAR_AMOUNT = re.compile(rf"\\?\$\s*({NUMBER})")
-NUMBER_WITH_UNIT = re.compile(
-    rf"({NUMBER}|\d+/\d+)(?: [a-z]{{3,}}){{1,3}}\.?", re.IGNORECASE
-)  # 18 dollars
-PLAIN_WORDS = re.compile(
-    r"(?=.*[^\W\d_]{4})[^\W\d_]+(?: [^\W\d_]+){0,2}"
-)  # Evelyn, no real solution
+# 18 dollars
+NUMBER_WITH_UNIT = re.compile(rf"({NUMBER}|\d+/\d+)(?: [a-z]{{3,}}){{1,3}}\.?", re.IGNORECASE)
+# Evelyn, no real solution
+PLAIN_WORDS = re.compile(r"(?=.*[^\W\d_]{4})[^\W\d_]+(?: [^\W\d_]+){0,2}")
 AFTER_HASHES = re.compile(r".*####\s*(\S[^\n]*?)\s*", re.DOTALL)  # GSM8K's solutions
 ANNOUNCED_ANSWER = re.compile(r"answer\s*(?:is|:|=)", re.IGNORECASE)
-# Words of four letters or more make a sentence of it, outside of \commands and \text{...}.
+# A text with words of four letters or more outside of \commands and \text{...} is a sentence.
 LATEX_COMMAND = re.compile(
     r"\\(?:text|mathrm|textbf|operatorname|begin|end)\s*\{[^{}]*\}|\\[a-zA-Z]+"
 )
@@ -39,22 +36,22 @@ ASCII_EQUIVALENTS = str.maketrans(
 
 
 @lru_cache(maxsize=4096)
-def parse_gold(gold: str) -> list[Any]:
-    """What the gold answer can be, for `is_equal`; [] when it cannot be read whole."""
+def parse_gold(gold: str) -> list[object]:
+    """What the gold answer can be, for `is_equal_to_gold`; [] when it cannot be read as a whole."""
     from math_verify import LatexExtractionConfig, parse
 
     text = gold.strip().translate(ASCII_EQUIVALENTS)
-    if found := WHOLE_SCIENTIFIC.fullmatch(text):
-        text = rf"{found[1]} \cdot 10^{{{found[2]}}}"
+    if match := WHOLE_SCIENTIFIC.fullmatch(text):
+        text = rf"{match[1]} \cdot 10^{{{match[2]}}}"
     if MATH_ENVIRONMENT.search(text):
         return list(parse(gold, parsing_timeout=None))
-    if found := AFTER_HASHES.fullmatch(text):
-        return parse_gold(found[1])
-    if found := DOLLAR_AMOUNT.fullmatch(text) or NUMBER_WITH_UNIT.fullmatch(text):
-        text = found[1]
-    if found := WHOLE_NUMBER.fullmatch(text):
-        plain = re.sub("[ ,]", "", found[1])
-        percent = r"\%" if found[2] else ""
+    if match := AFTER_HASHES.fullmatch(text):
+        return parse_gold(match[1])
+    if match := DOLLAR_AMOUNT.fullmatch(text) or NUMBER_WITH_UNIT.fullmatch(text):
+        text = match[1]
+    if match := WHOLE_NUMBER.fullmatch(text):
+        plain = re.sub("[ ,]", "", match[1])
+        percent = r"\%" if match[2] else ""
         return list(parse(f"${plain}{percent}$", parsing_timeout=None))
     if PLAIN_WORDS.fullmatch(text) and not FUNCTION_NAMES & {*text.split()}:
         text = rf"\text{{{text}}}"
@@ -65,7 +62,7 @@ def parse_gold(gold: str) -> list[Any]:
     return read if any(not isinstance(one, str) for one in read) else []
 
 
-def parse_answer(text: str) -> list[Any]:
+def parse_answer(text: str) -> list[object]:
     """The answer in a completion; [] when there is none."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
@@ -76,14 +73,11 @@ def parse_answer(text: str) -> list[Any]:
         try_extract_without_anchor=False,
     )
     text = BOXED_SCIENTIFIC.sub(r"\\boxed{\1 \\cdot 10^{\2}}", text)
-    found = parse(
-        text, extraction_config=[latex], extraction_mode="first_match", parsing_timeout=None
-    )
-    return list(found)
+    return list(parse(text, [latex], extraction_mode="first_match", parsing_timeout=None))
 
 
-def is_equal_to_gold(gold: list[Any], text: str) -> bool:
-    """Whether the answer in `text` is equal to a gold answer that was read."""
+def is_equal_to_gold(gold: list[object], text: str) -> bool:
+    """Whether the answer in `text` equals a gold answer from `parse_gold`."""
     from math_verify import verify
 
     try:

@@ -1,11 +1,11 @@
-"""The child process of `mathematics`: one JSON question per line in, one line out.
+"""The child process of `math_equal`: it reads one JSON question per line and answers with a line.
 
-The line is "ready" once math-verify is imported, then one per question: "yes", "no", "no gold" (the
-gold answer cannot be read), "slow" (the answer is too much to compute), "slow gold".
+It writes "ready" once math-verify is imported, then for each question "yes", "no", "no gold" (the
+gold answer cannot be read), "slow" (the answer takes too long), or "slow gold".
 
 Questions are answered in a process forked from this one, which its own alarm ends when a question
-takes too long: the next fork needs a few milliseconds, importing sympy anew would need seconds.
-Everything ends when stdin closes.
+takes too long: the next fork needs a few milliseconds, importing sympy again would need seconds.
+All processes end when stdin closes.
 """
 
 import json
@@ -28,28 +28,28 @@ def write_stdout_line(line: str) -> None:
 
 
 def answer_questions(gold_is_read: mmap.mmap) -> None:
-    """Answers what stdin asks. `gold_is_read`: one byte, shared with the process that forked us."""
+    """Answer the questions on stdin. `gold_is_read`: a byte shared with the process that forked."""
     # The default action ends this process from inside the kernel. A Python handler would have to
     # wait for the C call that hangs.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    for line in sys.stdin:  # each is sent once the one before is answered: none is read ahead
+    for line in sys.stdin:  # each comes after the answer to the one before: none is read ahead
         question = json.loads(line)
         gold_is_read[0] = 0
-        # A gold answer is short, and nothing that a model wrote: it has a second at least.
+        # A gold answer is short and not written by a model: it has at least a second.
         signal.setitimer(signal.ITIMER_REAL, max(1, question["seconds"]))
         gold = math_gold.parse_gold(question["gold"])
         gold_is_read[0] = 1
         signal.setitimer(signal.ITIMER_REAL, question["seconds"])
-        said = "no gold"
+        answer = "no gold"
         if gold:
-            said = "yes" if math_gold.is_equal_to_gold(gold, question["text"]) else "no"
+            answer = "yes" if math_gold.is_equal_to_gold(gold, question["text"]) else "no"
         signal.setitimer(signal.ITIMER_REAL, 0)
-        write_stdout_line(said)
+        write_stdout_line(answer)
 
 
 def main() -> None:
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
-    # Before the first fork: importing sympy takes seconds, and the first parsing of all a while.
+    # Before the first fork: importing sympy takes seconds, and the first parse is slow as well.
     math_gold.is_equal_to_gold(math_gold.parse_gold(r"\frac{1}{2}"), r"\boxed{0.5}")
     resource.setrlimit(
         resource.RLIMIT_AS, (MAX_ADDRESS_SPACE, resource.getrlimit(resource.RLIMIT_AS)[1])

@@ -1,8 +1,8 @@
-"""What a reward model is fed for a row: the sampled ids where it can read them, else text.
+"""Makes a reward model's inputs: the sampled ids where it can read them, else the text.
 
 By ids: the prompt's ids and the completion's, as they were sampled. That is right only where
-policy and reward model have one vocabulary, the same special tokens and, for conversations, the
-same chat template, which is asked of them token by token and by encoding real prompts. By text: a
+policy and reward model have the same vocabulary, the same special tokens and, for conversations,
+the same chat template, which is checked token by token and by encoding real prompts. By text: a
 conversation goes through the reward model's own chat template, plain text is tokenised as one
 string, and special tokens come once.
 
@@ -10,19 +10,21 @@ A completion's text is encoded as text: where it spells a special token, `<|im_e
 model is fed the characters and not the token, or a policy could write turns of the user's.
 
 A completion that ended by itself keeps the EOS that such models were trained on (`keep_eos`); in a
-conversation the chat template says how a turn ends. What stopped it otherwise, a stop string or
-another id, is nothing that the model knows: such a row has its text in place of its ids.
+conversation the chat template says how a turn ends. A stop string or another stop id is nothing
+that the model knows: the text of such a completion is encoded again in place of its ids.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rloo_cli.rewards.common.text import Completion, texts
 from rloo_cli.utils.files import JsonObject
 
-if TYPE_CHECKING:  # both import torch
+if TYPE_CHECKING:  # these import torch
+    from transformers import PreTrainedTokenizerBase
+
     from rloo_cli.data.batch import Prompt
     from rloo_cli.data.prompts import Prompts
 
@@ -43,55 +45,46 @@ class PromptCompletion:
 
     @property
     def conversational(self) -> bool:
-        """Whether it is of messages."""
         return not isinstance(self.prompt, str)
 
 
 class RewardInputEncoder:
-    """Rows -> ids, for one reward model. `own`: its tokenizer, `policy`: the policy's.
+    """Encodes prompts and completions for one reward model, which has `tokenizer`.
 
-    `wanted`: auto, text or ids. `why`: what keeps it from reading ids, by whether the rows are
-    conversations; None = nothing does. Kinds that no split has are not in it.
+    `input_mode`: auto, text or ids. `max_length`: tokens of an input; longer ones lose their
+    beginning. `why_not_ids`: why it cannot read ids (None = it can), by whether the prompts are
+    conversations; it has an entry for each kind that `check_split` has seen.
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        policy_tokenizer: Any,
-        input_mode: str,
-        keep_eos: bool,
-        max_length: int | None,
-    ) -> None:
-        self.tokenizer, self.policy_tokenizer, self.input_mode = (
-            tokenizer,
-            policy_tokenizer,
-            input_mode,
-        )
-        self.keep_eos, self.max_length = keep_eos, max_length
+        self, tokenizer: "PreTrainedTokenizerBase", policy_tokenizer: "PreTrainedTokenizerBase",
+        input_mode: str, keep_eos: bool, max_length: int | None,
+    ) -> None:  # fmt: skip
+        self.tokenizer, self.policy_tokenizer = tokenizer, policy_tokenizer
+        self.input_mode, self.keep_eos, self.max_length = input_mode, keep_eos, max_length
         self.vocab_ids = frozenset(tokenizer.get_vocab().values())
         special = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
         named = sorted({*special, *tokenizer.all_special_tokens}, key=len, reverse=True)
         self.mark_of_special = {token: chr(PRIVATE_USE_START + n) for n, token in enumerate(named)}
         self.special_of_mark = {mark: token for token, mark in self.mark_of_special.items()}
         self.marks = frozenset(self.special_of_mark)
-        # What matches nothing, where a tokenizer has no special tokens.
+        # (?!) matches nothing: the tokenizer may have no special tokens.
         self.special_pattern = re.compile("|".join(map(re.escape, named)) or "(?!)")
         self.mark_pattern = re.compile(f"([{''.join(self.marks)}])" if named else "(?!)")
-        self.turn_end_ids: list[int] = []  # what the chat template puts after an assistant's words
+        self.turn_end_ids: list[int] = []  # what the chat template puts after an answer
         self.why_not_ids: dict[bool, str | None] = {}
 
     def check_split(self, prompts: "Prompts") -> None:
-        """Find out whether the rows of this split can be read by their ids."""
-        kind = prompts.conversational
-        before = self.why_not_ids.get(kind)
-        found = "input is text" if self.input_mode == "text" else self._why_ids_differ(prompts)
-        self.why_not_ids[kind] = before or found
+        """Find out whether the reward model can read the ids of this split's completions."""
+        before = self.why_not_ids.get(prompts.conversational)
+        why = "input is text" if self.input_mode == "text" else self._why_ids_differ(prompts)
+        self.why_not_ids[prompts.conversational] = before or why
 
     def encode(self, example: PromptCompletion) -> list[int]:
-        """The exact ids the model is fed, without any padding."""
+        """The exact ids that the model is fed, without padding."""
         by_ids = self.why_not_ids.get(example.conversational, "not seen before") is None
-        found = self._encode_by_ids(example) if by_ids else self._encode_by_text(example)
-        return found[-self.max_length :] if self.max_length else found
+        ids = self._encode_by_ids(example) if by_ids else self._encode_by_text(example)
+        return ids[-self.max_length :] if self.max_length else ids
 
     def _encode_by_ids(self, example: PromptCompletion) -> list[int]:
         eos, ids = self.tokenizer.eos_token_id, example.completion_ids
@@ -108,11 +101,11 @@ class RewardInputEncoder:
     def _encode_by_text(self, example: PromptCompletion) -> list[int]:
         if isinstance(example.prompt, list):
             assert isinstance(example.completion, list)
-            said = [
+            answer = [
                 m | {"content": self._mark_specials(str(m.get("content") or ""))}
                 for m in example.completion
             ]
-            return self._encode_conversation([*example.prompt, *said])
+            return self._encode_conversation([*example.prompt, *answer])
         marked = self._mark_specials(texts([example.completion])[0])
         if self.marks.isdisjoint(marked):
             ids = list(self.tokenizer(example.prompt + marked)["input_ids"])
@@ -121,7 +114,7 @@ class RewardInputEncoder:
             ids = [*first, *self._encode_marked(example.prompt + marked), *last]
         eos, last_id = self.tokenizer.eos_token_id, self.policy_tokenizer.eos_token_id
         ended = example.finish_reason == "stop" or example.completion_ids[-1:] == [last_id]
-        # A tokenizer that ends every text by itself has done so.
+        # Some tokenizers end every text with EOS by themselves.
         ends = ended and self.keep_eos and eos is not None and ids[-1:] != [eos]
         return self._drop_second_bos([*ids, *([eos] if ends else [])])
 
@@ -133,20 +126,12 @@ class RewardInputEncoder:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _mark_specials(self, text: str) -> str:
-        """A completion's text with a letter of no alphabet for each special token it spells.
+        """A completion's text with a private character for each special token that it spells.
 
-        It would else end its own turn and write the user's: `_encode_marked` reads these letters
-        as the characters that were spelled.
+        Otherwise a completion could end its own turn and write the user's. `_encode_marked` turns
+        these characters into the ids of the text that was spelled.
         """
         return self.special_pattern.sub(lambda found: self.mark_of_special[found[0]], text)
-
-    def _mark_message(self, message: JsonObject) -> JsonObject:
-        content = message.get("content")
-        return (
-            message | {"content": self._mark_specials(content)}
-            if isinstance(content, str)
-            else message
-        )
 
     def _encode_marked(self, text: str) -> list[int]:
         ids: list[int] = []
@@ -167,15 +152,15 @@ class RewardInputEncoder:
         return whole[:at], whole[at + len(bare) :]
 
     def _drop_second_bos(self, ids: list[int]) -> list[int]:
-        """One beginning of text, where a prompt brings its own beside the tokenizer's."""
+        """Drop one BOS where both the prompt and the tokenizer put one."""
         bos = self.tokenizer.bos_token_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def _why_ids_differ(self, prompts: "Prompts") -> str | None:
-        """Why ids of this split's rows would not say to the reward model what they say here."""
-        said = tokenizer_difference(self.policy_tokenizer, self.tokenizer, prompts.conversational)
-        if said is not None:
-            return said
+        """Why the policy's ids mean another text to the reward model; None = they do not."""
+        why = tokenizer_difference(self.policy_tokenizer, self.tokenizer, prompts.conversational)
+        if why is not None:
+            return why
         pairs = list(zip(prompts.prompts, prompts.prompt_ids, strict=True))[:NUM_PROBED_PROMPTS]
         if not prompts.conversational:
             for prompt, ids in pairs:
@@ -187,14 +172,13 @@ class RewardInputEncoder:
         return None if self.input_mode == "ids" else self._find_turn_end(pairs)
 
     def _find_turn_end(self, pairs: "Sequence[tuple[Prompt, list[int]]]") -> str | None:
-        """What its template adds after an answer; why the ids could not stand in its place."""
+        """Set `turn_end_ids` from encoded prompts. Returns why ids cannot be used, or None."""
         tails = set()
         for prompt, ids in pairs:
             assert isinstance(prompt, list)
             start = [*ids, *self._encode_plain(PROBE_WORD)]
-            found = self._encode_conversation(
-                [*prompt, {"role": "assistant", "content": PROBE_WORD}]
-            )
+            answer = {"role": "assistant", "content": PROBE_WORD}
+            found = self._encode_conversation([*prompt, answer])
             if found[: len(start)] != start:
                 return "its chat template does not leave the prompt as the policy reads it"
             tails.add(tuple(found[len(start) :]))
@@ -205,41 +189,42 @@ class RewardInputEncoder:
 
 
 def tokenizer_difference(
-    policy_tokenizer: Any, reward_tokenizer: Any, conversational: bool
+    policy_tokenizer: "PreTrainedTokenizerBase",
+    reward_tokenizer: "PreTrainedTokenizerBase",
+    conversational: bool,
 ) -> str | None:
     """The first thing in which two tokenizers differ, or None where they agree.
 
-    Pad tokens aside: none is ever sampled or read.
+    Pad tokens are left aside: they are never sampled or read. Chat templates are compared where
+    the prompts are conversations (`conversational`).
     """
-    ours, theirs = _vocab_without_pad(policy_tokenizer), _vocab_without_pad(reward_tokenizer)
-    mine, its = "the policy's tokenizer", "the reward model's"
-    found = _first_different_token(ours, theirs, mine, its) or _first_different_token(
-        theirs, ours, its, mine
-    )
-    if found is not None:
-        return found
+    policy = _vocab_without_pad(policy_tokenizer), "the policy's tokenizer"
+    reward = _vocab_without_pad(reward_tokenizer), "the reward model's"
+    for pair in ((policy, reward), (reward, policy)):
+        if difference := _first_different_token(*pair[0], *pair[1]):
+            return difference
     for name in ("bos_token", "eos_token"):
         if getattr(policy_tokenizer, f"{name}_id") != getattr(reward_tokenizer, f"{name}_id"):
-            said = [repr(getattr(t, name)) for t in (policy_tokenizer, reward_tokenizer)]
-            return f"{name} is {said[0]} for the policy and {said[1]} for the reward model"
+            ours, its = getattr(policy_tokenizer, name), getattr(reward_tokenizer, name)
+            return f"{name} is {ours!r} for the policy and {its!r} for the reward model"
     if conversational and policy_tokenizer.chat_template != reward_tokenizer.chat_template:
         return "their chat templates differ"
     return None
 
 
 def _first_different_token(
-    vocab: dict[str, int], other_vocab: dict[str, int], name: str, other_name: str
+    vocab: dict[str, int], name: str, other_vocab: dict[str, int], other_name: str
 ) -> str | None:
-    """The first token that the other vocabulary has not, or has at another place."""
+    """The first token that the other vocabulary lacks or gives another id."""
     for token, i in sorted(vocab.items(), key=lambda pair: pair[1]):
         if other_vocab.get(token) != i:
-            there = f"is {other_vocab[token]}" if token in other_vocab else "is not there"
-            return f"token {token!r} is {i} in {name} and {there} in {other_name}"
+            other = f"is {other_vocab[token]}" if token in other_vocab else "is not there"
+            return f"token {token!r} is {i} in {name} and {other} in {other_name}"
     return None
 
 
-def _vocab_without_pad(tokenizer: Any) -> dict[str, int]:
-    found: dict[str, int] = dict(tokenizer.get_vocab())
+def _vocab_without_pad(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
+    vocab: dict[str, int] = dict(tokenizer.get_vocab())
     if tokenizer.pad_token_id != tokenizer.eos_token_id:
-        found.pop(tokenizer.pad_token, None)
-    return found
+        vocab.pop(tokenizer.pad_token, None)
+    return vocab

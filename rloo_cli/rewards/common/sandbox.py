@@ -3,20 +3,19 @@
 `bwrap` (bubblewrap) gives each completion namespaces of its own: no network, its own processes,
 a read-only system of nothing but Python and the libraries it needs, a private /tmp of limited
 size, an empty environment, no capabilities, no further namespaces. The home folder and the
-checkout are not there. When the wall clock is over, or the harness ends, the kernel ends every
-process in it. rlimits hold each process (memory, CPU, file size, open files); the harness counts
-processes and memory of all of them together every 20 ms, since the kernel counts no processes of
-the root user.
+checkout are not there. When the time is over, or the harness ends, the kernel ends every process
+in it. rlimits hold each process (memory, CPU, file size, open files); the harness counts processes
+and memory of all of them together every 20 ms, since the kernel does not count the root user's.
 
-What is promised of a verdict: the harness (a process that the model's code can neither read nor
-write to) says that a test passed only after the nonce and, in a test of asserts, a token that
-is made for it and given after the code was loaded. So an exit with status 0, wherever; printed
-words; replaced builtins; a killed harness: all of them fail. Input/output cases are judged out
-here, from an expected output that is never inside. What is not promised: a test of asserts runs
-in the interpreter of the code it tests. Code written against this very file can read the token
-out of its caller's frames; an object that says it is equal to everything is equal to everything;
-a library function that the code replaced (math.isclose) stays so for the test. Look at samples of
-a reward that climbs too fast, or use cases. Kernel bugs are outside of what any namespace holds.
+What is promised: the harness (a process that the model's code can neither read nor write to)
+reports a test as passed only with the nonce and, in a test of asserts, a token that is made for it
+and sent after the code was loaded. So an exit with status 0, printed text, replaced builtins or a
+killed harness all fail. Input/output tests are judged outside, and their expected output never
+enters the sandbox. What is not promised: a test of asserts runs in the interpreter of the code it
+tests. Code written against this very file can read the token out of its caller's frames; an object
+that says it is equal to everything is equal to everything; a library function that the code
+replaced (math.isclose) stays so for the test. Look at samples of a reward that climbs too fast, or
+use input/output tests. Kernel bugs are outside of what any namespace holds.
 
 `external` is a command of the user's own that must run sandbox_harness.py, its input and output
 connected. `unsafe_subprocess` has limits and an empty environment, and contains nothing.
@@ -72,20 +71,22 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class SandboxTestResult:
-    """How one test ended: `why` is "" or time, memory, processes, output, failed, killed."""
+    """How one test ended."""
 
-    failure_reason: str
-    output: str = ""  # of a case
+    failure_reason: str  # "" or time, memory, processes, output, failed, killed
+    output: str = ""  # what the program of a {stdin} test printed
 
 
 def run_sandboxed_tests(
     code: str, tests: list[JsonObject], mode: str, command: str | None, limits: SandboxLimits,
     stop_at_failure: bool,
 ) -> list[SandboxTestResult]:  # fmt: skip
-    """Each test's result: {test: source}, or {stdin: text, most: bytes of output to keep}.
+    """Run tests of one completion's code, and return the result of each.
 
-    `stop`: the first failure ends it. Tests after an end have the last one's reason. Raises
-    RuntimeError where the sandbox itself did not begin: that is nothing the code did.
+    A test is {test: Python source} or {stdin: text, most: bytes of output to keep}. With
+    `stop_at_failure` no test runs after the first that fails. Tests that did not run get the
+    reason of the last one that did. Raises RuntimeError when the sandbox itself does not start,
+    which is not the fault of the code.
     """
     nonce = os.urandom(16).hex()
     kernel = tuple(int(n) for n in platform.release().split("-")[0].split(".")[:2])
@@ -101,32 +102,31 @@ def run_sandboxed_tests(
         "open_files": limits.open_files,
         "own_user": mode == "bwrap" and kernel >= (5, 14),
     }
-    most = 1 << 16
-    most += sum(6 * t.get("most", 0) + 100 for t in tests)  # JSON writes a byte as up to six
+    max_bytes = 1 << 16
+    max_bytes += sum(6 * t.get("most", 0) + 100 for t in tests)  # JSON writes a byte as up to six
+    harness_command, data = _sandbox_command(mode, command, limits), json.dumps(job).encode()
     with tempfile.TemporaryDirectory(prefix="rloo-code-") as folder:
-        words = _sandbox_command(mode, command, limits)
-        said, errors = _run_harness(
-            words, mode, json.dumps(job).encode(), folder, limits.seconds, most
+        output, errors = _run_harness(
+            harness_command, mode, data, folder, limits.seconds, max_bytes
         )
-    lines = said.split(b"\n")
+    lines = output.split(b"\n")
     if _parse_json_line(lines[0]).get("began") != nonce:
-        told = errors.strip().splitlines()[-1:] or ["it said nothing"]
-        raise RuntimeError(f"the sandbox ({mode}) did not begin: {told[0][:300]}")
+        last_error = errors.strip().splitlines()[-1:] or ["it said nothing"]
+        raise RuntimeError(f"the sandbox ({mode}) did not begin: {last_error[0][:300]}")
     ended = _parse_json_line(lines[1]) if len(lines) > 1 else {}
     results = [SandboxTestResult("killed")]
     if ended.get("ended") == nonce:
         results = [SandboxTestResult(r["why"], r["output"]) for r in ended["results"]]
-    return results + [SandboxTestResult(results[-1].failure_reason or "killed")] * (
-        len(tests) - len(results)
-    )
+    not_run = SandboxTestResult(results[-1].failure_reason or "killed")
+    return results + [not_run] * (len(tests) - len(results))
 
 
 def _parse_json_line(line: bytes) -> JsonObject:
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _sandbox_command(mode: str, command: str | None, limits: SandboxLimits) -> list[str]:
@@ -138,17 +138,11 @@ def _sandbox_command(mode: str, command: str | None, limits: SandboxLimits) -> l
 
 
 def bwrap_command(limits: SandboxLimits) -> list[str]:
-    """The command that runs the harness in namespaces of its own."""
+    """The command line of bwrap that runs the harness in namespaces of its own."""
     size = str(limits.file_mb * MB)
     # Temporary folders first: what is bound may lie below one of them.
-    words = [
-        shutil.which("bwrap") or "bwrap",
-        *BWRAP_ISOLATION_ARGS,
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-    ]
+    words = [shutil.which("bwrap") or "bwrap", *BWRAP_ISOLATION_ARGS]
+    words += ["--proc", "/proc", "--dev", "/dev"]
     words += ["--size", str(MB), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     words += ["--size", size, "--tmpfs", "/tmp", "--ro-bind", "/usr", "/usr"]
     for path in SYSTEM_PATHS:
@@ -159,9 +153,8 @@ def bwrap_command(limits: SandboxLimits) -> list[str]:
     for path in _python_folders():
         words += ["--ro-bind", path, path]
     words += ["--ro-bind", str(HARNESS), HARNESS_MOUNT_PATH, "--remount-ro", "/", "--chdir", "/tmp"]
-    words += [
-        word for name, value in SANDBOX_ENVIRONMENT.items() for word in ("--setenv", name, value)
-    ]
+    for name, value in SANDBOX_ENVIRONMENT.items():
+        words += ["--setenv", name, value]
     return [*words, sys.executable, "-I", HARNESS_MOUNT_PATH]
 
 
@@ -176,33 +169,34 @@ def _python_folders() -> list[str]:
 def _run_harness(
     command: list[str], mode: str, job: bytes, folder: str, timeout_s: float, max_bytes: int
 ) -> tuple[bytes, str]:
-    """What the command said, at most `most` bytes, and what it complained of; then it is gone."""
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
-        given.write(job)
-        given.seek(0)
-        # Not ours to bwrap either, which clears what a program is given, not what it has itself.
+    """Run the command on `job`, and end it. Returns (at most `max_bytes` of stdout, stderr)."""
+    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as errors:
+        stdin.write(job)
+        stdin.seek(0)
+        # bwrap does not get our environment either: it clears what it gives to a program, and
+        # still has its own.
         environment = SANDBOX_ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}
         environment = dict(os.environ) if mode == "external" else environment
         try:
             child = start_child(
                 command, environment, inherit=False,
-                stdin=given, stdout=subprocess.PIPE, stderr=errors, cwd=folder,
+                stdin=stdin, stdout=subprocess.PIPE, stderr=errors, cwd=folder,
             )  # fmt: skip
         except OSError as error:
             return b"", f"{command[0]}: {error.strerror}"
         assert child.stdout is not None
         try:
-            said = _read_output(child.stdout.fileno(), timeout_s, max_bytes)
+            output = _read_output(child.stdout.fileno(), timeout_s, max_bytes)
         finally:
-            # bwrap's end is the end of its processes; a plain one's group goes with it.
+            # Processes inside bwrap end with it; those of a plain command are in its group.
             stop_child(child)
             child.stdout.close()
         errors.seek(0)
-        return said, errors.read(4000).decode("utf-8", "replace")
+        return output, errors.read(4000).decode("utf-8", "replace")
 
 
 def _read_output(stdout_fd: int, timeout_s: float, max_bytes: int) -> bytes:
-    """Everything up to the end, too much of it, or the time; the clock starts at its first line."""
+    """Read until the end, `max_bytes` or `timeout_s`, which counts from the first line on."""
     said, until, began = b"", time.monotonic() + START_TIMEOUT_S, False
     while len(said) <= max_bytes and (left := until - time.monotonic()) > 0:
         if not files.wait_until_readable(stdout_fd, left):
@@ -217,24 +211,19 @@ def _read_output(stdout_fd: int, timeout_s: float, max_bytes: int) -> bytes:
 
 
 def require_sandbox(mode: str, command: str | None, limits: SandboxLimits) -> None:
-    """Tries the sandbox with two lines of code. Raises MachineError where it does not work."""
+    """Try the sandbox with two lines of code. Raises MachineError where it does not work."""
     if mode == "bwrap" and shutil.which("bwrap") is None:
         why = "sandbox=bwrap runs model-written code in it, and in nothing weaker"
-        raise MachineError(
-            Problem("bwrap (bubblewrap) is not installed", why=why, fix=INSTALL_HINT)
-        )
+        what = "bwrap (bubblewrap) is not installed"
+        raise MachineError(Problem(what, why=why, fix=INSTALL_HINT))
+    test: JsonObject = {"test": "assert x == 1"}
     try:
-        found = run_sandboxed_tests(
-            "x = 1", [{"test": "assert x == 1"}], mode, command, limits, True
-        )
+        result = run_sandboxed_tests("x = 1", [test], mode, command, limits, True)[0]
     except RuntimeError as error:
         raise MachineError(_broken_sandbox_problem(mode, str(error))) from None
-    if found[0].failure_reason:
-        raise MachineError(
-            _broken_sandbox_problem(
-                mode, f"two lines of code did not pass: {found[0].failure_reason}"
-            )
-        )
+    if result.failure_reason:
+        why = f"two lines of code did not pass: {result.failure_reason}"
+        raise MachineError(_broken_sandbox_problem(mode, why))
 
 
 def _broken_sandbox_problem(mode: str, why: str) -> Problem:

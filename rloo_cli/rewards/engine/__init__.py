@@ -1,14 +1,14 @@
-"""What calls rewards: their code, their arguments, threads and processes, results and failures.
+"""Calls rewards: their code, their arguments, threads and processes, results and failures.
 
-arguments       what a reward is called with
+arguments       the arguments of a reward's call
 build           one reward: code, config, signature
-cache           scores kept for equal calls
-columns         whether the data has the columns
-failures        what a failed call does to the step
+cache           scores kept for equal completions
+columns         checks that the data has the columns
+failures        decides whether failed calls stop the run
 process_pool    rewards in processes of their own
-process_worker  such a process
-ready           all rewards of a config, made ready
-results         what a call gave, validated
+process_worker  the child process of a reward
+ready           builds all rewards and lets them load
+results         the validated result of a call
 reward_calls    calls with deadlines, on threads and loops
-scoring         a step's scores
+scoring         the scores of a step
 """

@@ -51,12 +51,6 @@ def _name_taken_message(function: str, name: str, owner: str) -> str:
     return f"{function}({name!r}): {owner} of this name already; call it {'my_' + name!r}"
 
 
-def _is_reserved_metric(name: str) -> bool:
-    if name in RESERVED_METRICS or name.startswith(RESERVED_METRIC_PREFIXES):
-        return True
-    return RESERVED_REWARD_METRIC.fullmatch(name) is not None
-
-
 @dataclass(frozen=True)
 class TrainerState:
     """How far the run is, for rewards that change over the training (a curriculum)."""
@@ -98,7 +92,11 @@ class RewardCallLog:
         self.extras[column] = values
 
     def log_metric(self, name: str, value: float) -> None:
-        if _is_reserved_metric(name):
+        if (
+            name in RESERVED_METRICS
+            or name.startswith(RESERVED_METRIC_PREFIXES)
+            or RESERVED_REWARD_METRIC.fullmatch(name)
+        ):
             raise ValueError(_name_taken_message("log_metric", name, "the run has a metric"))
         if not math.isfinite(value):
             raise ValueError(f"log_metric({name!r}) got {value}")

@@ -23,7 +23,7 @@ class Reward:
     name: str
     config: RewardConfig
     code: RewardFunction
-    parameter_names: frozenset[str] | None  # names in its signature; None = everything (**kwargs)
+    parameter_names: frozenset[str] | None  # of its signature; None = everything (**kwargs)
     required_columns: tuple[str, ...]  # data columns that it needs
     fixed_arguments: dict[str, object]  # arguments that are the same in every call
     is_async: bool
@@ -60,12 +60,9 @@ def reward_from_callable(name: str, function: RewardFunction, config: RewardConf
 
 
 def _reward_from_code(
-    name: str,
-    config: RewardConfig,
-    code: RewardFunction,
-    fixed_arguments: dict[str, object],
+    name: str, config: RewardConfig, code: RewardFunction, fixed_arguments: dict[str, object],
     where: str,
-) -> Reward:
+) -> Reward:  # fmt: skip
     try:
         parameters = list(inspect.signature(code).parameters.values())
     except (TypeError, ValueError):  # some builtins have no signature: pass every argument
@@ -80,13 +77,16 @@ def _reward_from_code(
         location, key = code_location(code), f"reward.{name}.workers"
         why = f"{location} is async: its calls run side by side already, on one event loop"
         raise ConfigError(Problem(f"{key} would do nothing", key, why, f"{key}=0"))
-    known = REWARD_KWARGS | fixed_arguments.keys()
+    provided = REWARD_KWARGS | fixed_arguments.keys()
     return Reward(
         name=name,
         config=config,
         code=code,
         parameter_names=None if takes_all else frozenset(named),
-        required_columns=(*(n for n in required if n not in known), *config.only),
+        required_columns=(
+            *(n for n in required if n not in provided),
+            *config.only,
+        ),
         fixed_arguments=fixed_arguments,
         is_async=is_async,
         location=code_location(code),
@@ -106,12 +106,10 @@ def _check_reads_completions(reward: Reward) -> None:
 
 
 def _check_signature(
-    code: RewardFunction,
-    parameters: Mapping[str, inspect.Parameter],
-    takes_all: bool,
-    fixed_arguments: Mapping[str, object],
-    where: str,
-) -> None:
+    code: RewardFunction, parameters: Mapping[str, inspect.Parameter], takes_all: bool,
+    fixed_arguments: Mapping[str, object], where: str,
+) -> None:  # fmt: skip
+    """Raises ConfigError for a signature that calls by name with these arguments do not fit."""
     for parameter in parameters.values():
         if parameter.kind == POSITIONAL_ONLY_KIND and parameter.default is parameter.empty:
             what = f"parameter {parameter.name!r} cannot be given by name"

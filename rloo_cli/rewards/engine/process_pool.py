@@ -1,10 +1,10 @@
-"""Rewards in processes of their own: `reward.<name>.workers`.
+"""Runs rewards in processes of their own: `reward.<name>.workers`.
 
 A child holds one reward and answers one call after the other. It may be killed: code that never
-lets Python's lock go, `os._exit`, a crash in a C library cost that call and nothing else. The
-next call gets a new child. What goes to and fro is pickled, over a socket that only the two have;
-the code in the child is the user's own, as it is in a thread. Children end with us, however we
-end: the kernel signals them when the other end of a pipe that only we hold is gone.
+releases Python's lock, `os._exit`, or a crash in a C library costs that call and nothing else. The
+next call gets a new child. Messages are pickled and go over a socket that only parent and child
+have; the code in the child is the user's own, as it is in a thread. Children end with the parent,
+however it ends: the kernel signals them when the other end of a pipe that only it holds is closed.
 """
 
 import atexit
@@ -30,42 +30,31 @@ from rloo_cli.rewards.engine.results import (
     failure_of_error,
     to_call_result,
 )
-from rloo_cli.utils.child_process import (
-    package_environment,
-    python_command,
-    start_child,
-    stop_child,
-)
+from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
 LENGTH_HEADER = struct.Struct("!Q")
-LOG_ARGUMENTS = (
-    "log_extra",
-    "log_metric",
-)  # methods of a Log, which the child has one of its own of
-STACK_DUMP_WAIT_S = 0.3  # seconds a child that is late gets to say where it is
+LOG_ARGUMENTS = ("log_extra", "log_metric")  # methods of the log; the child makes a log itself
+STACK_DUMP_WAIT_S = 0.3  # seconds that a child which is late gets to write its stack
 PYTHON_PREFIX = "python:"  # the path of a callable that came from Python (api)
 _all_workers: set["RewardWorker"] = set()
 
 
 class WorkerGone(Exception):
-    """The child ended."""
+    """The process at the other end of the socket ended."""
 
 
-def send_pickled(connection: socket.socket, message: Any) -> None:
-    """One pickled message."""
+def send_pickled(connection: socket.socket, message: object) -> None:
+    """Send one pickled message, with its length before it."""
     body = pickle.dumps(message)
     connection.sendall(LENGTH_HEADER.pack(len(body)) + body)
 
 
 def receive_pickled(connection: socket.socket) -> Any:
-    """The next message. Raises Gone when the other side has closed, TimeoutError."""
-    return pickle.loads(
-        _receive_bytes(
-            connection, LENGTH_HEADER.unpack(_receive_bytes(connection, LENGTH_HEADER.size))[0]
-        )
-    )
+    """The next message. Raises WorkerGone when the other side has closed, TimeoutError."""
+    (num_bytes,) = LENGTH_HEADER.unpack(_receive_bytes(connection, LENGTH_HEADER.size))
+    return pickle.loads(_receive_bytes(connection, num_bytes))
 
 
 def _receive_bytes(connection: socket.socket, num_bytes: int) -> bytes:
@@ -83,31 +72,30 @@ def _receive_bytes(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 class RewardWorker:
-    """One child with one reward, started but not waited for."""
+    """A child process with one reward. Creating it starts the child without waiting for it."""
 
     def __init__(self, reward: Reward):
-        self.socket, theirs = socket.socketpair()
-        life, self.life_pipe = os.pipe()  # its reading end is told when we are gone
-        given = (theirs.fileno(), life)
-        worker = "rloo_cli.rewards.engine.process_worker"
-        self.process = start_child(
-            python_command("-u", "-m", worker, *map(str, given)),  # -u: what is printed shows
-            env=package_environment(),
+        self.socket, child_socket = socket.socketpair()
+        child_pipe, self.life_pipe = os.pipe()  # the child's end sees when this process ends
+        descriptors = (child_socket.fileno(), child_pipe)
+        module = "rloo_cli.rewards.engine.process_worker"  # -u: what it prints shows at once
+        command = child_process.python_command("-u", "-m", module, *map(str, descriptors))
+        self.process = child_process.start_child(
+            command,
+            env=child_process.package_environment(),
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what a reward prints is not for a panel
-            pass_fds=given,
+            stdout=2,  # what a reward prints does not belong into the progress panel
+            pass_fds=descriptors,
         )
-        theirs.close()
-        os.close(life)
-        self.stack_dump_fd: int | None = (
-            None  # the child's file for `where_it_is`, once it is ready
-        )
+        child_socket.close()
+        os.close(child_pipe)
+        self.stack_dump_fd: int | None = None  # file of the child's stack; None until it is ready
         _all_workers.add(self)
-        with contextlib.suppress(OSError):  # it is gone already: the first call says so
+        with contextlib.suppress(OSError):  # it has ended already: the first call reports it
             send_pickled(self.socket, (os.getcwd(), *_worker_reward_spec(reward)))
 
-    def request(self, message: Any, timeout_s: float) -> Any:
-        """Its answer to one call. Raises Gone, TimeoutError."""
+    def request(self, message: object, timeout_s: float) -> CallResult:
+        """The child's result of one call. Raises WorkerGone, TimeoutError."""
         limit = time.monotonic() + timeout_s
         if self.stack_dump_fd is None:
             self.stack_dump_fd = int(self._receive_until(limit))
@@ -116,27 +104,28 @@ class RewardWorker:
             send_pickled(self.socket, message)
         except (ConnectionError, TimeoutError):
             raise WorkerGone from None
-        return self._receive_until(limit)
+        result: CallResult = self._receive_until(limit)
+        return result
 
     def _receive_until(self, deadline: float) -> Any:
         self.socket.settimeout(max(0.01, deadline - time.monotonic()))
         return receive_pickled(self.socket)
 
     def current_stack(self) -> str:
-        """The frames of what it does now, from outside of Python's lock; "" if it cannot say."""
-        if self.stack_dump_fd is None:  # it still starts, and would not survive the question
+        """The frames that the child is in now, even if it holds Python's lock; "" if unknown."""
+        if self.stack_dump_fd is None:  # it still starts, and the signal would end it
             return ""
         with contextlib.suppress(OSError):
-            self.process.send_signal(signal.SIGUSR1)  # faulthandler's, in the child
+            self.process.send_signal(signal.SIGUSR1)  # to faulthandler in the child
             time.sleep(STACK_DUMP_WAIT_S)
             log = Path(f"/proc/{self.process.pid}/fd/{self.stack_dump_fd}")
             return log.read_text(errors="replace")[-4000:]
         return ""
 
     def kill(self) -> int:
-        """Kill it and whatever it started; its exit status."""
+        """Kill the child and whatever it started. Returns its exit status."""
         _all_workers.discard(self)
-        code = stop_child(self.process)
+        code = child_process.stop_child(self.process)
         self.socket.close()
         with contextlib.suppress(OSError):
             os.close(self.life_pipe)
@@ -144,9 +133,9 @@ class RewardWorker:
 
 
 def start_reward_workers(rewards: Sequence[Reward]) -> None:
-    """Start every worker that rewards ask for, so that the first step does not wait for them.
+    """Start the workers of all rewards, so that the first step does not wait for them.
 
-    Raises ConfigError for a function that no other process could find again.
+    Raises ConfigError for a function that another process could not import.
     """
     for reward in rewards:
         for _ in range(reward.config.workers - len(reward.idle_workers)):
@@ -154,17 +143,14 @@ def start_reward_workers(rewards: Sequence[Reward]) -> None:
 
 
 def call_in_worker(reward: Reward, call: RewardCall) -> CallResult:
-    """Make one call in a worker: what came of it, whatever it did to its process."""
+    """Make one call in a worker, and return its result, even if its process ended in the call."""
     arguments, log = call.make_arguments()
     logs = [name for name in LOG_ARGUMENTS if name in arguments]
-    plain = {
-        k: v
-        for k, v in arguments.items()
-        if k not in LOG_ARGUMENTS and k not in reward.fixed_arguments
-    }
+    left_out = {*LOG_ARGUMENTS, *reward.fixed_arguments}  # the child has these itself
+    sent = {name: value for name, value in arguments.items() if name not in left_out}
     worker = _take_idle_worker(reward)
     try:
-        told = worker.request((call.indices, plain, logs), reward.config.timeout_s)
+        result = worker.request((call.indices, sent, logs), reward.config.timeout_s)
     except TimeoutError:
         frames = worker.current_stack()
         worker.kill()
@@ -175,16 +161,15 @@ def call_in_worker(reward: Reward, call: RewardCall) -> CallResult:
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         why = f"its worker process ended in the call, with {how} (a reward may not end it)"
         return to_call_result(reward, call.indices, CallFailure("exception", why), log)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:  # a column of odd things
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # of an odd column
         worker.kill()
         return to_call_result(reward, call.indices, failure_of_error(error), log)
     reward.idle_workers.append(worker)
-    outcome: CallResult = told
-    return outcome
+    return result
 
 
 def _take_idle_worker(reward: Reward) -> RewardWorker:
-    """A worker that waits, or a new one. Lists are safe to pop from several threads."""
+    """An idle worker, or a new one. Several threads may pop from a list at once."""
     while True:
         try:
             worker: RewardWorker = reward.idle_workers.pop()
@@ -196,13 +181,11 @@ def _take_idle_worker(reward: Reward) -> RewardWorker:
 
 
 def _worker_reward_spec(reward: Reward) -> tuple[str, str, JsonObject, str | None]:
-    """What a child makes the reward from again: name, type, config, and a callable's name."""
-    config = reward.config
-    named = config.type != "function" or not getattr(config, "path", PYTHON_PREFIX).startswith(
-        PYTHON_PREFIX
-    )
-    code = None if named else _importable_name(reward)
-    return reward.name, config.type, config.model_dump(), code
+    """The reward's name, type, config, and the import name of a callable given from Python."""
+    config, path = reward.config, getattr(reward.config, "path", PYTHON_PREFIX)
+    from_python = config.type == "function" and path.startswith(PYTHON_PREFIX)
+    import_name = _importable_name(reward) if from_python else None
+    return reward.name, config.type, config.model_dump(), import_name
 
 
 def _importable_name(reward: Reward) -> str:
@@ -212,21 +195,17 @@ def _importable_name(reward: Reward) -> str:
     with contextlib.suppress(Exception):
         if where != "__main__" and registry.load_code(spec) is reward.code:
             return spec
-    raise ConfigError(
-        Problem(
-            f"reward {reward.name!r} cannot be sent to a worker process",
-            f"reward.{reward.name}.workers",
-            f"{reward.location} is no function at the top of a module that can be imported",
-            "put it in a file and name it by reward.NAME.path=file.py:name, or workers=0",
-        )
-    )
+    what = f"reward {reward.name!r} cannot be sent to a worker process"
+    why = f"{reward.location} is not a function at the top of a module that can be imported"
+    fix = "put it in a file and name it by reward.NAME.path=file.py:name, or workers=0"
+    raise ConfigError(Problem(what, f"reward.{reward.name}.workers", why, fix))
 
 
 @atexit.register
 def stop_reward_workers() -> None:
-    """End every worker."""
-    ended = [threading.Thread(target=worker.kill) for worker in list(_all_workers)]
-    for thread in ended:
+    """End every worker, all at once, waiting at most 5 s for each."""
+    threads = [threading.Thread(target=worker.kill) for worker in list(_all_workers)]
+    for thread in threads:
         thread.start()
-    for thread in ended:
+    for thread in threads:
         thread.join(5.0)

@@ -15,8 +15,10 @@ import socket
 import sys
 import tempfile
 from collections.abc import Awaitable
+from typing import cast
 
 from rloo_cli.config import registry
+from rloo_cli.config.schema import RewardConfig
 from rloo_cli.rewards.engine.arguments import RewardCallLog
 from rloo_cli.rewards.engine.build import Reward, build_reward, reward_from_callable
 from rloo_cli.rewards.engine.process_pool import WorkerGone, receive_pickled, send_pickled
@@ -43,7 +45,8 @@ def _end_with_parent(pipe: int) -> None:
 def _build_worker_reward(
     name: str, reward_type: str, config_values: JsonObject, import_name: str | None
 ) -> Reward:
-    config = registry.config_class("rewards", reward_type).model_validate(config_values)
+    config_class = cast("type[RewardConfig]", registry.config_class("rewards", reward_type))
+    config = config_class.model_validate(config_values)
     if import_name is None:
         return build_reward(name, config)
     return reward_from_callable(name, registry.load_code(import_name), config)

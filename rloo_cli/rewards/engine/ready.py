@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rloo_cli.config import registry
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.rewards.engine import process_pool
-from rloo_cli.rewards.engine.build import (
-    Reward,
-    RewardFunction,
-    build_reward,
-    reward_from_callable,
-)
+from rloo_cli.rewards.engine.build import Reward, RewardFunction, build_reward, reward_from_callable
 
 if TYPE_CHECKING:  # these import torch
     import torch
@@ -42,7 +37,7 @@ class RewardLoader(Protocol):
 
     def load_reward_tokenizer(self, key: str, config: Any) -> "PreTrainedTokenizerBase": ...
     def load_reward_model(
-        self, key: str, config: Any, tokenizer: Any, device: "torch.device"
+        self, key: str, config: Any, tokenizer: "PreTrainedTokenizerBase", device: "torch.device"
     ) -> RewardScorer: ...
 
 
@@ -61,7 +56,7 @@ class RewardSetup:
 def run_ready_hooks(
     rewards: Iterable[Reward],
     tokenizer: "PreTrainedTokenizerBase",
-    prompts_by_set: "Mapping[Any, Prompts]",  # by the split's name
+    prompts_by_set: "Mapping[str, Prompts] | Mapping[str | None, Prompts]",  # by the split's name
     max_completion_length: int,
     device: "torch.device",
     log_note: Callable[[str], None],

@@ -86,12 +86,9 @@ class ScoringStep:
             calls.abandon()
 
     def _submit_calls(
-        self,
-        reward: Reward,
-        plan: cache.CachePlan,
-        reward_calls: RewardCalls,
+        self, reward: Reward, plan: cache.CachePlan, reward_calls: RewardCalls,
         indices: Sequence[int],
-    ) -> None:
+    ) -> None:  # fmt: skip
         asked = [
             row
             for row in indices

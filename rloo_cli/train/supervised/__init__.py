@@ -1,6 +1,6 @@
-"""The two trainings that come before RLOO: supervised fine-tuning, and a reward model.
+"""The two trainings before RLOO: supervised fine-tuning, and a reward model.
 
-examples      rows to examples for fine-tuning, and to pairs of preferences
+examples      read examples for fine-tuning, and preference pairs
 fit           their training loop
 reward_model  the Bradley-Terry loss
 sft           the loss of supervised fine-tuning

@@ -1,104 +1,121 @@
-"""Rows of a data set -> what `rloo sft` and `rloo reward-model` learn from.
+"""Reads the examples of `rloo sft` and the preference pairs of `rloo reward-model`.
 
-Prompts are read exactly as a run reads them (template, system message, chat template). Rows that
-are empty or too long are left out and counted; a column that is not there, or a value of another
-kind, is refused.
+Prompts are read exactly as a run reads them (template, system message, chat template). Examples
+that are empty or too long are left out and counted; a missing column, or a value of another type,
+is refused.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
+
+from transformers import PreTrainedTokenizerBase
 
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.prompt_limit import DEFAULT_MAX_PROMPT_TOKENS
-from rloo_cli.config.schema import DataConfig, RunConfig
+from rloo_cli.config.schema import DataConfig, RewardModelConfig, RunConfig, SftConfig
 from rloo_cli.data import prompts
 from rloo_cli.data.dataset import is_messages
 from rloo_cli.data.prompts import Prompts
-from rloo_cli.train.supervised.reward_model import PreferencePair, tokenize_pair
+from rloo_cli.train.supervised.reward_model import (
+    PreferenceObjective,
+    PreferencePair,
+    tokenize_pair,
+)
 from rloo_cli.train.supervised.sft import SftExample, tokenize_example, tokenize_with_eos
 from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.utils.files import JsonObject
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Example = TypeVar("Example", SftExample, PreferencePair)
+Completion = str | list[JsonObject]
 DATA_KEY_PATTERN = re.compile(r"\bdata\.(path|name|revision|split|eval_split|prompt_column)\b")
 
 
 @dataclass(frozen=True)
 class PreparedExamples:
-    """The rows that are left, and how many were not."""
+    """The examples that are used, and how many were left out."""
 
-    examples: list[Any]
+    examples: Sequence[SftExample | PreferencePair]
     num_too_long: int
     num_empty: int
     max_tokens: int
 
     def describe(self, limit: int) -> str:
-        """One line about them."""
-        said = f"{len(self.examples)} rows, up to {self.max_tokens} tokens"
-        over = f", {self.num_too_long} left out: longer than {limit} tokens (max_length)"
-        none = f", {self.num_empty} left out: empty"
-        return said + (over if self.num_too_long else "") + (none if self.num_empty else "")
+        """A line that says how many there are. `limit`: the most tokens of an example."""
+        line = f"{len(self.examples)} examples, up to {self.max_tokens} tokens"
+        if self.num_too_long:
+            line += f", {self.num_too_long} left out: longer than {limit} tokens (max_length)"
+        return line + (f", {self.num_empty} left out: empty" if self.num_empty else "")
 
 
 def sft_examples(
-    data: Any, source: DataConfig, settings: Any, tokenizer: Any, run: RunConfig, limit: int
+    data: "Dataset",
+    source: DataConfig,
+    settings: SftConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    run: RunConfig,
+    limit: int,
 ) -> PreparedExamples:
-    """Prompts with their completions. `limit`: most tokens of a row. Raises DataError."""
+    """Read prompts with their completions. `limit`: most tokens of an example. Raises DataError."""
     key = "sft.completion_column"
     values = _require_column(data, settings.completion_column, key)
     prepared = _tokenize_prompts(data, source, tokenizer, run, limit)
 
-    def read(place: int, number: int) -> SftExample | None:
-        prompt, value = prepared.prompts[place], values[number]
+    def read(index: int, number: int) -> SftExample | None:
+        prompt, value = prepared.prompts[index], values[number]
+        ids = prepared.prompt_ids[index]
         if _is_empty_completion(value, prepared.conversational, key, number):
             return None
         if not prepared.conversational:
-            return tokenize_example(prepared.prompt_ids[place], value, tokenizer)
-        asked = _render_chat(tokenizer, prompt, run, add_generation_prompt=True)
+            return tokenize_example(ids, str(value), tokenizer)
+        start = _render_chat(tokenizer, prompt, run, add_generation_prompt=True)
         whole = _render_chat(tokenizer, [*prompt, *_as_messages(value)], run)
-        if not whole.startswith(asked):
-            why = "a prompt with its completion does not begin with the prompt as it is asked"
-            raise DataError(Problem("the chat template changes what came before",
-                                    f"{key}, row {number}", why))  # fmt: skip
-        ids = prepared.prompt_ids[place]
-        return SftExample(
-            [*ids, *tokenize_with_eos(whole[len(asked) :], tokenizer, False)], len(ids)
-        )
+        if not whole.startswith(start):
+            what = "the chat template changes what came before"
+            why = "the text of a prompt with its completion does not begin with that of the prompt"
+            raise DataError(Problem(what, f"{key}, row {number}", why))
+        completion_ids = tokenize_with_eos(whole[len(start) :], tokenizer, False)
+        return SftExample([*ids, *completion_ids], len(ids))
 
-    return _collect_examples(prepared, read, lambda row: len(row.ids), limit, key)
+    return _collect_examples(prepared, read, lambda example: len(example.ids), limit, key)
 
 
 def preference_pairs(
-    data: Any, source: DataConfig, settings: Any, tokenizer: Any, run: RunConfig, limit: int
+    data: "Dataset",
+    source: DataConfig,
+    settings: RewardModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    run: RunConfig,
+    limit: int,
 ) -> PreparedExamples:
-    """Pairs of completions. `limit`: most tokens of either. Raises DataError.
+    """Read pairs of completions. `limit`: most tokens of either. Raises DataError.
 
-    Conversations are read as the chat template writes them, as a reward of type `model` does.
+    The chat template renders conversations, as it does for a reward of type `model`.
     """
     keys = ("reward_model.chosen_column", "reward_model.rejected_column")
-    columns = [
-        _require_column(data, getattr(settings, key.rpartition(".")[2]), key) for key in keys
-    ]
+    names = (settings.chosen_column, settings.rejected_column)
+    columns = [_require_column(data, name, key) for name, key in zip(names, keys, strict=True)]
     prepared = _tokenize_prompts(data, source, tokenizer, run, limit)
 
-    def read(place: int, number: int) -> PreferencePair | None:
-        prompt, values = prepared.prompts[place], [column[number] for column in columns]
-        talk = prepared.conversational
+    def read(index: int, number: int) -> PreferencePair | None:
+        prompt, values = prepared.prompts[index], [column[number] for column in columns]
+        conversational = prepared.conversational
         named = zip(values, keys, strict=True)
-        # Both are looked at: what is wrong with the second is not hidden by an empty first.
-        if sum(_is_empty_completion(value, talk, key, number) for value, key in named):
+        # Both are checked: an empty first completion must not hide an error in the second.
+        if sum(_is_empty_completion(value, conversational, key, number) for value, key in named):
             return None
-        if not talk:
-            chosen, rejected = values
+        if not conversational:
+            chosen, rejected = map(str, values)
             return tokenize_pair(str(prompt), chosen, rejected, tokenizer)
         texts = [_render_chat(tokenizer, [*prompt, *_as_messages(v)], run) for v in values]
-        return PreferencePair(
-            *(list(tokenizer(t, add_special_tokens=False)["input_ids"]) for t in texts)
-        )
+        ids = (list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
+        return PreferencePair(*ids)
 
-    longer: Callable[[PreferencePair], int] = lambda row: max(len(row.chosen), len(row.rejected))  # noqa: E731
-    return _collect_examples(prepared, read, longer, limit, keys[0])
+    return _collect_examples(prepared, read, PreferenceObjective().length, limit, keys[0])
 
 
 EXAMPLE_READERS: dict[str, Callable[..., PreparedExamples]] = {
@@ -108,11 +125,11 @@ EXAMPLE_READERS: dict[str, Callable[..., PreparedExamples]] = {
 
 
 def section_key(section: str, text: str) -> str:
-    """A text that speaks of keys of `data`, as one of those of `<section>.data`."""
+    """Replace the names of keys of `data` in a text by those of `<section>.data`."""
     return DATA_KEY_PATTERN.sub(rf"{section}.data.\1", text)
 
 
-def _require_column(data: Any, name: str, key: str) -> Any:
+def _require_column(data: "Dataset", name: str, key: str) -> Sequence[Completion]:
     if name in data.column_names:
         return data[name]
     close = nearest_names(name, data.column_names)
@@ -122,50 +139,55 @@ def _require_column(data: Any, name: str, key: str) -> Any:
 
 
 def _tokenize_prompts(
-    data: Any, source: DataConfig, tokenizer: Any, run: RunConfig, limit: int
+    data: "Dataset",
+    source: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    run: RunConfig,
+    limit: int,
 ) -> Prompts:
-    # One place at least is the completion's.
-    longest = min(limit - 1, source.max_prompt_length or DEFAULT_MAX_PROMPT_TOKENS)
+    # A completion has at least one token.
+    max_tokens = min(limit - 1, source.max_prompt_length or DEFAULT_MAX_PROMPT_TOKENS)
     kwargs = run.generation.chat_template_kwargs
-    return prompts.tokenize_prompts(data, source, tokenizer, kwargs, longest, run.seed)
+    return prompts.tokenize_prompts(data, source, tokenizer, kwargs, max_tokens, run.seed)
 
 
-def _is_empty_completion(value: Any, conversational: bool, key: str, number: int) -> bool:
-    """Whether nothing is said. Raises DataError for what is no completion of such a prompt."""
+def _is_empty_completion(value: Completion, conversational: bool, key: str, number: int) -> bool:
+    """Whether a completion is empty. Raises DataError if it is of a type that is not allowed."""
     if isinstance(value, str):
         return not value.strip()
     if conversational and is_messages(value):
         return not any(str(message.get("content") or "").strip() for message in value)
     kind = "a string or a list of messages" if conversational else "a string"
-    found = f"found {type(value).__name__}: {str(value)[:80]!r}"
-    raise DataError(Problem(f"completion {number} is not {kind}", f"{key}, row {number}", found))
+    why = f"found {type(value).__name__}: {str(value)[:80]!r}"
+    raise DataError(Problem(f"completion {number} is not {kind}", f"{key}, row {number}", why))
 
 
-def _as_messages(value: Any) -> list[JsonObject]:
-    said: list[JsonObject] = [{"role": "assistant", "content": value}]
-    return said if isinstance(value, str) else value
+def _as_messages(value: Completion) -> list[JsonObject]:
+    return [{"role": "assistant", "content": value}] if isinstance(value, str) else value
 
 
-def _render_chat(tokenizer: Any, messages: Any, run: RunConfig, **options: Any) -> str:
+def _render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: object, run: RunConfig, **options: object
+) -> str:
     kwargs = options | run.generation.chat_template_kwargs
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
-    return text
+    return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
 
 
 def _collect_examples(
     tokenized: Prompts,
-    read_example: Callable[[int, int], Any],
-    length: Callable[[Any], int],
+    read_example: Callable[[int, int], Example | None],
+    length: Callable[[Example], int],
     limit: int,
     key: str,
 ) -> PreparedExamples:
-    rows = [read_example(place, number) for place, number in enumerate(tokenized.example_numbers)]
-    said = [row for row in rows if row is not None]
-    fitting = [row for row in said if length(row) <= limit]
-    empty, long = len(rows) - len(said), len(said) - len(fitting) + tokenized.dropped
-    if 2 * len(fitting) < len(rows) + tokenized.dropped:
+    examples = [read_example(i, number) for i, number in enumerate(tokenized.example_numbers)]
+    non_empty = [example for example in examples if example is not None]
+    fitting = [example for example in non_empty if length(example) <= limit]
+    total = len(examples) + tokenized.dropped
+    empty = len(examples) - len(non_empty)
+    long = len(non_empty) - len(fitting) + tokenized.dropped
+    if 2 * len(fitting) < total:
         why = f"{empty} are empty, {long} longer than {limit} tokens"
-        total = len(rows) + tokenized.dropped
-        fix = f"{key}=COLUMN, or {key.partition('.')[0]}.max_length=N where the model has room"
-        raise DataError(Problem(f"only {len(fitting)} of {total} rows are left", key, why, fix))
+        fix = f"{key}=COLUMN, or {key.partition('.')[0]}.max_length=N if the model allows it"
+        raise DataError(Problem(f"only {len(fitting)} of {total} examples are left", key, why, fix))
     return PreparedExamples(fitting, long, empty, max(map(length, fitting)))

@@ -1,18 +1,22 @@
 """A reward model from preferences: Bradley-Terry, -log sigmoid(chosen - rejected).
 
-The score is read at the last real token of prompt and completion, the end, found by its place:
-padding and end may be one id. Source: Stiennon et al. (arXiv 2009.01325), equation of section 3.4;
+The score is read at the last real token of prompt and completion, the EOS, found by its position:
+padding and EOS may be one id. Source: Stiennon et al. (arXiv 2009.01325), equation of section 3.4;
 the centring term is that of TRL's RewardTrainer (arXiv 2312.09244).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from rloo_cli.config.schema import RewardModelConfig
 from rloo_cli.train.supervised import fit
@@ -21,7 +25,7 @@ from rloo_cli.train.supervised.sft import tokenize_with_eos
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """Two completions of one prompt, each with the prompt and an end; ids."""
+    """Two completions of one prompt, each with the prompt and an EOS, as ids."""
 
     chosen: list[int]
     rejected: list[int]
@@ -29,29 +33,27 @@ class PreferencePair:
 
 @dataclass(frozen=True)
 class PreferenceObjective:
-    """Mean over pairs; `center` weighs (chosen + rejected)^2."""
+    """The Bradley-Terry loss of a pair; `center` weighs (chosen + rejected)^2."""
 
     center: float = 0.0
 
     def length(self, example: PreferencePair) -> int:
-        """Tokens of the longer one."""
+        """Tokens of the longer sequence."""
         return max(len(example.chosen), len(example.rejected))
 
     def loss_count(self, example: PreferencePair) -> int:
-        """A pair counts once."""
+        """1: the loss is averaged over pairs."""
         return 1
 
     def loss(
-        self, model: Any, examples: Sequence[PreferencePair]
+        self, model: PreTrainedModel, examples: Sequence[PreferencePair]
     ) -> tuple[Tensor, dict[str, float]]:
-        """Summed over pairs; with it accuracy and margin. ()"""
-        found = score_sequences(
-            model, [r.chosen for r in examples] + [r.rejected for r in examples]
-        )
-        chosen, rejected = found.chunk(2)
+        """The loss summed over pairs, (), with accuracy and margin."""
+        sequences = [pair.chosen for pair in examples] + [pair.rejected for pair in examples]
+        chosen, rejected = score_sequences(model, sequences).chunk(2)
         loss = bradley_terry_loss(chosen, rejected, self.center)
         gap = (chosen - rejected).detach()
-        # A tie says nothing: it counts half.
+        # A tie counts half.
         right = (gap > 0).sum() + 0.5 * (gap == 0).sum()
         return loss.sum(), {"accuracy": float(right), "margin": float(gap.sum())}
 
@@ -61,8 +63,8 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor, center: float = 0.0) ->
     return -nn.functional.logsigmoid(chosen - rejected) + center * (chosen + rejected) ** 2
 
 
-def score_sequences(model: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
-    """The score of each row of ids at its last token, in float32. -> (N,)"""
+def score_sequences(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> Tensor:
+    """The score of each sequence of ids at its last token, in float32. -> (N,)"""
     ids, mask = fit.pad_right(sequences, model)
     hidden = model.base_model(input_ids=ids, attention_mask=mask)[0]  # (N, T, H)
     last = mask.sum(1) - 1
@@ -70,20 +72,22 @@ def score_sequences(model: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
     return nn.functional.linear(read.float(), model.score.weight.float()).squeeze(-1)
 
 
-def tokenize_pair(prompt: str, chosen: str, rejected: str, tokenizer: Any) -> PreferencePair:
-    """Both texts as a reward of type `model` reads them: prompt and completion in one, then EOS."""
+def tokenize_pair(
+    prompt: str, chosen: str, rejected: str, tokenizer: PreTrainedTokenizerBase
+) -> PreferencePair:
+    """Tokenize both as a reward of type `model` does: prompt and completion, then EOS."""
     return PreferencePair(
         *(tokenize_with_eos(prompt + text, tokenizer, True) for text in (chosen, rejected))
     )
 
 
-def init_score_head(model: Any, seed: int) -> None:
-    """Give the score head its first weights: N(0, 1 / (H + 1)), no bias (arXiv 2403.17031)."""
+def init_score_head(model: PreTrainedModel, seed: int) -> None:
+    """Initialise the score head: N(0, 1 / (H + 1)), no bias (arXiv 2403.17031)."""
     weight = model.score.weight
-    draw = torch.Generator().manual_seed(seed)
-    first = torch.randn(weight.shape, generator=draw) / (weight.shape[1] + 1) ** 0.5
+    generator = torch.Generator().manual_seed(seed)
+    initial = torch.randn(weight.shape, generator=generator) / (weight.shape[1] + 1) ** 0.5
     with torch.no_grad():
-        weight.copy_(first)
+        weight.copy_(initial)
 
 
 def train_reward_model(
@@ -93,14 +97,15 @@ def train_reward_model(
     seed: int,
     folder: Path,
 ) -> None:
-    """Train a reward model from the language model in `start` on (prompt, chosen, rejected), save
-    it in `folder`: for made models."""
+    """Train a reward model from the language model in `base_path` and save it in `folder`.
+
+    `pairs`: (prompt, chosen, rejected). For synthetic models.
+    """
     tokenizer = AutoTokenizer.from_pretrained(base_path)
     model = AutoModelForSequenceClassification.from_pretrained(base_path, num_labels=1)
     init_score_head(model, seed)
     objective = PreferenceObjective(settings.center_rewards_coefficient)
-    fit.SupervisedTrainer(model, objective, settings, seed).train(
-        [tokenize_pair(*row, tokenizer) for row in pairs]
-    )
+    examples = [tokenize_pair(*texts, tokenizer) for texts in pairs]
+    fit.SupervisedTrainer(model, objective, settings, seed).train(examples)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -176,7 +176,7 @@ def test_bm_4_raw_log_probabilities_and_too_little_room_are_told_together(fake, 
 def test_bm_4_a_page_of_html_is_no_rollout_server(fake, client, status):
     fake.page = status
     said = refused(client().connect)
-    assert "is no rollout server" in said and "expected vLLM's API" in said
+    assert "is not a rollout server" in said and "expected vLLM's API" in said
     assert "nginx" in said and (status == 200 or "404" in said)
 
 
@@ -558,7 +558,7 @@ def test_a_wire_takes_no_answer_from_a_redirect(fake):
     wire = HttpClient()
     try:
         fake.page = 302
-        with pytest.raises(GenerationError, match="no rollout server"):
+        with pytest.raises(GenerationError, match="not a rollout server"):
             wire.get(fake.url, "/health", fake.token, 5)
     finally:
         wire.close()

@@ -1,17 +1,18 @@
 """The receiving ends of a weight transfer, which run inside vLLM's workers.
 
-`Accounted` is what they have in common: every layer of the engine must have received all of its
-elements before an update may end. vLLM itself only logs a layer that received none, and fills one
-that received half with whatever was in memory.
+`CompleteUpdateMixin` is what they have in common: every layer of the engine must have received all
+of its elements before an update may end. vLLM itself only logs a layer that received none, and
+fills the rest of one that received half with whatever was in memory.
 
-    adapter  The receiver of an adapter
-    gloo     The gloo receiver: our own engine for machines without GPUs
-    ipc      The CUDA IPC receiver, accounted
-    nccl     vLLM's NCCL receiver, accounted
+    adapter  the receiver of an adapter
+    gloo     the gloo receiver: our own, for machines without GPUs
+    ipc      the CUDA IPC receiver, with complete updates
+    nccl     vLLM's NCCL receiver, with complete updates
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
@@ -21,7 +22,7 @@ from rloo_cli.generation.vllm import versions
 MAX_NAMES_SHOWN = 20  # names in one message
 
 if TYPE_CHECKING:
-    Base = Any
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine as Base
 else:
     Base = object
 
@@ -31,56 +32,54 @@ class CompleteUpdateMixin(Base):
 
     def finish_weight_update(self) -> None:
         """Raises ValueError that lists the layers that did not receive all of their weights."""
-        left = [
-            f"{name} ({got} of {all_} elements)"
-            for name, got, all_ in incomplete_layers(self.model)
-        ]
-        # Even an update that is refused must close: the engine would take no other one.
+        incomplete = incomplete_layers(self.model)
+        # Even an update that is refused must be closed: else the engine would refuse the next one.
         super().finish_weight_update()
-        if left:
-            more = f" and {len(left) - MAX_NAMES_SHOWN} more" if len(left) > MAX_NAMES_SHOWN else ""
-            raise ValueError(f"weights are missing: {', '.join(left[:MAX_NAMES_SHOWN])}{more}")
+        if incomplete:
+            raise missing_weights_error([f"{n} ({a} of {b} elements)" for n, a, b in incomplete])
         refresh_heads(self.model)
 
 
-def incomplete_layers(model: Any) -> list[tuple[str, int, int]]:
-    """Layers under reload that received too few elements: name, received, expected.
+def missing_weights_error(layers: list[str]) -> ValueError:
+    """The error that ends an update: it names the first MAX_NAMES_SHOWN of these layers."""
+    more = f" and {len(layers) - MAX_NAMES_SHOWN} more" if len(layers) > MAX_NAMES_SHOWN else ""
+    return ValueError(f"weights are missing: {', '.join(layers[:MAX_NAMES_SHOWN])}{more}")
 
-    Embeddings may be padded to a round number of rows, which nobody sends.
-    """
-    found, not_counted = [], versions.uncounted_parameters()
+
+def incomplete_layers(model: nn.Module) -> list[tuple[str, int, int]]:
+    """Layers that received too few elements in this update: name, received, expected. Nobody sends
+    the padding by which an embedding has a round number of tokens."""
+    incomplete, not_counted = [], versions.uncounted_parameters()
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
         if not info.can_load() or versions.is_deferred_layer(layer):
-            continue  # complete; or scales, which no checkpoint of ours has
-        # Buffers are made, not sent.
-        expected = sum(
-            p.numel() for own, p in layer.named_parameters(recurse=False) if own not in not_counted
-        )
+            continue  # it is complete; or it has only scales, which our checkpoints do not have
+        # Buffers are not counted: the engine makes them itself.
+        parameters = layer.named_parameters(recurse=False)
+        expected = sum(p.numel() for parameter, p in parameters if parameter not in not_counted)
         if isinstance(layer, VocabParallelEmbedding):
             expected = expected * shard_vocab_size(layer) // layer.num_embeddings_per_partition
         if info.load_numel < expected and not _tied_head(model, layer):
-            found.append((name or "(model)", info.load_numel, expected))
-    return found
+            incomplete.append((name or "(model)", info.load_numel, expected))
+    return incomplete
 
 
 def shard_vocab_size(layer: VocabParallelEmbedding) -> int:
-    """Rows of this process's share of a vocabulary that a checkpoint has: padding is all in the
-    last shares, so they have fewer, or none."""
+    """Tokens in this process's share of the vocabulary, without padding: all padding is at the end
+    of the vocabulary, so the last shares have fewer tokens, or none."""
     shard = layer.shard_indices
-    rows: int = shard.org_vocab_end_index - shard.org_vocab_start_index
-    return rows
+    return int(shard.org_vocab_end_index - shard.org_vocab_start_index)
 
 
-def _tied_head(model: Any, layer: Any) -> bool:
-    """It has the embedding's own parameter, which is sent once, under the embedding's name."""
+def _tied_head(model: nn.Module, layer: nn.Module) -> bool:
+    """Whether the layer's parameter is the embedding's, which is sent once, under that name."""
     tied = getattr(model.config, "tie_word_embeddings", False)
     return bool(tied) and layer is getattr(model, "lm_head", None)
 
 
-def refresh_heads(model: Any) -> None:
-    """Without a GPU a head that is tied to the embedding keeps a packed copy of its weights, which
-    a reload leaves as it was; the old head would go on answering."""
+def refresh_heads(model: nn.Module) -> None:
+    """Pack the weights of heads again where there is no GPU: there a head that is tied to the
+    embedding computes with a packed copy of its weights, which a reload does not change."""
     if not current_platform.is_cpu():
         return
     for layer in model.modules():

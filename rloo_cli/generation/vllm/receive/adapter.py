@@ -1,9 +1,9 @@
-"""The receiver of an adapter: the base's weights are never touched.
+"""The receiver of an adapter: the base model's weights are never touched.
 
-What comes over gloo is written where vLLM looks for the adapter, and vLLM's own loader takes it
-from there at the next request. Two traps: a loaded adapter answers on under its number whatever
-its files say, so it is removed here; and what a prompt's cache was computed with is known by the
-adapter's name alone, so the sender has that cache forgotten, as after every update.
+The tensors that arrive over gloo are written where vLLM looks for the adapter, and vLLM's own
+loader reads them there at the next request. Two traps: vLLM goes on with an adapter that it has
+loaded, whatever its files are by then, so it is removed here; and the prefix cache knows the
+adapter by its name alone, so the sender resets that cache, as after every update.
 """
 
 import os
@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from rloo_cli.generation.vllm import lora_slot, versions
-from rloo_cli.generation.vllm.receive import MAX_NAMES_SHOWN
+from rloo_cli.generation.vllm.receive import missing_weights_error
 from rloo_cli.generation.vllm.receive.gloo import GlooReceiver, GlooUpdateInfo
 
 
@@ -30,25 +30,19 @@ class Adapter(GlooReceiver):
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         if self.group is None or self.tensors is None:
             raise RuntimeError("no trainer is connected: init_weight_transfer_engine comes first")
-        self.tensors |= {
-            name: tensor.clone() for name, tensor in self._receive_tensors(update_info)
-        }
+        self.tensors |= {name: t.clone() for name, t in self._receive_tensors(update_info)}
 
     def finish_weight_update(self) -> None:
-        """Raises ValueError that lists the layers that the engine cannot adapt, or has half of.
+        """Raises ValueError that lists layers that the engine cannot adapt, or that lack a factor.
 
-        vLLM keeps an update open whose end was refused: the next call closes it, and the adapter
-        stays the one that it was.
+        vLLM then keeps the update open; the next call closes it, and the adapter stays as it was.
         """
         tensors, self.tensors = self.tensors, None
         if tensors is None:
             return
-        manager: Any = self.model.lora_manager
+        manager = self.model.lora_manager
         if wrong := adapter_mismatches(manager, tensors):
-            more = (
-                f" and {len(wrong) - MAX_NAMES_SHOWN} more" if len(wrong) > MAX_NAMES_SHOWN else ""
-            )
-            raise ValueError(f"weights are missing: {', '.join(wrong[:MAX_NAMES_SHOWN])}{more}")
+            raise missing_weights_error(wrong)
         folder = Path(os.environ[lora_slot.ADAPTER_FOLDER_VARIABLE])
         part = folder / f".{lora_slot.ADAPTER_WEIGHTS_FILE}.{os.getpid()}"
         save_file({n: t.cpu().contiguous() for n, t in tensors.items()}, part)
@@ -59,20 +53,19 @@ class Adapter(GlooReceiver):
 
 
 def adapter_mismatches(manager: Any, tensors: dict[str, Tensor]) -> list[str]:
-    """What is wrong with an adapter's tensors, layer by layer; [] for one that fits."""
+    """What is wrong with an adapter's tensors, layer by layer; [] for an adapter that fits."""
     if not tensors:
         return ["all of the adapter"]
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     mapper = None if mapper is None else versions.rename_mapper(mapper)
     packed = {part for parts in manager.packed_modules.values() for part in parts}
-    halves: dict[str, set[bool]] = {}
+    halves: dict[str, set[bool]] = {}  # layer -> its factors; True is lora_A
     for name in tensors:
-        layer, first = parse_fine_tuned_lora_name(name, mapper)
-        halves.setdefault(layer, set()).add(first)
-    known = packed | set(manager.modules)
-    odd = [f"{layer} (not a layer that vLLM adapts)" for layer in halves if layer not in known]
-    most: int = manager.lora_config.max_lora_rank
+        layer, is_lora_a = parse_fine_tuned_lora_name(name, mapper)
+        halves.setdefault(layer, set()).add(is_lora_a)
+    layers = packed | set(manager.modules)
+    wrong = [f"{layer} (not a layer that vLLM adapts)" for layer in halves if layer not in layers]
+    max_rank: int = manager.lora_config.max_lora_rank
     ranks = {min(tensor.shape) for tensor in tensors.values()}
-    odd += [f"all of rank {rank} (there is room for {most})" for rank in ranks if rank > most]
-    half = [f"{layer} (one factor of two)" for layer, own in halves.items() if len(own) < 2]
-    return odd + half
+    wrong += [f"all of rank {r} (there is room for {max_rank})" for r in ranks if r > max_rank]
+    return wrong + [f"{layer} (one factor of two)" for layer, two in halves.items() if len(two) < 2]

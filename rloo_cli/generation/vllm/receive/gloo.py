@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroupGloo
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -18,7 +19,6 @@ from vllm.model_executor.model_loader.reload import (
 
 from rloo_cli.generation.vllm import transfer_gloo, versions
 from rloo_cli.generation.vllm.receive import CompleteUpdateMixin
-from rloo_cli.generation.vllm.transfer_gloo import TensorSpec
 
 if TYPE_CHECKING:
     Base = object
@@ -28,7 +28,7 @@ else:
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):
-    """How to meet the sender."""
+    """How to connect with the sender; `GlooSender` fills it in."""
 
     host: str
     port: int
@@ -40,7 +40,7 @@ class GlooInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):
-    """What is coming, in order."""
+    """The tensors of an update, in order."""
 
     names: list[str]
     dtypes: list[str]
@@ -49,23 +49,19 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
 
 
 class GlooReceiver(Base, WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """Takes each buffer as it comes and gives its tensors to the model."""
+    """Loads the tensors of each buffer into the model as the buffer arrives."""
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
-    group: Any = None
+    group: ProcessGroupGloo | None = None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         self.shutdown()  # a trainer that vanished left one
         parallel = self.parallel_config
         index = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        info, rank = init_info, init_info.rank_offset + index
         self.group = transfer_gloo.join_transfer_group(
-            init_info.host,
-            init_info.port,
-            init_info.rank_offset + index,
-            init_info.world_size,
-            init_info.timeout_s,
-            init_info.own_host,
+            info.host, info.port, rank, info.world_size, info.timeout_s, info.own_host
         )
 
     def start_weight_update(self) -> None:
@@ -77,15 +73,14 @@ class GlooReceiver(Base, WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         self.model.load_weights(self._receive_tensors(update_info))
 
     def _receive_tensors(self, update_info: GlooUpdateInfo) -> Iterator[tuple[str, Tensor]]:
-        rows = zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True)
-        shapes = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in rows]
-        for run in transfer_gloo.split_into_buffers(shapes, update_info.buffer_bytes):
+        names, dtypes, shapes = update_info.names, update_info.dtypes, update_info.shapes
+        specs = transfer_gloo.tensor_specs(names, dtypes, shapes)
+        for run in transfer_gloo.split_into_buffers(specs, update_info.buffer_bytes):
             # A new buffer each time: the loader may keep a tensor until its layer is complete.
             buffer = torch.empty(sum(s.aligned_bytes for s in run), dtype=torch.uint8)
             transfer_gloo.broadcast_buffer(self.group, buffer)
-            yield from (
-                (name, t.to(self.device)) for name, t in transfer_gloo.unpack_tensors(buffer, run)
-            )
+            for name, tensor in transfer_gloo.unpack_tensors(buffer, run):
+                yield name, tensor.to(self.device)
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

@@ -1,6 +1,6 @@
-"""vLLM's NCCL receiver, accounted."""
+"""vLLM's NCCL receiver, with complete updates."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
@@ -16,6 +16,6 @@ else:
 class Nccl(CompleteUpdateMixin, Base, NCCLWeightTransferEngine):
     """Registered as `rloo_nccl`."""
 
-    def init_transfer_engine(self, init_info: Any) -> None:
+    def init_transfer_engine(self, init_info: object) -> None:
         self.shutdown()  # a trainer that vanished left one
         super().init_transfer_engine(init_info)
