@@ -100,7 +100,7 @@ class Side:
     def train(self, path: str | None) -> Answer:
         """The train phase on the recorded completions: reference, forward, backward, optimizer."""
         run, sampler, take = self.run, self.run.rollouts.generator, self.run.optimizer.step
-        run.rollouts.generator = SimpleNamespace(generate=self.replay, facts={})
+        run.rollouts.generator = SimpleNamespace(generate=self.replay, metrics={})
         cycle = StepProgress(self.batch(0))
         run.rollouts.generator = sampler
 
