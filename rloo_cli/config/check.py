@@ -122,9 +122,16 @@ def _with_mixture(values: JsonObject) -> JsonObject:
         return values
     common = {k: v for k, v in data.items() if k in SetConfig.model_fields and k != "path"}
     common |= {"name": None, "revision": None}
-    filled = {n: common | e if isinstance(e, dict) else e for n, e in mixture.items()}
+    filled = {n: _over(common, e) if isinstance(e, dict) else e for n, e in mixture.items()}
     path = None if data.get("path") == "???" else data.get("path")
     return values | {"data": data | {"path": path, "mixture": filled}}
+
+
+def _over(common: JsonObject, entry: JsonObject) -> JsonObject:
+    """A source's or set's own keys over those of `data`; of `task` key by key."""
+    task, own = common.get("task"), entry.get("task")
+    both = {"task": task | own} if isinstance(task, dict) and isinstance(own, dict) else {}
+    return common | entry | both
 
 
 def _with_sets(values: JsonObject) -> JsonObject:
@@ -152,7 +159,7 @@ def _with_sets(values: JsonObject) -> JsonObject:
             if "path" in entry:
                 is_file = str(entry["path"]).endswith((".jsonl", ".json", ".csv", ".parquet"))
                 other = {"split": "train" if is_file else "test", "name": None, "revision": None}
-            filled[name] = common | other | entry
+            filled[name] = _over(common | other, entry)
     return values | {"eval": evaluation | {"sets": filled}}
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from rloo_cli.config.synthetic import NO_HUB_PREFIXES, TASK_PREFIX
 from rloo_cli.utils.files import JsonObject
 
 SERVER_START_KEYS = (  # keys of generation.server that a server is started with
@@ -184,8 +185,13 @@ IDLE_KEYS = (
     ),
     IdleKeys(
         ("data.revision", "data.name"),
-        lambda v: str(v("data.path")).startswith(("make:", ".", "/")),
+        lambda v: str(v("data.path")).startswith((*NO_HUB_PREFIXES, ".", "/")),
         "data.path is not on the hub",
+    ),
+    IdleKeys(
+        ("data.task.size", "data.task.difficulty", "data.task.curriculum", "data.task.seed"),
+        lambda v: not str(v("data.path")).startswith(TASK_PREFIX),
+        "data.path is no task of reasoning-gym",
     ),
 )
 

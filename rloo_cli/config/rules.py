@@ -118,6 +118,29 @@ def data_problems(run: RunConfig) -> Iterator[Problem]:
     for key, source in configured_splits(run).items():
         yield from _streaming(key, source)
         yield from _template(key, source)
+        yield from _task(key, source)
+
+
+def _task(key: str, source: DataConfig) -> Iterator[Problem]:
+    """What is wrong with data.task, which belongs to paths reasoning_gym:NAME."""
+    of_task = (source.path or "").startswith(synthetic.TASK_PREFIX)
+    if of_task and source.task is None:
+        why = f"{key}.path={source.path} is a task, and nothing says how many questions it asks"
+        fix = f"data=reasoning_gym, or {key}.task={{size: 5000, eval_size: 200, seed: 1, ...}}"
+        yield Problem(f"{key}.task is null", f"{key}.task", why, fix)
+    if not of_task or source.task is None:
+        return
+    if source.task.curriculum is not None and source.shuffle:
+        why = "with data.shuffle=true its stages would be mixed"
+        fix = "data.shuffle=false, or curriculum: null"
+        yield Problem(f"{key}.task.curriculum is set", f"{key}.task.curriculum", why, fix)
+    if source.task.curriculum == []:
+        fix = "curriculum: null, or [{max_digits: 1}, {max_digits: 2}]"
+        yield Problem(f"{key}.task.curriculum is empty", f"{key}.task.curriculum", fix=fix)
+    names = [*source.task.difficulty, *(n for s in source.task.curriculum or () for n in s)]
+    for name in sorted({*names} & {"seed", "size"}):
+        where = f"{key}.task.difficulty"
+        yield Problem(f"{name} is not a difficulty", where, "", f"{key}.task.{name}=...")
 
 
 def _streaming(key: str, source: DataConfig) -> Iterator[Problem]:
@@ -130,7 +153,7 @@ def _streaming(key: str, source: DataConfig) -> Iterator[Problem]:
             "examples are read one by one up to that number; without it all of them would be",
             f"{key}.max_samples=10000, or {key}.streaming=false",
         )
-    elif (source.path or "").startswith(synthetic.MAKE_PREFIX):
+    elif (source.path or "").startswith(synthetic.NO_HUB_PREFIXES):
         why = f"{source.path} is made here: there is nothing to read one by one"
         yield Problem(f"{key}.streaming is set", f"{key}.streaming", why, f"{key}.streaming=false")
 

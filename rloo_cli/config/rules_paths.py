@@ -35,6 +35,10 @@ def named_path_problems(key: str, path: str, synthetic_names: dict[str, str]) ->
     """What is wrong with one path. `synthetic_names`: SYNTHETIC_MODELS or SYNTHETIC_DATA."""
     if path.startswith(synthetic.MAKE_PREFIX):
         yield from _synthetic_path_problems(key, path, synthetic_names)
+    elif path.startswith(synthetic.TASK_PREFIX):
+        if synthetic_names is not synthetic.SYNTHETIC_DATA:
+            fix = f"data.path={path}, and a model here"
+            yield Problem(f"{key} = {path!r} is a task, not a model", key, fix=fix)
     else:
         yield from _local_path_problems(key, path, data=synthetic_names is synthetic.SYNTHETIC_DATA)
 
@@ -70,17 +74,19 @@ def _reward_model_paths(section: str, entry: RewardConfig) -> dict[str, str | No
 
 
 def synthetic_model_paths(run: RunConfig) -> list[str]:
-    """Every `make:NAME` among a run's models and reward models, each once.
+    """Every `make:NAME` and GGUF file among a run's models and reward models, each once.
 
-    To train one of them takes a minute: they are made before anything waits for them.
+    To make or convert one of them can take a minute: it is done before anything waits for them.
     """
     paths = [path for _, path, names in named_paths(run) if names is synthetic.SYNTHETIC_MODELS]
-    return list(dict.fromkeys(path for path in paths if path.startswith(synthetic.MAKE_PREFIX)))
+    made = (path for path in paths if synthetic.is_made_here(path))
+    return list(dict.fromkeys(made))
 
 
 def looks_like_path(value: str) -> bool:
     """Whether this is meant as a path, rather than as a hub name such as org/name."""
-    return value.startswith((".", "/", "~")) or value.count("/") > 1 or value.endswith(DATA_FILES)
+    known = value.endswith((*DATA_FILES, synthetic.GGUF_SUFFIX))
+    return value.startswith((".", "/", "~")) or value.count("/") > 1 or known
 
 
 def _synthetic_path_problems(
@@ -108,6 +114,8 @@ def _local_path_problems(key: str, value: str, data: bool) -> Iterator[Problem]:
     elif not exists and not hf_cache.is_hub_name(value):
         why = f"{looked}; a hub name is ORG/NAME, of letters, digits, -, _ and ."
         yield Problem(f"{key} = {value!r} is neither a path nor a hub name", key, why, fix)
+    elif exists and not data and path.is_file() and path.suffix == synthetic.GGUF_SUFFIX:
+        return
     elif exists and not path.is_dir() and not (data and path.is_file()):
         kind = "a file" if path.is_file() else "neither a file nor a folder"
         yield Problem(f"{key} = {value!r} is {kind}", key, looked, f"{fix} of the right kind")

@@ -177,7 +177,9 @@ class ValueConfig(Frozen):
 
 
 class ModelConfig(Frozen):
-    path: Text = key("Hub name or folder of a causal language model, or make:NAME (made here)")
+    path: Text = key(
+        "Hub name, folder or GGUF file of a causal language model, or make:NAME (made here)"
+    )
     tokenizer: Text | None = key("Hub name or folder of the tokenizer; null = model.path")
     revision: Text | None = key("Branch, tag or commit of a hub model; null = its main branch")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
@@ -200,6 +202,21 @@ class ModelConfig(Frozen):
     lora: LoraConfig | None = key("Train adapters only; null = all weights")
     quantization: QuantizationConfig | None = key(
         "Frozen weights in 8 or 4 bits; null = as they are"
+    )
+
+
+class TaskConfig(Frozen):
+    """Which questions a task of reasoning-gym asks. `null` where data.path is no such task."""
+
+    size: int = key("Questions to train on", ge=1, lt=2**30)
+    eval_size: int = key("Held-out questions, of split test", ge=1, lt=2**30)
+    seed: int = key("Question i has the seed `seed` + i", ge=0, lt=2**30)
+    difficulty: JsonObject = key(
+        "The task's own keys: {min_digits: 1, max_digits: 2}; {} = its own"
+    )
+    curriculum: list[JsonObject] | None = key(
+        "Difficulties of equal parts of the questions, in this order, each over `difficulty`; held"
+        " out are questions of the last; null = one for all"
     )
 
 
@@ -229,6 +246,11 @@ class DatasetConfig(Frozen):
     )
     max_samples: Positive | None = key("Use only the first n examples that pass; null = all")
     streaming: bool = key("Read example by example, no further than max_samples, storing no more")
+    task: TaskConfig | None = key(
+        "Questions of a task: data=reasoning_gym sets it; null = path is not reasoning_gym:NAME",
+        since="0.2",
+        before=None,
+    )
     max_prompt_length: Positive | None = key(
         "Most tokens of a prompt; null = what max_completion_length leaves of the context and of"
         " the engine's max_model_len, at most 4096",
@@ -240,7 +262,7 @@ class DatasetConfig(Frozen):
 class SetConfig(DatasetConfig):
     """One split of one data set."""
 
-    path: Text = key("Hub name, jsonl/json/csv/parquet file, (save_to_disk) folder, make:NAME")
+    path: Text = key("Hub name, data file, (save_to_disk) folder, make:NAME or reasoning_gym:NAME")
 
 
 class SourceConfig(SetConfig):
@@ -255,7 +277,8 @@ class Mixture(Frozen):
 
 class DataConfig(DatasetConfig):
     path: Text | None = key(
-        "Hub name, jsonl/json/csv/parquet file, (save_to_disk) folder, make:NAME; null = mixture"
+        "Hub name, jsonl/json/csv/parquet file, (save_to_disk) folder, make:NAME, or"
+        " reasoning_gym:NAME; null = mixture"
     )
     mixture: SerializeAsAny[Mixture] | None = key(
         "Several data sets: {name: {path: ..., weight: 2, keys that differ from data}}; null = path"

@@ -90,7 +90,7 @@ def training_download_problems(run: RunConfig, section: str) -> Iterator[Problem
         (data_key, data.path or "", data.revision, "dataset"),
     ]
     for key, path, revision, kind in needed:
-        is_synthetic = path.startswith(synthetic.MAKE_PREFIX)
+        is_synthetic = path.startswith(synthetic.NO_HUB_PREFIXES)
         if not path or is_synthetic or Path(path).expanduser().exists():
             continue
         if not hf_cache.is_in_hub_cache(path, revision, kind):

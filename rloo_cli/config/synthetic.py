@@ -9,8 +9,11 @@ from pathlib import Path
 from rloo_cli.config import registry
 
 MAKE_PREFIX = "make:"
+TASK_PREFIX = "reasoning_gym:"  # data of a package that draws its questions from a seed
+NO_HUB_PREFIXES = (MAKE_PREFIX, TASK_PREFIX)  # neither has a name on a hub
 SYNTHETIC_MODELS = {
     "addition": "rloo_cli.data.synthetic.addition:addition_model_folder",
+    "smollm2": "rloo_cli.data.synthetic.smollm2:smollm2_model_folder",
     "tiny": "rloo_cli.data.synthetic.tiny:tiny_model_folder",
     "tiny_reward": "rloo_cli.data.synthetic.tiny:tiny_reward_model_folder",
     "tldr_base": "rloo_cli.data.synthetic.tldr:tldr_base_folder",
@@ -18,11 +21,13 @@ SYNTHETIC_MODELS = {
     "tldr_reward": "rloo_cli.train.supervised.tldr:tldr_reward_folder",
 }
 SYNTHETIC_CONTEXT_LENGTHS = {  # of the models, in tokens, for checks that come before torch
-    "addition": 64, "tiny": 2048, "tiny_reward": 2048,
+    "addition": 64, "smollm2": 8192, "tiny": 2048, "tiny_reward": 2048,
     "tldr_base": 128, "tldr_sft": 128, "tldr_reward": 128,
 }  # fmt: skip
 SYNTHETIC_DATA = {
     "addition": "rloo_cli.data.synthetic.addition:addition_examples",
+    "arithmetic": "rloo_cli.data.synthetic.chat_tasks:arithmetic_examples",
+    "instructions": "rloo_cli.data.synthetic.chat_tasks:instruction_examples",
     "tiny": "rloo_cli.data.synthetic.tiny:tiny_examples",
     "tiny_chat": "rloo_cli.data.synthetic.tiny:tiny_chat_examples",
     "tiny_pairs": "rloo_cli.data.synthetic.tiny:tiny_pair_examples",
@@ -31,10 +36,21 @@ SYNTHETIC_DATA = {
 }
 
 
+GGUF_SUFFIX = ".gguf"
+GGUF_CONVERTER = "rloo_cli.data.synthetic.gguf:converted_gguf_folder"
+
+
+def is_made_here(path: str) -> bool:
+    """Whether `resolve_model_path` has to make or convert this model first."""
+    return path.startswith(MAKE_PREFIX) or path.endswith(GGUF_SUFFIX)
+
+
 def resolve_model_path(path: str) -> str:
-    """Make the model of a path `make:NAME`, and return its folder; other paths as they are."""
+    """The folder of a model: `make:NAME` is made and a GGUF file converted; others as they are."""
     if path.startswith(MAKE_PREFIX):
         return str(registry.load_code(SYNTHETIC_MODELS[path.removeprefix(MAKE_PREFIX)])())
+    if path.endswith(GGUF_SUFFIX):
+        return str(registry.load_code(GGUF_CONVERTER)(path))
     return str(Path(path).expanduser()) if path.startswith("~") else path
 
 

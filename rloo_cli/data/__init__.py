@@ -12,5 +12,6 @@ prompts       renders and tokenises the prompts of a split
 segments      sums over segments, log-probabilities of targets
 splits        the split that a run trains on, and its held-out sets
 synthetic/    data and models that the project makes itself: make:NAME
+tasks         procedural tasks of reasoning-gym: reasoning_gym:NAME
 vocabulary    whether tokenizer, data and models have the same tokens
 """

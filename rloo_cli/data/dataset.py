@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeGuard
 from rloo_cli.config import hf_cache, synthetic
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.config.schema import DataConfig
-from rloo_cli.data import filters, mapping
+from rloo_cli.data import filters, mapping, tasks
 from rloo_cli.utils.errors import DataError, MachineError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -144,6 +144,8 @@ def _open(config: DataConfig, split: str) -> "Dataset | IterableDataset":
     assert config.path is not None  # data_rules
     if config.path.startswith(synthetic.MAKE_PREFIX):
         return _open_synthetic(config.path, split)
+    if config.path.startswith(synthetic.TASK_PREFIX):
+        return _open_task(config, split)
     path = Path(config.path).expanduser()
     streaming: JsonObject = {"streaming": True} if config.streaming else {}
     if path.is_dir() and any((path / f"{n}.json").is_file() for n in ("state", "dataset_dict")):
@@ -222,6 +224,20 @@ def _open_synthetic(path: str, split: str) -> "Dataset":
     except (KeyError, ValueError):
         why = "rloo makes the splits train and test"
         raise DataError(Problem(f"no split {split!r} in {path}", "data.split", why)) from None
+
+
+def _open_task(config: DataConfig, split: str) -> "Dataset":
+    import datasets
+
+    assert config.path is not None and config.task is not None  # data_rules
+    name = _split_name(split)
+    try:
+        data = datasets.Dataset.from_list(tasks.task_examples(config.path, name, config.task))
+        return _select_examples({name: data}, split)
+    except (KeyError, ValueError):
+        why = f"a task has the splits {' and '.join(tasks.TASK_SPLITS)}"
+        what = f"no split {split!r} in {config.path}"
+        raise DataError(Problem(what, "data.split", why)) from None
 
 
 def _open_saved(saved: "Dataset | DatasetDict", split: str) -> "Dataset":

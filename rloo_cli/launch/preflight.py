@@ -65,7 +65,7 @@ def _root(run: RunConfig) -> Iterator[Problem]:
 def _cache(run: RunConfig) -> Iterator[Problem]:
     """A cache that is needed and cannot be made; one that can only be read may have everything."""
     cache, named = paths.cache_folder(), rules_paths.named_paths(run)
-    needed = any(path.startswith(synthetic.MAKE_PREFIX) for _, path, _ in named)
+    needed = any(path.startswith(synthetic.NO_HUB_PREFIXES) for _, path, _ in named)
     if needed and not cache.is_dir():
         above = next(p for p in cache.absolute().parents if os.path.exists(p))
         if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)) or above == Path("/proc"):
@@ -75,7 +75,7 @@ def _cache(run: RunConfig) -> Iterator[Problem]:
 def _downloads(run: RunConfig) -> Iterator[Problem]:
     """What a run without network would have to download."""
     for key, path, names in rules_paths.named_paths(run) if hf_cache.is_hub_offline() else ():
-        if path.startswith(synthetic.MAKE_PREFIX) or Path(path).expanduser().exists():
+        if path.startswith(synthetic.NO_HUB_PREFIXES) or Path(path).expanduser().exists():
             continue
         kind = "dataset" if names is synthetic.SYNTHETIC_DATA else "model"
         if not hf_cache.is_in_hub_cache(path, hf_cache.revision_for_key(run, key), kind):

@@ -4,10 +4,13 @@ Speeds are what programs reach, not what data sheets say: 788 TFLOP/s and 4.3 TB
 one H200 (docs/speed.md); the others are four fifths and nine tenths of their data sheets.
 """
 
+import functools
 import os
 import re
 import shutil
 import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,16 +61,40 @@ GPUS = {
     )
 }  # fmt: skip
 ASSUMED_GPU = GPUS["H100-80GB"]
-CPU_CORE_FLOPS = 40e9  # a second, in float32
+CPU_CORE_FLOPS, CPU_BYTES = 40e9, 2e10  # a second, in float32; where nothing is measured
 
 
-def cpu_device() -> Device:
-    """The CPU of this machine."""
+def cpu_device(measured: bool = False) -> Device:
+    """The CPU of this machine; its speeds `measured`, in a third of a second, or assumed."""
     cores, total = os.cpu_count() or 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = CGROUP.read_text().strip() if CGROUP.is_file() else "max"
     memory = min(total, int(limit) if limit.isdigit() else total)
     name, source = f"CPU with {cores} cores", "this machine, which shows no GPU"
-    return Device(name, float(memory), cores * CPU_CORE_FLOPS, 2e10, 1e10, 1e9, "cpu", source)
+    flops, num_bytes = cores * CPU_CORE_FLOPS, CPU_BYTES
+    if measured:
+        flops, num_bytes = measured_cpu_speeds()
+        source += f"; measured: {flops / 1e9:.0f} GFLOP/s, {num_bytes / 1e9:.0f} GB/s"
+    return Device(name, float(memory), flops, num_bytes, 1e10, 1e9, "cpu", source)
+
+
+@functools.cache
+def measured_cpu_speeds() -> tuple[float, float]:
+    """Float32 operations a second of a matrix product, and bytes a second of one with a vector,
+    which has to read the whole matrix: on all cores, the best of several."""
+    import numpy
+
+    square = numpy.ones((1024, 1024), numpy.float32)
+    tall = numpy.ones((16384, 2048), numpy.float32)  # 128 MiB: no cache holds it
+    vector = numpy.ones(2048, numpy.float32)
+    product_s = min(_seconds_of(lambda: square @ square) for _ in range(6))
+    reading_s = min(_seconds_of(lambda: tall @ vector) for _ in range(6))
+    return 2 * 1024**3 / product_s, tall.nbytes / reading_s
+
+
+def _seconds_of(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def find_device(name: str | None, small: bool = False) -> Device:
@@ -80,9 +107,9 @@ def find_device(name: str | None, small: bool = False) -> Device:
         if gpu is not None:
             return gpu
         assumed = "assumed: this machine shows no GPU; say --gpu NAME, --gpu 80GiB or --gpu cpu"
-        return cpu_device() if small else replace(ASSUMED_GPU, source=assumed)
+        return cpu_device(measured=True) if small else replace(ASSUMED_GPU, source=assumed)
     if name.lower() == "cpu":
-        return cpu_device()
+        return cpu_device(measured=True)
     if gpu := _gpu_by_name(name):
         return replace(gpu, source="--gpu")
     size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|GB)", name, re.IGNORECASE)

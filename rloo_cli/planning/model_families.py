@@ -266,7 +266,13 @@ def _qwen3_config(
 # The models that `rloo_cli.config.synthetic` makes: none is made for a plan (a test compares them).
 TINY = _qwen3_config(64, 2, 2, 1, 128, 258, 2048, False)
 TLDR = _qwen3_config(96, 3, 3, 3, 256, 110, 128, True)
+SMOLLM2: JsonObject = {
+    "model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "head_dim": 64, "intermediate_size": 1536, "vocab_size": 49152,
+    "tie_word_embeddings": True, "max_position_embeddings": 8192,
+}  # fmt: skip
 SYNTHETIC_CONFIGS: dict[str, JsonObject] = {
+    "smollm2": SMOLLM2,
     "addition": _qwen3_config(128, 3, 4, 2, 384, 14, 64, True), "tiny": TINY, "tiny_reward": TINY,
     "tldr_base": TLDR, "tldr_sft": TLDR, "tldr_reward": TLDR,
 }  # fmt: skip

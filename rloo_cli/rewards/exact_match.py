@@ -10,25 +10,22 @@ import re
 from typing import Literal
 
 from rloo_cli.config.schema import RewardConfig, key
-from rloo_cli.rewards.common.text import Columns, Completion, last_boxed_content, texts
-
-ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-THOUSANDS_GROUPS = r"\d{1,3}(?:,\d{3})+(?!\d)|(?<!\d)\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?!\d)"
-# A - after a digit, a letter or a bracket is a minus between two numbers: 5-3 ends in 3.
-NUMBER_PATTERN = re.compile(
-    r"(?:(?<![\w.)\]}])[-\u2212])?"
-    rf"(?:(?<!\d)\.\d+|(?:{THOUSANDS_GROUPS}|\d+)(?:/\d+|(?:\.\d+)?))"
-    r"(?:[eE][-+]?\d+(?!\w))?"
+from rloo_cli.rewards.common.text import (
+    Columns,
+    Completion,
+    ExtractMethod,
+    extract_answer,
+    texts,
 )
 
 
 class Config(RewardConfig):
     type: Literal["exact_match"] = key("exact_match")
     column: str = key("Data column with the gold answer, or a list of them")
-    extract: Literal["text", "boxed", "answer_tag", "last_line", "last_number"] = key(
+    extract: ExtractMethod = key(
         "The answer: all the text, the last of: \\boxed{}, <answer> block, line, number"
     )
-    gold_extract: Literal["text", "boxed", "answer_tag", "last_line", "last_number"] = key(
+    gold_extract: ExtractMethod = key(
         "What is taken of the gold answer, where the column holds a whole solution"
     )
     ignore_case: bool = key("Capital and small letters are equal")
@@ -43,23 +40,6 @@ def score(completions: list[Completion], columns: Columns, config: Config) -> li
     answers = [extract_answer(text, config.extract) for text in texts(completions)]
     pairs = zip(answers, columns[config.column], strict=True)
     return [_matches_gold(answer, gold, config) for answer, gold in pairs]
-
-
-def extract_answer(text: str, method: str) -> str | None:
-    """The answer in `text`, found as a key `extract` says; None when there is none."""
-    if method == "boxed":
-        return last_boxed_content(text)
-    if method == "answer_tag":
-        return _last_or_none(ANSWER_TAG.findall(text))
-    if method == "last_line":
-        return _last_or_none(text.strip().splitlines())
-    if method == "last_number":
-        return _last_or_none(NUMBER_PATTERN.findall(text))
-    return text
-
-
-def _last_or_none(matches: list[str]) -> str | None:
-    return matches[-1] if matches else None
 
 
 def _matches_gold(answer: str | None, gold: object, config: Config) -> float | None:

@@ -112,7 +112,8 @@ def _saved(values: dict[str, Any], dtype: torch.dtype) -> float:
 # Where facts come from.
 
 
-@pytest.mark.parametrize("name", sorted(model_families.SYNTHETIC_CONFIGS))
+# SmolLM2, which is fetched, is compared in tests/data/test_smollm2.py.
+@pytest.mark.parametrize("name", sorted(model_families.SYNTHETIC_CONFIGS.keys() - {"smollm2"}))
 def test_made_models_are_what_the_plan_takes_them_for(name: str) -> None:
     from rloo_cli.data.synthetic import addition, tiny, tldr
 

@@ -1,7 +1,10 @@
-"""Data and models that the project makes itself: no download.
+"""Data and models that the project makes itself, or takes from the package index: make:NAME.
 
 addition    Two-digit addition, one token per character
 cache       Make a folder once, and keep it in the cache
+chat_tasks  Arithmetic asked in words, and instructions that a program can verify
+gguf        GGUF files as ordinary model folders
+smollm2     SmolLM2-135M-Instruct, a real chat model, from the package index
 tiny        A random model, a byte tokenizer and a few prompts
 tldr        The TL;DR pipeline in miniature, made here
 tldr_posts  the posts, and the hidden rule that says how good a summary is

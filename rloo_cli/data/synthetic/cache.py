@@ -66,7 +66,11 @@ def _make(folder: Path, build: Callable[[Path], None]) -> None:
         temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        build(temporary)
+        try:
+            build(temporary)
+        except BaseException:  # what a failed download leaves is of no use to anyone
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
         try:
             temporary.rename(folder)
         except OSError:  # another process was quicker, and its folder is the same

@@ -2,6 +2,7 @@
 
 chat_client      questions to a chat model
 http_client      JSON over HTTP, with retries
+instructions     instructions that a program can verify
 math_equal       mathematical equality, with a time limit
 math_gold        gold answers and answers as math-verify reads them
 math_worker      the child process that compares answers

@@ -1,7 +1,7 @@
-"""Reads a completion for rewards: its text, its last \\boxed{}, the text after a delimiter."""
+"""Reads a completion for rewards: its text, its answer, the text after a delimiter."""
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 from rloo_cli.utils.files import JsonObject
 
@@ -9,6 +9,15 @@ BOXED_START = re.compile(r"\\boxed\{")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \\{ and \\} are printed braces and need not balance
 Completion = str | list[JsonObject]  # plain text, or the messages of an answer
 Columns = dict[str, list[Any]]  # data column -> its value for each completion
+ExtractMethod = Literal["text", "boxed", "answer_tag", "last_line", "last_number"]
+ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+THOUSANDS_GROUPS = r"\d{1,3}(?:,\d{3})+(?!\d)|(?<!\d)\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?!\d)"
+# A - after a digit, a letter or a bracket is a minus between two numbers: 5-3 ends in 3.
+NUMBER_PATTERN = re.compile(
+    r"(?:(?<![\w.)\]}])[-\u2212])?"
+    rf"(?:(?<!\d)\.\d+|(?:{THOUSANDS_GROUPS}|\d+)(?:/\d+|(?:\.\d+)?))"
+    r"(?:[eE][-+]?\d+(?!\w))?"
+)
 
 
 def texts(completions: list[Completion]) -> list[str]:
@@ -42,6 +51,23 @@ def last_boxed_content(text: str) -> str | None:
             if begin in starts and (last is None or begin > last[0]):
                 last = begin, match.start()
     return text[last[0] : last[1]] if last is not None else None
+
+
+def extract_answer(text: str, method: ExtractMethod) -> str | None:
+    """The answer in `text`, found in this way; None when there is none."""
+    if method == "boxed":
+        return last_boxed_content(text)
+    if method == "answer_tag":
+        return _last_or_none(ANSWER_TAG.findall(text))
+    if method == "last_line":
+        return _last_or_none(text.strip().splitlines())
+    if method == "last_number":
+        return _last_or_none(NUMBER_PATTERN.findall(text))
+    return text
+
+
+def _last_or_none(matches: list[str]) -> str | None:
+    return matches[-1] if matches else None
 
 
 def text_after_last(text: str, delimiter: str) -> str | None:
