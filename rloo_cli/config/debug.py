@@ -1,9 +1,12 @@
 """What `debug` replaces in a recipe: models, data and services that this machine may not have."""
 
+from rloo_cli.config.schema import RewardConfig
 from rloo_cli.utils.files import JsonObject
 
 # Rewards that need more than this machine: a sandbox, a service.
 EXTERNAL_REWARDS = ("code_tests", "http", "judge")
+# Rewards of columns that the made prompts lack; a reward without columns stands in for them.
+COLUMN_REWARDS = ("ifeval", "reasoning_gym")
 RESET_REWARD_MODEL_KEYS: JsonObject = {  # the values with which keys fit debug's reward model
     "tokenizer": None, "revision": None, "model_kwargs": {}, "dtype": "auto",
     "trust_remote_code": False, "input": "auto", "max_length": None, "device": "auto",
@@ -22,6 +25,10 @@ def apply_debug_rewards(entries: JsonObject, debug: JsonObject) -> JsonObject:
     for name, entry in entries.items():
         kind = entry.get("type") if isinstance(entry, dict) else None
         if simple and kind in EXTERNAL_REWARDS:
+            continue
+        if simple and kind in COLUMN_REWARDS:
+            common = {k: v for k, v in entry.items() if k in RewardConfig.model_fields}
+            applied[name] = common | {"type": "length_chars", "only": {}}
             continue
         if kind is not None:
             own = RESET_REWARD_MODEL_KEYS | {"path": model} if model and kind == "model" else {}

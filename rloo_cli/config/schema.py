@@ -489,7 +489,8 @@ class DebugConfig(Frozen):
     reward_model_path: str | None = key("Model that is loaded in place of every reward model")
     sets_from_data: bool = key("Every set of eval.sets is read from data.path, data.eval_split")
     simple_rewards: bool = key(
-        "Rewards score every example (no `only`); any that needs a sandbox or service is dropped"
+        "Rewards score every example (no `only`); any that needs a sandbox or service is dropped,"
+        " and length_chars stands in for one that needs a task's columns"
     )
     own_columns: bool = key("data.columns is empty, whatever a recipe renames")
     judge_stand_in: bool = key("Judge with reward_model_path, against the column `reference`")
