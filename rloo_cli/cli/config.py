@@ -53,6 +53,9 @@ def recipe_json_schema(overrides: list[str]) -> JsonObject:
     for table in ("Sets", "Mixture"):  # their entries may have any name
         part = schema["$defs"][table]
         part["additionalProperties"] = part["properties"].pop("NAME")
+    rewards = schema["$defs"]["Rewards"]  # `type` says which one of another name is
+    kinds = sorted({part["$ref"] for part in rewards["properties"].values()})
+    rewards["additionalProperties"] = {"anyOf": [{"$ref": kind} for kind in kinds]}
     schema["properties"]["defaults"] = {"type": "array", "description": "Choices of groups"}
     params = _single_key_schema("params", {"type": "object"})  # a recipe may have its own sweep
     schema["properties"]["hydra"] = _single_key_schema("sweeper", params)

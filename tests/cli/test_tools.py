@@ -222,8 +222,11 @@ def valid(value: Any, schema: dict[str, Any], definitions: dict[str, Any]) -> bo
         rest = schema.get("additionalProperties", True)
         if rest is False and set(value) - set(known):
             return False
+        kinds = {name: known.get(name, rest) for name in value}
         return all(name in value for name in schema.get("required", [])) and all(
-            valid(item, known[name], definitions) for name, item in value.items() if name in known
+            valid(item, kinds[name], definitions)
+            for name, item in value.items()
+            if isinstance(kinds[name], dict)
         )
     return True
 
@@ -337,7 +340,7 @@ def heard(terminal: int, wanted: str, wait_s: float = 30.0) -> str:
         (["train", "+recipe=smoke", "reward=length_c"], {"reward=length_chars"}),
         (["config", "explain", "algorithm.be"], {"algorithm.beta"}),
         (["recipes", "c"], {"copy"}),
-        (["recipes", "show", "sm"], {"smoke"}),
+        (["recipes", "show", "smok"], {"smoke"}),
         (["completion", "z"], {"zsh"}),
         (["train", "nonsense"], {""}),
     ],

@@ -8,6 +8,7 @@ from transformers import SchedulerType
 
 from rloo_cli.config import rules, synthetic
 from rloo_cli.data.synthetic import addition, tiny, tldr
+from rloo_cli.planning import model_families
 
 IMPORTANCE = "algorithm.correction.mode=truncate"
 OLD = {
@@ -482,6 +483,7 @@ def test_what_is_known_without_torch_is_what_the_libraries_say() -> None:
     assert set(rules.LR_SCHEDULES) == {s.value for s in SchedulerType}
     shapes = {"tiny": tiny.SHAPE, "tiny_reward": tiny.SHAPE, "addition": addition.SHAPE}
     shapes |= dict.fromkeys(("tldr_base", "tldr_sft", "tldr_reward"), tldr.SHAPE)
+    shapes["smollm2"] = model_families.SMOLLM2
     assert {
         n: s["max_position_embeddings"] for n, s in shapes.items()
     } == synthetic.SYNTHETIC_CONTEXT_LENGTHS

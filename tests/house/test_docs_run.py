@@ -9,6 +9,7 @@ Servers of vLLM, Slurm and several processes have tests of their own (WHERE).
 import os
 import shlex
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,8 @@ WHERE = {
     "quantization=4bit": "test_quantized.py, where bitsandbytes is there",
     "runs/tldr_1b": "scripts of a cluster",
 }
+if find_spec("reasoning_gym") is None:
+    WHERE["reasoning_gym"] = "test_tasks.py: its package is not installed here"
 
 
 def elsewhere(command: Command) -> bool:
