@@ -164,6 +164,8 @@ class EventLoopThread:
     def close(self, last_work: Coroutine[object, object, None] | None = None) -> None:
         """Do `last_work`, end what was cancelled, and end the thread."""
         if not self.loop.is_running():
+            if last_work is not None:
+                last_work.close()  # Python warns of one that is never awaited
             return
         with suppress(Exception):
             asyncio.run_coroutine_threadsafe(_end_tasks(last_work), self.loop).result(5)

@@ -117,7 +117,7 @@ def test_a_refusal_by_rank_0s_launcher_ends_the_others_at_once(launchers: Launch
     run_json(launchers).parent.mkdir(parents=True)
     (run_json(launchers).parent / "other").write_text("what is no run")
     first, second = nodes(launchers, {})
-    assert (first.code(), second.code(20)) == (2, 2), first.said() + second.said()
+    assert (first.code(), second.code()) == (2, 2), first.said() + second.said()
     assert "runs/smoke exists" in first.said() and not second.said()
     assert tidy(launchers) == ["smoke"]
 
@@ -132,7 +132,7 @@ def test_a_refusal_by_another_nodes_launcher_ends_rank_0s(launchers: Launchers) 
     second = launchers.train(
         *words, "distributed.num_processes=1", plans=plans, **base, SLURM_NODEID="1"
     )
-    assert (first.code(20), second.code(20)) == (3, 3), first.said() + second.said()
+    assert (first.code(), second.code()) == (3, 3), first.said() + second.said()
     assert "nodes do not agree how many processes train" in second.said()
     assert tidy(launchers) == []  # the run had not begun
 
@@ -162,7 +162,7 @@ def test_under_torchrun_each_process_is_one_rank_of_the_same_run(launchers: Laun
 @pytest.mark.slow
 def test_under_torchrun_the_code_and_the_signals_are_ours(launchers: Launchers) -> None:
     first, second = ranks_of_torchrun(launchers, plans={0: "wait", 1: "exit:7:1.5"})
-    assert (first.code(20), second.code(20)) == (7, 7), first.said() + second.said()
+    assert (first.code(), second.code()) == (7, 7), first.said() + second.said()
     shutil.rmtree(run_json(launchers).parent)
     shutil.rmtree(first.folder)
     first.folder.mkdir()
