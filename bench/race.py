@@ -6,7 +6,7 @@
     python bench/race.py --page                  docs/race.md and its picture, from what is there
 
 SmolLM2-135M-Instruct on `recipes/smollm2_arithmetic.yaml`: the same weights, prompts in the same
-order, rewards, completions a step, learning rate and schedule; both cores, float32. One process at
+order, reward, completions a step, learning rate and schedule; both cores, float32. One process at
 a time, in turn: rloo, TRL RLOO, TRL GRPO, each stopped after the same minutes of training. Held-out
 scores are taken outside the clock, by one function for all. Every finished run is a line of
 bench/race.jsonl and is not done again.
@@ -143,9 +143,9 @@ def table_lines(rows: list[Row]) -> list[str]:
     """One line a run, then what share of the time rloo needed."""
     best = max(point["score"] for row in rows for point in row["curve"])
     lines = [
-        "| seed | tool | steps | s/step | score at the start | at the end | bare | right |"
+        "| seed | tool | steps | s/step | score at the start | at the end |"
         f" min to {SHARE:.0%} of the best ({SHARE * best:.2f}) | peak GB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: (row["seed"], [*TOOLS].index(row["tool"]))):
         first, last = row["curve"][0], row["curve"][-1]
@@ -153,7 +153,7 @@ def table_lines(rows: list[Row]) -> list[str]:
         lines.append(
             f"| {row['seed']} | {TOOLS[row['tool']]} | {last['steps']:.0f} |"
             f" {last['seconds'] / last['steps']:.1f} | {first['score']:.3f} |"
-            f" {last['score']:.3f} | {last['bare']:.3f} | {last['right']:.3f} |"
+            f" {last['score']:.3f} |"
             f" {'never' if when is None else f'{when / 60:.1f}'} | {row['peak_mb'] / 1024:.1f} |"
         )
     for tool in ("trl_rloo", "trl_grpo"):
@@ -212,7 +212,7 @@ def draw(rows: list[Row]) -> None:
             ys = [statistics.median(c[i]["score"] for c in curves) for i in range(count)]
             axes.plot(xs, ys, color=COLORS[tool], linewidth=2.5, label=name)
     axes.set_xlabel("minutes of training, two CPU cores")
-    axes.set_ylabel("held-out score (1 = the bare number)")
+    axes.set_ylabel("share of held-out problems answered right")
     axes.set_ylim(0, 1)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)

@@ -37,11 +37,6 @@ class Enough(Exception):
     """The clock says so."""
 
 
-def is_bare(completion: str, answer: str) -> float:
-    """1.0 for the number alone."""
-    return float(completion.strip() == answer)
-
-
 def is_right(completion: str, answer: str) -> float:
     """1.0 where the last number is the answer."""
     return float(extract_answer(completion, "last_number") == answer)
@@ -49,7 +44,7 @@ def is_right(completion: str, answer: str) -> float:
 
 @torch.no_grad()
 def held_out_score(model: Any, tokenizer: Any, rows: list[Row], length: int) -> dict[str, float]:
-    """Shares of held-out prompts answered with the number alone, and with it at the end; greedy."""
+    """The share of held-out prompts that are answered right, greedily."""
     was_training, side = model.training, tokenizer.padding_side
     model.eval()
     tokenizer.padding_side = "left"
@@ -68,9 +63,7 @@ def held_out_score(model: Any, tokenizer: Any, rows: list[Row], length: int) -> 
     model.train(was_training)
     tokenizer.padding_side = side
     pairs = [(text, row["answer"]) for text, row in zip(texts, rows, strict=True)]
-    bare = sum(is_bare(*pair) for pair in pairs) / len(pairs)
-    right = sum(is_right(*pair) for pair in pairs) / len(pairs)
-    return {"bare": bare, "right": right, "score": (bare + right) / 2}
+    return {"score": sum(is_right(*pair) for pair in pairs) / len(pairs)}
 
 
 class Race:
@@ -176,23 +169,19 @@ def trl_trainer(args: argparse.Namespace) -> Any:
         per_device_train_batch_size=micro, gradient_accumulation_steps=batch // micro,
         steps_per_generation=batch // micro, gradient_checkpointing=False, max_steps=100_000,
         learning_rate=run.train.learning_rate, lr_scheduler_type="constant",
-        max_grad_norm=run.train.max_grad_norm, shuffle_dataset=False, reward_weights=[0.5, 0.5],
+        max_grad_norm=run.train.max_grad_norm, shuffle_dataset=False,
         save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=1, **own,
     )  # fmt: skip
     path = resolve_model_path(run.model.path)
     lines = (args.folder / PROMPTS).read_text().splitlines()
 
-    def bare(completions: Any, answer: list[str], **_: Any) -> list[float]:
-        texts = [messages[0]["content"] for messages in completions]
-        return [is_bare(text, right) for text, right in zip(texts, answer, strict=True)]
-
-    def right(completions: Any, answer: list[str], **_: Any) -> list[float]:
+    def exact_match(completions: Any, answer: list[str], **_: Any) -> list[float]:
         texts = [messages[0]["content"] for messages in completions]
         return [is_right(text, right) for text, right in zip(texts, answer, strict=True)]
 
     made = trainer(
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
-        reward_funcs=[bare, right],
+        reward_funcs=[exact_match],
         args=arguments,
         train_dataset=Dataset.from_list([json.loads(line) for line in lines]),
         processing_class=AutoTokenizer.from_pretrained(path),

@@ -1,7 +1,7 @@
 """Two tasks for a small chat model, made here.
 
-Arithmetic: "What is 47 + 38? Answer with the number only." has the answer "85". A model of 135
-million parameters knows how to add but talks around the number. Held-out problems never appear in
+Arithmetic: "What is 47 + 38? Reply in one short line." has the answer "85". A model of 135
+million parameters can add a little, but talks around the number. Held-out problems never appear in
 training.
 
 Instructions: short writing tasks with instructions that a program can verify: length, format,
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from rloo_cli.utils.files import JsonObject
 
 HELD_OUT_PROBLEMS = 200  # of the 8,190 problems
-QUESTION = "What is {problem}? Answer with the number only."
+QUESTION = "What is {problem}? Reply in one short line."
 TOPICS = (
     "the sea", "a lost dog", "winter", "an old bridge", "bread", "the moon", "a bus ride", "rain",
     "a small garden", "coffee", "a library", "bicycles", "the first day of school", "bees",
