@@ -57,6 +57,7 @@ STAGES: dict[str, list[Words]] = {
         for name in ("rloo", "grpo", "reinforce", "ppo")
     ],
 }  # fmt: skip
+PLANNED = ("lengths", "arithmetic", "constraints", "reasoning", "algorithms")
 COMPARED = ("rates", "algorithms")  # stages whose runs `rloo compare` puts side by side
 
 
@@ -101,12 +102,19 @@ def row_of(stage: str, folder: Path) -> Row:
             name.removeprefix("time/"): statistics.median(line[name] for line in steps)
             for name in steps[-1] if name.startswith("time/")
         },
-        "memory": about.get("memory", {}),
+        "memory": about.get("memory", {}), "lengths": lengths(steps),
         "curve": curve(lines),
         "rewards": [[line["step"], line["reward"]] for line in steps],
         "answers": answers(folder),
         "machine": machine(),
     }  # fmt: skip
+
+
+def lengths(steps: Sequence[Row]) -> dict[str, float]:
+    """Mean tokens of a run's prompts and completions."""
+    completion = statistics.fmean(line["completions/mean_length"] for line in steps)
+    both = steps[-1]["num_tokens"] / steps[-1]["episode"]
+    return {"prompt": both - completion, "completion": completion}
 
 
 def overrides(folder: Path) -> list[str]:
@@ -158,6 +166,48 @@ def rows_of(stage: str) -> list[Row]:
     return [row for row in results.read(ROWS) if row["stage"] == stage]
 
 
+# Plans.
+
+
+def plan_all() -> None:
+    """A row of each kind of run: what `rloo plan` says of its memory and its step."""
+    known = {row["of"] for row in rows_of("plan")}
+    for row in results.read(ROWS):
+        if row["stage"] not in PLANNED or row["name"] in known:
+            continue
+        means = {name: str(round(mean)) for name, mean in row["lengths"].items()}
+        words = ["plan", *row["words"], "--gpu", "cpu", "--json"]
+        words += ["--prompt-tokens", means["prompt"], "--completion-tokens", means["completion"]]
+        print(shlex.join(("rloo", *words)), flush=True)
+        told = subprocess.run(
+            [sys.executable, "-m", "rloo_cli", *words], check=True, stdout=subprocess.PIPE
+        )
+        plan = json.loads(told.stdout)
+        results.append([{
+            "stage": "plan", "of": row["name"], "words": words, "step_s": row["step_s"],
+            "planned_step_s": plan["step_seconds"], "parts": plan["step_parts_seconds"],
+            "phases": row["phases"], "memory": row["memory"], "device": plan["device"]["source"],
+        }], ROWS)  # fmt: skip
+
+
+def plan_table(rows: Sequence[Row]) -> list[str]:
+    """One line a run: predicted and measured."""
+    lines = [
+        "| run | s/step measured | planned | ratio | GiB measured | planned | off |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        took, planned = row["step_s"], row["planned_step_s"]
+        cells = [row["of"], f"{took:.1f}", f"{planned:.1f}", f"{planned / took:.2f}"]
+        if memory := row["memory"]:
+            held, said = memory["measured_bytes"], memory["predicted_bytes"]
+            cells += [f"{held / 2**30:.2f}", f"{said / 2**30:.2f}", f"{said / held - 1:+.0%}"]
+        else:
+            cells += ["", "", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 # The page.
 
 
@@ -165,13 +215,16 @@ def page() -> None:
     """Write what stands between the marks of docs/real_model.md, and the pictures."""
     path = DOCS / "real_model.md"
     text = path.read_text(encoding="utf-8")
-    for stage in STAGES:
+    for stage in (*STAGES, "plan"):
         rows = rows_of(stage)
         begin, end = BEGIN.format(stage), END.format(stage)
         if not rows or begin not in text:
             continue
-        draw(stage, rows)
-        made = "\n".join([*pictures(stage), *table(stage, rows), *samples(rows[-1])])
+        if stage == "plan":
+            made = "\n".join(plan_table(rows))
+        else:
+            draw(stage, rows)
+            made = "\n".join([*pictures(stage), *table(stage, rows), *samples(rows[-1])])
         head, tail = text[: text.index(begin) + len(begin)], text[text.index(end) :]
         text = f"{head}\n\n{made}\n\n{tail}"
     path.write_text(text, encoding="utf-8")
@@ -251,12 +304,16 @@ def draw(stage: str, rows: Sequence[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stages", nargs="+", default=[*STAGES], choices=[*STAGES])
+    stages = [*STAGES, "plan"]
+    parser.add_argument("--stages", nargs="+", default=stages, choices=stages)
     parser.add_argument("--page", action="store_true", help="only write the page")
     parser.add_argument("--dry-run", action="store_true", help="only print the commands")
     given: Any = parser.parse_args()
     for stage in [] if given.page else given.stages:
-        do(stage, given)
+        if stage in STAGES:
+            do(stage, given)
+        elif not given.dry_run:
+            plan_all()
     if not given.dry_run:
         page()
 

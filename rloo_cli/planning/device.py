@@ -1,7 +1,8 @@
 """The devices of a run: memory, speed, and the network between them.
 
 Speeds are what programs reach, not what data sheets say: 788 TFLOP/s and 4.3 TB/s were measured on
-one H200 (docs/speed.md); the others are four fifths and nine tenths of their data sheets.
+one H200 (docs/speed.md); the others are four fifths and nine tenths of their data sheets. A CPU's
+are measured with torch's own product: libraries differ by a half on the same CPU.
 """
 
 import functools
@@ -22,6 +23,15 @@ CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
+class SpeedShares:
+    """What a run reaches of its device's speeds: sampling, passes without gradient, and with it."""
+
+    decode: float = 0.60
+    no_grad: float = 0.55
+    grad: float = 0.45
+
+
+@dataclass(frozen=True)
 class Device:
     """One GPU, or one process's share of a CPU's time and all of its memory."""
 
@@ -33,6 +43,7 @@ class Device:
     inter_node_bytes_per_s: float = 50e9  # per GPU, between machines: 400 Gb/s
     kind: str = "cuda"
     source: str = ""
+    shares: SpeedShares = SpeedShares()
 
     @property
     def reserved_bytes(self) -> float:
@@ -62,10 +73,13 @@ GPUS = {
 }  # fmt: skip
 ASSUMED_GPU = GPUS["H100-80GB"]
 CPU_CORE_FLOPS, CPU_BYTES = 40e9, 2e10  # a second, in float32; where nothing is measured
+# Fitted to smollm2_arithmetic on two cores (docs/plan.md): there are no launches to wait for, and
+# a token's products are thin.
+CPU_SHARES = SpeedShares(decode=0.45, no_grad=0.85, grad=0.72)
 
 
 def cpu_device(measured: bool = False) -> Device:
-    """The CPU of this machine; its speeds `measured`, in a third of a second, or assumed."""
+    """The CPU of this machine; its speeds `measured`, in a second, or assumed."""
     cores, total = os.cpu_count() or 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = CGROUP.read_text().strip() if CGROUP.is_file() else "max"
     memory = min(total, int(limit) if limit.isdigit() else total)
@@ -74,20 +88,20 @@ def cpu_device(measured: bool = False) -> Device:
     if measured:
         flops, num_bytes = measured_cpu_speeds()
         source += f"; measured: {flops / 1e9:.0f} GFLOP/s, {num_bytes / 1e9:.0f} GB/s"
-    return Device(name, float(memory), flops, num_bytes, 1e10, 1e9, "cpu", source)
+    return Device(name, float(memory), flops, num_bytes, 1e10, 1e9, "cpu", source, CPU_SHARES)
 
 
 @functools.cache
 def measured_cpu_speeds() -> tuple[float, float]:
     """Float32 operations a second of a matrix product, and bytes a second of one with a vector,
     which has to read the whole matrix: on all cores, the best of several."""
-    import numpy
+    import torch
 
-    square = numpy.ones((1024, 1024), numpy.float32)
-    tall = numpy.ones((16384, 2048), numpy.float32)  # 128 MiB: no cache holds it
-    vector = numpy.ones(2048, numpy.float32)
-    product_s = min(_seconds_of(lambda: square @ square) for _ in range(6))
-    reading_s = min(_seconds_of(lambda: tall @ vector) for _ in range(6))
+    square = torch.ones((1024, 1024), dtype=torch.float32)
+    tall = torch.ones((16384, 2048), dtype=torch.float32)  # 128 MiB: no cache holds it
+    vector = torch.ones(2048, dtype=torch.float32)
+    product_s = min(_seconds_of(lambda: square @ square) for _ in range(20))
+    reading_s = min(_seconds_of(lambda: tall @ vector) for _ in range(10))
     return 2 * 1024**3 / product_s, tall.nbytes / reading_s
 
 

@@ -18,7 +18,6 @@ from rloo_cli.planning.plan_inputs import PlanInputs
 from rloo_cli.planning.static_memory import trained_params, value_model_params
 from rloo_cli.planning.vllm_memory import EngineMemory
 
-DECODE, NO_GRAD, GRAD = 0.60, 0.55, 0.45  # shares of the device's speed that are reached
 MIN_DECODE_ITERATION_S = 0.004  # of one decoding iteration, however small: launches, scheduling
 ASSUMED_LENGTH_SHARE = 0.5  # assumed mean length as a share of the limit
 
@@ -75,7 +74,7 @@ def estimate_step_duration(
     run, device = inputs.run, inputs.device
     settings, p, c = run.algorithm, means.prompt, means.completion
     k, groups = settings.num_generations, run.train.prompts_per_step
-    speed = device.flops_per_s * inputs.ranks
+    speed, shares = device.flops_per_s * inputs.ranks, device.shares
 
     def batch_flops(cost: ForwardCost) -> float:
         return groups * cost.group_flops(round(p), [round(c)] * k)
@@ -86,16 +85,17 @@ def estimate_step_duration(
     # An adapter that is switched off is the reference.
     is_adapter = run.model.lora is not None and settings.needs_reference
     no_grad_passes = (inputs.reference_model is not None or is_adapter) + separate
-    parts["reference and old_logp"] = no_grad_passes * policy / (NO_GRAD * speed)
+    parts["reference and old_logp"] = no_grad_passes * policy / (shares.no_grad * speed)
     # An adapter's backward pass computes no gradients of the weights under it.
     each = (2 if run.model.lora else 3) + (1 if recompute else 0)
-    parts["update"] = settings.num_iterations * each * policy / (GRAD * speed)
+    parts["update"] = settings.num_iterations * each * policy / (shares.grad * speed)
     if inputs.value_model is not None:
         value = batch_flops(replace(forward_cost(inputs.value_model), vocab_size=1))
-        parts["reference and old_logp"] += value / (NO_GRAD * speed)
-        parts["update"] += settings.num_iterations * each * value / (GRAD * speed)
+        parts["reference and old_logp"] += value / (shares.no_grad * speed)
+        parts["update"] += settings.num_iterations * each * value / (shares.grad * speed)
     parts["reward models"] = sum(
-        batch_flops(forward_cost(m)) / (NO_GRAD * speed) for m in inputs.reward_models.values()
+        batch_flops(forward_cost(m)) / (shares.no_grad * speed)
+        for m in inputs.reward_models.values()
     )
     busy = parts["reference and old_logp"] + parts["update"]
     parts["waiting for the network"] = max(_network(inputs, micro_batches) - busy, 0.0)
@@ -119,11 +119,11 @@ def _generation(
     context = means.completion / 2 + (means.prompt if sampler is not None else means.prompt / k)
     read = inputs.bytes_per_weight * model.total_params + at_once * token_bytes * context
     compute_s = at_once * token_flops / (gpus * device.flops_per_s)
-    iteration = max(read / (gpus * device.bytes_per_s), compute_s) / DECODE
+    iteration = max(read / (gpus * device.bytes_per_s), compute_s) / device.shares.decode
     if device.kind == "cuda":
         iteration = max(iteration, MIN_DECODE_ITERATION_S)
     return {
-        "prefill": prefill / (NO_GRAD * device.flops_per_s * copies * gpus),
+        "prefill": prefill / (device.shares.no_grad * device.flops_per_s * copies * gpus),
         "decoding": rounds * means.completion * iteration,
     }
 

@@ -167,9 +167,10 @@ def plan_assumptions(plan: RunPlan) -> Iterator[str]:
         reserved = format_gib(device.reserved_bytes)
         yield f"  {reserved} of each GPU are CUDA's, NCCL's, and lost between tensors"
     speed = f"{device.flops_per_s / 1e12:.3g} TFLOP/s and {device.bytes_per_s / 1e12:.3g} TB/s"
-    yield f"  time: {speed}, of which decoding reaches 60 %,"
+    shares = device.shares
+    yield f"  time: {speed}, of which decoding reaches {shares.decode:.0%},"
     lengths = f"mean prompt {means.prompt:.0f}, completion {means.completion:.0f} tokens"
-    yield f"  passes without gradient 55 %, with it 45 %; {lengths}"
+    yield f"  passes without gradient {shares.no_grad:.0%}, with it {shares.grad:.0%}; {lengths}"
     if plan.options.prompt_tokens is None or plan.options.completion_tokens is None:
         yield "  (half of what they may be; --prompt-tokens N, --completion-tokens N say better)"
     if run.train.optimizer not in MOMENTS:
