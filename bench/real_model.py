@@ -274,8 +274,9 @@ def samples(row: Row) -> list[str]:
     return lines
 
 
-def cell_text(text: str) -> str:
-    """Text in a cell of a table, shortened."""
+def cell_text(text: str | list[Row]) -> str:
+    """Text, or the last message of a conversation, in a cell of a table, shortened."""
+    text = text if isinstance(text, str) else str(text[-1]["content"])
     flat = " ⏎ ".join(line.strip() for line in text.strip().splitlines() if line.strip())
     flat = flat if len(flat) <= 300 else f"{flat[:300]} …"
     return flat.replace("|", "\\|").replace("<", "&lt;")

@@ -77,28 +77,35 @@ def run(args: list[str]) -> int:
 
 
 def plan_run(
-    settings: RunConfig, gpu: str | None = None, request: PlanOptions | None = None
+    settings: RunConfig,
+    gpu: str | None = None,
+    request: PlanOptions | None = None,
+    measured: bool = True,
 ) -> RunPlan:
-    """The plan of a run, on the GPUs that are named, present, or assumed."""
+    """The plan of a run, on the GPUs that are named, present, or assumed.
+
+    `measured`: a CPU's speeds are measured, for which torch is imported.
+    """
     request = request or PlanOptions()
     if request.gpus and request.gpus > 1 and settings.distributed.engine == "single":
         why, fix = "distributed.engine = single is one process", "distributed=ddp, zero2 or zero3"
         raise ConfigError(Problem(f"--gpus {request.gpus}: there is one", "command line", why, fix))
     small = settings.model.path.startswith(synthetic.MAKE_PREFIX)
-    return plan.make_run_plan(settings, device.find_device(gpu, small), request)
+    return plan.make_run_plan(settings, device.find_device(gpu, small, measured), request)
 
 
 def plan_on_this_machine(run: RunConfig) -> RunPlan:
     """The plan of a run on this machine.
 
     It is on the CPU if there is no GPU and the run fits; else on the GPUs that `plan_run` assumes.
+    A CPU's speeds are assumed: a dry run imports no torch.
     """
-    here = device.find_device(None, small=True)
+    here = device.find_device(None, small=True, measured=False)
     if here.kind == "cpu" and run.generation.backend == "transformers":
         found = plan.make_run_plan(run, here, PlanOptions())
         if found.fits:
             return found
-    return plan_run(run)
+    return plan_run(run, measured=False)
 
 
 def does_not_fit_error(run_plan: RunPlan) -> MachineError:

@@ -111,17 +111,18 @@ def _seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def find_device(name: str | None, small: bool = False) -> Device:
+def find_device(name: str | None, small: bool = False, measured: bool = True) -> Device:
     """The device to plan for: `name` (a GPU's name, 80GiB, cpu), else this machine's GPU.
 
-    Without either: this machine's CPU if `small`, else ASSUMED_GPU. Raises ConfigError.
+    Without either: this machine's CPU if `small`, else ASSUMED_GPU. `measured`: the CPU's speeds
+    are measured, for which torch is imported. Raises ConfigError.
     """
     if name is None:
         gpu = _local_gpu()
         if gpu is not None:
             return gpu
         assumed = "assumed: this machine shows no GPU; say --gpu NAME, --gpu 80GiB or --gpu cpu"
-        return cpu_device(measured=True) if small else replace(ASSUMED_GPU, source=assumed)
+        return cpu_device(measured) if small else replace(ASSUMED_GPU, source=assumed)
     if name.lower() == "cpu":
         return cpu_device(measured=True)
     if gpu := _gpu_by_name(name):

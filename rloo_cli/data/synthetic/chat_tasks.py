@@ -1,8 +1,8 @@
 """Two tasks for a small chat model, made here.
 
 Arithmetic: "What is 47 + 38? Reply in one short line." has the answer "85". A model of 135
-million parameters can add a little, but talks around the number. Held-out problems never appear in
-training.
+million parameters can add, but talks around the number. (Differences are left out: it hardly learns
+them in as many steps.) Held-out problems never appear in training.
 
 Instructions: short writing tasks with instructions that a program can verify: length, format,
 words. A prompt names a topic and one to three instructions, of IFEval's kinds (arXiv 2311.07911);
@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from rloo_cli.utils.files import JsonObject
 
-HELD_OUT_PROBLEMS = 200  # of the 8,190 problems
+HELD_OUT_PROBLEMS = 200  # of the 4,095 sums
 QUESTION = "What is {problem}? Reply in one short line."
 TOPICS = (
     "the sea", "a lost dog", "winter", "an old bridge", "bread", "the moon", "a bus ride", "rain",
@@ -40,12 +40,10 @@ Instruction = tuple[str, str, JsonObject]  # its name, the sentence that asks fo
 
 
 def arithmetic_problems() -> list[tuple[str, int]]:
-    """All problems with their answers, in an order that is the same everywhere.
-
-    The larger number comes first: no answer is negative, and no sum is asked both ways.
-    """
+    """All sums of two numbers of two digits with their answers, in an order that is the same
+    everywhere. The larger number comes first: no sum is asked both ways."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, a + 1)]
-    problems = [(f"{a} + {b}", a + b) for a, b in pairs] + [(f"{a} - {b}", a - b) for a, b in pairs]
+    problems = [(f"{a} + {b}", a + b) for a, b in pairs]
     return sorted(problems, key=lambda p: hashlib.sha256(p[0].encode()).digest())
 
 
