@@ -43,6 +43,7 @@ WHERE = {
     "compare_tldr": "bench/compare.py makes these runs",
     "quantization=4bit": "test_quantized.py, where bitsandbytes is there",
     "runs/tldr_1b": "scripts of a cluster",
+    "runs/real_model": "bench/real_model.py makes these runs",
 }
 if find_spec("reasoning_gym") is None:
     WHERE["reasoning_gym"] = "test_tasks.py: its package is not installed here"

