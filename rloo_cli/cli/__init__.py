@@ -15,7 +15,8 @@ migrate/        rloo migrate
 multirun        Hydra's multirun: launchers, names, objective
 plan            rloo plan, and train --dry-run
 recipes         rloo recipes
-run_folders     find the folders of runs
+run_arguments   reads the arguments of a verb about a run
+runs            rloo runs
 samples         rloo samples
 slurm           rloo slurm
 slurm_cluster   what the cluster offers

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from rloo_cli.cli import run_folders, verb_help
+from rloo_cli.cli import verb_help
+from rloo_cli.inspection import run_folders
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import write_text

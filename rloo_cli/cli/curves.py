@@ -5,7 +5,8 @@ OUT ends in .png or .svg; without it the picture is the run's own curves.png. Im
 
 from pathlib import Path
 
-from rloo_cli.cli.run_folders import RunArgumentParser, find_run_folder
+from rloo_cli.cli.run_arguments import RunArgumentParser
+from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.reporting import curves
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
 

@@ -16,7 +16,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from rloo_cli.checkpoint import manifest
-from rloo_cli.cli import run_folders
 from rloo_cli.config import check, compose, judge, rules_lora
 from rloo_cli.config.compose import ComposedConfig
 from rloo_cli.config.provenance import (
@@ -27,6 +26,7 @@ from rloo_cli.config.provenance import (
 )
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.config.user_files import unknown_choice_problem
+from rloo_cli.inspection import run_folders
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject, read_json

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # lazy: Hydra takes a third of a second
 
 STOPPED_CODES = (75, 130)  # exit codes of a run that was asked to end
 STDOUT_ONLY_VERBS = (  # verbs that write no file
-    "plan", "recipes", "config", "samples", "ledger", "compare", "migrate", "completion",
+    "plan", "recipes", "config", "runs", "samples", "ledger", "compare", "migrate", "completion",
 )  # fmt: skip
 
 
@@ -219,6 +219,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "plan": _lazy_verb("plan"),
     "recipes": _lazy_verb("recipes"),
     "config": _lazy_verb("config"),
+    "runs": _lazy_verb("runs"),
     "samples": _lazy_verb("samples"),
     "ledger": _lazy_verb("ledger"),
     "curves": _lazy_verb("curves"),

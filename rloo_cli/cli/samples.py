@@ -13,7 +13,6 @@ and the data are made visible. Imports no torch.
 import argparse
 import json
 import math
-import re
 import sys
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -22,16 +21,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from rloo_cli.cli.run_folders import RunArgumentParser, find_run_folder
+from rloo_cli.cli.run_arguments import RunArgumentParser
 from rloo_cli.config.old_names import nearest_names
+from rloo_cli.inspection.run_folders import find_run_folder
+from rloo_cli.inspection.sample_files import SampleRecord, find_samples_file, read_sample_records
 from rloo_cli.reporting.panel import clean_line, format_number, wrap_text
-from rloo_cli.utils.errors import ConfigError, DataError, Problem
-from rloo_cli.utils.files import JsonObject
+from rloo_cli.utils.errors import ConfigError, Problem
 
-SampleRecord = JsonObject
 USAGE = "rloo samples RUN [--step N] [--worst | --best] [-n 5] [--eval] [--set NAME]" \
     " [--reward NAME] [--json]"  # fmt: skip
-SAMPLES_FILE = re.compile(r"(?P<kind>step|eval)(?:_(?P<set>.+))?_(?P<step>\d+)\.jsonl")
 DEFAULT_COUNT = 5
 MAX_LINES = {"prompt": 8, "completion": 24}  # lines of a text; --json has all of it
 HEAD_WIDTH = 11  # cells before a text
@@ -46,8 +44,9 @@ SHOWN_FIELDS = {  # fields that have a line of their own, or that nobody needs t
 def run(args: list[str]) -> int:
     """Run the verb. Raises ConfigError for samples not found and flags not understood."""
     options = _parse_args(args)
-    path = _samples_file(find_run_folder(options.run, "samples"), options)
-    samples = _load_samples(path)
+    folder = find_run_folder(options.run, "samples")
+    path = find_samples_file(folder, options.step, options.eval, options.set)
+    samples = read_sample_records(path)
     chosen = rank_samples(samples, options)[: options.n]
     if options.json:
         print(json.dumps(chosen, indent=2))
@@ -83,49 +82,6 @@ def _parse_args(args: list[str]) -> argparse.Namespace:
         why = "it says by what the samples are sorted"
         raise ConfigError(Problem("--reward needs --worst or --best", "command line", why, fix))
     return options
-
-
-def _samples_file(folder: Path, options: argparse.Namespace) -> Path:
-    """The file of samples that was asked for."""
-    kind = "eval" if options.eval or options.set is not None else "step"
-    files: dict[str, dict[int, Path]] = {}  # held-out set, "" if it has no name -> step -> file
-    for path in sorted(folder.glob("samples/*.jsonl")):
-        match = SAMPLES_FILE.fullmatch(path.name)
-        if match and match["kind"] == kind:
-            files.setdefault(match["set"] or "", {})[int(match["step"])] = path
-    what = "held-out samples" if kind == "eval" else "samples"
-    if not files:
-        why = f"nothing like it in {folder / 'samples'}"
-        raise ConfigError(Problem(f"{folder} has no {what}", "command line", why))
-    wanted = options.set or ("" if "" in files else next(iter(files)))
-    if wanted not in files or (options.set is None and wanted and len(files) > 1):
-        names = [name for name in files if name]
-        why = f"held-out sets: {', '.join(names)}" if names else "there is only one, without a name"
-        close = nearest_names(options.set or "", names) or names
-        what = f"there is no held-out set {options.set!r}" if options.set else "which held-out set?"
-        fix = f"--set {close[0]}" if close else "--eval"
-        raise ConfigError(Problem(what, "command line", why, fix))
-    steps = files[wanted]
-    if options.step is None:
-        return steps[max(steps)]
-    if options.step not in steps:
-        near = sorted(sorted(steps, key=lambda step: abs(step - options.step))[:2])
-        what = f"step {options.step} has no {what}"
-        why = f"the nearest that have: {' and '.join(map(str, near))}"
-        raise ConfigError(Problem(what, "command line", why, f"--step {near[0]}"))
-    return steps[options.step]
-
-
-def _load_samples(path: Path) -> list[SampleRecord]:
-    """Every sample of a file; numbers that are not finite are None."""
-    samples = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
-        try:
-            samples.append(dict(json.loads(line, parse_constant=lambda _: None)))
-        except (ValueError, TypeError) as error:
-            where, why = f"{path}:{number}", str(error)
-            raise DataError(Problem("a line is not a sample", where, why)) from None
-    return samples
 
 
 def rank_samples(samples: list[SampleRecord], options: argparse.Namespace) -> list[SampleRecord]:

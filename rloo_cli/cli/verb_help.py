@@ -157,6 +157,14 @@ VERBS: dict[str, VerbHelp] = {
         {"--json": "the JSON schema of a recipe, for editors", **CONFIG_DIR},
         ("rloo config +recipe=quickstart", "rloo config explain algorithm.beta +recipe=quickstart"),
     ),
+    "runs": VerbHelp(
+        "list runs: state, age, steps, held-out score, size",
+        ("rloo runs [FOLDER] [--json]",),
+        {"--json": "every run with all that the list knows of it"},
+        ("rloo runs", "rloo runs runs/compare"),
+        "FOLDER is runs/ if none is named; runs lie in it or up to two folders below. A run whose\n"
+        "process is gone without having said so is `killed`.",
+    ),
     "samples": VerbHelp(
         "show what a run wrote: --step N --worst; --eval",
         ("rloo samples RUN [flags]",),

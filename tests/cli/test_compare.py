@@ -12,6 +12,7 @@ from compare_cases import judged, write
 
 from rloo_cli.cli import compare
 from rloo_cli.cli.compare import charts, configurations, results, runs, statistics
+from rloo_cli.inspection import run_record
 from rloo_cli.utils.errors import ConfigError
 
 
@@ -39,7 +40,7 @@ def two(**keys) -> Path:
 
 def groups(*folders: Path, unfinished: bool = False) -> list[configurations.Configuration]:
     return configurations.group_by_configuration(
-        [runs.read_run_record(f) for f in folders], unfinished
+        [run_record.read_run_record(f) for f in folders], unfinished
     )
 
 
@@ -234,7 +235,7 @@ def test_a_folder_that_is_no_run_of_training_is_refused():
     folder = write(Path("runs"), "a")
     (folder / "config.yaml").write_text("[]")
     with pytest.raises(ConfigError, match="not a training run"):
-        runs.read_run_record(folder)
+        run_record.read_run_record(folder)
 
 
 # Figures.

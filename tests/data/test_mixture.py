@@ -13,11 +13,11 @@ from loop_cases import checked, make
 from prompt_cases import tokenizer
 from resume_cases import attempt, differing, left
 
-from rloo_cli.cli.ledger import audit_ledger
 from rloo_cli.config import check
 from rloo_cli.config.compose import compose_config
 from rloo_cli.data import order, splits
 from rloo_cli.data.order import Source, mixture_quotas, prompt_index_at
+from rloo_cli.inspection.ledger_audit import audit_ledger
 from rloo_cli.rewards.engine.columns import check_reward_splits
 from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils.errors import ConfigError, DataError

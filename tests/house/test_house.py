@@ -23,7 +23,7 @@ PACKAGE = ROOT / "rloo_cli"
 ROOMS = [
     "utils", "config", "data", "policy rewards algorithms", "distributed", "generation",
     "reporting planning", "run.py", "evaluation checkpoint", "train", "launch",
-    "api.py plugin.py", "cli __main__.py",
+    "api.py plugin.py", "inspection", "cli __main__.py",
 ]  # fmt: skip
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms.split()}
 ROOT_FILES = {"__init__.py", "__main__.py", "api.py", "run.py", "plugin.py"}

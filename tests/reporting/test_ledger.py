@@ -13,8 +13,8 @@ from ledger_cases import batch, lines, prompts, settings, six, write
 from loop_cases import digits
 from resume_cases import attempt
 
-from rloo_cli.cli.ledger import audit_ledger
 from rloo_cli.data import order
+from rloo_cli.inspection.ledger_audit import audit_ledger
 from rloo_cli.reporting.prompt_ledger import LEDGER_FILE, PROMPT_FATES, PromptLedger
 from rloo_cli.train.loop import run_training_loop
 from rloo_cli.utils.errors import DataError

@@ -9,8 +9,8 @@ from cli_cases import Rloo
 from ledger_cases import edit, ended, lines, prompts, write
 
 from rloo_cli.cli import main
-from rloo_cli.cli.ledger import audit_ledger
 from rloo_cli.data import order
+from rloo_cli.inspection.ledger_audit import audit_ledger
 from rloo_cli.reporting import prompt_ledger
 from rloo_cli.reporting.prompt_ledger import LEDGER_FILE, PROMPT_FATES
 from rloo_cli.utils.errors import ConfigError, DataError

@@ -16,7 +16,7 @@ no torch.
     charts          Draws the comparison as one picture
     configurations  Groups runs into configurations
     results         Compares configurations
-    runs            Finds the runs that are compared, and reads them
+    runs            Finds the runs that are compared
     statistics      Computes means over seeds, and differences seed by seed
     tables          Writes the comparison as tables
 """
@@ -32,9 +32,10 @@ from rloo_cli.checkpoint import resume
 from rloo_cli.cli.compare import charts, configurations, results, tables
 from rloo_cli.cli.compare import runs as compare_runs
 from rloo_cli.cli.compare.configurations import Configuration
-from rloo_cli.cli.compare.runs import RunRecord
-from rloo_cli.cli.run_folders import RunArgumentParser
+from rloo_cli.cli.run_arguments import RunArgumentParser
 from rloo_cli.config.old_names import nearest_names
+from rloo_cli.inspection import run_record
+from rloo_cli.inspection.run_record import RunRecord
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import write_json, write_text
 
@@ -53,7 +54,7 @@ def run(args: list[str]) -> int:
         parser.add_argument(flag, action="store_true")
     options = parser.parse_intermixed_args(args)
     folders = compare_runs.find_compared_runs([w for w in (options.run, *options.more) if w])
-    runs = [compare_runs.read_run_record(folder) for folder in folders]
+    runs = [run_record.read_run_record(folder) for folder in folders]
     configs = _configurations(runs, options.unfinished)
     score = _metric(configs, options.metric)
     notes = _notes(configs, options.anyway)

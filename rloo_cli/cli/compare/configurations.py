@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rloo_cli.checkpoint import resume
-from rloo_cli.cli.compare.runs import RunRecord
 from rloo_cli.config import check, messages
+from rloo_cli.inspection.run_record import RunRecord
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from rloo_cli.cli.compare.configurations import Configuration
-from rloo_cli.cli.compare.runs import RunRecord
 from rloo_cli.cli.compare.statistics import (
     Estimate,
     describe_difference,
     mean_with_interval,
     paired_difference,
 )
+from rloo_cli.inspection.run_record import RunRecord
 from rloo_cli.reporting import curves
 
 END_FRACTION = 0.1  # share of the steps that the end of a run is the mean of

@@ -1,32 +1,12 @@
-"""What the verbs that read a run's folder share: their words, and finding the run."""
+"""Finds the folder of a run by its path or its name, and lists the runs there are."""
 
-import argparse
 from pathlib import Path
-from typing import NoReturn
 
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.utils.errors import ConfigError, Problem
 
 RUNS_ROOT = Path("runs")  # where a run is if its config does not say otherwise
 RUN_FILES = ("run.json", "metrics.jsonl", "config.yaml")  # any of them makes a folder a run's
-
-
-class RunArgumentParser(argparse.ArgumentParser):
-    """Reads a verb's words; what it cannot read is a ConfigError (exit 2)."""
-
-    def __init__(self, verb: str, usage: str):
-        super().__init__(prog=f"rloo {verb}", usage=usage, add_help=False, allow_abbrev=False)
-        self.add_argument("run", nargs="?", metavar="RUN")
-
-    def error(self, message: str) -> NoReturn:
-        """Raises ConfigError."""
-        unknown = message.removeprefix("unrecognized arguments: ").split()
-        flags = [f for action in self._actions for f in action.option_strings]
-        close = [
-            n for word in unknown[:1] if word.startswith("-") for n in nearest_names(word, flags)
-        ]
-        why = f"did you mean {close[0]}?" if close else ""
-        raise ConfigError(Problem(f"{self.prog}: {message}", "command line", why, f"{self.usage}"))
 
 
 def list_run_names() -> list[str]:

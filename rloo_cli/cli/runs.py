@@ -1,0 +1,76 @@
+"""`rloo runs [FOLDER] [--json]`: the runs in a folder, the one written last first.
+
+Each has a line: its state, its age, its steps, its last held-out score, and its size. A run whose
+process is gone without having said so is `killed`. Reads files only, and imports no torch.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from rloo_cli.cli.run_arguments import RunArgumentParser
+from rloo_cli.inspection.run_folders import RUNS_ROOT
+from rloo_cli.inspection.run_list import RunSummary, list_runs
+from rloo_cli.reporting.panel import clean_line, format_duration, format_number
+from rloo_cli.utils.errors import ConfigError, Problem
+
+USAGE = "rloo runs [FOLDER] [--json]"
+STATE_STYLES = {"finished": "green", "training": "cyan", "failed": "red", "damaged": "red"}
+
+
+def run(args: list[str]) -> int:
+    """Run the verb. Raises ConfigError for a folder that is not there."""
+    parser = RunArgumentParser("runs", USAGE)
+    parser.add_argument("--json", action="store_true")
+    options: argparse.Namespace = parser.parse_args(args)
+    root = Path(options.run) if options.run else RUNS_ROOT
+    if options.run and not root.is_dir():
+        raise ConfigError(Problem(f"there is no folder {root}", "command line", fix=USAGE))
+    runs = list_runs(root)
+    if options.json:
+        print(json.dumps([run.to_json() for run in runs], indent=2))
+    elif not runs:
+        print(f"no runs in {root}/; rloo train +recipe=quickstart makes one in two minutes")
+    else:
+        # Both sizes are set, for TERM=dumb overrules a width alone.
+        width, height = (None, None) if sys.stdout.isatty() else (140, 40)
+        Console(highlight=False, width=width, height=height).print(_runs_table(runs, root))
+    return 0
+
+
+def _runs_table(runs: list[RunSummary], root: Path) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("run", overflow="fold")
+    table.add_column("state")
+    for name in ("age", "steps", "held out", "size"):
+        table.add_column(name, justify="right")
+    for run in runs:
+        folder = Path(run.run)
+        shown = folder.relative_to(root) if folder != root else folder
+        ended = run.state in ("finished", "training") or run.code is None
+        state = run.state if ended else f"{run.state} ({run.code})"
+        table.add_row(
+            clean_line(shown),
+            f"[{STATE_STYLES.get(run.state, 'yellow')}]{clean_line(state)}[/]",
+            "–" if run.age_s is None else format_duration(run.age_s),
+            f"{run.step}/{run.of_steps}" if run.of_steps else str(run.step),
+            "–" if run.score is None else format_number(run.score),
+            format_size(run.size_bytes),
+        )
+    return table
+
+
+def format_size(size: int) -> str:
+    """Bytes in the largest unit that leaves a number of at least one."""
+    number, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while number >= 1024 and len(units) > 1:
+        number, units = number / 1024, units[1:]
+    return (
+        f"{number:.0f} {units[0]}"
+        if number >= 10 or units[0] == "B"
+        else (f"{number:.1f} {units[0]}")
+    )

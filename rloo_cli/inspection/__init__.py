@@ -1,0 +1,10 @@
+"""What a run has done, read from its files.
+
+No module of this room changes a run. torch is imported by none but those that say so.
+
+ledger_audit  checks the prompt ledger, line by line
+run_folders   finds the folder of a run by path or name
+run_list      a line for each run in a folder
+run_record    the config, state, metrics and evaluations of a run
+sample_files  finds and reads the samples of a step or an evaluation
+"""

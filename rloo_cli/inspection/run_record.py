@@ -1,0 +1,205 @@
+"""Reads what a run has written: its config, its state, its metrics and evaluations.
+
+`read_run_record` wants whole files, for a comparison is only as good as both sides.
+`inspect_run_folder` reads what can be read, of a damaged folder too, and says what could not.
+"""
+
+import json
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rloo_cli.checkpoint import resume
+from rloo_cli.config import check
+from rloo_cli.reporting import curves, eval_lines
+from rloo_cli.utils.child_process import is_process_alive
+from rloo_cli.utils.errors import ConfigError, Problem, RunError
+from rloo_cli.utils.files import JsonObject, read_json
+
+ENDED_STATES = ("finished", "stopped", "failed", "unknown")
+# What a file raises that is not what a run wrote: not there, cut off, of another kind.
+READ_ERRORS = (RunError, OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What one run has written."""
+
+    folder: Path
+    run_metadata: JsonObject  # run.json
+    config: JsonObject  # config.yaml, plain
+    step_metrics: list[JsonObject] = field(default_factory=list)  # one for each training step
+    eval_metrics: list[JsonObject] = field(default_factory=list)  # one for each evaluation
+    judge_tallies: dict[str, JsonObject] = field(default_factory=dict)  # opponent -> a tally
+    problems: list[str] = field(default_factory=list)  # files that could not be read, and why
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return self.folder.name
+
+    @property
+    def seed(self) -> int:
+        """The seed in its config."""
+        return int(self.config["seed"])
+
+    @property
+    def algorithm(self) -> str:
+        """The algorithm's name."""
+        return str(self.config["algorithm"]["name"])
+
+    @property
+    def finished(self) -> bool:
+        """Whether it reached its end."""
+        return self.run_metadata.get("state") == "finished"
+
+    @property
+    def state(self) -> str:
+        """Its state by run.json; `killed` where its process is gone without having said so."""
+        return run_state(self.run_metadata)
+
+    @property
+    def last_step(self) -> int:
+        """The last step that it has logged; 0 before the first."""
+        return int(self.step_metrics[-1]["step"]) if self.step_metrics else 0
+
+    @property
+    def completions_per_step(self) -> int:
+        """How many completions one step samples."""
+        prompts = self.config["train"]["prompts_per_step"]
+        return int(prompts * self.config["algorithm"]["num_generations"])
+
+    @property
+    def status_text(self) -> str:
+        """How it ended, or how far it is, in words."""
+        step = self.run_metadata.get("progress", {}).get("step", 0)
+        of = self.config.get("max_steps")
+        at = f"at step {step} of {of}" if of else f"at step {step}"
+        code = self.run_metadata.get("code")
+        state = self.run_metadata.get("state", "not begun") + (f" (exit {code})" if code else "")
+        why = self.run_metadata.get("ended", {}).get("why", "")
+        why = f": {why}" if why and why not in state and not self.finished else ""
+        return f"{state} {at}{why}"
+
+    def completions_sampled(self, step: int) -> float:
+        """Completions that were sampled before the end of a step."""
+        counts = [m["episode"] for m in self.step_metrics if m["step"] <= step and "episode" in m]
+        return float(counts[-1] if counts else step * self.completions_per_step)
+
+
+def run_state(run_metadata: JsonObject) -> str:
+    """The state that run.json tells; `killed` if the process of a run on this machine is gone."""
+    state = str(run_metadata.get("state", "unknown"))
+    here = run_metadata.get("host") == socket.gethostname()
+    if state in ENDED_STATES or not here or is_process_alive(run_metadata):
+        return state
+    return "killed"
+
+
+def read_run_record(folder: Path) -> RunRecord:
+    """Read everything of one run. Raises ConfigError for a folder that cannot be read as a run."""
+    values = resume.read_run_config(folder)
+    if values is None or not {"seed", "algorithm", "train"} <= set(values):
+        raise ConfigError(Problem(f"{folder} is not a training run", str(folder / "config.yaml")))
+    path = folder / "metrics.jsonl"
+    metrics = curves.read_metrics_lines(path) if path.is_file() else []
+    return RunRecord(
+        folder,
+        read_json(folder / "run.json"),
+        _comparable_config(values),
+        [line for line in metrics if "step_time" in line],
+        [line for line in metrics if eval_lines.is_evaluation(line)],
+        _read_judge_tallies(folder),
+    )
+
+
+def _comparable_config(values: JsonObject) -> JsonObject:
+    """A config in the names of the first version, so that runs of two versions compare.
+
+    It is returned as it is if the schema does not know a choice (an algorithm's file is gone).
+    """
+    try:
+        return check.first_version_values(values)
+    except ConfigError:
+        return values
+
+
+def _read_judge_tallies(folder: Path) -> dict[str, JsonObject]:
+    """Opponent -> the tally of the first set, of the last judged evaluation."""
+    tallies: dict[str, JsonObject] = {}
+    for path in sorted(folder.glob("eval/*/judge.json"), key=lambda p: p.stat().st_mtime):
+        judged = json.loads(path.read_text())
+        tally = next(iter(judged.get("sets", {}).values()), None)
+        if tally is not None and tally.get("rate") is not None:
+            tallies[str(judged.get("keys", {}).get("against", "reference"))] = tally
+    return tallies
+
+
+def inspect_run_folder(folder: Path) -> RunRecord:
+    """Read what can be read of a run, whole or damaged. Never raises for what is in its files.
+
+    The config is as the run wrote it, in its own version's names.
+    """
+    problems: list[str] = []
+
+    def attempt(name: str, read: Callable[[], Any], instead: Any) -> Any:
+        try:
+            value = read()
+        except READ_ERRORS as error:
+            why = error.problems[0] if isinstance(error, RunError) else None
+            said = f"{why.where}: {why.what}" if why else f"{folder / name}: {error}"
+            problems.append(said.splitlines()[0])
+            return instead
+        if not isinstance(value, type(instead)):
+            problems.append(f"{folder / name}: it holds a {type(value).__name__}")
+            return instead
+        return value
+
+    config = attempt("config.yaml", lambda: _read_written_config(folder), {})
+    metadata = attempt("run.json", lambda: _read_object(folder / "run.json"), {})
+    path = folder / "metrics.jsonl"
+    lines = attempt("metrics.jsonl", lambda: _read_whole_lines(path, problems), [])
+    return RunRecord(
+        folder,
+        metadata,
+        config,
+        [line for line in lines if "step_time" in line],
+        [line for line in lines if eval_lines.is_evaluation(line)],
+        attempt("eval", lambda: _read_judge_tallies(folder), {}),
+        problems,
+    )
+
+
+def _read_object(path: Path) -> JsonObject:
+    if not path.is_file():
+        raise FileNotFoundError("there is no such file")
+    return read_json(path)
+
+
+def _read_written_config(folder: Path) -> JsonObject:
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise FileNotFoundError("there is no such file")
+    values: JsonObject = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return values
+
+
+def _read_whole_lines(path: Path, problems: list[str]) -> list[JsonObject]:
+    """The lines of metrics that are entries, by step; the others are problems.
+
+    A last line that a kill cut off is no problem: the next attempt cuts it off too.
+    """
+    if not path.is_file():
+        return []  # a run that has not ended its first step
+    entries, lines = [], path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            entry = json.loads(line, parse_constant=lambda _: None)
+            entries.append((int(entry["step"]), entry))
+        except (ValueError, KeyError, TypeError):
+            problems.append(f"{path}:{number}: a line of metrics is not an entry")
+    return [entry for _, entry in sorted(entries, key=lambda pair: pair[0])]

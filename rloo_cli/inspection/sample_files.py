@@ -1,0 +1,74 @@
+"""Finds and reads the files of samples that a run wrote: completions with scores and advantages.
+
+`samples/step_000010.jsonl` has what step 10 trained on, `eval_000010.jsonl` the held-out set after
+it, `eval_NAME_000010.jsonl` the held-out set of that name.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from rloo_cli.config.old_names import nearest_names
+from rloo_cli.utils.errors import ConfigError, DataError, Problem
+from rloo_cli.utils.files import JsonObject
+
+SampleRecord = JsonObject
+SAMPLES_FILE = re.compile(r"(?P<kind>step|eval)(?:_(?P<set>.+))?_(?P<step>\d+)\.jsonl")
+
+
+def list_sample_files(folder: Path, held_out: bool = False) -> dict[str, dict[int, Path]]:
+    """Held-out set ("" if it has no name, and for a step's own samples) -> step -> file."""
+    kind = "eval" if held_out else "step"
+    files: dict[str, dict[int, Path]] = {}
+    for path in sorted(folder.glob("samples/*.jsonl")):
+        match = SAMPLES_FILE.fullmatch(path.name)
+        if match and match["kind"] == kind:
+            files.setdefault(match["set"] or "", {})[int(match["step"])] = path
+    return files
+
+
+def find_samples_file(
+    folder: Path, step: int | None = None, held_out: bool = False, set_name: str | None = None
+) -> Path:
+    """The file of samples of one step; of the last that has any without a step.
+
+    Raises ConfigError, which names the nearest step or set there is.
+    """
+    held_out = held_out or set_name is not None
+    what = "held-out samples" if held_out else "samples"
+    files = list_sample_files(folder, held_out)
+    if not files:
+        why = f"nothing like it in {folder / 'samples'}"
+        raise ConfigError(Problem(f"{folder} has no {what}", "command line", why))
+    wanted = set_name or ("" if "" in files else next(iter(files)))
+    if wanted not in files or (set_name is None and wanted and len(files) > 1):
+        names = [name for name in files if name]
+        why = f"held-out sets: {', '.join(names)}" if names else "there is only one, without a name"
+        close = nearest_names(set_name or "", names) or names
+        what = f"there is no held-out set {set_name!r}" if set_name else "which held-out set?"
+        fix = f"--set {close[0]}" if close else "--eval"
+        raise ConfigError(Problem(what, "command line", why, fix))
+    steps = files[wanted]
+    if step is None:
+        return steps[max(steps)]
+    if step not in steps:
+        near = sorted(sorted(steps, key=lambda other: abs(other - step))[:2])
+        what = f"step {step} has no {what}"
+        why = f"the nearest that have: {' and '.join(map(str, near))}"
+        raise ConfigError(Problem(what, "command line", why, f"--step {near[0]}"))
+    return steps[step]
+
+
+def read_sample_records(path: Path) -> list[SampleRecord]:
+    """Every sample of a file; numbers that are not finite are None.
+
+    Raises DataError, which names the first line that is not a sample.
+    """
+    samples = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
+        try:
+            samples.append(dict(json.loads(line, parse_constant=lambda _: None)))
+        except (ValueError, TypeError) as error:
+            where, why = f"{path}:{number}", str(error)
+            raise DataError(Problem("a line is not a sample", where, why)) from None
+    return samples
