@@ -4,7 +4,10 @@
 """
 
 import argparse
+import sys
 from typing import NoReturn
+
+from rich.console import Console
 
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.utils.errors import ConfigError, Problem
@@ -26,3 +29,15 @@ class RunArgumentParser(argparse.ArgumentParser):
         ]
         why = f"did you mean {close[0]}?" if close else ""
         raise ConfigError(Problem(f"{self.prog}: {message}", "command line", why, f"{self.usage}"))
+
+
+def answer_console(width_without_terminal: int) -> Console:
+    """A console on stdout; that wide (cells) where stdout is a file or a pipe.
+
+    Characters that the terminal's encoding does not have are replaced.
+    """
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    # Both sizes are set, for TERM=dumb overrules a width alone.
+    width, height = (None, None) if sys.stdout.isatty() else (width_without_terminal, 40)
+    return Console(highlight=False, width=width, height=height)

@@ -6,13 +6,11 @@ process is gone without having said so is `killed`. Reads files only, and import
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
-from rloo_cli.cli.run_arguments import RunArgumentParser
+from rloo_cli.cli.run_arguments import RunArgumentParser, answer_console
 from rloo_cli.inspection.run_folders import RUNS_ROOT
 from rloo_cli.inspection.run_list import RunSummary, list_runs
 from rloo_cli.reporting.panel import clean_line, format_duration, format_number
@@ -36,9 +34,7 @@ def run(args: list[str]) -> int:
     elif not runs:
         print(f"no runs in {root}/; rloo train +recipe=quickstart makes one in two minutes")
     else:
-        # Both sizes are set, for TERM=dumb overrules a width alone.
-        width, height = (None, None) if sys.stdout.isatty() else (140, 40)
-        Console(highlight=False, width=width, height=height).print(_runs_table(runs, root))
+        answer_console(140).print(_runs_table(runs, root))
     return 0
 
 

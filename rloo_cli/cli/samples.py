@@ -13,15 +13,13 @@ and the data are made visible. Imports no torch.
 import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
-from rloo_cli.cli.run_arguments import RunArgumentParser
+from rloo_cli.cli.run_arguments import RunArgumentParser, answer_console
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.inspection.sample_files import SampleRecord, find_samples_file, read_sample_records
@@ -51,11 +49,7 @@ def run(args: list[str]) -> int:
     if options.json:
         print(json.dumps(chosen, indent=2))
         return 0
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal with fewer characters than a model
-    # Both sizes are set, for TERM=dumb overrules a width alone.
-    width, height = (None, None) if sys.stdout.isatty() else (100, 40)
-    console = Console(highlight=False, width=width, height=height)
+    console = answer_console(100)
     lines = [x for sample in chosen for x in sample_lines(sample, min(console.width, 160))]
     for line in [_title(path, samples, options), *lines]:
         console.print(line, soft_wrap=True)

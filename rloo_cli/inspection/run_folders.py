@@ -1,5 +1,6 @@
 """Finds the folder of a run by its path or its name, and lists the runs there are."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rloo_cli.config.old_names import nearest_names
@@ -37,3 +38,46 @@ def find_run_folder(name_or_path: str | None, verb: str) -> Path:
     looked = " or ".join(str(folder) for folder in here)
     why = f"looked at {looked}: no {RUN_FILES[0]} there\n{there}"
     raise ConfigError(Problem(f"there is no run {name_or_path!r}", "command line", why, fix))
+
+
+def find_compared_runs(patterns: Sequence[str]) -> list[Path]:
+    """The folders of the runs that the arguments name, each once, in this order.
+
+    An argument is a run's folder, its name under runs/, a folder with runs in it (one or two
+    below), or a pattern (`runs/compare-*`). Raises ConfigError for one that names no run.
+    """
+    folders: dict[Path, Path] = {}
+    for pattern in patterns:
+        for folder in _runs_matching(pattern):
+            folders.setdefault(folder.resolve(), folder)
+    return [*folders.values()]
+
+
+def _runs_matching(pattern: str) -> Iterator[Path]:
+    root = RUNS_ROOT
+    if any(sign in pattern for sign in "*?["):
+        paths = {*_matching_paths(Path(), pattern), *_matching_paths(root, pattern)}
+        runs = [run for path in sorted(paths) for run in _runs_in(path)]
+    else:
+        runs = list(_runs_in(Path(pattern))) or list(_runs_in(root / pattern))
+    if not runs:
+        find_run_folder(pattern, "compare")  # says which names are near
+    yield from runs
+
+
+def _matching_paths(root: Path, pattern: str) -> list[Path]:
+    anchor = Path(pattern).anchor
+    return sorted((Path(anchor) if anchor else root).glob(pattern[len(anchor) :]))
+
+
+def _runs_in(path: Path) -> Iterator[Path]:
+    """The folder itself if it is a run, else the training runs in it."""
+    if _is_run(path):
+        yield path
+    elif path.is_dir():
+        folders = [p.parent for deep in ("*", "*/*") for p in path.glob(f"{deep}/run.json")]
+        yield from sorted(folder for folder in folders if _is_run(folder))
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() and (folder / "run.json").is_file()

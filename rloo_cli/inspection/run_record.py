@@ -6,7 +6,7 @@
 
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -203,3 +203,12 @@ def _read_whole_lines(path: Path, problems: list[str]) -> list[JsonObject]:
         except (ValueError, KeyError, TypeError):
             problems.append(f"{path}:{number}: a line of metrics is not an entry")
     return [entry for _, entry in sorted(entries, key=lambda pair: pair[0])]
+
+
+def held_out_metrics(runs: Sequence[RunRecord]) -> list[str]:
+    """The metrics of evaluations that every one of these runs has, headlines first."""
+    names = [{name for line in run.eval_metrics for name in line} for run in runs]
+    common = set.intersection(*names) - {"step"} if names else set()
+    matches = [m for name in common if (m := eval_lines.HEADLINE_METRIC.fullmatch(name))]
+    headlines = [m.string for m in matches if m["what"] == "reward"]
+    return [*sorted(headlines, key=lambda n: (len(n), n)), *sorted(common - {*headlines})]

@@ -11,8 +11,8 @@ from cli_cases import Rloo
 from compare_cases import judged, write
 
 from rloo_cli.cli import compare
-from rloo_cli.cli.compare import charts, configurations, results, runs, statistics
-from rloo_cli.inspection import run_record
+from rloo_cli.cli.compare import charts, configurations, results, statistics
+from rloo_cli.inspection import run_folders, run_record
 from rloo_cli.utils.errors import ConfigError
 
 
@@ -110,9 +110,11 @@ def test_the_words_for_a_difference(ours, words):
 def test_runs_are_found_by_folder_name_pattern_and_in_folders(tmp_path):
     root = two()
     (root / "notes").mkdir()
-    names = [p.name for p in runs.find_compared_runs(["runs/rloo-1", "rloo-2", "grpo-*", "runs"])]
+    names = [
+        p.name for p in run_folders.find_compared_runs(["runs/rloo-1", "rloo-2", "grpo-*", "runs"])
+    ]
     assert names == ["rloo-1", "rloo-2", "grpo-1", "grpo-2", "grpo-3", "rloo-3"]
-    assert runs.find_compared_runs([str(tmp_path / "runs" / "rloo-*")])[0].name == "rloo-1"
+    assert run_folders.find_compared_runs([str(tmp_path / "runs" / "rloo-*")])[0].name == "rloo-1"
 
 
 def test_a_word_that_names_no_run_is_refused_with_a_near_one():
@@ -131,7 +133,7 @@ def test_one_run_is_too_few():
 def test_runs_that_differ_in_seed_and_free_keys_are_one_configuration():
     root = two(train__learning_rate=2e-4)
     write(root, "rloo-4", 4, logging__every=5, reward__exact_match__timeout_s=1.0)
-    found = groups(*runs.find_compared_runs(["runs"]))
+    found = groups(*run_folders.find_compared_runs(["runs"]))
     assert [(one.label, one.seeds) for one in found] == [
         ("rloo learning_rate=0.0001", [1, 2, 3, 4]),
         ("grpo learning_rate=0.0002", [1, 2, 3]),
@@ -142,7 +144,7 @@ def test_a_label_says_what_most_do_not_have():
     root = Path("runs")
     for i, beta in enumerate((0.05, 0.05, 0.1, 0.2)):
         write(root, f"run-{i}", algorithm__beta=beta, train__learning_rate=1e-4 * (1 + (i == 1)))
-    found = groups(*runs.find_compared_runs(["runs"]))
+    found = groups(*run_folders.find_compared_runs(["runs"]))
     labels = {run.name: one.label for one in found for run in one.runs}
     assert labels["run-1"] == "rloo beta=0.05 learning_rate=0.0002"
     assert labels["run-2"] == "rloo beta=0.1" and len({*labels.values()}) == 4
@@ -243,7 +245,7 @@ def test_a_folder_that_is_no_run_of_training_is_refused():
 
 def figures(**keys) -> results.Comparison:
     two(**keys)
-    found = groups(*runs.find_compared_runs(["runs"]))
+    found = groups(*run_folders.find_compared_runs(["runs"]))
     return results.compare_configurations(found, "eval_reward", 0, [])
 
 
@@ -279,7 +281,7 @@ def test_a_threshold_below_zero_is_still_reached_from_below():
     for name, last in (("rloo", -1.0), ("grpo", -2.0)):
         write(root, name, scores=(-6.0, -3.0, last), algorithm__name=name)
     told = results.compare_configurations(
-        groups(*runs.find_compared_runs(["runs"])), "eval_reward", 0, []
+        groups(*run_folders.find_compared_runs(["runs"])), "eval_reward", 0, []
     )
     assert told.threshold == pytest.approx(-1.5)
     assert [o.figures["reached"] for o in told.results] == [{1: 32.0}, {}]

@@ -34,6 +34,7 @@ COMPOSE = ("train", "sft", "reward-model", "vllm-serve", "fetch", "plan")
 # What an example says where there is nothing it could work on: the words themselves were read.
 NOTHING_HERE = {
     "eval": "there is no",
+    "runs": "there is no folder",
     "samples": "there is no run",
     "ledger": "there is no run",
     "curves": "there is no run",
@@ -93,7 +94,7 @@ def test_every_example_of_help_is_read_as_it_stands(tmp_path: Path, monkeypatch,
                 check.check_config(compose.compose_config(plain))
             elif verb == "migrate":
                 assert ">" in words
-            elif verb in NOTHING_HERE and not words[0].startswith("+"):
+            elif verb in NOTHING_HERE and words and not words[0].startswith("+"):
                 with pytest.raises(ConfigError, match=NOTHING_HERE[verb]):
                     main.find_verb([verb, *words])()
             elif verb == "eval":

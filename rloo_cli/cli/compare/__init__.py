@@ -16,7 +16,6 @@ no torch.
     charts          Draws the comparison as one picture
     configurations  Groups runs into configurations
     results         Compares configurations
-    runs            Finds the runs that are compared
     statistics      Computes means over seeds, and differences seed by seed
     tables          Writes the comparison as tables
 """
@@ -30,11 +29,10 @@ from rich.console import Console
 
 from rloo_cli.checkpoint import resume
 from rloo_cli.cli.compare import charts, configurations, results, tables
-from rloo_cli.cli.compare import runs as compare_runs
 from rloo_cli.cli.compare.configurations import Configuration
 from rloo_cli.cli.run_arguments import RunArgumentParser
 from rloo_cli.config.old_names import nearest_names
-from rloo_cli.inspection import run_record
+from rloo_cli.inspection import run_folders, run_record
 from rloo_cli.inspection.run_record import RunRecord
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import write_json, write_text
@@ -53,7 +51,7 @@ def run(args: list[str]) -> int:
     for flag in ("--unfinished", "--anyway", "--json"):
         parser.add_argument(flag, action="store_true")
     options = parser.parse_intermixed_args(args)
-    folders = compare_runs.find_compared_runs([w for w in (options.run, *options.more) if w])
+    folders = run_folders.find_compared_runs([w for w in (options.run, *options.more) if w])
     runs = [run_record.read_run_record(folder) for folder in folders]
     configs = _configurations(runs, options.unfinished)
     score = _metric(configs, options.metric)
@@ -83,7 +81,7 @@ def _configurations(runs: list[RunRecord], unfinished: bool) -> list[Configurati
 
 def _metric(configs: list[Configuration], wanted: str | None) -> str | None:
     """The wanted metric, or the first held-out reward; None if no run has been evaluated."""
-    metrics = compare_runs.held_out_metrics([run for config in configs for run in config.runs])
+    metrics = run_record.held_out_metrics([run for config in configs for run in config.runs])
     if wanted is None:
         return next((name for name in metrics if name.endswith("reward")), None)
     if wanted not in metrics:
