@@ -2,7 +2,7 @@
 
     python bench/real_model.py                     all stages; what was cut goes on
     python bench/real_model.py --stages rates      some: rates, lengths, arithmetic, constraints,
-                                                   reasoning, algorithms, plan
+                                                   reasoning, algorithms, planned, plan
     python bench/real_model.py --page              only the page and its pictures, from the rows
     python bench/real_model.py --dry-run           only print the commands
 
@@ -56,8 +56,18 @@ STAGES: dict[str, list[Words]] = {
         for seed in (1, 2)
         for name in ("rloo", "grpo", "reinforce", "ppo")
     ],
+    # Short runs on an otherwise idle machine, for the figures that `rloo plan` is held against.
+    "planned": [
+        ("train", *words, "max_steps=6", "eval.at_start=false", f"name={name}")
+        for name, words in {
+            "arithmetic": ("+recipe=smollm2_arithmetic",),
+            "arithmetic-32": ("+recipe=smollm2_arithmetic", "generation.max_completion_length=32"),
+            "constraints": ("+recipe=smollm2_constraints",),
+            "reasoning": ("+recipe=smollm2_reasoning",),
+            "ppo": ("+recipe=smollm2_arithmetic", "algorithm=ppo"),
+        }.items()
+    ],
 }  # fmt: skip
-PLANNED = ("lengths", "arithmetic", "constraints", "reasoning", "algorithms")
 COMPARED = ("rates", "algorithms")  # stages whose runs `rloo compare` puts side by side
 
 
@@ -170,10 +180,10 @@ def rows_of(stage: str) -> list[Row]:
 
 
 def plan_all() -> None:
-    """A row of each kind of run: what `rloo plan` says of its memory and its step."""
+    """A row of each short run: what `rloo plan` says of its memory and its step."""
     known = {row["of"] for row in rows_of("plan")}
-    for row in results.read(ROWS):
-        if row["stage"] not in PLANNED or row["name"] in known:
+    for row in rows_of("planned"):
+        if row["name"] in known:
             continue
         means = {name: str(round(mean)) for name, mean in row["lengths"].items()}
         words = ["plan", *row["words"], "--gpu", "cpu", "--json"]
