@@ -33,7 +33,7 @@ def run(args: list[str]) -> int:
 
 def key_listing(overrides: list[str]) -> list[str]:
     """One line per key: `key  type = default  # meaning`."""
-    composed, model = _all_keys(overrides)
+    composed, model = every_key(overrides)
     values = dict(walk_values(check.merge_defaults(composed.values)))
     lines = []
     for key, field in schema_fields(model).items():
@@ -46,7 +46,7 @@ def key_listing(overrides: list[str]) -> list[str]:
 
 def recipe_json_schema(overrides: list[str]) -> JsonObject:
     """The JSON schema of a recipe: no key is required, for a recipe holds only what differs."""
-    _, model = _all_keys(overrides)
+    _, model = every_key(overrides)
     schema = model.model_json_schema()
     for part in (schema, *schema["$defs"].values()):
         part.pop("required", None)
@@ -69,7 +69,7 @@ def _single_key_schema(name: str, inside: JsonObject) -> JsonObject:
 
 def explain_key(key: str, overrides: list[str]) -> str:
     """One key: what it is, its value in this config, where that came from, whether it acts."""
-    composed, model = _all_keys(overrides)
+    composed, model = every_key(overrides)
     fields = schema_fields(model)
     chosen = compose_config(overrides)
     config = check.merge_defaults(chosen.values, chosen.sources)
@@ -95,7 +95,7 @@ def explain_key(key: str, overrides: list[str]) -> str:
     return "\n".join(lines)
 
 
-def _all_keys(overrides: list[str]) -> tuple[ComposedConfig, type[BaseModel]]:
+def every_key(overrides: list[str]) -> tuple[ComposedConfig, type[BaseModel]]:
     """The chosen config with every section that it could have, and its schema.
 
     It has every shipped reward, a held-out set, a source of a mixture and a judge.
@@ -121,7 +121,7 @@ def schema_fields(model: type[BaseModel], prefix: str = "") -> dict[str, FieldIn
 
 def all_fields() -> dict[str, FieldInfo]:
     """Every dotted key that a config may have, sections too -> its field."""
-    return schema_fields(_all_keys([])[1])
+    return schema_fields(every_key([])[1])
 
 
 def value_keys() -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import rloo_cli
-from rloo_cli.cli.config import _all_keys, schema_fields
+from rloo_cli.cli.config import every_key, schema_fields
 from rloo_cli.cli.migrate import SWIFT_REWARDS, TRL_REWARDS
 from rloo_cli.cli.migrate.recipe import our_defaults
 from rloo_cli.config import check, messages, old_names, registry
@@ -45,7 +45,7 @@ def known() -> dict[str, str]:
     words = [f"algorithm={name}" for name in registry.registry_names("algorithms")]
     words += [f"generation={name}" for name in registry.registry_names("generation")]
     for word in [*words, "judge=openai", "judge=reward_model", "judge=rule"]:
-        found |= dict.fromkeys(schema_fields(_all_keys([word])[1]), "")
+        found |= dict.fromkeys(schema_fields(every_key([word])[1]), "")
     for name in registry.registry_names("rewards"):
         keys = messages.schema_keys(registry.config_class("rewards", name))
         found |= {f"reward.<name>.{key}": "" for key in keys}
@@ -63,7 +63,7 @@ def test_every_row_of_the_table_leads_to_a_key_of_today_or_says_that_there_is_no
 
 
 def test_no_answer_to_an_old_name_is_that_name_or_a_key_that_the_run_has_not(known):
-    plain = messages.schema_keys(check.run_config_class(_all_keys([])[0].values))
+    plain = messages.schema_keys(check.run_config_class(every_key([])[0].values))
     for row in old_names.OLD_NAME_TABLE:
         section = (row.new_key or "train").rpartition(".")[0]
         for name in row.names:
