@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-all lint words mutants house gpu-proof pictures clean
+.PHONY: quickstart test test-all lint words mutants house site gpu-proof pictures clean
 
 # vLLM's tests run where its CPU build does: Linux on x86-64 without an NVIDIA GPU. With one,
 # `pip install -e '.[vllm]'` brings the GPU build, and the same tests find it.
@@ -86,6 +86,10 @@ mutants: $(VENV)/installed-test $(VLLM:%=$(VENV)/installed-%) $(VENV)/tried-bwra
 # The rooms and who imports whom, as a picture of the code as it is: docs/house.svg.
 house: $(VENV)/installed-test
 	PYTHONPATH=tests/support $(BIN)/python tests/house/draw_house.py
+
+# The documentation as a site, into site/; a broken link is an error.
+site: $(VENV)/installed-test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site
 
 # What a GPU has to show, into docs/gpu.md: stopped in time, and gone on with when it is asked again.
 gpu-proof: $(VENV)/installed-test

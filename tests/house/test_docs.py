@@ -25,7 +25,7 @@ from rloo_cli.utils.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PAGES = {p.name: p for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
-PAGES["CONTRIBUTING.md"] = ROOT / "CONTRIBUTING.md"
+PAGES |= {name: ROOT / name for name in ("CONTRIBUTING.md", "AGENTS.md")}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = ("", "bash", "sh", "console")
 COMPOSES = ("train", "sweep", "eval", "plan", "fetch", "sft", "reward-model", "vllm-serve")
@@ -244,11 +244,24 @@ def test_a_row_of_the_loss_types_has_the_numbers_of_its_vector(name: str) -> Non
     assert float(at_new) == pytest.approx(case["at_new"], abs=1e-6)
 
 
-def test_the_readme_has_every_recipe_algorithm_verb_and_page() -> None:
-    readme = PAGES["README.md"].read_text()
-    recipes = readme.partition("## Recipes")[2].partition("\n## ")[0]
+def test_every_recipe_algorithm_and_verb_has_its_place() -> None:
+    recipes, verbs = PAGES["recipes.md"].read_text(), PAGES["verbs.md"].read_text()
     assert not [name for name in paths.recipe_files() if f"`{name}`" not in recipes]
     algorithms = {p.stem for p in (paths.CONF / "algorithm").glob("*.yaml")}
-    assert not [name for name in algorithms if f"`{name}`" not in readme]
-    assert not [verb for verb in main.VERBS if f"rloo {verb}" not in readme]
-    assert not [page for page in PAGES if page != "README.md" and page not in readme]
+    for page in ("README.md", "algorithms.md"):
+        text = PAGES[page].read_text()
+        assert not [name for name in algorithms if f"`{name}`" not in text]
+    assert not [verb for verb in main.VERBS if f"`rloo {verb}`" not in verbs]
+
+
+def test_every_page_is_in_the_site_and_the_readme_leads_to_it() -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    in_site = set(re.findall(r"[\w-]+\.md", str(nav)))
+    readme = PAGES["README.md"].read_text()
+    pages = {page for page in PAGES if PAGES[page].parent.name == "docs"}
+    assert in_site == pages
+    assert not [page for page in pages - {"index.md"} if f"docs/{page}" not in readme]
+
+
+def test_the_readme_is_read_in_five_minutes() -> None:
+    assert len(PAGES["README.md"].read_text().split()) <= 1000
