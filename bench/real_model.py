@@ -20,6 +20,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,18 @@ def do(stage: str, given: argparse.Namespace) -> None:
         keep_rows(stage)
         if ended.returncode:
             raise SystemExit(f"exit {ended.returncode}")
+    if stage in COMPARED and not given.dry_run:
+        compare(stage)
+
+
+def compare(stage: str) -> None:
+    """Keep what `rloo compare` says of a stage's runs, but for the keys that differ."""
+    with tempfile.TemporaryDirectory() as out:
+        words = ["compare", str(ROOT / stage), "--out", out]
+        subprocess.run([sys.executable, "-m", "rloo_cli", *words], check=True, capture_output=True)
+        text = (Path(out) / "table.md").read_text(encoding="utf-8")
+    told = text.partition("Keys that differ")[0].strip()
+    results.append([{"stage": f"{stage}-compared", "text": told}], ROWS)
 
 
 def keep_rows(stage: str) -> None:
@@ -234,7 +247,10 @@ def page() -> None:
             made = "\n".join(plan_table(rows))
         else:
             draw(stage, rows)
-            made = "\n".join([*pictures(stage), *table(stage, rows), *samples(rows[-1])])
+            compared = [
+                line for row in rows_of(f"{stage}-compared")[-1:] for line in ("", row["text"])
+            ]
+            made = "\n".join([*pictures(stage), *table(stage, rows), *compared, *samples(rows[-1])])
         head, tail = text[: text.index(begin) + len(begin)], text[text.index(end) :]
         text = f"{head}\n\n{made}\n\n{tail}"
     path.write_text(text, encoding="utf-8")
@@ -250,15 +266,15 @@ def table(stage: str, rows: Sequence[Row]) -> list[str]:
     parts = [name for name in rows[0]["curve"][0] if name not in ("step", "seconds")]
     parts = parts if len(parts) > 2 else parts[:1]  # of one reward, only the score
     lines = [
-        f"| run | steps | minutes of training | s/step | {' | '.join(parts)} |",
-        f"|---|---|---|---|{'---|' * len(parts)}",
+        f"| run | steps | minutes of training | s/step | GiB | {' | '.join(parts)} |",
+        f"|---|---|---|---|---|{'---|' * len(parts)}",
     ]
     for row in rows:
         first, last = row["curve"][0], row["curve"][-1]
         cells = [f"{first.get(p, 0.0):.3f} → {last.get(p, 0.0):.3f}" for p in parts]
         lines.append(
             f"| {label(row)} | {row['steps']} | {row['train_s'] / 60:.1f} | {row['step_s']:.1f} |"
-            f" {' | '.join(cells)} |"
+            f" {row['memory'].get('measured_bytes', 0) / 2**30:.1f} | {' | '.join(cells)} |"
         )
     commands = [shlex.join(("rloo", *command(stage, words))) for words in STAGES[stage]]
     if stage in COMPARED:
