@@ -24,6 +24,7 @@ slurm_cluster   what the cluster offers
 slurm_template  fill a batch script
 supervised      rloo sft, rloo reward-model
 sweep           rloo sweep
+top             rloo top
 verb_help       the help texts
 vllm_serve      rloo vllm-serve
 """

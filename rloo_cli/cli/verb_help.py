@@ -165,6 +165,17 @@ VERBS: dict[str, VerbHelp] = {
         "FOLDER is runs/ if none is named; runs lie in it or up to two folders below. A run whose\n"
         "process is gone without having said so is `killed`.",
     ),
+    "top": VerbHelp(
+        "watch a run on a screen: phases, time left, speed, memory, sample, advice",
+        ("rloo top [RUN] [--once] [--json] [--every SECONDS]",),
+        {
+            "--once": "print one frame and end",
+            "--json": "the values of the frame",
+            "--every SECONDS": "between two looks at the files (2)",
+        },
+        ("rloo top quickstart", "rloo top quickstart --once --json"),
+        RUN_NOTE + " Without one: the run\nthat was written last. Leaving never touches the run.",
+    ),
     "samples": VerbHelp(
         "show what a run wrote: --step N --worst; --eval",
         ("rloo samples RUN [flags]",),

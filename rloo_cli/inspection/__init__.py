@@ -6,5 +6,6 @@ ledger_audit  checks the prompt ledger, line by line
 run_folders   finds the folder of a run by path or name
 run_list      a line for each run in a folder
 run_record    the config, state, metrics and evaluations of a run
+run_screen    the values and one frame of `rloo top`
 sample_files  finds and reads the samples of a step or an evaluation
 """

@@ -35,6 +35,7 @@ COMPOSE = ("train", "sft", "reward-model", "vllm-serve", "fetch", "plan")
 NOTHING_HERE = {
     "eval": "there is no",
     "runs": "there is no folder",
+    "top": "there is no run",
     "samples": "there is no run",
     "ledger": "there is no run",
     "curves": "there is no run",

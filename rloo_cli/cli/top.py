@@ -1,0 +1,86 @@
+"""`rloo top [RUN]`: a screen of a run that goes on, or of one that has ended.
+
+    rloo top              the run under runs/ that was written last
+    rloo top RUN          this one; q, Escape or Ctrl-C leaves, and never touches the run
+    --once                print one frame and end; --once --json: its values
+    --every SECONDS       between two looks at the files (2)
+
+Reads files only, and imports no torch.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rloo_cli.cli.run_arguments import RunArgumentParser, answer_console
+from rloo_cli.inspection.run_folders import RUNS_ROOT, find_run_folder
+from rloo_cli.inspection.run_list import list_runs
+from rloo_cli.inspection.run_screen import RunScreen
+from rloo_cli.utils.errors import ConfigError, Problem
+
+if TYPE_CHECKING:  # lazy: textual takes a third of a second
+    from textual.app import App
+
+USAGE = "rloo top [RUN] [--once] [--json] [--every SECONDS]"
+
+
+def run(args: list[str]) -> int:
+    """Run the verb. Raises ConfigError for a run that is not there."""
+    parser = RunArgumentParser("top", USAGE)
+    parser.add_argument("--once", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--every", type=float, default=2.0)
+    options: argparse.Namespace = parser.parse_args(args)
+    if not options.every > 0:
+        what = f"--every {options.every:g}: more than 0 seconds"
+        raise ConfigError(Problem(what, "command line", fix="--every 2"))
+    screen = RunScreen(_chosen_folder(options.run))
+    if options.json:
+        print(json.dumps(screen.screen_values(), indent=2))
+    elif options.once or not sys.stdout.isatty():
+        console = answer_console(120)
+        console.print(screen.render_frame(min(console.width, 160)))
+    else:
+        run_screen_app(screen, options.every).run()
+    return 0
+
+
+def _chosen_folder(name: str | None) -> Path:
+    """The run that is named, or the one that was written last."""
+    if name is None and (runs := list_runs(RUNS_ROOT)):
+        return Path(runs[0].run)
+    return find_run_folder(name, "top")
+
+
+def run_screen_app(screen: RunScreen, every_s: float) -> "App[None]":
+    """The textual application: one frame, drawn again every `every_s` seconds."""
+    from textual.app import App, ComposeResult  # lazy: only where there is a terminal to draw on
+    from textual.containers import VerticalScroll
+    from textual.widgets import Footer, Static
+
+    class TopApp(App[None]):
+        BINDINGS = [("q", "quit", "leave"), ("escape", "quit", "leave")]  # noqa: RUF012
+        TITLE = "rloo top"
+
+        def compose(self) -> ComposeResult:
+            yield VerticalScroll(Static(id="frame", markup=False))
+            yield Footer()
+
+        def on_mount(self) -> None:
+            self.draw_frame()
+            self.set_interval(every_s, self.look_again)
+
+        def on_resize(self) -> None:
+            self.draw_frame()
+
+        def look_again(self) -> None:
+            screen.refresh_run()
+            self.draw_frame()
+
+        def draw_frame(self) -> None:
+            width = max(40, min(self.size.width - 3, 160))
+            self.query_one("#frame", Static).update(screen.render_frame(width))
+
+    return TopApp()
