@@ -23,6 +23,10 @@ from rloo_cli.utils.fault_injection import poison_tensor
 from rloo_cli.utils.files import JsonObject
 
 
+# Of each update it is seen whether it changed these: one that the dtype rounds away trains nothing.
+SAMPLED_TENSORS, SAMPLED_NUMBERS = 16, 256
+
+
 def _reduce_nothing(masters: Sequence[Tensor]) -> None:
     """Do nothing: no other rank has gradients to add."""
 
@@ -39,6 +43,7 @@ class TrainingOptimizer(Protocol):
     names: list[str]  # of the trained parameters
     weights: list[nn.Parameter]
     max_grad_norm: float | None
+    weight_changes: dict[str, Tensor]  # of the last update; {} where they cannot be seen
 
     @property
     def learning_rate(self) -> float: ...
@@ -90,6 +95,7 @@ class Optimizer:
         self.reduce_gradients: Callable[[Sequence[Tensor]], None] = _reduce_nothing
         self.abort_reduce: Callable[[], None] = _abort_nothing
         self.shards_are_masters = False  # float32 shards of a model that computes in less
+        self.weight_changes: dict[str, Tensor] = {}
 
     @property
     def learning_rate(self) -> float:
@@ -131,6 +137,7 @@ class Optimizer:
         """Clip to max_grad_norm, update, advance the schedule. `norm` is from `grad_norm`."""
         if self.max_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(self.masters, self.max_grad_norm, norm)
+        before = self._sample_weights()
         self.inner.step()
         self.schedule.step()
         pairs = zip(self.weights, self.masters, strict=True)
@@ -138,7 +145,26 @@ class Optimizer:
         if halves:
             with torch.no_grad():
                 torch._foreach_copy_([w for w, _ in halves], [m for _, m in halves])
+        if before is not None and (after := self._sample_weights()) is not None:
+            changed, sampled = (after != before).sum(), torch.tensor(before.numel())
+            self.weight_changes = {"changed_weights": changed, "sampled_weights": sampled}
         self.zero_grad()
+
+    @torch.no_grad()
+    def _sample_weights(self) -> Tensor | None:
+        """A few numbers of some weights, in the dtype that computes. -> (at most 4096)
+
+        None where that dtype is not the shards' own.
+        """
+        if self.shards_are_masters or not self.weights:
+            return None
+        chosen = self.weights[:: -(-len(self.weights) // SAMPLED_TENSORS)]
+        rows = []
+        for weight in chosen:
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            flat = local.detach().reshape(-1)
+            rows.append(flat[:: -(-flat.numel() // SAMPLED_NUMBERS) or 1])
+        return torch.cat([row.to(rows[0]) for row in rows])
 
     def zero_grad(self) -> None:
         """Drop the gradients, so that none of them is ever applied. All ranks call it together."""

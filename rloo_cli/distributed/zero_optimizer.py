@@ -36,6 +36,7 @@ class ZeroOptimizer:
         self.stage3 = hasattr(self.weights[0], "ds_id")
         self.has_masters = self.weights[0].dtype in (torch.bfloat16, torch.float16)
         self.max_grad_norm = config.train.max_grad_norm
+        self.weight_changes: dict[str, Tensor] = {}
         self.schedule = build_lr_schedule(inner, config.train, num_updates)
         self.gradient_factor = 1.0
         self.state = ZeroState(engine, inner, self.stage3)

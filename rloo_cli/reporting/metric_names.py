@@ -87,6 +87,8 @@ TRAINING_METRICS: list[MetricMeaning] = [
     ("kl_loss", "", "the KL term of the loss (algorithm.kl_in=loss)"),
     ("grad_norm", "", "norm of the gradient before clipping"),
     ("grad_clip_fraction", "share", "updates whose gradient was clipped"),
+    ("update/changed_frac", "share", "some weights (4096 at most) that an update changed, in the"
+     " dtype that computes: near 0 where the dtype rounds the updates away"),
     ("kl", "nats", "KL to the reference per token"),
     ("entropy", "nats", "entropy of the next token, mean over completion tokens"),
     ("policy/entropy_avg", "nats", "the same, as TRL's RLOO named it"),

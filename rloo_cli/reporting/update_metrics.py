@@ -163,6 +163,9 @@ class UpdateMetrics:
             metrics["policy_loss"] = metrics["loss/policy_avg"] = policy_loss
             metrics["kl_loss"] = sums.get("kl_loss", 0.0) / self.num_updates
             metrics["lr"] = metrics["learning_rate"]
+        if sums.get("sampled_weights"):
+            share = sums["changed_weights"] / sums["sampled_weights"]
+            metrics["update/changed_frac"] = share
         if sums.get("units"):
             metrics |= _clip_metrics(sums, maxima)
         if sums.get("value_tokens"):

@@ -161,6 +161,7 @@ def take_optimizer_step(
         if guards.check_finite_update(run, batch, scaled_loss, float(norm)):
             step_progress.updates.add_update(run.optimizer, scaled_loss, float(norm))
             run.optimizer.step(norm)
+            step_progress.updates.add(**run.optimizer.weight_changes)
             run.state.updates += 1
             if run.reference is not None:
                 run.reference.sync_with_policy(run.state.updates)

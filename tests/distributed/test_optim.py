@@ -100,6 +100,13 @@ def test_frozen_weights_are_left_alone():
     assert torch.equal(model.frozen, torch.ones(2))
 
 
+def test_it_is_seen_whether_an_update_changed_the_weights_in_their_dtype():
+    for dtype, changed in ((torch.float32, 2), (torch.bfloat16, 0)):
+        _, found = after(dtype, steps=1)
+        changes = {name: int(value) for name, value in found.weight_changes.items()}
+        assert changes == {"changed_weights": changed, "sampled_weights": 2}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_norm_is_of_the_gradient_before_clipping(dtype):
     model, found = optimizer(dtype=dtype, max_grad_norm=1.0)

@@ -284,6 +284,7 @@ class Recorder:
     """Plain descent by steps of one length; keeps the weights and the gradient of each update."""
 
     max_grad_norm, learning_rate = None, 1.0
+    weight_changes: dict[str, Tensor] = {}  # noqa: RUF012
 
     def __init__(self, parameters: list[nn.Parameter], length: float):
         self.parameters, self.length = parameters, length
