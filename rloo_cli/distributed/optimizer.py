@@ -22,7 +22,6 @@ from rloo_cli.utils.errors import ConfigError, Problem, StorageError
 from rloo_cli.utils.fault_injection import poison_tensor
 from rloo_cli.utils.files import JsonObject
 
-
 # Of each update it is seen whether it changed these: one that the dtype rounds away trains nothing.
 SAMPLED_TENSORS, SAMPLED_NUMBERS = 16, 256
 
