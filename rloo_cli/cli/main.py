@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # lazy: Hydra takes a third of a second
 
 STOPPED_CODES = (75, 130)  # exit codes of a run that was asked to end
 STDOUT_ONLY_VERBS = (  # verbs that write no file
-    "plan", "recipes", "config", "runs", "top", "samples", "ledger", "compare", "migrate",
+    "plan", "recipes", "config", "runs", "top", "doctor", "samples", "ledger", "compare", "migrate",
     "completion",
 )  # fmt: skip
 
@@ -222,6 +222,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "config": _lazy_verb("config"),
     "runs": _lazy_verb("runs"),
     "top": _lazy_verb("top"),
+    "doctor": _lazy_verb("doctor"),
     "samples": _lazy_verb("samples"),
     "ledger": _lazy_verb("ledger"),
     "curves": _lazy_verb("curves"),

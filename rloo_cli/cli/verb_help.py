@@ -176,6 +176,13 @@ VERBS: dict[str, VerbHelp] = {
         ("rloo top quickstart", "rloo top quickstart --once --json"),
         RUN_NOTE + " Without one: the run\nthat was written last. Leaving never touches the run.",
     ),
+    "doctor": VerbHelp(
+        "say what went wrong in a run, with the figures and the key to turn",
+        ("rloo doctor RUN [--json]",),
+        {"--json": "the findings as data"},
+        ("rloo doctor quickstart", "rloo doctor quickstart --json"),
+        RUN_NOTE + " Exits with 20 where a pathology is\nfound. Reads files only.",
+    ),
     "samples": VerbHelp(
         "show what a run wrote: --step N --worst; --eval",
         ("rloo samples RUN [flags]",),

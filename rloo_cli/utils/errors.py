@@ -14,6 +14,7 @@ from dataclasses import asdict, astuple, dataclass
 from rloo_cli.utils import redact
 from rloo_cli.utils.console import show_control_characters
 
+FOUND_CODE = 20  # of verbs that look for something, where they found it
 MAX_PROBLEMS_SHOWN = 20  # problems printed at once; only the number of the others is
 
 

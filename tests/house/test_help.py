@@ -36,6 +36,7 @@ NOTHING_HERE = {
     "eval": "there is no",
     "runs": "there is no folder",
     "top": "there is no run",
+    "doctor": "there is no run",
     "samples": "there is no run",
     "ledger": "there is no run",
     "curves": "there is no run",

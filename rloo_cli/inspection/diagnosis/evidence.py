@@ -1,0 +1,147 @@
+"""What a diagnosis rests on: a run's metrics, its samples by group, and the figures of both."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rloo_cli.inspection.run_record import RunRecord
+from rloo_cli.inspection.sample_files import SampleRecord, list_sample_files, read_sample_records
+from rloo_cli.reporting.advice import ADVICE_RULES, MetricHistory
+from rloo_cli.reporting.panel import last_message, metric_history
+from rloo_cli.reporting.prompt_ledger import LEDGER_FILE, read_ledger_entries
+from rloo_cli.utils.errors import RunError
+
+MAX_SAMPLE_FILES = 40  # read of a long run, evenly spread, with the first and the last
+QUARTER = 4  # the start and the end of a run are its first and last quarter
+
+
+@dataclass
+class RunEvidence:
+    """A run's record with its samples; every figure is None where the files do not say it."""
+
+    record: RunRecord
+    samples: dict[int, list[SampleRecord]] = field(default_factory=dict)  # step -> completions
+    held_out: list[SampleRecord] = field(default_factory=list)  # of the last evaluation
+    draw_examples: dict[int, int] = field(default_factory=dict)  # draw -> row of the data
+    draw_epochs: dict[int, int] = field(default_factory=dict)  # draw -> its epoch
+
+    @property
+    def steps(self) -> int:
+        """Logged steps."""
+        return len(self.record.step_metrics)
+
+    def config_value(self, key: str) -> Any:
+        """The value of a dotted key of the run's config; None where it has none."""
+        value: Any = self.record.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+    def metric_values(self, name: str) -> list[float]:
+        """The finite values of a metric, in order."""
+        return metric_history(self.record.step_metrics, name)
+
+    def start_and_end(self, name: str) -> tuple[float, float] | None:
+        """The mean of a metric over the first and over the last quarter of the run."""
+        values = self.metric_values(name)
+        count = len(values) // QUARTER
+        return (fmean(values[:count]), fmean(values[-count:])) if count else None
+
+    def end_mean(self, name: str) -> float | None:
+        """The mean of a metric over the last quarter."""
+        both = self.start_and_end(name)
+        return None if both is None else both[1]
+
+    @cached_property
+    def advice_history(self) -> MetricHistory:
+        """The metrics as the advice of a run sees them at its last step."""
+        history, names = MetricHistory(), tuple({n for ns in ADVICE_RULES.values() for n in ns})
+        for metrics in self.record.step_metrics:
+            history.add(metrics, names)
+        return history
+
+    def groups(self, last: bool = False) -> Iterator[list[SampleRecord]]:
+        """The completions of each prompt; `last`: of the second half of the samples alone."""
+        steps = sorted(self.samples)
+        for step in steps[len(steps) // 2 :] if last else steps:
+            groups: dict[object, list[SampleRecord]] = defaultdict(list)
+            for sample in self.samples[step]:
+                groups[sample.get("draw")].append(sample)
+            yield from groups.values()
+
+
+def read_evidence(record: RunRecord) -> RunEvidence:
+    """Read the samples and the ledger of a run. What is damaged is left out."""
+    evidence = RunEvidence(record)
+    files = list_sample_files(record.folder).get("", {})
+    for step in _evenly_spread(sorted(files), MAX_SAMPLE_FILES):
+        evidence.samples[step] = _readable_samples(files[step])
+    held_out = list_sample_files(record.folder, held_out=True)
+    for steps in held_out.values():
+        evidence.held_out += _readable_samples(steps[max(steps)])
+    try:
+        entries = read_ledger_entries(record.folder / LEDGER_FILE)
+    except (RunError, OSError, ValueError):
+        entries = []
+    prompts = 0
+    for entry in entries:
+        if "prompts" in entry:
+            prompts = int(entry["prompts"])
+        for draw, row in enumerate(entry.get("rows", []), int(entry.get("place", 0))):
+            evidence.draw_examples[draw] = row
+            evidence.draw_epochs[draw] = draw // prompts if prompts else 0
+    return evidence
+
+
+def _evenly_spread(steps: Sequence[int], count: int) -> list[int]:
+    if len(steps) <= count:
+        return [*steps]
+    return sorted({steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)})
+
+
+def _readable_samples(path: Path) -> list[SampleRecord]:
+    try:
+        return read_sample_records(path)
+    except (RunError, OSError):
+        return []
+
+
+def prompt_text(sample: SampleRecord) -> str:
+    """The prompt's own words: of a conversation, the user's last message."""
+    return last_message(sample.get("prompt", ""))
+
+
+def finite_field(sample: SampleRecord, name: str) -> float | None:
+    """A number of a sample; None where there is none."""
+    value = sample.get(name)
+    usable = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if usable and value is not None else None
+
+
+def group_pairs(
+    groups: Iterator[list[SampleRecord]], first: str, second: str
+) -> list[tuple[float, float]]:
+    """Two fields of every completion, each minus its mean over the completion's group."""
+    pairs = []
+    for group in groups:
+        found = [(finite_field(s, first), finite_field(s, second)) for s in group]
+        both = [(a, b) for a, b in found if a is not None and b is not None]
+        if len(both) > 1:
+            means = [fmean(column) for column in zip(*both, strict=True)]
+            pairs += [(a - means[0], b - means[1]) for a, b in both]
+    return pairs
+
+
+def pair_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """The correlation of two centred columns; None where one of them does not vary."""
+    sums = [
+        sum(a * b for a, b in pairs),
+        sum(a * a for a, _ in pairs),
+        sum(b * b for _, b in pairs),
+    ]
+    return sums[0] / math.sqrt(sums[1] * sums[2]) if sums[1] > 0 and sums[2] > 0 else None
