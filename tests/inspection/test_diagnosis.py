@@ -1,0 +1,196 @@
+"""`rloo doctor RUN`: each rule speaks where its fault is, and is silent where it is not."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compare_cases import write
+
+from rloo_cli.cli import doctor
+from rloo_cli.inspection.diagnosis import diagnose_run
+from rloo_cli.inspection.diagnosis.pathologies import PATHOLOGIES
+
+Samples = Callable[[int, int, int], dict[str, Any]]  # step, draw, k -> fields of a sample
+HEALTHY_METRICS = {
+    "kl": 0.05, "entropy": 1.0, "completions/mean_length": 8.0, "completions/clipped_ratio": 0.1,
+    "frac_reward_zero_std": 0.3, "grad_norm": 2.0, "learning_rate": 1e-4, "ratio/max": 1.2,
+    "update/changed_frac": 0.8, "sampling/logp_diff_rms": 1e-4, "policy/approxkl_avg": 0.01,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def healthy_sample(step: int, draw: int, k: int) -> dict[str, Any]:
+    """Scores that depend on the completion, and not on its length."""
+    dice = random.Random(f"{step} {draw} {k}")
+    score = float(dice.random() < 0.3 + 0.02 * step)
+    length, text = dice.randint(4, 12), f"answer {dice.randint(0, 99)} {score}"
+    return {"score": score, "completion": text, "completion_length": length}
+
+
+def make_run(
+    sample: Samples = healthy_sample, steps: int = 24, rows: int = 1000, **metrics: Any
+) -> Path:
+    """A run's folder by hand. `metrics`: name (with __ for the slash) -> number, or by step."""
+    folder = write(Path("runs"), "one", steps=0, scores=())
+    lines, ledger = [], [{"ledger": 1, "step": 0, "place": 0, "prompts": rows}]
+    (folder / "samples").mkdir()
+    values = HEALTHY_METRICS | {name.replace("__", "/"): v for name, v in metrics.items()}
+    for step in range(1, steps + 1):
+        draws = [4 * (step - 1) + i for i in range(4)]
+        samples = [
+            {"draw": draw, "k": k, "prompt": f"What is {draw % rows}?"} | sample(step, draw, k)
+            for draw in draws
+            for k in range(4)
+        ]
+        reward = sum(s["score"] for s in samples) / len(samples)
+        told = {n: v(step) if callable(v) else v for n, v in values.items()}
+        lines.append({"step": step, "step_time": 1.0, "reward": reward, **told})
+        ledger.append({"step": step, "place": draws[0], "rows": [d % rows for d in draws]})
+        text = "".join(json.dumps(s) + "\n" for s in samples)
+        (folder / f"samples/step_{step:06d}.jsonl").write_text(text)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "ledger.jsonl").write_text(
+        "".join(json.dumps(e | {"check": ""}) + "\n" for e in ledger)
+    )
+    return folder
+
+
+def change_config(folder: Path, **sections: dict[str, Any]) -> None:
+    import yaml
+
+    path = folder / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    for name, values in sections.items():
+        config[name] = config.get(name, {}) | values
+    path.write_text(yaml.safe_dump(config))
+
+
+def named(folder: Path) -> list[str]:
+    return [finding.name for finding in diagnose_run(folder).findings]
+
+
+def test_a_healthy_run_has_no_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run()
+    assert named(folder) == []
+    assert doctor.run(["one"]) == 0
+    assert "none of the known pathologies" in capsys.readouterr().out
+
+
+def with_length(step: int, draw: int, k: int) -> dict[str, Any]:
+    length = 4 + step // 4 + k
+    return {"score": float(length), "completion": "a" * length, "completion_length": length}
+
+
+def of_the_prompt(step: int, draw: int, k: int) -> dict[str, Any]:
+    return healthy_sample(step, draw, k) | {"score": float(draw % 7)}
+
+
+def by_chance(step: int, draw: int, k: int) -> dict[str, Any]:
+    score = random.Random(f"{step} {draw} {k}").random()
+    return {"score": score, "completion": f"same {k // 2}", "completion_length": 8}
+
+
+def all_alike(step: int, draw: int, k: int) -> dict[str, Any]:
+    return healthy_sample(step, draw, k) | {"score": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "sample", "metrics"),
+    [
+        ("reward hacking by length", with_length, {"completions__mean_length": lambda s: 4 + s}),
+        ("no spread within groups", all_alike, {"frac_reward_zero_std": 1.0}),
+        ("all completions are truncated", healthy_sample, {"completions__clipped_ratio": 1.0}),
+        ("KL runs away", healthy_sample, {"kl": lambda step: 0.1 * step}),
+        ("entropy collapse", by_chance, {"entropy": lambda step: 2.0 * 0.7**step}),
+        ("updates are rounded away", healthy_sample, {"update__changed_frac": 0.0}),
+        ("sampler and trainer disagree", healthy_sample, {"sampling__logp_diff_rms": 0.05}),
+        ("learning rate too high", healthy_sample, {"ratio__max": 50.0}),
+        ("learning rate too low", by_chance, {"kl": 1e-6}),
+        ("the reward ignores the completion", of_the_prompt, {"frac_reward_zero_std": 1.0}),
+        ("the reward ignores the completion", by_chance, {}),
+    ],
+)
+def test_a_fault_is_named(name: str, sample: Samples, metrics: dict[str, Any]) -> None:
+    assert name in named(make_run(sample, **metrics))
+
+
+def test_data_that_stands_twice_in_the_file_or_in_the_held_out_set_is_named() -> None:
+    def doubled(step: int, draw: int, k: int) -> dict[str, Any]:
+        return healthy_sample(step, draw, k) | {"prompt": f"What is {draw // 2}?"}
+
+    assert named(make_run(doubled)) == ["data is seen twice"]
+
+
+def test_held_out_prompts_that_were_trained_on_are_named_and_a_second_epoch_is_not() -> None:
+    folder = make_run(rows=20)
+    assert named(folder) == []
+    asked = [{"prompt": f"What is {n}?", "score": 1.0} for n in (1, 2, 300, 400)]
+    text = "".join(json.dumps(sample) + "\n" for sample in asked)
+    (folder / "samples/eval_000024.jsonl").write_text(text)
+    assert named(folder) == ["data is seen twice"]
+
+
+def test_one_of_two_rewards_that_has_all_the_say_is_named() -> None:
+    def two(step: int, draw: int, k: int) -> dict[str, Any]:
+        sample = healthy_sample(step, draw, k)
+        long = float(sample["completion_length"])
+        return sample | {"rewards": {"right": sample["score"], "length": long}}
+
+    folder = make_run(two)
+    change_config(folder, reward={"right": {"weight": 1.0}, "length": {"weight": 0.1}})
+    assert "one reward drowns the others" not in named(folder)
+    change_config(folder, reward={"right": {"weight": 1.0}, "length": {"weight": 50.0}})
+    (finding,) = [f for f in diagnose_run(folder).findings if "drowns" in f.name]
+    assert "length makes 100" in finding.figures and "right" in finding.figures
+
+
+def test_sampling_from_a_part_of_the_distribution_is_named_and_is_not_a_mismatch() -> None:
+    folder = make_run(sampling__logp_diff_rms=0.2, sampling__logp_diff_mean=0.1)
+    change_config(folder, generation={"top_p": 0.9, "top_k": 0})
+    assert named(folder) == ["sampling is truncated"]
+
+
+def test_a_mismatch_is_of_staleness_where_the_weights_were_behind() -> None:
+    stale = diagnose_run(make_run(sampling__logp_diff_rms=0.2, staleness__mean=1.0))
+    assert "staleness" in stale.findings[0].figures
+
+
+def test_the_verb_exits_with_20_and_tells_figures_and_fix(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_run(kl=lambda step: 0.1 * step)
+    assert doctor.run(["one"]) == 20
+    shown = capsys.readouterr().out
+    assert all(
+        x in shown for x in ("KL runs away", "kl went from", "algorithm.beta", "#kl-runs-away")
+    )
+    assert doctor.run(["one", "--json"]) == 20
+    assert json.loads(capsys.readouterr().out)["findings"][0]["name"] == "KL runs away"
+
+
+def test_damaged_and_empty_runs_are_read_as_far_as_they_can_be() -> None:
+    folder = make_run(kl=lambda step: 0.1 * step)
+    (folder / "config.yaml").write_text("[")
+    (folder / "ledger.jsonl").write_text("no entry\n")
+    (folder / "samples/step_000003.jsonl").write_text("{")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("cut\n")
+    told = diagnose_run(folder)
+    assert [f.name for f in told.findings] == ["KL runs away"] and len(told.problems) == 2
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name != "run.json":
+            path.write_text("")
+    assert diagnose_run(folder).findings == []
+
+
+def test_every_pathology_has_its_line_in_the_docs() -> None:
+    page = (Path(__file__).parents[2] / "docs/doctor.md").read_text()
+    for name in PATHOLOGIES:
+        assert f'<a id="{name.lower().replace(" ", "-")}"></a>{name} |' in page
