@@ -17,6 +17,7 @@ migrate/        rloo migrate
 multirun        Hydra's multirun: launchers, names, objective
 plan            rloo plan, and train --dry-run
 recipes         rloo recipes
+report          rloo report
 run_arguments   reads the arguments of a verb about a run
 runs            rloo runs
 samples         rloo samples

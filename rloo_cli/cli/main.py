@@ -223,6 +223,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "runs": _lazy_verb("runs"),
     "top": _lazy_verb("top"),
     "doctor": _lazy_verb("doctor"),
+    "report": _lazy_verb("report"),
     "samples": _lazy_verb("samples"),
     "ledger": _lazy_verb("ledger"),
     "curves": _lazy_verb("curves"),

@@ -183,6 +183,16 @@ VERBS: dict[str, VerbHelp] = {
         ("rloo doctor quickstart", "rloo doctor quickstart --json"),
         RUN_NOTE + " Exits with 20 where a pathology is\nfound. Reads files only.",
     ),
+    "report": VerbHelp(
+        "write one HTML page that shows a run: curves, samples, seconds, memory",
+        ("rloo report RUN [--out FILE.html] [--json]",),
+        {
+            "--out FILE.html": "where to; RUN/report.html if it is left out",
+            "--json": "the figures as data, and no page",
+        },
+        ("rloo report quickstart", "rloo report quickstart --out report.html"),
+        RUN_NOTE + " The page needs no network, and\nreads on a phone and in the dark.",
+    ),
     "samples": VerbHelp(
         "show what a run wrote: --step N --worst; --eval",
         ("rloo samples RUN [flags]",),

@@ -4,6 +4,7 @@ No module of this room changes a run. torch is imported by none but those that s
 
 diagnosis/    what went wrong in a run: twelve pathologies, from its files
 ledger_audit  checks the prompt ledger, line by line
+report/       one HTML page that shows a run
 run_folders   finds the folder of a run by path or name
 run_list      a line for each run in a folder
 run_record    the config, state, metrics and evaluations of a run

@@ -37,6 +37,7 @@ NOTHING_HERE = {
     "runs": "there is no folder",
     "top": "there is no run",
     "doctor": "there is no run",
+    "report": "there is no run",
     "samples": "there is no run",
     "ledger": "there is no run",
     "curves": "there is no run",

@@ -1,0 +1,84 @@
+"""Writes one HTML page that shows a run: its verdict, curves, samples, seconds, memory and ledger.
+
+    charts    Draws the charts as Vega-Lite
+    sections  Builds what the page says beside the charts
+
+The page holds all that it needs, the script of its charts too: it sends no request, and the same
+run folder gives the same bytes wherever it lies.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rloo_cli.inspection.diagnosis import diagnose_run
+from rloo_cli.inspection.diagnosis.evidence import read_evidence
+from rloo_cli.inspection.report import charts, sections
+from rloo_cli.inspection.run_record import inspect_run_folder
+from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import JsonObject
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+TEMPLATE = Path(__file__).with_name("page.html.j2")
+
+
+def make_report(folder: Path) -> tuple[str, JsonObject]:
+    """The page of a run, and its figures as plain values.
+
+    Raises ConfigError for a folder that holds nothing of a run.
+    """
+    run = read_evidence(inspect_run_folder(folder))
+    if not run.record.config and not run.record.run_metadata and not run.steps:
+        why = "neither config.yaml nor run.json nor metrics.jsonl can be read"
+        raise ConfigError(Problem(f"{folder} holds nothing of a run", "command line", why))
+    diagnosis = diagnose_run(folder)
+    built = sections.build_sections(run, diagnosis)
+    curves = charts.curve_charts(run, diagnosis.advice)
+    scores = charts.score_charts(run)
+    phases = charts.phase_chart(run)
+    groups = {"curves": curves, "scores": scores, "phases": [phases] if phases else []}
+    specs = {
+        f"chart-{name}-{number}": chart.spec
+        for name, found in groups.items()
+        for number, chart in enumerate(found)
+    }
+    template = _environment().from_string(TEMPLATE.read_text(encoding="utf-8"))
+    page = template.render(
+        s=built,
+        charts=groups,
+        findings=diagnosis.findings,
+        advice=diagnosis.advice,
+        problems=[text.replace(f"{folder}/", "") for text in diagnosis.problems],
+        specs=_script_json(specs),
+        script=_chart_script() if specs else "",
+    )
+    figures = sections.sections_json(built) | {
+        "findings": [asdict(finding) for finding in diagnosis.findings],
+        "charts": [chart.title for found in groups.values() for chart in found],
+    }
+    return page, figures
+
+
+def _environment() -> "Environment":
+    from jinja2 import Environment, StrictUndefined  # lazy: for this verb alone
+
+    return Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+
+
+def _script_json(values: JsonObject) -> str:
+    """JSON that can stand inside a script element: nothing in it ends the element."""
+    text = json.dumps(values, separators=(",", ":"), sort_keys=True, ensure_ascii=True)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _chart_script() -> str:
+    """Vega, Vega-Lite and Vega-Embed in one script, as vl-convert bundles them."""
+    import vl_convert  # lazy: a second, for this verb alone
+
+    bundle: str = vl_convert.javascript_bundle()
+    return bundle.replace("</script", "<\\/script")

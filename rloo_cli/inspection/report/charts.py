@@ -1,0 +1,264 @@
+"""The charts of a run's report, as Vega-Lite: drawn by altair, so that a page can show them alone.
+
+Long runs are thinned: a point is the mean of the steps around it, and a file of a thousand steps
+stays small. Charts have no colour of their own for text and axes; the page gives it, light or dark.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rloo_cli.inspection.diagnosis.evidence import RunEvidence, finite_field
+from rloo_cli.utils.files import JsonObject
+
+MAX_POINTS = 300  # of one line
+MAX_BINS = 30  # of steps, in the histogram of scores
+SCORE_BINS = 24
+MAX_DOTS = 600  # completions in the plot of score and length
+PALETTE = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#ca8a04", "#dc2626", "#64748b")
+HEIGHT = 170
+
+# Title -> metric -> its name in the legend. A chart whose metrics a run lacks is left out.
+CURVES: dict[str, dict[str, str]] = {
+    "KL to the reference, nats per token": {"kl": "kl"},
+    "entropy, nats": {"entropy": "entropy"},
+    "length of completions, tokens": {
+        "completions/mean_length": "mean",
+        "completions/mean_terminated_length": "of those that ended",
+        "completions/max_length": "longest",
+    },
+    "shares": {
+        "completions/clipped_ratio": "truncated",
+        "frac_reward_zero_std": "groups without spread",
+        "clip_ratio/region_mean": "ratios clipped",
+    },
+    "gradient norm before clipping": {"grad_norm": "grad_norm"},
+    "sampler against trainer, nats per token": {
+        "sampling/logp_diff_rms": "root mean square",
+        "sampling/logp_diff_mean": "mean",
+    },
+    "value loss": {"loss/value_avg": "value loss"},
+    "tokens per second": {"perf/tokens_per_s": "tokens/s"},
+}
+
+
+@dataclass(frozen=True)
+class ReportChart:
+    """A chart: its title, what to see in it, and its Vega-Lite."""
+
+    title: str
+    spec: JsonObject
+    note: str = ""
+
+
+def thin_points(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> list[JsonObject]:
+    """At most so many points; each is the mean of those in its place."""
+    if not points:
+        return []
+    size = max(1, math.ceil(len(points) / most))
+    groups = [points[i : i + size] for i in range(0, len(points), size)]
+    return [
+        {
+            "step": round(sum(x for x, _ in group) / len(group), 1),
+            "value": float(f"{sum(y for _, y in group) / len(group):.5g}"),
+        }
+        for group in groups
+    ]
+
+
+def metric_line(lines: Sequence[Mapping[str, Any]], name: str) -> list[JsonObject]:
+    """The finite values of a metric by step, thinned."""
+    points = []
+    for line in lines:
+        value = line.get(name)
+        if isinstance(value, int | float) and math.isfinite(value):
+            points.append((float(line["step"]), float(value)))
+    return thin_points(points)
+
+
+def curve_charts(run: RunEvidence, advice: Sequence[tuple[int, str]]) -> list[ReportChart]:
+    """The curves of a run; where the run gave advice stands a dashed line."""
+    charts = []
+    if reward := _reward_chart(run, advice):
+        charts.append(reward)
+    for title, metrics in CURVES.items():
+        values = [
+            point | {"line": label}
+            for name, label in metrics.items()
+            for point in metric_line(run.record.step_metrics, name)
+        ]
+        if values:
+            charts.append(ReportChart(title, _lines_spec(values, title, advice)))
+    return charts
+
+
+def _reward_chart(run: RunEvidence, advice: Sequence[tuple[int, str]]) -> ReportChart | None:
+    values = [p | {"line": "reward"} for p in metric_line(run.record.step_metrics, "reward")]
+    held_out = dict.fromkeys(
+        name for line in run.record.eval_metrics for name in line if name.endswith("_reward")
+    )
+    for name in held_out:
+        label = name.removeprefix("eval_").removesuffix("_reward").removesuffix("reward")
+        label = f"held out {label}".strip()
+        values += [p | {"line": label} for p in metric_line(run.record.eval_metrics, name)]
+    title = "reward, and held-out score"
+    return ReportChart(title, _lines_spec(values, title, advice, dots=True)) if values else None
+
+
+def _lines_spec(
+    values: list[JsonObject], title: str, advice: Sequence[tuple[int, str]], dots: bool = False
+) -> JsonObject:
+    import altair as alt  # lazy: a third of a second, for this verb alone
+
+    names = list(dict.fromkeys(value["line"] for value in values))
+    colour = alt.Color(
+        "line:N",
+        scale=alt.Scale(domain=names, range=list(PALETTE[: len(names)])),
+        legend=alt.Legend(orient="top", title=None) if len(names) > 1 else None,
+    )
+    base = alt.Chart(alt.InlineData(values=values)).encode(
+        x=alt.X("step:Q", title="step"),
+        y=alt.Y("value:Q", title=None, scale=alt.Scale(zero=False)),
+        color=colour,
+        tooltip=[alt.Tooltip("line:N"), alt.Tooltip("step:Q"), alt.Tooltip("value:Q")],
+    )
+    layers: list[Any] = [base.mark_line(strokeWidth=1.6, point={"size": 18} if dots else False)]
+    if advice:
+        told = [{"step": step, "advice": text} for step, text in advice]
+        rule = alt.Chart(alt.InlineData(values=told)).mark_rule(
+            color="#d97706", strokeDash=[4, 3], strokeWidth=1.4
+        )
+        layers.append(rule.encode(x="step:Q", tooltip=["step:Q", "advice:N"]))
+    return _sized(alt.layer(*layers))
+
+
+def _sized(chart: Any, height: int = HEIGHT) -> JsonObject:
+    spec: JsonObject = chart.properties(width="container", height=height).to_dict(validate=False)
+    spec.pop("config", None)
+    return spec
+
+
+def score_charts(run: RunEvidence) -> list[ReportChart]:
+    """Scores of completions: their histogram over time, their spread, and how length follows."""
+    found = [_score_histogram(run), _spread_chart(run), _length_chart(run)]
+    return [chart for chart in found if chart is not None]
+
+
+def _score_histogram(run: RunEvidence) -> ReportChart | None:
+    import altair as alt  # lazy: a third of a second, for this verb alone
+
+    scores = [
+        (step, score)
+        for step, samples in run.samples.items()
+        for sample in samples
+        if (score := finite_field(sample, "score")) is not None
+    ]
+    if not scores:
+        return None
+    low, high = min(s for _, s in scores), max(s for _, s in scores)
+    width = (high - low) / SCORE_BINS or 1.0
+    steps = sorted(run.samples)
+    size = max(1, math.ceil(len(steps) / MAX_BINS))
+    column_of = {step: steps[i // size * size] for i, step in enumerate(steps)}
+    counts: dict[tuple[int, int], int] = {}
+    for step, score in scores:
+        cell = column_of[step], min(SCORE_BINS - 1, int((score - low) / width))
+        counts[cell] = counts.get(cell, 0) + 1
+    values = [
+        {"step": step, "score": float(f"{low + (bin_ + 0.5) * width:.4g}"), "completions": count}
+        for (step, bin_), count in sorted(counts.items())
+    ]
+    chart = alt.Chart(alt.InlineData(values=values)).mark_rect()
+    spec = _sized(
+        chart.encode(
+            x=alt.X("step:O", title="step", axis=alt.Axis(labelOverlap=True)),
+            y=alt.Y("score:O", title="score", sort="descending", axis=alt.Axis(labelOverlap=True)),
+            color=alt.Color("completions:Q", scale=alt.Scale(scheme="blues"), legend=None),
+            tooltip=["step:O", "score:O", "completions:Q"],
+        )
+    )
+    return ReportChart("scores over time", spec, "darker: more completions with that score")
+
+
+def _spread_chart(run: RunEvidence) -> ReportChart | None:
+    values = []
+    best = max(
+        (s for g in run.groups() for x in g if (s := finite_field(x, "score")) is not None),
+        default=0.0,
+    )
+    for step, samples in sorted(run.samples.items()):
+        groups: dict[object, list[float]] = {}
+        for sample in samples:
+            if (score := finite_field(sample, "score")) is not None:
+                groups.setdefault(sample.get("draw"), []).append(score)
+        if groups:
+            best_of_all = sum(min(g) == best for g in groups.values()) / len(groups)
+            none_best = sum(max(g) < best for g in groups.values()) / len(groups)
+            values += [
+                {"step": step, "value": round(best_of_all, 4), "line": "all completions best"},
+                {"step": step, "value": round(none_best, 4), "line": "none is best"},
+            ]
+    values += [
+        point | {"line": "spread within groups (std)"}
+        for point in metric_line(run.record.step_metrics, "reward_std")
+    ]
+    if not values:
+        return None
+    title = "groups: all right, all wrong, spread"
+    return ReportChart(title, _lines_spec(values, title, []), "best = the highest score of the run")
+
+
+def _length_chart(run: RunEvidence) -> ReportChart | None:
+    import altair as alt  # lazy: a third of a second, for this verb alone
+
+    dots = [
+        {"length": length, "score": score, "step": step}
+        for step, samples in sorted(run.samples.items())
+        for sample in samples
+        if (length := finite_field(sample, "completion_length")) is not None
+        and (score := finite_field(sample, "score")) is not None
+    ]
+    if not dots:
+        return None
+    dots = dots[:: max(1, math.ceil(len(dots) / MAX_DOTS))]
+    chart = alt.Chart(alt.InlineData(values=dots)).mark_circle(size=26, opacity=0.45)
+    spec = _sized(
+        chart.encode(
+            x=alt.X("length:Q", title="tokens"),
+            y=alt.Y("score:Q", title="score"),
+            color=alt.Color("step:Q", scale=alt.Scale(scheme="viridis")),
+            tooltip=["step:Q", "length:Q", "score:Q"],
+        )
+    )
+    return ReportChart("score and length", spec)
+
+
+def phase_chart(run: RunEvidence) -> ReportChart | None:
+    """Where the seconds of each step went, stacked."""
+    import altair as alt  # lazy: a third of a second, for this verb alone
+
+    names = dict.fromkeys(
+        name for line in run.record.step_metrics for name in line if name.startswith("time/")
+    )
+    values = [
+        point | {"phase": name.removeprefix("time/")}
+        for name in names
+        for point in metric_line(run.record.step_metrics, name)
+    ]
+    if not values:
+        return None
+    chart = alt.Chart(alt.InlineData(values=values)).mark_area(opacity=0.85)
+    spec = _sized(
+        chart.encode(
+            x=alt.X("step:Q", title="step"),
+            y=alt.Y("value:Q", title="seconds", stack="zero"),
+            color=alt.Color(
+                "phase:N",
+                scale=alt.Scale(range=list(PALETTE)),
+                legend=alt.Legend(orient="top", title=None, columns=4),
+            ),
+            tooltip=["phase:N", "step:Q", "value:Q"],
+        )
+    )
+    return ReportChart("seconds of a step, by phase", spec)

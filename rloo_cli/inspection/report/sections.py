@@ -1,0 +1,325 @@
+"""What a run's report says, section by section, as plain values for its page.
+
+Nothing here depends on the clock or on where the folder lies: the same files give the same report.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median, pstdev
+
+from rloo_cli.inspection.diagnosis import Diagnosis
+from rloo_cli.inspection.diagnosis.evidence import (
+    RunEvidence,
+    finite_field,
+    group_pairs,
+    pair_correlation,
+    prompt_text,
+)
+from rloo_cli.inspection.ledger_audit import audit_ledger, ledger_summary
+from rloo_cli.inspection.sample_files import SampleRecord
+from rloo_cli.reporting.eval_lines import headline_metrics
+from rloo_cli.reporting.panel import format_duration, format_number, metric_history
+from rloo_cli.utils.console import show_control_characters
+from rloo_cli.utils.errors import RunError
+from rloo_cli.utils.files import JsonObject, read_json
+
+SHOWN_SAMPLES = 5  # best, worst and most disputed ones each
+MAX_TEXT = 1200  # characters of a prompt or a completion
+STATE_WORDS = {
+    "finished": "finished",
+    "stopped": "was stopped, and can go on",
+    "failed": "failed",
+    "training": "is training, or was left in the middle",
+    "starting": "has not begun its first step",
+    "killed": "was killed: its process is gone",
+    "unknown": "has no readable run.json",
+}
+
+
+@dataclass(frozen=True)
+class ReportTable:
+    """A table of the page; the first column names its rows."""
+
+    head: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """A completion as the page shows it."""
+
+    title: str
+    prompt: str
+    completion: str
+    figures: str
+
+
+@dataclass
+class ReportSections:
+    """All that the page says beside its charts."""
+
+    name: str
+    verdict: str
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
+    held_out: ReportTable | None = None
+    samples: dict[str, list[ShownSample]] = field(default_factory=dict)  # heading -> samples
+    reward_figures: list[tuple[str, str]] = field(default_factory=list)
+    phases: ReportTable | None = None
+    memory: ReportTable | None = None
+    ledger: ReportTable | None = None
+    ledger_problem: str = ""
+    environment: list[tuple[str, str]] = field(default_factory=list)
+    config_text: str = ""
+
+
+def build_sections(run: RunEvidence, diagnosis: Diagnosis) -> ReportSections:
+    """Every section that the run's files have something for."""
+    folder = run.record.folder
+    sections = ReportSections(_run_name(run), verdict_text(run, diagnosis), _run_facts(run))
+    overrides = folder / "overrides.txt"
+    if overrides.is_file():
+        lines = overrides.read_text(encoding="utf-8", errors="replace").splitlines()
+        sections.overrides = [_visible(line) for line in lines if line.strip()]
+    sections.held_out = _held_out_table(run)
+    sections.samples = _shown_samples(run)
+    sections.reward_figures = _reward_figures(run)
+    sections.phases = _phase_table(run)
+    sections.memory = _memory_table(run)
+    sections.ledger, sections.ledger_problem = _ledger_table(folder)
+    sections.environment = _environment_facts(run)
+    config = folder / "config.yaml"
+    if config.is_file():
+        sections.config_text = _visible(config.read_text(encoding="utf-8", errors="replace"))
+    return sections
+
+
+def verdict_text(run: RunEvidence, diagnosis: Diagnosis) -> str:
+    """The run in one line: how it ended, what it learnt, and the gravest thing that was found."""
+    record = run.record
+    of = record.run_metadata.get("plan", {}).get("max_steps")
+    parts = [f"The run {STATE_WORDS.get(record.state, record.state)}"]
+    parts[0] += f" after {record.last_step} of {of} steps" if of else f" at step {record.last_step}"
+    evaluated = [line for line in record.eval_metrics if headline_metrics(line)]
+    if evaluated:
+        label, name = headline_metrics(evaluated[0])[0]
+        first, last = evaluated[0].get(name), evaluated[-1].get(name)
+        if isinstance(first, int | float) and isinstance(last, int | float):
+            change = "" if len(evaluated) < 2 else f" → {format_number(last)}"
+            parts.append(f"{label} {format_number(first)}{change}")
+    elif reward := run.start_and_end("reward"):
+        parts.append(f"reward {format_number(reward[0])} → {format_number(reward[1])}")
+    if diagnosis.findings:
+        parts.append(f"found: {', '.join(finding.name for finding in diagnosis.findings)}")
+    else:
+        parts.append("nothing known to be wrong was found")
+    if diagnosis.problems:
+        parts.append(f"{len(diagnosis.problems)} of its files are damaged")
+    return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
+
+
+def _run_name(run: RunEvidence) -> str:
+    return str(run.config_value("name") or run.record.run_metadata.get("name") or "run")
+
+
+def _run_facts(run: RunEvidence) -> list[tuple[str, str]]:
+    plan, times = run.record.run_metadata.get("plan", {}), run.metric_values("step_time")
+    facts = [(name, str(plan[name])) for name in ("recipe", "model", "algorithm") if plan.get(name)]
+    if times:
+        facts.append(("training", f"{format_duration(sum(times))}, {median(times):.3g} s a step"))
+    tokens = metric_history(run.record.step_metrics, "num_tokens")
+    if tokens:
+        facts.append(("tokens", f"{tokens[-1]:,.0f}"))
+    attempt = run.record.run_metadata.get("attempt")
+    if isinstance(attempt, int) and attempt > 1:
+        facts.append(("attempts", str(attempt)))
+    why = run.record.run_metadata.get("ended", {}).get("why")
+    if why and why != "finished":
+        facts.append(("why it ended", _visible(str(why))))
+    return facts
+
+
+def _held_out_table(run: RunEvidence) -> ReportTable | None:
+    lines = [line for line in run.record.eval_metrics if headline_metrics(line)]
+    if not lines:
+        return None
+    names = dict.fromkeys(pair for line in lines for pair in headline_metrics(line))
+    rows = [
+        (
+            str(line["step"]),
+            *(format_number(v) if isinstance(v := line.get(name), int | float) else "–"
+              for _, name in names),
+        )
+        for line in lines
+    ]  # fmt: skip
+    shown = rows if len(rows) <= 12 else [*rows[:6], ("…",) * len(rows[0]), *rows[-5:]]
+    return ReportTable(("step", *(label for label, _ in names)), shown)
+
+
+def _shown_samples(run: RunEvidence) -> dict[str, list[ShownSample]]:
+    """Of the run's second half: the best, the worst, and one pair of each group that parts most."""
+    groups = [group for group in run.groups(last=True) if group]
+    scored = [
+        (score, sample)
+        for group in groups
+        for sample in group
+        if (score := finite_field(sample, "score")) is not None
+    ]
+    if not scored:
+        return {}
+    order = sorted(scored, key=lambda pair: pair[0])
+    best = [_shown_sample(sample) for _, sample in order[::-1][:SHOWN_SAMPLES]]
+    worst = [_shown_sample(sample) for _, sample in order[:SHOWN_SAMPLES]]
+    disputed = []
+    for group in sorted(groups, key=_group_spread, reverse=True)[:SHOWN_SAMPLES]:
+        ranked = sorted(
+            (s for s in group if finite_field(s, "score") is not None),
+            key=lambda sample: finite_field(sample, "score") or 0.0,
+        )
+        if _group_spread(group) > 0:
+            disputed += [_shown_sample(ranked[-1]), _shown_sample(ranked[0])]
+    found = {
+        "best": best,
+        "worst": worst,
+        "most disputed: the best and the worst of a group": disputed,
+    }
+    return {heading: samples for heading, samples in found.items() if samples}
+
+
+def _group_spread(group: Sequence[SampleRecord]) -> float:
+    scores = [s for sample in group if (s := finite_field(sample, "score")) is not None]
+    return pstdev(scores) if len(scores) > 1 else 0.0
+
+
+def _shown_sample(sample: SampleRecord) -> ShownSample:
+    parts = [("score", sample.get("score")), *(sample.get("rewards") or {}).items()]
+    parts += [(name, sample.get(name)) for name in ("advantage", "kl") if name in sample]
+    figures = [f"{k} {format_number(v)}" for k, v in parts if isinstance(v, int | float)]
+    figures += [str(sample["finish_reason"])] if sample.get("finish_reason") else []
+    return ShownSample(
+        f"draw {sample.get('draw', '?')}, completion {sample.get('k', '?')}",
+        _shortened(prompt_text(sample)),
+        _shortened(str(sample.get("completion", ""))),
+        " · ".join(figures),
+    )
+
+
+def _shortened(text: str) -> str:
+    return _visible(text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} …")
+
+
+def _visible(text: str) -> str:
+    return show_control_characters(text)
+
+
+def _reward_figures(run: RunEvidence) -> list[tuple[str, str]]:
+    pairs = group_pairs(run.groups(), "score", "completion_length")
+    facts = []
+    if (correlation := pair_correlation(pairs)) is not None:
+        facts.append(("correlation of score and length within groups", f"{correlation:+.2f}"))
+    for name, values in _reward_columns(run.groups()).items():
+        told = f"mean {format_number(fmean(values))}, {format_number(min(values))} to"
+        facts.append((f"reward {name}", f"{told} {format_number(max(values))}"))
+    return facts
+
+
+def _reward_columns(groups: Iterable[Sequence[SampleRecord]]) -> dict[str, list[float]]:
+    columns: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        for sample in group:
+            for name, value in (sample.get("rewards") or {}).items():
+                if isinstance(value, int | float):
+                    columns[str(name)].append(float(value))
+    return columns
+
+
+def _phase_table(run: RunEvidence) -> ReportTable | None:
+    names = dict.fromkeys(
+        name for line in run.record.step_metrics for name in line if name.startswith("time/")
+    )
+    whole = sum(run.metric_values("step_time"))
+    if not whole:
+        return None
+    rows = []
+    for name in names:
+        values = run.metric_values(name)
+        rows.append(
+            (name[5:], f"{median(values):.3g}" if values else "–", f"{sum(values) / whole:.1%}")
+        )
+    rows.append(("a whole step", f"{median(run.metric_values('step_time')):.3g}", ""))
+    return ReportTable(("phase", "median seconds", "share of all"), rows)
+
+
+def _memory_table(run: RunEvidence) -> ReportTable | None:
+    memory = run.record.run_metadata.get("memory") or {}
+    measured, predicted = memory.get("measured_bytes"), memory.get("predicted_bytes")
+    if not isinstance(measured, int | float):
+        return None
+    rows = [("measured, at most", _gib(measured))]
+    note = ""
+    if isinstance(predicted, int | float) and predicted:
+        rows.append((f"predicted, in {memory.get('predicted_phase', 'all')}", _gib(predicted)))
+        rows += [
+            (f"– {name}", _gib(size)) for name, size in memory.get("predicted_parts", {}).items()
+        ]
+        note = f"The prediction is {predicted / measured - 1:+.0%} off."
+    return ReportTable(("memory", "GiB"), rows, note)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def _ledger_table(folder: Path) -> tuple[ReportTable | None, str]:
+    if not (folder / "ledger.jsonl").is_file():
+        return None, ""
+    try:
+        audit, notes = audit_ledger(folder)
+        sums = ledger_summary(audit)
+    except RunError as error:
+        problem = error.problems[0]
+        where = problem.where.replace(f"{folder}/", "")
+        return None, _visible(f"{problem.what} ({where}): {problem.why}")
+    except (OSError, ValueError, KeyError) as error:
+        return None, f"the ledger cannot be read: {type(error).__name__}"
+    rows = [(name, f"{count:,}") for name, count in sums["fates"].items() if count]
+    rows.append(("together", f"{sums['draws']:,}"))
+    about = f"{sums['prompts']:,} prompts, {sums['filtered']} filtered, {sums['updates']} updates. "
+    return ReportTable(("fate of a draw", "draws"), rows, about + " ".join(notes)), ""
+
+
+def _environment_facts(run: RunEvidence) -> list[tuple[str, str]]:
+    metadata, facts = run.record.run_metadata, []
+    for name in ("hash", "fingerprint", "checkpoint", "came_from"):
+        if metadata.get(name):
+            facts.append((name, str(metadata[name])))
+    try:
+        environment = read_json(run.record.folder / "env.json")
+    except (OSError, ValueError):
+        environment = {}
+    facts += [(str(k), _plain_value(v)) for k, v in environment.items()]
+    forward = metadata.get("forward")
+    if isinstance(forward, dict):
+        facts.append(("forward", _plain_value(forward)))
+    return facts
+
+
+def _plain_value(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_plain_value(v)}" for k, v in value.items() if v not in ("", None))
+    return _visible(str(value))
+
+
+def sections_json(sections: ReportSections) -> JsonObject:
+    """The verdict and the figures as plain values, for --json."""
+    return {
+        "name": sections.name,
+        "verdict": sections.verdict,
+        "facts": dict(sections.facts),
+        "reward": dict(sections.reward_figures),
+        "environment": dict(sections.environment),
+        "ledger_problem": sections.ledger_problem,
+    }
