@@ -73,7 +73,7 @@ def fastest_micro() -> int | None:
 
 def search() -> None:
     """Time of TRL's step by how many completions a forward has."""
-    for micro in (64, 32, 16):
+    for micro in (64, 32, 16, 8):
         with tempfile.TemporaryDirectory(prefix="rloo-race-") as place:
             write_data(Path(place), 1)
             found = side("trl_rloo", Path(place), "--seconds", "60", "--micro", str(micro))

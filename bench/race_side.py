@@ -24,6 +24,7 @@ import contextlib
 import torch
 from sides import Watch, keep_gradient, memory
 
+from rloo_cli.policy.shared_attention import native_attention
 from rloo_cli.rewards.common.text import extract_answer
 
 EVERY_S = 60.0  # of the clock, between two held-out scores
@@ -54,10 +55,11 @@ def held_out_score(model: Any, tokenizer: Any, rows: list[Row], length: int) -> 
         inputs = tokenizer.apply_chat_template(
             prompts, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
         )
-        ids = model.generate(
-            **inputs, max_new_tokens=length, do_sample=False, use_cache=True,
-            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
-        )  # fmt: skip
+        with native_attention(model):  # rloo's training forward has an attention of its own
+            ids = model.generate(
+                **inputs, max_new_tokens=length, do_sample=False, use_cache=True,
+                pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+            )  # fmt: skip
         new = ids[:, inputs["input_ids"].shape[1] :]
         texts += tokenizer.batch_decode(new, skip_special_tokens=True)
     model.train(was_training)
@@ -123,7 +125,7 @@ def race_rloo(args: argparse.Namespace, rows: list[Row]) -> Row:
 
     run = rloo_run(args.folder, args.seed)
     length = run.config.generation.max_completion_length
-    model, tokenizer = run.policy.model, run.prompts.tokenizer
+    model, tokenizer = run.policy.model, run.tokenizer
     race = Race(args.seconds, lambda: held_out_score(model, tokenizer, rows, length))
     state, split = run.state, defaultdict(float)
     try:
