@@ -1,0 +1,186 @@
+"""`rloo report`: one page that a browser draws without asking anybody for anything."""
+
+import http.server
+import json
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compare_cases import write
+
+from rloo_cli.cli import report as report_verb
+from rloo_cli.inspection.report import make_report
+from rloo_cli.utils.errors import ConfigError
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+NASTY = "</script><script>alert(1)</script><b>&amp;\x1b[31m"
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def make_run(name: str = "one", steps: int = 12, root: str = "runs") -> Path:
+    """A run's folder with samples whose texts are markup."""
+    folder = write(Path(root), name, steps=0, scores=())
+    lines: list[dict[str, Any]] = [{"step": 0, "eval_reward": 0.1}]
+    for step in range(1, steps + 1):
+        lines.append(
+            {
+                "step": step, "step_time": 2.0, "reward": step / steps, "kl": 0.01 * step,
+                "entropy": 1.0, "completions/mean_length": 8.0, "completions/clipped_ratio": 0.9,
+                "time/generation": 1.0, "time/update": 0.9, "perf/tokens_per_s": 100.0,
+                "reward_std": 0.3, "grad_norm": 1.5, "num_tokens": 100 * step,
+            }
+        )  # fmt: skip
+    lines.append({"step": steps, "eval_reward": 0.8})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "samples").mkdir()
+    for step in sorted({1, max(1, steps // 2), steps}):
+        samples = [
+            {"draw": draw, "k": k, "prompt": f"prompt {draw} {NASTY}", "completion": NASTY,
+             "score": float((draw + k) % 2), "rewards": {"exact_match": float((draw + k) % 2)},
+             "completion_length": 5 + k, "advantage": 0.5, "finish_reason": "stop"}
+            for draw in range(3)
+            for k in range(4)
+        ]  # fmt: skip
+        text = "".join(json.dumps(sample) + "\n" for sample in samples)
+        (folder / f"samples/step_{step:06d}.jsonl").write_text(text)
+    (folder / "env.json").write_text(json.dumps({"python": "3.11", "packages": {"torch": "2.13"}}))
+    (folder / "overrides.txt").write_text("+recipe=quickstart\nseed=3\n")
+    return folder
+
+
+class Elements(HTMLParser):
+    """The elements of a page, and the text outside of scripts and styles."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.text, self.open = "", ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        self.open = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self.open = ""
+
+    def handle_data(self, data: str) -> None:
+        self.text += "" if self.open in ("script", "style") else data
+
+
+def test_the_page_says_how_the_run_went_and_no_text_of_a_model_is_markup() -> None:
+    page, figures = make_report(make_run())
+    elements = Elements(page)
+    assert "Held-out 0.1 → 0.8" in elements.text and "seed=3" in elements.text
+    assert "all completions are truncated" in elements.text and "completions/clipped_ratio" in page
+    assert "<script>alert(1)</script>" in elements.text and "alert(1)</script>" not in page
+    assert "\x1b" not in page
+    assert {"reward, and held-out score", "scores over time", "score and length"} <= {
+        *figures["charts"]
+    }
+    ids = [
+        at["id"] for tag, at in elements.found if tag == "div" and "chart" in (at.get("id") or "")
+    ]
+    assert len(ids) == len(figures["charts"])
+    outside = [
+        at for tag, at in elements.found if str(at.get("src", at.get("href", "#")))[0] != "#"
+    ]
+    assert outside == [{"rel": "icon", "href": "data:,"}]
+
+
+def test_equal_folders_give_equal_pages_wherever_they_lie() -> None:
+    first, _ = make_report(make_run())
+    second, _ = make_report(make_run(root="elsewhere"))
+    assert first.replace("elsewhere", "runs") == second.replace("elsewhere", "runs")
+
+
+def test_a_thousand_steps_stay_below_three_megabytes(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(steps=1000)
+    assert report_verb.run(["one"]) == 0
+    assert capsys.readouterr().out.strip() == "runs/one/report.html"
+    assert Path("runs/one/report.html").stat().st_size < 3_000_000
+
+
+def test_damaged_interrupted_and_empty_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run()
+    about = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(about | {"state": "stopped", "attempt": 3}))
+    (folder / "samples/step_000012.jsonl").write_text('{"cut')
+    (folder / "ledger.jsonl").write_text("no entry\n")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("no line\n")
+    text = Elements(make_report(folder)[0]).text
+    assert "The run was stopped, and can go on" in text and "damaged: metrics.jsonl" in text
+    assert "attempts" in text and "ledger" in text
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.write_text("")
+    with pytest.raises(ConfigError, match="holds nothing of a run"):
+        report_verb.run(["one"])
+    with pytest.raises(ConfigError, match=r"does not end in \.html"):
+        report_verb.run(["one", "--out", "page.txt"])
+
+
+def test_a_run_before_its_first_step_has_a_page() -> None:
+    page, figures = make_report(write(Path("runs"), "new", steps=0, scores=(), state="training"))
+    assert figures["charts"] == [] and "No step has been logged" in page and "vega" not in page
+
+
+@pytest.fixture
+def proxy() -> Iterator[tuple[str, list[str]]]:
+    """A proxy that answers nothing and writes down who asked."""
+    asked: list[str] = []
+
+    class Refusing(http.server.BaseHTTPRequestHandler):
+        def refuse(self) -> None:
+            asked.append(self.path)
+            self.send_error(403)
+
+        do_GET = do_POST = do_CONNECT = refuse
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_address[1]}", asked
+    server.shutdown()
+
+
+def browse(page: Path, proxy: str, *words: str) -> "subprocess.CompletedProcess[str]":
+    """The page in a real browser, which may reach nothing but that proxy."""
+    assert CHROMIUM
+    return subprocess.run(
+        [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-extensions",
+         "--disable-background-networking", "--disable-component-update", "--disable-sync",
+         "--no-first-run", f"--user-data-dir={page.parent / 'profile'}", f"--proxy-server={proxy}",
+         "--enable-logging=stderr", "--virtual-time-budget=8000", *words, page.resolve().as_uri()],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="apt install chromium")
+def test_a_real_browser_draws_every_chart_without_a_request_or_an_error(
+    proxy: tuple[str, list[str]],
+) -> None:
+    page, figures = make_report(make_run())
+    out = Path("page.html")
+    out.write_text(page)
+    address, asked = proxy
+    done = browse(out, address, "--dump-dom")
+    drawn = re.findall(r'id="chart-\w+-\d+"[^>]*>.*?<svg[^>]*class="marks"', done.stdout, re.DOTALL)
+    assert len(drawn) == len(figures["charts"]), done.stderr[-2000:]
+    assert "CONSOLE" not in done.stderr, done.stderr
+    assert "<script>alert(1)" not in done.stdout.replace("&lt;script&gt;alert(1)", "")
+    ours = [url for url in asked if not re.search(r"google|gstatic|gvt1", url)]
+    assert not ours
