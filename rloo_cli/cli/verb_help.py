@@ -234,10 +234,13 @@ VERBS: dict[str, VerbHelp] = {
             "--against LABEL": "the configuration to compare the others with; rloo, else the first",
             "--unfinished": "count unfinished runs too, as far as they are",
             "--anyway": "compare what is not comparable, with a warning",
+            "--first-difference": "say where two runs part first, and exit with 20 if they do",
+            "--tolerance X": "with it: numbers this near (relatively) are equal; 0 = bit for bit",
             "--json": "all figures, seed by seed",
         },
         (
             "rloo compare mine other",
+            "rloo compare mine other --first-difference",
             "rloo compare runs --out comparison --metric eval_reward --unfinished",
         ),
         "RUN is a folder, a name under runs/, a folder with runs in it, or a pattern in quotes.",

@@ -2,12 +2,13 @@
 
 No module of this room changes a run. torch is imported by none but those that say so.
 
-diagnosis/    what went wrong in a run: twelve pathologies, from its files
-ledger_audit  checks the prompt ledger, line by line
-report/       one HTML page that shows a run
-run_folders   finds the folder of a run by path or name
-run_list      a line for each run in a folder
-run_record    the config, state, metrics and evaluations of a run
-run_screen    the values and one frame of `rloo top`
-sample_files  finds and reads the samples of a step or an evaluation
+diagnosis/        what went wrong in a run: twelve pathologies, from its files
+first_difference  where two runs part first
+ledger_audit      checks the prompt ledger, line by line
+report/           one HTML page that shows a run
+run_folders       finds the folder of a run by path or name
+run_list          a line for each run in a folder
+run_record        the config, state, metrics and evaluations of a run
+run_screen        the values and one frame of `rloo top`
+sample_files      finds and reads the samples of a step or an evaluation
 """

@@ -8,6 +8,8 @@
     --unfinished                        count unfinished runs too, as far as they are
     --anyway                            compare what is not comparable, with a warning
     --json                              all figures, seed by seed
+    A B --first-difference              where two runs part first: key, version, token or number
+    --tolerance 1e-5                    with it: numbers as near as that are equal
 
 A RUN is a folder, a name under runs/, a folder with runs in it, or a pattern. The verb writes
 curves.png, curves.svg, table.md, table.csv and table.json to <their folder>/comparison, and imports
@@ -30,15 +32,16 @@ from rich.console import Console
 from rloo_cli.checkpoint import resume
 from rloo_cli.cli.compare import charts, configurations, results, tables
 from rloo_cli.cli.compare.configurations import Configuration
-from rloo_cli.cli.run_arguments import RunArgumentParser
+from rloo_cli.cli.run_arguments import RunArgumentParser, answer_console
 from rloo_cli.config.old_names import nearest_names
-from rloo_cli.inspection import run_folders, run_record
+from rloo_cli.inspection import first_difference, run_folders, run_record
 from rloo_cli.inspection.run_record import RunRecord
-from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.reporting.panel import clean_line
+from rloo_cli.utils.errors import FOUND_CODE, ConfigError, Problem
 from rloo_cli.utils.files import write_json, write_text
 
 USAGE = "rloo compare RUN... [--out FOLDER] [--metric NAME] [--against LABEL] [--unfinished]" \
-    " [--anyway] [--json]"  # fmt: skip
+    " [--anyway] [--first-difference [--tolerance X]] [--json]"  # fmt: skip
 OUTPUT_FOLDER = "comparison"
 
 
@@ -48,10 +51,13 @@ def run(args: list[str]) -> int:
     parser.add_argument("more", nargs="*", metavar="RUN")
     for flag in ("--out", "--metric", "--against"):
         parser.add_argument(flag)
-    for flag in ("--unfinished", "--anyway", "--json"):
+    for flag in ("--unfinished", "--anyway", "--first-difference", "--json"):
         parser.add_argument(flag, action="store_true")
+    parser.add_argument("--tolerance", type=float, default=0.0)
     options = parser.parse_intermixed_args(args)
     folders = run_folders.find_compared_runs([w for w in (options.run, *options.more) if w])
+    if options.first_difference:
+        return _print_first_difference(folders, options.tolerance, options.json)
     runs = [run_record.read_run_record(folder) for folder in folders]
     configs = _configurations(runs, options.unfinished)
     score = _metric(configs, options.metric)
@@ -65,6 +71,23 @@ def run(args: list[str]) -> int:
     else:
         _print_comparison(comparison, configs, runs, out)
     return 0
+
+
+def _print_first_difference(folders: list[Path], tolerance: float, as_json: bool) -> int:
+    """Say where two runs part. Exits with 20 if they do."""
+    if len(folders) != 2:
+        what = f"--first-difference compares two runs, and {len(folders)} are named"
+        raise ConfigError(Problem(what, "command line", fix="rloo compare A B --first-difference"))
+    if not 0 <= tolerance < 1:
+        what = f"--tolerance {tolerance:g}: from 0 (bit for bit) to 1"
+        raise ConfigError(Problem(what, "command line", fix="--tolerance 1e-5"))
+    result = first_difference.find_first_difference(*folders, tolerance)
+    if as_json:
+        print(json.dumps(result.to_json(), indent=2))
+    else:
+        for line in first_difference.difference_lines(result):
+            answer_console(140).print(clean_line(line), markup=False, soft_wrap=True)
+    return FOUND_CODE if result.found else 0
 
 
 def _configurations(runs: list[RunRecord], unfinished: bool) -> list[Configuration]:
@@ -138,8 +161,11 @@ def _print_comparison(
     parts = [tables.terminal_table(tables.comparison_table(comparison), comparison.score)]
     if len(runs) == 2:
         console.print(f"{runs[0].name} -> {runs[1].name}", markup=False)
-        changes = resume.describe_changes(_differing_values(*runs)) or ["the same config"]
-        console.print("\n".join(changes), markup=False)
+        changes = resume.describe_changes(_differing_values(*runs))
+        if not changes:  # then what made them part is of interest, if anything did
+            parting = first_difference.find_first_difference(*(run.folder for run in runs))
+            changes = ["the same config", *first_difference.difference_lines(parting)]
+        console.print("\n".join(map(clean_line, changes)), markup=False)
     else:
         parts.append(tables.terminal_table(tables.differing_key_table(configs), "keys that differ"))
     for table in parts:
