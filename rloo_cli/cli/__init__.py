@@ -28,5 +28,6 @@ supervised      rloo sft, rloo reward-model
 sweep           rloo sweep
 top             rloo top
 verb_help       the help texts
+verify_resume   rloo verify-resume
 vllm_serve      rloo vllm-serve
 """

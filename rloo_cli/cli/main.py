@@ -228,6 +228,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "ledger": _lazy_verb("ledger"),
     "curves": _lazy_verb("curves"),
     "compare": _lazy_verb("compare"),
+    "verify-resume": _lazy_verb("verify_resume"),
     "slurm": _lazy_verb("slurm"),
     "migrate": _lazy_verb("migrate"),
     "completion": _lazy_verb("completion"),

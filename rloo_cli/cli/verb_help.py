@@ -245,6 +245,24 @@ VERBS: dict[str, VerbHelp] = {
         ),
         "RUN is a folder, a name under runs/, a folder with runs in it, or a pattern in quotes.",
     ),
+    "verify-resume": VerbHelp(
+        "prove that a killed run ends as one left alone: +recipe=NAME",
+        ("rloo verify-resume +recipe=NAME [key=value ...] [flags]",),
+        {
+            "--steps N": "steps of each run (6)",
+            "--kill-in-step S": "the step in whose update the second run is killed (the last but one)",
+            "--inside-save": "kill it inside its first save instead",
+            "--tolerance X": "numbers this near (relatively) are equal; 0 = bit for bit",
+            "--keep": "keep the folders of both runs; they are kept where they differ",
+            "--json": "the result as data",
+        },
+        (
+            "rloo verify-resume +recipe=smoke",
+            "rloo verify-resume +recipe=smoke --steps 4 --inside-save",
+        ),
+        "Both runs train in processes of their own, in a temporary folder under root. Exits with 20\n"
+        "where anything differs, and says what first.",
+    ),
     "slurm": VerbHelp(
         "write a recipe as a batch job: render or submit [KIND] +recipe=NAME",
         (

@@ -1,11 +1,12 @@
 """What a run has done, read from its files.
 
-No module of this room changes a run. torch is imported by none but those that say so.
+No module of this room changes a run. None imports torch unless it says so.
 
 diagnosis/        what went wrong in a run: twelve pathologies, from its files
 first_difference  where two runs part first
 ledger_audit      checks the prompt ledger, line by line
 report/           one HTML page that shows a run
+resume_proof      trains twice, once with a kill, and compares (starts processes)
 run_folders       finds the folder of a run by path or name
 run_list          a line for each run in a folder
 run_record        the config, state, metrics and evaluations of a run

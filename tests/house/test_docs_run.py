@@ -42,6 +42,7 @@ WHERE = {
     "tldr_mini": "test_tldr_mini.py: the whole pipeline takes minutes",
     "compare_tldr": "bench/compare.py makes these runs",
     "quantization=4bit": "test_quantized.py, where bitsandbytes is there",
+    "verify-resume": "test_resume_proof.py: three trainings",
     "runs/tldr_1b": "scripts of a cluster",
     "runs/real_model": "bench/real_model.py makes these runs",
 }

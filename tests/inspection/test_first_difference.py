@@ -102,7 +102,7 @@ def test_a_tolerance_lets_near_numbers_be_equal() -> None:
 
 
 def test_the_verb_exits_with_20_and_refuses_three_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = two_runs()
+    _, two = two_runs()
     assert compare.run(["one", "two", "--first-difference"]) == 0
     assert "no difference in 4 steps" in capsys.readouterr().out
     change_sample(two, 1, 0, seed=3)
