@@ -250,7 +250,7 @@ VERBS: dict[str, VerbHelp] = {
         ("rloo verify-resume +recipe=NAME [key=value ...] [flags]",),
         {
             "--steps N": "steps of each run (6)",
-            "--kill-in-step S": "the step in whose update the second run is killed (the last but one)",
+            "--kill-in-step S": "the step whose update the second run is killed in (the last but one)",
             "--inside-save": "kill it inside its first save instead",
             "--tolerance X": "numbers this near (relatively) are equal; 0 = bit for bit",
             "--keep": "keep the folders of both runs; they are kept where they differ",
@@ -260,8 +260,8 @@ VERBS: dict[str, VerbHelp] = {
             "rloo verify-resume +recipe=smoke",
             "rloo verify-resume +recipe=smoke --steps 4 --inside-save",
         ),
-        "Both runs train in processes of their own, in a temporary folder under root. Exits with 20\n"
-        "where anything differs, and says what first.",
+        "Both runs train in processes of their own, in a temporary folder under root. Exits with\n"
+        "20 where anything differs, and says what first.",
     ),
     "slurm": VerbHelp(
         "write a recipe as a batch job: render or submit [KIND] +recipe=NAME",

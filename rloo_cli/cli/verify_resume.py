@@ -28,7 +28,7 @@ USAGE = "rloo verify-resume +recipe=NAME [key=value ...] [--steps N] [--kill-in-
 
 def run(args: list[str]) -> int:
     """Run the verb. Raises ConfigError for words that `rloo train` would refuse too."""
-    options, words = _parse_args(args)
+    options, words = read_words(args)
     # Checked before anything trains, with the words that both runs get.
     composed = compose.compose_config(proof_words(words, options.steps, Path("runs")))
     config = check.check_config(composed)
@@ -62,7 +62,7 @@ def run(args: list[str]) -> int:
     return 0 if proof.exact else FOUND_CODE
 
 
-def _parse_args(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def read_words(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The verb's flags, and the words of the recipe."""
     parser = RunArgumentParser("verify-resume", USAGE)
     parser.add_argument("--steps", type=int, default=6)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rloo_cli.cli import main, migrate, verb_help
+from rloo_cli.cli import main, migrate, verb_help, verify_resume
 from rloo_cli.config import check, compose
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError
@@ -95,6 +95,8 @@ def test_every_example_of_help_is_read_as_it_stands(tmp_path: Path, monkeypatch,
             elif verb in (*COMPOSE, "sweep"):
                 plain += ["generation=vllm_server"] * (verb == "vllm-serve")  # as the verb does
                 check.check_config(compose.compose_config(plain))
+            elif verb == "verify-resume":
+                check.check_config(compose.compose_config(verify_resume.read_words(words)[1]))
             elif verb == "migrate":
                 assert ">" in words
             elif verb in NOTHING_HERE and words and not words[0].startswith("+"):
