@@ -250,7 +250,7 @@ VERBS: dict[str, VerbHelp] = {
         ("rloo verify-resume +recipe=NAME [key=value ...] [flags]",),
         {
             "--steps N": "steps of each run (6)",
-            "--kill-in-step S": "the step whose update the second run is killed in (the last but one)",
+            "--kill-in-step S": "in whose update the second run is killed (the last but one)",
             "--inside-save": "kill it inside its first save instead",
             "--tolerance X": "numbers this near (relatively) are equal; 0 = bit for bit",
             "--keep": "keep the folders of both runs; they are kept where they differ",
