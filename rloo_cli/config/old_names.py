@@ -200,7 +200,7 @@ eval_on_start | eval.at_start |
 per_device_eval_batch_size | eval.batch_size | completions made at once
 output_dir | root | runs are written under root/name
 run_name | name |
-report_to | - | metrics.jsonl and curves.png are always written, and nothing is sent anywhere
+report_to | logging.trackers | a list: logging.trackers=[wandb,tensorboard]
 seed | seed | it stands at the top
 data_seed | seed | there is one seed
 bf16, fp16, dtype, torch_dtype | model.dtype | bfloat16, float16, float32 or auto

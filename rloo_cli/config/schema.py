@@ -483,6 +483,15 @@ class LoggingConfig(Frozen):
         "Metric that a job returns to Hydra's sweeper; null = the held-out score, else the reward",
         since="0.2",
     )
+    trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]] = key(
+        "Trackers that are sent every line of metrics.jsonl", since="0.2", before=[]
+    )
+    trackers_required: bool = key(
+        "End the run (10) where a tracker does not take it at the start", since="0.2", before=False
+    )
+    tracker_project: str | None = key(
+        "Project at the trackers; null = rloo", since="0.2", before=None
+    )
 
 
 class DebugConfig(Frozen):

@@ -15,6 +15,7 @@ from rloo_cli.data.batch import Batch, Group
 from rloo_cli.reporting.advice import Advisor
 from rloo_cli.reporting.curves import CurveDrawer
 from rloo_cli.reporting.display import MAX_LINES_KEPT, Display
+from rloo_cli.reporting.trackers import TrackerClient
 from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.files import JsonObject, check_folder_present, write_text
 
@@ -61,6 +62,7 @@ class RunLog:
         self.pending_steps: list[JsonObject] = []  # metrics of the steps since the last line
         self.pending_counts: list[JsonObject] = []  # the counts that their means were taken over
         self.display: Display | None = None
+        self.trackers: TrackerClient | None = None
         self.writes_files = True  # false in all ranks but the first
         # Returns rank 0's line on every rank.
         self.share_from_rank0: Callable[[JsonObject], JsonObject] = dict
@@ -153,6 +155,8 @@ class RunLog:
             check_folder_present(self.folder)
             with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(metrics, allow_nan=False) + "\n")
+        if self.trackers is not None:
+            self.trackers.send(metrics)
         self.store_line(metrics)
         return metrics
 
@@ -173,11 +177,13 @@ class RunLog:
             self.drawer.draw_curves(len(self.metrics_lines), self.note, rate_limited)
 
     def close(self) -> None:
-        """Write the steps that are not written yet, and close the display."""
+        """Write the steps that are not written yet; close the trackers and the display."""
         try:
             if self.pending_steps:
                 self.flush()
         finally:
+            if self.trackers is not None:
+                self.trackers.close()
             if self.display is not None:
                 self.display.close()
 

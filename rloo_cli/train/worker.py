@@ -26,6 +26,7 @@ from rloo_cli.distributed.world import (
     is_shared_error,
     rank_lost_error,
 )
+from rloo_cli.reporting.trackers import TrackerClient, tracker_about
 from rloo_cli.run import Run
 from rloo_cli.train import memory_check
 from rloo_cli.train import summary as train_summary
@@ -188,6 +189,8 @@ def _log_start(run: Run) -> int:
     """Print warnings and the plan. -> the step that the run begins at"""
     for note in run.algorithm.warnings(run.config):
         run.log.note(f"warning: {note}")
+    if run.config.logging.trackers:
+        run.world.run_on_rank0(lambda: _start_trackers(run))
     if run.log.display is not None:
         run.log.display.plan["max_steps"] = run.num_steps
         update_json(run.folder / "run.json", plan=run.log.display.plan)
@@ -195,6 +198,18 @@ def _log_start(run: Run) -> int:
     if first >= run.num_steps:
         run.log.note(f"step {first} of {run.num_steps}: nothing left to train")
     return first
+
+
+def _start_trackers(run: Run) -> None:
+    """Send the metrics from here on. Raises TrackerError where one is required and refuses."""
+    logging = run.config.logging
+    config = check.dump_config(run.config)
+    about = tracker_about(
+        run.folder, logging.trackers, logging.tracker_project, run.folder.name, config
+    )
+    client = TrackerClient(about, run.log.note)
+    client.start(logging.trackers_required)
+    run.log.trackers = client
 
 
 def _write_results(run: Run, first_step: int, seconds: float, bytes_before: float) -> JsonObject:

@@ -116,6 +116,12 @@ class OutOfMemory(RunError):
     code = 9
 
 
+class TrackerError(RunError):
+    """A tracker or a hub that was required did not take the run."""
+
+    code = 10
+
+
 class Stopped(RunError):
     """Stopped early on request."""
 

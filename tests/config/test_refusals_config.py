@@ -347,7 +347,7 @@ FIRST: dict[str, tuple[list[str], str]] = {
     "PPO's key without PPO": (
         [SMOKE, "algorithm.vf_coef=0.1"], "algorithm=ppo, or leave algorithm.vf_coef out"
     ),
-    "what there is nothing for": ([SMOKE, "report_to=wandb"], "leave report_to out"),
+    "what there is nothing for": ([SMOKE, "data_collator=x"], "leave data_collator out"),
 }  # fmt: skip
 MISSPELT = {  # a key without which nothing runs: its misspelling is named, not what it lacks
     "on the command line": train("model=default", "model.pth=x", says=["fix      model.path=x"]),

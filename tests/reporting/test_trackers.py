@@ -1,0 +1,223 @@
+"""Trackers get what metrics.jsonl has, and nothing that they do reaches the run."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fork_cases import Forked
+
+from rloo_cli.inspection.first_difference import find_first_difference
+from rloo_cli.reporting import trackers
+from rloo_cli.reporting.trackers import TrackerClient, tracker_about
+from rloo_cli.utils.errors import TrackerError
+
+# Clients that stand in for a tracker's own package: a folder that comes first on the path.
+STAND_INS = {
+    "absent": "raise ImportError('No module named wandb')",
+    "refusing": "def init(**_): raise RuntimeError('no API key')\nSettings = dict",
+    "hanging": "import time\ndef init(**_): time.sleep(3600)\nSettings = dict",
+    "hanging later": """
+import time
+Settings = dict
+class Run:
+    id = "r1"
+    def log(self, *_, **__): time.sleep(3600)
+    def finish(self): pass
+def init(**_): return Run()
+""",
+    "killing itself": "import os\ndef init(**_): os.kill(os.getpid(), 9)\nSettings = dict",
+}
+SHORT = ("train", "+recipe=smoke", "train.prompts_per_step=2", "algorithm.num_generations=2")
+
+
+def stand_in(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `import wandb` be this text, in the process of the trackers."""
+    (folder / "stand_in").mkdir()
+    (folder / "stand_in" / "wandb.py").write_text(text)
+    path = os.pathsep.join([str(folder / "stand_in"), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path.rstrip(os.pathsep))
+
+
+def stand_in_of(forked: Forked, text: str) -> dict[str, str]:
+    """The environment in which `import wandb` is this text."""
+    (forked.folder / "stand_in").mkdir()
+    (forked.folder / "stand_in" / "wandb.py").write_text(text)
+    paths = [str(forked.folder / "stand_in"), forked.env["PYTHONPATH"]]
+    return {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def make_client(folder: Path, *names: str) -> tuple[TrackerClient, list[str]]:
+    notes: list[str] = []
+    (folder / "run.json").write_text("{}")
+    about = tracker_about(folder, names, None, "mine", {"seed": 1})
+    return TrackerClient(about, notes.append), notes
+
+
+def wait_for(true: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def hears(client: TrackerClient, notes: list[str], part: str) -> Callable[[], bool]:
+    def heard() -> bool:
+        client._hear_news()
+        return any(part in note for note in notes)
+
+    return heard
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("absent", "pip install wandb"),
+        ("refusing", "it did not start: RuntimeError: no API key"),
+        ("hanging later", "within 1 s"),
+        ("killing itself", "has ended"),
+    ],
+)
+def test_a_tracker_that_fails_is_a_warning_and_costs_the_loop_nothing(
+    kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, STAND_INS[kind], monkeypatch)
+    client, notes = make_client(tmp_path, "wandb")
+    client.start()
+    for step in range(200):
+        client.send({"step": step, "reward": 0.5})
+    if kind != "hanging later":
+        wait_for(hears(client, notes, said))
+    client.close(limit_s=1.0)
+    assert any(said in note for note in notes), notes
+    assert len([note for note in notes if note.startswith("warning")]) <= 2
+    assert client.seconds < 200 * 0.05  # a millisecond each is meant; this only finds a wait
+
+
+def test_lines_that_do_not_fit_are_left_out_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "QUEUE_LINES", 10)
+    stand_in(tmp_path, STAND_INS["hanging"], monkeypatch)
+    client, notes = make_client(tmp_path, "wandb")
+    client.start()
+    assert client.process is not None
+    os.kill(client.process.pid, signal.SIGSTOP)  # it reads no more
+    line = {"step": 1} | {f"metric{n}": 0.5 for n in range(4000)}
+    for _ in range(30):
+        client.send(line)
+    assert client.left_out >= 10
+    os.kill(client.process.pid, signal.SIGCONT)
+    client.close(limit_s=0.5)
+    assert "rloo sync" in notes[-1]
+
+
+def test_a_required_tracker_that_refuses_ends_the_run_with_10(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, STAND_INS["refusing"], monkeypatch)
+    client, _ = make_client(tmp_path, "wandb")
+    with pytest.raises(TrackerError, match="no API key") as error:
+        client.start(required=True)
+    assert error.value.code == 10
+    monkeypatch.setattr(trackers, "START_LIMIT_S", 0.5)
+    (tmp_path / "stand_in/wandb.py").write_text(STAND_INS["hanging"])
+    client, _ = make_client(tmp_path, "wandb")
+    with pytest.raises(TrackerError, match=r"not ready within 0\.5 s"):
+        client.start(required=True)
+
+
+def test_the_files_of_a_run_are_equal_with_and_without_a_tracker(forked: Forked) -> None:
+    env = stand_in_of(forked, STAND_INS["refusing"])
+    assert forked(*SHORT, "name=without") == 0
+    assert forked(*SHORT, "name=with", "logging.trackers=[wandb]", env=env) == 0
+    assert "no API key" in forked.said()
+    runs = forked.folder / "runs"
+    assert not find_first_difference(runs / "without", runs / "with").found
+    for name in ("ledger.jsonl", "final/model.safetensors"):
+        assert (runs / "without" / name).read_bytes() == (runs / "with" / name).read_bytes()
+
+
+def test_secrets_do_not_reach_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    about = tracker_about(tmp_path, ["wandb"], None, "x", {"key": "hf_" + "a" * 34})
+    assert "hf_a" not in json.dumps(about)
+
+
+def lines_of(run: Path) -> dict[int, dict[str, Any]]:
+    lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines if "step_time" in line}
+
+
+@pytest.mark.skipif(not find_spec("tensorboard"), reason="pip install tensorboard")
+def test_tensorboard_has_every_number_also_after_a_resume(forked: Forked) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words = (
+        *SHORT,
+        "name=one",
+        "logging.trackers=[tensorboard]",
+        "max_steps=3",
+        "checkpoint.every=1",
+    )
+    assert forked(*words, faults="step@3=kill9") == 6
+    assert forked(*words, "resume=auto") == 0
+    run = forked.folder / "runs" / "one"
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    for name in ("reward", "grad_norm", "learning_rate"):
+        found = {event.step: event.value for event in events.Scalars(name)}
+        wanted = {step: line[name] for step, line in lines_of(run).items()}
+        assert found == pytest.approx(wanted)
+    assert json.loads((run / "run.json").read_text())["trackers"]["tensorboard"]["id"] == "one"
+
+
+@pytest.mark.skipif(not find_spec("wandb"), reason="pip install wandb")
+@pytest.mark.slow
+def test_wandb_offline_keeps_a_run_that_can_be_opened_again(forked: Forked) -> None:
+    words = (*SHORT, "name=one", "logging.trackers=[wandb]")
+    assert forked(*words, env={"WANDB_MODE": "offline"}) == 0
+    run = forked.folder / "runs" / "one"
+    (file,) = run.glob("wandb/offline-run-*/run-*.wandb")
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    store, found = DataStore(), {}
+    store.open_for_scan(str(file))
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        items = {i.key or i.nested_key[0]: i.value_json for i in record.history.item}
+        if "reward" in items:
+            found[int(items["_step"])] = float(items["reward"])
+    assert found == pytest.approx({s: line["reward"] for s, line in lines_of(run).items()})
+
+
+@pytest.mark.skipif(not find_spec("trackio"), reason="pip install trackio")
+@pytest.mark.slow
+def test_trackio_keeps_a_run_that_can_be_opened_again(forked: Forked) -> None:
+    words = (*SHORT, "name=one", "logging.trackers=[trackio]")
+    assert forked(*words, env={"TRACKIO_DIR": str(forked.folder / "trackio")}) == 0
+    import sqlite3
+
+    (database,) = (forked.folder / "trackio").glob("*.db")
+    rows = sqlite3.connect(database).execute("select step, metrics from metrics").fetchall()
+    found = {
+        step: json.loads(text)["reward"] for step, text in rows if "reward" in json.loads(text)
+    }
+    lines = lines_of(forked.folder / "runs" / "one")
+    assert found == pytest.approx({s: line["reward"] for s, line in lines.items()})
+
+
+def test_the_process_imports_no_torch() -> None:
+    import subprocess
+
+    text = "import sys, rloo_cli.reporting.trackers.child; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
