@@ -77,7 +77,8 @@ def find_first_difference(first: Path, second: Path, tolerance: float = 0.0) -> 
     result.causes = [*_config_differences(*runs), *_environment_differences(first, second)]
     fingerprints = [str(run.run_metadata.get("fingerprint")) for run in runs]
     if fingerprints[0] != fingerprints[1]:
-        result.causes.append(RunDifference("data (fingerprint)", *fingerprints))
+        one, other = fingerprints
+        result.causes.append(RunDifference("data (fingerprint)", one, other))
     walk = _StepWalk(runs, tolerance)
     result.parting = next(walk.differences(), None)
     result.steps_compared = walk.steps_compared
@@ -151,6 +152,8 @@ class _StepWalk:
             samples = read_sample_records(first), read_sample_records(second)
         except (RunError, OSError):
             return
+        if not all(samples):  # one of them is damaged, or cut off
+            return
         self.samples_compared += 1
         keyed = [{(s.get("draw"), s.get("k")): s for s in found} for found in samples]
         common = [key for key in keyed[0] if key in keyed[1]]
@@ -160,8 +163,8 @@ class _StepWalk:
                 place = f"draw {draw}, completion {k}"
                 yield from self._field_differences(step, place, name, called, one, other)
         if keyed[0].keys() != keyed[1].keys():
-            counts = [str(len(found)) for found in keyed]
-            yield RunDifference("completions of the step", *counts, step=step, where="samples")
+            one_count, other_count = (str(len(found)) for found in keyed)
+            yield RunDifference("completions", one_count, other_count, step, "samples")
 
     def _field_differences(
         self, step: int, place: str, name: str, called: str, one: SampleRecord, other: SampleRecord

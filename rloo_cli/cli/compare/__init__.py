@@ -81,7 +81,7 @@ def _print_first_difference(folders: list[Path], tolerance: float, as_json: bool
     if not 0 <= tolerance < 1:
         what = f"--tolerance {tolerance:g}: from 0 (bit for bit) to 1"
         raise ConfigError(Problem(what, "command line", fix="--tolerance 1e-5"))
-    result = first_difference.find_first_difference(*folders, tolerance)
+    result = first_difference.find_first_difference(folders[0], folders[1], tolerance)
     if as_json:
         print(json.dumps(result.to_json(), indent=2))
     else:
@@ -163,7 +163,8 @@ def _print_comparison(
         console.print(f"{runs[0].name} -> {runs[1].name}", markup=False)
         changes = resume.describe_changes(_differing_values(*runs))
         if not changes:  # then what made them part is of interest, if anything did
-            parting = first_difference.find_first_difference(*(run.folder for run in runs))
+            folders = runs[0].folder, runs[1].folder
+            parting = first_difference.find_first_difference(*folders)
             changes = ["the same config", *first_difference.difference_lines(parting)]
         console.print("\n".join(map(clean_line, changes)), markup=False)
     else:

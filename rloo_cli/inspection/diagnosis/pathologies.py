@@ -63,7 +63,9 @@ def reward_drowned(run: RunEvidence) -> str | None:
     used = {name for name, weight in weights.items() if weight}
     if len(used) < 2:
         return None
-    spread, told_apart, groups = defaultdict(float), defaultdict(int), defaultdict(int)
+    spread: dict[str, float] = defaultdict(float)
+    told_apart: dict[str, int] = defaultdict(int)
+    groups: dict[str, int] = defaultdict(int)
     for group in run.groups():
         for name in used:
             values = [

@@ -43,7 +43,7 @@ class ReportTable:
     """A table of the page; the first column names its rows."""
 
     head: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
     note: str = ""
 
 

@@ -106,7 +106,7 @@ class TrackioWriter(TrackerWriter):
     def start(self) -> None:
         import trackio
 
-        self.trackio = trackio
+        self.trackio: Any = trackio
         trackio.init(
             project=self.project, name=self.name, config=self.about["config"],
             resume="allow" if self.known_id else "never",
