@@ -156,18 +156,17 @@ def _score_histogram(run: RunEvidence) -> ReportChart | None:
     ]
     if not scores:
         return None
-    low, high = min(s for _, s in scores), max(s for _, s in scores)
-    width = (high - low) / SCORE_BINS or 1.0
     steps = sorted(run.samples)
     size = max(1, math.ceil(len(steps) / MAX_BINS))
     column_of = {step: steps[i // size * size] for i, step in enumerate(steps)}
-    counts: dict[tuple[int, int], int] = {}
+    row_of = _score_rows([score for _, score in scores])
+    counts: dict[tuple[int, float], int] = {}
     for step, score in scores:
-        cell = column_of[step], min(SCORE_BINS - 1, int((score - low) / width))
+        cell = column_of[step], row_of[score]
         counts[cell] = counts.get(cell, 0) + 1
     values = [
-        {"step": step, "score": float(f"{low + (bin_ + 0.5) * width:.4g}"), "completions": count}
-        for (step, bin_), count in sorted(counts.items())
+        {"step": step, "score": score, "completions": count}
+        for (step, score), count in sorted(counts.items())
     ]
     chart = alt.Chart(alt.InlineData(values=values)).mark_rect()
     spec = _sized(
@@ -179,6 +178,19 @@ def _score_histogram(run: RunEvidence) -> ReportChart | None:
         )
     )
     return ReportChart("scores over time", spec, "darker: more completions with that score")
+
+
+def _score_rows(scores: Sequence[float]) -> dict[float, float]:
+    """Score -> the row of the histogram that it is in: itself if there are few, else a bin."""
+    distinct = sorted({*scores})
+    if len(distinct) <= SCORE_BINS:
+        return {score: float(f"{score:.4g}") for score in distinct}
+    width = (distinct[-1] - distinct[0]) / SCORE_BINS
+    bins = [min(SCORE_BINS - 1, int((score - distinct[0]) / width)) for score in distinct]
+    return {
+        score: float(f"{distinct[0] + (bin_ + 0.5) * width:.4g}")
+        for score, bin_ in zip(distinct, bins, strict=True)
+    }
 
 
 def _spread_chart(run: RunEvidence) -> ReportChart | None:
@@ -200,7 +212,7 @@ def _spread_chart(run: RunEvidence) -> ReportChart | None:
                 {"step": step, "value": round(none_best, 4), "line": "none is best"},
             ]
     values += [
-        point | {"line": "spread within groups (std)"}
+        point | {"line": "std within groups"}
         for point in metric_line(run.record.step_metrics, "reward_std")
     ]
     if not values:
