@@ -26,6 +26,7 @@ slurm_cluster   what the cluster offers
 slurm_template  fill a batch script
 supervised      rloo sft, rloo reward-model
 sweep           rloo sweep
+sync            rloo sync
 top             rloo top
 verb_help       the help texts
 verify_resume   rloo verify-resume

@@ -57,7 +57,17 @@ complete -c rloo -a '(rloo completion query (commandline -opc)[2..] (commandline
 """
 SCRIPTS = {"bash": BASH_SCRIPT, "zsh": ZSH_SCRIPT, "fish": FISH_SCRIPT}
 GROUPS_WITH_PLUS = ("recipe", "debug")  # groups that are chosen with a +
-VERBS_WITH_RUN = ("top", "doctor", "report", "samples", "ledger", "compare", "curves", "eval")
+VERBS_WITH_RUN = (
+    "top",
+    "doctor",
+    "report",
+    "sync",
+    "samples",
+    "ledger",
+    "compare",
+    "curves",
+    "eval",
+)
 FIRST_ARGUMENTS: dict[str, tuple[str, ...]] = {  # verb -> what its first argument may be
     "recipes": ("list", "show", "copy"),
     "config": ("explain",),

@@ -224,6 +224,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "top": _lazy_verb("top"),
     "doctor": _lazy_verb("doctor"),
     "report": _lazy_verb("report"),
+    "sync": _lazy_verb("sync"),
     "samples": _lazy_verb("samples"),
     "ledger": _lazy_verb("ledger"),
     "curves": _lazy_verb("curves"),

@@ -193,6 +193,17 @@ VERBS: dict[str, VerbHelp] = {
         ("rloo report quickstart", "rloo report quickstart --out report.html"),
         RUN_NOTE + " The page needs no network, and\nreads on a phone and in the dark.",
     ),
+    "sync": VerbHelp(
+        "send all of a run's metrics to a tracker: RUN wandb",
+        ("rloo sync RUN TRACKER [--project NAME] [--json]",),
+        {
+            "--project NAME": "instead of the run's logging.tracker_project",
+            "--json": "how many lines were sent, and where they are",
+        },
+        ("rloo sync quickstart wandb", "rloo sync quickstart tensorboard --json"),
+        RUN_NOTE
+        + " TRACKER is\ntensorboard, wandb, trackio, mlflow or swanlab. It may be repeated.",
+    ),
     "samples": VerbHelp(
         "show what a run wrote: --step N --worst; --eval",
         ("rloo samples RUN [flags]",),

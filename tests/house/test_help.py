@@ -38,6 +38,7 @@ NOTHING_HERE = {
     "top": "there is no run",
     "doctor": "there is no run",
     "report": "there is no run",
+    "sync": "there is no run",
     "samples": "there is no run",
     "ledger": "there is no run",
     "curves": "there is no run",

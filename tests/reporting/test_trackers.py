@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -11,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compare_cases import write
 from fork_cases import Forked
 
+from rloo_cli.cli import sync
 from rloo_cli.inspection.first_difference import find_first_difference
 from rloo_cli.reporting import trackers
 from rloo_cli.reporting.trackers import TrackerClient, tracker_about
-from rloo_cli.utils.errors import TrackerError
+from rloo_cli.utils.errors import ConfigError, TrackerError
 
 # Clients that stand in for a tracker's own package: a folder that comes first on the path.
 STAND_INS = {
@@ -230,8 +233,55 @@ def test_trackio_keeps_a_run_that_can_be_opened_again(forked: Forked) -> None:
 
 
 def test_the_process_imports_no_torch() -> None:
-    import subprocess
-
     text = "import sys, rloo_cli.reporting.trackers.child; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.skipif(not find_spec("tensorboard"), reason="pip install tensorboard")
+def test_sync_sends_all_of_a_run_and_twice_is_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.chdir(tmp_path)
+    folder = write(Path("runs"), "one")
+    for _ in range(2):
+        assert sync.run(["one", "tensorboard"]) == 0
+    assert "lines sent to tensorboard" in capsys.readouterr().out
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    found = [(event.step, round(event.value, 4)) for event in events.Scalars("reward")]
+    assert found == [(step, round(line["reward"], 4)) for step, line in lines_of(folder).items()]
+
+
+@pytest.mark.skipif(not find_spec("trackio"), reason="pip install trackio")
+@pytest.mark.slow
+def test_sync_of_trackio_sends_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    write(Path("runs"), "one")
+    script = "from rloo_cli.cli import sync; sync.run(['one', 'trackio', '--json'])"
+    told = []
+    for _ in range(2):  # trackio keeps its folder from its import on
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        told.append(json.loads(done.stdout[done.stdout.index("{\n") :]))
+    assert told[0]["known"] == 0 and told[1]["sent"] == 0 and told[0]["sent"] == told[1]["known"]
+
+
+def test_sync_refuses_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("runs"), "one", steps=0, scores=())
+    for words, said in (
+        (["one"], "which tracker"), (["one", "wanb"], "wanb"), (["on", "wandb"], "there is no run"),
+        (["one", "wandb"], "no metrics"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            sync.run(words)
+    write(Path("runs"), "two")
+    monkeypatch.setitem(sys.modules, "swanlab", None)
+    with pytest.raises(TrackerError, match="pip install swanlab") as error:
+        sync.run(["two", "swanlab"])
+    assert error.value.code == 10

@@ -165,7 +165,9 @@ class TrackerClient:
             name = str(said.get("tracker", ""))
             if said.get("ready"):
                 self.ready.add(name)
-                self._remember_id(name, said)
+                remember_tracker_run(self.folder, name, said.get("id"), said.get("url"))
+                if said.get("url"):
+                    self.note(f"{name}: {said['url']}")
             elif "error" in said and name not in self.failed:
                 self.failed[name] = str(said["error"])
                 self.note(f"warning: {name}: {redact.redact_text(said['error'])}")
@@ -173,11 +175,10 @@ class TrackerClient:
                 self.process = None
                 self.note("warning: the process of the trackers has ended; metrics.jsonl goes on")
 
-    def _remember_id(self, name: str, said: JsonObject) -> None:
-        """Keep the tracker's id of this run, under which a resumed run goes on."""
-        with contextlib.suppress(OSError, ValueError):
-            known = read_json(self.folder / "run.json").get("trackers") or {}
-            entry = {"id": said.get("id"), "url": said.get("url")}
-            update_json(self.folder / "run.json", trackers=known | {name: entry})
-        if said.get("url"):
-            self.note(f"{name}: {said['url']}")
+
+def remember_tracker_run(folder: Path, name: str, run_id: str | None, url: str | None) -> None:
+    """Keep a tracker's id of this run in run.json: a resumed run goes on under it."""
+    with contextlib.suppress(OSError, ValueError):
+        known = read_json(folder / "run.json").get("trackers") or {}
+        entry = {"id": run_id, "url": url}
+        update_json(folder / "run.json", trackers=known | {name: entry})

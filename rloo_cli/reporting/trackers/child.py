@@ -14,7 +14,7 @@ import threading
 import time
 from typing import TextIO
 
-from rloo_cli.reporting.trackers.writers import TRACKERS, TrackerWriter
+from rloo_cli.reporting.trackers.writers import TRACKERS, TrackerWriter, line_scalars
 from rloo_cli.utils.files import JsonObject
 
 QUEUE_LINES = 10_000
@@ -56,7 +56,7 @@ class TrackerThread:
         failures = 0
         while (line := self.lines.get()) is not None:
             try:
-                writer.log(int(line["step"]), _scalars(line))
+                writer.log(int(line["step"]), line_scalars(line))
                 failures = 0
             except BaseException as error:
                 failures += 1
@@ -67,15 +67,6 @@ class TrackerThread:
             writer.finish()
         except BaseException as error:
             self.say(tracker=self.name, error=f"it did not finish: {_error_text(error)}")
-
-
-def _scalars(line: JsonObject) -> dict[str, float]:
-    """The numbers of a line of metrics, without its step."""
-    return {
-        name: float(value)
-        for name, value in line.items()
-        if name != "step" and isinstance(value, int | float)
-    }
 
 
 def _error_text(error: BaseException) -> str:

@@ -12,6 +12,15 @@ from typing import Any, ClassVar
 from rloo_cli.utils.files import JsonObject
 
 
+def line_scalars(line: JsonObject) -> dict[str, float]:
+    """The numbers of a line of metrics, without its step."""
+    return {
+        name: float(value)
+        for name, value in line.items()
+        if name != "step" and isinstance(value, int | float)
+    }
+
+
 class TrackerWriter:
     """What the process of the trackers asks of each. `about` is `tracker_about`'s."""
 
@@ -40,6 +49,11 @@ class TrackerWriter:
 
     def finish(self) -> None:
         """Send what is left."""
+
+    def known_metrics(self, names: set[str]) -> set[tuple[int, str]]:
+        """(step, metric) of what the tracker has of these metrics; empty where it drops or replaces
+        by itself what it is sent again."""
+        return set()
 
 
 class TensorboardWriter(TrackerWriter):
@@ -119,6 +133,12 @@ class TrackioWriter(TrackerWriter):
     def finish(self) -> None:
         self.trackio.finish()
 
+    def known_metrics(self, names: set[str]) -> set[tuple[int, str]]:
+        from trackio.sqlite_storage import SQLiteStorage
+
+        logs = SQLiteStorage.get_logs(self.project, self.name)
+        return {(int(log["step"]), name) for log in logs for name in names & log.keys()}
+
 
 class MlflowWriter(TrackerWriter):
     """mlflow, at MLFLOW_TRACKING_URI or in its own folder."""
@@ -136,12 +156,22 @@ class MlflowWriter(TrackerWriter):
             mlflow.log_dict(self.about["config"], "config.json")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        # mlflow takes letters, digits and _-./: and spaces.
-        named = {re.sub(r"[^\w\-./: ]", "_", name): value for name, value in metrics.items()}
+        named = {self._mlflow_name(name): value for name, value in metrics.items()}
         self.mlflow.log_metrics(named, step=step)
 
     def finish(self) -> None:
         self.mlflow.end_run()
+
+    def known_metrics(self, names: set[str]) -> set[tuple[int, str]]:
+        client, known = self.mlflow.MlflowClient(), set()
+        for name in names:
+            history = client.get_metric_history(self.run_id, self._mlflow_name(name))
+            known |= {(int(point.step), name) for point in history}
+        return known
+
+    @staticmethod
+    def _mlflow_name(name: str) -> str:
+        return re.sub(r"[^\w\-./: ]", "_", name)  # what mlflow takes in a name
 
 
 class SwanlabWriter(TrackerWriter):
