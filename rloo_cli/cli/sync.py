@@ -4,8 +4,8 @@
     --project NAME               instead of the run's logging.tracker_project
     --json                       how many lines were sent, and where they are
 
-For a run that was trained without it, or whose lines did not all fit. It may be repeated: it goes on
-under the same id, and what the tracker has is not sent again. Exits with 10 if it refuses.
+For a run that was trained without it, or whose lines did not all fit. It may be repeated: it goes
+on under the same id, and what the tracker has is not sent again. Exits with 10 if it refuses.
 """
 
 import json
