@@ -16,6 +16,7 @@ main            the command line: verbs, Hydra
 migrate/        rloo migrate
 multirun        Hydra's multirun: launchers, names, objective
 plan            rloo plan, and train --dry-run
+push            rloo push
 recipes         rloo recipes
 report          rloo report
 run_arguments   reads the arguments of a verb about a run

@@ -62,6 +62,7 @@ VERBS_WITH_RUN = (
     "doctor",
     "report",
     "sync",
+    "push",
     "samples",
     "ledger",
     "compare",

@@ -225,6 +225,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "doctor": _lazy_verb("doctor"),
     "report": _lazy_verb("report"),
     "sync": _lazy_verb("sync"),
+    "push": _lazy_verb("push"),
     "samples": _lazy_verb("samples"),
     "ledger": _lazy_verb("ledger"),
     "curves": _lazy_verb("curves"),

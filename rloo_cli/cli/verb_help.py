@@ -204,6 +204,20 @@ VERBS: dict[str, VerbHelp] = {
         RUN_NOTE
         + " TRACKER is\ntensorboard, wandb, trackio, mlflow or swanlab. It may be repeated.",
     ),
+    "push": VerbHelp(
+        "send a run's model and its card to a hub, private unless told otherwise",
+        ("rloo push RUN --repo ORG/NAME [flags]",),
+        {
+            "--repo ORG/NAME": "the repository; it is made if it is not there",
+            "--public": "let everybody see it",
+            "--checkpoint NAME": "a checkpoint of the run instead of final/",
+            "--dry-run": "print the card and the files, send nothing",
+            "--json": "the result as data",
+        },
+        ("rloo push quickstart --repo ORG/NAME", "rloo push quickstart --dry-run"),
+        RUN_NOTE
+        + " The token is the\nhub's own (hf auth login, or HF_TOKEN). Repeat it as you like.",
+    ),
     "samples": VerbHelp(
         "show what a run wrote: --step N --worst; --eval",
         ("rloo samples RUN [flags]",),

@@ -5,6 +5,7 @@ No module of this room changes a run. None imports torch unless it says so.
 diagnosis/        what went wrong in a run: twelve pathologies, from its files
 first_difference  where two runs part first
 ledger_audit      checks the prompt ledger, line by line
+model_card        the card of a run's model, for a hub
 report/           one HTML page that shows a run
 resume_proof      trains twice, once with a kill, and compares (starts processes)
 run_folders       finds the folder of a run by path or name

@@ -39,6 +39,7 @@ NOTHING_HERE = {
     "doctor": "there is no run",
     "report": "there is no run",
     "sync": "there is no run",
+    "push": "there is no run",
     "samples": "there is no run",
     "ledger": "there is no run",
     "curves": "there is no run",

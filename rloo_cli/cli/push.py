@@ -1,0 +1,102 @@
+"""`rloo push RUN`: the trained model with its card to a hub, private unless it is said otherwise.
+
+    rloo push RUN --repo ORG/NAME        RUN/final and a model card, into a private repository
+    --public                             let everybody see it
+    --checkpoint checkpoint-200          this one instead of final/
+    --dry-run                            print the card and the files; send nothing
+    --json                               the result as data
+
+The token is the hub's own (`hf auth login`, or HF_TOKEN). It may be repeated: what is there already
+is not sent again. Exits with 10 where the hub refuses.
+"""
+
+import json
+from pathlib import Path
+
+from rloo_cli.cli.run_arguments import RunArgumentParser
+from rloo_cli.config.old_names import nearest_names
+from rloo_cli.inspection.model_card import HUB_NAME, model_card
+from rloo_cli.inspection.run_folders import find_run_folder
+from rloo_cli.inspection.run_record import inspect_run_folder
+from rloo_cli.utils.errors import ConfigError, Problem, TrackerError
+
+USAGE = "rloo push RUN --repo ORG/NAME [--public] [--checkpoint NAME] [--dry-run] [--json]"
+CARD_FILE = "README.md"
+LEFT_OUT = ("trainer", "MANIFEST.json", CARD_FILE)  # of a checkpoint: what only a resume needs
+
+
+def run(args: list[str]) -> int:
+    """Run the verb. Raises ConfigError (no run, no model, a public one), TrackerError (the hub)."""
+    parser = RunArgumentParser("push", USAGE)
+    for flag in ("--repo", "--checkpoint"):
+        parser.add_argument(flag)
+    for flag in ("--public", "--dry-run", "--json"):
+        parser.add_argument(flag, action="store_true")
+    options = parser.parse_args(args)
+    folder = find_run_folder(options.run, "push")
+    model = _model_folder(folder, options.checkpoint)
+    card, files = model_card(inspect_run_folder(folder)), _model_files(model)
+    if not options.dry_run and not HUB_NAME.fullmatch(options.repo or ""):
+        what = (
+            f"--repo {options.repo!r} is not a repository" if options.repo else "which repository?"
+        )
+        fix = f"rloo push {folder.name} --repo ORG/{folder.name}"
+        raise ConfigError(Problem(what, "command line", "its name is ORG/NAME", fix))
+    told = {"repo": options.repo, "files": sorted(files), "private": not options.public}
+    if options.dry_run:
+        shown = (
+            json.dumps(told | {"card": card}, indent=2) if options.json else _listing(card, files)
+        )
+        print(shown)
+        return 0
+    told["url"] = _send_model(options.repo, options.public, card, files)
+    print(json.dumps(told, indent=2) if options.json else told["url"])
+    return 0
+
+
+def _model_folder(folder: Path, checkpoint: str | None) -> Path:
+    model = folder / (checkpoint or "final")
+    if not (model / "config.json").is_file() and not (model / "adapter_config.json").is_file():
+        there = sorted(path.parent.name for path in folder.glob("*/config.json"))
+        close = nearest_names(checkpoint or "final", there) or there
+        fix = f"--checkpoint {close[-1]}" if close else "rloo train ... resume=auto"
+        why = f"models in this run: {', '.join(there)}" if there else "the run has saved none yet"
+        raise ConfigError(Problem(f"{model} is not a model", "command line", why, fix))
+    return model
+
+
+def _model_files(model: Path) -> dict[str, Path]:
+    """Name in the repository -> file."""
+    return {
+        str(path.relative_to(model)): path
+        for path in sorted(model.rglob("*"))
+        if path.is_file() and path.relative_to(model).parts[0] not in LEFT_OUT
+    }
+
+
+def _listing(card: str, files: dict[str, Path]) -> str:
+    sizes = [f"{path.stat().st_size / 2**20:10.2f} MiB  {name}" for name, path in files.items()]
+    return "\n".join([card, *sizes])
+
+
+def _send_model(repo: str, public: bool, card: str, files: dict[str, Path]) -> str:
+    """Send everything as one commit. -> the repository's address"""
+    from huggingface_hub import CommitOperationAdd, HfApi  # lazy: one verb's
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError  # lazy: one verb's
+
+    api = HfApi()
+    adds = [CommitOperationAdd(CARD_FILE, card.encode())]
+    adds += [CommitOperationAdd(name, path) for name, path in files.items()]
+    try:
+        url = api.create_repo(repo, private=not public, exist_ok=True)
+        if not public and not api.repo_info(repo).private:
+            what = f"{repo} is public, and --public was not said"
+            raise ConfigError(Problem(what, "command line", fix="--public, or another --repo"))
+        api.create_commit(repo, adds, commit_message="rloo push")
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        fix = "hf auth login, or HF_TOKEN; the token needs the right to write"
+        raise TrackerError(
+            Problem(f"the hub does not take {repo}", "command line", why, fix)
+        ) from None
+    return str(url)
