@@ -47,7 +47,7 @@ class Handler(BaseHTTPRequestHandler):
             return self._send({"errors": [], "warnings": []})
         if path == "/api/repos/create":
             return self._create(json.loads(body))
-        name, _, what = path.removeprefix("/api/models/").partition("/preupload/")
+        _, _, what = path.removeprefix("/api/models/").partition("/preupload/")
         if what:
             files = [
                 {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
