@@ -5,6 +5,7 @@ It holds no path of this machine and no user name: a value that is a path here i
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -116,6 +117,6 @@ def _versions(record: RunRecord) -> str:
     return _table(("package", "version"), rows)
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in lines)

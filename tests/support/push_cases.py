@@ -59,7 +59,8 @@ class Handler(BaseHTTPRequestHandler):
     def _create(self, asked: dict[str, Any]) -> None:
         name = "/".join(part for part in (asked.get("organization"), asked["name"]) if part)
         known = name in self.server.private
-        self.server.private.setdefault(name, bool(asked.get("private")))
+        private = bool(asked.get("private")) or asked.get("visibility") == "private"
+        self.server.private.setdefault(name, private)
         self.server.files.setdefault(name, {})
         url = f"{self.server.url}/{name}"
         self._send({"url": url, "name": name}, 409 if known else 200)
