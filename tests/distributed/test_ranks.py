@@ -92,8 +92,12 @@ def test_the_metrics_of_two_ranks_are_those_of_one(single, pair):
     for one, two in zip(
         strict(single / "metrics.jsonl"), strict(pair / "metrics.jsonl"), strict=True
     ):
-        assert {*untimed(one)} == {*untimed(two)}
+        # It looks at a few numbers of each rank's own shard, and ZeRO's shards are DeepSpeed's.
+        sampled = {"update/changed_frac"}
+        assert {*untimed(one)} - sampled == {*untimed(two)} - sampled
         for name, value in untimed(one).items():
+            if name in sampled:
+                continue
             if name != "loss" and not name.startswith(("policy_loss", "loss/", "val/ratio_var")):
                 assert two[name] == pytest.approx(value, rel=2e-4, abs=1e-6), name
 

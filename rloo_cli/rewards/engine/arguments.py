@@ -34,8 +34,8 @@ RESERVED_METRICS = frozenset((
 ))  # fmt: skip
 RESERVED_METRIC_PREFIXES = (
     "advantages/", "clip_ratio/", "completions/", "data/", "eval_", "groups/", "loss/", "memory/",
-    "objective/", "perf/", "policy/", "ratio/", "sampling/", "staleness/", "time/", "val/",
-    "value/",
+    "objective/", "perf/", "policy/", "ratio/", "sampling/", "staleness/", "time/", "update/",
+    "val/", "value/",
 )  # fmt: skip
 RESERVED_REWARD_METRIC = re.compile(
     r"rewards?/(valid_frac|.+/(mean|std|none_frac|error_rate|time))"
