@@ -48,6 +48,8 @@ WHERE = {
 }
 if find_spec("reasoning_gym") is None:
     WHERE["reasoning_gym"] = "test_tasks.py: its package is not installed here"
+if find_spec("tensorboard") is None:
+    WHERE["rloo sync"] = "test_trackers.py: its package is not installed here"
 
 
 def elsewhere(command: Command) -> bool:
