@@ -210,23 +210,24 @@ def plan_all() -> None:
             "stage": "plan", "of": row["name"], "words": words, "step_s": row["step_s"],
             "planned_step_s": plan["step_seconds"], "parts": plan["step_parts_seconds"],
             "phases": row["phases"], "memory": row["memory"], "device": plan["device"]["source"],
+            "planned_bytes": plan["need_bytes"],
         }], ROWS)  # fmt: skip
 
 
 def plan_table(rows: Sequence[Row]) -> list[str]:
     """One line a run: predicted and measured."""
     lines = [
-        "| run | s/step measured | planned | ratio | GiB measured | planned | off |",
-        "|---|---|---|---|---|---|---|",
+        "| run | s/step measured | planned | ratio | GiB measured | planned | off |"
+        " told at the start |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         took, planned = row["step_s"], row["planned_step_s"]
+        held, told = row["memory"]["measured_bytes"], row["memory"]["predicted_bytes"]
+        said = row["planned_bytes"]
         cells = [row["of"], f"{took:.1f}", f"{planned:.1f}", f"{planned / took:.2f}"]
-        if memory := row["memory"]:
-            held, said = memory["measured_bytes"], memory["predicted_bytes"]
-            cells += [f"{held / 2**30:.2f}", f"{said / 2**30:.2f}", f"{said / held - 1:+.0%}"]
-        else:
-            cells += ["", "", ""]
+        cells += [f"{held / 2**30:.2f}", f"{said / 2**30:.2f}", f"{said / held - 1:+.0%}"]
+        cells.append(f"{told / 2**30:.2f} ({told / held - 1:+.0%})")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

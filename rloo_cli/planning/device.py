@@ -73,9 +73,9 @@ GPUS = {
 }  # fmt: skip
 ASSUMED_GPU = GPUS["H100-80GB"]
 CPU_CORE_FLOPS, CPU_BYTES = 40e9, 2e10  # a second, in float32; where nothing is measured
-# Fitted to smollm2_arithmetic on two cores (docs/plan.md): there are no launches to wait for, and
-# a token's products are thin.
-CPU_SHARES = SpeedShares(decode=0.45, no_grad=0.85, grad=0.72)
+# Between what runs of smollm2_arithmetic, smollm2_reasoning and PPO reached on two machines of two
+# cores (docs/real_model.md): there are no launches to wait for, and a token's products are thin.
+CPU_SHARES = SpeedShares(decode=0.48, no_grad=0.74, grad=0.66)
 
 
 def cpu_device(measured: bool = False) -> Device:

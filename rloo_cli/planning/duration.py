@@ -3,8 +3,8 @@
     step = prefill + decode + passes without gradient + passes with it + reward models
 
 Decoding is bound by what a GPU reads: all weights once for each token of the batch, and keys and
-values of every sequence. The rest is bound by matrix products, or by the network if weights or
-gradients are sharded.
+values of every sequence; on a CPU, reading and computing add up. The rest is bound by matrix
+products, or by the network if weights or gradients are sharded.
 """
 
 import math
@@ -119,12 +119,18 @@ def _generation(
     context = means.completion / 2 + (means.prompt if sampler is not None else means.prompt / k)
     read = inputs.bytes_per_weight * model.total_params + at_once * token_bytes * context
     compute_s = at_once * token_flops / (gpus * device.flops_per_s)
-    iteration = max(read / (gpus * device.bytes_per_s), compute_s) / device.shares.decode
+    read_s = read / (gpus * device.bytes_per_s)
     if device.kind == "cuda":
-        iteration = max(iteration, MIN_DECODE_ITERATION_S)
+        iteration = max(read_s, compute_s) / device.shares.decode
+        decoding = means.completion * max(iteration, MIN_DECODE_ITERATION_S)
+    else:
+        # A CPU reads and computes in turn: it reads the weights until the longest completion has
+        # ended, and computes for those that have not.
+        longest = max(inputs.max_completion_tokens, means.completion)
+        decoding = (longest * read_s + means.completion * compute_s) / device.shares.decode
     return {
         "prefill": prefill / (device.shares.no_grad * device.flops_per_s * copies * gpus),
-        "decoding": rounds * means.completion * iteration,
+        "decoding": rounds * decoding,
     }
 
 
