@@ -12,7 +12,9 @@ it exits with 20 where a pathology is found. Imports no torch but with --deep.
 """
 
 import argparse
+import contextlib
 import json
+import sys
 from dataclasses import asdict
 
 from rich.text import Text
@@ -26,7 +28,7 @@ from rloo_cli.utils.errors import FOUND_CODE, MachineError, Problem
 USAGE = "rloo doctor [+recipe=NAME] [key=value ...] [--deep] [--json]\n" \
     "rloo doctor RUN [--json]\nrloo doctor --kill-orphans RUN [--json]"  # fmt: skip
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-NAME_WIDTH = 14  # cells of a line's name
+MAX_NAME_WIDTH = 24  # cells of a line's name
 
 
 def run(args: list[str]) -> int:
@@ -81,7 +83,11 @@ def _inspect_environment(overrides: list[str], options: argparse.Namespace) -> i
     if overrides:
         composed = compose.compose_config(overrides)
         settings = check.check_config(composed)
-        with hf_cache.recorded_command(composed.user_overrides):
+        # What libraries and rewards print is no part of the answer.
+        with (
+            hf_cache.recorded_command(composed.user_overrides),
+            contextlib.redirect_stdout(sys.stderr),
+        ):
             lines = environment.inspect_environment(settings, options.deep)
     else:
         lines = environment.inspect_environment()
@@ -90,12 +96,13 @@ def _inspect_environment(overrides: list[str], options: argparse.Namespace) -> i
         print(json.dumps({**counts, "lines": [asdict(line) for line in lines]}, indent=2))
     else:
         console = answer_console(120)
+        width = min(MAX_NAME_WIDTH, max(len(line.name) for line in lines))
         for line in lines:
             head = (f"{line.status:<5} ", STYLES[line.status])
             found = clean_line(line.found)
-            console.print(Text.assemble(head, f"{line.name:<{NAME_WIDTH}} {found}"), soft_wrap=True)
+            console.print(Text.assemble(head, f"{line.name:<{width}} {found}"), soft_wrap=True)
             if line.fix and line.status != "ok":
-                text = f"{'':<6}{'fix':<{NAME_WIDTH}} {clean_line(line.fix)}"
+                text = f"{'':<6}{'fix':<{width}} {clean_line(line.fix)}"
                 console.print(Text(text), soft_wrap=True)
         console.print(f"{counts['fail']} fail, {counts['warn']} warn, {counts['ok']} ok")
     return MachineError.code if counts["fail"] else 0

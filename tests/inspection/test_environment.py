@@ -1,5 +1,6 @@
 """`rloo doctor +recipe=...`: each broken environment gives one line that fails, with its fix."""
 
+import importlib
 import json
 import os
 import platform
@@ -8,13 +9,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cli_cases import Rloo
+from cli_cases import PYTHON
 from fake_server import Fake
 
 from rloo_cli.cli import doctor
@@ -23,15 +23,11 @@ from rloo_cli.generation.vllm import arguments
 from rloo_cli.utils.child_process import process_start_time
 from rloo_cli.utils.errors import ConfigError
 
-NO_TORCH = """
-import sys
-
-class Forbidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "transformers"):
-            raise AssertionError(f"{name} was imported")
-
-sys.meta_path.insert(0, Forbidden())
+# Says at the end which of them was imported; to find them is no import.
+WHAT_WAS_IMPORTED = """
+import atexit, sys
+here = lambda: [name for name in ("torch", "transformers") if name in sys.modules]
+atexit.register(lambda: print("imported:", here(), file=sys.stderr))
 """
 # A huge model, by its config.json alone.
 HUGE = {
@@ -92,7 +88,7 @@ def install_stub(place: Path, monkeypatch: pytest.MonkeyPatch, name: str, versio
     text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     (folder / "METADATA").write_text(text)
     monkeypatch.syspath_prepend(str(folder.parent))
-    metadata.MetadataPathFinder.invalidate_caches()
+    importlib.invalidate_caches()
 
 
 def test_a_machine_that_has_everything_is_ok_in_every_line(look: Any) -> None:
@@ -114,14 +110,23 @@ def test_without_a_recipe_the_machine_is_looked_at(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.rstrip().endswith("ok")
 
 
-def test_no_torch_is_imported(rloo: Rloo, place: Path) -> None:
+def test_no_torch_is_imported(place: Path) -> None:
     site = place / "site"
     site.mkdir()
-    (site / "sitecustomize.py").write_text(NO_TORCH)
+    (site / "sitecustomize.py").write_text(WHAT_WAS_IMPORTED)
     path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ended = rloo.real("doctor", "+recipe=quickstart", PYTHONPATH=path)
-    assert ended.code == 0, ended.said
-    assert "prompt='" in ended.out and "answer='" in ended.out and " 0 fail" in f" {ended.out}"
+    (place / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
+    streamed = ("path=rows.jsonl", "streaming=true", "max_samples=2")
+    sets = [f"eval.sets.more.{word}" for word in streamed]
+    ended = subprocess.run(
+        [*PYTHON, "doctor", "+recipe=quickstart", *sets],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "prompt='" in ended.stdout and "rows.jsonl [train]: the first 2" in ended.stdout
+    assert "\n0 fail" in ended.stdout and "imported: []" in ended.stderr
 
 
 def test_a_mistake_in_the_config_ends_with_2(look: Any) -> None:
@@ -284,7 +289,8 @@ def test_a_disk_without_space_for_the_checkpoints(
 def test_a_model_that_does_not_fit(one_failure: Any, place: Path) -> None:
     (place / "huge").mkdir()
     (place / "huge/config.json").write_text(json.dumps(HUGE))
-    line = one_failure("model.path=./huge", "model.tokenizer=make:tiny")
+    words = ("model.path=./huge", "model.tokenizer=make:tiny", "checkpoint.on_low_disk=warn")
+    line = one_failure(*words)
     assert line["name"] == "memory" and "does not fit" in line["found"]
 
 
@@ -380,6 +386,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_deep_shows_the_tokens_and_calls_every_reward(tiny: None, look: Any) -> None:
     words = ("reward=[exact_match,model]", "reward.exact_match.column=answer")
+    words = (*words, "reward.exact_match.extract=text", "reward.exact_match.gold_extract=text")
     code, lines = look(*words, "reward.model.path=make:tiny_reward", "--deep")
     found = {line["name"]: line for line in lines}
     assert code == 0, lines

@@ -133,7 +133,10 @@ def check_run_memory(lines: CheckLines, run: RunConfig, gpus: list[GpuState]) ->
 def check_run_disk(lines: CheckLines, run: RunConfig, plan: RunPlan | None) -> None:
     """Space for the checkpoints that the plan computes, at the run's root."""
     above = Path(machine_state.nearest_folder(run.root))
-    free = f"{shutil.disk_usage(above).free / 1e9:.3g} GB are free at {above}"
+    usage = shutil.disk_usage(above)
+    if not usage.total:  # it cannot hold files, as the root's line says
+        return
+    free = f"{usage.free / 1e9:.3g} GB are free at {above}"
     if plan is None:
         lines.add_ok("disk", free)
         return
@@ -206,8 +209,7 @@ def check_asked_ports(lines: CheckLines, run: RunConfig) -> None:
             ports.bind_tcp_socket(host, port).close()
         except OSError as error:
             what = f"{key}: port {port} of {host} cannot be had: {error.strerror}"
-            holder = ports.port_holder(port)
-            held = f"; {holder} listens there" if "gone" not in holder else ""
+            held = f"; {ports.port_holder(port)} listens there"
             fix = f"{key}=0" if key.endswith("port") else f"{key}=HOST:OTHER"
             lines.add_failure("ports", f"{what}{held}", f"{fix}, or end the one that holds it")
         else:

@@ -141,8 +141,10 @@ def check_reward_signatures(
 
 def _describe_reward(reward: Reward) -> str:
     """Where its code is, what it takes, which columns it needs, and its weight."""
-    names = reward.parameter_names
-    takes = "takes everything" if names is None else f"takes {', '.join(sorted(names))}"
+    names, fixed = reward.parameter_names, reward.fixed_arguments.keys()
+    takes = "takes everything"
+    if names is not None:
+        takes = f"takes {', '.join(sorted(names - fixed))}"
     columns = [c for c in dict.fromkeys(reward.required_columns) if c not in REWARD_KWARGS]
     needs = f"needs the column{'s' * (len(columns) > 1)} {', '.join(columns)}" if columns else ""
     where = reward.location

@@ -27,6 +27,7 @@ from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.rewards.engine.ready import run_ready_hooks
 from rloo_cli.rewards.engine.scoring import RewardFailed, score_groups
 from rloo_cli.rewards.model import REFERENCE_COLUMNS
+from rloo_cli.utils import process_exit
 from rloo_cli.utils.errors import RunError
 
 TRIAL_ROWS = 2
@@ -43,6 +44,7 @@ def try_prompts_and_rewards(
     rewards: Sequence[Reward],
 ) -> None:
     """Tokenise the first rows of the training data, and call each reward on them."""
+    process_exit.silence_libraries()
     training = {k: v for k, v in opened.items() if k is None or splits.is_mixture_key(k)}
     wanted = splits.split_configs(run, training=True).keys() - run.held_out.keys()
     if training.keys() != wanted:
@@ -137,9 +139,10 @@ def _try_reward(
     reward = replace(reward, config=config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     length = run.generation.max_completion_length
+    by_set: dict[str | None, Prompts] = {None: prompts}
     try:
         process_pool.start_reward_workers([reward])
-        run_ready_hooks([reward], tokenizer, {None: prompts}, length, device, _drop, reward_load)
+        run_ready_hooks([reward], tokenizer, by_set, length, device, _drop, reward_load)
         loaded_s, began = time.monotonic() - began, time.monotonic()
         context = RewardContext(prompts.conversational, FIRST_STEP)
         scores = score_groups([reward], groups, context)
