@@ -125,7 +125,7 @@ def test_no_torch_is_imported(place: Path) -> None:
         text=True,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "prompt='" in ended.stdout and "rows.jsonl [train]: the first 2" in ended.stdout
+    assert "prompt='" in ended.stdout and "rows.jsonl [train]: 2 rows" in ended.stdout
     assert "\n0 fail" in ended.stdout and "imported: []" in ended.stderr
 
 
