@@ -121,7 +121,8 @@ def _kill_orphans(name: str, as_json: bool) -> int:
         values = {"run": str(folder), "ended": [asdict(p) for p in ended]}
         print(json.dumps(values | {"left": [asdict(p) for p in stuck]}, indent=2))
     for process in [] if as_json else ended:
-        print(f"ended process {process.pid}: {process.role} of {folder}: {process.command[:120]}")
+        command = clean_line(process.command)[:120]
+        print(f"ended process {process.pid}: {process.role} of {folder}: {command}")
     if not found and not as_json:
         print(f"{folder}: nothing of this run is left running")
     if stuck:
