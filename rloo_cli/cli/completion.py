@@ -80,7 +80,7 @@ FIRST_ARGUMENTS: dict[str, tuple[str, ...]] = {  # verb -> what its first argume
 JOB_KINDS = ("train", "train_and_serve", "sweep", "eval")  # kinds of batch jobs
 VERBS_WITH_OVERRIDES = (
     "train", "sweep", "sft", "reward-model", "vllm-serve", "eval", "fetch", "plan", "config",
-    "verify-resume", "slurm",
+    "verify-resume", "slurm", "doctor",
 )  # fmt: skip
 
 

@@ -1,13 +1,21 @@
-"""`rloo doctor RUN`: what went wrong in a run, from its own files.
+"""`rloo doctor`: before a run, what the machine lacks for it; afterwards, what went wrong in it.
 
-    rloo doctor RUN          pathologies with their figures and the key to turn; then the advice
-    --json                   the same as data
+    rloo doctor                    the machine: versions, devices, memory, disk, network
+    rloo doctor +recipe=NAME ...   and a run on it: data, rewards, memory, ports, server, folder
+    --deep                         prompts tokenised and every reward called on two rows (torch)
+    rloo doctor RUN                pathologies of a run with their figures and the key to turn
+    --kill-orphans RUN             end what a run that has ended left running
+    --json                         the same as data
 
-Exits with 20 where a pathology is found, with 0 where none is. Reads files only, and imports no
-torch.
+Before a run each line is ok, warn or fail, with the fix; exits with 3 where one is fail. For a RUN
+it exits with 20 where a pathology is found. Imports no torch but with --deep.
 """
 
+import argparse
+import contextlib
 import json
+import sys
+from dataclasses import asdict
 
 from rich.text import Text
 
@@ -15,16 +23,21 @@ from rloo_cli.cli.run_arguments import RunArgumentParser, answer_console
 from rloo_cli.inspection.diagnosis import Diagnosis, diagnose_run
 from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.reporting.panel import clean_line
-from rloo_cli.utils.errors import FOUND_CODE
+from rloo_cli.utils.errors import FOUND_CODE, MachineError, Problem
 
-USAGE = "rloo doctor RUN [--json]"
+USAGE = "rloo doctor [+recipe=NAME] [key=value ...] [--deep] [--json]\n" \
+    "rloo doctor RUN [--json]\nrloo doctor --kill-orphans RUN [--json]"  # fmt: skip
+STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+MAX_NAME_WIDTH = 24  # cells of a line's name
 
 
 def run(args: list[str]) -> int:
-    """Run the verb. Raises ConfigError for a run that is not there."""
-    parser = RunArgumentParser("doctor", USAGE)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(args)
+    """Run the verb. Raises ConfigError for a run that is not there, and for a wrong config."""
+    options, overrides = _parse_args(args)
+    if options.kill_orphans is not None:
+        return _kill_orphans(options.kill_orphans, options.json)
+    if overrides or options.run is None:
+        return _inspect_environment(overrides, options)
     diagnosis = diagnose_run(find_run_folder(options.run, "doctor"))
     if options.json:
         print(json.dumps(diagnosis.to_json(), indent=2))
@@ -33,6 +46,90 @@ def run(args: list[str]) -> int:
         for line in _diagnosis_lines(diagnosis):
             console.print(line, soft_wrap=True)
     return FOUND_CODE if diagnosis.findings else 0
+
+
+def _parse_args(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The flags and RUN, and the overrides of a config: one of the two is empty."""
+    parser = RunArgumentParser("doctor", USAGE)
+    for name in ("--json", "--deep"):
+        parser.add_argument(name, action="store_true")
+    parser.add_argument("--kill-orphans", metavar="RUN")
+    overrides, rest, words = [], [], iter(args)
+    for word in words:
+        if word in ("--config-dir", "-cd"):
+            overrides += [word, next(words, "")]
+        elif word[:1] in ("+", "~") or word.startswith("--config-dir=") or _is_override(word):
+            overrides.append(word)
+        else:
+            rest.append(word)
+    options = parser.parse_args(rest)
+    both = [name for name in (options.run, options.kill_orphans) if name is not None]
+    if len(both) > 1 or (both and (overrides or options.deep)):
+        parser.error("a RUN has ended: it goes with no recipe, no key and no --deep")
+    if options.deep and not overrides:
+        parser.error("--deep looks at a run's data and rewards: it needs +recipe=NAME")
+    return options, overrides
+
+
+def _is_override(word: str) -> bool:
+    return "=" in word and not word.startswith("-")
+
+
+def _inspect_environment(overrides: list[str], options: argparse.Namespace) -> int:
+    """Look at the machine, and at the run that these overrides are. -> 3 where a line is fail"""
+    from rloo_cli.config import check, compose, hf_cache  # lazy: Hydra takes a third of a second
+    from rloo_cli.inspection import environment  # lazy: a RUN needs none of it
+
+    if overrides:
+        composed = compose.compose_config(overrides)
+        settings = check.check_config(composed)
+        # What libraries and rewards print is no part of the answer.
+        with (
+            hf_cache.recorded_command(composed.user_overrides),
+            contextlib.redirect_stdout(sys.stderr),
+        ):
+            lines = environment.inspect_environment(settings, options.deep)
+    else:
+        lines = environment.inspect_environment()
+    counts = {status: sum(line.status == status for line in lines) for status in STYLES}
+    if options.json:
+        print(json.dumps({**counts, "lines": [asdict(line) for line in lines]}, indent=2))
+    else:
+        console = answer_console(120)
+        width = min(MAX_NAME_WIDTH, max(len(line.name) for line in lines))
+        for line in lines:
+            head = (f"{line.status:<5} ", STYLES[line.status])
+            found = clean_line(line.found)
+            console.print(Text.assemble(head, f"{line.name:<{width}} {found}"), soft_wrap=True)
+            if line.fix and line.status != "ok":
+                text = f"{'':<6}{'fix':<{width}} {clean_line(line.fix)}"
+                console.print(Text(text), soft_wrap=True)
+        console.print(f"{counts['fail']} fail, {counts['warn']} warn, {counts['ok']} ok")
+    return MachineError.code if counts["fail"] else 0
+
+
+def _kill_orphans(name: str, as_json: bool) -> int:
+    """End what the run has left running. Raises ConfigError for one that goes on, MachineError."""
+    from rloo_cli.launch import leftovers  # lazy: one flag's
+
+    folder = find_run_folder(name, "doctor --kill-orphans")
+    leftovers.check_run_ended(folder)
+    found = leftovers.find_leftovers(folder)
+    stuck = leftovers.end_leftovers(found)
+    ended = [process for process in found if process not in stuck]
+    if as_json:
+        values = {"run": str(folder), "ended": [asdict(p) for p in ended]}
+        print(json.dumps(values | {"left": [asdict(p) for p in stuck]}, indent=2))
+    for process in [] if as_json else ended:
+        command = clean_line(process.command)[:120]
+        print(f"ended process {process.pid}: {process.role} of {folder}: {command}")
+    if not found and not as_json:
+        print(f"{folder}: nothing of this run is left running")
+    if stuck:
+        pids = ", ".join(str(process.pid) for process in stuck)
+        why = "they take no SIGKILL: another user's, or waiting for a device or a file system"
+        raise MachineError(Problem(f"processes {pids} of {folder} would not end", "", why))
+    return 0
 
 
 def _diagnosis_lines(diagnosis: Diagnosis) -> list[Text]:

@@ -10,16 +10,16 @@ from typing import NoReturn
 
 import yaml
 
-from rloo_cli.config import check, compose, hf_cache, synthetic
+from rloo_cli.config import check, compose, hf_cache
 from rloo_cli.config.compose import ComposedConfig
 from rloo_cli.config.idle_keys import idle_notes
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.launch import launcher, preflight
-from rloo_cli.planning import device, plan
 from rloo_cli.planning import text as planning_text
-from rloo_cli.planning.plan import PlanOptions, RunPlan
+from rloo_cli.planning.machine_plan import does_not_fit_error, plan_on_this_machine, plan_run
+from rloo_cli.planning.plan import PlanOptions
 from rloo_cli.utils import fault_injection
-from rloo_cli.utils.errors import ConfigError, MachineError, Problem, RunError
+from rloo_cli.utils.errors import ConfigError, Problem, RunError
 
 USAGE = (
     "rloo plan +recipe=NAME [key=value ...] [--gpu H100-80GB|80GiB|cpu] [--gpus N] "
@@ -74,64 +74,6 @@ def run(args: list[str]) -> int:
     if not found.fits:
         raise does_not_fit_error(found)
     return 0
-
-
-def plan_run(
-    settings: RunConfig,
-    gpu: str | None = None,
-    request: PlanOptions | None = None,
-    measured: bool = True,
-) -> RunPlan:
-    """The plan of a run, on the GPUs that are named, present, or assumed.
-
-    `measured`: a CPU's speeds are measured, for which torch is imported.
-    """
-    request = request or PlanOptions()
-    if request.gpus and request.gpus > 1 and settings.distributed.engine == "single":
-        why, fix = "distributed.engine = single is one process", "distributed=ddp, zero2 or zero3"
-        raise ConfigError(Problem(f"--gpus {request.gpus}: there is one", "command line", why, fix))
-    small = settings.model.path.startswith(synthetic.MAKE_PREFIX)
-    return plan.make_run_plan(settings, device.find_device(gpu, small, measured), request)
-
-
-def plan_on_this_machine(run: RunConfig) -> RunPlan:
-    """The plan of a run on this machine.
-
-    It is on the CPU if there is no GPU and the run fits; else on the GPUs that `plan_run` assumes.
-    A CPU's speeds are assumed: a dry run imports no torch.
-    """
-    here = device.find_device(None, small=True, measured=False)
-    if here.kind == "cpu" and run.generation.backend == "transformers":
-        found = plan.make_run_plan(run, here, PlanOptions())
-        if found.fits:
-            return found
-    return plan_run(run, measured=False)
-
-
-def does_not_fit_error(run_plan: RunPlan) -> MachineError:
-    """The error of a run that does not fit, with the two keys that would save most."""
-    case, needs = (
-        run_plan.inputs,
-        plan.phase_bytes(run_plan.inputs, run_plan.memory, run_plan.sampler),
-    )
-    worst = max(needs, key=lambda name: needs[name])
-    phase = f"in the phase {worst!r}" if worst != "server" else "on the server's GPU"
-    usable = planning_text.format_gib(case.device.usable_bytes)
-    why = f"{planning_text.format_gib(run_plan.needed_bytes)} {phase}, {usable} are usable of each"
-    engine = run_plan.sampler
-    if engine is not None and engine.kv_cache_bytes < engine.least_kv_bytes:
-        left = planning_text.format_gib(max(engine.kv_cache_bytes, 0.0))
-        least = planning_text.format_gib(engine.least_kv_bytes)
-        why += f"\nvLLM has {left} for keys and values; one sequence needs {least}"
-    lines = [
-        f"{key}   ({planning_text.format_gib(need)})" for key, need in plan.best_changes(run_plan)
-    ]
-    fewest = plan.smallest_gpu_count(run_plan)
-    if fewest is not None:
-        lines.append(f"or {fewest} GPUs of this kind: --gpus {fewest}")
-    fix = "\n".join(lines) or "a smaller model, or GPUs with more memory: --gpu 141GiB"
-    what = f"{case.run.name or case.model.name} does not fit on {case.ranks} x {case.device.name}"
-    return MachineError(Problem(what, "memory", why, fix))
 
 
 def dry_run_text(run: RunConfig) -> str:

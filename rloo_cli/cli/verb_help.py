@@ -177,11 +177,27 @@ VERBS: dict[str, VerbHelp] = {
         RUN_NOTE + " Without one: the run\nthat was written last. Leaving never touches the run.",
     ),
     "doctor": VerbHelp(
-        "say what went wrong in a run, with the figures and the key to turn",
-        ("rloo doctor RUN [--json]",),
-        {"--json": "the findings as data"},
-        ("rloo doctor quickstart", "rloo doctor quickstart --json"),
-        RUN_NOTE + " Exits with 20 where a pathology is\nfound. Reads files only.",
+        "before a run: what the machine lacks; after it: what went wrong, with the key to turn",
+        (
+            "rloo doctor [+recipe=NAME] [key=value ...] [--deep] [--json]",
+            "rloo doctor RUN [--json]",
+            "rloo doctor --kill-orphans RUN [--json]",
+        ),
+        {
+            "--deep": "tokenise prompts and call every reward on two rows; imports torch",
+            "--kill-orphans RUN": "end the processes that a run which has ended left running",
+            "--json": "the lines, or the findings, as data",
+            **CONFIG_DIR,
+        },
+        (
+            "rloo doctor",
+            "rloo doctor +recipe=quickstart --deep",
+            "rloo doctor quickstart",
+            "rloo doctor --kill-orphans quickstart",
+        ),
+        RUN_NOTE + " Before a run each line is ok, warn or\n"
+        "fail, with the fix; exits with 3 where one is fail. For a RUN it reads files only, and\n"
+        "exits with 20 where a pathology is found.",
     ),
     "report": VerbHelp(
         "write one HTML page that shows a run: curves, samples, seconds, memory",

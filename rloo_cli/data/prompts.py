@@ -99,7 +99,7 @@ def tokenize_prompts(
     prompts: list[Prompt] = [_render(v, e, config) for v, e in zip(values, examples, strict=True)]
     conversational = conversational or config.chat
     ids = _tokenize_all(prompts, conversational, tokenizer, template_kwargs)
-    _refuse_two_beginnings(ids, tokenizer)
+    _refuse_two_beginnings(ids, tokenizer, conversational)
     bos = tokenizer.bos_token_id
     return _apply_overlong(
         prompts, ids, examples, conversational, config, max_length, seed, bos, headroom
@@ -238,17 +238,23 @@ def _tokenize_all(
     return token_ids
 
 
-def _refuse_two_beginnings(ids: list[list[int]], tokenizer: "PreTrainedTokenizerBase") -> None:
+def _refuse_two_beginnings(
+    ids: list[list[int]], tokenizer: "PreTrainedTokenizerBase", conversational: bool
+) -> None:
     bos = tokenizer.bos_token_id
     twice = [row for row, x in enumerate(ids) if bos is not None and x[:2] == [bos, bos]]
+    who, fix = "the tokenizer", "leave it out of the prompts"
+    if conversational:
+        who = "the chat template"
+        fix = f"{fix}, or model.chat_template=FILE.jinja of one that writes it once"
     if twice:
         raise DataError(
             Problem(
                 f"{len(twice)} prompts begin with two beginning-of-text tokens",
                 f"data.prompt_column, row {twice[0]}",
                 f"first ids {ids[twice[0]][:5]}: the text has {tokenizer.bos_token!r}, "
-                "and one more is added",
-                "leave it out of the prompts",
+                f"and {who} adds one more",
+                fix,
             )
         )
 

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 from rloo_cli.config import hf_cache, registry, rules_lora, rules_paths, supervised, synthetic
@@ -29,18 +30,32 @@ def check_machine(run: RunConfig, downloads: bool = True, local_ranks: int = 1) 
                 module.preflight(entry)
         except MachineError as error:
             problems += [replace(p, where=f"reward.{name}") for p in error.problems]
-    problems += [*(_downloads(run) if downloads else ()), *_packages(run)]
-    problems += [*(_engine(run) if downloads else ()), *_devices(local_ranks)]
-    problems += arguments.engine_problems(run, local_ranks=local_ranks) if downloads else ()
-    problems += [*_root(run), *_cache(run)]
+    problems += chain(*problems_by_topic(run, downloads, local_ranks).values())
     if problems:
         raise MachineError(*problems)
+
+
+def problems_by_topic(
+    run: RunConfig, downloads: bool = True, local_ranks: int = 1
+) -> dict[str, list[Problem]]:
+    """What the machine lacks for this run beside its rewards, by topic, in the order of a refusal.
+
+    The arguments are those of `check_machine`.
+    """
+    return {
+        "downloads": [*(_downloads(run) if downloads else ())],
+        "packages": [*_packages(run), *(_engine(run) if downloads else ())],
+        "devices": [*_devices(local_ranks)],
+        "vllm": [*arguments.engine_problems(run, local_ranks=local_ranks)] if downloads else [],
+        "root": [*root_problems(run)],
+        "cache": [*_cache(run)],
+    }
 
 
 def check_supervised_machine(run: RunConfig, section: str) -> None:
     """Raises MachineError for what `rloo sft` or `rloo reward-model` lacks."""
     problems = [*supervised.training_download_problems(run, section), *_packages(run)]
-    if problems := [*problems, *_root(run), *_cache(run)]:
+    if problems := [*problems, *root_problems(run), *_cache(run)]:
         raise MachineError(*problems)
 
 
@@ -48,11 +63,16 @@ def check_server_machine(run: RunConfig) -> None:
     """Raises MachineError for what a rollout server of this run lacks, which needs no rewards."""
     needed = ("model.path", "model.tokenizer")
     missing = (p for p in _downloads(run) if p.where in needed)
-    if problems := [*missing, *arguments.engine_problems(run, engine_is_local=True), *_root(run)]:
+    if problems := [
+        *missing,
+        *arguments.engine_problems(run, engine_is_local=True),
+        *root_problems(run),
+    ]:
         raise MachineError(*problems)
 
 
-def _root(run: RunConfig) -> Iterator[Problem]:
+def root_problems(run: RunConfig) -> Iterator[Problem]:
+    """A root that cannot be written, or is on a disk that is full."""
     root = Path(run.root).absolute()
     above = next(p for p in (root, *root.parents) if p.exists())
     if not os.access(above, os.W_OK):

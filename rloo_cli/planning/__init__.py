@@ -6,6 +6,7 @@ torch is imported, so that `rloo plan` answers in about a second on a machine wi
     plan_inputs     the run that is planned, in numbers
     device          what a GPU or a machine has
     duration        seconds and FLOP of a step
+    machine_plan    the plan on this machine, and why it does not fit
     model_spec      parameters, layers, heads of a model from its config.json
     model_families  how each family's weights are counted; a table of known models
     peak_memory     activations and buffers at their peak

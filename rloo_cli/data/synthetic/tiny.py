@@ -4,19 +4,13 @@ Nothing can be learned from them; everything can be run with them.
 """
 
 from pathlib import Path
-
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3ForSequenceClassification,
-)
+from typing import TYPE_CHECKING
 
 from rloo_cli.data.synthetic.cache import cached_folder
 from rloo_cli.utils.files import JsonObject
+
+if TYPE_CHECKING:  # the examples are read without torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 SHAPE = {
     "hidden_size": 64,
@@ -66,8 +60,11 @@ def _tiny_example(i: int) -> JsonObject:
     return {"prompt": prompt, "task": "debug", **dict.fromkeys(names, answer)}
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer() -> "PreTrainedTokenizerFast":
     """A tokenizer with one token per byte, and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     special = ["<pad>", "<eos>"]
     plain = Tokenizer(models.BPE({t: i for i, t in enumerate(special + alphabet)}, []))
@@ -80,16 +77,23 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_model_folder() -> Path:
     """The folder of a random causal language model."""
+    from transformers import Qwen3ForCausalLM
+
     return _cached_model("tiny", Qwen3ForCausalLM)
 
 
 def tiny_reward_model_folder() -> Path:
     """The folder of a random reward model: a classifier with one label, the same tokenizer."""
+    from transformers import Qwen3ForSequenceClassification
+
     return _cached_model("tiny-reward", Qwen3ForSequenceClassification)
 
 
-def _cached_model(name: str, model_class: type[PreTrainedModel]) -> Path:
+def _cached_model(name: str, model_class: "type[PreTrainedModel]") -> Path:
     def make(folder: Path) -> None:
+        import torch
+        from transformers import Qwen3Config
+
         tokenizer = tiny_tokenizer()
         config = Qwen3Config(
             vocab_size=len(tokenizer), num_labels=1, bos_token_id=None,

@@ -10,14 +10,14 @@ for judging: nothing is trained on it.
 import hashlib
 import random
 from pathlib import Path
-
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from typing import TYPE_CHECKING
 
 from rloo_cli.data.synthetic import tldr_posts as posts
 from rloo_cli.data.synthetic.cache import cached_folder
 from rloo_cli.utils.files import JsonObject
+
+if TYPE_CHECKING:  # the examples are read without torch
+    from transformers import PreTrainedTokenizerFast
 
 SIZES = {"train": 6000, "validation": 200, "test": 1000}
 SHAPE = {
@@ -64,8 +64,11 @@ def gold_score(prompts: list[str], completions: list[str], **_: object) -> list[
     ]
 
 
-def tldr_tokenizer() -> PreTrainedTokenizerFast:
+def tldr_tokenizer() -> "PreTrainedTokenizerFast":
     """A tokenizer with one token per word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     frames = [posts.HEAD, posts.END, posts.GLUE, *posts.CHAT]
     frames += [*posts.EVENT, *posts.FEELING, *posts.WISH, *posts.ASIDES]
     words = {w for frame in frames for w in frame.split() if "{" not in w} | {*posts.FACT_OF_WORD}
@@ -85,6 +88,9 @@ def tldr_base_folder() -> Path:
 
 
 def _make_base(folder: Path) -> None:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     tokenizer = tldr_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer), tie_word_embeddings=True, bos_token_id=None,

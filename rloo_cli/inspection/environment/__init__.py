@@ -1,0 +1,68 @@
+"""Looks at the machine and at an experiment before a run: `rloo doctor [+recipe=NAME]`.
+
+Imports no torch but in `trial_calls` (--deep). Changes nothing, downloads nothing.
+
+    check_lines         a line: ok, warn or fail, what was found, the fix
+    experiment          memory, disk, ports, network, folder and servers of a run
+    experiment_data     rows and columns of its data; its rewards' signatures
+    gpu_holders         GPUs and the processes that hold their memory
+    installed_packages  Python and packages against ranges and floors
+    machine_state       devices, memory, network, Slurm, compilers, bubblewrap
+    trial_calls         --deep: prompts tokenised, rewards called on two rows
+"""
+
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.inspection.environment import (
+    experiment,
+    experiment_data,
+    installed_packages,
+    machine_state,
+)
+from rloo_cli.inspection.environment.check_lines import CheckLine, CheckLines
+
+
+def inspect_environment(run: RunConfig | None = None, deep: bool = False) -> list[CheckLine]:
+    """Look at this machine, and at a run's config on it. -> a line for each thing looked at
+
+    `deep`: tokenise prompts and call every reward as well, for which torch is imported.
+    """
+    lines = CheckLines()
+    installed_packages.check_python_packages(lines)
+    if run is None:
+        _inspect_machine(lines)
+    else:
+        _inspect_experiment(lines, run, deep)
+    return lines.lines
+
+
+def _inspect_machine(lines: CheckLines) -> None:
+    installed_packages.check_vllm_version(lines, None)
+    machine_state.check_devices(lines)
+    machine_state.check_free_memory(lines)
+    machine_state.check_disks(lines)
+    machine_state.check_cache_folder(lines)
+    machine_state.check_network(lines)
+    machine_state.check_slurm(lines)
+    machine_state.check_bubblewrap(lines)
+
+
+def _inspect_experiment(lines: CheckLines, run: RunConfig, deep: bool) -> None:
+    gpus = machine_state.check_devices(lines)
+    experiment.check_machine_lacks(lines, run)
+    if "vllm" not in [line.name for line in lines.lines]:
+        installed_packages.check_vllm_version(lines, run)
+    machine_state.check_compilers(lines, run)
+    machine_state.check_slurm(lines)
+    experiment.check_run_folder(lines, run)
+    experiment.check_run_network(lines, run)
+    experiment.check_model_files(lines, run)
+    plan = experiment.check_run_memory(lines, run, gpus)
+    experiment.check_run_disk(lines, run, plan)
+    experiment.check_asked_ports(lines, run)
+    experiment.check_rollout_servers(lines, run)
+    opened = experiment_data.check_data_rows(lines, run)
+    rewards = experiment_data.check_reward_signatures(lines, run, opened)
+    if deep:
+        from rloo_cli.inspection.environment import trial_calls  # lazy: it imports torch
+
+        trial_calls.try_prompts_and_rewards(lines, run, opened, rewards)

@@ -1,0 +1,284 @@
+"""What an experiment asks of the machine: memory, disk, ports, network, its folder, its servers.
+
+The checks are those of a start (`launch.preflight`, `planning`, `checkpoint.resume`), each with
+what was found where nothing is wrong.
+"""
+
+import os
+import platform
+import shutil
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from rloo_cli.checkpoint import resume, rollback, run_folder
+from rloo_cli.config import hf_cache, rules, rules_paths, synthetic
+from rloo_cli.config.schema import RunConfig
+from rloo_cli.generation.vllm import server_file
+from rloo_cli.generation.vllm.engine import EngineLost, EngineRefused
+from rloo_cli.generation.vllm.http import HttpClient
+from rloo_cli.generation.vllm_server import LOOPBACK_HOSTS, WILDCARD_HOSTS, ServerSection
+from rloo_cli.inspection.environment import machine_state
+from rloo_cli.inspection.environment.check_lines import CheckLines
+from rloo_cli.inspection.environment.gpu_holders import GpuState
+from rloo_cli.launch import leftovers, preflight, topology
+from rloo_cli.planning import machine_plan, model_spec
+from rloo_cli.planning.plan import RunPlan
+from rloo_cli.planning.text import format_count, format_gib
+from rloo_cli.utils import ports
+from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem, RunError
+
+SERVER_TIMEOUT_S = 1.5
+
+
+def check_machine_lacks(lines: CheckLines, run: RunConfig) -> None:
+    """What a start would refuse for this machine, and the processes that would train on it."""
+    local_ranks = 1
+    try:
+        place, _, _ = topology.find_topology(os.environ, run)
+        local_ranks = place.local_world_size
+        started = f" (started by {place.launched_by})" if place.launched_by else ""
+        found = f"{local_ranks} here of {place.world_size}, {run.distributed.engine}{started}"
+        lines.add_ok("processes", found)
+    except ConfigError as error:
+        for problem in error.problems:
+            if run.distributed.num_nodes > 1 and shutil.which("sbatch"):
+                fix = f"rloo slurm submit, which starts it on {run.distributed.num_nodes} nodes"
+                lines.add_problem("processes", replace(problem, fix=fix), "warn")
+            else:
+                lines.add_problem("processes", problem)
+    for topic, problems in preflight.problems_by_topic(run, local_ranks=local_ranks).items():
+        if topic != "root":  # check_run_folder tries it
+            for problem in problems:
+                lines.add_problem(topic, problem)
+
+
+def check_model_files(lines: CheckLines, run: RunConfig) -> None:
+    """The model's config.json: size and context."""
+    try:
+        spec = model_spec.load_model_spec(run.model.path, run.model.revision)
+    except MachineError:  # the network's lines say what is not here
+        lines.add_warning("model", f"{run.model.path}: its config.json is not here", "")
+        return
+    except ConfigError as error:
+        for problem in error.problems:
+            lines.add_problem("model", problem)
+        return
+    context = f", context of {spec.context_length} tokens" if spec.context_length else ""
+    size = f"{format_count(spec.total_params)} parameters"
+    guessed = ", of a family that is not known" if spec.guessed else ""
+    lines.add_ok("model", f"{run.model.path}: {size}{context}{guessed} ({spec.source})")
+
+
+def check_run_network(lines: CheckLines, run: RunConfig) -> None:
+    """Which of the run's models and data are here, and whether the hub has to be asked."""
+    named = [
+        (key, path, "dataset" if names is synthetic.SYNTHETIC_DATA else "model")
+        for key, path, names in rules_paths.named_paths(run)
+        if not path.startswith(synthetic.NO_HUB_PREFIXES) and not Path(path).expanduser().exists()
+    ]
+    offline = hf_cache.is_hub_offline()
+    state = "offline by HF_HUB_OFFLINE; " if offline else ""
+    if not named:
+        lines.add_ok("network", f"{state}nothing of this run comes from a hub")
+        return
+    missing = [
+        path
+        for key, path, kind in named
+        if not hf_cache.is_in_hub_cache(path, hf_cache.revision_for_key(run, key), kind)
+    ]
+    cached = len(named) - len(missing)
+    if not missing:
+        lines.add_ok("network", f"{state}all {cached} of the hub's are in the cache")
+        return
+    if offline:
+        return  # a line of `downloads` names each
+    absent = ", ".join(dict.fromkeys(missing))
+    failure, _ = machine_state.try_hub()
+    if failure:
+        fix = f"on a machine with network: {hf_cache.fetch_command()}"
+        what = f"{absent} would be downloaded, and the hub cannot be reached: {failure}"
+        lines.add_failure("network", what, fix)
+    else:
+        lines.add_ok("network", f"the hub takes connections; {absent} will be downloaded")
+
+
+def check_run_memory(lines: CheckLines, run: RunConfig, gpus: list[GpuState]) -> RunPlan | None:
+    """The plan's memory against this machine's. -> the plan, where the model is known"""
+    try:
+        plan = machine_plan.plan_on_local_device(run)
+    except RunError as error:
+        lines.add_warning("memory", f"not planned: {error.problems[0].what}", "")
+        return None
+    device = plan.inputs.device
+    need = f"{format_gib(plan.needed_bytes)} of {format_gib(device.usable_bytes)} usable"
+    if not plan.fits:
+        problem = machine_plan.does_not_fit_error(plan).problems[0]
+        lines.add_problem("memory", replace(problem, where=""))
+        return plan
+    free = min((g.free_bytes for g in gpus), default=machine_state.free_memory_bytes())
+    whose = "the fullest GPU" if gpus else "the machine"
+    if plan.needed_bytes > free:
+        what = f"it needs {need} on {device.name}, and of {whose} only {format_gib(free)} are free"
+        fix = "end what holds it, or CUDA_VISIBLE_DEVICES=OTHERS" if gpus else "end what holds it"
+        (lines.add_failure if gpus else lines.add_warning)("memory", what, fix)
+    else:
+        lines.add_ok("memory", f"{need} on {device.name}; {format_gib(free)} are free")
+    return plan
+
+
+def check_run_disk(lines: CheckLines, run: RunConfig, plan: RunPlan | None) -> None:
+    """Space for the checkpoints that the plan computes, at the run's root."""
+    above = Path(machine_state.nearest_folder(run.root))
+    usage = shutil.disk_usage(above)
+    if not usage.total:  # it cannot hold files, as the root's line says
+        return
+    free = f"{usage.free / 1e9:.3g} GB are free at {above}"
+    if plan is None:
+        lines.add_ok("disk", free)
+        return
+    try:
+        warned: list[str] = []
+        rollback.check_disk_space(above, int(plan.disk_bytes), run.checkpoint, warned.append)
+    except MachineError as error:
+        lines.add_problem("disk", error.problems[0])
+        return
+    count = run.checkpoint.keep_last + 1
+    if warned:
+        lines.add_warning(
+            "disk", warned[0].removeprefix("warning: "), "root=FOLDER on another disk"
+        )
+    else:
+        size = format_gib(plan.checkpoint_bytes)
+        lines.add_ok("disk", f"{free}; its checkpoints take {count} x {size}")
+
+
+def check_run_folder(lines: CheckLines, run: RunConfig) -> None:
+    """Whether root can be written, and what the run's folder holds already."""
+    problems = [*preflight.root_problems(run)]
+    above = machine_state.nearest_folder(run.root)
+    if not problems:
+        try:  # permissions say yes to root where the file system says no
+            tempfile.TemporaryFile(dir=above).close()
+        except OSError as error:
+            what = f"root = {run.root} cannot be written"
+            problems = [Problem(what, "root", f"{above}: {error.strerror}", "root=FOLDER")]
+    for problem in problems:
+        fix = problem.fix or "root=FOLDER that you can write"
+        lines.add_problem("root", replace(problem, fix=fix))
+    if not problems:
+        lines.add_ok("root", f"{run.root} can be written (tried in {above})")
+    folder = Path(run.root, str(run.name))
+    with lines.noting_refusal("folder"):
+        facts = run_folder.read_run_metadata(folder)
+        if facts.get("host") == platform.node() and leftovers.is_run_alive(facts):
+            what = f"{folder} is being trained by process {facts['pid']}"
+            raise ConfigError(Problem(what, "name", fix="name=OTHER"))
+        plan = resume.plan_resume(folder, run)
+        begins = f"goes on from {plan.checkpoint.name}" if plan.checkpoint else "begins anew"
+        if plan.done:
+            lines.add_warning("folder", plan.done, "name=OTHER")
+        else:
+            lines.add_ok("folder", f"{folder}: attempt {plan.attempt} {begins}")
+    left = leftovers.find_leftovers(folder)
+    if left:
+        named = ", ".join(f"{p.pid} ({p.role})" for p in left)
+        fix = f"rloo doctor --kill-orphans {folder}"
+        lines.add_warning("orphans", f"an earlier attempt left processes: {named}", fix)
+
+
+def check_asked_ports(lines: CheckLines, run: RunConfig) -> None:
+    """The ports that the config names: free, or who holds them."""
+    asked: list[tuple[str, str, int]] = []
+    keys: Any = run.generation
+    folder = Path(run.root, str(run.name))
+    server = server_file.running_server(folder)
+    if keys.backend == "vllm_server" and keys.server.base_url is None and server is None:
+        asked.append(("generation.server.port", keys.server.host, keys.server.port))
+    where = rules.parse_address(run.distributed.rdzv or "")
+    if where is not None and where[0] in (*LOOPBACK_HOSTS, platform.node()):
+        asked.append(("distributed.rdzv", *where))
+    wanted = [(key, host, port) for key, host, port in asked if port]
+    if not wanted:
+        lines.add_ok("ports", "none is named: free ones are taken")
+    for key, host, port in wanted:
+        try:
+            ports.bind_tcp_socket(host, port).close()
+        except OSError as error:
+            what = f"{key}: port {port} of {host} cannot be had: {error.strerror}"
+            held = f"; {ports.port_holder(port)} listens there"
+            fix = f"{key}=0" if key.endswith("port") else f"{key}=HOST:OTHER"
+            lines.add_failure("ports", f"{what}{held}", f"{fix}, or end the one that holds it")
+        else:
+            lines.add_ok("ports", f"{key} = {port} is free on {host}")
+
+
+def check_rollout_servers(lines: CheckLines, run: RunConfig) -> None:
+    """The servers that sample for this run: those of base_url, or that of its server.json."""
+    keys = cast(ServerSection, getattr(run.generation, "server", None))
+    if run.generation.backend != "vllm_server":
+        return
+    if keys.base_url is not None:
+        urls = [keys.base_url] if isinstance(keys.base_url, str) else keys.base_url
+        token = os.environ.get(keys.api_key_env, "")
+        _ask_servers(lines, [(url, token) for url in urls], keys.api_key_env)
+        return
+    folder = Path(run.root, str(run.name))
+    for number in range(1, max(1, keys.num_nodes) + 1):
+        _check_server_file(lines, folder, number, own=not keys.num_nodes)
+
+
+def _check_server_file(lines: CheckLines, folder: Path, number: int, own: bool) -> None:
+    """A server that is found by its file. `own`: `rloo train` starts one where none runs."""
+    path, record = server_file.server_file_path(folder, number), None
+    record = server_file.read_server_file(folder, number)
+    add = lines.add_warning if own else lines.add_failure
+    start = "none has to be: rloo train starts its own" if own else "rloo vllm-serve starts one"
+    if record is None and path.exists():
+        add("server", f"{path} is not the file of a server", f"rm {path}; {start}")
+    elif record is None and own:
+        lines.add_ok("server", "rloo train starts its own")
+    elif record is None:
+        add("server", f"there is no {path}: no server of this run is started", start)
+    elif record.failed:
+        add("server", f"{path}: there is none: {record.failed}", f"see {record.log}; {start}")
+    elif record.is_alive() is False:
+        what = f"{path} is of process {record.pid}, which does not run any more"
+        add("server", what, f"rm {path}; {start}")
+    else:
+        _ask_servers(lines, [(record.url, record.token)], "RLOO_SERVER_TOKEN")
+
+
+def _ask_servers(lines: CheckLines, servers: list[tuple[str, str]], token_variable: str) -> None:
+    """Ask every server for its health, and with the token whether it is paused, at once."""
+    client = HttpClient(token_variable)
+    try:
+        with ThreadPoolExecutor(len(servers)) as pool:
+            answers = list(pool.map(lambda server: _ask_server(client, *server), servers))
+    finally:
+        client.close()
+    for (url, _), (problem, seconds) in zip(servers, answers, strict=True):
+        if problem is None:
+            lines.add_ok("server", f"{url} answers ({1000 * seconds:.0f} ms) and takes the token")
+        else:
+            lines.add_problem("server", problem)
+
+
+def _ask_server(client: HttpClient, url: str, token: str) -> tuple[Problem | None, float]:
+    began = time.monotonic()
+    for wildcard in WILDCARD_HOSTS:
+        if wildcard and f"//{wildcard}:" in url:
+            url = url.replace(f"//{wildcard}:", "//127.0.0.1:")
+    try:
+        for path in ("/health", "/is_paused"):
+            client.get(url, path, token, SERVER_TIMEOUT_S)
+    except GenerationError as error:
+        return error.problems[0], 0.0
+    except (EngineLost, EngineRefused) as error:
+        key = "generation.server.base_url"
+        what, fix = f"no server answers at {url}", "rloo vllm-serve starts one"
+        return Problem(what, key, str(error), fix), 0.0
+    return None, time.monotonic() - began

@@ -1,0 +1,154 @@
+"""A run's data and rewards as they are read: rows, columns, a row as raw text, and signatures.
+
+Nothing is downloaded and no torch is imported: of a hub's data only what is in the cache is looked
+at. What may be long is read in part: generated tasks, mapped rows and large files.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rloo_cli.config import hf_cache, synthetic
+from rloo_cli.config.schema import DataConfig, RunConfig
+from rloo_cli.data import dataset, splits
+from rloo_cli.data.dataset import OpenedSplit
+from rloo_cli.inspection.environment.check_lines import CheckLines
+from rloo_cli.rewards.engine.arguments import REWARD_KWARGS
+from rloo_cli.rewards.engine.build import Reward, build_reward
+from rloo_cli.rewards.engine.columns import check_reward_splits
+from rloo_cli.utils import paths
+from rloo_cli.utils.errors import RunError
+
+PROBE_ROWS = 16  # that are generated, mapped, or read of a large file
+LARGE_FILE_BYTES = 256e6
+SHOWN_CHARACTERS = 100  # of each value of a row
+OFFLINE_VARIABLE = "HF_HUB_OFFLINE"
+
+
+def check_data_rows(lines: CheckLines, run: RunConfig) -> dict[str | None, OpenedSplit]:
+    """Open every split that is here, show its columns and first row. -> those that could be opened
+
+    A split that is only on a hub is a warning; one that cannot be read is a failure.
+    """
+    opened: dict[str | None, OpenedSplit] = {}
+    with _cache_alone():
+        for key, source in splits.split_configs(run, training=True).items():
+            name = _data_name(key)
+            if not _is_here(source):
+                what = f"{source.path} is not in the cache, so its rows were not looked at"
+                lines.add_warning(name, what, hf_cache.fetch_command())
+                continue
+            with lines.noting_refusal(name), splits.errors_naming_split(key, source):
+                probe = _probe_config(source)
+                opened[key] = dataset.open_split(probe, probe.split)
+                _describe_split(lines, name, source, opened[key], whole=probe == source)
+    return opened
+
+
+def _data_name(key: str | None) -> str:
+    if key is None:
+        return "data"
+    return key if splits.is_mixture_key(key) else f"eval.sets.{key}" if key else "data.eval_split"
+
+
+def _is_here(source: DataConfig) -> bool:
+    path = source.path or ""
+    if path.startswith(synthetic.NO_HUB_PREFIXES) or Path(path).expanduser().exists():
+        return True
+    return hf_cache.is_in_hub_cache(path, source.revision, "dataset")
+
+
+@contextmanager
+def _cache_alone() -> Iterator[None]:
+    """While inside, `datasets` asks no hub, and streams without torch."""
+    before = os.environ.get(OFFLINE_VARIABLE)
+    os.environ[OFFLINE_VARIABLE] = "1"  # huggingface_hub reads it when it is imported
+    try:
+        from datasets import config
+        from huggingface_hub import constants
+
+        kept = config.HF_HUB_OFFLINE, config.TORCH_AVAILABLE, constants.HF_HUB_OFFLINE
+        config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+        config.TORCH_AVAILABLE = False
+        try:
+            yield
+        finally:
+            config.HF_HUB_OFFLINE, config.TORCH_AVAILABLE, constants.HF_HUB_OFFLINE = kept
+    finally:
+        os.environ.pop(OFFLINE_VARIABLE)
+        if before is not None:
+            os.environ[OFFLINE_VARIABLE] = before
+
+
+def _probe_config(source: DataConfig) -> DataConfig:
+    """The source, cut down where the whole of it would take long."""
+    changes: dict[str, Any] = {}
+    few = min(source.max_samples or PROBE_ROWS, PROBE_ROWS)
+    path = Path(source.path or "").expanduser()
+    if source.task is not None and (source.path or "").startswith(synthetic.TASK_PREFIX):
+        sizes = {n: min(getattr(source.task, n), PROBE_ROWS) for n in ("size", "eval_size")}
+        changes["task"] = source.task.model_copy(update=sizes)
+    if path.is_file() and path.stat().st_size > LARGE_FILE_BYTES:
+        changes |= {"streaming": True, "max_samples": few}
+    elif source.streaming or (source.map is not None and source.filter is None):
+        changes["max_samples"] = few
+    return source.model_copy(update=changes) if changes else source
+
+
+def _describe_split(
+    lines: CheckLines, name: str, source: DataConfig, opened: OpenedSplit, whole: bool
+) -> None:
+    rows = opened.dataset
+    count = f"{len(rows):,} rows" if whole else f"the first {len(rows)} rows were read"
+    left = f", {opened.filtered_out} left out by data.filter" if opened.filtered_out else ""
+    columns = ", ".join(opened.column_names)
+    lines.add_ok(name, f"{source.path} [{source.split}]: {count}{left}; columns: {columns}")
+    lines.add_ok(f"{name} row 0", "  ".join(f"{k}={_raw_text(v)}" for k, v in rows[0].items()))
+
+
+def _raw_text(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def check_reward_signatures(
+    lines: CheckLines, run: RunConfig, opened: Mapping[str | None, OpenedSplit]
+) -> list[Reward]:
+    """Build every reward and compare what it takes with the columns. -> those that could be built
+
+    A reward of this run's own is imported: its file runs.
+    """
+    wanted = splits.split_configs(run, training=True)
+    rewards = []
+    for name, entry in run.rewards.items():
+        label = f"reward {name}"
+        try:
+            reward = build_reward(name, entry)
+            rewards.append(reward)
+            if opened.keys() >= {
+                key for key in wanted if key is None or splits.is_mixture_key(key)
+            }:
+                check_reward_splits(run, opened, [reward])
+        except RunError as error:
+            for problem in error.problems:
+                lines.add_problem(label, problem)
+            continue
+        lines.add_ok(label, _describe_reward(reward))
+    return rewards
+
+
+def _describe_reward(reward: Reward) -> str:
+    """Where its code is, what it takes, which columns it needs, and its weight."""
+    names, fixed = reward.parameter_names, reward.fixed_arguments.keys()
+    takes = "takes everything"
+    if names is not None:
+        takes = f"takes {', '.join(sorted(names - fixed))}"
+    columns = [c for c in dict.fromkeys(reward.required_columns) if c not in REWARD_KWARGS]
+    needs = f"needs the column{'s' * (len(columns) > 1)} {', '.join(columns)}" if columns else ""
+    where = reward.location
+    for root in (f"{Path.cwd()}{os.sep}", f"{paths.PACKAGE.parent}{os.sep}"):
+        where = where.removeprefix(root)
+    parts = [where, takes, needs or "needs no column", f"weight {reward.config.weight:g}"]
+    return "; ".join(parts)
