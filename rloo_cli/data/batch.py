@@ -2,15 +2,18 @@
 
 `Rollout` is one completion, `Group` the K completions of one sampled prompt. They stay together
 from sampling to gradient. `Batch` is a step's groups. `packing` lays them out for forward passes.
+Rollouts and groups need no torch: rewards are tried without it.
 """
 
-from dataclasses import dataclass, field
-from typing import Protocol
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from rloo_cli.utils.files import JsonObject
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Prompt = str | list[JsonObject]
 
@@ -96,15 +99,21 @@ class Batch:
 
     def rollout_values(self, attribute: str) -> Tensor:
         """An attribute of every rollout, as a tensor. -> (P, K)"""
+        import torch
+
         return torch.tensor([[getattr(r, attribute) for r in g.rollouts] for g in self.groups])
 
     def add_kl(self, index: list[int], kl: Tensor) -> None:
         """Add KLs of the groups `index`, (len(index), K): 0 for completions without one."""
+        import torch
+
         self.kl = torch.zeros_like(self.shaped) if self.kl is None else self.kl
         self.kl[index] += kl
 
     def set_advantages(self, index: list[int], advantages: AdvantageColumns) -> None:
         """Store rewards and advantages of the groups `index`, (len(index), K) each."""
+        import torch
+
         if self.advantage is None:
             self.reward = torch.zeros_like(self.shaped)
             self.advantage = torch.zeros_like(self.shaped)

@@ -4,19 +4,22 @@
 in training. `addition_model_folder` makes a small Qwen3 with its own tokenizer and trains it on the
 training problems as a careless class would answer them: most forget every carry (47+38=75). The
 model can add, but mostly does not, which reinforcement learning can change. It is in the cache.
+The examples alone need no torch.
 """
+
+from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from tokenizers.decoders import Fuse
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from typing import TYPE_CHECKING
 
 from rloo_cli.data.synthetic.cache import cached_folder, report_progress
 from rloo_cli.utils.files import JsonObject
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 HELD_OUT = 500  # of the 8,100 problems
 CHARACTERS = "0123456789+="
@@ -53,6 +56,10 @@ def addition_examples(split: str) -> list[JsonObject]:
 
 def addition_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with one token per character, and an EOS."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers.decoders import Fuse
+    from transformers import PreTrainedTokenizerFast
+
     vocabulary = {token: i for i, token in enumerate([PAD, EOS, *CHARACTERS])}
     plain = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     plain.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -67,6 +74,8 @@ def addition_model_folder() -> Path:
 
 
 def _make(folder: Path) -> None:
+    import torch
+
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model, tokenizer = _network(), addition_tokenizer()
@@ -79,6 +88,8 @@ def _train_supervised(
     learner: Qwen3ForCausalLM, tokens: PreTrainedTokenizerFast, generator: torch.Generator
 ) -> None:
     """Train on problems answered with and without carries."""
+    import torch
+
     right, careless = (_examples(tokens, how) for how in (exact_sum, sum_without_carry))
     optimizer = torch.optim.AdamW(learner.parameters(), lr=WARM_RATE, weight_decay=0.0)
     smoothed, left, step = 3.0, LONGEST, 0
@@ -105,6 +116,8 @@ def _train_supervised(
 
 
 def _network() -> Qwen3ForCausalLM:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     config = Qwen3Config(
         vocab_size=2 + len(CHARACTERS), tie_word_embeddings=True, bos_token_id=None,
         eos_token_id=1, pad_token_id=0, **SHAPE,
@@ -124,6 +137,8 @@ def sum_without_carry(a: int, b: int) -> str:
 
 def _examples(tokens: PreTrainedTokenizerFast, how: Callable[[int, int], str]) -> torch.Tensor:
     """Tokens of every training problem with an answer and EOS, right-padded. -> (n, 10)"""
+    import torch
+
     lines = [f"{a}+{b}={how(a, b)}" for a, b in addition_problems()[0]]
     ids = [[*tokens(line)["input_ids"], tokens.eos_token_id] for line in lines]
     return torch.tensor([x + [tokens.pad_token_id] * (10 - len(x)) for x in ids])

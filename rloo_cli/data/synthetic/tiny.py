@@ -1,22 +1,18 @@
 """A random model, a byte tokenizer and a few prompts, which `+debug=cpu` puts in a recipe.
 
-Nothing can be learned from them; everything can be run with them.
+Nothing can be learned from them; everything can be run with them. The examples alone need no torch.
 """
 
-from pathlib import Path
+from __future__ import annotations
 
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3ForSequenceClassification,
-)
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rloo_cli.data.synthetic.cache import cached_folder
 from rloo_cli.utils.files import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 SHAPE = {
     "hidden_size": 64,
@@ -68,6 +64,9 @@ def _tiny_example(i: int) -> JsonObject:
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with one token per byte, and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     special = ["<pad>", "<eos>"]
     plain = Tokenizer(models.BPE({t: i for i, t in enumerate(special + alphabet)}, []))
@@ -80,15 +79,22 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_model_folder() -> Path:
     """The folder of a random causal language model."""
+    from transformers import Qwen3ForCausalLM
+
     return _cached_model("tiny", Qwen3ForCausalLM)
 
 
 def tiny_reward_model_folder() -> Path:
     """The folder of a random reward model: a classifier with one label, the same tokenizer."""
+    from transformers import Qwen3ForSequenceClassification
+
     return _cached_model("tiny-reward", Qwen3ForSequenceClassification)
 
 
 def _cached_model(name: str, model_class: type[PreTrainedModel]) -> Path:
+    import torch
+    from transformers import Qwen3Config
+
     def make(folder: Path) -> None:
         tokenizer = tiny_tokenizer()
         config = Qwen3Config(
