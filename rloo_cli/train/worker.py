@@ -66,12 +66,8 @@ log = logging.getLogger("rloo")
 COLLECTIVE_ERRORS = (
     "gloo", "Gloo", "NCCL", "ProcessGroup", "Connection closed", "Connection reset", "Broken pipe",
 )  # fmt: skip
-SAVED_ON_ERRORS = (
-    Stopped,
-    RewardError,
-    GenerationError,
-    GuardError,
-)  # the state is whole: it is saved
+# The run's state is whole at these errors: it is saved.
+SAVED_ON_ERRORS = (Stopped, RewardError, GenerationError, GuardError)
 
 
 def run_training(

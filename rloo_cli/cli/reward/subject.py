@@ -238,7 +238,9 @@ def _load_for_rewards(subject: ProbeSubject, opened: dict[str | None, OpenedSpli
     if not subject.loads_models and not any(map(_reads_tokens, subject.rewards)):
         return
     from rloo_cli.policy import load  # lazy: torch, which other rewards do not need
+    from rloo_cli.utils import process_exit  # lazy: torch
 
+    process_exit.silence_libraries()
     subject.tokenizer = load.load_policy_tokenizer(subject.config.model)
     if subject.loads_models:
         _run_hooks(subject, opened, subject.tokenizer)
