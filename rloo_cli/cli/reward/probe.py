@@ -191,8 +191,8 @@ def spread_within_rows(values: Sequence[Values]) -> float | None:
 def compare_orders(first: Sequence[Values], second: Sequence[Values]) -> JsonObject:
     """How far two rewards order the completions of a row alike.
 
-    `rank_correlation`: Spearman's, the mean over rows in which both tell completions apart.
-    `pairs_alike`: of the pairs of completions that both tell apart, the share with one order.
+    The rank correlation is Spearman's, the mean over rows in which both tell completions apart;
+    pairs are alike if both order them so, of those pairs that both tell apart.
     """
     correlations: list[float] = []
     alike = opposed = tied = 0

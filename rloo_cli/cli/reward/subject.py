@@ -8,7 +8,7 @@ No torch is imported unless a reward reads tokens or loads a model.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rloo_cli.cli.reward import completions
 from rloo_cli.cli.reward.completions import SHORTEST_FILLER, ProbeCompletion
@@ -21,9 +21,9 @@ from rloo_cli.data.batch import Group, Prompt, Rollout
 from rloo_cli.data.dataset import OpenedSplit
 from rloo_cli.reporting.panel import last_message
 from rloo_cli.rewards.engine.arguments import RewardContext, TrainerState
-from rloo_cli.rewards.engine.build import Reward
+from rloo_cli.rewards.engine.build import Reward, build_reward
 from rloo_cli.rewards.engine.columns import check_reward_splits
-from rloo_cli.rewards.engine.ready import build_rewards, run_ready_hooks
+from rloo_cli.rewards.engine.ready import run_ready_hooks
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
 from rloo_cli.utils.files import JsonObject
@@ -31,6 +31,7 @@ from rloo_cli.utils.files import JsonObject
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
 TOKEN_ARGUMENTS = {"completion_ids", "completions_ids", "prompt_ids"}
 NOT_AN_ANSWER = ("code_tests", "ifeval")  # types whose column holds no answer, but how to judge one
 NOT_ANSWER_COLUMNS = ("question", "problem", "query", "instruction", "context", "task", "source")
@@ -45,6 +46,7 @@ class ProbeRow:
     example: JsonObject  # the columns that rewards get
     column: str | None  # which holds the right answer; None where no column does
     completions: list[ProbeCompletion]
+    prompt_ids: list[int] | None = None  # where a reward model may read them
 
 
 @dataclass
@@ -62,7 +64,7 @@ class ProbeSubject:
     def make_group(self, row: ProbeRow, number: int, chosen: Sequence[ProbeCompletion]) -> Group:
         """A group of these completions of a row, as the sampler would hand it over."""
         rollouts = [self._make_rollout(completion.text) for completion in chosen]
-        prompt_ids = self._encode_text(last_message(row.prompt))
+        prompt_ids = row.prompt_ids or self._encode_text(last_message(row.prompt))
         return Group(number, row.example, row.prompt, prompt_ids, rollouts)
 
     def _make_rollout(self, text: str) -> Rollout:
@@ -142,15 +144,17 @@ def open_subject(config: RunConfig, names: Sequence[str], num_rows: int) -> Prob
     """Build the rewards `names` and read `num_rows` rows of the training data. Raises RunError."""
     if not names:
         raise ConfigError(Problem("the config has no reward", "reward", fix="reward=accuracy"))
-    chosen = [reward for reward in build_rewards(config, {}) if reward.name in names]
+    chosen = [build_reward(name, config.rewards[name]) for name in names]
     opened = _open_rows(config, num_rows)
     check_reward_splits(config, opened, chosen)
     rows, conversational = _read_rows(config, opened, num_rows)
     state = TrainerState(0, 0, config.num_steps() or 1, 0.0, 0, 0, 1.0)
     subject = ProbeSubject(config, chosen, RewardContext(conversational, state), [])
-    _load_for_rewards(subject, opened)
+    prompt_ids = _load_for_rewards(subject, opened)
     filler = max(SHORTEST_FILLER, config.generation.max_completion_length * CHARACTERS_PER_TOKEN)
     subject.rows = _with_completions(rows, chosen, filler)
+    for row, ids in zip(subject.rows, prompt_ids, strict=False):
+        row.prompt_ids = ids
     return subject
 
 
@@ -192,9 +196,13 @@ def _read_rows(
         parts.append([*zip(rendered, examples, part.dataset.to_list(), strict=True)])
     if not any(parts):
         raise DataError(Problem("the data has no rows", "data.path"))
-    longest = max(map(len, parts))
-    mixed = [part[i] for i in range(longest) for part in parts if i < len(part)]
-    return mixed[:num_rows], conversational
+    return _take_in_turns(parts)[:num_rows], conversational
+
+
+def _take_in_turns(parts: Sequence[Sequence[T]]) -> list[T]:
+    """The first of every part, then the second of every part, and so on."""
+    longest = max(map(len, parts), default=0)
+    return [part[i] for i in range(longest) for part in parts if i < len(part)]
 
 
 def _with_completions(
@@ -231,25 +239,29 @@ def _answer_columns(reward: Reward) -> list[str]:
     return [*([column] if column else []), *known, *needed]
 
 
-def _load_for_rewards(subject: ProbeSubject, opened: dict[str | None, OpenedSplit]) -> None:
-    """Load the tokenizer where a reward reads tokens, and whatever rewards load themselves."""
+def _load_for_rewards(
+    subject: ProbeSubject, opened: dict[str | None, OpenedSplit]
+) -> list[list[int]]:
+    """Load the tokenizer where a reward reads tokens, and whatever rewards load themselves.
+
+    Returns the ids of the rows' prompts where a reward loads a model, else nothing.
+    """
     modules = [registry.registered_module("rewards", r.config.type) for r in subject.rewards]
     subject.loads_models = any(hasattr(module, "ready") for module in modules)
     if not subject.loads_models and not any(map(_reads_tokens, subject.rewards)):
-        return
+        return []
     from rloo_cli.policy import load  # lazy: torch, which other rewards do not need
     from rloo_cli.utils import process_exit  # lazy: torch
 
     process_exit.silence_libraries()
     subject.tokenizer = load.load_policy_tokenizer(subject.config.model)
-    if subject.loads_models:
-        _run_hooks(subject, opened, subject.tokenizer)
+    return _run_hooks(subject, opened, subject.tokenizer) if subject.loads_models else []
 
 
 def _run_hooks(
     subject: ProbeSubject, opened: dict[str | None, OpenedSplit],
     tokenizer: "PreTrainedTokenizerBase",
-) -> None:  # fmt: skip
+) -> list[list[int]]:  # fmt: skip
     import torch
 
     from rloo_cli.policy import reward_load  # lazy: torch
@@ -267,6 +279,7 @@ def _run_hooks(
         subject.rewards, tokenizer, tokenised, config.generation.max_completion_length, device,
         subject.notes.append, reward_load,
     )  # fmt: skip
+    return _take_in_turns([part.prompt_ids for part in tokenised.values()])
 
 
 def _reads_tokens(reward: Reward) -> bool:
