@@ -22,7 +22,7 @@ from rloo_cli.utils.files import JsonObject
 RUN_LENGTH_KEYS = ("max_steps", "total_episodes", "train.epochs")
 # Keys that may change in the middle of a run: they change what is computed by rounding at most.
 CHANGEABLE_KEYS = (
-    "root", "name", "resume", "resume_allow_changes", "logging", "checkpoint", "eval",
+    "root", "name", "resume", "resume_allow_changes", "logging", "guards", "checkpoint", "eval",
     "distributed", "data.eval_split", "train.micro_batch_size", "train.micro_batch_tokens",
     "train.layout", "train.old_logp", "train.forward_all", "train.keep_logits_gb",
     "train.no_grad_batch_size", "generation.transformers", "sft", "reward_model",

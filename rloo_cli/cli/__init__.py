@@ -19,6 +19,7 @@ plan            rloo plan, and train --dry-run
 push            rloo push
 recipes         rloo recipes
 report          rloo report
+reward/         rloo reward
 run_arguments   reads the arguments of a verb about a run
 runs            rloo runs
 samples         rloo samples

@@ -75,12 +75,13 @@ FIRST_ARGUMENTS: dict[str, tuple[str, ...]] = {  # verb -> what its first argume
     "completion": tuple(SCRIPTS),
     "sweep": ("show", "resume", "stop", "promote", "clone"),
     "slurm": ("render", "submit"),
+    "reward": ("list", "test", "bench"),
     "help": tuple(verb_help.VERBS),
 }
 JOB_KINDS = ("train", "train_and_serve", "sweep", "eval")  # kinds of batch jobs
 VERBS_WITH_OVERRIDES = (
     "train", "sweep", "sft", "reward-model", "vllm-serve", "eval", "fetch", "plan", "config",
-    "verify-resume", "slurm", "doctor",
+    "verify-resume", "slurm", "doctor", "reward",
 )  # fmt: skip
 
 

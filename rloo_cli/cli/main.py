@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # lazy: Hydra takes a third of a second
 STOPPED_CODES = (75, 130)  # exit codes of a run that was asked to end
 STDOUT_ONLY_VERBS = (  # verbs that write no file
     "plan", "recipes", "config", "runs", "top", "doctor", "samples", "ledger", "compare", "migrate",
-    "completion",
+    "reward", "completion",
 )  # fmt: skip
 
 
@@ -233,5 +233,6 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "verify-resume": _lazy_verb("verify_resume"),
     "slurm": _lazy_verb("slurm"),
     "migrate": _lazy_verb("migrate"),
+    "reward": _lazy_verb("reward"),
     "completion": _lazy_verb("completion"),
 }

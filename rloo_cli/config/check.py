@@ -38,6 +38,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 KEYS_NOT_HASHED = (
     "root", "name", "resume", "resume_allow_changes", "logging", "checkpoint", "eval", "max_steps",
     "total_episodes", "train.epochs", "sft", "reward_model", "distributed", "slurm",
+    "guards",
 )  # fmt: skip
 # Where and how an inference engine runs, not what it computes: no part of the experiment either.
 ENGINE_SECTIONS = ("generation.server", "generation.colocate")
@@ -258,14 +259,14 @@ def _first_version_values(model: type[BaseModel], values: JsonObject) -> JsonObj
         info = model.model_fields.get(name)
         extra = info.json_schema_extra if info is not None else None
         extra = extra if isinstance(extra, dict) else {}
-        if "since" in extra and value == extra["before"]:
+        section = _section_model(info.annotation) if info is not None else None
+        if section is not None and isinstance(value, dict):
+            value = _first_version_values(section, value)
+        if "since" in extra and value == extra["before"]:  # of a newer section: {}
             continue
         if "default_was" in extra:
             now, earlier = cast(list[object], extra["default_was"])
             value = earlier if value == now else value
-        section = _section_model(info.annotation) if info is not None else None
-        if section is not None and isinstance(value, dict):
-            value = _first_version_values(section, value)
         first[name] = value
     return first
 

@@ -34,6 +34,10 @@ REFERENCE_KEYS = (
 EVAL_KEYS = (
     "eval.at_start", "eval.every", "eval.num_generations", "eval.max_samples", "eval.batch_size",
 )  # fmt: skip
+CORRECTION_KEYS = (
+    "algorithm.correction.level", "algorithm.correction.cap", "algorithm.correction.floor",
+    "guards.low_ess",
+)  # fmt: skip
 LOSS_TYPE_KEYS = ("algorithm.policy_loss", "algorithm.ratio_level", "algorithm.loss_agg")
 IDLE_KEYS = (
     IdleKeys(
@@ -42,12 +46,12 @@ IDLE_KEYS = (
         "algorithm.policy_loss=reinforce has no ratio to clip",
     ),
     IdleKeys(
-        CLIP_KEYS,
+        (*CLIP_KEYS, "guards.policy_clipping"),
         lambda v: v("algorithm.num_iterations") == 1 and v("algorithm.num_minibatches") == 1,
         "with one update per step (num_iterations=1, num_minibatches=1) the ratio is exactly 1",
     ),
     IdleKeys(
-        REFERENCE_KEYS,
+        (*REFERENCE_KEYS, "guards.kl_rising"),
         lambda v: v("algorithm.beta") == 0 and v("algorithm.kl_in") != "none",
         "algorithm.beta=0: no reference is loaded",
     ),
@@ -97,7 +101,7 @@ IDLE_KEYS = (
         "algorithm.missing_eos_penalty.mode=none",
     ),
     IdleKeys(
-        ("algorithm.correction.level", "algorithm.correction.cap", "algorithm.correction.floor"),
+        CORRECTION_KEYS,
         lambda v: (
             v("algorithm.correction.mode") == "none"
             or (v("algorithm.correction.mode"), v("generation.backend")) == ("auto", "transformers")
@@ -136,6 +140,11 @@ IDLE_KEYS = (
         ("train.micro_batch_tokens",),
         lambda v: v("train.micro_batch_size") is not None,
         "train.micro_batch_size counts completions instead",
+    ),
+    IdleKeys(
+        ("guards.every_update_clipped",),
+        lambda v: v("train.max_grad_norm") is None,
+        "train.max_grad_norm is null: no update is clipped",
     ),
     IdleKeys(
         ("train.warmup_steps",),

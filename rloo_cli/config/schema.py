@@ -9,7 +9,7 @@ unknown key, a string for a number or a NaN is an error.
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny
 
 from rloo_cli.utils.files import JsonObject
 
@@ -473,6 +473,34 @@ class CheckpointConfig(Frozen):
     on_low_disk: Literal["stop", "warn"] = key("Where less disk is free than checkpoints will need")
 
 
+# YAML reads a bare `off` as False.
+GuardLevel = Annotated[
+    Literal["fail", "warn", "off"],
+    BeforeValidator(lambda value: "off" if value is False else value),
+]
+
+
+def _guard(meaning: str) -> Any:
+    return key(meaning, since="0.2", before="warn")
+
+
+class GuardsConfig(Frozen):
+    """What each health rule of a run does where it speaks (docs/doctor.md)."""
+
+    reward_falling: GuardLevel = _guard("reward falls within 50 or 100 steps by more than noise")
+    reward_swinging: GuardLevel = _guard("reward swings over 50 steps and gets no better")
+    reward_flat: GuardLevel = _guard("reward neither rises, falls nor swings over 50 steps")
+    policy_clipping: GuardLevel = _guard("clip_ratio/region_mean over 0.2, mean of 5 lines")
+    kl_rising: GuardLevel = _guard("kl over 0.1 and 3 times what it was 20 steps before")
+    entropy_collapse: GuardLevel = _guard("entropy under a tenth of what it began with")
+    zero_spread: GuardLevel = _guard("frac_reward_zero_std over 0.8, mean of 5 lines")
+    no_signal: GuardLevel = _guard("frac_reward_zero_std is 1 for 20 steps")
+    many_truncated: GuardLevel = _guard("completions/clipped_ratio over 0.5, mean of 5 lines")
+    low_ess: GuardLevel = _guard("sampling/ess under 0.5, mean of 5 lines")
+    logp_drift: GuardLevel = _guard("sampling/logp_diff_rms over 0.04 and 3 times its start")
+    every_update_clipped: GuardLevel = _guard("grad_clip_fraction is 1 for 20 steps")
+
+
 class LoggingConfig(Frozen):
     every: Positive = key("Steps per line of metrics")
     samples: int = key("Samples printed per logged step on a plain terminal", ge=0)
@@ -525,6 +553,9 @@ class RunConfig(Frozen):
     eval: EvalConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
+    guards: GuardsConfig = key(
+        "Health rules: fail = stop after that step, warn = say it once, off", since="0.2", before={}
+    )
     debug: DebugConfig
     sft: SftConfig
     reward_model: RewardModelConfig

@@ -2,15 +2,17 @@
 
 `Rollout` is one completion, `Group` the K completions of one sampled prompt. They stay together
 from sampling to gradient. `Batch` is a step's groups. `packing` lays them out for forward passes.
-torch is imported where a tensor is made.
+Rollouts and groups need no torch: rewards are tried without it.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from rloo_cli.utils.files import JsonObject
 
-if TYPE_CHECKING:  # `rloo doctor` looks at prompts, and imports no torch
+if TYPE_CHECKING:
     from torch import Tensor
 
 Prompt = str | list[JsonObject]
@@ -45,23 +47,23 @@ class Group:
     prompt: Prompt
     prompt_ids: list[int]
     rollouts: list[Rollout] = field(default_factory=list)
-    old_logp: "list[Tensor] | None" = None  # K of (T,), the policy at rollout time
-    kl_logp: "list[Tensor] | None" = None  # K of (T,), old_logp at the KL's own temperature
-    ref_logp: "list[Tensor] | None" = None  # K of (T,), the reference
-    value: "list[Tensor] | None" = None  # K of (T,), the value model at rollout time
-    advantage: "list[Tensor] | None" = None  # K of (T,), where every token has its own
-    returns: "list[Tensor] | None" = None  # K of (T,), what the value model is fitted to
+    old_logp: list[Tensor] | None = None  # K of (T,), the policy at rollout time
+    kl_logp: list[Tensor] | None = None  # K of (T,), old_logp at the KL's own temperature
+    ref_logp: list[Tensor] | None = None  # K of (T,), the reference
+    value: list[Tensor] | None = None  # K of (T,), the value model at rollout time
+    advantage: list[Tensor] | None = None  # K of (T,), where every token has its own
+    returns: list[Tensor] | None = None  # K of (T,), what the value model is fitted to
 
 
 class AdvantageColumns(Protocol):
     """An algorithm's `Advantages` (algorithms/common/advantage.py)."""
 
     @property
-    def reward(self) -> "Tensor": ...
+    def reward(self) -> Tensor: ...
     @property
-    def advantage(self) -> "Tensor": ...
+    def advantage(self) -> Tensor: ...
     @property
-    def usable(self) -> "Tensor": ...
+    def usable(self) -> Tensor: ...
     @property
     def norm_skipped(self) -> bool: ...
 
@@ -73,35 +75,35 @@ class Batch:
     step: int
     groups: list[Group]
     names: list[str]  # of the F rewards
-    raw: "Tensor"  # (F, P, K) float64, what each reward returned; NaN = it does not apply
-    score: "Tensor"  # (P, K) float64, weights applied
-    shaped: "Tensor"  # (P, K) float64, after penalties, normalising and clipping
-    scorable: "Tensor"  # (P, K) bool
-    masked: "Tensor"  # (P, K) bool, completions that are left out of the loss
+    raw: Tensor  # (F, P, K) float64, what each reward returned; NaN = it does not apply
+    score: Tensor  # (P, K) float64, weights applied
+    shaped: Tensor  # (P, K) float64, after penalties, normalising and clipping
+    scorable: Tensor  # (P, K) bool
+    masked: Tensor  # (P, K) bool, completions that are left out of the loss
     active: list[int]  # indices of the groups that are trained on
     draws: int  # prompts consumed for this step, resampled ones included
     facts: dict[str, float] = field(default_factory=dict)  # metrics of sampling and scoring
     extras: dict[str, list[object]] = field(default_factory=dict)  # column -> P*K values
     notes: list[str] = field(default_factory=list)
-    kl: "Tensor | None" = None  # (P, K) float64
-    reward: "Tensor | None" = None  # (P, K) float64, score minus beta * KL
-    advantage: "Tensor | None" = None  # (P, K) float64
-    usable: "Tensor | None" = None  # (P, K) bool, completions that have an advantage
-    greedy: "Tensor | None" = None  # (P,) float64, shaped score of each prompt's greedy completion
-    reward_weights: "Tensor | None" = None  # (F,) float64, of the rewards
+    kl: Tensor | None = None  # (P, K) float64
+    reward: Tensor | None = None  # (P, K) float64, score minus beta * KL
+    advantage: Tensor | None = None  # (P, K) float64
+    usable: Tensor | None = None  # (P, K) bool, completions that have an advantage
+    greedy: Tensor | None = None  # (P,) float64, shaped score of each prompt's greedy completion
+    reward_weights: Tensor | None = None  # (F,) float64, of the rewards
     # (P, K) float64, the weighted sum of raw scores, which metrics show where `score` is another
     # number (multi_reward=normalize_then_sum).
-    plain: "Tensor | None" = None
+    plain: Tensor | None = None
     norm_skipped: bool = False
     updated: list[int] = field(default_factory=list)  # indices of the groups of updates made
 
-    def rollout_values(self, attribute: str) -> "Tensor":
+    def rollout_values(self, attribute: str) -> Tensor:
         """An attribute of every rollout, as a tensor. -> (P, K)"""
         import torch
 
         return torch.tensor([[getattr(r, attribute) for r in g.rollouts] for g in self.groups])
 
-    def add_kl(self, index: list[int], kl: "Tensor") -> None:
+    def add_kl(self, index: list[int], kl: Tensor) -> None:
         """Add KLs of the groups `index`, (len(index), K): 0 for completions without one."""
         import torch
 

@@ -90,6 +90,22 @@ def tokenize_prompts(
     Raises DataError: a prompt of another type than the first, no chat template, two BOS tokens, too
     many prompts over the limit.
     """
+    prompts, examples, conversational = render_prompts(data, config)
+    ids = _tokenize_all(prompts, conversational, tokenizer, template_kwargs)
+    _refuse_two_beginnings(ids, tokenizer, conversational)
+    bos = tokenizer.bos_token_id
+    return _apply_overlong(
+        prompts, ids, examples, conversational, config, max_length, seed, bos, headroom
+    )
+
+
+def render_prompts(
+    data: "Dataset", config: DataConfig
+) -> tuple[list[Prompt], list[JsonObject], bool]:
+    """Every prompt as the tokenizer gets it, its other columns, and whether they are conversations.
+
+    Raises DataError: a prompt of another type than the first, a key that would do nothing.
+    """
     values = data[config.prompt_column]
     conversational = is_messages(values[0])
     _check_values(data, values, config)
@@ -97,13 +113,7 @@ def tokenize_prompts(
     others = [c for c in data.column_names if c not in (config.prompt_column, *NOT_FOR_REWARDS)]
     examples = data.select_columns(others).to_list() if others else [{} for _ in values]
     prompts: list[Prompt] = [_render(v, e, config) for v, e in zip(values, examples, strict=True)]
-    conversational = conversational or config.chat
-    ids = _tokenize_all(prompts, conversational, tokenizer, template_kwargs)
-    _refuse_two_beginnings(ids, tokenizer, conversational)
-    bos = tokenizer.bos_token_id
-    return _apply_overlong(
-        prompts, ids, examples, conversational, config, max_length, seed, bos, headroom
-    )
+    return prompts, examples, conversational or config.chat
 
 
 def _check_values(data: "Dataset", values: Sequence[object], config: DataConfig) -> None:

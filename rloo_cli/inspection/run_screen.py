@@ -40,7 +40,9 @@ class RunScreen:
         self.folder = folder
         self.record = inspect_run_folder(folder)
         self.samples: list[SampleRecord] = []
-        self.advisor, self.advised_steps = Advisor(), 0
+        guards = self.record.config.get("guards")
+        self.advisor = Advisor(guards if isinstance(guards, dict) else {})
+        self.advised_steps = 0
         self.advice: list[tuple[int, str]] = []  # step, text
         self.refresh_run()
 
@@ -48,7 +50,8 @@ class RunScreen:
         """Read the files again. Never raises for what is in them."""
         self.record = inspect_run_folder(self.folder)
         for metrics in self.record.step_metrics[self.advised_steps :]:
-            self.advice += [(int(metrics["step"]), text) for text in self.advisor.advise(metrics)]
+            advice = self.advisor.advise(metrics).values()
+            self.advice += [(int(metrics["step"]), text) for text in advice]
         self.advised_steps = len(self.record.step_metrics)
         self.samples = _last_samples(self.folder)
 

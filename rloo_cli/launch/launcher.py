@@ -37,7 +37,7 @@ from rloo_cli.launch.topology import (
     with_private_gpu,
 )
 from rloo_cli.utils import child_process, fault_injection
-from rloo_cli.utils.errors import ConfigError, Problem, RunError
+from rloo_cli.utils.errors import ConfigError, GuardError, Problem, RunError
 from rloo_cli.utils.files import read_json, update_json, write_json, write_text
 
 # What an attempt writes before its worker comes to train; anything else in a folder is not ours.
@@ -123,6 +123,9 @@ def report_run_end(plan: ResumePlan, code: int, command: str, died: list[str]) -
         why = died[0]
     elif recorded.get("code") is None and code not in (75, 130):
         why = "its process ended without a word: killed, out of memory, or by code of a reward"
+    elif code == GuardError.code and recorded.get("guards"):
+        why = " and ".join(f"guards.{guard['name']}=fail" for guard in recorded["guards"])
+        why = f"stopped by {why}"
     lines = [
         f"{folder}: {why}, after step {recorded.get('progress', {}).get('step', 0)}",
         f"  checkpoint  {recorded.get('checkpoint') or 'none yet: it begins anew'}",
@@ -144,7 +147,15 @@ LEFTOVER_TIMEOUT_S = 10.0  # ranks that lost their launcher and have not ended b
 # Config groups whose choice stands in a job's name without the group's name.
 GROUPS_IN_NAMES = ("model", "data", "reward", "algorithm", "generation", "distributed")
 # Keys whose overrides do not make another experiment of a sweep's job.
-KEYS_OF_SAME_JOB = ("resume", "resume_allow_changes", "root", "logging", "checkpoint", "hydra")
+KEYS_OF_SAME_JOB = (
+    "resume",
+    "resume_allow_changes",
+    "root",
+    "logging",
+    "guards",
+    "checkpoint",
+    "hydra",
+)
 
 
 @dataclass
@@ -422,6 +433,7 @@ def _write_run_json(plan: ResumePlan, run: RunConfig, composed: ComposedConfig) 
         "host": platform.node(),
         "ranks": [],
         "code": None,
+        "guards": [],
         "started": before.get("started", time.time()),
         "changes": [*before.get("changes", []), *changes],
     }

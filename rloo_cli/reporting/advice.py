@@ -1,11 +1,13 @@
 """Health rules for a run: what looks wrong, why it may be so, and which key to change.
 
-Each rule speaks at most once per run. A rule sees the metrics of the steps so far and never stops
-anything; a rule whose metric is absent (no data) is silent.
+Each rule speaks at most once per run. A rule sees the metrics of the steps so far; one whose metric
+is absent (no data) is silent. The config's `guards` says what follows: a line of advice, nothing,
+or the end of the run (`train/guards.py` stops it).
 """
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import mul
 from statistics import fmean, linear_regression, variance
@@ -276,36 +278,97 @@ def every_update_clipped(history: MetricHistory) -> str | None:
     )
 
 
-ADVICE_RULES: dict[Callable[[MetricHistory], str | None], tuple[str, ...]] = {
-    reward_falling: ("reward",),
-    reward_swinging: ("reward",),
-    reward_flat: ("reward",),
-    policy_clipping: ("clip_ratio/region_mean",),
-    kl_rising: ("kl",),
-    entropy_collapse: ("entropy",),
-    zero_spread: ("frac_reward_zero_std",),
-    no_signal: ("frac_reward_zero_std",),
-    many_truncated: ("completions/clipped_ratio",),
-    low_ess: ("sampling/ess",),
-    logp_drift: ("sampling/logp_diff_rms",),
-    every_update_clipped: ("grad_clip_fraction",),
-}
+@dataclass(frozen=True)
+class AdviceRule:
+    """One health rule: what it reads, and the keys to turn where it speaks."""
 
-# Once the first rule has spoken, the second, which says the opposite, stays silent.
-SILENCED_RULES = {reward_falling: reward_flat, reward_swinging: reward_flat}
+    check: Callable[[MetricHistory], str | None]
+    metrics: tuple[str, ...]
+    keys: tuple[str, ...]
+    silences: str | None = None  # the rule that says the opposite, which then stays silent
+
+
+# The names are those of the config's `guards`.
+ADVICE_RULES = {
+    "reward_falling": AdviceRule(
+        reward_falling, ("reward",), ("train.learning_rate", "algorithm.beta"), "reward_flat"
+    ),
+    "reward_swinging": AdviceRule(
+        reward_swinging,
+        ("reward",),
+        ("train.learning_rate", "train.prompts_per_step", "algorithm.beta"),
+        "reward_flat",
+    ),
+    "reward_flat": AdviceRule(
+        reward_flat, ("reward",), ("train.learning_rate", "algorithm.num_generations")
+    ),
+    "policy_clipping": AdviceRule(
+        policy_clipping,
+        ("clip_ratio/region_mean",),
+        ("train.learning_rate", "algorithm.num_iterations"),
+    ),
+    "kl_rising": AdviceRule(kl_rising, ("kl",), ("algorithm.beta", "train.learning_rate")),
+    "entropy_collapse": AdviceRule(
+        entropy_collapse,
+        ("entropy",),
+        ("train.learning_rate", "algorithm.beta", "generation.temperature"),
+    ),
+    "zero_spread": AdviceRule(
+        zero_spread,
+        ("frac_reward_zero_std",),
+        ("algorithm.num_generations", "generation.temperature", "data.path"),
+    ),
+    "no_signal": AdviceRule(
+        no_signal,
+        ("frac_reward_zero_std",),
+        ("generation.temperature", "algorithm.num_generations"),
+    ),
+    "many_truncated": AdviceRule(
+        many_truncated,
+        ("completions/clipped_ratio",),
+        ("generation.max_completion_length", "algorithm.missing_eos_penalty"),
+    ),
+    "low_ess": AdviceRule(low_ess, ("sampling/ess",), ("model.dtype", "algorithm.correction.cap")),
+    "logp_drift": AdviceRule(
+        logp_drift, ("sampling/logp_diff_rms",), ("generation.backend", "model.dtype")
+    ),
+    "every_update_clipped": AdviceRule(
+        every_update_clipped,
+        ("grad_clip_fraction",),
+        ("train.max_grad_norm", "train.learning_rate"),
+    ),
+}
 
 
 class Advisor:
-    """Reads each logged step and returns the advice that is new."""
+    """Reads each logged step and returns the advice that is new.
 
-    def __init__(self) -> None:
-        self.history = MetricHistory()
-        self.open_rules = list(ADVICE_RULES)
+    `guards`: what the config says of each rule: warn (speak once; where it says nothing), off, or
+    fail. The last one stops the run. Once the run was resumed, that rule judges what came since:
+    its history begins anew where it fired, here and where old lines are read again.
+    """
 
-    def advise(self, metrics: MetricsMapping) -> list[str]:
-        """The advice of every rule that fires on these metrics for the first time in the run."""
-        self.history.add(metrics, tuple({n for names in ADVICE_RULES.values() for n in names}))
-        advice = {rule: text for rule in self.open_rules if (text := rule(self.history))}
-        silent = [*advice, *[SILENCED_RULES[rule] for rule in advice if rule in SILENCED_RULES]]
-        self.open_rules = [rule for rule in self.open_rules if rule not in silent]
-        return list(advice.values())
+    def __init__(self, guards: Mapping[str, object] | None = None) -> None:
+        given = guards or {}
+        self.levels = {name: given.get(name, "warn") for name in ADVICE_RULES}
+        self.open_rules = [name for name, level in self.levels.items() if level != "off"]
+        self.histories = {name: MetricHistory() for name in self.open_rules}
+
+    def advise(self, metrics: MetricsMapping) -> dict[str, str]:
+        """The advice of every rule that fires on these metrics: its name -> what it says."""
+        advice: dict[str, str] = {}
+        for name in self.open_rules:
+            self.histories[name].add(metrics, ADVICE_RULES[name].metrics)
+            if text := ADVICE_RULES[name].check(self.histories[name]):
+                advice[name] = text
+        spoken: set[str] = set()
+        for name in advice:
+            if self.levels[name] == "fail":
+                self.histories[name] = MetricHistory()
+            else:
+                spoken.add(name)
+            opposite = ADVICE_RULES[name].silences
+            if opposite is not None and self.levels[opposite] == "warn":
+                spoken.add(opposite)
+        self.open_rules = [name for name in self.open_rules if name not in spoken]
+        return advice

@@ -68,6 +68,7 @@ class RunLog:
         self.share_from_rank0: Callable[[JsonObject], JsonObject] = dict
         self.current_phase = "the start"
         self.advisor = Advisor()
+        self.failed_guards: dict[str, str] = {}  # those set to fail that fired -> what they said
         self.drawer = CurveDrawer(folder)
         self.noted_kinds: set[str] = set()
 
@@ -110,8 +111,11 @@ class RunLog:
             metrics = self.flush(self.share_from_rank0)
             if self.display is not None:
                 self.display.step(metrics, samples[:: max(1, batch.score.shape[1])])
-            for advice in self.advisor.advise(metrics):
-                self.note(f"advice: {advice}")
+            for name, advice in self.advisor.advise(metrics).items():
+                if self.advisor.levels[name] == "fail":  # the error that ends the run says it
+                    self.failed_guards[name] = advice
+                else:
+                    self.note(f"advice: {advice}")
 
     def flush(self, share_from_rank0: Callable[[JsonObject], JsonObject] = dict) -> JsonObject:
         """Write the steps since the last line as one; `share_from_rank0` makes all ranks agree."""

@@ -45,6 +45,8 @@ _is = [*_is] if isinstance(_is, tuple) else _is
 assert _is == _should or (isinstance(_should, list) and _should and _is == _should[0])
 """
 
+EXTRA = "bubblewrap (sandbox=bwrap), or a container of yours"
+
 
 class Config(RewardConfig):
     type: Literal["code_tests"] = key("code_tests")

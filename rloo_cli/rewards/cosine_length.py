@@ -12,6 +12,8 @@ from rloo_cli.config.schema import Positive, RewardConfig, key
 from rloo_cli.rewards.common import math_equal
 from rloo_cli.rewards.common.text import Columns, Completion, texts
 
+EXTRA = "rloo-cli[math]"
+
 
 class Config(RewardConfig):
     type: Literal["cosine_length"] = key("cosine_length")

@@ -12,21 +12,21 @@ group` makes calls smaller); a missing number never counts as zero.
 
 import asyncio
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from rloo_cli.config import template as config_template
 from rloo_cli.config.judge import Address, Variable
 from rloo_cli.config.schema import NotEmpty, Positive, RewardConfig, Text, key
+from rloo_cli.data.batch import Prompt
 from rloo_cli.rewards.common import http_client
 from rloo_cli.rewards.common.http_client import EndpointError, HttpService, JsonClient
 from rloo_cli.rewards.common.text import Columns, Completion, texts
 from rloo_cli.utils.errors import Problem
 from rloo_cli.utils.files import JsonObject
 
-if TYPE_CHECKING:  # it imports torch
-    from rloo_cli.data.batch import Prompt
-
 HTTP_TIMEOUT_SHARE = 0.95  # of timeout_s: our error is clearer than that of a call that is cut off
+
+EXTRA = "a service that answers at `url`"
 
 
 class Config(RewardConfig):
@@ -72,7 +72,7 @@ def needs(config: Config) -> list[str]:
 
 
 async def score(
-    prompts: "list[Prompt]", completions: list[Completion], finish_reasons: list[str],
+    prompts: list[Prompt], completions: list[Completion], finish_reasons: list[str],
     columns: Columns, config: Config,
 ) -> list[object]:  # fmt: skip
     """(B,) scores as the service returned them. Raises EndpointError."""
@@ -134,7 +134,7 @@ def _batch_ranges(indices: range, batch_size: int) -> list[range]:
 
 
 def _rloo_body(
-    prompts: "list[Prompt]", completions: list[Completion], columns: Columns, config: Config,
+    prompts: list[Prompt], completions: list[Completion], columns: Columns, config: Config,
     indices: range,
 ) -> tuple[int, JsonObject]:  # fmt: skip
     batch = slice(indices.start, indices.stop)
@@ -147,7 +147,7 @@ def _pair_body(pairs: list[JsonObject]) -> tuple[int, JsonObject]:
 
 
 def _text_bodies(
-    prompts: "list[Prompt]", completions: list[Completion], columns: Columns,
+    prompts: list[Prompt], completions: list[Completion], columns: Columns,
     eos_texts: list[str], config: Config,
 ) -> list[tuple[int, JsonObject]]:  # fmt: skip
     """Prompt and completion as one: texts by the batch, or one conversation a request."""

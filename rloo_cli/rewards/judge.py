@@ -10,20 +10,20 @@ answers as `judge_said`.
 import asyncio
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from rloo_cli.config import template
 from rloo_cli.config.judge import ChatKeys, chat_judge_problems
 from rloo_cli.config.schema import RewardConfig, key
+from rloo_cli.data.batch import Prompt
 from rloo_cli.rewards.common import chat_client, http_client
 from rloo_cli.rewards.common.http_client import JsonClient
 from rloo_cli.rewards.common.text import Columns, Completion, texts
 from rloo_cli.utils.errors import Problem
 
-if TYPE_CHECKING:  # it imports torch
-    from rloo_cli.data.batch import Prompt
-
 JUDGE_TIMEOUT_SHARE = 0.95  # of timeout_s: our error is clearer than that of a call that is cut off
+
+EXTRA = "an OpenAI-compatible endpoint at `base_url`"
 
 
 class Config(RewardConfig, ChatKeys):
@@ -56,7 +56,7 @@ def needs(config: Config) -> list[str]:
 
 
 async def score(
-    prompts: "list[Prompt]",
+    prompts: list[Prompt],
     completions: list[Completion],
     columns: Columns,
     log_extra: Callable[[str, list[str]], None],

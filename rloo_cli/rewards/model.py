@@ -34,6 +34,8 @@ RESERVED_MODEL_KWARGS = ("revision", "dtype", "torch_dtype", "trust_remote_code"
 REFERENCE_COLUMNS = ("reference", "solution", "answer", "ground_truth", "label", "summary",
              "chosen")  # fmt: skip
 
+EXTRA = "a reward model at `path`, and torch"
+
 
 class Config(RewardConfig):
     type: Literal["model"] = key("model")

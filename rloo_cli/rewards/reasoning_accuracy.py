@@ -10,6 +10,8 @@ from rloo_cli.config.schema import Positive, RewardConfig, key
 from rloo_cli.rewards.common import math_equal
 from rloo_cli.rewards.common.text import Columns, Completion, text_after_last, texts
 
+EXTRA = "rloo-cli[math]"
+
 
 class Config(RewardConfig):
     type: Literal["reasoning_accuracy"] = key("reasoning_accuracy")

@@ -17,6 +17,8 @@ from rloo_cli.rewards.common.text import (
     texts,
 )
 
+EXTRA = "rloo-cli[tasks]"
+
 
 class Config(RewardConfig):
     type: Literal["reasoning_gym"] = key("reasoning_gym")

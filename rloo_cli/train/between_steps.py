@@ -11,12 +11,14 @@ from rloo_cli.policy.reward_scores import RewardModelScorer
 from rloo_cli.reporting import step_metrics
 from rloo_cli.reporting.update_metrics import UpdateMetrics
 from rloo_cli.run import Run
+from rloo_cli.train import guards
 from rloo_cli.utils import sweep_time_slices
 from rloo_cli.utils.files import JsonObject, read_json
 
 
 def evaluate_and_checkpoint(run: Run) -> bool:
     """Evaluate and save a checkpoint if they are due. -> whether the training goes on"""
+    guards.check_health_guards(run)
     state, config = run.state, run.config
     last = state.step >= run.num_steps
     due = config.eval.at_start if not state.step else last or _is_due(state.step, config.eval.every)

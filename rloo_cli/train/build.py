@@ -54,6 +54,7 @@ from rloo_cli.policy.layouts import LayoutChoice
 from rloo_cli.policy.model import Policy
 from rloo_cli.policy.reference import Reference
 from rloo_cli.policy.value import ValueModel
+from rloo_cli.reporting.advice import Advisor
 from rloo_cli.reporting.display import Display
 from rloo_cli.reporting.log import RunLog
 from rloo_cli.reporting.prompt_ledger import PromptLedger
@@ -136,6 +137,7 @@ class RunBuilder:
         self.world = join_world(config)
         logging, world, folder = config.logging, self.world, resume_plan.folder
         self.log = RunLog(folder, logging.every, logging.samples_every, logging.trl_aliases)
+        self.log.advisor = Advisor(config.guards.model_dump())
         self.log.writes_files = world.is_main
         self.log.share_from_rank0 = lambda metrics: dict(world.broadcast_from_rank0(metrics))
         if world.is_main:

@@ -1,13 +1,16 @@
-"""Stops a run before an update that would be wrong."""
+"""Stops a run before an update that would be wrong, or after a step that a guard of the config
+refuses (`guards.NAME=fail`)."""
 
 import math
 
 import torch
 
 from rloo_cli.data.batch import Batch
+from rloo_cli.reporting.advice import ADVICE_RULES
 from rloo_cli.reporting.log import write_debug_batch
 from rloo_cli.run import Run
-from rloo_cli.utils.errors import GenerationError, NumbersError, Problem
+from rloo_cli.utils.errors import GenerationError, GuardError, NumbersError, Problem
+from rloo_cli.utils.files import update_json
 
 MAX_SKIPPED_UPDATES = 3  # non-finite updates in a row that train.on_nonfinite=skip lets pass
 MAX_EMPTY_STEPS = 10  # steps in a row without one token to learn from
@@ -98,3 +101,31 @@ def skip_empty_update(run: Run, batch: Batch) -> None:
     why = f"{unscored:.0%} of the completions have no score, {masked:.0%} are masked as truncated"
     fix = "raise generation.max_completion_length, or look at the rewards and at EOS"
     raise NumbersError(Problem(what, f"step {batch.step + 1}", why, fix))
+
+
+def check_health_guards(run: Run) -> None:
+    """Raise GuardError (exit 7) on all ranks if a guard set to `fail` fired in the last step.
+
+    Called between steps, where the state is whole: the caller saves it. Only steps that are
+    logged are judged, and rank 0 judges for all.
+    """
+    has_teeth = "fail" in run.log.advisor.levels.values()
+    if has_teeth and run.log.is_due(run.state.step, run.num_steps):
+        run.world.run_on_rank0(lambda: _raise_failed_guards(run))
+
+
+def _raise_failed_guards(run: Run) -> None:
+    failed, run.log.failed_guards = run.log.failed_guards, {}
+    if not failed:
+        return
+    step = run.state.step
+    facts = [{"name": name, "step": step, "figures": text} for name, text in failed.items()]
+    update_json(run.folder / "run.json", guards=facts)
+    problems = []
+    for name, text in failed.items():
+        keys = " or ".join(ADVICE_RULES[name].keys)
+        fix = f"change {keys}, or guards.{name}=warn; resume=auto goes on from this step"
+        what = f"the guard {name} stopped the run after step {step}"
+        where = f"guards.{name}=fail, metric {', '.join(ADVICE_RULES[name].metrics)}"
+        problems.append(Problem(what, where, text, fix, "docs/doctor.md#guards"))
+    raise GuardError(*problems)

@@ -47,6 +47,7 @@ from rloo_cli.utils.errors import (
     ConfigError,
     DataError,
     GenerationError,
+    GuardError,
     NumbersError,
     OutOfMemory,
     Problem,
@@ -65,7 +66,8 @@ log = logging.getLogger("rloo")
 COLLECTIVE_ERRORS = (
     "gloo", "Gloo", "NCCL", "ProcessGroup", "Connection closed", "Connection reset", "Broken pipe",
 )  # fmt: skip
-SAVED_ON_ERRORS = (Stopped, RewardError, GenerationError)  # the state is whole: it is saved
+# The run's state is whole at these errors: it is saved.
+SAVED_ON_ERRORS = (Stopped, RewardError, GenerationError, GuardError)
 
 
 def run_training(

@@ -93,6 +93,10 @@ class NumbersError(RunError):
     code = 7
 
 
+class GuardError(NumbersError):
+    """A guard that the config sets to `fail` saw what it looks for; the run's state is whole."""
+
+
 class StorageError(RunError):
     """A save that had to succeed did not."""
 

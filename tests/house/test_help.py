@@ -26,6 +26,7 @@ CODE = {
     "config": ["cli/config.py", "config/compose.py"],
     "compare": ["cli/compare/__init__.py"],
     "doctor": ["cli/doctor.py", "config/compose.py"],
+    "reward": ["cli/reward/__init__.py"],
     "migrate": ["cli/migrate/__init__.py"],
     "completion": [],  # it reads none, and has those of others as answers
 }
@@ -102,6 +103,9 @@ def test_every_example_of_help_is_read_as_it_stands(tmp_path: Path, monkeypatch,
                 check.check_config(compose.compose_config(verify_resume.read_words(words)[1]))
             elif verb == "migrate":
                 assert ">" in words
+            elif verb == "reward" and words != ["list"]:
+                recipe = [w for w in words if w.startswith("+")]
+                check.check_config(compose.compose_config(recipe))
             elif verb in NOTHING_HERE and words and not words[0].startswith("+"):
                 with pytest.raises(ConfigError, match=NOTHING_HERE[verb]):
                     main.find_verb([verb, *words])()

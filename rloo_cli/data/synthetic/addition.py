@@ -4,7 +4,10 @@
 in training. `addition_model_folder` makes a small Qwen3 with its own tokenizer and trains it on the
 training problems as a careless class would answer them: most forget every carry (47+38=75). The
 model can add, but mostly does not, which reinforcement learning can change. It is in the cache.
+The examples alone need no torch.
 """
+
+from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING
 from rloo_cli.data.synthetic.cache import cached_folder, report_progress
 from rloo_cli.utils.files import JsonObject
 
-if TYPE_CHECKING:  # the examples are read without torch
+if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
@@ -51,7 +54,7 @@ def addition_examples(split: str) -> list[JsonObject]:
     return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in chosen]
 
 
-def addition_tokenizer() -> "PreTrainedTokenizerFast":
+def addition_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with one token per character, and an EOS."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from tokenizers.decoders import Fuse
@@ -82,7 +85,7 @@ def _make(folder: Path) -> None:
 
 
 def _train_supervised(
-    learner: "Qwen3ForCausalLM", tokens: "PreTrainedTokenizerFast", generator: "torch.Generator"
+    learner: Qwen3ForCausalLM, tokens: PreTrainedTokenizerFast, generator: torch.Generator
 ) -> None:
     """Train on problems answered with and without carries."""
     import torch
@@ -112,7 +115,7 @@ def _train_supervised(
             report_progress(f"about {share:.0%}, step {step}")
 
 
-def _network() -> "Qwen3ForCausalLM":
+def _network() -> Qwen3ForCausalLM:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -132,7 +135,7 @@ def sum_without_carry(a: int, b: int) -> str:
     return str((a // 10 + b // 10) % 10 * 10 + (a % 10 + b % 10) % 10)
 
 
-def _examples(tokens: "PreTrainedTokenizerFast", how: Callable[[int, int], str]) -> "torch.Tensor":
+def _examples(tokens: PreTrainedTokenizerFast, how: Callable[[int, int], str]) -> torch.Tensor:
     """Tokens of every training problem with an answer and EOS, right-padded. -> (n, 10)"""
     import torch
 

@@ -1,7 +1,9 @@
 """A random model, a byte tokenizer and a few prompts, which `+debug=cpu` puts in a recipe.
 
-Nothing can be learned from them; everything can be run with them.
+Nothing can be learned from them; everything can be run with them. The examples alone need no torch.
 """
+
+from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING
 from rloo_cli.data.synthetic.cache import cached_folder
 from rloo_cli.utils.files import JsonObject
 
-if TYPE_CHECKING:  # the examples are read without torch
+if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 SHAPE = {
@@ -60,7 +62,7 @@ def _tiny_example(i: int) -> JsonObject:
     return {"prompt": prompt, "task": "debug", **dict.fromkeys(names, answer)}
 
 
-def tiny_tokenizer() -> "PreTrainedTokenizerFast":
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with one token per byte, and a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -89,11 +91,11 @@ def tiny_reward_model_folder() -> Path:
     return _cached_model("tiny-reward", Qwen3ForSequenceClassification)
 
 
-def _cached_model(name: str, model_class: "type[PreTrainedModel]") -> Path:
-    def make(folder: Path) -> None:
-        import torch
-        from transformers import Qwen3Config
+def _cached_model(name: str, model_class: type[PreTrainedModel]) -> Path:
+    import torch
+    from transformers import Qwen3Config
 
+    def make(folder: Path) -> None:
         tokenizer = tiny_tokenizer()
         config = Qwen3Config(
             vocab_size=len(tokenizer), num_labels=1, bos_token_id=None,

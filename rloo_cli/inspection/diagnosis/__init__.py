@@ -59,10 +59,11 @@ def diagnose_run(folder: Path) -> Diagnosis:
         for name, (rule, fix) in PATHOLOGIES.items()
         if (figures := rule(evidence)) is not None
     ]
-    advisor = Advisor()
+    guards = evidence.config_value("guards")
+    advisor = Advisor(guards if isinstance(guards, dict) else {})
     advice = [
         (int(metrics["step"]), text)
         for metrics in evidence.record.step_metrics
-        for text in advisor.advise(metrics)
+        for text in advisor.advise(metrics).values()
     ]
     return Diagnosis(evidence.record, findings, advice, evidence.record.problems)

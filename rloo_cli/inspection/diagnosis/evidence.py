@@ -60,7 +60,10 @@ class RunEvidence:
     @cached_property
     def advice_history(self) -> MetricHistory:
         """The metrics as the advice of a run sees them at its last step."""
-        history, names = MetricHistory(), tuple({n for ns in ADVICE_RULES.values() for n in ns})
+        history, names = (
+            MetricHistory(),
+            tuple({n for r in ADVICE_RULES.values() for n in r.metrics}),
+        )
         for metrics in self.record.step_metrics:
             history.add(metrics, names)
         return history

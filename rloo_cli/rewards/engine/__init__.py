@@ -11,4 +11,5 @@ ready           builds all rewards and lets them load
 results         the validated result of a call
 reward_calls    calls with deadlines, on threads and loops
 scoring         the scores of a step
+step_calls      all rewards' calls of a step, without torch
 """

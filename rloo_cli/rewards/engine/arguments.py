@@ -9,13 +9,10 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from rloo_cli.data.batch import Group, Prompt, Rollout
 from rloo_cli.rewards.common.text import Completion
 from rloo_cli.utils.files import JsonObject
-
-if TYPE_CHECKING:  # batch imports torch, and rewards are built before that
-    from rloo_cli.data.batch import Group, Prompt, Rollout
 
 # Columns that are never passed: rewards get the first as `prompts`, and could take the others for
 # what the policy sampled.
@@ -107,7 +104,7 @@ class RewardCallLog:
 class CompletionTable:
     """The completions of a step: K of each of P = len(groups) prompts."""
 
-    groups: "Sequence[Group]"
+    groups: Sequence[Group]
     context: RewardContext
     k: int  # rollouts that each group has, or will have when it is scored
 
@@ -118,7 +115,7 @@ class CompletionTable:
     def __len__(self) -> int:
         return len(self.groups) * self.k
 
-    def group_and_rollout(self, index: int) -> "tuple[Group, Rollout]":
+    def group_and_rollout(self, index: int) -> tuple[Group, Rollout]:
         group = self.groups[index // self.k]
         return group, group.rollouts[index % self.k]
 
@@ -166,13 +163,13 @@ class CompletionTable:
             arguments = {n: v for n, v in arguments.items() if n in parameter_names}
         return arguments, log
 
-    def _completion_value(self, rollout: "Rollout") -> Completion:
+    def _completion_value(self, rollout: Rollout) -> Completion:
         if self.context.conversational:
             return [{"role": "assistant", "content": rollout.text}]
         return rollout.text
 
 
-def _copy_prompt(prompt: "Prompt") -> "Prompt":
+def _copy_prompt(prompt: Prompt) -> Prompt:
     return prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
 
 

@@ -1,26 +1,24 @@
 """Scores a step: every reward on every completion, with failures kept apart from zeros.
 
-A `ScoringStep` calls all rewards as groups arrive (reward_calls.py), collects their scores and lets
-failures.py decide, by each reward's `on_error` and `max_error_rate`, whether the run stops. None
-("this reward does not apply") is NaN in `Scores.raw`; so is a completion that failed under
-`on_error: none`, which also counts in `error_rate`.
+A `ScoringStep` calls all rewards as groups arrive (step_calls.py), and lets failures.py decide, by
+each reward's `on_error` and `max_error_rate`, whether the run stops. None ("this reward does not
+apply") is NaN in `Scores.raw`; so is a completion that failed under `on_error: none`, which also
+counts in `error_rate`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from rloo_cli.data.batch import Group
-from rloo_cli.data.filters import matches_columns
-from rloo_cli.rewards.engine import cache, failures
+from rloo_cli.rewards.engine import failures
 from rloo_cli.rewards.engine.arguments import CompletionTable, RewardContext, TrainerState
 from rloo_cli.rewards.engine.build import Reward
 from rloo_cli.rewards.engine.failures import RewardFailed, RewardResult
-from rloo_cli.rewards.engine.results import CallResult, RewardCall
-from rloo_cli.rewards.engine.reward_calls import RewardCalls, wait_for_calls
+from rloo_cli.rewards.engine.results import CallResult
+from rloo_cli.rewards.engine.step_calls import StepCalls
 
 __all__ = ["RewardContext", "RewardFailed", "Scores", "ScoringStep", "TrainerState", "score_groups"]
 
@@ -41,66 +39,17 @@ class Scores:
     warnings: list[str] = field(default_factory=list)  # to be printed once per run
 
 
-class ScoringStep:
-    """The scoring of one step whose groups have `k` completions each.
-
-    `submit_group` is called once a group has its rollouts: rewards of scope group or row are called
-    then, while other groups are still being sampled; those of scope batch by `wait_for_scores`.
-    """
-
-    def __init__(
-        self, rewards: Sequence[Reward], groups: Sequence[Group], context: RewardContext, k: int
-    ):
-        self.table = CompletionTable(groups, context, k)
-        count = len(self.table)
-        self.calls_by_reward = [(r, cache.CachePlan(), RewardCalls(r, count)) for r in rewards]
-
-    def submit_group(self, group_index: int) -> None:
-        """Score a group that is complete. Returns at once; call it once a group, in any thread."""
-        indices = range(group_index * self.table.k, (group_index + 1) * self.table.k)
-        for reward, plan, calls in self.calls_by_reward:
-            if reward.config.scope != "batch":
-                self._submit_calls(reward, plan, calls, indices)
+class ScoringStep(StepCalls):
+    """The scoring of one step: `submit_group` for each group, then `wait_for_scores`."""
 
     def wait_for_scores(self) -> Scores:
         """The scores of all completions, once every group was submitted.
 
         Raises RewardFailed (exit code 5).
         """
-        table = self.table
-        for reward, plan, calls in self.calls_by_reward:
-            if reward.config.scope == "batch":
-                self._submit_calls(reward, plan, calls, range(len(table)))
-        try:
-            wait_for_calls([calls for _, _, calls in self.calls_by_reward], table.context.poll)
-        except BaseException:
-            self.abandon()
-            raise
-        results = [_build_reward_result(r, table, p, calls) for r, p, calls in self.calls_by_reward]
-        failures.check_reward_failures(results, table)
-        return _build_scores(results, table)
-
-    def abandon(self) -> None:
-        """Make no further calls: the step is given up."""
-        for _, _, calls in self.calls_by_reward:
-            calls.abandon()
-
-    def _submit_calls(
-        self, reward: Reward, plan: cache.CachePlan, reward_calls: RewardCalls,
-        indices: Sequence[int],
-    ) -> None:  # fmt: skip
-        asked = [
-            row
-            for row in indices
-            if matches_columns(self.table.group_and_rollout(row)[0].example, reward.config.only)
-        ]
-        plan.cached_scores |= dict.fromkeys({*indices} - {*asked})
-        asked = plan.select_uncached(reward, self.table, asked)
-        parts = [[index] for index in asked] if reward.config.scope == "row" else [asked]
-        parameters = reward.parameter_names, reward.fixed_arguments
-        for part in filter(None, parts):
-            make_arguments = partial(self.table.call_arguments, part, *parameters)
-            reward_calls.submit(RewardCall(part, make_arguments))
+        results = self.wait_for_results()
+        failures.check_reward_failures(results, self.table)
+        return _build_scores(results, self.table)
 
 
 def score_groups(
@@ -134,28 +83,6 @@ def _build_scores(results: Sequence[RewardResult], table: CompletionTable) -> Sc
     _collect_logs(scores, [call for r in results for call in r.call_results], len(table))
     _warn_unscored(scores, table)
     return scores
-
-
-def _build_reward_result(
-    reward: Reward, table: CompletionTable, plan: cache.CachePlan, reward_calls: RewardCalls
-) -> RewardResult:
-    call_results = reward_calls.call_results()
-    result = RewardResult(reward, {}, {}, call_results, reward_calls.seconds)
-    for call in call_results:
-        for i, (index, value) in enumerate(zip(call.indices, call.values, strict=True)):
-            if i in call.failures:
-                result.failures[index] = call.failures[i]
-            else:
-                result.values[index] = value
-    cache.cache_scores(reward, table, result.values)
-    result.values |= plan.cached_scores
-    for index, twin in plan.duplicate_of.items():
-        if twin in result.failures:
-            result.failures[index] = result.failures[twin]
-        elif twin in result.values:  # it is in neither if calls were left out: the run stops
-            result.values[index] = result.values[twin]
-    result.failures = dict(sorted(result.failures.items()))  # groups arrive in any order
-    return result
 
 
 def _collect_logs(scores: Scores, call_results: list[CallResult], num_completions: int) -> None:
