@@ -219,7 +219,10 @@ def test_a_checkpoint_draws_the_run_so_far_and_the_last_step_leaves_it_to_the_en
         step_progress=None,
         clock=StepTimer(),
         world=SimpleNamespace(check_stop=lambda often=False: None),
-        log=SimpleNamespace(draw_curves=lambda rate_limited: did.append(rate_limited)),
+        log=SimpleNamespace(
+            draw_curves=lambda rate_limited: did.append(rate_limited),
+            advisor=SimpleNamespace(levels={}),
+        ),
     )
     monkeypatch.setattr(between_steps.save, "save_checkpoint", lambda run: None)
     assert between_steps.evaluate_and_checkpoint(run) and did == [True]
