@@ -129,6 +129,7 @@ def test_a_resumed_run_is_stopped_again_once_the_rule_holds_since_then(home):
 @pytest.mark.slow
 def test_all_ranks_stop_together_and_what_they_did_is_saved(home):
     ranks = ("distributed=ddp", "distributed.num_processes=2", "name=two")
+    home.said()  # what earlier tests have left
     assert home(*WORDS, TEETH, *ranks, ranks=2) == 7
     said = home.said()
     assert said.count("error: the guard many_truncated stopped the run after step 5") == 1, said
