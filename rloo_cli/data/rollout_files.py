@@ -19,6 +19,7 @@ RECORD_FOLDER = "rollouts"
 RECORD_FORMAT = 1  # a newer one is refused
 RECORD_FILE = re.compile(r"step_(\d+)\.safetensors")
 HEAD_KEY = "record"  # of the file's metadata: the head, as JSON
+CHECK_KEY = "check"  # of a head: its own digest
 LONGEST_HEAD = 1 << 26  # bytes; more is no head of ours
 
 
@@ -68,7 +69,7 @@ def read_rollout_head(path: Path) -> JsonObject:
         ends = [v["data_offsets"][1] for n, v in header.items() if n != "__metadata__"]
         head: JsonObject = json.loads(header["__metadata__"][HEAD_KEY])
         size, wanted = path.stat().st_size, 8 + length + max(ends)
-        version = int(head["format"])
+        version, check = int(head["format"]), head.pop(CHECK_KEY)
     except FileNotFoundError:
         raise DataError(Problem("a recorded step is missing", str(path))) from None
     except (OSError, ValueError, KeyError, TypeError, IndexError, struct.error) as error:
@@ -76,6 +77,8 @@ def read_rollout_head(path: Path) -> JsonObject:
     if version > RECORD_FORMAT:
         why = f"its format {version} is newer than {RECORD_FORMAT}, the newest this rloo reads"
         raise DataError(Problem("a record of rollouts cannot be read", str(path), why))
+    if check != head_check(head):
+        raise damaged_record(path, "its head was changed")
     if size != wanted:
         raise damaged_record(path, f"it has {size} bytes, and {wanted} were written")
     return head
@@ -85,6 +88,11 @@ def damaged_record(path: Path, why: str) -> DataError:
     """The error of a file that is not as a run wrote it."""
     fix = f"take it away (rm {path}); the other steps are not touched by it"
     return DataError(Problem("a record of rollouts is damaged", str(path), why, fix))
+
+
+def head_check(head: JsonObject) -> str:
+    """The digest of a head, which its own `CHECK_KEY` holds."""
+    return hashlib.blake2b(json.dumps(head).encode(), digest_size=8).hexdigest()
 
 
 def content_digest(parts: Iterable[tuple[str, bytes]]) -> str:

@@ -32,7 +32,13 @@ from rloo_cli.data.batch import (
     Rollout,
 )
 from rloo_cli.data.packing import TOKEN_COLUMNS
-from rloo_cli.data.rollout_files import HEAD_KEY, RECORD_FORMAT, content_digest
+from rloo_cli.data.rollout_files import (
+    CHECK_KEY,
+    HEAD_KEY,
+    RECORD_FORMAT,
+    content_digest,
+    head_check,
+)
 from rloo_cli.utils.errors import Problem, StorageError
 from rloo_cli.utils.files import JsonObject, write_whole_file
 
@@ -93,7 +99,8 @@ def write_rollout_record(folder: Path, batch: Batch, facts: Mapping[str, object]
         "digest": _tensor_digest(tensors),
     }
     try:
-        data = save(tensors, {HEAD_KEY: json.dumps(head)})
+        checked = head | {CHECK_KEY: head_check(head)}
+        data = save(tensors, {HEAD_KEY: json.dumps(checked)})
     except SafetensorError as error:
         what = f"the rollouts of step {batch.step + 1} cannot be written"
         raise StorageError(Problem(what, str(folder), str(error))) from error

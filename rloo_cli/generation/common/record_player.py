@@ -115,7 +115,9 @@ def build_record_player(
     recorded, values = recorded_folder(run), run.generation.model_dump()
     common = {n: values[n] for n in GenerationConfig.model_fields if n != "backend"}
     own = TransformersConfig(
-        **common, backend="transformers", transformers={"batch_tokens": None, "shared_prompt": "auto"}
+        **common,
+        backend="transformers",
+        transformers={"batch_tokens": None, "shared_prompt": "auto"},
     )
     note(_policy_note(run, recorded))
     return RecordPlayer(

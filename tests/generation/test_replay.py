@@ -1,0 +1,172 @@
+"""generation=replay: the recorded run's own update, bit for bit; what does not fit is refused."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from loop_cases import cache
+from replay_cases import last_line, recorded_run
+from resume_cases import attempt, tensors
+
+from rloo_cli.config import check
+from rloo_cli.config.compose import compose_config
+from rloo_cli.data.batch import Group
+from rloo_cli.data.rollout_record import read_rollout_record
+from rloo_cli.generation import RecordedGenerator
+from rloo_cli.generation.common.record_player import RecordPlayer
+from rloo_cli.utils.errors import ConfigError, DataError, GenerationError
+
+REPLAYED = ("data.eval_split=null", "checkpoint.every=2", "name=replayed", "generation=replay")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models() -> Iterator[None]:
+    with mock.patch.dict(os.environ, RLOO_CACHE=cache()):
+        yield
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return recorded_run(tmp_path_factory.mktemp("recorded"))
+
+
+def replayed(root: Path, recorded: Path, *words: str) -> Path:
+    """A run that trains from the record."""
+    path = f"generation.replay.path={recorded}"
+    assert attempt(root, *REPLAYED, path, "generation.max_completion_length=16", *words)
+    return root / "replayed"
+
+
+def player(recorded: Path) -> tuple[RecordPlayer, list[Group], list[list[int]]]:
+    """A player at the second step, its empty groups, and the seeds that they were drawn with."""
+    found = RecordPlayer(recorded)
+    assert isinstance(found, RecordedGenerator)
+    offsets = found.recorded_draws(1).prompt_offsets
+    groups = read_rollout_record(recorded, 2).batch.groups
+    assert offsets == [g.prompt_offset for g in groups]
+    empty = [Group(g.prompt_offset, {}, g.prompt, g.prompt_ids) for g in groups]
+    return found, empty, [[r.seed for r in g.rollouts] for g in groups]
+
+
+def test_the_same_config_makes_the_same_weights_bit_for_bit(recorded: Path, tmp_path: Path) -> None:
+    folder = replayed(tmp_path, recorded, "logging.rollouts_every=1")
+    weights = [tensors(f / "final" / "model.safetensors") for f in (recorded, folder)]
+    assert weights[0] == weights[1]
+    for step in (1, 4):  # the record of a replay is the same record
+        ours, other = (read_rollout_record(f, step) for f in (folder, recorded))
+        assert ours.head["digest"] == other.head["digest"]
+    line, before = last_line(folder), last_line(recorded)
+    assert line["loss"] == before["loss"] and line["grad_norm"] == before["grad_norm"]
+    assert "sampling/ess" not in line  # nothing is corrected: the policy is the sampler
+
+
+def test_another_learning_rate_is_off_policy_and_corrected(recorded: Path, tmp_path: Path) -> None:
+    words = ("train.learning_rate=1e-3", "algorithm.beta=0.0", "data.eval_split=test")
+    folder = replayed(tmp_path, recorded, *words, "max_steps=3", "eval.max_samples=2")
+    line = last_line(folder)
+    assert line["step"] == 3 and "eval_reward" in line  # the model itself answers held-out prompts
+    steps = [x for x in (folder / "metrics.jsonl").read_text().splitlines() if "sampling/ess" in x]
+    assert len(steps) == 3
+
+
+def test_auto_correction_is_the_recorded_runs_own_only_with_its_config(recorded: Path) -> None:
+    path = f"generation.replay.path={recorded}"
+    words = [f"root={recorded.parent}", "+recipe=smoke", "distributed.threads=1", "max_steps=4"]
+    words += [*REPLAYED, path, "generation.max_completion_length=16"]
+    for more, mode in (
+        ([], "none"), (["train.learning_rate=1e-3"], "truncate"), (["max_steps=3"], "truncate"),
+        (["max_steps=3", "train.lr_scheduler=constant"], "truncate"),
+        (["generation.temperature=0.9"], "truncate"), (["checkpoint.every=1"], "none"),
+    ):  # fmt: skip
+        run = check.resolve_config(check.check_config(compose_config([*words, *more])))
+        assert run.algorithm.model_dump()["correction"]["mode"] == mode, more
+
+
+def test_a_resumed_replay_goes_on_at_its_step(recorded: Path, tmp_path: Path) -> None:
+    whole = replayed(tmp_path / "whole", recorded)
+    looks: list[int] = []
+    path = f"generation.replay.path={recorded}"
+    words = (*REPLAYED, path, "generation.max_completion_length=16")
+    assert attempt(tmp_path / "looked", *words, looks=looks)
+    assert not attempt(tmp_path, *words, stop_at=looks[-1] * 2 // 3)
+    folder = replayed(tmp_path, recorded)
+    weights = [tensors(f / "final" / "model.safetensors") for f in (whole, folder)]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["generation.replay.path=null"], "generation.replay.path"),
+        (["generation.replay.path=nowhere"], "generation.replay.path"),
+        (["max_steps=6"], "generation.replay.path"),
+        (["algorithm.num_generations=2"], "algorithm.num_generations"),
+        (["train.prompts_per_step=2"], "train.prompts_per_step"),
+        (["seed=2"], "seed"),
+        (["data.shuffle=false"], "data.shuffle"),
+        (["generation.max_completion_length=8"], "generation.max_completion_length"),
+        (["algorithm=remax"], "algorithm.name"),
+        (["name=smoke"], "generation.replay.path"),
+    ],
+)
+def test_what_the_record_does_not_have_is_refused_by_the_check(
+    recorded: Path, words: list[str], key: str
+) -> None:
+    path = f"generation.replay.path={recorded}"
+    first = ["+recipe=smoke", f"root={recorded.parent}", "max_steps=4", *REPLAYED, path]
+    first += ["generation.max_completion_length=16"]
+    check.check_config(compose_config(first))
+    with pytest.raises(ConfigError) as caught:
+        check.check_config(compose_config([*first, *words]))
+    assert [p.where.partition(" ")[0] for p in caught.value.problems] == [key]
+    if words == ["max_steps=6"]:
+        assert "2 of 6 steps are not recorded: 5-6" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "said"),
+    [
+        (["data.path=make:addition"], (DataError, ConfigError), "not those"),
+        (["model.path=make:addition"], ConfigError, "tokenizer|tokens"),
+    ],
+)
+def test_other_data_and_other_tokens_are_refused_before_a_model_loads(
+    recorded: Path, tmp_path: Path, words: list[str], kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        replayed(tmp_path, recorded, *words)
+    assert not [*tmp_path.glob("replayed/checkpoint*")]
+
+
+def test_each_group_gets_one_completion_per_seed_in_order_and_is_told_of_once(
+    recorded: Path,
+) -> None:
+    found, groups, seeds = player(recorded)
+    told: list[int] = []
+    turned = [[*reversed(s)] for s in seeds]
+    found.play_recorded(groups, turned, told.append)
+    assert told == [0, 1, 2, 3]
+    assert [[r.seed for r in g.rollouts] for g in groups] == turned
+
+
+def test_a_completion_does_not_depend_on_its_neighbours(recorded: Path) -> None:
+    found, groups, seeds = player(recorded)
+    found.play_recorded(groups, seeds)
+    alone = Group(groups[2].prompt_offset, {}, "", groups[2].prompt_ids)
+    found.play_recorded([alone], [seeds[2][1:2]])
+    assert alone.rollouts == groups[2].rollouts[1:2]
+
+
+def test_nothing_is_played_that_was_drawn_for_something_else(recorded: Path) -> None:
+    found, groups, seeds = player(recorded)
+    with pytest.raises(GenerationError, match="no completion of seed 5"):
+        found.play_recorded(groups[:1], [[5]])
+    groups[1].prompt_ids = [1, 2]
+    with pytest.raises(GenerationError, match="another prompt"):
+        found.play_recorded(groups[1:2], seeds[1:2])
+    with pytest.raises(GenerationError, match="no sampler"):
+        found.generate(groups, seeds)
+    with pytest.raises(DataError):
+        found.recorded_draws(7)
