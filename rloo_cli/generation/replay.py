@@ -138,7 +138,8 @@ def check_data(
     """
     folder = recorded_folder(run)
     files = rollout_files.list_rollout_files(folder)
-    if problems := [*step_problems(folder, files, num_steps)]:
+    unknown_before = run.num_steps() is None  # train.epochs; else `rules` has looked
+    if unknown_before and (problems := [*step_problems(folder, files, num_steps)]):
         raise ConfigError(*problems)
     head = rollout_files.read_rollout_head(next(iter(files.values())))
     if head["tokenizer"] != vocabulary.tokenizer_digest(tokenizer):

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rloo_cli.algorithms.common.base import load_algorithm
-from rloo_cli.config import check
+from rloo_cli.config import registry
 from rloo_cli.config.schema import RewardConfig, RunConfig
 from rloo_cli.data import rollout_files
 from rloo_cli.data.batch import Batch, Group, Prompt
@@ -54,6 +54,7 @@ class StepVerdict:
     flipped: int  # whose sign is the other one
     silenced: int  # 0 only under the new reward
     woken: int  # 0 only under the old one
+    largest_change: float  # of an advantage
     seconds: float = 0.0  # that the new reward took
 
     @property
@@ -152,7 +153,7 @@ def _reward_config(settings: RunConfig, spec: str) -> RewardConfig:
     common = {name: getattr(first, name) for name in RewardConfig.model_fields}
     common |= {"type": "function", "weight": 1.0, "only": {}, "workers": 0, "cache": False}
     common |= {"scope": "batch", "on_error": "raise"}
-    config_class = check.registry.config_class("rewards", "function")
+    config_class = registry.config_class("rewards", "function")
     built: RewardConfig = config_class(**common, path=spec, kwargs={})
     return built
 
@@ -240,6 +241,7 @@ def _step_verdict(step: int | None, tables: Sequence[_Tables], seconds: float) -
         flipped=int((a * b < 0).sum()),
         silenced=int(((a != 0) & (b == 0)).sum()),
         woken=int(((a == 0) & (b != 0)).sum()),
+        largest_change=float(np.abs(a - b).max(initial=0.0)),
         seconds=seconds,
     )
 

@@ -99,7 +99,8 @@ def _pairs(
 
     def at(index: int) -> StepDifference:
         draw = before.groups[index // k].prompt_offset
-        row = run.prompts.example_numbers[run.prompts.index_at(draw)]
+        row, numbers = run.prompts.index_at(draw), run.prompts.example_numbers
+        row = numbers[row] if numbers else row
         return StepDifference("", None, None, draw, row, index % k)
 
     def at_group(index: int) -> StepDifference:

@@ -95,9 +95,9 @@ def other(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (cut, "bytes"), (flip, "digest differs"), (newer, "newer than 1"), (other, "head was changed"),
-        (lambda d: b"", "damaged"), (lambda d: b"\xff" * 40, "does not begin"),
-        (lambda d: d[:30], "damaged"),
+        (cut, "bytes"), (flip, "digest differs"), (newer, "newer than 1"),
+        (other, "head was changed"), (lambda d: b"", "damaged"),
+        (lambda d: b"\xff" * 40, "does not begin"), (lambda d: d[:30], "damaged"),
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_one_error_that_names_it(tmp_path: Path, change, said: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fork_cases import Forked
 from loop_cases import cache, digits
-from replay_cases import edit_record, recorded_run
+from replay_cases import RECORD, edit_record, recorded_run
 from resume_cases import attempt, state
 
 from rloo_cli.cli import main
@@ -29,6 +29,7 @@ FLIPPED = (
     "def flipped(completions, **kwargs):\n"
     "    return [-(len(set(text)) / max(1, len(text))) for text in completions]\n"
 )
+LOOKS: list[int] = []  # at the signals, of the first run
 SAME = FLIPPED.replace("def flipped", "def plain").replace("-(", "(")
 
 
@@ -41,7 +42,7 @@ def models() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a KL in its rewards."""
-    return recorded_run(tmp_path_factory.mktemp("recorded"))
+    return recorded_run(tmp_path_factory.mktemp("recorded"), looks=LOOKS)
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +116,8 @@ def test_a_reward_that_was_a_python_callable_is_taken_from_the_record(tmp_path: 
 
 
 def test_value_models_and_tokens_advantages_come_out_bit_for_bit(tmp_path: Path) -> None:
-    folder = recorded_run(tmp_path, "algorithm=ppo", "max_steps=2", "algorithm.num_minibatches=2")
-    found = replay_step(folder, 2)
+    folder = recorded_run(tmp_path, "algorithm=ppo", "max_steps=1", "algorithm.num_minibatches=2")
+    found = replay_step(folder, 1)
     assert not found.found, found.to_json()
     assert {"value", "advantage of a token", "return of a token"} <= {*found.comparison.compared}
 
@@ -124,15 +125,12 @@ def test_value_models_and_tokens_advantages_come_out_bit_for_bit(tmp_path: Path)
 def test_a_resumed_run_moves_later_records_aside_and_replays_as_a_whole(
     recorded: Path, tmp_path: Path
 ) -> None:
-    words = ("logging.rollouts_every=1", "data.eval_split=null", "checkpoint.every=2")
-    looks: list[int] = []
-    assert attempt(tmp_path / "looked", *words, looks=looks)
     folder = tmp_path / "smoke"
-    assert not attempt(tmp_path, *words, stop_at=looks[-1] * 7 // 8)
+    assert not attempt(tmp_path, *RECORD, stop_at=LOOKS[-1] * 7 // 8)
     for path in folder.glob("checkpoint-3*"):  # as if it was killed, and not stopped
         shutil.rmtree(path)
     assert max(rollout_files.list_rollout_files(folder)) == 3
-    assert attempt(tmp_path, *words)
+    assert attempt(tmp_path, *RECORD)
     assert [p.name for p in (folder / "rollouts.attempt1.tail").iterdir()] == [
         "step_000003.safetensors"
     ]
@@ -186,11 +184,12 @@ def test_an_unchanged_reward_has_the_recorded_advantages_with_their_kl(
 ) -> None:
     (tmp_path / "old.py").write_text(
         "def both(completions, completion_ids, **kwargs):\n"
-        "    chars = [len(set(t)) / max(1, len(t)) for t in completions]\n"
-        "    return [c + 0.01 * len(i) for c, i in zip(chars, completion_ids)]\n"
+        "    pairs = zip(completions, completion_ids)\n"
+        "    return [float(len(set(t))) + 0.01 * len(ids) for t, ids in pairs]\n"
     )
     for step in judge_reward(recorded, f"{tmp_path}/old.py:both").steps:
-        assert step.correlation is not None and step.advantages == 16 and not step.flipped
+        assert step.correlation == pytest.approx(1.0) and step.advantages == 16
+        assert not step.flipped and step.largest_change < 1e-12
 
 
 def test_rank_correlation_shares_the_ranks_of_equal_values() -> None:

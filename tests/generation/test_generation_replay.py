@@ -1,20 +1,24 @@
 """generation=replay: the recorded run's own update, bit for bit; what does not fit is refused."""
 
+import copy
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 from loop_cases import cache
-from replay_cases import last_line, recorded_run
+from replay_cases import HEAD_FACTS, last_line, recorded_run
 from resume_cases import attempt, tensors
 
 from rloo_cli.config import check
 from rloo_cli.config.compose import compose_config
+from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.batch import Group
-from rloo_cli.data.rollout_record import read_rollout_record
-from rloo_cli.generation import RecordedGenerator
+from rloo_cli.data.rollout_record import read_rollout_record, write_rollout_record
+from rloo_cli.generation import RecordedGenerator, replay
 from rloo_cli.generation.common.record_player import RecordPlayer
 from rloo_cli.utils.errors import ConfigError, DataError, GenerationError
 
@@ -34,8 +38,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def replayed(root: Path, recorded: Path, *words: str) -> Path:
     """A run that trains from the record."""
-    path = f"generation.replay.path={recorded}"
-    assert attempt(root, *REPLAYED, path, "generation.max_completion_length=16", *words)
+    assert attempt(root, *REPLAYED, f"generation.replay.path={recorded}", *words)
     return root / "replayed"
 
 
@@ -71,73 +74,100 @@ def test_another_learning_rate_is_off_policy_and_corrected(recorded: Path, tmp_p
     assert len(steps) == 3
 
 
-def test_auto_correction_is_the_recorded_runs_own_only_with_its_config(recorded: Path) -> None:
-    path = f"generation.replay.path={recorded}"
-    words = [f"root={recorded.parent}", "+recipe=smoke", "distributed.threads=1", "max_steps=4"]
-    words += [*REPLAYED, path, "generation.max_completion_length=16"]
-    for more, mode in (
-        ([], "none"), (["train.learning_rate=1e-3"], "truncate"), (["max_steps=3"], "truncate"),
-        (["max_steps=3", "train.lr_scheduler=constant"], "truncate"),
-        (["generation.temperature=0.9"], "truncate"), (["checkpoint.every=1"], "none"),
-    ):  # fmt: skip
-        run = check.resolve_config(check.check_config(compose_config([*words, *more])))
-        assert run.algorithm.model_dump()["correction"]["mode"] == mode, more
-
-
 def test_a_resumed_replay_goes_on_at_its_step(recorded: Path, tmp_path: Path) -> None:
-    whole = replayed(tmp_path / "whole", recorded)
     looks: list[int] = []
-    path = f"generation.replay.path={recorded}"
-    words = (*REPLAYED, path, "generation.max_completion_length=16")
-    assert attempt(tmp_path / "looked", *words, looks=looks)
+    words = (*REPLAYED, f"generation.replay.path={recorded}")
+    whole = tmp_path / "whole" / "replayed"
+    assert attempt(whole.parent, *words, looks=looks)
     assert not attempt(tmp_path, *words, stop_at=looks[-1] * 2 // 3)
     folder = replayed(tmp_path, recorded)
     weights = [tensors(f / "final" / "model.safetensors") for f in (whole, folder)]
     assert weights[0] == weights[1]
 
 
+@pytest.fixture(scope="module")
+def fitting(recorded: Path) -> dict[str, Any]:
+    """The plain config of a run that fits the record."""
+    words = ["+recipe=smoke", f"root={recorded.parent}", "distributed.threads=1", "max_steps=4"]
+    words += [*REPLAYED, f"generation.replay.path={recorded}"]
+    return check.dump_config(check.check_config(compose_config(words)))
+
+
+def changed(values: dict[str, Any], key: str, value: object) -> RunConfig:
+    """The config with another value of one key."""
+    values = copy.deepcopy(values)
+    *sections, leaf = key.split(".")
+    inner = values
+    for section in sections:
+        inner = inner[section]
+    inner[leaf] = value
+    return check.build_run_config(values)
+
+
 @pytest.mark.parametrize(
-    ("words", "key"),
+    ("key", "value", "mode"),
     [
-        (["generation.replay.path=null"], "generation.replay.path"),
-        (["generation.replay.path=nowhere"], "generation.replay.path"),
-        (["max_steps=6"], "generation.replay.path"),
-        (["algorithm.num_generations=2"], "algorithm.num_generations"),
-        (["train.prompts_per_step=2"], "train.prompts_per_step"),
-        (["seed=2"], "seed"),
-        (["data.shuffle=false"], "data.shuffle"),
-        (["generation.max_completion_length=8"], "generation.max_completion_length"),
-        (["algorithm=remax"], "algorithm.name"),
-        (["name=smoke"], "generation.replay.path"),
+        ("checkpoint.every", 1, "none"), ("distributed.threads", 2, "none"),
+        ("train.learning_rate", 1e-3, "truncate"), ("max_steps", 3, "truncate"),
+        ("generation.temperature", 0.9, "truncate"), ("generation.replay.path", "no", "truncate"),
+    ],
+)  # fmt: skip
+def test_auto_correction_is_the_recorded_runs_own_only_with_its_config(
+    fitting: dict[str, Any], key: str, value: object, mode: str
+) -> None:
+    run = check.resolve_config(changed(fitting, key, value))
+    assert run.algorithm.model_dump()["correction"]["mode"] == mode
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("generation.replay.path", None, "generation.replay.path is not set"),
+        ("generation.replay.path", "nowhere", "nowhere has no recorded rollouts"),
+        ("name", "smoke", "a run cannot replay itself"),
+        ("max_steps", 6, "2 of 6 steps are not recorded: 5-6"),
+        ("algorithm.num_generations", 2, "algorithm.num_generations = 2 is not the record's"),
+        ("train.prompts_per_step", 2, "train.prompts_per_step = 2 is not the record's"),
+        ("seed", 2, "seed = 2 is not the record's"),
+        ("data.shuffle", False, "data.shuffle = False is not the record's"),
+        ("generation.max_completion_length", 8, "generation.max_completion_length = 8 is less"),
     ],
 )
 def test_what_the_record_does_not_have_is_refused_by_the_check(
-    recorded: Path, words: list[str], key: str
+    fitting: dict[str, Any], key: str, value: object, said: str
 ) -> None:
-    path = f"generation.replay.path={recorded}"
-    first = ["+recipe=smoke", f"root={recorded.parent}", "max_steps=4", *REPLAYED, path]
-    first += ["generation.max_completion_length=16"]
-    check.check_config(compose_config(first))
+    assert not [*replay.rules(check.build_run_config(fitting))]
+    (problem,) = replay.rules(changed(fitting, key, value))
+    assert problem.what.startswith(said) or problem.what.endswith(said)
+    assert problem.where == ("generation.replay.path" if key in ("name", "max_steps") else key)
+
+
+def test_all_of_it_is_said_at_once(recorded: Path) -> None:
+    words = ["+recipe=smoke", "algorithm=remax", "algorithm.num_generations=3", "seed=4", *REPLAYED]
     with pytest.raises(ConfigError) as caught:
-        check.check_config(compose_config([*first, *words]))
-    assert [p.where.partition(" ")[0] for p in caught.value.problems] == [key]
-    if words == ["max_steps=6"]:
-        assert "2 of 6 steps are not recorded: 5-6" in str(caught.value)
+        check.check_config(compose_config([*words, f"generation.replay.path={recorded}"]))
+    assert [p.what.partition(" ")[0] for p in caught.value.problems] == [
+        "algorithm", "algorithm.num_generations", "seed",
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("words", "kind", "said"),
-    [
-        (["data.path=make:addition"], (DataError, ConfigError), "not those"),
-        (["model.path=make:addition"], ConfigError, "tokenizer|tokens"),
-    ],
-)
-def test_other_data_and_other_tokens_are_refused_before_a_model_loads(
-    recorded: Path, tmp_path: Path, words: list[str], kind: type[Exception], said: str
-) -> None:
-    with pytest.raises(kind, match=said):
-        replayed(tmp_path, recorded, *words)
+def test_other_data_are_refused_before_a_model_loads(recorded: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the data are not those"):
+        replayed(tmp_path, recorded, "data.split=train[:32]")
     assert not [*tmp_path.glob("replayed/checkpoint*")]
+
+
+def test_other_tokens_are_refused(recorded: Path, tmp_path: Path, fitting: dict[str, Any]) -> None:
+    copied = Path(shutil.copytree(recorded, tmp_path / "copied", symlinks=True))
+    record = read_rollout_record(copied, 1)
+    for facts, said in (({"vocab_size": 7}, "the record's had 7"), ({"tokenizer": "x"}, "")):
+        kept = {n: record.head[n] for n in HEAD_FACTS}
+        write_rollout_record(copied, record.batch, kept | facts)
+        problems = [*replay.rules(changed(fitting, "generation.replay.path", str(copied)))]
+        assert [p.what for p in problems if said in p.what] == [p.what for p in problems]
+        assert bool(problems) == bool(said)
+    with pytest.raises(ConfigError, match="the tokenizer is not the one"):
+        replayed(tmp_path, copied)
 
 
 def test_each_group_gets_one_completion_per_seed_in_order_and_is_told_of_once(
