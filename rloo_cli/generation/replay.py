@@ -64,13 +64,13 @@ def rules(run: RunConfig) -> Iterator[Problem]:
     except DataError as error:
         yield from error.problems
         return
+    yield from _sampler_problems(run)
     yield from step_problems(folder, heads, run.num_steps())
     for head in heads.values():
         problems = [*_head_problems(run, folder, head)]
         if problems:  # the others of this run would say the same
             yield from problems
             return
-    yield from _sampler_problems(run)
 
 
 def step_problems(

@@ -188,8 +188,8 @@ def test_an_unchanged_reward_has_the_recorded_advantages_with_their_kl(
         "    return [float(len(set(t))) + 0.01 * len(ids) for t, ids in pairs]\n"
     )
     for step in judge_reward(recorded, f"{tmp_path}/old.py:both").steps:
-        assert step.correlation == pytest.approx(1.0) and step.advantages == 16
-        assert not step.flipped and step.largest_change < 1e-12
+        assert step.correlation == pytest.approx(1.0) and step.advantages > 8
+        assert not step.flipped and not step.largest_change  # with the KL, bit for bit
 
 
 def test_rank_correlation_shares_the_ranks_of_equal_values() -> None:
