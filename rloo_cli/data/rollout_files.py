@@ -46,8 +46,8 @@ def prune_rollout_files(folder: Path, keep_last: int | None) -> None:
 
 def step_ranges(steps: Iterable[int]) -> str:
     """Steps as people write them: 1-3, 5, 8-9."""
-    ordered, parts = sorted({*steps}), []
-    for step in ordered:
+    parts: list[list[int]] = []
+    for step in sorted({*steps}):
         if parts and parts[-1][1] == step - 1:
             parts[-1][1] = step
         else:

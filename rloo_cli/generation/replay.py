@@ -14,7 +14,7 @@ import yaml
 from rloo_cli.config import check, hf_cache, messages, registry
 from rloo_cli.config.rules import LENGTH_FREE_SCHEDULES, RUN_LENGTH_KEYS, SHARDED_ENGINES
 from rloo_cli.config.schema import Frozen, GenerationConfig, RunConfig, Text, key
-from rloo_cli.data import rollout_files, vocabulary
+from rloo_cli.data import rollout_files
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
 from rloo_cli.utils.files import JsonObject
 
@@ -136,6 +136,8 @@ def check_data(
     Raises ConfigError for another tokenizer, or for more steps than are recorded; DataError for
     other data.
     """
+    from rloo_cli.data import vocabulary  # lazy: it imports torch
+
     folder = recorded_folder(run)
     files = rollout_files.list_rollout_files(folder)
     unknown_before = run.num_steps() is None  # train.epochs; else `rules` has looked
@@ -180,7 +182,7 @@ def changed_keys(values: JsonObject, recorded: JsonObject) -> list[str]:
         for v in (values, recorded)
     )
     schedule = values["train"]["lr_scheduler"]
-    free = check.KEYS_NOT_HASHED
+    free: tuple[str, ...] = check.KEYS_NOT_HASHED
     if schedule not in LENGTH_FREE_SCHEDULES:
         free = tuple(name for name in free if name not in RUN_LENGTH_KEYS)
     free = (*free, "data.eval_split")

@@ -175,7 +175,7 @@ def _compare(
     result.compared[what] = max(sizes)
     if one is None or other is None or sizes[0] != sizes[1]:
         result.differing[what] = abs(sizes[0] - sizes[1])
-        at = StepDifference(what, *(float(n) or None for n in sizes))
+        at = StepDifference(f"numbers of {what}", float(sizes[0]), float(sizes[1]))
         result.first = result.first or at
         return
     equal = (one == other) | (one.isnan() & other.isnan())

@@ -110,8 +110,11 @@ def test_a_changed_log_probability_is_named_by_its_token(copy: Path) -> None:
 
 
 def test_a_reward_that_was_a_python_callable_is_taken_from_the_record(tmp_path: Path) -> None:
-    folder = recorded_run(tmp_path, "max_steps=1", digits=digits)
-    found = replay_step(folder, 1)
+    words = ("max_steps=2", "checkpoint.every=1", "logging.rollouts_keep_last=1")
+    folder = recorded_run(tmp_path, *words, digits=digits)
+    assert [*rollout_files.list_rollout_files(folder)] == [2]
+    found = replay_step(folder, 2)
+    assert found.base == "checkpoint-1"
     assert not found.found and "digits: a Python callable" in found.notes[0]
 
 

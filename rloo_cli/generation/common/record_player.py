@@ -19,6 +19,7 @@ from rloo_cli.generation import Generator, RecordedDraws, ignore_arrival
 from rloo_cli.generation.hf.generator import TransformersGenerator
 from rloo_cli.generation.replay import changed_keys, recorded_folder
 from rloo_cli.generation.transformers import Config as TransformersConfig
+from rloo_cli.generation.transformers import TransformersSection
 from rloo_cli.policy.model import Policy
 from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
 
@@ -117,7 +118,7 @@ def build_record_player(
     own = TransformersConfig(
         **common,
         backend="transformers",
-        transformers={"batch_tokens": None, "shared_prompt": "auto"},
+        transformers=TransformersSection(batch_tokens=None, shared_prompt="auto"),
     )
     note(_policy_note(run, recorded))
     return RecordPlayer(
