@@ -5,10 +5,11 @@ from sampling to gradient: the leave-one-out baseline needs all of them. `step.p
 `between_steps.py` evaluation, checkpoints and the log; `build.py` builds the `Run`.
 """
 
+from rloo_cli.checkpoint.step_record import record_rollouts
 from rloo_cli.reporting.update_metrics import sum_over_ranks
 from rloo_cli.run import Run, StepProgress
 from rloo_cli.train.advantages import update_algorithm_state
-from rloo_cli.train.between_steps import evaluate_and_checkpoint, log_step, record_rollouts
+from rloo_cli.train.between_steps import evaluate_and_checkpoint, log_step
 from rloo_cli.train.step import update_policy
 from rloo_cli.utils import rng
 
