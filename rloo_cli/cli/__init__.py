@@ -18,7 +18,7 @@ multirun        Hydra's multirun: launchers, names, objective
 plan            rloo plan, and train --dry-run
 push            rloo push
 recipes         rloo recipes
-replay          a recorded step again; another reward's verdict
+replay          rloo replay
 report          rloo report
 run_arguments   reads the arguments of a verb about a run
 runs            rloo runs
