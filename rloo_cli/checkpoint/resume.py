@@ -12,14 +12,13 @@ import yaml
 
 from rloo_cli.checkpoint import manifest, run_folder
 from rloo_cli.config import check, messages, synthetic
-from rloo_cli.config.rules import local_model_config
+from rloo_cli.config.rules import LENGTH_FREE_SCHEDULES, RUN_LENGTH_KEYS, local_model_config
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils import paths
 from rloo_cli.utils.environment import environment_number
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
 
-RUN_LENGTH_KEYS = ("max_steps", "total_episodes", "train.epochs")
 # Keys that may change in the middle of a run: they change what is computed by rounding at most.
 CHANGEABLE_KEYS = (
     "root", "name", "resume", "resume_allow_changes", "logging", "guards", "checkpoint", "eval",
@@ -29,8 +28,6 @@ CHANGEABLE_KEYS = (
     "slurm",
 )  # fmt: skip
 CHANGEABLE_REWARD_KEYS = ("timeout_s", "retries", "batch_size")
-# Schedules that do not depend on the run's length.
-LENGTH_FREE_SCHEDULES = ("constant", "constant_with_warmup")
 ConfigChanges = dict[str, list[object]]  # key -> [before, now]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from rloo_cli.checkpoint import manifest
 from rloo_cli.checkpoint.resume import ResumePlan
 from rloo_cli.config.schema import CheckpointConfig
+from rloo_cli.data import rollout_files
 from rloo_cli.utils.errors import MachineError, Problem
 from rloo_cli.utils.files import JsonObject, fsync_path, write_text
 
@@ -21,7 +22,8 @@ TEMPORARY_NAME = re.compile(
     r"\.(tmp|trash)-(final|try|checkpoint-[\d-]+)-a(?P<attempt>\d+)"
     r"|\.(run|env|server(_\d+)?|summary|state|MANIFEST|rollouts|rng-\d+)\.json\.\d+\.tmp"
     r"|\.(config\.yaml|overrides\.txt|latest)\.\d+\.tmp"
-    r"|\.(step|eval|pairs)_[\w.-]+\.jsonl\.\d+\.tmp|\.\w+\.attempt\d+\.tail\.jsonl\.\d+\.tmp"
+    r"|\.(step|eval|pairs)_[\w.-]+\.(jsonl|safetensors)\.\d+\.tmp"
+    r"|\.\w+\.attempt\d+\.tail\.jsonl\.\d+\.tmp"
 )
 
 
@@ -59,6 +61,7 @@ def roll_back_folder(resume_plan: ResumePlan) -> list[str]:
     for name in JOURNALS:
         _truncate_journal(folder / name, journals.get(name, 0), resume_plan.attempt - 1)
     _move_later_samples(folder, state, resume_plan.attempt - 1)
+    _move_later_rollouts(folder, state.get("step", 0), resume_plan.attempt - 1)
     if checkpoint:
         write_text(folder / "latest", checkpoint.name + "\n")
     else:
@@ -100,6 +103,12 @@ def _move_later_samples(folder: Path, state: JsonObject, attempt: int) -> None:
         if kind in limits and step.isdigit() and int(step) > limits[kind]:
             tail.mkdir(exist_ok=True)
             path.rename(tail / path.name)
+
+
+def _move_later_rollouts(folder: Path, done: int, attempt: int) -> None:
+    """Move records of steps after the checkpoint to rollouts.attempt<k>.tail/."""
+    name = f"{rollout_files.RECORD_FOLDER}.attempt{attempt}.tail"
+    rollout_files.move_rollout_files(folder, folder / name, lambda step: step > done)
 
 
 def can_rename_folders(folder: Path, attempt: int) -> bool:

@@ -3,18 +3,21 @@
 import torch
 from torch import Tensor
 
-from rloo_cli.data.batch import Batch, Group, Rollout
+from rloo_cli.data.batch import (
+    ADVANTAGE_TENSORS,
+    BATCH_TENSORS,
+    BATCH_VALUES,
+    OPTIONAL_BATCH_TENSORS,
+    ROLLOUT_FIELDS,
+    Batch,
+    Group,
+    Rollout,
+)
 from rloo_cli.data.packing import TOKEN_COLUMNS
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.reporting.update_metrics import UpdateMetrics
 from rloo_cli.run import StepProgress
 from rloo_cli.utils.files import JsonObject
-
-BATCH_TENSORS = ("raw", "score", "shaped", "scorable", "masked")  # every batch has them
-ADVANTAGE_TENSORS = ("kl", "reward", "advantage", "usable")  # once advantages are known
-OPTIONAL_BATCH_TENSORS = ("greedy", "plain")  # only some algorithms set them
-BATCH_VALUES = ("step", "names", "active", "draws", "norm_skipped", "updated")
-ROLLOUT_FIELDS = ("text", "finish_reason", "terminated", "seed", "weight_version")
 
 
 def dump_step(

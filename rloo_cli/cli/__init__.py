@@ -18,6 +18,7 @@ multirun        Hydra's multirun: launchers, names, objective
 plan            rloo plan, and train --dry-run
 push            rloo push
 recipes         rloo recipes
+replay          rloo replay
 report          rloo report
 reward/         rloo reward
 run_arguments   reads the arguments of a verb about a run

@@ -31,8 +31,8 @@ if TYPE_CHECKING:  # lazy: Hydra takes a third of a second
 
 STOPPED_CODES = (75, 130)  # exit codes of a run that was asked to end
 STDOUT_ONLY_VERBS = (  # verbs that write no file
-    "plan", "recipes", "config", "runs", "top", "doctor", "samples", "ledger", "compare", "migrate",
-    "reward", "completion",
+    "plan", "recipes", "config", "runs", "top", "doctor", "replay", "reward", "samples", "ledger",
+    "compare", "migrate", "completion",
 )  # fmt: skip
 
 
@@ -224,6 +224,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "top": _lazy_verb("top"),
     "doctor": _lazy_verb("doctor"),
     "report": _lazy_verb("report"),
+    "replay": _lazy_verb("replay"),
     "sync": _lazy_verb("sync"),
     "push": _lazy_verb("push"),
     "samples": _lazy_verb("samples"),

@@ -209,6 +209,29 @@ VERBS: dict[str, VerbHelp] = {
         ("rloo report quickstart", "rloo report quickstart --out report.html"),
         RUN_NOTE + " The page needs no network, and\nreads on a phone and in the dark.",
     ),
+    "replay": VerbHelp(
+        "compute a recorded step again; or say what another reward would have taught",
+        (
+            "rloo replay RUN [--json]",
+            "rloo replay RUN --step N [--tolerance X] [--json]",
+            "rloo replay RUN --reward FILE.py:NAME [--step N] [-n N] [--json]",
+        ),
+        {
+            "--step N": "the step; with --reward all recorded steps if it is left out",
+            "--reward FILE.py:NAME": "score the recorded completions with it instead",
+            "-n N": "with --reward: how many completions are shown whose advantage flips (5)",
+            "--tolerance X": "numbers this near are equal; 0 = bit for bit, as on an equal CPU",
+            "--json": "the result as data",
+        },
+        (
+            "rloo replay quickstart",
+            "rloo replay quickstart --step 3",
+            "rloo replay quickstart --reward new.py:score --step 3",
+        ),
+        RUN_NOTE + " It has recorded its rollouts\n"
+        "(logging.rollouts_every=1), and is not changed. Exits with 20 where a step comes out\n"
+        "differently.",
+    ),
     "sync": VerbHelp(
         "send all of a run's metrics to a tracker: RUN wandb",
         ("rloo sync RUN TRACKER [--project NAME] [--json]",),

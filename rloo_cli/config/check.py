@@ -301,7 +301,7 @@ def resolved_algorithm_keys(values: JsonObject) -> JsonObject:
     """The values of the algorithm's keys that others stand for, such as `loss_type`."""
     config = values["algorithm"]
     algorithm = registry.algorithm_class(config["name"])
-    resolved: JsonObject = algorithm.resolved_values(config, values["generation"]["backend"])
+    resolved: JsonObject = algorithm.resolved_values(config, registry.sampler_backend(values))
     return resolved
 
 

@@ -189,6 +189,9 @@ LR_SCHEDULES = (
     "inverse_sqrt", "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr",
     "warmup_stable_decay", "greedy",
 )  # fmt: skip
+# Those that do not depend on the run's length.
+LENGTH_FREE_SCHEDULES = ("constant", "constant_with_warmup")
+RUN_LENGTH_KEYS = ("max_steps", "total_episodes", "train.epochs")
 
 # Packages that rloo depends on: none has a reward, and some load and run their arguments.
 DEPENDENCIES = (
@@ -351,7 +354,7 @@ def _evaluation(run: RunConfig) -> Iterator[Problem]:
 
 
 def _compiled(run: RunConfig) -> Iterator[Problem]:
-    if run.train.compile and run.generation.backend == "transformers":
+    if run.train.compile and run.generation.backend in ("transformers", "replay"):
         why = "the same layers sample, one token at a time, and would be compiled for that anew"
         fix = "train.compile=false, or generation=vllm_server"
         yield Problem("train.compile needs a sampler of its own", "train.compile", why, fix)

@@ -304,7 +304,9 @@ class DataConfig(DatasetConfig):
 class GenerationConfig(Frozen):
     """Keys every backend understands; a backend adds its own."""
 
-    backend: str = key("Who samples: transformers, vllm_server, vllm_colocate")
+    backend: str = key(
+        "Who samples: transformers, vllm_server, vllm_colocate; replay = a recorded run has"
+    )
     max_completion_length: Positive = key("Most tokens in a completion")
     min_tokens: int = key("Tokens before which no stop id is sampled", ge=0)
     temperature: float = key("Sampling temperature, > 0; log-probabilities use it too", gt=0)
@@ -505,6 +507,16 @@ class LoggingConfig(Frozen):
     every: Positive = key("Steps per line of metrics")
     samples: int = key("Samples printed per logged step on a plain terminal", ge=0)
     samples_every: Positive = key("Steps per file of samples")
+    rollouts_every: int = key(
+        "Steps per record of rollouts, from which `rloo replay` computes a step again and"
+        " generation=replay trains; 0 = none",
+        since="0.2",
+        before=0,
+        ge=0,
+    )
+    rollouts_keep_last: Positive | None = key(
+        "Records of rollouts that are kept, the newest; null = all", since="0.2", before=None
+    )
     trl_aliases: bool = key("Also write TRL's spelling of a metric, where it differs")
     console: Literal["auto", "panel", "plain"] = key("auto = a live panel on a terminal")
     objective: str | None = key(

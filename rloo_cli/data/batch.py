@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 
 Prompt = str | list[JsonObject]
 
+# What a batch consists of, for those that write it down.
+BATCH_TENSORS = ("raw", "score", "shaped", "scorable", "masked")  # every batch has them
+ADVANTAGE_TENSORS = ("kl", "reward", "advantage", "usable")  # once advantages are known
+OPTIONAL_BATCH_TENSORS = ("greedy", "plain")  # only some algorithms set them
+BATCH_VALUES = ("step", "names", "active", "draws", "norm_skipped", "updated")
+ROLLOUT_FIELDS = ("text", "finish_reason", "terminated", "seed", "weight_version")
+
 
 @dataclass
 class Rollout:

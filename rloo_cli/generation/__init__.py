@@ -3,11 +3,13 @@
 The backend's file imports no torch, so that the registry can read its `Config`. Its
 `IMPLEMENTATION` (`module:name`, for `registry.load_code`) names the function that makes the
 generator: `implementation(model, tokenizer, run_config, context_length, folder, note)`; `note`
-prints a line. A file may have `rules(run_config)`, problems of its keys. The training loop uses
-nothing of a backend but its `Generator`.
+prints a line. A file may have `rules(run_config)`, problems of its keys; `check_data(run_config,
+tokenizer, prompts, num_steps)`, a check before any weights load; and `sampled_by(values)`, whose
+rules hold for a correction. The training loop uses nothing of a backend but its `Generator`.
 
     common/        shared by every backend
     hf/            sampling with the trained model
+    replay         no sampler: completions that another run recorded
     transformers   sampling in this process with the trainer's own weights
     vllm/          sampling with vLLM
     vllm_colocate  a vLLM engine on the trainer's own device, in a child process
@@ -15,11 +17,14 @@ nothing of a backend but its `Generator`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rloo_cli.utils.errors import GenerationError, Problem
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from rloo_cli.data.batch import Group
     from rloo_cli.policy.model import Policy
 
@@ -73,6 +78,34 @@ class Generator(Protocol):
 
     def close(self) -> None:
         """Release the sampler's resources."""
+
+
+@dataclass(frozen=True)
+class RecordedDraws:
+    """The prompts of a recorded step."""
+
+    prompt_offsets: list[int]  # P, in the step's order; resampling may have left out others
+    num_draws: int  # prompts that the step consumed
+    greedy_scores: "Tensor | None" = None  # (P,) float64, of algorithms that answer greedily too
+
+
+@runtime_checkable
+class RecordedGenerator(Generator, Protocol):
+    """A generator that samples nothing for the training: its completions were recorded."""
+
+    def recorded_draws(self, step: int) -> RecordedDraws:
+        """The prompts of step `step`, counted from 0. Raises DataError where it is not recorded."""
+
+    def play_recorded(
+        self,
+        groups: "list[Group]",
+        seeds: list[list[int]],
+        arrived: Callable[[int], None] = ignore_arrival,
+    ) -> None:
+        """Fill groups of the step of `recorded_draws` as `generate` does, from the record alone.
+
+        Raises GenerationError for a prompt or a seed that is not of that step.
+        """
 
 
 def check_prompt_lengths(

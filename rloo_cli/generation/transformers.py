@@ -12,6 +12,8 @@ IMPLEMENTATION = "rloo_cli.generation.hf.generator:build_transformers_generator"
 
 
 class TransformersSection(Frozen):
+    """How completions are decoded here."""
+
     batch_tokens: Positive | None = key(
         "Most tokens, padding included, decoded at once; null = all, on a GPU 1/4 of its memory"
     )

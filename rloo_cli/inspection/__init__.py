@@ -8,10 +8,13 @@ first_difference  where two runs part first
 ledger_audit      checks the prompt ledger, line by line
 model_card        the card of a run's model, for a hub
 report/           one HTML page that shows a run
+reward_what_if    what another reward would have taught (imports torch)
 resume_proof      trains twice, once with a kill, and compares (starts processes)
 run_folders       finds the folder of a run by path or name
 run_list          a line for each run in a folder
 run_record        the config, state, metrics and evaluations of a run
 run_screen        the values and one frame of `rloo top`
 sample_files      finds and reads the samples of a step or an evaluation
+step_differences  compares a step that was computed again with its record (imports torch)
+step_replay       computes a recorded step again (imports torch)
 """

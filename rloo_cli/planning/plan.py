@@ -7,13 +7,15 @@ from rloo_cli.config.schema import RunConfig
 from rloo_cli.planning import duration, peak_memory, vllm_memory
 from rloo_cli.planning import plan_inputs as cases
 from rloo_cli.planning.device import Device
-from rloo_cli.planning.duration import StepDuration
+from rloo_cli.planning.duration import MeanLengths, StepDuration
 from rloo_cli.planning.peak_memory import PeakMemory
 from rloo_cli.planning.plan_inputs import PlanInputs
 from rloo_cli.planning.static_memory import MASTER, MOMENTS, trained_params, value_model_params
 from rloo_cli.planning.vllm_memory import EngineMemory
 
 MOST_GPUS = 4096
+RECORDED_TOKEN_BYTES = 8  # its id, and about 4 characters of text
+RECORDED_FIELDS_BYTES = 250  # what is recorded of a completion beside its tokens, and of a prompt
 UTILIZATION_STEPS = (0.05, 0.1)  # added to a recommended share if vLLM does not start with it
 
 
@@ -38,7 +40,9 @@ class RunPlan:
     duration: StepDuration
     steps: int | None  # None = known when the data is loaded
     checkpoint_bytes: float  # of one checkpoint
-    disk_bytes: float  # of all checkpoints that are kept, and one more
+    disk_bytes: float  # of all checkpoints that are kept and one more, and of recorded rollouts
+    rollouts_bytes: float  # of one recorded step
+    rollouts_kept: int | None  # recorded steps at the end; None = known when the data is loaded
 
     @property
     def needed_bytes(self) -> float:
@@ -67,16 +71,44 @@ def make_run_plan(run: RunConfig, device: Device, options: PlanOptions | None = 
     step = duration.estimate_step_duration(
         inputs, means, sampler, forward.micro_batches, forward.recompute
     )
+    steps = run.num_steps(options.prompts)
+    recorded, kept = recorded_step_bytes(inputs, means), recorded_steps(run, steps)
     return RunPlan(
         inputs=inputs,
         memory=memory,
         sampler=sampler,
         options=options,
         duration=step,
-        steps=run.num_steps(options.prompts),
+        steps=steps,
         checkpoint_bytes=size,
-        disk_bytes=(run.checkpoint.keep_last + 1) * size,
+        disk_bytes=(run.checkpoint.keep_last + 1) * size + (kept or 0) * recorded,
+        rollouts_bytes=recorded,
+        rollouts_kept=kept,
     )
+
+
+def recorded_step_bytes(inputs: PlanInputs, means: MeanLengths) -> float:
+    """Bytes of one step's record of rollouts (data/rollout_record.py).
+
+    A token has its id, its text, and log-probabilities of sampler, policy and reference; a prompt
+    is there once, with its columns, which are taken to be as long as the prompt.
+    """
+    run = inputs.run
+    columns = 2 + bool(run.algorithm.needs_reference) + 3 * bool(run.algorithm.by_token)
+    completion = RECORDED_FIELDS_BYTES + means.completion * (RECORDED_TOKEN_BYTES + 4 * columns)
+    prompt = RECORDED_FIELDS_BYTES + 3 * RECORDED_TOKEN_BYTES * means.prompt / 2
+    each = prompt + run.algorithm.num_generations * completion
+    return float(run.train.prompts_per_step * each)
+
+
+def recorded_steps(run: RunConfig, steps: int | None) -> int | None:
+    """How many recorded steps a run leaves; None where its length is not known."""
+    every, keep = run.logging.rollouts_every, run.logging.rollouts_keep_last
+    if not every:
+        return 0
+    if steps is None:
+        return keep
+    return min(steps // every, keep or steps)
 
 
 def _estimate_memory(inputs: PlanInputs) -> tuple[PeakMemory, EngineMemory | None]:

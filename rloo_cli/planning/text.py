@@ -49,7 +49,11 @@ def plan_summary(plan: RunPlan) -> Iterator[str]:
     yield f"step       {plan.tokens_per_step:,.0f} tokens, {_time(plan.duration.total_seconds)}"
     yield f"run        {_run(plan)}"
     count, size = run.checkpoint.keep_last + 1, format_gib(plan.checkpoint_bytes)
-    yield f"disk       {format_gib(plan.disk_bytes)}: {count} checkpoints of {size}"
+    records = ""
+    if run.logging.rollouts_every:
+        kept = "?" if plan.rollouts_kept is None else f"{plan.rollouts_kept:,}"
+        records = f", {kept} records of rollouts of {format_gib(plan.rollouts_bytes)}"
+    yield f"disk       {format_gib(plan.disk_bytes)}: {count} checkpoints of {size}{records}"
 
 
 def _gpus(count: int) -> str:
@@ -209,5 +213,7 @@ def plan_values(plan: RunPlan) -> JsonObject:
         "step_parts_seconds": plan.duration.phase_seconds,
         "checkpoint_bytes": plan.checkpoint_bytes,
         "disk_bytes": plan.disk_bytes,
+        "rollouts_bytes": plan.rollouts_bytes,
+        "rollouts_kept": plan.rollouts_kept,
         "assumed": list(plan_assumptions(plan))[1:],
     }  # fmt: skip

@@ -176,6 +176,9 @@ class RunBuilder:
         for note in [*notes, *splits.describe_first_prompt(self.prompts, self.tokenizer)]:
             log.note(note)
         self.num_steps = count_steps(config, len(self.prompts))
+        backend = registry.registered_module("generation", config.generation.backend)
+        if hasattr(backend, "check_data"):
+            backend.check_data(config, self.tokenizer, self.prompts, self.num_steps)
 
     def prepare_rewards(self) -> None:
         """Let rewards load what they need, and build the judge of held-out completions."""
@@ -264,7 +267,7 @@ class RunBuilder:
         end_ids = stop_ids(self.tokenizer, policy.model, config.generation)
         vocabulary.check_stop_tokens(end_ids, policy.vocab_size, config.generation)
         name = config.generation.backend
-        if name != "transformers":  # an engine of its own takes a minute to start
+        if name in VLLM_SECTIONS:  # an engine of its own takes a minute to start
             self.log.phase(f"waiting for the sampler ({name}) to answer")
 
         def weights() -> Iterator[dict[str, Tensor]]:
@@ -423,7 +426,7 @@ def _check_kv_cache(config: RunConfig, model: PreTrainedModel) -> None:
         why = f"it keeps a state of its own ({other[0]}), and no past_key_values"
     elif not any(k.endswith("attention") and k != "linear_attention" for k in kinds):
         why = f"no layer of it has keys and values to keep: {', '.join(dict.fromkeys(kinds))}"
-    if why and config.generation.backend == "transformers":
+    if why and config.generation.backend in ("transformers", "replay"):
         what = f"{type(model).__name__} cannot be sampled by generation=transformers"
         raise ConfigError(Problem(what, "generation", why, "generation=vllm_server"))
 

@@ -5,6 +5,7 @@ from sampling to gradient: the leave-one-out baseline needs all of them. `step.p
 `between_steps.py` evaluation, checkpoints and the log; `build.py` builds the `Run`.
 """
 
+from rloo_cli.checkpoint.step_record import record_rollouts
 from rloo_cli.reporting.update_metrics import sum_over_ranks
 from rloo_cli.run import Run, StepProgress
 from rloo_cli.train.advantages import update_algorithm_state
@@ -28,11 +29,13 @@ def run_training_loop(run: Run) -> None:
         batch, updates = run.step_progress.batch, run.step_progress.updates
         update_policy(run, run.step_progress)
         sync_weights(run)
+        summed = sum_over_ranks(updates, run.world)
+        record_rollouts(run, batch, summed)
         if run.world.is_main:
             run.ledger.step(batch, state.place, updates.num_updates, batch.updated)
         state.advance(batch)
         update_algorithm_state(run, batch)
-        log_step(run, batch, sum_over_ranks(updates, run.world))
+        log_step(run, batch, summed)
         run.step_progress, run.rng = None, rng.capture_random_states()
 
 

@@ -24,12 +24,17 @@ def write_text(path: Path, text: str) -> None:
 
     Raises FileNotFoundError below a folder of `hold_folder` that is gone: it is not created again.
     """
+    write_whole_file(path, text.encode("utf-8"))
+
+
+def write_whole_file(path: Path, data: bytes) -> None:
+    """`write_text`, for bytes."""
     check_folder_present(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

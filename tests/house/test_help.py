@@ -40,6 +40,7 @@ NOTHING_HERE = {
     "top": "there is no run",
     "doctor": "there is no run",
     "report": "there is no run",
+    "replay": "there is no run",
     "sync": "there is no run",
     "push": "there is no run",
     "samples": "there is no run",

@@ -24,7 +24,8 @@ LARGEST = 20.0  # exponents are clamped to +-20, so that a weight is never infin
 
 class CorrectionConfig(Frozen):
     mode: Literal["auto", "none", "truncate", "mask", "filter", "bypass"] = key(
-        "auto = truncate with vLLM and none with transformers; bypass = old_logp is the sampler's"
+        "auto = truncate with vLLM, none with transformers, with replay as docs/replay.md says;"
+        " bypass = old_logp is the sampler's"
     )
     level: Literal["token", "sequence", "geometric"] = key(
         "What has a weight: tokens, completions, or completions by their mean; filter: see floor"
@@ -57,7 +58,7 @@ def correction_mode(config: Config, backend: str) -> str:
 
 def auto_correction_mode(backend: str) -> str:
     """The mode that `correction.mode` = auto stands for with a generation backend."""
-    return "truncate" if backend.startswith("vllm") else "none"
+    return "none" if backend == "transformers" else "truncate"
 
 
 def correction_weights(old_logp: Tensor, micro_batch: MicroBatch, config: Config) -> Weights | None:

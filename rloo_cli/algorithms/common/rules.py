@@ -12,6 +12,7 @@ from statistics import NormalDist
 from rloo_cli.algorithms.common import config as common_config
 from rloo_cli.algorithms.common import dialect, importance_weights, policy_loss, siblings
 from rloo_cli.algorithms.common.config import Switches, num_updates_per_step, shared_switches
+from rloo_cli.config import registry
 from rloo_cli.config.schema import GenerationConfig, RunConfig
 from rloo_cli.utils.errors import Problem
 
@@ -86,7 +87,7 @@ def algorithm_problems(run: RunConfig) -> Iterator[Problem]:
     yield from _kl_problems(config)
     yield from _ratio_problems(config)
     yield from _shaping_problems(config)
-    yield from _correction_problems(config, run.generation)
+    yield from _correction_problems(config, run)
     yield from _minibatch_problems(config, run.train.prompts_per_step)
 
 
@@ -98,7 +99,7 @@ def algorithm_warnings(run: RunConfig) -> Iterator[str]:
     yield from _kl_warnings(config)
     yield from siblings.sibling_warnings(config)
     filters = _sampling_filters(generation)
-    if filters and importance_weights.correction_mode(config, generation.backend) == "none":
+    if filters and importance_weights.correction_mode(config, _sampler(run)) == "none":
         yield f"generation.{', '.join(filters)}: logp does not describe what is sampled then"
     share = clipped_by_noise(config, max_length)
     if num_updates > 1 and share > CLIPPED_SHARE:
@@ -213,8 +214,13 @@ def _shaping_problems(config: Switches) -> Iterator[Problem]:
         )
 
 
-def _correction_problems(config: Switches, generation: GenerationConfig) -> Iterator[Problem]:
-    rule = config.correction
+def _sampler(run: RunConfig) -> str:
+    """The backend whose rules hold for correction.mode=auto."""
+    return registry.sampler_backend(run.model_dump(mode="json"))
+
+
+def _correction_problems(config: Switches, run: RunConfig) -> Iterator[Problem]:
+    rule, generation = config.correction, run.generation
     if rule.floor > rule.cap:
         yield Problem(
             "no correction weight can be kept",
@@ -222,7 +228,7 @@ def _correction_problems(config: Switches, generation: GenerationConfig) -> Iter
             f"floor {rule.floor:g} is above cap {rule.cap:g}",
             "algorithm.correction.floor=0",
         )
-    mode = importance_weights.correction_mode(config, generation.backend)
+    mode = importance_weights.correction_mode(config, _sampler(run))
     filters = _sampling_filters(generation)
     if mode == "none" or not filters:
         return

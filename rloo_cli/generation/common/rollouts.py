@@ -3,7 +3,7 @@
 Scores are combined and shaped here, before any KL, in the order of docs/OBJECTIVES.md.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,7 +17,7 @@ from rloo_cli.config.schema import RunConfig
 from rloo_cli.data.batch import Batch, Group
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.distributed.world import World
-from rloo_cli.generation import Generator, ignore_arrival
+from rloo_cli.generation import Generator, RecordedGenerator, ignore_arrival
 from rloo_cli.generation.common import across_ranks
 from rloo_cli.rewards.engine.arguments import RewardContext, TrainerState
 from rloo_cli.rewards.engine.build import Reward
@@ -50,7 +50,10 @@ class Rollouts:
 
         With zero_std_groups=resample, groups of equal scores are replaced by new prompts. Raises
         RewardError, GenerationError, and NumbersError when resampling finds nothing to learn from.
+        Recorded completions are those of the record's step, in its order.
         """
+        if isinstance(self.generator, RecordedGenerator):
+            return self._recorded_batch(self.generator, step, prompt_offset, state)
         settings = self.algorithm.config
         missing = self.config.train.prompts_per_step
         rounds: list[Batch] = []
@@ -69,6 +72,33 @@ class Rollouts:
         self._finalize_batch(whole, num_sampled)
         return whole
 
+    def _recorded_batch(
+        self, generator: RecordedGenerator, step: int, prompt_offset: int, state: TrainerState
+    ) -> Batch:
+        """Score the completions that were recorded for this step; there is nobody to resample."""
+        with self.clock.phase("data"):
+            drawn = generator.recorded_draws(step)
+            groups = [self.prompts.groups_at(offset, 1)[0] for offset in drawn.prompt_offsets]
+        seeds = self._sampling_seeds(step, [n - prompt_offset for n in drawn.prompt_offsets])
+        context = RewardContext(self.prompts.conversational, state, signals.raise_if_stopped)
+        scores = self._sample_and_score(groups, seeds, context, generator.play_recorded)
+        batch = self._build_batch(step, groups, scores)
+        batch.draws = drawn.num_draws
+        if self.algorithm.config.needs_greedy and drawn.greedy_scores is not None:
+            # The greedy completions themselves were not recorded.
+            batch.greedy = drawn.greedy_scores
+            batch.scorable = batch.scorable & ~batch.greedy.isnan()[:, None]
+        self._finalize_batch(batch, drawn.num_draws)
+        return batch
+
+    def _sampling_seeds(self, step: int, indices: Iterable[int]) -> list[list[int]]:
+        """The seeds of a step's prompts, given by their numbers in the step. -> K for each"""
+        k, run_seed = self.config.algorithm.num_generations, self.config.seed
+        return [
+            [sampling_seed(run_seed, "train", step, prompt, j) for j in range(k)]
+            for prompt in indices
+        ]
+
     def _sample_round(
         self,
         step: int,
@@ -79,11 +109,7 @@ class Rollouts:
     ) -> Batch:
         with self.clock.phase("data"):
             groups = self.prompts.groups_at(prompt_offset, num_prompts)
-        k, run_seed = self.config.algorithm.num_generations, self.config.seed
-        seeds = [
-            [sampling_seed(run_seed, "train", step, prompt, j) for j in range(k)]
-            for prompt in range(offset_in_step, offset_in_step + num_prompts)
-        ]
+        seeds = self._sampling_seeds(step, range(offset_in_step, offset_in_step + num_prompts))
         context = RewardContext(self.prompts.conversational, state, signals.raise_if_stopped)
         scores = self._sample_and_score(groups, seeds, context, self.generator.generate)
         scores.raw = poison_tensor("reward", scores.raw)

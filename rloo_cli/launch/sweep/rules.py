@@ -82,7 +82,7 @@ def rung_problems(
 def trial_problems(run: RunConfig) -> Iterator[Problem]:
     """Why a run cannot be a trial: in a sweep it would not do what it does alone."""
     backend, distributed = run.generation.backend, run.distributed
-    if backend != "transformers":
+    if backend not in ("transformers", "replay"):
         why = "its engine would hold the device, or the weights of one member, while others train"
         what = f"generation.backend = {backend} is not for a sweep"
         yield Problem(what, "generation.backend", why, "generation=transformers")

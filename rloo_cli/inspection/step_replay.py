@@ -1,0 +1,300 @@
+"""Computes a recorded step of a run once more, and says where it comes out differently.
+
+The policy of the step is an earlier checkpoint, or the model that the run began with, and the
+recorded steps since, whose updates are made again. Then the step's recorded completions are scored
+by the run's own rewards, and the run's own update (`train/step.py`) is made of them. Everything is
+built in a temporary folder; the run's is only read. Imports torch.
+"""
+
+import contextlib
+import io
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rloo_cli.checkpoint import manifest, resume
+from rloo_cli.checkpoint.resume import ResumePlan
+from rloo_cli.config import check
+from rloo_cli.config.schema import GenerationConfig, RunConfig
+from rloo_cli.data import rollout_files
+from rloo_cli.data.rollout_record import RecordedStep, read_rollout_record, without_updates
+from rloo_cli.generation.replay import changed_keys
+from rloo_cli.inspection.step_differences import StepComparison, compare_steps
+from rloo_cli.run import Run, StepProgress
+from rloo_cli.train.advantages import update_algorithm_state
+from rloo_cli.train.build import build_run
+from rloo_cli.train.loop import sync_weights
+from rloo_cli.train.step import update_policy
+from rloo_cli.utils import process_exit, rng
+from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import JsonObject, read_json
+
+PYTHON_PATH = "python:"  # of a reward that was a callable of the process that trained
+# Relative and absolute: what other kernels, another number of ranks or a GPU make of the same step.
+TOLERANCES = {"float32": 1e-4}
+HALF_TOLERANCE = 2e-2
+COMPUTED_ON = ("device", "dtype", "ranks", "threads", "torch")
+
+
+@dataclass(frozen=True)
+class ReplayBase:
+    """Where a step's policy comes from."""
+
+    step: int  # steps that are done there
+    checkpoint: Path | None  # None = the model that the run began with
+
+    @property
+    def name(self) -> str:
+        """The checkpoint's name, or what stands for the beginning."""
+        return "the first model" if self.checkpoint is None else self.checkpoint.name
+
+
+@dataclass
+class StepReplay:
+    """What came of a step that was computed once more."""
+
+    step: int
+    base: str
+    updated_before: list[int]  # steps whose updates were made again, to come to this one
+    tolerance: float  # 0 = bit for bit
+    comparison: StepComparison
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def found(self) -> bool:
+        """Whether anything came out differently."""
+        return self.comparison.first is not None
+
+    def to_json(self) -> JsonObject:
+        """Its fields as plain values."""
+        return asdict(self) | {"found": self.found}
+
+
+def replay_bases(folder: Path) -> dict[int, ReplayBase]:
+    """Recorded step -> where it can be computed from; steps without such a place are left out."""
+    recorded = rollout_files.list_rollout_files(folder)
+    bases = sorted(_base_candidates(folder), key=lambda base: base.step)
+    found = {}
+    for step in recorded:
+        usable = [b for b in bases if b.step < step
+                  and all(s in recorded for s in range(b.step + 1, step))]  # fmt: skip
+        if usable:
+            found[step] = usable[-1]
+    return found
+
+
+def _base_candidates(folder: Path) -> Iterator[ReplayBase]:
+    yield ReplayBase(0, None)
+    came_from = read_json(folder / "run.json").get("came_from")
+    other = [Path(came_from)] if came_from else []
+    for path in (*manifest.list_checkpoints(folder), *other):
+        position = manifest.checkpoint_position(path)
+        # One inside a step has a part of its updates behind it.
+        if position is not None and position[1] < 0 and (path / manifest.MANIFEST_FILE).is_file():
+            yield ReplayBase(position[0], path)
+
+
+def find_replay_base(folder: Path, step: int) -> ReplayBase:
+    """Where a recorded step is computed from. Raises ConfigError, which names the steps that can be
+    replayed, and DataError for a damaged record."""
+    recorded, bases = rollout_files.list_rollout_files(folder), replay_bases(folder)
+    able = rollout_files.step_ranges(bases)
+    if not recorded:
+        why = "logging.rollouts_every is 0 by default, and nothing is recorded then"
+        fix = "logging.rollouts_every=1 in the next run"
+        raise ConfigError(Problem(f"{folder} has no recorded rollouts", "--step", why, fix))
+    near = min(bases or recorded, key=lambda other: abs(other - step))
+    if step not in recorded:
+        why = f"recorded are the steps {rollout_files.step_ranges(recorded)}"
+        raise ConfigError(Problem(f"step {step} is not recorded", "--step", why, f"--step {near}"))
+    base = bases.get(step)
+    if base is None:
+        what = f"step {step} cannot be computed again"
+        why = "no checkpoint lies before it from which on every step is recorded;"
+        why += f" steps that can be replayed: {able}"
+        fix = f"--step {near}" if bases else "logging.rollouts_every=1 in the next run"
+        raise ConfigError(Problem(what, "--step", why, fix))
+    if base.checkpoint and (wrong := manifest.checkpoint_problem(base.checkpoint)) is not None:
+        raise ConfigError(Problem(f"{base.checkpoint} cannot be used", "--step", wrong))
+    return base
+
+
+def replay_step(
+    folder: Path,
+    step: int,
+    tolerance: float | None = None,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> StepReplay:
+    """Compute a recorded step of the run in `folder` once more, and compare.
+
+    `tolerance`: None = 0 (bit for bit) where the same device, dtype, number of ranks and torch
+    computed the run on a CPU, else what rounding explains. Raises RunError.
+    """
+    base, record = find_replay_base(folder, step), read_rollout_record(folder, step)
+    earlier = list(range(base.step + 1, step))
+    settings = read_attempt_config(folder, record)
+    for other in earlier:
+        _check_same_config(folder, settings, other, step, base)
+    notes = _column_notes(record)
+    callables = [n for n, e in settings.rewards.items()
+                 if getattr(e, "path", "").startswith(PYTHON_PATH)]  # fmt: skip
+    stand_ins = {name: RecordedScores(record, name) for name in callables}
+    if callables:
+        names = ", ".join(callables)
+        notes.append(f"{names}: a Python callable, which is gone; its scores are the recorded ones")
+    with tempfile.TemporaryDirectory(prefix="rloo-replay-") as place:
+        on_progress(f"building the run at {base.name}")
+        run = _build_at(folder, Path(place), settings, record, base, stand_ins)
+        for other in earlier:
+            on_progress(f"making the updates of step {other} again")
+            _train_recorded_step(run, read_rollout_record(folder, other))
+        on_progress(f"computing step {step}")
+        run.log.training_lines = training_lines_before(folder, run.state.step)
+        state = run.state
+        batch = run.rollouts.next_batch(state.step, state.place, state.seen_by_rewards(run))
+        progress = StepProgress(batch)
+        update_policy(run, progress)
+        here = _computed_here(run)
+        changed = [n for n in COMPUTED_ON if here[n] != record.head["computed_on"].get(n)]
+        if tolerance is None:
+            tolerance = _default_tolerance(here, changed)
+        if changed:
+            text = _changes_text(record, here, changed)
+            notes.append(f"what computed the run is not what computes here: {text}")
+        comparison = compare_steps(record, batch, progress.updates, run, tolerance)
+        run.generator.close()
+    return StepReplay(step, base.name, earlier, tolerance, comparison, notes)
+
+
+def _column_notes(record: RecordedStep) -> list[str]:
+    if not (lost := record.lost_columns):
+        return []
+    return [f"columns whose values a record cannot hold, kept as text: {', '.join(lost)}"]
+
+
+def _changes_text(record: RecordedStep, here: JsonObject, changed: list[str]) -> str:
+    then = record.head["computed_on"]
+    return ", ".join(f"{name} {then.get(name)} → {here[name]}" for name in changed)
+
+
+def _default_tolerance(here: JsonObject, changed: list[str]) -> float:
+    if not changed and here["device"] == "cpu":
+        return 0.0
+    return TOLERANCES.get(here["dtype"], HALF_TOLERANCE)
+
+
+def _computed_here(run: Run) -> JsonObject:
+    return {
+        "device": run.world.device.type,
+        "dtype": str(run.policy.dtype).removeprefix("torch."),
+        "ranks": run.world.size,
+        "threads": torch.get_num_threads(),
+        "torch": metadata.version("torch"),
+    }
+
+
+def read_attempt_config(folder: Path, record: RecordedStep) -> RunConfig:
+    """The config that a step was trained with, whatever a later attempt changed."""
+    path = resume.attempt_config_path(folder, int(record.head["attempt"]))
+    return check.read_resolved_config(path if path.is_file() else folder / "config.yaml")
+
+
+def _check_same_config(
+    folder: Path, settings: RunConfig, other: int, step: int, base: ReplayBase
+) -> None:
+    """Raises ConfigError if an earlier step was trained with other keys than this one."""
+    before = read_attempt_config(folder, read_rollout_record(folder, other))
+    changed = changed_keys(check.dump_config(settings), check.dump_config(before))
+    if changed:
+        what = f"step {step} cannot be computed from {base.name}"
+        why = f"step {other} between them was trained with other values of {', '.join(changed)}"
+        raise ConfigError(Problem(what, "--step", why))
+
+
+class RecordedScores:
+    """Says what a reward said of a recorded step's completions; for one that cannot be called."""
+
+    def __init__(self, record: RecordedStep, name: str):
+        raw = record.batch.raw[record.batch.names.index(name)].reshape(-1).tolist()
+        self.scores = [None if value != value else value for value in raw]
+
+    def __call__(self, completions: list[Any]) -> list[float | None]:
+        return self.scores
+
+
+def _build_at(
+    folder: Path,
+    place: Path,
+    settings: RunConfig,
+    record: RecordedStep,
+    base: ReplayBase,
+    stand_ins: Mapping[str, RecordedScores],
+) -> Run:
+    """The run as it was when `base` was saved, in `place`, with the record as its sampler."""
+    config = _replay_config(folder, place, settings, record, stand_ins)
+    target = place / str(config.name)
+    target.mkdir()
+    process_exit.silence_libraries()
+    rng.seed_generators(config.seed)  # as a worker does: new heads are the same
+    with contextlib.redirect_stdout(io.StringIO()):
+        plan = ResumePlan(target, checkpoint=base.checkpoint)
+        run = build_run(config, target, dict(stand_ins), plan)
+    run.log.display = None
+    if run.config.train.micro_batch_tokens is None:  # the free memory chose it, then
+        run.forward_limits = replace(run.forward_limits, **record.head["limits"])
+    sync_weights(run)
+    return run
+
+
+def _replay_config(
+    folder: Path,
+    place: Path,
+    settings: RunConfig,
+    record: RecordedStep,
+    stand_ins: Mapping[str, RecordedScores],
+) -> RunConfig:
+    """The run's config for one process that samples, evaluates, saves and sends nothing."""
+    values, computed_on = check.dump_config(settings), record.head["computed_on"]
+    common = {n: values["generation"][n] for n in GenerationConfig.model_fields}
+    played = {"backend": "replay", "replay": {"path": str(folder.absolute())}}
+    values |= {"root": str(place), "resume": "never", "max_steps": record.head["num_steps"]}
+    values |= {"total_episodes": None, "generation": common | played}
+    values["train"] |= {"epochs": None}
+    values["data"] |= {"eval_split": None}
+    values["eval"] |= {"sets": {}, "judge": None}
+    values["checkpoint"] |= {"on_low_disk": "warn"}
+    values["logging"] |= {"trackers": [], "rollouts_every": 0, "console": "plain"}
+    values["distributed"] |= {
+        "engine": "single", "num_processes": 1, "num_nodes": 1, "offload": "none", "rdzv": None,
+        "threads": computed_on["threads"],
+    }  # fmt: skip
+    if values["model"]["dtype"] == "auto":
+        values["model"]["dtype"] = computed_on["dtype"]
+    for name in stand_ins:  # one call is given all completions, in order
+        values["reward"][name] |= {"scope": "batch", "workers": 0, "cache": False, "only": {}}
+    return check.build_run_config(values)
+
+
+def _train_recorded_step(run: Run, record: RecordedStep) -> None:
+    """Make the updates of a recorded step, with the scores that it was trained with."""
+    batch = without_updates(record.batch)
+    run.step_progress = StepProgress(batch)
+    update_policy(run, run.step_progress)
+    sync_weights(run)
+    run.state.advance(batch)
+    update_algorithm_state(run, batch)
+    run.step_progress = None
+
+
+def training_lines_before(folder: Path, step: int) -> list[JsonObject]:
+    """The lines of metrics that rewards could see after `step` steps."""
+    path = folder / "metrics.jsonl"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    lines = [json.loads(line) for line in text.splitlines()]
+    return [line for line in lines if "step_time" in line and line["step"] <= step]
