@@ -477,6 +477,12 @@ class LoggingConfig(Frozen):
     every: Positive = key("Steps per line of metrics")
     samples: int = key("Samples printed per logged step on a plain terminal", ge=0)
     samples_every: Positive = key("Steps per file of samples")
+    token_samples: int = key(
+        "Samples of each file that are written token by token, for `rloo report`",
+        ge=0,
+        since="0.2",
+        before=0,
+    )
     trl_aliases: bool = key("Also write TRL's spelling of a metric, where it differs")
     console: Literal["auto", "panel", "plain"] = key("auto = a live panel on a terminal")
     objective: str | None = key(

@@ -174,6 +174,8 @@ class RunBuilder:
         for note in [*notes, *splits.describe_first_prompt(self.prompts, self.tokenizer)]:
             log.note(note)
         self.num_steps = count_steps(config, len(self.prompts))
+        log.token_samples = config.logging.token_samples
+        log.decode_token = lambda token: str(self.tokenizer.decode([token]))
 
     def prepare_rewards(self) -> None:
         """Let rewards load what they need, and build the judge of held-out completions."""

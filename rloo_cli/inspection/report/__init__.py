@@ -1,7 +1,8 @@
 """Writes one HTML page that shows a run: its verdict, curves, samples, seconds, memory and ledger.
 
-    charts    Draws the charts as Vega-Lite
-    sections  Builds what the page says beside the charts
+    charts        Draws the charts as Vega-Lite
+    sections      Builds what the page says beside the charts
+    token_strips  Shows completions token by token, their numbers as colours
 
 The page holds all that it needs, the script of its charts too: it sends no request, and the same
 run folder gives the same bytes wherever it lies.
