@@ -8,6 +8,7 @@ The page holds all that it needs, the script of its charts too: it sends no requ
 run folder gives the same bytes wherever it lies.
 """
 
+import functools
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -77,6 +78,7 @@ def _script_json(values: JsonObject) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
+@functools.cache
 def _chart_script() -> str:
     """Vega, Vega-Lite and Vega-Embed in one script, as vl-convert bundles them."""
     import vl_convert  # lazy: a second, for this verb alone

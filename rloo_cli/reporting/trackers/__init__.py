@@ -61,6 +61,7 @@ class TrackerClient:
         self.news: queue.SimpleQueue[JsonObject] = queue.SimpleQueue()
         self.ready: set[str] = set()
         self.failed: dict[str, str] = {}
+        self.late: set[str] = set()  # those that had not sent all when the process ended
         self.left_out, self.sent, self.seconds = 0, 0, 0.0
         self.process: subprocess.Popen[str] | None = None
         self.writer = threading.Thread(target=self._write_lines, daemon=True)
@@ -112,8 +113,9 @@ class TrackerClient:
         self._hear_news()
         self.seconds += time.perf_counter() - began
 
-    def close(self, limit_s: float = CLOSE_LIMIT_S) -> None:
-        """Give the process so many seconds to send what it has, then end it."""
+    def close(self, limit_s: float | None = None) -> None:
+        """Give the process so many seconds (CLOSE_LIMIT_S) to send what it has, then end it."""
+        limit_s = CLOSE_LIMIT_S if limit_s is None else limit_s
         process, self.process = self.process, None
         if process is None:
             return
@@ -128,9 +130,10 @@ class TrackerClient:
             process.wait()
         self.reader.join(timeout=1.0)
         self._hear_news()
-        if limit_s and (late or self.left_out):
-            names = " and ".join(n for n in self.names if n not in self.failed)
-            why = f"not all of it was taken within {limit_s:g} s" if late else ""
+        if limit_s and (late or self.late or self.left_out):
+            behind = self.late or {*self.names} - {*self.failed}
+            names = " and ".join(name for name in self.names if name in behind)
+            why = f"not all of it was taken within {limit_s:g} s" if late or self.late else ""
             why = why or f"{self.left_out} lines were left out"
             self.note(
                 f"warning: {names}: {why}; `rloo sync {self.folder.name} NAME` sends all of it"
@@ -168,6 +171,8 @@ class TrackerClient:
                 remember_tracker_run(self.folder, name, said.get("id"), said.get("url"))
                 if said.get("url"):
                     self.note(f"{name}: {said['url']}")
+            elif said.get("late"):
+                self.late.add(name)
             elif "error" in said and name not in self.failed:
                 self.failed[name] = str(said["error"])
                 self.note(f"warning: {name}: {redact.redact_text(said['error'])}")
