@@ -40,10 +40,9 @@ def json_answer(wanted: bool) -> Iterator[JsonObject]:
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
     sys.stdout.flush()
-    try:
+    kept: int | None = None
+    with contextlib.suppress(OSError):  # closed before we began: there is nothing to turn
         kept = os.dup(1)
-    except OSError:  # closed before we began: there is nothing to turn
-        kept = None
     try:
         if kept is not None:
             os.dup2(2, 1)

@@ -57,6 +57,7 @@ def write_long_run(like: Path, folder: Path, steps: int = 1000) -> Path:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
     samples = sorted((like / "samples").glob("step_*.jsonl"))[-1]
     (folder / "samples").mkdir()
+    shutil.copyfile(like / "samples" / "eval_000000.jsonl", folder / "samples/eval_000000.jsonl")
     for step in range(10, steps + 1, 10):
         shutil.copyfile(samples, folder / "samples" / f"step_{step:06d}.jsonl")
     updates = _write_long_ledger(folder, steps)

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rloo_cli.inspection.diagnosis import diagnose_run
+from rloo_cli.inspection.diagnosis import diagnose_evidence
 from rloo_cli.inspection.diagnosis.evidence import read_evidence
 from rloo_cli.inspection.report import charts, sections
 from rloo_cli.inspection.run_record import inspect_run_folder
@@ -36,7 +36,7 @@ def make_report(folder: Path) -> tuple[str, JsonObject]:
     if not run.record.config and not run.record.run_metadata and not run.steps:
         why = "neither config.yaml nor run.json nor metrics.jsonl can be read"
         raise ConfigError(Problem(f"{folder} holds nothing of a run", "command line", why))
-    diagnosis = diagnose_run(folder)
+    diagnosis = diagnose_evidence(run)
     built = sections.build_sections(run, diagnosis)
     curves = charts.curve_charts(run, diagnosis.advice)
     scores = charts.score_charts(run)

@@ -190,8 +190,8 @@ def _shown_samples(run: RunEvidence) -> dict[str, list[ShownSample]]:
     if not scored:
         return {}
     order = sorted(scored, key=lambda pair: pair[0])
-    best = [_shown_sample(sample) for _, sample in order[::-1][:SHOWN_SAMPLES]]
-    worst = [_shown_sample(sample) for _, sample in order[:SHOWN_SAMPLES]]
+    best = [_shown_sample(sample) for _, sample in _one_of_each_group(order[::-1])]
+    worst = [_shown_sample(sample) for _, sample in _one_of_each_group(order)]
     disputed = []
     for group in sorted(groups, key=_group_spread, reverse=True)[:SHOWN_SAMPLES]:
         ranked = sorted(
@@ -206,6 +206,16 @@ def _shown_samples(run: RunEvidence) -> dict[str, list[ShownSample]]:
         "most disputed: the best and the worst of a group": disputed,
     }
     return {heading: samples for heading, samples in found.items() if samples}
+
+
+def _one_of_each_group(
+    order: Sequence[tuple[float, SampleRecord]],
+) -> list[tuple[float, SampleRecord]]:
+    """The first of each group, SHOWN_SAMPLES of them: five equal answers to a prompt say no more."""
+    first: dict[object, tuple[float, SampleRecord]] = {}
+    for score, sample in order:
+        first.setdefault(sample.get("draw"), (score, sample))
+    return [*first.values()][:SHOWN_SAMPLES]
 
 
 def _group_spread(group: Sequence[SampleRecord]) -> float:
