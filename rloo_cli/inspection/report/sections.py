@@ -211,7 +211,7 @@ def _shown_samples(run: RunEvidence) -> dict[str, list[ShownSample]]:
 def _one_of_each_group(
     order: Sequence[tuple[float, SampleRecord]],
 ) -> list[tuple[float, SampleRecord]]:
-    """The first of each group, SHOWN_SAMPLES of them: five equal answers to a prompt say no more."""
+    """The first of each group, SHOWN_SAMPLES of them: equal answers to a prompt say no more."""
     first: dict[object, tuple[float, SampleRecord]] = {}
     for score, sample in order:
         first.setdefault(sample.get("draw"), (score, sample))
