@@ -35,7 +35,7 @@ WHOLE = ("finished", "interrupted", "thrice", "long")
 CODES = {"doctor": {0, 20}, "first difference": {0, 20}}
 WHOLE_CODES: dict[tuple[str, str], int] = {
     ("push", "interrupted"): 2,  # it has no final/
-    ("compare", "interrupted"): 0,  # it says that only one counts
+    ("compare", "long"): 2,  # it was trained on other prompts
 }
 
 

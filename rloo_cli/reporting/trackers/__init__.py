@@ -33,18 +33,25 @@ def tracker_about(
     folder: Path, names: Sequence[str], project: str | None, run_name: str, config: JsonObject
 ) -> JsonObject:
     """What the process is told first. Runs that a tracker knows already go on under their id."""
-    try:
-        known = read_json(folder / "run.json").get("trackers") or {}
-    except (OSError, ValueError):
-        known = {}
+    known = known_tracker_runs(folder)
     return {
         "folder": str(folder.resolve()),
         "trackers": [*names],
         "project": project or "rloo",
         "name": run_name,
         "config": json.loads(redact.redact_text(json.dumps(config, default=str))),
-        "ids": {n: known[n]["id"] for n in names if isinstance(known.get(n), dict)},
+        "ids": {n: known[n].get("id") for n in names if isinstance(known.get(n), dict)},
     }
+
+
+def known_tracker_runs(folder: Path) -> JsonObject:
+    """Tracker -> id and address of this run there, by run.json; {} where that cannot be read."""
+    try:
+        about: object = read_json(folder / "run.json")
+    except (OSError, ValueError):
+        return {}
+    known = about.get("trackers") if isinstance(about, dict) else None
+    return known if isinstance(known, dict) else {}
 
 
 class TrackerClient:
@@ -183,7 +190,6 @@ class TrackerClient:
 
 def remember_tracker_run(folder: Path, name: str, run_id: str | None, url: str | None) -> None:
     """Keep a tracker's id of this run in run.json: a resumed run goes on under it."""
-    with contextlib.suppress(OSError, ValueError):
-        known = read_json(folder / "run.json").get("trackers") or {}
-        entry = {"id": run_id, "url": url}
+    known, entry = known_tracker_runs(folder), {"id": run_id, "url": url}
+    with contextlib.suppress(OSError, ValueError, TypeError):  # a run.json that is damaged is left
         update_json(folder / "run.json", trackers=known | {name: entry})
