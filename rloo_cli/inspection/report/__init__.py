@@ -10,12 +10,13 @@ run folder gives the same bytes wherever it lies.
 
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rloo_cli.inspection.diagnosis import diagnose_evidence
-from rloo_cli.inspection.diagnosis.evidence import read_evidence
+from rloo_cli.inspection.diagnosis.evidence import RunEvidence, read_evidence
 from rloo_cli.inspection.report import charts, sections
 from rloo_cli.inspection.run_record import inspect_run_folder
 from rloo_cli.utils.errors import ConfigError, Problem
@@ -38,10 +39,7 @@ def make_report(folder: Path) -> tuple[str, JsonObject]:
         raise ConfigError(Problem(f"{folder} holds nothing of a run", "command line", why))
     diagnosis = diagnose_evidence(run)
     built = sections.build_sections(run, diagnosis)
-    curves = charts.curve_charts(run, diagnosis.advice)
-    scores = charts.score_charts(run)
-    phases = charts.phase_chart(run)
-    groups = {"curves": curves, "scores": scores, "phases": [phases] if phases else []}
+    groups = _drawn_charts(run, diagnosis.advice)
     specs = {
         f"chart-{name}-{number}": chart.spec
         for name, found in groups.items()
@@ -62,6 +60,18 @@ def make_report(folder: Path) -> tuple[str, JsonObject]:
         "charts": [chart.title for found in groups.values() for chart in found],
     }
     return page, figures
+
+
+def _drawn_charts(
+    run: RunEvidence, advice: Sequence[tuple[int, str]]
+) -> dict[str, list[charts.ReportChart]]:
+    """The charts of each part of the page."""
+    from altair.utils.schemapi import debug_mode  # lazy: a third of a second, for this verb alone
+
+    with debug_mode(False):  # its checks of every value take as long as all the rest
+        phases = charts.phase_chart(run)
+        curves, scores = charts.curve_charts(run, advice), charts.score_charts(run)
+    return {"curves": curves, "scores": scores, "phases": [phases] if phases else []}
 
 
 def _environment() -> "Environment":
