@@ -40,9 +40,9 @@ def test_a_dry_run_says_its_plan_and_config(rloo: Rloo) -> None:
     assert run["config"]["max_steps"] == 2 and run["plan"] and not rloo.left()
 
 
-def test_a_refusal_has_nothing_on_stdout(rloo: Rloo) -> None:
+def test_a_refusal_is_told_on_stderr_and_its_code_on_stdout(rloo: Rloo) -> None:
     ended = rloo("train", "+recipe=smoke", "max_step=3", "--json", "--errors=json")
-    assert ended.code == 2 and ended.out == ""
+    assert answer(ended, code=2) == {"code": 2, "runs": []}
     assert json.loads(ended.err)[0]["code"] == 2
 
 

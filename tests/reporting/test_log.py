@@ -151,7 +151,7 @@ def test_samples_hold_everything_about_every_row_of_every_nth_step(tmp_path):
             assert len(tokens["text"]) == length == len(tokens["logp"])
             assert tokens["logp"] == pytest.approx(group.old_logp[k].tolist(), rel=1e-4)
             assert tokens["sampler_logp"] == pytest.approx(rollout.behaviour_logp, rel=1e-4)
-            assert tokens["lag"] == 0 and "advantage" not in tokens
+            assert tokens["lag"] == 1 - rollout.weight_version and "advantage" not in tokens
         if batch.scorable[p, k]:
             assert row["rewards"] == {"told": row["score"]} and row["shaped"] == row["score"]
             assert row["reward"] == pytest.approx(row["score"] - 0.3 * row["kl"])
