@@ -9,6 +9,7 @@ eval            rloo eval
 eval_target     what rloo eval evaluates: a recipe, run or checkpoint
 fetch           rloo fetch
 hydra_app       a verb under Hydra: its flags, jobs and errors
+json_answer     --json of verbs that say much while they work
 key_page        docs/keys.md: every key with type, default, meaning and reason
 key_values      every key with its values, as JSON
 ledger          rloo ledger

@@ -90,6 +90,8 @@ def run(args: list[str]) -> int:
     match args:
         case [shell] if shell in SCRIPTS:
             print(SCRIPTS[shell], end="")
+        case [shell, "--json"] if shell in SCRIPTS:
+            print(json.dumps({"shell": shell, "script": SCRIPTS[shell]}))
         case ["query", *typed]:
             print("\n".join(completion_candidates(typed)))
         case _:

@@ -22,7 +22,9 @@ def run(args: list[str]) -> int:
         if len(args) < 2 or "=" in args[1]:
             fix = "rloo config explain algorithm.beta +recipe=tldr_1b"
             raise ConfigError(Problem("rloo config explain needs a key", "command line", fix=fix))
-        print(explain_key(args[1], args[2:]))
+        words = [w for w in args if w != "--json"]
+        told = explain_key(words[1], words[2:])
+        print(json.dumps(_explained_values(told), indent=2) if "--json" in args else told)
     elif "--json" in args:
         print(json.dumps(recipe_json_schema([w for w in args if w != "--json"]), indent=2))
     else:
@@ -93,6 +95,19 @@ def explain_key(key: str, overrides: list[str]) -> str:
     for why in idle_reasons(key, config):
         lines.append(f"  idle     it has no effect: {why}")
     return "\n".join(lines)
+
+
+def _explained_values(told: str) -> dict[str, object]:
+    """The lines of `explain_key` as values: name -> text, or texts where a name is there twice."""
+    key, *lines = told.splitlines()
+    values: dict[str, object] = {"key": key}
+    for line in lines:
+        name, _, text = line.strip().partition(" ")
+        if name == "idle":
+            values["idle"] = [*values.get("idle", []), text.strip()]  # type: ignore[misc]
+        else:
+            values[name] = text.strip()
+    return values
 
 
 def every_key(overrides: list[str]) -> tuple[ComposedConfig, type[BaseModel]]:

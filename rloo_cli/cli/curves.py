@@ -3,6 +3,7 @@
 OUT ends in .png or .svg; without it the picture is the run's own curves.png. Imports no torch.
 """
 
+import json
 from pathlib import Path
 
 from rloo_cli.cli.run_arguments import RunArgumentParser
@@ -10,7 +11,7 @@ from rloo_cli.inspection.run_folders import find_run_folder
 from rloo_cli.reporting import curves
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
 
-USAGE = "rloo curves RUN [OUT.png|OUT.svg]"
+USAGE = "rloo curves RUN [OUT.png|OUT.svg] [--json]"
 IMAGE_SUFFIXES = (".png", ".svg")
 
 
@@ -18,6 +19,7 @@ def run(args: list[str]) -> int:
     """The verb. Raises ConfigError for a run that is not there or has no metrics yet."""
     parser = RunArgumentParser("curves", USAGE)
     parser.add_argument("out", nargs="?", metavar="OUT")
+    parser.add_argument("--json", action="store_true")
     given = parser.parse_args(args)
     folder = find_run_folder(given.run, "curves")
     out = Path(given.out) if given.out else folder / "curves.png"
@@ -28,7 +30,8 @@ def run(args: list[str]) -> int:
         why = "its first step, or its first evaluation, has not ended yet"
         raise ConfigError(Problem(f"{folder} has no metrics to draw", "command line", why))
     try:
-        print(curves.draw_run_curves(folder / "metrics.jsonl", out, folder.name))
+        drawn = curves.draw_run_curves(folder / "metrics.jsonl", out, folder.name)
+        print(json.dumps({"curves": str(drawn)}) if given.json else drawn)
     except OSError as error:
         raise StorageError(
             Problem(f"{out} cannot be written", "command line", str(error))

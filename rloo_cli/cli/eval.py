@@ -18,18 +18,20 @@ from pathlib import Path
 
 import yaml
 
+from rloo_cli.cli import json_answer
 from rloo_cli.cli.eval_target import USAGE, EvalTarget, eval_target_of_recipe, eval_target_of_run
 from rloo_cli.config import check
 from rloo_cli.launch import preflight, processes, rollout_server
 from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import ConfigError, Problem, StorageError
-from rloo_cli.utils.files import write_json, write_text
+from rloo_cli.utils.files import read_json, write_json, write_text
 
 STOPPED = 75
 
 
 def run(args: list[str]) -> int:
     """The verb. Raises RunError; results that were there before are then left."""
+    args, as_json = json_answer.take_json_flag(args)
     dirs, args = _split_config_dirs(args)
     if not args:
         raise ConfigError(Problem("rloo eval needs a model", "command line", fix=USAGE))
@@ -38,7 +40,11 @@ def run(args: list[str]) -> int:
     subject = eval_target_of_run(bare[0], keys) if bare else eval_target_of_recipe(args, dirs)
     where = subject.output_dir.parent
     preflight.check_machine(subject.config.model_copy(update={"root": str(where)}))
-    return _evaluate(subject)
+    with json_answer.json_answer(as_json) as answer:
+        code = _evaluate(subject)
+        metrics = read_json(subject.output_dir / "metrics.json") if code == 0 else {}
+        answer |= {"results": str(subject.output_dir), "code": code, "metrics": metrics}
+    return code
 
 
 def _split_config_dirs(args: list[str]) -> tuple[list[Path], list[str]]:
@@ -52,7 +58,7 @@ def _split_config_dirs(args: list[str]) -> tuple[list[Path], list[str]]:
                     Problem(f"--config-dir {dirs[-1]} is not a folder", "command line")
                 )
         elif word.startswith("-"):
-            why = "flags of eval: --config-dir DIR, --debug, --errors=json"
+            why = "flags of eval: --config-dir DIR, --json, --debug, --errors=json"
             raise ConfigError(Problem(f"{name} is not a flag of eval", "command line", why, USAGE))
         else:
             rest.append(word)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rloo_cli.cli import json_answer
 from rloo_cli.config import check, compose, hf_cache, rules_paths, synthetic
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.data import dataset
@@ -37,24 +38,36 @@ def run(args: list[str]) -> int:
 
     The code is 3 for what could not be downloaded, 4 for data that is not what the config says.
     """
+    args, as_json = json_answer.take_json_flag(args)
     if not args or any(w.startswith("-") and "config-dir" not in w and w != "-cd" for w in args):
         raise ConfigError(Problem("rloo fetch takes a recipe and keys", "command line", fix=USAGE))
     composed = compose.compose_config(args)
     settings = check.check_config(composed)
     lost: list[RunError] = []
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries, line by line
-    with hf_cache.recorded_command(composed.user_overrides):
-        for thing in required_artifacts(settings):
-            try:
-                place, note = _fetch_artifact(thing)
-                print(f"{thing.key:<22} {thing.path:<40} {note:>9}  {place}", flush=True)
-            except RunError as error:
-                lost.append(error)
-        for key, rows in _load_splits(settings, lost):
-            print(f"{key:<22} {rows.path:<40} {rows.size:>9}  {rows.cache_dir}", flush=True)
-    if lost:
-        raise type(lost[0])(*dict.fromkeys(p for error in lost for p in error.problems))
+    with json_answer.json_answer(as_json) as answer:
+        with hf_cache.recorded_command(composed.user_overrides):
+            answer["fetched"] = list(_fetch_everything(settings, lost))
+        if lost:
+            raise type(lost[0])(*dict.fromkeys(p for error in lost for p in error.problems))
     return 0
+
+
+def _fetch_everything(settings: RunConfig, lost: list[RunError]) -> Iterator[dict[str, str]]:
+    """Fetch each thing, and print a line about it; errors are added to `lost`."""
+
+    def shown(key: str, path: str, size: str, place: object) -> dict[str, str]:
+        print(f"{key:<22} {path:<40} {size:>9}  {place}", flush=True)
+        return {"key": key, "path": path, "size": size, "place": str(place)}
+
+    for thing in required_artifacts(settings):
+        try:
+            place, note = _fetch_artifact(thing)
+            yield shown(thing.key, thing.path, note, place)
+        except RunError as error:
+            lost.append(error)
+    for key, rows in _load_splits(settings, lost):
+        yield shown(key, rows.path, rows.size, rows.cache_dir)
 
 
 def required_artifacts(settings: RunConfig) -> list[Artifact]:

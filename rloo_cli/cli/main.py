@@ -10,9 +10,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rloo_cli.cli import verb_help
+from rloo_cli.cli import json_answer, verb_help
 from rloo_cli.config import hf_cache
 from rloo_cli.utils import console, redact
 from rloo_cli.utils.errors import (
@@ -23,11 +24,13 @@ from rloo_cli.utils.errors import (
     print_error,
     print_exit,
 )
+from rloo_cli.utils.files import JsonObject
 
 if TYPE_CHECKING:  # lazy: Hydra takes a third of a second
     from omegaconf import DictConfig
 
     from rloo_cli.config.compose import ComposedConfig
+    from rloo_cli.config.schema import RunConfig
 
 STOPPED_CODES = (75, 130)  # exit codes of a run that was asked to end
 STDOUT_ONLY_VERBS = (  # verbs that write no file
@@ -127,13 +130,15 @@ def run_train(args: list[str]) -> int:
     """`rloo train`: compose, check, then run or plan, once per job of a sweep."""
     from rloo_cli.cli import multirun  # lazy: Hydra takes a third of a second
     from rloo_cli.cli.hydra_app import HydraApp  # lazy: as slow
-    from rloo_cli.cli.plan import dry_run  # lazy: as slow
+    from rloo_cli.cli.plan import dry_run, dry_run_values  # lazy: as slow
     from rloo_cli.config import check  # lazy: as slow
     from rloo_cli.launch import launcher  # lazy: as slow
 
+    args, as_json = json_answer.take_json_flag(args)
     dry = "--dry-run" in args
     app = HydraApp([w for w in args if w != "--dry-run"])
     codes: list[int] = []
+    told: list[JsonObject] = []  # one for each job
 
     def task(cfg: "DictConfig") -> float | None:
         value = None
@@ -144,27 +149,37 @@ def run_train(args: list[str]) -> int:
                 with hf_cache.recorded_command(job.composed.user_overrides):
                     start = dry_run if dry else launcher.launch_run
                     job.code = start(job.composed, multirun=job.multirun)
-                if job.multirun and job.code == 0 and not dry:
-                    settings = check.check_config(launcher.name_sweep_job(job.composed))
-                    value = multirun.objective_value(settings)
+                if as_json or (job.multirun and job.code == 0 and not dry):
+                    named = launcher.name_sweep_job(job.composed) if job.multirun else job.composed
+                    settings = check.check_config(named)
+                    told.append(dry_run_values(settings) if dry else _values_of_run(settings))
+                    if job.multirun and job.code == 0 and not dry:
+                        value = multirun.objective_value(settings)
             except RunError as error:  # not raised: a failed job does not stop a sweep
                 job.code = print_error(error)
             codes.append(job.code)
         return value
 
-    try:
-        with app.running():
-            app.decorate(task)()
-    except ConfigError as error:
-        if not codes:
-            raise
-        what, why = f"Hydra's sweeper gave up after {len(codes)} jobs", error.problems[0].what
-        codes.append(print_error(ConfigError(Problem(what, "hydra/sweeper", why))))
-    codes += app.exit_codes
-    if len(codes) > 1:  # of jobs, and of an error of Hydra's sweeper
-        failed = sum(code != 0 for code in codes)
-        print(f"{len(codes)} jobs, {failed} failed")
-    return next((code for code in codes if code), 0)
+    with json_answer.json_answer(as_json) as answer:
+        try:
+            with app.running():
+                app.decorate(task)()
+        except ConfigError as error:
+            if not codes:
+                raise
+            what, why = f"Hydra's sweeper gave up after {len(codes)} jobs", error.problems[0].what
+            codes.append(print_error(ConfigError(Problem(what, "hydra/sweeper", why))))
+        codes += app.exit_codes
+        if len(codes) > 1:  # of jobs, and of an error of Hydra's sweeper
+            failed = sum(code != 0 for code in codes)
+            print(f"{len(codes)} jobs, {failed} failed")
+        code = next((code for code in codes if code), 0)
+        answer |= {"code": code, "runs": told}
+    return code
+
+
+def _values_of_run(settings: "RunConfig") -> JsonObject:
+    return json_answer.run_values(Path(settings.root, str(settings.name)))
 
 
 def _lazy_verb(name: str) -> Callable[[list[str]], int]:

@@ -20,6 +20,7 @@ from rloo_cli.planning.machine_plan import does_not_fit_error, plan_on_this_mach
 from rloo_cli.planning.plan import PlanOptions
 from rloo_cli.utils import fault_injection
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
+from rloo_cli.utils.files import JsonObject
 
 USAGE = (
     "rloo plan +recipe=NAME [key=value ...] [--gpu H100-80GB|80GiB|cpu] [--gpus N] "
@@ -107,6 +108,15 @@ def dry_run_text(run: RunConfig) -> str:
         + f"# {HIDDEN_SECTIONS_TEXT} are not shown: --cfg job has all",
     ]
     return "\n".join(lines)
+
+
+def dry_run_values(run: RunConfig) -> JsonObject:
+    """What `rloo train --dry-run --json` says: the run's folder, its plan and its whole config."""
+    try:
+        values: JsonObject = planning_text.plan_values(plan_on_this_machine(run))
+    except RunError as error:
+        values = {"unknown": error.problems[0].what}
+    return {"run": f"{run.root}/{run.name}", "plan": values, "config": check.dump_config(run)}
 
 
 def _plan_summary(run: RunConfig) -> list[str]:

@@ -1,8 +1,10 @@
 """`rloo recipes`: list, show NAME, copy NAME FILE."""
 
+import json
 import shutil
 from pathlib import Path
 
+from rloo_cli.cli import json_answer
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.utils import paths
 from rloo_cli.utils.errors import ConfigError, Problem
@@ -12,14 +14,21 @@ USAGE = "rloo recipes, rloo recipes show NAME, or rloo recipes copy NAME my.yaml
 
 def run(args: list[str]) -> int:
     """The verb. Raises ConfigError for an unknown recipe, or a file that is there already."""
+    args, as_json = json_answer.take_json_flag(args)
     match args:
         case [] | ["list"]:
-            for name, path in paths.recipe_files().items():
-                print(f"{name:<14} {recipe_headline(path)}")
+            headlines = {n: recipe_headline(p) for n, p in paths.recipe_files().items()}
+            lines = [f"{name:<14} {text}" for name, text in headlines.items()]
+            print(json.dumps(headlines, indent=2) if as_json else "\n".join(lines))
         case ["show", name]:
-            print(_recipe_file(name).read_text(), end="")
+            text = _recipe_file(name).read_text()
+            print(
+                json.dumps({"recipe": name, "text": text}, indent=2) if as_json else text.rstrip()
+            )
         case ["copy", name, target]:
-            _copy_recipe(_recipe_file(name), Path(target))
+            with json_answer.json_answer(as_json) as answer:
+                _copy_recipe(_recipe_file(name), Path(target))
+                answer["copied"] = target
         case _:
             raise ConfigError(
                 Problem(f"rloo recipes {' '.join(args)}: not understood", "command line", fix=USAGE)

@@ -9,6 +9,7 @@ takes a run: `rloo slurm render eval runs/NAME`.
 """
 
 import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from rloo_cli.cli import eval_target, slurm_cluster
+from rloo_cli.cli import eval_target, json_answer, slurm_cluster
 from rloo_cli.cli.slurm_template import SLURM_JOB_KINDS, SlurmJob, fill_batch_script
 from rloo_cli.config import check, compose
 from rloo_cli.config.old_names import nearest_names
@@ -32,18 +33,26 @@ SBATCH_TIMEOUT_S = 60.0
 
 def run(args: list[str]) -> int:
     """The verb. Raises ConfigError, and MachineError (3) for a job that cannot run here."""
+    args, as_json = json_answer.take_json_flag(args)
     verb, *rest = args or [""]
     if verb not in ("render", "submit"):
         what = f"rloo slurm {verb}: not understood" if verb else "rloo slurm needs a verb"
         raise ConfigError(Problem(what, "command line", fix=USAGE))
     job = job_from_args(rest)
     if verb == "render":
-        print(fill_batch_script(job), end="")
+        script = fill_batch_script(job)
+        print(json.dumps({"kind": job.kind, "script": script}) if as_json else script.rstrip("\n"))
         if note := make_log_folder(job):
             print(note, file=sys.stderr)
         return 0
     slurm_cluster.check_cluster_fits(job)
-    print("\n".join(submit_job(job)))
+    lines = submit_job(job)
+    if as_json:
+        number = lines[0].removeprefix("job ").partition(":")[0]
+        values = {"job": number, "kind": job.kind, "run": str(job.folder), "lines": lines}
+        print(json.dumps(values, indent=2))
+    else:
+        print("\n".join(lines))
     return 0
 
 

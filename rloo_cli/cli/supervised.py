@@ -14,6 +14,7 @@ from pathlib import Path
 
 import yaml
 
+from rloo_cli.cli import json_answer
 from rloo_cli.cli.eval import temporary_output_dir
 from rloo_cli.config import check, compose, hf_cache, messages, supervised
 from rloo_cli.config.schema import RunConfig
@@ -28,10 +29,11 @@ VERBS = {"sft": "sft", "reward_model": "reward-model"}
 def run(section: str, args: list[str]) -> int:
     """The verb of a section of the config; its exit code. Raises RunError."""
     verb = VERBS[section]
+    args, as_json = json_answer.take_json_flag(args)
     flags = [w for w in compose.split_config_dirs(args)[0] if w.startswith("-")]
     if flags or not args:
         usage = f"rloo {verb} +recipe=NAME [key=value ...]"
-        why = f"flags of {verb}: --config-dir DIR, --debug, --errors=json" if flags else ""
+        why = f"flags of {verb}: --config-dir DIR, --json, --debug" if flags else ""
         what = f"{flags[0]} is not a flag of {verb}" if flags else f"rloo {verb} needs a recipe"
         raise ConfigError(Problem(what, "command line", why, usage))
     composed = compose.compose_config(args)
@@ -40,15 +42,18 @@ def run(section: str, args: list[str]) -> int:
     if wrong:
         placed = [messages.locate_problem(p, composed.sources) for p in wrong]
         raise ConfigError(*placed)
-    with hf_cache.recorded_command(composed.user_overrides):
-        preflight.check_supervised_machine(settings, section)
-        place = supervised.training_folder(settings, section)
-        if _is_trained(place, settings, section):
+    place = supervised.training_folder(settings, section)
+    with json_answer.json_answer(as_json) as answer:
+        with hf_cache.recorded_command(composed.user_overrides):
+            preflight.check_supervised_machine(settings, section)
+            is_there = _is_trained(place, settings, section)
+            code = 0 if is_there else _train_in_subprocess(place, settings, section)
+        if is_there:
             print(f"{place} is there already: nothing to do (name=... for another)")
-            return 0
-        code = _train_in_subprocess(place, settings, section)
-    if code == 0:
-        _print_results(place, settings, section, composed.user_overrides)
+        elif code == 0:
+            _print_results(place, settings, section, composed.user_overrides)
+        summary = read_json(place / "training" / "summary.json") if code == 0 else {}
+        answer |= {"model": str(place), "code": code, "summary": summary}
     return code
 
 

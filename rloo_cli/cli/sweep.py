@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
+from rloo_cli.cli import json_answer
 from rloo_cli.config import compose
 from rloo_cli.config.compose import ComposedConfig
 from rloo_cli.config.schema import RunConfig
@@ -61,12 +62,19 @@ _count.__name__ = "count"  # as argparse names it in its message
 
 def run(args: list[str], compose_jobs: ComposeJobs) -> int:
     """Run the verb and return its exit code. `compose_jobs` composes the jobs of Hydra's sweep."""
-    if args and args[0] in COMMANDS:
-        return COMMANDS[args[0]](args[1:])
-    return _run_new_sweep(args, compose_jobs)
+    if args[:1] == ["show"]:
+        return _show_sweep(args[1:])
+    args, as_json = json_answer.take_json_flag(args)
+    with json_answer.json_answer(as_json) as answer:
+        if args and args[0] in COMMANDS:
+            code = COMMANDS[args[0]](args[1:], answer)
+        else:
+            code = _run_new_sweep(args, compose_jobs, answer)
+        answer["code"] = code
+    return code
 
 
-def _run_new_sweep(args: list[str], compose_jobs: ComposeJobs) -> int:
+def _run_new_sweep(args: list[str], compose_jobs: ComposeJobs, answer: JsonObject) -> int:
     flags = _add_pace_flags(SweepArgumentParser())
     flags.add_argument("--name")
     for name in ("--keep", "--at"):
@@ -91,7 +99,9 @@ def _run_new_sweep(args: list[str], compose_jobs: ComposeJobs) -> int:
     sweep.chunk = options.chunk or DEFAULT_CHUNK_STEPS
     sweep.jobs = options.jobs or default_jobs()
     sweep.rungs = rules.early_stopping_rungs(options.keep, options.at, options.by, sweep.rungs)
-    return _run_sweep(sweep, dict(zip(names, runs, strict=True)), options.dry_run)
+    code = _run_sweep(sweep, dict(zip(names, runs, strict=True)), options.dry_run)
+    answer |= _sweep_values(sweep)
+    return code
 
 
 def default_jobs() -> int:
@@ -217,7 +227,12 @@ def _print_sweep_end(sweep_state: SweepState, show: SweepDisplay, code: int) -> 
     print(f"{len(sweep_state.members)} members, {failed} failed{waiting}")
 
 
-def _resume_sweep(args: list[str]) -> int:
+def _sweep_values(sweep: SweepState) -> JsonObject:
+    """The whole state of a sweep as plain values."""
+    return asdict(sweep) | {"folder": str(sweep.folder)}
+
+
+def _resume_sweep(args: list[str], answer: JsonObject) -> int:
     """`rloo sweep resume SWEEP`: go on with all trials that are not stopped or finished."""
     flags = _add_pace_flags(SweepArgumentParser("rloo sweep resume SWEEP [--chunk N] [--jobs N]"))
     flags.add_argument("sweep")
@@ -227,7 +242,9 @@ def _resume_sweep(args: list[str]) -> int:
     with contextlib.chdir(sweep.cwd):
         sweep.folder = _relative_folder(folder)
         sweep.chunk, sweep.jobs = options.chunk or sweep.chunk, options.jobs or sweep.jobs
-        return _run_sweep(sweep, {})
+        code = _run_sweep(sweep, {})
+    answer |= _sweep_values(sweep)
+    return code
 
 
 def _relative_folder(folder: Path) -> Path:
@@ -244,8 +261,8 @@ def _show_sweep(args: list[str]) -> int:
     options = flags.parse_args(args)
     sweep = state.read_sweep(state.find_sweep(options.sweep, "show"))
     if options.json:
-        values = asdict(sweep) | {"folder": str(sweep.folder)}
-        print(json.dumps(values | {"running": bool(state.running_process(sweep.folder))}, indent=2))
+        running = bool(state.running_process(sweep.folder))
+        print(json.dumps(_sweep_values(sweep) | {"running": running}, indent=2))
         return 0
     show = SweepDisplay(sweep)
     show.console.print(show.current_table())
@@ -289,18 +306,19 @@ def _sweep_status(sweep_state: SweepState) -> str:
     return "killed" if sweep_state.state in ("training", "stopping") else sweep_state.state
 
 
-def _trial_command(verb: str) -> Callable[[list[str]], int]:
+def _trial_command(verb: str) -> Callable[[list[str], JsonObject], int]:
     """`rloo sweep stop|promote SWEEP MEMBER`."""
 
-    def command(args: list[str]) -> int:
+    def command(args: list[str], answer: JsonObject) -> int:
         sweep, trial, _ = _running_sweep_and_trial(verb, args)
-        print(commands.send_request(sweep.folder, do=verb, member=trial.number))
+        answer["said"] = commands.send_request(sweep.folder, do=verb, member=trial.number)
+        print(answer["said"])
         return 0
 
     return command
 
 
-def _clone_trial(args: list[str]) -> int:
+def _clone_trial(args: list[str], answer: JsonObject) -> int:
     """Compose and check the clone's config, then tell the sweep of it."""
     sweep, trial, changes = _running_sweep_and_trial("clone", args)
     folder = sweep.folder.absolute()
@@ -320,12 +338,12 @@ def _clone_trial(args: list[str]) -> int:
         if problems:
             raise ConfigError(*problems)
     request: JsonObject = {"name": str(settings.name), "words": overrides}
-    print(commands.send_request(folder, do="clone", member=trial.number, **request))
+    answer["said"] = commands.send_request(folder, do="clone", member=trial.number, **request)
+    print(answer["said"])
     return 0
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "show": _show_sweep,
+COMMANDS: dict[str, Callable[[list[str], JsonObject], int]] = {
     "resume": _resume_sweep,
     "stop": _trial_command("stop"),
     "promote": _trial_command("promote"),

@@ -36,6 +36,7 @@ VERBS: dict[str, VerbHelp] = {
         ("rloo train [+recipe=NAME] [key=value ...] [flags]",),
         {
             "--dry-run": "check everything, print the plan and the config, train nothing",
+            "--json": "what came of it on stdout (with --dry-run its plan); all else on stderr",
             "--multirun, -m": "one run after the other, for each combination of key=a,b",
             "--cfg job|hydra|all, -c": "print the composed config instead of training",
             "--resolve": "with --cfg: with every interpolation resolved",
@@ -69,7 +70,7 @@ VERBS: dict[str, VerbHelp] = {
             "--by METRIC": "what they are ranked by (reward); METRIC:min = the lowest is the best",
             "--dry-run": "check every member and list them, train nothing",
             "--multirun, -m": "accepted, and changes nothing",
-            "--json": "with show: the whole state of the sweep",
+            "--json": "the whole state of the sweep on stdout; what is for people on stderr",
             **CONFIG_DIR,
         },
         (
@@ -80,14 +81,14 @@ VERBS: dict[str, VerbHelp] = {
     "sft": VerbHelp(
         "fine-tune a model on completions, before RLOO",
         ("rloo sft +recipe=NAME [key=value ...]",),
-        CONFIG_DIR,
+        {"--json": "the model's folder and scores on stdout; all else on stderr", **CONFIG_DIR},
         ("rloo sft +recipe=tldr_mini", "rloo sft +recipe=tldr_mini sft.epochs=1 name=mine"),
         "The model is written to root/sft/NAME; model.path takes that folder.",
     ),
     "reward-model": VerbHelp(
         "train a reward model on preferences",
         ("rloo reward-model +recipe=NAME [key=value ...]",),
-        CONFIG_DIR,
+        {"--json": "the model's folder and scores on stdout; all else on stderr", **CONFIG_DIR},
         (
             "rloo reward-model +recipe=tldr_mini",
             "rloo reward-model +recipe=tldr_mini reward_model.epochs=1 name=mine",
@@ -97,7 +98,7 @@ VERBS: dict[str, VerbHelp] = {
     "vllm-serve": VerbHelp(
         "serve completions for a run from GPUs or a node of their own",
         ("rloo vllm-serve +recipe=NAME [key=value ...]",),
-        CONFIG_DIR,
+        {"--json": "its address on stdout, once it answers; all else on stderr", **CONFIG_DIR},
         (
             "rloo vllm-serve +recipe=quickstart",
             "rloo vllm-serve +recipe=quickstart generation.server.port=8001",
@@ -111,7 +112,7 @@ VERBS: dict[str, VerbHelp] = {
             "rloo eval RUN/checkpoint-N [key=value ...]",
             "rloo eval +recipe=NAME [model.path=... key=value ...]",
         ),
-        CONFIG_DIR,
+        {"--json": "the metrics on stdout; all else on stderr", **CONFIG_DIR},
         (
             "rloo eval quickstart",
             "rloo eval runs/quickstart/checkpoint-50 eval.num_generations=8",
@@ -122,7 +123,7 @@ VERBS: dict[str, VerbHelp] = {
     "fetch": VerbHelp(
         "download what a run needs: +recipe=NAME, for machines without network",
         ("rloo fetch +recipe=NAME [key=value ...]",),
-        CONFIG_DIR,
+        {"--json": "each thing with its place on stdout; all else on stderr", **CONFIG_DIR},
         ("rloo fetch +recipe=quickstart", "rloo fetch +recipe=tldr_1b model.revision=main"),
     ),
     "plan": VerbHelp(
@@ -145,7 +146,7 @@ VERBS: dict[str, VerbHelp] = {
     "recipes": VerbHelp(
         "list recipes; recipes show NAME; recipes copy NAME my.yaml",
         ("rloo recipes", "rloo recipes show NAME", "rloo recipes copy NAME my.yaml"),
-        {},
+        {"--json": "the same as data"},
         ("rloo recipes show quickstart", "rloo recipes copy quickstart my.yaml"),
     ),
     "config": VerbHelp(
@@ -154,7 +155,10 @@ VERBS: dict[str, VerbHelp] = {
             "rloo config [+recipe=NAME] [key=value ...]",
             "rloo config explain KEY [+recipe=NAME] [key=value ...]",
         ),
-        {"--json": "the JSON schema of a recipe, for editors", **CONFIG_DIR},
+        {
+            "--json": "the JSON schema of a recipe, for editors; of a key: what is known of it",
+            **CONFIG_DIR,
+        },
         ("rloo config +recipe=quickstart", "rloo config explain algorithm.beta +recipe=quickstart"),
     ),
     "runs": VerbHelp(
@@ -282,8 +286,8 @@ VERBS: dict[str, VerbHelp] = {
     ),
     "curves": VerbHelp(
         "draw the curves of a run, whatever its state: RUN [OUT.png]",
-        ("rloo curves RUN [OUT.png|OUT.svg]",),
-        {},
+        ("rloo curves RUN [OUT.png|OUT.svg] [--json]",),
+        {"--json": "where the picture is"},
         ("rloo curves quickstart", "rloo curves runs/quickstart curves.svg"),
         f"{RUN_NOTE} It may be running,\nstopped or failed. Without OUT the picture is the run's "
         "own curves.png, which a run draws itself\nwith its checkpoints (if this costs less than "
@@ -298,7 +302,7 @@ VERBS: dict[str, VerbHelp] = {
             "--against LABEL": "the configuration to compare the others with; rloo, else the first",
             "--unfinished": "count unfinished runs too, as far as they are",
             "--anyway": "compare what is not comparable, with a warning",
-            "--first-difference": "say where two runs part first, and exit with 20 if they do",
+            "--first-difference": "only say where two runs part first; exit with 20 if they do",
             "--tolerance X": "with it: numbers this near (relatively) are equal; 0 = bit for bit",
             "--json": "all figures, seed by seed",
         },
@@ -333,7 +337,7 @@ VERBS: dict[str, VerbHelp] = {
             "rloo slurm render [KIND] +recipe=NAME [key=value ...]",
             "rloo slurm submit [KIND] +recipe=NAME [key=value ...]",
         ),
-        CONFIG_DIR,
+        {"--json": "the script, or the job's number, as data", **CONFIG_DIR},
         (
             "rloo slurm render +recipe=quickstart slurm.time=1:00:00",
             "rloo slurm render sweep +recipe=quickstart algorithm.beta=0.01,0.05",
@@ -347,6 +351,7 @@ VERBS: dict[str, VerbHelp] = {
         {
             "--world-size N": "processes that the old run had, where its command does not say",
             "--from DIALECT": "which tool and version it was written for",
+            "--json": "the recipe's text as JSON",
         },
         ("rloo migrate run.sh > my.yaml", "rloo migrate --world-size 8 train.py > my.yaml"),
     ),
@@ -377,7 +382,7 @@ VERBS: dict[str, VerbHelp] = {
     "completion": VerbHelp(
         "print the shell's completion script: bash, zsh or fish",
         ("rloo completion bash|zsh|fish",),
-        {},
+        {"--json": "the script as JSON"},
         ('eval "$(rloo completion bash)"', "rloo completion zsh > ~/.zfunc/_rloo"),
         "To keep it, put the line for your shell into its start-up file, ~/.bashrc for bash.",
     ),

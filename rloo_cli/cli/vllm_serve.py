@@ -6,6 +6,7 @@ folder and nothing else, so the run can begin there later. Imports neither torch
 
 import contextlib
 import http.client
+import json
 import shlex
 import signal
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.checkpoint.run_folder import SERVER_LOGS, check_folder_free
+from rloo_cli.cli import json_answer
 from rloo_cli.config import check, hf_cache
 from rloo_cli.config.compose import ComposedConfig, compose_config
 from rloo_cli.config.schema import RunConfig
@@ -24,15 +26,18 @@ from rloo_cli.generation.vllm import server_file
 from rloo_cli.generation.vllm_server import LOOPBACK_HOSTS
 from rloo_cli.launch import preflight, rollout_server
 from rloo_cli.utils.errors import ConfigError, GenerationError, MachineError, Problem, RunError
+from rloo_cli.utils.files import JsonObject
 
 BACKEND_OVERRIDE = "generation=vllm_server"
 
 
 def run(args: list[str]) -> int:
     """The verb: serve until asked to end; the exit code. Raises RunError."""
+    args, as_json = json_answer.take_json_flag(args)
+    out = sys.stderr if as_json else sys.stdout
     composed = compose_config(args)
     if composed.values.get("generation", {}).get("backend") != "vllm_server":
-        print(f"{BACKEND_OVERRIDE}: added, for a server is what this serves")
+        print(f"{BACKEND_OVERRIDE}: added, for a server is what this serves", file=out)
         args = [*[w for w in args if not w.startswith("generation=")], BACKEND_OVERRIDE]
         composed = compose_config(args)
     settings = check.check_config(composed)
@@ -48,7 +53,7 @@ def run(args: list[str]) -> int:
         _check_no_other_server(folder)
         try:
             preflight.check_server_machine(settings)
-            return _serve(settings, composed)
+            return _serve(settings, composed, as_json)
         except RunError as error:
             keys: Any = settings.generation
             if keys.server.num_nodes:  # the trainer on another node waits for this one
@@ -56,20 +61,24 @@ def run(args: list[str]) -> int:
             raise
 
 
-def _serve(settings: RunConfig, composed: ComposedConfig) -> int:
+def _serve(settings: RunConfig, composed: ComposedConfig, as_json: bool) -> int:
+    """Serve until a signal. With `as_json` stdout has one value, once the server answers."""
+    out = sys.stderr if as_json else sys.stdout
     folder = Path(settings.root, str(settings.name))
     made = [p for p in (folder / SERVER_LOGS, *(folder / SERVER_LOGS).parents) if not p.exists()]
     keys: Any = settings.generation
     if keys.server.host not in LOOPBACK_HOSTS:
         what = "its weights can be replaced, and it can be asked, by whoever has the token"
-        print(f"{keys.server.host} is reached from other machines: {what}")
+        print(f"{keys.server.host} is reached from other machines: {what}", file=out)
     with _stop_signals() as heard:
         process = rollout_server.start_server(folder, settings, "vllm-serve")
         try:
-            print(f"starting a server for {folder} (log: {process.log})", flush=True)
+            print(f"starting a server for {folder} (log: {process.log})", file=out, flush=True)
             server = rollout_server.wait_for_server(process, settings, lambda: bool(heard))
             if server is not None:
-                print(_server_text(server, folder, composed), flush=True)
+                text = _server_text(server, folder, composed)
+                shown = json.dumps(_server_values(server, folder)) if as_json else text
+                print(shown, flush=True)
             while not heard and process.exit_code is None:
                 time.sleep(0.2)
         except BaseException as error:
@@ -85,7 +94,7 @@ def _serve(settings: RunConfig, composed: ComposedConfig) -> int:
     if not heard:
         what = f"the server's process ended by itself, with {died}"
         raise GenerationError(Problem(what, "", last, more=f"log: {process.log}"))
-    print(f"{folder}: the server has ended, as it was asked to")
+    print(f"{folder}: the server has ended, as it was asked to", file=out)
     return 0
 
 
@@ -103,6 +112,13 @@ def _is_healthy(url: str) -> bool:
     with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
         return urllib.request.urlopen(f"{url}/health", timeout=5).status == 200
     return False
+
+
+def _server_values(server: server_file.ServerRecord, folder: Path) -> JsonObject:
+    """What a program needs in order to use the server; its token stays in the file."""
+    place = server_file.server_file_path(folder)
+    return {"url": server.url, "model": server.model, "dtype": server.dtype, "vllm": server.vllm,
+            "pid": server.pid, "run": str(folder), "server_file": str(place)}  # fmt: skip
 
 
 def _server_text(server: server_file.ServerRecord, folder: Path, composed: ComposedConfig) -> str:

@@ -517,6 +517,12 @@ class LoggingConfig(Frozen):
     rollouts_keep_last: Positive | None = key(
         "Records of rollouts that are kept, the newest; null = all", since="0.2", before=None
     )
+    token_samples: int = key(
+        "Samples of each file that are written token by token, for `rloo report`",
+        ge=0,
+        since="0.2",
+        before=0,
+    )
     trl_aliases: bool = key("Also write TRL's spelling of a metric, where it differs")
     console: Literal["auto", "panel", "plain"] = key("auto = a live panel on a terminal")
     objective: str | None = key(

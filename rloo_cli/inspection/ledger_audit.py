@@ -149,7 +149,8 @@ def audit_ledger(folder: Path) -> tuple[LedgerAudit, list[str]]:
     Raises DataError (exit 4), which names the first line that is wrong, and how.
     """
     # The ledger is read last: a run that is going on writes it before it writes these.
-    metadata, logged = read_json(folder / "run.json"), _last_logged_step(folder / "metrics.jsonl")
+    metadata = _run_metadata(folder / "run.json")
+    logged = _last_logged_step(folder / "metrics.jsonl")
     path, audit, check = folder / LEDGER_FILE, LedgerAudit(), ""
     lines, what = read_ledger_entries(path), "the ledger does not add up"
     for number, entry in enumerate(lines, 1):
@@ -168,6 +169,18 @@ def audit_ledger(folder: Path) -> tuple[LedgerAudit, list[str]]:
         raise DataError(Problem(what, f"{path}:{len(lines)}", problem))
     note = "run.json was not compared: the last attempt goes on, was killed, or never began"
     return audit, [] if ended else [note]
+
+
+def _run_metadata(path: Path) -> JsonObject:
+    """run.json, {} where there is none. Raises DataError for one that cannot be read."""
+    try:
+        values: object = read_json(path)
+        if not isinstance(values, dict) or not isinstance(values.get("progress") or {}, dict):
+            raise ValueError("an object was expected")
+    except (ValueError, RecursionError) as error:
+        what = "the ledger cannot be compared with run.json"
+        raise DataError(Problem(what, str(path), str(error))) from None
+    return values
 
 
 def _disagreement(
@@ -191,10 +204,10 @@ def _disagreement(
 
 def _last_logged_step(path: Path) -> int | None:
     """The step of the last complete line of metrics.jsonl; None if there is none."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     try:
         return int(json.loads(lines[-1])["step"]) if lines else None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         where = f"{path}:{len(lines)}"
         raise DataError(Problem("a line of metrics is not an entry", where)) from None
 

@@ -95,7 +95,7 @@ def _last_lines(path: Path) -> tuple[int, JsonObject]:
         try:
             entry = json.loads(line)
             step = step or int(entry["step"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             continue
         if eval_lines.is_evaluation(entry) and eval_lines.headline_metrics(entry):
             return step, entry

@@ -22,7 +22,11 @@ from rloo_cli.utils.files import JsonObject, read_json
 
 ENDED_STATES = ("finished", "stopped", "failed", "unknown")
 # What a file raises that is not what a run wrote: not there, cut off, of another kind.
-READ_ERRORS = (RunError, OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError)
+READ_ERRORS = (
+    RunError, OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError,
+    RecursionError, yaml.YAMLError,
+)  # fmt: skip
+SECTIONS = ("plan", "progress", "ended", "memory", "seconds", "trackers")  # objects of run.json
 
 
 @dataclass(frozen=True)
@@ -95,26 +99,61 @@ def run_state(run_metadata: JsonObject) -> str:
     """The state that run.json tells; `killed` if the process of a run on this machine is gone."""
     state = str(run_metadata.get("state", "unknown"))
     here = run_metadata.get("host") == socket.gethostname()
-    if state in ENDED_STATES or not here or is_process_alive(run_metadata):
+    known = isinstance(run_metadata.get("pid"), int)
+    if state in ENDED_STATES or not here or not known or is_process_alive(run_metadata):
         return state
     return "killed"
 
 
 def read_run_record(folder: Path) -> RunRecord:
     """Read everything of one run. Raises ConfigError for a folder that cannot be read as a run."""
+    try:
+        return _read_whole_record(folder)
+    except RunError:
+        raise
+    except READ_ERRORS as error:
+        why, fix = f"{type(error).__name__}: {error}", f"rloo doctor {folder}"
+        raise ConfigError(Problem(f"{folder} is damaged", "command line", why, fix)) from None
+
+
+def _read_whole_record(folder: Path) -> RunRecord:
+    """As `read_run_record`. Raises any of READ_ERRORS for a file that a run has not written so."""
     values = resume.read_run_config(folder)
-    if values is None or not {"seed", "algorithm", "train"} <= set(values):
+    sections = ("algorithm", "train")
+    if values is None or not all(isinstance(values.get(name), dict) for name in sections):
         raise ConfigError(Problem(f"{folder} is not a training run", str(folder / "config.yaml")))
     path = folder / "metrics.jsonl"
     metrics = curves.read_metrics_lines(path) if path.is_file() else []
     return RunRecord(
         folder,
-        read_json(folder / "run.json"),
+        _whole_metadata(folder),
         _comparable_config(values),
         [line for line in metrics if "step_time" in line],
         [line for line in metrics if eval_lines.is_evaluation(line)],
         _read_judge_tallies(folder),
     )
+
+
+def _whole_metadata(folder: Path) -> JsonObject:
+    """What run.json says. Raises ConfigError where a part of it is not what a run writes."""
+    problems: list[str] = []
+    path = folder / "run.json"
+    metadata = _usable_metadata(_read_object(path) if path.is_file() else {}, folder, problems)
+    if problems:
+        raise ConfigError(Problem(problems[0], str(folder / "run.json")))
+    return metadata
+
+
+def _usable_metadata(metadata: JsonObject, folder: Path, problems: list[str]) -> JsonObject:
+    """Without sections that are not objects, which are problems."""
+    wrong = [name for name in SECTIONS if not isinstance(metadata.get(name, {}), dict)]
+    problems += [f"{folder / 'run.json'}: its {name} is not an object" for name in wrong]
+    usable = {name: value for name, value in metadata.items() if name not in wrong}
+    steps = usable.get("plan", {}).get("max_steps")
+    if steps is not None and type(steps) is not int:
+        problems.append(f"{folder / 'run.json'}: its plan.max_steps is not a number")
+        usable["plan"] = usable["plan"] | {"max_steps": None}
+    return usable
 
 
 def _comparable_config(values: JsonObject) -> JsonObject:
@@ -165,7 +204,7 @@ def inspect_run_folder(folder: Path) -> RunRecord:
     lines = attempt("metrics.jsonl", lambda: _read_whole_lines(path, problems), [])
     return RunRecord(
         folder,
-        metadata,
+        _usable_metadata(metadata, folder, problems),
         config,
         [line for line in lines if "step_time" in line],
         [line for line in lines if eval_lines.is_evaluation(line)],
@@ -177,7 +216,10 @@ def inspect_run_folder(folder: Path) -> RunRecord:
 def _read_object(path: Path) -> JsonObject:
     if not path.is_file():
         raise FileNotFoundError("there is no such file")
-    return read_json(path)
+    values: object = read_json(path)
+    if not isinstance(values, dict):
+        raise ValueError(f"it holds a {type(values).__name__}")
+    return values
 
 
 def _read_written_config(folder: Path) -> JsonObject:
@@ -199,8 +241,11 @@ def _read_whole_lines(path: Path, problems: list[str]) -> list[JsonObject]:
     for number, line in enumerate(lines[:-1], 1):
         try:
             entry = json.loads(line, parse_constant=lambda _: None)
-            entries.append((int(entry["step"]), entry))
-        except (ValueError, KeyError, TypeError):
+            if type(entry["step"]) is not int:
+                raise TypeError
+            numbers = {k: v for k, v in entry.items() if isinstance(v, int | float)}
+            entries.append((entry["step"], numbers))
+        except (ValueError, KeyError, TypeError, RecursionError):
             problems.append(f"{path}:{number}: a line of metrics is not an entry")
     return [entry for _, entry in sorted(entries, key=lambda pair: pair[0])]
 

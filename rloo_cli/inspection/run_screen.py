@@ -140,7 +140,8 @@ def _lag_histogram(samples: Sequence[SampleRecord]) -> dict[str, int]:
 
 def _memory_values(record: RunRecord) -> JsonObject:
     memory = record.run_metadata.get("memory") or {}
-    return {name: memory[name] for name in ("measured_bytes", "predicted_bytes") if name in memory}
+    names = ("measured_bytes", "predicted_bytes")
+    return {name: memory[name] for name in names if isinstance(memory.get(name), int | float)}
 
 
 def _state_line(values: JsonObject) -> str:

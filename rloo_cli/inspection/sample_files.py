@@ -16,6 +16,14 @@ SampleRecord = JsonObject
 SAMPLES_FILE = re.compile(r"(?P<kind>step|eval)(?:_(?P<set>.+))?_(?P<step>\d+)\.jsonl")
 
 
+# What a field of a sample is, where it is there and not null: those that read samples rely on it.
+FIELD_TYPES: dict[str, tuple[type, ...]] = {
+    "draw": (int,), "k": (int,), "prompt": (str, list), "completion": (str,), "rewards": (dict,),
+    "score": (int, float), "completion_length": (int,), "weight_version": (int,), "tokens": (dict,),
+    "row": (dict,),
+}  # fmt: skip
+
+
 def list_sample_files(folder: Path, held_out: bool = False) -> dict[str, dict[int, Path]]:
     """Held-out set ("" if it has no name, and for a step's own samples) -> step -> file."""
     kind = "eval" if held_out else "step"
@@ -65,10 +73,21 @@ def read_sample_records(path: Path) -> list[SampleRecord]:
     Raises DataError, which names the first line that is not a sample.
     """
     samples = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
-            samples.append(dict(json.loads(line, parse_constant=lambda _: None)))
-        except (ValueError, TypeError) as error:
+            samples.append(_checked_sample(json.loads(line, parse_constant=lambda _: None)))
+        except (ValueError, RecursionError) as error:
             where, why = f"{path}:{number}", str(error)
             raise DataError(Problem("a line is not a sample", where, why)) from None
     return samples
+
+
+def _checked_sample(values: object) -> SampleRecord:
+    """A line's value, if it is a sample. Raises ValueError, which says why it is not."""
+    if not isinstance(values, dict):
+        raise ValueError(f"an object was expected, found a {type(values).__name__}")
+    for name, types in FIELD_TYPES.items():
+        value = values.get(name)
+        if value is not None and not isinstance(value, types):
+            raise ValueError(f"its {name} is a {type(value).__name__}")
+    return values

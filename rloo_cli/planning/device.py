@@ -136,11 +136,13 @@ def find_device(name: str | None, small: bool = False, measured: bool = True) ->
     return replace(ASSUMED_GPU, name=f"GPU of {name}", memory_bytes=memory, source=source)
 
 
-def rank_device(kind: str, memory: float) -> Device:
-    """The device of a running run, of torch's `kind`. `memory`: bytes of a GPU."""
+def rank_device(kind: str, memory: float, name: str = "") -> Device:
+    """The device of a running run, of torch's `kind`. `memory`: bytes of a GPU; `name`: its own."""
     if kind != "cuda":
         return cpu_device()
-    return replace(ASSUMED_GPU, name="this GPU", memory_bytes=memory, source="this machine")
+    speed = _gpu_of_its_kind(name) or ASSUMED_GPU
+    shown = name or "this GPU"
+    return replace(speed, name=shown, memory_bytes=memory, source="this machine")
 
 
 def _gpu_by_name(name: str) -> Device | None:
@@ -148,6 +150,12 @@ def _gpu_by_name(name: str) -> Device | None:
     fits = [g for n, g in GPUS.items() if re.sub("-", "", n).lower() == plain]
     fits = fits or [g for n, g in GPUS.items() if n.partition("-")[0].lower() == plain]
     return fits[0] if fits else None
+
+
+def _gpu_of_its_kind(name: str) -> Device | None:
+    """The GPU of the list whose kind is in a maker's own name of it."""
+    plain = name.replace(" ", "")
+    return next((g for n, g in GPUS.items() if n.partition("-")[0] in plain), None)
 
 
 def _local_gpu() -> Device | None:
@@ -161,7 +169,7 @@ def _local_gpu() -> Device | None:
         memory = float(megabytes) * 2**20
     except (OSError, subprocess.TimeoutExpired, IndexError, ValueError):
         return None
-    like = next((g for n, g in GPUS.items() if n.partition("-")[0] in name.replace(" ", "")), None)
+    like = _gpu_of_its_kind(name)
     speed = like or ASSUMED_GPU
     source = "this machine" if like else f"this machine; speed assumed to be that of {speed.name}"
     return replace(speed, name=name.strip(), memory_bytes=memory, source=source)

@@ -99,16 +99,16 @@ def read_metrics_lines(path: Path) -> list[JsonObject]:
         fix = "name a run's metrics.jsonl"
         raise ConfigError(Problem("no metrics to draw", where=str(path), fix=fix))
     metrics_lines = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
             metrics = json.loads(line) if line.strip() else None
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also where it is not UTF-8
             if number == len(lines):
                 break
             what, where = "a line of metrics is not JSON", f"{path}:{number}"
             raise ConfigError(Problem(what, where=where, why=str(error))) from None
-        if isinstance(metrics, dict) and "step" in metrics:
+        if isinstance(metrics, dict) and isinstance(metrics.get("step"), int):
             metrics_lines.append(metrics)
     return sorted(metrics_lines, key=lambda metrics: metrics["step"])
 

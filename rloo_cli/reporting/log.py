@@ -15,6 +15,7 @@ from rloo_cli.data.batch import Batch, Group
 from rloo_cli.reporting.advice import Advisor
 from rloo_cli.reporting.curves import CurveDrawer
 from rloo_cli.reporting.display import MAX_LINES_KEPT, Display
+from rloo_cli.reporting.token_strip import DecodeToken, add_token_strips
 from rloo_cli.reporting.trackers import TrackerClient
 from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.files import JsonObject, check_folder_present, write_text
@@ -64,6 +65,8 @@ class RunLog:
         self.display: Display | None = None
         self.trackers: TrackerClient | None = None
         self.writes_files = True  # false in all ranks but the first
+        self.token_samples = 0  # samples of a file that are written token by token
+        self.decode_token: DecodeToken = str
         # Returns rank 0's line on every rank.
         self.share_from_rank0: Callable[[JsonObject], JsonObject] = dict
         self.current_phase = "the start"
@@ -106,6 +109,9 @@ class RunLog:
         self.pending_counts.append(counts)
         samples = batch_samples(batch) if self.writes_files else []
         if metrics["step"] % self.samples_every == 0:
+            if samples and self.token_samples:
+                before = int(metrics.get("updates", 0) - counts.get("updates", 0))
+                add_token_strips(samples, batch, self.token_samples, before, self.decode_token)
             self.save_samples(f"step_{metrics['step']:06d}", samples)
         if self.is_due(metrics["step"], num_steps):
             metrics = self.flush(self.share_from_rank0)

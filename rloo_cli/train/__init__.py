@@ -5,7 +5,7 @@ between_steps     what happens between two steps: log, evaluation, checkpoint, s
 build             from a config to a Run: data, rewards, tokenizer, model, engine, generator
 guards            checks before an update: finite numbers, sampler, something to learn
 loop              THE LOOP
-memory_check      predicted against measured memory at the end of a run
+memory_check      predicted against measured memory and seconds at the end of a run
 minibatches       splits a batch into updates and micro-batches
 step              the two kinds of update, their micro-batches and the optimizer step
 summary           summary.json, and the table at the end of a run

@@ -179,6 +179,8 @@ class RunBuilder:
         backend = registry.registered_module("generation", config.generation.backend)
         if hasattr(backend, "check_data"):
             backend.check_data(config, self.tokenizer, self.prompts, self.num_steps)
+        log.token_samples = config.logging.token_samples
+        log.decode_token = lambda token: str(self.tokenizer.decode([token]))
 
     def prepare_rewards(self) -> None:
         """Let rewards load what they need, and build the judge of held-out completions."""

@@ -1,4 +1,4 @@
-"""Predicted and measured memory of a run, at its end.
+"""Predicted and measured memory and seconds of a run, at its end.
 
 On a GPU the peak of its tensors is measured; on a CPU, the peak of the whole process above what it
 held after its imports, which includes libraries that are loaded later and the allocator's reserve.
@@ -7,10 +7,18 @@ held after its imports, which includes libraries that are loaded later and the a
 import contextlib
 import re
 from pathlib import Path
+from statistics import fmean, median
 
 import torch
 
-from rloo_cli.planning import device, model_spec, peak_memory, plan_inputs
+from rloo_cli.planning import (
+    device,
+    duration,
+    model_spec,
+    peak_memory,
+    plan_inputs,
+    vllm_memory,
+)
 from rloo_cli.planning import text as planning_text
 from rloo_cli.planning.peak_memory import PeakMemory
 from rloo_cli.planning.plan_inputs import PlanInputs
@@ -60,11 +68,12 @@ def plan_inputs_of_run(run: Run) -> PlanInputs:
     model = model_spec.load_model_spec(config.model.path, config.model.revision)
     is_gpu = rank_device.type == "cuda"
     gpu_bytes = torch.cuda.get_device_properties(rank_device).total_memory if is_gpu else 0
+    gpu_name = torch.cuda.get_device_name(rank_device) if is_gpu else ""
     has_reference = run.reference is not None
     return PlanInputs(
         run=config,
         model=model,
-        device=device.rank_device(rank_device.type, float(gpu_bytes)),
+        device=device.rank_device(rank_device.type, float(gpu_bytes), gpu_name),
         ranks=run.world.size,
         max_prompt_tokens=run.prompts.max_length,
         reference_model=plan_inputs.reference_spec(config, model) if has_reference else None,
@@ -93,6 +102,37 @@ def compare_peak_memory(run: Run, bytes_before: float) -> JsonObject:
         "predicted_bytes": int(peak),
         "predicted_phase": predicted.worst_phase,
         "predicted_parts": {name: int(value) for name, value in parts.items()},
+    }
+
+
+def compare_step_time(run: Run) -> JsonObject:
+    """Predicted and measured seconds of a step, for run.json; {} where there are not both.
+
+    The prediction knows the run's mean lengths, and assumes the speeds of its kind of device.
+    """
+    lines = run.log.training_lines
+    times = [line["step_time"] for line in lines]
+    lengths = [
+        line["completions/mean_length"] for line in lines if "completions/mean_length" in line
+    ]
+    if not times or not lengths:
+        return {}
+    prompt = fmean(len(ids) for ids in run.prompts.prompt_ids)
+    try:
+        inputs = plan_inputs_of_run(run)
+        forward = peak_memory.estimate_peak_memory(inputs).forward
+        sampler = vllm_memory.estimate_engine_memory(inputs)
+        means = duration.mean_token_lengths(inputs, prompt, fmean(lengths))
+        predicted = duration.estimate_step_duration(
+            inputs, means, sampler, forward.micro_batches, forward.recompute
+        )
+    except RunError:
+        return {}
+    return {
+        "measured_step_s": median(times),
+        "predicted_step_s": predicted.total_seconds,
+        "predicted_parts_s": predicted.phase_seconds,
+        "assumed_device": inputs.device.name,
     }
 
 

@@ -234,7 +234,11 @@ def _write_results(run: Run, first_step: int, seconds: float, bytes_before: floa
         "final": str(paths.path_as_typed(final)),
     }
     write_json(run.folder / "summary.json", summary)
-    update_json(run.folder / "run.json", memory=memory_check.compare_peak_memory(run, bytes_before))
+    update_json(
+        run.folder / "run.json",
+        memory=memory_check.compare_peak_memory(run, bytes_before),
+        seconds=memory_check.compare_step_time(run),
+    )
     run.log.close()
     train_summary.print_report(run)
     return summary

@@ -161,7 +161,8 @@ def test_a_path_with_the_seed_in_it_is_the_same_for_all_seeds():
 def test_a_seed_twice_in_one_configuration_is_refused_and_names_both():
     write(Path("runs"), "a")
     write(Path("runs"), "b")
-    told = refused("a", "b")
+    write(Path("runs"), "c", seed=2)
+    told = refused("a", "b", "c")
     assert "seed 1 is there twice" in told and "runs/a" in told and "runs/b" in told
 
 

@@ -29,7 +29,11 @@ LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms.spli
 ROOT_FILES = {"__init__.py", "__main__.py", "api.py", "run.py", "plugin.py"}
 # May name modules above them as strings: plug-ins, what is made, what a file of yours imports.
 TABLES = {"config/registry.py", "config/synthetic.py", "config/old_algorithm_file.py"}
-LINES = {"train/loop.py": 120, "algorithms/rloo.py": 150}
+LINES = {
+    "train/loop.py": 120,
+    "algorithms/rloo.py": 150,
+    "config/schema.py": 700,  # every key that does not belong to a plug-in stands in one file
+}
 LONGEST_LOOP = 700
 FILES = {str(p.relative_to(PACKAGE)): p for p in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}

@@ -98,6 +98,43 @@ def test_the_page_says_how_the_run_went_and_no_text_of_a_model_is_markup() -> No
     assert outside == [{"rel": "icon", "href": "data:,"}]
 
 
+def test_tokens_have_their_numbers_as_colours() -> None:
+    folder = make_run()
+    path = folder / "samples/step_000012.jsonl"
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    samples[0]["tokens"] = {
+        "text": ["<b>", "\n", " a", "end"], "lag": 3, "logp": [-1.0, -2.0, None, -1],
+        "sampler_logp": [-1.5, -1.0, -1.0, -1], "ref_logp": ["x"], "advantage": "none",
+    }  # fmt: skip
+    samples[1]["tokens"] = {"text": "nothing"}
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    page, _ = make_report(folder)
+    strip = page[page.index('class="strip"') :].partition("</div>")[0]
+    assert "border-left-color:rgb(220,38,38)" in strip and page.count('class="strip"') == 1
+    spans = re.findall(r"<span(?: style=\"([^\"]*)\")? title=\"([^\"]*)\">([^<]*)</span>", strip)
+    assert [text for _, _, text in spans] == ["&lt;b&gt;", "⏎", "·a", "end"]
+    first, second, third, last = (style for style, _, _ in spans)
+    assert "rgba(234,88,12,0.50)" in first and "rgba(37,99,235,1.00)" in second
+    assert "background" not in third + last and "border-bottom-color:rgba(22,163,74,1.00)" in last
+    assert spans[0][1] == "policy -1, sampler -1.5, gap 0.5, advantage 0.5"
+
+
+def test_the_plan_stands_beside_what_was_measured() -> None:
+    folder = make_run()
+    about = json.loads((folder / "run.json").read_text())
+    parts = {"decoding": 0.2, "update": 0.3, "junk": "x"}
+    seconds = {"measured_step_s": 0.4, "predicted_step_s": 0.5, "predicted_parts_s": parts}
+    memory = {"measured_bytes": 2**30, "predicted_bytes": 2**31, "predicted_parts": [1]}
+    changes = [{"attempt": 2, "train.learning_rate": [1e-4, 1e-5]}]
+    more = {"seconds": seconds, "memory": memory, "changes": changes}
+    (folder / "run.json").write_text(json.dumps(about | more))
+    text = Elements(make_report(folder)[0]).text
+    assert "Predicted and measured" in text and "– decoding" in text
+    assert "The prediction is +100% off" in text
+    assert "attempt 2: train.learning_rate 0.0001 → 1e-05" in text
+    assert "groups without the best score" in text and "std of the scores within groups" in text
+
+
 def test_equal_folders_give_equal_pages_wherever_they_lie() -> None:
     first, _ = make_report(make_run())
     second, _ = make_report(make_run(root="elsewhere"))

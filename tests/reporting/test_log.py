@@ -129,9 +129,12 @@ def test_samples_hold_everything_about_every_row_of_every_nth_step(tmp_path):
     assert names == ["step_000002.jsonl", "step_000004.jsonl"]
     text = (run.folder / "samples/step_000002.jsonl").read_text()
     rows, batch = [json.loads(line) for line in text.splitlines()], batches[1]
+    assert sum("tokens" in row for row in rows) == 2
     assert len(rows) == 16 and [(r["draw"], r["k"]) for r in rows] == [
         (g.prompt_offset, k) for g in batch.groups for k in range(4)
     ]
+    numbers = [row["advantage"] for row in rows if row["advantage"] is not None]
+    least, most = min(numbers), max(numbers)
     for i, row in enumerate(rows):
         group, p, k = batch.groups[i // 4], i // 4, i % 4
         rollout = group.rollouts[k]
@@ -142,6 +145,13 @@ def test_samples_hold_everything_about_every_row_of_every_nth_step(tmp_path):
         assert row["prompt_length"] == len(group.prompt_ids)
         assert row["completion_length"] == len(rollout.completion_ids)
         assert row["first_id"] == rollout.completion_ids[0]
+        if "tokens" in row:
+            assert row["advantage"] in (least, most)
+            tokens, length = row["tokens"], len(rollout.completion_ids)
+            assert len(tokens["text"]) == length == len(tokens["logp"])
+            assert tokens["logp"] == pytest.approx(group.old_logp[k].tolist(), rel=1e-4)
+            assert tokens["sampler_logp"] == pytest.approx(rollout.behaviour_logp, rel=1e-4)
+            assert tokens["lag"] == 1 - rollout.weight_version and "advantage" not in tokens
         if batch.scorable[p, k]:
             assert row["rewards"] == {"told": row["score"]} and row["shaped"] == row["score"]
             assert row["reward"] == pytest.approx(row["score"] - 0.3 * row["kl"])

@@ -8,12 +8,13 @@
     --unfinished                        count unfinished runs too, as far as they are
     --anyway                            compare what is not comparable, with a warning
     --json                              all figures, seed by seed
-    A B --first-difference              where two runs part first: key, version, token or number
+    A B --first-difference              where two runs part first, alone, as an exit code
     --tolerance 1e-5                    with it: numbers as near as that are equal
 
-A RUN is a folder, a name under runs/, a folder with runs in it, or a pattern. The verb writes
-curves.png, curves.svg, table.md, table.csv and table.json to <their folder>/comparison, and imports
-no torch.
+A RUN is a folder, a name under runs/, a folder with runs in it, or a pattern. Of two runs the last
+section says where they part first: by which key, version, row of the data, token or number. The
+verb writes curves.png, curves.svg, table.md, table.csv and table.json to <their folder>/comparison,
+and imports no torch.
 
     charts          Draws the comparison as one picture
     configurations  Groups runs into configurations
@@ -35,10 +36,11 @@ from rloo_cli.cli.compare.configurations import Configuration
 from rloo_cli.cli.run_arguments import RunArgumentParser, answer_console
 from rloo_cli.config.old_names import nearest_names
 from rloo_cli.inspection import first_difference, run_folders, run_record
+from rloo_cli.inspection.first_difference import FirstDifference
 from rloo_cli.inspection.run_record import RunRecord
 from rloo_cli.reporting.panel import clean_line
 from rloo_cli.utils.errors import FOUND_CODE, ConfigError, Problem
-from rloo_cli.utils.files import write_json, write_text
+from rloo_cli.utils.files import JsonObject, write_json, write_text
 
 USAGE = "rloo compare RUN... [--out FOLDER] [--metric NAME] [--against LABEL] [--unfinished]" \
     " [--anyway] [--first-difference [--tolerance X]] [--json]"  # fmt: skip
@@ -55,6 +57,9 @@ def run(args: list[str]) -> int:
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--tolerance", type=float, default=0.0)
     options = parser.parse_intermixed_args(args)
+    if not 0 <= options.tolerance < 1:
+        what = f"--tolerance {options.tolerance:g}: from 0 (bit for bit) to 1"
+        raise ConfigError(Problem(what, "command line", fix="--tolerance 1e-5"))
     folders = run_folders.find_compared_runs([w for w in (options.run, *options.more) if w])
     if options.first_difference:
         return _print_first_difference(folders, options.tolerance, options.json)
@@ -64,12 +69,17 @@ def run(args: list[str]) -> int:
     notes = _notes(configs, options.anyway)
     baseline = _baseline_index(configs, options.against)
     comparison = results.compare_configurations(configs, score, baseline, notes)
+    parting = None
+    if len(folders) == 2:
+        parting = first_difference.find_first_difference(folders[0], folders[1], options.tolerance)
     out = Path(options.out) if options.out else _common_folder(runs) / OUTPUT_FOLDER
-    _write_files(out, comparison, configs)
+    _write_files(out, comparison, configs, parting)
     if options.json:
-        print(json.dumps(tables.comparison_json(comparison), indent=2))
+        print(json.dumps(_comparison_values(comparison, parting), indent=2))
     else:
         _print_comparison(comparison, configs, runs, out)
+        if parting is not None:
+            _print_parting(parting)
     return 0
 
 
@@ -78,9 +88,6 @@ def _print_first_difference(folders: list[Path], tolerance: float, as_json: bool
     if len(folders) != 2:
         what = f"--first-difference compares two runs, and {len(folders)} are named"
         raise ConfigError(Problem(what, "command line", fix="rloo compare A B --first-difference"))
-    if not 0 <= tolerance < 1:
-        what = f"--tolerance {tolerance:g}: from 0 (bit for bit) to 1"
-        raise ConfigError(Problem(what, "command line", fix="--tolerance 1e-5"))
     result = first_difference.find_first_difference(folders[0], folders[1], tolerance)
     if as_json:
         print(json.dumps(result.to_json(), indent=2))
@@ -143,15 +150,40 @@ def _common_folder(runs: list[RunRecord]) -> Path:
     return common.relative_to(Path.cwd()) if common.is_relative_to(Path.cwd()) else common
 
 
-def _write_files(out: Path, comparison: results.Comparison, configs: list[Configuration]) -> None:
+def _comparison_values(
+    comparison: results.Comparison, parting: FirstDifference | None
+) -> JsonObject:
+    """The comparison as plain values; of two runs with what made them part."""
+    values: JsonObject = tables.comparison_json(comparison)
+    return values if parting is None else values | {"first_difference": parting.to_json()}
+
+
+def _print_parting(parting: FirstDifference) -> None:
+    """The last section of a comparison of two runs: what made them part first."""
+    console = answer_console(140)
+    console.print("\nwhere they part first", style="bold")
+    for line in first_difference.difference_lines(parting):
+        console.print(clean_line(line), markup=False, soft_wrap=True)
+
+
+def _write_files(
+    out: Path,
+    comparison: results.Comparison,
+    configs: list[Configuration],
+    parting: FirstDifference | None,
+) -> None:
     runs = [run for config in configs for run in config.runs]
     recipes = [str(run.run_metadata.get("recipe") or run.name) for run in runs]
     title = " · ".join(dict.fromkeys(recipes))
     for name in ("curves.png", "curves.svg"):
         charts.draw_comparison(comparison, out / name, title)
-    write_text(out / "table.md", tables.comparison_markdown(comparison, configs))
+    text = tables.comparison_markdown(comparison, configs)
+    if parting is not None:
+        lines = map(clean_line, first_difference.difference_lines(parting))
+        text = f"{text.rstrip()}\n\n## Where they part first\n\n```\n{chr(10).join(lines)}\n```\n"
+    write_text(out / "table.md", text)
     write_text(out / "table.csv", tables.comparison_csv(comparison))
-    write_json(out / "table.json", tables.comparison_json(comparison))
+    write_json(out / "table.json", _comparison_values(comparison, parting))
 
 
 def _print_comparison(
@@ -161,11 +193,7 @@ def _print_comparison(
     parts = [tables.terminal_table(tables.comparison_table(comparison), comparison.score)]
     if len(runs) == 2:
         console.print(f"{runs[0].name} -> {runs[1].name}", markup=False)
-        changes = resume.describe_changes(_differing_values(*runs))
-        if not changes:  # then what made them part is of interest, if anything did
-            folders = runs[0].folder, runs[1].folder
-            parting = first_difference.find_first_difference(*folders)
-            changes = ["the same config", *first_difference.difference_lines(parting)]
+        changes = resume.describe_changes(_differing_values(*runs)) or ["the same config"]
         console.print("\n".join(map(clean_line, changes)), markup=False)
     else:
         parts.append(tables.terminal_table(tables.differing_key_table(configs), "keys that differ"))

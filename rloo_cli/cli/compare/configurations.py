@@ -71,8 +71,8 @@ def group_by_configuration(
 ) -> list[Configuration]:
     """Group runs into configurations with labels: RLOO's first, then in the order of the runs.
 
-    `unfinished`: runs that are not at their end count too. Raises ConfigError if one configuration
-    has a seed twice.
+    `unfinished`: runs that are not at their end count too. Two runs of one configuration and seed
+    stand for themselves. Raises ConfigError if one configuration of more runs has a seed twice.
     """
     keys = [flat_config(run) for run in runs]
     all_keys = list(dict.fromkeys(key for flat in keys for key in flat))
@@ -82,6 +82,8 @@ def group_by_configuration(
             # More than the seed differs: then neutral keys, such as the engine, are compared.
             distinguishing |= {k for k in all_keys if _differ(keys[i].get(k) for i in group)}
     groups = _group_run_indices(runs, keys, distinguishing)
+    twice = len(runs) == 2 and len(groups) == 1 and runs[0].seed == runs[1].seed
+    groups = [[0], [1]] if twice else groups
     flat_configs = [{k: v for k, v in keys[g[0]].items() if k in distinguishing} for g in groups]
     configs = [Configuration("", flat) for flat in flat_configs]
     for one, group in zip(configs, groups, strict=True):
@@ -93,6 +95,8 @@ def group_by_configuration(
         one.runs = sorted((runs[i] for i in counted), key=lambda run: run.seed)
         one.excluded_runs = [runs[i] for i in group if i not in counted]
     _set_labels(configs)
+    for config, run in zip(configs, runs, strict=False) if twice else ():
+        config.label = f"{run.algorithm} {run.name}"
     return sorted(configs, key=lambda one: one.label.split()[0] != "rloo")
 
 

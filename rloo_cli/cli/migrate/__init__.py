@@ -6,6 +6,7 @@
     --from TRAINER     rloo or grpo (TRL's), swift; or a version of TRL: trl_0_9 (<=0.10),
                        trl_0_21 (0.11-0.21), trl_0_28 (0.22-0.28), grpo_0_16 (0.14-0.16),
                        grpo_0_28 (0.22-0.28); trl: RLOO or GRPO as its settings say
+    --json             the recipe's text as JSON
 
 The output is a recipe; everything that is not YAML is a comment, so `> my.yaml` keeps it all. The
 old tool's defaults are written out where they differ from ours, with what was corrected. If nothing
@@ -25,6 +26,7 @@ and refused: algorithm.dialect=openrlhf and verl compute RLOO as they do.
     tables     Lists what other trainers call their settings, and their defaults
 """
 
+import json
 import re
 from dataclasses import replace
 
@@ -70,7 +72,8 @@ def run(args: list[str]) -> int:
         refuse_foreign_trainer(old_args, {}, chosen)
     old_run = read_old_run(old_args)
     world = _world_size(options, old_run)
-    print(convert_to_recipe(old_run, _dialect_of(old_run, chosen or ""), world), end="")
+    recipe = convert_to_recipe(old_run, _dialect_of(old_run, chosen or ""), world)
+    print(json.dumps({"recipe": recipe}) if "--json" in options else recipe.rstrip("\n"))
     return 0
 
 
@@ -110,6 +113,10 @@ def _options(args: list[str]) -> tuple[dict[str, str], list[str]]:
         name, equals, value = rest[at].partition("=") if len(rest) > at else ("", "", "")
         if name in ("-h", "--help") and at == 0:
             return {"--help": ""}, []
+        if name == "--json":
+            options[name] = ""
+            del rest[at]
+            continue
         if name not in ("--from", "--world-size"):
             break
         if not equals and len(rest) < at + 2:

@@ -9,7 +9,7 @@ Reads files only, and imports no torch.
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rloo_cli.inspection.diagnosis.evidence import read_evidence
+from rloo_cli.inspection.diagnosis.evidence import RunEvidence, read_evidence
 from rloo_cli.inspection.diagnosis.pathologies import PATHOLOGIES
 from rloo_cli.inspection.run_record import RunRecord, inspect_run_folder
 from rloo_cli.reporting.advice import Advisor
@@ -53,7 +53,11 @@ class Diagnosis:
 
 def diagnose_run(folder: Path) -> Diagnosis:
     """Apply every rule to a run, whole or damaged. Never raises for what is in its files."""
-    evidence = read_evidence(inspect_run_folder(folder))
+    return diagnose_evidence(read_evidence(inspect_run_folder(folder)))
+
+
+def diagnose_evidence(evidence: RunEvidence) -> Diagnosis:
+    """Apply every rule to what has been read of a run."""
     findings = [
         Finding(name, figures, fix)
         for name, (rule, fix) in PATHOLOGIES.items()

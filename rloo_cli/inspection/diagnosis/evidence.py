@@ -15,6 +15,7 @@ from rloo_cli.reporting.advice import ADVICE_RULES, MetricHistory
 from rloo_cli.reporting.panel import last_message, metric_history
 from rloo_cli.reporting.prompt_ledger import LEDGER_FILE, read_ledger_entries
 from rloo_cli.utils.errors import RunError
+from rloo_cli.utils.files import JsonObject
 
 MAX_SAMPLE_FILES = 40  # read of a long run, evenly spread, with the first and the last
 QUARTER = 4  # the start and the end of a run are its first and last quarter
@@ -83,22 +84,36 @@ def read_evidence(record: RunRecord) -> RunEvidence:
     evidence = RunEvidence(record)
     files = list_sample_files(record.folder).get("", {})
     for step in _evenly_spread(sorted(files), MAX_SAMPLE_FILES):
-        evidence.samples[step] = _readable_samples(files[step])
+        evidence.samples[step] = _readable_samples(files[step], record.problems)
     held_out = list_sample_files(record.folder, held_out=True)
     for steps in held_out.values():
-        evidence.held_out += _readable_samples(steps[max(steps)])
-    try:
-        entries = read_ledger_entries(record.folder / LEDGER_FILE)
-    except (RunError, OSError, ValueError):
-        entries = []
+        evidence.held_out += _readable_samples(steps[max(steps)], record.problems)
+    _add_draws(evidence, _readable_ledger(record.folder / LEDGER_FILE, record.problems))
+    return evidence
+
+
+def _add_draws(evidence: RunEvidence, entries: Sequence[JsonObject]) -> None:
     prompts = 0
     for entry in entries:
-        if "prompts" in entry:
-            prompts = int(entry["prompts"])
-        for draw, row in enumerate(entry.get("rows", []), int(entry.get("place", 0))):
+        if isinstance(entry.get("prompts"), int):
+            prompts = entry["prompts"]
+        rows = entry.get("rows")
+        for draw, row in enumerate(rows if isinstance(rows, list) else [], entry["place"]):
             evidence.draw_examples[draw] = row
-            evidence.draw_epochs[draw] = draw // prompts if prompts else 0
-    return evidence
+            evidence.draw_epochs[draw] = draw // prompts if prompts > 0 else 0
+
+
+def _readable_ledger(path: Path, problems: list[str]) -> list[JsonObject]:
+    """The lines of the ledger; of one that is damaged none, which is a problem."""
+    if not path.is_file():
+        return []
+    try:
+        return read_ledger_entries(path)
+    except RunError as error:
+        problems.append(f"{error.problems[0].where}: {error.problems[0].what}")
+    except (OSError, RecursionError) as error:
+        problems.append(f"{path}: {error}")
+    return []
 
 
 def _evenly_spread(steps: Sequence[int], count: int) -> list[int]:
@@ -107,11 +122,15 @@ def _evenly_spread(steps: Sequence[int], count: int) -> list[int]:
     return sorted({steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)})
 
 
-def _readable_samples(path: Path) -> list[SampleRecord]:
+def _readable_samples(path: Path, problems: list[str]) -> list[SampleRecord]:
+    """The samples of a file; of one that is damaged none, which is a problem."""
     try:
         return read_sample_records(path)
-    except (RunError, OSError):
-        return []
+    except RunError as error:
+        problems.append(f"{error.problems[0].where}: {error.problems[0].what}")
+    except OSError as error:
+        problems.append(f"{path}: {error.strerror}")
+    return []
 
 
 def prompt_text(sample: SampleRecord) -> str:

@@ -55,9 +55,10 @@ def length_hacking(run: RunEvidence) -> str | None:
 
 
 def reward_drowned(run: RunEvidence) -> str | None:
+    rewards = run.config_value("reward")
     weights = {
         name: float(entry.get("weight", 1.0))
-        for name, entry in (run.config_value("reward") or {}).items()
+        for name, entry in (rewards if isinstance(rewards, dict) else {}).items()
         if isinstance(entry, dict) and isinstance(entry.get("weight", 1.0), int | float)
     }
     used = {name for name, weight in weights.items() if weight}

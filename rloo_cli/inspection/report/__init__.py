@@ -1,19 +1,22 @@
 """Writes one HTML page that shows a run: its verdict, curves, samples, seconds, memory and ledger.
 
-    charts    Draws the charts as Vega-Lite
-    sections  Builds what the page says beside the charts
+    charts        Draws the charts as Vega-Lite
+    sections      Builds what the page says beside the charts
+    token_strips  Shows completions token by token, their numbers as colours
 
 The page holds all that it needs, the script of its charts too: it sends no request, and the same
 run folder gives the same bytes wherever it lies.
 """
 
+import functools
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rloo_cli.inspection.diagnosis import diagnose_run
-from rloo_cli.inspection.diagnosis.evidence import read_evidence
+from rloo_cli.inspection.diagnosis import diagnose_evidence
+from rloo_cli.inspection.diagnosis.evidence import RunEvidence, read_evidence
 from rloo_cli.inspection.report import charts, sections
 from rloo_cli.inspection.run_record import inspect_run_folder
 from rloo_cli.utils.errors import ConfigError, Problem
@@ -34,12 +37,9 @@ def make_report(folder: Path) -> tuple[str, JsonObject]:
     if not run.record.config and not run.record.run_metadata and not run.steps:
         why = "neither config.yaml nor run.json nor metrics.jsonl can be read"
         raise ConfigError(Problem(f"{folder} holds nothing of a run", "command line", why))
-    diagnosis = diagnose_run(folder)
+    diagnosis = diagnose_evidence(run)
     built = sections.build_sections(run, diagnosis)
-    curves = charts.curve_charts(run, diagnosis.advice)
-    scores = charts.score_charts(run)
-    phases = charts.phase_chart(run)
-    groups = {"curves": curves, "scores": scores, "phases": [phases] if phases else []}
+    groups = _drawn_charts(run, diagnosis.advice)
     specs = {
         f"chart-{name}-{number}": chart.spec
         for name, found in groups.items()
@@ -62,6 +62,18 @@ def make_report(folder: Path) -> tuple[str, JsonObject]:
     return page, figures
 
 
+def _drawn_charts(
+    run: RunEvidence, advice: Sequence[tuple[int, str]]
+) -> dict[str, list[charts.ReportChart]]:
+    """The charts of each part of the page."""
+    from altair.utils.schemapi import debug_mode  # lazy: a third of a second, for this verb alone
+
+    with debug_mode(False):  # its checks of every value take as long as all the rest
+        phases = charts.phase_chart(run)
+        curves, scores = charts.curve_charts(run, advice), charts.score_charts(run)
+    return {"curves": curves, "scores": scores, "phases": [phases] if phases else []}
+
+
 def _environment() -> "Environment":
     from jinja2 import Environment, StrictUndefined  # lazy: for this verb alone
 
@@ -76,6 +88,7 @@ def _script_json(values: JsonObject) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
+@functools.cache
 def _chart_script() -> str:
     """Vega, Vega-Lite and Vega-Embed in one script, as vl-convert bundles them."""
     import vl_convert  # lazy: a second, for this verb alone

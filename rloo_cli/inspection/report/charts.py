@@ -16,7 +16,7 @@ MAX_POINTS = 300  # of one line
 MAX_BINS = 30  # of steps, in the histogram of scores
 SCORE_BINS = 24
 MAX_DOTS = 600  # completions in the plot of score and length
-PALETTE = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#ca8a04", "#dc2626", "#64748b")
+PALETTE = ("#3b82f6", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#ca8a04", "#dc2626", "#64748b")
 HEIGHT = 170
 
 # Title -> metric -> its name in the legend. A chart whose metrics a run lacks is left out.
@@ -119,7 +119,7 @@ def _lines_spec(
     )
     base = alt.Chart(alt.InlineData(values=values)).encode(
         x=alt.X("step:Q", title="step"),
-        y=alt.Y("value:Q", title=None, scale=alt.Scale(zero=False)),
+        y=alt.Y("value:Q", title=None, scale=alt.Scale(zero=False), axis=alt.Axis(format=".6~g")),
         color=colour,
         tooltip=[alt.Tooltip("line:N"), alt.Tooltip("step:Q"), alt.Tooltip("value:Q")],
     )
@@ -168,16 +168,17 @@ def _score_histogram(run: RunEvidence) -> ReportChart | None:
         {"step": step, "score": score, "completions": count}
         for (step, score), count in sorted(counts.items())
     ]
-    chart = alt.Chart(alt.InlineData(values=values)).mark_rect()
+    # One colour, more or less of it: that reads alike on light and on dark.
+    chart = alt.Chart(alt.InlineData(values=values)).mark_rect(color=PALETTE[0])
     spec = _sized(
         chart.encode(
             x=alt.X("step:O", title="step", axis=alt.Axis(labelOverlap=True)),
             y=alt.Y("score:O", title="score", sort="descending", axis=alt.Axis(labelOverlap=True)),
-            color=alt.Color("completions:Q", scale=alt.Scale(scheme="blues"), legend=None),
+            opacity=alt.Opacity("completions:Q", scale=alt.Scale(range=[0.06, 1]), legend=None),
             tooltip=["step:O", "score:O", "completions:Q"],
         )
     )
-    return ReportChart("scores over time", spec, "darker: more completions with that score")
+    return ReportChart("scores over time", spec, "stronger: more completions with that score")
 
 
 def _score_rows(scores: Sequence[float]) -> dict[float, float]:
@@ -246,18 +247,31 @@ def _length_chart(run: RunEvidence) -> ReportChart | None:
     return ReportChart("score and length", spec)
 
 
+def _main_phases(steps: Sequence[JsonObject]) -> tuple[list[JsonObject], list[str]]:
+    """Lines with the seconds of each phase, and the phases, the longest first; the rest is one."""
+    totals: dict[str, float] = {}
+    for line in steps:
+        for name, value in line.items():
+            if name.startswith("time/") and math.isfinite(value):
+                totals[name] = totals.get(name, 0.0) + value
+    ranked = sorted(totals, key=lambda name: -totals[name])
+    shown, rest = ranked[: len(PALETTE) - 1], ranked[len(PALETTE) - 1 :]
+    lines = []
+    for line in steps:
+        seconds = {name.removeprefix("time/"): line.get(name, 0.0) for name in shown}
+        if rest:
+            seconds["other"] = sum(line.get(name, 0.0) for name in rest)
+        lines.append({"step": line["step"]} | seconds)
+    names = [name.removeprefix("time/") for name in shown] + (["other"] if rest else [])
+    return lines, names
+
+
 def phase_chart(run: RunEvidence) -> ReportChart | None:
     """Where the seconds of each step went, stacked."""
     import altair as alt  # lazy: a third of a second, for this verb alone
 
-    names = dict.fromkeys(
-        name for line in run.record.step_metrics for name in line if name.startswith("time/")
-    )
-    values = [
-        point | {"phase": name.removeprefix("time/")}
-        for name in names
-        for point in metric_line(run.record.step_metrics, name)
-    ]
+    lines, phases = _main_phases(run.record.step_metrics)
+    values = [point | {"phase": name} for name in phases for point in metric_line(lines, name)]
     if not values:
         return None
     chart = alt.Chart(alt.InlineData(values=values)).mark_area(opacity=0.85)
@@ -267,7 +281,7 @@ def phase_chart(run: RunEvidence) -> ReportChart | None:
             y=alt.Y("value:Q", title="seconds", stack="zero"),
             color=alt.Color(
                 "phase:N",
-                scale=alt.Scale(range=list(PALETTE)),
+                scale=alt.Scale(domain=phases, range=list(PALETTE[: len(phases)])),
                 legend=alt.Legend(orient="top", title=None, columns=4),
             ),
             tooltip=["phase:N", "step:Q", "value:Q"],

@@ -4,7 +4,7 @@ Nothing here depends on the clock or on where the folder lies: the same files gi
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median, pstdev
@@ -18,6 +18,7 @@ from rloo_cli.inspection.diagnosis.evidence import (
     prompt_text,
 )
 from rloo_cli.inspection.ledger_audit import audit_ledger, ledger_summary
+from rloo_cli.inspection.report.token_strips import TokenStrip, token_strips
 from rloo_cli.inspection.sample_files import SampleRecord
 from rloo_cli.reporting.eval_lines import headline_metrics
 from rloo_cli.reporting.panel import format_duration, format_number, metric_history
@@ -68,7 +69,10 @@ class ReportSections:
     held_out: ReportTable | None = None
     samples: dict[str, list[ShownSample]] = field(default_factory=dict)  # heading -> samples
     reward_figures: list[tuple[str, str]] = field(default_factory=list)
+    strips: list[TokenStrip] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)  # of keys, at a resume
     phases: ReportTable | None = None
+    duration: ReportTable | None = None
     memory: ReportTable | None = None
     ledger: ReportTable | None = None
     ledger_problem: str = ""
@@ -87,7 +91,10 @@ def build_sections(run: RunEvidence, diagnosis: Diagnosis) -> ReportSections:
     sections.held_out = _held_out_table(run)
     sections.samples = _shown_samples(run)
     sections.reward_figures = _reward_figures(run)
+    sections.strips = token_strips(run)
+    sections.changes = _resume_changes(run)
     sections.phases = _phase_table(run)
+    sections.duration = _duration_table(run)
     sections.memory = _memory_table(run)
     sections.ledger, sections.ledger_problem = _ledger_table(folder)
     sections.environment = _environment_facts(run)
@@ -142,6 +149,18 @@ def _run_facts(run: RunEvidence) -> list[tuple[str, str]]:
     return facts
 
 
+def _resume_changes(run: RunEvidence) -> list[str]:
+    """Keys that a resumed attempt changed, as `attempt 2: train.learning_rate 1e-4 → 1e-5`."""
+    changes = run.record.run_metadata.get("changes")
+    lines = []
+    for entry in changes if isinstance(changes, list) else []:
+        for key, pair in entry.items() if isinstance(entry, dict) else ():
+            if isinstance(pair, list) and len(pair) == 2:
+                at = f"attempt {entry.get('attempt', '?')}"
+                lines.append(_visible(f"{at}: {key} {pair[0]} → {pair[1]}"))
+    return lines
+
+
 def _held_out_table(run: RunEvidence) -> ReportTable | None:
     lines = [line for line in run.record.eval_metrics if headline_metrics(line)]
     if not lines:
@@ -171,8 +190,8 @@ def _shown_samples(run: RunEvidence) -> dict[str, list[ShownSample]]:
     if not scored:
         return {}
     order = sorted(scored, key=lambda pair: pair[0])
-    best = [_shown_sample(sample) for _, sample in order[::-1][:SHOWN_SAMPLES]]
-    worst = [_shown_sample(sample) for _, sample in order[:SHOWN_SAMPLES]]
+    best = [_shown_sample(sample) for _, sample in _one_of_each_group(order[::-1])]
+    worst = [_shown_sample(sample) for _, sample in _one_of_each_group(order)]
     disputed = []
     for group in sorted(groups, key=_group_spread, reverse=True)[:SHOWN_SAMPLES]:
         ranked = sorted(
@@ -189,8 +208,18 @@ def _shown_samples(run: RunEvidence) -> dict[str, list[ShownSample]]:
     return {heading: samples for heading, samples in found.items() if samples}
 
 
+def _one_of_each_group(
+    order: Sequence[tuple[float, SampleRecord]],
+) -> list[tuple[float, SampleRecord]]:
+    """The first of each group, SHOWN_SAMPLES of them: equal answers to a prompt say no more."""
+    first: dict[object, tuple[float, SampleRecord]] = {}
+    for score, sample in order:
+        first.setdefault(sample.get("draw"), (score, sample))
+    return [*first.values()][:SHOWN_SAMPLES]
+
+
 def _group_spread(group: Sequence[SampleRecord]) -> float:
-    scores = [s for sample in group if (s := finite_field(sample, "score")) is not None]
+    scores = group_scores(group)
     return pstdev(scores) if len(scores) > 1 else 0.0
 
 
@@ -220,10 +249,40 @@ def _reward_figures(run: RunEvidence) -> list[tuple[str, str]]:
     facts = []
     if (correlation := pair_correlation(pairs)) is not None:
         facts.append(("correlation of score and length within groups", f"{correlation:+.2f}"))
+    for name, values in _group_shares(run).items():
+        facts.append((name, f"{format_number(values[0], '%')} → {format_number(values[1], '%')}"))
+    if (spread := run.start_and_end("reward_std")) is not None:
+        told = f"{format_number(spread[0])} → {format_number(spread[1])}"
+        facts.append(("std of the scores within groups", told))
     for name, values in _reward_columns(run.groups()).items():
         told = f"mean {format_number(fmean(values))}, {format_number(min(values))} to"
         facts.append((f"reward {name}", f"{told} {format_number(max(values))}"))
     return facts
+
+
+def _group_shares(run: RunEvidence) -> dict[str, tuple[float, float]]:
+    """Share of groups that are all right or all wrong, in the first and the second half."""
+    found = [scores for group in run.groups() if (scores := group_scores(group))]
+    if len(found) < 2:
+        return {}
+    best = max(max(scores) for scores in found)
+    halves = found[: len(found) // 2], found[len(found) // 2 :]
+    return {
+        "groups with the best score throughout": _shares(halves, lambda s: min(s) == best),
+        "groups without the best score": _shares(halves, lambda s: max(s) < best),
+    }
+
+
+def group_scores(group: Sequence[SampleRecord]) -> list[float]:
+    """The scores of a group's completions that have one."""
+    return [s for sample in group if (s := finite_field(sample, "score")) is not None]
+
+
+def _shares(
+    halves: tuple[list[list[float]], list[list[float]]], true: Callable[[list[float]], bool]
+) -> tuple[float, float]:
+    first, second = (fmean(true(scores) for scores in half) for half in halves)
+    return first, second
 
 
 def _reward_columns(groups: Iterable[Sequence[SampleRecord]]) -> dict[str, list[float]]:
@@ -262,11 +321,29 @@ def _memory_table(run: RunEvidence) -> ReportTable | None:
     note = ""
     if isinstance(predicted, int | float) and predicted:
         rows.append((f"predicted, in {memory.get('predicted_phase', 'all')}", _gib(predicted)))
-        rows += [
-            (f"– {name}", _gib(size)) for name, size in memory.get("predicted_parts", {}).items()
-        ]
-        note = f"The prediction is {predicted / measured - 1:+.0%} off."
+        rows += [(f"– {name}", _gib(size)) for name, size in _numbers_of(memory, "predicted_parts")]
+        note = f"The prediction is {predicted / measured - 1:+.0%} off." if measured else ""
     return ReportTable(("memory", "GiB"), rows, note)
+
+
+def _numbers_of(section: JsonObject, name: str) -> list[tuple[str, float]]:
+    """The numbers of an object inside a section of run.json."""
+    values = section.get(name)
+    found = values.items() if isinstance(values, dict) else ()
+    return [(str(key), value) for key, value in found if isinstance(value, int | float)]
+
+
+def _duration_table(run: RunEvidence) -> ReportTable | None:
+    """Seconds of a step, predicted and measured."""
+    seconds = run.record.run_metadata.get("seconds") or {}
+    measured, predicted = seconds.get("measured_step_s"), seconds.get("predicted_step_s")
+    if not isinstance(measured, int | float) or not isinstance(predicted, int | float):
+        return None
+    rows = [("measured, median", f"{measured:.3g}"), ("predicted", f"{predicted:.3g}")]
+    rows += [(f"– {k}", f"{s:.3g}") for k, s in _numbers_of(seconds, "predicted_parts_s")]
+    device = _visible(str(seconds.get("assumed_device", "?")))
+    note = f"Predicted for {device}, by its assumed speed and the run's own lengths."
+    return ReportTable(("a step", "seconds"), rows, note)
 
 
 def _gib(size: float) -> str:

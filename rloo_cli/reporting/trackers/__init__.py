@@ -33,18 +33,25 @@ def tracker_about(
     folder: Path, names: Sequence[str], project: str | None, run_name: str, config: JsonObject
 ) -> JsonObject:
     """What the process is told first. Runs that a tracker knows already go on under their id."""
-    try:
-        known = read_json(folder / "run.json").get("trackers") or {}
-    except (OSError, ValueError):
-        known = {}
+    known = known_tracker_runs(folder)
     return {
         "folder": str(folder.resolve()),
         "trackers": [*names],
         "project": project or "rloo",
         "name": run_name,
         "config": json.loads(redact.redact_text(json.dumps(config, default=str))),
-        "ids": {n: known[n]["id"] for n in names if isinstance(known.get(n), dict)},
+        "ids": {n: known[n].get("id") for n in names if isinstance(known.get(n), dict)},
     }
+
+
+def known_tracker_runs(folder: Path) -> JsonObject:
+    """Tracker -> id and address of this run there, by run.json; {} where that cannot be read."""
+    try:
+        about: object = read_json(folder / "run.json")
+    except (OSError, ValueError):
+        return {}
+    known = about.get("trackers") if isinstance(about, dict) else None
+    return known if isinstance(known, dict) else {}
 
 
 class TrackerClient:
@@ -61,6 +68,7 @@ class TrackerClient:
         self.news: queue.SimpleQueue[JsonObject] = queue.SimpleQueue()
         self.ready: set[str] = set()
         self.failed: dict[str, str] = {}
+        self.late: set[str] = set()  # those that had not sent all when the process ended
         self.left_out, self.sent, self.seconds = 0, 0, 0.0
         self.process: subprocess.Popen[str] | None = None
         self.writer = threading.Thread(target=self._write_lines, daemon=True)
@@ -112,8 +120,9 @@ class TrackerClient:
         self._hear_news()
         self.seconds += time.perf_counter() - began
 
-    def close(self, limit_s: float = CLOSE_LIMIT_S) -> None:
-        """Give the process so many seconds to send what it has, then end it."""
+    def close(self, limit_s: float | None = None) -> None:
+        """Give the process so many seconds (CLOSE_LIMIT_S) to send what it has, then end it."""
+        limit_s = CLOSE_LIMIT_S if limit_s is None else limit_s
         process, self.process = self.process, None
         if process is None:
             return
@@ -128,9 +137,10 @@ class TrackerClient:
             process.wait()
         self.reader.join(timeout=1.0)
         self._hear_news()
-        if limit_s and (late or self.left_out):
-            names = " and ".join(n for n in self.names if n not in self.failed)
-            why = f"not all of it was taken within {limit_s:g} s" if late else ""
+        if limit_s and (late or self.late or self.left_out):
+            behind = self.late or {*self.names} - {*self.failed}
+            names = " and ".join(name for name in self.names if name in behind)
+            why = f"not all of it was taken within {limit_s:g} s" if late or self.late else ""
             why = why or f"{self.left_out} lines were left out"
             self.note(
                 f"warning: {names}: {why}; `rloo sync {self.folder.name} NAME` sends all of it"
@@ -168,6 +178,8 @@ class TrackerClient:
                 remember_tracker_run(self.folder, name, said.get("id"), said.get("url"))
                 if said.get("url"):
                     self.note(f"{name}: {said['url']}")
+            elif said.get("late"):
+                self.late.add(name)
             elif "error" in said and name not in self.failed:
                 self.failed[name] = str(said["error"])
                 self.note(f"warning: {name}: {redact.redact_text(said['error'])}")
@@ -178,7 +190,6 @@ class TrackerClient:
 
 def remember_tracker_run(folder: Path, name: str, run_id: str | None, url: str | None) -> None:
     """Keep a tracker's id of this run in run.json: a resumed run goes on under it."""
-    with contextlib.suppress(OSError, ValueError):
-        known = read_json(folder / "run.json").get("trackers") or {}
-        entry = {"id": run_id, "url": url}
+    known, entry = known_tracker_runs(folder), {"id": run_id, "url": url}
+    with contextlib.suppress(OSError, ValueError, TypeError):  # a run.json that is damaged is left
         update_json(folder / "run.json", trackers=known | {name: entry})

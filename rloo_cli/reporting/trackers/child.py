@@ -18,7 +18,9 @@ from rloo_cli.reporting.trackers.writers import TRACKERS, TrackerWriter, line_sc
 from rloo_cli.utils.files import JsonObject
 
 QUEUE_LINES = 10_000
-FLUSH_LIMIT_S = 15.0
+FLUSH_LIMIT_S = 15.0  # for what is left at the end
+STALL_LIMIT_S = 15.0  # in one call of a client, begun before the end or after it: then it hangs
+POLL_S = 0.05
 MAX_FAILURES = 5  # lines in a row that a tracker may refuse before it is given up
 
 
@@ -28,8 +30,15 @@ class TrackerThread:
     def __init__(self, name: str, about: JsonObject, say: "Say"):
         self.name, self.about, self.say = name, about, say
         self.lines: queue.Queue[JsonObject | None] = queue.Queue(QUEUE_LINES)
+        self.busy_since: float | None = time.monotonic()  # None while it waits for a line
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the client has been in one call for so long that it is not waited for."""
+        since = self.busy_since
+        return since is not None and time.monotonic() - since > STALL_LIMIT_S
 
     def put(self, line: JsonObject | None) -> None:
         """Queue a line; one too many is left out."""
@@ -54,7 +63,7 @@ class TrackerThread:
 
     def _write(self, writer: TrackerWriter) -> None:
         failures = 0
-        while (line := self.lines.get()) is not None:
+        while (line := self._next_line()) is not None:
             try:
                 writer.log(int(line["step"]), line_scalars(line))
                 failures = 0
@@ -67,6 +76,12 @@ class TrackerThread:
             writer.finish()
         except BaseException as error:
             self.say(tracker=self.name, error=f"it did not finish: {_error_text(error)}")
+
+    def _next_line(self) -> JsonObject | None:
+        self.busy_since = None
+        line = self.lines.get()
+        self.busy_since = time.monotonic()
+        return line
 
 
 def _error_text(error: BaseException) -> str:
@@ -107,11 +122,16 @@ def main() -> None:
             break  # the run was killed while it wrote
         for thread in threads:
             thread.put(line)
-    for thread in threads:
-        thread.put(None)
     deadline = time.monotonic() + FLUSH_LIMIT_S
     for thread in threads:
-        thread.thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        thread.put(None)
+    while any(thread.thread.is_alive() and not thread.hangs for thread in threads):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S)
+    for thread in threads:
+        if thread.thread.is_alive():
+            say(tracker=thread.name, late=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a client that hangs holds nothing up
