@@ -35,8 +35,8 @@ def run(args: list[str]) -> int:
     parser.add_argument("--tolerance", type=float)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(args)
-    _check_options(options.step, options.reward, options.tolerance)
     folder = find_run_folder(options.run, "replay")
+    _check_options(options.step, options.reward, options.tolerance)
     if options.reward is not None:
         return _show_reward(folder, options.reward, options.step, options.n, options.json)
     if options.step is None:
