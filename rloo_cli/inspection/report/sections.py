@@ -249,8 +249,8 @@ def _reward_figures(run: RunEvidence) -> list[tuple[str, str]]:
     facts = []
     if (correlation := pair_correlation(pairs)) is not None:
         facts.append(("correlation of score and length within groups", f"{correlation:+.2f}"))
-    for name, values in _group_shares(run).items():
-        facts.append((name, f"{format_number(values[0], '%')} → {format_number(values[1], '%')}"))
+    for name, (first, last) in _group_shares(run).items():
+        facts.append((name, f"{format_number(first, '%')} → {format_number(last, '%')}"))
     if (spread := run.start_and_end("reward_std")) is not None:
         told = f"{format_number(spread[0])} → {format_number(spread[1])}"
         facts.append(("std of the scores within groups", told))
