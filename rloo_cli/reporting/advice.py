@@ -12,6 +12,8 @@ from itertools import pairwise
 from operator import mul
 from statistics import fmean, linear_regression
 
+from rloo_cli.utils.errors import Problem
+
 MetricsMapping = Mapping[str, object]
 
 RECENT_LINES = 5  # logged steps averaged for a share: with few prompts one may be 1.0 by luck
@@ -378,3 +380,13 @@ class Advisor:
                 spoken.add(opposite)
         self.open_rules = [name for name in self.open_rules if name not in spoken]
         return advice
+
+
+def guard_problem(name: str, step: int, figures: str) -> Problem:
+    """What a run says that the guard `name` (`guards.NAME=fail`) stops after `step`."""
+    rule = ADVICE_RULES[name]
+    what = f"the guard {name} stopped the run after step {step}"
+    where = f"guards.{name}=fail, metric {', '.join(rule.metrics)}"
+    keys = " or ".join(rule.keys)
+    fix = f"change {keys}, or guards.{name}=warn; resume=auto goes on from this step"
+    return Problem(what, where, figures, fix, "docs/doctor.md#guards")

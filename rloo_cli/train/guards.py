@@ -6,7 +6,7 @@ import math
 import torch
 
 from rloo_cli.data.batch import Batch
-from rloo_cli.reporting.advice import ADVICE_RULES
+from rloo_cli.reporting.advice import guard_problem
 from rloo_cli.reporting.log import write_debug_batch
 from rloo_cli.run import Run
 from rloo_cli.utils.errors import GenerationError, GuardError, NumbersError, Problem
@@ -121,11 +121,4 @@ def _raise_failed_guards(run: Run) -> None:
     step = run.state.step
     facts = [{"name": name, "step": step, "figures": text} for name, text in failed.items()]
     update_json(run.folder / "run.json", guards=facts)
-    problems = []
-    for name, text in failed.items():
-        keys = " or ".join(ADVICE_RULES[name].keys)
-        fix = f"change {keys}, or guards.{name}=warn; resume=auto goes on from this step"
-        what = f"the guard {name} stopped the run after step {step}"
-        where = f"guards.{name}=fail, metric {', '.join(ADVICE_RULES[name].metrics)}"
-        problems.append(Problem(what, where, text, fix, "docs/doctor.md#guards"))
-    raise GuardError(*problems)
+    raise GuardError(*(guard_problem(name, step, text) for name, text in failed.items()))
