@@ -1,9 +1,9 @@
 """The tiny models of the tasks in `tool_tasks`: made here, and shown a few ways to answer.
 
 The model of products has seen two ways: most often a careless product without the calculator,
-seldom a call whose answer is repeated. The model of the guessing game guesses somewhere in what is
 seldom a call whose answer is repeated. The model of the guessing game guesses somewhere in what
 is still possible, or just anywhere. Both know how a call is written and what a tool answers;
+which way is worth taking they learn by reinforcement. A call's frame is one token.
 """
 
 import random
@@ -40,7 +40,8 @@ GAME_FRAME = ('<tool_call>{"name": "guess", "arguments": {"number": ', "}}</tool
 CALLS = 0.25  # share of the products that are shown with a call
 REPEATED = 0.5  # share of the products that teach nothing but to repeat the answer
 CAREFUL = 0.5  # share of the guesses that lie in what is still possible
-BATCH, RATE, STEPS = 64, 3e-3, 600
+BATCH, RATE = 64, 3e-3
+PRODUCT_STEPS, GAME_STEPS = 600, 300  # repeating digits takes longest
 
 Segment = tuple[str, bool]  # a text, and whether the model wrote it
 
@@ -62,18 +63,18 @@ def tool_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
 def product_model_folder() -> Path:
     """The folder of the model of products."""
     words = [*"0123456789*=", *PRODUCT_FRAME]
-    return _cached_model("products", words, _product_answer)
+    return _cached_model("products", words, _product_answer, PRODUCT_STEPS)
 
 
 def game_model_folder() -> Path:
     """The folder of the model of the guessing game."""
     numbers = [str(n) for n in range(tool_tasks.SECRETS, 0, -1)]
     words = [*numbers, "-", "?", "higher", "lower", "right", *GAME_FRAME]
-    return _cached_model("game", words, _game_played)
+    return _cached_model("game", words, _game_played, GAME_STEPS)
 
 
 def _cached_model(
-    name: str, words: list[str], show: Callable[[random.Random], list[Segment]]
+    name: str, words: list[str], show: Callable[[random.Random], list[Segment]], steps: int
 ) -> Path:
     def make(folder: Path) -> None:
         with torch.random.fork_rng():
@@ -84,12 +85,12 @@ def _cached_model(
                 eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **SHAPE,
             )  # fmt: skip
             model = Qwen3ForCausalLM(config)
-            _train_supervised(model, tokenizer, show)
+            _train_supervised(model, tokenizer, show, steps)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
     recipe = (
-        f"{name}-{words}-{SHAPE}-{TEMPLATE}-{CALLS}-{REPEATED}-{CAREFUL}-{BATCH}-{RATE}-{STEPS}"
+        f"{name}-{words}-{SHAPE}-{TEMPLATE}-{CALLS}-{REPEATED}-{CAREFUL}-{BATCH}-{RATE}-{steps}"
     )
     return cached_folder(name, recipe, make)
 
@@ -145,14 +146,16 @@ def _train_supervised(
     learner: Qwen3ForCausalLM,
     tokens: PreTrainedTokenizerFast,
     show: Callable[[random.Random], list[Segment]],
+    steps: int,
 ) -> None:
     """Train on what `show` draws; only what the model wrote is learned."""
     draw = random.Random(0)
+    known: dict[str, list[int]] = {}  # few texts come often
     optimizer = torch.optim.AdamW(learner.parameters(), lr=RATE, weight_decay=0.0)
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1.0, step / 20, (STEPS - step + 1) / 100)
-        rows = [_labelled(show(draw), tokens) for _ in range(BATCH)]
+            group["lr"] = RATE * min(1.0, step / 20, (steps - step + 1) / 100)
+        rows = [_labelled(show(draw), tokens, known) for _ in range(BATCH)]
         width, pad = max(len(ids) for ids, _ in rows), tokens.pad_token_id
         batch = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in rows])
         labels = torch.tensor([own + [-100] * (width - len(own)) for _, own in rows])
@@ -161,17 +164,19 @@ def _train_supervised(
         optimizer.step()
         optimizer.zero_grad()
         if step % 20 == 0:
-            report_progress(f"{step / STEPS:.0%}, step {step} of {STEPS}")
+            report_progress(f"{step / steps:.0%}, step {step} of {steps}")
 
 
 def _labelled(
-    segments: list[Segment], tokens: PreTrainedTokenizerFast
+    segments: list[Segment], tokens: PreTrainedTokenizerFast, known: dict[str, list[int]]
 ) -> tuple[list[int], list[int]]:
     """Ids, and the labels of what the model wrote."""
     ids: list[int] = []
     labels: list[int] = []
     for text, own in segments:
-        new = tokens(text, add_special_tokens=False)["input_ids"]
+        if text not in known:
+            known[text] = tokens(text, add_special_tokens=False)["input_ids"]
+        new = known[text]
         ids += new
         labels += new if own else [-100] * len(new)
     return ids, labels
