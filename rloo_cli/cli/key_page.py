@@ -18,7 +18,8 @@ from rloo_cli.config.compose import ComposedConfig
 from rloo_cli.config.messages import walk_values
 from rloo_cli.utils import paths
 
-PLUGIN_GROUPS = ("algorithm", "generation", "distributed", "model")  # a choice may have own keys
+# A choice of one may have keys of its own.
+PLUGIN_GROUPS = ("algorithm", "generation", "agent", "distributed", "model")
 REASON = re.compile(r"(?:^|\s)#\s*(?P<reason>.+)$")  # of a line of YAML
 ANY_REWARD = "<reward>"  # stands for the name of a reward
 HEAD = """# Every key

@@ -29,13 +29,13 @@ from rloo_cli.utils.errors import ConfigError, Problem
 USAGE = "rloo samples RUN [--step N] [--worst | --best] [-n 5] [--eval] [--set NAME]" \
     " [--reward NAME] [--json]"  # fmt: skip
 DEFAULT_COUNT = 5
-MAX_LINES = {"prompt": 8, "completion": 24}  # lines of a text; --json has all of it
+MAX_LINES = {"prompt": 8, "completion": 24, "told": 8}  # lines of a text; --json has all of it
 HEAD_WIDTH = 11  # cells before a text
 OPTIONAL_FIELDS = ("kl", "reward", "advantage")
 SHOWN_FIELDS = {  # fields that have a line of their own, or that nobody needs to see
     "set", "draw", "k", "prompt", "completion", "rewards", "score", "shaped", *OPTIONAL_FIELDS,
     "terminated", "finish_reason", "greedy", "prompt_length", "completion_length", "seed",
-    "weight_version", "row", "tokens",
+    "weight_version", "row", "tokens", "turns", "episode", "failed",
 }  # fmt: skip
 
 
@@ -128,12 +128,34 @@ def sample_lines(sample: SampleRecord, width: int) -> list[Text]:
     lines += _paragraph("sample", clean_line(f"{which} · {end}"), width, 2, "bright_black")
     prompt = _prompt_text(sample.get("prompt", ""))
     lines += _paragraph("prompt", prompt, width, MAX_LINES["prompt"])
-    completion = str(sample.get("completion", ""))
-    lines += _paragraph("completion", completion, width, MAX_LINES["completion"], "bold")
+    if sample.get("turns"):
+        lines += _turn_lines(sample, width)
+    else:
+        completion = str(sample.get("completion", ""))
+        lines += _paragraph("completion", completion, width, MAX_LINES["completion"], "bold")
     columns = sample.get("row") or {}  # columns of the data set, in held-out samples
     rest = [*columns.items(), *((k, v) for k, v in sample.items() if k not in SHOWN_FIELDS)]
     also = " · ".join(f"{clean_line(k)} {clean_line(v)}" for k, v in rest if v is not None)
     return lines + (_paragraph("also", also, width, 2, "bright_black") if also else [])
+
+
+def _turn_lines(sample: SampleRecord, width: int) -> list[Text]:
+    """An episode as a conversation: what the model said and called, and what it was told."""
+    lines: list[Text] = []
+    for number, turn in enumerate(sample["turns"], 1):
+        for message in turn.get("told") or []:
+            told = f"{message.get('name') or message.get('role', '?')}: {message.get('content')}"
+            lines += _paragraph("told", told, width, MAX_LINES["told"])
+        lines += _paragraph(f"turn {number}", str(turn.get("said", "")), width,
+                            MAX_LINES["completion"], "bold")  # fmt: skip
+        for call in turn.get("calls") or []:
+            called = f"{call.get('name')}({json.dumps(call.get('arguments'))})"
+            lines += _paragraph("calls", called, width, MAX_LINES["told"], "cyan")
+    facts = sample.get("episode") or {}
+    end = f"ended by {facts.get('ended_by', '?')}, {facts.get('calls', 0)} calls"
+    if sample.get("failed"):
+        end += f"; no score: {sample['failed']}"
+    return lines + _paragraph("episode", clean_line(end), width, 2, "bright_black")
 
 
 def _paragraph(head: str, text: str, width: int, max_lines: int, style: str = "") -> list[Text]:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast, get_args
 import yaml
 from pydantic import BaseModel, ValidationError, create_model
 
+from rloo_cli.config import agent as config_agent
 from rloo_cli.config import debug as config_debug
 from rloo_cli.config import judge as config_judge
 from rloo_cli.config import messages, registry, rules
@@ -187,6 +188,7 @@ def run_config_class(values: JsonObject) -> type[RunConfig]:
         "Mixture", Mixture, _named_entries(values.get("data"), "mixture", SourceConfig)
     )
     eval_fields = {"sets": (sets, in_eval["sets"]), "judge": (judge_class, in_eval["judge"])}
+    agent_class = config_agent.agent_section(values) | None
     sections = {
         "reward": _subclass("Rewards", Frozen, rewards),
         "algorithm": algorithm,
@@ -194,7 +196,8 @@ def run_config_class(values: JsonObject) -> type[RunConfig]:
         "eval": _subclass("Eval", EvalConfig, eval_fields),
         "data": _subclass("Data", DataConfig, {"mixture": (mixture | None, in_data["mixture"])}),
     }
-    return _subclass("Run", Run, {name: (kind, ...) for name, kind in sections.items()})
+    fields = {name: (kind, ...) for name, kind in sections.items()}
+    return _subclass("Run", Run, fields | {"agent": (agent_class, RunConfig.model_fields["agent"])})
 
 
 def _subclass(name: str, base: type[ModelT], fields: Mapping[str, Any]) -> type[ModelT]:

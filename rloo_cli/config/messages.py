@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rloo_cli.config import judge, registry
+from rloo_cli.config import agent, judge, registry
 from rloo_cli.config.old_names import OldName, find_old_name, nearest_names
 from rloo_cli.config.provenance import ConfigSources
 from rloo_cli.config.schema import RunConfig
@@ -22,7 +22,9 @@ from rloo_cli.utils.files import JsonObject
 MAX_INT64 = 2**63 - 1
 MIN_FLOAT64 = math.ulp(0.0)
 # Sections that are null until a choice of their group is made.
-OPTIONAL_SECTIONS = {"model.lora": "lora=default", "model.quantization": "quantization=4bit"}
+OPTIONAL_SECTIONS = {
+    "model.lora": "lora=default", "model.quantization": "quantization=4bit", "agent": "agent=tools",
+}  # fmt: skip
 # A number with an exponent, as it is written: its digits before the exponent in a group.
 EXPONENT = re.compile(r"(?<![\w.])[+-]?([\d_]*\.?[\d_]*)[eE][+-]?\d+(?![\w.])")
 REGISTRY_KEYS = {"algorithm": ("algorithms", "name"), "generation": ("generation", "backend")}
@@ -37,6 +39,7 @@ def pre_schema_problems(values: JsonObject) -> Iterator[Problem]:
     yield from _unregistered(values)
     yield from _badly_named(values)
     yield from judge.unknown_judge_problems(values)
+    yield from agent.unknown_agent_problems(values)
 
 
 def section_problems(values: JsonObject) -> Iterator[Problem]:

@@ -23,12 +23,14 @@ from rloo_cli.utils.files import JsonObject
 
 # Configs that were written before a module moved name it as it was.
 MOVED_MODULES = {"rloo_cli.made.tldr": "rloo_cli.data.synthetic.tldr"}
-REGISTRIES = {"rewards": "reward", "algorithms": "algorithm", "generation": "generation"}
+REGISTRIES = {
+    "rewards": "reward", "algorithms": "algorithm", "generation": "generation", "agents": "agent",
+}  # fmt: skip
 
 
 @cache
 def registry_names(registry: str) -> dict[str, str]:
-    """Registry names of a package (`rewards`, `algorithms`, `generation`) -> module names.
+    """Registry names of a package, one of REGISTRIES -> module names.
 
     Every module of the package's folder is one; what several of them share lies in sub-folders.
     """

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from math import ceil
 from pathlib import Path
 
+from rloo_cli.config import agent as config_agent
 from rloo_cli.config import (
     hf_cache,
     prompt_limit,
@@ -167,13 +168,14 @@ def _template(key: str, source: DataConfig) -> Iterator[Problem]:
 
 
 def user_code_specs(run: RunConfig) -> dict[str, str]:
-    """Key -> file.py:name of every filter and map that is the user's code; each code once."""
+    """Key -> file.py:name of every filter, map and tool that is the user's code; each code once."""
     codes: dict[str, str] = {}
     for key, split in configured_splits(run).items():
         for leaf, spec in (("filter", split.filter), ("map", split.map)):
             if isinstance(spec, str) and spec not in codes.values():
                 codes[f"{key}.{leaf}"] = spec
-    return codes
+    agent = config_agent.agent_config(run)
+    return codes | ({} if agent is None else agent.code_specs())
 
 
 def configured_splits(run: RunConfig) -> dict[str, DataConfig]:
@@ -219,6 +221,7 @@ def run_problems(run: RunConfig) -> Iterator[Problem]:
     yield from rules_lora.adapter_problems(run)
     yield from _evaluation(run)
     yield from config_judge.judge_problems(run)
+    yield from config_agent.agent_problems(run)
 
 
 def _length(run: RunConfig) -> Iterator[Problem]:

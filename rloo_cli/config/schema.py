@@ -565,6 +565,9 @@ class RunConfig(Frozen):
     data: DataConfig
     reward: SerializeAsAny[Frozen]  # one field per entry, each a RewardConfig
     generation: SerializeAsAny[GenerationConfig]
+    agent: SerializeAsAny[Frozen] | None = key(
+        "Tools and environments; null = one answer to each prompt", since="0.2", before=None
+    )
     algorithm: SerializeAsAny[AlgorithmConfig]
     distributed: DistributedConfig
     train: TrainConfig

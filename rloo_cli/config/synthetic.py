@@ -13,6 +13,8 @@ TASK_PREFIX = "reasoning_gym:"  # data of a package that draws its questions fro
 NO_HUB_PREFIXES = (MAKE_PREFIX, TASK_PREFIX)  # neither has a name on a hub
 SYNTHETIC_MODELS = {
     "addition": "rloo_cli.data.synthetic.addition:addition_model_folder",
+    "game": "rloo_cli.data.synthetic.tool_model:game_model_folder",
+    "products": "rloo_cli.data.synthetic.tool_model:product_model_folder",
     "smollm2": "rloo_cli.data.synthetic.smollm2:smollm2_model_folder",
     "tiny": "rloo_cli.data.synthetic.tiny:tiny_model_folder",
     "tiny_reward": "rloo_cli.data.synthetic.tiny:tiny_reward_model_folder",
@@ -22,10 +24,12 @@ SYNTHETIC_MODELS = {
 }
 SYNTHETIC_CONTEXT_LENGTHS = {  # of the models, in tokens, for checks that come before torch
     "addition": 64, "smollm2": 8192, "tiny": 2048, "tiny_reward": 2048,
-    "tldr_base": 128, "tldr_sft": 128, "tldr_reward": 128,
+    "game": 256, "products": 256, "tldr_base": 128, "tldr_sft": 128, "tldr_reward": 128,
 }  # fmt: skip
 SYNTHETIC_DATA = {
     "addition": "rloo_cli.data.synthetic.addition:addition_examples",
+    "game": "rloo_cli.data.synthetic.tool_tasks:game_examples",
+    "products": "rloo_cli.data.synthetic.tool_tasks:product_examples",
     "arithmetic": "rloo_cli.data.synthetic.chat_tasks:arithmetic_examples",
     "instructions": "rloo_cli.data.synthetic.chat_tasks:instruction_examples",
     "tiny": "rloo_cli.data.synthetic.tiny:tiny_examples",

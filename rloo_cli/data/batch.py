@@ -3,12 +3,16 @@
 `Rollout` is one completion, `Group` the K completions of one sampled prompt. They stay together
 from sampling to gradient. `Batch` is a step's groups. `packing` lays them out for forward passes.
 Rollouts and groups need no torch: rewards are tried without it.
+
+With tools or environments a completion is an episode, a list of `Turn`. Its flat ids have what the
+environment said among them, for the model to read; whatever is computed per token (log-probability,
+KL, entropy, value, advantage, length) is of the tokens that the policy sampled, and only of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from rloo_cli.utils.files import JsonObject
 
@@ -16,6 +20,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Prompt = str | list[JsonObject]
+Value = TypeVar("Value")
+
+
+@dataclass
+class Turn:
+    """One call of the sampler within an episode: what was new to it, and what it sampled."""
+
+    prompt_ids: list[int]  # what came after the turn before and was not sampled; often [] at first
+    sampled_ids: list[int]  # the stop token (or the stop string's tokens) included
+    logp: list[float] | None  # of each sampled id, of the sampler's own distribution
+    text: str  # what was sampled, without the stop token
+    finish_reason: str  # stop, length
+    weight_version: int
+    calls: list[JsonObject] = field(default_factory=list)  # name and arguments, as they were parsed
+    observation: list[JsonObject] = field(default_factory=list)  # the messages of prompt_ids
+    reward: float | None = None
+
 
 # What a batch consists of, for those that write it down.
 BATCH_TENSORS = ("raw", "score", "shaped", "scorable", "masked")  # every batch has them
@@ -27,10 +48,10 @@ ROLLOUT_FIELDS = ("text", "finish_reason", "terminated", "seed", "weight_version
 
 @dataclass
 class Rollout:
-    """One completion: its tokens, and how it was sampled."""
+    """One completion: its tokens, and how it was sampled. S of its T tokens were sampled."""
 
     completion_ids: list[int]  # T ids, the stop token (or the stop string's tokens) included
-    text: str  # without the stop token, stop string cut off
+    text: str  # without the stop token, stop string cut off; of an episode: its last turn's
     finish_reason: str  # stop, length
     terminated: bool  # it ended by itself; truncated otherwise
     seed: int
@@ -38,11 +59,65 @@ class Rollout:
     behaviour_logp: list[float] | None = None  # T, of the sampler's own distribution
     mask: list[int] | None = None  # T, 1 = sampled by the policy; None = all of them
     images: list[object] | None = None
+    turns: list[Turn] | None = None  # of an episode; None = one answer to the prompt
+    failed: str | None = None  # why its environment failed: it has no score, and is no part of
+    # baseline and loss. None = it did not.
+    opening_ids: list[int] | None = None  # its group's prompt, where the environment changed it
+    environment: JsonObject | None = None  # the environment's public attributes at the end
+    environment_reward: float | None = None  # what its get_reward() said
+    episode_facts: JsonObject | None = None  # counts of its calls, and why it ended
 
     @property
     def length(self) -> int:
-        """The number of tokens that are trained on."""
+        """The number of tokens that are trained on, S."""
         return len(self.completion_ids) if self.mask is None else sum(self.mask)
+
+    @property
+    def failed_in_environment(self) -> bool:
+        """Whether it has no score, since its environment failed."""
+        return self.failed is not None
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        """The tokens that the policy sampled. (S,)"""
+        return self.completion_ids if self.mask is None else self._sampled(self.completion_ids)
+
+    @property
+    def sampled_logp(self) -> list[float] | None:
+        """The sampler's log-probabilities of these. (S,)"""
+        if self.behaviour_logp is None or self.mask is None:
+            return self.behaviour_logp
+        return self._sampled(self.behaviour_logp)
+
+    def _sampled(self, values: list[Value]) -> list[Value]:
+        assert self.mask is not None
+        return [value for value, kept in zip(values, self.mask, strict=True) if kept]
+
+    @classmethod
+    def from_turns(cls, turns: list[Turn], terminated: bool, seed: int) -> Rollout:
+        """An episode's rollout, with flat ids, mask and log-probabilities; it has a turn at least.
+
+        The environment's tokens have the mask 0 and the log-probability NaN.
+        """
+        nan, last = float("nan"), turns[-1]
+        logps = [turn.logp or [nan] * len(turn.sampled_ids) for turn in turns]
+        known = any(turn.logp is not None for turn in turns)
+        flat = [
+            x
+            for t, logp in zip(turns, logps, strict=True)
+            for x in (*[nan] * len(t.prompt_ids), *logp)
+        ]
+        return cls(
+            completion_ids=[i for turn in turns for i in (*turn.prompt_ids, *turn.sampled_ids)],
+            text=last.text,
+            finish_reason=last.finish_reason,
+            terminated=terminated,
+            seed=seed,
+            weight_version=min(turn.weight_version for turn in turns),
+            behaviour_logp=flat if known else None,
+            mask=[m for t in turns for m in (*[0] * len(t.prompt_ids), *[1] * len(t.sampled_ids))],
+            turns=turns,
+        )
 
 
 @dataclass
@@ -54,12 +129,18 @@ class Group:
     prompt: Prompt
     prompt_ids: list[int]
     rollouts: list[Rollout] = field(default_factory=list)
-    old_logp: list[Tensor] | None = None  # K of (T,), the policy at rollout time
-    kl_logp: list[Tensor] | None = None  # K of (T,), old_logp at the KL's own temperature
-    ref_logp: list[Tensor] | None = None  # K of (T,), the reference
-    value: list[Tensor] | None = None  # K of (T,), the value model at rollout time
-    advantage: list[Tensor] | None = None  # K of (T,), where every token has its own
-    returns: list[Tensor] | None = None  # K of (T,), what the value model is fitted to
+    old_logp: list[Tensor] | None = None  # K of (S,), the policy at rollout time
+    kl_logp: list[Tensor] | None = None  # K of (S,), old_logp at the KL's own temperature
+    ref_logp: list[Tensor] | None = None  # K of (S,), the reference
+    value: list[Tensor] | None = None  # K of (S,), the value model at rollout time
+    advantage: list[Tensor] | None = None  # K of (S,), where every token has its own
+    returns: list[Tensor] | None = None  # K of (S,), what the value model is fitted to
+
+    def take_rollouts(self, rollouts: list[Rollout]) -> None:
+        """Store rollouts that were sampled, and the prompt that they were really given."""
+        self.rollouts = rollouts
+        if rollouts and rollouts[0].opening_ids is not None:
+            self.prompt_ids = rollouts[0].opening_ids
 
 
 class AdvantageColumns(Protocol):

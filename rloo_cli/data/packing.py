@@ -6,6 +6,9 @@ needs our attention (`policy/shared_attention.py`). `packed`: one sequence, the 
 before each completion; a model that finds documents by their positions computes it as it is.
 `padded`: right-padded sequences with a mask, for every other model. No column depends on the layout
 it came from.
+
+Only tokens that the policy sampled are predicted: what a tool or an environment said is in the
+sequence, for the others to attend to, and its log-probability is never asked for.
 """
 
 from collections.abc import Sequence
@@ -50,7 +53,7 @@ class SharedLayout:
 
 @dataclass
 class MicroBatch:
-    """S completions of some groups, with N tokens together, laid out for one forward pass.
+    """S completions of some groups, laid out for one forward pass; N of their tokens were sampled.
 
     Completions that need no forward are not in it (`minibatches.forwarded_completions`).
     """
@@ -60,10 +63,10 @@ class MicroBatch:
     input_ids: Tensor  # (1, R), or (S, L) padded
     position_ids: Tensor  # (1, R), or (S, L) padded
     attention_mask: Tensor | None  # (S, L), from lengths, never from the pad id; padded only
-    logit_index: Tensor  # (N,) flattened position whose logits predict each completion token
+    logit_index: Tensor  # (N,) flattened position whose logits predict each sampled token
     target: Tensor  # (N,) the token
     sequence_ids: Tensor  # (N,) which of the S completions it belongs to
-    mask: Tensor  # (N,) float, 1 = sampled by the policy and trained on
+    mask: Tensor  # (N,) float, 1 = trained on; all of them were sampled by the policy
     group_lengths: list[tuple[int, list[int]]]  # tokens of each prompt, and of its completions
     shared_layout: SharedLayout | None = None  # of layout shared
     behaviour_logp: Tensor | None = None  # (N,), NaN where the sampler did not say
@@ -117,11 +120,9 @@ def pack_micro_batch(
     `masked` (P, K) bool: completions whose mask is 0 if they are forwarded all the same.
     """
     pairs = [(groups[i].prompt_ids, groups[i].rollouts[k]) for i, ks in group_slices for k in ks]
-    counts = torch.tensor([len(r.completion_ids) for _, r in pairs])
+    counts = torch.tensor([r.length for _, r in pairs])
     sequence = torch.repeat_interleave(torch.arange(len(pairs)), counts)
-    mask = torch.tensor(
-        [m for _, r in pairs for m in (r.mask or [1] * len(r.completion_ids))], dtype=torch.float32
-    )
+    mask = torch.ones(int(counts.sum()), dtype=torch.float32)
     if masked is not None:
         out = torch.stack([masked[i, k] for i, ks in group_slices for k in ks])
         mask = mask * (~out)[sequence].to(mask.dtype)
@@ -131,6 +132,9 @@ def pack_micro_batch(
     else:
         lay_out = _packed_layout if layout == "packed" else _padded_layout
         ids, positions, attention, source = lay_out(pairs)
+    if any(r.mask is not None for _, r in pairs):
+        sampled = [m for _, r in pairs for m in (r.mask or [1] * len(r.completion_ids))]
+        source = source[torch.tensor(sampled, dtype=torch.bool)]
     size = len(groups[group_slices[0][0]].rollouts) if group_slices else 0
     completions = [n * size + k for n, (_, ks) in enumerate(group_slices) for k in ks]
     micro_batch = MicroBatch(
@@ -140,7 +144,7 @@ def pack_micro_batch(
         position_ids=positions,
         attention_mask=attention,
         logit_index=source,
-        target=torch.tensor([i for _, r in pairs for i in r.completion_ids]),
+        target=torch.tensor([i for _, r in pairs for i in r.sampled_ids]),
         sequence_ids=sequence,
         mask=mask,
         group_lengths=[
@@ -172,11 +176,11 @@ def store_column(
     """
     if column is None:
         return
-    lengths = [len(groups[i].rollouts[k].completion_ids) for i, ks in group_slices for k in ks]
+    lengths = [groups[i].rollouts[k].length for i, ks in group_slices for k in ks]
     values = iter(torch.split(column.detach().cpu(), lengths))
     for i, ks in group_slices:
         if getattr(groups[i], name) is None:
-            blank = [column.new_full((len(r.completion_ids),), float("nan"), device="cpu")
+            blank = [column.new_full((r.length,), float("nan"), device="cpu")
                      for r in groups[i].rollouts]  # fmt: skip
             setattr(groups[i], name, blank)
         for k in ks:
@@ -248,7 +252,7 @@ def _behaviour_column(pairs: Sequences) -> Tensor | None:
     if all(r.behaviour_logp is None for _, r in pairs):
         return None
     nan = float("nan")
-    flat = [x for _, r in pairs for x in (r.behaviour_logp or [nan] * len(r.completion_ids))]
+    flat = [x for _, r in pairs for x in (r.sampled_logp or [nan] * r.length)]
     return torch.tensor(flat, dtype=torch.float32)
 
 

@@ -5,7 +5,7 @@ Nothing is dropped silently: what `data.overlong` filtered is counted, and its e
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
+ToolsOf = Callable[[JsonObject], list[JsonObject]]  # an example -> descriptions of its tools
 NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")  # docs/rewards.md
 
 
@@ -83,15 +84,18 @@ def tokenize_prompts(
     max_length: int | None,
     seed: int,
     headroom: int | None = None,
+    tools_of: ToolsOf | None = None,
 ) -> Prompts:
     """Render and tokenise every prompt once. `max_length`: most tokens of a prompt.
 
     `headroom`: tokens of the context that completions leave to a prompt; None = not known.
+    `tools_of`: the descriptions of an example's tools, which its prompt shows; None = none.
     Raises DataError: a prompt of another type than the first, no chat template, two BOS tokens, too
     many prompts over the limit.
     """
     prompts, examples, conversational = render_prompts(data, config)
-    ids = _tokenize_all(prompts, conversational, tokenizer, template_kwargs)
+    tools = None if tools_of is None else [tools_of(example) for example in examples]
+    ids = _tokenize_all(prompts, conversational, tokenizer, template_kwargs, tools)
     _refuse_two_beginnings(ids, tokenizer, conversational)
     bos = tokenizer.bos_token_id
     return _apply_overlong(
@@ -220,8 +224,13 @@ def _tokenize_all(
     conversational: bool,
     tokenizer: "PreTrainedTokenizerBase",
     template_kwargs: JsonObject,
+    tools: list[list[JsonObject]] | None,
 ) -> list[list[int]]:
     if not conversational:
+        if tools is not None:
+            what, where = "the prompts are plain text, and tools need conversations", "agent"
+            why = "the chat template tells the model of its tools, and of what they answer"
+            raise DataError(Problem(what, where, why, "data.chat=true"))
         return [list(ids) for ids in tokenizer(prompts)["input_ids"]]
     if not tokenizer.chat_template:
         raise DataError(
@@ -234,18 +243,26 @@ def _tokenize_all(
         )
     token_ids = []
     for row, prompt in enumerate(prompts):
-        answered = prompt[-1]["role"] == "assistant"  # type: ignore[index]
+        shown = {} if tools is None else {"tools": tools[row]}
         try:
-            text = tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=not answered, continue_final_message=answered,
-                tokenize=False, **template_kwargs,
-            )  # fmt: skip
+            token_ids.append(render_prompt(prompt, tokenizer, template_kwargs | shown))
         except Exception as error:  # a template is a program, with a program's errors
             where, why = f"data.prompt_column, row {row}", f"{type(error).__name__}: {error}"
             what = f"the chat template refuses prompt {row}"
             raise DataError(Problem(what, where, why)) from None
-        token_ids.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
     return token_ids
+
+
+def render_prompt(
+    prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", template_kwargs: JsonObject
+) -> list[int]:
+    """The ids of a conversation for the model to go on with. Raises what its template raises."""
+    answered = prompt[-1]["role"] == "assistant"  # type: ignore[index]
+    text = tokenizer.apply_chat_template(
+        prompt, add_generation_prompt=not answered, continue_final_message=answered,
+        tokenize=False, **template_kwargs,
+    )  # fmt: skip
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _refuse_two_beginnings(

@@ -15,7 +15,7 @@ from rloo_cli.config.prompt_limit import describe_prompt_limit, max_prompt_token
 from rloo_cli.config.schema import DataConfig, RunConfig, SetConfig
 from rloo_cli.data import dataset, mixture
 from rloo_cli.data.dataset import OpenedSplit
-from rloo_cli.data.prompts import Prompts, tokenize_prompts
+from rloo_cli.data.prompts import Prompts, ToolsOf, tokenize_prompts
 from rloo_cli.utils.errors import ConfigError, Problem, RunError
 
 if TYPE_CHECKING:
@@ -74,8 +74,11 @@ def tokenize_splits(
     opened: Mapping[str | None, OpenedSplit],
     tokenizer: "PreTrainedTokenizerBase",
     context_length: int | None,
+    tools_of: ToolsOf | None = None,
 ) -> dict[str | None, Prompts]:
     """Tokenise every split's prompts. `context_length`: the model's most positions, if known.
+
+    `tools_of`: the descriptions of an example's tools; None = there are no tools.
 
     Raises ConfigError if no tokens are left for completions, DataError for prompts that do not fit.
     """
@@ -91,7 +94,7 @@ def tokenize_splits(
         with errors_naming_split(name, source):
             prompts[name] = tokenize_prompts(
                 opened[name].dataset, source, tokenizer, template_kwargs, max_length, config.seed,
-                headroom,
+                headroom, tools_of,
             )  # fmt: skip
             prompts[name].filtered_out = opened[name].filtered_out
     parts = mixture_entries(prompts)

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from rloo_cli.config.schema import EvalConfig
+from rloo_cli.reporting.episode_metrics import episode_metrics
 from rloo_cli.reporting.eval_lines import eval_prefix
 from rloo_cli.utils.files import JsonObject
 
@@ -40,6 +41,7 @@ def eval_set_metrics(
     _add_mean(metrics, "completions/clipped_ratio", [not s["terminated"] for s in greedy])
     metrics["samples"] = len(greedy)
     metrics["unscored"] = sum(s["score"] is None for s in greedy)
+    metrics |= episode_metrics([s["episode"] for s in greedy if "episode" in s])
     metrics |= _sampled_metrics([s for s in samples if not s["greedy"]], settings)
     return {eval_prefix(name) + key: value for key, value in metrics.items()}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from rloo_cli.agents.common import build as agent_build
 from rloo_cli.algorithms.common.base import Algorithm, load_algorithm
 from rloo_cli.algorithms.common.config import Switches
 from rloo_cli.config import check, registry, rules_paths, synthetic
@@ -34,6 +35,7 @@ from rloo_cli.evaluation.evaluate import (
 from rloo_cli.evaluation.judges import judge as judging
 from rloo_cli.evaluation.judges.judge import Judge, JudgedSets, OtherAnswers
 from rloo_cli.generation import Generator
+from rloo_cli.generation.common.stop_rule import stop_ids
 from rloo_cli.policy import load, lora, reward_load
 from rloo_cli.policy.model import Policy
 from rloo_cli.reporting.log import samples_to_jsonl
@@ -152,6 +154,7 @@ def _build_setup(settings: RunConfig, world: World, folder: Path) -> tuple[EvalW
     print("loading data ...", flush=True)
     opened = splits.open_splits(settings, training=False)
     rewards = build_rewards(settings, {})
+    tools = agent_build.load_tool_set(settings)
     for note in user_code_notes(settings):
         if not note.startswith("train."):
             print(note)
@@ -162,7 +165,8 @@ def _build_setup(settings: RunConfig, world: World, folder: Path) -> tuple[EvalW
         synthetic.resolve_model_path(path)
     tokenizer = load.load_policy_tokenizer(settings.model)
     context = load.read_max_positions(settings.model)
-    prepared = splits.tokenize_splits(settings, opened, tokenizer, context)
+    tools_of = None if tools is None else tools.schemas_of
+    prepared = splits.tokenize_splits(settings, opened, tokenizer, context, tools_of)
     sets = {name: prompts for name, prompts in prepared.items() if name is not None}
     for note in splits.data_notes(settings, prepared, context):
         print(note)
@@ -176,7 +180,10 @@ def _build_setup(settings: RunConfig, world: World, folder: Path) -> tuple[EvalW
     model = lora.load_trained_model(settings.model, None, world.device, settings.seed)
     backend = registry.registered_module("generation", settings.generation.backend)
     build_generator = registry.load_code(backend.IMPLEMENTATION)
-    generator = build_generator(model, tokenizer, settings, context, folder, print)
+    generator = agent_build.wrap_generator(
+        build_generator(model, tokenizer, settings, context, folder, print), settings, tools,
+        tokenizer, stop_ids(tokenizer, model, settings.generation), context, print,
+    )  # fmt: skip
     policy = Policy(model, settings.generation.temperature)
     algorithm = load_algorithm(settings.algorithm)
     return EvalWorkerSetup(settings, algorithm, generator, rewards, sets, judge, world), policy

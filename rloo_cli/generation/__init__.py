@@ -54,8 +54,13 @@ def ignore_arrival(group_index: int) -> None:
 class Generator(Protocol):
     """A sampler: it fills groups with completions."""
 
-    metrics: dict[str, float]  # its current metrics
-    tolerance: float  # rms nats per token by which its log-probabilities may differ from ours
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Its current metrics."""
+
+    @property
+    def tolerance(self) -> float:
+        """Rms nats per token by which its log-probabilities may differ from ours."""
 
     def generate(
         self,

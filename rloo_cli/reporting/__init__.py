@@ -3,6 +3,7 @@
 advice          health rules: what looks wrong in a run, and which key to change
 curves          matplotlib curves of one run
 display         a live panel, or plain lines
+episode_metrics  the metrics of episodes: turns, calls, failures
 eval_lines      the lines of metrics.jsonl that are evaluations
 log             metrics.jsonl, samples, terminal
 metric_names    every metric with its unit and meaning

@@ -256,7 +256,7 @@ def batch_samples(batch: Batch) -> list[JsonObject]:
 def sample_record(group: Group, k: int) -> JsonObject:
     """Completion k of a group, as a line of samples/ without scores."""
     rollout = group.rollouts[k]
-    return {
+    record: JsonObject = {
         "draw": group.prompt_offset,
         "k": k,
         "prompt": group.prompt,
@@ -264,10 +264,16 @@ def sample_record(group: Group, k: int) -> JsonObject:
         "finish_reason": rollout.finish_reason,
         "terminated": rollout.terminated,
         "prompt_length": len(group.prompt_ids),
-        "completion_length": len(rollout.completion_ids),
+        "completion_length": rollout.length,
         "seed": rollout.seed,
         "weight_version": rollout.weight_version,
     }
+    if rollout.turns is not None:
+        record["turns"] = [
+            {"told": t.observation, "said": t.text, "calls": t.calls} for t in rollout.turns
+        ]
+        record |= {"episode": rollout.episode_facts, "failed": rollout.failed}
+    return record
 
 
 def write_debug_batch(folder: Path, batch: Batch, writes: bool) -> Path:

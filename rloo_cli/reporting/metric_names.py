@@ -143,6 +143,24 @@ SPEED_METRICS: list[MetricMeaning] = [
     ("memory/reserved_gb", "GB", "memory reserved on the GPU"),
 ]  # fmt: skip
 
+# Of runs with an agent (docs/agents.md); of held-out sets too.
+EPISODE_METRICS: list[MetricMeaning] = [
+    ("agent/turns", "count", "sampled turns of an episode, mean"),
+    ("agent/calls", "count", "calls of tools in an episode, mean"),
+    ("agent/bad_calls", "count", "calls in an episode that could not be read, were of an unknown"
+     " tool or had wrong arguments, mean"),
+    ("agent/errors", "count", "calls in an episode whose tool raised, was late or ended, mean"),
+    ("agent/failures", "share", "episodes whose environment failed: out of baseline and loss"),
+    ("agent/tool_s", "s", "seconds of a call, mean"),
+    ("agent/retokenised", "count", "turns whose prompt was not the ids that were sampled before it;"
+     " a run with one stops"),
+    ("agent/truncated_by/turns", "share", "episodes that made a call in their last turn"),
+    ("agent/truncated_by/tokens", "share", "episodes ended by agent.max_episode_tokens"),
+    ("agent/truncated_by/context", "share", "episodes ended by the model's context"),
+    ("agent/truncated_by/completion", "share", "episodes with a turn that was cut at"
+     " max_completion_length, which is their last"),
+]  # fmt: skip
+
 EVALUATION_METRICS: list[MetricMeaning] = [
     ("reward", "score", "mean score of the greedy completions"),
     ("reward/<reward>/mean", "score", "mean of one reward over them"),
@@ -190,6 +208,10 @@ METRIC_SECTIONS: dict[str, tuple[str, list[MetricMeaning]]] = {
         EVALUATION_METRICS,
     ),
     "A judge": ("", JUDGE_METRICS),
+    "Episodes": (
+        "With an agent, means over the step's episodes; behind `eval_` over greedy held-out ones.",
+        EPISODE_METRICS,
+    ),
     "TRL's spelling": ("With `logging.trl_aliases=true`, beside ours.", ALIAS_METRICS),
 }
 
@@ -209,11 +231,15 @@ mean over the step's calls.
 """
 
 
+# Of the names of a section; those of episodes are a step's or a held-out set's.
+NAME_PREFIXES = {"Evaluations": r"eval_(?:\w+_)?", "Episodes": r"(?:eval_(?:\w+_)?)?"}
+
+
 @cache
 def _metric_patterns() -> list[tuple[re.Pattern[str], MetricMeaning]]:
     patterns = []
     for name, (_, meanings) in METRIC_SECTIONS.items():
-        prefix = r"eval_(?:\w+_)?" if name == "Evaluations" else ""
+        prefix = NAME_PREFIXES.get(name, "")
         for meaning in meanings:
             text = re.escape(meaning[0]).replace("<reward>", r"[^/]+")
             text = text.replace("<phase>", r"[\w ]+").replace("<k>", r"\d+")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import LAYOUTS
+from rloo_cli.reporting.episode_metrics import episode_metrics
 from rloo_cli.reporting.update_metrics import UpdateMetrics, fetch_scalars
 
 if TYPE_CHECKING:
@@ -35,7 +36,9 @@ def _completion_metrics(batch: Batch) -> MetricValues:
     length, ended = batch.rollout_values("length").double(), batch.rollout_values("terminated")
     texts = [[tuple(r.completion_ids) for r in g.rollouts] for g in batch.groups]
     copies = sum(len(t) - len(set(t)) for t in texts)
+    facts = [r.episode_facts for g in batch.groups for r in g.rollouts if r.episode_facts]
     return {
+        **episode_metrics(facts),
         **_length_metrics("length", length.reshape(-1)),
         **_length_metrics("terminated_length", length[ended]),
         "completions/clipped_ratio": float((~ended).double().mean()),

@@ -43,7 +43,7 @@ def cosine_score(short: float, long: float, length: int, max_length: int) -> flo
 
 def score(
     completions: list[Completion],
-    completion_ids: list[list[int]],
+    sampled_ids: list[list[int]],
     columns: Columns,
     config: Config,
     log_metric: Callable[[str, float], None] | None = None,
@@ -57,5 +57,5 @@ def score(
     }
     return [
         None if r is None else cosine_score(*ends[r], len(ids), config.max_length)
-        for r, ids in zip(right, completion_ids, strict=True)
+        for r, ids in zip(right, sampled_ids, strict=True)
     ]

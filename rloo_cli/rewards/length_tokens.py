@@ -9,6 +9,6 @@ class Config(RewardConfig):
     type: Literal["length_tokens"] = key("length_tokens")
 
 
-def score(completion_ids: list[list[int]]) -> list[float]:
+def score(sampled_ids: list[list[int]]) -> list[float]:
     """(B,) tokens."""
-    return [float(len(ids)) for ids in completion_ids]
+    return [float(len(ids)) for ids in sampled_ids]

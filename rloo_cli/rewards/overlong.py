@@ -23,10 +23,10 @@ class Config(RewardConfig):
         return self
 
 
-def score(completion_ids: list[list[int]], config: Config) -> list[float]:
+def score(sampled_ids: list[list[int]], config: Config) -> list[float]:
     """(B,), each in [-1, 0]."""
     return [
-        _overlong_penalty(len(ids), config.max_length, config.soft_cache) for ids in completion_ids
+        _overlong_penalty(len(ids), config.max_length, config.soft_cache) for ids in sampled_ids
     ]
 
 

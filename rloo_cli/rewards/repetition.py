@@ -15,9 +15,9 @@ class Config(RewardConfig):
     max_penalty: float = key("Score that a completion of one repeated n-gram tends to", le=0)
 
 
-def score(completion_ids: list[list[int]], config: Config) -> list[float]:
+def score(sampled_ids: list[list[int]], config: Config) -> list[float]:
     """(B,), each in [max_penalty, 0]."""
-    return [_repetition_penalty(ids, config.ngram, config.max_penalty) for ids in completion_ids]
+    return [_repetition_penalty(ids, config.ngram, config.max_penalty) for ids in sampled_ids]
 
 
 def _repetition_penalty(ids: list[int], ngram: int, max_penalty: float) -> float:

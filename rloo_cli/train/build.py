@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rloo_cli.agents.common import build as agent_build
+from rloo_cli.agents.common.tool_set import ToolSet
 from rloo_cli.algorithms.common.base import Algorithm, load_algorithm
 from rloo_cli.algorithms.common.config import Switches
 from rloo_cli.checkpoint.restore import check_same_data, start_attempt
@@ -26,6 +28,7 @@ from rloo_cli.config import (
     rules_paths,
     synthetic,
 )
+from rloo_cli.config.agent import completion_token_limit
 from rloo_cli.config.prompt_limit import VLLM_SECTIONS
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.config.user_code import user_code_notes
@@ -111,6 +114,7 @@ class RunBuilder:
     # set by load_data
     opened_splits: dict[str | None, OpenedSplit]
     rewards: list[Reward]
+    tools: ToolSet | None  # those of the agent
     # set by load_tokenizer
     tokenizer: PreTrainedTokenizerBase
     context_length: int | None  # tokens that the model was made for; None = not known
@@ -154,6 +158,7 @@ class RunBuilder:
         self.log.phase("loading data")
         self.opened_splits = splits.open_splits(self.config)
         self.rewards = build_rewards(self.config, functions)
+        self.tools = agent_build.load_tool_set(self.config)
         for note in [*user_code_notes(self.config), *rules_model.model_file_notes(self.config)]:
             self.log.note(note)
         check_reward_splits(self.config, self.opened_splits, self.rewards)
@@ -169,8 +174,9 @@ class RunBuilder:
         self.tokenizer = load.load_policy_tokenizer(config.model)
         self.context_length = load.read_max_positions(config.model)
         self.prompts_by_set = splits.tokenize_splits(
-            config, self.opened_splits, self.tokenizer, self.context_length
-        )
+            config, self.opened_splits, self.tokenizer, self.context_length,
+            None if self.tools is None else self.tools.schemas_of,
+        )  # fmt: skip
         notes = _check_vocabularies(config, self.tokenizer, self.prompts_by_set)
         notes += splits.data_notes(config, self.prompts_by_set, self.context_length)
         for note in [*notes, *splits.describe_first_prompt(self.prompts, self.tokenizer)]:
@@ -296,14 +302,18 @@ class RunBuilder:
             self.policy.model if model is None else model, self.tokenizer, self.config,
             self.context_length, self.resume_plan.folder, self.log.note,
         )  # fmt: skip
-        return generator
+        end_ids = stop_ids(self.tokenizer, self.policy.model, self.config.generation)
+        return agent_build.wrap_generator(
+            generator, self.config, self.tools, self.tokenizer, end_ids, self.context_length,
+            self.log.note,
+        )  # fmt: skip
 
     def choose_layouts(self) -> None:
         """Choose each model's layout, and how much a forward pass may hold."""
         self.log.phase("checking layouts")
         policy, frozen, value_model = self.policy, self.reference, self.value_model
         wanted = self.config.train.layout
-        max_length = self.prompts.max_length + self.config.generation.max_completion_length
+        max_length = self.prompts.max_length + self._completion_limit
         for model in (policy, frozen) if frozen is not None else (policy,):
             model.logprob_module.float32_head = self.config.model.lm_head_fp32
         choice = layouts.choose_policy_layout(policy, wanted, max_length)
@@ -323,11 +333,17 @@ class RunBuilder:
             _compile_layers(policy, frozen, self.log)
         self.layout_choice, self.forward_limits = choice, self._choose_limits(choice, max_length)
 
+    @property
+    def _completion_limit(self) -> int:
+        """The most tokens of a completion; of an episode, with what its tools say."""
+        context, prompt = self.context_length, self.prompts.max_length
+        return completion_token_limit(self.config, None if context is None else context - prompt)
+
     def _choose_limits(self, layout_choice: LayoutChoice, max_length: int) -> ForwardLimits:
         """How much a forward pass may hold; the same on all ranks."""
         policy, frozen, value_model = self.policy, self.reference, self.value_model
         k, prompt_length = self.config.algorithm.num_generations, self.prompts.max_length
-        completions = [self.config.generation.max_completion_length] * k
+        completions = [self._completion_limit] * k
         group = forward_tokens(prompt_length, completions, layout_choice.layout)
         second = frozen is not None and frozen.is_second_model and not frozen.offloaded
         if value_model is not None:
@@ -463,8 +479,9 @@ def _forbid_engine_restart(generator: Generator, world: World) -> Generator:
 
     No rank can send weights alone, since all ranks gather them, or exchange memory handles.
     """
-    if world.size > 1 and hasattr(generator, "max_engine_losses"):
-        generator.max_engine_losses = 0
+    sampler = getattr(generator, "inner", generator)  # what an agent's episodes are sampled with
+    if world.size > 1 and hasattr(sampler, "max_engine_losses"):
+        sampler.max_engine_losses = 0
     return generator
 
 

@@ -53,10 +53,11 @@ def check_sampler_logprobs(run: Run, batch: Batch, group_indices: list[int]) -> 
     if bent or generation.repetition_penalty != 1 or generation.min_tokens:
         return
     compared = [
-        (group.prompt_offset, k, old, rollout.behaviour_logp)
+        (group.prompt_offset, k, old, logp)
         for group in (batch.groups[i] for i in group_indices)
         for k, (old, rollout) in enumerate(zip(group.old_logp or [], group.rollouts, strict=False))
-        if rollout.behaviour_logp is not None
+        for logp in (rollout.sampled_logp,)
+        if logp is not None
     ]
     if not compared:
         return

@@ -10,6 +10,7 @@ from torch import Tensor
 from rloo_cli.algorithms.common.advantage import usable_completions
 from rloo_cli.algorithms.common.aggregate import update_denominator
 from rloo_cli.algorithms.common.forward_plan import needed_completions
+from rloo_cli.config.agent import sampled_token_limit
 from rloo_cli.data import bin_packing
 from rloo_cli.data.batch import Batch
 from rloo_cli.data.packing import GroupSlice
@@ -59,7 +60,7 @@ def plan_updates(run: Run, batch: Batch, iteration: int) -> list[UpdatePlan]:
         denominator = update_denominator(
             settings, int(counted[groups].sum()), int((lengths * counted)[groups].sum()),
             sum(bool(slices) for micro_batches in by_rank for slices in micro_batches),
-            run.config.generation.max_completion_length,
+            sampled_token_limit(run.config),
         )  # fmt: skip
         tokens = int((lengths * valid)[trained].sum())
         all_tokens = max(int(lengths[trained].sum()), 1)

@@ -32,7 +32,7 @@ def add_token_advantages(run: Run, batch: Batch) -> None:
             continue
         none = 0.0 if name == "advantage" else float("nan")
         for i in batch.active:  # completions that are forwarded and not usable have none
-            blank = [torch.full((len(r.completion_ids),), none) for r in batch.groups[i].rollouts]
+            blank = [torch.full((r.length,), none) for r in batch.groups[i].rollouts]
             setattr(batch.groups[i], name, blank)
         for (i, k), column in zip(indices, values.float().split(lengths), strict=True):
             getattr(batch.groups[i], name)[k] = column

@@ -9,6 +9,7 @@ exit_guard       user code cannot end the process
 fault_injection  fault injection for tests
 files            write whole files or none; wait for a pipe or socket
 http             one JSON request with a deadline; an event loop on a thread
+message_socket   messages between a parent and its own child
 paths            the folders of conf, recipes and cache
 ports            who listens where, and a socket of our own
 process_exit     how a worker process ends; libraries kept quiet

@@ -7,8 +7,10 @@ on other systems.
 
 import contextlib
 import ctypes
+import fcntl
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -92,6 +94,26 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent.pid:  # it died before we asked
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_pid(parent: int) -> None:
+    """Called in a fork of process `parent`: the kernel kills us when its forking thread ends."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
+
+
+def end_with_pipe(pipe: int) -> None:
+    """Let the kernel end this process, whatever it does, when the pipe's other end is closed."""
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    poll = select.poll()
+    poll.register(pipe, select.POLLHUP)
+    if poll.poll(0):  # it was closed before O_ASYNC was set
+        os._exit(1)
 
 
 def stop_child(child: subprocess.Popen[Any], grace_s: float = 0.0) -> int:

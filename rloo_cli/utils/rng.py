@@ -64,6 +64,20 @@ def restore_random_states(states: RandomStates) -> None:
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
 
 
+def turn_seed(seed: int, turn: int) -> int:
+    """The seed of an episode's turn: of turn 0 the completion's own, of others derived from it.
+
+    Made as `sampling_seed`, of `{seed}/turn/{turn}`.
+    """
+    return derived_seed(seed, "turn", turn) if turn else seed
+
+
+def derived_seed(seed: int, purpose: str, number: int) -> int:
+    """Another seed for something that belongs to a completion, made as `sampling_seed`."""
+    text = f"{seed}/{purpose}/{number}"
+    return int.from_bytes(hashlib.sha256(text.encode("ascii")).digest()[:8], "big") >> 1
+
+
 def sampling_seed(seed: int, phase: str, step: int, prompt: int, k: int, turn: int = 0) -> int:
     """The seed of completion `k` of the step's prompt number `prompt`.
 

@@ -140,14 +140,14 @@ def test_rows_say_where_a_completion_stands_among_its_groups(layout):
 
 
 @layouts
-def test_masked_completions_and_tokens_are_forwarded_and_not_trained_on(layout):
+def test_masked_completions_and_tokens_that_were_not_sampled_are_not_trained_on(layout):
     chosen = groups()
     chosen[2].rollouts[0] = rollout([22, 23], mask=[0, 1], behaviour_logp=[-1.0, -2.0])
     out = torch.tensor([[False, True], [False, False], [False, True]])
     micro = laid(chosen, layout, [(2, (0, 1)), (0, (1,))], out)
-    assert micro.mask.tolist() == [0, 1, 0, 0, 0, 0, 0] and micro.mask.dtype == torch.float32
-    assert micro.behaviour_logp[:2].tolist() == [-1.0, -2.0]
-    assert all(map(math.isnan, micro.behaviour_logp[2:].tolist()))
+    assert micro.mask.tolist() == [1, 0, 0, 0, 0, 0] and micro.mask.dtype == torch.float32
+    assert micro.target[0] == 23 and micro.behaviour_logp[:1].tolist() == [-2.0]
+    assert all(map(math.isnan, micro.behaviour_logp[1:].tolist()))
 
 
 def test_everything_is_put_on_the_device():

@@ -23,7 +23,7 @@ PACKAGE = ROOT / "rloo_cli"
 # Each room may import what stands in it and before it; rooms in one line do not import each other.
 ROOMS = [
     "utils", "config", "data", "policy rewards algorithms", "distributed", "generation",
-    "reporting planning", "run.py", "evaluation checkpoint", "train", "launch",
+    "agents", "reporting planning", "run.py", "evaluation checkpoint", "train", "launch",
     "api.py plugin.py", "inspection", "cli __main__.py",
 ]  # fmt: skip
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms.split()}
@@ -47,7 +47,7 @@ SHORT = {
     "data/segments.py": "sums over segments, for rooms that must not know packing",
 }
 ENTRIES = {"cli/key_values.py", "generation/vllm/plugin.py", "plugin.py"}  # named by other programs
-PLUGINS = ("algorithms/", "rewards/", "generation/", "generation/vllm/receive/")
+PLUGINS = ("agents/", "algorithms/", "rewards/", "generation/", "generation/vllm/receive/")
 
 
 def room(file: str) -> str:
@@ -394,6 +394,9 @@ def test_every_choice_of_a_group_builds(group: str, choice: str, code: Path) -> 
             built(words, code)
         assert len(caught.value.problems) == 1
         return
+    game = "agent.environments={game: rloo_cli.data.synthetic.tool_tasks:GuessingGame}"
+    chosen["class"], chosen["environment"] = [game], ["agent=class", game]
+    chosen["tools"] = ["agent.tools=[rloo_cli.data.synthetic.tool_tasks:multiply]"]
     built([*words, *chosen.get(choice, [])], code)
 
 
@@ -403,6 +406,7 @@ def test_what_the_registry_offers_has_yaml_a_line_of_documentation_and_a_test(ro
         "rewards": ("reward", "type"),
         "algorithms": ("algorithm", "name"),
         "generation": ("generation", "backend"),
+        "agents": ("agent", "kind"),
     }[room]
     yaml = "\n".join(p.read_text() for p in (paths.CONF / group).glob("*.yaml"))
     house = Path(__file__).name

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 # Modules that name metrics, each with the functions (or "" for all of it) where names stand.
 WRITERS = {
     "reporting/step_metrics": "",
+    "reporting/episode_metrics": "",
     "reporting/update_metrics": "",
     "evaluation/metrics": "eval_set_metrics _sampled_metrics",
     "utils/timers": "lap",

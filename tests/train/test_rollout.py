@@ -57,11 +57,12 @@ def test_dropped_rows_keep_their_place_and_lose_their_mask():
     assert micro.mask.tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 1, 0]
 
 
-def test_tokens_that_the_policy_did_not_sample_are_masked():
+def test_tokens_that_the_policy_did_not_sample_are_read_and_never_predicted():
     chosen = groups()
     chosen[0].rollouts[0] = rollout([11, 12, 1], mask=[1, 0, 1])
     micro = packed(chosen, [0], torch.tensor([[False, False]]))
-    assert micro.mask.tolist() == [1, 0, 1, 1]
+    assert micro.target.tolist() == [11, 1, 13] and micro.mask.tolist() == [1, 1, 1]
+    assert micro.sequence_ids.tolist() == [0, 0, 1] and 12 in micro.input_ids.flatten().tolist()
     assert chosen[0].rollouts[0].length == 2 and chosen[0].rollouts[1].length == 1
 
 
@@ -162,6 +163,7 @@ def run(num_minibatches=1, micro_groups=2, **changes):
     generation = SimpleNamespace(max_completion_length=100)
     train = SimpleNamespace(forward_all=True)
     whole = SimpleNamespace(seed=1, algorithm=settings, generation=generation, train=train)
+    whole.agent = None
     limits = SimpleNamespace(completions=K * micro_groups)
     engine = SimpleNamespace(lockstep=False)
     return SimpleNamespace(

@@ -19,12 +19,12 @@ WHITE_EPS = 1e-8  # added to the variance
 
 @dataclass(frozen=True)
 class StepTokens:
-    """The completions of a step that are trained on: S of them with N tokens, in float64."""
+    """The completions of a step that are trained on, S of them, in float64; N sampled tokens."""
 
     score: Tensor  # (S,) shaped
     group: Tensor  # (S,) the index of the completion's group
     sequence: Tensor  # (N,) the index of the token's completion
-    mask: Tensor  # (N,) 1 = sampled by the policy and trained on
+    mask: Tensor  # (N,) 1 = trained on; all of them were sampled by the policy
     old: Tensor  # (N,) old_logp, at the KL's temperature
     ref: Tensor | None  # (N,) ref_logp; None = there is no reference
     value: Tensor | None  # (N,) values; None = there is no value model
@@ -38,7 +38,7 @@ def collect_step_tokens(
 
     groups = batch.groups
     rollouts = [groups[i].rollouts[k] for i, k in indices]
-    lengths = [len(r.completion_ids) for r in rollouts]
+    lengths = [r.length for r in rollouts]
 
     def column(name: str) -> Tensor | None:
         """A completion that was not forwarded has NaN, and a mask of 0."""
@@ -52,9 +52,6 @@ def collect_step_tokens(
         return torch.cat(parts).double()
 
     sequence = torch.repeat_interleave(torch.arange(len(indices)), torch.tensor(lengths).long())
-    mask = torch.tensor(
-        [float(m) for r in rollouts for m in (r.mask or [1] * len(r.completion_ids))]
-    )
     out = torch.tensor([bool(batch.masked[i, k]) for i, k in indices], dtype=torch.bool)
     score = torch.tensor([float(batch.shaped[i, k]) for i, k in indices], dtype=torch.float64)
     old = column("kl_logp")
@@ -63,7 +60,7 @@ def collect_step_tokens(
         score=score,
         group=torch.tensor([i for i, _ in indices]).long(),
         sequence=sequence,
-        mask=mask.double() * (~out)[sequence],
+        mask=(~out)[sequence].double(),
         old=torch.zeros(0, dtype=torch.float64) if old is None else old,
         ref=column("ref_logp"),
         value=column("value"),

@@ -6,6 +6,8 @@ chat_tasks  Arithmetic asked in words, and instructions that a program can verif
 gguf        GGUF files as ordinary model folders
 smollm2     SmolLM2-135M-Instruct, a real chat model, from the package index
 tiny        A random model, a byte tokenizer and a few prompts
+tool_model  Tiny models that know how a tool is called
+tool_tasks  Products that need a calculator, and a guessing game
 tldr        The TL;DR pipeline in miniature, made here
 tldr_posts  the posts, and the hidden rule that says how good a summary is
 """

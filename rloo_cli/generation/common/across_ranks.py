@@ -53,7 +53,7 @@ def sample_and_score(
         shares = world.run_on_all_ranks(sample_share)
     all_rollouts = [rollouts for of_rank, _ in shares for rollouts in of_rank]
     for group, rollouts in zip(groups, all_rollouts, strict=True):
-        group.rollouts = rollouts
+        group.take_rollouts(rollouts)
     return merge_scores([scores for _, scores in shares if scores is not None])
 
 

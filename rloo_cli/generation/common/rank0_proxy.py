@@ -65,7 +65,7 @@ class Rank0Proxy:
             arrived(place)
 
         def receive_group(place: int, rollouts: list[Rollout]) -> None:
-            groups[place].rollouts = rollouts
+            groups[place].take_rollouts(rollouts)
             arrived(place)
 
         arguments = (groups, seeds, greedy, temperature, send_group)

@@ -170,6 +170,7 @@ class Rollouts:
         )
         ended = batch.rollout_values("terminated")
         batch.scorable, batch.masked = mask_truncated(scorable, ended, settings)
+        _leave_out_failed(batch)
         batch.shaped = self._shape_scores(batch)
         return batch
 
@@ -197,6 +198,12 @@ class Rollouts:
         batch.active = [i for i in range(len(batch.groups)) if i not in dropped]
         batch.facts["groups/dropped"] = len(dropped)
         batch.facts["groups/resampled"] = num_sampled - len(batch.groups)
+
+
+def _leave_out_failed(batch: Batch) -> None:
+    """Take episodes whose environment failed out of baseline and loss: they are never a zero."""
+    failed = batch.rollout_values("failed_in_environment")
+    batch.scorable, batch.masked = batch.scorable & ~failed, batch.masked | failed
 
 
 def unnormalized_scores(raw: Tensor, weights: Tensor, settings: Switches) -> Tensor | None:

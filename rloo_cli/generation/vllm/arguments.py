@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_cli.config import hf_cache, synthetic
+from rloo_cli.config.agent import completion_token_limit
 from rloo_cli.config.prompt_limit import VLLM_SECTIONS, max_prompt_tokens, model_context_length
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed.device_count import visible_gpus as visible_gpus
@@ -109,7 +110,8 @@ def engine_max_model_len(run: RunConfig, keys: EngineKeys) -> int | None:
     sources = [*(run.data.mixture_sources.values() or [run.data]), *run.held_out.values()]
     if context is None and any(source.max_prompt_length is None for source in sources):
         return None
-    need = max_prompt_tokens(run, sources, context) + run.generation.max_completion_length
+    prompt = max_prompt_tokens(run, sources, context)
+    need = prompt + completion_token_limit(run, None if context is None else context - prompt)
     return need if context is None else min(need, context)
 
 

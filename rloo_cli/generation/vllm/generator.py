@@ -7,7 +7,8 @@ is missing, with the same seeds: a completion depends on its prompt, its seed an
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -56,6 +57,7 @@ class VllmGenerator:
         self.stop_rule, self.config, self.context_length = stop_rule, config, context_length
         self.max_engine_losses = max_engine_losses
         self.metrics = weight_sync.metrics
+        self.is_held_awake = False
 
     @property
     def tolerance(self) -> float:
@@ -112,7 +114,18 @@ class VllmGenerator:
                 arrived(g)
 
         self._generate_all(asks, groups, answers, heard)
-        self.weight_sync.sleep()
+        if not self.is_held_awake:
+            self.weight_sync.sleep()
+
+    @contextmanager
+    def stay_awake(self) -> Iterator[None]:
+        """Let the engine sleep only at the end of several calls of `generate`."""
+        self.is_held_awake = True
+        try:
+            yield
+            self.weight_sync.sleep()
+        finally:
+            self.is_held_awake = False
 
     def close(self) -> None:
         """Close the engine."""

@@ -9,8 +9,9 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
-from rloo_cli.data.batch import Group, Prompt, Rollout
+from rloo_cli.data.batch import Group, Prompt, Rollout, Turn
 from rloo_cli.rewards.common.text import Completion
 from rloo_cli.utils.files import JsonObject
 
@@ -19,8 +20,8 @@ from rloo_cli.utils.files import JsonObject
 HIDDEN_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 REWARD_KWARGS = frozenset((
     "prompts", "completions", "completion_ids", "completions_ids", "prompt_ids", "finish_reasons",
-    "group_index", "num_generations", "behaviour_logps", "trainer_state", "columns", "log_extra",
-    "log_metric",
+    "sampled_ids", "environments", "environment_rewards", "group_index", "num_generations",
+    "behaviour_logps", "trainer_state", "columns", "log_extra", "log_metric",
 ))  # fmt: skip
 # Names of the run's own metrics and sample fields, which a reward may not use for its numbers.
 RESERVED_METRICS = frozenset((
@@ -137,6 +138,9 @@ class CompletionTable:
             "prompts": lambda: [_copy_prompt(g.prompt) for g, _ in pairs],
             "completions": lambda: [self._completion_value(r) for _, r in pairs],
             "completion_ids": lambda: [list(r.completion_ids) for _, r in pairs],
+            "sampled_ids": lambda: [list(r.sampled_ids) for _, r in pairs],
+            "environment_rewards": lambda: [r.environment_reward for _, r in pairs],
+            "environments": lambda: [SimpleNamespace(**(r.environment or {})) for _, r in pairs],
             "prompt_ids": lambda: [list(g.prompt_ids) for g, _ in pairs],
             "finish_reasons": lambda: [r.finish_reason for _, r in pairs],
             "behaviour_logps": lambda: [_copy_logprobs(r.behaviour_logp) for _, r in pairs],
@@ -164,9 +168,23 @@ class CompletionTable:
         return arguments, log
 
     def _completion_value(self, rollout: Rollout) -> Completion:
+        if rollout.turns is not None:
+            return episode_messages(rollout.turns)
         if self.context.conversational:
             return [{"role": "assistant", "content": rollout.text}]
         return rollout.text
+
+
+def episode_messages(turns: Sequence[Turn]) -> list[JsonObject]:
+    """An episode as a conversation: what the policy said, its calls, and what it was told."""
+    messages: list[JsonObject] = []
+    for turn in turns:
+        messages += [dict(message) for message in turn.observation]
+        said: JsonObject = {"role": "assistant", "content": turn.text}
+        if turn.calls:
+            said["tool_calls"] = [{"type": "function", "function": dict(c)} for c in turn.calls]
+        messages.append(said)
+    return messages
 
 
 def _copy_prompt(prompt: Prompt) -> Prompt:

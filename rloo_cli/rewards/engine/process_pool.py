@@ -13,7 +13,6 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import subprocess
 import threading
 import time
@@ -33,42 +32,12 @@ from rloo_cli.rewards.engine.results import (
 from rloo_cli.utils import child_process
 from rloo_cli.utils.errors import ConfigError, Problem
 from rloo_cli.utils.files import JsonObject
+from rloo_cli.utils.message_socket import PeerGone, receive_pickled, send_pickled
 
-LENGTH_HEADER = struct.Struct("!Q")
 LOG_ARGUMENTS = ("log_extra", "log_metric")  # methods of the log; the child makes a log itself
 STACK_DUMP_WAIT_S = 0.3  # seconds that a child which is late gets to write its stack
 PYTHON_PREFIX = "python:"  # the path of a callable that came from Python (api)
 _all_workers: set["RewardWorker"] = set()
-
-
-class WorkerGone(Exception):
-    """The process at the other end of the socket ended."""
-
-
-def send_pickled(connection: socket.socket, message: object) -> None:
-    """Send one pickled message, with its length before it."""
-    body = pickle.dumps(message)
-    connection.sendall(LENGTH_HEADER.pack(len(body)) + body)
-
-
-def receive_pickled(connection: socket.socket) -> Any:
-    """The next message. Raises WorkerGone when the other side has closed, TimeoutError."""
-    (num_bytes,) = LENGTH_HEADER.unpack(_receive_bytes(connection, LENGTH_HEADER.size))
-    return pickle.loads(_receive_bytes(connection, num_bytes))
-
-
-def _receive_bytes(connection: socket.socket, num_bytes: int) -> bytes:
-    parts = []
-    while num_bytes:
-        try:
-            part = connection.recv(min(num_bytes, 1 << 20))
-        except ConnectionError:
-            part = b""
-        if not part:
-            raise WorkerGone
-        parts.append(part)
-        num_bytes -= len(part)
-    return b"".join(parts)
 
 
 class RewardWorker:
@@ -95,7 +64,7 @@ class RewardWorker:
             send_pickled(self.socket, (os.getcwd(), *_worker_reward_spec(reward)))
 
     def request(self, message: object, timeout_s: float) -> CallResult:
-        """The child's result of one call. Raises WorkerGone, TimeoutError."""
+        """The child's result of one call. Raises PeerGone, TimeoutError."""
         limit = time.monotonic() + timeout_s
         if self.stack_dump_fd is None:
             self.stack_dump_fd = int(self._receive_until(limit))
@@ -103,7 +72,7 @@ class RewardWorker:
         try:
             send_pickled(self.socket, message)
         except (ConnectionError, TimeoutError):
-            raise WorkerGone from None
+            raise PeerGone from None
         result: CallResult = self._receive_until(limit)
         return result
 
@@ -156,7 +125,7 @@ def call_in_worker(reward: Reward, call: RewardCall) -> CallResult:
         worker.kill()
         why = f"no answer within timeout_s = {reward.config.timeout_s:g} s; its process is killed"
         return to_call_result(reward, call.indices, CallFailure("timeout", why, frames), log)
-    except WorkerGone:
+    except PeerGone:
         code = worker.kill()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         why = f"its worker process ended in the call, with {how} (a reward may not end it)"

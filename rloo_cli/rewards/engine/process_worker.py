@@ -5,11 +5,9 @@ Argument 1 is the socket to the parent; argument 2 is a pipe that closes when th
 
 import asyncio
 import faulthandler
-import fcntl
 import inspect
 import os
 import pickle
-import select
 import signal
 import socket
 import sys
@@ -21,25 +19,15 @@ from rloo_cli.config import registry
 from rloo_cli.config.schema import RewardConfig
 from rloo_cli.rewards.engine.arguments import RewardCallLog
 from rloo_cli.rewards.engine.build import Reward, build_reward, reward_from_callable
-from rloo_cli.rewards.engine.process_pool import WorkerGone, receive_pickled, send_pickled
 from rloo_cli.rewards.engine.results import (
     CallFailure,
     CallResult,
     failure_of_error,
     to_call_result,
 )
+from rloo_cli.utils.child_process import end_with_pipe
 from rloo_cli.utils.files import JsonObject
-
-
-def _end_with_parent(pipe: int) -> None:
-    """Let the kernel end this process, whatever it does, when the pipe's other end is closed."""
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-    poll = select.poll()
-    poll.register(pipe, select.POLLHUP)
-    if poll.poll(0):  # it was closed before O_ASYNC was set
-        os._exit(1)
+from rloo_cli.utils.message_socket import PeerGone, receive_pickled, send_pickled
 
 
 def _build_worker_reward(
@@ -80,7 +68,7 @@ async def _await_result(awaitable: Awaitable[object]) -> object:
 def main() -> None:
     """Answer calls until the parent closes the socket."""
     parent = socket.socket(fileno=int(sys.argv[1]))
-    _end_with_parent(int(sys.argv[2]))
+    end_with_pipe(int(sys.argv[2]))
     log = tempfile.TemporaryFile()  # noqa: SIM115  (as long as this process)
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=False)
     try:
@@ -101,7 +89,7 @@ def main() -> None:
                 send_pickled(parent, CallResult(indices, [None] * len(indices), failures))
             else:
                 send_pickled(parent, _call_reward(reward, indices, arguments, log_arguments))
-    except (WorkerGone, BrokenPipeError):
+    except (PeerGone, BrokenPipeError):
         pass
 
 

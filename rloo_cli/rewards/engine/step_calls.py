@@ -56,15 +56,16 @@ class StepCalls:
         for _, _, calls in self.calls_by_reward:
             calls.abandon()
 
+    def _is_scored(self, index: int, reward: Reward) -> bool:
+        """Whether a reward is asked about a completion: not where its environment failed."""
+        group, rollout = self.table.group_and_rollout(index)
+        return rollout.failed is None and matches_columns(group.example, reward.config.only)
+
     def _submit_calls(
         self, reward: Reward, plan: cache.CachePlan, reward_calls: RewardCalls,
         indices: Sequence[int],
     ) -> None:  # fmt: skip
-        asked = [
-            row
-            for row in indices
-            if matches_columns(self.table.group_and_rollout(row)[0].example, reward.config.only)
-        ]
+        asked = [row for row in indices if self._is_scored(row, reward)]
         plan.cached_scores |= dict.fromkeys({*indices} - {*asked})
         asked = plan.select_uncached(reward, self.table, asked)
         parts = [[index] for index in asked] if reward.config.scope == "row" else [asked]

@@ -1,0 +1,31 @@
+"""Environments: classes with `reset(**row)`, whose public methods are tools.
+
+`reset` gets the row's columns and may return a text, which is put at the end of the prompt's last
+message. A method `get_reward()`, where there is one, scores the episode when it has ended
+(`reward=environment`), and an attribute `done` that is true ends it. These are the classes that
+TRL's environment_factory takes. Several are chosen from by the row's column `environment`.
+"""
+
+from typing import TYPE_CHECKING, Literal
+
+from rloo_cli.config.agent import AgentConfig
+from rloo_cli.config.schema import Name, Text, key
+
+if TYPE_CHECKING:
+    from rloo_cli.agents.common.tool_set import ToolSet
+
+
+class Config(AgentConfig):
+    kind: Literal["class"] = key("class: environments")
+    environments: dict[Name, Text] = key("The classes: {name: file.py:Class}", min_length=1)
+
+    def code_specs(self) -> dict[str, str]:
+        """Key -> `file.py:Class`."""
+        return {f"agent.environments.{name}": spec for name, spec in self.environments.items()}
+
+
+def load_tools(config: Config) -> "ToolSet":
+    """The classes' tools. Raises ConfigError, which names a method without types."""
+    from rloo_cli.agents.common import tool_set  # lazy: the registry reads schemas without torch
+
+    return tool_set.load_environments(config.environments)

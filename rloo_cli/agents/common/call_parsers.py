@@ -1,0 +1,188 @@
+"""The calls in what a turn said, for five ways in which models write them.
+
+A parser takes the turn's text, special tokens and all but the one that ended it, and returns the
+calls in it and what could not be read, in words for the model. A text without any mark of a call
+has neither: it is an answer.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from rloo_cli.utils.errors import ConfigError, Problem
+from rloo_cli.utils.files import JsonObject
+
+HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+MISTRAL_MARK = "[TOOL_CALLS]"
+MISTRAL_CALL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+)?\s*(?:\[ARGS\])?\s*(?=\{)")
+PYTHONIC_HEAD = re.compile(r"\[\s*[A-Za-z_]\w*\s*\(")
+LLAMA_HEAD = re.compile(r"\s*(?:<\|python_tag\|>)?\s*(?=\{)")
+
+
+@dataclass
+class ParsedCalls:
+    """The calls of a turn, in order."""
+
+    calls: list[JsonObject] = field(default_factory=list)  # name: str, arguments: any JSON
+    unreadable: list[str] = field(default_factory=list)  # what was wrong, one text for each
+
+    def add(self, value: object) -> None:
+        """Add one call, as JSON wrote it."""
+        name = value.get("name") if isinstance(value, dict) else None
+        if not isinstance(value, dict) or not isinstance(name, str):
+            self.unreadable.append(f"a call needs a name and arguments, found {value!r:.200}")
+            return
+        arguments = value.get("arguments", value.get("parameters", {}))
+        if isinstance(arguments, str):  # OpenAI's form: JSON within JSON
+            try:
+                arguments = read_json_text(arguments)
+            except ValueError as error:
+                self.unreadable.append(f"the arguments of {name} cannot be read: {error}")
+                return
+        self.calls.append({"name": name, "arguments": arguments})
+
+
+CallParser = Callable[[str], ParsedCalls]
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def read_json_text(text: str) -> Any:
+    """The value of a JSON text; NaN and Infinity are refused. Raises ValueError."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def parse_hermes(text: str) -> ParsedCalls:
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of times (Qwen)."""
+    found = ParsedCalls()
+    for body in HERMES.findall(text):
+        try:
+            found.add(read_json_text(body))
+        except ValueError as error:
+            found.unreadable.append(f"a call is not JSON ({error}): {body:.200}")
+    return found
+
+
+def parse_llama3_json(text: str) -> ParsedCalls:
+    """The whole answer is {"name": ..., "parameters": {...}}; several are divided by ;."""
+    found, head = ParsedCalls(), LLAMA_HEAD.match(text)
+    position = head.end() if head is not None else len(text)
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+    while position < len(text):
+        try:
+            value, position = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError) as error:
+            found.unreadable.append(f"a call is not JSON ({error}): {text[position:]:.200}")
+            break
+        found.add(value)
+        rest = re.compile(r"[\s;]*").match(text, position)
+        position = rest.end() if rest is not None else len(text)
+        if position < len(text) and text[position] != "{":
+            break  # words after the call
+    return found
+
+
+def parse_mistral(text: str) -> ParsedCalls:
+    """[TOOL_CALLS] and a list of calls, or name{...} after each [TOOL_CALLS] (newer models)."""
+    found = ParsedCalls()
+    for body in text.split(MISTRAL_MARK)[1:]:
+        named = MISTRAL_CALL.match(body)
+        try:
+            if named is not None:
+                arguments, _ = json.JSONDecoder().raw_decode(body, named.end())
+                found.add({"name": named[1], "arguments": arguments})
+                continue
+            values, _ = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode(body.strip())
+        except (ValueError, RecursionError) as error:
+            found.unreadable.append(f"a call is not JSON ({error}): {body:.200}")
+            continue
+        for value in values if isinstance(values, list) else [values]:
+            found.add(value)
+    return found
+
+
+def parse_pythonic(text: str) -> ParsedCalls:
+    """The whole answer is a list of calls with literal arguments: [f(a=1), g(b="x")]."""
+    found, body = ParsedCalls(), text.strip()
+    body = body.removeprefix("<|tool_call_start|>").removesuffix("<|tool_call_end|>").strip()
+    if PYTHONIC_HEAD.match(body) is None:
+        return found
+    try:
+        items = ast.parse(body, mode="eval").body
+        if not isinstance(items, ast.List):
+            raise ValueError("it is not a list of calls")
+        for item in items.elts:
+            found.calls.append(_read_python_call(item))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        found.unreadable.append(f"the calls cannot be read ({error}): {body:.200}")
+        found.calls.clear()
+    return found
+
+
+def _read_python_call(node: ast.expr) -> JsonObject:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        raise ValueError("an entry is not a call")
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        raise ValueError(f"arguments of {node.func.id} have no name")
+    arguments = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+    try:
+        return {"name": node.func.id, "arguments": read_json_text(json.dumps(arguments))}
+    except TypeError as error:  # a set, bytes
+        raise ValueError(str(error)) from None
+
+
+def response_parser(tokenizer: Any) -> CallParser:
+    """The tokenizer's own `parse_response`, of models that bring a template for it."""
+
+    def parse_response(text: str) -> ParsedCalls:
+        found = ParsedCalls()
+        try:
+            message = tokenizer.parse_response(text)
+        except Exception as error:  # a regular expression that does not match, odd JSON
+            found.unreadable.append(f"the answer cannot be read: {type(error).__name__}: {error}")
+            return found
+        for call in (message.get("tool_calls") if isinstance(message, dict) else None) or []:
+            found.add(call.get("function", call) if isinstance(call, dict) else call)
+        return found
+
+    return parse_response
+
+
+PARSERS: dict[str, CallParser] = {
+    "hermes": parse_hermes,
+    "llama3_json": parse_llama3_json,
+    "mistral": parse_mistral,
+    "pythonic": parse_pythonic,
+}
+# What a chat template writes around calls -> the parser. The first that is found counts.
+MARKS = (
+    ("<tool_call>", "hermes"), (MISTRAL_MARK, "mistral"), ("<|tool_call_start|>", "pythonic"),
+    ("<|python_tag|>", "llama3_json"), ('"parameters"', "llama3_json"),
+)  # fmt: skip
+
+
+def choose_parser(name: str, tokenizer: Any) -> tuple[str, CallParser]:
+    """The parser of `agent.parser`, with its name. Raises ConfigError where none is known."""
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    has_own = any(getattr(tokenizer, n, None) for n in ("response_template", "response_schema"))
+    if name == "auto":
+        marked = next((parser for mark, parser in MARKS if mark in template), None)
+        name = marked or ("response" if has_own else "")
+        if not name:
+            what = "the chat template does not show how this model writes a call"
+            fix = "agent.parser=hermes, or another that the model was taught"
+            raise ConfigError(Problem(what, "agent.parser=auto", fix=fix))
+    if name != "response":
+        return name, PARSERS[name]
+    if not has_own:
+        what = "agent.parser = response, and the tokenizer has no template for answers"
+        raise ConfigError(Problem(what, "agent.parser", fix="agent.parser=auto"))
+    return name, response_parser(tokenizer)

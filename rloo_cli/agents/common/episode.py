@@ -1,0 +1,108 @@
+"""One episode: its turns so far, what is new to the next one, and why it ended.
+
+The ids that the sampler gets are always those of all turns before, as they were sampled, and then
+what is new. `retokenised` counts turns for which that did not hold; there is no such turn.
+"""
+
+from dataclasses import dataclass, field
+
+from rloo_cli.agents.common.tool_set import Environment
+from rloo_cli.agents.processes.tool_pool import ToolCaller
+from rloo_cli.data.batch import Group, Rollout, Turn
+from rloo_cli.utils.files import JsonObject
+
+# Why an episode ended: an answer without a call; the environment said so; or one of these limits.
+LIMITS = ("turns", "tokens", "context", "completion")
+
+
+@dataclass
+class CallCounts:
+    """What an episode's calls came to."""
+
+    calls: int = 0
+    bad_calls: int = 0  # unreadable, of an unknown tool, or with wrong arguments
+    errors: int = 0  # the tool raised, was late or ended
+    tool_s: float = 0.0
+
+
+@dataclass
+class Episode:
+    """Completion `k` of a group, on its way."""
+
+    group: Group
+    k: int
+    seed: int
+    environment: Environment
+    base_ids: list[int]  # the prompt, as the environment's reset left it
+    turns: list[Turn] = field(default_factory=list)
+    new_ids: list[int] = field(default_factory=list)  # what the next turn is told
+    new_messages: list[JsonObject] = field(default_factory=list)
+    counts: CallCounts = field(default_factory=CallCounts)
+    caller: ToolCaller | None = None  # the process of its environment
+    opening: str | None = None  # what reset returned
+    ended_by: str | None = None  # answer, done, bad_call, failed, or one of LIMITS
+    failed: str | None = None
+    terminated: bool = False
+    state: JsonObject | None = None  # the environment's public attributes at the end
+    reward: float | None = None
+    retokenised: int = 0
+
+    @property
+    def sent_ids(self) -> list[int]:
+        """Everything that the next turn goes on from."""
+        flat = [i for turn in self.turns for i in (*turn.prompt_ids, *turn.sampled_ids)]
+        return [*self.base_ids, *flat, *self.new_ids]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens after the prompt, with what is new."""
+        return len(self.sent_ids) - len(self.base_ids)
+
+    def add_turn(self, sampled: Rollout, prompt_ids: list[int], calls: list[JsonObject]) -> Turn:
+        """Add what one call of the sampler gave. `prompt_ids`: what it was really asked with."""
+        self.retokenised += prompt_ids != self.sent_ids
+        turn = Turn(
+            prompt_ids=self.new_ids,
+            sampled_ids=sampled.completion_ids,
+            logp=sampled.behaviour_logp,
+            text=sampled.text,
+            finish_reason=sampled.finish_reason,
+            weight_version=sampled.weight_version,
+            calls=calls,
+            observation=self.new_messages,
+        )
+        self.turns.append(turn)
+        self.new_ids, self.new_messages = [], []
+        self.terminated = sampled.terminated
+        return turn
+
+    def fail(self, why: str) -> None:
+        """End it without a score."""
+        self.failed = self.failed or why
+        self.ended_by = "failed"
+
+    def to_rollout(self, prompt_ids: list[int]) -> Rollout:
+        """The episode as a rollout of a group whose prompt, `prompt_ids`, it begins with."""
+        rest = self.base_ids[len(prompt_ids) :]
+        if not self.turns:  # reset failed: one token stands for it, and is masked with the row
+            rollout = Rollout(
+                [self.base_ids[-1]], "", "length", False, self.seed, 0, [float("nan")], turns=[]
+            )
+        else:
+            first = self.turns[0]
+            first.prompt_ids = [*rest, *first.prompt_ids]
+            rollout = Rollout.from_turns(self.turns, self.terminated, self.seed)
+        rollout.failed, rollout.environment = self.failed, self.state
+        rollout.environment_reward = self.reward
+        rollout.episode_facts = {**vars(self.counts), "ended_by": self.ended_by or "answer"}
+        rollout.episode_facts |= {"turns": len(self.turns), "retokenised": self.retokenised}
+        return rollout
+
+
+def common_prefix(sequences: list[list[int]]) -> list[int]:
+    """The longest list that all of these begin with."""
+    first, last = min(sequences), max(sequences)
+    same = 0
+    while same < min(len(first), len(last)) and first[same] == last[same]:
+        same += 1
+    return first[:same]

@@ -1,0 +1,332 @@
+"""Many episodes at once: a `Generator` whose completions have several turns.
+
+One turn is one call of the run's own generator, ids in and ids out. In a wave it samples a turn of
+every episode that is ready; calls begin as soon as a turn ends, while the others of the wave are
+still sampled. The next wave then waits for tools no longer than the last one took: a tool that is
+slower than a turn delays its own episode alone.
+
+Turn t of a completion has a seed that is derived from the completion's seed and t: an episode
+depends on its prompt, its seed and its tools, not on its neighbours.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rloo_cli.agents.common.call_parsers import CallParser, ParsedCalls
+from rloo_cli.agents.common.episode import Episode, common_prefix
+from rloo_cli.agents.common.tool_calls import Answers, ToolCalls
+from rloo_cli.agents.common.tool_set import ToolSet
+from rloo_cli.agents.common.turn_rendering import TurnRenderer, tool_message
+from rloo_cli.agents.processes.tool_pool import ToolPool
+from rloo_cli.config.agent import AgentConfig
+from rloo_cli.data.batch import Group, Rollout
+from rloo_cli.data.prompts import render_prompt
+from rloo_cli.generation import Generator, ignore_arrival
+from rloo_cli.utils import signals
+from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.files import JsonObject
+from rloo_cli.utils.rng import turn_seed
+
+if TYPE_CHECKING:
+    from rloo_cli.policy.model import Policy
+
+MAX_THREADS = 256  # that wait for tools
+SHORTEST_WAIT_S = 0.05  # for tools, after a wave that took less
+OPENING_WAIT_S = 1.0  # for environments to be reset, before the first wave
+POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class EpisodeRules:
+    """What all episodes of a run have in common."""
+
+    config: AgentConfig
+    tools: ToolSet
+    renderer: TurnRenderer
+    parser: CallParser
+    max_completion_length: int
+    context_length: int | None  # tokens of a prompt and a whole episode; None = not known
+
+
+class EpisodeGenerator:
+    """Samples episodes with `inner`, the generator of single answers."""
+
+    def __init__(self, inner: Generator, rules: EpisodeRules):
+        self.inner, self.rules = inner, rules
+        self.pool = ToolPool(rules.tools.import_specs, rules.config.workers)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Those of the inner generator; an episode's own are on its rollout."""
+        return self.inner.metrics
+
+    @property
+    def tolerance(self) -> float:
+        """That of the inner generator."""
+        return self.inner.tolerance
+
+    def load(self, policy: "Policy", version: int) -> None:
+        """Take the policy's weights."""
+        self.inner.load(policy, version)
+
+    def close(self) -> None:
+        """End all tool processes, and release the sampler."""
+        self.pool.close()
+        self.inner.close()
+
+    def generate(
+        self,
+        groups: list[Group],
+        seeds: list[list[int]],
+        greedy: bool = False,
+        temperature: float | None = None,
+        arrived: Callable[[int], None] = ignore_arrival,
+    ) -> None:
+        """Fill `groups[i].rollouts` with episodes, one per seed and in order.
+
+        Raises GenerationError, also for a turn whose prompt is not the ids that were sampled.
+        """
+        if len(groups) != len(seeds):
+            raise GenerationError(f"{len(groups)} groups, but seeds for {len(seeds)}")
+        stay_awake: Callable[[], AbstractContextManager[None]]
+        stay_awake = getattr(self.inner, "stay_awake", nullcontext)
+        options: JsonObject = {"greedy": greedy, "temperature": temperature}
+        step = _EpisodeStep(self, groups, seeds, options, arrived)
+        with stay_awake(), step.executor:
+            try:
+                step.run()
+            finally:
+                step.abandon()
+
+
+@dataclass
+class _Asked:
+    """Episodes that go on from the same ids: a group's first turns, or one episode's next."""
+
+    episodes: list[Episode]
+    ids: list[int] = field(default_factory=list)
+
+
+class _EpisodeStep:
+    """The episodes of one call of `generate`."""
+
+    def __init__(
+        self,
+        generator: EpisodeGenerator,
+        groups: list[Group],
+        seeds: list[list[int]],
+        options: JsonObject,
+        arrived: Callable[[int], None],
+    ):
+        self.inner, self.rules = generator.inner, generator.rules
+        self.groups, self.options, self.arrived = groups, options, arrived
+        self.calls = ToolCalls(self.rules.config, generator.pool)
+        self.family = [
+            [self._new_episode(group, k, seed) for k, seed in enumerate(group_seeds)]
+            for group, group_seeds in zip(groups, seeds, strict=True)
+        ]
+        count = sum(map(len, self.family))
+        self.executor = ThreadPoolExecutor(min(MAX_THREADS, max(1, count)), "tools")
+        self.waiting: dict[Future[Any], tuple[str, Episode]] = {}
+        self.index = {id(e): i for i, siblings in enumerate(self.family) for e in siblings}
+        self.unopened = [len(siblings) for siblings in self.family]
+        self.unfinished = [len(siblings) for siblings in self.family]
+        self.ready: list[_Asked] = []
+
+    def _new_episode(self, group: Group, k: int, seed: int) -> Episode:
+        environment = self.rules.tools.environment_of(group.example)
+        return Episode(group, k, seed, environment, group.prompt_ids)
+
+    def run(self) -> None:
+        """Sample wave after wave until every episode has ended."""
+        for episode in (e for siblings in self.family for e in siblings):
+            self._submit("opened", episode, self.calls.open_environment, episode)
+        patience = OPENING_WAIT_S
+        while self.ready or self.waiting:
+            if self.waiting:
+                self._collect(patience)
+            if not self.ready:
+                continue
+            began, wave = time.monotonic(), self.ready
+            self.ready = []
+            self._sample_wave(wave)
+            patience = max(SHORTEST_WAIT_S, time.monotonic() - began)
+
+    def abandon(self) -> None:
+        """End what still runs; after an error there may be some."""
+        for episode in (e for siblings in self.family for e in siblings):
+            if episode.caller is not None:
+                episode.caller.kill()
+        for future in list(self.waiting):
+            future.cancel()
+
+    def _submit(
+        self, kind: str, episode: Episode, work: Callable[..., Any], *arguments: Any
+    ) -> None:
+        self.waiting[self.executor.submit(work, *arguments)] = (kind, episode)
+
+    def _collect(self, patience_s: float) -> None:
+        """Take what tools have answered; wait until one episode can go on, or none is left."""
+        limit = time.monotonic() + patience_s
+        while self.waiting:
+            signals.raise_if_stopped()
+            left = limit - time.monotonic()
+            if left <= 0 and self.ready:
+                return
+            pause = min(POLL_S, left) if left > 0 else POLL_S
+            done, _ = wait(list(self.waiting), timeout=pause, return_when=FIRST_COMPLETED)
+            ended = [(*self.waiting.pop(future), future.result()) for future in done]
+            for kind, episode, result in sorted(ended, key=self._position):
+                self._go_on(kind, episode, result)
+        # In one order, whichever tool was quicker: the same episodes make the same wave.
+        self.ready.sort(key=lambda asked: self._position(("", asked.episodes[0], None)))
+
+    def _position(self, entry: tuple[str, Episode, object]) -> tuple[int, int]:
+        return self.index[id(entry[1])], entry[1].k
+
+    def _go_on(self, kind: str, episode: Episode, result: Answers | None) -> None:
+        i = self.index[id(episode)]
+        if kind == "opened":
+            self.unopened[i] -= 1
+            if not self.unopened[i]:
+                self._begin_group(i)
+        elif kind == "answered":
+            assert result is not None
+            self._tell(episode, result)
+        else:
+            self._finish(episode)
+
+    def _begin_group(self, i: int) -> None:
+        """Every sibling's environment has been reset: the first turns can be sampled."""
+        rules, siblings = self.rules, self.family[i]
+        for episode in siblings:
+            if episode.opening:
+                limit = rules.config.max_observation_tokens
+                text, _ = rules.renderer.clean_observation(episode.opening, limit)
+                kwargs = rules.renderer.template_kwargs | {"tools": episode.environment.schemas}
+                prompt = add_opening(episode.group.prompt, text)
+                episode.base_ids = render_prompt(prompt, rules.renderer.tokenizer, kwargs)
+        asked: dict[tuple[int, ...], _Asked] = {}
+        for episode in siblings:
+            if episode.failed is not None or self._has_no_room(episode):
+                self._close(episode)
+                continue
+            ids = episode.base_ids
+            asked.setdefault(tuple(ids), _Asked([], ids)).episodes.append(episode)
+        self.ready += asked.values()
+
+    def _has_no_room(self, episode: Episode) -> bool:
+        """Whether a limit leaves no room for another turn; it then ends the episode."""
+        rules, length = self.rules, self.rules.max_completion_length
+        most, whole = rules.config.max_episode_tokens, len(episode.sent_ids) + length
+        if most is not None and episode.num_tokens + length > most:
+            episode.ended_by = "tokens"
+        elif rules.context_length is not None and whole > rules.context_length:
+            episode.ended_by = "context"
+            if not episode.turns:
+                episode.fail(f"its prompt has {len(episode.base_ids)} tokens with what reset said")
+        return episode.ended_by is not None
+
+    def _sample_wave(self, wave: Sequence[_Asked]) -> None:
+        stand_ins = [
+            Group(g.prompt_offset, g.example, g.prompt, asked.ids)
+            for asked in wave
+            for g in (asked.episodes[0].group,)
+        ]
+        seeds = [[turn_seed(e.seed, len(e.turns)) for e in asked.episodes] for asked in wave]
+
+        def heard(place: int) -> None:
+            pairs = zip(wave[place].episodes, stand_ins[place].rollouts, strict=True)
+            for episode, rollout in pairs:
+                self._take_turn(episode, rollout, stand_ins[place].prompt_ids)
+
+        self.inner.generate(stand_ins, seeds, arrived=heard, **self.options)
+
+    def _take_turn(self, episode: Episode, sampled: Rollout, prompt_ids: list[int]) -> None:
+        """Read what was sampled, and begin the calls in it. Called from any thread."""
+        config = self.rules.config
+        found = self._parse(sampled)
+        turn = episode.add_turn(sampled, prompt_ids, found.calls)
+        if episode.retokenised:
+            what = "a turn was sampled from other ids than those of the turns before it"
+            raise GenerationError(Problem(what, f"draw {episode.group.prompt_offset}"))
+        wrong = bool(found.unreadable) or any(
+            episode.environment.check_call(c["name"], c["arguments"]) for c in found.calls
+        )
+        if not sampled.terminated:
+            episode.ended_by, turn.calls = "completion", []
+        elif not found.calls and not found.unreadable:
+            episode.ended_by = "answer"
+        elif wrong and config.on_bad_call == "end":
+            episode.ended_by = "bad_call"
+            episode.counts.calls += len(found.calls)
+            episode.counts.bad_calls += 1
+        elif len(episode.turns) >= config.max_turns:
+            episode.ended_by = "turns"
+        if episode.ended_by is not None:
+            self._close(episode)
+            return
+        arguments = (episode, found.calls, found.unreadable)
+        self._submit("answered", episode, self.calls.answer_calls, *arguments)
+
+    def _parse(self, sampled: Rollout) -> ParsedCalls:
+        ids, renderer = sampled.completion_ids, self.rules.renderer
+        kept = ids[:-1] if ids[-1] in renderer.stop_ids else ids
+        return self.rules.parser(renderer.tokenizer.decode(kept, skip_special_tokens=False))
+
+    def _tell(self, episode: Episode, answers: Answers) -> None:
+        """Put what the tools answered before the next turn, or end the episode."""
+        if episode.failed is None and not answers.done:
+            renderer, left = self.rules.renderer, self.rules.config.max_observation_tokens
+            messages: list[JsonObject] = []
+            for i, (call, text) in enumerate(zip(answers.calls, answers.texts, strict=True)):
+                shown, used = renderer.clean_observation(text, left)
+                left -= used
+                messages.append(tool_message(i, call, shown))
+            for text in answers.unreadable:
+                shown, used = renderer.clean_observation(text, left)
+                left -= used
+                messages.append({"role": "user", "content": shown})
+            last = episode.turns[-1].sampled_ids[-1]
+            schemas = episode.environment.schemas
+            episode.new_ids = renderer.new_ids(answers.calls, messages, schemas, last)
+            episode.new_messages = messages
+        elif episode.failed is None:
+            episode.ended_by = "done"
+        if episode.ended_by is not None or self._has_no_room(episode):
+            episode.new_ids, episode.new_messages = [], []
+            self._close(episode)
+        else:
+            self.ready.append(_Asked([episode], episode.sent_ids))
+
+    def _close(self, episode: Episode) -> None:
+        self._submit("closed", episode, self.calls.close_environment, episode)
+
+    def _finish(self, episode: Episode) -> None:
+        """An episode is over; with the last of its group, the group is whole."""
+        i = self.index[id(episode)]
+        self.unfinished[i] -= 1
+        if self.unfinished[i]:
+            return
+        group, siblings = self.groups[i], self.family[i]
+        changed = any(e.base_ids is not group.prompt_ids for e in siblings)
+        prompt_ids = common_prefix([e.base_ids for e in siblings]) if changed else group.prompt_ids
+        rollouts = [e.to_rollout(prompt_ids) for e in siblings]
+        for rollout in rollouts if changed else ():
+            rollout.opening_ids = prompt_ids
+        group.take_rollouts(rollouts)
+        self.arrived(i)
+
+
+def add_opening(prompt: Any, text: str) -> list[JsonObject]:
+    """The prompt with what `reset` returned at the end of its last user message."""
+    messages = [dict(message) for message in prompt]
+    for message in reversed(messages):
+        if message.get("role") == "user":
+            message["content"] = f"{message['content']}{text}"
+            return messages
+    return [*messages, {"role": "user", "content": text}]

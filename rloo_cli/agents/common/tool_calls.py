@@ -1,0 +1,140 @@
+"""Makes an episode's calls, and words what came of them for the model.
+
+It runs in a thread for each episode that waits for a tool, and touches that episode alone. A call
+that fails is an error that the model is told of, or an episode without a score; never a zero.
+"""
+
+import json
+import time
+from dataclasses import dataclass
+
+from rloo_cli.agents.common.episode import Episode
+from rloo_cli.agents.processes.tool_pool import ToolCaller, ToolGone, ToolPool
+from rloo_cli.config.agent import AgentConfig
+from rloo_cli.utils.files import JsonObject
+from rloo_cli.utils.rng import derived_seed
+
+CHARACTERS_PER_TOKEN = 64  # a text is cut to this many before it is sent, and by tokens after that
+
+
+@dataclass
+class Answers:
+    """What a turn's calls came to: a text for each call, and for each that could not be read."""
+
+    calls: list[JsonObject]
+    texts: list[str]
+    unreadable: list[str]
+    done: bool = False  # the environment says that the episode is over
+
+
+class ToolCalls:
+    """Makes the calls of all episodes of a run."""
+
+    def __init__(self, config: AgentConfig, pool: ToolPool):
+        self.config, self.pool = config, pool
+
+    def open_environment(self, episode: Episode) -> None:
+        """Make an episode's environment and reset it; what that returns is its `opening`."""
+        spec = episode.environment.class_spec
+        if spec is None:
+            return
+        row = {**episode.group.example, "prompt": episode.group.prompt}
+        message = {"do": "reset", "spec": spec, "row": row}
+        answer = self._ask_environment(episode, message | self._limits(episode, 0))
+        if answer is not None and "error" in answer:
+            self._give_up(episode, f"reset: {answer['error']}")
+        elif answer is not None:
+            episode.opening = answer["text"]
+
+    def answer_calls(
+        self, episode: Episode, calls: list[JsonObject], unreadable: list[str]
+    ) -> Answers:
+        """Make the calls of the episode's last turn, one after the other."""
+        answers = Answers(calls, [], unreadable)
+        for number, call in enumerate(calls):
+            episode.counts.calls += 1
+            wrong = episode.environment.check_call(call["name"], call["arguments"])
+            if wrong is not None:
+                episode.counts.bad_calls += 1
+                answers.texts.append(_error_text(wrong))
+                continue
+            began = time.monotonic()
+            answer = self._call(episode, call, number)
+            episode.counts.tool_s += time.monotonic() - began
+            if answer is None:
+                return answers  # it has failed
+            answers.done = answers.done or bool(answer.get("done"))
+            answers.texts.append(answer["text"] if "text" in answer else answer["told"])
+        episode.counts.bad_calls += len(unreadable)
+        return answers
+
+    def close_environment(self, episode: Episode) -> None:
+        """Ask for the environment's reward and state, and end its process."""
+        caller = episode.caller
+        if caller is None:
+            return
+        if episode.failed is None:
+            message = {"do": "end"} | self._limits(episode, 0)
+            answer = self._ask_environment(episode, message)
+            if answer is not None and "error" in answer:
+                self._give_up(episode, f"get_reward: {answer['error']}")
+            elif answer is not None:
+                episode.reward, episode.state = answer["reward"], answer["state"]
+        if episode.caller is not None:
+            episode.caller.kill()
+        episode.caller = None
+
+    def _call(self, episode: Episode, call: JsonObject, number: int) -> JsonObject | None:
+        """One call's answer: `text`, or `told` where it failed; None where the episode has."""
+        spec = episode.environment.specs[call["name"]]
+        message = {"do": "call", "spec": spec, **call} | self._limits(episode, number)
+        if episode.environment.class_spec is not None:
+            message["seed"] = None  # its reset has seeded it
+            answer = self._ask_environment(episode, message)
+        else:
+            answer = self._ask_function(message)
+        if answer is None or "error" not in answer:
+            return answer
+        episode.counts.errors += 1
+        if self.config.on_tool_error == "mask":
+            self._give_up(episode, f"{call['name']}: {answer['error']}")
+            return None
+        return {"told": _error_text(answer["error"])}
+
+    def _ask_function(self, message: JsonObject) -> JsonObject:
+        caller: ToolCaller | None = self.pool.take_idle()
+        assert caller is not None
+        try:
+            return caller.request(message, self.config.max_tool_s)
+        except ToolGone as gone:
+            caller = None
+            return {"error": str(gone)}
+        finally:
+            self.pool.give_back(caller)
+
+    def _ask_environment(self, episode: Episode, message: JsonObject) -> JsonObject | None:
+        """An answer of the episode's own process; None where that is gone, with its state."""
+        try:
+            if episode.caller is None:
+                episode.caller = self.pool.take_new()
+            return episode.caller.request(message, self.config.max_tool_s)
+        except ToolGone as gone:
+            episode.counts.errors += 1
+            episode.caller = None
+            episode.fail(f"{message.get('name', message['do'])}: {gone}")
+            return None
+
+    def _give_up(self, episode: Episode, why: str) -> None:
+        episode.fail(why)
+
+    def _limits(self, episode: Episode, number: int) -> JsonObject:
+        """What every message has: how long its answer may be, and the seed of what it draws."""
+        turn = len(episode.turns)
+        return {
+            "max_characters": CHARACTERS_PER_TOKEN * self.config.max_observation_tokens,
+            "seed": derived_seed(episode.seed, f"tool/{turn}", number),
+        }
+
+
+def _error_text(text: str) -> str:
+    return json.dumps({"error": text}, ensure_ascii=False)

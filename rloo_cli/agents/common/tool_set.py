@@ -1,0 +1,161 @@
+"""The tools' descriptions, out of the user's functions and classes, and checks of calls.
+
+A description is the JSON schema that chat templates take (`transformers.utils.get_json_schema`):
+it needs a type for every argument and a docstring that says what each is.
+"""
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.utils import get_json_schema
+
+from rloo_cli.config.user_code import load_user_code
+from rloo_cli.utils.errors import ConfigError, DataError, Problem
+from rloo_cli.utils.files import JsonObject
+
+ENVIRONMENT_COLUMN = "environment"  # of a row: which environment it is for
+NOT_TOOLS = ("reset", "get_reward", "close")
+# What a value of each JSON type may be in Python; bool is an int, and is looked at first.
+JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "integer": (int,), "number": (int, float), "string": (str,), "boolean": (bool,),
+    "array": (list,), "object": (dict,), "null": (type(None),),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The tools that some rows have. A function's spec is its own; methods share their class's."""
+
+    schemas: list[JsonObject]  # one per tool, as chat templates take them
+    specs: dict[str, str]  # tool -> `file.py:name` that the process imports
+    class_spec: str | None = None  # of the class; None = plain functions, without state
+    has_reward: bool = False
+
+    def check_call(self, name: str, arguments: object) -> str | None:
+        """What is wrong with a call, in words for the model; None = nothing."""
+        if name not in self.specs:
+            return f"there is no tool {name!r}; there are: {', '.join(self.specs)}"
+        if not isinstance(arguments, dict):
+            return f"the arguments of {name} are not an object of names and values"
+        schema = next(s["function"] for s in self.schemas if s["function"]["name"] == name)
+        parameters = schema["parameters"]
+        known = parameters.get("properties", {})
+        if missing := [n for n in parameters.get("required", []) if n not in arguments]:
+            return f"{name} needs the argument {', '.join(missing)}"
+        for argument, value in arguments.items():
+            if argument not in known:
+                return f"{name} has no argument {argument!r}; it has: {', '.join(known) or 'none'}"
+            if not _has_type(value, known[argument]):
+                wanted = known[argument]["type"]
+                return f"the argument {argument!r} of {name} is not of type {wanted}: {value!r:.80}"
+        return None
+
+
+def _has_type(value: object, schema: JsonObject) -> bool:
+    wanted = schema.get("type")
+    names = [wanted] if isinstance(wanted, str) else wanted
+    if not isinstance(names, list) or any(name not in JSON_TYPES for name in names):
+        return True  # a union, or a type that JSON has no name for: the tool itself decides
+    if value is None and schema.get("nullable"):
+        return True
+    if isinstance(value, bool):
+        return "boolean" in names
+    return any(isinstance(value, JSON_TYPES[name]) for name in names)
+
+
+@dataclass(frozen=True)
+class ToolSet:
+    """All tools of a run: those of each environment, by name."""
+
+    environments: dict[str, Environment] = field(default_factory=dict)
+
+    def environment_of(self, example: Mapping[str, object]) -> Environment:
+        """The environment of a row. Raises DataError where its column does not name one."""
+        if len(self.environments) == 1:
+            return next(iter(self.environments.values()))
+        name = example.get(ENVIRONMENT_COLUMN)
+        if name not in self.environments:
+            names = ", ".join(self.environments)
+            what = f"a row's column {ENVIRONMENT_COLUMN!r} is {name!r}, which is no environment"
+            why = f"there are several, and the column says which a row is for; one of: {names}"
+            raise DataError(Problem(what, "agent.environments", why, f"a column of {names}"))
+        return self.environments[str(name)]
+
+    def schemas_of(self, example: Mapping[str, object]) -> list[JsonObject]:
+        """The descriptions that a row's prompt shows. Raises DataError."""
+        return self.environment_of(example).schemas
+
+    @property
+    def import_specs(self) -> list[str]:
+        """Everything that a tool process imports."""
+        specs = [s for e in self.environments.values() for s in (e.class_spec, *e.specs.values())]
+        return list(dict.fromkeys(filter(None, specs)))
+
+
+def load_functions(specs: Mapping[str, str]) -> ToolSet:
+    """The tools of plain functions, `specs`: key -> `file.py:name`. Raises ConfigError."""
+    schemas: list[JsonObject] = []
+    by_name: dict[str, str] = {}
+    for where, spec in specs.items():
+        schema = tool_schema(load_user_code(spec, where), spec, where)
+        name = schema["function"]["name"]
+        if name in by_name:
+            what, why = f"two tools are called {name!r}", f"{by_name[name]} and {spec}"
+            raise ConfigError(Problem(what, where, why, "another name for one of them"))
+        schemas.append(schema)
+        by_name[name] = spec
+    return ToolSet({"": Environment(schemas, by_name)})
+
+
+def load_environments(specs: Mapping[str, str]) -> ToolSet:
+    """The tools of classes, `specs`: name of the environment -> `file.py:Class`.
+
+    Raises ConfigError.
+    """
+    found = {}
+    for name, spec in specs.items():
+        where = f"agent.environments.{name}"
+        found[name] = _describe_environment(load_user_code(spec, where), spec, where)
+    return ToolSet(found)
+
+
+def _describe_environment(factory: Callable[..., object], spec: str, where: str) -> Environment:
+    methods = _public_methods(factory)
+    if "reset" not in methods:
+        what, why = f"{spec} has no method reset", "it is called with a row before each episode"
+        raise ConfigError(Problem(what, where, why, "def reset(self, **row): ..."))
+    tools = {n: m for n, m in methods.items() if n not in NOT_TOOLS and not n.startswith("_")}
+    if not tools:
+        what, why = f"{spec} has no tool", "its public methods are what a model can call"
+        raise ConfigError(Problem(what, where, why, "a method with types and a docstring"))
+    schemas = [tool_schema(method, f"{spec}.{n}", where) for n, method in tools.items()]
+    return Environment(schemas, dict.fromkeys(tools, spec), spec, "get_reward" in methods)
+
+
+def _public_methods(factory: Callable[..., object]) -> dict[str, Callable[..., object]]:
+    """Name -> bound method, in the order of the class; the class itself is not called."""
+    if not isinstance(factory, type):
+        factory = type(factory())  # a function that makes environments
+    order = [n for c in reversed(factory.__mro__) for n in vars(c)]
+    members = dict(inspect.getmembers(factory, callable))
+    names = [n for n in dict.fromkeys(order) if n in members and not n.startswith("_")]
+    stand_in = object()  # get_json_schema leaves `self` out of bound methods only
+    return {
+        n: types.MethodType(m, stand_in) if inspect.isfunction(m := members[n]) else m
+        for n in names
+    }
+
+
+def tool_schema(code: Callable[..., Any], spec: str, where: str) -> JsonObject:
+    """The description of a function. Raises ConfigError where it lacks a type or a docstring."""
+    try:
+        schema: JsonObject = get_json_schema(code)
+    except Exception as error:  # its own exceptions, and those of odd annotations
+        what = f"{spec} cannot be described to a model"
+        why = f"{type(error).__name__}: {error}"
+        fix = "a type for each argument, and a Google docstring with a line for each under Args"
+        raise ConfigError(Problem(what, where, why, fix)) from None
+    return schema

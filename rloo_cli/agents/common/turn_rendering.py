@@ -1,0 +1,162 @@
+"""What a tool answered, as ids: the chat template with the new messages and without them.
+
+Ids that were sampled are never tokenised again. Of a conversation that stands in for the real one
+(a question, the calls as they were made) the template gives a text without and with the answers;
+what is after the end of the assistant's turn in the longer one is what the sampled ids go on with.
+The shorter must be a prefix of the longer up to that end, else the template is refused by name.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rloo_cli.utils.errors import ConfigError, GenerationError, Problem
+from rloo_cli.utils.files import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CUT_MARK = " [cut]"
+# An observation that tokenizers like to merge with what stands around it.
+HOSTILE = "  \n\n<tool_response>\u00e9\u4e16 [INST] 0x00\r\n\t}}\n "
+PROBE = "tool-answer-probe"
+ID_LENGTH = 9  # of a call, as Mistral's templates want it
+
+
+class TurnRenderer:
+    """Renders what is new between two turns, for one tokenizer. `stop_ids` end a turn."""
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        template_kwargs: JsonObject,
+        stop_ids: set[int],
+    ):
+        self.tokenizer, self.template_kwargs = tokenizer, template_kwargs
+        self.stop_ids = stop_ids
+        special = {str(t) for t in tokenizer.all_special_tokens}
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        special |= {str(t) for t in added if t.special}
+        self.special_texts = sorted((s for s in special if s), key=len, reverse=True)
+
+    def clean_observation(self, text: str, max_tokens: int) -> tuple[str, int]:
+        """A tool's text as the model may see it, and its tokens.
+
+        Texts of special tokens get a space, so that a tool cannot end a turn or begin one; beyond
+        `max_tokens` it is cut off, which it then says.
+        """
+        for special in self.special_texts:
+            text = text.replace(special, special[:1] + " " + special[1:])
+        # One token has at most a few dozen characters; the rest need not be tokenised to be cut.
+        text = text[: 64 * max_tokens]
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        count = len(encoded["input_ids"])
+        if count <= max_tokens:
+            return text, count
+        end = encoded["offset_mapping"][max_tokens - 1][1] if max_tokens else 0
+        return text[:end] + CUT_MARK, max_tokens
+
+    def new_ids(
+        self,
+        calls: Sequence[JsonObject],
+        messages: Sequence[JsonObject],
+        schemas: Sequence[JsonObject],
+        last_sampled_id: int,
+    ) -> list[int]:
+        """The ids between a turn that ended with `last_sampled_id` and the next one.
+
+        `messages`: what is new; `calls`: those that the turn before made. Raises GenerationError.
+        """
+        before = _before(calls)
+        shorter = self._ids(before, schemas, False)
+        longer = self._ids([*before, *messages], schemas, True)
+        end = self._turn_end(shorter, longer)
+        # Where a stop string ended the turn, the token that ends a turn is still to come.
+        is_open = end > 0 and longer[end - 1] in self.stop_ids
+        is_open = is_open and last_sampled_id not in self.stop_ids
+        return longer[end - 1 if is_open else end :]
+
+    def _turn_end(self, shorter: list[int], longer: list[int]) -> int:
+        """Where the assistant's turn ends in the longer text, the token that ends it included."""
+        stops = [i for i, token in enumerate(shorter) if token in self.stop_ids]
+        end = stops[-1] + 1 if stops else len(shorter)
+        if longer[:end] == shorter[:end]:
+            return end
+        # Some templates write an assistant's last turn in another way than an earlier one. Inside
+        # that turn it does not matter, for it is never rendered again: its end is counted.
+        places = [i for i, token in enumerate(longer) if token in self.stop_ids]
+        if stops and len(places) >= len(stops):
+            return places[len(stops) - 1] + 1
+        pairs = zip(shorter, longer, strict=False)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), len(longer))
+        decode = self.tokenizer.decode
+        why = f"without the answer: {decode(shorter[at : at + 12])!r}, with it:"
+        why += f" {decode(longer[at : at + 12])!r}"
+        what = "the chat template writes a conversation in another way once more follows"
+        raise GenerationError(Problem(what, self._template_name(), why, "model.chat_template=FILE"))
+
+    def _ids(
+        self, messages: Sequence[JsonObject], schemas: Sequence[JsonObject], generate: bool
+    ) -> list[int]:
+        text = self._text(messages, schemas, generate)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _text(
+        self, messages: Sequence[JsonObject], schemas: Sequence[JsonObject], generate: bool
+    ) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            list(messages), tools=list(schemas) or None, add_generation_prompt=generate,
+            tokenize=False, **self.template_kwargs,
+        )  # fmt: skip
+        return text
+
+    def _template_name(self) -> str:
+        name = getattr(self.tokenizer, "name_or_path", "")
+        return f"the chat template of {name}" if name else "the tokenizer's chat template"
+
+    def check_template(self, schemas: Sequence[JsonObject]) -> None:
+        """Refuse a template that does not show what tools answer. Raises ConfigError."""
+        name = schemas[0]["function"]["name"] if schemas else "tool"
+        call: JsonObject = {"name": name, "arguments": {}}
+        stop = next(iter(sorted(self.stop_ids)), -1)
+        for text in (PROBE, f"{HOSTILE}{PROBE}{HOSTILE}"):
+            try:
+                answer = tool_message(0, call, text)
+                self.new_ids([call], [answer], schemas, stop)
+                shown = self._text([*_before([call]), answer], schemas, True)
+            except GenerationError as error:
+                raise ConfigError(*error.problems) from None
+            except Exception as error:  # a template is a program, with a program's errors
+                what = "the chat template refuses what a tool answers"
+                why = f"{type(error).__name__}: {error}"
+                fix = "model.chat_template=FILE, one with tools"
+                raise ConfigError(Problem(what, self._template_name(), why, fix)) from None
+            if PROBE not in shown:  # its ids may be unknown ones, of a small vocabulary
+                what = "the chat template leaves out what a tool answers"
+                why = "a message of role tool does not appear in its text"
+                fix = "model.chat_template=FILE, one with tools"
+                raise ConfigError(Problem(what, self._template_name(), why, fix))
+
+
+def _before(calls: Sequence[JsonObject]) -> list[JsonObject]:
+    """A conversation that stands in for the one so far, with the calls as they were made."""
+    said: JsonObject = {"role": "assistant", "content": "" if calls else "..."}
+    if calls:
+        said["tool_calls"] = [call_message(i, call) for i, call in enumerate(calls)]
+    return [{"role": "user", "content": "?"}, said]
+
+
+def call_id(index: int) -> str:
+    """The name of a turn's call number `index`."""
+    return f"call{index:0{ID_LENGTH - 4}d}"
+
+
+def call_message(index: int, call: JsonObject) -> JsonObject:
+    """A call, as chat templates take it."""
+    function = {"name": call["name"], "arguments": call["arguments"]}
+    return {"id": call_id(index), "type": "function", "function": function}
+
+
+def tool_message(index: int, call: JsonObject, text: str) -> JsonObject:
+    """What a call answered, as chat templates take it."""
+    message: JsonObject = {"role": "tool", "name": call["name"], "content": text}
+    return message | {"tool_call_id": call_id(index)}

@@ -1,0 +1,131 @@
+"""Answers calls in a tool process: functions, or the methods of one environment.
+
+Messages come from the run and are trusted. Answers are JSON: what a model made a tool do must not
+reach the run as code. A process has one environment at most, for one episode.
+"""
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import random
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rloo_cli.config import registry
+from rloo_cli.utils.files import JsonObject
+from rloo_cli.utils.message_socket import PeerGone, receive_pickled, send_json
+
+ERROR_CHARACTERS = 2000  # of an error's text
+
+
+@dataclass
+class ToolWorker:
+    """Answers one message after the other. `seeds`: whether it may seed this process."""
+
+    seeds: bool = True
+    environment: Any = None
+    functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
+
+    def answer(self, message: JsonObject) -> JsonObject:
+        """Do what a message asks; an exception becomes an answer with `error`."""
+        try:
+            if self.seeds and message.get("seed") is not None:
+                seed_process(message["seed"])
+            return {"reset": self._reset, "call": self._call, "end": self._end}[message["do"]](
+                message
+            )
+        except BaseException as error:  # sys.exit() in a tool is an error of the tool
+            text = f"{type(error).__name__}: {error}"
+            return {"error": text[:ERROR_CHARACTERS]}
+
+    def _reset(self, message: JsonObject) -> JsonObject:
+        self.environment = registry.load_code(message["spec"])()
+        row = message["row"] | {"seed": message["row"].get("seed", message["seed"])}
+        taken = inspect.signature(self.environment.reset).parameters.values()
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken):
+            row = {n: v for n, v in row.items() if n in {p.name for p in taken}}
+        elif "seed" not in message["row"]:  # its own columns are what it expects
+            row = message["row"]
+        told = _run(self.environment.reset, row)
+        return {"text": None if told is None else _as_text(told, message), **self._state()}
+
+    def _call(self, message: JsonObject) -> JsonObject:
+        if self.environment is not None:
+            tool = getattr(self.environment, message["name"])
+        else:
+            tool = self.functions.get(message["spec"]) or registry.load_code(message["spec"])
+            self.functions[message["spec"]] = tool
+        told = _run(tool, message["arguments"])
+        return {"text": _as_text(told, message), **self._state()}
+
+    def _state(self) -> JsonObject:
+        return {"done": bool(getattr(self.environment, "done", False))}
+
+    def _end(self, message: JsonObject) -> JsonObject:
+        """The environment's own reward, where it has one, and its public attributes."""
+        answer: JsonObject = {"reward": None}
+        if hasattr(self.environment, "get_reward"):
+            value = float(_run(self.environment.get_reward, {}))
+            if not math.isfinite(value):
+                return {"error": f"it is {value}, which is no reward"}
+            answer["reward"] = value
+        answer["state"] = _public_values(self.environment)
+        return answer
+
+
+def _run(code: Callable[..., Any], arguments: JsonObject) -> Any:
+    result = code(**arguments)
+    if inspect.isawaitable(result):
+        return asyncio.run(_wait_for(result))
+    return result
+
+
+async def _wait_for(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _as_text(told: object, message: JsonObject) -> str:
+    """What a tool returned as a text, as TRL has it: str(). Too long a text is cut here already."""
+    text = told if isinstance(told, str) else str(told)
+    # A lone surrogate is no text that can be sent or tokenised.
+    clean = text[: message["max_characters"]].encode("utf-8", errors="replace").decode()
+    return clean
+
+
+def _public_values(environment: object) -> JsonObject:
+    """The environment's public attributes that JSON can hold, for rewards to read."""
+    values: JsonObject = {}
+    for name, value in vars(environment).items() if hasattr(environment, "__dict__") else ():
+        if name.startswith("_"):
+            continue
+        try:
+            values[name] = json.loads(json.dumps(value, allow_nan=False))
+        except (TypeError, ValueError, RecursionError):
+            continue
+    return values
+
+
+def seed_process(seed: int) -> None:
+    """Seed what a tool may draw from, so that an episode can be repeated."""
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def serve_calls(connection: socket.socket) -> None:
+    """Answer messages until the other side closes the socket."""
+    worker, pid = ToolWorker(), os.getpid()
+    try:
+        while True:
+            answer = worker.answer(receive_pickled(connection))
+            if os.getpid() != pid:  # a tool forked, and this is the other one
+                os._exit(0)
+            send_json(connection, answer)
+    except (PeerGone, OSError):
+        pass

@@ -1,0 +1,29 @@
+"""Python functions that the model may call. They have types and a Google docstring.
+
+Each call is made in a process of its own kind (`processes/`), which a function may keep busy, crash
+or kill without the run noticing more than an error.
+"""
+
+from typing import TYPE_CHECKING, Literal
+
+from rloo_cli.config.agent import AgentConfig
+from rloo_cli.config.schema import Text, key
+
+if TYPE_CHECKING:
+    from rloo_cli.agents.common.tool_set import ToolSet
+
+
+class Config(AgentConfig):
+    kind: Literal["tools"] = key("tools: functions")
+    tools: list[Text] = key("The functions: [file.py:name, package.module:name]", min_length=1)
+
+    def code_specs(self) -> dict[str, str]:
+        """Key -> `file.py:name`."""
+        return {f"agent.tools[{i}]": spec for i, spec in enumerate(self.tools)}
+
+
+def load_tools(config: Config) -> "ToolSet":
+    """The functions' descriptions. Raises ConfigError, which names a function without types."""
+    from rloo_cli.agents.common import tool_set  # lazy: the registry reads schemas without torch
+
+    return tool_set.load_functions(config.code_specs())

@@ -1,0 +1,128 @@
+"""The keys of `agent` that every kind has, and what follows from them for lengths.
+
+A kind of agent is a file of rloo_cli/agents with a `Config` of its own; `agent: null` is one answer
+to each prompt, as ever.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, cast
+
+from rloo_cli.config import registry
+from rloo_cli.config.old_names import nearest_names
+from rloo_cli.config.schema import Frozen, Positive, RunConfig, key
+from rloo_cli.utils.errors import Problem
+from rloo_cli.utils.files import JsonObject
+
+TEMPLATE_TOKENS = 64  # for what a chat template puts around an observation
+
+
+class AgentConfig(Frozen):
+    """Keys of every kind; a kind adds its own."""
+
+    kind: str = key("Which agent: a file of rloo_cli/agents")
+    max_turns: Positive = key("Most sampled turns of an episode (TRL's iterations of calls + 1)")
+    max_tool_s: float = key("Seconds a call may take; then its process is killed", gt=0, le=1e6)
+    max_observation_tokens: Positive = key(
+        "Most tokens of the texts that tools answer between two turns; the rest is cut off"
+    )
+    max_episode_tokens: Positive | None = key(
+        "Most tokens of an episode, those of tools too; null = what the context allows"
+    )
+    on_tool_error: Literal["tell", "mask"] = key(
+        "After an error in a tool: tell the model, or leave the row out of baseline and loss"
+    )
+    on_bad_call: Literal["tell", "end"] = key(
+        "After a call that cannot be read, or of a tool that does not exist: tell, or end there"
+    )
+    workers: int = key(
+        "Processes kept ready for calls of functions (an environment has one of its own);"
+        " 0 = threads of this one, which no deadline can kill",
+        ge=0,
+        le=1024,
+    )
+    parser: Literal["auto", "hermes", "llama3_json", "mistral", "pythonic", "response"] = key(
+        "How calls are written: hermes (Qwen), llama3_json, mistral, pythonic; response = the"
+        " tokenizer's own parse_response; auto = by the chat template"
+    )
+
+    def code_specs(self) -> dict[str, str]:
+        """Key -> `file.py:name` of the user's code that runs."""
+        return {}
+
+
+def agent_config(run: RunConfig) -> AgentConfig | None:
+    """The agent's keys, or None for one answer to each prompt."""
+    return cast("AgentConfig | None", run.agent)
+
+
+def sampled_token_limit(run: RunConfig) -> int:
+    """The most tokens that the policy samples for one completion, over all its turns."""
+    agent, length = agent_config(run), run.generation.max_completion_length
+    if agent is None:
+        return length
+    most = agent.max_turns * length
+    return min(most, agent.max_episode_tokens or most)
+
+
+def completion_token_limit(run: RunConfig, room: int | None) -> int:
+    """The most tokens of one completion, with what tools and environments say in it.
+
+    `room`: what the context leaves beside the prompt; None = not known.
+    """
+    agent, length = agent_config(run), run.generation.max_completion_length
+    if agent is None:
+        return length
+    between = agent.max_observation_tokens + TEMPLATE_TOKENS
+    most = agent.max_turns * length + agent.max_turns * between
+    limits = [most, *filter(None, [agent.max_episode_tokens, room])]
+    return max(length, min(limits))
+
+
+def agent_section(values: JsonObject) -> type[Frozen]:
+    """The schema of these plain values of `agent`."""
+    agent = values.get("agent")
+    kind = agent.get("kind") if isinstance(agent, dict) else None
+    names = registry.registry_names("agents")
+    found: type[Frozen] = registry.config_class("agents", kind) if kind in names else AgentConfig
+    return found
+
+
+def unknown_agent_problems(values: JsonObject) -> Iterator[Problem]:
+    """What has to be right before the schema can be put together."""
+    agent = values.get("agent")
+    if not isinstance(agent, dict):
+        return
+    kind, names = agent.get("kind"), registry.registry_names("agents")
+    if kind not in names:
+        close = nearest_names(str(kind), names) or sorted(names)
+        what, why = f"agent.kind = {kind!r}: there is no such agent", f"one of: {', '.join(names)}"
+        yield Problem(what, "agent.kind", why, f"agent={close[0]}")
+
+
+def agent_problems(run: RunConfig) -> Iterator[Problem]:
+    """What is wrong with an agent whose keys are each right on their own."""
+    agent = agent_config(run)
+    asked = [name for name, entry in run.rewards.items() if entry.type == "environment"]
+    if asked and (agent is None or agent.kind != "class"):
+        what = f"reward.{asked[0]} asks an environment, and there is none"
+        why = f"agent.kind = {agent.kind}" if agent is not None else "agent is null"
+        yield Problem(what, f"reward.{asked[0]}.type", why, "agent=class, with agent.environments")
+    if agent is None:
+        return
+    least, most = run.generation.max_completion_length, agent.max_episode_tokens
+    if most is not None and most < least:
+        what = f"agent.max_episode_tokens = {most} holds no turn"
+        why = f"a turn may have {least} tokens (generation.max_completion_length)"
+        yield Problem(
+            what, "agent.max_episode_tokens", why, f"agent.max_episode_tokens={8 * least}"
+        )
+    if run.generation.ignore_eos:
+        why = "a turn ends with an EOS, or is cut off and the episode's last"
+        what = "generation.ignore_eos = true leaves an episode one turn"
+        yield Problem(what, "generation.ignore_eos", why, "generation.ignore_eos=false")
+    recorded = run.logging.rollouts_every > 0
+    if recorded or run.generation.backend == "replay":
+        where = "logging.rollouts_every" if recorded else "generation.backend"
+        fix = f"{where}={0 if recorded else 'transformers'}, or agent: null"
+        why = "a record keeps one answer a prompt, and no turns"
+        yield Problem("episodes of an agent are not recorded yet", where, why, fix)

@@ -1,0 +1,58 @@
+"""Calls in what a model wrote, for each way to write them."""
+
+import pytest
+from agent_cases import chat_tokenizer
+
+from rloo_cli.agents.common.call_parsers import PARSERS, choose_parser
+from rloo_cli.utils.errors import ConfigError
+
+ADD = {"name": "add", "arguments": {"a": 1, "b": "x"}}
+WRITTEN = {
+    "hermes": 'I add. <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call>',
+    "llama3_json": '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": "x"}}',
+    "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": "x"}}]',
+    "pythonic": '[add(a=1, b="x")]',
+}
+TWICE = {
+    "hermes": WRITTEN["hermes"] + WRITTEN["hermes"],
+    "llama3_json": WRITTEN["llama3_json"] + "; " + WRITTEN["llama3_json"].partition(">")[2],
+    "mistral": '[TOOL_CALLS]add{"a": 1, "b": "x"}[TOOL_CALLS]add[ARGS]{"a": 1, "b": "x"}',
+    "pythonic": '[add(a=1, b="x"), add(a=1, b="x")]',
+}
+BROKEN = {
+    "hermes": '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+    "llama3_json": '{"name": "add", "parameters": {"a": 1',
+    "mistral": '[TOOL_CALLS] [{"name": "add"',
+    "pythonic": "[add(a=other)]",
+}
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_a_call_is_read_and_what_cannot_be_read_is_said(name):
+    parse = PARSERS[name]
+    assert parse(WRITTEN[name]).calls == [ADD] and not parse(WRITTEN[name]).unreadable
+    assert parse(TWICE[name]).calls == [ADD, ADD]
+    broken = parse(BROKEN[name])
+    assert not broken.calls and len(broken.unreadable) == 1
+    answer = parse("The answer is 4 [see above], {x: 1}.")
+    assert not answer.calls and not answer.unreadable
+
+
+def test_a_call_may_stop_before_its_end_mark_and_hold_json_in_json():
+    parse = PARSERS["hermes"]
+    assert parse('<tool_call>{"name": "f", "arguments": "{\\"a\\": 2}"}').calls == [
+        {"name": "f", "arguments": {"a": 2}}
+    ]
+    assert parse('<tool_call>["f"]</tool_call>').unreadable
+    assert parse("<tool_call>" + "[" * 100_000).unreadable  # nested too deep
+
+
+def test_the_parser_is_chosen_by_the_chat_template_or_refused():
+    names = [choose_parser("auto", chat_tokenizer(t))[0] for t in ("chatml", "mistral", "llama3")]
+    assert names == ["hermes", "mistral", "llama3_json"]
+    bare = chat_tokenizer()
+    bare.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ConfigError, match="does not show how this model writes a call"):
+        choose_parser("auto", bare)
+    with pytest.raises(ConfigError, match="no template for answers"):
+        choose_parser("response", bare)

@@ -1,0 +1,117 @@
+"""Tools that misbehave: each is an error that the model is told of, or a row without a score."""
+
+import pytest
+from agent_cases import call_text, class_agent, episode_generator, play, tools_agent, write_file
+
+HEAD = "import os, signal, sys, time\n\n"
+FUNCTION = '''
+def tool(items: list[int]) -> str:
+    """Does something.
+
+    Args:
+        items: Numbers.
+    """
+    BODY
+'''
+# What it does -> (its body, what the model is told).
+TOLD = {
+    "raises": ("raise ValueError('no such page')", "ValueError: no such page"),
+    "leaves": ("sys.exit(3)", "SystemExit: 3"),
+    "hangs": ("time.sleep(60)", "no answer within 1 s"),
+    "hangs_in_c": ("signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32)); time.sleep(60)",
+                   "no answer within 1 s"),
+    "returns_a_lot": ("return 'x' * 50_000_000", "[cut]"),
+    "returns_no_string": ("return {'a': [1, None]}", "{'a': [1, None]}"),
+    "returns_odd_text": ("return '\\udc80 \\x00 ok'", "ok"),
+    "kills_its_process": ("os.kill(os.getpid(), 9)", "its process ended in the call"),
+    "kills_what_forked_it": ("os.kill(os.getppid(), 9); time.sleep(60)", "its process ended"),
+    "forks": ("os.fork(); return 'both'", "both"),
+    "prints": ("print('noise' * 1000); sys.stderr.write('more'); return 'said'", "said"),
+    "changes_its_arguments": ("items.clear(); return str(items)", "[]"),
+    "closes_stdout": ("os.close(1); os.close(2); return 'quiet'", "quiet"),
+    "closes_everything": ("os.closerange(0, 256); return 'gone'", "its process ended in the call"),
+}  # fmt: skip
+AGENT = {"max_tool_s": 1.0, "max_observation_tokens": 60, "max_turns": 3}
+
+
+def function(tmp_path, body):
+    path = write_file(tmp_path, HEAD + FUNCTION.replace("BODY", body))
+    return f"{path}:tool"
+
+
+def once(text, seed):
+    """A call, and after whatever it was told an answer."""
+    told = text.count("<tool_response>") > 0
+    return "the end" if told else call_text("tool", items=[1, 2])
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_a_tool_that_misbehaves_is_an_answer_and_the_run_goes_on(tmp_path, name):
+    body, told = TOLD[name]
+    generator = episode_generator(tools_agent([function(tmp_path, body)], **AGENT), once)
+    groups = play(generator, {}, {"prompt": "again"})
+    for (row,) in (group.rollouts for group in groups):
+        assert told in row.turns[1].observation[0]["content"]
+        assert row.failed is None and row.episode_facts["ended_by"] == "answer"
+        assert row.turns[0].calls == [{"name": "tool", "arguments": {"items": [1, 2]}}]
+
+
+def test_an_error_may_leave_the_row_out_instead(tmp_path):
+    spec = function(tmp_path, "raise ValueError('no such page')")
+    generator = episode_generator(tools_agent([spec], on_tool_error="mask", **AGENT), once)
+    (group,) = play(generator)
+    assert group.rollouts[0].failed == "tool: ValueError: no such page"
+    assert group.rollouts[0].episode_facts["ended_by"] == "failed"
+
+
+CLASS = '''
+class World:
+    def reset(self, **row):
+        RESET
+        self.count = 0
+
+    def tool(self, items: list[int]) -> str:
+        """Does something.
+
+        Args:
+            items: Numbers.
+        """
+        self.count += 1
+        TOOL
+        return "fine"
+
+    def get_reward(self) -> float:
+        REWARD
+        return 1.0
+'''
+
+
+@pytest.mark.parametrize(
+    ("where", "body", "why"),
+    [
+        ("RESET", "os.kill(os.getpid(), 9)", "reset: its process ended"),
+        ("RESET", "raise KeyError('column')", "reset: KeyError: 'column'"),
+        ("TOOL", "os.kill(os.getpid(), 9)", "tool: its process ended in the call"),
+        ("TOOL", "time.sleep(60)", "tool: no answer within 1 s"),
+        ("REWARD", "raise ValueError('no reward')", "get_reward: ValueError: no reward"),
+        ("REWARD", "return float('nan')", None),
+    ],
+)
+def test_an_environment_that_dies_leaves_its_row_out_and_its_siblings_alone(
+    tmp_path, where, body, why
+):
+    guard = f"if row.get('bad'):\n            {body}" if where == "RESET" else body
+    text = HEAD + CLASS.replace(where, guard)
+    for rest in ("RESET", "TOOL", "REWARD"):
+        text = text.replace(rest, "pass")
+    path = write_file(tmp_path, text)
+    generator = episode_generator(class_agent({"world": f"{path}:World"}, **AGENT), once)
+    groups = play(generator, {"bad": True}, {"bad": False}, k=2)
+    failed = [[row.failed for row in group.rollouts] for group in groups]
+    if why is None:
+        why = "get_reward: it is nan, which is no reward"
+    assert all(text is not None and text.startswith(why) for text in failed[0])
+    if where == "RESET":
+        assert failed[1] == [None, None]
+        assert [row.environment_reward for row in groups[1].rollouts] == [1.0, 1.0]
+        assert [row.length for row in groups[0].rollouts] == [1, 1]  # a token stands for the row

@@ -1,0 +1,97 @@
+"""Episodes of several turns: flat ids, and what is computed for each token."""
+
+import math
+
+import pytest
+import torch
+from layout_cases import gradients, laid, policy, worst
+from policy_cases import fresh
+
+from rloo_cli.data.batch import Group, Rollout, Turn
+from rloo_cli.data.packing import LAYOUTS, store_column
+
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def turn(told, said, logp=0.0):
+    return Turn(list(told), list(said), [logp] * len(said), "", "stop", 3)
+
+
+def episode(*parts, ended=True):
+    return Rollout.from_turns([turn(told, said) for told, said in parts], ended, seed=1)
+
+
+def episodes():
+    """Two groups of two: several turns, one turn, and one that begins with an observation."""
+    return [
+        Group(0, {}, "", [5, 6, 7], [episode(([], [8, 9]), ([10, 11, 12], [13, 2])),
+                                     episode(([], [8, 14, 2]))]),
+        Group(1, {}, "", [5], [episode(([21, 22], [23]), ([24], [25]), ([26, 27], [28, 2])),
+                               episode(([], [3]), ([4], [2]))]),
+    ]  # fmt: skip
+
+
+def test_flat_ids_mask_and_log_probabilities_are_derived_from_the_turns():
+    made = Rollout.from_turns([turn([], [8, 9], -0.5), turn([10], [2], -1.0)], True, seed=7)
+    assert made.completion_ids == [8, 9, 10, 2] and made.mask == [1, 1, 0, 1]
+    assert made.behaviour_logp[:2] == [-0.5, -0.5] and math.isnan(made.behaviour_logp[2])
+    assert made.length == 3 and made.sampled_ids == [8, 9, 2]
+    assert made.sampled_logp == [-0.5, -0.5, -1.0] and made.weight_version == 3
+    silent = Rollout.from_turns([Turn([], [8], None, "", "stop", 0)], True, seed=7)
+    assert silent.behaviour_logp is None and silent.sampled_logp is None
+
+
+@layouts
+def test_what_a_tool_said_is_read_and_its_log_probability_is_never_asked_for(layout):
+    groups = episodes()
+    micro = laid(groups, layout)
+    sampled = [i for group in groups for row in group.rollouts for i in row.sampled_ids]
+    assert micro.target.tolist() == sampled and micro.mask.tolist() == [1.0] * len(sampled)
+    assert micro.group_lengths == [(3, [7, 3]), (1, [9, 3])]  # the work that a forward pass is
+    assert not micro.behaviour_logp.isnan().any()
+    store_column(micro.target.float(), micro.group_slices, groups, "ref_logp")
+    assert groups[1].ref_logp[0].tolist() == groups[1].rollouts[0].sampled_ids
+
+
+WEIGHTS = torch.tensor([0.7, -1.1, 1.3, -0.4], dtype=torch.float64)  # as advantages would be
+
+
+def model_of():
+    return fresh("gpt_neox", initializer_range=0.08).double()
+
+
+def rows_apart():
+    """Gradients of every row alone, with the tools' tokens masked."""
+    plain, sums = model_of(), []
+    for group in episodes():
+        for row in group.rollouts:
+            ids = torch.tensor([group.prompt_ids + row.completion_ids])
+            logits = plain(input_ids=ids).logits[0, len(group.prompt_ids) - 1 : -1] / 0.7
+            logp = logits.log_softmax(-1).gather(1, torch.tensor(row.completion_ids)[:, None])
+            sums.append((logp[:, 0] * torch.tensor(row.mask)).sum())
+    (torch.stack(sums) * WEIGHTS).sum().backward()
+    return gradients(plain)
+
+
+def test_the_gradient_is_that_of_rows_trained_apart_with_tool_tokens_masked():
+    """In float64 throughout: the policy's own log-probabilities are float32."""
+    model, micro = model_of(), laid(episodes(), "padded")
+    logits = model(
+        input_ids=micro.input_ids,
+        attention_mask=micro.attention_mask,
+        position_ids=micro.position_ids,
+    ).logits
+    logp = (logits.flatten(0, 1)[micro.logit_index] / 0.7).log_softmax(-1)
+    found = logp.gather(1, micro.target[:, None])[:, 0]
+    (found * micro.mask * WEIGHTS[micro.sequence_ids]).sum().backward()
+    assert worst(gradients(model), rows_apart()) <= 1e-12
+
+
+@layouts
+def test_every_layout_has_that_gradient(layout):
+    model = model_of()
+    ours = policy("gpt_neox", layout, fused=False, model=model)
+    micro = laid(episodes(), layout)
+    found = ours.logp(micro).logp
+    (found * micro.mask * WEIGHTS[micro.sequence_ids]).sum().backward()
+    assert worst(gradients(model), rows_apart()) <= 1e-6
