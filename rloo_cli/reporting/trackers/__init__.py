@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -26,13 +27,20 @@ from rloo_cli.utils.files import JsonObject, read_json, update_json
 QUEUE_LINES = 1000  # lines of metrics that wait for the process; more are left out and counted
 START_LIMIT_S = 30.0  # until a required tracker has to be ready
 CLOSE_LIMIT_S = 20.0  # until the last lines have to be sent
+OWN_ID_TRACKERS = ("wandb",)  # those that take an id of ours
 CHILD = "rloo_cli.reporting.trackers.child"
 
 
 def tracker_about(
     folder: Path, names: Sequence[str], project: str | None, run_name: str, config: JsonObject
 ) -> JsonObject:
-    """What the process is told first. Runs that a tracker knows already go on under their id."""
+    """What the process is told first. Runs that a tracker knows already go on under their id.
+
+    wandb takes an id of ours: run.json has it before the tracker answers, so that a run which is
+    killed meanwhile goes on under it too.
+    """
+    for name in {*names} & {*OWN_ID_TRACKERS} - {*known_tracker_runs(folder)}:
+        remember_tracker_run(folder, name, uuid.uuid4().hex[:8], None)
     known = known_tracker_runs(folder)
     return {
         "folder": str(folder.resolve()),
