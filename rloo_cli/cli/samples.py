@@ -35,7 +35,7 @@ OPTIONAL_FIELDS = ("kl", "reward", "advantage")
 SHOWN_FIELDS = {  # fields that have a line of their own, or that nobody needs to see
     "set", "draw", "k", "prompt", "completion", "rewards", "score", "shaped", *OPTIONAL_FIELDS,
     "terminated", "finish_reason", "greedy", "prompt_length", "completion_length", "seed",
-    "weight_version", "row", "tokens", "turns", "episode", "failed",
+    "weight_version", "row", "token_strip", "turns", "episode", "failed",
 }  # fmt: skip
 
 

@@ -5,8 +5,9 @@ from rloo_cli.utils.files import JsonObject
 
 # Rewards that need more than this machine: a sandbox, a service.
 EXTERNAL_REWARDS = ("code_tests", "http", "judge")
-# Rewards of columns that the made prompts lack; a reward without columns stands in for them.
-COLUMN_REWARDS = ("ifeval", "reasoning_gym")
+# Rewards of an environment, or of columns that the made prompts lack; a reward without columns
+# stands in for them.
+COLUMN_REWARDS = ("environment", "ifeval", "reasoning_gym")
 RESET_REWARD_MODEL_KEYS: JsonObject = {  # the values with which keys fit debug's reward model
     "tokenizer": None, "revision": None, "model_kwargs": {}, "dtype": "auto",
     "trust_remote_code": False, "input": "auto", "max_length": None, "device": "auto",

@@ -19,8 +19,8 @@ SAMPLES_FILE = re.compile(r"(?P<kind>step|eval)(?:_(?P<set>.+))?_(?P<step>\d+)\.
 # What a field of a sample is, where it is there and not null: those that read samples rely on it.
 FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "draw": (int,), "k": (int,), "prompt": (str, list), "completion": (str,), "rewards": (dict,),
-    "score": (int, float), "completion_length": (int,), "weight_version": (int,), "tokens": (dict,),
-    "row": (dict,),
+    "score": (int, float), "completion_length": (int,), "weight_version": (int,),
+    "token_strip": (dict,), "row": (dict,),
 }  # fmt: skip
 
 

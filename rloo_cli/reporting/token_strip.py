@@ -16,7 +16,7 @@ from rloo_cli.utils.files import JsonObject
 if TYPE_CHECKING:
     from torch import Tensor
 
-TOKEN_FIELD = "tokens"
+TOKEN_FIELD = "token_strip"
 DecodeToken = Callable[[int], str]
 
 

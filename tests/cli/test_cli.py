@@ -161,7 +161,10 @@ CASES: dict[str, list[str]] = {
     "reward=[]": ["no reward is chosen"],
     "model=null": ["model has no value"],
     "algorithm=rlo": ["there is no algorithm 'rlo'", "algorithm=rloo"],
-    "generation=vlm": ["there is no generation 'vlm'", "generation is one of: transformers"],
+    "generation=vlm": [
+        "there is no generation 'vlm'",
+        "generation is one of: replay, transformers",
+    ],
     "+debug=gpu": ["there is no debug 'gpu'", "debug is one of: cpu"],
     "model.path=./nothing": ["does not exist", "looked at "],
     "model.path=make:adition": ["rloo has no such model", "model.path=make:addition"],

@@ -244,6 +244,7 @@ def test_config_json_is_a_json_schema_that_takes_our_configs_and_recipes_and_no_
         values = check.dump_config(check.check_config(compose_config([f"+recipe={recipe}"])))
         kind = (f"generation={values['generation']['backend']}",
                 f"algorithm={values['algorithm']['name']}")  # fmt: skip
+        kind += (f"agent={values['agent']['kind']}",) if values["agent"] else ()
         if kind not in of_kind:
             of_kind[kind] = json.loads(ask("config", "--json", *kind))
         schema, definitions = of_kind[kind], of_kind[kind]["$defs"]

@@ -7,7 +7,7 @@ from refusal_cases import MINE, SMOKE, Answer, Case, ask, is_clean, recipe, trai
 from transformers import SchedulerType
 
 from rloo_cli.config import rules, synthetic
-from rloo_cli.data.synthetic import addition, tiny, tldr
+from rloo_cli.data.synthetic import addition, tiny, tldr, tool_model
 from rloo_cli.planning import model_families
 
 IMPORTANCE = "algorithm.correction.mode=truncate"
@@ -490,6 +490,7 @@ def test_what_is_known_without_torch_is_what_the_libraries_say() -> None:
     shapes = {"tiny": tiny.SHAPE, "tiny_reward": tiny.SHAPE, "addition": addition.SHAPE}
     shapes |= dict.fromkeys(("tldr_base", "tldr_sft", "tldr_reward"), tldr.SHAPE)
     shapes["smollm2"] = model_families.SMOLLM2
+    shapes |= dict.fromkeys(("products", "game"), tool_model.SHAPE)
     assert {
         n: s["max_position_embeddings"] for n, s in shapes.items()
     } == synthetic.SYNTHETIC_CONTEXT_LENGTHS

@@ -11,7 +11,7 @@ from loop_cases import ENDS, digits, flat, make, timeless
 from rloo_cli.evaluation.evaluate import answer_eval_sets, evaluate_run
 from rloo_cli.policy.shared_attention import native_attention
 from rloo_cli.reporting import eval_lines
-from rloo_cli.rewards.engine import scoring
+from rloo_cli.rewards.engine import step_calls
 from rloo_cli.train import loop
 from rloo_cli.utils import rng, signals
 from rloo_cli.utils.errors import RewardError, Stopped
@@ -202,7 +202,7 @@ def test_a_signal_ends_an_evaluation_before_the_next_batch_is_sampled(tmp_path, 
         asked.append(len(groups))
         first(groups, seeds, greedy=greedy, arrived=arrived)
         if len(asked) == 2:
-            monkeypatch.setattr(scoring, "wait_for_calls", heard)
+            monkeypatch.setattr(step_calls, "wait_for_calls", heard)
 
     def heard(*arguments):
         wait(*arguments)
@@ -210,7 +210,7 @@ def test_a_signal_ends_an_evaluation_before_the_next_batch_is_sampled(tmp_path, 
             signals, "_received_signals", [(15, 0.0)]
         )  # when nobody waits for a reward any more
 
-    run, asked, wait = make(tmp_path, "eval.batch_size=4"), [], scoring.wait_for_calls
+    run, asked, wait = make(tmp_path, "eval.batch_size=4"), [], step_calls.wait_for_calls
     first, run.generator.generate = run.generator.generate, generate
     with pytest.raises(Stopped):
         evaluate_run(run)

@@ -48,6 +48,7 @@ WHERE = {
     "compare_tldr": "bench/compare.py makes these runs",
     "quantization=4bit": "test_quantized.py, where bitsandbytes is there",
     "verify-resume": "test_resume_proof.py: three trainings",
+    "rloo samples vowels": "test_samples.py: two steps write none of its samples",
     "kill-orphans": "test_leftovers.py: it wants a run that was killed",
     "runs/tldr_1b": "scripts of a cluster",
     "runs/real_model": "bench/real_model.py makes these runs",

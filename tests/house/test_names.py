@@ -46,6 +46,9 @@ def known() -> dict[str, str]:
     words += [f"generation={name}" for name in registry.registry_names("generation")]
     for word in [*words, "judge=openai", "judge=reward_model", "judge=rule"]:
         found |= dict.fromkeys(schema_fields(every_key([word])[1]), "")
+    for name in registry.registry_names("agents"):
+        agent = messages.schema_keys(registry.config_class("agents", name))
+        found |= {f"agent.{key}": "" for key in agent}
     for name in registry.registry_names("rewards"):
         keys = messages.schema_keys(registry.config_class("rewards", name))
         found |= {f"reward.<name>.{key}": "" for key in keys}

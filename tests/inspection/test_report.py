@@ -102,11 +102,11 @@ def test_tokens_have_their_numbers_as_colours() -> None:
     folder = make_run()
     path = folder / "samples/step_000012.jsonl"
     samples = [json.loads(line) for line in path.read_text().splitlines()]
-    samples[0]["tokens"] = {
+    samples[0]["token_strip"] = {
         "text": ["<b>", "\n", " a", "end"], "lag": 3, "logp": [-1.0, -2.0, None, -1],
         "sampler_logp": [-1.5, -1.0, -1.0, -1], "ref_logp": ["x"], "advantage": "none",
     }  # fmt: skip
-    samples[1]["tokens"] = {"text": "nothing"}
+    samples[1]["token_strip"] = {"text": "nothing"}
     path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     page, _ = make_report(folder)
     strip = page[page.index('class="strip"') :].partition("</div>")[0]

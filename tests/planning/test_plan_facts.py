@@ -115,12 +115,17 @@ def _saved(values: dict[str, Any], dtype: torch.dtype) -> float:
 # SmolLM2, which is fetched, is compared in tests/data/test_smollm2.py.
 @pytest.mark.parametrize("name", sorted(model_families.SYNTHETIC_CONFIGS.keys() - {"smollm2"}))
 def test_made_models_are_what_the_plan_takes_them_for(name: str) -> None:
-    from rloo_cli.data.synthetic import addition, tiny, tldr
+    from rloo_cli.data.synthetic import addition, tiny, tldr, tool_model
 
     shape, tokens = {
         "tiny": (tiny.SHAPE, tiny.tiny_tokenizer),
         "addition": (addition.SHAPE, addition.addition_tokenizer),
         "tldr": (tldr.SHAPE, tldr.tldr_tokenizer),
+        "products": (
+            tool_model.SHAPE,
+            lambda: tool_model.tool_tokenizer(tool_model.PRODUCT_WORDS),
+        ),
+        "game": (tool_model.SHAPE, lambda: tool_model.tool_tokenizer(tool_model.GAME_WORDS)),
     }[name.partition("_")[0]]
     own = model_families.SYNTHETIC_CONFIGS[name]
     assert shape | own == shape | own | {k: v for k, v in shape.items() if k in own}

@@ -129,7 +129,7 @@ def test_samples_hold_everything_about_every_row_of_every_nth_step(tmp_path):
     assert names == ["step_000002.jsonl", "step_000004.jsonl"]
     text = (run.folder / "samples/step_000002.jsonl").read_text()
     rows, batch = [json.loads(line) for line in text.splitlines()], batches[1]
-    assert sum("tokens" in row for row in rows) == 2
+    assert sum("token_strip" in row for row in rows) == 2
     assert len(rows) == 16 and [(r["draw"], r["k"]) for r in rows] == [
         (g.prompt_offset, k) for g in batch.groups for k in range(4)
     ]

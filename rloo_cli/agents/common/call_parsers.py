@@ -166,6 +166,7 @@ PARSERS: dict[str, CallParser] = {
 MARKS = (
     ("<tool_call>", "hermes"), (MISTRAL_MARK, "mistral"), ("<|tool_call_start|>", "pythonic"),
     ("<|python_tag|>", "llama3_json"), ('"parameters"', "llama3_json"),
+    ("'parameters'", "llama3_json"),
 )  # fmt: skip
 
 

@@ -216,6 +216,9 @@ def _shaping_problems(config: Switches) -> Iterator[Problem]:
 
 def _sampler(run: RunConfig) -> str:
     """The backend whose rules hold for correction.mode=auto."""
+    backend = run.generation.backend
+    if not hasattr(registry.registered_module("generation", backend), "sampled_by"):
+        return backend
     return registry.sampler_backend(run.model_dump(mode="json"))
 
 

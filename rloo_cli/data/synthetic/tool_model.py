@@ -37,6 +37,9 @@ TEMPLATE = (
 )
 PRODUCT_FRAME = ('<tool_call>{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}</tool_call>")
 GAME_FRAME = ('<tool_call>{"name": "guess", "arguments": {"number": ', "}}</tool_call>")
+PRODUCT_WORDS = [*"0123456789*=", *PRODUCT_FRAME]
+GAME_WORDS = [*(str(n) for n in range(tool_tasks.SECRETS, 0, -1)), "-", "?"]
+GAME_WORDS += ["higher", "lower", "right", *GAME_FRAME]
 CALLS = 0.25  # share of the products that are shown with a call
 REPEATED = 0.5  # share of the products that teach nothing but to repeat the answer
 CAREFUL = 0.5  # share of the guesses that lie in what is still possible
@@ -62,15 +65,12 @@ def tool_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
 
 def product_model_folder() -> Path:
     """The folder of the model of products."""
-    words = [*"0123456789*=", *PRODUCT_FRAME]
-    return _cached_model("products", words, _product_answer, PRODUCT_STEPS)
+    return _cached_model("products", PRODUCT_WORDS, _product_answer, PRODUCT_STEPS)
 
 
 def game_model_folder() -> Path:
     """The folder of the model of the guessing game."""
-    numbers = [str(n) for n in range(tool_tasks.SECRETS, 0, -1)]
-    words = [*numbers, "-", "?", "higher", "lower", "right", *GAME_FRAME]
-    return _cached_model("game", words, _game_played, GAME_STEPS)
+    return _cached_model("game", GAME_WORDS, _game_played, GAME_STEPS)
 
 
 def _cached_model(
