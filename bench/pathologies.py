@@ -1,11 +1,12 @@
 """Runs with a fault really in them, and healthy ones: what `rloo doctor RUN` says of each.
 
     python bench/pathologies.py [--seeds 1 2]    all runs that have no row yet, one after the other
+    python bench/pathologies.py --again          every row's findings anew, from its folder
     python bench/pathologies.py --page           the tables of docs/doctor.md, from the rows
 
 The faults are a learning rate, a reward, a dtype, a data set or a key of sampling; no file of a run
 is edited.
-Thresholds were set on seed 1 and are shown on seed 2. A row of bench/pathologies.jsonl a run.
+Thresholds were set on seed 1 and are shown on the others. A row of bench/pathologies.jsonl a run.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def longer(completions, **kwargs):
     return [float(len(text)) for text in texts(completions)]
 
 def of_the_prompt(prompts, completions, **kwargs):
-    return [float(len(text) % 7) for text in texts(prompts)]
+    return [float(sum(map(ord, text)) % 7) for text in texts(prompts)]
 
 def noise(completions, **kwargs):
     return [random.Random(next(calls)).random() for _ in completions]
@@ -40,8 +41,8 @@ def noise(completions, **kwargs):
 def constant(completions, **kwargs):
     return [1.0 for _ in completions]
 
-def few_letters(completions, **kwargs):
-    return [-float(len(set(text))) for text in texts(completions)]
+def sevens(completions, **kwargs):
+    return [text.count("7") / max(1, len(text)) for text in texts(completions)]
 """
 
 SUMS: Words = (
@@ -50,7 +51,8 @@ SUMS: Words = (
 )  # fmt: skip
 WORDS: Words = (
     "+recipe=smoke", "max_steps=30", "train.prompts_per_step=8", "logging.samples_every=1",
-    "train.learning_rate=3e-3", "train.lr_scheduler=constant", "algorithm.num_generations=8",
+    "train.learning_rate=1e-3", "train.lr_scheduler=constant", "algorithm.num_generations=8",
+    "generation.min_tokens=16",  # a random model never ends: its completions have one length
 )  # fmt: skip
 
 
@@ -60,7 +62,11 @@ def scored_by(name: str) -> Words:
 
 
 SICK: dict[str, tuple[str, Words]] = {
-    "length": ("reward hacking by length", (*WORDS, *scored_by("longer"))),
+    "length": (
+        "reward hacking by length",
+        (*SUMS, *scored_by("longer"), "generation.max_completion_length=24",
+         "train.learning_rate=3e-4"),
+    ),
     "drowned": (
         "one reward drowns the others",
         (*SUMS, "reward=[exact_match,length_chars]", "reward.length_chars.weight=100",
@@ -73,11 +79,11 @@ SICK: dict[str, tuple[str, Words]] = {
     ),
     "kl": (
         "KL runs away",
-        (*WORDS, *scored_by("few_letters"), "algorithm.beta=0", "train.learning_rate=1e-2"),
+        (*SUMS, *scored_by("sevens"), "algorithm.beta=1e-6", "train.learning_rate=1e-3"),
     ),
     "entropy": (
         "entropy collapse",
-        (*SUMS, *scored_by("noise"), "train.learning_rate=1e-3", "algorithm.beta=0"),
+        (*SUMS, "train.learning_rate=1e-2", "algorithm.beta=1e-6"),
     ),
     "rounded": (
         "updates are rounded away",
@@ -110,8 +116,8 @@ HEALTHY: dict[str, Words] = {
     "sums, two passes": (*SUMS, "algorithm.num_iterations=2"),
     "sums, an adapter": (*SUMS, "lora=default", "train.learning_rate=1e-3"),
     "sums, bfloat16": (*SUMS, "model.dtype=bfloat16"),
-    "words, two rewards": (*WORDS, "train.learning_rate=1e-3"),
-    "words, vLLM": (*WORDS, "train.learning_rate=1e-3", "generation=vllm_colocate"),
+    "words, two rewards": WORDS,
+    "words, vLLM": (*WORDS, "generation=vllm_colocate"),
 }
 
 
@@ -134,12 +140,11 @@ def words_of(name: str, words: Words, seed: int) -> Words:
     given = [word for word in given if word not in scored]
     for word in scored:
         given += ["reward=function", word.replace("NAME", "function")]
-    return (
-        *given,
-        f"seed={seed}",
-        f"root={ROOT}",
-        f"name={name.replace(', ', '-').replace(' ', '_')}-{seed}",
-    )
+    return (*given, f"seed={seed}", f"root={ROOT}", f"name={folder_of(name, seed).name}")
+
+
+def folder_of(name: str, seed: int) -> Path:
+    return ROOT / f"{name.replace(', ', '-').replace(' ', '_')}-{seed}"
 
 
 def run_one(name: str, kind: str, wanted: str, words: Words, seed: int) -> None:
@@ -149,20 +154,34 @@ def run_one(name: str, kind: str, wanted: str, words: Words, seed: int) -> None:
     trained = subprocess.run(
         [sys.executable, "-m", "rloo_cli", "train", *given], text=True, capture_output=True
     )
-    folder = ROOT / given[-1].removeprefix("name=")
-    told = subprocess.run(
-        [sys.executable, "-m", "rloo_cli", "doctor", str(folder), "--json"],
-        text=True, capture_output=True,
-    )  # fmt: skip
-    if told.returncode not in (0, 20):
-        raise SystemExit(f"{name}: {trained.stderr[-2000:]}{told.stderr}")
-    found = json.loads(told.stdout)["findings"]
+    found = findings_of(name, seed, trained.stderr[-2000:])
     row = {
-        "kind": kind, "name": name, "seed": seed, "wanted": wanted, "words": list(given[:-2]),
-        "findings": found, "code": trained.returncode, "seconds": time.perf_counter() - began,
+        "kind": kind, "name": name, "seed": seed, "wanted": wanted,
+        "words": [*words, f"seed={seed}"], "findings": found,
+        "code": trained.returncode, "seconds": time.perf_counter() - began,
     }  # fmt: skip
     results.append([row], ROWS)
     print(f"{name} seed {seed}: {[finding['name'] for finding in found]}", flush=True)
+
+
+def findings_of(name: str, seed: int, said: str = "") -> list[results.Row]:
+    """What doctor says of a run's folder; `said` goes into the error where it says nothing."""
+    told = subprocess.run(
+        [sys.executable, "-m", "rloo_cli", "doctor", str(folder_of(name, seed)), "--json"],
+        text=True, capture_output=True,
+    )  # fmt: skip
+    if told.returncode not in (0, 20):
+        raise SystemExit(f"{name}: {said}{told.stderr}")
+    return list(json.loads(told.stdout)["findings"])
+
+
+def diagnose_again() -> None:
+    """Every row's findings anew, from its run's folder: doctor only reads, so none is repeated."""
+    rows = results.read(ROWS)
+    for row in rows:
+        row["findings"] = findings_of(row["name"], row["seed"])
+    ROWS.write_text("")
+    results.append(rows, ROWS)
 
 
 def run_all(seeds: list[int]) -> None:
@@ -191,11 +210,13 @@ def page() -> None:
 
 def sick_table(rows: list[results.Row]) -> str:
     """A line a fault: what was named on each seed."""
-    lines = ["| fault | named on seed 1 | named on seed 2 |", "|---|---|---|"]
-    hits = {1: 0, 2: 0}
+    seeds = sorted({row["seed"] for row in rows if row["kind"] == "sick"})
+    lines = [f"| fault | {' | '.join(f'named on seed {s}' for s in seeds)} |"]
+    lines.append("|---" * (1 + len(seeds)) + "|")
+    hits = dict.fromkeys(seeds, 0)
     for name, (wanted, _) in SICK.items():
         cells = []
-        for seed in (1, 2):
+        for seed in seeds:
             found = [r for r in rows if r["name"] == name and r["seed"] == seed]
             names = [finding["name"] for row in found[-1:] for finding in row["findings"]]
             hits[seed] += wanted in names
@@ -203,7 +224,7 @@ def sick_table(rows: list[results.Row]) -> str:
             said = ("yes" if wanted in names else "**no**") if found else "not run"
             cells.append(said + (f"; also: {', '.join(others)}" if others else ""))
         lines.append(f"| {wanted} | {' | '.join(cells)} |")
-    lines.append(f"| together | {hits[1]} of {len(SICK)} | {hits[2]} of {len(SICK)} |")
+    lines.append(f"| together | {' | '.join(f'{n} of {len(SICK)}' for n in hits.values())} |")
     return "\n".join(lines)
 
 
@@ -222,8 +243,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--page", action="store_true", help="only write the page")
+    parser.add_argument("--again", action="store_true", help="diagnose all folders anew")
     given = parser.parse_args()
-    if not given.page:
+    if given.again:
+        diagnose_again()
+    elif not given.page:
         run_all(given.seeds)
     page()
 

@@ -162,6 +162,40 @@ def test_a_mismatch_is_of_staleness_where_the_weights_were_behind() -> None:
     assert "staleness" in stale.findings[0].figures
 
 
+def test_without_a_gradient_no_update_is_rounded_away() -> None:
+    found = named(make_run(all_alike, update__changed_frac=0.0, grad_norm=0.0))
+    assert "updates are rounded away" not in found
+
+
+def test_a_float32_trainer_has_a_smaller_gap_to_its_sampler_than_a_bfloat16_one() -> None:
+    folder = make_run(sampling__logp_diff_rms=0.01)
+    for dtype, found in (("float32", ["sampler and trainer disagree"]), ("bfloat16", [])):
+        change_config(folder, model={"dtype": dtype})
+        assert named(folder) == found
+        change_config(folder, model={"dtype": "auto"})  # then the saved model says it
+        (folder / "final").mkdir(exist_ok=True)
+        (folder / "final/config.json").write_text(json.dumps({"dtype": dtype}))
+        assert named(folder) == found
+
+
+def test_weights_that_were_behind_may_differ_more_in_float32() -> None:
+    folder = make_run(sampling__logp_diff_rms=0.01, staleness__mean=1.0)
+    change_config(folder, model={"dtype": "float32"})
+    assert named(folder) == []
+
+
+@pytest.mark.parametrize(("last", "found"), [(0.5, ["entropy collapse"]), (0.9, [])])
+def test_entropy_may_fall_where_the_reward_goes_half_of_the_way(
+    last: float, found: list[str]
+) -> None:
+    def rising(step: int, draw: int, k: int) -> dict[str, Any]:
+        chance = 0.3 + (last - 0.3) * step / 24
+        score = float(random.Random(f"{step} {draw} {k}").random() < chance)
+        return healthy_sample(step, draw, k) | {"score": score, "completion": f"{draw} {score}"}
+
+    assert named(make_run(rising, entropy=lambda step: 2.0 * 0.7**step)) == found
+
+
 def test_the_verb_exits_with_20_and_tells_figures_and_fix(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -1,5 +1,6 @@
 """What a diagnosis rests on: a run's metrics, its samples by group, and the figures of both."""
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,22 @@ class RunEvidence:
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         return value
+
+    @property
+    def weights_dtype(self) -> str | None:
+        """What the trainer computes in, as bfloat16; None where neither config nor model say it."""
+        named = self.config_value("model.dtype")
+        if isinstance(named, str) and named != "auto":
+            return named
+        folder = self.record.folder
+        for path in [folder / "final/config.json", *folder.glob("checkpoint-*/config.json")]:
+            try:
+                saved = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError, RecursionError):
+                continue
+            if isinstance(saved, dict) and isinstance(saved.get("dtype"), str):
+                return str(saved["dtype"])
+        return None
 
     def metric_values(self, name: str) -> list[float]:
         """The finite values of a metric, in order."""
