@@ -177,9 +177,14 @@ def findings_of(name: str, seed: int, said: str = "") -> list[results.Row]:
 
 def diagnose_again() -> None:
     """Every row's findings anew, from its run's folder: doctor only reads, so none is repeated."""
+    from rloo_cli.inspection.diagnosis import diagnose_run
+
     rows = results.read(ROWS)
     for row in rows:
-        row["findings"] = findings_of(row["name"], row["seed"])
+        found = diagnose_run(folder_of(row["name"], row["seed"])).findings
+        row["findings"] = [
+            {"name": one.name, "figures": one.figures, "fix": one.fix} for one in found
+        ]
     ROWS.write_text("")
     results.append(rows, ROWS)
 

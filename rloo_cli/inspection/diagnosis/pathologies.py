@@ -155,12 +155,12 @@ def entropy_collapse(run: RunEvidence) -> str | None:
 
 
 def updates_rounded_away(run: RunEvidence) -> str | None:
-    needed = ("update/changed_frac", "learning_rate", "grad_norm")
-    trained = [  # of steps with a gradient: without one there is nothing that could be rounded
-        figures[0]
+    trained = [  # in steps with a gradient: without one there is nothing that could be rounded
+        share
         for step in run.record.step_metrics
-        if None not in (figures := [finite_field(step, name) for name in needed])
-        and min(figures[1:]) > 0
+        if (share := finite_field(step, "update/changed_frac")) is not None
+        and (finite_field(step, "learning_rate") or 0.0) > 0
+        and (finite_field(step, "grad_norm") or 0.0) > 0
     ]
     if len(trained) < MIN_STEPS or fmean(trained) >= UNCHANGED_SHARE:
         return None
