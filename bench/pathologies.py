@@ -52,7 +52,7 @@ SUMS: Words = (
 WORDS: Words = (
     "+recipe=smoke", "max_steps=30", "train.prompts_per_step=8", "logging.samples_every=1",
     "train.learning_rate=1e-3", "train.lr_scheduler=constant", "algorithm.num_generations=8",
-    "generation.min_tokens=16",  # a random model never ends: its completions have one length
+    "generation.ignore_eos=true",  # a random model never ends: all completions have one length
 )  # fmt: skip
 
 

@@ -129,7 +129,8 @@ def _all_scores(run: RunEvidence) -> list[float]:
 
 def all_truncated(run: RunEvidence) -> str | None:
     share = run.end_mean("completions/clipped_ratio")
-    if share is None or share < TRUNCATED_SHARE or run.config_value("generation.min_tokens"):
+    wanted = [run.config_value(f"generation.{key}") for key in ("min_tokens", "ignore_eos")]
+    if share is None or share < TRUNCATED_SHARE or any(wanted):
         return None
     length = run.config_value("generation.max_completion_length")
     return f"{share:.0%} of the last completions were cut at {length} tokens"
