@@ -10,6 +10,7 @@ Thresholds were set on seed 1 and are shown on the others. A row of bench/pathol
 """
 
 import argparse
+import collections
 import json
 import subprocess
 import sys
@@ -214,8 +215,9 @@ def page() -> None:
 
 
 def sick_table(rows: list[results.Row]) -> str:
-    """A line a fault: what was named on each seed."""
-    seeds = sorted({row["seed"] for row in rows if row["kind"] == "sick"})
+    """A line a fault: what was named on each seed of which every run is there."""
+    ran = collections.Counter(row["seed"] for row in rows if row["kind"] == "sick")
+    seeds = sorted(seed for seed, count in ran.items() if count == len(SICK))
     lines = [f"| fault | {' | '.join(f'named on seed {s}' for s in seeds)} |"]
     lines.append("|---" * (1 + len(seeds)) + "|")
     hits = dict.fromkeys(seeds, 0)
