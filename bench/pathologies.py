@@ -10,6 +10,7 @@ Thresholds were set on seed 1 and are shown on the others. A row of bench/pathol
 """
 
 import argparse
+import collections
 import json
 import subprocess
 import sys
@@ -52,7 +53,7 @@ SUMS: Words = (
 WORDS: Words = (
     "+recipe=smoke", "max_steps=30", "train.prompts_per_step=8", "logging.samples_every=1",
     "train.learning_rate=1e-3", "train.lr_scheduler=constant", "algorithm.num_generations=8",
-    "generation.min_tokens=16",  # a random model never ends: its completions have one length
+    "generation.ignore_eos=true",  # a random model never ends: all completions have one length
 )  # fmt: skip
 
 
@@ -177,9 +178,14 @@ def findings_of(name: str, seed: int, said: str = "") -> list[results.Row]:
 
 def diagnose_again() -> None:
     """Every row's findings anew, from its run's folder: doctor only reads, so none is repeated."""
+    from rloo_cli.inspection.diagnosis import diagnose_run
+
     rows = results.read(ROWS)
     for row in rows:
-        row["findings"] = findings_of(row["name"], row["seed"])
+        found = diagnose_run(folder_of(row["name"], row["seed"])).findings
+        row["findings"] = [
+            {"name": one.name, "figures": one.figures, "fix": one.fix} for one in found
+        ]
     ROWS.write_text("")
     results.append(rows, ROWS)
 
@@ -209,8 +215,9 @@ def page() -> None:
 
 
 def sick_table(rows: list[results.Row]) -> str:
-    """A line a fault: what was named on each seed."""
-    seeds = sorted({row["seed"] for row in rows if row["kind"] == "sick"})
+    """A line a fault: what was named on each seed of which every run is there."""
+    ran = collections.Counter(row["seed"] for row in rows if row["kind"] == "sick")
+    seeds = sorted(seed for seed, count in ran.items() if count == len(SICK))
     lines = [f"| fault | {' | '.join(f'named on seed {s}' for s in seeds)} |"]
     lines.append("|---" * (1 + len(seeds)) + "|")
     hits = dict.fromkeys(seeds, 0)

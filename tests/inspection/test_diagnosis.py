@@ -162,6 +162,16 @@ def test_a_mismatch_is_of_staleness_where_the_weights_were_behind() -> None:
     assert "staleness" in stale.findings[0].figures
 
 
+@pytest.mark.parametrize("asked", [{"min_tokens": 16}, {"ignore_eos": True}])
+def test_completions_of_a_length_that_was_asked_for_are_not_truncated(
+    asked: dict[str, Any],
+) -> None:
+    folder = make_run(completions__clipped_ratio=1.0)
+    assert named(folder) == ["all completions are truncated"]
+    change_config(folder, generation=asked)
+    assert named(folder) == []
+
+
 def test_without_a_gradient_no_update_is_rounded_away() -> None:
     found = named(make_run(all_alike, update__changed_frac=0.0, grad_norm=0.0))
     assert "updates are rounded away" not in found

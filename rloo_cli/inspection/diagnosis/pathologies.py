@@ -129,7 +129,8 @@ def _all_scores(run: RunEvidence) -> list[float]:
 
 def all_truncated(run: RunEvidence) -> str | None:
     share = run.end_mean("completions/clipped_ratio")
-    if share is None or share < TRUNCATED_SHARE or run.config_value("generation.min_tokens"):
+    wanted = [run.config_value(f"generation.{key}") for key in ("min_tokens", "ignore_eos")]
+    if share is None or share < TRUNCATED_SHARE or any(wanted):
         return None
     length = run.config_value("generation.max_completion_length")
     return f"{share:.0%} of the last completions were cut at {length} tokens"
@@ -155,12 +156,12 @@ def entropy_collapse(run: RunEvidence) -> str | None:
 
 
 def updates_rounded_away(run: RunEvidence) -> str | None:
-    needed = ("update/changed_frac", "learning_rate", "grad_norm")
-    trained = [  # of steps with a gradient: without one there is nothing that could be rounded
-        figures[0]
+    trained = [  # in steps with a gradient: without one there is nothing that could be rounded
+        share
         for step in run.record.step_metrics
-        if None not in (figures := [finite_field(step, name) for name in needed])
-        and min(figures[1:]) > 0
+        if (share := finite_field(step, "update/changed_frac")) is not None
+        and (finite_field(step, "learning_rate") or 0.0) > 0
+        and (finite_field(step, "grad_norm") or 0.0) > 0
     ]
     if len(trained) < MIN_STEPS or fmean(trained) >= UNCHANGED_SHARE:
         return None
