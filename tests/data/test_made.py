@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from rloo_cli.config import synthetic
-from rloo_cli.data.synthetic import addition, tiny, tldr
+from rloo_cli.data.synthetic import addition, tiny, tldr, tool_model
 from rloo_cli.data.synthetic import cache as synthetic_cache
 from rloo_cli.train.supervised import tldr as trained
 from rloo_cli.utils.errors import MachineError
@@ -22,6 +22,8 @@ def cache(monkeypatch, tmp_path):
     """An empty cache, and a class that reads for a moment only."""
     monkeypatch.setenv("RLOO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(addition, "LONGEST", 3)
+    monkeypatch.setattr(tool_model, "PRODUCT_STEPS", 3)
+    monkeypatch.setattr(tool_model, "GAME_STEPS", 3)
     monkeypatch.setattr(tldr, "SIZES", {"train": 32, "validation": 4, "test": 8})
     monkeypatch.setattr(trained, "PAIRS_PER_SPLIT", {"train": 8, "test": 4})
     return tmp_path / "cache"
