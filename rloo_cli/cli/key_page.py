@@ -7,9 +7,10 @@ behind a value) are those of conf/. A key that only one choice of a group has st
 import json
 import re
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rloo_cli.cli.config import every_key, field_type_text, schema_fields
@@ -46,15 +47,27 @@ def key_page() -> str:
         rows = list(_key_rows([*keys], shown, composed))
         if rows:
             parts += [f"\n## {section or 'the run'}\n\n{TABLE}", *rows]
-    for group in PLUGIN_GROUPS:
-        for choice in paths.group_choices([])[group]:
-            chosen, own = every_key([f"{group}={choice}"])
-            inside = schema_fields(own)
-            more = [key for key in inside if key not in fields]
-            if more:
-                rows = list(_key_rows(more, inside, chosen))
-                parts += [f"\n## {group}={choice}, beside those of every {group}\n\n{TABLE}", *rows]
+    for (group, choice), (chosen, own) in _each_choice():
+        inside = schema_fields(own)
+        more = [key for key in inside if key not in fields and key.startswith(f"{group}.")]
+        if more:
+            rows = list(_key_rows(more, inside, chosen))
+            parts += [f"\n## {group}={choice}, beside those of every {group}\n\n{TABLE}", *rows]
     return "\n".join(parts) + "\n"
+
+
+def _each_choice() -> Iterator[tuple[tuple[str, str], tuple[ComposedConfig, type[BaseModel]]]]:
+    """Each choice of the plugin groups, with a config and a schema that have it.
+
+    To compose takes longest, so one config has a choice of every group.
+    """
+    names = {group: [*paths.group_choices([])[group]] for group in PLUGIN_GROUPS}
+    together = [
+        every_key([f"{group}={choice}" for group, choice in zip(names, row, strict=True) if choice])
+        for row in zip_longest(*names.values())
+    ]
+    for group, choices in names.items():
+        yield from zip([(group, choice) for choice in choices], together, strict=False)
 
 
 def _without_repeated_rewards(fields: dict[str, FieldInfo]) -> dict[str, FieldInfo]:

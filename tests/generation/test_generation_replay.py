@@ -74,6 +74,7 @@ def test_another_learning_rate_is_off_policy_and_corrected(recorded: Path, tmp_p
     assert len(steps) == 3
 
 
+@pytest.mark.slow
 def test_a_resumed_replay_goes_on_at_its_step(recorded: Path, tmp_path: Path) -> None:
     looks: list[int] = []
     words = (*REPLAYED, f"generation.replay.path={recorded}")

@@ -125,6 +125,7 @@ def test_value_models_and_tokens_advantages_come_out_bit_for_bit(tmp_path: Path)
     assert {"value", "advantage of a token", "return of a token"} <= {*found.comparison.compared}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_moves_later_records_aside_and_replays_as_a_whole(
     recorded: Path, tmp_path: Path
 ) -> None:

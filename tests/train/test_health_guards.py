@@ -116,6 +116,7 @@ def test_a_run_that_a_guard_stopped_is_saved_goes_on_and_ends_as_one_left_alone(
     assert rows(home, "watched") == rows(home, "alone")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_stopped_again_once_the_rule_holds_since_then(home):
     longer = ("max_steps=12", "train.lr_scheduler=constant", "data.eval_split=null")
     assert home(*WORDS, *longer, "name=again", TEETH) == 7, home.said()
