@@ -156,6 +156,12 @@ def test_steps_without_a_way_to_them_are_named(copy: Path) -> None:
         replay_step(copy, 1)
 
 
+def test_a_checkpoint_inside_a_step_is_no_place_to_begin(copy: Path) -> None:
+    assert replay_bases(copy)[4].checkpoint == copy / "checkpoint-2"
+    (copy / "checkpoint-2").rename(copy / "checkpoint-2-1")
+    assert replay_bases(copy)[4].checkpoint is None
+
+
 def test_a_damaged_record_ends_a_replay_with_its_name(copy: Path) -> None:
     path = rollout_files.rollout_path(copy, 3)
     path.write_bytes(path.read_bytes()[:-1])

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from cli_cases import Rloo
 
-from rloo_cli.train import memory_check
-
 ROOT = Path(__file__).parents[2]
 
 

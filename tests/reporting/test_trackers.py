@@ -20,7 +20,7 @@ from fork_cases import Forked
 
 from rloo_cli.cli import sync
 from rloo_cli.reporting import trackers
-from rloo_cli.reporting.trackers import TrackerClient, child, tracker_about, writers
+from rloo_cli.reporting.trackers import TrackerClient, tracker_about
 from rloo_cli.train import worker
 from rloo_cli.utils.errors import ConfigError, TrackerError
 
@@ -201,24 +201,29 @@ def test_whatever_a_tracker_does_the_files_of_a_run_are_equal(
     assert client.seconds < 0.05 * client.sent
 
 
-def test_a_client_that_has_hung_for_long_is_not_waited_for_at_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lines: list[dict[str, object]] = []
+HANGS_FOR_AN_HOUR = """
+import time
+from rloo_cli.reporting.trackers import child, writers
 
-    class Hanging(writers.TrackerWriter):
-        package = "hanging"
+class Hanging(writers.TrackerWriter):
+    package = "hanging"
 
-        def start(self) -> None:
-            time.sleep(3600)
+    def start(self):
+        time.sleep(3600)
 
-    monkeypatch.setitem(writers.TRACKERS, "hanging", Hanging)
-    monkeypatch.setattr(child, "STALL_LIMIT_S", 0.2)
-    about = {"folder": "x", "project": "p", "name": "n", "config": {}}
-    thread = child.TrackerThread("hanging", about, lambda **said: lines.append(said))  # type: ignore[arg-type]
-    assert not thread.hangs
-    wait_for(lambda: thread.hangs)
-    assert not lines
+writers.TRACKERS["hanging"] = Hanging
+child.STALL_LIMIT_S, child.FLUSH_LIMIT_S = 0.2, 3600.0
+child.main()
+"""
+
+
+def test_a_client_that_has_hung_for_long_is_not_waited_for_at_the_end() -> None:
+    about = {"folder": "x", "project": "p", "name": "n", "config": {}, "trackers": ["hanging"]}
+    command = [sys.executable, "-c", HANGS_FOR_AN_HOUR]
+    ended = subprocess.run(command, input=json.dumps(about), capture_output=True, text=True,
+                           timeout=120)  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == {"tracker": "hanging", "late": True}
 
 
 def test_secrets_do_not_reach_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
