@@ -8,20 +8,24 @@ TRL's environment_factory takes. Several are chosen from by the row's column `en
 
 from typing import TYPE_CHECKING, Literal
 
-from rloo_cli.config.agent import AgentConfig
+from rloo_cli.config.agent import ProcessAgentConfig
 from rloo_cli.config.schema import Name, Text, key
 
 if TYPE_CHECKING:
     from rloo_cli.agents.common.tool_set import ToolSet
 
 
-class Config(AgentConfig):
+class Config(ProcessAgentConfig):
     kind: Literal["class"] = key("class: environments")
     environments: dict[Name, Text] = key("The classes: {name: file.py:Class}", min_length=1)
 
     def code_specs(self) -> dict[str, str]:
         """Key -> `file.py:Class`."""
         return {f"agent.environments.{name}": spec for name, spec in self.environments.items()}
+
+    def scores_episodes(self) -> bool:
+        """Whether its environments may have a reward of their own: `get_reward`."""
+        return True
 
 
 def load_tools(config: Config) -> "ToolSet":

@@ -6,14 +6,14 @@ or kill without the run noticing more than an error.
 
 from typing import TYPE_CHECKING, Literal
 
-from rloo_cli.config.agent import AgentConfig
+from rloo_cli.config.agent import ProcessAgentConfig
 from rloo_cli.config.schema import Text, key
 
 if TYPE_CHECKING:
     from rloo_cli.agents.common.tool_set import ToolSet
 
 
-class Config(AgentConfig):
+class Config(ProcessAgentConfig):
     kind: Literal["tools"] = key("tools: functions")
     tools: list[Text] = key("The functions: [file.py:name, package.module:name]", min_length=1)
 

@@ -34,12 +34,6 @@ class AgentConfig(Frozen):
     on_bad_call: Literal["tell", "end"] = key(
         "After a call that cannot be read, or of a tool that does not exist: tell, or end there"
     )
-    workers: int = key(
-        "Processes kept ready for calls of functions (an environment has one of its own);"
-        " 0 = threads of this one, which no deadline can kill",
-        ge=0,
-        le=1024,
-    )
     parser: Literal["auto", "hermes", "llama3_json", "mistral", "pythonic", "response"] = key(
         "How calls are written: hermes (Qwen), llama3_json, mistral, pythonic; response = the"
         " tokenizer's own parse_response; auto = by the chat template"
@@ -48,6 +42,29 @@ class AgentConfig(Frozen):
     def code_specs(self) -> dict[str, str]:
         """Key -> `file.py:name` of the user's code that runs."""
         return {}
+
+    def scores_episodes(self) -> bool:
+        """Whether its environments may have a reward of their own (`reward=environment`)."""
+        return False
+
+    def kept_processes(self) -> int:
+        """Processes that are kept ready for calls; 0 = none."""
+        return 0
+
+
+class ProcessAgentConfig(AgentConfig):
+    """Keys of kinds whose tools run in processes of this machine."""
+
+    workers: int = key(
+        "Processes kept ready for calls of functions (an environment has one of its own);"
+        " 0 = threads of this one, which no deadline can kill",
+        ge=0,
+        le=1024,
+    )
+
+    def kept_processes(self) -> int:
+        """Processes that are kept ready for calls; 0 = threads of this one."""
+        return self.workers
 
 
 def agent_config(run: RunConfig) -> AgentConfig | None:
@@ -103,10 +120,15 @@ def agent_problems(run: RunConfig) -> Iterator[Problem]:
     """What is wrong with an agent whose keys are each right on their own."""
     agent = agent_config(run)
     asked = [name for name, entry in run.rewards.items() if entry.type == "environment"]
-    if asked and (agent is None or agent.kind != "class"):
+    if asked and (agent is None or not agent.scores_episodes()):
         what = f"reward.{asked[0]} asks an environment, and there is none"
         why = f"agent.kind = {agent.kind}" if agent is not None else "agent is null"
-        yield Problem(what, f"reward.{asked[0]}.type", why, "agent=class, with agent.environments")
+        yield Problem(
+            what,
+            f"reward.{asked[0]}.type",
+            why,
+            "agent=class, http or openenv, whose environments have one",
+        )
     if agent is None:
         return
     least, most = run.generation.max_completion_length, agent.max_episode_tokens

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from rloo_cli.config import hf_cache, registry, rules_lora, rules_paths, supervised, synthetic
+from rloo_cli.config.agent import agent_config
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.distributed import device_count
 from rloo_cli.generation.vllm import arguments
@@ -30,9 +31,21 @@ def check_machine(run: RunConfig, downloads: bool = True, local_ranks: int = 1) 
                 module.preflight(entry)
         except MachineError as error:
             problems += [replace(p, where=f"reward.{name}") for p in error.problems]
+    problems += _agent(run) if downloads else ()
     problems += chain(*problems_by_topic(run, downloads, local_ranks).values())
     if problems:
         raise MachineError(*problems)
+
+
+def _agent(run: RunConfig) -> Iterator[Problem]:
+    """What the run's agent lacks: a token, a package."""
+    agent = agent_config(run)
+    module = None if agent is None else registry.registered_module("agents", agent.kind)
+    try:
+        if hasattr(module, "preflight"):
+            module.preflight(agent)  # type: ignore[union-attr]
+    except MachineError as error:
+        yield from error.problems
 
 
 def problems_by_topic(

@@ -57,7 +57,7 @@ class EpisodeGenerator:
 
     def __init__(self, inner: Generator, rules: EpisodeRules):
         self.inner, self.rules = inner, rules
-        self.pool = ToolPool(rules.tools.import_specs, rules.config.workers)
+        self.pool = ToolPool(rules.tools.import_specs, rules.config.kept_processes())
 
     @property
     def metrics(self) -> dict[str, float]:

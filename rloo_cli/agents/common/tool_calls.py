@@ -35,9 +35,9 @@ class ToolCalls:
 
     def open_environment(self, episode: Episode) -> None:
         """Make an episode's environment and reset it; what that returns is its `opening`."""
-        spec = episode.environment.class_spec
-        if spec is None:
+        if not episode.environment.is_stateful:
             return
+        spec = episode.environment.class_spec
         row = {**episode.group.example, "prompt": episode.group.prompt}
         message = {"do": "reset", "spec": spec, "row": row}
         answer = self._ask_environment(episode, message | self._limits(episode, 0))
@@ -88,7 +88,7 @@ class ToolCalls:
         """One call's answer: `text`, or `told` where it failed; None where the episode has."""
         spec = episode.environment.specs[call["name"]]
         message = {"do": "call", "spec": spec, **call} | self._limits(episode, number)
-        if episode.environment.class_spec is not None:
+        if episode.environment.is_stateful:
             message["seed"] = None  # its reset has seeded it
             answer = self._ask_environment(episode, message)
         else:
@@ -116,7 +116,7 @@ class ToolCalls:
         """An answer of the episode's own process; None where that is gone, with its state."""
         try:
             if episode.caller is None:
-                episode.caller = self.pool.take_new()
+                episode.caller = (episode.environment.connect or self.pool.take_new)()
             return episode.caller.request(message, self.config.max_tool_s)
         except ToolGone as gone:
             episode.counts.errors += 1

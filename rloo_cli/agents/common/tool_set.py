@@ -8,13 +8,16 @@ import inspect
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.utils import get_json_schema
 
 from rloo_cli.config.user_code import load_user_code
 from rloo_cli.utils.errors import ConfigError, DataError, Problem
 from rloo_cli.utils.files import JsonObject
+
+if TYPE_CHECKING:
+    from rloo_cli.agents.processes.tool_pool import ToolCaller
 
 ENVIRONMENT_COLUMN = "environment"  # of a row: which environment it is for
 NOT_TOOLS = ("reset", "get_reward", "close")
@@ -33,6 +36,13 @@ class Environment:
     specs: dict[str, str]  # tool -> `file.py:name` that the process imports
     class_spec: str | None = None  # of the class; None = plain functions, without state
     has_reward: bool = False
+    # What answers an episode's messages, where that is not a process of ours: one for each episode.
+    connect: "Callable[[], ToolCaller] | None" = None
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether an episode has an environment of its own, from reset to end."""
+        return self.class_spec is not None or self.connect is not None
 
     def check_call(self, name: str, arguments: object) -> str | None:
         """What is wrong with a call, in words for the model; None = nothing."""
@@ -91,7 +101,8 @@ class ToolSet:
     @property
     def import_specs(self) -> list[str]:
         """Everything that a tool process imports."""
-        specs = [s for e in self.environments.values() for s in (e.class_spec, *e.specs.values())]
+        local = [e for e in self.environments.values() if e.connect is None]
+        specs = [s for e in local for s in (e.class_spec, *e.specs.values())]
         return list(dict.fromkeys(filter(None, specs)))
 
 
