@@ -83,10 +83,12 @@ async def send_json(
     key: str,
     timeout_s: float,
     proxy: str | None = None,
+    max_bytes: int | None = None,
 ) -> HttpAnswer:
     """Send one request, with `body` as JSON and `key` as bearer token ("" for none).
 
-    Raises RequestFailed; an answer of any status is returned.
+    `max_bytes`: of the answer; None = any number. Raises RequestFailed; an answer of any status is
+    returned.
     """
     import aiohttp  # lazy: rewards that ask no service do not need it
 
@@ -101,7 +103,7 @@ async def send_json(
             allow_redirects=False,
             proxy=proxy,
         ) as response:
-            text = await response.text(errors="replace")
+            text = await _read_text(response, max_bytes)
             if response.status != 200:
                 response.close()  # and with it the connection: servers hang up after an error
             return HttpAnswer(response.status, text, response.headers)
@@ -125,6 +127,20 @@ async def send_json(
         raise RequestFailed("broken", message) from None
     except aiohttp.ClientError as error:
         raise RequestFailed("answer", f"{url}: {str(error) or type(error).__name__}") from None
+
+
+async def _read_text(response: "aiohttp.ClientResponse", max_bytes: int | None) -> str:
+    """The body, read piece by piece where it has a limit. Raises RequestFailed."""
+    if max_bytes is None:
+        return await response.text(errors="replace")
+    pieces, size = [], 0
+    async for piece in response.content.iter_any():
+        pieces.append(piece)
+        size += len(piece)
+        if size > max_bytes:
+            response.close()
+            raise RequestFailed("answer", f"{response.url}: it answered over {max_bytes} bytes")
+    return b"".join(pieces).decode("utf-8", errors="replace")
 
 
 class EventLoopThread:

@@ -8,12 +8,12 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rloo_cli.agents import class_, tools
 from rloo_cli.agents.class_ import Config as ClassConfig
 from rloo_cli.agents.common import call_parsers
 from rloo_cli.agents.common.episodes import EpisodeGenerator, EpisodeRules
 from rloo_cli.agents.common.turn_rendering import TurnRenderer
 from rloo_cli.agents.tools import Config as ToolsConfig
+from rloo_cli.config import registry
 from rloo_cli.data.batch import Group, Rollout
 from rloo_cli.data.prompts import render_prompt
 from rloo_cli.generation import ignore_arrival
@@ -129,13 +129,20 @@ def class_agent(environments: dict[str, str], **keys: Any) -> Any:
     return ClassConfig(kind="class", environments=environments, **LIMITS | keys)
 
 
+def remote_agent(kind: str, url: str, **keys: Any) -> Any:
+    """The config of agent=http or agent=openenv."""
+    common = {n: v for n, v in LIMITS.items() if n != "workers"}
+    common |= {"kind": kind, "url": url, "token_env": None} | keys
+    return registry.config_class("agents", kind)(**common)
+
+
 def episode_generator(
     config: Any, script: Callable[[str, int], str], template: str = "chatml",
     context: int | None = None,
 ) -> EpisodeGenerator:  # fmt: skip
     """Episodes of an agent's config, sampled by a script."""
     tokenizer = chat_tokenizer(template)
-    tool_set = (tools if config.kind == "tools" else class_).load_tools(config)
+    tool_set = registry.registered_module("agents", config.kind).load_tools(config)
     renderer = TurnRenderer(tokenizer, {}, {tokenizer.eos_token_id})
     parser = call_parsers.choose_parser(config.parser, tokenizer)[1]
     rules = EpisodeRules(config, tool_set, renderer, parser, 64, context)

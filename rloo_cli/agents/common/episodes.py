@@ -76,6 +76,8 @@ class EpisodeGenerator:
     def close(self) -> None:
         """End all tool processes, and release the sampler."""
         self.pool.close()
+        if self.rules.tools.release is not None:
+            self.rules.tools.release()
         self.inner.close()
 
     def generate(

@@ -81,6 +81,7 @@ class ToolSet:
     """All tools of a run: those of each environment, by name."""
 
     environments: dict[str, Environment] = field(default_factory=dict)
+    release: Callable[[], None] | None = None  # ends what the tools hold outside of processes
 
     def environment_of(self, example: Mapping[str, object]) -> Environment:
         """The environment of a row. Raises DataError where its column does not name one."""
