@@ -8,8 +8,11 @@ TRL's environment_factory takes. Several are chosen from by the row's column `en
 
 from typing import TYPE_CHECKING, Literal
 
+from rloo_cli.config import registry
 from rloo_cli.config.agent import ProcessAgentConfig
 from rloo_cli.config.schema import Name, Text, key
+
+TEXT_GAMES = "rloo_cli.data.synthetic.text_games"
 
 if TYPE_CHECKING:
     from rloo_cli.agents.common.tool_set import ToolSet
@@ -26,6 +29,13 @@ class Config(ProcessAgentConfig):
     def scores_episodes(self) -> bool:
         """Whether its environments may have a reward of their own: `get_reward`."""
         return True
+
+
+def preflight(config: Config) -> None:
+    """Raises MachineError where an environment of ours needs a package that is not installed."""
+    for where, spec in config.code_specs().items():
+        if spec.startswith(f"{TEXT_GAMES}:"):
+            registry.load_code(f"{TEXT_GAMES}:require_textworld")(where)
 
 
 def load_tools(config: Config) -> "ToolSet":

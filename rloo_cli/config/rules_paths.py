@@ -124,7 +124,11 @@ def _local_path_problems(key: str, value: str, data: bool) -> Iterator[Problem]:
 
 
 def _template(value: str) -> Iterator[Problem]:
-    path, key = Path(value).expanduser(), "model.chat_template"
+    path, key = synthetic.template_path(value), "model.chat_template"
+    if value.startswith(synthetic.MAKE_PREFIX) and not path.is_file():
+        names = ", ".join(synthetic.MAKE_PREFIX + n for n in synthetic.SYNTHETIC_TEMPLATES)
+        yield Problem(f"{key} = {value!r} is not known", key, f"there is {names}", f"{key}={names}")
+        return
     if not path.is_file():
         yield Problem(f"{key} = {value!r} is not a file", key, f"looked at {path.absolute()}")
         return

@@ -192,7 +192,10 @@ class ModelConfig(Frozen):
     )
     disable_dropout: bool = key("Set every dropout to 0, so that the ratio is 1 on-policy")
     lm_head_fp32: bool = key("Compute logits in float32, in trainer and sampler alike")
-    chat_template: Text | None = key("Jinja file to use as chat template; null = the tokenizer's")
+    chat_template: Text | None = key(
+        "Jinja file to use as chat template; make:chatml_tools = ours with tools;"
+        " null = the tokenizer's"
+    )
     ref_path: Text | None = key(
         "Reference model; null = a frozen copy of model.path, or the model without its adapter"
     )

@@ -7,6 +7,7 @@ function returns the folder that it is in; a data set's takes the split's name a
 from pathlib import Path
 
 from rloo_cli.config import registry
+from rloo_cli.utils.paths import PACKAGE
 
 MAKE_PREFIX = "make:"
 TASK_PREFIX = "reasoning_gym:"  # data of a package that draws its questions from a seed
@@ -30,6 +31,7 @@ SYNTHETIC_DATA = {
     "addition": "rloo_cli.data.synthetic.addition:addition_examples",
     "game": "rloo_cli.data.synthetic.tool_tasks:game_examples",
     "products": "rloo_cli.data.synthetic.tool_tasks:product_examples",
+    "textworld": "rloo_cli.data.synthetic.text_games:text_game_examples",
     "arithmetic": "rloo_cli.data.synthetic.chat_tasks:arithmetic_examples",
     "instructions": "rloo_cli.data.synthetic.chat_tasks:instruction_examples",
     "tiny": "rloo_cli.data.synthetic.tiny:tiny_examples",
@@ -38,6 +40,8 @@ SYNTHETIC_DATA = {
     "tldr": "rloo_cli.data.synthetic.tldr:tldr_examples",
     "tldr_pairs": "rloo_cli.train.supervised.tldr:tldr_preference_pairs",
 }
+# Chat templates: name -> file beside the data's.
+SYNTHETIC_TEMPLATES = {"chatml_tools": "chatml_tools.jinja"}
 
 
 GGUF_SUFFIX = ".gguf"
@@ -56,6 +60,14 @@ def resolve_model_path(path: str) -> str:
     if path.endswith(GGUF_SUFFIX):
         return str(registry.load_code(GGUF_CONVERTER)(path))
     return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
+def template_path(value: str) -> Path:
+    """The file of `model.chat_template`; `make:NAME` is one of ours, where there is such a one."""
+    name = value.removeprefix(MAKE_PREFIX)
+    if value.startswith(MAKE_PREFIX) and name in SYNTHETIC_TEMPLATES:
+        return PACKAGE / "data" / "synthetic" / SYNTHETIC_TEMPLATES[name]
+    return Path(value).expanduser()
 
 
 def synthetic_examples(path: str, split: str) -> list[dict[str, object]]:

@@ -46,7 +46,7 @@ def load_policy_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config.chat_template is not None:
-        tokenizer.chat_template = Path(config.chat_template).read_text()
+        tokenizer.chat_template = synthetic.template_path(config.chat_template).read_text()
     return tokenizer
 
 

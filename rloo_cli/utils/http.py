@@ -9,17 +9,18 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     import aiohttp
 
 T = TypeVar("T")
 CONNECT_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 2.0  # for the other side of a WebSocket to say farewell
 POLL_S = 0.1  # seconds between two calls of `poll`
 FailureReason = Literal[
     "address", "certificate", "connection", "timeout", "closed", "broken", "answer"
@@ -72,7 +73,17 @@ def open_session(
         else aiohttp.TCPConnector(limit=max_connections, force_close=True)
     )
     timeout = aiohttp.ClientTimeout(total=None)
-    return aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(_refuse_redirect)  # a WebSocket would follow it
+    return aiohttp.ClientSession(
+        connector=connector, timeout=timeout, trust_env=False, trace_configs=[trace]
+    )
+
+
+async def _refuse_redirect(session: object, context: object, parameters: Any) -> None:
+    target = parameters.response.headers.get("Location", "another address")
+    what = f"{parameters.url} redirects to {target!r:.200}, which is not followed"
+    raise RequestFailed("address", what)
 
 
 async def send_json(
@@ -92,14 +103,13 @@ async def send_json(
     """
     import aiohttp  # lazy: rewards that ask no service do not need it
 
-    connect_s = min(timeout_s, CONNECT_TIMEOUT_S)
-    try:
+    with _named_failures(url, timeout_s):
         async with session.request(
             method,
             url,
             json=body,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_s),
+            headers=_token_header(key),
+            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_connect_limit(timeout_s)),
             allow_redirects=False,
             proxy=proxy,
         ) as response:
@@ -107,6 +117,60 @@ async def send_json(
             if response.status != 200:
                 response.close()  # and with it the connection: servers hang up after an error
             return HttpAnswer(response.status, text, response.headers)
+
+
+async def open_websocket(
+    session: "aiohttp.ClientSession", url: str, key: str, timeout_s: float, max_bytes: int
+) -> "aiohttp.ClientWebSocketResponse":
+    """Open a WebSocket, with `key` as bearer token. Raises RequestFailed.
+
+    `max_bytes`: of a message; a longer one ends the connection.
+    """
+    import aiohttp  # lazy: rewards that ask no service do not need it
+
+    with _named_failures(url, timeout_s):
+        async with asyncio.timeout(timeout_s):
+            return await session.ws_connect(
+                url,
+                headers=_token_header(key),
+                max_msg_size=max_bytes,
+                timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_TIMEOUT_S),
+            )
+
+
+async def exchange_text(
+    socket: "aiohttp.ClientWebSocketResponse", url: str, text: str, timeout_s: float
+) -> str:
+    """Send a message, and return the one that answers it. Raises RequestFailed."""
+    import aiohttp  # lazy: rewards that ask no service do not need it
+
+    with _named_failures(url, timeout_s):
+        async with asyncio.timeout(timeout_s):
+            await socket.send_str(text)
+            message = await socket.receive()
+    if message.type is aiohttp.WSMsgType.TEXT:
+        return str(message.data)
+    if socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
+        raise RequestFailed("answer", f"{url}: it answered with too long a message")
+    raise RequestFailed("closed", f"{url}: the connection was closed ({socket.close_code})")
+
+
+def _token_header(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _connect_limit(timeout_s: float) -> float:
+    return min(timeout_s, CONNECT_TIMEOUT_S)
+
+
+@contextmanager
+def _named_failures(url: str, timeout_s: float) -> Iterator[None]:
+    """What aiohttp raises, as a RequestFailed that says why."""
+    import aiohttp  # lazy: rewards that ask no service do not need it
+
+    connect_s = _connect_limit(timeout_s)
+    try:
+        yield
     except aiohttp.InvalidURL:
         raise RequestFailed("address", f"{url} is not an address") from None
     except aiohttp.ConnectionTimeoutError:

@@ -1,5 +1,6 @@
 """Servers of environments: the one that a page shows, and one that misbehaves as a test says."""
 
+import asyncio
 import json
 import re
 import socket
@@ -12,6 +13,8 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from aiohttp import web
 
 from rloo_cli.utils.paths import PACKAGE
 
@@ -176,3 +179,140 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def log_message(self, *args: Any) -> None: ...
+
+
+class OddOpenenv:
+    """A server of OpenEnv's protocol, which echoes; `faults`: type of message -> fault.
+
+    `form`: plain or tools, as scripts/openenv/echo_server.py has them.
+    """
+
+    def __init__(self, form: str = "plain", faults: dict[str, str] | None = None):
+        self.form, self.faults = form, faults or {}
+        self.heard: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.paths: list[str] = []
+        self.sessions = self.most = 0
+        self.loop = asyncio.new_event_loop()
+        started = threading.Event()
+        self.thread = threading.Thread(target=self._serve, args=(started,), daemon=True)
+        self.thread.start()
+        assert started.wait(20)
+
+    def _serve(self, started: threading.Event) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_until_complete(self._start())
+        started.set()
+        self.loop.run_forever()
+
+    async def _start(self) -> None:
+        app = web.Application()
+        app.router.add_get("/schema", self._schema)
+        app.router.add_post("/mcp", self._mcp)
+        app.router.add_get("/ws", self._socket)
+        app.router.add_get("/elsewhere", self._socket)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(10)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+
+    async def _schema(self, request: web.Request) -> web.Response:
+        fields: dict[str, Any] = {"metadata": {"type": "object"}}
+        if self.form == "plain":
+            fields["message"] = {"type": "string", "description": "Message to echo back"}
+        else:
+            fields |= {"type": {"const": "call_tool"}, "tool_name": {"type": "string"}}
+            fields |= {"arguments": {"type": "object"}}
+        required = ["message"] if self.form == "plain" else ["tool_name"]
+        action = {"type": "object", "properties": fields, "required": required}
+        return web.json_response({"action": action, "observation": {}, "state": {}})
+
+    async def _mcp(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        assert asked["method"] == "tools/list"
+        schema = {"type": "object", "properties": {"message": {"type": "string"}}}
+        schema |= {"required": ["message"]}
+        tool = {"name": "echo_message", "description": "Echoes.", "inputSchema": schema}
+        return web.json_response({"jsonrpc": "2.0", "id": asked["id"], "result": {"tools": [tool]}})
+
+    async def _socket(self, request: web.Request) -> web.StreamResponse:
+        self.keys.append(request.headers.get("Authorization"))
+        self.paths.append(request.path)
+        if self.faults.get("connect") == "redirect" and request.path == "/ws":
+            raise web.HTTPTemporaryRedirect("/elsewhere")
+        if self.faults.get("connect") == "status":
+            raise web.HTTPForbidden(text="not you")
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        self.sessions += 1
+        self.most = max(self.most, self.sessions)
+        try:
+            if self.faults.get("connect") == "full":
+                await socket.send_json(_ws_error("CAPACITY_REACHED", "at capacity"))
+            else:
+                await self._converse(socket)
+        finally:
+            self.sessions -= 1
+        return socket
+
+    async def _converse(self, socket: web.WebSocketResponse) -> None:
+        steps = 0
+        async for message in socket:
+            asked = json.loads(message.data)
+            self.heard.append(asked)
+            if asked["type"] == "close":
+                return
+            steps += asked["type"] == "step"
+            fault = self.faults.get(asked["type"])
+            if fault == "dies":
+                assert socket._req is not None and socket._req.transport is not None
+                socket._req.transport.abort()
+                return
+            if fault == "never_answers":
+                await asyncio.sleep(30)
+            await socket.send_str(FAULTS[fault] if fault else self._answer(asked, steps))
+
+    def _answer(self, asked: dict[str, Any], steps: int) -> str:
+        data = asked.get("data", {})
+        if asked["type"] == "state":
+            return json.dumps({"type": "state", "data": {"episode_id": "e", "step_count": steps}})
+        if asked["type"] == "reset":
+            observation = {"echoed_message": " Ready."} if self.form == "plain" else {}
+            return _ws_observation(observation, 0.0)
+        if self.form == "plain":
+            said = data["message"]
+            if not said:
+                return json.dumps(_ws_error("EXECUTION_ERROR", "an empty message has no echo"))
+            return _ws_observation({"echoed_message": said, "message_length": len(said)}, len(said))
+        said = data["arguments"]["message"]
+        result = {"content": [{"type": "text", "text": said}], "data": said}
+        error = None if said else {"error_type": "execution_error", "message": "no echo"}
+        observation = {"tool_name": data["tool_name"], "result": result, "error": error}
+        return _ws_observation(observation, None)
+
+
+def _ws_observation(observation: Any, reward: float | None) -> str:
+    data = {"observation": observation, "reward": reward, "done": False}
+    return json.dumps({"type": "observation", "data": data})
+
+
+def _ws_error(code: str, message: str) -> dict[str, Any]:
+    return {"type": "error", "data": {"code": code, "message": message}}
+
+
+FAULTS = {
+    "garbage": "{", "list": "[]", "no_data": '{"type": "observation"}',
+    "huge": json.dumps({"type": "x" * (17 << 20), "data": {}}),
+    "other_type": json.dumps({"type": "state", "data": {}}),
+    "nan": '{"type": "observation", "data": {"observation": {"echoed_message": ""},'
+    ' "reward": Infinity}}',
+    "session_error": json.dumps(_ws_error("SESSION_ERROR", "it is gone")),
+    "done": json.dumps({"type": "observation", "data": {"observation": {"echoed_message": "bye"},
+                        "reward": 2.0, "done": True}}),
+}  # fmt: skip

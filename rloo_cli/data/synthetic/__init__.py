@@ -5,6 +5,7 @@ cache       Make a folder once, and keep it in the cache
 chat_tasks  Arithmetic asked in words, and instructions that a program can verify
 gguf        GGUF files as ordinary model folders
 smollm2     SmolLM2-135M-Instruct, a real chat model, from the package index
+text_games  Games of TextWorld, made from seeds
 tiny        A random model, a byte tokenizer and a few prompts
 tool_model  Tiny models that know how a tool is called
 tool_tasks  Products that need a calculator, and a guessing game
