@@ -42,7 +42,7 @@ from rloo_cli.utils.files import JsonObject, check_folder_present
 
 if TYPE_CHECKING:
     from rloo_cli.config.schema import RunConfig
-    from rloo_cli.data.batch import Batch
+    from rloo_cli.data.batch import Batch, Group
     from rloo_cli.data.prompts import Prompts
 
 
@@ -98,6 +98,14 @@ class PromptLedger:
         if any(old.get(k) != header.get(k) for k in compared):
             self._append_entry(header)
 
+    def _is_drawn_prompt(self, group: Group, index: int) -> bool:
+        """Whether a group is of the prompt that the order has there."""
+        assert self.prompts is not None
+        if group.rollouts and group.rollouts[0].opening_ids is not None:
+            # What its environment's reset said is part of its ids; the row is as it was.
+            return group.prompt == self.prompts.groups_at(group.prompt_offset, 1)[0].prompt
+        return group.prompt_ids == self.prompts.prompt_ids[index]
+
     def step(
         self,
         batch: Batch,
@@ -119,7 +127,7 @@ class PromptLedger:
         indices = {offset: self.prompts.index_at(offset) for offset in offsets}
         for group in batch.groups:
             index = indices.get(group.prompt_offset)
-            if index is None or group.prompt_ids != self.prompts.prompt_ids[index]:
+            if index is None or not self._is_drawn_prompt(group, index):
                 raise RuntimeError(f"step {step}: draw {group.prompt_offset} is another prompt")
         if len({g.prompt_offset for g in batch.groups}) != len(batch.groups):
             raise RuntimeError(f"step {step}: a draw is there twice")

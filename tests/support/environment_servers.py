@@ -268,7 +268,7 @@ class OddOpenenv:
             self.heard.append(asked)
             if asked["type"] == "close":
                 return
-            steps += asked["type"] == "step"
+            steps += asked["type"] == "step" and self.form == "plain"
             fault = self.faults.get(asked["type"])
             if fault == "dies":
                 assert socket._req is not None and socket._req.transport is not None

@@ -33,9 +33,12 @@ def test_two_steps_are_trained_and_a_server_killed_in_mid_episode_leaves_its_row
     with page_server_started(tmp_path) as (url, process):
         run = made(tmp_path, url)
         try:
+            run.ledger.open(run.prompts, run.config, 0, 0)
             for _ in range(2):
+                place = run.state.place
                 moved, line, batch = loop_cases.step(run)
                 assert float(moved.norm()) > 0 and math.isfinite(line["grad_norm"])
+                run.ledger.step(batch, place, 1)  # a reset that says something is the same prompt
                 assert line["agent/failures"] == 0 and line["agent/retokenised"] == 0
                 assert line["agent/turns"] > 1 and len(set(batch.score.flatten().tolist())) > 2
             parse, heard = run.generator.rules.parser, []

@@ -78,6 +78,7 @@ class OpenenvCaller:
     def _say_farewell(self, socket: "aiohttp.ClientWebSocketResponse") -> None:
         async def close(session: object) -> None:
             with suppress(OSError):
+                await socket.send_str(json.dumps({"type": "close"}))
                 await socket.close()
 
         self.service.run_request(close, FAREWELL_S)
