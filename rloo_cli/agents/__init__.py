@@ -7,6 +7,9 @@ nothing below and nothing above it knows of turns.
 
     tools      Python functions
     class_     environments: classes whose public methods are tools (agent=class)
+    http       environments of a server of the user's own
+    openenv    environments of an OpenEnv server
     common/    the tools' descriptions, parsers of calls, rendering, the episodes
     processes/ where tools and environments run
+    remote/    sessions at servers of environments
 """

@@ -58,7 +58,7 @@ def told(row):
 
 def check_contract(url, form, reward):
     """What both servers must do."""
-    generator, group = played(url, form, k=2, max_tool_s=20.0)
+    generator, group = played(url, form, k=2, max_tool_s=20.0, max_observation_tokens=200)
     (schema,) = generator.rules.tools.environments[""].schemas
     assert schema["function"]["parameters"]["required"] == ["message"]
     decode = generator.rules.renderer.tokenizer.decode
@@ -69,7 +69,7 @@ def check_contract(url, form, reward):
         assert row.environment["step_count"] == (2 if form == "plain" else 0)
         assert (row.environment_reward is None) == (reward is None)
         assert reward is None or row.environment_reward == pytest.approx(reward)
-    _, group = played(url, form, said="", max_tool_s=20.0)
+    _, group = played(url, form, said="", max_tool_s=20.0, max_observation_tokens=200)
     assert group.rollouts[0].episode_facts["errors"] == 2
     assert all("no echo" in text for text in told(group.rollouts[0]))
 

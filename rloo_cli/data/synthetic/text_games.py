@@ -24,7 +24,11 @@ if importlib.util.find_spec("textworld") is not None:
 
 TRAIN_GAMES, HELD_OUT_GAMES = 24, 8
 ROOMS, OBJECTS, QUEST_LENGTH = 2, 3, 2
-PROMPT = "You play a text game: call act with one command at a time, until its task is done.\n"
+PROMPT = (
+    "You play a text game: call act with one of the commands at a time, until its task is done. To"
+    ' look around, for example, answer <tool_call>{"name": "act", "arguments": {"command": "look"}}'
+    "</tool_call>\n"
+)
 
 # The interpreter's prompt mark, and the line below it: the room, and the score of the highest.
 STATUS_LINE = re.compile(r"\s*(> )?-= [^=]+ =-\d+/\d+$")
