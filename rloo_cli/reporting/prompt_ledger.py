@@ -42,7 +42,7 @@ from rloo_cli.utils.files import JsonObject, check_folder_present
 
 if TYPE_CHECKING:
     from rloo_cli.config.schema import RunConfig
-    from rloo_cli.data.batch import Batch
+    from rloo_cli.data.batch import Batch, Group
     from rloo_cli.data.prompts import Prompts
 
 
@@ -119,7 +119,7 @@ class PromptLedger:
         indices = {offset: self.prompts.index_at(offset) for offset in offsets}
         for group in batch.groups:
             index = indices.get(group.prompt_offset)
-            if index is None or group.prompt_ids != self.prompts.prompt_ids[index]:
+            if index is None or not _is_prompt(group, self.prompts, index):
                 raise RuntimeError(f"step {step}: draw {group.prompt_offset} is another prompt")
         if len({g.prompt_offset for g in batch.groups}) != len(batch.groups):
             raise RuntimeError(f"step {step}: a draw is there twice")
@@ -202,3 +202,10 @@ def read_ledger_entries(path: Path) -> list[JsonObject]:
         fix = "resume the run: it goes back to its last checkpoint, and the ledger with it"
         raise DataError(Problem("the last line of the ledger is cut off", where, why, fix))
     return entries
+
+
+def _is_prompt(group: Group, prompts: Prompts, index: int) -> bool:
+    """Whether a group is of this prompt; an environment's reset may have added to its ids."""
+    if any(r.opening_ids is not None for r in group.rollouts):
+        return group.prompt == prompts.prompts[index]
+    return group.prompt_ids == prompts.prompt_ids[index]
