@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rloo_cli.agents.common.tool_set import ToolSet
 from rloo_cli.algorithms.common.base import Algorithm
 from rloo_cli.algorithms.common.config import Switches
 from rloo_cli.algorithms.common.forward_plan import ForwardPlan
@@ -141,6 +142,7 @@ class Run:
     attempt: int = 1
     has_atomic_rename: bool = True  # the file system renames folders atomically
     saved_position: StepPosition | None = (0, -1)  # of the last checkpoint
+    tools: ToolSet | None = None  # those of the agent; None = one answer to each prompt
     judge: Any = None  # evaluation.judges.judge.Judge, of a room above; None = nothing is judged
 
     @property

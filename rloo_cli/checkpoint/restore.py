@@ -11,7 +11,9 @@ from torch import Tensor
 from rloo_cli.checkpoint import manifest, resume, rollback, save, step_state
 from rloo_cli.checkpoint.resume import ResumePlan
 from rloo_cli.checkpoint.save import REFERENCE_FILE, RNG_FILE, ROLLOUTS_FILE, VALUE_FILE
+from rloo_cli.config.agent import agent_config
 from rloo_cli.config.schema import RunConfig, TrainConfig
+from rloo_cli.config.user_code import tool_fingerprints
 from rloo_cli.data.prompts import Prompts
 from rloo_cli.distributed.optimizer import TrainingOptimizer
 from rloo_cli.reporting.update_metrics import without_sums
@@ -154,6 +156,7 @@ def _prepare_run_folder(run: Run, resume_plan: ResumePlan) -> bool:
         state="training",
         began=attempt,
         fingerprint=run.prompts.fingerprint,
+        tool_files=tool_fingerprints(run.config),
         prompts=len(run.prompts),
         checkpoint=checkpoint.name if checkpoint else None,
         came_from=str(checkpoint) if checkpoint else None,
@@ -182,3 +185,22 @@ def check_same_data(resume_plan: ResumePlan, prompts: Prompts, config: RunConfig
         if limit is not None and config.data.max_prompt_length is None:
             fix = f"data.max_prompt_length={limit}, as it was, and {fix}"
         raise DataError(Problem(what, f"data.path, {resume_plan.checkpoint}", why, fix))
+
+
+def check_same_tools(resume_plan: ResumePlan, config: RunConfig) -> None:
+    """Raises ConfigError when a file of tools or environments is not as it was at the checkpoint.
+
+    Checkpoints of older versions do not say.
+    """
+    if resume_plan.checkpoint is None or config.resume_allow_changes:
+        return
+    before = manifest.read_trainer_state(resume_plan.checkpoint).get("tool_files", {})
+    agent, now = agent_config(config), tool_fingerprints(config)
+    for key, digest in now.items():
+        if agent is None or before.get(key, digest) == digest:
+            continue
+        spec = agent.code_specs()[key]
+        what = f"{spec.rpartition(':')[0]} changed since the checkpoint: a tool would do otherwise"
+        why = f"{key} = {spec}: sha256 {digest}; it was {before[key]}"
+        fix = "the file as it was, or resume_allow_changes=true (it is recorded)"
+        raise ConfigError(Problem(what, f"{key}, {resume_plan.checkpoint}", why, fix))

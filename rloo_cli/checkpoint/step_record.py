@@ -43,6 +43,7 @@ def _record_head(run: Run, updates: UpdateMetrics) -> JsonObject:
         "vocab_size": run.policy.vocab_size,
         "backend": run.config.generation.backend,
         "attempt": run.attempt,
+        **({} if run.tools is None else {"tools": run.tools.to_json()}),
         "computed_on": {
             "device": run.world.device.type,
             "dtype": str(run.policy.dtype).removeprefix("torch."),

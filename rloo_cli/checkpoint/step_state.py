@@ -8,22 +8,15 @@ from rloo_cli.data.batch import (
     BATCH_TENSORS,
     BATCH_VALUES,
     OPTIONAL_BATCH_TENSORS,
-    ROLLOUT_FIELDS,
     Batch,
     Group,
-    Rollout,
-    Turn,
 )
 from rloo_cli.data.packing import TOKEN_COLUMNS
 from rloo_cli.data.prompts import Prompts
+from rloo_cli.data.rollout_values import dump_rollout, load_rollout
 from rloo_cli.reporting.update_metrics import UpdateMetrics
 from rloo_cli.run import StepProgress
 from rloo_cli.utils.files import JsonObject
-
-EPISODE_FIELDS = (
-    "failed", "opening_ids", "environment", "environment_reward", "episode_facts",
-)  # fmt: skip
-TURN_FIELDS = ("text", "finish_reason", "weight_version", "calls", "observation", "reward")
 
 
 def dump_step(
@@ -74,35 +67,8 @@ def _dump_group(group: Group) -> JsonObject:
     return {
         "draw": group.prompt_offset,
         "columns": [n for n in TOKEN_COLUMNS if getattr(group, n) is not None],
-        "rollouts": [_dump_rollout(r) for r in group.rollouts],
+        "rollouts": [dump_rollout(r) | {"length": len(r.completion_ids)} for r in group.rollouts],
     }
-
-
-def _dump_rollout(rollout: Rollout) -> JsonObject:
-    values: JsonObject = {n: getattr(rollout, n) for n in ROLLOUT_FIELDS}
-    values |= {"length": len(rollout.completion_ids), "mask": rollout.mask}
-    if rollout.turns is None:
-        return values
-    turns = [
-        {n: getattr(turn, n) for n in TURN_FIELDS}
-        | {"prompt": len(turn.prompt_ids), "sampled": len(turn.sampled_ids)}
-        for turn in rollout.turns
-    ]
-    return values | {n: getattr(rollout, n) for n in EPISODE_FIELDS} | {"turns": turns}
-
-
-def _load_rollout(ids: list[int], logp: list[float] | None, saved: JsonObject) -> Rollout:
-    fields = [n for n in (*ROLLOUT_FIELDS, *EPISODE_FIELDS) if n in saved]
-    rollout = Rollout(ids, behaviour_logp=logp, mask=saved["mask"], **{n: saved[n] for n in fields})
-    if "turns" in saved:
-        rollout.turns, start = [], 0
-        for turn in saved["turns"]:
-            begin, end = start + turn["prompt"], start + turn["prompt"] + turn["sampled"]
-            its_logp = None if logp is None else logp[begin:end]
-            values = {n: turn[n] for n in TURN_FIELDS}
-            rollout.turns.append(Turn(ids[start:begin], ids[begin:end], its_logp, **values))
-            start = end
-    return rollout
 
 
 def load_step(tensors: dict[str, Tensor], plain: JsonObject, prompts: Prompts) -> StepProgress:
@@ -115,7 +81,7 @@ def load_step(tensors: dict[str, Tensor], plain: JsonObject, prompts: Prompts) -
     logps: list[list[float] | None] = [None] * len(saved)
     if "behaviour_logp" in tensors:
         logps = [t.tolist() for t in torch.split(tensors["behaviour_logp"], lengths)]
-    rollouts = [_load_rollout(*parts) for parts in zip(ids, logps, saved, strict=True)]
+    rollouts = [load_rollout(*parts) for parts in zip(ids, logps, saved, strict=True)]
     for p, group in enumerate(groups):
         group.take_rollouts(rollouts[p * k : p * k + k])
     for name in TOKEN_COLUMNS if plain["prepared"] else ():

@@ -72,6 +72,11 @@ def agent_config(run: RunConfig) -> AgentConfig | None:
     return cast("AgentConfig | None", run.agent)
 
 
+def uses_tools(run: RunConfig) -> bool:
+    """Whether the agent's own code is called. Recorded episodes have what it answered."""
+    return run.agent is not None and (run.generation.backend != "replay" or bool(run.held_out))
+
+
 def sampled_token_limit(run: RunConfig) -> int:
     """The most tokens that the policy samples for one completion, over all its turns."""
     agent, length = agent_config(run), run.generation.max_completion_length
@@ -142,9 +147,3 @@ def agent_problems(run: RunConfig) -> Iterator[Problem]:
         why = "a turn ends with an EOS, or is cut off and the episode's last"
         what = "generation.ignore_eos = true leaves an episode one turn"
         yield Problem(what, "generation.ignore_eos", why, "generation.ignore_eos=false")
-    recorded = run.logging.rollouts_every > 0
-    if recorded or run.generation.backend == "replay":
-        where = "logging.rollouts_every" if recorded else "generation.backend"
-        fix = f"{where}={0 if recorded else 'transformers'}, or agent: null"
-        why = "a record keeps one answer a prompt, and no turns"
-        yield Problem("episodes of an agent are not recorded yet", where, why, fix)

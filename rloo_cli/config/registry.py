@@ -12,6 +12,7 @@ import pkgutil
 import sys
 import traceback
 from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -141,8 +142,30 @@ def load_code(spec: str) -> Any:
 
 def code_fingerprint(spec: str) -> str:
     """First 12 hex digits of a user file's SHA-256, printed where its code is used."""
-    where = Path(split_code_spec(spec)[0])
-    return hashlib.sha256(where.read_bytes()).hexdigest()[:12] if where.is_file() else "-"
+    where = code_file(spec)
+    return "-" if where is None else hashlib.sha256(where.read_bytes()).hexdigest()[:12]
+
+
+def code_file(spec: str) -> Path | None:
+    """The file of a user's own code, found without importing anything; None = there is none.
+
+    What comes with rloo is not the user's.
+    """
+    where = split_code_spec(spec)[0]
+    if where.endswith(".py"):
+        return Path(where) if Path(where).is_file() else None
+    name = MOVED_MODULES.get(where, where)
+    if name.partition(".")[0] == __name__.partition(".")[0]:
+        return None
+    folders: list[str] | None = [*sys.path, str(Path.cwd())]
+    found = None
+    for depth, _ in enumerate(name.split("."), 1):
+        found = PathFinder.find_spec(".".join(name.split(".")[:depth]), folders)
+        if found is None:
+            return None
+        folders = list(found.submodule_search_locations or [])
+    is_file = found is not None and found.origin is not None and Path(found.origin).is_file()
+    return Path(str(found.origin)) if found is not None and is_file else None
 
 
 def _import_module(name: str) -> ModuleType:

@@ -175,7 +175,8 @@ def user_code_specs(run: RunConfig) -> dict[str, str]:
             if isinstance(spec, str) and spec not in codes.values():
                 codes[f"{key}.{leaf}"] = spec
     agent = config_agent.agent_config(run)
-    return codes | ({} if agent is None else agent.code_specs())
+    used = agent is not None and config_agent.uses_tools(run)
+    return codes | (agent.code_specs() if agent is not None and used else {})
 
 
 def configured_splits(run: RunConfig) -> dict[str, DataConfig]:

@@ -14,6 +14,7 @@ from typing import cast
 
 import rloo_cli
 from rloo_cli.config import registry, rules
+from rloo_cli.config.agent import agent_config, uses_tools
 from rloo_cli.config.judge import OpenaiJudge, RewardJudge
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.utils.errors import ConfigError, Problem
@@ -125,3 +126,14 @@ def user_code_notes(config: RunConfig) -> list[str]:
     if config.model.trust_remote_code:
         notes.append("warning: model.trust_remote_code is on: code that comes with the model runs")
     return notes
+
+
+def tool_fingerprints(config: RunConfig) -> dict[str, str]:
+    """Key -> hash of the file of every tool and environment of a run. Imports none of them.
+
+    A file that comes with rloo, or cannot be found, has the hash "-".
+    """
+    agent = agent_config(config)
+    if agent is None or not uses_tools(config):
+        return {}
+    return {key: registry.code_fingerprint(spec) for key, spec in agent.code_specs().items()}

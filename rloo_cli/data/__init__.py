@@ -11,6 +11,7 @@ packing         lay groups out for a forward pass, and store what comes back
 prompts         renders and tokenises the prompts of a split
 rollout_files   the files of recorded rollouts: where they are, what their heads say
 rollout_record  writes and reads the whole batch of a step
+rollout_values  a rollout, or an episode with its turns, as plain values beside its tokens
 segments        sums over segments, log-probabilities of targets
 splits          the split that a run trains on, and its held-out sets
 synthetic/      data and models that the project makes itself: make:NAME

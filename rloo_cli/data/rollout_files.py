@@ -16,7 +16,8 @@ from rloo_cli.utils.errors import DataError, Problem
 from rloo_cli.utils.files import JsonObject
 
 RECORD_FOLDER = "rollouts"
-RECORD_FORMAT = 1  # a newer one is refused
+ROW_FORMAT, EPISODE_FORMAT = 1, 2  # one answer a prompt; episodes, which an older rloo cannot read
+RECORD_FORMAT = EPISODE_FORMAT  # a newer one is refused
 RECORD_FILE = re.compile(r"step_(\d+)\.safetensors")
 HEAD_KEY = "record"  # of the file's metadata: the head, as JSON
 CHECK_KEY = "check"  # of a head: its own digest

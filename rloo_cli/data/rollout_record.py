@@ -3,7 +3,8 @@
 One file a step (`rollout_files`): tensors in safetensors, and everything that is no number as one
 JSON text among them. There is no pickle. A file is written whole or not at all, and carries a
 digest of its content. Numbers are kept bit for bit: a column goes into 32 bits only if all of its
-values survive that.
+values survive that. Of episodes it keeps every turn, the mask of the policy's own tokens, what the
+environment said and its reward, and why a row has failed.
 """
 
 import base64
@@ -26,19 +27,19 @@ from rloo_cli.data.batch import (
     BATCH_TENSORS,
     BATCH_VALUES,
     OPTIONAL_BATCH_TENSORS,
-    ROLLOUT_FIELDS,
     Batch,
     Group,
-    Rollout,
 )
 from rloo_cli.data.packing import TOKEN_COLUMNS
 from rloo_cli.data.rollout_files import (
     CHECK_KEY,
+    EPISODE_FORMAT,
     HEAD_KEY,
-    RECORD_FORMAT,
+    ROW_FORMAT,
     content_digest,
     head_check,
 )
+from rloo_cli.data.rollout_values import dump_rollout, load_rollout
 from rloo_cli.utils.errors import Problem, StorageError
 from rloo_cli.utils.files import JsonObject, write_whole_file
 
@@ -85,8 +86,9 @@ def write_rollout_record(folder: Path, batch: Batch, facts: Mapping[str, object]
     """
     tensors = {n: t.detach().cpu().contiguous() for n, t in _batch_tensors(batch).items()}
     rollouts = [r for g in batch.groups for r in g.rollouts]
+    turns = [turn for r in rollouts for turn in r.turns or []]
     head = {
-        "format": RECORD_FORMAT,
+        "format": ROW_FORMAT if all(r.turns is None for r in rollouts) else EPISODE_FORMAT,
         **facts,
         "step": batch.step + 1,
         "draws": batch.draws,
@@ -96,6 +98,8 @@ def write_rollout_record(folder: Path, batch: Batch, facts: Mapping[str, object]
         "longest_prompt": max(len(g.prompt_ids) for g in batch.groups),
         "longest_completion": max(len(r.completion_ids) for r in rollouts),
         "tokens": sum(len(r.completion_ids) for r in rollouts),
+        "most_turns": max(len(r.turns or []) for r in rollouts),
+        "longest_turn": max((len(turn.sampled_ids) for turn in turns), default=0),
         "digest": _tensor_digest(tensors),
     }
     try:
@@ -155,10 +159,7 @@ def _batch_texts(batch: Batch) -> JsonObject:
                 "prompt": group.prompt,
                 "example": group.example,
                 "columns": [n for n in TOKEN_COLUMNS if getattr(group, n) is not None],
-                "rollouts": [
-                    {n: getattr(r, n) for n in ROLLOUT_FIELDS} | {"mask": r.mask}
-                    for r in group.rollouts
-                ],
+                "rollouts": [dump_rollout(r) for r in group.rollouts],
             }
             for group in batch.groups
         ],
@@ -207,12 +208,8 @@ def _rebuild_batch(tensors: dict[str, Tensor], texts: JsonObject) -> Batch:
     logps: list[list[float] | None] = [None] * len(ids)
     if "behaviour_logp" in tensors:
         logps = [t.tolist() for t in cut("behaviour_logp", lengths)]
-    rollouts = [
-        Rollout(i, behaviour_logp=logp, **fields)
-        for i, logp, fields in zip(
-            ids, logps, (r for g in texts["groups"] for r in g["rollouts"]), strict=True
-        )
-    ]
+    saved = [r for g in texts["groups"] for r in g["rollouts"]]
+    rollouts = [load_rollout(*parts) for parts in zip(ids, logps, saved, strict=True)]
     prompts = [t.tolist() for t in cut("prompt_ids", tensors["prompt_lengths"])]
     groups = [
         Group(g["draw"], g["example"], g["prompt"], prompt, rollouts[p * k : p * k + k])
@@ -223,7 +220,7 @@ def _rebuild_batch(tensors: dict[str, Tensor], texts: JsonObject) -> Batch:
             continue
         having = [g for g, told in zip(groups, texts["groups"], strict=True)
                   if name in told["columns"]]  # fmt: skip
-        sizes = torch.tensor([len(r.completion_ids) for g in having for r in g.rollouts])
+        sizes = torch.tensor([r.length for g in having for r in g.rollouts])
         parts = iter(cut(f"column/{name}", sizes))
         for group in having:
             setattr(group, name, [next(parts) for _ in range(k)])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import yaml
 
 from rloo_cli.config import check, hf_cache, messages, registry
+from rloo_cli.config.agent import agent_config
 from rloo_cli.config.rules import LENGTH_FREE_SCHEDULES, RUN_LENGTH_KEYS, SHARDED_ENGINES
 from rloo_cli.config.schema import Frozen, GenerationConfig, RunConfig, Text, key
 from rloo_cli.data import rollout_files
@@ -40,6 +41,16 @@ def recorded_folder(run: RunConfig) -> Path:
     """The folder of the run that is replayed."""
     section = cast(Config, run.generation).replay
     return Path(section.path or "").expanduser()
+
+
+def first_recorded_head(run: RunConfig) -> JsonObject:
+    """The head of the first step of the run that is replayed; {} where nothing is recorded.
+
+    Raises DataError for a damaged one.
+    """
+    for path in rollout_files.list_rollout_files(recorded_folder(run)).values():
+        return rollout_files.read_rollout_head(path)
+    return {}
 
 
 def rules(run: RunConfig) -> Iterator[Problem]:
@@ -101,10 +112,7 @@ def _head_problems(run: RunConfig, folder: Path, head: JsonObject) -> Iterator[P
             shown = str(recorded).lower() if isinstance(recorded, bool) else recorded
             why = f"{where} was recorded with {shown}"
             yield Problem(f"{name} = {ours} is not the record's", name, why, f"{name}={shown}")
-    longest, name = head["longest_completion"], "generation.max_completion_length"
-    if run.generation.max_completion_length < longest:
-        what = f"{name} = {run.generation.max_completion_length} is less than was recorded"
-        yield Problem(what, name, f"{where} has one of {longest} tokens", f"{name}={longest}")
+    yield from _length_problems(run, where, head)
     try:
         known = hf_cache.read_model_config(run.model.path, run.model.revision)
     except ValueError:  # another rule says so
@@ -114,6 +122,28 @@ def _head_problems(run: RunConfig, folder: Path, head: JsonObject) -> Iterator[P
         what = f"the model has {vocab_size} tokens, and the record's had {head['vocab_size']}"
         fix = "a model of the family that sampled"
         yield Problem(what, "model.path", f"{where} holds ids of other tokens", fix)
+
+
+def _length_problems(run: RunConfig, where: str, head: JsonObject) -> Iterator[Problem]:
+    """Whether a step's completions, or the turns of its episodes, are longer than the run's are."""
+    agent, turns = agent_config(run), head.get("most_turns", 0)
+    if (agent is not None) != (head["format"] >= rollout_files.EPISODE_FORMAT):
+        what = "agent is null, and the record holds episodes of several turns"
+        fix = "agent as in the recorded run's config.yaml"
+        if agent is not None:
+            what = f"agent.kind = {agent.kind}, and the record holds one answer to each prompt"
+            fix = "agent=null"
+        yield Problem(what, "agent", f"{where} was recorded so", fix)
+        return
+    longest, name = head["longest_completion"], "generation.max_completion_length"
+    longest = head["longest_turn"] if agent is not None else longest
+    if run.generation.max_completion_length < longest:
+        what = f"{name} = {run.generation.max_completion_length} is less than was recorded"
+        yield Problem(what, name, f"{where} has one of {longest} tokens", f"{name}={longest}")
+    if agent is not None and agent.max_turns < turns:
+        what = f"agent.max_turns = {agent.max_turns} is less than was recorded"
+        why = f"{where} has an episode of {turns} turns"
+        yield Problem(what, "agent.max_turns", why, f"agent.max_turns={turns}")
 
 
 def _sampler_problems(run: RunConfig) -> Iterator[Problem]:
@@ -143,7 +173,7 @@ def check_data(
     unknown_before = run.num_steps() is None  # train.epochs; else `rules` has looked
     if unknown_before and (problems := [*step_problems(folder, files, num_steps)]):
         raise ConfigError(*problems)
-    head = rollout_files.read_rollout_head(next(iter(files.values())))
+    head = first_recorded_head(run)
     if head["tokenizer"] != vocabulary.tokenizer_digest(tokenizer):
         what = "the tokenizer is not the one that the rollouts were recorded with"
         why = f"tokens have other ids than in {folder}"

@@ -44,7 +44,7 @@ class StepDifference:
     draw: int | None = None  # the prompt's position in the order of the data
     row: int | None = None  # of the data
     completion: int | None = None  # of the prompt's K, counted from 0
-    token: int | None = None  # of the completion, counted from 0
+    token: int | None = None  # of those that the policy sampled, counted from 0
     text: str = ""  # the token's
     update: int | None = None  # of the step's optimizer updates, counted from 1
 
@@ -133,7 +133,7 @@ def _token_pair(
     name: str, called: str, record: RecordedStep, batch: Batch, run: Run, at: Place
 ) -> tuple[str, Tensor | None, Tensor | None, Place]:
     """A column of all groups' tokens; groups that lack it count as NaN."""
-    lengths = [len(r.completion_ids) for g in record.batch.groups for r in g.rollouts]
+    lengths = [r.length for g in record.batch.groups for r in g.rollouts]
     ends = torch.tensor(lengths).cumsum(0)
 
     def flat(groups: Batch) -> Tensor | None:
@@ -144,14 +144,14 @@ def _token_pair(
             part.double()
             for group, column in zip(groups.groups, columns, strict=True)
             for part in column
-            or [torch.full((len(r.completion_ids),), math.nan) for r in group.rollouts]
+            or [torch.full((r.length,), math.nan) for r in group.rollouts]
         ])  # fmt: skip
 
     def place(index: int) -> StepDifference:
         row = int(torch.searchsorted(ends, index, right=True))
         token, found = index - int(ends[row]) + lengths[row], at(row)
         k = len(record.batch.groups[0].rollouts)
-        ids = record.batch.groups[row // k].rollouts[row % k].completion_ids
+        ids = record.batch.groups[row // k].rollouts[row % k].sampled_ids
         text = str(run.tokenizer.decode([ids[token]]))
         return StepDifference("", None, None, found.draw, found.row, found.completion, token, text)
 

@@ -101,9 +101,9 @@ class PromptLedger:
     def _is_drawn_prompt(self, group: Group, index: int) -> bool:
         """Whether a group is of the prompt that the order has there."""
         assert self.prompts is not None
-        if group.rollouts and group.rollouts[0].opening_ids is not None:
+        if any(r.opening_ids is not None for r in group.rollouts):
             # What its environment's reset said is part of its ids; the row is as it was.
-            return group.prompt == self.prompts.groups_at(group.prompt_offset, 1)[0].prompt
+            return group.prompt == self.prompts.prompts[index]
         return group.prompt_ids == self.prompts.prompt_ids[index]
 
     def step(

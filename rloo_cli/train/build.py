@@ -17,7 +17,7 @@ from rloo_cli.agents.common import build as agent_build
 from rloo_cli.agents.common.tool_set import ToolSet
 from rloo_cli.algorithms.common.base import Algorithm, load_algorithm
 from rloo_cli.algorithms.common.config import Switches
-from rloo_cli.checkpoint.restore import check_same_data, start_attempt
+from rloo_cli.checkpoint.restore import check_same_data, check_same_tools, start_attempt
 from rloo_cli.checkpoint.resume import ResumePlan
 from rloo_cli.config import (
     check,
@@ -158,6 +158,7 @@ class RunBuilder:
         self.log.phase("loading data")
         self.opened_splits = splits.open_splits(self.config)
         self.rewards = build_rewards(self.config, functions)
+        check_same_tools(self.resume_plan, self.config)
         self.tools = agent_build.load_tool_set(self.config)
         for note in [*user_code_notes(self.config), *rules_model.model_file_notes(self.config)]:
             self.log.note(note)
@@ -392,6 +393,7 @@ class RunBuilder:
             layout_choice=self.layout_choice,
             ledger=PromptLedger(self.resume_plan.folder),
             attempt=self.resume_plan.attempt,
+            tools=self.tools,
             judge=self.judge,
         )
 

@@ -15,6 +15,8 @@ from agent_cases import (
 
 from rloo_cli.agents import tools
 from rloo_cli.agents.common.tool_set import load_environments
+from rloo_cli.reporting.log import sample_record
+from rloo_cli.rewards.engine.arguments import RESERVED_SAMPLE_FIELDS
 from rloo_cli.utils.errors import ConfigError, DataError
 from rloo_cli.utils.rng import turn_seed
 
@@ -244,3 +246,10 @@ def test_a_class_without_reset_or_tools_is_refused(tmp_path):
     for name, why in (("A", "has no method reset"), ("B", "has no tool")):
         with pytest.raises(ConfigError, match=why):
             load_environments({"x": f"{path}:{name}"})
+
+
+def test_no_reward_may_log_a_column_that_samples_of_episodes_have():
+    generator = episode_generator(tools_agent([MULTIPLY]), lambda *_: "the end")
+    (group,) = play(generator)
+    record = sample_record(group, 0)
+    assert {"turns", "episode", "failed"} <= {*record} <= RESERVED_SAMPLE_FIELDS

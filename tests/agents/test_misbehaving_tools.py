@@ -1,5 +1,10 @@
 """Tools that misbehave: each is an error that the model is told of, or a row without a score."""
 
+import os
+import threading
+import time
+from pathlib import Path
+
 import pytest
 from agent_cases import call_text, class_agent, episode_generator, play, tools_agent, write_file
 
@@ -115,3 +120,28 @@ def test_an_environment_that_dies_leaves_its_row_out_and_its_siblings_alone(
         assert failed[1] == [None, None]
         assert [row.environment_reward for row in groups[1].rollouts] == [1.0, 1.0]
         assert [row.length for row in groups[0].rollouts] == [1, 1]  # a token stands for the row
+
+
+def test_kill_9_of_an_environment_in_mid_episode_leaves_its_row_out_alone(tmp_path):
+    told = tmp_path / "pid"
+    body = f"""if self.bad:
+            open({str(told)!r} + ".new", "w").write(str(os.getpid()))
+            os.rename({str(told)!r} + ".new", {str(told)!r})
+            time.sleep(60)"""
+    text = HEAD + CLASS.replace("RESET", "self.bad = row.get('bad')").replace("TOOL", body)
+    path = write_file(tmp_path, text.replace("REWARD", "pass"))
+
+    def kill_when_told() -> None:
+        limit = time.monotonic() + 30
+        while not told.exists() and time.monotonic() < limit:
+            time.sleep(0.01)
+        os.kill(int(Path(told).read_text()), 9)
+
+    killer = threading.Thread(target=kill_when_told)
+    killer.start()
+    config = class_agent({"world": f"{path}:World"}, **AGENT | {"max_tool_s": 40.0})
+    groups = play(episode_generator(config, once), {"bad": True}, {"bad": False})
+    killer.join()
+    assert groups[0].rollouts[0].failed == "tool: its process ended in the call"
+    assert groups[0].rollouts[0].episode_facts["ended_by"] == "failed"
+    assert groups[1].rollouts[0].failed is None and groups[1].rollouts[0].environment_reward == 1.0

@@ -55,12 +55,6 @@ SCORECARD: dict[str, Case] = {
         "data.max_prompt_length=2040",
         says=["2040 + max_completion_length 16 = 2056", "data.max_prompt_length=2032"],
     ),
-    "episodes are recorded": train(
-        "agent=tools",
-        "agent.tools=[rloo_cli.data.synthetic.tool_tasks:multiply]",
-        "logging.rollouts_every=1",
-        says=["not recorded yet", "logging.rollouts_every=0"],
-    ),
     "BC-12 a filter and a correction": train(
         "generation.top_p=0.9",
         IMPORTANCE,

@@ -8,10 +8,11 @@ from rloo_cli.agents.common.episodes import EpisodeGenerator, EpisodeRules
 from rloo_cli.agents.common.tool_set import ToolSet
 from rloo_cli.agents.common.turn_rendering import TurnRenderer
 from rloo_cli.config import registry
-from rloo_cli.config.agent import agent_config
+from rloo_cli.config.agent import agent_config, uses_tools
 from rloo_cli.config.prompt_limit import prompt_headroom
 from rloo_cli.config.schema import RunConfig
-from rloo_cli.generation import Generator
+from rloo_cli.generation import Generator, replay
+from rloo_cli.generation.common.record_player import RecordPlayer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,8 +23,16 @@ def load_tool_set(run: RunConfig) -> ToolSet | None:
     config = agent_config(run)
     if config is None:
         return None
+    if not uses_tools(run):
+        return recorded_tool_set(run)
     found: ToolSet = registry.registered_module("agents", config.kind).load_tools(config)
     return found
+
+
+def recorded_tool_set(run: RunConfig) -> ToolSet | None:
+    """The descriptions of the tools of the episodes that generation=replay trains on, if any."""
+    saved = replay.first_recorded_head(run).get("tools")
+    return None if saved is None else ToolSet.from_json(saved)
 
 
 def wrap_generator(
@@ -37,10 +46,13 @@ def wrap_generator(
 ) -> Generator:
     """A generator of episodes around `inner`; `inner` itself without an agent.
 
+    Recorded episodes are played as they are; held-out prompts alone are then answered with tools.
     `stop_ids` end a turn. Raises ConfigError for a chat template that tools cannot be used with.
     """
     config = agent_config(run)
     if config is None or tools is None:
+        return inner
+    if not uses_tools(run):
         return inner
     renderer = TurnRenderer(tokenizer, run.generation.chat_template_kwargs, stop_ids)
     for environment in tools.environments.values():
@@ -51,4 +63,8 @@ def wrap_generator(
     length = run.generation.max_completion_length
     headroom = prompt_headroom(run, context_length)
     context = None if headroom is None else headroom + length
-    return EpisodeGenerator(inner, EpisodeRules(config, tools, renderer, parser, length, context))
+    rules = EpisodeRules(config, tools, renderer, parser, length, context)
+    if isinstance(inner, RecordPlayer):
+        inner.wrap_held_out = lambda sampler: EpisodeGenerator(sampler, rules)
+        return inner
+    return EpisodeGenerator(inner, rules)

@@ -28,6 +28,7 @@ from rloo_cli.data.prompts import render_prompt
 from rloo_cli.generation import Generator, ignore_arrival
 from rloo_cli.utils import signals
 from rloo_cli.utils.errors import GenerationError, Problem
+from rloo_cli.utils.fault_injection import trigger_fault
 from rloo_cli.utils.files import JsonObject
 from rloo_cli.utils.rng import turn_seed
 
@@ -155,6 +156,9 @@ class _EpisodeStep:
                 continue
             began, wave = time.monotonic(), self.ready
             self.ready = []
+            if any(episode.turns for asked in wave for episode in asked.episodes):
+                trigger_fault("agent.turn")
+                signals.raise_if_stopped()
             self._sample_wave(wave)
             patience = max(SHORTEST_WAIT_S, time.monotonic() - began)
 

@@ -7,7 +7,7 @@ it needs a type for every argument and a docstring that says what each is.
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from transformers.utils import get_json_schema
@@ -98,6 +98,16 @@ class ToolSet:
     def schemas_of(self, example: Mapping[str, object]) -> list[JsonObject]:
         """The descriptions that a row's prompt shows. Raises DataError."""
         return self.environment_of(example).schemas
+
+    def to_json(self) -> JsonObject:
+        """Its environments as plain values, for a record of rollouts."""
+        described = {n: asdict(replace(e, connect=None)) for n, e in self.environments.items()}
+        return {n: {k: v for k, v in e.items() if k != "connect"} for n, e in described.items()}
+
+    @classmethod
+    def from_json(cls, values: JsonObject) -> "ToolSet":
+        """Read what `to_json` wrote; none of the user's code is imported."""
+        return cls({name: Environment(**saved) for name, saved in values.items()})
 
     @property
     def import_specs(self) -> list[str]:

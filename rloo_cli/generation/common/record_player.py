@@ -44,14 +44,15 @@ class RecordPlayer:
         self.held_out: Generator | None = None
         self.policy_version: tuple[Policy, int] | None = None
         self.step = -1
-        self.prompt_ids: dict[int, list[int]] = {}  # of the step's prompts, by position
+        self.wrap_held_out: Callable[[Generator], Generator] = lambda inner: inner  # an agent
+        self.groups: dict[int, Group] = {}  # of the step, by position
         self.rollouts: dict[tuple[int, int], Rollout] = {}  # by position and seed
 
     def recorded_draws(self, step: int) -> RecordedDraws:
         """Read step `step`, counted from 0 (`RecordedGenerator.recorded_draws`)."""
         batch = read_rollout_record(self.folder, step + 1).batch
         self.step = step
-        self.prompt_ids = {g.prompt_offset: g.prompt_ids for g in batch.groups}
+        self.groups = {g.prompt_offset: g for g in batch.groups}
         self.rollouts = {(g.prompt_offset, r.seed): r for g in batch.groups for r in g.rollouts}
         offsets = [g.prompt_offset for g in batch.groups]
         return RecordedDraws(offsets, batch.draws, batch.greedy)
@@ -65,12 +66,13 @@ class RecordPlayer:
         """Fill groups of the current step (`RecordedGenerator.play_recorded`)."""
         for index, (group, group_seeds) in enumerate(zip(groups, seeds, strict=True)):
             offset = group.prompt_offset
-            if self.prompt_ids.get(offset) != group.prompt_ids:
+            recorded = self.groups.get(offset)
+            if recorded is None or not _same_prompt(recorded, group):
                 raise self._not_recorded(f"draw {offset} has another prompt, or none")
             missing = [seed for seed in group_seeds if (offset, seed) not in self.rollouts]
             if missing:
                 raise self._not_recorded(f"draw {offset} has no completion of seed {missing[0]}")
-            group.rollouts = [self.rollouts[offset, seed] for seed in group_seeds]
+            group.take_rollouts([self.rollouts[offset, seed] for seed in group_seeds])
             arrived(index)
 
     def _not_recorded(self, why: str) -> GenerationError:
@@ -90,7 +92,7 @@ class RecordPlayer:
         if self.held_out is None:
             if self.make_held_out is None or self.policy_version is None:
                 raise GenerationError("generation=replay has no sampler")
-            self.held_out = self.make_held_out()
+            self.held_out = self.wrap_held_out(self.make_held_out())
             self.held_out.load(*self.policy_version)
         self.held_out.generate(groups, seeds, greedy, temperature, arrived)
 
@@ -101,7 +103,17 @@ class RecordPlayer:
             self.held_out.load(policy, version)
 
     def close(self) -> None:
-        """Do nothing: no file is kept open."""
+        """Release the sampler of held-out prompts; no file is kept open."""
+        if self.held_out is not None:
+            self.held_out.close()
+
+
+def _same_prompt(recorded: Group, asked: Group) -> bool:
+    """Whether a recorded group is of this prompt. What an environment's reset put into the ids is
+    the record's alone: the messages are compared there."""
+    if any(r.opening_ids is not None for r in recorded.rollouts):
+        return recorded.prompt == asked.prompt
+    return recorded.prompt_ids == asked.prompt_ids
 
 
 def build_record_player(

@@ -41,7 +41,7 @@ RESERVED_REWARD_METRIC = re.compile(
 RESERVED_SAMPLE_FIELDS = frozenset((
     "draw", "k", "prompt", "completion", "finish_reason", "terminated", "prompt_length",
     "completion_length", "seed", "weight_version", "score", "shaped", "kl", "reward",
-    "advantage", "rewards", "token_strip",
+    "advantage", "rewards", "token_strip", "turns", "episode", "failed",
 ))  # fmt: skip
 
 

@@ -1,0 +1,62 @@
+"""A stop in the middle of an episode loses nothing; what its tools were is part of the run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from episode_runs import world_words
+from fork_cases import Forked
+from resume_cases import differing, left
+
+TURN = "agent.turn@4"  # a step has two or three waves of turns after the first
+
+
+def words(folder: Path, *more: str) -> tuple[str, ...]:
+    common = ("train", "+recipe=smoke", "max_steps=3", "checkpoint.every=1")
+    return (*common, "train.lr_scheduler=constant", *world_words(folder), *more)
+
+
+def left_but_times(run: Path) -> dict[str, Any]:
+    """`left`, without the seconds that tools took."""
+    found = left(run)
+    for name, text in found["samples"].items():
+        rows = [json.loads(line) for line in text.splitlines()]
+        for row in rows:
+            row["episode"].pop("tool_s")
+        found["samples"][name] = rows
+    found["metrics"] = [
+        {n: v for n, v in line.items() if n != "agent/tool_s"} for line in found["metrics"]
+    ]
+    return found
+
+
+def test_a_run_that_is_stopped_between_two_turns_ends_as_one_left_alone(forked: Forked) -> None:
+    asked = words(forked.folder)
+    assert forked(*asked, "root=whole") == 0, forked.said()
+    whole = left_but_times(forked.folder / "whole" / "smoke")
+    lines = whole["metrics"]
+    assert max(line["agent/turns"] for line in lines) > 1
+    assert any(line["agent/failures"] > 0 for line in lines)  # by a kill -9 of its own process
+    assert all(line["agent/failures"] < 1 for line in lines)
+    for action, code in (("kill9", 6), ("term", 75)):
+        assert forked(*asked, f"root={action}", faults=f"{TURN}={action}") == code, forked.said()
+        run = forked.folder / action / "smoke"
+        assert not (run / "final").exists()
+        assert forked(*asked, f"root={action}", "resume=auto") == 0, forked.said()
+        assert not differing(whole, left_but_times(run)), action
+
+
+def test_a_changed_tool_file_is_named_and_refused_on_resume(forked: Forked) -> None:
+    asked = words(forked.folder)
+    assert forked(*asked, faults="step@3=term") == 75, forked.said()
+    said, run = forked.said(), forked.folder / "runs" / "smoke"
+    (digest,) = json.loads((run / "run.json").read_text())["tool_files"].values()
+    assert f"world.py:World (sha256 {digest})" in said
+    path = forked.folder / "world.py"
+    path.write_text(path.read_text() + "# other\n")
+    assert forked(*asked, "resume=auto") == 2
+    said = forked.said()
+    assert f"{path} changed since the checkpoint" in said and f"it was {digest}" in said
+    assert "resume_allow_changes=true" in said
+    assert forked(*asked, "resume=auto", "resume_allow_changes=true") == 0, forked.said()
+    assert [*json.loads((run / "run.json").read_text())["tool_files"].values()] != [digest]

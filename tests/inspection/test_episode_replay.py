@@ -1,0 +1,116 @@
+"""Recorded episodes: replayed, scored and trained again, without environment and sampler."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from episode_runs import world_words
+from loop_cases import cache, checked
+from replay_cases import recorded_run
+from resume_cases import attempt, tensors
+
+from rloo_cli.agents.common import call_parsers
+from rloo_cli.data import rollout_files
+from rloo_cli.data.batch import Turn
+from rloo_cli.data.rollout_record import read_rollout_record
+from rloo_cli.data.rollout_values import load_rollout
+from rloo_cli.generation import replay
+from rloo_cli.inspection.reward_what_if import judge_reward
+from rloo_cli.inspection.step_replay import replay_step
+
+CONVERSATION = """
+def score(completions, environments, sampled_ids, **kwargs):
+    assert all(m["role"] in ("assistant", "tool", "user") for c in completions for m in c)
+    assert any(len(c) > 1 for c in completions)
+    return [sum(m["role"] == "tool" for m in c) + len(i) / 10
+            for c, i in zip(completions, sampled_ids)]
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models() -> Iterator[None]:
+    with (
+        mock.patch.dict(os.environ, RLOO_CACHE=cache()),
+        mock.patch.dict(call_parsers.PARSERS),
+    ):
+        yield
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of three recorded steps whose environment is gone."""
+    folder = tmp_path_factory.mktemp("episodes")
+    words = world_words(folder)
+    run = recorded_run(folder, *words, "max_steps=3", "checkpoint.every=1")
+    (folder / "world.py").unlink()
+    return run
+
+
+def test_a_record_keeps_turns_masks_rewards_and_failures(recorded: Path) -> None:
+    rows = [r for n in (1, 2, 3) for g in read_rollout_record(recorded, n).batch.groups
+            for r in g.rollouts]  # fmt: skip
+    for row in rows:
+        assert row.turns and isinstance(row.turns[0], Turn) and row.mask is not None
+        flat = [i for t in row.turns for i in (*t.prompt_ids, *t.sampled_ids)]
+        assert flat == row.completion_ids
+        assert row.length == sum(len(t.sampled_ids) for t in row.turns)
+        assert row.episode_facts["turns"] == len(row.turns)
+        assert (row.failed is None) == (row.environment_reward is not None)
+        assert [t.logp for t in row.turns] == [t.logp for t in row.turns if t.logp]
+    assert any(len(r.turns) > 1 and r.turns[1].observation for r in rows)
+    failed = [r for r in rows if r.failed is not None]
+    assert failed and len(failed) < len(rows)
+    assert {r.opening_ids is None for r in rows} == {True, False}
+
+
+def test_a_recorded_episode_comes_out_bit_for_bit_without_its_environment(recorded: Path) -> None:
+    for step, earlier in ((1, []), (3, [])):
+        found = replay_step(recorded, step)
+        assert not found.found and not found.tolerance, found.to_json()
+        assert found.updated_before == earlier and not found.notes
+        rows = [r for g in read_rollout_record(recorded, step).batch.groups for r in g.rollouts]
+        assert found.comparison.compared["log-probability"] == sum(r.length for r in rows)
+        assert found.comparison.compared["reward environment"] == len(rows) == 9
+
+
+def test_another_reward_gets_the_conversation(recorded: Path, tmp_path: Path) -> None:
+    (tmp_path / "new.py").write_text(CONVERSATION)
+    verdict = judge_reward(recorded, f"{tmp_path}/new.py:score")
+    failed = sum(
+        r.failed is not None
+        for n in (1, 2, 3)
+        for g in read_rollout_record(recorded, n).batch.groups
+        for r in g.rollouts
+    )
+    assert verdict.whole is not None and verdict.whole.completions == 27
+    assert verdict.whole.compared == 27 - failed  # a row that failed has no score under any reward
+
+
+def test_recorded_episodes_train_the_same_weights_without_sampler_or_tools(
+    recorded: Path, tmp_path: Path
+) -> None:
+    words = [w.replace(str(tmp_path), str(recorded.parent)) for w in world_words(tmp_path)]
+    words += ["generation=replay", f"generation.replay.path={recorded}"]
+    assert attempt(tmp_path, *words, "max_steps=3", "name=again", "logging.rollouts_every=1")
+    ends = [tensors(f / "final" / "model.safetensors") for f in (recorded, tmp_path / "again")]
+    assert ends[0] == ends[1]
+    heads = [rollout_files.read_rollout_heads(f, [3])[3] for f in (recorded, tmp_path / "again")]
+    assert heads[0]["digest"] == heads[1]["digest"]
+    assert heads[0]["tools"] == heads[1]["tools"]
+
+
+def test_a_run_without_the_agent_does_not_train_on_episodes(recorded: Path) -> None:
+    head = rollout_files.read_rollout_head(rollout_files.rollout_path(recorded, 1))
+    run = checked((), ("data.eval_split=null", "generation.max_completion_length=256"))
+    (problem,) = replay._length_problems(run, "step 1", head)
+    assert "agent is null, and the record holds episodes" in problem.what
+    old = {n: v for n, v in head.items() if n not in ("most_turns", "longest_turn", "tools")}
+    assert not [*replay._length_problems(run, "step 1", old | {"format": 1})]
+
+
+def test_a_rollout_of_an_older_record_is_read() -> None:
+    saved = {"text": "a", "finish_reason": "stop", "terminated": True, "seed": 3}
+    row = load_rollout([1, 2], [-0.5, -1.0], saved | {"weight_version": 2, "mask": None})
+    assert row.turns is None and row.length == 2 and row.weight_version == 2

@@ -1,0 +1,52 @@
+"""Runs of episodes in an environment, with a random model: its answers are read as calls."""
+
+from pathlib import Path
+
+from agent_cases import write_file
+
+# Every third of the byte tokens ends a turn: most do not run into their limit.
+ENDS = f"generation.stop_token_ids={[*range(10, 258, 3)]}".replace(" ", "")
+# It is imported by the run's own process, which then reads every answer of some lengths as a call.
+# One row in a few fails, and what is drawn is seeded by counter.
+WORLD = '''
+import os
+import random
+
+from rloo_cli.agents.common import call_parsers
+
+
+def read_calls(text):
+    calls = [] if len(text) % 4 == 0 else [{"name": "look", "arguments": {}}]
+    return call_parsers.ParsedCalls(calls)
+
+
+call_parsers.PARSERS["mistral"] = read_calls
+
+
+class World:
+    def reset(self, **row) -> str | None:
+        self.number = random.random()
+        return f" {self.number:.2f}" if row["answer"][-1] in "13579" else None
+
+    def look(self) -> str:
+        """Looks around."""
+        if self.number < 0.25:
+            os.kill(os.getpid(), 9)
+        self.number = (self.number * 7 + random.random()) % 1
+        return f"{self.number:.3f}"
+
+    def get_reward(self) -> float:
+        return self.number
+'''
+WORDS = (
+    "data.path=make:tiny_chat", "agent=class", "agent.max_turns=3", "agent.parser=mistral",
+    "agent.max_observation_tokens=12", "reward=environment", "generation.max_completion_length=6",
+    "train.prompts_per_step=3", "algorithm.num_generations=3", "data.eval_split=null",
+    "logging.samples=9", ENDS,
+)  # fmt: skip
+
+
+def world_words(folder: Path) -> list[str]:
+    """The overrides of a run in the environment, whose file is written into `folder`."""
+    path = write_file(folder, WORLD, "world.py")
+    return [*WORDS, f"agent.environments={{world: '{path}:World'}}"]
