@@ -8,7 +8,7 @@ from rloo_cli.agents.common.episodes import EpisodeGenerator, EpisodeRules
 from rloo_cli.agents.common.tool_set import ToolSet
 from rloo_cli.agents.common.turn_rendering import TurnRenderer
 from rloo_cli.config import registry
-from rloo_cli.config.agent import agent_config
+from rloo_cli.config.agent import AgentConfig, agent_config
 from rloo_cli.config.prompt_limit import prompt_headroom
 from rloo_cli.config.schema import RunConfig
 from rloo_cli.generation import Generator
@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 
 
 def load_tool_set(run: RunConfig) -> ToolSet | None:
-    """The descriptions of the run's tools; None without an agent. Raises ConfigError."""
+    """The descriptions of the run's tools; None without an agent, and for one that has its own.
+
+    Raises ConfigError.
+    """
     config = agent_config(run)
     if config is None:
         return None
-    found: ToolSet = registry.registered_module("agents", config.kind).load_tools(config)
+    found: ToolSet | None = registry.registered_module("agents", config.kind).load_tools(config)
     return found
 
 
@@ -40,8 +43,15 @@ def wrap_generator(
     `stop_ids` end a turn. Raises ConfigError for a chat template that tools cannot be used with.
     """
     config = agent_config(run)
-    if config is None or tools is None:
+    if config is None:
         return inner
+    module = registry.registered_module("agents", config.kind)
+    if hasattr(module, "build_generator"):  # an agent that drives its episodes itself
+        driven: Generator = module.build_generator(
+            inner, run, tokenizer, stop_ids, context_length, note
+        )
+        return driven
+    assert isinstance(config, AgentConfig) and tools is not None
     renderer = TurnRenderer(tokenizer, run.generation.chat_template_kwargs, stop_ids)
     for environment in tools.environments.values():
         renderer.check_template(environment.schemas)
