@@ -209,8 +209,10 @@ def test_an_agent_that_misbehaves_harms_its_own_episode_alone(tmp_path, name):
     bad, good = (g.rollouts[0] for g in play_agents(generator, {"bad": True}, {"bad": False}))
     assert good.failed is None and [t.text for t in good.turns] == ["answer 1", "answer 2"]
     assert (bad.failed is None) if why is None else why in (bad.failed or ""), bad.failed
-    assert bad.episode_facts["refused"] == refused
-    assert generator.metrics["agent/wrong_keys"] == (name in ("wrong_key", "other_key"))
+    found = bad.episode_facts["refused"]
+    assert found >= refused if name == "floods" else found == refused
+    # One that floods may still ask when its episode has ended.
+    assert name == "floods" or generator.metrics["agent/wrong_keys"] == name.endswith("_key")
     assert not [p for p in psutil.process_iter() if _is_marked(p)]
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -271,10 +271,11 @@ class _ProxyStep:
         late = played.began is not None and now - played.began - waited > most
         if code is None and not late and not talk.is_done:
             return False
-        # A limit has ended it before: what its agent made of the error does not matter.
+        # Where a limit has ended it before, what its agent made of the error does not matter; a
+        # signal is no answer to an error.
         if late and not talk.is_done and episode.ended_by is None:
             episode.fail(f"the agent took more than {most:g} s (agent.max_seconds)")
-        elif code and episode.ended_by is None and played.process is not None:
+        elif code and (code < 0 or episode.ended_by is None) and played.process is not None:
             episode.fail(describe_exit(code, played.process.last_line()))
         return True
 

@@ -186,7 +186,7 @@ class ProxyServer:
         limit = asyncio.get_running_loop().time() + NEXT_WAIT_S
         while not _is_cut(http) and asyncio.get_running_loop().time() < limit:
             if (found := self.desk.take_offer()) is not None:
-                told = {"base_url": self.base_url(found), "api_key": found.key}
+                told: JsonObject = {"base_url": self.base_url(found), "api_key": found.key}
                 told |= {"model": MODEL_NAME, "max_seconds": self.max_seconds}
                 told |= {"row": row_of_group(found.episode.group), "seed": found.episode.seed}
                 return web.json_response(told, dumps=lambda v: json.dumps(v, default=str))

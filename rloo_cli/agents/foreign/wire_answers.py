@@ -76,7 +76,7 @@ def responses_pieces(answer: AgentAnswer) -> Iterator[str]:
     yield event("response.created", response=begun)
     for i, item in enumerate(_response_items(answer)):
         place: JsonObject = {"output_index": i, "item_id": item["id"]}
-        empty = {"content": []} if item["type"] == "message" else {"arguments": ""}
+        empty: JsonObject = {"content": []} if item["type"] == "message" else {"arguments": ""}
         open_item = item | empty | {"status": "in_progress"}
         yield event("response.output_item.added", output_index=i, item=open_item)
         if item["type"] == "message":
