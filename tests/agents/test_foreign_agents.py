@@ -7,13 +7,13 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 
 import psutil
 import pytest
 from agent_cases import call_text
 from proxy_cases import agent_command, play_agents, proxy_generator, row_groups
 
-from rloo_cli.agents.foreign.agent_process import MARK_VARIABLE
 from rloo_cli.utils.rng import turn_seed
 
 CALL = call_text("add", a=1, b=2)
@@ -199,12 +199,12 @@ def test_an_agent_that_misbehaves_harms_its_own_episode_alone(tmp_path, name):
         return counted(text, seed)
 
     generator = proxy_generator(agent_command(tmp_path, text), script, max_seconds=1.5)
+    environment = {"TEST_FOLDER": str(tmp_path)}
     if name == "other_key":  # the key of an episode that is on its way, and not this one's
         other = generator.desk.open_conversation(row_groups(generator, {})[0], 0, 0)
         generator.desk.add_live(other, offer=False)
-        generator.launch = type(generator.launch)(
-            generator.launch.command, {"OTHER": other.key}, ""
-        )
+        environment["OTHER"] = other.key
+    generator.launch = replace(generator.launch, environment=environment)
     port = int(generator.server.url.rpartition(":")[2])
     bad, good = (g.rollouts[0] for g in play_agents(generator, {"bad": True}, {"bad": False}))
     assert good.failed is None and [t.text for t in good.turns] == ["answer 1", "answer 2"]
@@ -213,16 +213,16 @@ def test_an_agent_that_misbehaves_harms_its_own_episode_alone(tmp_path, name):
     assert found >= refused if name == "floods" else found == refused
     # One that floods may still ask when its episode has ended.
     assert name == "floods" or generator.metrics["agent/wrong_keys"] == name.endswith("_key")
-    assert not [p for p in psutil.process_iter() if _is_marked(p)]
+    assert not [p for p in psutil.process_iter() if _is_of_test(p, tmp_path)]
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         free.bind(("127.0.0.1", port))
 
 
-def _is_marked(process):
+def _is_of_test(process, folder):
     try:
-        return MARK_VARIABLE in process.environ() and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, OSError):
+        return process.environ().get("TEST_FOLDER") == str(folder)
+    except (psutil.Error, OSError):  # gone, a zombie, or somebody else's
         return False
 
 
